@@ -60,6 +60,7 @@ declare_families(
         "data": "featx.sources.registry:SOURCES",
         "executor": "featx.pipeline.executors:EXECUTORS",
         "export.format": "featx.export.base:FORMATS",
+        "model.library": "featx.models.libraries:LIBRARIES",
         "reduce": "featx.layers.reductions.registry:REDUCTIONS",
     }
 )

@@ -27,6 +27,7 @@ def test_the_import_contract_lists_every_member() -> None:
         ("data", "featx.sources"),
         ("executor", "featx.pipeline.executors"),
         ("export.format", "featx.export"),
+        ("model.library", "featx.models.libraries"),
     ):
         expected = {f"{package}.{member.name}" for member in family(option)}
         assert expected in [set(modules) for modules in independent]
@@ -48,8 +49,8 @@ def test_the_options_of_a_member_have_its_name() -> None:
     for group in member_groups().values():
         base = group_class(group)
         for member in family(group.option):
-            if group.selector == "name" and member.options is not None:
-                default = {f.name: f.default for f in fields(member.options)}["name"]
+            if group.selector in ("name", "library") and member.options is not None:
+                default = {f.name: f.default for f in fields(member.options)}[group.selector]
                 assert default == member.name
             assert issubclass(options_class(group.option, member.name, base), base)
 

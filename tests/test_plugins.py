@@ -1,4 +1,4 @@
-"""The example of docs/plugins.md, really installed, adds a source and an export format."""
+"""The example of docs/plugins.md, really installed, adds a source, a model library and a format."""
 
 from __future__ import annotations
 
@@ -72,6 +72,22 @@ def test_an_installed_package_adds_a_source_and_a_format(installed: Path, tmp_pa
     assert (tmp_path / "e" / "keys.txt").read_text().split() == list(store.keys)
 
 
+def test_an_installed_package_adds_a_model_library(installed: Path, tmp_path: Path) -> None:
+    run = ("data=stripes", "model.weights=null", "layers=['3']", "out=store")
+    done = command(tmp_path, installed, *run, "model=patches", "executor.workers=2", "part_rows=4")
+    assert done.returncode == 0, done.stderr
+    store = featx.open(tmp_path / "store")
+    assert store["3"].shape == (8, 8)
+    assert store.attrs["model"] == "patches/patches16"
+    done = command(tmp_path, installed, *run, "model=patches", "model.name=patches8")
+    assert (done.returncode, "'patches/patches16'" in done.stderr) == (2, True), done.stderr
+    done = command(tmp_path, installed, *run, "model=patches", "model.name=patches9")
+    assert (done.returncode, "Nearest: patches8" in done.stderr) == (2, True), done.stderr
+    done = command(tmp_path, installed, *run, "model=resnet18", "model.width=4")
+    refused = "model.width has an effect with model.library=patches only"
+    assert (done.returncode, refused in done.stderr) == (2, True), done.stderr
+
+
 def test_its_options_are_described_and_checked(installed: Path, tmp_path: Path) -> None:
     text = " ".join(command(tmp_path, installed, "--help").stdout.split())
     assert "data.num_images=8 data=stripes: Number of images." in text
@@ -107,6 +123,6 @@ def test_without_the_package_its_store_says_what_is_missing(
 def test_the_docs_show_the_example() -> None:
     text = (REPOSITORY / "docs" / "plugins.md").read_text(encoding="utf-8")
     shown = re.findall(r"^```(?:python|toml)\n# ([\w/.]+)\n(.*?)^```", text, re.M | re.S)
-    assert len(shown) == 3
+    assert len(shown) == 4
     for path, block in shown:
         assert (EXAMPLE / path).read_text(encoding="utf-8") == block, path

@@ -17,11 +17,11 @@ from conftest import REPOSITORY
 from tiny_model import KEYS, MODEL, extract, run_job
 
 import featx
-from featx.config import ModelConfig
+from featx.config import model_options
 from featx.config.saved_config import from_saved, saved_yaml
 from featx.config.schema import from_keywords, from_omegaconf, known_keys
 from featx.errors import ConfigError
-from featx.models.custom import _args_of_values
+from featx.models.libraries.custom import _args_of_values
 from featx.store.manifest import Manifest, load_manifest
 from featx.store.pack import pack
 
@@ -113,14 +113,14 @@ def test_arguments_of_a_users_model_are_plain_values(tmp_path: Path) -> None:
 def test_what_a_store_keeps_of_arguments_holds_no_secret() -> None:
     args = {"api_token": "hunter2", "url": "https://host/x?sig=hunter2", "scale": 2.0, "on": None}
     kept = _args_of_values(
-        ModelConfig(library="custom", factory="test_security:factory", args=args)
+        model_options(library="custom", factory="test_security:factory", args=args)
     )
     assert "hunter2" not in str(kept)
     assert (kept["scale"], kept["on"]) == (2.0, None)
     assert "api_token" not in kept
     other = {**args, "url": "https://host/y?sig=hunter2"}
     again = _args_of_values(
-        ModelConfig(library="custom", factory="test_security:factory", args=other)
+        model_options(library="custom", factory="test_security:factory", args=other)
     )
     assert again["url"] != kept["url"]
 

@@ -25,6 +25,8 @@ from featx.config import (
     ModelConfig,
     from_saved,
     in_this_process,
+    model_choice,
+    model_options,
     with_statistics_at,
 )
 from featx.errors import ConfigError, DataError, StoreError, StoreMismatchError
@@ -118,7 +120,7 @@ def predict(
     config = Config(
         model=ModelConfig()
         if model_factory is None
-        else ModelConfig(name="custom", library="custom", factory=model_factory),
+        else model_options(**model_choice("custom"), factory=model_factory),
         data=FolderOptions(root=root),
         device=device,
     )

@@ -206,8 +206,8 @@ def refuse_unnamed_code(config: Config, before: Config, what: str) -> None:
     Raises:
         ConfigError: it names other code.
     """
-    factory = before.model.factory
-    if factory is not None and config.model.factory != factory:
+    factory = before.model.code
+    if factory is not None and config.model.code != factory:
         raise ConfigError(
             f"{what} was made with model=custom model.factory={factory}. featx imports no code "
             "because a file names it: if you trust it, add model=custom "

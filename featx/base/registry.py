@@ -11,7 +11,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import pkgutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 from typing import Generic, TypeVar
@@ -86,6 +86,20 @@ class Registry(Generic[MemberT]):
                     f"{nearest(name, names)}"
                 )
         return self._members[name]
+
+    def chosen(self, name: str, values: Mapping[str, object]) -> MemberT:
+        """Return the member that the options of a group select.
+
+        It is that of the name, unless a family overrides this method.
+
+        Args:
+            name: value of the option that selects the member.
+            values: values of all options of the group.
+
+        Raises:
+            ConfigError: as for `get`.
+        """
+        return self.get(name)
 
     def names(self) -> tuple[str, ...]:
         """Return the names of all members in alphabetical order."""

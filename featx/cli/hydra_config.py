@@ -27,6 +27,7 @@ from featx.config import (
     described_options,
     known_keys,
     member_groups,
+    model_choice,
     option_types,
 )
 from featx.errors import ConfigError, nearest
@@ -36,10 +37,10 @@ _NULL = "tag:yaml.org,2002:null"
 
 
 class AnyModel(ConfigSource):
-    """A config for every model name: `model=resnet50` without a conf/model/resnet50.yaml.
+    """A config for every model name, such as `model=resnet50`, and for every model library.
 
-    It is last in Hydra's search path, so a YAML file of that name, of featx or of the user
-    (`--config-dir`), takes precedence. Whether the model exists is checked when it is built.
+    It is last in Hydra's search path, so a YAML file of that name of the user (`--config-dir`)
+    takes precedence. Whether the model exists is checked when it is built.
     """
 
     @staticmethod
@@ -48,7 +49,7 @@ class AnyModel(ConfigSource):
 
     def load_config(self, config_path: str) -> ConfigResult:
         name = config_path.removesuffix(".yaml").removeprefix("model/")
-        node = OmegaConf.create({"name": name})
+        node = OmegaConf.create(model_choice(name))
         return ConfigResult(
             provider=self.provider, path=config_path, config=node, header={"package": None}
         )

@@ -20,10 +20,12 @@ from .job import JobConfig as JobConfig
 from .job import LogConfig as LogConfig
 from .job import StatsConfig as StatsConfig
 from .job import VerifyConfig as VerifyConfig
+from .model import AUTO_LIBRARY as AUTO_LIBRARY
 from .model import INTERPOLATIONS as INTERPOLATIONS
-from .model import LIBRARIES as LIBRARIES
 from .model import ModelConfig as ModelConfig
 from .model import TransformConfig as TransformConfig
+from .model import model_choice as model_choice
+from .model import model_options as model_options
 from .options import Kind as Kind
 from .options import OptionType as OptionType
 from .options import option_types as option_types

@@ -29,9 +29,9 @@ def member_groups() -> dict[str, MemberGroup]:
     hints = get_type_hints(Config)
     found = {}
     for option in family_options():
-        group, _, selector = option.partition(".")
-        if is_dataclass(hints[group]):
-            found[group] = MemberGroup(option, group, selector or "name")
+        group = MemberGroup.of(option)
+        if is_dataclass(hints[group.group]):
+            found[group.group] = group
     return found
 
 

@@ -34,6 +34,23 @@ class MemberGroup:
     group: str
     selector: str
 
+    @classmethod
+    def of(cls, option: str) -> MemberGroup:
+        """Return the group of the option that selects its member, such as 'export.format'."""
+        group, _, selector = option.partition(".")
+        return cls(option, group, selector or "name")
+
+    def chosen(self, values: Mapping[str, Any]) -> str:
+        """Return the name of the member that the options of the group select.
+
+        Args:
+            values: values by their fields.
+
+        Raises:
+            ConfigError: there is no such member.
+        """
+        return family(self.option).chosen(str(values[self.selector]), values).name
+
 
 def default_of_field(f: Field[Any]) -> Any:
     """Return the default of a field; MISSING if it has none."""
@@ -67,25 +84,26 @@ def make_options(option: str, base: type[OptionsT], values: Mapping[str, Any]) -
     """Make the options of a member.
 
     Args:
-        option: option that selects the member, which is also the group, such as 'reduce'.
+        option: option that selects the member, such as 'reduce' or 'model.library'.
         base: dataclass of the group.
-        values: values by their fields, with the member as 'name'.
+        values: values by their fields, with the member among them.
 
     Raises:
         ConfigError: there is no such member, or a value is unknown, without effect or invalid.
     """
-    chosen = options_class(option, str(values["name"]), base)
-    group: type = base
-    known = [f.name for f in fields(options_of_all(option, group))]
+    group = MemberGroup.of(option)
+    chosen = options_class(option, group.chosen(values), base)
+    every: type = options_of_all(option, base)  # type: ignore[arg-type]  # a class is hashable
+    known = [f.name for f in fields(every)]
     for key in values:
         if key not in known:
             raise ConfigError(
-                f"{option}={values['name']} has no option {key!r}; expected some of "
+                f"{option}={values[group.selector]} has no option {key!r}; expected some of "
                 f"{', '.join(known)}.{nearest(key, known)}"
             )
-    refuse_options_of_others(MemberGroup(option, option, "name"), base, values)
-    names = {f.name for f in fields(chosen)}  # type: ignore[arg-type]  # every base is a dataclass
-    return chosen(**{key: value for key, value in values.items() if key in names})
+    refuse_options_of_others(group, base, values)
+    own = {f.name for f in fields(chosen)}  # type: ignore[arg-type]  # every base is a dataclass
+    return chosen(**{key: value for key, value in values.items() if key in own})
 
 
 def option_owners(option: str, base: type) -> dict[str, tuple[str, ...]]:
@@ -161,12 +179,18 @@ def refuse_options_of_others(group: MemberGroup, base: type, values: Mapping[str
     Raises:
         ConfigError: an option of another member has a value.
     """
-    chosen = str(values[group.selector])
+    chosen = group.chosen(values)
     every = {f.name: default_of_field(f) for f in fields(options_of_all(group.option, base))}
     for name, owners in option_owners(group.option, base).items():
-        if chosen in owners or name not in values or values[name] == every[name]:
+        if chosen in owners or name not in values or _plain(values[name]) == _plain(every[name]):
             continue
         members = " or ".join(f"{group.option}={owner}" for owner in owners)
         raise ConfigError(
             f"{group.group}.{name} has an effect with {members} only (now {group.option}={chosen})."
         )
+
+
+def _plain(value: Any) -> Any:
+    """Return a value of an option, of which a nested group becomes a mapping."""
+    is_group = dataclasses.is_dataclass(value) and not isinstance(value, type)
+    return dataclasses.asdict(value) if is_group else value

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
+from featx.base import family
 from featx.config.checks import check_choice
+from featx.config.member_options import make_options
 from featx.errors import ConfigError
 
-LIBRARIES = ("auto", "packaged", "torchvision", "timm", "custom")
+_LIBRARY = "model.library"
+"""Option that selects the library."""
+
+AUTO_LIBRARY = "auto"
+"""Library that stands for the first one that knows the name of the model."""
+
 INTERPOLATIONS = ("nearest", "bilinear", "bicubic")
 
 
 @dataclass
 class TransformConfig:
-    """Preprocessing of a custom model; library models bring their own."""
+    """Preprocessing of a model that brings none."""
 
     resize: int = 256
     """Shorter side in pixels after resizing."""
@@ -43,31 +50,29 @@ class TransformConfig:
 
 @dataclass
 class ModelConfig:
-    """Backbone and its weights."""
+    """Backbone and its weights.
+
+    A library with options of its own has them in a subclass beside it, such as
+    `featx.models.libraries.custom.CustomOptions`.
+    """
 
     name: str = "efficientnet_lite0"
     """Name of the model in its library; set by the option `model` itself unless that names a
     library."""
-    library: str = "auto"
-    """Library that builds the model: packaged, torchvision, timm or custom; auto takes the first of
-    these that knows the name."""
+    library: str = AUTO_LIBRARY
+    """Library that builds the model."""
     weights: str | None = "default"
     """Weights: a tag of the library, a path (.safetensors, .pth), 'default', or null for random
     weights of `seed`."""
     init: str = "loaded"
     """loaded keeps these weights; reset replaces them by the model's own random initialisation with
     `seed`, as an untrained baseline that is the same in all else."""
-    factory: str | None = None
-    """Import path of a function that returns the torch.nn.Module, such as package.module:function,
-    for model=custom."""
-    args: dict[str, Any] = field(default_factory=dict)
-    """Keyword arguments of the factory, for model=custom. A resume refuses other values, except for
-    arguments that the factory names in its attribute `args_without_effect`."""
-    transform: TransformConfig = field(default_factory=TransformConfig)
-    """Preprocessing, for model=custom."""
 
     def __post_init__(self) -> None:
-        check_choice("model.library", self.library, LIBRARIES)
+        if not self.name:
+            raise ConfigError(
+                f"model={self.library} needs model.name=NAME, the name of a model of this library."
+            )
         if self.weights == "None":
             self.weights = None  # as Python writes it; no library has a tag of this name
         check_choice("model.init", self.init, ("loaded", "reset"))
@@ -75,18 +80,36 @@ class ModelConfig:
             raise ConfigError(
                 "model.init=reset has no effect with model.weights=null, whose weights are random."
             )
-        custom = self.library == "custom"
-        if custom and not self.factory:
-            raise ConfigError(
-                "model=custom needs model.factory=package.module:factory, a function that returns "
-                "your torch.nn.Module."
-            )
-        if not custom:
-            for key, value in (("factory", self.factory), ("args", self.args)):
-                if value:
-                    raise ConfigError(f"model.{key} has an effect with model=custom only.")
-            if self.transform != TransformConfig():
-                raise ConfigError(
-                    "model.transform has an effect with model=custom only; "
-                    "library models bring the preprocessing of their weights."
-                )
+
+    @property
+    def code(self) -> str | None:
+        """Import path of the user's code that builds the model; None if it is a library's code."""
+        return None
+
+
+def model_options(**values: Any) -> ModelConfig:
+    """Return the options of a model, those of its library included.
+
+    Args:
+        values: options without their prefix, such as name='resnet50' and weights=None.
+
+    Raises:
+        ConfigError: an option is unknown, invalid, or one of another library.
+    """
+    defaults = {f.name: f.default for f in fields(ModelConfig)}
+    return make_options(_LIBRARY, ModelConfig, {**defaults, **values})
+
+
+def model_choice(text: str) -> dict[str, str]:
+    """Return the options that `model=TEXT` sets: the name of a model, or a library.
+
+    Args:
+        text: name of a model, such as 'resnet50', or of a library, such as 'timm', which may have
+            a default model.
+    """
+    libraries = family(_LIBRARY)
+    if text == AUTO_LIBRARY or text not in libraries:
+        return {"name": text}
+    options = libraries.get(text).options or ModelConfig
+    default = {f.name: f.default for f in fields(options)}["name"]
+    return {"library": text, "name": str(default)}

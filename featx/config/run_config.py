@@ -84,8 +84,8 @@ class Config:
     job: JobConfig = field(default_factory=JobConfig)
     """What the command does; the table of jobs lists them."""
     model: ModelConfig = field(default_factory=ModelConfig)
-    """Model: any name of torchvision or timm, efficientnet_lite0 (packaged, works offline), or
-    custom."""
+    """Model: any name of torchvision or timm, efficientnet_lite0 (packaged, works offline), or a
+    library, such as custom, or timm with model.name."""
     layers: Annotated[Any, NAMES] = None
     """Layers of a run: a preset (embedding, stages, leaves, all), a list of names, globs or
     presets, or a mapping of these to reductions; null takes embedding. A name is that of a module,

@@ -140,7 +140,7 @@ def _unread_of_plugins(node: DictConfig) -> list[tuple[str, str]]:
     """
     found = []
     for group in member_groups().values():
-        chosen = str(node[group.group][group.selector])
+        chosen = group.chosen(node[group.group])
         for name, owners in option_owners(group.option, group_class(group)).items():
             members = [family(group.option).get(owner) for owner in owners]
             is_foreign = all(not _is_of_featx(member.options) for member in members)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from featx.base import family
-from featx.config import OBJECT_SOURCE, DataConfig
+from featx.config import OBJECT_SOURCE, DataConfig, model_choice
 from featx.config.all_options import all_options, config_class, group_class, member_groups
 from featx.config.member_options import (
     MemberGroup,
@@ -93,8 +93,9 @@ def _with_options_of_choice(node: DictConfig, group: MemberGroup) -> DictConfig:
 
     base = group_class(group)
     values: dict[str, Any] = OmegaConf.to_container(node, resolve=False)  # type: ignore[assignment]  # a structured node has texts as keys
-    chosen: type[Any] = options_class(group.option, str(node[group.selector]), base)
-    refuse_options_of_others(group, base, {**values, group.selector: node[group.selector]})
+    values[group.selector] = node[group.selector]  # resolved, as the member is found by it
+    chosen: type[Any] = options_class(group.option, group.chosen(values), base)
+    refuse_options_of_others(group, base, values)
     names = {f.name for f in fields(chosen)}
     own = {key: value for key, value in values.items() if key in names}
     found: DictConfig = OmegaConf.merge(OmegaConf.structured(chosen), own)  # type: ignore[assignment]  # a structured node merges to a DictConfig
@@ -136,7 +137,7 @@ def from_keywords(values: Mapping[str, Any]) -> DictConfig:
             raise ConfigError(f"unknown key {key!r}.{nearest(key, known_keys())}")
     values = _with_texts(values, "")
     if isinstance(model := values.get("model"), str):
-        values["model"] = {"name": model}
+        values["model"] = model_choice(model)
     for group in ("reduce", "executor"):
         if isinstance(name := values.get(group), str):
             values[group] = {"name": name}
@@ -212,7 +213,7 @@ def given_by_value(config: Config) -> frozenset[str]:
                 for inner in fields(value)
                 if getattr(value, inner.name)
                 != getattr(default, inner.name, default_of_field(inner))  # of a member only
-            } - {"library"}  # which the name of a packaged model brings along
+            } - {"library"}  # which model=LIBRARY brings along
             names |= {f"{f.name}.{name}" for name in different}
         elif value != default:
             names.add(f.name)

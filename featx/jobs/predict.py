@@ -108,7 +108,7 @@ def _check(config: Config) -> None:
 
 def _reads_with(config: Config) -> Collection[str]:
     """Return the options that name the code of a custom model."""
-    return CUSTOM_CODE if config.model.library == "custom" else ()
+    return CUSTOM_CODE if config.model.code is not None else ()
 
 
 JOBS.register(

@@ -186,7 +186,7 @@ def _reads_with(config: Config) -> Collection[str]:
         options |= {"device", "reduce.name", "reduce.stats"}
     if config.verify.reextract_rows:
         options.add("seed")
-    if config.model.library == "custom":
+    if config.model.code is not None:
         options |= set(CUSTOM_CODE)
     return options
 

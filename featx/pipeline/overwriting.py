@@ -95,8 +95,8 @@ def _digest(config: Config) -> bytes:
         max_failures=0.01,
         pack="auto",
     )
-    factory = config.model.factory
-    parts = {"config": asdict(asked), "code": None if factory is None else _source_of(factory)}
+    code = config.model.code
+    parts = {"config": asdict(asked), "code": None if code is None else _source_of(code)}
     text = json.dumps(parts, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest().encode()
 

@@ -57,14 +57,14 @@ def copies_kind(model: str, layers: str, reduce: str, arguments: argparse.Namesp
     """One line: the engine as it is, and with a copy of every tensor that a hook sees."""
     import torch
 
-    from featx.config import ModelConfig, make_reduce
+    from featx.config import make_reduce, model_options
     from featx.engine.compute import Compute
     from featx.engine.engine import Engine
     from featx.layers.selection import select
     from featx.layers.trace import CapturePoint
     from featx.models import build_backbone
 
-    backbone = build_backbone(ModelConfig(name=model, weights=None), 0)
+    backbone = build_backbone(model_options(name=model, weights=None), 0)
     images = torch.randn(arguments.batch_size, 3, *backbone.preprocess.crop)
     with Engine(backbone, torch.device("cpu"), arguments.dtype) as engine:
         found = select([(layers, make_reduce(reduce))], engine.trace(), None, None).chosen

@@ -9,7 +9,7 @@ from omegaconf import OmegaConf
 
 from featx import jobs
 from featx.base.fingerprint import differences, digest
-from featx.config import DataConfig, ModelConfig, ReduceConfig, make_reduce
+from featx.config import DataConfig, ReduceConfig, make_reduce, model_options
 from featx.config.all_options import described_options
 from featx.config.requested_layers import layer_requests
 from featx.config.run_config import Config
@@ -99,8 +99,8 @@ def test_a_key_without_effect_is_an_error() -> None:
         match=r"data\.root has no effect with data=textiles; .* add data=folder",
     ):
         DataConfig(name="textiles", root="photos")
-    with pytest.raises(ConfigError, match="model=custom only"):
-        ModelConfig(args={"depth": 20})
+    with pytest.raises(ConfigError, match=r"model\.library=custom only"):
+        model_options(args={"depth": 20})
 
 
 @pytest.mark.parametrize("job", ["probe", "neighbors", "duplicates", "cka", "export", "report"])

@@ -14,7 +14,7 @@ from tiny_engine import FP32, backbone_of, bound, noise
 from zoo import ResidualConvNet
 
 import featx
-from featx.config import ModelConfig
+from featx.config import model_options
 from featx.engine import batch_parallelism as beside
 from featx.engine.batch_parallelism import (
     BatchParallelism,
@@ -229,7 +229,7 @@ def test_other_devices_have_no_streams(device: str) -> None:
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("model", ["resnet50", "vit_b_16"])
 def test_replicas_on_cuda_give_the_bits_of_one(model: str, precision: str) -> None:
-    backbone = build_backbone(ModelConfig(name=model, weights=None), 0)
+    backbone = build_backbone(model_options(name=model, weights=None), 0)
     layer = "avgpool" if model == "resnet50" else "encoder"
     with bound(backbone, layer, device=CUDA) as engine:
         engine.configure_compute(Compute(precision, False, False, 64))

@@ -14,7 +14,7 @@ from zoo import ClampedNet, ResidualConvNet
 
 import featx
 from featx.base.devices import choose_device, exact_cuda
-from featx.config import ModelConfig
+from featx.config import model_options
 from featx.engine.compute import Compute
 from featx.engine.row_checks import finite_rows, row_cosines
 from featx.errors import ConfigError, LayerError, ModelError, ReduceError, RunError
@@ -115,7 +115,7 @@ def test_overwritten_tokens_are_reduced_as_the_layer_gave_them(reduce: str) -> N
 
 def test_resnets_last_batchnorm_is_no_block_output() -> None:
     """pytorch#95617: `out += identity` and the in-place ReLU turn bn2 into the block's output."""
-    config = ModelConfig(name="resnet18", library="torchvision", weights=None)
+    config = model_options(name="resnet18", library="torchvision", weights=None)
     backbone = build_backbone(config, seed=0)
     x = noise(2, 224)
     with bound(backbone, "layer4.1.bn2", "layer4") as engine:

@@ -15,8 +15,8 @@ from torchvision.transforms import functional as TF
 
 from featx.errors import ModelError
 from featx.images.preprocess import Preprocess, centre_crop, check_reference
-from featx.models import timm as timm_models
-from featx.models import torchvision as torchvision_models
+from featx.models.libraries import timm as timm_models
+from featx.models.libraries import torchvision as torchvision_models
 
 TORCHVISION = [
     models.ResNet50_Weights.IMAGENET1K_V1,  # bilinear, 256 -> 224

@@ -14,7 +14,7 @@ from torch import nn
 
 import featx
 from featx import jobs
-from featx.config import ModelConfig, make_reduce
+from featx.config import make_reduce, model_options
 from featx.config.run_config import Config
 from featx.engine.compute import Compute
 from featx.engine.engine import Engine
@@ -306,7 +306,7 @@ def test_a_model_that_needs_what_a_layer_wrote_to_its_input_is_refused() -> None
 
 @pytest.mark.slow
 def test_vision_transformer_blocks_have_gradients() -> None:
-    config = ModelConfig(name="vit_tiny_patch16_224", library="timm", weights=None)
+    config = model_options(name="vit_tiny_patch16_224", library="timm", weights=None)
     backbone = build_backbone(config, 0)
     x = torch.randn(2, 3, 224, 224)
     name = "blocks.5:grad_output"

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from featx.cli.layer_tables import layer_rows
-from featx.config import PRESETS, ModelConfig, ReduceConfig
+from featx.config import PRESETS, ReduceConfig, model_options
 from featx.engine.compute import Compute
 from featx.engine.engine import Engine
 from featx.errors import ConfigError, LayerError
@@ -72,7 +72,7 @@ def odd_trace() -> Trace:
 
 @functools.cache
 def traced(library: str, name: str) -> tuple[Backbone, Trace]:
-    backbone = build_backbone(ModelConfig(name=name, library=library, weights=None), seed=0)
+    backbone = build_backbone(model_options(name=name, library=library, weights=None), seed=0)
     with Engine(backbone, torch.device("cpu"), "float32") as engine:
         return backbone, engine.trace(["embedding"])
 

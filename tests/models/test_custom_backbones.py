@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torchvision.transforms import v2
 
 import featx
-from featx.config import ModelConfig, TransformConfig
+from featx.config import TransformConfig, model_options
 from featx.errors import ModelError, WeightsError
 from featx.images.preprocess import check_reference
 from featx.models import build_backbone
@@ -109,7 +109,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 def build(factory: str, weights: str | None = "default", seed: int = 0, **keys: Any) -> Backbone:
     return build_backbone(
-        ModelConfig(library="custom", factory=factory, weights=weights, **keys), seed
+        model_options(library="custom", factory=factory, weights=weights, **keys), seed
     )
 
 

@@ -14,8 +14,8 @@ from torch import nn
 from featx.engine.compute import Compute
 from featx.engine.engine import Engine
 from featx.errors import RunError
+from featx.models import stated_preprocess
 from featx.models.base import Backbone, state_sha256
-from featx.models.custom import preprocess_of
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path", "packing_in_process")
 
@@ -124,7 +124,7 @@ def test_batch_statistics_do_not_move_and_whole_numbers_stay_whole() -> None:
 def preprocess_of_tiny() -> Any:
     from featx.config import TransformConfig
 
-    return preprocess_of(TransformConfig(resize=32, crop=32))
+    return stated_preprocess(TransformConfig(resize=32, crop=32))
 
 
 @pytest.mark.gpu

@@ -6,16 +6,16 @@ from collections.abc import Callable
 
 import pytest
 
-from featx.config import ModelConfig, TransformConfig
+from featx.config import TransformConfig, model_options
 from featx.models import build_backbone
 from featx.models.base import Backbone
 from featx.testing import ModelLibraryContract
 
 CONFIGS = {
-    "packaged": ModelConfig(name="efficientnet_lite0"),
-    "torchvision": ModelConfig(name="mobilenet_v3_small", library="torchvision", weights=None),
-    "timm": ModelConfig(name="test_vit", library="timm", weights=None),
-    "custom": ModelConfig(
+    "packaged": model_options(name="efficientnet_lite0"),
+    "torchvision": model_options(name="mobilenet_v3_small", library="torchvision", weights=None),
+    "timm": model_options(name="test_vit", library="timm", weights=None),
+    "custom": model_options(
         name="tiny",
         library="custom",
         factory="featx.testing.tiny_extraction:SmallConvNet",

@@ -7,9 +7,15 @@ import sys
 
 import pytest
 
-from featx.config import ModelConfig
-from featx.errors import ModelError
-from featx.models import registered_names, resolve_library
+from featx.config import (
+    ModelConfig,
+    from_keywords,
+    from_omegaconf,
+    model_choice,
+    model_options,
+)
+from featx.errors import ConfigError, FeatxError, ModelError
+from featx.models import LIBRARIES, registered_names, resolve_library
 
 
 def test_torchvision_names_are_those_it_registers() -> None:
@@ -41,15 +47,36 @@ def test_a_library_that_is_not_installed_has_no_names() -> None:
         ("vit_small_patch14_dinov2.lvd142m", "auto", "timm"),
         ("resnet50.a1_in1k", "auto", "timm"),
         ("hf-hub:owner/model", "timm", "timm"),
+        ("hf-hub:owner/model", "auto", "timm"),
     ],
 )
 def test_who_knows_a_name(name: str, library: str, expected: str) -> None:
-    assert resolve_library(ModelConfig(name=name, library=library)) == expected
+    assert resolve_library(model_options(name=name, library=library)).name == expected
 
 
 def test_custom_needs_no_name() -> None:
-    config = ModelConfig(name="anything", library="custom", factory="a:b")
-    assert resolve_library(config) == "custom"
+    config = model_options(name="anything", library="custom", factory="a:b")
+    assert resolve_library(config).name == "custom"
+
+
+def test_the_option_model_takes_a_model_or_a_library() -> None:
+    assert model_choice("resnet50") == {"name": "resnet50"}
+    assert model_choice("packaged") == {"name": "efficientnet_lite0", "library": "packaged"}
+    assert model_choice("auto") == {"name": "auto"}, "auto is no library that one could mean"
+    config = from_omegaconf(from_keywords({"model": "resnet50"}))
+    assert (config.model.name, resolve_library(config.model).name) == ("resnet50", "torchvision")
+    with pytest.raises(ConfigError, match=r"model=timm needs model\.name=NAME"):
+        from_omegaconf(from_keywords({"model": "timm"}))
+    with pytest.raises(ConfigError, match=r"model\.library=tim: expected one of .* Nearest: timm"):
+        model_options(library="tim")
+    with pytest.raises(ConfigError, match=r"no option .wieghts.; .* Nearest: weights"):
+        model_options(wieghts=None)
+
+
+def test_a_library_refuses_the_options_of_another_one() -> None:
+    timm = LIBRARIES.get("timm")
+    with pytest.raises(FeatxError, match=r"model_options makes them"):
+        timm.build(ModelConfig(name="resnet18", library="timm"), 0)
 
 
 @pytest.mark.parametrize(
@@ -63,22 +90,22 @@ def test_custom_needs_no_name() -> None:
 )
 def test_an_unknown_name_lists_the_nearest(name: str, library: str, nearest: str) -> None:
     with pytest.raises(ModelError, match=f"unknown model '{name}'.*Nearest:.*{nearest}"):
-        resolve_library(ModelConfig(name=name, library=library))
+        resolve_library(model_options(name=name, library=library))
 
 
 def test_a_name_of_another_library_is_unknown_to_this_one() -> None:
     with pytest.raises(ModelError, match=r"'vit_tiny_patch16_224' \(looked in torchvision\)"):
-        resolve_library(ModelConfig(name="vit_tiny_patch16_224", library="torchvision"))
+        resolve_library(model_options(name="vit_tiny_patch16_224", library="torchvision"))
 
 
 def test_an_unknown_name_is_told_without_importing_torch() -> None:
     program = (
         "import sys\n"
-        "from featx.config.run_config import ModelConfig\n"
+        "from featx.config import model_options\n"
         "from featx.errors import ModelError\n"
         "from featx.models import resolve_library\n"
         "try:\n"
-        "    resolve_library(ModelConfig(name='resnet51'))\n"
+        "    resolve_library(model_options(name='resnet51'))\n"
         "except ModelError:\n"
         "    print(sorted({'torch', 'torchvision', 'timm'} & set(sys.modules)))\n"
     )

@@ -13,18 +13,18 @@ import pytest
 import torch
 
 import featx
-from featx.config import ModelConfig
+from featx.config import model_options
 from featx.errors import ModelError, WeightsError
 from featx.images.preprocess import check_reference
 from featx.models import build_backbone
 from featx.models.base import Backbone
-from featx.models.packaged import rename_keys
+from featx.models.libraries.packaged import rename_keys
 
 pytestmark = pytest.mark.usefixtures("packing_in_process")
 
 
 def build(weights: str | None = "default", seed: int = 0) -> Backbone:
-    return build_backbone(ModelConfig(weights=weights), seed)
+    return build_backbone(model_options(weights=weights), seed)
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from tiny_model import MODEL, extract
 from torch import nn
 from zoo import TwoStageConvNet
 
-from featx.config import ModelConfig
+from featx.config import model_options
 from featx.errors import ConfigError, ModelError, StoreMismatchError
 from featx.models import build_backbone
 from featx.models.base import Backbone, random_id, reset_weights
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("packing_in_process")
 
 
 def build(seed: int = 0, **keys: Any) -> Backbone:
-    return build_backbone(ModelConfig(**keys), seed)
+    return build_backbone(model_options(**keys), seed)
 
 
 def is_constant(x: torch.Tensor) -> bool:
@@ -138,9 +138,9 @@ def test_a_factory_that_loads_weights_itself_is_refused() -> None:
 
 def test_where_it_has_no_effect_it_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no effect with model\.weights=null"):
-        ModelConfig(weights=None, init="reset")
+        model_options(weights=None, init="reset")
     with pytest.raises(ConfigError, match=r"model\.init=rest: expected one of loaded, reset"):
-        ModelConfig(init="rest")
+        model_options(init="rest")
     with pytest.raises(ModelError, match=r"has no effect: .* are its own random ones"):
         build(**CUSTOM, init="reset")
     torch.save(build(2, **CUSTOM, weights=None).module.state_dict(), tmp_path / "w.pth")

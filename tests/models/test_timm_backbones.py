@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from timm.data.config import resolve_model_data_config
 from timm.data.transforms_factory import create_transform
 
-from featx.config import ModelConfig
+from featx.config import model_options
 from featx.errors import ModelError, WeightsError
 from featx.images.preprocess import check_reference
 from featx.models import build_backbone
@@ -26,7 +26,7 @@ from featx.models.base import Backbone, seeded, state_sha256
 
 
 def build(name: str, weights: str | None = "default", seed: int = 0) -> Backbone:
-    return build_backbone(ModelConfig(name=name, library="timm", weights=weights), seed)
+    return build_backbone(model_options(name=name, library="timm", weights=weights), seed)
 
 
 @pytest.mark.slow
@@ -42,9 +42,9 @@ def test_default_weights_come_from_the_hubs_cache(tmp_path: Path) -> None:
     (folder / "refs" / "main").write_text("0" * 40)
     save_file(module.state_dict(), snapshot / "model.safetensors")
     program = (
-        "from featx.config.run_config import ModelConfig\n"
+        "from featx.config.run_config import model_options\n"
         "from featx.models import build_backbone\n"
-        "backbone = build_backbone(ModelConfig(name='test_vit', library='timm'), 0)\n"
+        "backbone = build_backbone(model_options(name='test_vit', library='timm'), 0)\n"
         "print(backbone.weights, backbone.weights_sha256)\n"
     )
     done = subprocess.run(
@@ -192,7 +192,7 @@ def test_register_tokens_are_counted() -> None:
 
 
 def test_a_model_of_other_than_three_channels_is_refused() -> None:
-    from featx.models.timm import preprocess_of
+    from featx.models.libraries.timm import preprocess_of
 
     overlay = {"input_size": (1, 160, 160)}
     module = timm.create_model("test_resnet", in_chans=1, pretrained_cfg_overlay=overlay)

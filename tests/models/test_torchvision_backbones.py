@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torchvision import models
 from torchvision.models import ResNet18_Weights
 
-from featx.config import ModelConfig
+from featx.config import model_options
 from featx.errors import ModelError, WeightsError
 from featx.images.preprocess import check_reference
 from featx.models import build_backbone
@@ -23,7 +23,7 @@ State = dict[str, torch.Tensor]
 
 
 def build(name: str, weights: str | None = "default", seed: int = 0) -> Backbone:
-    return build_backbone(ModelConfig(name=name, library="torchvision", weights=weights), seed)
+    return build_backbone(model_options(name=name, library="torchvision", weights=weights), seed)
 
 
 def file_name(entry: object) -> str:
@@ -184,7 +184,7 @@ def test_every_image_model_states_a_transform_that_fits_its_input() -> None:
     """All weights of all classification and segmentation models; no module is built."""
     from torchvision.transforms._presets import ImageClassification, SemanticSegmentation
 
-    from featx.models.torchvision import preprocess_of
+    from featx.models.libraries.torchvision import preprocess_of
 
     seen: set[str] = set()
     count = 0

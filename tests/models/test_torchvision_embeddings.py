@@ -11,14 +11,14 @@ from tiny_engine import backbone_of, noise
 from torch import nn
 from torchvision import models
 
-from featx.config import ModelConfig, ReduceConfig
+from featx.config import ReduceConfig, model_options
 from featx.engine.compute import Compute
 from featx.engine.engine import Engine
 from featx.errors import LayerError
 from featx.layers.selection import select
 from featx.models import build_backbone
 from featx.models.base import Backbone, seeded
-from featx.models.torchvision import classifier_of
+from featx.models.libraries.torchvision import classifier_of
 
 LAST = {
     "alexnet": ("classifier.6", 64),
@@ -118,5 +118,5 @@ def test_two_heads_of_a_segmentation_model_are_refused() -> None:
 
 
 def test_a_built_backbone_names_the_main_head() -> None:
-    config = ModelConfig(name="resnet18", library="torchvision", weights=None)
+    config = model_options(name="resnet18", library="torchvision", weights=None)
     assert build_backbone(config, 0).classifier is None

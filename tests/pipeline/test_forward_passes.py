@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from zoo import ClampedNet, ResidualConvNet
 
 from featx.base.machine import num_cpus
-from featx.config import ModelConfig, ReduceConfig
+from featx.config import ReduceConfig, model_options
 from featx.engine.batch_parallelism import BatchParallelism
 from featx.engine.compute import Compute
 from featx.engine.engine import Engine
@@ -318,7 +318,7 @@ FAMILIES = [
 def test_models_of_the_libraries_may_be_passed_at_once(name: str) -> None:
     """Bit for bit, for all leaves and layers: a pass keeps nothing that another one would see."""
     library, _, model = name.partition("/")
-    backbone = build_backbone(ModelConfig(name=model, library=library, weights=None), 0)
+    backbone = build_backbone(model_options(name=model, library=library, weights=None), 0)
     assert backbone.reentrant
     before = torch.get_num_threads()
     torch.set_num_threads(1)

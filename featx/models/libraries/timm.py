@@ -1,4 +1,4 @@
-"""Backbones of timm, with their pretrained tags and data configs."""
+"""model=timm: backbones of timm, with their pretrained tags and data configs."""
 
 from __future__ import annotations
 
@@ -7,28 +7,35 @@ import pickle
 import socket
 import urllib.request
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlparse
-
-import torch
 
 from featx.config import ModelConfig
 from featx.errors import ModelError, WeightsError
-from featx.images import Preprocess
-from featx.models.base import (
-    Backbone,
-    LibraryEmbedding,
-    random_id,
-    seeded,
-    timm_classes,
-    timm_stages,
-)
-from featx.models.checkpoint import is_weights_file, load_weights, read_weights
+from featx.models.libraries.registry import LIBRARIES, library_member
+from featx.models.model_names import registered_names
+
+if TYPE_CHECKING:
+    import torch
+
+    from featx.images import Preprocess
+    from featx.models.base import Backbone, LibraryEmbedding
+
+_SCHEMES = ("hf-hub:", "hf_hub:", "local-dir:", "timm:")
+"""Beginnings of names that say where timm finds a model."""
 
 
-def build(config: ModelConfig, seed: int) -> Backbone:
+@dataclass
+class TimmOptions(ModelConfig):
+    """Options of model=timm."""
+
+    name: str = ""
+    library: str = "timm"
+
+
+def build(config: TimmOptions, seed: int) -> Backbone:
     """Build a timm model: `name`, `name.tag`, or `hf-hub:owner/model`.
 
     Args:
@@ -40,6 +47,9 @@ def build(config: ModelConfig, seed: int) -> Backbone:
         WeightsError: the weights do not exist, or cannot be downloaded, read or loaded.
     """
     import timm
+
+    from featx.models.base import random_id, seeded, timm_classes
+    from featx.models.checkpoint import is_weights_file, load_weights, read_weights
 
     module: Any
 
@@ -65,13 +75,15 @@ def build(config: ModelConfig, seed: int) -> Backbone:
     return backbone
 
 
-def untrained(config: ModelConfig, seed: int) -> torch.nn.Module:
+def untrained(config: TimmOptions, seed: int) -> torch.nn.Module:
     """The architecture with timm's initialisation."""
     return build(replace(config, weights=None, init="loaded"), seed).module
 
 
 def wrap(module: torch.nn.Module, name: str, weights: str) -> Backbone:
     """Make a backbone of a timm model, with its preprocessing, embedding and stages."""
+    from featx.models.base import Backbone, timm_stages
+
     return Backbone(
         module=module,
         name=name,
@@ -96,6 +108,8 @@ def preprocess_of(module: torch.nn.Module) -> Preprocess:
     from timm.data.config import resolve_model_data_config
     from timm.data.transforms_factory import create_transform
 
+    from featx.images import Preprocess
+
     data: dict[str, Any] = resolve_model_data_config(module)  # type: ignore[no-untyped-call]
     channels, height, width = data["input_size"]
     if channels != 3:
@@ -114,6 +128,7 @@ def preprocess_of(module: torch.nn.Module) -> Preprocess:
 
 def embedding_of(module: Any) -> LibraryEmbedding:
     """timm's own embedding: the pre-logits, or the output of a model without a classifier."""
+    from featx.models.base import LibraryEmbedding
 
     def compute(x: torch.Tensor) -> Any:
         try:
@@ -130,6 +145,8 @@ def _expose_pre_logits(module: Any) -> None:
     The class of the model becomes a subclass, instead of a method of the object being replaced, so
     that deep copies of the model work.
     """
+    import torch
+
     base: Any = type(module)
 
     class WithPreLogits(base):  # type: ignore[misc]
@@ -190,6 +207,7 @@ def _download_errors(name: str, cfg: Any) -> Iterator[None]:
     If the name of the hub cannot be resolved, the error is raised at once.
     """
     import huggingface_hub
+    import torch
     from huggingface_hub.constants import ENDPOINT, HF_HUB_CACHE
 
     repository = name.split(":", 1)[1] if cfg is None else cfg.hf_hub_id
@@ -228,3 +246,23 @@ def _download_errors(name: str, cfg: Any) -> Iterator[None]:
         ) from error
     except (OSError, RuntimeError) as error:
         raise failed(str(error).splitlines()[0] if str(error) else type(error).__name__) from error
+
+
+def knows(name: str) -> bool:
+    """Whether timm has a model: by its name, by name.tag, or where only timm can look, such as
+    hf-hub:owner/model."""
+    return name.startswith(_SCHEMES) or name.split(".", 1)[0] in registered_names("timm")
+
+
+LIBRARIES.register(
+    library_member(
+        "timm",
+        "Models of timm, also of the Hugging Face Hub (hf-hub:owner/model).",
+        TimmOptions,
+        build=build,
+        untrained=untrained,
+        names=lambda: registered_names("timm"),
+        knows=knows,
+        auto_rank=2,
+    )
+)

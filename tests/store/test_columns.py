@@ -27,8 +27,6 @@ from featx.types import Listing
 
 COLUMNS = ("age", "good", "patient", "slide")
 
-pytestmark = pytest.mark.usefixtures("without_sync")
-
 
 def with_columns(listing: Listing) -> Listing:
     """Values that follow from the key, so that a row at another place is found."""

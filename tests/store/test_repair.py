@@ -24,7 +24,7 @@ from featx.store.session import missing_parts
 from featx.store.verification import check_store
 from featx.types import Status
 
-pytestmark = pytest.mark.usefixtures("without_sync", "without_retry_waits")
+pytestmark = pytest.mark.usefixtures("without_retry_waits")
 
 
 @pytest.fixture

@@ -32,8 +32,6 @@ from featx.types import Listing, Status
 ONE = {"flat": (5,), "map": (3, 2, 2)}
 MORE = {"deep": (7,), "wide": (2, 3)}
 
-pytestmark = pytest.mark.usefixtures("without_sync")
-
 
 @pytest.fixture
 def first() -> MadeRun:

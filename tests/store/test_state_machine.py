@@ -380,8 +380,7 @@ class PackedAtTheEnd(StoreLife):
         shutil.rmtree(self.folder)
 
 
-def live(monkeypatch: pytest.MonkeyPatch, examples: int, steps: int, derandomize: bool) -> None:
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+def live(examples: int, steps: int, derandomize: bool) -> None:
     profile = settings(
         max_examples=examples,
         stateful_step_count=steps,
@@ -396,9 +395,9 @@ def live(monkeypatch: pytest.MonkeyPatch, examples: int, steps: int, derandomize
 
 @pytest.mark.slow
 def test_a_short_life(monkeypatch: pytest.MonkeyPatch) -> None:
-    live(monkeypatch, examples=12, steps=15, derandomize=True)
+    live(examples=12, steps=15, derandomize=True)
 
 
 @pytest.mark.slow
 def test_long_lives(monkeypatch: pytest.MonkeyPatch) -> None:
-    live(monkeypatch, examples=60, steps=30, derandomize=False)
+    live(examples=60, steps=30, derandomize=False)

@@ -23,8 +23,6 @@ from featx.store.pack import pack
 from featx.store.session import remove_parts
 from featx.store.verification import Damage, Report, check_store
 
-pytestmark = pytest.mark.usefixtures("without_sync")
-
 
 @pytest.fixture
 def run() -> MadeRun:

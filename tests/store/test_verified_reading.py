@@ -19,8 +19,6 @@ from featx.errors import ConfigError, StoreError
 from featx.store.filter_pipeline import Pipeline
 from featx.store.reader import FeatureStore
 
-pytestmark = pytest.mark.usefixtures("without_sync")
-
 NUM_ROWS = 56
 CODECS = ["none", "lzf", "gzip", "zstd", "blosc2"]
 

@@ -10,6 +10,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import h5py
@@ -17,6 +18,7 @@ import numpy as np
 import pytest
 
 import featx
+from featx.base.families import family
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 TEXT = (REPOSITORY / "docs" / "architecture.md").read_text(encoding="utf-8")
@@ -52,6 +54,20 @@ def test_every_module_and_name_it_mentions_is_there() -> None:
 def test_every_package_has_its_line() -> None:
     packages = {path.parent.name for path in (REPOSITORY / "featx").glob("*/__init__.py")}
     assert set(re.findall(r"^\| `(\w+)` \|", TEXT, re.M)) >= packages
+
+
+def test_the_import_contract_lists_every_member() -> None:
+    text = (REPOSITORY / "pyproject.toml").read_text(encoding="utf-8")
+    contracts = tomllib.loads(text)["tool"]["importlinter"]["contracts"]
+    independent = [c["modules"] for c in contracts if c["type"] == "independence"]
+    for option, package in (
+        ("data", "featx.sources"),
+        ("executor", "featx.pipeline.executors"),
+        ("export.format", "featx.export"),
+        ("model.library", "featx.models.libraries"),
+    ):
+        expected = {f"{package}.{member.name}" for member in family(option)}
+        assert expected in [set(modules) for modules in independent]
 
 
 def added_to(table: str, entry: str, source: str) -> str:

@@ -13,8 +13,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import distributed_jobs
 import pytest
-import spread_jobs
 from conftest import with_path
 from made_store import dataset_digests, temporary_files
 from PIL import Image
@@ -119,17 +119,17 @@ def test_two_workers_give_what_one_process_gives(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("job", spread_jobs.JOBS)
+@pytest.mark.parametrize("job", distributed_jobs.JOBS)
 def test_other_jobs_give_what_one_process_gives(photos: Path, job: str) -> None:
     (photos / "cat" / "000.png").write_bytes(b"no image")
-    spread_jobs.run(job, photos, "alone", max_failures=5)
+    distributed_jobs.run(job, photos, "alone", max_failures=5)
     for workers in (2, 4):
         keys: dict[str, Any] = {"executor": {"workers": workers}, "max_failures": 5}
-        assert spread_jobs.run(job, photos, **keys, overwrite=True) == 0
-        assert spread_jobs.made(job) == spread_jobs.made(job, "alone")
+        assert distributed_jobs.run(job, photos, **keys, overwrite=True) == 0
+        assert distributed_jobs.made(job) == distributed_jobs.made(job, "alone")
         assert temporary_files(Path("store")) == []
         assert not Path("store/workers").exists()
-    assert spread_jobs.run(job, photos, **keys) == 0  # nothing is left to do
+    assert distributed_jobs.run(job, photos, **keys) == 0  # nothing is left to do
 
 
 @pytest.mark.slow
@@ -254,7 +254,7 @@ def command(*more: str) -> list[str]:
 def command_of(job: str) -> list[str]:
     """A job of two workers that takes its time."""
     given = [text for text in COMMAND if not text.startswith("layers=")]
-    more = [*spread_jobs.OVERRIDES[job], "executor.workers=2", "+model.args.pause_s=0.4"]
+    more = [*distributed_jobs.OVERRIDES[job], "executor.workers=2", "+model.args.pause_s=0.4"]
     data = ["data=folder", "data.root=photos"]
     return [sys.executable, "-m", "featx", *given, *data, *more]
 
@@ -264,17 +264,17 @@ KILLED = r"worker \d \(cpu\) was killed by SIGKILL (in part \d+ \(rows|before it
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("job", spread_jobs.JOBS)
+@pytest.mark.parametrize("job", distributed_jobs.JOBS)
 @pytest.mark.parametrize("victim", ["worker", "driver"])
 def test_other_jobs_killed_in_the_middle_give_the_same(photos: Path, job: str, victim: str) -> None:
     pause = {**MODEL, "args": {"pause_s": 0.4}}
-    spread_jobs.run(job, photos, "alone", model=pause)
+    distributed_jobs.run(job, photos, "alone", model=pause)
     environment = {**with_path(TESTS), "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(
         command_of(job), env=environment, stderr=subprocess.PIPE, text=True
     ) as process:
         deadline = time.monotonic() + 120
-        while not spread_jobs.parts_done(job, Path("store")):
+        while not distributed_jobs.parts_done(job, Path("store")):
             assert process.poll() is None
             assert time.monotonic() < deadline
             time.sleep(0.05)
@@ -287,9 +287,9 @@ def test_other_jobs_killed_in_the_middle_give_the_same(photos: Path, job: str, v
         assert re.search(KILLED, told)
     else:
         assert all(ended(pid) for pid in workers), "a worker lives on"
-        assert 1 <= spread_jobs.parts_done(job, Path("store")) < 6
+        assert 1 <= distributed_jobs.parts_done(job, Path("store")) < 6
         subprocess.run(command_of(job), env=environment, check=True, timeout=120)
-    assert spread_jobs.made(job) == spread_jobs.made(job, "alone")
+    assert distributed_jobs.made(job) == distributed_jobs.made(job, "alone")
     assert temporary_files(Path("store")) == []
 
 

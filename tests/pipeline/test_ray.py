@@ -17,8 +17,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import distributed_jobs
 import pytest
-import spread_jobs
 from conftest import with_path
 from made_store import dataset_digests, temporary_files
 from object_server import num_parts, place, rows_of
@@ -148,15 +148,15 @@ def test_actors_give_the_same_datasets_and_load_the_backbone_once(
     assert ray.asked == {"num_cpus": 1, "num_gpus": 0.0}
 
 
-@pytest.mark.parametrize("job", spread_jobs.JOBS)
+@pytest.mark.parametrize("job", distributed_jobs.JOBS)
 @pytest.mark.slow
 def test_other_jobs_give_the_same_as_one_process(photos: Path, ray: MadeRay, job: str) -> None:
     (photos / "cat" / "000.png").write_bytes(b"no image")
-    spread_jobs.run(job, photos, "alone", max_failures=5)
+    distributed_jobs.run(job, photos, "alone", max_failures=5)
     ray.die_at = {1: 1}
-    assert spread_jobs.run(job, photos, executor="ray", max_failures=5) == 0
+    assert distributed_jobs.run(job, photos, executor="ray", max_failures=5) == 0
     assert len(ray.actors) == 4
-    assert spread_jobs.made(job) == spread_jobs.made(job, "alone")
+    assert distributed_jobs.made(job) == distributed_jobs.made(job, "alone")
 
 
 def test_the_part_of_an_actor_that_dies_is_done_by_another(

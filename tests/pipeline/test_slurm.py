@@ -15,8 +15,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import distributed_jobs
 import pytest
-import spread_jobs
 from conftest import with_path
 from made_store import dataset_digests, make_run, temporary_files
 from object_server import num_parts, place, rows_of
@@ -150,17 +150,17 @@ def test_tasks_get_neighbouring_parts_and_give_the_same_datasets(
     assert len(cluster.tasks) == 3, "a finished store was submitted again"
 
 
-@pytest.mark.parametrize("job", spread_jobs.JOBS)
+@pytest.mark.parametrize("job", distributed_jobs.JOBS)
 @pytest.mark.slow
 def test_other_jobs_give_the_same_as_one_process(photos: Path, cluster: Any, job: str) -> None:
     (photos / "cat" / "000.png").write_bytes(b"no image")
-    spread_jobs.run(job, photos, "alone", max_failures=5)
+    distributed_jobs.run(job, photos, "alone", max_failures=5)
     cluster.lose = 1
     keys = {"executor": {**LOCAL, "workers": 2}, "max_failures": 5}
-    assert spread_jobs.run(job, photos, **keys) == 0
+    assert distributed_jobs.run(job, photos, **keys) == 0
     assert len(cluster.tasks) == 4
-    assert spread_jobs.made(job) == spread_jobs.made(job, "alone")
-    assert spread_jobs.run(job, photos, **keys) == 0
+    assert distributed_jobs.made(job) == distributed_jobs.made(job, "alone")
+    assert distributed_jobs.run(job, photos, **keys) == 0
     assert len(cluster.tasks) == 4, "what was whole was submitted again"
 
 
@@ -170,8 +170,8 @@ def test_statistics_are_left_alone_while_tasks_of_a_dead_driver_live(photos: Pat
         Heartbeat(AtomicFolder(Path("store")), "task 9 on cuda", outlives=True),
         pytest.raises(StoreLockedError, match=r"written by task 9 on cuda \(pid \d+ on .*job=stat"),
     ):
-        spread_jobs.run("stats", photos)
-    spread_jobs.run("stats", photos)
+        distributed_jobs.run("stats", photos)
+    distributed_jobs.run("stats", photos)
 
 
 def test_the_parts_of_lost_tasks_are_submitted_again(

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import tomllib
 from dataclasses import fields
-from pathlib import Path
 
 import pytest
 
@@ -15,22 +13,6 @@ from featx.config.all_options import described_options, group_class, member_grou
 from featx.config.member_options import options_class, options_of_all
 from featx.config.schema import from_keywords, from_omegaconf
 from featx.errors import ConfigError, FeatxError
-
-REPOSITORY = Path(__file__).resolve().parent.parent
-
-
-def test_the_import_contract_lists_every_member() -> None:
-    text = (REPOSITORY / "pyproject.toml").read_text(encoding="utf-8")
-    contracts = tomllib.loads(text)["tool"]["importlinter"]["contracts"]
-    independent = [c["modules"] for c in contracts if c["type"] == "independence"]
-    for option, package in (
-        ("data", "featx.sources"),
-        ("executor", "featx.pipeline.executors"),
-        ("export.format", "featx.export"),
-        ("model.library", "featx.models.libraries"),
-    ):
-        expected = {f"{package}.{member.name}" for member in family(option)}
-        assert expected in [set(modules) for modules in independent]
 
 
 def test_every_member_and_its_options_are_described() -> None:

@@ -1,43 +1,34 @@
-"""Pages of the documentation that are made from the code: every option, every public name."""
+"""Parts of the documentation site that are made from the code: the page of every public name.
+
+The pages of options and jobs are files, which `scripts/reference` writes.
+"""
 
 from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
 import featx
-from featx.config.all_options import described_options
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Add the page of each group of options to the contents, behind that of all options."""
+    folder = Path(config.docs_dir) / "reference" / "options"
+    names = sorted(path.stem for path in folder.glob("*.md") if path.stem != "run")
+    pages = [f"reference/options/{name}.md" for name in ("run", *names)]
+    nav: list[Any] = config.nav or []
+    reference = next(part["Reference"] for part in nav if "Reference" in part)
+    reference.insert(reference.index("reference/options.md") + 1, {"Options by group": pages})
+    return config
 
 
 def on_files(files: Files, *, config: MkDocsConfig) -> Files:
-    """Add the pages below reference/."""
-    pages = {"reference/options.md": options_page(), "reference/python.md": python_page()}
-    for path, text in pages.items():
-        files.append(File.generated(config, path, content=text))
+    """Add the page of every public name."""
+    files.append(File.generated(config, "reference/python.md", content=python_page()))
     return files
-
-
-def options_page() -> str:
-    """Every option with its default and its sentence, a table for each group."""
-    groups: dict[str, list[tuple[str, str, str]]] = {}
-    rows = described_options()
-    parents = {key.split(".")[0] for key, _, _ in rows if "." in key}
-    for key, default, sentence in rows:
-        first = key.split(".")[0]
-        groups.setdefault(first if first in parents else "", []).append((key, default, sentence))
-    parts = [
-        "# Every option\n\nAn option goes on the command line as `option=value` (Hydra's syntax), "
-        "or into `featx.extract(option=value)`. This page is made from the code; "
-        "`python -m featx --help` prints the same."
-    ]
-    for name, found in sorted(groups.items()):
-        lines = "\n".join(
-            f"| `{key}` | {_code(default)} | {text}|"
-            for key, default, text in [(k, d, t.replace("|", "\\|") + " ") for k, d, t in found]
-        )
-        title = f"`{name}`" if name else "Options of a run"
-        parts.append(f"## {title}\n\n| option | default | meaning |\n|---|---|---|\n{lines}")
-    return "\n\n".join(parts) + "\n"
 
 
 def python_page() -> str:
@@ -49,7 +40,3 @@ def python_page() -> str:
         f"needs on first use.\n\n{listed}\n\n::: featx.torch.FeatureDataset\n\n"
         "::: featx.torch.BlockShuffleSampler\n"
     )
-
-
-def _code(default: str) -> str:
-    return f"`{default}`" if default else ""

@@ -31,7 +31,7 @@ from featx.config.all_options import described_options
 from featx.config.schema import from_omegaconf
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
+PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]
 
 NOT_RUN = {
     "model.init=reset": "weights that the library has to download",
@@ -49,6 +49,13 @@ NOT_RUN = {
     "=runs/textile": "the tutorial, which has a test of its own",
 }
 """Commands that are composed but not run: a piece of them, and what they need."""
+
+
+def name_of(page: Path) -> str:
+    """README, or the path below docs without its ending, such as 'reference/jobs'."""
+    if page.name == "README.md":
+        return "README"
+    return page.relative_to(REPOSITORY / "docs").with_suffix("").as_posix()
 
 
 def commands_of(page: Path) -> list[str]:
@@ -72,7 +79,7 @@ def snippets_of(page: Path) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```", text, re.M | re.S)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_every_command_is_one(page: Path) -> None:
     from hydra import compose, initialize_config_dir
 
@@ -92,7 +99,7 @@ def test_every_command_is_one(page: Path) -> None:
 
 def test_pages_have_commands() -> None:
     """The patterns above find them: no page is silently left out."""
-    counts = {page.stem: len(commands_of(page)) for page in PAGES}
+    counts = {name_of(page): len(commands_of(page)) for page in PAGES}
     assert counts["tutorial"] == 8
     assert counts["data"] == 15
     assert counts["report"] == 2
@@ -102,16 +109,27 @@ def test_pages_have_commands() -> None:
         assert piece in every, f"{piece!r} is in no command any more"
 
 
-def test_the_reference_has_every_option_and_every_name() -> None:
+def test_the_pages_made_from_the_code_are_as_the_code_is() -> None:
+    script = runpy.run_path(str(REPOSITORY / "scripts" / "reference"))
+    pages = script["pages"]()
+    for path, text in pages.items():
+        assert path.read_text(encoding="utf-8") == text, f"{path} is stale: run scripts/reference"
+    written = "".join(text for path, text in pages.items() if path.parent.name == "options")
+    for option in described_options():
+        assert f"| `{option.name}` | {option.type} |" in written
+    assert set(script["EXAMPLES"]) == set(script["TITLES"]) == {
+        path.stem for path in (REPOSITORY / "docs" / "reference" / "options").glob("*.md")
+    }  # fmt: skip
+    assert len((REPOSITORY / "README.md").read_text(encoding="utf-8").splitlines()) <= 150
+
+
+def test_the_reference_has_every_name() -> None:
     pytest.importorskip("mkdocs", reason="no mkdocs: featx[docs] has it")
     sys.path.insert(0, str(REPOSITORY / "scripts"))
     try:
         import docs_hook
     finally:
         sys.path.pop(0)
-    options = docs_hook.options_page()
-    for option, _, _ in described_options():
-        assert f"| `{option}` |" in options
     assert "::: featx.write_report" in docs_hook.python_page()
 
 
@@ -166,14 +184,17 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+PHOTOS = "data=folder data.root=photos model=resnet18 layers=[avgpool] out=runs/photos"
+"""Makes the store that pages call runs/photos, unless they make it themselves."""
+
 MADE_FIRST = {
-    "README": ["model=resnet50 data=folder data.root=photos layers=[layer4] reduce=avg"],
+    "reference/options/cka": [PHOTOS.replace("[avgpool]", "[layer4,avgpool]")],
+    "quick-start": ["model=resnet50 data=folder data.root=photos layers=[layer4] reduce=avg"],
     "similarity": [
         "data=folder data.root=photos model=resnet18 'layers={layer4: avg, avgpool: flatten}' "
         "out=runs/photos",
         "data=folder data.root=theirs model=resnet18 'layers={layer4: avg}' out=runs/other",
     ],
-    "export": ["data=folder data.root=photos model=resnet18 layers=[avgpool] out=runs/photos"],
     "report": [
         "data=folder data.root=photos model=resnet18 'layers={layer3: avg, layer4: avg}' "
         "out=runs/photos"
@@ -193,10 +214,10 @@ def run(line: str, monkeypatch: pytest.MonkeyPatch) -> int:
     """The command in this process, with random weights and few images."""
     words = shlex.split(line)
     job = next((word[4:] for word in words if word.startswith("job=")), "extract")
-    computes = job in ("extract", "plan", "stats", "attribute", "layers")
+    computes = job in ("extract", "plan", "stats", "attribute", "layers", "bench")
     if computes and any(word.startswith("model=") for word in words):
         words += [] if "model.weights=null" in line else ["model.weights=null"]
-    if computes and job != "layers":
+    if computes and job not in ("layers", "bench"):
         words += [] if "precision=" in line else ["precision=fp32"]
         if job == "extract" and "dtype=" not in line:
             words.append("dtype=float32")  # random weights may give what float16 does not hold
@@ -209,14 +230,18 @@ def run(line: str, monkeypatch: pytest.MonkeyPatch) -> int:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "page",
-    [page for page in PAGES if page.stem not in ("tutorial", "index", "performance")],
-    ids=lambda page: page.stem,
+    [page for page in PAGES if name_of(page) not in ("tutorial", "index", "performance")],
+    ids=name_of,
 )
 def test_every_command_runs(
     page: Path, world: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     lines = [line for line in commands_of(page) if not any(piece in line for piece in NOT_RUN)]
-    first = [f"python -m featx {line}" for line in MADE_FIRST.get(page.stem, [])]
+    made = MADE_FIRST.get(name_of(page), [])
+    asked = "store=runs/photos" in "\n".join(lines)
+    if asked and not any("out=runs/photos" in line for line in (*made, *lines)):
+        made = [PHOTOS]
+    first = [f"python -m featx {line}" for line in made]
     for line in [*first, *lines]:
         words = line.removeprefix("python -m featx").strip()
         if "neighbors.key=cat/001.jpg" in words:

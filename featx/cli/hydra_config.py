@@ -239,11 +239,11 @@ def _help(jobs: Iterable[Member]) -> str:
     """Return the text of `--help`, a template of hydra/help."""
     table = "\n".join(f"  job={job.name:<12}{job.help}" for job in jobs)
     rows = described_options()
-    width = max(len(f"{key}={default}") for key, default, _ in rows)
+    width = max(len(f"{row.name}={row.default}") for row in rows)
     lines = []
-    for key, default, sentence in rows:
-        first, *more = textwrap.wrap(sentence, max(30, 118 - width)) or [""]
-        lines.append(f"  {f'{key}={default}':<{width}}  {first}")
+    for row in rows:
+        first, *more = textwrap.wrap(row.help, max(30, 118 - width)) or [""]
+        lines.append(f"  {f'{row.name}={row.default}':<{width}}  {first}")
         lines += [" " * (width + 4) + line for line in more]
     keys = "\n".join(lines)
     return (

@@ -1,3 +1,4 @@
+from .all_options import OptionDescription as OptionDescription
 from .all_options import described_options as described_options
 from .all_options import member_groups as member_groups
 from .attribute import BASELINES as BASELINES

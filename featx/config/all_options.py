@@ -8,11 +8,13 @@ import inspect
 import itertools
 import re
 import textwrap
-from dataclasses import field, fields, is_dataclass, make_dataclass
+import types
+from dataclasses import dataclass, field, fields, is_dataclass, make_dataclass
 from types import MappingProxyType
-from typing import Any, get_type_hints
+from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
 from featx.base import family, family_options
+from featx.config.checks import MAY_BE_EMPTY
 from featx.config.member_options import (
     MemberGroup,
     option_owners,
@@ -63,19 +65,36 @@ def all_options() -> Config:
     return config_class()()
 
 
-def described_options() -> list[tuple[str, str, str]]:
-    """Return (option, default, sentence) of every option of the command.
+@dataclass(frozen=True)
+class OptionDescription:
+    """An option as `--help` and the documentation show it.
 
-    An option that only some members of a family read has their names in front of its sentence.
+    Attributes:
+        name: dotted name, such as 'data.root'.
+        type: its values in words, such as 'a whole number, or null'; '' for a group without a name
+            of its own.
+        default: default as it is written on the command line; '' for such a group.
+        help: what it does. An option that only some members of a family read has their names in
+            front.
     """
+
+    name: str
+    type: str
+    default: str
+    help: str
+
+
+def described_options() -> list[OptionDescription]:
+    """Return the description of every option of the command, in the order of the groups."""
     return _described(all_options(), "")
 
 
-def _described(options: Any, prefix: str) -> list[tuple[str, str, str]]:
+def _described(options: Any, prefix: str) -> list[OptionDescription]:
     """Return the options of a dataclass instance, nested ones included."""
     rows = []
     group = member_groups().get(prefix.rstrip("."))
     owners = {} if group is None else option_owners(group.option, group_class(group))
+    hints = get_type_hints(type(options), include_extras=True)
     for f in fields(options):
         value = getattr(options, f.name)
         nested = is_dataclass(value)
@@ -89,10 +108,33 @@ def _described(options: Any, prefix: str) -> list[tuple[str, str, str]]:
                 sentence = _sentence_of_members(group.option, f.name, owners[f.name])
             else:
                 sentence = _sentences(options.__class__)[f.name] + _choices(prefix + f.name)
-            rows.append((prefix + f.name, shown, sentence))
+            values = _values_in_words(hints[f.name]) if not nested else "a name" if shown else ""
+            rows.append(OptionDescription(prefix + f.name, values, shown, sentence))
         if nested:
             rows += _described(value, f"{prefix}{f.name}.")
     return rows
+
+
+def _values_in_words(hint: Any) -> str:
+    """Return the values of a type in words; an annotation that is a text says them itself."""
+    if get_origin(hint) is Annotated:
+        texts = [text for text in hint.__metadata__ if text != MAY_BE_EMPTY]
+        return str(texts[0]) if texts else _values_in_words(get_args(hint)[0])
+    if get_origin(hint) in (Union, types.UnionType):
+        return ", or ".join(_values_in_words(option) for option in get_args(hint))
+    words = {
+        str: "a text",
+        int: "a whole number",
+        float: "a number",
+        bool: "true or false",
+        list: "a list",
+        dict: "a mapping",
+        type(None): "null",
+    }
+    shown = words[get_origin(hint) or hint]
+    if get_origin(hint) is list:
+        shown += " of texts" if get_args(hint) == (str,) else " of numbers"
+    return shown
 
 
 def _choices(option: str) -> str:

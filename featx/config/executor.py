@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Annotated, Any
 
 from featx.errors import ConfigError
 
@@ -18,7 +18,7 @@ class ExecutorConfig:
 
     name: str = "local"
     """Name of the executor; set by the option `executor` itself."""
-    workers: Any = None
+    workers: Annotated[Any, "a whole number, or null"] = None
     """Number of worker processes that share the parts: processes of this machine, each with its
     share of the CPUs or a GPU of its own; actors of Ray; tasks of a Slurm array. null computes in
     this process (local), takes as many actors as the cluster has room for (ray), or 8 tasks

@@ -50,7 +50,7 @@ class ProbeConfig:
     temperature: float | None = None
     """Temperature of knn, which weighs a neighbour by exp(cosine / temperature); 0.07 when not
     given."""
-    shots: Any = None
+    shots: Annotated[Any, "a list of whole numbers, or null"] = None
     """Numbers of training rows per class to train with as well, such as [1,5,10]."""
     draws: int | None = None
     """Number of random choices of the rows of probe.shots, 5 when not given."""

@@ -94,7 +94,7 @@ class Config:
     capture: Annotated[Any, NAMES] = "output"
     """Tensor of a layer to capture: output, input, grad_output or grad_input (gradients of
     `target`), attention (weights of an attention module), or a list of them."""
-    target: Any = "predicted"
+    target: Annotated[Any, "a name, or the index of a class"] = "predicted"
     """Number whose gradient is taken, or that job=attribute explains: the logit of the class label
     or predicted, that of a class by its index, or loss, entropy or logsumexp."""
     reduce: ReduceConfig = field(default_factory=ReduceConfig)
@@ -112,11 +112,11 @@ class Config:
     dtype: str = "float16"
     """Data type of the stored features, whatever they were computed in: float16, bfloat16 or
     float32."""
-    batch_size: Any = "auto"
+    batch_size: Annotated[Any, "a whole number, or auto"] = "auto"
     """Number of images per forward pass; auto suits the device."""
     device: str = "auto"
     """Device: cpu, cuda, cuda:1, mps, or auto, which takes the first accelerator."""
-    compile: Any = "auto"
+    compile: Annotated[Any, "true, false or auto"] = "auto"
     """Use torch.compile; auto does so if the run is long enough to save more time than it costs."""
     fold_batchnorm: bool = True
     """Fold BatchNorm into the convolution before it, if values change by rounding only; false
@@ -125,12 +125,12 @@ class Config:
     """Decoder of images: fast; reference, which uses Pillow and the transform of the weights
     exactly; or gpu, which is like fast but decodes sound JPEGs on the CUDA device that computes, as
     many as it decodes faster."""
-    part_rows: Any = "auto"
+    part_rows: Annotated[Any, "a whole number, or auto"] = "auto"
     """Number of rows per part, a power of two; auto derives it from bytes per row and measured
     speed."""
     codec: str = "none"
     """Compression of the stored chunks."""
-    max_failures: Any = 0.01
+    max_failures: Annotated[Any, "a share with a point, or a whole number"] = 0.01
     """Images that may fail, as a share (a number with a point; 1.0 is all) or a whole number. If
     more fail, the exit code is 3; if more than a minute of work is left, the run stops at once with
     exit code 1."""
@@ -145,10 +145,10 @@ class Config:
     executor: ExecutorConfig = field(default_factory=ExecutorConfig)
     """local: this machine, in this process or in workers; ray: actors of a Ray cluster; slurm: a
     job array. The last two come with extras: pip install "featx[ray]", "featx[slurm]"."""
-    pack: Any = "auto"
+    pack: Annotated[Any, "true, false or auto"] = "auto"
     """Pack the parts into one features.h5 at the end; auto does so if the store is on a disk that
     has room; false keeps the parts."""
-    tensorboard: Any = False
+    tensorboard: Annotated[Any, "true, false, or a whole number"] = False
     """Write OUT/tensorboard: activations and timings of the run, the graph of the model, and a
     projector with 1000 images; a number sets the number of images."""
     profile: bool = False

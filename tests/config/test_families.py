@@ -16,7 +16,7 @@ from featx.errors import ConfigError, FeatxError
 
 
 def test_every_member_and_its_options_are_described() -> None:
-    sentences = {option: sentence for option, _, sentence in described_options()}
+    sentences = {option.name: option.help for option in described_options()}
     for option in family_options():
         for member in family(option):
             assert len(member.help) > 10

@@ -24,7 +24,7 @@ from featx.config.run_config import Config
 from featx.config.saved_config import saved_yaml
 from featx.config.schema import from_keywords, from_omegaconf, given_keywords
 from featx.errors import ConfigError
-from featx.jobs import JOBS, Input, base, check, job_table, unread
+from featx.jobs import JOBS, Input, base, check, unread
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path", "packing_in_process")
 
@@ -265,11 +265,6 @@ def test_an_option_that_most_jobs_read_names_the_others() -> None:
     assert {job.name for job in JOBS if job.input is Input.IMAGES} == {
         *("attribute", "bench", "extract", "layers", "plan", "stats")
     }
-
-
-def test_the_table_of_jobs_in_the_readme_is_that_of_the_declarations() -> None:
-    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
-    assert f"\n\n{job_table()}\n" in readme, f"out of date; the table is now:\n{job_table()}"
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
-from typing import IO, Any
+from typing import IO, Annotated, Any
 
 from featx import errors
 from featx.base import (
@@ -60,7 +60,7 @@ class LocalOptions(ExecutorConfig):
     """Options of executor=local."""
 
     name: str = "local"
-    devices: Any = None
+    devices: Annotated[Any, "a list of whole numbers, or null"] = None
     """GPUs of this machine, one worker each: [0,1] is cuda:0 and cuda:1."""
 
     def __post_init__(self) -> None:

@@ -15,13 +15,14 @@ import pytest
 import yaml
 from conftest import REPOSITORY
 from tiny_model import KEYS, MODEL, extract, run_job
+from torch import nn
 
 import featx
 from featx.config import model_options
 from featx.config.saved_config import from_saved, saved_yaml
 from featx.config.schema import from_keywords, from_omegaconf, known_keys
 from featx.errors import ConfigError
-from featx.models.libraries.custom import _args_of_values
+from featx.models import build_backbone
 from featx.store.manifest import Manifest, load_manifest
 from featx.store.pack import pack
 
@@ -111,22 +112,23 @@ def test_arguments_of_a_users_model_are_plain_values(tmp_path: Path) -> None:
 
 
 def test_what_a_store_keeps_of_arguments_holds_no_secret() -> None:
-    args = {"api_token": "hunter2", "url": "https://host/x?sig=hunter2", "scale": 2.0, "on": None}
-    kept = _args_of_values(
-        model_options(library="custom", factory="test_security:factory", args=args)
-    )
-    assert "hunter2" not in str(kept)
-    assert (kept["scale"], kept["on"]) == (2.0, None)
-    assert "api_token" not in kept
-    other = {**args, "url": "https://host/y?sig=hunter2"}
-    again = _args_of_values(
-        model_options(library="custom", factory="test_security:factory", args=other)
-    )
-    assert again["url"] != kept["url"]
+    def kept(url: str) -> dict[str, object]:
+        args = {"api_token": "hunter2", "url": url, "scale": 2.0, "on": None}
+        options = model_options(
+            library="custom", factory="test_security:factory", weights=None, args=args
+        )
+        return dict(build_backbone(options, seed=0).args)
+
+    found = kept("https://host/x?sig=hunter2")
+    assert "hunter2" not in str(found)
+    assert (found["scale"], found["on"]) == (2.0, None)
+    assert "api_token" not in found
+    assert found["url"] != kept("https://host/y?sig=hunter2")["url"]
 
 
-def factory(**args: object) -> None:
+def factory(**args: object) -> nn.Module:
     """What a config names."""
+    return nn.Flatten()
 
 
 @pytest.mark.parametrize(

@@ -83,7 +83,21 @@ def noise(batch_size: int = 4, side: int = 8, seed: int = 3) -> torch.Tensor:
     return torch.randn(batch_size, 3, side, side, generator=torch.Generator().manual_seed(seed))
 
 
-def of_speed(monkeypatch: pytest.MonkeyPatch, seconds_per_image: float) -> None:
-    monkeypatch.setattr(
-        "featx.engine.engine.Engine.seconds_per_image", lambda *_, **__: seconds_per_image
-    )
+def of_speed(
+    monkeypatch: pytest.MonkeyPatch, seconds_per_image: float, in_bf16: float | None = None
+) -> None:
+    """Let every engine measure the same seconds per image.
+
+    Args:
+        monkeypatch: pytest's.
+        seconds_per_image: what it measures.
+        in_bf16: what it measures in bf16; the CPU is taken for one that has units for it.
+    """
+
+    def measured(engine: Engine, *_: object, **__: object) -> float:
+        in_fp32 = in_bf16 is None or engine.compute.precision == "fp32"
+        return seconds_per_image if in_fp32 else in_bf16
+
+    monkeypatch.setattr(Engine, "seconds_per_image", measured)
+    if in_bf16 is not None:
+        monkeypatch.setattr("featx.engine.auto_settings.may_have_bf16", lambda: True)

@@ -20,8 +20,12 @@ def num_cpus() -> int:
     return max(1, min(limits) if _taken is None else min(*limits, _taken))
 
 
-def take_cpus(count: int) -> None:
-    """Limit this process to `count` CPUs, because other processes of the run use the others."""
+def take_cpus(count: int | None) -> None:
+    """Limit this process to `count` CPUs, because other processes of the run use the others.
+
+    Args:
+        count: number of CPUs; None removes the limit.
+    """
     global _taken
     _taken = count
 

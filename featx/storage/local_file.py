@@ -48,7 +48,7 @@ class RawFile:
         status = os.fstat(self._descriptor)
         self.size = status.st_size
         self.mapped: Bytes | None = None
-        if may_map and self.size and _is_local(status.st_dev):
+        if may_map and self.size and is_local(status.st_dev):
             pages = mmap.mmap(self._descriptor, self.size, access=mmap.ACCESS_READ)
             self.mapped = np.frombuffer(pages, np.uint8)
         self.address = 0 if self.mapped is None else self.mapped.ctypes.data
@@ -97,10 +97,15 @@ class RawFile:
 
 
 @functools.cache
-def _is_local(device: int) -> bool:
-    """Whether a device number belongs to a known local file system; False if unknown."""
+def is_local(device: int, mounts: Path = Path("/proc/self/mountinfo")) -> bool:
+    """Whether a device number belongs to a known local file system; False if unknown.
+
+    Args:
+        device: number of the device, as from `os.stat`.
+        mounts: list of the mounts of this process, another one in tests.
+    """
     try:
-        lines = Path("/proc/self/mountinfo").read_text("utf-8", "surrogateescape").splitlines()
+        lines = mounts.read_text("utf-8", "surrogateescape").splitlines()
     except OSError:
         return False
     number = f"{os.major(device)}:{os.minor(device)}"

@@ -249,8 +249,7 @@ def test_every_choice_is_taken_from_what_is_there(
         take(photos, **AUTO)
     # A store beside them has choices of its own.
     extract(photos, batch_size=2, part_rows=2, pack=False)
-    of_speed(monkeypatch, 3000.0)
-    monkeypatch.setattr("featx.engine.auto_settings.AutoSettings._fastest", lambda *_: "bf16")
+    of_speed(monkeypatch, 3000.0, in_bf16=1.0)
     monkeypatch.setattr("featx.engine.auto_settings.CPU_BATCH", 2)
     capfd.readouterr()
     take(photos, **AUTO)

@@ -77,7 +77,7 @@ def test_the_quota_of_made_up_control_groups(
 @pytest.fixture
 def _alone() -> Iterator[None]:
     yield
-    machine._taken = None
+    take_cpus(None)
 
 
 @pytest.mark.usefixtures("_alone")

@@ -10,7 +10,6 @@ import signal
 import sys
 import tarfile
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +26,7 @@ from featx import open as open_store
 from featx.errors import ConfigError, FeatxError, StoreMismatchError
 from featx.pipeline import changed_images, row_updates
 from featx.pipeline.stop_signals import Interrupted
-from featx.sources.base import EXTENSIONS
 from featx.sources.pixel_encoding import encode_array
-from featx.sources.webdataset import ShardSource
 from featx.store import session as session_module
 from featx.types import NO_IMAGE, UNKNOWN_IMAGE, image_checksum
 
@@ -572,15 +569,3 @@ def test_a_damaged_checksum_costs_no_row(photos: Path, capfd: pytest.CaptureFixt
     capfd.readouterr()
     extract(photos, **LENIENT)
     assert "rows do not say which image" in capfd.readouterr().err
-
-
-def test_a_remote_shard_is_told_by_its_version(photos: Path) -> None:
-    write_tar(Path("set.tar"), {path.name: path.read_bytes() for path in sorted_photos(photos)})
-    source = ShardSource("set.tar", follow_links=False, extensions=EXTENSIONS)
-    keys = source.listing().keys
-    before = source.states(keys)
-    source._shards = [replace(shard, version="ETag 1") for shard in source._shards]
-    other = source.states(keys)
-    assert (before["size"] == other["size"]).all()
-    assert (before["tag"] != other["tag"]).all()
-    assert len(np.unique(other["tag"])) == len(keys)

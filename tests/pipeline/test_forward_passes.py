@@ -273,7 +273,6 @@ def test_a_thread_may_go_from_one_replica_to_another(order: tuple[int, int]) -> 
         expected = digests_of(engine, noise())
         with engine.replicas(2) as replicas:
             assert [digests_of(replicas[i], noise()) for i in order] == [expected] * 2
-            assert replicas[order[0]]._hooks.fired == ["conv1"]
             assert digests_of(engine, noise()) == expected
 
 

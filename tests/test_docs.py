@@ -123,6 +123,12 @@ def test_the_pages_made_from_the_code_are_as_the_code_is() -> None:
     assert len((REPOSITORY / "README.md").read_text(encoding="utf-8").splitlines()) <= 150
 
 
+@pytest.mark.slow
+def test_the_table_of_models_is_as_the_models_are() -> None:
+    script = runpy.run_path(str(REPOSITORY / "scripts" / "models_table"))
+    assert f"\n\n{script['table']()}\n" in (REPOSITORY / "README.md").read_text(encoding="utf-8")
+
+
 def test_the_reference_has_every_name() -> None:
     pytest.importorskip("mkdocs", reason="no mkdocs: featx[docs] has it")
     sys.path.insert(0, str(REPOSITORY / "scripts"))

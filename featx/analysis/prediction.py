@@ -77,12 +77,16 @@ class Predictions:
         rows: one `Prediction` per image.
         scores: (n, C) float32; NaN for an image that failed.
         classes: C class names.
+        layer: layer of the head.
+        accuracy: accuracy of the head on the test rows of its probe, in [0, 1].
         figures: measurements of the run.
     """
 
     rows: list[Prediction]
     scores: npt.NDArray[np.float32]
     classes: tuple[str, ...]
+    layer: str
+    accuracy: float
     figures: RunMetrics
 
     def __iter__(self) -> Iterator[Prediction]:
@@ -160,7 +164,10 @@ def run_prediction(config: Config, path: Path, files: Sequence[Path] | None = No
         keys = [f"/{key}" for key in keys]
     classes = tuple(about["classes"])
     rows = [work.row(i, keys[i], classes) for i in order]
-    return Predictions(rows, work.scores[list(order)], classes, figures)
+    scores = work.scores[list(order)]
+    return Predictions(
+        rows, scores, classes, str(about["dataset"]), float(about["accuracy"]), figures
+    )
 
 
 def _spec_of(path: Path, about: dict[str, Any]) -> LayerSpec:

@@ -12,12 +12,12 @@ class ReportConfig:
     """Contents of the page of job=report."""
 
     rows: int = 2000
-    """Number of random rows for maps and the statistics of layers, 10 to 10000; a smaller store is
-    taken whole."""
+    """Number of random rows for embedding plots and the statistics of layers, 10 to 10000; a
+    smaller store is taken whole."""
     thumbnails: int = 1000
-    """Largest number of thumbnails in the page; 0 leaves them out."""
+    """Largest number of images that are read again for thumbnails; 0 leaves them out."""
     tsne: bool = True
-    """Draw a t-SNE map as well as a PCA map; false saves its time."""
+    """Plot t-SNE as well as PCA; false saves its time, and needs no scikit-learn."""
 
     def __post_init__(self) -> None:
         if not 10 <= self.rows <= 10_000:

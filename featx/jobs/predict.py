@@ -1,4 +1,4 @@
-"""job=predict: classes of new images by the head of a probe, as a CSV file."""
+"""job=predict: classes of new images by the head of a probe, as a CSV file and an HTML page."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ from featx.storage import AtomicFolder
 if TYPE_CHECKING:
     from featx.analysis import Predictions
 
-PREDICTIONS_CSV = "predictions.csv"
+PREDICTIONS_CSV, PREDICTIONS_HTML = "predictions.csv", "predictions.html"
 COLUMNS = ("key", "class", "probability", "status", "reason")
 
 
 def run(config: Config, config_yaml: str) -> int:
-    """Classify the images, write the file and print a summary; returns the exit code."""
+    """Classify the images, write the files and print a summary; returns the exit code."""
     from featx.analysis import head_of_store, run_prediction  # which import torch
+    from featx.export.report import render_predictions
 
     head = head_of_store(config.place_of_store(), _layer(config))
     log_message(f"head        {head}")
@@ -34,7 +35,9 @@ def run(config: Config, config_yaml: str) -> int:
     disk.make_folder(disk.root)
     path = disk.root / PREDICTIONS_CSV
     disk.replace_unlocked(path, predictions_csv(found))
-    summary = _summary(found, path)
+    page = disk.root / PREDICTIONS_HTML
+    disk.replace_unlocked(page, render_predictions(found, config.data, page.parent.name).encode())
+    summary = _summary(found, path, page)
     print_summary(config, summary, _text(summary))
     return exit_code(
         config, summary["rows"], summary["failures"], f"They have their reason in {path}."
@@ -66,7 +69,7 @@ def predictions_csv(found: Predictions) -> bytes:
     return buffer.getvalue().encode("utf-8", "surrogateescape")
 
 
-def _summary(found: Predictions, path: Path) -> dict[str, Any]:
+def _summary(found: Predictions, path: Path, page: Path) -> dict[str, Any]:
     """Return counts and speed in JSON types."""
     counts = Counter(row.label for row in found.rows if row.label is not None)
     figures = found.figures.as_dict()
@@ -79,6 +82,7 @@ def _summary(found: Predictions, path: Path) -> dict[str, Any]:
         "classes": dict(counts.most_common()),
         **{name: figures[name] for name in speed},
         "file": str(path),
+        "page": str(page),
     }
 
 
@@ -93,6 +97,7 @@ def _text(summary: dict[str, Any]) -> str:
             ("images/s", f"{summary['images_per_second'] or 0:.1f}"),
             *trial_rows(summary),
             ("file", summary["file"]),
+            ("page", summary["page"]),
         ]
     )
 

@@ -49,7 +49,7 @@ def _text(summary: dict[str, Any]) -> str:
         thumbnails = f"none: {why}"
     rows = [
         ("layers", ", ".join(summary["layers"])),
-        ("rows", f"{summary['rows_looked_at']} looked at"),
+        ("rows", f"{summary['rows_used']} used"),
         ("thumbnails", thumbnails),
         *([] if summary["complete"] else [("warning", "the store is not complete")]),
         ("seconds", f"{summary['seconds']:.1f}"),

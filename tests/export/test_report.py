@@ -1,7 +1,8 @@
-"""job=report: what it writes of stores of every kind, and what it refuses."""
+"""job=report: its page for stores of every kind, its promises, and what it refuses."""
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import re
@@ -12,14 +13,16 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from made_store import make_added, make_run, temporary_files
+from PIL import Image
 from processes import killed_at_sync
 from tiny_model import MODEL, extract, run_job, write_image, write_images
 
 import featx
 from featx.errors import ConfigError, LayerError, MissingExtraError, StoreError
-from featx.export.report.page import as_json
+from featx.export.report.html import as_json
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path", "packing_in_process")
 
@@ -69,23 +72,26 @@ def data_of(file: str = "store/report.html") -> dict[str, Any]:
 def test_a_whole_store(photos: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (photos / "cat" / "broken.png").write_bytes(b"\x89PNG\r\n\x1a\n and no more")
     extract(photos, layers=["conv", "deep", "pool"], max_failures=2)
-    run_job("probe", store="store", device="cpu")
+    run_job("probe", store="store", device="cpu", probe={"method": ["linear", "knn"], "shots": [2]})
     capsys.readouterr()
     page = report(report={"tsne": True})
     assert "file      " in capsys.readouterr().out
     assert "This store is not complete" not in page.text
     assert "1 of 22 rows failed" in page.words
-    assert "decode error" in page.text
+    assert "Not decodable 1" in page.words
     assert "cat/broken.png" in page.text
-    assert "Best by its validation rows: linear on" in page.words
+    found = json.loads(Path("store/probe.json").read_text())
+    assert f"{100 * found['accuracy']:.1f}%" in page.words
+    assert f"{found['correct']} of {found['rows']} test images" in page.words
+    assert "exact McNemar test" in page.words
     data = data_of()
-    assert [each["name"] for each in data["maps"]] == ["conv", "deep", "pool"]
+    assert [each["name"] for each in data["layers"]] == ["conv", "deep", "pool"]
+    assert data["best"] == found["layer"]
     assert len(data["rows"]) == 21
-    assert len(data["thumbnails"]) == 21
-    assert all(uri.startswith("data:image/webp;base64,") for uri in data["thumbnails"].values())
+    assert sorted(data["sprite"]["place"]) == list(range(21))
+    assert data["sprite"]["uri"].startswith("data:image/webp;base64,")
     assert data["keys"][0] == "cat/000.png"
-    assert [row[i] for i, row in enumerate(data["similarity"]["cka"])] == pytest.approx([1, 1, 1])
-    assert sum(map(sum, data["confusion"]["counts"])) > 0
+    assert sum(role == 3 for role in data["roles"]) == found["rows"]
     # Nothing of it comes from anywhere else.
     for tag, attributes in page.found:
         assert tag not in ("link", "iframe", "object", "base")
@@ -94,6 +100,62 @@ def test_a_whole_store(photos: Path, capsys: pytest.CaptureFixture[str]) -> None
             assert value is None or value.startswith(("data:", "#")), (tag, value)
     policy = next(a["content"] for _, a in page.found if a.get("http-equiv"))
     assert "default-src 'none'" in str(policy)
+    assert "unsafe-inline" not in str(policy).partition("script-src")[2]
+
+
+def test_the_errors_are_those_of_the_predictions(photos: Path) -> None:
+    for i in range(40):  # pictures of noise, so that some are predicted wrong
+        write_image(photos / ("cat", "dog")[i * 7 % 5 % 2] / f"noise{i}.png", 200 + i)
+    extract(photos)
+    run_job("probe", store="store", device="cpu", probe={"test_share": 0.4})
+    page = report()
+    with Path("store/probe/predictions.csv").open(encoding="utf-8", newline="") as file:
+        rows = [row for row in csv.DictReader(file) if row["split"] == "test"]
+    wrong = [row for row in rows if row["true"] != row["predicted"]]
+    wrong.sort(key=lambda row: -float(row["p_predicted"]))
+    assert wrong
+    shown = [found for tag, found in page.found if tag == "li" and "data-true" in found]
+    assert [(each["data-true"], each["data-predicted"]) for each in shown] == [
+        (row["true"], row["predicted"]) for row in wrong[:24]
+    ]
+    data = data_of()
+    (layer,) = data["layers"]
+    assert {data["keys"][int(place)] for place in layer["wrong"]} == {row["key"] for row in wrong}
+    for row in wrong[:24]:
+        assert f"{float(row['p_predicted']):.2f}" in page.words
+    # Predictions of another probe are not mixed with the numbers of this one.
+    Path("store/probe/predictions.csv").write_text("layer,method\n")
+    assert "predictions.csv is missing or belongs to another probe" in report().words
+
+
+def test_the_page_names_no_folder(photos: Path, tmp_path: Path) -> None:
+    (photos / "cat" / "broken.png").write_bytes(b"\x89PNG\r\n\x1a\n and no more")
+    extract(photos, out=str(tmp_path / "store"), max_failures=2)
+    run_job("probe", store="store", device="cpu")
+    report()
+    text = re.sub(r"data:image/webp;base64,[\w+/=]+", "", Path("store/report.html").read_text())
+    for folder in (tmp_path, Path.home(), Path.cwd(), Path(__file__).parent):
+        assert str(folder) not in text
+    assert re.findall(r"(?:/home|/tmp|/work|/root|/usr|/var)/\w+", text) == []
+    photos.rename(tmp_path / "elsewhere")
+    assert "No such file or directory: b'…/photos'" in report().words
+    assert str(tmp_path) not in Path("store/report.html").read_text()
+
+
+@pytest.mark.slow
+def test_the_page_of_500_images_is_small(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    for i in range(500):
+        # Structure of all sizes, which is harder to compress than photos.
+        path = tmp_path / "photos" / f"class{i % 10}" / f"{i:03d}.jpg"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        small = Image.fromarray(rng.integers(0, 256, (24, 32, 3), np.uint8))
+        small.resize((320, 240), Image.Resampling.BICUBIC).save(path)
+    extract(tmp_path / "photos", layers=["conv", "deep", "pool"])
+    run_job("probe", store="store", device="cpu")
+    page = report(report={"tsne": True})
+    assert "500 of 500 images" in page.words
+    assert Path("store/report.html").stat().st_size < 1_500_000
 
 
 def test_names_are_text_and_never_markup(tmp_path: Path) -> None:
@@ -108,7 +170,7 @@ def test_names_are_text_and_never_markup(tmp_path: Path) -> None:
     page = report()
     kinds = [tag for tag, _ in page.found]
     assert kinds.count("script") == 3
-    assert "svg" not in kinds
+    assert not any("onload" in found for tag, found in page.found if tag == "svg")
     assert not any(name.startswith("on") for _, found in page.found for name in found)
     assert "<svg onload=alert(9)>.jpg" in page.text
     assert "<script>alert(1)<" in page.text
@@ -141,9 +203,9 @@ def test_without_labels_and_without_thumbnails(tmp_path: Path) -> None:
     page = report()
     assert "No row has a label." in page.text
     assert "There are no thumbnails: none of 21 images can be read now" in page.words
-    assert data_of()["thumbnails"] == {}
+    assert data_of()["sprite"]["uri"] == ""
     page = report(data={"name": "folder", "root": str(tmp_path / "elsewhere")})
-    assert "21 thumbnails" in page.words
+    assert "21 images were read again" in page.words
 
 
 def test_a_table_that_went_and_an_odd_folder(photos: Path) -> None:
@@ -153,11 +215,11 @@ def test_a_table_that_went_and_an_odd_folder(photos: Path) -> None:
     odd = os.fsdecode(b"st\xffre")
     extract({"name": "table", "root": str(table)}, out=odd)
     assert run_job("report", store=odd, device="cpu", out="p.html", report={"tsne": False}) == 0
-    assert "21 thumbnails" in Elements(Path("p.html").read_text("utf-8")).words
+    assert "21 images were read again" in Elements(Path("p.html").read_text("utf-8")).words
     table.unlink()
     assert run_job("report", store=odd, device="cpu", out="p.html", report={"tsne": False}) == 0
     page = Elements(Path("p.html").read_text("utf-8"))
-    assert "There are no thumbnails: data.root=" in page.words
+    assert "There are no thumbnails: data.root=…/photos.csv" in page.words
     assert "st\\xffre" in page.text
 
 
@@ -171,11 +233,11 @@ def test_images_that_went_are_counted(photos: Path) -> None:
     data = data_of()
     gone, damaged = (str(data["keys"].index(f"cat/{name}.png")) for name in ("000", "006"))
     assert data["unread"] == {gone: "cannot be read", damaged: "cannot be decoded"}
-    assert not {gone, damaged} & data["thumbnails"].keys()
+    assert [data["sprite"]["place"][int(place)] for place in (gone, damaged)] == [-1, -1]
     assert "leaves them out" in report(report={"thumbnails": 0}).words
     page = report(report={"thumbnails": 5})
-    assert "5 thumbnails" in page.words
-    assert "points of the maps beyond that have none" in page.words
+    assert "5 images were read again" in page.words
+    assert "points of the embedding plot beyond that have none" in page.words
 
 
 @pytest.mark.parametrize("parts", [[], [0], [0, 2]])
@@ -199,33 +261,34 @@ def test_layers_that_are_being_added() -> None:
     make_added(run, {"later": (4,)}, part_rows=16).finish(Path("store"), at_most=1)
     page = report()
     assert "Layers are being added and are shown when they are complete: later." in page.words
-    assert [each["name"] for each in data_of()["maps"]] == ["flat", "map"]
+    assert [each["name"] for each in data_of()["layers"]] == ["flat", "map"]
 
 
 def test_parts_and_a_sample_of_rows() -> None:
     make_run(60, 16).write(Path("store"))
     page = report(report={"rows": 20}, seed=5)
-    assert "Over 20 random rows of 60 (seed 5)" in page.words
+    assert "20 random images of 60 (seed 5)" in page.words
     assert "4 parts, not packed" in page.words
     data = data_of()
     assert len(data["rows"]) == 20
-    assert data["parts"][-1][1] == 60
-    assert data["maps"][0]["tsne"] is None
+    assert "60 rows in 4 parts" in page.words
+    assert data["layers"][0]["tsne"] is None
     report(report={"rows": 20}, seed=5)
     assert data_of()["rows"] == data["rows"]
     report(report={"rows": 20}, seed=6)
     assert data_of()["rows"] != data["rows"]
 
 
-def test_of_many_layers_the_last_have_maps() -> None:
+def test_of_many_layers_the_last_are_plotted() -> None:
     run = make_run(12, 16, {f"layer{i}": (3,) for i in range(10)})
     run.write(Path("store"), packed=True)
     page = report()
-    assert "Of 10 layers the last 8 have maps" in page.words
-    assert [each["name"] for each in data_of()["maps"]] == [f"layer{i}" for i in range(2, 10)]
-    assert len(data_of()["norms"]) == 10
+    assert "8 of 10 layers have an embedding plot" in page.words
+    assert [each["name"] for each in data_of()["layers"]] == [f"layer{i}" for i in range(2, 10)]
+    assert page.text.count("Standard") == 1
+    assert all(f"layer{i}" in page.text for i in range(10))
     report(layers="layer3")
-    assert [each["name"] for each in data_of()["maps"]] == ["layer3"]
+    assert [each["name"] for each in data_of()["layers"]] == ["layer3"]
 
 
 @pytest.mark.parametrize("failed", [range(7), range(8)])
@@ -271,9 +334,10 @@ def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         report(overwrite=True)
     with pytest.raises(ConfigError, match="job=report only"):
         run_job("neighbors", store="store", report={"rows": 20})
-    monkeypatch.setattr("featx.export.report.run._PACKAGES", ("jinja2", "not_installed_here"))
-    with pytest.raises(MissingExtraError, match=r'not_installed_here: pip install "featx\[report'):
-        report()
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(MissingExtraError, match=r'scikit-learn: pip install "featx\[report'):
+        report(report={"tsne": True})
+    report()
 
 
 def test_from_python_and_as_json(capsys: pytest.CaptureFixture[str]) -> None:
@@ -285,7 +349,7 @@ def test_from_python_and_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     capsys.readouterr()
     run_job("report", json=True, store="store", device="cpu", report={"tsne": False})
     found = json.loads(capsys.readouterr().out)
-    assert found["rows_looked_at"] == 12
+    assert found["rows_used"] == 12
     assert found["complete"] is True
     assert found["bytes"] == Path("store/report.html").stat().st_size
 
@@ -305,9 +369,9 @@ def test_a_million_rows() -> None:
     run = make_run(1_000_000, 1 << 18, {"flat": (8,)}, dtype="float16", failed=range(0, 999, 3))
     run.write(Path("store"), packed=True)
     page = report(report={"rows": 500})
-    assert "Over 500 random rows of 999 667 (seed 0)" in page.words
-    assert "among all 999 667 ok rows" in page.words
-    assert Path("store/report.html").stat().st_size < 6 << 20
+    assert "500 random images of 999 667 (seed 0)" in page.words
+    assert "among all 999 667 images" in page.words
+    assert Path("store/report.html").stat().st_size < 1 << 20
 
 
 @pytest.mark.slow
@@ -318,7 +382,7 @@ def test_the_command(
     assert made.returncode == 0, made.stderr
     done = featx("job=report", "store=s")
     assert done.returncode == 0, done.stderr
-    assert (tmp_path / "s" / "report.html").stat().st_size > 4_000_000
+    assert (tmp_path / "s" / "report.html").stat().st_size > 50_000
     wrong = featx("job=report", "store=nowhere")
     assert wrong.returncode == 2
     assert "there is no store at" in wrong.stderr

@@ -1,14 +1,15 @@
-"""A report in a real browser: drawn without an error, an image under the mouse, no request."""
+"""Pages of job=report and job=predict in Chromium: drawn without an error, readable, no request."""
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_model import extract, run_job, write_image
+from tiny_model import MODEL, extract, run_job, write_image
 
 pytestmark = pytest.mark.usefixtures("packing_in_process")
 
@@ -28,20 +29,33 @@ FLAGS = [
 
 EVIL = "<script>document.title='broken into'<"
 
+CONTRAST = Path(__file__).with_name("contrast.js").read_text(encoding="utf-8")
+
+OVERFLOWING = """() => [...document.querySelectorAll("main *")].filter((e) =>
+  e.getBoundingClientRect().right > innerWidth + 1 && !e.closest(".scroll, pre, .top, svg")
+).map((e) => e.tagName + "." + e.className)"""
+
 
 @pytest.fixture(scope="module")
-def page_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The report of a store whose keys and classes try to be markup."""
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """report.html and predictions.html of a store whose keys and classes try to be markup."""
     root = tmp_path_factory.mktemp("report")
-    for i in range(12):
+    for i in range(40):
         name = f"<img src=x onerror=document.title='broken into'>{i}.png"
-        write_image(root / "photos" / (EVIL, "</script>$x^2$<b>bold")[i % 2] / name, i)
+        # Every eighth label is wrong, so that some images are misclassified.
+        place = (i + (i % 8 == 0)) % 2
+        write_image(root / "photos" / (EVIL, "</script>$x^2$<b>bold")[place] / name, i % 12)
     (root / "photos" / "odd.png").write_text("no image")
-    store, file = root / "store", root / "report.html"
+    store = str(root / "store")
     extract(root / "photos", layers=["conv", "deep"], out=store, max_failures=3)
-    run_job("probe", store=str(store), device="cpu")
-    run_job("report", store=str(store), out=str(file), device="cpu")
-    return file
+    run_job("probe", store=store, device="cpu", probe={"method": ["linear", "knn"], "shots": [2]})
+    run_job("report", store=store, out=str(root / "report.html"), device="cpu")
+    trusted = {name: MODEL[name] for name in ("name", "library", "factory")}
+    run_job(
+        "predict", store=store, data=str(root / "photos"), out=str(root), model=trusted,
+        device="cpu", max_failures=3,
+    )  # fmt: skip
+    return root
 
 
 @pytest.fixture(scope="module")
@@ -50,31 +64,16 @@ def browser() -> Iterator[Any]:
         "playwright.sync_api", reason="no playwright: featx[dev] has it"
     )
     if CHROMIUM is None:
-        pytest.skip(
-            "no chromium: apt-get install chromium; a report was not looked at in a browser"
-        )
+        pytest.skip("no chromium: apt-get install chromium; the pages were not opened in a browser")
     with playwright.sync_playwright() as started:
         chromium = started.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
         yield chromium
         chromium.close()
 
 
-def point_at(page: Any, point: Any) -> None:
-    """Move the mouse onto a point until the page has noticed; a busy machine may miss some."""
-    for _ in range(60):
-        box = point.bounding_box()
-        x, y = box["x"] + box["width"] / 2, box["y"] + box["height"] / 2
-        page.mouse.move(x - 40, y - 40)
-        page.mouse.move(x, y, steps=4)
-        page.wait_for_timeout(250)
-        if page.locator("#tip").is_visible():
-            return
-
-
-@pytest.mark.parametrize(
-    ("scheme", "width"), [("light", 1400), pytest.param("dark", 390, marks=pytest.mark.slow)]
-)
-def test_it_is_drawn(browser: Any, page_file: Path, scheme: str, width: int) -> None:
+@contextlib.contextmanager
+def opened(browser: Any, file: Path, scheme: str, width: int) -> Iterator[Any]:
+    """A page in the browser, which must neither report an error nor request anything."""
     heard: list[str] = []
     asked: list[str] = []
     context = browser.new_context(
@@ -85,44 +84,105 @@ def test_it_is_drawn(browser: Any, page_file: Path, scheme: str, width: int) -> 
     page.on("pageerror", lambda error: heard.append(str(error)))
     page.on("dialog", lambda dialog: heard.append(dialog.message))
     page.on("request", lambda request: asked.append(request.url))
-    page.goto(page_file.as_uri())
-    page.wait_for_selector("#plot-tsne .scatterlayer .point")
-    drawn = page.evaluate(
-        "[...document.querySelectorAll('.plot')].map(p => [p.id, p.querySelectorAll('svg').length])"
-    )
-    assert {name for name, count in drawn if count} == {
-        "plot-norms", "plot-pca", "plot-tsne", "plot-confusion", "plot-cka", "plot-debiased",
-    }  # fmt: skip
-    assert page.evaluate("document.documentElement.scrollWidth") <= width
-    ground = page.evaluate("getComputedStyle(document.body).backgroundColor")
-    brightness = sum(map(int, ground.removeprefix("rgb(").removesuffix(")").split(",")))
-    assert (brightness > 600) == (scheme == "light")
-
-    # Under the mouse: the image of the row, its key and class as text.
-    tip = page.locator("#tip")
-    assert tip.is_hidden()
-    point = page.locator("#plot-pca .scatterlayer .point").nth(3)
-    point.scroll_into_view_if_needed()
-    point_at(page, point)
-    assert tip.is_visible()
-    assert page.locator("#tip img").get_attribute("src").startswith("data:image/webp")
-    assert page.evaluate("document.querySelector('#tip img').naturalWidth") > 0
-    assert "onerror=document.title" in tip.inner_text()
-    page.mouse.move(2, 2)
-    page.wait_for_selector("#tip", state="hidden")
-
-    # Another layer, another class: drawn anew.
-    before = page.locator("#plot-pca .scatterlayer").inner_html()
-    page.select_option("#map-layer", "0")
-    assert page.locator("#plot-pca .scatterlayer").inner_html() != before
-    page.select_option("#map-class", "0")
-    assert page.locator("#legend li").count() == 2
-    page.select_option("#strips-layer", "0")
-    assert page.locator(".strips:visible").count() == 1
-
-    assert page.title() == "store: a report of featx"
-    assert page.locator("main b:text('bold')").count() == 0
-    assert asked[0] == page_file.as_uri()
-    assert all(url.startswith("data:") for url in asked[1:]), asked
+    page.goto(file.as_uri())
+    yield page
     assert heard == []
+    assert asked[0] == file.as_uri()
+    assert all(url.startswith("data:") for url in asked[1:]), asked
     context.close()
+
+
+SHAPES = [("light", 1360), ("dark", 390)]
+
+
+@pytest.mark.parametrize(("scheme", "width"), SHAPES)
+@pytest.mark.parametrize("name", ["report.html", "predictions.html"])
+def test_texts_are_readable_and_nothing_is_wider_than_the_screen(
+    browser: Any, folder: Path, name: str, scheme: str, width: int
+) -> None:
+    with opened(browser, folder / name, scheme, width) as page:
+        assert page.evaluate(CONTRAST) == []
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+        assert page.evaluate(OVERFLOWING) == []
+        ground = page.evaluate("getComputedStyle(document.body).backgroundColor")
+        brightness = sum(map(int, ground.removeprefix("rgb(").removesuffix(")").split(",")))
+        assert (brightness > 600) == (scheme == "light")
+        assert page.locator("main b:text-is('bold')").count() == 0
+        assert "broken into" not in page.title()
+
+
+def painted(page: Any) -> str:
+    """The pixels of the embedding plot."""
+    return str(page.evaluate("document.getElementById('canvas').toDataURL()"))
+
+
+def test_the_embedding_plot_shows_the_image_under_the_pointer(browser: Any, folder: Path) -> None:
+    with opened(browser, folder / "report.html", "light", 1360) as page:
+        tip = page.locator("#tip")
+        canvas = page.locator("#canvas")
+        canvas.scroll_into_view_if_needed()
+        assert tip.is_hidden()
+        box = canvas.bounding_box()
+        # Over the whole plot, since the places of the points are not known here.
+        for step in range(1, 400):
+            x, y = step % 20 / 20, step // 20 / 20
+            page.mouse.move(box["x"] + x * box["width"], box["y"] + y * box["height"])
+            if tip.is_visible():
+                break
+        assert tip.is_visible()
+        assert "onerror=document.title" in page.locator("#tip small").inner_text()
+        assert page.locator("#tip b").inner_text() in (EVIL, "</script>$x^2$<b>bold")
+        assert page.locator("#tip canvas").is_visible()
+        drawn = page.evaluate(
+            "[...document.querySelector('#tip canvas').getContext('2d')"
+            ".getImageData(0, 0, 160, 160).data].some((v) => v)"
+        )
+        assert drawn
+        page.mouse.move(2, 2)
+        page.wait_for_selector("#tip", state="hidden")
+
+        # Another layer, projection, mark and class: each changes the plot.
+        seen = {painted(page)}
+        other = 1 - int(page.locator("#layer").input_value())
+        page.select_option("#layer", str(other))
+        seen.add(painted(page))
+        page.click("button[value=pca]")
+        seen.add(painted(page))
+        page.click("button[value=images]")
+        seen.add(painted(page))
+        page.locator("#legend button").first.click()
+        seen.add(painted(page))
+        assert len(seen) == 5
+        assert page.locator("#legend button[aria-pressed=true]").count() == 1
+
+
+def test_a_cell_of_the_confusion_matrix_filters_the_errors(browser: Any, folder: Path) -> None:
+    with opened(browser, folder / "report.html", "light", 1360) as page:
+        cells, images = page.locator("g.cell[role=button]"), page.locator("#gallery li")
+        every = images.count()
+        assert every >= 1
+        true, predicted = (cells.first.get_attribute(f"data-{n}") for n in ("true", "predicted"))
+        expected = page.evaluate(
+            "([t, p]) => [...document.querySelectorAll('#gallery li')]"
+            ".filter((e) => e.dataset.true === t && e.dataset.predicted === p).length",
+            [true, predicted],
+        )
+        cells.first.focus()
+        page.keyboard.press("Enter")
+        assert images.filter(visible=True).count() == expected
+        assert predicted in page.locator("#gallery-filter").inner_text()
+        page.click("#gallery-filter button")
+        assert images.filter(visible=True).count() == every
+
+
+def test_a_class_filters_the_predictions(browser: Any, folder: Path) -> None:
+    with opened(browser, folder / "predictions.html", "light", 1360) as page:
+        cards = page.locator("#cards li")
+        assert cards.count() == 40
+        assert page.locator("#cards img").count() == 40
+        doubts = [float(text) for text in page.locator("#cards .first dd").all_inner_texts()]
+        assert doubts == sorted(doubts)  # with two classes, doubt is a small probability
+        page.select_option("#class-filter select", "0")
+        shown = cards.filter(visible=True)
+        assert 0 < shown.count() < 40
+        assert len({shown.nth(i).get_attribute("data-class") for i in range(shown.count())}) == 1

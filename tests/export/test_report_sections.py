@@ -1,7 +1,9 @@
-"""The numbers of a report: compared with what one can reckon by hand or with numpy."""
+"""The numbers of a report, compared with numbers by hand or by numpy."""
 
 from __future__ import annotations
 
+import hashlib
+import io
 import json
 import os
 from pathlib import Path
@@ -9,15 +11,28 @@ from pathlib import Path
 import numpy as np
 import pytest
 from made_store import make_labelled, make_run
+from PIL import Image
 
 import featx
-from featx.export.report.embedding_maps import layer_map, principal_components
+from featx.export.report.embedding_plots import (
+    LayerPlot,
+    layer_plot,
+    principal_components,
+    row_vectors,
+    same_class_shares,
+    similar_pairs,
+)
 from featx.export.report.failures import reasons_of
 from featx.export.report.layer_statistics import layer_statistics
-from featx.export.report.nearest_neighbours import chosen_queries, nearest_strips
-from featx.export.report.probe_results import probes_of
+from featx.export.report.matrices import cell, ink_on, label, line_plot, luminance
+from featx.export.report.nearest_neighbours import hard_queries, neighbours_of, random_queries
+from featx.export.report.page import class_errors, confusion_plot
+from featx.export.report.probe_results import Probes, probes_of
+from featx.export.report.redaction import without_folders, without_folders_in_yaml
 from featx.export.report.throughput import speed_of
+from featx.export.report.thumbnails import readable_part
 from featx.store import layout
+from featx.types import ImageFault
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path")
 
@@ -66,53 +81,92 @@ def test_principal_components_are_those_of_an_svd(shape: tuple[int, int]) -> Non
     scores, shares = principal_components(x, 5)
     u, s, _ = np.linalg.svd(x - x.mean(0), full_matrices=False)
     assert np.abs(scores) == pytest.approx(np.abs(u[:, :5] * s[:5]), abs=1e-8)
-    assert shares == pytest.approx((s**2 / (s**2).sum())[:5])
+    assert shares == pytest.approx(s**2 / (s**2).sum())
     assert (scores[np.abs(scores).argmax(0), range(5)] > 0).all()
 
 
-def test_a_map_of_two_groups_keeps_them_apart() -> None:
+def plot_of(
+    store: featx.FeatureStore, layer: str, rows: np.ndarray, seed: int = 0, tsne: bool = False
+) -> LayerPlot:
+    return layer_plot(row_vectors(store, layer, rows), store.labels[rows], seed, tsne)
+
+
+def test_a_plot_of_two_groups_keeps_them_apart() -> None:
     rng = np.random.default_rng(0)
     labels = np.arange(40) % 2
     x = rng.normal(size=(40, 6)).astype(np.float32) + 20 * labels[:, None]
     store = store_of({"flat": x}, labels.tolist())
-    found = layer_map(store, "flat", np.arange(40), seed=3, tsne=True)
+    found = plot_of(store, "flat", np.arange(40), seed=3, tsne=True)
     assert found.pca is not None
     assert found.tsne is not None
     assert found.explained[0] > 0.9
+    assert found.directions == 1
+    assert found.mean_same_class is not None
+    assert found.mean_same_class > 0.8
     assert ((found.pca[:, 0] > 0) == labels).all() or ((found.pca[:, 0] < 0) == labels).all()
     middle = [found.tsne[labels == kind].mean(0) for kind in (0, 1)]
     nearer = np.linalg.norm(found.tsne[:, None] - np.array(middle), axis=2).argmin(1)
     assert (nearer == labels).all()
-    again = layer_map(store, "flat", np.arange(40), seed=3, tsne=True)
+    again = plot_of(store, "flat", np.arange(40), seed=3, tsne=True)
     assert np.array_equal(again.tsne, found.tsne)
 
 
 def test_large_maps_are_averaged_block_by_block(monkeypatch: pytest.MonkeyPatch) -> None:
     values = np.random.default_rng(0).normal(size=(11, 9, 32, 32)).astype(np.float32)
     store = store_of({"map": values}, [0, 1] * 5 + [0])
-    monkeypatch.setattr("featx.export.report.embedding_maps.BLOCK_BYTES", 4 * 4 * 9 * 32 * 32)
-    found = layer_map(store, "map", np.arange(11), 0, tsne=False)
-    expected, _ = principal_components(values.mean((2, 3)), 2)
+    monkeypatch.setattr("featx.export.report.embedding_plots.BLOCK_BYTES", 4 * 4 * 9 * 32 * 32)
+    found = plot_of(store, "map", np.arange(11))
+    expected, shares = principal_components(values.mean((2, 3)), 2)
     assert found.pooled
     assert found.width == 9
+    assert found.directions == 1 + np.searchsorted(np.cumsum(shares), 0.9)
     assert found.pca == pytest.approx(expected, abs=1e-5)
 
 
-def test_what_has_no_map_says_why() -> None:
+def test_a_layer_without_a_plot_says_why() -> None:
     store = store_of({"flat": np.ones((9, 3), np.float32)}, [0] * 9)
-    assert "the same vector" in layer_map(store, "flat", np.arange(9), 0, True).note
-    assert "3 rows make no map" in layer_map(store, "flat", np.arange(3), 0, True).note
+    assert "the same vector" in plot_of(store, "flat", np.arange(9), tsne=True).note
+    assert "3 rows are too few" in plot_of(store, "flat", np.arange(3), tsne=True).note
 
 
-def test_nearest_rows_are_exact_and_know_their_class(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shares_of_the_same_class_among_the_nearest(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(50, 4)).astype(np.float32)
+    labels = rng.integers(0, 3, 50)
+    labels[7] = -1
+    unit = x / np.linalg.norm(x, axis=1, keepdims=True)
+    expected = np.full(50, np.nan)
+    for row in range(50):
+        others = [i for i in np.argsort(-(unit @ unit[row])) if i != row and labels[i] >= 0][:10]
+        expected[row] = (labels[others] == labels[row]).mean()
+    expected[7] = np.nan
+    assert same_class_shares(x, labels) == pytest.approx(expected, nan_ok=True)
+    monkeypatch.setattr("featx.export.report.embedding_plots._BLOCK_NUMBERS", 100)
+    assert same_class_shares(x, labels) == pytest.approx(expected, nan_ok=True)
+
+
+def test_pairs_of_near_duplicates(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = np.random.default_rng(0).normal(size=(40, 64)).astype(np.float32) + 5
+    x[31] = x[2] + 0.01
+    x[9] = x[8]
+    for _ in range(2):
+        pairs, count = similar_pairs(x, 0.9, 10)
+        assert [(i, j) for i, j, _ in pairs] == [(8, 9), (2, 31)]
+        assert count == 2
+        assert pairs[0][2] == pytest.approx(1)
+        monkeypatch.setattr("featx.export.report.embedding_plots._BLOCK_NUMBERS", 120)
+    assert similar_pairs(x, 0.9, 1) == (pairs[:1], 2)
+
+
+def test_neighbours_are_exact_and_know_their_class(monkeypatch: pytest.MonkeyPatch) -> None:
     rng = np.random.default_rng(0)
     x = rng.normal(size=(30, 5)).astype(np.float32)
     x[7] = 3 * x[4]
     labels = [i % 2 for i in range(30)]
     labels[12] = -1
     store = store_of({"flat": x}, labels)
-    found = nearest_strips(store, "flat", np.arange(30), [4, 12], 0, "cpu")
-    (row, nearest), (_, of_unlabelled) = found.strips
+    found = neighbours_of(store, "flat", np.arange(30), [4], [12], 0, "cpu")
+    ((row, nearest),), ((_, of_unlabelled),) = found.hard, found.random
     assert (row, nearest[0].row, nearest[0].same) == (4, 7, False)
     assert nearest[0].cosine == pytest.approx(1)
     unit = x / np.linalg.norm(x, axis=1, keepdims=True)
@@ -121,19 +175,27 @@ def test_nearest_rows_are_exact_and_know_their_class(monkeypatch: pytest.MonkeyP
     assert all(each.same is None for each in of_unlabelled)
     assert (found.among, found.whole) == (30, True)
     monkeypatch.setattr("featx.export.report.nearest_neighbours.KEEP_BYTES", 10 * 5 * 4)
-    part = nearest_strips(store, "flat", np.arange(30), [4, 12], 0, "cpu")
+    part = neighbours_of(store, "flat", np.arange(30), [4], [12], 0, "cpu")
     assert 10 <= part.among <= 12
     assert not part.whole
 
 
-def test_queries_take_the_classes_in_turn() -> None:
+def test_random_queries_take_the_classes_in_turn() -> None:
     labels = [0] * 30 + [1] * 2
     store = store_of({"flat": np.ones((32, 2), np.float32)}, labels)
     for seed in range(5):
-        rows = chosen_queries(store, np.arange(32), seed)
-        assert len(set(rows)) == 6
-        assert [labels[row] for row in sorted(rows)] == [0, 0, 0, 0, 1, 1]
+        rows = random_queries(store, np.arange(32), seed)
+        assert len(set(rows)) == 3
         assert {labels[row] for row in rows[:2]} == {0, 1}
+
+
+def test_hard_queries_are_test_rows_with_few_neighbours_of_their_class() -> None:
+    rows = np.array([3, 5, 8, 9, 12, 20])
+    shares = np.array([0.1, 0.4, 0.0, np.nan, 0.9, 0.3])
+    every = np.ones(6, bool)
+    assert hard_queries(rows, shares, every) == [8, 3, 20]
+    assert hard_queries(rows, shares, np.array([True, True, False, True, True, False])) == [3, 5]
+    assert hard_queries(rows, None, every) == []
 
 
 def test_failures_are_grouped_by_reason() -> None:
@@ -143,7 +205,8 @@ def test_failures_are_grouped_by_reason() -> None:
         "missing": 2, "decode error": 1, "non finite": 3,
     }  # fmt: skip
     assert [each.row for each in found["non finite"].shown] == [8, 11, 14]
-    assert found["missing"].messages[0] == ("OSError: row 0: bröken, \n 'x'", 1)
+    assert found["missing"].messages[0] == ("row 0: bröken, \n 'x'", 1)
+    assert found["missing"].title == "Missing"
 
 
 def test_speed_of_parts_and_of_packed_stores() -> None:
@@ -170,44 +233,136 @@ def test_speed_of_parts_and_of_packed_stores() -> None:
 
 def test_a_probe_of_another_state_says_so() -> None:
     store = featx.open(make_run().write(Path("store")))
-    assert "job=probe" in probes_of(store).note
+    assert probes_of(store).note == "No probe yet."
     file = Path("store/probe.json")
     file.write_text("{")
     assert "cannot be read" in probes_of(store).note
     file.write_text("{}")
     assert "not as job=probe writes it" in probes_of(store).note
     about = {
-        "rows": 3, "accuracy": 2 / 3, "interval": [0.2, 0.9], "balanced_accuracy": 0.5,
-        "top5": None, "calibration_error": None, "validation_accuracy": 0.5,
-        "confusion": [[1, 1], [0, 1]],
+        "rows": 3, "correct": 2, "accuracy": 2 / 3, "interval": [0.2, 0.9],
+        "calibration_error": None, "confusion": [[1, 1], [0, 1]],
     }  # fmt: skip
     said = {
         **about, "layer": "flat", "method": "ridge", "fingerprint": "of then", "finished": "then",
-        "classes": ["cat", "dog"], "notes_on_rows": [], "split": {"kind": "holdout", "seed": 0},
-        "layers": {"flat": {"ridge": about}},
+        "classes": ["cat", "dog"], "notes_on_rows": [], "paired_tests": {},
+        "split": {"kind": "holdout", "seed": 0, "fit": [5], "validation_rows": [2]},
+        "near_duplicates": {"layer": "flat", "cosine": 0.9, "rows": None, "not_checked": "narrow",
+                            "without": None, "pairs": []},
+        "predictions": {"file": "probe/predictions.csv", "sha256": "0"},
+        "layers": {"flat": {"ridge": about, "features": 4}},
     }  # fmt: skip
     file.write_text(json.dumps(said))
     found = probes_of(store)
     assert "another state" in found.note
-    assert found.confusion is not None
-    assert found.confusion.pairs == [(1, "cat", "dog")]
-    odd = {"flat": {"ridge": {**about, "top5": "<b>"}}}
+    assert found.predicted is None
+    assert found.score is not None
+    assert (found.score.correct, found.majority, found.chance) == (2, 2 / 3, 0.5)
+    odd = {"flat": {"ridge": {**about, "calibration_error": "<b>"}, "features": 4}}
     file.write_text(json.dumps({**said, "layers": odd}))
+    assert "not as job=probe writes it" in probes_of(store).note
+    file.write_text(json.dumps({**said, "confusion": [[1]]}))
     assert "not as job=probe writes it" in probes_of(store).note
     file.write_text(json.dumps({**said, "fingerprint": store.attrs["fingerprint"]}))
     assert probes_of(store).note == ""
+    # The file that the page names must be that of this probe, and as job=probe writes it.
+    Path("store/probe").mkdir()
+    lines = Path("store/probe/predictions.csv")
+    lines.write_text("layer,method,fold,split\nflat,ridge,,test\n")
+    named = {
+        "file": "probe/predictions.csv", "sha256": hashlib.sha256(lines.read_bytes()).hexdigest(),
+    }  # fmt: skip
+    ours = {**said, "fingerprint": store.attrs["fingerprint"], "predictions": named}
+    file.write_text(json.dumps(ours))
+    assert "predictions.csv is not as job=probe writes it" in probes_of(store).note
 
 
-def test_classes_beyond_the_largest_are_left_out_of_the_matrix() -> None:
-    from featx.export.report.probe_results import _confusion
+def probed(classes: tuple[str, ...], counts: np.ndarray) -> Probes:
+    return Probes("", classes=classes, confusion=counts)
 
-    names = [str(i) for i in range(50)]
+
+def test_only_the_classes_with_most_errors_are_in_the_matrix() -> None:
+    names = tuple(str(i) for i in range(50))
     counts = np.diag(np.arange(50) + 1)
     counts[7, 31] = 4
-    found = _confusion(names, counts.tolist())
-    assert len(found.classes) == 40
-    assert {"7", "31"} <= set(found.classes)
-    assert found.left_out == 10
-    assert found.pairs == [(4, "7", "31")]
-    with pytest.raises(ValueError, match="confusion matrix"):
-        _confusion(names[:-1], counts.tolist())
+    found = confusion_plot(probed(names, counts))
+    assert found is not None
+    assert len(found.labels) == 20
+    assert {"7", "31"} <= {each.whole for each in found.labels}
+    (wrong,) = [each for each in found.cells if each.kind == "wrong"]
+    assert wrong.title == "7 predicted as 31: 4 of 12"
+    assert (found.labels[wrong.row].whole, found.labels[wrong.column].whole) == ("7", "31")
+    first, second = class_errors(probed(names, counts))
+    assert (first.name, first.recall, first.precision) == ("7", 8 / 12, 1)
+    assert first.predicted == [("31", 4)]
+    assert (second.name, second.recall, second.precision) == ("31", 1, 32 / 36)
+
+
+def test_texts_in_cells_have_enough_contrast() -> None:
+    for kind in ("right", "wrong"):
+        for share in np.linspace(0, 1, 21):
+            style = dict(
+                part.split(":") for part in cell(0, 0, "", "", kind, float(share)).style.split(";")
+            )
+            for ground, ink in (("--l", "--lt"), ("--d", "--dt")):
+                colour = tuple(int(style[ground][i : i + 2], 16) for i in (1, 3, 5))
+                light = luminance(colour)  # type: ignore[arg-type]
+                other = 0.0 if style[ink] == "#000" else 1.0
+                ratio = (max(light, other) + 0.05) / (min(light, other) + 0.05)
+                assert ratio >= 4.5
+    assert ink_on((255, 255, 255)) == "#000"
+    assert luminance((255, 255, 255)) == pytest.approx(1)
+
+
+def test_labels_of_lines_do_not_overlap_and_long_names_are_cut() -> None:
+    curves = [(f"layer{i}", i == 0, [(0.5, 0.1), (0.9, 0.0)]) for i in range(4)]
+    found = line_plot(["1", "all"], curves, 0.1)
+    ends = sorted(line.label_y for line in found.lines)
+    assert np.diff(ends).min() == pytest.approx(15)
+    assert found.lines[0].points == [(50.0, 122.0), (336.0, 35.6)]
+    assert found.lines[0].spreads == [(50.0, 143.6, 100.4)]
+    assert label("a" * 10 + "b" * 10).text == "a" * 8 + "…" + "b" * 7
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (
+            "[Errno 2] No such file: '/home/me/photos/a b.png'",
+            "[Errno 2] No such file: '…/a b.png'",
+        ),
+        ("data.root=/mnt/x does not exist", "data.root=…/x does not exist"),
+        ("see /home/me/photos/cat/1.png, or C:\\Users\\me\\a.png", "see …/cat/1.png, or …/a.png"),
+        ("12 images/s and 1/2 of blocks/0", "12 images/s and 1/2 of blocks/0"),
+        ("s3://bucket/key and https://host/path", "s3://bucket/key and https://host/path"),
+        ("<b>bold</b> / none", "<b>bold</b> / none"),
+    ],
+)
+def test_absolute_paths_are_shortened(text: str, expected: str) -> None:
+    assert without_folders(text, ["/home/me/photos"]) == expected
+
+
+def test_absolute_paths_in_yaml_are_shortened() -> None:
+    text = "data:\n  root: /mnt/my pictures/cats\nout: 'C:\\runs\\a'\nname: a/b"
+    expected = "data:\n  root: …/cats\nout: …/a\nname: a/b"
+    assert without_folders_in_yaml(text) == expected
+
+
+def test_the_readable_part_of_a_truncated_image() -> None:
+    image = Image.fromarray(np.full((64, 48, 3), (200, 60, 20), np.uint8))
+    buffer = io.BytesIO()
+    image.save(buffer, "BMP")
+    found = np.array(readable_part(buffer.getvalue()[: 54 + 48 * 3 * 16], 10_000))
+    assert found.shape == (64, 48, 3)
+    # A BMP begins with its last line.
+    assert (found[-16:] == (200, 60, 20)).all()
+    noise = np.random.default_rng(0).integers(1, 256, (64, 48, 3), np.uint8)
+    buffer = io.BytesIO()
+    Image.fromarray(noise).save(buffer, "JPEG", quality=95)
+    found = np.array(readable_part(buffer.getvalue()[: len(buffer.getvalue()) // 2], 10_000))
+    assert (found[-8:] == 128).all()
+    assert not (found[:8] == 128).all()
+    with pytest.raises(ImageFault, match="48 x 64 pixels"):
+        readable_part(buffer.getvalue(), 100)
+    with pytest.raises(ImageFault):
+        readable_part(b"no image", 100)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from tiny_model import MODEL, extract, run_job, write_image, write_images
 
 import featx
 from featx.errors import ConfigError, DataError, StoreError, StoreMismatchError
+from featx.export.report.prediction_page import most_doubtful
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path", "packing_in_process")
 
@@ -74,6 +76,33 @@ def test_the_same_images_get_what_the_stores_rows_get(
     assert [row["class"] for row in rows] == [probed.classes[i] for i in scores.argmax(1)]
 
 
+def test_the_page_shows_the_most_doubtful_images_first(
+    probed: featx.FeatureStore, photos: Path
+) -> None:
+    shutil.copytree(photos, "fresh")
+    Path("fresh/bad.png").write_bytes(b"no image")
+    rows = predict_job(data="fresh", code=3)
+    text = Path("new/predictions.html").read_text(encoding="utf-8")
+    assert str(Path.cwd()) not in re.sub(r"base64,[\w+/=]+", "", text)
+    ok = sorted((row for row in rows if row["class"]), key=lambda row: float(row["probability"]))
+    shown = re.findall(r'alt="([^"]+): (cat|dog)" loading', text)
+    assert len(shown) == len(ok) == 41
+    assert shown[0] == (ok[0]["key"], ok[0]["class"])
+    probability = {row["key"]: float(row["probability"]) for row in ok}
+    found = [probability[key] for key, _ in shown]
+    assert found == sorted(found)
+    assert "bad.png" in text
+    assert "1 of 42 images failed" in text
+    assert "41 images, sorted by" in text
+
+
+def test_doubt_is_the_distance_of_the_two_largest_scores() -> None:
+    nan = float("nan")
+    scores = np.array([[0.5, 0.49, 0.01], [0.4, 0.1, 0.1], [nan] * 3, [0.9, 0.1, 0]], np.float32)
+    assert most_doubtful(scores).tolist() == [0, 1, 3]
+    assert most_doubtful(np.ones((2, 1), np.float32)).tolist() == [0, 1]
+
+
 def test_from_python_with_files_in_any_order(probed: featx.FeatureStore, photos: Path) -> None:
     files = [photos / key for key in probed.keys[[5, 2, 5]]]
     found = featx.predict(
@@ -83,6 +112,11 @@ def test_from_python_with_files_in_any_order(probed: featx.FeatureStore, photos:
     assert found.scores == pytest.approx(scores, abs=1e-5)
     assert [row.key for row in found] == [str(file) for file in files]
     assert found.classes == ("cat", "dog")
+    assert found.layer == "pool"
+    assert (
+        found.accuracy
+        == json.loads(Path("store/probe.json").read_text())["layers"]["pool"]["linear"]["accuracy"]
+    )
     whole = featx.predict(
         "store/probe/pool.safetensors", photos, device="cpu", model_factory="zoo:TwoStageConvNet"
     )

@@ -1,16 +1,20 @@
 """job=report: a store as one HTML page that loads nothing from elsewhere.
 
+run.py                 the job from config to file
+page.py                contents of the page, and its data for the template page/report.html
+html.py                rendering of a template into one file
+probe_results.py       contents of probe.json and predictions.csv
+failures.py            failed rows by reason
+layer_statistics.py    statistics of each layer over some rows
+layer_similarity.py    linear CKA between the layers
+embedding_plots.py     PCA and t-SNE of each layer, and near-duplicates
+nearest_neighbours.py  nearest neighbours of a few images
 provenance.py          origin: model, data, runs, rows by class
 throughput.py          speed of the runs
-failures.py            failed rows by reason
 thumbnails.py          small images of rows, up to a limit
-layer_statistics.py    statistics of each layer over some rows
-embedding_maps.py      PCA and t-SNE of each layer
-nearest_neighbours.py  nearest rows of a few images
-probe_results.py       contents of probe.json
-layer_similarity.py    linear CKA between the layers
-page.py                renders all of it with page/template.html into one file
-run.py                 the job from config to file
+matrices.py            geometry and colours of matrices and lines
+redaction.py           removal of absolute paths
+prediction_page.py     page of job=predict
 """
 
 from featx.base.exports import lazy_exports

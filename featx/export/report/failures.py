@@ -18,6 +18,27 @@ NOT_OPENED = frozenset({"crashes decoder", "timeout", "too large"})
 """Labels of statuses whose images are not opened again, because that could crash or hang."""
 
 
+_EXPLAINED = {
+    Status.MISSING: ("Missing", "The file is listed and cannot be found."),
+    Status.EMPTY: ("Empty", "The file has no bytes."),
+    Status.UNSUPPORTED: ("Not an image", "The file has no known image format."),
+    Status.DECODE_ERROR: ("Not decodable", "The format is known, its data are damaged."),
+    Status.TRUNCATED: (
+        "Truncated",
+        "The file ends early, as after an interrupted download or copy. The missing part is grey.",
+    ),
+    Status.TOO_LARGE: ("Too large", "The image has more pixels than data.max_pixels allows."),
+    Status.TRANSFORM_ERROR: ("Not preprocessed", "The transform of the model failed."),
+    Status.NON_FINITE: ("Not finite", "The model returned NaN or infinity for this image."),
+    Status.TIMEOUT: ("Too slow", "Decoding took longer than data.timeout_s."),
+    Status.CRASHES_DECODER: ("Crashes the decoder", "Decoding ended the process."),
+}
+"""Status -> title and explanation for people."""
+
+_PLAIN = frozenset({"empty", "unsupported", "truncated"})
+"""Labels of statuses whose messages add nothing to the explanation."""
+
+
 @dataclass(frozen=True)
 class FailedRow:
     """One failed row.
@@ -41,15 +62,23 @@ class Reason:
 
     Attributes:
         status: label of the status.
+        title: name for people.
+        explanation: sentence for people, or ''.
         count: number of rows.
         opened: whether their images may be read again.
+        partial: whether a part of their images may be readable.
+        plain: whether the explanation says all that the messages say.
         messages: (message, number of rows), the most frequent first.
         shown: the first rows.
     """
 
     status: str
+    title: str
+    explanation: str
     count: int
     opened: bool
+    partial: bool
+    plain: bool
     messages: list[tuple[str, int]]
     shown: list[FailedRow]
 
@@ -57,7 +86,6 @@ class Reason:
 def reasons_of(store: FeatureStore) -> list[Reason]:
     """Return the reasons of all failed rows, the most frequent first."""
     failures = store.failures
-    counts = Counter(failure["status"] for failure in failures)
     # Merged files may have a status without a message.
     told = {failure["row"] for failure in failures}
     failed = np.flatnonzero(~store.ok & (store.status != Status.ABSENT))
@@ -68,14 +96,22 @@ def reasons_of(store: FeatureStore) -> list[Reason]:
         for row in untold
     ]  # fmt: skip
     counts = Counter(failure["status"] for failure in failures)
-    found = []
+    found, titles = [], {status.label: texts for status, texts in _EXPLAINED.items()}
     for status, count in counts.most_common():
         mine = [failure for failure in failures if failure["status"] == status]
-        said = Counter(f"{f['error']}: {f['message']}".strip(": ") for f in mine)
+        said = Counter(str(f["message"] or f["error"]) for f in mine)
         shown = [
             FailedRow(f["row"], as_utf8(f["key"]), f["error"], f["message"]) for f in mine[:SHOWN]
         ]
-        found.append(Reason(status, count, status not in NOT_OPENED, said.most_common(5), shown))
+        title, explanation = titles.get(status, (status.capitalize(), ""))
+        opened, partial = status not in NOT_OPENED, status == Status.TRUNCATED.label
+        plain = status in _PLAIN
+        found.append(
+            Reason(
+                status, title, explanation, count, opened, partial, plain, said.most_common(3),
+                shown,
+            )
+        )  # fmt: skip
     return found
 
 

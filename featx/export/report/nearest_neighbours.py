@@ -1,4 +1,4 @@
-"""Nearest rows of a few query images in each layer, for the report."""
+"""Nearest neighbours of a few query images in one layer, for the report."""
 
 from __future__ import annotations
 
@@ -11,8 +11,12 @@ from featx.analysis.similarity import KEEP_BYTES, Vectors, nearest_among
 from featx.base import choose_device
 from featx.store import FeatureStore
 
-QUERIES = 6
-"""Number of query images."""
+HARD_QUERIES = 3
+"""Maximum number of queries with few neighbours of their own class."""
+
+RANDOM_QUERIES = 3
+"""Number of random queries."""
+
 NEAREST = 6
 """Number of neighbours per query."""
 
@@ -34,25 +38,48 @@ class Neighbour:
     same: bool | None
 
 
+Strip = tuple[int, list[Neighbour]]
+"""Row of a query, and its nearest neighbours."""
+
+
 @dataclass(frozen=True)
-class Strips:
-    """Nearest rows of the queries in one layer.
+class Neighbours:
+    """Nearest neighbours of the queries in one layer.
 
     Attributes:
-        name: name of the dataset.
+        layer: name of the layer.
         among: number of rows that were searched.
         whole: whether these are all rows that did not fail.
-        strips: pairs of a query's row and its nearest rows.
+        hard: queries with few neighbours of their own class.
+        random: random queries.
     """
 
-    name: str
+    layer: str
     among: int
     whole: bool
-    strips: list[tuple[int, list[Neighbour]]]
+    hard: list[Strip]
+    random: list[Strip]
 
 
-def chosen_queries(store: FeatureStore, rows: Rows, seed: int) -> list[int]:
-    """Choose up to QUERIES random rows, one class after the other.
+def hard_queries(
+    rows: Rows, same_class: npt.NDArray[np.float64] | None, tested: npt.NDArray[np.bool_]
+) -> list[int]:
+    """Choose the rows with the fewest neighbours of their own class, and less than half of them.
+
+    Args:
+        rows: (n,) int64 rows of the store.
+        same_class: (n,) share of nearest rows with the same class, NaN without a label; or None.
+        tested: (n,) whether a row may be chosen: test rows, if there is a split.
+    """
+    if same_class is None:
+        return []
+    shares = np.where(tested & ~np.isnan(same_class), same_class, np.inf)
+    order = np.argsort(shares, kind="stable")[:HARD_QUERIES]
+    return [int(rows[place]) for place in order if shares[place] < 0.5]
+
+
+def random_queries(store: FeatureStore, rows: Rows, seed: int) -> list[int]:
+    """Choose up to RANDOM_QUERIES random rows of different classes, as far as there are any.
 
     Args:
         store: open store.
@@ -63,24 +90,33 @@ def chosen_queries(store: FeatureStore, rows: Rows, seed: int) -> list[int]:
     labels = store.labels[order]
     by_class = np.argsort(labels, kind="stable")
     _, starts, counts = np.unique(labels[by_class], return_index=True, return_counts=True)
+    # Position of each row within its class: first come the rows that are the first of their class.
     turn = np.empty(len(order), np.int64)
     turn[by_class] = np.arange(len(order)) - np.repeat(starts, counts)
-    return [int(row) for row in order[np.argsort(turn, kind="stable")[:QUERIES]]]
+    return [int(row) for row in order[np.argsort(turn, kind="stable")[:RANDOM_QUERIES]]]
 
 
-def nearest_strips(
-    store: FeatureStore, layer: str, ok: Rows, queries: list[int], seed: int, device: str
-) -> Strips:
+def neighbours_of(
+    store: FeatureStore,
+    layer: str,
+    ok: Rows,
+    hard: list[int],
+    random: list[int],
+    seed: int,
+    device: str,
+) -> Neighbours:
     """Search the nearest rows of the queries by exact cosine; a map counts as one long vector.
 
     Args:
         store: open store.
         layer: name of the layer.
         ok: (n,) int64, increasing; rows that did not fail, at least two.
-        queries: some of these rows.
-        seed: seed of the sample that is searched if a layer is too large for memory.
+        hard: some of these rows.
+        random: further ones.
+        seed: seed of the sample that is searched if the layer is too large for memory.
         device: 'auto', 'cpu', 'cuda', ...
     """
+    queries = [*hard, *random]
     width = int(np.prod(store[layer].shape[1:], dtype=np.int64))
     room = max(len(queries) + 1, KEEP_BYTES // (4 * max(1, width)))
     among = ok
@@ -89,14 +125,16 @@ def nearest_strips(
         among = np.union1d(chosen, np.array(queries))
     vectors = Vectors(store, layer, choose_device(device), rows=among, unit=True, centre=True)
     found = nearest_among(vectors, np.searchsorted(among, queries), NEAREST)
-    strips = []
+    strips: list[Strip] = []
     for row, nearest, scores in zip(queries, found.neighbours, found.scores, strict=True):
         near = [
             Neighbour(other, score, _same(store, row, other))
             for other, score in zip(nearest.tolist(), scores.tolist(), strict=True)
         ]
         strips.append((row, near))
-    return Strips(layer, len(among), len(among) == len(ok), strips)
+    return Neighbours(
+        layer, len(among), len(among) == len(ok), strips[: len(hard)], strips[len(hard) :]
+    )
 
 
 def _same(store: FeatureStore, row: int, other: int) -> bool | None:

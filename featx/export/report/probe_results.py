@@ -1,25 +1,51 @@
-"""Contents of probe.json for the report, or a note if the file is missing or malformed."""
+"""Contents of probe.json and predictions.csv for the report, or a note if they are unusable."""
 
 from __future__ import annotations
 
+import csv
+import hashlib
+import io
 import json
+from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from featx.analysis.probe import output_folder
 from featx.export.selection import as_utf8
 from featx.store import FeatureStore, layout
 
-CLASSES_SHOWN = 40
-"""Maximum number of classes in the confusion matrix."""
+ROLES = ("", "training", "validation", "test")
+"""Roles of rows in the split; the first is for rows without one."""
 
-PAIRS_SHOWN = 6
-"""Maximum number of confused pairs of classes that are listed."""
+_ROLE_OF = {"train": 1, "validation": 2, "test": 3}
+"""Text in predictions.csv -> index into ROLES."""
 
 _METHODS = ("linear", "knn", "ridge")
+
+ALPHA = 0.05
+"""p-value below which two layers count as different."""
+
+
+@dataclass(frozen=True)
+class Score:
+    """Accuracy on some test rows.
+
+    Attributes:
+        rows: number of rows.
+        correct: number of rows that were predicted right.
+        accuracy: share of correct rows, in [0, 1].
+        interval: its 95 % interval.
+    """
+
+    rows: int
+    correct: int
+    accuracy: float
+    interval: tuple[float, float]
 
 
 @dataclass(frozen=True)
@@ -30,10 +56,9 @@ class Probed:
         layer: name of the layer.
         method: 'linear', 'knn' or 'ridge'.
         best: whether this is the best layer with its method.
+        width: number of values of the vector of a row.
         accuracy: accuracy on the test rows, in [0, 1].
         interval: its 95 % interval.
-        balanced: balanced accuracy.
-        top5: top-5 accuracy.
         calibration: calibration error.
         few: (rows per class, mean accuracy, standard deviation) of few-shot fits.
     """
@@ -41,153 +66,337 @@ class Probed:
     layer: str
     method: str
     best: bool
+    width: int
     accuracy: float
     interval: tuple[float, float]
-    balanced: float | None
-    top5: float | None
     calibration: float | None
     few: list[tuple[str, float, float | None]]
 
 
 @dataclass(frozen=True)
-class Confusion:
-    """Confusion of classes on the test rows.
+class Compared:
+    """Paired comparison of the best layer with another one.
 
     Attributes:
-        classes: names of at most CLASSES_SHOWN classes.
-        counts: row i, column j: number of rows of class i that were predicted as j.
-        left_out: number of classes that are not shown, those with the fewest mistakes.
-        pairs: (rows, true class, predicted class) of the most frequent mistakes.
+        layer: the other layer.
+        unit: 'row' or 'group'.
+        best_only: number of test rows or groups for the best layer.
+        other_only: number for the other layer.
+        p: two-sided p-value.
     """
 
-    classes: list[str]
-    counts: list[list[int]]
-    left_out: int
-    pairs: list[tuple[int, str, str]]
+    layer: str
+    unit: str
+    best_only: int
+    other_only: int
+    p: float
+
+    @property
+    def verdict(self) -> str:
+        """'equal' (not distinguishable), 'worse' or 'better', about the other layer."""
+        if self.p >= ALPHA:
+            return "equal"
+        return "worse" if self.best_only > self.other_only else "better"
+
+
+@dataclass(frozen=True)
+class ErrorRow:
+    """A test row that was predicted wrong.
+
+    Attributes:
+        row: row of the store, or None if it belongs to another store.
+        key: its key as UTF-8 text.
+        true: true class.
+        predicted: predicted class.
+        p_true: probability of the true class, or None without probabilities.
+        p_predicted: probability of the predicted class, or None.
+    """
+
+    row: int | None
+    key: str
+    true: str
+    predicted: str
+    p_true: float | None
+    p_predicted: float | None
+
+
+@dataclass(frozen=True)
+class Leaked:
+    """Near-duplicates of training rows among the test rows.
+
+    Attributes:
+        layer: layer whose standardised vectors were compared.
+        cosine: cosine from which rows count as near-duplicates.
+        rows: number of test rows, or None if they were not looked for.
+        not_checked: reason why they were not, or ''.
+        without: accuracy without these rows, or None.
+        pairs: (row, training row, cosine) of some of them, in this store.
+    """
+
+    layer: str
+    cosine: float
+    rows: int | None
+    not_checked: str
+    without: Score | None
+    pairs: list[tuple[int, int, float]]
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """Contents of predictions.csv.
+
+    Attributes:
+        roles: (N,) index into ROLES of each row of the store.
+        wrong: layer -> {row: predicted class} of its errors, with the first method.
+        errors: errors of the best layer, the largest probability first.
+        confidence: mean probability of the predicted class with the best layer, or None.
+    """
+
+    roles: npt.NDArray[np.int8]
+    wrong: dict[str, dict[int, str]]
+    errors: list[ErrorRow]
+    confidence: float | None
 
 
 @dataclass(frozen=True)
 class Probes:
-    """Contents of probe.json.
+    """Contents of the files of the probe.
 
     Attributes:
         note: reason why there are none, or a warning, or ''.
         layer: best layer.
         method: its method.
-        rows: number of test rows.
+        score: its accuracy; for k-fold over several layers, of the nested choice.
+        folds: number of folds, or 0.
+        layer_of_folds: number of folds by layer that they chose, or empty.
         split: description of the split.
+        num_fit: number of training rows of the first split, without those for validation.
+        num_validation: number of its validation rows.
         finished: date and time as text.
         notes: notes of the job.
         results: all results in the order of the file.
-        confusion: confusion of the best layer's method.
+        compared: comparisons of the best layer with the others, the most similar first.
+        leaked: near-duplicates across the split.
+        calibration: calibration error of the best layer, or None.
+        classes: class names.
+        confusion: (C, C) int64; row i, column j: rows of class i that were predicted as j.
+        predicted: contents of predictions.csv, or None if it is missing or of another probe.
     """
 
     note: str
     layer: str = ""
     method: str = ""
-    rows: int = 0
+    score: Score | None = None
+    folds: int = 0
+    layer_of_folds: dict[str, int] = field(default_factory=dict)
     split: str = ""
+    num_fit: int = 0
+    num_validation: int = 0
     finished: str = ""
     notes: tuple[str, ...] = ()
     results: tuple[Probed, ...] = ()
-    confusion: Confusion | None = None
+    compared: tuple[Compared, ...] = ()
+    leaked: Leaked | None = None
+    calibration: float | None = None
+    classes: tuple[str, ...] = ()
+    confusion: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros((0, 0), np.int64))
+    predicted: Predicted | None = None
+
+    @property
+    def chance(self) -> float:
+        """Accuracy of guessing a class."""
+        return 1 / max(1, len(self.classes))
+
+    @property
+    def majority(self) -> float:
+        """Accuracy of always predicting the class with most test rows."""
+        support = self.confusion.sum(1)
+        return float(support.max() / support.sum()) if support.sum() else 0.0
+
+    def of_method(self, method: str) -> list[Probed]:
+        """Return the results of one method, in the order of the layers."""
+        return [each for each in self.results if each.method == method]
+
+    def result(self, layer: str, method: str) -> Probed | None:
+        """Return the result of a method on a layer, or None."""
+        found = [each for each in self.of_method(method) if each.layer == layer]
+        return found[0] if found else None
 
 
 def probes_of(store: FeatureStore) -> Probes:
-    """Read probe.json of a store."""
-    path = output_folder(store) / layout.PROBE
+    """Read probe.json and predictions.csv of a store."""
+    folder = output_folder(store)
+    path = folder / layout.PROBE
     try:
-        found = json.loads(path.read_bytes())
+        found = json.loads(path.read_bytes().decode("utf-8", "surrogateescape"))
     except FileNotFoundError:
-        root = as_utf8(str(store.root))
-        return Probes(f"No probe yet: python -m featx job=probe store={root} fits one.")
+        return Probes("No probe yet.")
     except (OSError, ValueError) as error:
         return Probes(f"{layout.PROBE} cannot be read: {error}.")
     try:
+        note = ""
         if found["fingerprint"] != str(store.attrs.get("fingerprint")):
             note = (
                 f"{layout.PROBE} belongs to another state of this store (its fingerprint differs). "
                 "The results below are of that state; run job=probe again."
             )
-        else:
-            note = ""
-        return _as_probes(found, note)
-    except (LookupError, TypeError, ValueError, AttributeError) as error:
-        return Probes(f"{layout.PROBE} is not as job=probe writes it: {error!r}.")
+        row_of = {str(key): row for row, key in enumerate(store.keys.tolist())}
+        return _as_probes(found, note, folder, row_of)
+    except (LookupError, TypeError, ValueError, AttributeError, csv.Error) as error:
+        return Probes(
+            f"{layout.PROBE} or {layout.PROBE_PREDICTIONS} is not as job=probe writes it: "
+            f"{error!r}."
+        )
 
 
-def _as_probes(found: Mapping[str, Any], note: str) -> Probes:
+def _as_probes(
+    found: Mapping[str, Any], note: str, folder: Path, row_of: Mapping[str, int]
+) -> Probes:
     """Convert the contents of probe.json.
 
     Raises:
-        LookupError, TypeError, ValueError, AttributeError: they are malformed.
+        LookupError, TypeError, ValueError, AttributeError, csv.Error: they are malformed.
     """
     best = str(found["layer"]), str(found["method"])
     results = [
-        _probed(layer, method, about[method], (layer, method) == best)
+        _probed(layer, method, about, (layer, method) == best)
         for layer, about in found["layers"].items()
         for method in _METHODS
         if method in about
     ]
-    split = found["split"]
+    split, classes = found["split"], tuple(_utf8(name) for name in found["classes"])
     kind, seed = str(split["kind"]), split.get("seed")
+    confusion = np.array(found["confusion"], np.int64)
+    if confusion.shape != (len(classes), len(classes)):
+        raise ValueError(f"a confusion matrix of {confusion.shape} for {len(classes)} classes")
+    folds = int(split["folds"]) if kind == "kfold" else 0
     return Probes(
         note=note,
         layer=best[0],
         method=best[1],
-        rows=int(found["rows"]),
-        split=f"{split['folds']} folds" if kind == "kfold" else kind + f", seed {seed}",
+        score=_score(found),
+        folds=folds,
+        layer_of_folds=dict(Counter(map(str, found.get("layer_of_folds", ())))),
+        split=f"{folds} folds" if folds else _SPLITS.get(kind, kind) + f", seed {seed}",
+        num_fit=int(split["fit"][0]),
+        num_validation=int(split["validation_rows"][0]),
         finished=str(found["finished"]),
-        notes=(*_nested(found), *map(str, found["notes_on_rows"])),
+        notes=tuple(map(_utf8, found["notes_on_rows"])),
         results=tuple(results),
-        confusion=_confusion(list(map(_spelled, found["classes"])), found["confusion"]),
+        compared=_compared(found["paired_tests"]),
+        leaked=_leaked(found["near_duplicates"], row_of),
+        calibration=_number(found["calibration_error"]),
+        classes=classes,
+        confusion=confusion,
+        predicted=None if note else _predicted(found, folder, row_of, best),
     )
 
 
-def _nested(found: Mapping[str, Any]) -> list[str]:
-    """Return a note on k-fold over several layers, which chooses the best layer on test rows."""
-    if "layer_of_folds" not in found:
-        return []
+_SPLITS = {"holdout": "hold-out", "column": "given split", "test_store": "another store"}
+"""Kind of split -> its name for people."""
+
+
+def _score(found: Mapping[str, Any]) -> Score:
+    """Convert an accuracy with its counts."""
     low, high = found["interval"]
-    return [
-        f"With the layer chosen within the training rows of each fold, the accuracy is "
-        f"{found['accuracy']:.1%} ({low:.1%} to {high:.1%}). The lines below are of layers chosen "
-        "beforehand, and the best of them is an optimistic estimate."
-    ]
+    return Score(
+        int(found["rows"]),
+        int(found["correct"]),
+        float(found["accuracy"]),
+        (float(low), float(high)),
+    )
 
 
-def _probed(layer: str, method: str, about: Mapping[str, Any], best: bool) -> Probed:
+def _probed(layer: str, method: str, of_layer: Mapping[str, Any], best: bool) -> Probed:
     """Convert the entry of one method."""
+    about = of_layer[method]
     low, high = about["interval"]
     few = [
         (str(shots), float(each["mean"]), _number(each["std"]))
         for shots, each in about.get("few_shot", {}).items()
     ]
     return Probed(
-        layer, method, best, float(about["accuracy"]), (float(low), float(high)),
-        _number(about["balanced_accuracy"]), _number(about["top5"]),
-        _number(about["calibration_error"]), few,
+        layer, method, best, int(of_layer["features"]), float(about["accuracy"]),
+        (float(low), float(high)), _number(about["calibration_error"]), few,
     )  # fmt: skip
 
 
-def _confusion(classes: list[str], matrix: list[list[int]]) -> Confusion:
-    """Select the classes with the most mistakes, and the most frequent mistakes."""
-    counts = np.array(matrix, np.int64)
-    if counts.shape != (len(classes), len(classes)):
-        raise ValueError(f"a confusion matrix of {counts.shape} for {len(classes)} classes")
-    wrong = counts.copy()
-    np.fill_diagonal(wrong, 0)
-    order = np.argsort(-wrong, axis=None, kind="stable")[:PAIRS_SHOWN]
-    places = [divmod(int(place), len(classes)) for place in order]
-    pairs = [(int(wrong[i, j]), classes[i], classes[j]) for i, j in places if wrong[i, j]]
-    mistakes = wrong.sum(0) + wrong.sum(1)
-    shown = np.sort(np.argsort(-mistakes, kind="stable")[:CLASSES_SHOWN])
-    return Confusion(
-        classes=[classes[i] for i in shown.tolist()],
-        counts=counts[np.ix_(shown, shown)].tolist(),
-        left_out=len(classes) - len(shown),
-        pairs=pairs,
+def _compared(found: Mapping[str, Any]) -> tuple[Compared, ...]:
+    """Convert the paired tests, the largest p-value first."""
+    tests = [
+        Compared(
+            str(layer), str(each["unit"]), int(each["first_only"]), int(each["second_only"]),
+            float(each["p"]),
+        )
+        for layer, each in found.items()
+    ]  # fmt: skip
+    return tuple(sorted(tests, key=lambda each: -each.p))
+
+
+def _leaked(found: Mapping[str, Any], row_of: Mapping[str, int]) -> Leaked:
+    """Convert the near-duplicates across the split."""
+    pairs = [
+        (row_of[each["test"]], row_of[each["training"]], float(each["cosine"]))
+        for each in found["pairs"]
+        if each["test"] in row_of and each["training"] in row_of
+    ]
+    return Leaked(
+        str(found["layer"]),
+        float(found["cosine"]),
+        None if found["rows"] is None else int(found["rows"]),
+        str(found["not_checked"] or ""),
+        None if found["without"] is None else _score(found["without"]),
+        pairs,
     )
+
+
+def _predicted(
+    found: Mapping[str, Any], folder: Path, row_of: Mapping[str, int], best: tuple[str, str]
+) -> Predicted | None:
+    """Read predictions.csv; None if it is missing or does not belong to probe.json.
+
+    Raises:
+        LookupError, TypeError, ValueError, csv.Error: it is malformed.
+    """
+    try:
+        # The name in probe.json is not used: a stranger's file could name any file.
+        data = (folder / layout.PROBE_HEADS / layout.PROBE_PREDICTIONS).read_bytes()
+    except OSError:
+        return None
+    if hashlib.sha256(data).hexdigest() != found["predictions"]["sha256"]:
+        return None
+    # Keys of another store say nothing about the rows of this one.
+    elsewhere = found["split"]["kind"] == "test_store"
+    roles = np.zeros(len(row_of), np.int8)
+    wrong: dict[str, dict[int, str]] = {layer: {} for layer in found["layers"]}
+    errors, confidences = [], []
+    lines = csv.DictReader(io.StringIO(data.decode("utf-8", "surrogateescape"), newline=""))
+    for line in lines:
+        test = line["split"] == "test"
+        row = None if test and elsewhere else row_of.get(line["key"])
+        if row is not None:
+            roles[row] = _ROLE_OF[line["split"]]
+        if not test or line["method"] != best[1]:
+            continue
+        is_best = line["layer"] == best[0]
+        if is_best and line["p_predicted"]:
+            confidences.append(float(line["p_predicted"]))
+        if line["true"] == line["predicted"]:
+            continue
+        predicted = _utf8(line["predicted"])
+        if row is not None:
+            wrong[line["layer"]][row] = predicted
+        if is_best:
+            errors.append(
+                ErrorRow(
+                    row, _utf8(line["key"]), _utf8(line["true"]), predicted,
+                    float(line["p_true"]) if line["p_true"] else None,
+                    float(line["p_predicted"]) if line["p_predicted"] else None,
+                )
+            )  # fmt: skip
+    errors.sort(key=lambda error: -(error.p_predicted or 0))
+    mean = float(np.mean(confidences)) if confidences else None
+    return Predicted(roles, wrong, errors, mean)
 
 
 def _number(value: object) -> float | None:
@@ -195,6 +404,6 @@ def _number(value: object) -> float | None:
     return None if value is None else float(value)  # type: ignore[arg-type]  # or it raises
 
 
-def _spelled(name: object) -> str:
-    """Return a class name as UTF-8 text."""
-    return as_utf8(str(name))
+def _utf8(text: object) -> str:
+    """Return a text of the files as UTF-8 text."""
+    return as_utf8(str(text))

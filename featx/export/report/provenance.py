@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from featx.base import size_text
+from featx.export.report.probe_results import ROLES
+from featx.export.report.redaction import without_folders, without_folders_in_yaml
 from featx.export.selection import as_utf8
 from featx.store import FeatureStore, Run, layout, load_manifest
 from featx.types import Status
 
-CLASSES_SHOWN = 30
+CLASSES_SHOWN = 40
 """Maximum number of classes in the table of rows by class."""
 
 
@@ -25,7 +30,8 @@ class RunFacts:
     Attributes:
         layers: names of its datasets.
         rows: its rows of the store, as text.
-        config: its config as YAML, as the store contains it, without secrets.
+        config: its config as YAML, as the store contains it, without secrets and without
+            absolute paths.
         resolved: (option, value) for each option that was `auto`.
     """
 
@@ -43,11 +49,13 @@ class ClassRows:
         name: name of the class.
         rows: number of its rows.
         ok: number of those that did not fail.
+        roles: number of rows in each role of a probe's split, in the order of ROLES.
     """
 
     name: str
     rows: int
     ok: int
+    roles: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -55,7 +63,9 @@ class Provenance:
     """Origin of a store, and counts of its rows.
 
     Attributes:
-        facts: (name, value) of the store, the model and the versions.
+        model: (name, value) of the model, its weights and preprocessing.
+        versions: versions of the packages, as text.
+        size: size and form of the store on the disk, as text.
         runs: runs in the manifest, or one entry from the store's attributes without a manifest.
         num_rows: number of rows.
         num_ok: rows that did not fail.
@@ -67,7 +77,9 @@ class Provenance:
         pending: layers of an unfinished run, which are not readable yet.
     """
 
-    facts: list[tuple[str, str]]
+    model: list[tuple[str, str]]
+    versions: str
+    size: str
     runs: list[RunFacts]
     num_rows: int
     num_ok: int
@@ -79,49 +91,82 @@ class Provenance:
     pending: list[str]
 
 
-def provenance_of(store: FeatureStore) -> Provenance:
-    """Collect everything that is known without reading features."""
+def provenance_of(
+    store: FeatureStore, roles: npt.NDArray[np.int8] | None, folders: Sequence[str]
+) -> Provenance:
+    """Collect everything that is known without reading features.
+
+    Args:
+        store: open store.
+        roles: (N,) index into ROLES of each row, or None without a split.
+        folders: absolute paths that the page does not contain.
+    """
     manifest = load_manifest(store.root)[0] if store.root.is_dir() else None
-    runs = [_run_facts(run) for run in manifest.runs] if manifest else []
+    runs = [_run_facts(run, folders) for run in manifest.runs] if manifest else []
     if not runs:
-        runs = [RunFacts(store.layers, "all", str(store.attrs.get("config", "")), [])]
+        config = _shown_config(str(store.attrs.get("config", "")), folders)
+        runs = [RunFacts(store.layers, "all", config, [])]
     ok, absent = store.ok, store.status == Status.ABSENT
     labelled = store.labels >= 0
-    rows = np.bincount(store.labels[labelled], minlength=len(store.classes))
-    fine = np.bincount(store.labels[labelled & ok], minlength=len(store.classes))
+    num_classes = len(store.classes)
+    rows = np.bincount(store.labels[labelled], minlength=num_classes)
+    fine = np.bincount(store.labels[labelled & ok], minlength=num_classes)
+    in_role = [
+        np.bincount(store.labels[labelled & (roles == role)], minlength=num_classes)
+        for role in range(len(ROLES) if roles is not None else 0)
+    ]
     order = np.argsort(-rows, kind="stable")[:CLASSES_SHOWN]
     return Provenance(
-        facts=_facts(store),
+        model=_model_facts(store, folders),
+        versions=_versions(store.attrs),
+        size=_size(store),
         runs=runs,
         num_rows=len(store),
         num_ok=int(ok.sum()),
         num_failed=int((~ok & ~absent).sum()),
         num_absent=int(absent.sum()),
         classes=[
-            ClassRows(as_utf8(store.classes[i]), int(rows[i]), int(fine[i])) for i in order.tolist()
+            ClassRows(
+                as_utf8(store.classes[i]),
+                int(rows[i]),
+                int(fine[i]),
+                tuple(int(counts[i]) for counts in in_role),
+            )
+            for i in order.tolist()
         ],
-        num_classes=len(store.classes),
+        num_classes=num_classes,
         num_unlabelled=int((~labelled).sum()),
         pending=[name for run in runs for name in run.layers if name not in store],
     )
 
 
-def _facts(store: FeatureStore) -> list[tuple[str, str]]:
-    """Return names and values of the store, the model and the versions."""
-    attrs = store.attrs
-    names = {"model": "model", "weights": "weights", "weights_sha256": "sha256 of the weights"}
-    names |= {"transform": "transform", "fingerprint": "fingerprint"}
-    facts = [("store", as_utf8(str(store.root)))]
-    facts += [(shown, str(attrs.get(name, "not told"))) for name, shown in names.items()]
-    facts.append(("versions", _versions(attrs)))
+_MODEL = {
+    "model": "Model",
+    "weights": "Weights",
+    "weights_sha256": "SHA-256",
+    "transform": "Preprocessing",
+    "fingerprint": "Fingerprint",
+}
+"""Attribute of the store -> its name for people."""
+
+
+def _model_facts(store: FeatureStore, folders: Sequence[str]) -> list[tuple[str, str]]:
+    """Return names and values of the model and its preprocessing."""
+    return [
+        (shown, without_folders(as_utf8(str(store.attrs.get(name, "unknown"))), folders))
+        for name, shown in _MODEL.items()
+    ]
+
+
+def _size(store: FeatureStore) -> str:
+    """Describe the size and the form of a store on the disk."""
     packed = store.root.is_file() or (store.root / layout.PACKED).exists()
     files = [store.root] if store.root.is_file() else _files(store)
     kind = "one packed file" if packed else f"{len(files)} parts, not packed"
-    facts.append(("on disk", f"{size_text(sum(f.stat().st_size for f in files))}, {kind}"))
-    return facts
+    return f"{size_text(sum(f.stat().st_size for f in files))}, {kind}"
 
 
-def _files(store: FeatureStore) -> list[Any]:
+def _files(store: FeatureStore) -> list[Path]:
     """Return the packed file of a store, or the files of its parts."""
     if (packed := store.root / layout.PACKED).exists():
         return [packed]
@@ -134,14 +179,20 @@ def _versions(attrs: Mapping[str, Any]) -> str:
         versions = json.loads(str(attrs.get("versions", "")))
         return ", ".join(f"{name} {version}" for name, version in sorted(versions.items()))
     except (ValueError, AttributeError):
-        return "not told"
+        return "unknown"
 
 
-def _run_facts(run: Run) -> RunFacts:
+def _shown_config(config: str, folders: Sequence[str]) -> str:
+    """Return the YAML of a config without data.root and without absolute paths."""
+    shown = re.sub(r"(?m)^(data:\n(?: .*\n)*?  root): .*$", r"\1: (left out)", config)
+    return without_folders_in_yaml(shown, folders)
+
+
+def _run_facts(run: Run, folders: Sequence[str]) -> RunFacts:
     """Convert a run of the manifest."""
     return RunFacts(
         layers=tuple(spec.name for spec in run.layers),
         rows=f"{run.grid.first_row} to {run.grid.stop_row - 1}",
-        config=run.header.config,
-        resolved=[(name, str(value)) for name, value in run.resolved.items()],
+        config=_shown_config(run.header.config, folders),
+        resolved=[(name, without_folders(str(v), folders)) for name, v in run.resolved.items()],
     )

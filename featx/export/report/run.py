@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import time
 from collections.abc import Callable
@@ -11,19 +12,40 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from featx.analysis.probe import MIN_FEATURES, NEAR_COSINE
 from featx.config import Config
-from featx.errors import MissingExtraError, StoreError, counted
-from featx.export.report.embedding_maps import layer_map
+from featx.errors import FeatxError, MissingExtraError, StoreError, counted
+from featx.export.report.embedding_plots import (
+    LayerPlot,
+    RowVectors,
+    layer_plot,
+    row_vectors,
+    same_class_shares,
+    similar_pairs,
+)
 from featx.export.report.failures import Reason, reasons_of
 from featx.export.report.layer_similarity import similarity_of
 from featx.export.report.layer_statistics import layer_statistics
-from featx.export.report.nearest_neighbours import Strips, chosen_queries, nearest_strips
-from featx.export.report.page import GENERATOR, Page, render
-from featx.export.report.probe_results import probes_of
+from featx.export.report.nearest_neighbours import (
+    Neighbours,
+    hard_queries,
+    neighbours_of,
+    random_queries,
+)
+from featx.export.report.page import (
+    ERRORS_SHOWN,
+    GENERATOR,
+    Duplicates,
+    Page,
+    Pair,
+    render,
+)
+from featx.export.report.probe_results import ROLES, Probes, probes_of
 from featx.export.report.provenance import provenance_of
 from featx.export.report.throughput import speed_of
-from featx.export.report.thumbnails import Thumbnails
+from featx.export.report.thumbnails import UNDECODED, Thumbnails
 from featx.export.selection import as_utf8
+from featx.export.source_images import data_of_store
 from featx.storage import AtomicFolder
 from featx.store import FeatureStore, load_manifest, matching_layers
 
@@ -31,10 +53,12 @@ NAME = "report.html"
 """Default file name."""
 
 MAX_LAYERS = 8
-"""Maximum number of layers with maps and nearest rows; the last ones are used."""
+"""Maximum number of layers with embedding plots; the last ones and the best one are used."""
 
-_PACKAGES = ("plotly", "jinja2", "sklearn")
-"""Packages of the extra `report`."""
+PAIRS_SHOWN = 12
+"""Maximum number of pairs of near-duplicates."""
+
+_TEST = ROLES.index("test")
 
 
 def run_report(config: Config, tell: Callable[[str], None]) -> dict[str, Any]:
@@ -45,108 +69,197 @@ def run_report(config: Config, tell: Callable[[str], None]) -> dict[str, Any]:
         tell: called with a line of text before slow steps, and about missing contents.
 
     Returns:
-        file, bytes, rows_looked_at, layers, thumbnails, without_thumbnails (the reason),
+        file, bytes, rows_used, layers, thumbnails, without_thumbnails (the reason),
         thumbnails_not_decoded, complete and seconds, as JSON types.
 
     Raises:
         FeatxError: the store or a layer does not exist, or the page cannot be written.
     """
     begun = time.perf_counter()
-    _require_packages()
-    assert config.store is not None, "the config was checked"
-    store = FeatureStore(config.store, verify="rows")
+    _require_packages(config)
+    store = FeatureStore(config.place_of_store(), verify="rows")
     layers = _in_order(store, matching_layers(store, config.layers))
     path = _file_of(config, store)
     disk = AtomicFolder(path.parent)
     disk.make_folder(path.parent)  # first, so that an unusable path fails early
     if not store.complete:
         tell(f"{store.root} is not complete; the page says so and shows the existing rows")
-    page = _looked_at(config, store, layers, tell)
+    page = _contents(config, store, layers, tell)
     page.seconds = time.perf_counter() - begun
-    text = render(page)
-    disk.replace_unlocked(path, text.encode())
+    text = render(page).encode()
+    disk.replace_unlocked(path, text)
     return {
         "file": str(path),
-        "bytes": len(text.encode()),
-        "rows_looked_at": len(page.rows),
+        "bytes": len(text),
+        "rows_used": len(page.rows),
         "layers": list(layers),
-        "thumbnails": len(page.thumbnails.uris),
+        "thumbnails": page.thumbnails.num_read,
         "without_thumbnails": page.thumbnails.why_none,
-        "thumbnails_not_decoded": len(page.thumbnails.undecoded),
+        "thumbnails_not_decoded": len(page.undecoded),
         "complete": store.complete,
         "seconds": round(time.perf_counter() - begun, 3),
     }
 
 
-def _looked_at(
+def _contents(
     config: Config, store: FeatureStore, layers: tuple[str, ...], tell: Callable[[str], None]
 ) -> Page:
     """Compute the contents of the page."""
     options, seed = config.report, config.seed
     ok = np.flatnonzero(store.ok)
     rows = _chosen(ok, options.rows, seed)
-    mapped = layers[-MAX_LAYERS:]
-    reasons = reasons_of(store)
-    strips = []
+    probes, reasons = probes_of(store), reasons_of(store)
+    plotted = _plotted(layers, probes)
+    vectors = [row_vectors(store, layer, rows) for layer in plotted]
+    duplicates = _duplicates(vectors, rows, probes)
+    main = probes.layer if probes.layer in plotted else plotted[-1]
+    # Images are read before the slow steps, because one that crashes its decoder restarts the job.
+    neighbours = None
     if len(ok) > 1:
-        tell("nearest rows")
-        queries = chosen_queries(store, rows, seed)
-        strips = [nearest_strips(store, name, ok, queries, seed, config.device) for name in mapped]
-    # Thumbnails come before the slow steps, because an image that crashes its decoder restarts the
-    # job.
-    thumbnails = _thumbnails_of(config, store, reasons, strips, rows, tell)
+        tell(f"nearest neighbours in {main}")
+        neighbours = _neighbours(store, vectors[plotted.index(main)], rows, ok, probes, config)
+    thumbnails = _thumbnails_of(config, store, probes, reasons, neighbours, duplicates, rows, tell)
     tell(f"statistics of {len(layers)} layers over {len(rows)} of {len(ok)} ok rows")
     statistics = [layer_statistics(store, layer, rows) for layer in layers if len(rows)]
-    maps = []
-    for layer in mapped:
-        tell(f"map of {layer}")
-        maps.append(layer_map(store, layer, rows, seed, options.tsne))
-    similarity = similarity_of(store, layers, options.rows, seed, config.device)
+    plots: list[LayerPlot] = []
+    for each in vectors:
+        tell(f"embedding plot of {each.layer}")
+        plots.append(layer_plot(each, store.labels[rows], seed, options.tsne))
+    folders = _folders(config, store)
     return Page(
         store=store,
         seed=seed,
         layers=layers,
-        mapped=mapped,
+        plotted=plotted,
         rows=rows,
         num_ok=len(ok),
-        provenance=provenance_of(store),
+        folders=folders,
+        provenance=provenance_of(
+            store, None if probes.predicted is None else probes.predicted.roles, folders
+        ),
         speed=speed_of(store),
         reasons=reasons,
         statistics=statistics,
-        maps=maps,
-        strips=strips,
-        probes=probes_of(store),
-        similarity=similarity,
+        plots=plots,
+        neighbours=neighbours,
+        duplicates=duplicates,
+        probes=probes,
+        similarity=similarity_of(store, layers, options.rows, seed, config.device),
         thumbnails=thumbnails,
+        sprite=thumbnails.sprite(rows.tolist()),
+    )
+
+
+def _plotted(layers: tuple[str, ...], probes: Probes) -> tuple[str, ...]:
+    """Return at most MAX_LAYERS layers, among them the best one of the probe."""
+    if len(layers) <= MAX_LAYERS:
+        return layers
+    if probes.layer in layers[:-MAX_LAYERS]:
+        return (probes.layer, *layers[1 - MAX_LAYERS :])
+    return layers[-MAX_LAYERS:]
+
+
+def _neighbours(
+    store: FeatureStore,
+    vectors: RowVectors,
+    rows: npt.NDArray[np.int64],
+    ok: npt.NDArray[np.int64],
+    probes: Probes,
+    config: Config,
+) -> Neighbours:
+    """Choose the queries and search their neighbours."""
+    labels = store.labels[rows]
+    shares = None
+    if vectors.x is not None and (labels >= 0).any():
+        shares = same_class_shares(vectors.x, labels)
+    tested = np.ones(len(rows), bool)
+    if probes.predicted is not None and (probes.predicted.roles == _TEST).any():
+        tested = probes.predicted.roles[rows] == _TEST
+    hard = hard_queries(rows, shares, tested)
+    others = np.setdiff1d(rows, hard)
+    random = random_queries(store, others if len(others) else rows, config.seed)
+    return neighbours_of(store, vectors.layer, ok, hard, random, config.seed, config.device)
+
+
+def _duplicates(
+    vectors: list[RowVectors], rows: npt.NDArray[np.int64], probes: Probes
+) -> Duplicates:
+    """Find near-duplicates among the selected rows, and add those that job=probe found."""
+    roles = None if probes.predicted is None else probes.predicted.roles
+
+    def pair(a: int, b: int, cosine: float) -> Pair:
+        crosses = roles is not None and (roles[a] == _TEST) != (roles[b] == _TEST)
+        return (
+            Pair(a, b, cosine, crosses)
+            if roles is None or roles[b] != _TEST
+            else Pair(b, a, cosine, crosses)
+        )
+
+    wide = [each for each in vectors if each.x is not None and each.width >= MIN_FEATURES]
+    layer = probes.leaked.layer if probes.leaked is not None else ""
+    chosen = [each for each in wide if each.layer == layer] or sorted(
+        wide, key=lambda each: each.width
+    )[-1:]
+    if not chosen or chosen[0].x is None:
+        return Duplicates("", NEAR_COSINE, [], 0)
+    found, count = similar_pairs(chosen[0].x, NEAR_COSINE, PAIRS_SHOWN)
+    pairs = [pair(int(rows[i]), int(rows[j]), cosine) for i, j, cosine in found]
+    if probes.leaked is not None:
+        pairs = [pair(a, b, cosine) for a, b, cosine in probes.leaked.pairs] + pairs
+    distinct = {frozenset((each.first, each.second)): each for each in reversed(pairs)}
+    ordered = sorted(distinct.values(), key=lambda each: (not each.crosses, -each.cosine))
+    return Duplicates(
+        chosen[0].layer, NEAR_COSINE, ordered[:PAIRS_SHOWN], max(count, len(distinct))
     )
 
 
 def _thumbnails_of(
     config: Config,
     store: FeatureStore,
+    probes: Probes,
     reasons: list[Reason],
-    strips: list[Strips],
+    neighbours: Neighbours | None,
+    duplicates: Duplicates,
     rows: npt.NDArray[np.int64],
     tell: Callable[[str], None],
 ) -> Thumbnails:
-    """Make the thumbnails of failed rows and nearest rows, then of map points as far as they
-    fit."""
-    with Thumbnails(store, config.data, config.report.thumbnails) as thumbnails:
+    """Make the thumbnails in the order of the sections, then the tiles as far as they fit."""
+    with Thumbnails(store.key_bytes, config.report.thumbnails) as thumbnails:
         if not thumbnails.why_none:
             tell("thumbnails")
-        thumbnails.add(each.row for reason in reasons if reason.opened for each in reason.shown)
-        for one in strips:
-            for row, nearest in one.strips:
-                thumbnails.add([row, *(each.row for each in nearest)])
-        thumbnails.add_every(rows.tolist())
+            try:
+                thumbnails.open(data_of_store(store, config.data))
+            except FeatxError as error:
+                thumbnails.why_none = str(error)
+        errors = [] if probes.predicted is None else probes.predicted.errors[:ERRORS_SHOWN]
+        thumbnails.add(error.row for error in errors if error.row is not None)
+        for reason in reasons:
+            if reason.opened:
+                thumbnails.add([each.row for each in reason.shown], reason.partial)
+        for pair in duplicates.pairs:
+            thumbnails.add([pair.first, pair.second])
+        strips = [] if neighbours is None else [*neighbours.hard, *neighbours.random]
+        for row, nearest in strips:
+            thumbnails.add([row, *(each.row for each in nearest)])
+        thumbnails.add_tiles(rows.tolist())
         thumbnails.finish()
+    undecoded = [row for row in thumbnails.rows_that(UNDECODED) if store.ok[row]]
     if thumbnails.why_none and config.report.thumbnails:
         tell(f"no thumbnails: {thumbnails.why_none}")
-    elif thumbnails.undecoded:
-        first = as_utf8(str(store.keys[thumbnails.undecoded[0]]))
-        what = counted(len(thumbnails.undecoded), "image")
-        tell(f"{what} cannot be decoded now, such as {first}")
+    elif undecoded:
+        first = as_utf8(str(store.keys[undecoded[0]]))
+        tell(f"{counted(len(undecoded), 'image')} cannot be decoded now, such as {first}")
     return thumbnails
+
+
+def _folders(config: Config, store: FeatureStore) -> tuple[str, ...]:
+    """Return the absolute paths that texts of the page could contain."""
+    known = [store.root, store.root.parent, Path.cwd(), Path.home()]
+    roots = [config.data.root]
+    with contextlib.suppress(FeatxError):  # the store may not record where its images are
+        roots.append(data_of_store(store, config.data).root)
+    known += [Path(root).absolute() for root in roots if root and "://" not in root]
+    return tuple({as_utf8(str(path)) for path in known if path.is_absolute()})
 
 
 def _chosen(ok: npt.NDArray[np.int64], count: int, seed: int) -> npt.NDArray[np.int64]:
@@ -188,14 +301,14 @@ def _file_of(config: Config, store: FeatureStore) -> Path:
     return path
 
 
-def _require_packages() -> None:
-    """Check that all packages are installed, before anything is read.
+def _require_packages(config: Config) -> None:
+    """Check that scikit-learn is installed if it is needed, before anything is read.
 
     Raises:
-        MissingExtraError: one of them is missing.
+        MissingExtraError: it is missing.
     """
-    missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
-    if missing:
+    if config.report.tsne and importlib.util.find_spec("sklearn") is None:
         raise MissingExtraError(
-            f'job=report needs the package {missing[0]}: pip install "featx[report]".'
+            'report.tsne=true needs scikit-learn: pip install "featx[report]". report.tsne=false '
+            "leaves t-SNE out."
         )

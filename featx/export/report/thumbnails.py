@@ -1,38 +1,67 @@
-"""Thumbnails of rows as data URIs, from images that are read again through the store's config."""
+"""Thumbnails of images that are read again: data URIs, and one sprite of small tiles."""
 
 from __future__ import annotations
 
 import base64
 import contextlib
 import io
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
-from PIL import Image
+import numpy as np
+import numpy.typing as npt
+from PIL import Image, ImageOps
 
 from featx.config import DataConfig
 from featx.errors import FeatxError
-from featx.export.source_images import data_of_store
 from featx.images import CrashList, FaultTolerantDecoder, ImagePolicy, cut_out
 from featx.sources import open_source
-from featx.store import FeatureStore
-from featx.types import ImageFault, RegionSource, Status
+from featx.types import ImageFault, RegionSource, Source, Status
 
-PIXELS = 112
-"""Longer side of a thumbnail in pixels."""
+PIXELS = 144
+"""Shorter side of a thumbnail in pixels."""
 
-MAX_BYTES = 16 << 20
-"""Maximum bytes of all data URIs of a page."""
+TILE_PIXELS = 64
+"""Side of a tile of the sprite in pixels, for up to TILES tiles; half of it for more."""
 
-_QUALITY = 72
-"""Quality of the WebP encoder."""
+TILES = 600
+"""Number of tiles beyond which they are halved, so that the sprite stays small."""
+
+MAX_BYTES = 640 << 10
+"""Maximum bytes of the data URIs of a report, in addition to the sprite."""
+
+_QUALITY, _TILE_QUALITY = 66, 56
+"""Quality of the WebP encoder for thumbnails and for the sprite."""
+
 _AT_ONCE = 64
 """Images that are submitted to the decoder at a time."""
 
 _HOPELESS = 128
 """Number of unreadable images, without a single readable one, after which no more are tried."""
 
+_ORIENTATION = 0x0112
+"""EXIF tag of the orientation."""
+
 UNDECODED, UNREAD = "cannot be decoded", "cannot be read"
 """Reasons why a row has no thumbnail."""
+
+
+@dataclass(frozen=True)
+class Sprite:
+    """Square tiles of many images in one picture.
+
+    Attributes:
+        uri: data URI of the WebP, or '' without a tile.
+        columns: number of tiles in a line.
+        pixels: side of a tile in pixels.
+        place: row -> number of its tile, line by line.
+    """
+
+    uri: str
+    columns: int
+    pixels: int
+    place: dict[int, int]
 
 
 class Thumbnails:
@@ -42,9 +71,9 @@ class Thumbnails:
     others are not affected.
 
     Args:
-        store: store of the rows.
-        data: options of the command; its data.root is used if given.
-        limit: maximum number of thumbnails.
+        keys: (N,) key of every row.
+        limit: maximum number of images that are read.
+        max_bytes: maximum bytes of the data URIs, in addition to the sprite.
 
     Attributes:
         uris: row -> data URI.
@@ -53,124 +82,196 @@ class Thumbnails:
         limit: as given.
     """
 
-    def __init__(self, store: FeatureStore, data: DataConfig, limit: int) -> None:
+    def __init__(
+        self, keys: npt.NDArray[np.bytes_], limit: int, max_bytes: int = MAX_BYTES
+    ) -> None:
         self.uris: dict[int, str] = {}
         self.unread: dict[int, str] = {}
         self.limit = limit
         self.why_none = "" if limit else "report.thumbnails=0 leaves them out."
-        self._store = store
-        self._data = data
+        self._keys = keys
+        self._tiles: dict[int, Image.Image] = {}
         self._bytes = 0
+        self._max_bytes = max_bytes
         self._said = ""
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> Thumbnails:
-        if self.why_none:
-            return self
-        try:
-            config = data_of_store(self._store, self._data)
-            self._source = open_source(config)
-            decoder = FaultTolerantDecoder(
-                self._source,
-                ImagePolicy.from_config(config),
-                PIXELS // 2,
-                config.timeout_s,
-                CrashList(None),
-                "featx-thumbnail",
-            )
-            self._decoder = self._stack.enter_context(decoder)
-            decoder.decode_crash_list(self._store.key_bytes)
-        except FeatxError as error:
-            self.why_none = str(error)
         return self
 
     def __exit__(self, *error: object) -> None:
         self._stack.close()
 
-    @property
-    def full(self) -> bool:
-        """Whether a limit is reached."""
-        return len(self.uris) >= self.limit or self._bytes >= MAX_BYTES
+    def open(self, config: DataConfig) -> None:
+        """Open the data set; `why_none` is set if that fails.
 
-    def add(self, rows: Iterable[int]) -> None:
-        """Make the thumbnails of some rows in this order, until a limit is reached."""
+        Args:
+            config: options of the data set.
+        """
         if self.why_none:
             return
-        wanted = [r for r in dict.fromkeys(rows) if r not in self.uris and r not in self.unread]
-        for start in range(0, len(wanted), _AT_ONCE):
-            if self.full or self.why_none:
-                return
-            block = wanted[start : start + _AT_ONCE]
-            found = [self._decoder.submit(self._try, row) for row in block]
-            for row, future in zip(block, found, strict=True):
-                uri, why_not = future.result()
-                if why_not:
-                    self.unread[row] = why_not
-                elif not self.full:
-                    self.uris[row] = uri
-                    self._bytes += len(uri)
-            if not self.uris and len(self.unread) >= _HOPELESS:
-                self.finish()
+        try:
+            self._source: Source = open_source(config)
+            self._policy = ImagePolicy.from_config(config)
+            decoder = FaultTolerantDecoder(
+                self._source,
+                self._policy,
+                PIXELS,
+                config.timeout_s,
+                CrashList(None),
+                "featx-thumbnail",
+            )
+            self._decoder = self._stack.enter_context(decoder)
+            decoder.decode_crash_list(self._keys)
+        except FeatxError as error:
+            self.why_none = str(error)
+
+    @property
+    def num_read(self) -> int:
+        """Number of images that were read."""
+        return len(self._tiles)
+
+    @property
+    def full(self) -> bool:
+        """Whether the maximum number of images is reached."""
+        return self.num_read >= self.limit
+
+    def add(self, rows: Iterable[int], partial: bool = False) -> None:
+        """Make thumbnails of some rows in this order, until a limit is reached.
+
+        Args:
+            rows: rows.
+            partial: whether the readable part of a truncated image is shown.
+        """
+        wanted = [row for row in rows if row not in self.uris]
+        for row, image in self._images(wanted, partial):
+            if self._bytes < self._max_bytes:
+                self.uris[row] = _data_uri(image, _QUALITY)
+                self._bytes += len(self.uris[row])
+
+    def add_tiles(self, rows: Sequence[int]) -> None:
+        """Make tiles of rows that are evenly spaced in a list, as many as the limit allows."""
+        missing = [row for row in rows if row not in self._tiles]
+        room = self.limit - self.num_read
+        if room > 0 and missing:
+            step = max(1.0, len(missing) / room)
+            chosen = [missing[int(i * step)] for i in range(min(room, len(missing)))]
+            for _ in self._images(chosen, partial=False):
+                pass
 
     def finish(self) -> None:
         """End the addition of thumbnails, and set `why_none` if no image could be read."""
-        if self.unread and not self.uris and not self.why_none:
+        if self.unread and not self._tiles and not self.why_none:
             self.why_none = (
                 f"none of {len(self.unread)} images can be read now ({self._said}). If they are in "
                 "another folder, give data=folder data.root=DIR."
             )
 
-    @property
-    def undecoded(self) -> list[int]:
-        """Rows that did not fail in the run, but whose image cannot be decoded now."""
-        ok = self._store.ok
-        return [row for row, why_not in self.unread.items() if why_not == UNDECODED and ok[row]]
+    def sprite(self, rows: Sequence[int]) -> Sprite:
+        """Return the sprite with the tiles of some rows, as far as they were read."""
+        there = [row for row in rows if row in self._tiles]
+        if not there:
+            return Sprite("", 1, TILE_PIXELS, {})
+        pixels = TILE_PIXELS if len(there) <= TILES else TILE_PIXELS // 2
+        columns = math.ceil(math.sqrt(len(there)))
+        sheet = Image.new("RGB", (columns * pixels, math.ceil(len(there) / columns) * pixels))
+        for number, row in enumerate(there):
+            tile = self._tiles[row].resize((pixels, pixels), Image.Resampling.BICUBIC)
+            sheet.paste(tile, (number % columns * pixels, number // columns * pixels))
+        place = {row: number for number, row in enumerate(there)}
+        return Sprite(_data_uri(sheet, _TILE_QUALITY), columns, pixels, place)
 
-    @property
-    def num_unread(self) -> int:
-        """Number of rows whose image cannot be read now."""
-        return sum(why_not == UNREAD for why_not in self.unread.values())
+    def rows_that(self, why_not: str) -> list[int]:
+        """Return the rows without an image for a reason, UNREAD or UNDECODED."""
+        return [row for row, reason in self.unread.items() if reason == why_not]
 
-    def _try(self, row: int) -> tuple[str, str]:
-        """Return the data URI of a row, and '' or the reason why there is none."""
+    def _images(self, rows: Iterable[int], partial: bool) -> Iterable[tuple[int, Image.Image]]:
+        """Read images, and yield the row and a small image of each that is readable."""
+        wanted = [row for row in dict.fromkeys(rows) if row not in self.unread]
+        for start in range(0, len(wanted), _AT_ONCE):
+            if self.why_none:
+                return
+            block = wanted[start : start + _AT_ONCE]
+            found = [self._decoder.submit(self._try, row, partial) for row in block]
+            for row, future in zip(block, found, strict=True):
+                image, why_not = future.result()
+                if image is None:
+                    self.unread[row] = why_not
+                elif row in self._tiles or not self.full:
+                    self._tiles[row] = ImageOps.fit(image, (TILE_PIXELS, TILE_PIXELS))
+                    yield row, image
+            if not self._tiles and len(self.unread) >= _HOPELESS:
+                self.finish()
+
+    def _try(self, row: int, partial: bool) -> tuple[Image.Image | None, str]:
+        """Return the small image of a row, or None and the reason why there is none."""
         try:
-            return self._uri(bytes(self._store.key_bytes[row])), ""
+            return self._small(bytes(self._keys[row]), partial), ""
         except FeatxError as error:  # the data set, which is listed with the first image
             self.why_none = str(error)
         except ImageFault as fault:
             self._said = str(fault)
             if fault.status not in (Status.MISSING, Status.EMPTY):
-                return "", UNDECODED
+                return None, UNDECODED
         except (OSError, LookupError, MemoryError) as error:
             self._said = str(error) or "out of memory"
-        return "", UNREAD
+        return None, UNREAD
 
-    def _uri(self, key: bytes) -> str:
-        """Return the data URI of a row.
+    def _small(self, key: bytes, partial: bool) -> Image.Image:
+        """Return the image of a row with a shorter side of at most PIXELS.
 
         Raises:
             ImageFault: the image is missing or cannot be decoded.
             OSError: the disk or mount fails.
         """
-        decoded = self._decoder.image(key, self._source.read(key))
-        if isinstance(self._source, RegionSource):
-            decoded = cut_out(decoded, self._source.box(key))
-        return _thumbnail(decoded)
+        data = self._source.read(key)
+        if partial:
+            decoded = readable_part(data, self._policy.max_pixels)
+        else:
+            decoded = self._decoder.image(key, data)
+            if isinstance(self._source, RegionSource):
+                decoded = cut_out(decoded, self._source.box(key))
+        scale = PIXELS / min(decoded.size)
+        if scale >= 1:
+            return decoded
+        size = (max(1, round(decoded.width * scale)), max(1, round(decoded.height * scale)))
+        return decoded.resize(size, Image.Resampling.BICUBIC, reducing_gap=2)
 
-    def add_every(self, rows: list[int]) -> None:
-        """Make thumbnails of rows that are evenly spaced in a list, as many as the limit allows."""
-        room = self.limit - len(self.uris)
-        missing = [row for row in rows if row not in self.uris]
-        if room > 0 and missing:
-            step = max(1.0, len(missing) / room)
-            self.add(missing[int(i * step)] for i in range(min(room, len(missing))))
+
+def readable_part(data: bytes, max_pixels: int) -> Image.Image:
+    """Decode the readable part of a truncated image; the lines that are missing are grey.
+
+    Args:
+        data: encoded bytes of the image.
+        max_pixels: maximum number of pixels.
+
+    Raises:
+        ImageFault: not even the size is readable, or it is above the limit.
+    """
+    try:
+        with Image.open(io.BytesIO(data)) as opened:
+            size, orientation = opened.size, opened.getexif().get(_ORIENTATION, 1)
+            if size[0] * size[1] > max_pixels:
+                raise ImageFault(Status.TOO_LARGE, f"{size[0]} x {size[1]} pixels")
+            try:
+                opened.load()
+            except OSError:
+                # The lines that were decoded before the error stay in the image. Without tiles
+                # Pillow does not try to decode the rest. ImageFile.LOAD_TRUNCATED_IMAGES does the
+                # same for all threads of the process, and so would let truncated images pass there.
+                opened.tile = []
+            pixels = np.array(opened.convert("RGB"))
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        raise ImageFault(Status.TRUNCATED, str(error)) from error
+    lines = np.flatnonzero(pixels.any((1, 2)))
+    pixels[(lines[-1] + 1 if len(lines) else 0) :] = 128
+    found = Image.fromarray(pixels)
+    found.getexif()[_ORIENTATION] = orientation
+    return ImageOps.exif_transpose(found)
 
 
-def _thumbnail(decoded: Image.Image) -> str:
-    """Return an image as a small WebP in a data URI."""
-    scale = PIXELS / max(decoded.size)
-    size = (max(1, round(decoded.width * scale)), max(1, round(decoded.height * scale)))
-    small = decoded.resize(size, Image.Resampling.BICUBIC, reducing_gap=2) if scale < 1 else decoded
+def _data_uri(image: Image.Image, quality: int) -> str:
+    """Return an image as a WebP in a data URI."""
     buffer = io.BytesIO()
-    small.save(buffer, "WEBP", quality=_QUALITY)
+    image.save(buffer, "WEBP", quality=quality, method=4)
     return f"data:image/webp;base64,{base64.b64encode(buffer.getvalue()).decode()}"

@@ -1,0 +1,117 @@
+"""Rendering of templates into one HTML file that loads nothing from elsewhere.
+
+Jinja escapes all texts of a page. Data for its scripts are JSON in a script element that is not
+executed. The content security policy allows the page's own scripts, by their checksums, and no
+requests.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import math
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from featx.base import time_text
+from featx.export.selection import as_utf8
+
+DASH = "\u2013"
+"""Text for a missing number."""
+
+_FILES = Path(__file__).parent / "page"
+"""Folder of the templates, the style sheet and the scripts."""
+
+
+def render_page(template: str, scripts: Sequence[str], data: Any, **values: Any) -> str:
+    """Render a template.
+
+    Args:
+        template: name of its file.
+        scripts: names of the files of its scripts, in the order of execution.
+        data: JSON types for the scripts.
+        values: values for the template.
+    """
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    environment = Environment(
+        loader=FileSystemLoader(_FILES),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {
+        "number": number, "count": count, "percent": percent, "share": share,
+        "seconds": time_text, "file_name": file_name, "p_value": p_value,
+    }  # fmt: skip
+    sources = [_text(name) for name in scripts]
+    text = environment.get_template(template).render(
+        style=_text("page.css"),
+        scripts=sources,
+        hashes=" ".join(f"'sha256-{_checksum(source)}'" for source in sources),
+        data=as_json(data),
+        written=time.strftime("%d %B %Y").lstrip("0"),
+        **values,
+    )
+    return as_utf8(text)  # names of files may contain other bytes
+
+
+def as_json(values: Any) -> str:
+    """Return JSON that cannot end its script element; NaN is not allowed."""
+    text = json.dumps(values, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
+    for character in "<>&":
+        text = text.replace(character, f"\\u{ord(character):04x}")
+    return text
+
+
+def number(value: float | None) -> str:
+    """Format a number with four digits; DASH if it is None or not finite."""
+    if value is None or not math.isfinite(value):
+        return DASH
+    if value and not 1e-3 <= abs(value) < 1e5:
+        return f"{value:.2e}"
+    return f"{value:.4g}" if abs(value) < 1000 else f"{value:.0f}"
+
+
+def count(value: int) -> str:
+    """Format a count with narrow non-breaking spaces between thousands."""
+    return f"{value:,}".replace(",", "\u202f")
+
+
+def percent(value: float | None, digits: int = 1) -> str:
+    """Format a share in [0, 1] as '12.3 %'; DASH if it is None or not finite."""
+    if value is None or not math.isfinite(value):
+        return DASH
+    return f"{100 * value:.{digits}f}\u202f%"
+
+
+def p_value(value: float) -> str:
+    """Format a p-value: '0.31', '0.003', '< 0.001'."""
+    if value < 0.001:
+        return "< 0.001"
+    return f"= {value:.3f}" if value < 0.1 else f"= {value:.2f}"
+
+
+def share(value: float, of: float = 1) -> float:
+    """Return a length in percent, 0 if `of` is 0."""
+    return round(100 * value / of, 2) if of > 0 else 0.0
+
+
+def file_name(key: str) -> str:
+    """Return the last part of a key."""
+    return key.rstrip("/").rpartition("/")[2] or key
+
+
+def _text(name: str) -> str:
+    """Read a file of the page; browsers normalise line ends before they compute a checksum."""
+    text = (_FILES / name).read_text(encoding="utf-8")
+    return text.replace("\r\n", "\n").replace("\r", "\n")
+
+
+def _checksum(script: str) -> str:
+    """Return the checksum of a script as a content security policy names it."""
+    return base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()

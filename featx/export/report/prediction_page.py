@@ -1,0 +1,158 @@
+"""Page of job=predict: images with their predicted class, the most doubtful first."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from featx.analysis import Predictions
+from featx.config import DataConfig
+from featx.export.report.html import render_page
+from featx.export.report.redaction import without_folder, without_folders
+from featx.export.report.thumbnails import Thumbnails
+from featx.export.selection import as_utf8
+
+GENERATOR = '<meta name="generator" content="featx job=predict">'
+"""Element that names the origin of the page."""
+
+IMAGES_SHOWN = 240
+"""Maximum number of images with a prediction."""
+
+FAILURES_SHOWN = 50
+"""Maximum number of failed images."""
+
+MAX_BYTES = 1 << 20
+"""Maximum bytes of the thumbnails."""
+
+BINS = 10
+"""Number of bins of the histogram of probabilities."""
+
+
+@dataclass(frozen=True)
+class Card:
+    """One image of the page.
+
+    Attributes:
+        row: number of the image.
+        key: its key as UTF-8 text, without folders if it is an absolute path.
+        label: predicted class.
+        probability: its probability in [0, 1], or None.
+        second: class with the second largest score, or '' with a single class.
+        second_probability: its probability, or None.
+    """
+
+    row: int
+    key: str
+    label: str
+    probability: float | None
+    second: str
+    second_probability: float | None
+
+
+@dataclass(frozen=True)
+class PredictionPage:
+    """Contents of the page.
+
+    Attributes:
+        title: title of the page.
+        layer: layer of the head.
+        accuracy: accuracy of the head on the test rows of its probe.
+        num_images: number of images.
+        cards: the most doubtful predictions.
+        classes: (class, number of images), the most frequent first.
+        bins: number of images by probability, in BINS bins of [0, 1]; empty without probabilities.
+        failures: (key, status, reason) of the first images that failed.
+        num_failed: number of them.
+        thumbnails: thumbnails by number of the image.
+    """
+
+    title: str
+    layer: str
+    accuracy: float
+    num_images: int
+    cards: list[Card]
+    classes: list[tuple[str, int]]
+    bins: list[int]
+    failures: list[tuple[str, str, str]]
+    num_failed: int
+    thumbnails: Thumbnails
+
+
+def render_predictions(found: Predictions, data: DataConfig, title: str) -> str:
+    """Write predictions as HTML, with thumbnails of images that are read again.
+
+    Args:
+        found: predictions.
+        data: options of their data set.
+        title: title of the page.
+    """
+    keys = [os.fsencode(row.key) for row in found.rows]
+    chosen = most_doubtful(found.scores)[:IMAGES_SHOWN].tolist()
+    with Thumbnails(np.array(keys or [b""]), max(1, len(chosen)), MAX_BYTES) as thumbnails:
+        thumbnails.open(data)
+        thumbnails.add(chosen)
+        thumbnails.finish()
+    failed = [row for row in found.rows if row.label is None]
+    probabilities = [row.probability for row in found.rows if row.probability is not None]
+    page = PredictionPage(
+        title=as_utf8(title),
+        layer=found.layer,
+        accuracy=found.accuracy,
+        num_images=len(found),
+        cards=[_card(found, row) for row in chosen],
+        classes=Counter(
+            as_utf8(row.label) for row in found.rows if row.label is not None
+        ).most_common(),
+        bins=np.histogram(probabilities, BINS, (0, 1))[0].tolist() if probabilities else [],
+        failures=[
+            (without_folder(as_utf8(row.key)), row.status, without_folders(as_utf8(row.reason)))
+            for row in failed[:FAILURES_SHOWN]
+        ],
+        num_failed=len(failed),
+        thumbnails=thumbnails,
+    )
+    return render_page(
+        "predictions.html",
+        ["classes.js"],
+        {},
+        page=page,
+        generator=GENERATOR,
+        without=without_folders(thumbnails.why_none),
+    )
+
+
+def most_doubtful(scores: npt.NDArray[np.float32]) -> npt.NDArray[np.int64]:
+    """Sort images by the distance between their two largest scores, the smallest first.
+
+    For two classes this is the order of their probability. With more classes, 0.5 against 0.49
+    comes before 0.4 against 0.1.
+
+    Args:
+        scores: (n, C); NaN for images that failed, which are left out.
+
+    Returns:
+        (m,) int64 numbers of the images.
+    """
+    rows = np.flatnonzero(~np.isnan(scores).any(1))
+    largest = np.sort(scores[rows], axis=1)[:, -2:]
+    gap = largest[:, -1] - largest[:, 0]
+    return rows[np.argsort(gap, kind="stable")]
+
+
+def _card(found: Predictions, row: int) -> Card:
+    """Return the card of an image that did not fail."""
+    each, scores = found.rows[row], found.scores[row]
+    second = int(np.argsort(-scores, kind="stable")[1]) if len(scores) > 1 else None
+    known = each.probability is not None and second is not None
+    return Card(
+        row,
+        without_folder(as_utf8(each.key)),
+        as_utf8(each.label or ""),
+        each.probability,
+        "" if second is None else as_utf8(found.classes[second]),
+        float(scores[second]) if known else None,
+    )

@@ -1,0 +1,64 @@
+"""Removal of absolute paths from the texts of a page, which may be sent to others."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+_START = r"(?<![\w.~:<…/\\-])"
+"""Position that is not inside a relative path, a URL or an expression."""
+
+_ABSOLUTE = re.compile(
+    _START
+    + r"""
+        (?:~|[A-Za-z]:)?            # home folder, drive of Windows
+        (?:[/\\][^\s/\\'"`,;:()\[\]{}<>|=]+)+ [/\\]?
+    """,
+    re.VERBOSE,
+)
+"""An absolute path without spaces in a text."""
+
+
+def without_folders(text: str, folders: Iterable[str] = ()) -> str:
+    """Replace every absolute path in a text by its last part: '/home/me/a.png' -> '…/a.png'.
+
+    Args:
+        text: any text, such as the message of an exception.
+        folders: known absolute paths, which may contain spaces.
+    """
+    for folder in sorted(folders, key=len, reverse=True):
+        if len(folder) > 1:
+            whole = _START + re.escape(folder.rstrip("/\\"))
+            last = _shortened(folder).replace("\\", r"\\")
+            text = re.sub(rf"{whole}(?=[/\\]\S)", "…", text)
+            text = re.sub(rf"{whole}(?![\w.-])", last, text)
+    return _ABSOLUTE.sub(lambda found: _shortened(found.group()), text)
+
+
+def without_folder(path: str) -> str:
+    """Return the last part of an absolute path, and a relative one unchanged."""
+    return _shortened(path) if re.match(r"(~|[A-Za-z]:)?[/\\]", path) else path
+
+
+def without_folders_in_yaml(text: str, folders: Iterable[str] = ()) -> str:
+    """Replace absolute paths in the values of a YAML text; a whole value may contain spaces.
+
+    Args:
+        text: YAML as featx stores it, with one value in a line.
+        folders: as for `without_folders`.
+    """
+    known = list(folders)
+    lines = []
+    for line in text.splitlines():
+        name, separator, value = line.partition(": ")
+        bare = value.strip().strip("'\"")
+        if separator:
+            line = f"{name}: {without_folder(bare)}" if without_folder(bare) != bare else line
+        lines.append(without_folders(line, known))
+    return "\n".join(lines)
+
+
+def _shortened(path: str) -> str:
+    """Return the last part of a path, with an ellipsis for the others."""
+    parts = [part for part in re.split(r"[/\\]+", path) if part]
+    return f"…/{parts[-1]}" if parts else path

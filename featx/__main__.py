@@ -30,7 +30,7 @@ def run_command() -> int:
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
 
-    from featx.base import log_message, print_result, shipped, stop_saying
+    from featx.base import discard_output, log_message, print_result, shipped
     from featx.base.version import __version__
     from featx.cli import hydra_config, read_command_line
     from featx.errors import FeatxError
@@ -60,7 +60,7 @@ def run_command() -> int:
         )()
         sys.stdout.flush()
     except BrokenPipeError:
-        stop_saying()  # nobody has to read the help to its end (`-h | head`)
+        discard_output()  # nobody has to read the help to its end (`-h | head`)
         return 0
     except (HydraException, OmegaConfBaseException, FeatxError) as error:
         if debug:

@@ -4,10 +4,10 @@ from .child_process import end_with_parent as end_with_parent
 from .child_process import module_command as module_command
 from .child_process import module_environment as module_environment
 from .console import announce as announce
+from .console import discard_output as discard_output
 from .console import log_as_json as log_as_json
 from .console import log_message as log_message
 from .console import print_result as print_result
-from .console import stop_saying as stop_saying
 from .devices import OwnStream as OwnStream
 from .devices import away as away
 from .devices import choose_device as choose_device

@@ -22,10 +22,10 @@ def print_result(text: str = "") -> None:
     try:
         print(text, flush=True)
     except BrokenPipeError:
-        stop_saying()
+        discard_output()
 
 
-def stop_saying() -> None:
+def discard_output() -> None:
     """Discard all further output to stdout, whose reader has closed the pipe."""
     # Redirecting the file descriptor also keeps the flush at exit from failing.
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -38,6 +38,18 @@ _as_json = False
 def writes_json() -> bool:
     """Whether stderr receives JSON objects instead of text."""
     return _as_json
+
+
+def shows_bars() -> bool:
+    """Return whether progress is a bar: stderr is a terminal or that of a notebook, and no JSON."""
+    return not writes_json() and (sys.stderr.isatty() or _is_notebook())
+
+
+def _is_notebook() -> bool:
+    """Return whether this process is the kernel of a notebook."""
+    ipython = sys.modules.get("IPython")  # a kernel has imported it
+    shell = None if ipython is None else ipython.get_ipython()
+    return "IPKernelApp" in getattr(shell, "config", {})
 
 
 class _JsonFormatter(logging.Formatter):

@@ -1,17 +1,17 @@
-"""Progress of a run on stderr: a bar, or regular lines if stderr is no terminal."""
+"""Progress of a run on stderr: a bar in a terminal or notebook, otherwise regular lines."""
 
 from __future__ import annotations
 
 import sys
 import time
 
-from tqdm import tqdm
+from tqdm.auto import tqdm
 
-from featx.base.console import json_line, log_message, writes_json
+from featx.base.console import json_line, log_message, shows_bars, writes_json
 from featx.base.text import size_text, time_text
 
 PLAIN_INTERVAL_S = 10.0
-"""Seconds between two lines if stderr is no terminal."""
+"""Seconds between two lines if there is no bar."""
 
 WAITING_SHARE = 0.2
 """Share of the run time from which waiting for images is shown as the bottleneck."""
@@ -26,15 +26,15 @@ class Progress:
     """
 
     def __init__(self, total: int, done: int) -> None:
-        self._terminal = sys.stderr.isatty() and not writes_json()
+        self._has_bar = shows_bars()
         self._total = total
         self._done = done
-        self._begun = self._told = time.perf_counter()
+        self._started_at = self._last_line_at = time.perf_counter()
         self._first = done
         self._failures = 0
         self._waiting = 0.0
         self._bar = tqdm(
-            total=total, initial=done, unit="img", disable=not self._terminal, smoothing=0.1
+            total=total, initial=done, unit="img", disable=not self._has_bar, smoothing=0.1
         )
 
     def __enter__(self) -> Progress:
@@ -45,7 +45,7 @@ class Progress:
 
     def begin(self) -> None:
         """Start the clock: the time of the preparation before does not count."""
-        self._begun = self._told = time.perf_counter()
+        self._started_at = self._last_line_at = time.perf_counter()
         self._bar.unpause()
 
     def step(self, images: int, failures: int, waited_s: float) -> None:
@@ -59,14 +59,14 @@ class Progress:
         self._done += images
         self._failures += failures
         self._waiting += waited_s
-        share = self._waiting / max(1e-9, time.perf_counter() - self._begun)
+        share = self._waiting / max(1e-9, time.perf_counter() - self._started_at)
         stage = "reading images" if share > WAITING_SHARE else "the model"
-        if self._terminal:
+        if self._has_bar:
             self._bar.set_postfix_str(f"{self._failures} failed, bound by {stage}", refresh=False)
             self._bar.update(images)
-        elif time.perf_counter() - self._told > PLAIN_INTERVAL_S:
-            self._told = time.perf_counter()
-            rate = (self._done - self._first) / (self._told - self._begun)
+        elif time.perf_counter() - self._last_line_at > PLAIN_INTERVAL_S:
+            self._last_line_at = time.perf_counter()
+            rate = (self._done - self._first) / (self._last_line_at - self._started_at)
             left = (self._total - self._done) / rate if rate else float("nan")
             if writes_json():
                 line = json_line(
@@ -85,9 +85,9 @@ class Progress:
                 f"left, {self._failures} failed, bound by {stage}"
             )
 
-    def tell(self, text: str) -> None:
+    def log(self, text: str) -> None:
         """Print a line about the run above the bar."""
-        if self._terminal:
+        if self._has_bar:
             tqdm.write(text, file=sys.stderr)
         else:
             log_message(text)
@@ -125,12 +125,12 @@ class CountProgress:
     def __init__(self, unit: str) -> None:
         self._unit = unit
         self._total = self._done = 0
-        self._begun = self._told = time.perf_counter()
+        self._started_at = self._last_line_at = time.perf_counter()
         self._bar = tqdm(
             unit=unit,
             unit_scale=unit == "B",
             unit_divisor=1024,
-            disable=not sys.stderr.isatty() or writes_json(),
+            disable=not shows_bars(),
         )
 
     def __enter__(self) -> CountProgress:
@@ -149,9 +149,9 @@ class CountProgress:
         self._done += count
         self._bar.update(count)
         now = time.perf_counter()
-        if self._bar.disable and now - self._told > PLAIN_INTERVAL_S:
-            self._told = now
-            rate = self._done / (now - self._begun)
+        if self._bar.disable and now - self._last_line_at > PLAIN_INTERVAL_S:
+            self._last_line_at = now
+            rate = self._done / (now - self._started_at)
             left = time_text(max(0, self._total - self._done) / rate)
             done, total, speed = map(self._text, (self._done, self._total, rate))
             log_message(f"{done} of {total}, {speed}/s, {left} left")

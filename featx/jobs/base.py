@@ -6,11 +6,12 @@ does not know which jobs exist: the command and the Python functions check it wi
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, is_dataclass
 from enum import Enum
-from typing import Any
+from typing import Any, TypeVar
 
 from featx.base import Member, Registry, print_result
 from featx.config import (
@@ -23,6 +24,8 @@ from featx.config import (
 )
 from featx.errors import ConfigError
 from featx.storage import is_url
+
+FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
 RUN_OPTIONS = (
     *("model", "data", "layers", "capture", "reduce", "target", "out", "precision", "dtype"),
@@ -175,6 +178,30 @@ def config_of_call(job: str, keys: Mapping[str, Any]) -> tuple[Config, str]:
     config = from_omegaconf(node)
     check(config, given_keywords(keys))
     return config, saved_yaml(node)
+
+
+def with_keywords(options: type) -> Callable[[FunctionT], FunctionT]:
+    """Return a decorator that shows the keywords of `**keys` in the signature of a function.
+
+    Type checkers take them from `Unpack[options]`; `help()` and notebooks take the signature.
+
+    Args:
+        options: TypedDict of the keywords, of `featx.jobs.keywords`.
+    """
+
+    def decorate(function: FunctionT) -> FunctionT:
+        keywords = [
+            inspect.Parameter(
+                name, inspect.Parameter.KEYWORD_ONLY, default=..., annotation=hint.__forward_arg__
+            )
+            for name, hint in options.__annotations__.items()
+        ]
+        returned = inspect.signature(function).return_annotation
+        signature = inspect.Signature(keywords, return_annotation=returned)
+        function.__signature__ = signature  # type: ignore[attr-defined]  # read by inspect
+        return function
+
+    return decorate
 
 
 def run(config: Config, config_yaml: str) -> int:

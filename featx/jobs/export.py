@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from pathlib import Path
-from typing import Any
+from typing import Unpack
 
 from featx.config import Config, ExportConfig
 from featx.export import describe_export, run_export
-from featx.jobs.base import JOBS, Input, Job, config_of_call, print_summary
+from featx.jobs.base import JOBS, Input, Job, config_of_call, print_summary, with_keywords
+from featx.jobs.keywords import ExportOptions
 
 
-def export_store(**keys: Any) -> Path:
+@with_keywords(ExportOptions)
+def export_store(**keys: Unpack[ExportOptions]) -> Path:
     """Run job=export from Python, with the options of the command and the same files.
 
         featx.export_store(store="runs/p", export={"format": "parquet"}, out="exports/p")

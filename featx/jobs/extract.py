@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Unpack
 
 from featx.analysis import FEATURES
 from featx.base import print_result
 from featx.config import Config, without_object
 from featx.export.tensorboard import RunEvents, require_tensorboard
-from featx.jobs.base import JOBS, RUN_OPTIONS, Input, Job, config_of_call
+from featx.jobs.base import JOBS, RUN_OPTIONS, Input, Job, config_of_call, with_keywords
+from featx.jobs.keywords import ExtractOptions
 from featx.pipeline import describe_end, run_extraction, store_exit_code
 from featx.sources import source_of
 from featx.store import FeatureStore
 from featx.types import Source
 
 
-def extract(**keys: Any) -> FeatureStore:
+@with_keywords(ExtractOptions)
+def extract(**keys: Unpack[ExtractOptions]) -> FeatureStore:
     """Run job=extract from Python, with the options of the command and the same store.
 
         store = featx.extract(model="resnet50", layers=["layer4"], data="photos/", out="runs/p")
@@ -34,8 +36,8 @@ def extract(**keys: Any) -> FeatureStore:
     Raises:
         FeatxError: an error that the command would report with exit code 1 or 2.
     """
-    keys, given = without_object(keys)
-    config, config_yaml = config_of_call("extract", keys)
+    options, given = without_object(keys)
+    config, config_yaml = config_of_call("extract", options)
     source = None if given is None else source_of(given)
     summary = _run(config, config_yaml, source)
     print_result(describe_end(summary, config.out))

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 from featx.base import facts, log_message, size_text
 from featx.config import Config, ReportConfig
-from featx.jobs.base import JOBS, Input, Job, config_of_call, print_summary
+from featx.jobs.base import JOBS, Input, Job, config_of_call, print_summary, with_keywords
+from featx.jobs.keywords import ReportOptions
 
 
-def write_report(**keys: Any) -> Path:
+@with_keywords(ReportOptions)
+def write_report(**keys: Unpack[ReportOptions]) -> Path:
     """Run job=report from Python, with the options of the command and the same page.
 
         featx.write_report(store="runs/p", out="p.html")

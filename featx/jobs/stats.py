@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 from featx.base import facts, print_result, table
 from featx.config import Config, StatsConfig, without_object
-from featx.jobs.base import JOBS, RUN_OPTIONS, Input, Job, config_of_call, print_summary
+from featx.jobs.base import (
+    JOBS,
+    RUN_OPTIONS,
+    Input,
+    Job,
+    config_of_call,
+    print_summary,
+    with_keywords,
+)
+from featx.jobs.keywords import StatsOptions
 from featx.pipeline import exit_code, seconds_text, trial_rows
 from featx.sources import source_of
 
@@ -15,7 +24,8 @@ if TYPE_CHECKING:
     from featx.analysis.statistics import Statistics
 
 
-def stats(**keys: Any) -> Statistics:
+@with_keywords(StatsOptions)
+def stats(**keys: Unpack[StatsOptions]) -> Statistics:
     """Run job=stats from Python, with the options of the command and the same file.
 
         statistics = featx.stats(model="resnet50", layers=["avgpool"], data="photos/", out="runs/p")
@@ -37,8 +47,8 @@ def stats(**keys: Any) -> Statistics:
         run_stats,  # which imports torch
     )
 
-    keys, given = without_object(keys)
-    config, config_yaml = config_of_call("stats", keys)
+    options, given = without_object(keys)
+    config, config_yaml = config_of_call("stats", options)
     source = None if given is None else source_of(given)
     summary = run_stats(config, config_yaml, source)
     print_result(_text(summary))

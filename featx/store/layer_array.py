@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from featx.base import size_text
+
 if TYPE_CHECKING:
     from featx.store.reader import FeatureStore
 
@@ -58,7 +60,11 @@ class LayerArray:
         return self.shape[0]
 
     def __repr__(self) -> str:
-        return f"<LayerArray {self.name} {self.shape} {self.dtype}>"
+        size = f"{size_text(self.nbytes)} in chunks of {self.chunk_rows} rows"
+        return (
+            f"<LayerArray {self.name} {self.shape} {self.dtype}, {size}; index it to read: "
+            "array[:100]>"
+        )
 
     def __getitem__(self, index: Any) -> npt.NDArray[Any]:
         """Read the selected rows; returns an array in memory."""

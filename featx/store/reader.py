@@ -19,6 +19,7 @@ from featx.store import layout
 from featx.store.chunk_check import Verify, check_verify
 from featx.store.chunk_reader import ChunkRows
 from featx.store.contents import Segment, find_contents
+from featx.store.description import describe_html, describe_text
 from featx.store.hdf5_files import Handles, OpenFile
 from featx.store.layer_array import LayerArray
 from featx.types import UNKNOWN_IMAGE, Status
@@ -128,9 +129,11 @@ class FeatureStore:
         return self._contents.num_rows
 
     def __repr__(self) -> str:
-        state = "complete" if self.complete else f"{self.num_rows_present} of {len(self)} rows"
-        arrays = ", ".join(f"{name} {self[name].shape}" for name in self.layers)
-        return f"<FeatureStore {self.root}: {arrays}; {state}>"
+        return describe_text(self)
+
+    def _repr_html_(self) -> str:
+        """Return the description that notebooks show."""
+        return describe_html(self)
 
     def __getitem__(self, layer: str) -> LayerArray:
         if layer not in self._contents.layers:

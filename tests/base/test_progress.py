@@ -82,7 +82,7 @@ def test_with_log_json_every_line_is_an_object(
     log_message("no such model", "error")
     with Progress(10, 2) as bar:
         bar.step(4, 1, 0.0)
-        bar.tell("worker 0 (cpu): hello")
+        bar.log("worker 0 (cpu): hello")
     told = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
     assert [line["level"] for line in told] == ["info", "info", "warning", "error", "info", "info"]
     assert told[0]["event"] == "begin"

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 from made_store import dataset_digests, make_spec, temporary_files
-from processes import outcome, running, wait_until
+from processes import ended, outcome, running, wait_until
 from tiny_engine import of_speed
 from tiny_model import COMMAND, KEYS, MODEL, extract, write_images
 from zoo import TwoStageConvNet
@@ -343,18 +343,29 @@ def test_stopped_while_it_packs(photos: Path) -> None:
     assert_resumes_to_the_same(photos)
 
 
+def kill(process: subprocess.Popen[str]) -> None:
+    """Kill a command, and wait for the worker below it, which dies and frees the lock soon after."""
+    workers = [
+        int(pid)
+        for task in Path(f"/proc/{process.pid}/task").iterdir()
+        for pid in (task / "children").read_text().split()
+    ]
+    process.kill()
+    assert all(ended(worker) for worker in workers)
+
+
 @pytest.mark.slow
 def test_killed_after_a_part_and_again_while_it_packs(photos: Path) -> None:
     """The child that packs goes on without a lock, while the next command is at work."""
     with running(command(photos)) as process:
         wait_until(lambda: num_parts() >= 2, process)
-        process.kill()
+        kill(process)
     half = featx.open("store")
     assert set(half.status.tolist()) == {0, 255}
     assert np.isfinite(half["conv"][half.ok]).all()
     with running(command(photos)) as process:
         wait_until(lambda: is_packing(process), process)
-        process.kill()
+        kill(process)
     assert_resumes_to_the_same(photos)
 
 

@@ -51,7 +51,7 @@ def test_rows_are_those_on_the_disk(tmp_path: Path, bucket: str, packed: bool, c
     store = FeatureStore(f"s3://{bucket}/some/run")
     assert store.complete
     check_rows(store, run)
-    assert repr(store).startswith(f"<FeatureStore s3://{bucket}/some/run: flat (61, 5)")
+    assert repr(store).startswith(f"<FeatureStore s3://{bucket}/some/run: 61 rows, 59 ok, 2 failed")
     if packed:
         check_rows(FeatureStore(f"s3://{bucket}/some/run/features.h5"), run)
 

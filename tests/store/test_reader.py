@@ -13,6 +13,7 @@ import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -131,8 +132,57 @@ def test_an_array_is_what_numpy_expects(store: FeatureStore, run: MadeRun) -> No
     assert_same(np.stack(list(array)), run.expected("map"))
     with pytest.raises(ValueError, match="always a copy"):
         np.asarray(array, copy=False)
-    assert "map (29, 3, 2, 2) float32" in repr(array)
+    assert "map (29, 3, 2, 2) float32, 1.4 KiB in chunks of" in repr(array)
     assert (array.attrs["layer"], array.attrs["reduce"]) == ("map", "gem")
+
+
+class Texts(HTMLParser):
+    """The texts of a page; refuses an end that does not fit its beginning, scripts and styles."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+        self.open: list[str] = []
+        self.feed(page)
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        assert tag not in ("script", "style", "img")
+        self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.texts.append(data)
+
+
+def check_html(store: FeatureStore) -> None:
+    """The table of a notebook has what `repr` has, and the reasons of failures."""
+    texts = Texts(store._repr_html_()).texts
+    assert {"flat", "map", "(29, 5)", "(29, 3, 2, 2)", "gem", "float32", "580 B"} <= set(texts)
+    assert any("29 rows, 26 ok, 3 failed, 2 classes, complete" in text for text in texts)
+    assert any("3 non finite" in text for text in texts)
+
+
+def test_a_description_escapes_what_a_file_says(tmp_path: Path) -> None:
+    run = make_run(5, 4)
+    folder = run.write(tmp_path / "<b>run & co", packed=True)
+    with h5py.File(folder / "features.h5", "r+") as file:
+        file.attrs["model"] = "<script>alert(1)</script>"
+    page = FeatureStore(folder)._repr_html_()
+    assert "<script>alert(1)</script>" in "".join(Texts(page).texts)
+    assert "<b>run" in "".join(Texts(page).texts)
+
+
+def test_a_description_of_a_damaged_store_is_no_error(tmp_path: Path) -> None:
+    folder = make_run(12, 4).write(tmp_path)
+    store = FeatureStore(folder)
+    (folder / "parts" / "part-000001.h5").write_bytes(b"not HDF5 any more")
+    with pytest.raises(StoreError):
+        _ = store.status
+    assert "12 rows, status cannot be read" in repr(store)
+    assert "12 rows, status cannot be read" in store._repr_html_()
 
 
 def test_the_store_tells_what_it_holds(store: FeatureStore, run: MadeRun) -> None:
@@ -149,7 +199,12 @@ def test_the_store_tells_what_it_holds(store: FeatureStore, run: MadeRun) -> Non
     assert store.ok.tolist() == (run.status() == 0).tolist()
     assert store.attrs["featx_format"] == 1
     assert store.attrs["model"] == "toy"
-    assert "complete" in repr(store)
+    lines = repr(store).splitlines()
+    assert lines[0].endswith("29 rows, 26 ok, 3 failed, 2 classes, complete>")
+    assert lines[1] == "  flat  (29, 5)        float32   gem"
+    assert lines[2] == "  map   (29, 3, 2, 2)  float32   gem"
+    assert lines[3].startswith("  toy")
+    check_html(store)
     failure = store.failures[1]
     assert failure == {
         "row": 17,

@@ -404,7 +404,7 @@ class WorkerPool(Scheduler[_Worker]):
         where = f"in {rows_text(parts)}" if parts else "before it had a part"
         how = f"{worker} {_end_text(worker.process.returncode)} {where}"
         if num_deaths < MAX_DEATHS:
-            self.progress.tell(f"{how}; another one takes its place")
+            self.progress.log(f"{how}; another one takes its place")
             self._start_worker(worker.number, worker.device)
             return
         lines = "\n".join(f"  {line}" for line in worker.last_lines)
@@ -424,7 +424,7 @@ class WorkerPool(Scheduler[_Worker]):
                 for line in lines:
                     text = line.decode(errors="replace").rstrip()
                     worker.last_lines.append(text)
-                    self.progress.tell(f"{worker}: {text}")
+                    self.progress.log(f"{worker}: {text}")
 
 
 def _end_text(code: int) -> str:

@@ -268,7 +268,7 @@ class ActorPool(Scheduler[_ActorHandle]):
         where = rows_text(parts)
         if self.count_death(parts) >= MAX_DEATHS:
             raise RunError(f"{MAX_DEATHS} actors died in {where}: {reason} {RESUME_HINT}")
-        self.progress.tell(f"an actor died in {where} ({reason}); another one takes its place")
+        self.progress.log(f"an actor died in {where} ({reason}); another one takes its place")
         self.put_back(parts)
         if self._idle:
             self._assign_next(self._idle.pop())  # a full cluster may have no room for a new actor

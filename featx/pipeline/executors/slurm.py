@@ -233,7 +233,7 @@ class JobArray(Scheduler[Any]):
 
     def _report(self, text: str) -> None:
         """Print a line for the user."""
-        self.progress.tell(text)
+        self.progress.log(text)
 
     def _submit(self, is_first: bool = False) -> None:
         """Submit all queued parts as tasks; during a run they wait if Slurm cannot take them now.

@@ -344,7 +344,7 @@ def test_stopped_while_it_packs(photos: Path) -> None:
 
 
 def kill(process: subprocess.Popen[str]) -> None:
-    """Kill a command, and wait for the worker below it, which dies and frees the lock soon after."""
+    """Kill a command, and wait for its worker, which dies and frees the lock a moment later."""
     workers = [
         int(pid)
         for task in Path(f"/proc/{process.pid}/task").iterdir()

@@ -34,7 +34,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def write_store(dtype: str = "float32", packed: bool = True, **keys: Any) -> MadeRun:
     run = make_run(21, 8, dtype=dtype, failed=FAILED, **keys)
-    run.write(Path("store"), packed=packed)
+    run.copied(Path("store"), packed)
     return run
 
 

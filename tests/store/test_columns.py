@@ -65,7 +65,7 @@ def check_columns(root: Path, listing: Listing) -> None:
 
 def test_every_file_carries_them_and_plain_h5py_reads_them(tmp_path: Path) -> None:
     run = made()
-    run.finish(tmp_path)
+    run.copied(tmp_path)
     check_columns(tmp_path, run.listing)
     with h5py.File(tmp_path / "parts/part-000001.h5") as part:
         assert part["columns/slide"][:].tolist() == run.listing.columns["slide"][8:16].tolist()
@@ -82,7 +82,7 @@ def test_every_file_carries_them_and_plain_h5py_reads_them(tmp_path: Path) -> No
 
 
 def test_a_store_without_them_says_nothing_of_them(tmp_path: Path) -> None:
-    make_run(9, 8).identified().finish(tmp_path, packed=True)
+    make_run(9, 8).identified().copied(tmp_path, packed=True)
     with h5py.File(tmp_path / "features.h5") as file:
         assert "columns" not in file
         assert "columns" not in file["checksums"]
@@ -92,7 +92,7 @@ def test_a_store_without_them_says_nothing_of_them(tmp_path: Path) -> None:
 @pytest.mark.parametrize("packed", [True, False])
 def test_verify_finds_a_value_that_changed(tmp_path: Path, packed: bool) -> None:
     run = made()
-    run.finish(tmp_path, packed=packed)
+    run.copied(tmp_path, packed=packed)
     assert check_store(tmp_path).complete
     path = tmp_path / ("features.h5" if packed else "parts/part-000000.h5")
     with edited(path) as file:
@@ -110,7 +110,7 @@ def test_verify_finds_a_value_that_changed(tmp_path: Path, packed: bool) -> None
 
 def test_packing_refuses_a_part_with_other_values(tmp_path: Path) -> None:
     run = made()
-    run.finish(tmp_path)
+    run.copied(tmp_path)
     other = replace(run, listing=replace(run.listing, columns={**run.listing.columns}))
     other.listing.columns["good"][9] ^= True  # type: ignore[index]
     part = run.grid.part(1)
@@ -123,7 +123,7 @@ def test_packing_refuses_a_part_with_other_values(tmp_path: Path) -> None:
 @pytest.mark.parametrize("lost", ["samples.h5", "features.h5", "part"])
 def test_they_are_put_back_from_another_file(tmp_path: Path, lost: str) -> None:
     run = made()
-    run.finish(tmp_path, packed=lost == "features.h5")
+    run.copied(tmp_path, packed=lost == "features.h5")
     whole = dataset_digests(tmp_path / "samples.h5")
     path = tmp_path / ("parts/part-000002.h5" if lost == "part" else lost)
     if lost == "samples.h5":
@@ -143,7 +143,7 @@ def test_they_are_put_back_from_another_file(tmp_path: Path, lost: str) -> None:
 
 def test_a_packed_store_taken_apart_for_a_retry_keeps_them(tmp_path: Path) -> None:
     run = made()
-    run.finish(tmp_path, packed=True)
+    run.copied(tmp_path, packed=True)
     packed = dataset_digests(tmp_path / "features.h5")
     with run.session(tmp_path).hold() as session:
         take_apart(tmp_path, session.manifest, session.listing)
@@ -155,7 +155,7 @@ def test_a_packed_store_taken_apart_for_a_retry_keeps_them(tmp_path: Path) -> No
 @pytest.mark.parametrize("packed", [True, False])
 def test_layers_and_rows_that_are_added(tmp_path: Path, packed: bool) -> None:
     run = made()
-    run.finish(tmp_path, packed=packed)
+    run.copied(tmp_path, packed=packed)
     grown = grown_from(run, 11)
     grown.finish(tmp_path, grow=True)
     added = make_added(grown, {"deep": (7,)})
@@ -174,7 +174,7 @@ def test_layers_and_rows_that_are_added(tmp_path: Path, packed: bool) -> None:
 
 def test_the_parts_alone_give_the_listing(tmp_path: Path) -> None:
     run = made()
-    run.finish(tmp_path)
+    run.copied(tmp_path)
     (tmp_path / "samples.h5").unlink()
     found = read_listing(tmp_path, 29, listing_identity(run.listing))
     assert found is not None
@@ -232,7 +232,7 @@ def test_a_samples_file_with_other_columns_is_told(tmp_path: Path) -> None:
 
 def test_columns_that_lead_to_another_file_are_refused(tmp_path: Path) -> None:
     run = made()
-    run.finish(tmp_path, packed=True)
+    run.copied(tmp_path, packed=True)
     with edited(tmp_path / "features.h5") as file:
         del file["columns/age"]
         file["columns/age"] = h5py.ExternalLink("/etc/other.h5", "/age")

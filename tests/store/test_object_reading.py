@@ -46,7 +46,7 @@ def check_rows(store: FeatureStore, run: MadeRun) -> None:
 @pytest.mark.parametrize("codec", ["none", "gzip", "zstd"])
 def test_rows_are_those_on_the_disk(tmp_path: Path, bucket: str, packed: bool, codec: str) -> None:
     run = make_run(61, 8, codec=codec, failed=(4, 30)).identified()
-    run.write(tmp_path / "run", packed=packed)
+    run.copied(tmp_path / "run", packed=packed)
     upload(tmp_path / "run", f"s3://{bucket}/some/run")
     store = FeatureStore(f"s3://{bucket}/some/run")
     assert store.complete
@@ -65,17 +65,17 @@ def test_short_numbers(tmp_path: Path, bucket: str, dtype: str) -> None:
         specs = tuple(spec.__class__(**{**vars(spec), "dtype": dtype}) for spec in run.specs)
         raw = {n: (v.view(np.uint32) >> 16).astype(np.uint16) for n, v in rows.items()}
         stored = run.__class__(**{**vars(run), "specs": specs, "features": raw})
-        stored.write(tmp_path / "run", packed=True)
+        stored.copied(tmp_path / "run", packed=True)
         run = run.__class__(**{**vars(run), "features": rows})
     else:
-        run.write(tmp_path / "run", packed=True)
+        run.copied(tmp_path / "run", packed=True)
     upload(tmp_path / "run", f"s3://{bucket}/run")
     check_rows(FeatureStore(f"s3://{bucket}/run"), run)
 
 
 def test_a_store_with_layers_that_were_added(tmp_path: Path, bucket: str) -> None:
     run = make_run(40, 8).identified()
-    run.write(tmp_path / "run", packed=True)
+    run.copied(tmp_path / "run", packed=True)
     added = make_added(run, {"late": (7,)})
     added.finish(tmp_path / "run", packed=False)
     upload(tmp_path / "run", f"s3://{bucket}/run")
@@ -90,7 +90,7 @@ def test_a_random_batch_reads_a_small_share_of_the_bytes(
     tmp_path: Path, bucket: str, watch: RequestLog, packed: bool
 ) -> None:
     run = make_run(8192, 1024, {"wide": (2048,)}).identified()
-    run.write(tmp_path / "run", packed=packed)
+    run.copied(tmp_path / "run", packed=packed)
     root = upload(tmp_path / "run", f"s3://{bucket}/run")
     total = sum(entry.size for _, entry in root.entries())
     assert total > 64 << 20
@@ -122,7 +122,7 @@ def _one_row(store: FeatureStore, pipe: Any) -> None:
 @pytest.mark.filterwarnings("ignore:This process.*is multi-threaded")
 def test_other_processes_read_too(tmp_path: Path, bucket: str, method: Any) -> None:
     run = make_run(21, 8).identified()
-    run.write(tmp_path / "run", packed=True)
+    run.copied(tmp_path / "run", packed=True)
     upload(tmp_path / "run", f"s3://{bucket}/run")
     store = FeatureStore(f"s3://{bucket}/run")
     store["flat"][3]
@@ -141,12 +141,12 @@ def test_other_processes_read_too(tmp_path: Path, bucket: str, method: Any) -> N
 
 def test_an_object_that_was_replaced_is_refused(tmp_path: Path, bucket: str) -> None:
     run = make_run(8192, 1024, {"wide": (128,)}).identified()
-    run.write(tmp_path / "run", packed=True)
+    run.copied(tmp_path / "run", packed=True)
     root = upload(tmp_path / "run", f"s3://{bucket}/run")
     store = FeatureStore(root)
     store["wide"][0]
     other = make_run(8192, 1024, {"wide": (128,)}, seed=5).identified()
-    other.write(tmp_path / "other", packed=True)
+    other.copied(tmp_path / "other", packed=True)
     s3_client.write(bucket, "run/features.h5", (tmp_path / "other" / "features.h5").read_bytes())
     with pytest.raises(StoreError, match=r"features\.h5: it was replaced|cannot read .*replaced"):
         store["wide"][4000]
@@ -157,7 +157,7 @@ def test_verify_finds_a_flipped_byte_and_no_damage_where_the_server_fails(
     tmp_path: Path, bucket: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = make_run(400, 32, {"wide": (256,)}).identified()
-    run.write(tmp_path / "run")
+    run.copied(tmp_path / "run")
     root = upload(tmp_path / "run", f"s3://{bucket}/run")
     assert check_store(root).complete
     # Answers that fail are no damage, whichever of them it is.
@@ -205,7 +205,7 @@ def test_long_lists_come_in_pieces_and_names_may_be_odd(
     tmp_path: Path, bucket: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = make_run(400, 8).identified()
-    run.write(tmp_path / "run")
+    run.copied(tmp_path / "run")
     root = upload(tmp_path / "run", f"s3://{bucket}/rün 1 + 2%41")
     request, pages = s3_client.request, []
 

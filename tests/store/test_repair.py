@@ -48,7 +48,7 @@ def repaired(root: Path) -> list[str]:
 
 
 def test_a_sound_store_is_left_alone(run: MadeRun, tmp_path: Path) -> None:
-    run.finish(tmp_path, packed=True)
+    run.copied(tmp_path, packed=True)
     before = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
     assert repaired(tmp_path) == []
     assert {p: p.read_bytes() for p in before} == before
@@ -56,7 +56,7 @@ def test_a_sound_store_is_left_alone(run: MadeRun, tmp_path: Path) -> None:
 
 
 def test_of_parts_only_the_bad_one_goes(run: MadeRun, tmp_path: Path) -> None:
-    run.finish(tmp_path)
+    run.copied(tmp_path)
     parts = sorted((tmp_path / "parts").iterdir())
     before = {path.name: path.read_bytes() for path in parts}
     spoil(parts[1], "features/map", 3)
@@ -78,7 +78,7 @@ def test_of_parts_only_the_bad_one_goes(run: MadeRun, tmp_path: Path) -> None:
 def test_of_a_packed_file_the_parts_with_bad_rows_go(
     run: MadeRun, tmp_path: Path, name: str, row: int, left: set[int]
 ) -> None:
-    run.finish(tmp_path, packed=True)
+    run.copied(tmp_path, packed=True)
     before = dataset_digests(tmp_path / "features.h5")
     value = b"cow" if name in ("key", "classes") else 1
     spoil(tmp_path / "features.h5", name, row, value)
@@ -102,7 +102,7 @@ def test_of_several_runs_only_the_layers_with_bad_rows_are_lost(
 ) -> None:
     """Rows that failed in one run only keep their values and their reasons in the other."""
     added = make_added(run, {"deep": (7,)}, failed=[2, 5])
-    run.finish(tmp_path, packed=True)
+    run.copied(tmp_path, packed=True)
     added.finish(tmp_path, packed=True)
     before = dataset_digests(tmp_path / "features.h5")
     spoil(tmp_path / "features.h5", "features/deep", 12)
@@ -141,7 +141,7 @@ def test_only_the_rows_of_damaged_chunks_are_lost(
     run: MadeRun, tmp_path: Path, packed: bool
 ) -> None:
     """Two chunks of a part, in two layers: the other rows stay, failed ones with their reasons."""
-    run.finish(tmp_path, packed=packed)
+    run.copied(tmp_path, packed=packed)
     before = contents_of(tmp_path)
     path = tmp_path / ("features.h5" if packed else "parts/part-000002.h5")
     first = 0 if packed else 16
@@ -168,7 +168,7 @@ def contents_of(root: Path) -> tuple[Any, ...]:
 @pytest.mark.usefixtures("small_chunks")
 def test_a_damaged_piece_is_repaired_as_a_part_is(run: MadeRun, tmp_path: Path) -> None:
     """By a repair, and by the next run without one."""
-    run.finish(tmp_path)
+    run.copied(tmp_path)
     parts = tmp_path / "parts"
     spoil(parts / "part-000001.h5", "features/map", 0)
     repaired(tmp_path)
@@ -190,7 +190,7 @@ def test_pieces_of_a_part_that_is_there_and_of_none_do_no_harm(
     run: MadeRun, tmp_path: Path
 ) -> None:
     """A kill between making the part and removing its pieces leaves them, as other writers may."""
-    run.finish(tmp_path)
+    run.copied(tmp_path)
     parts = tmp_path / "parts"
     whole = (parts / "part-000001.h5").read_bytes()
     spoil(parts / "part-000001.h5", "features/map", 0)
@@ -218,7 +218,7 @@ def test_listing_and_manifest_are_put_back(
     run: MadeRun, tmp_path: Path, name: str, packed: bool, how: str
 ) -> None:
     """From the copies in the other files; no row has to be computed again."""
-    run.finish(tmp_path, packed=packed)
+    run.copied(tmp_path, packed=packed)
     path = tmp_path / name
     before = path.read_bytes()
     rows = {p.name: p.read_bytes() for p in tmp_path.rglob("*.h5") if p.name != name}
@@ -243,7 +243,7 @@ def test_a_damaged_listing_spoils_no_label_of_a_packed_file_taken_apart(
     run: MadeRun, tmp_path: Path
 ) -> None:
     """Both are damaged at once: the labels must come from the one whose sha256 is right."""
-    run.finish(tmp_path, packed=True)
+    run.copied(tmp_path, packed=True)
     spoil(tmp_path / "samples.h5", "label", slice(None), 1)
     spoil(tmp_path / "features.h5", "features/flat", 3)
     repaired(tmp_path)
@@ -258,7 +258,7 @@ def test_a_damaged_listing_spoils_no_label_of_a_packed_file_taken_apart(
 def test_failures_that_are_not_counted_never_make_a_failed_row_ok(
     run: MadeRun, tmp_path: Path
 ) -> None:
-    run.finish(tmp_path, packed=True)
+    run.copied(tmp_path, packed=True)
     with h5py.File(tmp_path / "features.h5", "r+") as file:
         file.attrs.modify("num_failures", 0)
     repaired(tmp_path)
@@ -295,7 +295,7 @@ def test_an_interrupted_repair_is_given_again(
     run: MadeRun, tmp_path: Path, at: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The parts that it made already are neither damage nor lost."""
-    run.finish(tmp_path, packed=True)
+    run.copied(tmp_path, packed=True)
     before = dataset_digests(tmp_path / "features.h5")
     spoil(tmp_path / "features.h5", "features/flat", 3)
     (tmp_path / "featx.json").write_bytes(b"{")
@@ -313,7 +313,7 @@ def test_a_full_disk_leaves_the_packed_file_where_it_is(
     run: MadeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its good rows are nowhere else yet."""
-    run.finish(tmp_path, packed=True)
+    run.copied(tmp_path, packed=True)
     spoil(tmp_path / "features.h5", "features/flat", 3)
     bad = (tmp_path / "features.h5").read_bytes()
 
@@ -334,7 +334,7 @@ def test_a_full_disk_leaves_the_packed_file_where_it_is(
 def test_a_packed_file_that_cannot_be_read_now_is_left_where_it_is(
     run: MadeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run.finish(tmp_path, packed=True)
+    run.copied(tmp_path, packed=True)
     spoil(tmp_path / "features.h5", "features/flat", 3)
     report = check_store(tmp_path)
 
@@ -348,7 +348,7 @@ def test_a_packed_file_that_cannot_be_read_now_is_left_where_it_is(
 
 
 def test_a_store_that_is_being_written_is_not_repaired(run: MadeRun, tmp_path: Path) -> None:
-    run.finish(tmp_path)
+    run.copied(tmp_path)
     spoil(tmp_path / "parts" / "part-000001.h5", "features/flat", 3)
     report = check_store(tmp_path)
     with run.session(tmp_path).hold(), pytest.raises(StoreLockedError):
@@ -359,7 +359,7 @@ def test_a_store_that_is_being_written_is_not_repaired(run: MadeRun, tmp_path: P
 @pytest.mark.parametrize("codec", ["gzip", "zstd", "blosc2"])
 def test_a_chunk_that_cannot_be_decoded_costs_its_rows_only(tmp_path: Path, codec: str) -> None:
     made = make_run(29, 8, {"flat": (40,)}, codec=codec, failed=[9]).identified()
-    made.finish(tmp_path, packed=True)
+    made.copied(tmp_path, packed=True)
     before = dataset_digests(tmp_path / "features.h5")
     with h5py.File(tmp_path / "features.h5") as file:
         info = file["features/flat"].id.get_chunk_info(2)
@@ -376,10 +376,10 @@ def test_a_sound_leftover_is_kept_and_an_unsound_one_makes_room(
     run: MadeRun, tmp_path: Path
 ) -> None:
     """A part left beside the packed file must not stand in the way of the row it should hold."""
-    run.finish(tmp_path / "s", packed=True)
-    run.finish(tmp_path / "parts only")
+    run.copied(tmp_path / "s", packed=True)
+    run.copied(tmp_path / "parts only")
     other = replace(run, features={n: v + 1 for n, v in run.features.items()})
-    other.finish(tmp_path / "other")
+    other.copied(tmp_path / "other")
     root = tmp_path / "s"
     (root / "parts").mkdir()
     for index, source in ((1, "parts only"), (2, "other")):
@@ -396,9 +396,9 @@ def test_a_sound_leftover_is_kept_and_an_unsound_one_makes_room(
 def test_layers_of_one_go_and_of_two_are_repaired_alike(run: MadeRun, tmp_path: Path) -> None:
     run = replace(run, failures=())
     added = make_added(run, {"deep": (7,)})
-    run.finish(tmp_path / "two", packed=True)
+    run.copied(tmp_path / "two", packed=True)
     added.finish(tmp_path / "two", packed=True)
-    joined(run, added).finish(tmp_path / "one", packed=True)
+    joined(run, added).copied(tmp_path / "one", packed=True)
     for root in (tmp_path / "one", tmp_path / "two"):
         spoil(root / "features.h5", "features/deep", 28)
         repaired(root)

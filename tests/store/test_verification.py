@@ -64,12 +64,12 @@ class TestSound:
     @pytest.mark.parametrize("codec", ["none", "lzf", "gzip", "zstd", "blosc2"])
     def test_every_codec(self, tmp_path: Path, codec: str, packed: bool) -> None:
         run = make_run(29, 8, codec=codec, failed=[0, 28]).identified()
-        sound(run.finish(tmp_path, packed=packed), 29)
+        sound(run.copied(tmp_path, packed=packed), 29)
 
     @pytest.mark.parametrize("packed", [True, False])
     @pytest.mark.parametrize("failed", [[], list(range(29))], ids=["none failed", "all failed"])
     def test_any_number_of_failures(self, tmp_path: Path, failed: list[int], packed: bool) -> None:
-        sound(make_run(29, 8, failed=failed).identified().finish(tmp_path, packed=packed), 29)
+        sound(make_run(29, 8, failed=failed).identified().copied(tmp_path, packed=packed), 29)
 
     @pytest.mark.parametrize("packed", [True, False])
     @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
@@ -80,12 +80,12 @@ class TestSound:
                     made.features.items()}  # fmt: skip
             specs = tuple(replace(spec, dtype=dtype) for spec in made.specs)
             made = replace(made, features=bits, specs=specs)
-        sound(made.identified().finish(tmp_path, packed=packed), 21)
+        sound(made.identified().copied(tmp_path, packed=packed), 21)
 
     @pytest.mark.parametrize("num_rows", [1, 7, 8, 9])
     def test_few_rows(self, tmp_path: Path, num_rows: int) -> None:
         made = make_run(num_rows, 8).identified()
-        made.finish(tmp_path)
+        made.copied(tmp_path)
         sound(tmp_path, num_rows)
         pack(tmp_path)
         sound(tmp_path, num_rows)
@@ -96,7 +96,7 @@ class TestSound:
     ) -> None:
         added = make_added(run, {"deep": (7,)}, failed=[2, 5])
         grown = make_grown(joined(run, added), 10, failed=[30])
-        run.finish(tmp_path, packed=packed)
+        run.copied(tmp_path, packed=packed)
         sound(tmp_path, 29)
         added.finish(tmp_path, packed=packed)
         sound(tmp_path, 29)
@@ -108,7 +108,7 @@ class TestSound:
         sound(tmp_path / "features.h5", 39)
 
     def test_a_packed_file_alone_and_a_moved_store(self, run: MadeRun, tmp_path: Path) -> None:
-        run.finish(tmp_path / "s", packed=True)
+        run.copied(tmp_path / "s", packed=True)
         shutil.move(tmp_path / "s", tmp_path / "elsewhere")
         sound(tmp_path / "elsewhere", 29)
         (tmp_path / "alone").mkdir()
@@ -129,7 +129,7 @@ class TestSound:
     @pytest.mark.slow
     def test_three_hundred_parts_with_few_file_handles(self, tmp_path: Path) -> None:
         made = make_run(300, 1, {"flat": (2,)}).identified()
-        made.finish(tmp_path)
+        made.copied(tmp_path)
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard))
         try:
@@ -242,7 +242,7 @@ IN_A_FILE: dict[str, tuple[Change, str]] = {
 def test_damage_in_a_file_is_found_and_named(
     run: MadeRun, tmp_path: Path, kind: str, packed: bool
 ) -> None:
-    run.finish(tmp_path, packed=packed)
+    run.copied(tmp_path, packed=packed)
     path = tmp_path / "features.h5" if packed else part_path(tmp_path, 0)
     change, words = IN_A_FILE[kind]
     if kind == "a status with its sum" and packed:
@@ -257,7 +257,7 @@ def test_damage_in_a_file_is_found_and_named(
 
 
 def test_rows_and_layer_of_damaged_chunks_are_named(run: MadeRun, tmp_path: Path) -> None:
-    run.finish(tmp_path)
+    run.copied(tmp_path)
     for index, name in ((1, "features/map"), (3, "features/flat")):
         with h5py.File(part_path(tmp_path, index), "r+") as file:
             file[name][...] = 0.5
@@ -272,7 +272,7 @@ def test_a_chunk_that_cannot_be_decoded_is_named_and_the_others_are_counted(
     tmp_path: Path, codec: str
 ) -> None:
     made = make_run(29, 8, {"flat": (40,)}, codec=codec).identified()
-    made.finish(tmp_path, packed=True)
+    made.copied(tmp_path, packed=True)
     with h5py.File(tmp_path / "features.h5") as file:
         info = file["features/flat"].id.get_chunk_info(2)
     with (tmp_path / "features.h5").open("r+b") as raw:
@@ -293,13 +293,13 @@ FILES = {
 @pytest.mark.parametrize("damage", FILES)
 class TestFiles:
     def test_a_part(self, run: MadeRun, tmp_path: Path, damage: str) -> None:
-        run.finish(tmp_path)
+        run.copied(tmp_path)
         FILES[damage](part_path(tmp_path, 1))
         (found,) = checked(tmp_path).damages
         assert (found.path, found.start, found.stop) == (part_path(tmp_path, 1), 8, 16)
 
     def test_the_packed_file(self, run: MadeRun, tmp_path: Path, damage: str) -> None:
-        run.finish(tmp_path, packed=True)
+        run.copied(tmp_path, packed=True)
         FILES[damage](tmp_path / "features.h5")
         report = checked(tmp_path)
         assert [(d.path.name, d.start, d.stop) for d in report.damages] == [("features.h5", 0, 29)]
@@ -308,7 +308,7 @@ class TestFiles:
     def test_the_packed_file_hides_no_later_part(
         self, run: MadeRun, tmp_path: Path, damage: str
     ) -> None:
-        run.finish(tmp_path, packed=True)
+        run.copied(tmp_path, packed=True)
         make_added(run, {"deep": (3,)}).finish(tmp_path)
         FILES[damage](tmp_path / "features.h5")
         report = checked(tmp_path)
@@ -317,7 +317,7 @@ class TestFiles:
 
     def test_the_listing(self, run: MadeRun, tmp_path: Path, damage: str) -> None:
         """Parts and features.h5 hold it too: it is never they that are blamed."""
-        run.finish(tmp_path)
+        run.copied(tmp_path)
         FILES[damage](tmp_path / "samples.h5")
         assert [d.path.name for d in checked(tmp_path).damages] == ["samples.h5"]
         pack(tmp_path)
@@ -325,7 +325,7 @@ class TestFiles:
 
     @pytest.mark.parametrize("packed", [True, False])
     def test_the_manifest(self, run: MadeRun, tmp_path: Path, damage: str, packed: bool) -> None:
-        run.finish(tmp_path, packed=packed)
+        run.copied(tmp_path, packed=packed)
         FILES[damage](tmp_path / "featx.json")
         assert [d.path.name for d in checked(tmp_path).damages] == ["featx.json"]
 
@@ -333,7 +333,7 @@ class TestFiles:
 @pytest.mark.parametrize("name", ["featx.json", "samples.h5"])
 @pytest.mark.parametrize("packed", [True, False])
 def test_a_lost_file_is_named(run: MadeRun, tmp_path: Path, name: str, packed: bool) -> None:
-    run.finish(tmp_path, packed=packed)
+    run.copied(tmp_path, packed=packed)
     (tmp_path / name).unlink()
     (found,) = checked(tmp_path).damages
     assert (found.path.name, found.start, found.stop) == (name, 0, 0)
@@ -345,14 +345,14 @@ def test_a_lost_file_is_named(run: MadeRun, tmp_path: Path, name: str, packed: b
 def test_another_value_in_the_listing_is_the_listings_damage(
     run: MadeRun, tmp_path: Path, name: str, packed: bool
 ) -> None:
-    run.finish(tmp_path, packed=packed)
+    run.copied(tmp_path, packed=packed)
     with h5py.File(tmp_path / "samples.h5", "r+") as file:
         file[name][1] = 7 if name == "label" else b"cow"
     assert [d.path.name for d in checked(tmp_path).damages] == ["samples.h5"]
 
 
 def test_swapped_foreign_and_surplus_parts_are_named(run: MadeRun, tmp_path: Path) -> None:
-    run.finish(tmp_path)
+    run.copied(tmp_path)
     other = run.changed(model="other").finish(tmp_path.parent / f"{tmp_path.name}-other")
     one, two = part_path(tmp_path, 0), part_path(tmp_path, 1)
     one.rename(tmp_path / "x")
@@ -365,8 +365,8 @@ def test_swapped_foreign_and_surplus_parts_are_named(run: MadeRun, tmp_path: Pat
 
 
 def test_a_packed_file_of_another_run_is_named(run: MadeRun, tmp_path: Path) -> None:
-    run.finish(tmp_path / "s", packed=True)
-    run.changed(model="other").finish(tmp_path / "other", packed=True)
+    run.copied(tmp_path / "s", packed=True)
+    run.changed(model="other").copied(tmp_path / "other", packed=True)
     shutil.copy(tmp_path / "other" / "features.h5", tmp_path / "s" / "features.h5")
     report = checked(tmp_path / "s")
     assert any("fingerprint" in d.what and d.stop == 29 for d in report.damages)
@@ -377,7 +377,7 @@ def test_a_packed_file_alone_vouches_for_its_listing(
     run: MadeRun, tmp_path: Path, name: str
 ) -> None:
     """There is no samples.h5 to compare with, but the fingerprint holds its sha256."""
-    run.finish(tmp_path, packed=True)
+    run.copied(tmp_path, packed=True)
     path = tmp_path / "features.h5"
     change = overwrite(name, 1, 1 if name == "label" else b"cow")
     with h5py.File(path, "r+") as file:
@@ -388,7 +388,7 @@ def test_a_packed_file_alone_vouches_for_its_listing(
 
 
 def test_what_is_no_store_is_refused(run: MadeRun, tmp_path: Path) -> None:
-    run.finish(tmp_path / "s")
+    run.copied(tmp_path / "s")
     with h5py.File(tmp_path / "plain.h5", "w") as file:
         file["x"] = 1
     for path, words in (
@@ -402,7 +402,7 @@ def test_what_is_no_store_is_refused(run: MadeRun, tmp_path: Path) -> None:
 
 
 def test_a_newer_store_is_refused(run: MadeRun, tmp_path: Path) -> None:
-    run.finish(tmp_path)
+    run.copied(tmp_path)
     values = json.loads((tmp_path / "featx.json").read_text())
     (tmp_path / "featx.json").write_text(json.dumps({**values, "featx_format": 3}))
     with pytest.raises(StoreError, match="Upgrade featx"):
@@ -412,7 +412,7 @@ def test_a_newer_store_is_refused(run: MadeRun, tmp_path: Path) -> None:
 def test_a_file_that_cannot_be_read_now_is_no_damage(
     run: MadeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run.finish(tmp_path)
+    run.copied(tmp_path)
 
     def failing(path: Path, **options: Any) -> h5py.File:
         raise OSError(5, "Input/output error")

@@ -72,7 +72,7 @@ READS: dict[str, Callable[[FeatureStore], Any]] = {
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("read", READS)
 def test_a_flipped_value_is_refused(tmp_path: Path, codec: str, read: str, packed: bool) -> None:
-    root = made(codec).finish(tmp_path, packed=packed)
+    root = made(codec).copied(tmp_path, packed=packed)
     flip_value(root, 40)
     with pytest.raises(StoreError) as error:
         READS[read](featx.open(root))
@@ -86,7 +86,7 @@ def test_a_flipped_value_is_refused(tmp_path: Path, codec: str, read: str, packe
 @pytest.mark.parametrize("codec", CODECS)
 def test_other_chunks_are_still_read(tmp_path: Path, codec: str, packed: bool) -> None:
     run = made(codec)
-    root = run.finish(tmp_path, packed=packed)
+    root = run.copied(tmp_path, packed=packed)
     flip_value(root, 40)
     store = featx.open(root)
     for rows in (slice(0, 32), slice(48, NUM_ROWS)):
@@ -98,7 +98,7 @@ def test_other_chunks_are_still_read(tmp_path: Path, codec: str, packed: bool) -
 
 @pytest.mark.parametrize("codec", ["zstd", "blosc2", "gzip"])
 def test_single_rows_of_compressed_layers_are_compared(tmp_path: Path, codec: str) -> None:
-    root = made(codec).finish(tmp_path, packed=True)
+    root = made(codec).copied(tmp_path, packed=True)
     flip_value(root, 40)
     for index in (33, [33, 47]):
         with pytest.raises(StoreError, match="rows 32 to 47"):
@@ -107,7 +107,7 @@ def test_single_rows_of_compressed_layers_are_compared(tmp_path: Path, codec: st
 
 def test_verify_says_what_is_compared_of_single_rows(tmp_path: Path, packed: bool) -> None:
     run = made("none")
-    root = run.finish(tmp_path, packed=packed)
+    root = run.copied(tmp_path, packed=packed)
     flip_value(root, 40)
     expected = run.features["flat"]
     for verify in ("chunks", False):
@@ -127,7 +127,7 @@ def test_another_verify_is_refused(tmp_path: Path, verify: Any) -> None:
 
 @pytest.mark.parametrize("name", ["key", "label", "status"])
 def test_a_flipped_column_is_refused(tmp_path: Path, name: str) -> None:
-    root = made("none").finish(tmp_path, packed=True)
+    root = made("none").copied(tmp_path, packed=True)
     flip_value(root, 0, name)
     with pytest.raises(StoreError, match=f"features.h5: /{name} differs from its checksum"):
         _ = (lambda store: (store.keys, store.labels, store.status))(featx.open(root))
@@ -152,7 +152,7 @@ def test_bfloat16_is_compared_too(tmp_path: Path, packed: bool) -> None:
     bits = (run.features["flat"].view(np.uint32) >> 16).astype(np.uint16)
     specs = tuple(dataclasses.replace(spec, dtype="bfloat16") for spec in run.specs)
     run = dataclasses.replace(run, specs=specs, features={"flat": bits})
-    root = run.finish(tmp_path, packed=packed)
+    root = run.copied(tmp_path, packed=packed)
     whole = (bits.astype(np.uint32) << 16).view(np.float32)
     assert np.array_equal(featx.open(root)["flat"][:], whole)
     flip_value(root, 40)
@@ -162,7 +162,7 @@ def test_bfloat16_is_compared_too(tmp_path: Path, packed: bool) -> None:
 
 
 def test_what_verify_says_survives_a_pickle_and_a_refresh(tmp_path: Path) -> None:
-    root = made("none").finish(tmp_path, packed=True)
+    root = made("none").copied(tmp_path, packed=True)
     store = featx.open(root, verify="rows")
     flip_value(root, 40)
     for again in (pickle.loads(pickle.dumps(store)), store.refresh()):
@@ -175,7 +175,7 @@ def test_torch_datasets_compare_what_they_read(tmp_path: Path) -> None:
 
     from featx.torch import BlockShuffleSampler, FeatureDataset
 
-    root = made("none").finish(tmp_path, packed=True)
+    root = made("none").copied(tmp_path, packed=True)
     flip_value(root, 40)
     dataset = FeatureDataset(root, "flat")
     with pytest.raises(StoreError, match="rows 32 to 47"):
@@ -190,7 +190,7 @@ def test_objects_are_compared_without_more_requests(
     tmp_path: Path, codec: str, bucket: str, watch: RequestLog
 ) -> None:
     run = made(codec)
-    root = run.finish(tmp_path / "s", packed=True)
+    root = run.copied(tmp_path / "s", packed=True)
     flip_value(root, 40)
     far = upload(root, f"s3://{bucket}/s")
     sizes = {}
@@ -211,7 +211,7 @@ def test_objects_are_compared_without_more_requests(
 def test_a_damaged_copy_of_the_manifest_costs_no_row(tmp_path: Path) -> None:
     """Of the copy in features.h5 reading needs the number of runs only, which featx.json tells."""
     first = make_run(29, 8, failed=[2])
-    root = first.finish(tmp_path / "store", packed=True)
+    root = first.copied(tmp_path / "store", packed=True)
     flat = FeatureStore(root)["flat"][:]
     with h5py.File(root / "features.h5", "r+") as file:
         copy = bytearray(bytes(file.attrs["manifest"]))
@@ -224,7 +224,7 @@ def test_a_damaged_copy_of_the_manifest_costs_no_row(tmp_path: Path) -> None:
 
 
 def test_damage_to_the_texts_names_the_repair(tmp_path: Path) -> None:
-    root = make_run(29, 8).finish(tmp_path / "store", packed=True)
+    root = make_run(29, 8).copied(tmp_path / "store", packed=True)
     path = root / "features.h5"
     data = bytearray(path.read_bytes())
     with h5py.File(path) as file:

@@ -40,11 +40,9 @@ def guarantees() -> list[tuple[str, str]]:
 
 
 def names_of_tests() -> set[str]:
-    found = set()
+    found: set[str] = set()
     for path in (REPOSITORY / "tests").rglob("test_*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.FunctionDef):
-                found.add(node.name)
+        found.update(re.findall(r"^ *def (test_\w+)", path.read_text(encoding="utf-8"), re.M))
     return found
 
 

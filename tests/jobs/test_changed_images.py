@@ -134,8 +134,15 @@ def same_values(store: FeatureStore, other: FeatureStore) -> bool:
     )
 
 
-@pytest.mark.parametrize("pack", [True, False])
-@pytest.mark.parametrize("aged", [True, False])
+@pytest.mark.parametrize(
+    ("pack", "aged"),
+    [
+        (True, False),
+        (False, True),
+        pytest.param(True, True, marks=pytest.mark.slow),
+        pytest.param(False, False, marks=pytest.mark.slow),
+    ],
+)
 def test_a_changed_image_is_refused_and_refreshed(
     photos: Path, pack: bool, aged: bool, computed: list[Any], capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -75,7 +75,7 @@ MISTAKES = [
     (["data=folder", "data.root=1e5"], "data.root=1e5 does not exist"),
     (["model=resnet18,resnet34"], "-m model=resnet18,resnet34"),
     (["--model", "x"], "key=value, without dashes: model=VALUE"),
-    (["model.args={pause_s:0.5}"], "model.args has an effect with model.library=custom only"),
+    (["model.args={pause_s:0.5}"], "model.args has an effect with model.library=custom or"),
     (["reduce=mean"], "Nearest: avg"),
     (["dtype=fp16"], "Nearest: float16"),
     (["precision=float16"], "Nearest: fp16"),

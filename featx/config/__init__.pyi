@@ -23,6 +23,7 @@ from .job import StatsConfig as StatsConfig
 from .job import VerifyConfig as VerifyConfig
 from .model import AUTO_LIBRARY as AUTO_LIBRARY
 from .model import INTERPOLATIONS as INTERPOLATIONS
+from .model import LibraryModelConfig as LibraryModelConfig
 from .model import ModelConfig as ModelConfig
 from .model import TransformConfig as TransformConfig
 from .model import model_choice as model_choice

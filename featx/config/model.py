@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -85,6 +86,38 @@ class ModelConfig:
     def code(self) -> str | None:
         """Import path of the user's code that builds the model; None if it is a library's code."""
         return None
+
+
+@dataclass
+class LibraryModelConfig(ModelConfig):
+    """Options of a model that a library builds, of torchvision and timm."""
+
+    args: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments with which the library builds the model, such as
+    {dynamic_img_size: true}. A resume refuses other values."""
+    input_size: list[int] | None = None
+    """Height and width of the images in pixels, such as [448,448]: the model is built for it, and
+    the preprocessing follows; null takes the size of the weights."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.input_size is not None and (len(self.input_size) != 2 or min(self.input_size) < 1):
+            raise ConfigError(
+                f"model.input_size={self.input_size}: expected [height, width] in pixels."
+            )
+
+    def refuse_args(self, refused: Mapping[str, str]) -> None:
+        """Refuse arguments that featx gives itself or that change what a model is.
+
+        Args:
+            refused: name of an argument -> what to do instead.
+
+        Raises:
+            ConfigError: model.args has such an argument.
+        """
+        for name in self.args:
+            if name in refused:
+                raise ConfigError(f"model.args.{name} cannot be given: {refused[name]}.")
 
 
 def model_options(**values: Any) -> ModelConfig:

@@ -99,7 +99,7 @@ def test_a_key_without_effect_is_an_error() -> None:
         match=r"data\.root has no effect with data=textiles; .* add data=folder",
     ):
         DataConfig(name="textiles", root="photos")
-    with pytest.raises(ConfigError, match=r"model\.library=custom only"):
+    with pytest.raises(ConfigError, match=r"model\.args has an effect with model\.library="):
         model_options(args={"depth": 20})
 
 

@@ -5,15 +5,16 @@ from __future__ import annotations
 import contextlib
 import pickle
 import socket
+import threading
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlparse
 
-from featx.config import ModelConfig
-from featx.errors import ModelError, WeightsError
+from featx.config import LibraryModelConfig
+from featx.errors import ConfigError, FeatxError, ModelError, WeightsError
 from featx.models.libraries.registry import LIBRARIES, library_member
 from featx.models.model_names import registered_names
 
@@ -23,16 +24,51 @@ if TYPE_CHECKING:
     from featx.images import Preprocess
     from featx.models.base import Backbone, LibraryEmbedding
 
-_SCHEMES = ("hf-hub:", "hf_hub:", "local-dir:", "timm:")
+_COUNTER = "num_batches_tracked"
+"""Counter of BatchNorm, which eval mode never reads."""
+
+_LOCAL = "local-dir:"
+"""Beginning of the name of a model whose config and weights are in a folder."""
+
+_SCHEMES = ("hf-hub:", "hf_hub:", "timm:", _LOCAL)
 """Beginnings of names that say where timm finds a model."""
 
 
+_REFUSED_ARGS = {
+    "pretrained": "model.weights says which weights are loaded",
+    "pretrained_cfg": "name the weights in model.weights or model.name",
+    "pretrained_cfg_overlay": "name the weights in model.weights or model.name",
+    "pretrained_strict": "featx loads whole models only",
+    "checkpoint_path": "give the file as model.weights=PATH",
+    "cache_dir": "set HF_HUB_CACHE",
+    "features_only": "name the layers in the option layers",
+    "out_indices": "name the layers in the option layers",
+    "scriptable": "it changes no values",
+    "exportable": "it changes no values",
+}
+"""Arguments of timm.create_model -> what to do instead."""
+
+_patch_lock = threading.Lock()
+"""Protects the method of torch that `_whole_models` replaces."""
+
+
 @dataclass
-class TimmOptions(ModelConfig):
+class TimmOptions(LibraryModelConfig):
     """Options of model=timm."""
 
     name: str = ""
     library: str = "timm"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.refuse_args(_REFUSED_ARGS)
+        if self.args.get("in_chans", 3) != 3:
+            raise ConfigError("model.args.in_chans: featx reads RGB images, which have 3 channels.")
+        if "img_size" in self.args:
+            raise ConfigError(
+                "model.args.img_size cannot be given: model.input_size=[HEIGHT,WIDTH] sets the "
+                "size of the model and of its images together."
+            )
 
 
 def build(config: TimmOptions, seed: int) -> Backbone:
@@ -48,12 +84,13 @@ def build(config: TimmOptions, seed: int) -> Backbone:
     """
     import timm
 
-    from featx.models.base import random_id, seeded, timm_classes
+    from featx.models.base import random_id, timm_classes
     from featx.models.checkpoint import is_weights_file, load_weights, read_weights
 
     module: Any
 
     name, weights = _present_name(config.name), config.weights
+    size = None if config.input_size is None else (config.input_size[0], config.input_size[1])
     local = weights is not None and is_weights_file(weights)
     if weights not in (None, "default") and not local:
         name = f"{name.split('.', 1)[0]}.{weights}"
@@ -61,18 +98,121 @@ def build(config: TimmOptions, seed: int) -> Backbone:
     pretrained = weights is not None and not local
     cfg = _pretrained_cfg(timm, name) if pretrained else None
     # For a model that only the hub knows, even the architecture is downloaded.
-    downloads = _download_errors(name, cfg) if pretrained or ":" in name else None
-    with seeded(seed), downloads or contextlib.nullcontext():
-        module = timm.create_model(name, pretrained=pretrained)
+    downloads = None
+    if name.startswith(_LOCAL):
+        _check_folder(name)
+    elif pretrained or ":" in name:
+        downloads = _download_errors(name, cfg)
+    whole = _whole_models(name) if pretrained and (config.args or size) else None
+    with downloads or contextlib.nullcontext(), whole or contextlib.nullcontext():
+        module = _created(name, pretrained, config.args, size, seed)
     if local:
         assert weights is not None
         load_weights(module, read_weights(Path(weights)), weights)
     tag = module.pretrained_cfg.get("tag") or "default"
     origin = weights if local else f"timm {tag}" if pretrained else random_id(seed)
     assert origin is not None
-    backbone = wrap(module, f"timm/{name}", origin)
-    backbone.classes = timm_classes(module) if pretrained else ()
+    backbone = wrap(module, f"timm/{name}", origin, size)
+    backbone.classes = timm_classes(module) if pretrained and module.num_classes else ()
+    backbone.args = dict(config.args)
     return backbone
+
+
+def _created(
+    name: str, pretrained: bool, args: Mapping[str, Any], size: tuple[int, int] | None, seed: int
+) -> torch.nn.Module:
+    """Create a model of timm.
+
+    Args:
+        name: name for timm.create_model.
+        pretrained: whether timm loads the weights.
+        args: model.args.
+        size: (height, width) of the images, or None for that of the weights.
+        seed: seed of random weights.
+
+    Raises:
+        ModelError: the model does not take these arguments or this size.
+    """
+    import timm
+
+    from featx.models.base import seeded
+
+    def create(**more: Any) -> Any:
+        with seeded(seed):
+            return timm.create_model(name, pretrained=pretrained, **{**args, **more})
+
+    try:
+        if size is None:
+            return create()  # type: ignore[no-any-return]  # timm's models are modules
+        try:
+            module = create(img_size=size)
+        except TypeError as error:
+            if "img_size" not in str(error):
+                raise
+            module = create()  # a convolutional network, which takes images of any size
+    except FeatxError:  # about the weights; some are a ValueError as well
+        raise
+    except (TypeError, ValueError, AssertionError, KeyError) as error:
+        raise ModelError(
+            f"timm cannot build {name} with model.args={dict(args)}"
+            f"{'' if size is None else f' and model.input_size={list(size)}'}: {error}."
+        ) from error
+    built = getattr(getattr(module, "patch_embed", None), "img_size", None)
+    if built is not None and tuple(built) != size:
+        raise ModelError(
+            f"{name} was built for images of {tuple(built)} pixels, and model.input_size="
+            f"{list(size)}; it takes no other size."
+        )
+    return module  # type: ignore[no-any-return]
+
+
+@contextlib.contextmanager
+def _whole_models(name: str) -> Iterator[None]:
+    """Refuse weights that leave parameters of a model at their initial values.
+
+    timm loads without `strict` if model.args change the head or the pooling, and reports parameters
+    that the weights lack (such as fc_norm of global_pool=avg) to its log only.
+
+    Args:
+        name: name of the model, for messages.
+
+    Raises:
+        WeightsError: parameters or buffers are not in the weights, or do not fit.
+    """
+    from torch import nn
+
+    load = nn.Module.load_state_dict
+    missing: list[list[str]] = []
+
+    def recorded(module: nn.Module, state: Mapping[str, Any], *args: Any, **keywords: Any) -> Any:
+        try:
+            result = load(module, state, *args, **keywords)
+        except RuntimeError as error:
+            reason = " ".join(str(error).split())[:300]
+            raise WeightsError(
+                f"the weights of {name} do not fit the model that model.args and model.input_size "
+                f"ask for: {reason}"
+            ) from error
+        missing.append([key for key in result.missing_keys if not key.endswith(_COUNTER)])
+        return result
+
+    with _patch_lock:
+        nn.Module.load_state_dict = recorded  # type: ignore[method-assign, assignment]
+        try:
+            yield
+        finally:
+            nn.Module.load_state_dict = load  # type: ignore[method-assign]
+    if not missing:
+        raise ModelError(
+            f"{name} loads its weights in a way that featx cannot check with model.args or "
+            "model.input_size; leave these out."
+        )
+    if absent := missing[-1]:
+        raise WeightsError(
+            f"the weights of {name} lack {', '.join(absent[:5])}{', ...' if absent[5:] else ''} of "
+            "the model that model.args ask for, which would stay random. Leave the argument out "
+            "that adds these parameters; model.args.num_classes=0 builds a model without its head."
+        )
 
 
 def untrained(config: TimmOptions, seed: int) -> torch.nn.Module:
@@ -80,15 +220,24 @@ def untrained(config: TimmOptions, seed: int) -> torch.nn.Module:
     return build(replace(config, weights=None, init="loaded"), seed).module
 
 
-def wrap(module: torch.nn.Module, name: str, weights: str) -> Backbone:
-    """Make a backbone of a timm model, with its preprocessing, embedding and stages."""
+def wrap(
+    module: torch.nn.Module, name: str, weights: str, size: tuple[int, int] | None = None
+) -> Backbone:
+    """Make a backbone of a timm model, with its preprocessing, embedding and stages.
+
+    Args:
+        module: model of timm.
+        name: library and model.
+        weights: description of the weights.
+        size: as for `preprocess_of`.
+    """
     from featx.models.base import Backbone, timm_stages
 
     return Backbone(
         module=module,
         name=name,
         weights=weights,
-        preprocess=preprocess_of(module),
+        preprocess=preprocess_of(module, size),
         num_prefix_tokens=int(getattr(module, "num_prefix_tokens", 0)),
         has_class_token=any(
             name.rpartition(".")[2] == "cls_token" for name, _ in module.named_parameters()
@@ -99,8 +248,13 @@ def wrap(module: torch.nn.Module, name: str, weights: str) -> Backbone:
     )
 
 
-def preprocess_of(module: torch.nn.Module) -> Preprocess:
+def preprocess_of(module: torch.nn.Module, size: tuple[int, int] | None = None) -> Preprocess:
     """timm's evaluation transform for the weights of a module.
+
+    Args:
+        module: model of timm.
+        size: (height, width) of the images in pixels, with the share of the centre that the weights
+            ask for; None takes the size of the weights.
 
     Raises:
         ModelError: the model does not take three channels.
@@ -110,7 +264,8 @@ def preprocess_of(module: torch.nn.Module) -> Preprocess:
 
     from featx.images import Preprocess
 
-    data: dict[str, Any] = resolve_model_data_config(module)  # type: ignore[no-untyped-call]
+    asked = {} if size is None else {"input_size": (3, *size)}
+    data: dict[str, Any] = resolve_model_data_config(module, asked)  # type: ignore[no-untyped-call]
     channels, height, width = data["input_size"]
     if channels != 3:
         raise ModelError(f"this model takes {channels} channels; featx reads RGB images.")
@@ -181,6 +336,20 @@ def _check_tag(timm: Any, name: str) -> None:
     if tag not in tags:
         known = ", ".join(tags) or "none"
         raise WeightsError(f"timm has no weights {tag!r} for {base}; it has: {known}.")
+
+
+def _check_folder(name: str) -> None:
+    """Check that the folder of a model local-dir:FOLDER holds its config.
+
+    Raises:
+        WeightsError: it does not.
+    """
+    file = Path(name.removeprefix(_LOCAL)) / "config.json"
+    if not file.is_file():
+        raise WeightsError(
+            f"model.name={name}: there is no {file}. Expected a folder with config.json and "
+            "model.safetensors, as timm.models.save_for_hf writes it."
+        )
 
 
 def _pretrained_cfg(timm: Any, name: str) -> Any:

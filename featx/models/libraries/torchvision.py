@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlparse
 
-from featx.config import ModelConfig
-from featx.errors import ModelError, WeightsError
+from featx.config import LibraryModelConfig
+from featx.errors import ConfigError, FeatxError, ModelError, WeightsError
 from featx.models.libraries.registry import LIBRARIES, library_member
 from featx.models.model_names import registered_names
 
@@ -24,16 +24,33 @@ if TYPE_CHECKING:
     from featx.images import Preprocess
     from featx.models.base import Backbone
 
+_REFUSED_ARGS = {
+    "weights": "name the weights in model.weights",
+    "weights_backbone": "name the weights in model.weights",
+    "progress": "it changes no values",
+    "image_size": "model.input_size sets the size of the model and of its images together",
+    "input_size": "model.input_size sets the size of the model and of its images together",
+}
+"""Arguments of torchvision's builders -> what to do instead."""
+
 _patch_lock = threading.Lock()
 """Protects the function of torchvision that `_own_downloads` replaces."""
 
 
 @dataclass
-class TorchvisionOptions(ModelConfig):
+class TorchvisionOptions(LibraryModelConfig):
     """Options of model=torchvision."""
 
     name: str = ""
     library: str = "torchvision"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.refuse_args(_REFUSED_ARGS)
+        if self.input_size is not None and self.input_size[0] != self.input_size[1]:
+            raise ConfigError(
+                f"model.input_size={self.input_size}: the transforms of torchvision crop squares."
+            )
 
 
 def build(config: TorchvisionOptions, seed: int) -> Backbone:
@@ -62,11 +79,12 @@ def build(config: TorchvisionOptions, seed: int) -> Backbone:
     file = config.weights if config.weights and is_weights_file(config.weights) else None
     entry = _entry_of_file(enum, file) if file else _weights_entry(enum, name, config.weights)
     preset = (entry if entry is not None else _default(enum)).transforms()
-    preprocess = preprocess_of(preset, name)
+    side = None if config.input_size is None else config.input_size[0]
+    preprocess = preprocess_of(preset if side is None else _resized(preset, side), name)
     if entry is not None:
         try:
-            with seeded(seed), _own_downloads(name, file):
-                module = models.get_model(name, weights=entry)
+            with seeded(seed), _own_downloads(name, file), _refused_args(config):
+                module = models.get_model(name, weights=entry, **_all_args(config))
         except RuntimeError as error:  # from load_state_dict in the builder
             reason = " ".join(str(error).split())[:300]
             raise WeightsError(f"{file or entry} does not fit this model: {reason}") from error
@@ -86,7 +104,56 @@ def build(config: TorchvisionOptions, seed: int) -> Backbone:
         classifier=classifier_of(module),
         classes=tuple(entry.meta.get("categories", ())) if entry is not None else (),
         reentrant=True,
+        args=dict(config.args),
     )
+
+
+def _all_args(config: TorchvisionOptions) -> dict[str, Any]:
+    """Return model.args with the input size, for the builders that are told it."""
+    side = None if config.input_size is None else config.input_size[0]
+    if side is not None and config.name.startswith("vit_"):
+        return {**config.args, "image_size": side}
+    if side is not None and config.name.startswith("maxvit"):
+        return {**config.args, "input_size": (side, side)}
+    return dict(config.args)
+
+
+@contextlib.contextmanager
+def _refused_args(config: TorchvisionOptions) -> Iterator[None]:
+    """Turn the errors of a builder about its arguments into a ModelError."""
+    try:
+        yield
+    except FeatxError:  # about the weights; some are a ValueError as well
+        raise
+    except (TypeError, ValueError, AssertionError) as error:
+        raise ModelError(
+            f"torchvision cannot build {config.name} with model.args={config.args} and "
+            f"model.input_size={config.input_size}: {error}."
+        ) from error
+
+
+def _resized(preset: Any, side: int) -> Any:
+    """Return the transform of some weights for images of another size.
+
+    Args:
+        preset: transform from a weights enum; another one than those of classification and
+            segmentation is returned as it is.
+        side: height and width of the images in pixels; the share of the centre stays the same.
+    """
+    from torchvision.transforms._presets import ImageClassification, SemanticSegmentation
+
+    known: dict[str, Any] = {
+        "mean": tuple(getattr(preset, "mean", ())),
+        "std": tuple(getattr(preset, "std", ())),
+        "interpolation": getattr(preset, "interpolation", None),
+        "antialias": getattr(preset, "antialias", None),
+    }
+    if isinstance(preset, ImageClassification):
+        resize = round(preset.resize_size[0] * side / preset.crop_size[0])
+        return ImageClassification(crop_size=side, resize_size=resize, **known)
+    if isinstance(preset, SemanticSegmentation):
+        return SemanticSegmentation(resize_size=side, **known)
+    return preset
 
 
 def classifier_of(module: torch.nn.Module) -> str | None:
@@ -110,8 +177,8 @@ def untrained(config: TorchvisionOptions, seed: int) -> torch.nn.Module:
 
     from featx.models.base import seeded
 
-    with seeded(seed):
-        return _without_weights(models, config.name)
+    with seeded(seed), _refused_args(config):
+        return _without_weights(models, config.name, _all_args(config))
 
 
 def preprocess_of(preset: Any, name: str) -> Preprocess:
@@ -179,10 +246,10 @@ def _default(enum: Any) -> Any:
     return enum.DEFAULT
 
 
-def _without_weights(models: Any, name: str) -> torch.nn.Module:
+def _without_weights(models: Any, name: str, args: Mapping[str, Any]) -> torch.nn.Module:
     """The model with random weights, also for its backbone."""
     builder = models.get_model_builder(name)
-    keywords: dict[str, Any] = {"weights": None}
+    keywords: dict[str, Any] = {**args, "weights": None}
     if name.startswith(("googlenet", "inception")):
         keywords["init_weights"] = True  # the default, without its deprecation warning
     if "weights_backbone" in inspect.signature(builder).parameters:

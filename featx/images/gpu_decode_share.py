@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from featx.base import cpu_threads, num_cpus
-from featx.errors import ConfigError
+from featx.errors import ConfigError, FeatxError
 from featx.images.decode import EncodedJpeg, coded_jpeg, decode_pixels
 from featx.images.decode_settings import SHARES, DecodeSettings
 from featx.images.fault_tolerant_decode import FaultTolerantDecoder
@@ -87,8 +87,9 @@ def decode_share(
     coded = _some_coded(source, listing, decoding)
     if not coded:
         return SHARES, "all JPEGs that the device supports (found none to measure)"
-    at_least = decoding.preprocess.resize
-    assert at_least is not None, "there is a fast path"
+    at_least = decoding.preprocess.shortest_side
+    if at_least is None:
+        raise FeatxError("decode=gpu was asked of a transform that has no fast path.")
     # One thread for an image, as in the loader: the CPUs decode different images in parallel.
     with cpu_threads(1):
         begun = time.perf_counter()
@@ -135,7 +136,7 @@ def _some_coded(source: Source, listing: Listing, decoding: DecodeSettings) -> l
     with FaultTolerantDecoder(
         source,
         decoding.policy,
-        decoding.preprocess.resize,
+        decoding.preprocess.shortest_side,
         decoding.timeout_s,
         decoding.crash_list,
         "featx-share",

@@ -115,7 +115,7 @@ class Loader:
         self._decoder = FaultTolerantDecoder(
             source,
             decoding.policy,
-            None if decoding.reference else decoding.preprocess.resize,
+            None if decoding.reference else decoding.preprocess.shortest_side,
             decoding.timeout_s,
             decoding.crash_list,
             "featx-loader",
@@ -368,9 +368,12 @@ class Loader:
             height, width, _ = decoded_image.shape
             transformed = functools.partial(self._decoding.preprocess.crop_uint8, decoded_image)
         short, long = sorted((width, height))
-        # After resizing, the longer side has resize * long / short pixels: a very long image would
-        # exceed the memory that max_pixels allows.
-        if resize and resize * resize * long > self._decoding.policy.max_pixels * short:
+        # After resizing the shorter side, the longer one has resize * long / short pixels: a very
+        # long image would exceed the memory that max_pixels allows.
+        if (
+            isinstance(resize, int)
+            and resize * resize * long > self._decoding.policy.max_pixels * short
+        ):
             raise ImageFault(
                 Status.TOO_LARGE, f"{width} x {height} pixels would be too long after resizing"
             )

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, overload
+from typing import TYPE_CHECKING, Literal, overload
 
 import torch
 import torch.nn.functional as F
 from PIL import Image
 
-from featx.errors import ModelError
+from featx.errors import FeatxError, ModelError
 from featx.types import Box, ImageFault, Status
 
 if TYPE_CHECKING:
@@ -25,45 +25,64 @@ class Preprocess:
     Attributes:
         reference: the library's own transform: PIL RGB image -> (3, H, W) float32, normalised.
         crop: (height, width) of the centre crop in pixels, the input size of the backbone.
-        resize: shorter side in pixels before the crop, or None if the fast path cannot reproduce
-            the library's transform; decode=fast then uses the reference as well.
+        resize: shorter side in pixels before the crop; or (height, width), to which an image is
+            resized whatever its proportions; or None if the fast path cannot reproduce the
+            library's transform, and decode=fast then uses the reference as well.
         interpolation: 'bilinear' or 'bicubic' for the fast path, with antialiasing.
         mean: mean per channel, of values in [0, 1].
         std: standard deviation per channel, of values in [0, 1].
+        offset: how the crop's offset of half a pixel becomes a whole one: 'round' (torchvision,
+            timm; half to even) or 'floor' (processors of transformers).
     """
 
     reference: Callable[[Image.Image], torch.Tensor]
     crop: tuple[int, int]
-    resize: int | None
+    resize: int | tuple[int, int] | None
     interpolation: str
     mean: tuple[float, float, float]
     std: tuple[float, float, float]
+    offset: Literal["round", "floor"] = "round"
 
     @property
     def has_fast_path(self) -> bool:
         """Whether the fast path on uint8 can reproduce the transform."""
         return self.resize is not None and self.interpolation in ("bilinear", "bicubic")
 
+    @property
+    def shortest_side(self) -> int | None:
+        """Pixels that the shorter side of an image needs for this resize; None without a resize."""
+        return max(self.resize) if isinstance(self.resize, tuple) else self.resize
+
     def describe(self) -> str:
         """One readable line, which is part of the fingerprint."""
         height, width = self.crop
         resize = f"resize {self.resize}" if self.resize else "resize by the library"
+        if isinstance(self.resize, tuple):
+            resize = f"resize to {self.resize[0]}x{self.resize[1]}"
+        offset = "" if self.offset == "round" else f" {self.offset}"
         return (
-            f"{resize} {self.interpolation} antialias, crop {height}x{width}, "
+            f"{resize} {self.interpolation} antialias, crop {height}x{width}{offset}, "
             f"mean {list(self.mean)}, std {list(self.std)}"
         )
 
     def crop_uint8(self, image: npt.NDArray[np.uint8]) -> torch.Tensor:
-        """Resize the shorter side to `resize` and crop the centre, on the CPU.
+        """Resize to `resize` and crop the centre, on the CPU.
 
         Args:
             image: (H, W, 3) uint8 RGB.
 
         Returns:
-            (3, *crop) uint8. The antialiased uint8 resize of torch stays within 1 of Pillow's.
+            (3, *crop) uint8. The antialiased uint8 resize of torch stays within 1 of Pillow's, if
+            both resize the same axis first (`_rows_first`); otherwise bicubic pixels at edges
+            differ by up to 20.
         """
         x = torch.from_numpy(image).permute(2, 0, 1)[None]
-        return centre_crop(self._resized(x)[0], self.crop)
+        size = self._resized_size(x)
+        if _rows_first(x, size):
+            x = self._interpolated(x, (size[0], x.shape[3]))
+        if tuple(x.shape[2:]) != size:  # torch resizes the width first, if both change
+            x = self._interpolated(x, size)
+        return centre_crop(x[0], self.crop, self.offset)
 
     def crops_on_device(self, images: torch.Tensor) -> torch.Tensor:
         """Resize and crop on devices that can resize floats only, such as CUDA.
@@ -76,22 +95,25 @@ class Preprocess:
         """
         height, width = self._resized_size(images)
         x = images.float()
-        # Pillow and the uint8 kernels of torch resize the width first, then the height, and round
-        # to 0..255 in between. Bicubic weights are partly negative, so a single float resize that
-        # keeps values below 0 and above 255 differs from them by up to 29 levels at edges.
-        for size in ((x.shape[2], width), (height, width)):
+        # Pillow and the uint8 kernels of torch resize one axis after the other, and round to 0..255
+        # in between. Bicubic weights are partly negative, so a single float resize that keeps
+        # values below 0 and above 255 differs from them by up to 29 levels at edges.
+        first = (height, x.shape[3]) if _rows_first(x, (height, width)) else (x.shape[2], width)
+        for size in (first, (height, width)):
             if tuple(x.shape[2:]) != size:
                 x = self._interpolated(x, size).round_().clamp_(0, 255)
-        return centre_crop(x, self.crop).byte()
-
-    def _resized(self, x: torch.Tensor) -> torch.Tensor:
-        """(N, 3, H, W) images with the shorter side resized to `resize`."""
-        size = self._resized_size(x)
-        return x if tuple(x.shape[2:]) == size else self._interpolated(x, size)
+        return centre_crop(x, self.crop, self.offset).byte()
 
     def _resized_size(self, x: torch.Tensor) -> tuple[int, int]:
-        """Height and width of (N, 3, H, W) images after resizing the shorter side to `resize`."""
-        assert self.resize is not None
+        """Height and width of (N, 3, H, W) images after resizing to `resize`.
+
+        Raises:
+            FeatxError: there is no fast path.
+        """
+        if self.resize is None:
+            raise FeatxError("the fast path was asked of a transform that has none.")
+        if isinstance(self.resize, tuple):
+            return self.resize
         height, width = x.shape[2:]
         short = min(height, width)
         if short == self.resize:
@@ -164,12 +186,30 @@ def cut_out(
     return decoded[box.y : bottom, box.x : right].copy()
 
 
-def centre_crop(x: torch.Tensor, crop: tuple[int, int]) -> torch.Tensor:
-    """Crop the centre like torchvision's CenterCrop: rounded offsets, zeros outside the image.
+def _rows_first(x: torch.Tensor, size: tuple[int, int]) -> bool:
+    """Whether Pillow resizes the height of images before their width.
+
+    It resizes the width first if both axes are scaled alike. Pillow 13 changes the order if the
+    height shrinks much more than the width, which saves work. The limit is fitted to Pillow 13.0,
+    on 213 random sizes: it predicts 211 of them.
+
+    Args:
+        x: (N, 3, H, W).
+        size: (height, width) after resizing.
+    """
+    height, width = x.shape[2:]
+    return size[0] < height and 1.6 * (1 - size[1] / width) < 1 - size[0] / height
+
+
+def centre_crop(
+    x: torch.Tensor, crop: tuple[int, int], offset: Literal["round", "floor"] = "round"
+) -> torch.Tensor:
+    """Crop the centre; zeros outside the image.
 
     Args:
         x: (..., H, W).
         crop: (height, width).
+        offset: 'round' is torchvision's CenterCrop; 'floor' cuts half a pixel off.
 
     Returns:
         (..., *crop).
@@ -179,7 +219,11 @@ def centre_crop(x: torch.Tensor, crop: tuple[int, int]) -> torch.Tensor:
     if pad_h or pad_w:
         x = F.pad(x, (pad_w // 2, (pad_w + 1) // 2, pad_h // 2, (pad_h + 1) // 2))
         height, width = x.shape[-2:]
-    top, left = round((height - crop[0]) / 2), round((width - crop[1]) / 2)
+    top, left = height - crop[0], width - crop[1]
+    if offset == "floor":
+        top, left = top // 2, left // 2
+    else:
+        top, left = round(top / 2), round(left / 2)
     return x[..., top : top + crop[0], left : left + crop[1]]
 
 

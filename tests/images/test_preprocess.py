@@ -35,6 +35,11 @@ TIMM = [
     "mobilenetv3_large_100",
     "inception_v3.tv_in1k",
 ]
+SQUASHED = [
+    "coat_lite_medium_384.in1k",  # bicubic, 384 of 384
+    "dm_nfnet_f1.dm_in1k",  # bicubic, 224 of 246
+    "vit_5b_patch16_sapiens2.fb",  # not square
+]
 SIZES = [
     (320, 240),
     (257, 331),
@@ -172,9 +177,59 @@ def test_a_reference_of_another_shape_or_type_is_refused(reference: object) -> N
         check_reference(preprocess)
 
 
+def test_borders_and_sizes_that_keep_proportions_are_left_to_timm() -> None:
+    assert not timm_preprocess("deepseek_vit_412m.deepseek_v4_1_flash").has_fast_path
+
+
 @pytest.mark.parametrize(("resize", "interpolation"), [(None, "bilinear"), (8, "nearest")])
 def test_what_the_fast_path_cannot_follow_it_says(resize: int | None, interpolation: str) -> None:
     assert not Preprocess(None, (8, 8), resize, interpolation, (0, 0, 0), (1, 1, 1)).has_fast_path
+
+
+@pytest.mark.parametrize("name", SQUASHED)
+def test_an_exact_resize_is_timms(name: str) -> None:
+    """timm's crop mode squash. Pillow 13 resizes the height first for some proportions, which shows
+    at edges of bicubic images."""
+    preprocess = timm_preprocess(name)
+    assert preprocess.has_fast_path
+    assert isinstance(preprocess.resize, tuple)
+    sizes = [(500, 333), (333, 500), (400, 475), (475, 400), (225, 301), (600, 90), (90, 600)]
+    for i, (width, height) in enumerate([*sizes, (1, 9), preprocess.crop[::-1]]):
+        image = make_image(width, height, seed=i)
+        expected = in_grey_levels(preprocess, preprocess.reference(image))
+        difference = (in_grey_levels(preprocess, fast(preprocess, image)) - expected).abs()
+        assert difference.mean() <= 0.2, (width, height)
+        assert difference.max() <= 3.01, (width, height)
+
+
+def test_features_of_an_exact_resize_are_those_of_the_reference() -> None:
+    """On images that are not square: noise, which has more edges than photos."""
+    name = "dm_nfnet_f1.dm_in1k"
+    preprocess = timm_preprocess(name)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = timm.create_model("resnet18", num_classes=0).eval()
+    rng = np.random.default_rng(0)
+    for width, height in [(500, 333), (333, 500), (400, 475), (640, 200), (200, 640), (90, 120)]:
+        image = Image.fromarray(rng.integers(0, 256, (height, width, 3), np.uint8))
+        images = torch.stack([preprocess.reference(image), fast(preprocess, image)])
+        with torch.inference_mode():
+            expected, found = model(images)
+        assert torch.cosine_similarity(expected, found, dim=0) >= 0.9999, (width, height)
+
+
+@pytest.mark.parametrize("size", [(225, 301), (224, 227), (90, 91)], ids=str)
+def test_the_offset_of_a_crop_may_be_cut(size: tuple[int, int]) -> None:
+    """As the processors of transformers do: (height - crop) // 2."""
+    pixels = np.random.default_rng(0).integers(0, 256, (*size, 3), np.uint8)
+    cut = Preprocess(None, (64, 64), size, "bilinear", (0, 0, 0), (1, 1, 1), "floor")
+    top, left = (size[0] - 64) // 2, (size[1] - 64) // 2
+    expected = pixels[top : top + 64, left : left + 64].transpose(2, 0, 1)
+    assert np.array_equal(cut.crop_uint8(pixels).numpy(), expected)
+    on_device = cut.crops_on_device(torch.from_numpy(pixels).permute(2, 0, 1)[None])[0]
+    assert np.array_equal(on_device.numpy(), expected)
+    assert "crop 64x64 floor" in cut.describe()
+    assert f"resize to {size[0]}x{size[1]} bilinear" in cut.describe()
 
 
 def test_the_description_tells_transforms_apart() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import pickle
 import socket
 import threading
@@ -269,12 +270,18 @@ def preprocess_of(module: torch.nn.Module, size: tuple[int, int] | None = None) 
     channels, height, width = data["input_size"]
     if channels != 3:
         raise ModelError(f"this model takes {channels} channels; featx reads RGB images.")
-    # The fast path follows only a square centre crop; for others `resize` stays None.
-    plain = data["crop_mode"] == "center" and height == width
+    # timm resizes in four ways, and the fast path follows two of them. Borders, and sizes that are
+    # not square but keep the proportions of the image, are left to timm.
+    scaled = math.floor(height / data["crop_pct"]), math.floor(width / data["crop_pct"])
+    resize: int | tuple[int, int] | None = None
+    if data["crop_mode"] == "squash":
+        resize = scaled
+    elif data["crop_mode"] == "center" and scaled[0] == scaled[1]:
+        resize = scaled[0]
     return Preprocess(
         reference=create_transform(**data, is_training=False),
         crop=(height, width),
-        resize=int(height / data["crop_pct"]) if plain else None,
+        resize=resize,
         interpolation=data["interpolation"],
         mean=tuple(data["mean"]),
         std=tuple(data["std"]),

@@ -72,12 +72,15 @@ def browser() -> Iterator[Any]:
 
 
 @contextlib.contextmanager
-def opened(browser: Any, file: Path, scheme: str, width: int) -> Iterator[Any]:
+def opened(browser: Any, file: Path, scheme: str, width: int, touch: bool = False) -> Iterator[Any]:
     """A page in the browser, which must neither report an error nor request anything."""
     heard: list[str] = []
     asked: list[str] = []
     context = browser.new_context(
-        viewport={"width": width, "height": 900}, color_scheme=scheme, reduced_motion="reduce"
+        viewport={"width": width, "height": 900},
+        color_scheme=scheme,
+        reduced_motion="reduce",
+        has_touch=touch,
     )
     page = context.new_page()
     page.on("console", lambda message: heard.append(message.text))
@@ -116,19 +119,23 @@ def painted(page: Any) -> str:
     return str(page.evaluate("document.getElementById('canvas').toDataURL()"))
 
 
+def touch_points(page: Any, action: Any) -> None:
+    """Call `action` with positions all over the plot, until a point is hit."""
+    box = page.locator("#canvas").bounding_box()
+    for step in range(1, 400):
+        x, y = step % 20 / 20, step // 20 / 20
+        action(box["x"] + x * box["width"], box["y"] + y * box["height"])
+        if page.locator("#tip").is_visible():
+            return
+
+
 def test_the_embedding_plot_shows_the_image_under_the_pointer(browser: Any, folder: Path) -> None:
     with opened(browser, folder / "report.html", "light", 1360) as page:
         tip = page.locator("#tip")
-        canvas = page.locator("#canvas")
-        canvas.scroll_into_view_if_needed()
+        page.locator("#canvas").scroll_into_view_if_needed()
+        page.wait_for_timeout(100)
         assert tip.is_hidden()
-        box = canvas.bounding_box()
-        # Over the whole plot, since the places of the points are not known here.
-        for step in range(1, 400):
-            x, y = step % 20 / 20, step // 20 / 20
-            page.mouse.move(box["x"] + x * box["width"], box["y"] + y * box["height"])
-            if tip.is_visible():
-                break
+        touch_points(page, page.mouse.move)
         assert tip.is_visible()
         assert "onerror=document.title" in page.locator("#tip small").inner_text()
         assert page.locator("#tip b").inner_text() in (EVIL, "</script>$x^2$<b>bold")
@@ -154,6 +161,16 @@ def test_the_embedding_plot_shows_the_image_under_the_pointer(browser: Any, fold
         seen.add(painted(page))
         assert len(seen) == 5
         assert page.locator("#legend button[aria-pressed=true]").count() == 1
+
+
+def test_a_tap_shows_an_image_until_something_else_is_tapped(browser: Any, folder: Path) -> None:
+    with opened(browser, folder / "report.html", "dark", 390, touch=True) as page:
+        page.locator("#canvas").scroll_into_view_if_needed()
+        page.wait_for_timeout(100)
+        touch_points(page, page.touchscreen.tap)
+        assert page.locator("#tip").is_visible()
+        page.locator("#embedding h2").tap()
+        page.wait_for_selector("#tip", state="hidden")
 
 
 def test_a_cell_of_the_confusion_matrix_filters_the_errors(browser: Any, folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""Two-dimensional maps of the rows of a layer: principal components and t-SNE."""
+"""Rows of a layer in two dimensions, by PCA and t-SNE, and similar rows among them."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ COMPONENTS = 50
 """Maximum number of principal components that t-SNE uses as input."""
 
 PERPLEXITY = 30
+"""Perplexity of t-SNE for 91 rows or more."""
 
 Matrix = npt.NDArray[np.float64]
 
@@ -231,6 +232,11 @@ def principal_components(x: npt.NDArray[np.floating], count: int) -> tuple[Matri
     return scores * np.where(largest < 0, -1.0, 1.0), values[: min(n, width)] / values.sum()
 
 
+def perplexity_of(num_rows: int) -> float:
+    """Return the perplexity of t-SNE, which has to be below the number of rows."""
+    return min(PERPLEXITY, (num_rows - 1) / 3)
+
+
 def _tsne(scores: Matrix, plane: Matrix, seed: int) -> Matrix:
     """Compute (n, 2) t-SNE with scikit-learn from principal components.
 
@@ -242,8 +248,9 @@ def _tsne(scores: Matrix, plane: Matrix, seed: int) -> Matrix:
     from threadpoolctl import threadpool_limits
 
     start = plane / max(float(plane[:, 0].std()), 1e-300) * 1e-4
-    perplexity = min(PERPLEXITY, (len(scores) - 1) / 3)
-    model = TSNE(perplexity=perplexity, init=start.astype(np.float32), random_state=seed)
+    model = TSNE(
+        perplexity=perplexity_of(len(scores)), init=start.astype(np.float32), random_state=seed
+    )
     # t-SNE takes a thousand short steps. On a busy machine, threads that wait for each other take 2
     # to 18 times as long as a single one.
     with threadpool_limits(1):

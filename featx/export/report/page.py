@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from featx.export.report.embedding_plots import LayerPlot, Matrix
+from featx.export.report.embedding_plots import LayerPlot, Matrix, perplexity_of
 from featx.export.report.failures import Reason
 from featx.export.report.html import render_page
 from featx.export.report.layer_similarity import LayerSimilaritySection
@@ -206,10 +207,11 @@ def render(page: Page) -> str:
         confusion=confusion_plot(page.probes),
         class_errors=class_errors(page.probes),
         num_classes_in_plot=CLASSES_SHOWN,
-        charted=_charted(page.probes),
+        charted=_charted(page.probes, page.layers),
         cka=cka_plot(page.similarity),
         curves=few_shot_plot(page.probes, page.provenance),
         fails=page.provenance.num_failed,
+        perplexity=f"{perplexity_of(len(page.rows)):.0f}",
     )
 
 
@@ -340,11 +342,17 @@ def few_shot_plot(probes: Probes, provenance: Provenance) -> LinePlot | None:
     return line_plot(ticks, curves, probes.chance)
 
 
-def _charted(probes: Probes) -> list[str]:
-    """Return the layers in the chart of the result: all, or those with the highest accuracy."""
+def _charted(probes: Probes, layers: Sequence[str]) -> list[str]:
+    """Return the layers in the chart of the result: all, or those with the highest accuracy.
+
+    Args:
+        probes: contents of the probe's files.
+        layers: layers of the page, in whose order they are drawn.
+    """
     results = probes.of_method(probes.method)
     best = sorted(results, key=lambda each: (not each.best, -each.accuracy))[:LAYERS_CHARTED]
-    return [each.layer for each in results if each in best]
+    place = {layer: i for i, layer in enumerate(layers)}
+    return sorted((each.layer for each in best), key=lambda layer: place.get(layer, -1))
 
 
 def _data(page: Page) -> dict[str, object]:

@@ -23,16 +23,22 @@ PIXELS = 144
 """Shorter side of a thumbnail in pixels."""
 
 TILE_PIXELS = 64
-"""Side of a tile of the sprite in pixels, for up to TILES tiles; half of it for more."""
+"""Side of a tile in pixels."""
+
+SPRITES = ((64, 56), (64, 36), (32, 56), (32, 30))
+"""Side of a tile in the sprite, and quality of the WebP encoder, from the best to the smallest."""
+
+SPRITE_BYTES = 480 << 10
+"""Bytes of the sprite's data URI, below which the best of SPRITES is taken."""
 
 TILES = 600
-"""Number of tiles beyond which they are halved, so that the sprite stays small."""
+"""Number of tiles from which large ones are not even tried."""
 
 MAX_BYTES = 640 << 10
 """Maximum bytes of the data URIs of a report, in addition to the sprite."""
 
-_QUALITY, _TILE_QUALITY = 66, 56
-"""Quality of the WebP encoder for thumbnails and for the sprite."""
+_QUALITY = 66
+"""Quality of the WebP encoder for thumbnails."""
 
 _AT_ONCE = 64
 """Images that are submitted to the decoder at a time."""
@@ -172,14 +178,17 @@ class Thumbnails:
         there = [row for row in rows if row in self._tiles]
         if not there:
             return Sprite("", 1, TILE_PIXELS, {})
-        pixels = TILE_PIXELS if len(there) <= TILES else TILE_PIXELS // 2
         columns = math.ceil(math.sqrt(len(there)))
-        sheet = Image.new("RGB", (columns * pixels, math.ceil(len(there) / columns) * pixels))
-        for number, row in enumerate(there):
-            tile = self._tiles[row].resize((pixels, pixels), Image.Resampling.BICUBIC)
-            sheet.paste(tile, (number % columns * pixels, number // columns * pixels))
         place = {row: number for number, row in enumerate(there)}
-        return Sprite(_data_uri(sheet, _TILE_QUALITY), columns, pixels, place)
+        for pixels, quality in SPRITES if len(there) <= TILES else SPRITES[2:]:
+            sheet = Image.new("RGB", (columns * pixels, math.ceil(len(there) / columns) * pixels))
+            for row, number in place.items():
+                tile = self._tiles[row].resize((pixels, pixels), Image.Resampling.BICUBIC)
+                sheet.paste(tile, (number % columns * pixels, number // columns * pixels))
+            sprite = Sprite(_data_uri(sheet, quality), columns, pixels, place)
+            if len(sprite.uri) <= SPRITE_BYTES:
+                break
+        return sprite
 
     def rows_that(self, why_not: str) -> list[int]:
         """Return the rows without an image for a reason, UNREAD or UNDECODED."""

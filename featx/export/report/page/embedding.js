@@ -148,7 +148,10 @@
   };
   canvas.addEventListener("pointermove", (event) => point(nearest(event), event));
   canvas.addEventListener("pointerdown", (event) => point(nearest(event), event));
-  canvas.addEventListener("pointerleave", (event) => point(-1, event));
+  // A finger leaves the plot when it is lifted: its image stays until something else is tapped.
+  canvas.addEventListener("pointerleave", (event) => { if (event.pointerType !== "touch") point(-1, event); });
+  document.addEventListener("pointerdown", (event) => { if (event.target !== canvas) point(-1, event); });
+  document.addEventListener("scroll", (event) => point(-1, event), { passive: true });
 
   for (const group of document.querySelectorAll(".seg")) {
     group.addEventListener("click", (event) => {

@@ -137,7 +137,8 @@ class MadeRun:
     def copied(self, root: Path, packed: bool = False) -> Path:
         """Put a copy of the complete store into an empty folder; `finish` makes it once a process.
 
-        For tests of what is done with a store: a copy takes 1 ms, writing one 50 ms.
+        For tests of what is done with a store: a copy takes 1 ms, writing one 50 ms. A test that
+        patches what writes a store needs `finish`.
         """
         root.mkdir(parents=True, exist_ok=True)
         assert not any(root.iterdir()), f"{root} is not empty"

@@ -254,7 +254,7 @@ def test_every_command_runs(
             words = words.replace("cat/001.jpg", "cat/000.png")
         if words.startswith("-"):
             continue  # --help and -m end or fork Hydra; test_command.py has them
-        # Pages show several commands on one folder, which go on with one another or differ.
+        # Pages show several commands on one folder, which resume one another or differ.
         if "out=" not in words and not re.search(r"job=(?!attribute|stats)", words):
             words += " overwrite=true"
         assert run(words, monkeypatch) == 0, f"{line}\n{capsys.readouterr().err[-2000:]}"

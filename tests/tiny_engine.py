@@ -44,7 +44,7 @@ def bound(
     device: torch.device = CPU,
     images: torch.Tensor | None = None,
 ) -> Iterator[Engine]:
-    """An engine with taps on `layers`: names, or (name, reduction); proven on `images`."""
+    """An engine with captures of `layers`: names, or (name, reduction); proven on `images`."""
     pairs = [(layer, "none") if isinstance(layer, str) else layer for layer in layers]
     with Engine(backbone, device, dtype) as engine:
         traced = engine.trace()
@@ -72,7 +72,7 @@ def hooked(module: nn.Module, layer: str, x: torch.Tensor, call: int = 1) -> tor
 def overwritten(
     module: nn.Module, points: Sequence[CapturePoint], x: torch.Tensor
 ) -> frozenset[str]:
-    """The taps whose tensors are written to again later in a pass."""
+    """The captures whose tensors are written to again later in a pass."""
     copies = Copies()
     with torch.no_grad(), CaptureHooks(module, points, copies.keep) as hooks:
         hooks.forward(x)

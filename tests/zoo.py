@@ -18,7 +18,7 @@ class TwoStageConvNet(nn.Module):
         poison: `pool` is NaN where the mean of `deep` is above this.
         scale: of the weights of `conv`.
         pause_s: how long every forward waits.
-        hang: a forward goes on, for 30 s at the most, while this file exists.
+        hang: a forward pass lasts, for 30 s at the most, while this file exists.
     """
 
     args_without_effect = ("pause_s", "hang")
@@ -80,7 +80,7 @@ class ClampedNet(nn.Module):
 
 
 class ConvBatchNorm(nn.Module):
-    """conv -> bn, and what reads the convolution's output beside it, if anything does."""
+    """conv -> bn, and another layer that reads the output of the convolution, if any does."""
 
     def __init__(self, read_twice: bool = False, called_twice: bool = False) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""job=stats: against whole matrices, exact under any end and new beginning, beside a store."""
+"""job=stats: against whole matrices, exact after any end and resume, also next to a store."""
 
 from __future__ import annotations
 
@@ -198,7 +198,7 @@ def test_values_that_are_not_finite_stop_the_run_or_are_left_out(photos: Path) -
     assert len(failures("store/stats-failures.csv")) == 21 - store.ok.sum()
 
 
-# Going on
+# Resume
 
 
 @contextmanager

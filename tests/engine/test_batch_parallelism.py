@@ -1,4 +1,4 @@
-"""How many batches are computed side by side."""
+"""How many batches are computed in parallel."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from zoo import ResidualConvNet
 
 import featx
 from featx.config import model_options
-from featx.engine import batch_parallelism as beside
+from featx.engine import batch_parallelism
 from featx.engine.batch_parallelism import (
     BatchParallelism,
     _on_cpu,
@@ -62,9 +62,9 @@ def test_threads_of_a_batch_and_batches_at_once(
     monkeypatch.setattr("featx.engine.batch_parallelism.is_kept_in_threads", lambda: kept)
     engine = types.SimpleNamespace(replicable=replicable)
     found = _on_cpu(cpus, engine, room, None)
-    beside = f", and {replicas} parallel batches" if replicas > 1 else ""
+    parallel = f", and {replicas} parallel batches" if replicas > 1 else ""
     assert found == BatchParallelism(
-        threads, replicas, replicas > 1, {"threads": f"{threads}{beside}"}
+        threads, replicas, replicas > 1, {"threads": f"{threads}{parallel}"}
     )
 
 
@@ -167,8 +167,8 @@ class Cuda:
         }.items():
             patch.setattr(torch.cuda, name, lambda device, value=value: value)
         patch.setattr(torch.cuda, "empty_cache", self._empty)
-        patch.setattr(beside, "free_memory", lambda: host)
-        patch.setattr(beside, "replicas_agree", self._same)
+        patch.setattr(batch_parallelism, "free_memory", lambda: host)
+        patch.setattr(batch_parallelism, "replicas_agree", self._same)
 
     def run(self, batch: torch.Tensor) -> dict[str, torch.Tensor]:
         return {"a": torch.zeros(64), "b": torch.zeros(64)}  # 512 bytes, of which there are four
@@ -234,7 +234,7 @@ def test_replicas_on_cuda_give_the_bits_of_one(model: str, precision: str) -> No
     with bound(backbone, layer, device=CUDA) as engine:
         engine.configure_compute(Compute(precision, False, False, 64))
         x = torch.randint(256, (64, 3, 224, 224), dtype=torch.uint8)
-        assert _on_device(engine, lambda size: x[:size]).replicas == beside.CUDA_STREAMS
+        assert _on_device(engine, lambda size: x[:size]).replicas == batch_parallelism.CUDA_STREAMS
         assert all(replicas_agree(engine, x, 2) for _ in range(10))
         with engine.replicas(2) as replicas:
             found = set()
@@ -257,7 +257,7 @@ def test_a_run_on_cuda_gives_the_same_bits_in_one_stream_and_in_two(
     keys |= {"device": "cuda", "precision": precision}
     rows, sums = [], []
     for count in (1, 2):
-        monkeypatch.setattr(beside, "CUDA_STREAMS", count)
+        monkeypatch.setattr(batch_parallelism, "CUDA_STREAMS", count)
         capfd.readouterr()
         rows.append(featx.extract(**keys, out=tmp_path / f"rows{count}")["layer2"][:].tobytes())
         assert f"{count}, a batch in each" in capfd.readouterr().err

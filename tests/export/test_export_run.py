@@ -1,4 +1,4 @@
-"""The bookkeeping of job=export: what was begun is gone on with, what is not ours stays."""
+"""The bookkeeping of job=export: an unfinished export is resumed, what is not ours stays."""
 
 from __future__ import annotations
 

@@ -215,9 +215,9 @@ def test_a_store_resumes_with_its_version_or_says_so(
 ) -> None:
     (photos / "z.heic").write_bytes(heic(make_image(64, 64)))
     assert extract(photos, pack=False).ok.all()
-    descriptor = json.loads(Path("store/featx.json").read_bytes())
-    assert descriptor["fingerprint"]["version.pillow_heif"] == pillow_heif.__version__
-    assert descriptor["resolved"]["heif"] == pillow_heif.__version__
+    manifest = json.loads(Path("store/featx.json").read_bytes())
+    assert manifest["fingerprint"]["version.pillow_heif"] == pillow_heif.__version__
+    assert manifest["resolved"]["heif"] == pillow_heif.__version__
     next(Path("store/parts").glob("part-*")).unlink()
     assert extract(photos, pack=False).ok.all()
     version_of = heif_version.__globals__["version_of"]

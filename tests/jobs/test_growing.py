@@ -145,7 +145,7 @@ def test_layers_wait_until_the_store_is_finished(photos: Path) -> None:
 
 @pytest.mark.slow
 def test_a_part_of_each_of_two_runs_is_lost(photos: Path) -> None:
-    """No command names both runs at once; the message has to say one that goes on."""
+    """No command names both runs at once; the message has to say one that resumes."""
     extract(photos, pack=False)
     extract(photos, layers=["conv", "pool"], pack=False)
     whole = extract(photos, out="whole", layers=["conv", "pool"])
@@ -330,10 +330,10 @@ def test_runs_of_a_store_are_listed_in_its_manifest(photos: Path) -> None:
     store = featx.open("store")
     assert store["conv"].dtype == np.float16
     assert store["pool"].dtype == np.float32
-    descriptor = json.loads(Path("store/featx.json").read_text())
-    assert descriptor["featx_format"] == 2
-    assert [run["codec"] for run in descriptor["additions"]] == ["gzip"]
-    assert descriptor["additions"][0]["first_part"] == 2
+    manifest = json.loads(Path("store/featx.json").read_text())
+    assert manifest["featx_format"] == 2
+    assert [run["codec"] for run in manifest["additions"]] == ["gzip"]
+    assert manifest["additions"][0]["first_part"] == 2
     with h5py.File(PACKED) as file:
         assert file["features/conv"].compression is None
         assert file["features/pool"].compression == "gzip"

@@ -189,8 +189,8 @@ def test_names_are_what_to_write_in_layers() -> None:
     assert {"relu@2:input", "attention[1]:input", "attention[0]", "head:grad_output"} <= set(names)
     taken = {name for row in rows for name in row["inputs"]}
     for name in {*names, *(name for name in taken if name != "head:input")}:
-        ((tap, _),) = select([(name, ReduceConfig())], traced, None, None).chosen
-        assert tap.name == name
+        ((point, _),) = select([(name, ReduceConfig())], traced, None, None).chosen
+        assert point.name == name
     assert all(row["ms"] is None and row["mean"] is None for row in rows)  # nothing was measured
 
 

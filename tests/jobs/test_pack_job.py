@@ -33,7 +33,7 @@ def test_packed_later_is_what_is_packed_at_once(
     assert "packed now, its parts are deleted" in capsys.readouterr().out
     assert dataset_digests(PACKED) == dataset_digests(Path("at-once/features.h5"))
     assert not Path("store/parts").exists()
-    # A reader that had the parts open goes on with the packed file.
+    # A reader that had the parts open continues with the packed file.
     assert kept["conv"][:].tobytes() == before
     assert run_job("verify", out="store") == 0
 

@@ -195,7 +195,7 @@ def test_hooks_on_a_model_that_was_compiled_before(layer: str) -> None:
 
 @pytest.mark.filterwarnings("ignore:Using .torch.compile")  # the counter of FLOPs has global hooks
 def test_a_backbone_with_a_part_that_was_compiled_before() -> None:
-    """Whatever the compiled part hides, a tap in it is right or refused."""
+    """Whatever the compiled part hides, a capture in it is right or refused."""
     module = nn.Sequential(nn.Conv2d(3, 4, 1), Tail())
     module[1] = COMPILE(module[1].eval(), backend="eager")
     backbone, x = backbone_of(module), noise()

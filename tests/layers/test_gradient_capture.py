@@ -282,7 +282,7 @@ def test_the_model_is_left_as_it_was() -> None:
 
 
 class WritesToItsInput(nn.Module):
-    """Throws the result of an in-place layer away, and goes on with what it wrote."""
+    """Throws the result of an in-place layer away, and continues with what it wrote."""
 
     def __init__(self) -> None:
         super().__init__()

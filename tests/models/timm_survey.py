@@ -217,7 +217,7 @@ def randomise_constants(module: torch.nn.Module) -> None:
 def _run(
     engine: Engine, chosen: list[Any], x: torch.Tensor
 ) -> list[tuple[CapturePoint, torch.Tensor]]:
-    """The taps, each with the rows that a run stores."""
+    """The captures, each with the rows that a run stores."""
     engine.attach_captures(chosen)
     engine.configure_compute(Compute("fp32", False, False, len(x)))
     values = engine.run(x)

@@ -1,4 +1,4 @@
-"""Jobs beside job=extract that are spread, with the tiny model, and what they made."""
+"""Jobs other than job=extract with the tiny model in several processes, and what they made."""
 
 from __future__ import annotations
 

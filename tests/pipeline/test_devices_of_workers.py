@@ -103,9 +103,9 @@ def test_two_workers_give_what_one_process_gives(
     assert shared.complete
     assert digests("store") == digests(alone.root)
     assert [f["key"] for f in shared.failures] == ["cat/broken.png"]
-    descriptor = json.loads(Path("store/featx.json").read_text())
-    assert descriptor["resolved"]["threads"] == 1
-    assert descriptor["fingerprint"] == json.loads(Path("alone/featx.json").read_text())[
+    manifest = json.loads(Path("store/featx.json").read_text())
+    assert manifest["resolved"]["threads"] == 1
+    assert manifest["fingerprint"] == json.loads(Path("alone/featx.json").read_text())[
         "fingerprint"
     ]  # fmt: skip
     summary = json.loads(Path("store/summary.json").read_text())

@@ -43,9 +43,9 @@ def batches(count: int) -> Iterator[tuple[Part, Batch]]:
         yield PART, Batch(torch.zeros(1), start, 1, [])
 
 
-def taken(beside: ParallelPasses, count: int) -> list[Any]:
-    with beside:
-        return [computed() for _, _, computed in beside.each(batches(count))]
+def taken(parallel: ParallelPasses, count: int) -> list[Any]:
+    with parallel:
+        return [computed() for _, _, computed in parallel.each(batches(count))]
 
 
 def test_batches_are_taken_in_their_order_whichever_is_done_first() -> None:
@@ -76,8 +76,8 @@ def test_an_error_is_raised_when_its_batch_is_taken_and_not_before() -> None:
             raise RuntimeError("the third")
         return batch.start
 
-    with ParallelPasses(["a", "b", "c"], 1, compute) as beside:
-        each = beside.each(batches(6))
+    with ParallelPasses(["a", "b", "c"], 1, compute) as parallel:
+        each = parallel.each(batches(6))
         assert [computed() for _, _, computed in itertools.islice(each, 2)] == [0, 1]
         _, batch, computed = next(each)
         assert batch.start == 2
@@ -93,30 +93,30 @@ def test_no_more_passes_start_than_there_is_room_for() -> None:
             begun.append(batch.start)
             yield part, batch
 
-    with ParallelPasses(["a", "b"], 1, lambda engine, batch: batch.start) as beside:
-        for _, batch, _ in beside.each(noted()):
+    with ParallelPasses(["a", "b"], 1, lambda engine, batch: batch.start) as parallel:
+        for _, batch, _ in parallel.each(noted()):
             assert len(begun) <= batch.start + 3
 
 
 def test_idle_engines_are_counted() -> None:
     go = threading.Event()
-    with ParallelPasses(["a", "b"], 1, lambda engine, batch: go.wait(10)) as beside:
-        assert beside.idle_share == 1
-        each = beside.each(batches(3))
+    with ParallelPasses(["a", "b"], 1, lambda engine, batch: go.wait(10)) as parallel:
+        assert parallel.idle_share == 1
+        each = parallel.each(batches(3))
         _, _, computed = next(each)
-        assert beside.idle_share == 0
+        assert parallel.idle_share == 0
         go.set()
         computed()
         for _, _, computed in each:
             computed()
-        assert beside.idle_share == 1
+        assert parallel.idle_share == 1
 
 
 def test_a_batch_has_the_threads_that_were_asked_for() -> None:
     before = torch.get_num_threads()
-    beside = ParallelPasses(["a"], 1, lambda engine, batch: torch.get_num_threads())
+    parallel = ParallelPasses(["a"], 1, lambda engine, batch: torch.get_num_threads())
     try:
-        assert taken(beside, 2) == [1, 1]
+        assert taken(parallel, 2) == [1, 1]
     finally:
         torch.set_num_threads(before)
 
@@ -367,7 +367,7 @@ def printed(photos: Path, *keys: str, cpus: int = 2) -> str:
 def test_rows_are_the_same_with_parallel_batches(
     photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str, said: str
 ) -> None:
-    """Of one thread, of two side by side, and of two workers with one thread each."""
+    """Of one thread, of two in parallel, and of two workers with one thread each."""
     monkeypatch.chdir(tmp_path)
     assert "threads         1\n" in printed(photos, "out=one", cpus=1)
     assert said in printed(photos, "out=other", key)

@@ -108,7 +108,7 @@ def test_the_next_part_is_computed_meanwhile() -> None:
 
     def noticed(part: Part, batch: Batch, computed: Callable[[], int]) -> list[Failure]:
         if batch.start >= 4:
-            computing.set()  # the first commit goes on only now
+            computing.set()  # the first commit continues only now
         return take(part, batch, computed)
 
     work.take = noticed  # type: ignore[method-assign]

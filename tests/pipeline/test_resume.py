@@ -1,4 +1,4 @@
-"""Going on with a store: what was decided stays, what differs is refused, a kill costs little."""
+"""Resuming a store: what was decided stays, what differs is refused, a kill costs little."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ def test_every_choice_is_taken_from_the_store_on_another_day(
     of_speed(monkeypatch, 3.0)
     whole = extract(photos, out="whole", **AUTO)
     extract(photos, pack=False, **AUTO)
-    descriptor = Path("store/featx.json").read_bytes()
-    assert json.loads(descriptor)["resolved"]["batch_size"] == 16
-    assert json.loads(descriptor)["part_rows"] == 16
+    manifest = Path("store/featx.json").read_bytes()
+    assert json.loads(manifest)["resolved"]["batch_size"] == 16
+    assert json.loads(manifest)["part_rows"] == 16
     Path("store/parts/part-000001.h5").unlink()
     of_speed(monkeypatch, 3000.0, in_bf16=1.0)
     monkeypatch.setattr("featx.engine.auto_settings.CPU_BATCH", 2)
@@ -59,11 +59,11 @@ def test_every_choice_is_taken_from_the_store_on_another_day(
     assert "fp32 (as the store was started)" in printed
     assert "16 (as the store was started)" in printed
     assert "false (as the store was started)" in printed
-    assert Path("store/featx.json").read_bytes() == descriptor
+    assert Path("store/featx.json").read_bytes() == manifest
     assert dataset_digests(Path("store/features.h5")) == dataset_digests(whole.root / "features.h5")
     extract(photos, layers=["conv", "pool"], **AUTO)
     added = json.loads(Path("store/featx.json").read_bytes())["additions"][0]
-    assert added["resolved"] == json.loads(descriptor)["resolved"]
+    assert added["resolved"] == json.loads(manifest)["resolved"]
 
 
 def test_what_auto_chose_may_be_said_and_what_was_said_may_be_left_to_auto(
@@ -356,7 +356,7 @@ def kill(process: subprocess.Popen[str]) -> None:
 
 @pytest.mark.slow
 def test_killed_after_a_part_and_again_while_it_packs(photos: Path) -> None:
-    """The child that packs goes on without a lock, while the next command is at work."""
+    """The child that packs continues without a lock, while the next command is at work."""
     with running(command(photos)) as process:
         wait_until(lambda: num_parts() >= 2, process)
         kill(process)

@@ -79,7 +79,7 @@ def verdict(answer: dict[str, Any], is_data: bool) -> str | None:
         return f"a flipped byte of metadata made {wrong} wrong"
     again = answer["resumed"] if isinstance(answer["resumed"], list) else []
     if again and not answer["damages"]:
-        return f"after going on {again} are wrong"
+        return f"after the resume {again} are wrong"
     if again and answer["target"] == "parts/part-000001.h5":
         return f"packing let {again} through"
     return None

@@ -198,7 +198,7 @@ def flip_a_bit_of(path: Path, name: str) -> None:
 def test_a_flipped_bit_in_a_part_never_reaches_the_packed_file(
     run: MadeRun, tmp_path: Path, name: str, codec: str
 ) -> None:
-    """It is found, the part set aside, and the run goes on with computing it anew."""
+    """It is found, the part is quarantined, and the run computes it again."""
     run = make_run(num_rows=29, part_rows=8, failed=[2, 17, 20], codec=codec)
     run.write(tmp_path)
     flip_a_bit_of(tmp_path / "parts" / "part-000001.h5", name)
@@ -206,7 +206,7 @@ def test_a_flipped_bit_in_a_part_never_reaches_the_packed_file(
     others.pop("part-000001.h5")
     with pytest.raises(StoreError, match=r"part-000001\.h5 is damaged .* moved to .*quarantine"):
         pack(tmp_path)
-    # All that is there is sound; the damaged one is made anew where its chunks are right.
+    # All that is there is sound; the damaged one is made again where its chunks are right.
     left = part_files(tmp_path)
     left.pop("part-000001.h5", None)
     assert left == others

@@ -137,10 +137,10 @@ SCENARIOS = {
     "a run from nothing": Scenario(Command(SMALL)),
     "rows added": Scenario(Command(GROWN, grow=True), (Command(BEFORE_GROWING),)),
     "a layer added": Scenario(Command(only(SMALL, "map")), (Command(only(SMALL, "flat")),)),
-    "begun anew with other settings": Scenario(
+    "overwritten with other settings": Scenario(
         Command(SMALL.changed(model="other"), overwrite=True), (Command(SMALL),)
     ),
-    "begun anew over other images": Scenario(
+    "overwritten by other images": Scenario(
         Command(OTHER_IMAGES, overwrite=True), (Command(SMALL),)
     ),
     "a packed store repaired": Scenario(
@@ -460,7 +460,7 @@ def gone(history: Sequence[Any]) -> Any:
 
 
 def kill_then_lose_power(scenario: Scenario, work: Path) -> int:
-    """Kill the command after each change of a name, go on with it, and lose the power then.
+    """Kill the command after each change of a name, resume it, and lose the power then.
 
     What the killed process left behind is there for the next one to see, but not durable.
     """

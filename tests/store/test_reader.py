@@ -654,7 +654,7 @@ def read_in_child(store: FeatureStore, seed: int, queue: Any) -> None:
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 def test_other_processes_read_the_same_rows(store: FeatureStore, run: MadeRun, method: str) -> None:
-    """The files are open in the parent, which goes on reading while its children do."""
+    """The files are open in the parent, which reads on while its children do."""
     expected = run.expected("flat")
     read_rows(store, 0)
     context = multiprocessing.get_context(method)

@@ -78,12 +78,12 @@ def test_layers_join_a_finished_store(
     first: MadeRun, tmp_path: Path, packed_before: bool, packed_after: bool
 ) -> None:
     added = make_added(first, MORE, failed=[2, 5])
-    first.finish(tmp_path / "s", packed=packed_before)
+    first.copied(tmp_path / "s", packed=packed_before)
     added.finish(tmp_path / "s", packed=packed_after)
     assert_holds(tmp_path / "s", first, added)
     if packed_after:
         both = replace(joined(first, added), failures=())
-        whole = both.finish(tmp_path / "whole", packed=True)
+        whole = both.copied(tmp_path / "whole", packed=True)
         there, alone = (dataset_digests(r / "features.h5") for r in (tmp_path / "s", whole))
         assert there["key"] == alone["key"]
         assert there["checksums/key"] == alone["checksums/key"]
@@ -93,16 +93,16 @@ def test_packed_then_layers_then_packed_equals_one_go(first: MadeRun, tmp_path: 
     """Where the same rows fail in both runs, even the checksums are those of a single run."""
     first = replace(first, failures=())
     added = make_added(first, MORE)
-    root = first.finish(tmp_path / "s", packed=True)
+    root = first.copied(tmp_path / "s", packed=True)
     added.finish(root, packed=True)
-    whole = joined(first, added).finish(tmp_path / "whole", packed=True)
+    whole = joined(first, added).copied(tmp_path / "whole", packed=True)
     assert dataset_digests(root / "features.h5") == dataset_digests(whole / "features.h5")
 
 
 @pytest.mark.parametrize("packed", [True, False])
 def test_a_layer_shows_only_when_it_is_whole(first: MadeRun, tmp_path: Path, packed: bool) -> None:
     added = make_added(first, MORE, part_rows=4, failed=[5])
-    first.finish(tmp_path, packed=packed)
+    first.copied(tmp_path, packed=packed)
     before = {p.name: p.read_bytes() for p in tmp_path.rglob("*.h5") if p.name != "samples.h5"}
     for _ in range(len(added.grid)):
         store = FeatureStore(tmp_path)
@@ -145,19 +145,19 @@ def test_rows_join_behind_those_that_are_there(
 ) -> None:
     """29 rows in parts of 8: the last chunk of the first run is cut, and has to be filled."""
     grown = make_grown(first, new_rows, part_rows, codec, failed=[28 + new_rows])
-    root = first.finish(tmp_path / "s", packed=packed)
+    root = first.copied(tmp_path / "s", packed=packed)
     grown.finish(root, grow=True)
     assert_holds(root, grown)
     pack_here(root)
     assert_holds(root, grown)
-    whole = replace(grown, codec="none", part_rows=8).finish(tmp_path / "whole", packed=True)
+    whole = replace(grown, codec="none", part_rows=8).copied(tmp_path / "whole", packed=True)
     assert dataset_digests(root / "features.h5") == dataset_digests(whole / "features.h5")
 
 
 @pytest.mark.parametrize("packed", [True, False])
 def test_rows_show_as_they_come(first: MadeRun, tmp_path: Path, packed: bool) -> None:
     grown = make_grown(first, 19, part_rows=8, failed=[30])
-    first.finish(tmp_path, packed=packed)
+    first.copied(tmp_path, packed=packed)
     for done in range(4):
         grown.finish(tmp_path, grow=True, at_most=min(done, 1))
         store = FeatureStore(tmp_path)
@@ -201,7 +201,7 @@ TOLD = [
 def test_rows_and_layers_in_any_order_equal_one_go(
     tmp_path: Path, story: tuple[str, ...], packing: str, kill: bool
 ) -> None:
-    """Each step may be stopped after a part and gone on with by a new session."""
+    """Each step may be stopped after a part and resumed by a new session."""
     current = make_run(29, 8, ONE).identified()
     root = tmp_path / "s"
     current.finish(root, packed=packing in ("always", "first only"))
@@ -227,7 +227,7 @@ def test_rows_and_layers_in_any_order_equal_one_go(
         pack_here(root)
         assert_holds(root, current)
     assert temporary_files(root) == []
-    whole = replace(current, part_rows=8).finish(tmp_path / "whole", packed=True)
+    whole = replace(current, part_rows=8).copied(tmp_path / "whole", packed=True)
     theirs, ours = (feature_digests(r / "features.h5") for r in (whole, root))
     assert ours == theirs
 
@@ -238,7 +238,7 @@ def test_a_row_that_failed_in_one_run_has_failed(
 ) -> None:
     """Row 2 fails in both runs, 17 in the first, 5 in the second only: its old values stay."""
     added = make_added(first, MORE, failed=[2, 5])
-    first.finish(tmp_path, packed=True)
+    first.copied(tmp_path, packed=True)
     added.finish(tmp_path, packed=packed)
     store = FeatureStore(tmp_path)
     assert store.status[[2, 5, 17]].tolist() == [
@@ -262,7 +262,7 @@ def test_a_row_that_failed_in_one_run_has_failed(
 def test_a_grown_store_knows_every_row_by_its_key(first: MadeRun, tmp_path: Path) -> None:
     """Its keys are in no order any more, so a search for one needs one of its own."""
     grown = make_grown(make_grown(first, 10), 10)
-    first.finish(tmp_path, packed=True)
+    first.copied(tmp_path, packed=True)
     make_grown(first, 10).finish(tmp_path, grow=True, packed=True)
     grown.finish(tmp_path, grow=True, packed=True)
     store = FeatureStore(tmp_path)
@@ -290,20 +290,20 @@ class TestRefused:
     def test_layers_under_other_settings(
         self, first: MadeRun, tmp_path: Path, packed: bool
     ) -> None:
-        first.finish(tmp_path, packed=packed)
+        first.copied(tmp_path, packed=packed)
         added = make_added(first, MORE).changed(size=[256, 256])
         refused(added, tmp_path, r"size: the store has \[224, 224\], now \[256, 256\]")
 
     def test_rows_without_being_asked(self, first: MadeRun, tmp_path: Path) -> None:
-        first.finish(tmp_path, packed=True)
+        first.copied(tmp_path, packed=True)
         refused(make_grown(first, 3), tmp_path, r"3 new images.*grow=true")
 
     def test_rows_under_other_settings(self, first: MadeRun, tmp_path: Path) -> None:
-        first.finish(tmp_path, packed=True)
+        first.copied(tmp_path, packed=True)
         refused(make_grown(first, 3).changed(model="x"), tmp_path, "model", grow=True)
 
     def test_rows_for_some_layers_only(self, first: MadeRun, tmp_path: Path) -> None:
-        first.finish(tmp_path, packed=True)
+        first.copied(tmp_path, packed=True)
         make_added(first, MORE).finish(tmp_path, packed=True)
         refused(make_grown(first, 3), tmp_path, "rows can only be added to all of them", grow=True)
 
@@ -312,7 +312,7 @@ class TestRefused:
         refused(first, tmp_path, "new images|listing", grow=False)
 
     def test_another_listing_of_the_same_length(self, first: MadeRun, tmp_path: Path) -> None:
-        first.finish(tmp_path)
+        first.copied(tmp_path)
         labels = first.listing.labels[::-1].copy()
         other = replace(first, listing=replace(first.listing, labels=labels)).identified()
         refused(other, tmp_path, "listing: the store has")
@@ -326,21 +326,21 @@ class TestRefused:
     def test_other_layers_while_layers_are_being_added(
         self, first: MadeRun, tmp_path: Path
     ) -> None:
-        first.finish(tmp_path, packed=True)
+        first.copied(tmp_path, packed=True)
         make_added(first, MORE).finish(tmp_path, at_most=1)
         refused(make_added(first, {"third": (2,)}), tmp_path, "is not complete")
 
     def test_a_layer_of_the_same_name_and_another_shape(
         self, first: MadeRun, tmp_path: Path
     ) -> None:
-        first.finish(tmp_path, packed=True)
+        first.copied(tmp_path, packed=True)
         other = make_added(first, {"flat": (6,)})
         refused(other, tmp_path, "flat.*shape|layer flat")
 
     def test_known_rows_that_are_gone_or_have_another_label(
         self, first: MadeRun, tmp_path: Path
     ) -> None:
-        first.finish(tmp_path)
+        first.copied(tmp_path)
         stored = read_listing(tmp_path, 29)
         assert stored is not None
         fewer = Listing(stored.keys[1:], stored.labels[1:], stored.classes)
@@ -358,7 +358,7 @@ def test_the_command_that_grew_a_store_resumes_it(
 ) -> None:
     """Also where it has another codec or rows per part than the first run had."""
     grown = make_grown(first, 40, part_rows, codec)
-    first.finish(tmp_path, packed=True)
+    first.copied(tmp_path, packed=True)
     grown.finish(tmp_path, grow=True, at_most=1)
     grown.finish(tmp_path, grow=True, packed=True)
     assert_holds(tmp_path, grown)
@@ -366,7 +366,7 @@ def test_the_command_that_grew_a_store_resumes_it(
 
 def test_layers_that_are_there_already_are_never_made_twice(first: MadeRun, tmp_path: Path) -> None:
     """A session that is asked for old and new layers at once must not write the old ones again."""
-    root = first.finish(tmp_path, packed=True)
+    root = first.copied(tmp_path, packed=True)
     added = make_added(first, MORE)
     both = joined(first, added)
     try:
@@ -381,7 +381,7 @@ def test_a_packed_file_lost_while_layers_are_added_costs_the_first_run_only(
     first: MadeRun, tmp_path: Path
 ) -> None:
     added = make_added(first, MORE)
-    root = first.finish(tmp_path, packed=True)
+    root = first.copied(tmp_path, packed=True)
     added.finish(root)
     kept = {p.name: p.read_bytes() for p in (root / "parts").iterdir()}
     (root / "features.h5").write_bytes(b"")
@@ -400,8 +400,8 @@ def test_a_packed_file_of_another_store_is_refused_while_rows_are_added(
 ) -> None:
     """Its rows would come under the keys of this store."""
     other = make_run(29, 8, ONE, seed=5).identified()
-    other.finish(tmp_path / "other", packed=True)
-    root = first.finish(tmp_path / "s", packed=True)
+    other.copied(tmp_path / "other", packed=True)
+    root = first.copied(tmp_path / "s", packed=True)
     make_grown(first, 9).finish(root, grow=True, at_most=1)
     shutil.copy(tmp_path / "other" / "features.h5", root / "features.h5")
     with pytest.raises(StoreError, match="belongs to another run"):
@@ -413,7 +413,7 @@ def test_a_kill_between_the_longer_listing_and_the_manifest_changes_nothing(
     first: MadeRun, tmp_path: Path
 ) -> None:
     grown = make_grown(first, 9)
-    root = first.finish(tmp_path / "s")
+    root = first.copied(tmp_path / "s")
     manifest = (root / "featx.json").read_bytes()
     grown.finish(root, grow=True, at_most=0)
     (root / "featx.json").write_bytes(manifest)
@@ -432,7 +432,7 @@ def test_leftover_parts_of_a_packed_run_are_cleared_and_are_no_damage(
     first: MadeRun, tmp_path: Path, packed: bool
 ) -> None:
     added = make_added(first, MORE)
-    first.finish(tmp_path)
+    first.copied(tmp_path)
     added.finish(tmp_path)
     pack(tmp_path)
     assert check_store(tmp_path).complete
@@ -450,7 +450,7 @@ def test_a_row_is_never_ok_where_one_of_its_layers_is_gone(
     """The first run lost rows; the parts of the second one still say that they are ok."""
     added = make_added(first, MORE, failed=[2])
     grown = make_grown(joined(first, added), 10)
-    root = first.finish(tmp_path / "s", packed=packed)
+    root = first.copied(tmp_path / "s", packed=packed)
     added.finish(root)
     grown.finish(root, grow=True)
     (root / "features.h5" if packed else root / "parts" / "part-000000.h5").unlink()

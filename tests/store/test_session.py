@@ -1,4 +1,4 @@
-"""A store begun, stopped, damaged, gone on with: what counts as done and what is refused."""
+"""A store started, stopped, damaged, resumed: what counts as done and what is refused."""
 
 from __future__ import annotations
 
@@ -54,11 +54,11 @@ def test_a_new_store_has_its_manifest_listing_and_no_rows(run: MadeRun, tmp_path
     with run.session(root).hold() as session:
         assert [part.index for part in session.missing()] == [0, 1, 2, 3]
         assert session.rows_done == 0
-    descriptor = json.loads((root / "featx.json").read_text())
-    assert descriptor["featx_format"] == 1
-    assert descriptor["part_rows"] == 8
-    assert descriptor["fingerprint"] == run.header.fingerprint
-    assert [layer["name"] for layer in descriptor["layers"]] == ["flat", "map"]
+    manifest = json.loads((root / "featx.json").read_text())
+    assert manifest["featx_format"] == 1
+    assert manifest["part_rows"] == 8
+    assert manifest["fingerprint"] == run.header.fingerprint
+    assert [layer["name"] for layer in manifest["layers"]] == ["flat", "map"]
     with h5py.File(root / "samples.h5") as file:
         assert file["key"][:].tolist() == run.listing.keys.tolist()
         assert file["label"][:].tolist() == run.listing.labels.tolist()
@@ -182,7 +182,7 @@ def test_a_damaged_part_is_quarantined_and_computed_again(
     DAMAGES[damage](part_path(tmp_path, 0))
     with caplog.at_level(logging.WARNING):
         lost = missing(run, tmp_path)
-    assert lost in ([], [0])  # no more than its chunks are needed to make it anew
+    assert lost in ([], [0])  # no more than its chunks are needed to make it again
     assert "part-000000.h5 is not valid" in caplog.text
     aside = list((tmp_path / "quarantine").iterdir())
     assert len(aside) == 1
@@ -460,8 +460,8 @@ def test_a_lost_manifest_is_put_back_from_a_part_or_the_packed_file(
 
 def test_a_newer_format_is_refused_politely(run: MadeRun, tmp_path: Path) -> None:
     run.write(tmp_path, [0])
-    descriptor = json.loads((tmp_path / "featx.json").read_text())
-    (tmp_path / "featx.json").write_text(json.dumps({**descriptor, "featx_format": 3}))
+    manifest = json.loads((tmp_path / "featx.json").read_text())
+    (tmp_path / "featx.json").write_text(json.dumps({**manifest, "featx_format": 3}))
     with (
         pytest.raises(
             StoreError, match=r"format 3, but this featx reads formats up to 2\. Upgrade featx"
@@ -549,7 +549,7 @@ def test_the_listings_digest_sees_every_key_label_and_class() -> None:
     ],
 )
 def test_a_run_survives_any_failing_system_call(tmp_path: Path, error: int | str) -> None:
-    """Whichever call fails: a clear error, nothing half there, and the same run goes on."""
+    """Whichever call fails: a clear error, nothing half there, and the same run resumes."""
     run = make_run(num_rows=6, part_rows=4, shapes={"flat": (3,)}, failed=[5])
     spare = tuple(name for name in SYSTEM_CALLS if name != "pwrite") if error == "short" else ()
     expected = dataset_digests(run.write(tmp_path / "whole", packed=True) / "features.h5")

@@ -117,7 +117,7 @@ class StoreLife(RuleBasedStateMachine):
         return wrong
 
     def forget_flips(self) -> None:
-        """A reader that has a file open goes on reading what was flipped in it."""
+        """A reader that has a file open reads on what was flipped in it."""
         if self.flipped:
             self.readers.clear()
         self.flipped = False
@@ -196,7 +196,7 @@ class StoreLife(RuleBasedStateMachine):
     @rule(rows=st.sampled_from([1, 4, 6]), part_rows=st.sampled_from([4, 8]))
     def add_rows(self, rows: int, part_rows: int) -> None:
         if self.is_whole():
-            # The command that goes on with it must look like the first run's; see test_runs.
+            # The command that resumes it must look like the first run's; see test_runs.
             self.table = make_grown(self.table, rows, 4, failed=[len(self.table.listing)])
             self.begin_job(self.table, grow=True)
 
@@ -353,7 +353,7 @@ class StoreLife(RuleBasedStateMachine):
         assert self.holds(FeatureStore(self.root)) == []
 
     def header_of(self, run: Run) -> StoreHeader:
-        """Of the command that goes on with a run: it sees the rows of today."""
+        """Of the command that resumes a run: it sees the rows of today."""
         listing = listing_identity(self.table.listing)
         return replace(run.header, fingerprint={**run.header.fingerprint, "listing": listing})
 

@@ -132,9 +132,9 @@ def test_a_heartbeat_tells_what_is_done_and_leaves_nothing_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(heartbeat, "BEAT_S", 0.02)
-    with Heartbeat(AtomicFolder(tmp_path), "cpu") as heart:
-        heart.begin(Part(3, 24, 32))
-        heart.committed(Part(2, 16, 24))
+    with Heartbeat(AtomicFolder(tmp_path), "cpu") as beat:
+        beat.begin(Part(3, 24, 32))
+        beat.committed(Part(2, 16, 24))
         deadline = time.monotonic() + 10
         while not (signs := signs_of_life(tmp_path)) or signs[0].values["part"] != 3:
             assert time.monotonic() < deadline
@@ -143,15 +143,15 @@ def test_a_heartbeat_tells_what_is_done_and_leaves_nothing_behind(
         assert found.alive
         assert found.values["part_rows"] == [24, 32]
         assert (found.values["parts"], found.values["rows"]) == (1, 8)
-        heart.committed(Part(3, 24, 32))
+        beat.committed(Part(3, 24, 32))
         assert found.values["last_commit"] == pytest.approx(time.time(), abs=5)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_folder_that_cannot_be_written_costs_the_heartbeat_only(tmp_path: Path) -> None:
     (tmp_path / "workers").touch()  # a file where the folder should be
-    with Heartbeat(AtomicFolder(tmp_path), "cpu") as heart:
-        heart.begin(Part(0, 0, 8))
+    with Heartbeat(AtomicFolder(tmp_path), "cpu") as beat:
+        beat.begin(Part(0, 0, 8))
     assert signs_of_life(tmp_path) == []
 
 

@@ -6,7 +6,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import timm
 import torch
 from torch import nn
 
@@ -127,6 +126,8 @@ class PatchTransformer(nn.Module):
 
 def vision_transformer(**options: Any) -> nn.Module:
     """timm's for 16 by 16 pixels, with 17 tokens, 2 heads and fused attention."""
+    import timm  # takes 0.4 s, which commands and workers with the other models need not pay
+
     torch.manual_seed(0)
     model = timm.models.VisionTransformer(
         img_size=16, patch_size=4, embed_dim=8, depth=2, num_heads=2, num_classes=3, **options

@@ -48,6 +48,8 @@ class Input(Enum):
     """The images that `data` names; the model computes."""
     STORE = "store"
     """The store that the option `store` names, which has to be given."""
+    NOTHING = "nothing"
+    """Neither images nor a store."""
     STORE_OR_OUT = "store or out"
     """The store that `store` names, or `out` if `store` is null."""
 
@@ -105,8 +107,8 @@ class Job(Member):
     def may_read(self, option: str) -> bool:
         """Return whether the job reads an option, whatever the values of the others are."""
         own = () if self.options is None else (self.name,)
-        store = {Input.IMAGES: (), Input.STORE: ("store",), Input.STORE_OR_OUT: ("store", "out")}
-        reads = (*_ALWAYS_READ, *own, *store[self.input], *self.reads)
+        store = {Input.STORE: ("store",), Input.STORE_OR_OUT: ("store", "out")}
+        reads = (*_ALWAYS_READ, *own, *store.get(self.input, ()), *self.reads)
         return _is_within(option, reads) and not _is_within(option, self.ignores)
 
 
@@ -228,6 +230,7 @@ def job_table() -> str:
         Input.IMAGES: "images",
         Input.STORE: "`store`",
         Input.STORE_OR_OUT: "`store`, or `out`",
+        Input.NOTHING: "nothing",
     }
     rows = [("job", "what it does", "input", "`job.json`", "`executor`"), ("---",) * 5]
     for job in sorted(JOBS, key=lambda job: list(inputs).index(job.input)):  # stable: then by name

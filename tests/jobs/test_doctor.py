@@ -1,0 +1,77 @@
+"""job=doctor: every line is there, and what is missing or broken comes with advice."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import sys
+
+import pytest
+
+from featx.__main__ import run_command
+from featx.base import num_cpus
+
+LINES = (
+    *("featx", "python", "torch", "device", "threads", "memory", "disk", "decoders", "store"),
+    *("weights", "extras"),
+)
+
+
+def doctor(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> dict[str, dict[str, str]]:
+    """The result as JSON."""
+    monkeypatch.setattr(sys, "argv", ["featx", "job=doctor", "job.json=true", "device=cpu"])
+    assert run_command() == 0
+    found: dict[str, dict[str, str]] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def test_every_line_is_there(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    found = doctor(monkeypatch, capsys)
+    assert tuple(found) == LINES
+    assert all(finding["found"] for finding in found.values())
+    assert found["device"]["found"].startswith("cpu: ")
+    assert found["threads"] == {
+        "name": "threads",
+        "found": found["threads"]["found"],
+        "advice": "",
+    }
+    assert found["threads"]["found"].startswith(f"{num_cpus()} of ")
+    assert "GiB" in found["disk"]["found"]
+
+
+def test_what_is_missing_or_broken_comes_with_advice(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    version = importlib.metadata.version
+
+    def without(package: str) -> str:
+        if package in ("simplejpeg", "ray"):
+            raise importlib.metadata.PackageNotFoundError(package)
+        return version(package)
+
+    monkeypatch.setattr(importlib.metadata, "version", without)
+    monkeypatch.setitem(sys.modules, "timm", None)  # its import fails
+    monkeypatch.setenv("OMP_NUM_THREADS", "0")
+    found = doctor(monkeypatch, capsys)
+    assert "featx[jpeg]" in found["decoders"]["advice"]
+    installed, missing = found["extras"]["found"].split("; not installed: ")
+    assert {"ray", "jpeg", "demo"} <= set(missing.split(", "))
+    assert "ray" not in installed
+    assert found["torch"]["found"].startswith("ModuleNotFoundError")
+    assert found["torch"]["advice"]
+    assert "unset it" in found["threads"]["advice"]
+
+
+def test_people_get_lines_and_a_verdict(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["featx", "job=doctor"])
+    assert run_command() == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines if line[:1].isalpha()][: len(LINES)] == list(LINES)
+    assert lines[-1] == "Nothing is missing." or lines[-1].endswith(" to look at")

@@ -32,11 +32,12 @@ COPY scripts/build_hook.py scripts/build_hook.py
 COPY featx featx
 COPY conf conf
 COPY data data
+# hadolint ignore=DL3013
 RUN pip install ".[${EXTRAS}]" && python -m featx job=doctor
 
 # A user without rights: featx decodes files of strangers.
-RUN useradd --create-home featx && mkdir /runs && chown featx /runs
-USER featx
+RUN useradd --create-home --uid 1000 featx && mkdir /runs && chown featx /runs
+USER 1000
 WORKDIR /runs
 
 ENTRYPOINT ["python", "-m", "featx"]

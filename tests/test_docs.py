@@ -286,6 +286,27 @@ def test_the_tutorial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert bad == {"class": None, "probability": None, "status": "unsupported"}
 
 
+@pytest.mark.slow
+def test_the_notebook(tmp_path: Path) -> None:
+    """Every cell runs in an empty folder, and shows what the committed outputs show."""
+    pytest.importorskip("nbclient", reason="no nbclient: featx[dev] has it")
+    pytest.importorskip("conformal_clip_data", reason="the images come with featx[demo]")
+    script = runpy.run_path(str(REPOSITORY / "scripts" / "notebook"))
+    committed = json.loads(script["NOTEBOOK"].read_text(encoding="utf-8"))
+    assert script["NOTEBOOK"].stat().st_size < 300_000
+    shown, before = (
+        [output for cell in cells for output in cell.get("outputs", ())]
+        for cells in (script["executed"](tmp_path).cells, committed["cells"])
+    )
+    text = json.dumps(shown)
+    assert "2000 rows, 2000 ok, 3 classes, complete" in text
+    assert "2000/2000" in text
+    assert "report.html" in text
+    assert [sorted(each.get("data", ())) for each in shown if "data" in each] == [
+        sorted(each["data"]) for each in before if "data" in each
+    ]
+
+
 @contextlib.contextmanager
 def answering(server: str) -> Iterator[int]:
     """The server of the page on a free port."""

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from made_store import make_added, make_run, temporary_files
+from made_store import make_added, make_labelled, make_run, temporary_files
 from PIL import Image
 from processes import killed_at_sync
 from tiny_model import MODEL, extract, run_job, write_image, write_images
@@ -140,6 +140,26 @@ def test_the_page_names_no_folder(photos: Path, tmp_path: Path) -> None:
     photos.rename(tmp_path / "elsewhere")
     assert "No such file or directory: b'…/photos'" in report().words
     assert str(tmp_path) not in Path("store/report.html").read_text()
+
+
+@pytest.mark.parametrize("split", ["holdout", "kfold"])
+def test_near_duplicates_across_the_split_come_first(split: str) -> None:
+    x = np.random.default_rng(0).normal(size=(60, 70)).astype(np.float32)
+    for first, second in ((1, 40), (2, 33), (5, 58), (10, 20)):
+        x[second] = x[first] + 0.01
+    run = make_labelled({"flat": x}, np.arange(60) % 2, ("a", "b"))
+    run.write(Path("store"), packed=True)
+    run_job("probe", store="store", device="cpu", probe={"split": split})
+    near = json.loads(Path("store/probe.json").read_text())["near_duplicates"]
+    assert near["rows"] >= 1
+    words = report().words
+    assert "standardised vectors of flat: 4 among 60 images" in words
+    pairs = {frozenset((each["test"], each["training"])) for each in near["pairs"]}
+    assert words.count(", across the split") == len(pairs)
+    for pair in pairs:
+        for key in pair:
+            assert key in words
+    assert f"Without {'it' if near['rows'] == 1 else 'them'} the accuracy is" in words
 
 
 @pytest.mark.slow

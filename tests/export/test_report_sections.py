@@ -25,7 +25,12 @@ from featx.export.report.embedding_plots import (
 from featx.export.report.failures import reasons_of
 from featx.export.report.layer_statistics import layer_statistics
 from featx.export.report.matrices import cell, ink_on, label, line_plot, luminance
-from featx.export.report.nearest_neighbours import hard_queries, neighbours_of, random_queries
+from featx.export.report.nearest_neighbours import (
+    Queries,
+    hard_queries,
+    neighbours_of,
+    random_queries,
+)
 from featx.export.report.page import class_errors, confusion_plot
 from featx.export.report.probe_results import Probes, probes_of
 from featx.export.report.redaction import without_folders, without_folders_in_yaml
@@ -165,7 +170,7 @@ def test_neighbours_are_exact_and_know_their_class(monkeypatch: pytest.MonkeyPat
     labels = [i % 2 for i in range(30)]
     labels[12] = -1
     store = store_of({"flat": x}, labels)
-    found = neighbours_of(store, "flat", np.arange(30), [4], [12], 0, "cpu")
+    found = neighbours_of(store, "flat", np.arange(30), Queries([4], [12]), 0, "cpu")
     ((row, nearest),), ((_, of_unlabelled),) = found.hard, found.random
     assert (row, nearest[0].row, nearest[0].same) == (4, 7, False)
     assert nearest[0].cosine == pytest.approx(1)
@@ -175,7 +180,7 @@ def test_neighbours_are_exact_and_know_their_class(monkeypatch: pytest.MonkeyPat
     assert all(each.same is None for each in of_unlabelled)
     assert (found.among, found.whole) == (30, True)
     monkeypatch.setattr("featx.export.report.nearest_neighbours.KEEP_BYTES", 10 * 5 * 4)
-    part = neighbours_of(store, "flat", np.arange(30), [4], [12], 0, "cpu")
+    part = neighbours_of(store, "flat", np.arange(30), Queries([4], [12]), 0, "cpu")
     assert 10 <= part.among <= 12
     assert not part.whole
 

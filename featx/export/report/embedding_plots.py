@@ -148,7 +148,9 @@ def same_class_shares(
     count = min(NEAREST, len(labelled) - 1)
     if count < 1:
         return shares
-    unit = _unit(x[labelled].astype(np.float64))
+    unit = x[labelled].astype(np.float64)
+    lengths = np.linalg.norm(unit, axis=1, keepdims=True)
+    unit /= np.where(lengths > 0, lengths, 1)
     classes = labels[labelled]
     step = max(1, _BLOCK_NUMBERS // len(labelled))
     for start in range(0, len(labelled), step):
@@ -174,9 +176,11 @@ def similar_pairs(
     Returns:
         (i, j, cosine) of pairs with i < j, the largest cosine first; and the number of all pairs.
     """
-    wide = x.astype(np.float64)
-    spread = wide.std(0)
-    unit = _unit((wide - wide.mean(0)) / np.where(spread > 0, spread, 1))
+    spread = x.std(0, dtype=np.float64)
+    unit = x - x.mean(0, dtype=np.float64).astype(np.float32)
+    unit /= np.where(spread > 0, spread, 1).astype(np.float32)
+    lengths = np.linalg.norm(unit, axis=1, keepdims=True)
+    unit /= np.where(lengths > 0, lengths, 1)
     found: list[tuple[int, int, float]] = []
     count, step = 0, max(1, _BLOCK_NUMBERS // len(x))
     for start in range(0, len(x), step):
@@ -192,13 +196,6 @@ def similar_pairs(
             for a, b, value in zip(i[order], j[order], values[order], strict=True)
         ]
     return sorted(found, key=lambda pair: -pair[2])[:most], count
-
-
-def _unit(x: Matrix) -> Matrix:
-    """Scale the rows of a matrix to length 1; a row of zeros stays zero."""
-    lengths = np.linalg.norm(x, axis=1, keepdims=True)
-    found: Matrix = x / np.where(lengths > 0, lengths, 1)
-    return found
 
 
 def principal_components(x: npt.NDArray[np.floating], count: int) -> tuple[Matrix, Matrix]:

@@ -87,28 +87,29 @@ def reasons_of(store: FeatureStore) -> list[Reason]:
     """Return the reasons of all failed rows, the most frequent first."""
     failures = store.failures
     # Merged files may have a status without a message.
-    told = {failure["row"] for failure in failures}
+    with_message = {failure["row"] for failure in failures}
     failed = np.flatnonzero(~store.ok & (store.status != Status.ABSENT))
-    untold = [row for row in failed.tolist() if row not in told]
+    others = [row for row in failed.tolist() if row not in with_message]
     failures += [
         {"row": row, "key": str(store.keys[row]), "status": _label(store, row), "error": "",
          "message": ""}
-        for row in untold
+        for row in others
     ]  # fmt: skip
     counts = Counter(failure["status"] for failure in failures)
     found, titles = [], {status.label: texts for status, texts in _EXPLAINED.items()}
     for status, count in counts.most_common():
-        mine = [failure for failure in failures if failure["status"] == status]
-        said = Counter(str(f["message"] or f["error"]) for f in mine)
+        of_status = [failure for failure in failures if failure["status"] == status]
+        messages = Counter(str(f["message"] or f["error"]) for f in of_status)
         shown = [
-            FailedRow(f["row"], as_utf8(f["key"]), f["error"], f["message"]) for f in mine[:SHOWN]
+            FailedRow(f["row"], as_utf8(f["key"]), f["error"], f["message"])
+            for f in of_status[:SHOWN]
         ]
         title, explanation = titles.get(status, (status.capitalize(), ""))
         opened, partial = status not in NOT_OPENED, status == Status.TRUNCATED.label
         plain = status in _PLAIN
         found.append(
             Reason(
-                status, title, explanation, count, opened, partial, plain, said.most_common(3),
+                status, title, explanation, count, opened, partial, plain, messages.most_common(3),
                 shown,
             )
         )  # fmt: skip

@@ -72,7 +72,7 @@ def layer_statistics(store: FeatureStore, layer: str, rows: Rows) -> LayerStatis
     width = int(np.prod(features.shape[1:], dtype=np.int64))
     count, zeros, nonfinite, total, squares = 0, 0, 0, 0.0, 0.0
     smallest, largest = np.inf, -np.inf
-    alive: npt.NDArray[np.bool_] | None = None
+    alive = np.zeros(features.shape[axis] if axis else width, bool)
     norms = []
     step = max(1, BLOCK_BYTES // (4 * max(1, width)))
     for start in range(0, len(rows), step):
@@ -82,8 +82,7 @@ def layer_statistics(store: FeatureStore, layer: str, rows: Rows) -> LayerStatis
         finite = np.isfinite(values)
         bad = values.size - int(finite.sum())
         nonfinite += bad
-        kept = values[finite] if bad else values
-        wide = kept.astype(np.float64).ravel()
+        wide = (values[finite] if bad else values).astype(np.float64).ravel()
         count += wide.size
         zeros += int((wide == 0).sum())
         total += float(wide.sum())
@@ -91,12 +90,10 @@ def layer_statistics(store: FeatureStore, layer: str, rows: Rows) -> LayerStatis
         if wide.size:
             smallest, largest = min(smallest, wide.min()), max(largest, wide.max())
         by_channel = np.moveaxis(values, axis, -1) if axis else values.reshape(len(values), -1)
-        found = (by_channel != 0).reshape(-1, by_channel.shape[-1]).any(0)
-        alive = found if alive is None else alive | found
+        alive |= (by_channel != 0).reshape(-1, by_channel.shape[-1]).any(0)
         whole = finite.reshape(len(values), -1).all(1)
         flat = values.reshape(len(values), -1)[whole].astype(np.float64)
         norms.append(np.sqrt(np.einsum("nd,nd->n", flat, flat)))
-    assert alive is not None, "there is at least one row"
     every = np.concatenate(norms)
     mean = total / count if count else float("nan")
     variance = max(0.0, squares / count - mean**2) if count else float("nan")

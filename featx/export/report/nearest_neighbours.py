@@ -24,6 +24,19 @@ Rows = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
+class Queries:
+    """Rows of the store whose neighbours are shown.
+
+    Attributes:
+        hard: rows with few neighbours of their own class.
+        random: random rows, none of which is in `hard`.
+    """
+
+    hard: list[int]
+    random: list[int]
+
+
+@dataclass(frozen=True)
 class Neighbour:
     """One neighbour of a query.
 
@@ -100,8 +113,7 @@ def neighbours_of(
     store: FeatureStore,
     layer: str,
     ok: Rows,
-    hard: list[int],
-    random: list[int],
+    queries: Queries,
     seed: int,
     device: str,
 ) -> Neighbours:
@@ -111,29 +123,29 @@ def neighbours_of(
         store: open store.
         layer: name of the layer.
         ok: (n,) int64, increasing; rows that did not fail, at least two.
-        hard: some of these rows.
-        random: further ones.
+        queries: some of these rows.
         seed: seed of the sample that is searched if the layer is too large for memory.
         device: 'auto', 'cpu', 'cuda', ...
     """
-    queries = [*hard, *random]
+    rows = [*queries.hard, *queries.random]
     width = int(np.prod(store[layer].shape[1:], dtype=np.int64))
-    room = max(len(queries) + 1, KEEP_BYTES // (4 * max(1, width)))
+    room = max(len(rows) + 1, KEEP_BYTES // (4 * max(1, width)))
     among = ok
     if len(ok) > room:
         chosen = np.random.default_rng(seed).choice(ok, room, replace=False)
-        among = np.union1d(chosen, np.array(queries))
+        among = np.union1d(chosen, np.array(rows))
     vectors = Vectors(store, layer, choose_device(device), rows=among, unit=True, centre=True)
-    found = nearest_among(vectors, np.searchsorted(among, queries), NEAREST)
+    found = nearest_among(vectors, np.searchsorted(among, rows), NEAREST)
     strips: list[Strip] = []
-    for row, nearest, scores in zip(queries, found.neighbours, found.scores, strict=True):
+    for row, nearest, scores in zip(rows, found.neighbours, found.scores, strict=True):
         near = [
             Neighbour(other, score, _same(store, row, other))
             for other, score in zip(nearest.tolist(), scores.tolist(), strict=True)
         ]
         strips.append((row, near))
+    num_hard = len(queries.hard)
     return Neighbours(
-        layer, len(among), len(among) == len(ok), strips[: len(hard)], strips[len(hard) :]
+        layer, len(among), len(among) == len(ok), strips[:num_hard], strips[num_hard:]
     )
 
 

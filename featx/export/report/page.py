@@ -38,7 +38,7 @@ ERRORS_SHOWN = 24
 """Maximum number of misclassified images."""
 
 CLASSES_SHOWN = 20
-"""Maximum number of classes in the confusion matrix, and of classes in the table beside it."""
+"""Maximum number of classes in the confusion matrix, and of classes in the table next to it."""
 
 LAYERS_CHARTED = 20
 """Maximum number of layers in the chart of the result."""
@@ -52,7 +52,7 @@ LAYERS_IN_CKA = 24
 
 @dataclass(frozen=True)
 class ClassErrors:
-    """One class with errors, for the table beside the confusion matrix.
+    """One class with errors, for the table next to the confusion matrix.
 
     Attributes:
         name: name of the class.
@@ -273,9 +273,9 @@ def class_errors(probes: Probes) -> list[ClassErrors]:
     counts = probes.confusion
     found = []
     for i, name in enumerate(probes.classes):
-        rows, said = int(counts[i].sum()), int(counts[:, i].sum())
+        rows, predicted = int(counts[i].sum()), int(counts[:, i].sum())
         right = int(counts[i, i])
-        if rows + said == 2 * right:
+        if rows + predicted == 2 * right:
             continue
         others = [(probes.classes[j], int(counts[i, j])) for j in np.argsort(-counts[i]).tolist()]
         found.append(
@@ -283,7 +283,7 @@ def class_errors(probes: Probes) -> list[ClassErrors]:
                 name,
                 rows,
                 right / rows if rows else None,
-                right / said if said else None,
+                right / predicted if predicted else None,
                 [(other, times) for other, times in others if times and other != name],
             )
         )
@@ -381,7 +381,7 @@ def _data(page: Page) -> dict[str, object]:
             if row in number
         },
         "layers": [
-            _layer_data(each, {number[row]: said for row, said in wrong.get(each.name, {}).items()
+            _layer_data(each, {number[row]: name for row, name in wrong.get(each.name, {}).items()
                                if row in number})
             for each in page.plots
             if each.pca is not None
@@ -400,7 +400,7 @@ def _layer_data(each: LayerPlot, wrong: dict[int, str]) -> dict[str, object]:
     planes = {"pca": each.pca, "tsne": each.tsne}
     return {
         "name": each.name,
-        "wrong": {str(place): said for place, said in wrong.items()},
+        "wrong": {str(place): name for place, name in wrong.items()},
         **{kind: None if plane is None else _points(plane) for kind, plane in planes.items()},
     }
 

@@ -127,7 +127,7 @@ class Leaked:
     Attributes:
         layer: layer whose standardised vectors were compared.
         cosine: cosine from which rows count as near-duplicates.
-        rows: number of test rows, or None if they were not looked for.
+        rows: number of test rows, or None if they were not searched.
         not_checked: reason why they were not, or ''.
         without: accuracy without these rows, or None.
         pairs: (row, training row, cosine) of some of them, in this store.

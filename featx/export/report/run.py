@@ -28,6 +28,7 @@ from featx.export.report.layer_similarity import similarity_of
 from featx.export.report.layer_statistics import layer_statistics
 from featx.export.report.nearest_neighbours import (
     Neighbours,
+    Queries,
     hard_queries,
     neighbours_of,
     random_queries,
@@ -75,7 +76,7 @@ def run_report(config: Config, tell: Callable[[str], None]) -> dict[str, Any]:
     Raises:
         FeatxError: the store or a layer does not exist, or the page cannot be written.
     """
-    begun = time.perf_counter()
+    started = time.perf_counter()
     _require_packages(config)
     store = FeatureStore(config.place_of_store(), verify="rows")
     layers = _in_order(store, matching_layers(store, config.layers))
@@ -85,7 +86,7 @@ def run_report(config: Config, tell: Callable[[str], None]) -> dict[str, Any]:
     if not store.complete:
         tell(f"{store.root} is not complete; the page says so and shows the existing rows")
     page = _contents(config, store, layers, tell)
-    page.seconds = time.perf_counter() - begun
+    page.seconds = time.perf_counter() - started
     text = render(page).encode()
     disk.replace_unlocked(path, text)
     return {
@@ -97,7 +98,7 @@ def run_report(config: Config, tell: Callable[[str], None]) -> dict[str, Any]:
         "without_thumbnails": page.thumbnails.why_none,
         "thumbnails_not_decoded": len(page.undecoded),
         "complete": store.complete,
-        "seconds": round(time.perf_counter() - begun, 3),
+        "seconds": round(time.perf_counter() - started, 3),
     }
 
 
@@ -110,21 +111,23 @@ def _contents(
     rows = _chosen(ok, options.rows, seed)
     probes, reasons = probes_of(store), reasons_of(store)
     plotted = _plotted(layers, probes)
-    vectors = [row_vectors(store, layer, rows) for layer in plotted]
-    duplicates = _duplicates(vectors, rows, probes)
+    duplicates = _duplicates(store, plotted, rows, probes)
     main = probes.layer if probes.layer in plotted else plotted[-1]
     # Images are read before the slow steps, because one that crashes its decoder restarts the job.
     neighbours = None
     if len(ok) > 1:
         tell(f"nearest neighbours in {main}")
-        neighbours = _neighbours(store, vectors[plotted.index(main)], rows, ok, probes, config)
-    thumbnails = _thumbnails_of(config, store, probes, reasons, neighbours, duplicates, rows, tell)
+        neighbours = _neighbours(store, row_vectors(store, main, rows), rows, ok, probes, config)
+    sections = _images_of_sections(probes, reasons, duplicates, neighbours)
+    thumbnails = _thumbnails_of(config, store, sections, rows, tell)
     tell(f"statistics of {len(layers)} layers over {len(rows)} of {len(ok)} ok rows")
     statistics = [layer_statistics(store, layer, rows) for layer in layers if len(rows)]
     plots: list[LayerPlot] = []
-    for each in vectors:
-        tell(f"embedding plot of {each.layer}")
-        plots.append(layer_plot(each, store.labels[rows], seed, options.tsne))
+    for layer in plotted:
+        tell(f"embedding plot of {layer}")
+        # Vectors are read again here, so that those of a single layer are in memory at a time.
+        vectors = row_vectors(store, layer, rows)
+        plots.append(layer_plot(vectors, store.labels[rows], seed, options.tsne))
     folders = _folders(config, store)
     return Page(
         store=store,
@@ -178,52 +181,84 @@ def _neighbours(
     hard = hard_queries(rows, shares, tested)
     others = np.setdiff1d(rows, hard)
     random = random_queries(store, others if len(others) else rows, config.seed)
-    return neighbours_of(store, vectors.layer, ok, hard, random, config.seed, config.device)
+    queries = Queries(hard, random)
+    return neighbours_of(store, vectors.layer, ok, queries, config.seed, config.device)
 
 
 def _duplicates(
-    vectors: list[RowVectors], rows: npt.NDArray[np.int64], probes: Probes
+    store: FeatureStore, layers: tuple[str, ...], rows: npt.NDArray[np.int64], probes: Probes
 ) -> Duplicates:
-    """Find near-duplicates among the selected rows, and add those that job=probe found."""
-    roles = None if probes.predicted is None else probes.predicted.roles
+    """Find near-duplicates among the selected rows, and add those that job=probe found.
 
-    def pair(a: int, b: int, cosine: float) -> Pair:
-        crosses = roles is not None and (roles[a] == _TEST) != (roles[b] == _TEST)
-        return (
-            Pair(a, b, cosine, crosses)
-            if roles is None or roles[b] != _TEST
-            else Pair(b, a, cosine, crosses)
-        )
-
-    wide = [each for each in vectors if each.x is not None and each.width >= MIN_FEATURES]
-    layer = probes.leaked.layer if probes.leaked is not None else ""
-    chosen = [each for each in wide if each.layer == layer] or sorted(
-        wide, key=lambda each: each.width
-    )[-1:]
-    if not chosen or chosen[0].x is None:
+    Args:
+        store: open store.
+        layers: layers to choose from: that of job=probe, else the widest.
+        rows: (n,) int64 rows of the store.
+        probes: contents of the probe's files.
+    """
+    vectors = _widest_vectors(store, layers, rows, probes)
+    if vectors is None or vectors.x is None:
         return Duplicates("", NEAR_COSINE, [], 0)
-    found, count = similar_pairs(chosen[0].x, NEAR_COSINE, PAIRS_SHOWN)
-    pairs = [pair(int(rows[i]), int(rows[j]), cosine) for i, j, cosine in found]
+    found, count = similar_pairs(vectors.x, NEAR_COSINE, PAIRS_SHOWN)
+    roles = None if probes.predicted is None else probes.predicted.roles
+    pairs = []
+    for i, j, cosine in found:
+        a, b = int(rows[i]), int(rows[j])
+        if roles is not None and roles[b] == _TEST:  # the test row comes first
+            a, b = b, a
+        crosses = roles is not None and (roles[a] == _TEST) != (roles[b] == _TEST)
+        pairs.append(Pair(a, b, cosine, crosses))
     if probes.leaked is not None:
-        pairs = [pair(a, b, cosine) for a, b, cosine in probes.leaked.pairs] + pairs
-    distinct = {frozenset((each.first, each.second)): each for each in reversed(pairs)}
+        pairs += [Pair(a, b, cosine, crosses=True) for a, b, cosine in probes.leaked.pairs]
+    distinct = {frozenset((each.first, each.second)): each for each in pairs}
     ordered = sorted(distinct.values(), key=lambda each: (not each.crosses, -each.cosine))
-    return Duplicates(
-        chosen[0].layer, NEAR_COSINE, ordered[:PAIRS_SHOWN], max(count, len(distinct))
-    )
+    return Duplicates(vectors.layer, NEAR_COSINE, ordered[:PAIRS_SHOWN], max(count, len(distinct)))
+
+
+def _widest_vectors(
+    store: FeatureStore, layers: tuple[str, ...], rows: npt.NDArray[np.int64], probes: Probes
+) -> RowVectors | None:
+    """Return the vectors in which near-duplicates are searched; None if all are too short."""
+    first = probes.leaked.layer if probes.leaked is not None else ""
+    widths = {layer: int(np.prod(store[layer].shape[1:], dtype=np.int64)) for layer in layers}
+    for layer in sorted(layers, key=lambda layer: (layer != first, -widths[layer])):
+        if widths[layer] >= MIN_FEATURES:
+            vectors = row_vectors(store, layer, rows)
+            if vectors.x is not None and vectors.width >= MIN_FEATURES:
+                return vectors
+    return None
+
+
+def _images_of_sections(
+    probes: Probes,
+    reasons: list[Reason],
+    duplicates: Duplicates,
+    neighbours: Neighbours | None,
+) -> list[tuple[list[int], bool]]:
+    """Return the rows whose images the sections show, in the order of the sections.
+
+    Returns:
+        rows, and whether the readable part of a truncated image is shown.
+    """
+    errors = [] if probes.predicted is None else probes.predicted.errors[:ERRORS_SHOWN]
+    sections = [([error.row for error in errors if error.row is not None], False)]
+    sections += [
+        ([each.row for each in reason.shown], reason.partial) for reason in reasons if reason.opened
+    ]
+    sections += [([pair.first, pair.second], False) for pair in duplicates.pairs]
+    strips = [] if neighbours is None else [*neighbours.hard, *neighbours.random]
+    sections += [([row, *(each.row for each in nearest)], False) for row, nearest in strips]
+    return sections
 
 
 def _thumbnails_of(
     config: Config,
     store: FeatureStore,
-    probes: Probes,
-    reasons: list[Reason],
-    neighbours: Neighbours | None,
-    duplicates: Duplicates,
+    sections: list[tuple[list[int], bool]],
     rows: npt.NDArray[np.int64],
     tell: Callable[[str], None],
 ) -> Thumbnails:
-    """Make the thumbnails in the order of the sections, then the tiles as far as they fit."""
+    """Make the thumbnails of the sections, then tiles of the plotted rows as far as they fit."""
     with Thumbnails(store.key_bytes, config.report.thumbnails) as thumbnails:
         if not thumbnails.why_none:
             tell("thumbnails")
@@ -231,16 +266,8 @@ def _thumbnails_of(
                 thumbnails.open(data_of_store(store, config.data))
             except FeatxError as error:
                 thumbnails.why_none = str(error)
-        errors = [] if probes.predicted is None else probes.predicted.errors[:ERRORS_SHOWN]
-        thumbnails.add(error.row for error in errors if error.row is not None)
-        for reason in reasons:
-            if reason.opened:
-                thumbnails.add([each.row for each in reason.shown], reason.partial)
-        for pair in duplicates.pairs:
-            thumbnails.add([pair.first, pair.second])
-        strips = [] if neighbours is None else [*neighbours.hard, *neighbours.random]
-        for row, nearest in strips:
-            thumbnails.add([row, *(each.row for each in nearest)])
+        for shown, partial in sections:
+            thumbnails.add(shown, partial)
         thumbnails.add_tiles(rows.tolist())
         thumbnails.finish()
     undecoded = [row for row in thumbnails.rows_that(UNDECODED) if store.ok[row]]

@@ -55,7 +55,7 @@ UNDECODED, UNREAD = "cannot be decoded", "cannot be read"
 
 @dataclass(frozen=True)
 class Sprite:
-    """Square tiles of many images in one picture.
+    """Square tiles of many images in one image file.
 
     Attributes:
         uri: data URI of the WebP, or '' without a tile.

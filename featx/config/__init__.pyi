@@ -23,6 +23,8 @@ from .job import StatsConfig as StatsConfig
 from .job import VerifyConfig as VerifyConfig
 from .model import AUTO_LIBRARY as AUTO_LIBRARY
 from .model import INTERPOLATIONS as INTERPOLATIONS
+from .model import USUAL_CROP as USUAL_CROP
+from .model import USUAL_RESIZE as USUAL_RESIZE
 from .model import LibraryModelConfig as LibraryModelConfig
 from .model import ModelConfig as ModelConfig
 from .model import TransformConfig as TransformConfig

@@ -42,6 +42,7 @@ def from_saved(text: str) -> Config:
 
     try:
         found = plain(OmegaConf.to_container(OmegaConf.create(text), resolve=False))
+        _leave_out_unread_transform(found)
         _check_members(found)
         node = OmegaConf.merge(config_schema(), found)
     except (OmegaConfBaseException, yaml.YAMLError, ValueError, TypeError) as error:
@@ -49,6 +50,20 @@ def from_saved(text: str) -> Config:
             f"the config that the store keeps cannot be read: {str(error).splitlines()[0]}"
         ) from error
     return from_omegaconf(node)  # type: ignore[arg-type]  # a structured node merges to a DictConfig
+
+
+def _leave_out_unread_transform(found: object) -> None:
+    """Leave the preprocessing out of a config that was saved when only model=custom read it.
+
+    Such a config contains the defaults of then, which no other model used, and not yet
+    `model.transform.offset`.
+    """
+    model = found.get("model") if isinstance(found, dict) else None
+    if not isinstance(model, dict) or model.get("library") == "custom":
+        return
+    transform = model.get("transform")
+    if isinstance(transform, Mapping) and "offset" not in transform:
+        del model["transform"]
 
 
 def _check_members(found: object) -> None:

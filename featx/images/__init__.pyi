@@ -10,5 +10,6 @@ from .gpu_decode_share import with_share as with_share
 from .loader import PREFETCH_BATCHES as PREFETCH_BATCHES
 from .loader import Loader as Loader
 from .preprocess import Preprocess as Preprocess
+from .preprocess import centre_crop as centre_crop
 from .preprocess import check_reference as check_reference
 from .preprocess import cut_out as cut_out

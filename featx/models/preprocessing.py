@@ -1,31 +1,101 @@
-"""Preprocessing that the options of a model state."""
+"""Preprocessing that the options `model.transform` state."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
 
 import torch
 from PIL import Image
 from torchvision.transforms import InterpolationMode
 from torchvision.transforms import functional as TF
 
-from featx.config import TransformConfig
-from featx.images import Preprocess
+from featx.config import INTERPOLATIONS, USUAL_CROP, USUAL_RESIZE, TransformConfig
+from featx.errors import ConfigError
+from featx.images import Preprocess, centre_crop
+
+_MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+"""Mean and standard deviation of the channels of ImageNet."""
 
 
 def stated_preprocess(config: TransformConfig) -> Preprocess:
-    """Return the transform that options describe, with Pillow for the reference."""
+    """Return the transform that options state for a model that brings none.
+
+    Raises:
+        ConfigError: the crop is larger than the resized image.
+    """
+    config.check_sizes(USUAL_RESIZE, USUAL_CROP)
+    crop = USUAL_CROP if config.crop is None else config.crop
+    usual = (crop, crop) if isinstance(crop, int) else (crop[0], crop[1])
+    return _stated(config, USUAL_RESIZE, usual, "bilinear", _MEAN, _STD, "round")
+
+
+def changed_preprocess(own: Preprocess, config: TransformConfig) -> Preprocess:
+    """Return the transform of some weights with the values that options state instead.
+
+    Args:
+        own: the transform of the weights; returned as it is if no option is given.
+        config: options `model.transform`.
+
+    Raises:
+        ConfigError: the crop is not the input size of the model, or is larger than the resized
+            image, or the library's own resizing is no value that the other options can be added to.
+    """
+    if config == TransformConfig():
+        return own
+    crop = config.crop
+    if crop is not None and own.crop != ((crop, crop) if isinstance(crop, int) else tuple(crop)):
+        height, width = own.crop
+        raise ConfigError(
+            f"model.transform.crop={crop}: the images of this model have {height} x {width} "
+            "pixels. model.input_size=[HEIGHT,WIDTH] changes the model and its images together."
+        )
+    resize = own.resize
+    if config.resize is None and resize is None:
+        raise ConfigError(
+            "model.transform: these weights ask for a way of resizing that options cannot state "
+            "(borders, or other proportions). Give model.transform.resize as well."
+        )
+    if config.interpolation is None and own.interpolation not in INTERPOLATIONS:
+        raise ConfigError(
+            f"model.transform: these weights ask for the interpolation {own.interpolation}. Give "
+            "model.transform.interpolation as well."
+        )
+    config.check_sizes(resize, own.crop)
+    return _stated(config, resize or 0, own.crop, own.interpolation, own.mean, own.std, own.offset)
+
+
+def _stated(
+    config: TransformConfig,
+    resize: int | tuple[int, int],
+    crop: tuple[int, int],
+    interpolation: str,
+    mean: Sequence[float],
+    std: Sequence[float],
+    offset: Literal["round", "floor"],
+) -> Preprocess:
+    """Return a transform with Pillow as reference; options that are given replace the values."""
+    if config.resize is not None:
+        asked = config.resize
+        resize = asked if isinstance(asked, int) else (asked[0], asked[1])
+    interpolation = config.interpolation or interpolation
+    mean, std = config.mean or mean, config.std or std
+    if config.offset is not None:
+        offset = "floor" if config.offset == "floor" else "round"
 
     def reference(image: Image.Image) -> torch.Tensor:
-        mode = InterpolationMode(config.interpolation)
-        resized = TF.resize(image, [config.resize], mode, antialias=True)
-        x = TF.pil_to_tensor(TF.center_crop(resized, [config.crop, config.crop]))
-        normalised: torch.Tensor = TF.normalize(x.float() / 255, config.mean, config.std)
+        size = [resize] if isinstance(resize, int) else [*resize]
+        resized = TF.resize(image, size, InterpolationMode(interpolation), antialias=True)
+        x = centre_crop(TF.pil_to_tensor(resized), crop, offset)
+        normalised: torch.Tensor = TF.normalize(x.float() / 255, [*mean], [*std])
         return normalised
 
     return Preprocess(
         reference=reference,
-        crop=(config.crop, config.crop),
-        resize=config.resize,
-        interpolation=config.interpolation,
-        mean=(config.mean[0], config.mean[1], config.mean[2]),
-        std=(config.std[0], config.std[1], config.std[2]),
+        crop=crop,
+        resize=resize,
+        interpolation=interpolation,
+        mean=(mean[0], mean[1], mean[2]),
+        std=(std[0], std[1], std[2]),
+        offset=offset,
     )

@@ -11,7 +11,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from featx.config import ModelConfig, TransformConfig, is_secret
+from featx.config import (
+    USUAL_CROP,
+    USUAL_RESIZE,
+    ModelConfig,
+    TransformConfig,
+    is_secret,
+)
 from featx.errors import ConfigError, ModelError, WeightsError, nearest
 from featx.models.libraries.registry import LIBRARIES, library_member
 
@@ -34,7 +40,7 @@ class CustomOptions(ModelConfig):
     """Keyword arguments of the factory. A resume refuses other values, except for arguments that
     the factory names in its attribute `args_without_effect`."""
     transform: TransformConfig = field(default_factory=TransformConfig)
-    """Preprocessing of the images."""
+    """Preprocessing of the images, by default that of the weights."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -43,6 +49,7 @@ class CustomOptions(ModelConfig):
                 "model=custom needs model.factory=package.module:factory, a function that returns "
                 "your torch.nn.Module."
             )
+        self.transform.check_sizes(USUAL_RESIZE, USUAL_CROP)
 
     @property
     def code(self) -> str:

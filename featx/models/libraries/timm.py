@@ -87,6 +87,7 @@ def build(config: TimmOptions, seed: int) -> Backbone:
 
     from featx.models.base import random_id, timm_classes
     from featx.models.checkpoint import is_weights_file, load_weights, read_weights
+    from featx.models.preprocessing import changed_preprocess
 
     module: Any
 
@@ -114,6 +115,7 @@ def build(config: TimmOptions, seed: int) -> Backbone:
     origin = weights if local else f"timm {tag}" if pretrained else random_id(seed)
     assert origin is not None
     backbone = wrap(module, f"timm/{name}", origin, size)
+    backbone.preprocess = changed_preprocess(backbone.preprocess, config.transform)
     backbone.classes = timm_classes(module) if pretrained and module.num_classes else ()
     backbone.args = dict(config.args)
     return backbone

@@ -68,6 +68,7 @@ def build(config: TorchvisionOptions, seed: int) -> Backbone:
 
     from featx.models.base import Backbone, random_id, seeded
     from featx.models.checkpoint import is_weights_file, load_weights, read_weights
+    from featx.models.preprocessing import changed_preprocess
 
     name = config.name
     if name.startswith("quantized_"):
@@ -80,7 +81,8 @@ def build(config: TorchvisionOptions, seed: int) -> Backbone:
     entry = _entry_of_file(enum, file) if file else _weights_entry(enum, name, config.weights)
     preset = (entry if entry is not None else _default(enum)).transforms()
     side = None if config.input_size is None else config.input_size[0]
-    preprocess = preprocess_of(preset if side is None else _resized(preset, side), name)
+    preset = preset if side is None else _resized(preset, side)
+    preprocess = changed_preprocess(preprocess_of(preset, name), config.transform)
     if entry is not None:
         try:
             with seeded(seed), _own_downloads(name, file), _refused_args(config):

@@ -162,6 +162,32 @@ def test_near_duplicates_across_the_split_come_first(split: str) -> None:
     assert f"Without {'it' if near['rows'] == 1 else 'them'} the accuracy is" in words
 
 
+@pytest.mark.parametrize(
+    ("probe", "expected"),
+    [
+        ({"method": "ridge"}, "A ridge probe gives none."),
+        ({"method": "knn"}, "Test accuracy of the knn probe on the best layer"),
+        ({"memory_gib": 0.0}, "Not checked"),
+        ({"split": "kfold"}, "every image is tested once"),
+        ({"test_store": "other"}, "40 test images"),
+    ],
+)
+def test_every_kind_of_probe(probe: dict[str, Any], expected: str) -> None:
+    rng = np.random.default_rng(0)
+    y = np.arange(60) % 3
+    layers = {"a": rng.normal(size=(60, 8)) + y[:, None], "b": rng.normal(size=(60, 70))}
+    make_labelled(layers, y, ("x", "y", "z")).write(Path("store"), packed=True)
+    others = {name: values[:40] + 0.1 for name, values in layers.items()}
+    other = make_labelled(others, y[:40], ("x", "y", "z")).changed(other=1)
+    other.write(Path("other"), packed=True)
+    run_job("probe", store="store", device="cpu", probe=probe)
+    words = report().words
+    assert expected in words
+    found = json.loads(Path("store/probe.json").read_text())
+    assert f"{found['correct']} of {found['rows']} test images" in words
+    assert "kNN" not in words  # which is a second method, if there is one
+
+
 @pytest.mark.slow
 def test_the_page_of_500_images_is_small(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)

@@ -14,24 +14,24 @@ from made_store import make_labelled, make_run
 from PIL import Image
 
 import featx
+from featx.export.report.charts import class_errors, confusion_plot
 from featx.export.report.embedding_plots import (
     LayerPlot,
     layer_plot,
     principal_components,
     row_vectors,
     same_class_shares,
-    similar_pairs,
 )
 from featx.export.report.failures import reasons_of
 from featx.export.report.layer_statistics import layer_statistics
 from featx.export.report.matrices import cell, ink_on, label, line_plot, luminance
+from featx.export.report.near_duplicates import similar_pairs
 from featx.export.report.nearest_neighbours import (
     Queries,
     hard_queries,
     neighbours_of,
     random_queries,
 )
-from featx.export.report.page import class_errors, confusion_plot
 from featx.export.report.probe_results import Probes, probes_of
 from featx.export.report.redaction import without_folders, without_folders_in_yaml
 from featx.export.report.throughput import speed_of
@@ -159,7 +159,7 @@ def test_pairs_of_near_duplicates(monkeypatch: pytest.MonkeyPatch) -> None:
         assert [(i, j) for i, j, _ in pairs] == [(8, 9), (2, 31)]
         assert count == 2
         assert pairs[0][2] == pytest.approx(1)
-        monkeypatch.setattr("featx.export.report.embedding_plots._BLOCK_NUMBERS", 120)
+        monkeypatch.setattr("featx.export.report.near_duplicates._BLOCK_NUMBERS", 120)
     assert similar_pairs(x, 0.9, 1) == (pairs[:1], 2)
 
 

@@ -3,11 +3,14 @@
 run.py                 the job from config to file
 page.py                contents of the page, and its data for the template page/report.html
 html.py                rendering of a template into one file
-probe_results.py       contents of probe.json and predictions.csv
+probe_results.py       contents of probe.json
+predictions_file.py    contents of probe/predictions.csv
+charts.py              confusion matrix, classes with errors, CKA, few-shot curves
 failures.py            failed rows by reason
 layer_statistics.py    statistics of each layer over some rows
 layer_similarity.py    linear CKA between the layers
-embedding_plots.py     PCA and t-SNE of each layer, and near-duplicates
+embedding_plots.py     PCA and t-SNE of each layer
+near_duplicates.py     pairs of rows that are almost equal
 nearest_neighbours.py  nearest neighbours of a few images
 provenance.py          origin: model, data, runs, rows by class
 throughput.py          speed of the runs

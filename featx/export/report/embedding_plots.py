@@ -163,41 +163,6 @@ def same_class_shares(
     return shares
 
 
-def similar_pairs(
-    x: npt.NDArray[np.float32], cosine: float, most: int
-) -> tuple[list[tuple[int, int, float]], int]:
-    """Find pairs of rows whose standardised vectors are almost equal, as job=probe does.
-
-    Args:
-        x: (n, D).
-        cosine: smallest cosine of a pair.
-        most: maximum number of pairs that are returned.
-
-    Returns:
-        (i, j, cosine) of pairs with i < j, the largest cosine first; and the number of all pairs.
-    """
-    spread = x.std(0, dtype=np.float64)
-    unit = x - x.mean(0, dtype=np.float64).astype(np.float32)
-    unit /= np.where(spread > 0, spread, 1).astype(np.float32)
-    lengths = np.linalg.norm(unit, axis=1, keepdims=True)
-    unit /= np.where(lengths > 0, lengths, 1)
-    found: list[tuple[int, int, float]] = []
-    count, step = 0, max(1, _BLOCK_NUMBERS // len(x))
-    for start in range(0, len(x), step):
-        cosines = unit[start : start + step] @ unit.T
-        i, j = np.nonzero(cosines >= cosine)
-        after = j > i + start
-        i, j = i[after], j[after]
-        count += len(i)
-        values = cosines[i, j]
-        order = np.argsort(-values, kind="stable")[:most]
-        found += [
-            (int(start + a), int(b), float(value))
-            for a, b, value in zip(i[order], j[order], values[order], strict=True)
-        ]
-    return sorted(found, key=lambda pair: -pair[2])[:most], count
-
-
 def principal_components(x: npt.NDArray[np.floating], count: int) -> tuple[Matrix, Matrix]:
     """Compute the first k principal components of the rows of a matrix in float64.
 

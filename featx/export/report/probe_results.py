@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import csv
-import hashlib
-import io
 import json
 from collections import Counter
 from collections.abc import Mapping
@@ -16,14 +14,9 @@ import numpy as np
 import numpy.typing as npt
 
 from featx.analysis.probe import output_folder
+from featx.export.report.predictions_file import Predicted, read_predictions
 from featx.export.selection import as_utf8
 from featx.store import FeatureStore, layout
-
-ROLES = ("", "training", "validation", "test")
-"""Roles of rows in the split; the first is for rows without one."""
-
-_ROLE_OF = {"train": 1, "validation": 2, "test": 3}
-"""Text in predictions.csv -> index into ROLES."""
 
 _METHODS = ("linear", "knn", "ridge")
 
@@ -100,27 +93,6 @@ class Compared:
 
 
 @dataclass(frozen=True)
-class ErrorRow:
-    """A test row that was predicted wrong.
-
-    Attributes:
-        row: row of the store, or None if it belongs to another store.
-        key: its key as UTF-8 text.
-        true: true class.
-        predicted: predicted class.
-        p_true: probability of the true class, or None without probabilities.
-        p_predicted: probability of the predicted class, or None.
-    """
-
-    row: int | None
-    key: str
-    true: str
-    predicted: str
-    p_true: float | None
-    p_predicted: float | None
-
-
-@dataclass(frozen=True)
 class Leaked:
     """Near-duplicates of training rows among the test rows.
 
@@ -139,23 +111,6 @@ class Leaked:
     not_checked: str
     without: Score | None
     pairs: list[tuple[int, int, float]]
-
-
-@dataclass(frozen=True)
-class Predicted:
-    """Contents of predictions.csv.
-
-    Attributes:
-        roles: (N,) index into ROLES of each row of the store.
-        wrong: layer -> {row: predicted class} of its errors, with the first method.
-        errors: errors of the best layer, the largest probability first.
-        confidence: mean probability of the predicted class with the best layer, or None.
-    """
-
-    roles: npt.NDArray[np.int8]
-    wrong: dict[str, dict[int, str]]
-    errors: list[ErrorRow]
-    confidence: float | None
 
 
 @dataclass(frozen=True)
@@ -288,7 +243,7 @@ def _as_probes(
         calibration=_number(found["calibration_error"]),
         classes=classes,
         confusion=confusion,
-        predicted=None if note else _predicted(found, folder, row_of, best),
+        predicted=None if note else read_predictions(found, folder, row_of, best),
     )
 
 
@@ -348,55 +303,6 @@ def _leaked(found: Mapping[str, Any], row_of: Mapping[str, int]) -> Leaked:
         None if found["without"] is None else _score(found["without"]),
         pairs,
     )
-
-
-def _predicted(
-    found: Mapping[str, Any], folder: Path, row_of: Mapping[str, int], best: tuple[str, str]
-) -> Predicted | None:
-    """Read predictions.csv; None if it is missing or does not belong to probe.json.
-
-    Raises:
-        LookupError, TypeError, ValueError, csv.Error: it is malformed.
-    """
-    try:
-        # The name in probe.json is not used: a stranger's file could name any file.
-        data = (folder / layout.PROBE_HEADS / layout.PROBE_PREDICTIONS).read_bytes()
-    except OSError:
-        return None
-    if hashlib.sha256(data).hexdigest() != found["predictions"]["sha256"]:
-        return None
-    # Keys of another store say nothing about the rows of this one.
-    elsewhere = found["split"]["kind"] == "test_store"
-    roles = np.zeros(len(row_of), np.int8)
-    wrong: dict[str, dict[int, str]] = {layer: {} for layer in found["layers"]}
-    errors, confidences = [], []
-    lines = csv.DictReader(io.StringIO(data.decode("utf-8", "surrogateescape"), newline=""))
-    for line in lines:
-        test = line["split"] == "test"
-        row = None if test and elsewhere else row_of.get(line["key"])
-        if row is not None:
-            roles[row] = _ROLE_OF[line["split"]]
-        if not test or line["method"] != best[1]:
-            continue
-        is_best = line["layer"] == best[0]
-        if is_best and line["p_predicted"]:
-            confidences.append(float(line["p_predicted"]))
-        if line["true"] == line["predicted"]:
-            continue
-        predicted = _utf8(line["predicted"])
-        if row is not None:
-            wrong[line["layer"]][row] = predicted
-        if is_best:
-            errors.append(
-                ErrorRow(
-                    row, _utf8(line["key"]), _utf8(line["true"]), predicted,
-                    float(line["p_true"]) if line["p_true"] else None,
-                    float(line["p_predicted"]) if line["p_predicted"] else None,
-                )
-            )  # fmt: skip
-    errors.sort(key=lambda error: -(error.p_predicted or 0))
-    mean = float(np.mean(confidences)) if confidences else None
-    return Predicted(roles, wrong, errors, mean)
 
 
 def _number(value: object) -> float | None:

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from featx.base import size_text
-from featx.export.report.probe_results import ROLES
+from featx.export.report.predictions_file import ROLES
 from featx.export.report.redaction import without_folders, without_folders_in_yaml
 from featx.export.selection import as_utf8
 from featx.store import FeatureStore, Run, layout, load_manifest

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from featx.analysis.probe import MIN_FEATURES, NEAR_COSINE
 from featx.config import Config
 from featx.errors import FeatxError, MissingExtraError, StoreError, counted
 from featx.export.report.embedding_plots import (
@@ -21,11 +20,11 @@ from featx.export.report.embedding_plots import (
     layer_plot,
     row_vectors,
     same_class_shares,
-    similar_pairs,
 )
 from featx.export.report.failures import Reason, reasons_of
 from featx.export.report.layer_similarity import similarity_of
 from featx.export.report.layer_statistics import layer_statistics
+from featx.export.report.near_duplicates import Duplicates, find_duplicates
 from featx.export.report.nearest_neighbours import (
     Neighbours,
     Queries,
@@ -36,12 +35,11 @@ from featx.export.report.nearest_neighbours import (
 from featx.export.report.page import (
     ERRORS_SHOWN,
     GENERATOR,
-    Duplicates,
     Page,
-    Pair,
     render,
 )
-from featx.export.report.probe_results import ROLES, Probes, probes_of
+from featx.export.report.predictions_file import ROLES
+from featx.export.report.probe_results import Probes, probes_of
 from featx.export.report.provenance import provenance_of
 from featx.export.report.throughput import speed_of
 from featx.export.report.thumbnails import UNDECODED, Thumbnails
@@ -55,9 +53,6 @@ NAME = "report.html"
 
 MAX_LAYERS = 8
 """Maximum number of layers with embedding plots; the last ones and the best one are used."""
-
-PAIRS_SHOWN = 12
-"""Maximum number of pairs of near-duplicates."""
 
 _TEST = ROLES.index("test")
 
@@ -111,7 +106,7 @@ def _contents(
     rows = _chosen(ok, options.rows, seed)
     probes, reasons = probes_of(store), reasons_of(store)
     plotted = _plotted(layers, probes)
-    duplicates = _duplicates(store, plotted, rows, probes)
+    duplicates = find_duplicates(store, plotted, rows, probes)
     main = probes.layer if probes.layer in plotted else plotted[-1]
     # Images are read before the slow steps, because one that crashes its decoder restarts the job.
     neighbours = None
@@ -183,50 +178,6 @@ def _neighbours(
     random = random_queries(store, others if len(others) else rows, config.seed)
     queries = Queries(hard, random)
     return neighbours_of(store, vectors.layer, ok, queries, config.seed, config.device)
-
-
-def _duplicates(
-    store: FeatureStore, layers: tuple[str, ...], rows: npt.NDArray[np.int64], probes: Probes
-) -> Duplicates:
-    """Find near-duplicates among the selected rows, and add those that job=probe found.
-
-    Args:
-        store: open store.
-        layers: layers to choose from: that of job=probe, else the widest.
-        rows: (n,) int64 rows of the store.
-        probes: contents of the probe's files.
-    """
-    vectors = _widest_vectors(store, layers, rows, probes)
-    if vectors is None or vectors.x is None:
-        return Duplicates("", NEAR_COSINE, [], 0)
-    found, count = similar_pairs(vectors.x, NEAR_COSINE, PAIRS_SHOWN)
-    roles = None if probes.predicted is None else probes.predicted.roles
-    pairs = []
-    for i, j, cosine in found:
-        a, b = int(rows[i]), int(rows[j])
-        if roles is not None and roles[b] == _TEST:  # the test row comes first
-            a, b = b, a
-        crosses = roles is not None and (roles[a] == _TEST) != (roles[b] == _TEST)
-        pairs.append(Pair(a, b, cosine, crosses))
-    if probes.leaked is not None:
-        pairs += [Pair(a, b, cosine, crosses=True) for a, b, cosine in probes.leaked.pairs]
-    distinct = {frozenset((each.first, each.second)): each for each in pairs}
-    ordered = sorted(distinct.values(), key=lambda each: (not each.crosses, -each.cosine))
-    return Duplicates(vectors.layer, NEAR_COSINE, ordered[:PAIRS_SHOWN], max(count, len(distinct)))
-
-
-def _widest_vectors(
-    store: FeatureStore, layers: tuple[str, ...], rows: npt.NDArray[np.int64], probes: Probes
-) -> RowVectors | None:
-    """Return the vectors in which near-duplicates are searched; None if all are too short."""
-    first = probes.leaked.layer if probes.leaked is not None else ""
-    widths = {layer: int(np.prod(store[layer].shape[1:], dtype=np.int64)) for layer in layers}
-    for layer in sorted(layers, key=lambda layer: (layer != first, -widths[layer])):
-        if widths[layer] >= MIN_FEATURES:
-            vectors = row_vectors(store, layer, rows)
-            if vectors.x is not None and vectors.width >= MIN_FEATURES:
-                return vectors
-    return None
 
 
 def _images_of_sections(

@@ -28,7 +28,7 @@ TILE_PIXELS = 64
 SPRITES = ((64, 56), (64, 36), (32, 56), (32, 30))
 """Side of a tile in the sprite, and quality of the WebP encoder, from the best to the smallest."""
 
-SPRITE_BYTES = 480 << 10
+SPRITE_BYTES = 560 << 10
 """Bytes of the sprite's data URI, below which the best of SPRITES is taken."""
 
 TILES = 600

@@ -25,6 +25,7 @@ from .model import AUTO_LIBRARY as AUTO_LIBRARY
 from .model import INTERPOLATIONS as INTERPOLATIONS
 from .model import USUAL_CROP as USUAL_CROP
 from .model import USUAL_RESIZE as USUAL_RESIZE
+from .model import CheckpointConfig as CheckpointConfig
 from .model import LibraryModelConfig as LibraryModelConfig
 from .model import ModelConfig as ModelConfig
 from .model import TransformConfig as TransformConfig

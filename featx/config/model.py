@@ -108,6 +108,15 @@ def _check_side(key: str, value: object) -> None:
 
 
 @dataclass
+class CheckpointConfig:
+    """Which tensors of a file in `model.weights` are those of the model."""
+
+    prefix: str | None = None
+    """What stands before the names of the model in the file, such as 'teacher/backbone.', in which
+    '/' stands for nesting; null finds it, unless several state dicts fit."""
+
+
+@dataclass
 class ModelConfig:
     """Backbone and its weights.
 
@@ -158,6 +167,8 @@ class LibraryModelConfig(ModelConfig):
     the preprocessing follows; null takes the size of the weights."""
     transform: TransformConfig = field(default_factory=TransformConfig)
     """Preprocessing of the images, by default that of the weights."""
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    """Which tensors of a file in model.weights are those of the model."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

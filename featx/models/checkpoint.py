@@ -1,21 +1,28 @@
-"""Checkpoint files: reads state dicts and loads them into modules that they fit exactly."""
+"""Checkpoint files: reads their tensors, finds those of a module, and loads all or none.
+
+A checkpoint may hold more than the model: averaged weights, a teacher and a student, a decoder, a
+loss. The tensors of the model are those whose names are its own behind one prefix, such as
+'state_dict/module.', in which '/' stands for nesting.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from featx.base import log_message
 from featx.errors import WeightsError, counted
 
 WEIGHT_FILES = (".safetensors", ".pth", ".pt", ".th", ".bin")
 """File extensions by which `model.weights` is recognised as a file."""
 
-_NESTS = ("state_dict", "model")
-"""Names under which training scripts keep the state dict of the model in a checkpoint."""
+_TRAINING_ONLY = ("mask_token", "decoder_")
+"""Beginnings of the names of parameters beside a model that only its training reads."""
 
 _COUNTER = "num_batches_tracked"
 """Counter of BatchNorm, which eval mode never reads. Files written before PyTorch 0.4.1 lack it,
@@ -32,17 +39,16 @@ def is_weights_file(weights: str) -> bool:
 
 
 def read_weights(path: Path) -> dict[str, torch.Tensor]:
-    """Read the state dict in a .safetensors or PyTorch file, unpickling tensors only.
-
-    A checkpoint may hold the state dict under a name such as `state_dict` or `model`. The prefix
-    `module.` of all names is removed.
+    """Read the tensors in a .safetensors or PyTorch file, unpickling tensors only.
 
     Args:
         path: path of the file; ~ is expanded.
 
+    Returns:
+        name -> tensor; names of nested mappings are joined by '/', as in 'state_dict/fc.weight'.
+
     Raises:
-        WeightsError: the file does not exist, is damaged, contains more than tensors, or holds
-            several state dicts of one model with different values.
+        WeightsError: the file does not exist, is damaged, or contains other objects than tensors.
     """
     path = path.expanduser()
     if not path.is_file():
@@ -65,92 +71,161 @@ def read_weights(path: Path) -> dict[str, torch.Tensor]:
         ) from error
     if not isinstance(state, Mapping):
         raise WeightsError(f"model.weights={path} holds a {type(state).__name__}, no state dict.")
-    return _without_prefix(_only_state_dict(path, state))
+    return dict(_flat(state, ""))
 
 
-def _only_state_dict(path: Path, checkpoint: Mapping[Any, Any]) -> dict[str, torch.Tensor]:
-    """Return the state dict of a checkpoint, which may be the checkpoint itself.
-
-    Raises:
-        WeightsError: it holds several, and they differ. Averaged weights (EMA) and the teachers and
-            students of self-supervised training have the same names and other values, and only the
-            user knows which are meant.
-    """
-    nests = {
-        str(name): tensors
-        for name, value in checkpoint.items()
-        if isinstance(value, Mapping) and (tensors := _tensors(value))
-    }
-    main = next((name for name in _NESTS if name in nests), None)
-    if main is None:
-        if _tensors(checkpoint) or len(nests) != 1:
-            return _tensors(checkpoint)
-        (main,) = nests
-    chosen = _without_prefix(nests[main])
-    rivals = [name for name in nests if name != main and _differs(chosen, nests[name])]
-    if rivals:
-        each = ", ".join(
-            f"{name} ({counted(len(nests[name]), 'tensor')})" for name in (main, *rivals)
-        )
-        raise WeightsError(
-            f"model.weights={path} holds {1 + len(rivals)} state dicts of one model with different "
-            f"values: {each}. Save the one that you mean into a file of its own: "
-            f"torch.save(torch.load({str(path)!r})[{rivals[0]!r}], 'weights.pth'), and give "
-            "model.weights=weights.pth."
-        )
-    return nests[main]
+def _flat(state: Mapping[Any, Any], prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors of a mapping and of the mappings in it, with their joined names."""
+    for name, value in state.items():
+        if isinstance(value, torch.Tensor):
+            yield f"{prefix}{name}", value
+        elif isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{name}/")
 
 
-def _tensors(state: Mapping[Any, Any]) -> dict[str, torch.Tensor]:
-    """Return the entries of a mapping that are tensors."""
-    return {str(name): value for name, value in state.items() if isinstance(value, torch.Tensor)}
+def load_weights(
+    module: nn.Module, state: Mapping[str, torch.Tensor], origin: str, prefix: str | None = None
+) -> None:
+    """Load the tensors of a checkpoint into a module, which they must fill as a whole.
 
-
-def _without_prefix(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Remove the prefix `module.` that DataParallel puts before every name."""
-    if state and all(name.startswith("module.") for name in state):
-        return {name.removeprefix("module."): value for name, value in state.items()}
-    return state
-
-
-def _differs(state: Mapping[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    """Whether another mapping of a checkpoint holds other values for tensors of a state dict."""
-    return any(
-        name in state and state[name].shape == value.shape and not torch.equal(state[name], value)
-        for name, value in _without_prefix(other).items()
-    )
-
-
-def load_weights(module: nn.Module, state: Mapping[str, torch.Tensor], origin: str) -> None:
-    """Load a state dict into a module whose names, shapes and kinds of numbers it must match.
+    Tensors of the checkpoint that are no part of the module are left out, with a message.
 
     Args:
         module: the module.
-        state: name -> tensor.
+        state: name -> tensor, from `read_weights`.
         origin: file or package of the weights, for the message.
+        prefix: what stands before the names of the module, such as 'teacher/backbone.'; None finds
+            it.
 
     Raises:
-        WeightsError: names are missing or left over, shapes differ, or values are quantised, are of
-            another kind than those of the module, or NaN.
+        WeightsError: tensors of the module are missing, or have other shapes; tensors of its own
+            parts are left over; several prefixes have different values; or values are quantised,
+            are of another kind than those of the module, or NaN.
     """
     own = module.state_dict()
-    missing = sorted(set(own) - set(state))
-    extra = sorted(set(state) - set(own))
-    shapes = [
-        f"{name} {tuple(state[name].shape)} instead of {tuple(own[name].shape)}"
-        for name in own
-        if name in state and state[name].shape != own[name].shape
-    ]
-    missing = [name for name in missing if not name.endswith(_COUNTER)]
-    if missing or extra or shapes:
+    needed = [name for name in own if not name.endswith(_COUNTER)]
+    chosen = _prefix(own, needed, state, origin) if prefix is None else prefix
+    if prefix is not None and not any(name.startswith(prefix) for name in state):
+        begin = ", ".join(list(dict.fromkeys(map(_first_part, state)))[:5])
         raise WeightsError(
-            f"the weights {origin} do not fit this model: {counted(len(missing), 'key')} missing "
-            f"({', '.join(missing[:3])}), {len(extra)} unexpected ({', '.join(extra[:3])}), "
-            f"{len(shapes)} of another shape ({'; '.join(shapes[:3])}). Give weights of this "
-            "model, or choose the model that they belong to."
+            f"model.checkpoint.prefix={prefix}: no tensor of {origin} has a name that begins so. "
+            f"Its names begin with {begin or 'nothing: it is empty'}."
         )
-    _check_values(own, state, origin)
-    module.load_state_dict(dict(state), strict=False)
+    inner = {name.removeprefix(chosen): x for name, x in state.items() if name.startswith(chosen)}
+    missing = [name for name in needed if name not in inner]
+    left = [name for name in inner if name not in own]
+    extra = sorted(name for name in left if _is_of_module(name, own))
+    shapes = [
+        f"{name} {tuple(inner[name].shape)} instead of {tuple(own[name].shape)}"
+        for name in needed
+        if name in inner and inner[name].shape != own[name].shape
+    ]
+    if missing or extra or shapes:
+        where = f" (names behind {chosen!r})" if chosen else ""
+        raise WeightsError(
+            f"the weights {origin}{where} do not fit this model: {counted(len(missing), 'key')} "
+            f"missing ({', '.join(sorted(missing)[:3])}), {len(extra)} unexpected "
+            f"({', '.join(extra[:3])}), {len(shapes)} of another shape ({'; '.join(shapes[:3])}). "
+            "Give weights of this model, or choose the model that they belong to. A model of timm "
+            "gets a head of N classes by model.args={num_classes: N}, and none by 0."
+        )
+    found = {name: inner[name] for name in own if name in inner}
+    _check_values(own, found, origin)
+    module.load_state_dict(found, strict=False)
+    used = {chosen + name for name in found}
+    _tell_dropped([name for name in state if name not in used], chosen, origin)
+
+
+def _prefix(
+    own: Mapping[str, torch.Tensor],
+    needed: list[str],
+    state: Mapping[str, torch.Tensor],
+    origin: str,
+) -> str:
+    """Return what stands before the names of a module in a checkpoint.
+
+    Args:
+        own: state dict of the module.
+        needed: its names that the checkpoint must have.
+        state: tensors of the checkpoint.
+        origin: file of the weights, for the message.
+
+    Returns:
+        The prefix behind which all names are; if there is none, that behind which most are.
+
+    Raises:
+        WeightsError: several have all names, and different values. Averaged weights (EMA) and the
+            teachers and students of self-supervised training have the same names and other values,
+            and only the user knows which are meant.
+    """
+    # Every complete prefix stands before each needed name, so three names find all of them.
+    anchors = {needed[0], needed[len(needed) // 2], needed[-1]} if needed else set()
+    candidates = {""} | {
+        name.removesuffix(anchor)
+        for anchor in anchors
+        for name in state
+        if name.endswith(anchor) and name.removesuffix(anchor)[-1:] in ("", ".", "/")
+    }
+    held = {p: sum(p + name in state for name in needed) for p in sorted(candidates)}
+    complete = [p for p in held if held[p] == len(needed)]
+    fitting = [p for p in complete if all(state[p + n].shape == own[n].shape for n in needed)]
+    complete = fitting or complete
+    if not complete:
+        return max(held, key=lambda p: held[p])
+    first = complete[0]
+    rivals = [p for p in complete[1:] if _differs(state, first, p, needed)]
+    if rivals:
+        each = ", ".join(repr(p) for p in (first, *rivals))
+        raise WeightsError(
+            f"{origin} holds {1 + len(rivals)} state dicts of this model with different values, "
+            f"behind the prefixes {each}. Name the one that you mean, such as "
+            f"model.checkpoint.prefix={rivals[0]}."
+        )
+    return first
+
+
+def _differs(state: Mapping[str, torch.Tensor], one: str, other: str, names: list[str]) -> bool:
+    """Whether the tensors of some names have other values behind another prefix."""
+    pairs = ((state[one + name], state[other + name]) for name in names)
+    return any(a.shape != b.shape or not torch.equal(a, b) for a, b in pairs)
+
+
+def _is_of_module(name: str, own: Mapping[str, torch.Tensor]) -> bool:
+    """Whether a tensor that the module lacks belongs to a part that the module has.
+
+    Five blocks do not fit a model of three. A parameter beside the parts, such as registers,
+    changes what the others mean; a part that the module lacks as a whole, such as a head, does not.
+    """
+    part, dot, _ = name.partition(".")
+    if name.endswith(_COUNTER) or part.startswith(_TRAINING_ONLY):
+        return False
+    if not dot or part.isdigit():
+        return "/" not in part
+    return any(key.startswith(f"{part}.") for key in own)
+
+
+def _first_part(name: str) -> str:
+    """Return the name of the mapping or module to which a tensor belongs, or its own."""
+    return name.replace("/", ".").partition(".")[0]
+
+
+def _tell_dropped(names: list[str], prefix: str, origin: str) -> None:
+    """Write one line about the tensors of a checkpoint that are no part of the model.
+
+    Args:
+        names: their names in the checkpoint; counters of BatchNorm are passed over.
+        prefix: prefix of the tensors that were loaded.
+        origin: file of the weights.
+    """
+    nest = prefix[: prefix.rfind("/") + 1]
+    left = [name.removeprefix(nest) for name in names if not name.endswith(_COUNTER)]
+    if left:
+        parts = Counter(map(_first_part, left))
+        each = ", ".join(f"{part} ({number})" for part, number in parts.most_common(8))
+        log_message(
+            f"{origin}: {counted(len(left), 'tensor')} left out, as no part of the model: "
+            f"{each}{', ...' if len(parts) > 8 else ''}"
+        )
 
 
 def _check_values(

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from featx.config import (
     USUAL_CROP,
     USUAL_RESIZE,
+    CheckpointConfig,
     ModelConfig,
     TransformConfig,
     is_secret,
@@ -41,6 +42,8 @@ class CustomOptions(ModelConfig):
     the factory names in its attribute `args_without_effect`."""
     transform: TransformConfig = field(default_factory=TransformConfig)
     """Preprocessing of the images, by default that of the weights."""
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    """Which tensors of a file in model.weights are those of the model."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -50,6 +53,10 @@ class CustomOptions(ModelConfig):
                 "your torch.nn.Module."
             )
         self.transform.check_sizes(USUAL_RESIZE, USUAL_CROP)
+        if self.checkpoint.prefix is not None and self.weights in (None, "default"):
+            raise ConfigError(
+                "model.checkpoint.prefix has an effect with a file in model.weights only."
+            )
 
     @property
     def code(self) -> str:
@@ -87,7 +94,7 @@ def build(config: CustomOptions, seed: int) -> Backbone:
         weights = config.weights
         if weights.startswith(("http:", "https:")):
             raise WeightsError(f"model.weights={weights}: download the file and give its path.")
-        load_weights(module, read_weights(Path(weights)), weights)
+        load_weights(module, read_weights(Path(weights)), weights, config.checkpoint.prefix)
     return Backbone(
         module=module,
         name=f"custom/{config.factory}",

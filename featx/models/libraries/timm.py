@@ -94,6 +94,10 @@ def build(config: TimmOptions, seed: int) -> Backbone:
     name, weights = _present_name(config.name), config.weights
     size = None if config.input_size is None else (config.input_size[0], config.input_size[1])
     local = weights is not None and is_weights_file(weights)
+    if config.checkpoint.prefix is not None and not local:
+        raise ConfigError(
+            "model.checkpoint.prefix has an effect with a file in model.weights only."
+        )
     if weights not in (None, "default") and not local:
         name = f"{name.split('.', 1)[0]}.{weights}"
     _check_tag(timm, name)
@@ -110,7 +114,7 @@ def build(config: TimmOptions, seed: int) -> Backbone:
         module = _created(name, pretrained, config.args, size, seed)
     if local:
         assert weights is not None
-        load_weights(module, read_weights(Path(weights)), weights)
+        load_weights(module, read_weights(Path(weights)), weights, config.checkpoint.prefix)
     tag = module.pretrained_cfg.get("tag") or "default"
     origin = weights if local else f"timm {tag}" if pretrained else random_id(seed)
     assert origin is not None

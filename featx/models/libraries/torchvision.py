@@ -78,6 +78,10 @@ def build(config: TorchvisionOptions, seed: int) -> Backbone:
         )
     enum = models.get_model_weights(name)
     file = config.weights if config.weights and is_weights_file(config.weights) else None
+    if config.checkpoint.prefix is not None and (not file or _entry_of_file(enum, file)):
+        raise ConfigError(
+            "model.checkpoint.prefix has an effect with a file of your own in model.weights only."
+        )
     entry = _entry_of_file(enum, file) if file else _weights_entry(enum, name, config.weights)
     preset = (entry if entry is not None else _default(enum)).transforms()
     side = None if config.input_size is None else config.input_size[0]
@@ -95,7 +99,7 @@ def build(config: TorchvisionOptions, seed: int) -> Backbone:
         module = untrained(config, seed)
         weights = random_id(seed)
         if file is not None:
-            load_weights(module, read_weights(Path(file)), file)
+            load_weights(module, read_weights(Path(file)), file, config.checkpoint.prefix)
             weights = file
     return Backbone(
         module=module,

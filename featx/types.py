@@ -55,7 +55,7 @@ class Listing:
         labels: (N,) int64, indices into `classes`, -1 for rows without a label.
         classes: names of the C classes.
         skipped: reason -> number of files that were found and left out.
-        marks: (N,) int64 content tags: numbers that change when the image behind a key changes, as
+        content_tags: (N,) int64: numbers that change when the image behind a key changes, as
             far as the source knows without reading it (size, ...); None if it knows nothing.
         columns: name -> (N,) further values of each row, in bytewise order of the names: int64,
             float64 (NaN for missing values), bool, or fixed-length UTF-8 bytes (empty for missing
@@ -66,7 +66,7 @@ class Listing:
     labels: npt.NDArray[np.int64]
     classes: tuple[str, ...] = ()
     skipped: Mapping[str, int] = field(default_factory=dict)
-    marks: npt.NDArray[np.int64] | None = None
+    content_tags: npt.NDArray[np.int64] | None = None
     columns: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict)
 
     def __len__(self) -> int:
@@ -78,7 +78,7 @@ class Listing:
             self,
             keys=self.keys[:count],
             labels=self.labels[:count],
-            marks=None if self.marks is None else self.marks[:count],
+            content_tags=None if self.content_tags is None else self.content_tags[:count],
             columns={name: values[:count] for name, values in self.columns.items()},
         )
 

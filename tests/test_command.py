@@ -47,8 +47,8 @@ MISTAKES = [
     (["+foo=1"], "unknown key 'foo'"),
     (
         ["job=extrct"],
-        "expected one of attribute, bench, cka, duplicates, export, extract, layers, neighbors, "
-        "pack, plan, predict, probe, report, stats, status, verify. Nearest: extract",
+        "expected one of attribute, bench, cka, doctor, duplicates, export, extract, layers, "
+        "neighbors, pack, plan, predict, probe, report, stats, status, verify. Nearest: extract",
     ),
     (["model=resnet5O"], "Nearest: resnet50"),
     (["data=folder"], "data.root=DIR"),

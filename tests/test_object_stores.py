@@ -195,8 +195,8 @@ def test_heat_maps_and_their_sheets(images: Path, out: str, workers: int | None)
     assert far.complete
     assert rows_of(far) == rows_of(package.open("store"))
     assert far.failures == package.open("store").failures
-    near = {path.name: path.read_bytes() for path in Path("store/pictures").iterdir()}
-    assert {path.name: path.read_bytes() for path in (place(out) / "pictures").glob("*")} == near
+    near = {path.name: path.read_bytes() for path in Path("store/sheets").iterdir()}
+    assert {path.name: path.read_bytes() for path in (place(out) / "sheets").glob("*")} == near
     assert near
 
 

@@ -137,7 +137,7 @@ def _room(group: Path, limit: str, used: str, dropped: str) -> float | None:
     try:
         most = int((group / limit).read_text())
         taken = int((group / used).read_text())
-        told = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-        return float(most - taken + int(told.get(dropped, 0)))
+        counters = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        return float(most - taken + int(counters.get(dropped, 0)))
     except (OSError, ValueError):  # "max" means no limit
         return None

@@ -220,7 +220,7 @@ def remarks(show: str, traced: Trace, profiled: Profile) -> list[str]:
     whole = traced.calls[-1]
     lines = [
         f"whole model: {whole.num_parameters:,} parameters, {_mflops_text(whole.mflops)} MFLOPs "
-        "a picture",
+        "an image",
         _finite_text(traced, profiled),
     ]
     if profiled.times is not None:
@@ -254,7 +254,7 @@ def _finite_text(traced: Trace, profiled: Profile) -> str:
 
     found = first_nonfinite(profiled.values)
     if found is None:
-        return "every value of every layer is finite on this picture"
+        return "every value of every layer is finite on this image"
     (module, number), to_blame = found
     several = len(traced.by_module[module]) > 1
     name = f"{module}@{number}" if several else module or "what the model returns"

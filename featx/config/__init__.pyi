@@ -1,9 +1,10 @@
 from .all_options import OptionDescription as OptionDescription
 from .all_options import described_options as described_options
 from .all_options import member_groups as member_groups
+from .all_options import refuse_given_of_others as refuse_given_of_others
 from .attribute import BASELINES as BASELINES
 from .attribute import BY_CAPTUM as BY_CAPTUM
-from .attribute import MAX_PICTURES as MAX_PICTURES
+from .attribute import MAX_PROJECTOR_IMAGES as MAX_PROJECTOR_IMAGES
 from .attribute import METHODS as METHODS
 from .attribute import OF_A_LAYER as OF_A_LAYER
 from .attribute import AttributeConfig as AttributeConfig

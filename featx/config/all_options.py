@@ -9,6 +9,7 @@ import itertools
 import re
 import textwrap
 import types
+from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, is_dataclass, make_dataclass
 from types import MappingProxyType
 from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
@@ -19,6 +20,7 @@ from featx.config.member_options import (
     MemberGroup,
     option_owners,
     options_of_all,
+    refuse_names_of_others,
 )
 from featx.config.run_config import Config
 
@@ -41,6 +43,23 @@ def group_class(group: MemberGroup) -> type:
     """Return the dataclass that a group has in `Config`, with the options of all its members."""
     found: type = get_type_hints(Config)[group.group]
     return found
+
+
+def refuse_given_of_others(config: Config, given: Iterable[str]) -> None:
+    """Refuse options of members that are not chosen, also if they were given their defaults.
+
+    Args:
+        config: config of the command.
+        given: dotted names of the options that were given.
+
+    Raises:
+        ConfigError: an option has no effect.
+    """
+    for group in member_groups().values():
+        prefix = f"{group.group}."
+        names = sorted(name.removeprefix(prefix) for name in given if name.startswith(prefix))
+        chosen = group.chosen(vars(getattr(config, group.group)))
+        refuse_names_of_others(group, group_class(group), chosen, names)
 
 
 @functools.cache

@@ -19,7 +19,7 @@ METHODS = (
 OF_A_LAYER = ("gradcam", "guided_gradcam")
 BY_CAPTUM = ("integrated_gradients", "occlusion")
 BASELINES = ("black", "mean", "blur")
-MAX_PICTURES = 1 << 14
+MAX_PROJECTOR_IMAGES = 1 << 14
 """Largest number of images in TensorBoard's projector: sprites of 64 pixels on a sheet of 8192
 pixels, which browsers can show."""
 
@@ -45,7 +45,7 @@ class AttributeConfig:
     stride: int | None = None
     """Pixels from one square of occlusion to the next, half of attribute.window when not given."""
     per_class: int = 8
-    """Number of rows drawn for each class of the data set, on one sheet below OUT/pictures; 0 draws
+    """Number of rows drawn for each class of the data set, on one sheet below OUT/sheets; 0 draws
     none."""
     feature_map_layer: str | None = None
     """Layer whose feature maps are drawn as well, for the first image of each sheet."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields, make_dataclass
 from typing import Any, TypeVar, get_type_hints
 
@@ -179,15 +179,36 @@ def refuse_options_of_others(group: MemberGroup, base: type, values: Mapping[str
     Raises:
         ConfigError: an option of another member has a value.
     """
-    chosen = group.chosen(values)
     every = {f.name: default_of_field(f) for f in fields(options_of_all(group.option, base))}
-    for name, owners in option_owners(group.option, base).items():
-        if chosen in owners or name not in values or _plain(values[name]) == _plain(every[name]):
-            continue
-        members = " or ".join(f"{group.option}={owner}" for owner in owners)
-        raise ConfigError(
-            f"{group.group}.{name} has an effect with {members} only (now {group.option}={chosen})."
-        )
+    given = [
+        name for name in values if name in every and _plain(values[name]) != _plain(every[name])
+    ]
+    refuse_names_of_others(group, base, group.chosen(values), given)
+
+
+def refuse_names_of_others(
+    group: MemberGroup, base: type, chosen: str, names: Iterable[str]
+) -> None:
+    """Refuse options that the chosen member does not read, whatever their values are.
+
+    Args:
+        group: the group.
+        base: dataclass of the group.
+        chosen: name of the member.
+        names: fields of the group that were given.
+
+    Raises:
+        ConfigError: one is an option of other members.
+    """
+    owners_of = option_owners(group.option, base)
+    for name in names:
+        owners = owners_of.get(name, (chosen,))
+        if chosen not in owners:
+            members = " or ".join(f"{group.option}={owner}" for owner in owners)
+            raise ConfigError(
+                f"{group.group}.{name} has an effect with {members} only (now {group.option}="
+                f"{chosen})."
+            )
 
 
 def _plain(value: Any) -> Any:

@@ -90,7 +90,10 @@ def _as_reduce(value: object) -> ReduceConfig:
     if isinstance(value, str):
         return make_reduce(value)
     if isinstance(value, Mapping):
-        return make_reduce(**{"name": "none", **value})
+        try:
+            return make_reduce(**{"name": "none", **value})
+        except ConfigError as error:
+            raise ConfigError(f"layers: {error}") from error
     raise ConfigError(
         f"layers: {value} is not a reduction; expected one of "
         f"{', '.join(family('reduce').names())}, "

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 from featx.base import family
 from featx.config import (
     GRADIENTS,
-    MAX_PICTURES,
+    MAX_PROJECTOR_IMAGES,
     NAMES,
     SCALARS,
     AttributeConfig,
@@ -70,10 +70,12 @@ def _check_max_failures(value: object) -> None:
 
 
 def _check_tensorboard(value: object) -> None:
-    if not isinstance(value, int) or (value is not False and not 1 <= value <= MAX_PICTURES):
+    if not isinstance(value, int) or (
+        value is not False and not 1 <= value <= MAX_PROJECTOR_IMAGES
+    ):
         raise ConfigError(
-            f"tensorboard={value}: expected true, false, or how many pictures the projector shows, "
-            f"1 to {MAX_PICTURES}."
+            f"tensorboard={value}: expected true, false, or how many images the projector shows, "
+            f"1 to {MAX_PROJECTOR_IMAGES}."
         )
 
 

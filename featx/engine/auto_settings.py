@@ -295,22 +295,22 @@ class AutoSettings:
         exact = {name: value.cpu().clone() for name, value in exact.items()}
         best, seconds = "fp32", self._seconds_again(exact)
         glance = self._engine.seconds_per_image(few)
-        told = [f"fp32 {1 / seconds:.1f} images/s"]
+        measured = [f"fp32 {1 / seconds:.1f} images/s"]
         for precision in candidates:
             candidate = replace(compute, precision=precision)
             # A CPU without bf16 units takes minutes for all images, so two images decide whether to
             # go on. The proof of weight casting is left out here: it takes forward passes itself.
             self._engine.configure_compute(candidate, cast_once=False)
             if (took := self._engine.seconds_per_image(few, repeats=2)) > 2 * glance:
-                told.append(f"{precision} {took / glance:.1f} times slower")
+                measured.append(f"{precision} {took / glance:.1f} times slower")
                 continue
             self._engine.configure_compute(candidate)
             values = self._engine.run(self._images)
             cosine, took = row_cosines(values, exact), self._seconds_again(values)
-            told.append(f"{precision} {1 / took:.1f} images/s, cosine {cosine:.5f}")
+            measured.append(f"{precision} {1 / took:.1f} images/s, cosine {cosine:.5f}")
             if cosine >= MIN_COSINE and took * MIN_SPEEDUP < seconds:
                 best, seconds = precision, took
-        self.choices["precision"] = f"{best} ({'; '.join(told)})"
+        self.choices["precision"] = f"{best} ({'; '.join(measured)})"
         return best
 
     def _seconds_again(self, values: Mapping[str, torch.Tensor]) -> float:

@@ -635,9 +635,9 @@ class Engine:
             RunError: the forward pass differs from the earlier ones.
         """
         values = self.run_on_device(images, labels)
-        begun = time.perf_counter()
+        started_at = time.perf_counter()
         on_cpu = to_cpu(values, self.device)
-        self.copy_seconds += time.perf_counter() - begun
+        self.copy_seconds += time.perf_counter() - started_at
         return on_cpu
 
     def run_on_device(
@@ -648,10 +648,10 @@ class Engine:
         The next forward pass may overwrite them.
         """
         self._labels = labels
-        begun = time.perf_counter()
+        started_at = time.perf_counter()
         values = self._pass(self._normalised(images))
         synchronise(self.device)
-        self.model_seconds += time.perf_counter() - begun
+        self.model_seconds += time.perf_counter() - started_at
         return values
 
     @contextlib.contextmanager
@@ -736,9 +736,9 @@ class Engine:
         if known is not None:
             rows.check(known)
         for _ in range(repeats):
-            begun = time.perf_counter()
+            started_at = time.perf_counter()
             values = self.run(others if again else images)
-            fastest = min(fastest, took := time.perf_counter() - begun)
+            fastest = min(fastest, took := time.perf_counter() - started_at)
             rows.check(values)
             again = True
             if took >= enough_s:

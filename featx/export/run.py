@@ -66,7 +66,7 @@ def run_export(config: Config) -> dict[str, Any]:
 
 def _write_all(disk: AtomicFolder, written: Format, progress: CountProgress) -> dict[str, Any]:
     """Write the missing files; the caller holds the lock of the folder."""
-    begun = time.perf_counter()
+    started_at = time.perf_counter()
     chosen, config, files = written.selection, written.config, written.files()
     identity = _identity_of(chosen, config, files)
     _clear(disk, config.overwrite and not _is_begun_anew(disk.root / RECORD, identity))
@@ -92,7 +92,7 @@ def _write_all(disk: AtomicFolder, written: Format, progress: CountProgress) -> 
         "failures": failed,
         "files": len(files),
         "bytes": sum(record.sizes.values()),
-        "seconds": time.perf_counter() - begun,
+        "seconds": time.perf_counter() - started_at,
         "already": not missing,
         "opening": written.opening(disk.root),
     }
@@ -148,8 +148,8 @@ def _is_begun_anew(path: Path, identity: dict[str, Any]) -> bool:
     if not path.exists():
         return False
     before = _read(path)
-    begun = before.get("overwrite") is True and before.get("complete") is False
-    return begun and not differences(before["identity"], identity)
+    was_started = before.get("overwrite") is True and before.get("complete") is False
+    return was_started and not differences(before["identity"], identity)
 
 
 class _Record:

@@ -92,21 +92,21 @@ def decode_share(
         raise FeatxError("decode=gpu was asked of a transform that has no fast path.")
     # One thread for an image, as in the loader: the CPUs decode different images in parallel.
     with cpu_threads(1):
-        begun = time.perf_counter()
+        started_at = time.perf_counter()
         for jpeg in coded:
             decoding.preprocess.crop_uint8(decode_pixels(jpeg.data, decoding.policy, at_least))
         decoded = time.perf_counter()
         for jpeg in coded:
             coded_jpeg(jpeg.data, decoding.policy, at_least)
         checked = time.perf_counter()
-    here = (decoded - begun) / len(coded) / cpus
+    here = (decoded - started_at) / len(coded) / cpus
     checking = (checked - decoded) / len(coded) / cpus
     decoder = DeviceDecoder(decoding.preprocess, device)
     for _ in range(2):  # the first round loads the kernels
-        begun = time.perf_counter()
+        started_at = time.perf_counter()
         with decoder.own_stream():
             decoder.crops(coded)
-        there = (time.perf_counter() - begun) / len(coded)
+        there = (time.perf_counter() - started_at) / len(coded)
     share = balanced(here, checking, there)
     return share, (
         f"{share} of {SHARES} JPEGs on {device} ({1 / there:.0f} images/s there, "

@@ -263,10 +263,10 @@ class Loader:
         assert device is not None, "decoding on the device needs one"
         results = [future.result() for future in taken]
         coded = {i: result for i, result in enumerate(results) if isinstance(result, EncodedJpeg)}
-        begun = time.perf_counter()
+        started_at = time.perf_counter()
         with device.own_stream(), record_function("decode on the device"):
             crops = dict(zip(coded, device.crops(list(coded.values())), strict=True))
-        took = time.perf_counter() - begun
+        took = time.perf_counter() - started_at
         here = [
             self._decoder.submit(
                 self._fill, batch.start + i, batch.images[i], None, False, coded[i].data
@@ -277,14 +277,14 @@ class Loader:
         results += [future.result() for future in here]
         failures = [result for result in results if isinstance(result, Failure)]
         batch.failures = sorted(failures, key=lambda failure: failure.row)
-        begun = time.perf_counter()
+        started_at = time.perf_counter()
         decoded = {i: crop for i, crop in crops.items() if crop is not None}
         with device.own_stream():
             batch.images = batch.images.to(device.device, non_blocking=True)
             if decoded:
                 places = torch.tensor(list(decoded), device=device.device)
                 batch.images.index_copy_(0, places, torch.stack(list(decoded.values())))
-        self.times.add(on_device=took + time.perf_counter() - begun)
+        self.times.add(on_device=took + time.perf_counter() - started_at)
         return batch
 
     def _fill(
@@ -314,7 +314,7 @@ class Loader:
         """
         key = bytes(self._listing.keys[row])
         num_bytes = 0
-        begun = time.perf_counter()
+        started_at = time.perf_counter()
         try:
             decoded_image, number = self._cached(key) or (None, NO_IMAGE)
             with record_function("read"):
@@ -342,7 +342,7 @@ class Loader:
                 "and give the same command again. A smaller batch_size or data.max_pixels needs "
                 "less."
             ) from error
-        self.times.add(read - begun, time.perf_counter() - read, num_bytes)
+        self.times.add(read - started_at, time.perf_counter() - read, num_bytes)
         return coded
 
     def _prepare(self, key: bytes, decoded_image: DecodedImage, checksum: int) -> torch.Tensor:

@@ -42,7 +42,7 @@ def _using(config: Config, summary: dict[str, Any]) -> str:
         'store["score"][0]      # the scalar that it explains; names of all datasets: list(store)',
     ]
     if config.attribute.per_class:
-        lines.append(f"# the sheets: {parse_path(config.out) / layout.PICTURES}/*.png")
+        lines.append(f"# the sheets: {parse_path(config.out) / layout.SHEETS}/*.png")
     return "\n".join(lines)
 
 
@@ -68,7 +68,7 @@ def _draw(context: RunContext, session: StoreSession) -> None:
     config = context.config
     if not config.attribute.per_class:
         return
-    folder = session.root / layout.PICTURES
+    folder = session.root / layout.SHEETS
     session.disk.make_folder(folder)
     store = FeatureStore(session.root, verify="rows")
     methods = [method for method in METHODS if method in store]

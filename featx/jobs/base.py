@@ -20,6 +20,7 @@ from featx.config import (
     from_omegaconf,
     given_by_value,
     given_keywords,
+    refuse_given_of_others,
     saved_yaml,
 )
 from featx.errors import ConfigError
@@ -137,8 +138,11 @@ def check(config: Config, given: Collection[str] | None = None) -> None:
     if job.input is Input.IMAGES:
         _check_gradients(config, job)
     job.check(config)
-    for sentence in unread(config, given_by_value(config) if given is None else given).values():
+    if given is None:
+        given = given_by_value(config)
+    for sentence in unread(config, given).values():
         raise ConfigError(sentence)
+    refuse_given_of_others(config, given)
 
 
 def unread(config: Config, names: Collection[str]) -> dict[str, str]:

@@ -64,9 +64,9 @@ def _seconds_per_image_read(context: RunContext) -> float | None:
     size = min(len(context.listing), 8 * num_cpus())
     part = Part(0, 0, min(len(context.listing), size * _TRIAL_BATCHES))
     with context.loader(size) as loader:
-        begun = time.perf_counter()
+        started_at = time.perf_counter()
         count = sum(batch.count for _, batch in loader.batches([part]))
-        return (time.perf_counter() - begun) / count
+        return (time.perf_counter() - started_at) / count
 
 
 def _disk_line(plan: dict[str, Any]) -> str:

@@ -63,21 +63,21 @@ class _Lines:
     def begin(self, call: OpenCall, inputs: list[Any]) -> None:
         """Record the inputs of a call, and write the starting line of its parent."""
         synchronise(self._device)
-        begun = time.perf_counter()
+        started_at = time.perf_counter()
         outer = call.parent
         if outer is not None and not outer.note.opened:
             outer.note.opened = True
             self._tell(f"{self._head(outer, outer.name)} -> ...")
         call.note = _Note(_shapes(inputs), any(_bad(t) for t in elements(inputs).values()))
         ended = time.perf_counter()
-        self._telling_s += ended - begun
-        call.note.begun = ended - self._telling_s
+        self._telling_s += ended - started_at
+        call.note.started_at = ended - self._telling_s
 
     def end(self, call: OpenCall, number: int, output: Any) -> None:
         """Write the line of a call."""
         synchronise(self._device)
         ended = time.perf_counter()
-        milliseconds = 1e3 * (ended - self._telling_s - call.note.begun)
+        milliseconds = 1e3 * (ended - self._telling_s - call.note.started_at)
         name = f"{call.name}@{number}" if number > 1 else call.name
         found = elements(output)
         dtypes = ", ".join(
@@ -119,14 +119,14 @@ class _Note:
         shapes: shapes of the inputs.
         bad_input: whether an input has a non-finite value.
         opened: whether the starting line was written.
-        begun: seconds of the clock at the start, minus the time of logging so far.
+        started_at: seconds of the clock at the start, minus the time of logging so far.
     """
 
     def __init__(self, shapes: str, bad_input: bool) -> None:
         self.shapes = shapes
         self.bad_input = bad_input
         self.opened = False
-        self.begun = 0.0
+        self.started_at = 0.0
 
 
 def _bad(x: torch.Tensor) -> int:

@@ -195,9 +195,9 @@ def measure_times(module: nn.Module, x: torch.Tensor) -> Times:
     totals: dict[CallKey, list[float]] = {}
     owns: dict[CallKey, list[float]] = {}
     module(x.clone())
-    begun = time.perf_counter()
+    started_at = time.perf_counter()
     while len(whole) < MIN_RUNS or (
-        len(whole) < MAX_RUNS and time.perf_counter() - begun < ENOUGH_S
+        len(whole) < MAX_RUNS and time.perf_counter() - started_at < ENOUGH_S
     ):
         image = x.clone()
         synchronise(x.device)
@@ -221,7 +221,7 @@ def measure_times(module: nn.Module, x: torch.Tensor) -> Times:
 class _Span:
     """Start and end of a call, and the calls directly inside it."""
 
-    begun: Any = None
+    started_at: Any = None
     ended: Any = None
     inside: list[_Span] = field(default_factory=list)
 
@@ -237,7 +237,7 @@ def _timed_pass(
 
     def begin(call: OpenCall, inputs: list[Any]) -> None:
         call.note = _Span()
-        call.note.begun = mark()
+        call.note.started_at = mark()
 
     def end(call: OpenCall, number: int, output: Any) -> None:
         call.note.ended = mark()
@@ -250,7 +250,7 @@ def _timed_pass(
     synchronise(x.device)
 
     def length(span: _Span) -> float:
-        return elapsed(span.begun, span.ended)
+        return elapsed(span.started_at, span.ended)
 
     return {
         key: (length(span), length(span) - sum(length(inner) for inner in span.inside))
@@ -264,7 +264,7 @@ def _clock(device: torch.device) -> tuple[Callable[[], Any], Callable[[Any, Any]
     Marks of a GPU can be read after `synchronise`.
     """
     if device.type == "cpu":
-        return time.perf_counter, lambda begun, ended: 1e3 * (ended - begun)
+        return time.perf_counter, lambda start, end: 1e3 * (end - start)
     events: Any = torch.cuda.Event if device.type == "cuda" else torch.mps.event.Event
 
     def mark() -> Any:
@@ -272,7 +272,7 @@ def _clock(device: torch.device) -> tuple[Callable[[], Any], Callable[[Any, Any]
         event.record()
         return event
 
-    return mark, lambda begun, ended: float(begun.elapsed_time(ended))
+    return mark, lambda start, end: float(start.elapsed_time(end))
 
 
 def measure_memory(module: nn.Module, x: torch.Tensor) -> dict[CallKey, Memory]:

@@ -76,8 +76,8 @@ def state_of_files(paths: Iterable[str | Path], count: int, tag: int = 0) -> npt
     infos = [os.stat(path) for path in paths]  # noqa: PTH116 - unusual bytes
     size = sum(info.st_size for info in infos)
     newest = max((info.st_mtime_ns for info in infos), default=-1)
-    told = [*(state_of(info) for info in infos), tag]
-    return np.full(count, np.array((size, newest, tag_of(told)), IMAGE_STATE))
+    content = [*(state_of(info) for info in infos), tag]
+    return np.full(count, np.array((size, newest, tag_of(content)), IMAGE_STATE))
 
 
 def of_other_paths(states: npt.NDArray[np.void], paths: Iterable[bytes]) -> npt.NDArray[np.void]:
@@ -97,9 +97,9 @@ def of_other_paths(states: npt.NDArray[np.void], paths: Iterable[bytes]) -> npt.
     return states
 
 
-def tag_of(told: object) -> int:
+def tag_of(content: object) -> int:
     """Hash the `repr` of an object to a non-negative 63-bit integer."""
-    return int.from_bytes(blake2b(repr(told).encode(), digest_size=8).digest(), "little") >> 1
+    return int.from_bytes(blake2b(repr(content).encode(), digest_size=8).digest(), "little") >> 1
 
 
 def endings(extensions: Iterable[str] | None) -> frozenset[bytes]:
@@ -288,9 +288,9 @@ class FolderSource:
                         raise
 
         try:
-            begun = time.perf_counter()
+            started_at = time.perf_counter()
             look(0)
-            is_slow = time.perf_counter() - begun > _STATS * _SLOW_STAT_S
+            is_slow = time.perf_counter() - started_at > _STATS * _SLOW_STAT_S
             starts = range(_STATS, len(keys), _STATS)
             # A network file system serves many requests at once. On a local disk, threads would
             # only contend with each other. The first _STATS files decide which of the two it is.

@@ -87,9 +87,9 @@ class BoxedSource:
             labels, classes = from_names(lines[i].label for i in order)
         elif classes:  # images without a box must not leave their class behind
             labels, classes = renumbered(np.array(classes, dtype=object), labels)
-        marks = None if whole.marks is None else whole.marks[place]
+        content_tags = None if whole.content_tags is None else whole.content_tags[place]
         columns = {name: values[place] for name, values in whole.columns.items()}
-        return Listing(keys, labels, classes, whole.skipped, marks, columns)
+        return Listing(keys, labels, classes, whole.skipped, content_tags, columns)
 
     def read(self, key: bytes) -> bytes:
         """Read the whole encoded image that a box lies in. Raises as `Source.read` does."""

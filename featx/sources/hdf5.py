@@ -23,7 +23,7 @@ from featx.sources.base import MAX_FILE_BYTES, state_of_files
 from featx.sources.labels import Labels, from_names, from_numbers
 from featx.sources.pixel_encoding import encode_pixels
 from featx.sources.registry import SOURCES, source_member
-from featx.sources.row_keys import numbered_keys, row_of, sampled_marks
+from featx.sources.row_keys import numbered_keys, row_of, sampled_content_tags
 from featx.store import check_plain, codecs, layout, open_hdf5
 from featx.types import ImageFault, Listing, Source, Status
 
@@ -87,8 +87,8 @@ class Hdf5Source:
         if not count:
             raise DataError(f"{self._path}: /{self._name} has no rows.")
         labels, classes = self._labels(file, count)
-        marks = sampled_marks(count, self._mark)
-        return Listing(numbered_keys(count), labels, classes, {}, marks)
+        content_tags = sampled_content_tags(count, self._content_tag)
+        return Listing(numbered_keys(count), labels, classes, {}, content_tags)
 
     def read(self, key: bytes) -> bytes:
         """Read one row as an encoded image; pixels become a PPM or PGM.
@@ -125,7 +125,7 @@ class Hdf5Source:
         """Return the state of the file for every row."""
         return state_of_files([self._path], len(keys))
 
-    def _mark(self, row: int) -> bytes:
+    def _content_tag(self, row: int) -> bytes:
         """Return the bytes to hash for a content tag; an error message for an unreadable row."""
         try:
             return self.read(b"%d" % row)

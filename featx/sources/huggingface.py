@@ -101,9 +101,9 @@ class HuggingFaceSource:
             raise DataError(f"data.root={self._where} has no rows.")
         labels, classes = self._labels(count)
         # The fingerprint of the data set changes with every operation on it.
-        mark = zlib.crc32(str(self._dataset._fingerprint).encode())
-        marks = np.full(count, mark, dtype=np.int64)
-        return Listing(numbered_keys(count, _PREFIX), labels, classes, {}, marks)
+        tag = zlib.crc32(str(self._dataset._fingerprint).encode())
+        content_tags = np.full(count, tag, dtype=np.int64)
+        return Listing(numbered_keys(count, _PREFIX), labels, classes, {}, content_tags)
 
     def read(self, key: bytes) -> bytes:
         """Read one encoded image, from the table or from the file that the row names.

@@ -172,7 +172,7 @@ def _state(info: os.stat_result) -> tuple[int, int]:
     return info.st_size, info.st_mtime_ns
 
 
-def footer_marks(file: Path, column: str) -> npt.NDArray[np.int64]:
+def footer_content_tags(file: Path, column: str) -> npt.NDArray[np.int64]:
     """Compute content tags of the rows of a Parquet file from its footer, without reading images.
 
     The tag is a checksum of the footer's entries for the image column of the row group.
@@ -187,7 +187,7 @@ def footer_marks(file: Path, column: str) -> npt.NDArray[np.int64]:
     from pyarrow import parquet
 
     about = parquet.read_metadata(file)
-    marks = []
+    content_tags = []
     for i in range(about.num_row_groups):
         group = about.row_group(i)
         said = [
@@ -195,8 +195,10 @@ def footer_marks(file: Path, column: str) -> npt.NDArray[np.int64]:
             for c in (group.column(k) for k in range(group.num_columns))
             if c.path_in_schema.split(".")[0] == column
         ]
-        marks.append(np.full(group.num_rows, zlib.crc32(repr(said).encode()), dtype=np.int64))
-    return np.concatenate([np.empty(0, dtype=np.int64), *marks])
+        content_tags.append(
+            np.full(group.num_rows, zlib.crc32(repr(said).encode()), dtype=np.int64)
+        )
+    return np.concatenate([np.empty(0, dtype=np.int64), *content_tags])
 
 
 def _bytes_of(about: Any, column: str) -> list[int]:

@@ -41,7 +41,7 @@ def row_of(key: bytes, prefix: str = "") -> int:
     return int(key[len(prefix) :])
 
 
-def sampled_marks(count: int, read: Callable[[int], bytes]) -> npt.NDArray[np.int64]:
+def sampled_content_tags(count: int, read: Callable[[int], bytes]) -> npt.NDArray[np.int64]:
     """Compute content tags for a data set without cheap ones: checksums of rows 0, 1, 2, 4, 8, ...
 
     The sampled rows do not depend on `count`, so a data set that has grown keeps its tags.
@@ -53,12 +53,12 @@ def sampled_marks(count: int, read: Callable[[int], bytes]) -> npt.NDArray[np.in
     Returns:
         (count,) int64, 0 in rows that are not sampled.
     """
-    marks = np.zeros(count, dtype=np.int64)
+    content_tags = np.zeros(count, dtype=np.int64)
     row = 0
     while row < count:
-        marks[row] = zlib.crc32(read(row))
+        content_tags[row] = zlib.crc32(read(row))
         row = 2 * row or 1
-    return marks
+    return content_tags
 
 
 def row_of_key(keys: npt.NDArray[np.bytes_], key: bytes) -> int:

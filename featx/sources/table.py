@@ -22,7 +22,7 @@ from featx.errors import ConfigError, DataError, MissingExtraError, nearest
 from featx.sources.base import FolderSource
 from featx.sources.labels import Labels, from_numbers, named, renumbered
 from featx.sources.options import ColumnOptions
-from featx.sources.parquet_images import ImageColumn, footer_marks
+from featx.sources.parquet_images import ImageColumn, footer_content_tags
 from featx.sources.path_patterns import base_of, is_pattern
 from featx.sources.registry import SOURCES, source_member
 from featx.sources.row_keys import doubles, numbered_keys
@@ -166,11 +166,15 @@ class TableSource:
                 f"{self._where}: {column} has some paths more than once: {shown}. A key stands for "
                 "one row."
             )
-        marks = None
+        content_tags = None
         if holds_images:
             self._images = ImageColumn(files, column, keys, order)
-            marks = np.concatenate([footer_marks(file, column) for file in files])[order]
-        return Listing(keys, labels[order], classes, skipped, marks, self._columns(table, order))
+            content_tags = np.concatenate([footer_content_tags(file, column) for file in files])[
+                order
+            ]
+        return Listing(
+            keys, labels[order], classes, skipped, content_tags, self._columns(table, order)
+        )
 
     def _chosen(self, names: list[str]) -> str:
         """Return the column of paths or images: data.path_column, else 'path', else 'image'.

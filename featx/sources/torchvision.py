@@ -22,7 +22,7 @@ from featx.sources.labels import Labels, named
 from featx.sources.options import LinkOptions
 from featx.sources.pixel_encoding import encode_pixels
 from featx.sources.registry import SOURCES, source_member
-from featx.sources.row_keys import doubles, numbered_keys, row_of, sampled_marks
+from featx.sources.row_keys import doubles, numbered_keys, row_of, sampled_content_tags
 from featx.types import UNTOLD, Listing, Source
 
 
@@ -150,8 +150,8 @@ class _Pixels:
         """List all rows with content tags of a sample of the rows."""
         count = len(self._pixels)
         labels, classes = self._labels
-        marks = sampled_marks(count, lambda row: self._pixels[row].tobytes())
-        return Listing(numbered_keys(count), labels, classes, {}, marks)
+        content_tags = sampled_content_tags(count, lambda row: self._pixels[row].tobytes())
+        return Listing(numbered_keys(count), labels, classes, {}, content_tags)
 
     def read(self, key: bytes) -> bytes:
         """Encode the pixels of one row as PPM or PGM."""

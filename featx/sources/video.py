@@ -88,12 +88,12 @@ class VideoSource:
         """
         videos = self._videos()
         keys: list[bytes] = []
-        labels, marks = [], []
+        labels, content_tags = [], []
         for video, label in zip(videos.keys.tolist(), videos.labels.tolist(), strict=True):
             count = self._count(video)
             keys += [frame_key(video, k * self._every_s) for k in range(count)]
             labels.append(np.full(count, label, dtype=np.int64))
-            marks.append(np.full(count, self._states.get(video, (0, 0))[0], dtype=np.int64))
+            content_tags.append(np.full(count, self._states.get(video, (0, 0))[0], dtype=np.int64))
         listed = np.array(keys, dtype=np.bytes_)
         order = np.argsort(listed, kind="stable")
         return Listing(
@@ -101,7 +101,7 @@ class VideoSource:
             np.concatenate(labels)[order],
             videos.classes,
             videos.skipped,
-            np.concatenate(marks)[order],
+            np.concatenate(content_tags)[order],
         )
 
     def read(self, key: bytes) -> bytes:

@@ -224,18 +224,18 @@ def fetched_ahead(paths: Sequence[Path]) -> Iterator[Callable[[], S3File] | None
     if len(objects) < len(paths):
         yield from itertools.repeat(None, len(paths))
         return
-    begun: deque[Future[S3File]] = deque()
+    opening: deque[Future[S3File]] = deque()
     used: set[int] = set()
     try:
         for number in range(len(objects)):
             # The first file shows which blocks to fetch.
             most = number + (_FILES_AHEAD if number else 1)
-            for path in objects[number + len(begun) : most]:
-                begun.append(s3_client.threads(os.getpid()).submit(S3File, path, used))
-            now = begun.popleft()
+            for path in objects[number + len(opening) : most]:
+                opening.append(s3_client.threads(os.getpid()).submit(S3File, path, used))
+            now = opening.popleft()
             yield now.result
             if now.exception() is None:
                 used = now.result().used
     finally:
-        for future in begun:
+        for future in opening:
             future.cancel()

@@ -14,7 +14,7 @@ _FOLDERS = (
     layout.PARTS,
     layout.PROBE_HEADS,
     layout.WORKERS,
-    layout.PICTURES,
+    layout.SHEETS,
     layout.TENSORBOARD,
     f"{layout.TENSORBOARD}/*",
     ".hydra",

@@ -50,10 +50,10 @@ def marks_digest(listing: Listing, num_rows: int | None = None) -> str | None:
     Returns:
         hexadecimal digest, or None if the listing has no content tags.
     """
-    if listing.marks is None:
+    if listing.content_tags is None:
         return None
-    marks = np.ascontiguousarray(listing.marks[:num_rows].astype("<i8", copy=False))
-    return hashlib.sha256(marks.data).hexdigest()
+    content_tags = np.ascontiguousarray(listing.content_tags[:num_rows].astype("<i8", copy=False))
+    return hashlib.sha256(content_tags.data).hexdigest()
 
 
 def row_values(listing: Listing) -> dict[str, npt.NDArray[Any]]:
@@ -299,7 +299,9 @@ def in_stored_order(root: Path, stored: Listing, found: Listing) -> Listing:
         np.concatenate([stored.labels, labels[new]]),
         classes,
         found.skipped,
-        None if found.marks is None else np.concatenate([found.marks[place], found.marks[new]]),
+        None
+        if found.content_tags is None
+        else np.concatenate([found.content_tags[place], found.content_tags[new]]),
         {
             name: np.concatenate([values, found.columns[name][new]])
             for name, values in stored.columns.items()

@@ -71,9 +71,9 @@ class SourceContract:
 
     def test_content_tags_are_integers(self, source: Source) -> None:
         listing = source.listing()
-        if listing.marks is not None:
-            assert listing.marks.shape == (len(listing),)
-            assert listing.marks.dtype == np.int64
+        if listing.content_tags is not None:
+            assert listing.content_tags.shape == (len(listing),)
+            assert listing.content_tags.dtype == np.int64
 
     def test_a_second_listing_is_the_same(self, source: Source) -> None:
         first, second = source.listing(), source.listing()
@@ -169,7 +169,7 @@ def _as_plain(listing: Listing) -> dict[str, object]:
         "labels": listing.labels.tolist(),
         "classes": tuple(listing.classes),
         "skipped": dict(listing.skipped),
-        "content tags": None if listing.marks is None else listing.marks.tolist(),
+        "content tags": None if listing.content_tags is None else listing.content_tags.tolist(),
         # As bytes: NaN, a missing number, differs from itself.
         "columns": {name: values.tobytes() for name, values in listing.columns.items()},
     }

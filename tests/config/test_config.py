@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
+from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
@@ -14,7 +16,7 @@ from featx.config.all_options import described_options
 from featx.config.requested_layers import layer_requests
 from featx.config.run_config import Config
 from featx.config.saved_config import saved_yaml
-from featx.config.schema import from_keywords, from_omegaconf, known_keys
+from featx.config.schema import from_keywords, from_omegaconf, given_keywords, known_keys
 from featx.errors import ConfigError, FeatxError, nearest
 
 
@@ -173,3 +175,25 @@ def test_captures_multiply_the_layers() -> None:
         for layers in ("embedding", ["a:input"]):
             with pytest.raises(ConfigError, match="capture="):
                 Config(capture=wrong, layers=layers)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"reduce": {"name": "avg", "p": 3.0}}, r"reduce\.p has an effect with reduce=gem only"),
+        (
+            {"data": {"name": "sample", "every_s": 1.0}},
+            r"data\.every_s has an effect with data=",
+        ),
+        ({"reduce": {"name": "gem", "p": 3.0}}, None),
+    ],
+)
+def test_an_option_of_another_member_is_refused_with_its_default_too(
+    values: dict[str, Any], message: str | None
+) -> None:
+    """A default of a member that is not chosen has no effect; the user thinks that it has one."""
+    refused = (
+        contextlib.nullcontext() if message is None else pytest.raises(ConfigError, match=message)
+    )
+    with refused:
+        jobs.check(from_omegaconf(from_keywords(values)), given_keywords(values))

@@ -92,7 +92,7 @@ def test_a_resumed_run_computes_what_is_missing_and_ends_with_the_same_numbers(
     assert {*ALL, "integrated_gradients_delta"} < set(whole.layers)
     for name in whole.layers:
         assert np.array_equal(whole[name][:], cut[name][:]), name
-    assert not Path("whole/pictures").exists()
+    assert not Path("whole/sheets").exists()
 
 
 @pytest.mark.usefixtures("in_tmp_path")
@@ -177,9 +177,9 @@ def test_sheets_show_each_class_and_feature_maps(
     options = {"method": ALL, "steps": 2, "window": 16, "feature_map_layer": "conv"}
     assert run(photos, attribute=options) == 0
     names = ["cat.png", "dog.png", "maps-conv-cat.png", "maps-conv-dog.png"]
-    assert sorted(os.listdir("store/pictures")) == names
-    assert "store/pictures/cat.png" in capsys.readouterr().err
-    with Image.open("store/pictures/cat.png") as sheet:
+    assert sorted(os.listdir("store/sheets")) == names
+    assert "store/sheets/cat.png" in capsys.readouterr().err
+    with Image.open("store/sheets/cat.png") as sheet:
         pixels = np.asarray(sheet)
     panel, left, top = 192, 24, 96
     with Image.open(photos / "cat" / "000.png") as image:
@@ -207,7 +207,7 @@ def test_a_wrong_layer_is_told_before_anything_is_written(photos: Path) -> None:
 def test_sheets_are_capped(photos: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     monkeypatch.setattr(attribute, "MAX_SHEETS", 1)
     assert run(photos) == 0
-    assert os.listdir("store/pictures") == ["cat.png"]
+    assert os.listdir("store/sheets") == ["cat.png"]
     assert "the first 1 of 2 classes" in capsys.readouterr().err
 
 

@@ -19,6 +19,8 @@ from typing import Any
 import pytest
 from tiny_model import KEYS, MODEL, extract, pack_in_process, run_job, write_images
 
+from featx.config.member_options import option_owners
+from featx.config.model import ModelConfig
 from featx.config.options import Kind, option_types
 from featx.config.run_config import Config
 from featx.config.saved_config import saved_yaml
@@ -103,7 +105,7 @@ _OF_KINDS = {
     for group in ("data", "model.transform", "reduce", "executor", "probe", "attribute", "stats")
     for name in option_types()
     if name.startswith(f"{group}.") and name not in ("data.name", "data.root", "reduce.name")
-}
+} | {f"model.{name}" for name in option_owners("model.library", ModelConfig)}
 """Options of one kind of data set, reduction, ...: their own checks refuse them with others."""
 
 

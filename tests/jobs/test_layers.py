@@ -169,7 +169,7 @@ def test_the_dtype_under_autocast(layers: Layers, precision: str, dtype: str, sa
 
 
 def test_the_first_layer_that_is_not_finite_is_named(layers: Layers) -> None:
-    assert "every value of every layer is finite on this picture" in layers()
+    assert "every value of every layer is finite on this image" in layers()
     model = {**ODD, "args": {"fail": "nan"}}
     text = layers("values", model=model)
     assert (

@@ -79,7 +79,8 @@ def is_close(found: torch.Tensor, expected: torch.Tensor) -> bool:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in LAST]
+    "name",
+    [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in LAST],
 )
 def test_the_embedding_is_what_the_classifier_is_given(name: str) -> None:
     last, side = LAST[name]

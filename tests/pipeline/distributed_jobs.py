@@ -38,7 +38,7 @@ def made(job: str, out: str = "store") -> dict[str, Any]:
     """Everything that has to be the same however the job was spread."""
     root = Path(out)
     if job == "attribute":
-        images = {path.name: path.read_bytes() for path in (root / "pictures").iterdir()}
+        images = {path.name: path.read_bytes() for path in (root / "sheets").iterdir()}
         return {**dataset_digests(root / "features.h5"), **images}
     statistics = featx.open_stats(root)
     numbers = {

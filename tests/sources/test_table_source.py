@@ -76,7 +76,7 @@ def test_a_csv_of_paths_and_names(tmp_path: Path) -> None:
     keys = listing.keys.tolist()
     assert keys == sorted(keys)
     assert [source.read(key) for key in keys] == keys
-    assert listing.marks is None
+    assert listing.content_tags is None
 
 
 def test_numbers_stay_numbers(tmp_path: Path) -> None:
@@ -289,10 +289,10 @@ def test_damaged_image_bytes_cost_no_more_than_their_row_group(tmp_path: Path) -
 
 def test_content_tags_tell_of_other_bytes_under_the_same_keys(tmp_path: Path) -> None:
     rows: list[dict[str, object]] = [{"bytes": b"x" * i} for i in range(1, 9)]
-    before = table(images(tmp_path / "t.parquet", rows)).listing().marks
-    again = table(images(tmp_path / "t.parquet", rows)).listing().marks
+    before = table(images(tmp_path / "t.parquet", rows)).listing().content_tags
+    again = table(images(tmp_path / "t.parquet", rows)).listing().content_tags
     rows[3] = {"bytes": random.Random(0).randbytes(100)}
-    after = table(images(tmp_path / "t.parquet", rows)).listing().marks
+    after = table(images(tmp_path / "t.parquet", rows)).listing().content_tags
     assert before is not None
     assert again is not None
     assert after is not None
@@ -420,7 +420,7 @@ def test_many_parquet_files_are_one_table(tmp_path: Path, monkeypatch: pytest.Mo
         ]
         assert listing.columns["n"].tolist() == number
         assert listing.labels.tolist() == [n % 2 for n in range(34)]
-        assert listing.marks is not None
+        assert listing.content_tags is not None
         keys = dict(zip(listing.keys.tolist(), data, strict=True))
         mixed = list(keys) * 2
         random.Random(0).shuffle(mixed)
@@ -435,9 +435,9 @@ def test_a_file_that_comes_later_changes_no_key(tmp_path: Path) -> None:
     after = table(tmp_path).listing()
     kept = np.isin(after.keys, before.keys)
     assert after.keys[kept].tolist() == before.keys.tolist()
-    assert before.marks is not None
-    assert after.marks is not None
-    assert after.marks[kept].tolist() == before.marks.tolist()
+    assert before.content_tags is not None
+    assert after.content_tags is not None
+    assert after.content_tags[kept].tolist() == before.content_tags.tolist()
 
 
 def test_a_file_that_is_replaced_stops_the_run(tmp_path: Path) -> None:

@@ -67,8 +67,8 @@ def test_frames_by_time_in_any_order_and_files_that_are_no_videos(tmp_path: Path
     assert [listing.classes[i] if i >= 0 else None for i in listing.labels[[0, 4, 12]]] == [
         "a", "b", None,
     ]  # fmt: skip
-    assert listing.marks is not None
-    assert listing.marks[4] == os.stat(tmp_path / "b" / "long.mp4").st_size  # noqa: PTH116
+    assert listing.content_tags is not None
+    assert listing.content_tags[4] == os.stat(tmp_path / "b" / "long.mp4").st_size  # noqa: PTH116
     order = np.random.default_rng(0).permutation(np.tile(np.arange(8), 2)).tolist()
     for k in order:
         assert brightness(source.read(keys[4 + k])) == pytest.approx(30 * k, abs=4)

@@ -300,7 +300,7 @@ def test_a_listing_that_is_gone_is_written_again(run: MadeRun, tmp_path: Path) -
 
 def test_leftovers_of_a_kill_are_cleared(run: MadeRun, tmp_path: Path) -> None:
     run.write(tmp_path, [0])
-    folders = ("", "parts", ".hydra", "pictures", "tensorboard", "tensorboard/run-0")
+    folders = ("", "parts", ".hydra", "sheets", "tensorboard", "tensorboard/run-0")
     for sub in folders:
         (tmp_path / sub).mkdir(exist_ok=True)
         (tmp_path / sub / ".tmp-part-000001.h5.123.456").write_bytes(b"half")

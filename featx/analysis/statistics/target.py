@@ -70,8 +70,10 @@ class StatsTarget:
         A store in the same folder may have another order.
         """
         source, listing = list_images(self._config, source=self._source)
-        if listing.marks is not None:  # statistics store no tag per row, so the digest covers all
-            self.settings["data.marks"] = marks_digest(listing)
+        if (
+            listing.content_tags is not None
+        ):  # statistics store no tag per row, so the digest covers all
+            self.settings["data.content_tags"] = marks_digest(listing)
         return source, listing
 
     def unfinished(self, listing: Listing, chosen: ChosenLayers) -> ChosenLayers:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from featx.pipeline import RunContext
 
 SPRITE_PIXELS = 64
-"""Maximum of the longer side of a sprite in pixels; config.MAX_PICTURES of them fill a sheet."""
+"""Maximum of the longer side of a sprite in pixels; MAX_PROJECTOR_IMAGES of them fill a sheet."""
 
 MAX_LAYERS = 8
 """Maximum number of layers; the last ones are used, which separate classes best."""

@@ -57,7 +57,7 @@ def extract(
     Returns:
         Seconds from the first image to the closed file, and the features (N, ...).
     """
-    begun = time.perf_counter()
+    started_at = time.perf_counter()
     outputs: list[torch.Tensor] = []
 
     def hook(module: nn.Module, args: Any, output: Any) -> None:
@@ -75,4 +75,4 @@ def extract(
     features = torch.cat(outputs).numpy()
     with h5py.File(path, "w") as file:
         file["features"] = features
-    return time.perf_counter() - begun, features
+    return time.perf_counter() - started_at, features

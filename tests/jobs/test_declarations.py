@@ -100,12 +100,17 @@ _CHECKS = {str(module.__file__) for module in (copy, dataclasses, base, pickle)}
 _NO_JOBS = ("__post_init__", "__eq__", "_has_default_out", "_digest", "in_this_process")
 
 
+_GROUPS = (
+    *("data", "reduce", "executor", "probe", "attribute", "stats"),
+    *(f"model.{name}" for name in option_owners("model.library", ModelConfig)),
+)
 _OF_KINDS = {
     name
-    for group in ("data", "model.transform", "reduce", "executor", "probe", "attribute", "stats")
+    for group in _GROUPS
     for name in option_types()
-    if name.startswith(f"{group}.") and name not in ("data.name", "data.root", "reduce.name")
-} | {f"model.{name}" for name in option_owners("model.library", ModelConfig)}
+    if (name == group or name.startswith(f"{group}."))
+    and name not in ("data.name", "data.root", "reduce.name")
+}
 """Options of one kind of data set, reduction, ...: their own checks refuse them with others."""
 
 

@@ -55,7 +55,7 @@ MISTAKES = [
     (["data=folder", "data.root=/no/such/folder"], "/no/such/folder does not exist"),
     (["data.root=photos"], "add data=folder"),
     (["reduce=agv"], "Nearest: avg"),
-    (["reduce=avg", "reduce.p=3"], "reduce.p has an effect with reduce=gem only"),
+    (["reduce=avg", "reduce.p=4"], "reduce.p has an effect with reduce=gem only"),
     (["layers=[]"], "layers is empty"),
     (["layers={layer4: agv}"], "reduce=agv: expected one of"),
     (["layers=["], "cannot read 'layers=['"),

@@ -27,7 +27,7 @@ BUCKET = "measured"
 def served(log: Path) -> Iterator[None]:
     """moto's server with an empty bucket, which the environment leads to as long as this runs."""
     with socket.socket() as probe:
-        probe.attach_captures(("127.0.0.1", 0))
+        probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     url = f"http://127.0.0.1:{port}"
     os.environ |= {

@@ -27,11 +27,11 @@ def measure_model(model: str, batch_size: int, kept: bool, seconds: float) -> fl
     with torch.no_grad():
         for _ in range(3):
             module(x)
-        begun, count = time.perf_counter(), 0
-        while time.perf_counter() - begun < seconds:
+        started_at, count = time.perf_counter(), 0
+        while time.perf_counter() - started_at < seconds:
             module(x)
             count += batch_size
-        return count / (time.perf_counter() - begun)
+        return count / (time.perf_counter() - started_at)
 
 
 def malloc(arguments: argparse.Namespace) -> None:
@@ -72,31 +72,31 @@ def copies_kind(model: str, layers: str, reduce: str, arguments: argparse.Namesp
             shapes = {call.module: call.outputs for call in engine.trace().calls}
             found = [pair for pair in found if len(next(iter(shapes[pair[0].module].values()))) > 2]
         engine.attach_captures(found)
-        keeper, bytes_seen = engine._keeper, 0
-        keep = keeper.keep
+        collector, bytes_seen = engine._collector, 0
+        keep = collector.keep
 
-        def copy_first(tap: CapturePoint, tensor: torch.Tensor) -> torch.Tensor:
+        def copy_first(point: CapturePoint, tensor: torch.Tensor) -> torch.Tensor:
             nonlocal bytes_seen
             bytes_seen += tensor.nbytes
-            return keep(tap, tensor.clone())
+            return keep(point, tensor.clone())
 
         seconds: dict[str, list[float]] = {"where needed": [], "everywhere": []}
         for _ in range(arguments.runs):
             for way, figures in seconds.items():
-                keeper.keep = keep if way == "where needed" else copy_first
+                collector.keep = keep if way == "where needed" else copy_first
                 engine.configure_compute(Compute("fp32", False, False, len(images)))
                 engine.run(images)
-                begun = time.perf_counter()
+                started_at = time.perf_counter()
                 bytes_seen = 0
                 engine.run(images)
-                figures.append(time.perf_counter() - begun)
+                figures.append(time.perf_counter() - started_at)
         # What is cast to another dtype, or reduced to something new, is no copy of ours.
-        copied = keeper._copied & keeper._views if arguments.dtype == "float32" else ()
-        needed = sum(4 * int(np.prod(keeper._row_shapes[name])) for name in copied)
+        copied = collector._copied & collector._views if arguments.dtype == "float32" else ()
+        needed = sum(4 * int(np.prod(collector._row_shapes[name])) for name in copied)
         each = bytes_seen / len(images)
     fast, slow = (1e3 * statistics.median(figures) / len(images) for figures in seconds.values())
     print(
-        f"{model:9} {layers:6} {reduce:7} {len(found):5} taps {each / 1e6:8.1f} "
+        f"{model:9} {layers:6} {reduce:7} {len(found):5} layers {each / 1e6:8.1f} "
         f"{needed / 1e6:8.1f} MB/image {slow:8.1f} {fast:8.1f} ms/image {slow / fast:6.2f}",
         flush=True,
     )
@@ -128,9 +128,9 @@ def fold(arguments: argparse.Namespace) -> None:
 
         def seconds(module: torch.nn.Module = module, x: torch.Tensor = x) -> float:
             module.to(memory_format=torch.channels_last)(x)
-            begun = time.process_time()
+            started_at = time.process_time()
             module(x)
-            return time.process_time() - begun
+            return time.process_time() - started_at
 
         ratios = []
         for _ in range(arguments.runs):

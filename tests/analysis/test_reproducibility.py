@@ -34,7 +34,7 @@ def reextract(
     """Exit code and findings of verify.reextract_rows over `count` rows, all of them as a rule."""
     capsys.readouterr()
     code = run_job(
-        "verify", json=True, **{"out": "store", "verify": {"reextract_rows": count}, **keys}
+        "verify", json=True, **{"store": "store", "verify": {"reextract_rows": count}, **keys}
     )
     found: dict[str, Any] = json.loads(capsys.readouterr().out)["reextracted"]
     assert found["identical"] + found["close"] + len(found["different"]) == found["rows"]
@@ -215,7 +215,7 @@ def test_images_and_store_that_moved(
     assert_untouched(capsys, store="elsewhere", data=moved)
     # Images of other names are another data set.
     shutil.copytree(tmp_path / "moved" / "cat", tmp_path / "other")
-    with pytest.raises(StoreMismatchError, match="21 row whose image are no longer"):
+    with pytest.raises(StoreMismatchError, match="21 rows whose images are no longer"):
         reextract(
             capsys, store="elsewhere", data={"name": "folder", "root": str(tmp_path / "other")}
         )

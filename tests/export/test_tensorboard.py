@@ -349,7 +349,7 @@ def test_the_repair_of_a_store_needs_no_tensorboard(
 
 @pytest.mark.parametrize("value", [0, -1, 16385, "yes", 1.5, None])
 def test_what_is_no_number_of_images_is_refused(value: object) -> None:
-    with pytest.raises(ConfigError, match="how many pictures"):
+    with pytest.raises(ConfigError, match="how many images"):
         Config(tensorboard=value)
 
 

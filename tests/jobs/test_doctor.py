@@ -7,8 +7,8 @@ import json
 import sys
 
 import pytest
+from tiny_model import run_job
 
-from featx.__main__ import run_command
 from featx.base import num_cpus
 
 LINES = (
@@ -17,12 +17,9 @@ LINES = (
 )
 
 
-def doctor(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> dict[str, dict[str, str]]:
+def doctor(capsys: pytest.CaptureFixture[str]) -> dict[str, dict[str, str]]:
     """The result as JSON."""
-    monkeypatch.setattr(sys, "argv", ["featx", "job=doctor", "job.json=true", "device=cpu"])
-    assert run_command() == 0
+    assert run_job("doctor", json=True, device="cpu") == 0
     found: dict[str, dict[str, str]] = json.loads(capsys.readouterr().out)
     return found
 
@@ -31,7 +28,7 @@ def test_every_line_is_there(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    found = doctor(monkeypatch, capsys)
+    found = doctor(capsys)
     assert tuple(found) == LINES
     assert all(finding["found"] for finding in found.values())
     assert found["device"]["found"].startswith("cpu: ")
@@ -57,7 +54,7 @@ def test_what_is_missing_or_broken_comes_with_advice(
     monkeypatch.setattr(importlib.metadata, "version", without)
     monkeypatch.setitem(sys.modules, "timm", None)  # its import fails
     monkeypatch.setenv("OMP_NUM_THREADS", "0")
-    found = doctor(monkeypatch, capsys)
+    found = doctor(capsys)
     assert "featx[jpeg]" in found["decoders"]["advice"]
     installed, missing = found["extras"]["found"].split("; not installed: ")
     assert {"ray", "jpeg", "demo"} <= set(missing.split(", "))
@@ -67,11 +64,8 @@ def test_what_is_missing_or_broken_comes_with_advice(
     assert "unset it" in found["threads"]["advice"]
 
 
-def test_people_get_lines_and_a_verdict(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["featx", "job=doctor"])
-    assert run_command() == 0
+def test_people_get_lines_and_a_verdict(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_job("doctor") == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines if line[:1].isalpha()][: len(LINES)] == list(LINES)
     assert lines[-1] == "Nothing is missing." or lines[-1].endswith(" to look at")

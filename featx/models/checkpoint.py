@@ -7,6 +7,7 @@ loss. The tensors of the model are those whose names are its own behind one pref
 
 from __future__ import annotations
 
+import pickle
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -65,6 +66,9 @@ def read_weights(path: Path) -> dict[str, torch.Tensor]:
             state = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        if isinstance(error, pickle.UnpicklingError):
+            # torch's message advises weights_only=False, which runs code of the file.
+            reason = "it is no file of torch.save, or it has objects other than tensors"
         raise WeightsError(
             f"model.weights={path} cannot be read: {reason}. Expected a file of tensors only: "
             "save it with torch.save(model.state_dict(), path) or as safetensors."

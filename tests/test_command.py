@@ -437,7 +437,7 @@ def test_the_wheel_carries_conf_and_images(tmp_path: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert (empty / "runs" / "sample" / "resnet18" / "features.h5").is_file()
-    for name in ("template.html", "report.css", "report.js"):
+    for name in ("report.html", "predictions.html", "page.css", "embedding.js"):
         assert (site / "featx" / "export" / "report" / "page" / name).is_file()
     where = "import featx; print(featx.__file__)"
     printed = subprocess.run(

@@ -42,7 +42,7 @@ def test_default_weights_come_from_the_hubs_cache(tmp_path: Path) -> None:
     (folder / "refs" / "main").write_text("0" * 40)
     save_file(module.state_dict(), snapshot / "model.safetensors")
     program = (
-        "from featx.config.run_config import model_options\n"
+        "from featx.config import model_options\n"
         "from featx.models import build_backbone\n"
         "backbone = build_backbone(model_options(name='test_vit', library='timm'), 0)\n"
         "print(backbone.weights, backbone.weights_sha256)\n"

@@ -216,12 +216,30 @@ MADE_FIRST = {
 """Stores that a page takes for granted."""
 
 
+FILES = ("dino.pth", "mine.pth")
+"""Files of weights that docs/models.md speaks of."""
+
+
+def write_weights() -> None:
+    """A file of a teacher and a student, and one of a fine-tuned model, in the current folder."""
+    import timm
+    import torch
+    import torchvision
+
+    nets = {name: timm.create_model("test_vit").state_dict() for name in ("student", "teacher")}
+    behind = {name: {f"backbone.{k}": x for k, x in net.items()} for name, net in nets.items()}
+    tuned = torchvision.models.mobilenet_v3_large(num_classes=5).state_dict()
+    for name, state in zip(FILES, (behind, tuned), strict=True):
+        torch.save(state, name)
+
+
 def run(line: str, monkeypatch: pytest.MonkeyPatch) -> int:
     """The command in this process, with random weights and few images."""
     words = shlex.split(line)
     job = next((word[4:] for word in words if word.startswith("job=")), "extract")
     computes = job in ("extract", "plan", "stats", "attribute", "layers", "bench")
-    if computes and any(word.startswith("model=") for word in words):
+    has_file = any(f"model.weights={name}" in words for name in FILES)
+    if computes and not has_file and any(word.startswith("model=") for word in words):
         words += [] if "model.weights=null" in line else ["model.weights=null"]
     if computes and job not in ("layers", "bench"):
         words += [] if "precision=" in line else ["precision=fp32"]
@@ -244,6 +262,8 @@ def test_every_command_runs(
 ) -> None:
     lines = [line for line in commands_of(page) if not any(piece in line for piece in NOT_RUN)]
     made = MADE_FIRST.get(name_of(page), [])
+    if any(name in line for line in lines for name in FILES):
+        write_weights()
     asked = "store=runs/photos" in "\n".join(lines)
     if asked and not any("out=runs/photos" in line for line in (*made, *lines)):
         made = [PHOTOS]

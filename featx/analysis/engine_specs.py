@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from featx.config import layer_requests
-from featx.errors import InternalError
+from featx.errors import InternalError, LayerError, ModelError
 from featx.pipeline import EngineSpec
 
 # torch takes seconds to import, and a job selects its engine before it needs torch.
@@ -42,13 +42,52 @@ def _requested_layers(config: Config, engine: Engine) -> Selection:
     backbone = engine.backbone
     requests = layer_requests(config)
     traced = engine.trace([name for name, _ in requests])
-    return select(requests, traced, backbone.classifier, backbone.stages)
+    selection = select(requests, traced, backbone.classifier, backbone.stages)
+    if backbone.missing_heads:
+        _leave_out_heads(selection, backbone, [name for name, _ in requests])
+    return selection
+
+
+def _leave_out_heads(selection: Selection, backbone: Backbone, requests: Sequence[str]) -> None:
+    """Leave layers that would be logits out of a selection, of weights without a classifier.
+
+    Args:
+        selection: capture points, of which some are taken out.
+        backbone: backbone without its classifiers.
+        requests: layers as the user named them.
+
+    Raises:
+        LayerError: such a layer was asked for by its name, or a gradient was.
+    """
+    kept = []
+    for point, reduce in selection.chosen:
+        above = any(f"{head}.".startswith(f"{point.module}.") for head in backbone.missing_heads)
+        is_head = above and point.capture == "output" and point.name != "embedding"
+        if point.is_gradient or (is_head and point.name in requests):
+            what = "gradients of logits" if point.is_gradient else f"the layer {point.module}"
+            raise LayerError(f"{what}: {no_logits(backbone)}")
+        if is_head:
+            selection.left_out.append(f"{point.name} (the weights have no classifier that fits)")
+        else:
+            kept.append((point, reduce))
+    selection.chosen[:] = kept
+
+
+def no_logits(backbone: Backbone) -> str:
+    """Return why a backbone without its classifiers has no logits, and what can be done."""
+    return (
+        f"{backbone.weights} has no classifier that fits {backbone.name} "
+        f"({', '.join(backbone.missing_heads)}), so there are no logits. layers=embedding gives "
+        "the vector before the classifier; for logits give weights with one."
+    )
 
 
 def _attributor(config: Config, backbone: Backbone, device: torch.device, dtype: str) -> Engine:
     """Create an engine that computes heat maps."""
     from featx.analysis.attribution.attributor import Attributor
 
+    if backbone.missing_heads:
+        raise ModelError(f"heat maps explain logits: {no_logits(backbone)}")
     return Attributor(backbone, device, dtype, config.target, config.attribute)
 
 

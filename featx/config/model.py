@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Annotated, Any
@@ -114,6 +115,54 @@ class CheckpointConfig:
     prefix: str | None = None
     """What stands before the names of the model in the file, such as 'teacher/backbone.', in which
     '/' stands for nesting; null finds it, unless several state dicts fit."""
+    convert: str = "auto"
+    """Conversion of a file whose names are not those of the model: timm uses checkpoint_filter_fn
+    of the family (model=timm only), auto does so where the family has one, none refuses the
+    file."""
+    resample: bool = False
+    """Whether the conversion may interpolate position embeddings and patch embeddings of another
+    size, which changes the features."""
+    sha256: str | None = None
+    """SHA-256 that the file must have, in 64 hex digits; it is checked before the file is read."""
+
+    def __post_init__(self) -> None:
+        check_choice("model.checkpoint.convert", self.convert, ("auto", "none", "timm"))
+        if self.resample and self.convert == "none":
+            raise ConfigError(
+                "model.checkpoint.resample=true has no effect with convert=none: the conversion "
+                "is what resamples."
+            )
+        if self.sha256 is not None:
+            self.sha256 = self.sha256.lower()
+            if not re.fullmatch("[0-9a-f]{64}", self.sha256):
+                raise ConfigError(
+                    f"model.checkpoint.sha256={self.sha256}: expected the 64 hex digits that "
+                    "`sha256sum FILE` prints."
+                )
+
+    def check_effect(self, has_file: bool, is_converted: bool) -> None:
+        """Refuse options that would have no effect.
+
+        Args:
+            has_file: whether `model.weights` is a file of the user's own.
+            is_converted: whether the library of the model can convert the names of a file.
+
+        Raises:
+            ConfigError: an option would have no effect.
+        """
+        if not has_file and self != CheckpointConfig():
+            usual = CheckpointConfig()
+            keys = [f.name for f in fields(self) if getattr(self, f.name) != getattr(usual, f.name)]
+            raise ConfigError(
+                f"model.checkpoint.{keys[0]} has an effect with a file of your own in "
+                "model.weights only."
+            )
+        if not is_converted and (self.resample or self.convert == "timm"):
+            key = "resample" if self.resample else "convert"
+            raise ConfigError(
+                f"model.checkpoint.{key} has an effect with model=timm only, which has functions "
+                "that convert files."
+            )
 
 
 @dataclass
@@ -165,6 +214,9 @@ class LibraryModelConfig(ModelConfig):
     input_size: list[int] | None = None
     """Height and width of the images in pixels, such as [448,448]: the model is built for it, and
     the preprocessing follows; null takes the size of the weights."""
+    weights_like: str | None = None
+    """Tag of the library whose preprocessing belongs to a file in model.weights; null takes that of
+    the default weights, or of the tag in model.name."""
     transform: TransformConfig = field(default_factory=TransformConfig)
     """Preprocessing of the images, by default that of the weights."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
@@ -175,6 +227,21 @@ class LibraryModelConfig(ModelConfig):
         if self.input_size is not None and (len(self.input_size) != 2 or min(self.input_size) < 1):
             raise ConfigError(
                 f"model.input_size={self.input_size}: expected [height, width] in pixels."
+            )
+
+    def check_file(self, has_file: bool) -> None:
+        """Refuse a tag of weights without a file that is like them.
+
+        Args:
+            has_file: whether `model.weights` is a file of the user's own.
+
+        Raises:
+            ConfigError: model.weights_like has no effect.
+        """
+        if self.weights_like is not None and not has_file:
+            raise ConfigError(
+                "model.weights_like has an effect with a file of your own in model.weights only; "
+                "weights of the library bring their preprocessing."
             )
 
     def refuse_args(self, refused: Mapping[str, str]) -> None:

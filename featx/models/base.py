@@ -53,6 +53,9 @@ class Backbone:
         reentrant: whether a forward pass stores nothing in the module, so that several threads may
             run one at the same time.
         args: arguments of the user's factory that may change values without changing weights.
+        checkpoint: how the tensors of a file were found, as `load_match` returns it.
+        missing_heads: names of the classifiers that the weights lack. The module has none in their
+            place, and what would be logits is refused.
         weights_sha256: hex digest of the parameters and buffers as they were given.
         choices: option name -> a choice made here and its reason, as printed before the run.
     """
@@ -70,6 +73,8 @@ class Backbone:
     is_users: bool = False
     reentrant: bool = False
     args: Mapping[str, Any] = field(default_factory=dict)
+    checkpoint: Mapping[str, Any] = field(default_factory=dict)
+    missing_heads: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         _check_module(self.module, self.name)

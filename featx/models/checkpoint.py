@@ -1,15 +1,14 @@
-"""Checkpoint files: reads their tensors, finds those of a module, and loads all or none.
+"""Checkpoint files: reads their tensors, and loads all tensors of a module or none.
 
-A checkpoint may hold more than the model: averaged weights, a teacher and a student, a decoder, a
-loss. The tensors of the model are those whose names are its own behind one prefix, such as
-'state_dict/module.', in which '/' stands for nesting.
+Which tensors of a file are those of a module is found in `featx.models.checkpoint_match`.
 """
 
 from __future__ import annotations
 
+import hashlib
 import pickle
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +16,21 @@ import torch
 from torch import nn
 
 from featx.base import log_message
+from featx.config import CheckpointConfig
 from featx.errors import WeightsError, counted
+from featx.models.checkpoint_match import (
+    COUNTER,
+    CheckpointMatch,
+    first_part,
+    match_checkpoint,
+    misfits,
+)
 
 WEIGHT_FILES = (".safetensors", ".pth", ".pt", ".th", ".bin")
 """File extensions by which `model.weights` is recognised as a file."""
 
-_TRAINING_ONLY = ("mask_token", "decoder_")
-"""Beginnings of the names of parameters beside a model that only its training reads."""
-
-_COUNTER = "num_batches_tracked"
-"""Counter of BatchNorm, which eval mode never reads. Files written before PyTorch 0.4.1 lack it,
-and in files converted to float16 it may be infinite."""
+_LISTED = 100
+"""Number of tensors that are left out above which a store records how many instead of names."""
 
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 """Dtypes whose values are the weights themselves. Other dtypes, such as int8 or float8, need a
@@ -39,17 +42,20 @@ def is_weights_file(weights: str) -> bool:
     return weights.endswith(WEIGHT_FILES) or "/" in weights
 
 
-def read_weights(path: Path) -> dict[str, torch.Tensor]:
+def read_weights(path: Path, sha256: str | None = None) -> dict[str, torch.Tensor]:
     """Read the tensors in a .safetensors or PyTorch file, unpickling tensors only.
 
     Args:
         path: path of the file; ~ is expanded.
+        sha256: hex digest that the file must have, which is checked before anything in the file is
+            interpreted; None reads any file.
 
     Returns:
         name -> tensor; names of nested mappings are joined by '/', as in 'state_dict/fc.weight'.
 
     Raises:
-        WeightsError: the file does not exist, is damaged, or contains other objects than tensors.
+        WeightsError: the file does not exist, has another digest, is damaged, or contains other
+            objects than tensors.
     """
     path = path.expanduser()
     if not path.is_file():
@@ -57,6 +63,8 @@ def read_weights(path: Path) -> dict[str, torch.Tensor]:
             f"model.weights={path}: no such file (looked in {Path.cwd()}). Give a path to a "
             f"{' or '.join(WEIGHT_FILES[:2])} file, a tag of the library, or null for random."
         )
+    if sha256 is not None:
+        _check_digest(path, sha256)
     try:
         if path.suffix == ".safetensors":
             from safetensors.torch import load_file
@@ -78,6 +86,25 @@ def read_weights(path: Path) -> dict[str, torch.Tensor]:
     return dict(_flat(state, ""))
 
 
+def _check_digest(path: Path, expected: str) -> None:
+    """Compare the SHA-256 of a file with the one that is expected.
+
+    Raises:
+        WeightsError: it is another one, or the file cannot be read.
+    """
+    try:
+        with path.open("rb") as file:
+            found = hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise WeightsError(f"model.weights={path} cannot be read: {error}.") from error
+    if found != expected:
+        raise WeightsError(
+            f"model.weights={path} is not the file that model.checkpoint.sha256 names: its SHA-256 "
+            f"is {found}, expected {expected}. Nothing of it was loaded. Copy the file again, or "
+            "give the checksum of this one."
+        )
+
+
 def _flat(state: Mapping[Any, Any], prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the tensors of a mapping and of the mappings in it, with their joined names."""
     for name, value in state.items():
@@ -89,7 +116,7 @@ def _flat(state: Mapping[Any, Any], prefix: str) -> Iterator[tuple[str, torch.Te
 
 def load_weights(
     module: nn.Module, state: Mapping[str, torch.Tensor], origin: str, prefix: str | None = None
-) -> None:
+) -> dict[str, Any]:
     """Load the tensors of a checkpoint into a module, which they must fill as a whole.
 
     Tensors of the checkpoint that are no part of the module are left out, with a message.
@@ -101,130 +128,84 @@ def load_weights(
         prefix: what stands before the names of the module, such as 'teacher/backbone.'; None finds
             it.
 
+    Returns:
+        What the fingerprint says about the loading, as for `load_match`.
+
     Raises:
         WeightsError: tensors of the module are missing, or have other shapes; tensors of its own
             parts are left over; several prefixes have different values; or values are quantised,
             are of another kind than those of the module, or NaN.
     """
-    own = module.state_dict()
-    needed = [name for name in own if not name.endswith(_COUNTER)]
-    chosen = _prefix(own, needed, state, origin) if prefix is None else prefix
-    if prefix is not None and not any(name.startswith(prefix) for name in state):
-        begin = ", ".join(list(dict.fromkeys(map(_first_part, state)))[:5])
-        raise WeightsError(
-            f"model.checkpoint.prefix={prefix}: no tensor of {origin} has a name that begins so. "
-            f"Its names begin with {begin or 'nothing: it is empty'}."
-        )
-    inner = {name.removeprefix(chosen): x for name, x in state.items() if name.startswith(chosen)}
-    missing = [name for name in needed if name not in inner]
-    left = [name for name in inner if name not in own]
-    extra = sorted(name for name in left if _is_of_module(name, own))
-    shapes = [
-        f"{name} {tuple(inner[name].shape)} instead of {tuple(own[name].shape)}"
-        for name in needed
-        if name in inner and inner[name].shape != own[name].shape
-    ]
-    if missing or extra or shapes:
-        where = f" (names behind {chosen!r})" if chosen else ""
-        raise WeightsError(
-            f"the weights {origin}{where} do not fit this model: {counted(len(missing), 'key')} "
-            f"missing ({', '.join(sorted(missing)[:3])}), {len(extra)} unexpected "
-            f"({', '.join(extra[:3])}), {len(shapes)} of another shape ({'; '.join(shapes[:3])}). "
-            "Give weights of this model, or choose the model that they belong to. A model of timm "
-            "gets a head of N classes by model.args={num_classes: N}, and none by 0."
-        )
-    found = {name: inner[name] for name in own if name in inner}
-    _check_values(own, found, origin)
-    module.load_state_dict(found, strict=False)
-    used = {chosen + name for name in found}
-    _tell_dropped([name for name in state if name not in used], chosen, origin)
+    match = match_checkpoint(module, state, origin, CheckpointConfig(prefix=prefix))
+    return load_match(module, match, origin)
 
 
-def _prefix(
-    own: Mapping[str, torch.Tensor],
-    needed: list[str],
-    state: Mapping[str, torch.Tensor],
-    origin: str,
-) -> str:
-    """Return what stands before the names of a module in a checkpoint.
+def load_match(module: nn.Module, match: CheckpointMatch, origin: str) -> dict[str, Any]:
+    """Load tensors of a checkpoint that were found for a module, all of them or none.
 
     Args:
-        own: state dict of the module.
-        needed: its names that the checkpoint must have.
-        state: tensors of the checkpoint.
-        origin: file of the weights, for the message.
+        module: the module; its head may have been built for the classes of the checkpoint since.
+        match: what was found.
+        origin: file or package of the weights, for the message.
 
     Returns:
-        The prefix behind which all names are; if there is none, that behind which most are.
+        What the fingerprint says about the loading, as JSON types: `prefix`, `convert`, `resample`
+        and `dropped`, each only if it is not trivial.
 
     Raises:
-        WeightsError: several have all names, and different values. Averaged weights (EMA) and the
-            teachers and students of self-supervised training have the same names and other values,
-            and only the user knows which are meant.
+        WeightsError: as for `load_weights`.
     """
-    # Every complete prefix stands before each needed name, so three names find all of them.
-    anchors = {needed[0], needed[len(needed) // 2], needed[-1]} if needed else set()
-    candidates = {""} | {
-        name.removesuffix(anchor)
-        for anchor in anchors
-        for name in state
-        if name.endswith(anchor) and name.removesuffix(anchor)[-1:] in ("", ".", "/")
+    own = module.state_dict()
+    if problem := misfits(own, match, with_heads=True):
+        raise problem.as_error(origin, match.prefix)
+    found = {name: match.tensors[name] for name in own if name in match.tensors}
+    _check_values(own, found, origin)
+    module.load_state_dict(found, strict=False)
+    used = {source for name in found for source in match.sources.get(name, ())}
+    dropped = [name for name in match.file_names if name not in used]
+    dropped = [name for name in dropped if not name.endswith(COUNTER)]
+    _log_dropped(dropped, match.prefix, origin)
+    if match.conversion:
+        changed = f", {', '.join(match.computed)} resampled" if match.computed else ""
+        log_message(f"{origin}: names converted by {match.conversion}{changed}")
+    said = {
+        "prefix": match.prefix,
+        "convert": match.conversion,
+        "resample": sorted(match.computed),
+        "dropped": sorted(dropped) if len(dropped) <= _LISTED else _counts(dropped),
     }
-    held = {p: sum(p + name in state for name in needed) for p in sorted(candidates)}
-    complete = [p for p in held if held[p] == len(needed)]
-    fitting = [p for p in complete if all(state[p + n].shape == own[n].shape for n in needed)]
-    complete = fitting or complete
-    if not complete:
-        return max(held, key=lambda p: held[p])
-    first = complete[0]
-    rivals = [p for p in complete[1:] if _differs(state, first, p, needed)]
-    if rivals:
-        each = ", ".join(repr(p) for p in (first, *rivals))
-        raise WeightsError(
-            f"{origin} holds {1 + len(rivals)} state dicts of this model with different values, "
-            f"behind the prefixes {each}. Name the one that you mean, such as "
-            f"model.checkpoint.prefix={rivals[0]}."
-        )
-    return first
+    return {key: value for key, value in said.items() if value}
 
 
-def _differs(state: Mapping[str, torch.Tensor], one: str, other: str, names: list[str]) -> bool:
-    """Whether the tensors of some names have other values behind another prefix."""
-    pairs = ((state[one + name], state[other + name]) for name in names)
-    return any(a.shape != b.shape or not torch.equal(a, b) for a, b in pairs)
+def log_missing_head(origin: str) -> None:
+    """Write one line about a model that is built without its classifier.
 
-
-def _is_of_module(name: str, own: Mapping[str, torch.Tensor]) -> bool:
-    """Whether a tensor that the module lacks belongs to a part that the module has.
-
-    Five blocks do not fit a model of three. A parameter beside the parts, such as registers,
-    changes what the others mean; a part that the module lacks as a whole, such as a head, does not.
+    Args:
+        origin: file of the weights.
     """
-    part, dot, _ = name.partition(".")
-    if name.endswith(_COUNTER) or part.startswith(_TRAINING_ONLY):
-        return False
-    if not dot or part.isdigit():
-        return "/" not in part
-    return any(key.startswith(f"{part}.") for key in own)
+    log_message(
+        f"{origin}: no classifier that fits, so the model is built without one: its features are "
+        "those of the file, and there are no logits."
+    )
 
 
-def _first_part(name: str) -> str:
-    """Return the name of the mapping or module to which a tensor belongs, or its own."""
-    return name.replace("/", ".").partition(".")[0]
+def _counts(names: Sequence[str]) -> dict[str, int]:
+    """Return how many tensors belong to each mapping or module of a checkpoint."""
+    return dict(sorted(Counter(map(first_part, names)).items()))
 
 
-def _tell_dropped(names: list[str], prefix: str, origin: str) -> None:
+def _log_dropped(names: Sequence[str], prefix: str, origin: str) -> None:
     """Write one line about the tensors of a checkpoint that are no part of the model.
 
     Args:
-        names: their names in the checkpoint; counters of BatchNorm are passed over.
+        names: their names in the checkpoint.
         prefix: prefix of the tensors that were loaded.
         origin: file of the weights.
     """
     nest = prefix[: prefix.rfind("/") + 1]
-    left = [name.removeprefix(nest) for name in names if not name.endswith(_COUNTER)]
+    left = [name.removeprefix(nest) for name in names]
     if left:
-        parts = Counter(map(_first_part, left))
+        parts = Counter(map(first_part, left))
         each = ", ".join(f"{part} ({number})" for part, number in parts.most_common(8))
         log_message(
             f"{origin}: {counted(len(left), 'tensor')} left out, as no part of the model: "
@@ -247,7 +228,7 @@ def _check_values(
         f"{name} is {str(value.dtype).removeprefix('torch.')} instead of "
         f"{str(own[name].dtype).removeprefix('torch.')}"
         for name, value in shared.items()
-        if not name.endswith(_COUNTER) and not _keeps_values(value, own[name].dtype)
+        if not name.endswith(COUNTER) and not _keeps_values(value, own[name].dtype)
     ]
     if other:
         raise WeightsError(

@@ -48,6 +48,7 @@ def fingerprint(
         "weights": backbone.weights,
         "weights_sha256": backbone.weights_sha256,
         **({"model.args": dict(backbone.args)} if backbone.args else {}),
+        **({"model.checkpoint": dict(backbone.checkpoint)} if backbone.checkpoint else {}),
         "model.init": config.model.init,
         **{f"layer.{spec.name}": layer_line(spec, config) for spec in specs},
         "layers": [spec.name for spec in specs],

@@ -53,10 +53,8 @@ class CustomOptions(ModelConfig):
                 "your torch.nn.Module."
             )
         self.transform.check_sizes(USUAL_RESIZE, USUAL_CROP)
-        if self.checkpoint.prefix is not None and self.weights in (None, "default"):
-            raise ConfigError(
-                "model.checkpoint.prefix has an effect with a file in model.weights only."
-            )
+        has_file = self.weights not in (None, "default")
+        self.checkpoint.check_effect(has_file, is_converted=False)
 
     @property
     def code(self) -> str:
@@ -85,7 +83,7 @@ def build(config: CustomOptions, seed: int) -> Backbone:
     from featx.models.checkpoint import load_weights, read_weights
     from featx.models.preprocessing import stated_preprocess
 
-    module = _made(config, seed)
+    module, loading = _made(config, seed), {}
     if config.weights == "default":
         weights = "as the factory made them"
     elif config.weights is None:
@@ -94,7 +92,8 @@ def build(config: CustomOptions, seed: int) -> Backbone:
         weights = config.weights
         if weights.startswith(("http:", "https:")):
             raise WeightsError(f"model.weights={weights}: download the file and give its path.")
-        load_weights(module, read_weights(Path(weights)), weights, config.checkpoint.prefix)
+        state = read_weights(Path(weights), config.checkpoint.sha256)
+        loading = load_weights(module, state, weights, config.checkpoint.prefix)
     return Backbone(
         module=module,
         name=f"custom/{config.factory}",
@@ -104,6 +103,7 @@ def build(config: CustomOptions, seed: int) -> Backbone:
         has_class_token=_has_class_token(module),
         is_users=True,
         args=_args_of_values(config),
+        checkpoint=loading,
     )
 
 

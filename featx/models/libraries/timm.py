@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import math
-import pickle
-import socket
-import threading
-import urllib.request
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlparse
 
 from featx.config import LibraryModelConfig
-from featx.errors import ConfigError, FeatxError, ModelError, WeightsError
+from featx.errors import ConfigError, FeatxError, ModelError
 from featx.models.libraries.registry import LIBRARIES, library_member
 from featx.models.model_names import registered_names
+from featx.models.timm_weights import (
+    LOCAL,
+    check_folder,
+    check_tag,
+    download_errors,
+    pretrained_cfg,
+    whole_models,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -25,13 +28,7 @@ if TYPE_CHECKING:
     from featx.images import Preprocess
     from featx.models.base import Backbone, LibraryEmbedding
 
-_COUNTER = "num_batches_tracked"
-"""Counter of BatchNorm, which eval mode never reads."""
-
-_LOCAL = "local-dir:"
-"""Beginning of the name of a model whose config and weights are in a folder."""
-
-_SCHEMES = ("hf-hub:", "hf_hub:", "timm:", _LOCAL)
+_SCHEMES = ("hf-hub:", "hf_hub:", "timm:", LOCAL)
 """Beginnings of names that say where timm finds a model."""
 
 
@@ -48,9 +45,6 @@ _REFUSED_ARGS = {
     "exportable": "it changes no values",
 }
 """Arguments of timm.create_model -> what to do instead."""
-
-_patch_lock = threading.Lock()
-"""Protects the method of torch that `_whole_models` replaces."""
 
 
 @dataclass
@@ -86,43 +80,153 @@ def build(config: TimmOptions, seed: int) -> Backbone:
     import timm
 
     from featx.models.base import random_id, timm_classes
-    from featx.models.checkpoint import is_weights_file, load_weights, read_weights
     from featx.models.preprocessing import changed_preprocess
 
-    module: Any
-
-    name, weights = _present_name(config.name), config.weights
-    size = None if config.input_size is None else (config.input_size[0], config.input_size[1])
-    local = weights is not None and is_weights_file(weights)
-    if config.checkpoint.prefix is not None and not local:
-        raise ConfigError(
-            "model.checkpoint.prefix has an effect with a file in model.weights only."
-        )
-    if weights not in (None, "default") and not local:
-        name = f"{name.split('.', 1)[0]}.{weights}"
-    _check_tag(timm, name)
-    pretrained = weights is not None and not local
-    cfg = _pretrained_cfg(timm, name) if pretrained else None
-    # For a model that only the hub knows, even the architecture is downloaded.
-    downloads = None
-    if name.startswith(_LOCAL):
-        _check_folder(name)
-    elif pretrained or ":" in name:
-        downloads = _download_errors(name, cfg)
-    whole = _whole_models(name) if pretrained and (config.args or size) else None
-    with downloads or contextlib.nullcontext(), whole or contextlib.nullcontext():
-        module = _created(name, pretrained, config.args, size, seed)
-    if local:
-        assert weights is not None
-        load_weights(module, read_weights(Path(weights)), weights, config.checkpoint.prefix)
-    tag = module.pretrained_cfg.get("tag") or "default"
-    origin = weights if local else f"timm {tag}" if pretrained else random_id(seed)
-    assert origin is not None
+    file = _file_of(config)
+    config.check_file(has_file=file is not None)
+    config.checkpoint.check_effect(has_file=file is not None, is_converted=True)
+    name, size = _tagged_name(config, file), _size_of(config)
+    check_tag(timm, name)
+    loading: Mapping[str, Any] = {}
+    missing: tuple[str, ...] = ()
+    if file is not None:
+        module, loading, missing = _loaded_from(file, config, name, seed)
+        origin = file
+    elif config.weights is None:
+        module, origin = _created_offline(name, config.args, size, seed), random_id(seed)
+    else:
+        module = _pretrained(timm, name, config, seed)
+        origin = f"timm {module.pretrained_cfg.get('tag') or 'default'}"
     backbone = wrap(module, f"timm/{name}", origin, size)
     backbone.preprocess = changed_preprocess(backbone.preprocess, config.transform)
-    backbone.classes = timm_classes(module) if pretrained and module.num_classes else ()
+    is_pretrained = file is None and config.weights is not None
+    backbone.classes = timm_classes(module) if is_pretrained and module.num_classes else ()
     backbone.args = dict(config.args)
+    backbone.checkpoint, backbone.missing_heads = loading, missing
     return backbone
+
+
+def _file_of(config: TimmOptions) -> str | None:
+    """Return `model.weights` if it is a file."""
+    from featx.models.checkpoint import is_weights_file
+
+    weights = config.weights
+    return weights if weights is not None and is_weights_file(weights) else None
+
+
+def _size_of(config: TimmOptions) -> tuple[int, int] | None:
+    """Return (height, width) of the images in pixels, or None for the size of the weights."""
+    return None if config.input_size is None else (config.input_size[0], config.input_size[1])
+
+
+def _tagged_name(config: TimmOptions, file: str | None) -> str:
+    """Return the name of a model with the tag of its weights, or of weights that a file is like.
+
+    Raises:
+        ConfigError: model.name and model.weights_like both have a tag.
+    """
+    name = _present_name(config.name)
+    if config.weights_like is not None:
+        if "." in name.split(":")[-1] or ":" in name:
+            raise ConfigError(
+                f"model.weights_like={config.weights_like}: model.name={name} says already which "
+                "preprocessing the file has. Leave one of them out."
+            )
+        return f"{name}.{config.weights_like}"
+    if config.weights in (None, "default") or file is not None:
+        return name
+    return f"{name.split('.', 1)[0]}.{config.weights}"
+
+
+def _created_offline(
+    name: str, args: Mapping[str, Any], size: tuple[int, int] | None, seed: int
+) -> Any:
+    """Create a model without weights; only a model that the hub alone knows is downloaded."""
+    if name.startswith(LOCAL):
+        check_folder(name)
+    elif ":" in name:
+        with download_errors(name, None):
+            return _created(name, False, args, size, seed)
+    return _created(name, False, args, size, seed)
+
+
+def _pretrained(timm: Any, name: str, config: TimmOptions, seed: int) -> Any:
+    """Create a model with weights of timm, the hub or a folder.
+
+    Raises:
+        WeightsError: they do not exist, or cannot be downloaded, read or loaded.
+    """
+    size = _size_of(config)
+    cfg = pretrained_cfg(timm, name)
+    downloads = None
+    if name.startswith(LOCAL):
+        check_folder(name)
+    else:
+        downloads = download_errors(name, cfg)
+    whole = whole_models(name) if config.args or size else None
+    with downloads or contextlib.nullcontext(), whole or contextlib.nullcontext():
+        return _created(name, True, config.args, size, seed)
+
+
+def _loaded_from(
+    file: str, config: TimmOptions, name: str, seed: int
+) -> tuple[Any, Mapping[str, Any], tuple[str, ...]]:
+    """Create a model with the tensors of a file, and the classes that its head has.
+
+    A head that the file lacks, or that does not fit, is left out, unless model.args states the
+    number of classes.
+
+    Args:
+        file: path of the file.
+        config: options of the model.
+        name: name for timm.create_model.
+        seed: seed of what the file replaces.
+
+    Returns:
+        The model, what the fingerprint says about the loading, and the names of the classifiers
+        that were left out.
+
+    Raises:
+        WeightsError: the file cannot be read or does not fit.
+    """
+    from featx.models.checkpoint import load_match, log_missing_head, read_weights
+    from featx.models.checkpoint_conversion import timm_conversion
+    from featx.models.checkpoint_match import has_heads, match_checkpoint, num_classes
+
+    size = _size_of(config)
+    state = read_weights(Path(file), config.checkpoint.sha256)
+    module = _created_offline(name, config.args, size, seed)
+    heads = _classifiers_of(module)
+    conversion = timm_conversion(module)
+    if config.checkpoint.convert == "timm" and conversion is None:
+        raise ConfigError(
+            f"model.checkpoint.convert=timm: timm has no function that converts files of {name}. "
+            "Leave the option out."
+        )
+    match = match_checkpoint(module, state, file, config.checkpoint, heads, conversion)
+    missing: tuple[str, ...] = ()
+    if "num_classes" not in config.args and heads:
+
+        def with_classes(number: int) -> Any:
+            if number == module.num_classes:
+                return module
+            return _created_offline(name, {**config.args, "num_classes": number}, size, seed)
+
+        classes = num_classes(match)
+        built = with_classes(classes)
+        if classes and not has_heads(built.state_dict(), match):
+            built = with_classes(0)
+        if module.num_classes and not built.num_classes:
+            missing = heads
+            log_missing_head(file)
+        module = built
+    return module, load_match(module, match, file), missing
+
+
+def _classifiers_of(module: Any) -> tuple[str, ...]:
+    """Return the names of the classifiers of a model of timm."""
+    names = (getattr(module, "pretrained_cfg", None) or {}).get("classifier") or ()
+    return (names,) if isinstance(names, str) else tuple(names)
 
 
 def _created(
@@ -173,58 +277,15 @@ def _created(
     return module  # type: ignore[no-any-return]
 
 
-@contextlib.contextmanager
-def _whole_models(name: str) -> Iterator[None]:
-    """Refuse weights that leave parameters of a model at their initial values.
-
-    timm loads without `strict` if model.args change the head or the pooling, and reports parameters
-    that the weights lack (such as fc_norm of global_pool=avg) to its log only.
-
-    Args:
-        name: name of the model, for messages.
-
-    Raises:
-        WeightsError: parameters or buffers are not in the weights, or do not fit.
-    """
-    from torch import nn
-
-    load = nn.Module.load_state_dict
-    missing: list[list[str]] = []
-
-    def recorded(module: nn.Module, state: Mapping[str, Any], *args: Any, **keywords: Any) -> Any:
-        try:
-            result = load(module, state, *args, **keywords)
-        except RuntimeError as error:
-            reason = " ".join(str(error).split())[:300]
-            raise WeightsError(
-                f"the weights of {name} do not fit the model that model.args and model.input_size "
-                f"ask for: {reason}"
-            ) from error
-        missing.append([key for key in result.missing_keys if not key.endswith(_COUNTER)])
-        return result
-
-    with _patch_lock:
-        nn.Module.load_state_dict = recorded  # type: ignore[method-assign, assignment]
-        try:
-            yield
-        finally:
-            nn.Module.load_state_dict = load  # type: ignore[method-assign]
-    if not missing:
-        raise ModelError(
-            f"{name} loads its weights in a way that featx cannot check with model.args or "
-            "model.input_size; leave these out."
-        )
-    if absent := missing[-1]:
-        raise WeightsError(
-            f"the weights of {name} lack {', '.join(absent[:5])}{', ...' if absent[5:] else ''} of "
-            "the model that model.args ask for, which would stay random. Leave the argument out "
-            "that adds these parameters; model.args.num_classes=0 builds a model without its head."
-        )
-
-
 def untrained(config: TimmOptions, seed: int) -> torch.nn.Module:
-    """The architecture with timm's initialisation."""
-    return build(replace(config, weights=None, init="loaded"), seed).module
+    """The architecture with timm's initialisation, and the classes of a file in `weights`."""
+    file, args = _file_of(config), config.args
+    name = _tagged_name(config, file)
+    if file is not None and "num_classes" not in args:
+        loaded, _, _ = _loaded_from(file, config, name, seed)
+        args = {**args, "num_classes": loaded.num_classes}
+    module: torch.nn.Module = _created_offline(name, args, _size_of(config), seed)
+    return module
 
 
 def wrap(
@@ -334,100 +395,6 @@ def _present_name(name: str) -> str:
     from timm.models._registry import _deprecated_models
 
     return str(_deprecated_models.get(name) or name)
-
-
-def _check_tag(timm: Any, name: str) -> None:
-    """Check that timm has a pretrained tag.
-
-    Raises:
-        WeightsError: it has not; the message lists the tags.
-    """
-    if ":" in name or "." not in name:
-        return
-    base, tag = name.split(".", 1)
-    tags = [n.split(".", 1)[1] for n in timm.list_pretrained(f"{base}.*")]
-    if tag not in tags:
-        known = ", ".join(tags) or "none"
-        raise WeightsError(f"timm has no weights {tag!r} for {base}; it has: {known}.")
-
-
-def _check_folder(name: str) -> None:
-    """Check that the folder of a model local-dir:FOLDER holds its config.
-
-    Raises:
-        WeightsError: it does not.
-    """
-    file = Path(name.removeprefix(_LOCAL)) / "config.json"
-    if not file.is_file():
-        raise WeightsError(
-            f"model.name={name}: there is no {file}. Expected a folder with config.json and "
-            "model.safetensors, as timm.models.save_for_hf writes it."
-        )
-
-
-def _pretrained_cfg(timm: Any, name: str) -> Any:
-    """timm's config of the pretrained weights; None for a model of the hub.
-
-    Raises:
-        WeightsError: timm has no weights for the model.
-    """
-    if ":" in name:
-        return None
-    cfg = timm.get_pretrained_cfg(name)
-    if cfg is None or not (cfg.has_weights or cfg.hf_hub_id or cfg.url):
-        raise WeightsError(
-            f"timm has no pretrained weights for {name}. Give model.weights=PATH to a local "
-            ".safetensors or .pth, or model.weights=null for random weights."
-        )
-    return cfg
-
-
-@contextlib.contextmanager
-def _download_errors(name: str, cfg: Any) -> Iterator[None]:
-    """Turn errors of a download into a WeightsError that says what to do.
-
-    If the name of the hub cannot be resolved, the error is raised at once.
-    """
-    import huggingface_hub
-    import torch
-    from huggingface_hub.constants import ENDPOINT, HF_HUB_CACHE
-
-    repository = name.split(":", 1)[1] if cfg is None else cfg.hf_hub_id
-    url = None if cfg is None else cfg.url
-    # The file that is requested first: for hf-hub: names the architecture, otherwise the weights.
-    files = ("config.json",) if cfg is None else ("model.safetensors", "pytorch_model.bin")
-    checkpoints = Path(torch.hub.get_dir()) / "checkpoints"
-    cached = (url and (checkpoints / Path(urlparse(url).path).name).exists()) or any(
-        isinstance(huggingface_hub.try_to_load_from_cache(repository, file), str)
-        for file in files
-        if repository
-    )
-
-    def failed(reason: object) -> WeightsError:
-        what, looked, way = str(url), str(checkpoints), f"download {url}"
-        if repository:
-            what, looked = f"{repository}/{files[0]}", HF_HUB_CACHE
-            way = f"run `hf download {repository}`"
-        return WeightsError(
-            f"the weights {what} of {name} are not on this machine and cannot be downloaded "
-            f"({reason}). Looked in {looked} and at {ENDPOINT if repository else url}. Either "
-            f"{way} on a machine with internet access and copy the result into that folder, or "
-            "give model.weights=PATH to a local .safetensors or .pth (model.weights=null runs "
-            "with random weights)."
-        )
-
-    try:
-        if repository and not cached and not urllib.request.getproxies():
-            # The client of the hub would try an unresolvable name again for most of a minute.
-            socket.getaddrinfo(urlparse(ENDPOINT).hostname, 443)
-        yield
-    except pickle.UnpicklingError as error:
-        raise WeightsError(
-            f"the weights of {name} in {HF_HUB_CACHE if repository else checkpoints} cannot be "
-            f"read: {str(error).splitlines()[0]} Expected a file of tensors only."
-        ) from error
-    except (OSError, RuntimeError) as error:
-        raise failed(str(error).splitlines()[0] if str(error) else type(error).__name__) from error
 
 
 def knows(name: str) -> bool:

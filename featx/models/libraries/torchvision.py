@@ -7,7 +7,7 @@ import inspect
 import re
 import threading
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlparse
@@ -67,7 +67,6 @@ def build(config: TorchvisionOptions, seed: int) -> Backbone:
     from torchvision import models
 
     from featx.models.base import Backbone, random_id, seeded
-    from featx.models.checkpoint import is_weights_file, load_weights, read_weights
     from featx.models.preprocessing import changed_preprocess
 
     name = config.name
@@ -77,41 +76,142 @@ def build(config: TorchvisionOptions, seed: int) -> Backbone:
             f"{name.removeprefix('quantized_')}."
         )
     enum = models.get_model_weights(name)
-    file = config.weights if config.weights and is_weights_file(config.weights) else None
-    if config.checkpoint.prefix is not None and (not file or _entry_of_file(enum, file)):
-        raise ConfigError(
-            "model.checkpoint.prefix has an effect with a file of your own in model.weights only."
-        )
+    file = _file_of(config)
     entry = _entry_of_file(enum, file) if file else _weights_entry(enum, name, config.weights)
-    preset = (entry if entry is not None else _default(enum)).transforms()
+    config.check_file(has_file=file is not None and entry is None)
+    _check_checkpoint(config, file, entry)
+    like = entry or _weights_entry(enum, name, config.weights_like or "default")
+    preset = like.transforms()
+    if config.weights_like is not None and config.input_size is None:
+        config = replace(config, input_size=_size_of(preset))
     side = None if config.input_size is None else config.input_size[0]
     preset = preset if side is None else _resized(preset, side)
     preprocess = changed_preprocess(preprocess_of(preset, name), config.transform)
+    loading: Mapping[str, Any] = {}
+    missing: tuple[str, ...] = ()
     if entry is not None:
+        sha256 = config.checkpoint.sha256
         try:
-            with seeded(seed), _own_downloads(name, file), _refused_args(config):
+            with seeded(seed), _own_downloads(name, file, sha256), _refused_args(config):
                 module = models.get_model(name, weights=entry, **_all_args(config))
         except RuntimeError as error:  # from load_state_dict in the builder
             reason = " ".join(str(error).split())[:300]
             raise WeightsError(f"{file or entry} does not fit this model: {reason}") from error
         weights = file or str(entry)
+    elif file is not None:
+        module, loading, missing = _loaded_from(file, config, seed)
+        weights = file
     else:
-        module = untrained(config, seed)
-        weights = random_id(seed)
-        if file is not None:
-            load_weights(module, read_weights(Path(file)), file, config.checkpoint.prefix)
-            weights = file
+        module, weights = untrained(config, seed), random_id(seed)
     return Backbone(
         module=module,
         name=f"torchvision/{name}",
         weights=weights,
         preprocess=preprocess,
         num_prefix_tokens=1 if name.startswith("vit_") else 0,
-        classifier=classifier_of(module),
+        classifier=missing[-1] if missing else classifier_of(module),
         classes=tuple(entry.meta.get("categories", ())) if entry is not None else (),
         reentrant=True,
         args=dict(config.args),
+        checkpoint=loading,
+        missing_heads=missing,
     )
+
+
+def _file_of(config: TorchvisionOptions) -> str | None:
+    """Return `model.weights` if it is a file."""
+    from featx.models.checkpoint import is_weights_file
+
+    return config.weights if config.weights and is_weights_file(config.weights) else None
+
+
+def _size_of(preset: Any) -> list[int] | None:
+    """Return [height, width] that the transform of some weights crops, or None for another kind."""
+    side = getattr(preset, "crop_size", None)
+    return None if side is None else [side[0], side[0]]
+
+
+def _check_checkpoint(config: TorchvisionOptions, file: str | None, entry: Any) -> None:
+    """Refuse options of checkpoints that would have no effect.
+
+    torchvision loads its own downloads itself, of which only the checksum can be asked.
+
+    Args:
+        config: options of the model.
+        file: file of the weights, or None.
+        entry: enum member of the weights, also of a file that was downloaded from torchvision.
+
+    Raises:
+        ConfigError: an option would have no effect.
+    """
+    options = config.checkpoint
+    if file is not None and entry is not None:
+        options = replace(options, sha256=None)
+    options.check_effect(has_file=file is not None and entry is None, is_converted=False)
+
+
+def _loaded_from(
+    file: str, config: TorchvisionOptions, seed: int
+) -> tuple[torch.nn.Module, Mapping[str, Any], tuple[str, ...]]:
+    """Build a model with the tensors of a file, and the classes that its head has.
+
+    A head that the file lacks, or that does not fit, is replaced by the identity, unless model.args
+    states the number of classes.
+
+    Args:
+        file: path of the file.
+        config: options of the model.
+        seed: seed of what the file replaces.
+
+    Returns:
+        The model, what the fingerprint says about the loading, and the names of the classifiers
+        that were left out, that of the main one last.
+
+    Raises:
+        WeightsError: the file cannot be read or does not fit.
+    """
+    import torch
+
+    from featx.models.checkpoint import load_match, log_missing_head, read_weights
+    from featx.models.checkpoint_match import has_heads, match_checkpoint, num_classes
+
+    state = read_weights(Path(file), config.checkpoint.sha256)
+    module = _random(config, config.args, seed)
+    heads = () if "num_classes" in config.args else heads_of(module, config.name)
+    match = match_checkpoint(module, state, file, config.checkpoint, heads)
+    missing: tuple[str, ...] = ()
+    if heads and not has_heads(module.state_dict(), match):
+        built = module
+        if classes := num_classes(match):
+            built = _random(config, {**config.args, "num_classes": classes}, seed)
+        if not has_heads(built.state_dict(), match):
+            built, missing = module, heads
+            for head in heads:
+                module.set_submodule(head, torch.nn.Identity())
+            log_missing_head(file)
+        module = built
+    return module, load_match(module, match, file), missing
+
+
+def heads_of(module: torch.nn.Module, name: str) -> tuple[str, ...]:
+    """Return the names of the classifiers of a model with its usual classes, the main one last.
+
+    Args:
+        module: model of torchvision.
+        name: its name.
+    """
+    import torch
+    from torchvision import models
+
+    classes = len(_default(models.get_model_weights(name)).meta.get("categories", ()))
+    sizes = {
+        part: layer.out_features if isinstance(layer, torch.nn.Linear) else layer.out_channels
+        for part, layer in module.named_modules()
+        if isinstance(layer, torch.nn.Linear | torch.nn.Conv2d)
+    }
+    heads = [part for part, size in sizes.items() if size == classes]
+    main = classifier_of(module)
+    return tuple(sorted(heads, key=lambda head: head == main))
 
 
 def _all_args(config: TorchvisionOptions) -> dict[str, Any]:
@@ -178,13 +278,37 @@ def classifier_of(module: torch.nn.Module) -> str | None:
 
 
 def untrained(config: TorchvisionOptions, seed: int) -> torch.nn.Module:
-    """The architecture with torchvision's initialisation."""
+    """The architecture with torchvision's initialisation, with the classes of a file."""
+    from torchvision import models
+
+    file = _file_of(config)
+    if file is None or _entry_of_file(models.get_model_weights(config.name), file) is not None:
+        return _random(config, config.args, seed)
+    loaded, _, missing = _loaded_from(file, config, seed)
+    heads = heads_of(_random(config, config.args, seed), config.name)
+    if missing or "num_classes" in config.args or not heads:
+        return _random(config, config.args, seed)
+    classes = len(loaded.get_parameter(f"{heads[-1]}.weight"))
+    return _random(config, {**config.args, "num_classes": classes}, seed)
+
+
+def _random(config: TorchvisionOptions, args: Mapping[str, Any], seed: int) -> torch.nn.Module:
+    """Build a model with random weights of a seed.
+
+    Args:
+        config: name and input size.
+        args: model.args, or others in their place.
+        seed: seed of the weights.
+
+    Raises:
+        ModelError: the builder does not take these arguments.
+    """
     from torchvision import models
 
     from featx.models.base import seeded
 
     with seeded(seed), _refused_args(config):
-        return _without_weights(models, config.name, _all_args(config))
+        return _without_weights(models, config.name, {**_all_args(config), **args})
 
 
 def preprocess_of(preset: Any, name: str) -> Preprocess:
@@ -295,7 +419,7 @@ def _entry_of_file(enum: Any, file: str) -> Any:
 
 
 @contextlib.contextmanager
-def _own_downloads(name: str, file: str | None) -> Iterator[None]:
+def _own_downloads(name: str, file: str | None, sha256: str | None) -> Iterator[None]:
     """Let a builder of torchvision load weights by `fetch_weights` or from a local file.
 
     torchvision's loader unpickles arbitrary objects (weights_only=False) and reports a missing
@@ -304,13 +428,14 @@ def _own_downloads(name: str, file: str | None) -> Iterator[None]:
     Args:
         name: name of the model, for messages.
         file: path of a local file, or None to download.
+        sha256: digest that the local file must have, or None.
     """
     from torchvision.models import _api
 
     from featx.models.checkpoint import read_weights
 
     def fetch(url: str, *args: Any, **keywords: Any) -> Mapping[str, torch.Tensor]:
-        return read_weights(Path(file)) if file else fetch_weights(url, name)
+        return read_weights(Path(file), sha256) if file else fetch_weights(url, name)
 
     with _patch_lock:
         before = _api.load_state_dict_from_url

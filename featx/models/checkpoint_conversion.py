@@ -1,0 +1,163 @@
+"""Conversion of checkpoints whose names are those of the code that trained them.
+
+timm keeps such a function, `checkpoint_filter_fn`, for most of its families. It is written for the
+files that timm's authors have converted: it leaves tensors out without a message, and interpolates
+those of another size. So its result is traced: autograd tells which tensors of the file each
+result was made of, and by which operations.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from featx.models.checkpoint_match import CONSTANTS, COUNTER, TRAINING_ONLY, CheckpointMatch
+from featx.models.checkpoint_match import first_part as part_of
+
+_REASONS = (
+    AssertionError,
+    AttributeError,
+    IndexError,
+    KeyError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+"""Exceptions of a conversion that was given the tensors of another model."""
+
+_EXACT = {
+    "AccumulateGrad", "Add", "Alias", "AsStrided", "Cat", "Clone", "Copy", "Div", "Expand", "Flip",
+    "Index", "IndexSelect", "Mul", "Narrow", "Neg", "Permute", "ReshapeAlias", "Select", "Slice",
+    "Split", "SplitWithSizes", "Squeeze", "Stack", "Sub", "T", "ToCopy", "Transpose", "Unbind",
+    "UnsafeView", "Unsqueeze", "View",
+}  # fmt: skip
+"""Operations of autograd that move values or change them one by one. All others, such as an
+interpolation, mix values of several positions."""
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """Function of a library that gives the tensors of a checkpoint the names of a module.
+
+    Attributes:
+        name: import path of the function.
+        function: function from name -> tensor and the module to name -> tensor.
+        module: module to load.
+    """
+
+    name: str
+    function: Callable[[dict[str, torch.Tensor], nn.Module], Mapping[str, Any]]
+    module: nn.Module
+
+    def applied(self, found: CheckpointMatch) -> CheckpointMatch | None:
+        """Convert the tensors behind a prefix.
+
+        Args:
+            found: tensors behind a prefix, with the names of the file.
+
+        Returns:
+            The converted tensors, with the names of the file that each was made of; None if the
+            function cannot take them.
+        """
+        leaves = {
+            name: x.detach().requires_grad_() if x.is_floating_point() else x
+            for name, x in found.tensors.items()
+        }
+        # Some of the functions print; stdout belongs to the result of the job.
+        with torch.enable_grad(), contextlib.redirect_stdout(io.StringIO()):
+            try:
+                result = self.function(dict(leaves), self.module)
+            except _REASONS:
+                return None
+        tensors = {name: x for name, x in result.items() if isinstance(x, torch.Tensor)}
+        names = {id(leaf): found.prefix + name for name, leaf in leaves.items()}
+        traced = {name: _trace(x, names) for name, x in tensors.items()}
+        sources = {name: trace.names for name, trace in traced.items()}
+        used = {source for each in sources.values() for source in each}
+        return replace(
+            found,
+            tensors={name: x.detach() for name, x in tensors.items()},
+            sources=sources,
+            conversion=self.name,
+            computed=tuple(name for name, trace in traced.items() if not trace.is_exact),
+            lost=tuple(_lost(found, used)),
+        )
+
+
+@dataclass(frozen=True)
+class _Trace:
+    """What a converted tensor was made of.
+
+    Attributes:
+        names: names in the file; none for values that the function has made up.
+        is_exact: whether values were moved or changed one by one only.
+    """
+
+    names: frozenset[str]
+    is_exact: bool
+
+
+def _trace(x: torch.Tensor, names: Mapping[int, str]) -> _Trace:
+    """Return what a tensor was made of.
+
+    Args:
+        x: result of a conversion.
+        names: id of a tensor of the file -> its name.
+    """
+    if id(x) in names:
+        return _Trace(frozenset([names[id(x)]]), is_exact=True)
+    sources, operations = set(), set()
+    for node in _graph(x):
+        operations.add(re.sub(r"Backward\d*$", "", type(node).__name__))
+        variable = getattr(node, "variable", None)
+        if variable is not None and id(variable) in names:
+            sources.add(names[id(variable)])
+    return _Trace(frozenset(sources), operations <= _EXACT)
+
+
+def _graph(x: torch.Tensor) -> Iterator[Any]:
+    """Yield the nodes of autograd from which a tensor was computed."""
+    seen, left = set(), [x.grad_fn]
+    while left:
+        node = left.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            left += [following for following, _ in node.next_functions]
+            yield node
+
+
+def _lost(found: CheckpointMatch, used: Collection[str]) -> Iterator[str]:
+    """Yield names in the file of tensors that a conversion leaves out of the parts that it takes.
+
+    Tensors of zeros, of training only, and those that follow from the size of the model are none.
+    """
+    parts = {part_of(name.removeprefix(found.prefix)) for name in used}
+    for inner, x in found.tensors.items():
+        name = found.prefix + inner
+        if name in used or part_of(inner) not in parts:
+            continue
+        if inner.endswith((COUNTER, *CONSTANTS)) or inner.startswith(TRAINING_ONLY):
+            continue
+        if bool((x != 0).any()):
+            yield name
+
+
+def timm_conversion(module: nn.Module) -> Conversion | None:
+    """Return the conversion of timm for the family of a model, or None if it has none.
+
+    Args:
+        module: model of timm.
+    """
+    code = sys.modules[type(module).__module__]
+    function = getattr(code, "checkpoint_filter_fn", None)
+    if function is None:
+        return None
+    return Conversion(f"{code.__name__}.checkpoint_filter_fn", function, module)

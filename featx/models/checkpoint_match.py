@@ -1,0 +1,359 @@
+"""Finds the tensors of a module in a checkpoint file.
+
+A checkpoint may hold more than the model: averaged weights, a teacher and a student, a decoder, a
+loss. The tensors of the model are those whose names are its own behind one prefix, such as
+'state_dict/module.', in which '/' stands for nesting. A file with the names of the code that
+trained it is converted by the model's library first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from featx.config import CheckpointConfig
+from featx.errors import WeightsError, counted
+
+if TYPE_CHECKING:
+    from featx.models.checkpoint_conversion import Conversion
+
+COUNTER = "num_batches_tracked"
+"""Counter of BatchNorm, which eval mode never reads. Files written before PyTorch 0.4.1 lack it,
+and in files converted to float16 it may be infinite."""
+
+TRAINING_ONLY = ("mask_token", "decoder_")
+"""Beginnings of the names of parameters beside a model that only its training reads."""
+
+CONSTANTS = (
+    "relative_position_index",
+    "relative_coords_table",
+    "attn_mask",
+    "bias_mask",
+    "periods",
+)
+"""Endings of the names of buffers that the code of a model computes from its size."""
+
+_NESTS = 8
+"""Largest number of prefixes behind which a conversion is tried."""
+
+
+@dataclass(frozen=True)
+class CheckpointMatch:
+    """Tensors of a checkpoint under the names of a module.
+
+    Attributes:
+        tensors: name in the module -> tensor; also names that the module lacks, such as those of a
+            head of other classes.
+        sources: name in the module -> names in the file of what the tensor was made of.
+        file_names: names of all tensors in the file.
+        prefix: what stands before the names in the file.
+        heads: names of the classifiers of the module, which the checkpoint may lack.
+        conversion: name of the function that converted the names, or ''.
+        computed: names in the module whose values the conversion has interpolated.
+        lost: names in the file of tensors behind the prefix, not zero, that the conversion leaves
+            out although it takes others of the same part.
+    """
+
+    tensors: Mapping[str, torch.Tensor]
+    sources: Mapping[str, Collection[str]]
+    file_names: Collection[str]
+    prefix: str
+    heads: Collection[str] = ()
+    conversion: str = ""
+    computed: tuple[str, ...] = ()
+    lost: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Misfits:
+    """Differences between a module and the tensors found for it; false if there are none.
+
+    Attributes:
+        missing: names of the module that are not in the checkpoint.
+        extra: names in the checkpoint of parts of the module that it lacks.
+        shapes: tensors of another shape, in words.
+    """
+
+    missing: list[str]
+    extra: list[str]
+    shapes: list[str]
+
+    def __bool__(self) -> bool:
+        return bool(self.missing or self.extra or self.shapes)
+
+    def summary(self) -> str:
+        """Return the numbers of the differences in words."""
+        return (
+            f"{counted(len(self.missing), 'key')} missing, {len(self.extra)} unexpected, "
+            f"{len(self.shapes)} of another shape"
+        )
+
+    def as_error(self, origin: str, prefix: str, converted: str = "") -> WeightsError:
+        """Return the error that names the differences.
+
+        Args:
+            origin: file of the weights.
+            prefix: prefix of the tensors.
+            converted: what a conversion of the names came to, as a sentence.
+        """
+        where = f" (names behind {prefix!r})" if prefix else ""
+        return WeightsError(
+            f"the weights {origin}{where} do not fit this model: "
+            f"{counted(len(self.missing), 'key')} missing ({', '.join(sorted(self.missing)[:3])}), "
+            f"{len(self.extra)} unexpected ({', '.join(self.extra[:3])}), {len(self.shapes)} of "
+            f"another shape ({'; '.join(self.shapes[:3])}). {converted}Give weights of this model, "
+            "or choose the model that they belong to. A model of timm gets a head of N classes by "
+            "model.args={num_classes: N}, and none by 0."
+        )
+
+
+def match_checkpoint(
+    module: nn.Module,
+    state: Mapping[str, torch.Tensor],
+    origin: str,
+    options: CheckpointConfig,
+    heads: Collection[str] = (),
+    conversion: Conversion | None = None,
+) -> CheckpointMatch:
+    """Find the tensors of a module in a checkpoint.
+
+    Args:
+        module: the module.
+        state: name -> tensor, from `read_weights`.
+        origin: file or package of the weights, for the message.
+        options: prefix, conversion and resampling that the user asks for.
+        heads: names of the classifiers of the module, which the checkpoint may lack, or have for
+            other classes.
+        conversion: conversion of the names by the library of the model, tried only if the names of
+            the file are not those of the model; None if there is none.
+
+    Raises:
+        WeightsError: tensors of the module are missing, or have other shapes; tensors of its own
+            parts are left over; several prefixes have different values; or the conversion
+            interpolates values without model.checkpoint.resample=true, or loses some.
+    """
+    own = module.state_dict()
+    prefix = options.prefix
+    if prefix is not None and not any(name.startswith(prefix) for name in state):
+        begin = ", ".join(list(dict.fromkeys(map(first_part, state)))[:5])
+        raise WeightsError(
+            f"model.checkpoint.prefix={prefix}: no tensor of {origin} has a name that begins so. "
+            f"Its names begin with {begin or 'nothing: it is empty'}."
+        )
+    needed = _needed(own, heads)
+    prefixes = _plain_prefixes(needed, state) if prefix is None else [prefix]
+    match = _only(own, needed, [_behind(found, state, heads) for found in prefixes], origin)
+    problem = misfits(own, match)
+    if not problem:
+        return match
+    if conversion is None or options.convert == "none":
+        raise problem.as_error(origin, match.prefix)
+    nests = _nests(needed, state) if prefix is None else [prefix]
+    attempts = [conversion.applied(_behind(nest, state, heads)) for nest in nests]
+    converted = [attempt for attempt in attempts if attempt is not None]
+    if not converted:
+        raise problem.as_error(origin, match.prefix)
+    best = _only(own, needed, converted, origin)
+    left = misfits(own, best)
+    if not left and not (reasons := _refusals(best, needed, options.resample)):
+        return best
+    outcome = "; ".join(reasons) if not left else left.summary()
+    said = "" if outcome == problem.summary() else f"Converted by {conversion.name}: {outcome}. "
+    raise problem.as_error(origin, match.prefix, said)
+
+
+def misfits(
+    own: Mapping[str, torch.Tensor], match: CheckpointMatch, with_heads: bool = False
+) -> Misfits:
+    """Compare a module with the tensors found for it.
+
+    Args:
+        own: state dict of the module.
+        match: tensors that were found.
+        with_heads: whether the classifiers of the module have to be among them.
+    """
+    heads, inner = match.heads, match.tensors
+    needed = _needed(own, () if with_heads else heads)
+    backbone = {name for name in own if not _is_below(name, heads)}
+    extra = [
+        name
+        for name in inner
+        if name not in own and not _is_below(name, heads) and _is_of_module(name, backbone)
+    ]
+    shapes = [
+        f"{name} {tuple(inner[name].shape)} instead of {tuple(own[name].shape)}"
+        for name in needed
+        if name in inner and inner[name].shape != own[name].shape
+    ]
+    return Misfits([name for name in needed if name not in inner], sorted(extra), shapes)
+
+
+def num_classes(match: CheckpointMatch) -> int:
+    """Number of classes of the classifiers in a checkpoint; 0 if it lacks them.
+
+    Args:
+        match: tensors that were found, with the names of the classifiers.
+    """
+    if any(name.startswith(f"{match.prefix}pre_logits.") for name in match.file_names):
+        return 0  # the classifier reads a layer that models of today lack
+    weights = [match.tensors.get(f"{head}.weight") for head in match.heads]
+    sizes = {0 if x is None or x.ndim < 2 else len(x) for x in weights}
+    return sizes.pop() if len(sizes) == 1 else 0
+
+
+def has_heads(own: Mapping[str, torch.Tensor], match: CheckpointMatch) -> bool:
+    """Whether a checkpoint has all tensors of the classifiers of a module, in their shapes.
+
+    Args:
+        own: state dict of the module.
+        match: tensors that were found, with the names of the classifiers.
+    """
+    names = [name for name in own if _is_below(name, match.heads) and not name.endswith(COUNTER)]
+    return bool(names) and all(
+        name in match.tensors and match.tensors[name].shape == own[name].shape for name in names
+    )
+
+
+def _needed(own: Mapping[str, torch.Tensor], heads: Collection[str]) -> list[str]:
+    """Return the names that a checkpoint must have."""
+    return [name for name in own if not name.endswith(COUNTER) and not _is_below(name, heads)]
+
+
+def _is_below(name: str, modules: Collection[str]) -> bool:
+    """Whether a tensor belongs to one of some modules."""
+    return any(name.startswith(f"{module}.") for module in modules)
+
+
+def _behind(
+    prefix: str, state: Mapping[str, torch.Tensor], heads: Collection[str]
+) -> CheckpointMatch:
+    """Return the tensors of a checkpoint behind a prefix."""
+    inner = {name.removeprefix(prefix): x for name, x in state.items() if name.startswith(prefix)}
+    sources = {name: (prefix + name,) for name in inner}
+    return CheckpointMatch(inner, sources, list(state), prefix, heads)
+
+
+def _plain_prefixes(needed: Sequence[str], state: Mapping[str, torch.Tensor]) -> list[str]:
+    """Return the prefixes behind which needed names stand."""
+    # Every complete prefix stands before each needed name, so three names find all of them.
+    anchors = {needed[0], needed[len(needed) // 2], needed[-1]} if needed else set()
+    candidates = {""} | {
+        name.removesuffix(anchor)
+        for anchor in anchors
+        for name in state
+        if name.endswith(anchor) and name.removesuffix(anchor)[-1:] in ("", ".", "/")
+    }
+    return sorted(candidates)
+
+
+def _nests(needed: Sequence[str], state: Mapping[str, torch.Tensor]) -> list[str]:
+    """Return prefixes behind which at least half as many tensors stand as are needed."""
+    counts: dict[str, int] = {"": len(state)}
+    for name in state:
+        for end in _ends_of_parts(name):
+            counts[name[:end]] = counts.get(name[:end], 0) + 1
+    return [p for p in sorted(counts, key=len) if 2 * counts[p] >= len(needed)][:_NESTS]
+
+
+def _ends_of_parts(name: str) -> Iterator[int]:
+    """Yield where each part of a dotted or nested name ends, the last part aside."""
+    return (i + 1 for i, letter in enumerate(name) if letter in "./")
+
+
+def _only(
+    own: Mapping[str, torch.Tensor],
+    needed: Sequence[str],
+    found: Sequence[CheckpointMatch],
+    origin: str,
+) -> CheckpointMatch:
+    """Return the one of several matches that a module is loaded from.
+
+    Args:
+        own: state dict of the module.
+        needed: its names that a match must have.
+        found: matches, at least one.
+        origin: file of the weights, for the message.
+
+    Returns:
+        The match that has all names; if there is none, the one that has most.
+
+    Raises:
+        WeightsError: several have all names, and different values. Averaged weights (EMA) and the
+            teachers and students of self-supervised training have the same names and other values,
+            and only the user knows which are meant.
+    """
+    complete = sorted(
+        (match for match in found if all(name in match.tensors for name in needed)),
+        key=lambda match: match.prefix,
+    )
+    complete = [
+        match
+        for match in complete
+        if all(match.tensors[name].shape == own[name].shape for name in needed)
+    ] or complete
+    if not complete:
+        return max(found, key=lambda match: sum(name in match.tensors for name in needed))
+    first = complete[0]
+    rivals = [match for match in complete[1:] if _differs(first, match, needed)]
+    if rivals:
+        prefixes = [match.prefix for match in (first, *rivals)]
+        raise WeightsError(
+            f"{origin} holds {len(prefixes)} state dicts of this model with different values, "
+            f"behind the prefixes {', '.join(map(repr, prefixes))}. Name the one that you mean, "
+            f"such as model.checkpoint.prefix={prefixes[1]}."
+        )
+    return first
+
+
+def _differs(one: CheckpointMatch, other: CheckpointMatch, names: Sequence[str]) -> bool:
+    """Whether two matches have other values for some names."""
+    pairs = ((one.tensors[name], other.tensors[name]) for name in names)
+    return any(a.shape != b.shape or not torch.equal(a, b) for a, b in pairs)
+
+
+def _refusals(match: CheckpointMatch, needed: Sequence[str], resample: bool) -> list[str]:
+    """Return why converted tensors that fit a model are not accepted.
+
+    Args:
+        match: converted tensors.
+        needed: names that the model must have.
+        resample: whether interpolated values are allowed.
+    """
+    reasons = []
+    computed = [name for name in needed if name in match.computed]
+    if computed and not resample:
+        reasons.append(
+            f"{', '.join(computed[:3])} would be resampled, which changes the features; "
+            "model.checkpoint.resample=true allows it, and model.input_size builds the model for "
+            "the size of the file"
+        )
+    made_up = [name for name in needed if not match.sources[name]]
+    if made_up:
+        reasons.append(f"{', '.join(made_up[:3])} would have values that are not in the file")
+    if match.lost:
+        names = ", ".join(match.lost[:3])
+        reasons.append(f"{names} would be lost, and not all their values are zero")
+    return reasons
+
+
+def _is_of_module(name: str, own: Collection[str]) -> bool:
+    """Whether a tensor that the module lacks belongs to a part that the module has.
+
+    Five blocks do not fit a model of three. A parameter beside the parts, such as registers,
+    changes what the others mean; a part that the module lacks as a whole, such as a head, does not.
+    """
+    part, dot, _ = name.partition(".")
+    if name.endswith((COUNTER, *CONSTANTS)) or part.startswith(TRAINING_ONLY):
+        return False
+    if not dot or part.isdigit():
+        return "/" not in part
+    return any(key.startswith(f"{part}.") for key in own)
+
+
+def first_part(name: str) -> str:
+    """Return the name of the mapping or module to which a tensor belongs, or its own."""
+    return name.replace("/", ".").partition(".")[0]

@@ -1,0 +1,167 @@
+"""Pretrained weights of timm: what exists, what can be downloaded, and that it fills a model."""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import socket
+import threading
+import urllib.request
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlparse
+
+from featx.errors import ModelError, WeightsError
+
+LOCAL = "local-dir:"
+"""Beginning of the name of a model whose config and weights are in a folder."""
+
+_COUNTER = "num_batches_tracked"
+"""Counter of BatchNorm, which eval mode never reads."""
+
+_patch_lock = threading.Lock()
+"""Protects the method of torch that `whole_models` replaces."""
+
+
+def check_tag(timm: Any, name: str) -> None:
+    """Check that timm has a pretrained tag.
+
+    Raises:
+        WeightsError: it has not; the message lists the tags.
+    """
+    if ":" in name or "." not in name:
+        return
+    base, tag = name.split(".", 1)
+    tags = [n.split(".", 1)[1] for n in timm.list_pretrained(f"{base}.*")]
+    if tag not in tags:
+        known = ", ".join(tags) or "none"
+        raise WeightsError(f"timm has no weights {tag!r} for {base}; it has: {known}.")
+
+
+def check_folder(name: str) -> None:
+    """Check that the folder of a model local-dir:FOLDER holds its config.
+
+    Raises:
+        WeightsError: it does not.
+    """
+    file = Path(name.removeprefix(LOCAL)) / "config.json"
+    if not file.is_file():
+        raise WeightsError(
+            f"model.name={name}: there is no {file}. Expected a folder with config.json and "
+            "model.safetensors, as timm.models.save_for_hf writes it."
+        )
+
+
+def pretrained_cfg(timm: Any, name: str) -> Any:
+    """timm's config of the pretrained weights; None for a model of the hub.
+
+    Raises:
+        WeightsError: timm has no weights for the model.
+    """
+    if ":" in name:
+        return None
+    cfg = timm.get_pretrained_cfg(name)
+    if cfg is None or not (cfg.has_weights or cfg.hf_hub_id or cfg.url):
+        raise WeightsError(
+            f"timm has no pretrained weights for {name}. Give model.weights=PATH to a local "
+            ".safetensors or .pth, or model.weights=null for random weights."
+        )
+    return cfg
+
+
+@contextlib.contextmanager
+def download_errors(name: str, cfg: Any) -> Iterator[None]:
+    """Turn errors of a download into a WeightsError that says what to do.
+
+    If the name of the hub cannot be resolved, the error is raised at once.
+    """
+    import huggingface_hub
+    import torch
+    from huggingface_hub.constants import ENDPOINT, HF_HUB_CACHE
+
+    repository = name.split(":", 1)[1] if cfg is None else cfg.hf_hub_id
+    url = None if cfg is None else cfg.url
+    # The file that is requested first: for hf-hub: names the architecture, otherwise the weights.
+    files = ("config.json",) if cfg is None else ("model.safetensors", "pytorch_model.bin")
+    checkpoints = Path(torch.hub.get_dir()) / "checkpoints"
+    cached = (url and (checkpoints / Path(urlparse(url).path).name).exists()) or any(
+        isinstance(huggingface_hub.try_to_load_from_cache(repository, file), str)
+        for file in files
+        if repository
+    )
+
+    def failed(reason: object) -> WeightsError:
+        what, looked, way = str(url), str(checkpoints), f"download {url}"
+        if repository:
+            what, looked = f"{repository}/{files[0]}", HF_HUB_CACHE
+            way = f"run `hf download {repository}`"
+        return WeightsError(
+            f"the weights {what} of {name} are not on this machine and cannot be downloaded "
+            f"({reason}). Looked in {looked} and at {ENDPOINT if repository else url}. Either "
+            f"{way} on a machine with internet access and copy the result into that folder, or "
+            "give model.weights=PATH to a local .safetensors or .pth (model.weights=null runs "
+            "with random weights)."
+        )
+
+    try:
+        if repository and not cached and not urllib.request.getproxies():
+            # The client of the hub would try an unresolvable name again for most of a minute.
+            socket.getaddrinfo(urlparse(ENDPOINT).hostname, 443)
+        yield
+    except pickle.UnpicklingError as error:
+        raise WeightsError(
+            f"the weights of {name} in {HF_HUB_CACHE if repository else checkpoints} cannot be "
+            f"read: {str(error).splitlines()[0]} Expected a file of tensors only."
+        ) from error
+    except (OSError, RuntimeError) as error:
+        raise failed(str(error).splitlines()[0] if str(error) else type(error).__name__) from error
+
+
+@contextlib.contextmanager
+def whole_models(name: str) -> Iterator[None]:
+    """Refuse weights that leave parameters of a model at their initial values.
+
+    timm loads without `strict` if model.args change the head or the pooling, and reports parameters
+    that the weights lack (such as fc_norm of global_pool=avg) to its log only.
+
+    Args:
+        name: name of the model, for messages.
+
+    Raises:
+        WeightsError: parameters or buffers are not in the weights, or do not fit.
+    """
+    from torch import nn
+
+    load = nn.Module.load_state_dict
+    missing: list[list[str]] = []
+
+    def recorded(module: nn.Module, state: Mapping[str, Any], *args: Any, **keywords: Any) -> Any:
+        try:
+            result = load(module, state, *args, **keywords)
+        except RuntimeError as error:
+            reason = " ".join(str(error).split())[:300]
+            raise WeightsError(
+                f"the weights of {name} do not fit the model that model.args and model.input_size "
+                f"ask for: {reason}"
+            ) from error
+        missing.append([key for key in result.missing_keys if not key.endswith(_COUNTER)])
+        return result
+
+    with _patch_lock:
+        nn.Module.load_state_dict = recorded  # type: ignore[method-assign, assignment]
+        try:
+            yield
+        finally:
+            nn.Module.load_state_dict = load  # type: ignore[method-assign]
+    if not missing:
+        raise ModelError(
+            f"{name} loads its weights in a way that featx cannot check with model.args or "
+            "model.input_size; leave these out."
+        )
+    if absent := missing[-1]:
+        raise WeightsError(
+            f"the weights of {name} lack {', '.join(absent[:5])}{', ...' if absent[5:] else ''} of "
+            "the model that model.args ask for, which would stay random. Leave the argument out "
+            "that adds these parameters; model.args.num_classes=0 builds a model without its head."
+        )

@@ -60,7 +60,7 @@ def run_command() -> int:
         )()
         sys.stdout.flush()
     except BrokenPipeError:
-        discard_output()  # nobody has to read the help to its end (`-h | head`)
+        discard_output()  # a reader may close the pipe before the end of the help (`-h | head`)
         return 0
     except (HydraException, OmegaConfBaseException, FeatxError) as error:
         if debug:

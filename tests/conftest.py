@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import numpy as np
 import pytest
 from object_server import bucket, s3_server, watch  # noqa: F401 - fixtures
@@ -18,6 +19,12 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 
 # Two processes of tests with two threads each would spin for each other's CPU.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+# Other load on the machine must not fail a test that checks values.
+hypothesis.settings.register_profile(
+    "values", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("values")
 
 SHARED_DATA = REPOSITORY.parent / "shared" / "data"
 

@@ -77,7 +77,7 @@ def test_the_order_follows_from_seed_and_epoch() -> None:
     assert len({tuple(order) for order in orders.values()}) == 6
 
 
-def test_each_pass_is_the_next_epoch_without_being_told() -> None:
+def test_each_pass_is_the_next_epoch_without_a_call() -> None:
     """Forgetting set_epoch must not show the same order for ever."""
     sampler = BlockShuffleSampler(range(100), block_rows=8, window=4)
     iter(sampler)  # never started: does not count

@@ -40,6 +40,7 @@ from .progress import Progress as Progress
 from .progress import SilentProgress as SilentProgress
 from .registry import Member as Member
 from .registry import Registry as Registry
+from .registry import for_options as for_options
 from .supervisor import CRASHES as CRASHES
 from .supervisor import MAX_CRASHES as MAX_CRASHES
 from .supervisor import end_process as end_process

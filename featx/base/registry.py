@@ -11,10 +11,10 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import pkgutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
-from typing import Generic, TypeVar
+from typing import Concatenate, Generic, ParamSpec, TypeVar
 
 from featx.base.console import log_message
 from featx.errors import ConfigError, FeatxError, nearest
@@ -38,6 +38,44 @@ class Member:
 
 
 MemberT = TypeVar("MemberT", bound=Member)
+OptionsT = TypeVar("OptionsT")
+ResultT = TypeVar("ResultT")
+ParamsT = ParamSpec("ParamsT")
+
+
+def for_options(
+    member: str,
+    options: type[OptionsT],
+    function: Callable[Concatenate[OptionsT, ParamsT], ResultT],
+    maker: str | None = None,
+) -> Callable[Concatenate[object, ParamsT], ResultT]:
+    """Let a function of one member be called with the options of any member of its family.
+
+    A registry calls the functions of all its members in one way, while each member declares its own
+    options. The returned function checks the type of its first argument.
+
+    Args:
+        member: option and name of the member for the message, such as 'data=folder'.
+        options: dataclass of the member's options.
+        function: function whose first argument are such options.
+        maker: name of the function that makes the options of any member, for the message.
+
+    Returns:
+        A function with the same further arguments. It raises a FeatxError if the first argument is
+        no instance of `options`.
+    """
+
+    def checked(config: object, /, *args: ParamsT.args, **kwargs: ParamsT.kwargs) -> ResultT:
+        """Call `function` if the options are those of this member."""
+        if not isinstance(config, options):
+            advice = "" if maker is None else f" {maker} makes them."
+            raise FeatxError(
+                f"{member} was given {type(config).__qualname__}; expected "
+                f"{options.__qualname__}.{advice}"
+            )
+        return function(config, *args, **kwargs)
+
+    return checked
 
 
 class Registry(Generic[MemberT]):

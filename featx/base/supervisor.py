@@ -42,7 +42,7 @@ _BYTES = 2 * mmap.PAGESIZE
 _FOUND = struct.Struct("<Q")
 """Number of images, at the start of the shared memory; the path follows."""
 
-_told: mmap.mmap | None = None
+_shared: mmap.mmap | None = None
 """Shared memory from child to parent: the number of images on the crash list that the child added,
 and the folder of its in-flight journal."""
 
@@ -75,8 +75,8 @@ def supervised(work: Callable[[], int], was_decoding: Callable[[Path, int], bool
     debug = os.environ.get("FEATX_DEBUG") == "1"
     if debug or not sys.platform.startswith("linux") or threading.active_count() > 1:
         return work()
-    global _told, _scratch
-    _told = mmap.mmap(-1, _BYTES)
+    global _shared, _scratch
+    _shared = mmap.mmap(-1, _BYTES)
     _scratch = Path(tempfile.gettempdir(), f"featx-{os.getpid()}-{secrets.token_hex(8)}")
     parent = os.getpid()
     try:
@@ -133,7 +133,7 @@ def _until_done(work: Callable[[], int], was_decoding: Callable[[Path, int], boo
     Returns:
         In the parent the exit code of the command, in the child that of the work.
     """
-    assert _told is not None
+    assert _shared is not None
     num_crashes = num_found = 0
     while True:
         # Signals are blocked across the fork until both processes have their handlers, so none is
@@ -152,7 +152,7 @@ def _until_done(work: Callable[[], int], was_decoding: Callable[[Path, int], boo
         if signum not in {*CRASHES, signal.SIGKILL}:
             return 128 + signum
         num_crashes += 1
-        found = _FOUND.unpack_from(_told)[0]
+        found = _FOUND.unpack_from(_shared)[0]
         progress = num_crashes == 1 or found > num_found
         decoding = signum in CRASHES and was_decoding(_notes_folder(), child)
         if not (decoding and progress) or num_crashes > MAX_CRASHES:
@@ -165,15 +165,15 @@ def _until_done(work: Callable[[], int], was_decoding: Callable[[Path, int], boo
 
 def tell_notes(folder: Path) -> None:
     """Tell the supervisor in which folder this process writes its in-flight journal."""
-    if _told is not None:
+    if _shared is not None:
         name = os.fsencode(folder.absolute())[: _BYTES - _FOUND.size - 1]
-        _told[_FOUND.size : _FOUND.size + len(name) + 1] = name + b"\0"
+        _shared[_FOUND.size : _FOUND.size + len(name) + 1] = name + b"\0"
 
 
 def tell_found() -> None:
     """Tell the supervisor that an image was added to the crash list."""
-    if _told is not None:
-        _FOUND.pack_into(_told, 0, _FOUND.unpack_from(_told)[0] + 1)
+    if _shared is not None:
+        _FOUND.pack_into(_shared, 0, _FOUND.unpack_from(_shared)[0] + 1)
 
 
 def is_echo(signum: int) -> bool:
@@ -182,7 +182,7 @@ def is_echo(signum: int) -> bool:
     Ctrl-C reaches parent and child, and the parent forwards it as well; so does a signal to the
     whole process group.
     """
-    if _told is None:
+    if _shared is None:
         return False
     now = time.monotonic()
     last, _last[signum] = _last.get(signum, -_ECHO_S), now
@@ -210,8 +210,8 @@ def _wait(child: int) -> int:
 
 def _notes_folder() -> Path:
     """Folder of the child's journal; the root of the disk if the child had not yet named one."""
-    assert _told is not None
-    return Path("/", os.fsdecode(_told[_FOUND.size :].split(b"\0", 1)[0]))
+    assert _shared is not None
+    return Path("/", os.fsdecode(_shared[_FOUND.size :].split(b"\0", 1)[0]))
 
 
 def _ended(signum: int) -> str:

@@ -1,3 +1,4 @@
+from .attached_captures import AttachedCaptures as AttachedCaptures
 from .auto_settings import TRIAL_IMAGES as TRIAL_IMAGES
 from .auto_settings import AutoSettings as AutoSettings
 from .batch_independence import Buffers as Buffers
@@ -8,5 +9,6 @@ from .compute import Compute as Compute
 from .compute import Formats as Formats
 from .compute import spec_of as spec_of
 from .engine import Engine as Engine
+from .prepared_weights import PreparedWeights as PreparedWeights
 from .row_checks import finite_rows as finite_rows
 from .row_checks import stored_bits as stored_bits

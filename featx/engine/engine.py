@@ -10,10 +10,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
-import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,73 +20,26 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
-from featx.base import OwnStream, away, exact_cuda, keep_freed_memory, synchronise, to_cpu
-from featx.engine.batch_independence import (
-    Buffers,
-    MovedRows,
-    ValueReads,
-    check_among_copies,
-    check_among_others,
-    moved,
-    regrouped,
-)
-from featx.engine.capture_checks import (
-    calls_in_trace,
-    check_batch_dimension,
-    check_fired,
-    check_gradients_arrive,
-    check_same_score,
-)
+from featx.base import OwnStream, away, synchronise, to_cpu
+from featx.engine.attached_captures import AttachedCaptures, attach_captures, clone_captured
+from featx.engine.batch_independence import MovedRows, moved
 from featx.engine.compute import COMPUTE_DTYPES, Compute, Formats, spec_of
+from featx.engine.device_model import ATTACH_BATCH, DeviceModel
+from featx.engine.prepared_weights import PreparedWeights
 from featx.engine.row_checks import same_row
-from featx.engine.weight_casting import Captured, CastableWeights, castable_weights, weights_cast
-from featx.errors import FeatxError, ModelError, RunError, require
-from featx.layers import (
-    CaptureHooks,
-    CapturePoint,
-    Copies,
-    Expected,
-    Keep,
-    OutputCollector,
-    RowLayout,
-    StoredReduce,
-    Trace,
-    bound_reduction,
-    check_calls,
-    check_positions,
-    check_storable,
-    has_known_positions,
-    is_exposed,
-    map_view,
-    needs_plain_attention,
-    no_fast_path,
-    plain_attention,
-    reads_positions,
-    target_values,
-    trace_forward,
-    with_evidence,
-)
-from featx.models import Backbone, Pair, foldable_pairs, folded
+from featx.engine.weight_casting import Captured
+from featx.errors import ModelError, RunError, require
+from featx.layers import CaptureHooks, CapturePoint, Keep, OutputCollector, StoredReduce
+from featx.models import Backbone
 from featx.types import LayerSpec
 
 logger = logging.getLogger(__name__)
-
-# The two sizes differ, so a dimension that follows the batch differs in both passes.
-_TRACE_BATCH, _BIND_BATCH = 2, 3
-
-_PROOF_BATCH = 2
-"""Number of images of noise, and of the trial, on which weight casting is compared with autocast.
-"""
-
-_PROOF_BYTES = 64 * 2**20
-"""Bytes of float32 values by which two settings are compared, which bounds the number of images; at
-least two images are compared."""
 
 _NO_THREAD = 0
 """Thread id for hooks that currently see no forward pass; no thread has this id."""
 
 
-class Engine:
+class Engine(DeviceModel):
     """One backbone on one device with its captures; a context manager.
 
     The run loop uses `run`, `compute`, `specs`, `underflow_rows`, `explain` and the measured
@@ -102,13 +54,9 @@ class Engine:
         target: gradient target, used only if gradients are captured.
 
     Attributes:
-        backbone: as given.
-        device: as given.
         model_seconds: seconds spent in forward passes by `run` and `run_on_device`.
         copy_seconds: seconds spent copying rows to the CPU by `run`.
         compute: the current settings.
-        trial_images: (n, 3, H, W) images of the data set, uint8 in [0, 255] or normalised float32,
-            for checks that noise alone does not suffice for; None if there are none.
     """
 
     settles_for_fp32 = False
@@ -121,117 +69,33 @@ class Engine:
         store_dtype: str,
         target: str | int = "predicted",
     ) -> None:
-        self.backbone = backbone
-        self._target = target
-        self._labels: torch.Tensor | None = None
-        self.device = device
+        super().__init__(backbone, device)
         self.model_seconds = 0.0
         self.copy_seconds = 0.0
+        self.compute = Compute("fp32", False, False, 1)
+        self._target = target
+        self._labels: torch.Tensor | None = None
         self._store_dtype = getattr(torch, store_dtype)
         self._collector = OutputCollector(self._store_dtype)
-        self._module: nn.Module = backbone.module.to(device)
-        self._points: list[CapturePoint] = []
-        self._pairs: list[Pair] | None = None
-        self._castable: dict[tuple[str, bool, bool], CastableWeights] = {}
-        self._cast = CastableWeights()
-        self._order: list[str] = []
-        self._trial = torch.empty(0)
-        self._row_bytes = 1
-        self._calls: Mapping[tuple[str, str], int] | None = None
-        self._traced: Trace | None = None
-        self._operations: list[str] | None = None
-        self._plain: list[str] = []
+        self._captures = AttachedCaptures()
+        self._weights = PreparedWeights(self, self._captures, self.takes_gradients)
         self._is_shared = False
         self._streams: list[OwnStream] = []
         self._stream: OwnStream | None = None
-        self._settings = contextlib.ExitStack()
         self._stack = contextlib.ExitStack()
-        self.trial_images: torch.Tensor | None = None
-        self.compute = Compute("fp32", False, False, 1)
-
-    def __enter__(self) -> Engine:
-        if self.device.type == "cpu":
-            keep_freed_memory()
-        self._settings.enter_context(no_fast_path)
-        if self.device.type == "cuda":
-            self._settings.enter_context(exact_cuda)
-        return self
 
     def __exit__(self, *error: object) -> None:
-        # In reverse order of registration: hooks and weights, then process settings, then whatever
-        # the backbone borrowed. A step runs also if the one before it raises.
-        with contextlib.ExitStack() as last:
-            last.callback(self.backbone.give_back)
-            last.callback(self._settings.close)
-            last.callback(self._stack.close)
-
-    def trace(self, requests: Sequence[str] = ()) -> Trace:
-        """Record every call of a module and every operation in one forward pass over noise.
-
-        Args:
-            requests: the requested layers. Modules whose fused attention hides a requested tensor
-                use plain attention until the engine is closed.
-
-        Raises:
-            ModelError: the forward pass fails.
-        """
-        fused = needs_plain_attention(self._module, requests)
-        self._settings.enter_context(plain_attention(self._module, fused))
-        self._plain += fused
-        x = self._noise(_TRACE_BATCH)
-        with self._named_failure(x):
-            self._traced = trace_forward(self._module, x)
-        if "embedding" in requests:
-            library = self.backbone.embedding
-            with self._named_failure(x):
-                self._traced = with_evidence(self._traced, self._module, x, library)
-                if is_exposed(self._traced):  # with_evidence has just added the module
-                    traced = trace_forward(self._module, x)
-                    self._traced = with_evidence(traced, self._module, x, library)
-        return self._traced
-
-    @contextlib.contextmanager
-    def _named_failure(self, x: torch.Tensor) -> Iterator[None]:
-        """Turn any exception of the model into a ModelError that describes the batch `x`."""
+        # Hooks and weights first. The model is given back also if that raises.
         try:
-            yield
-        except (FeatxError, torch.OutOfMemoryError):
-            raise
-        except Exception as error:
-            reason = (str(error).strip() or "no message").splitlines()[0].rstrip(".")
-            raise ModelError(
-                f"{self.backbone.name}: a forward pass over a batch of images {tuple(x.shape)} "
-                f"{str(x.dtype).removeprefix('torch.')} fails with {type(error).__name__}: "
-                f"{reason[:300]}. The model has to take such a batch as its only argument, in eval "
-                "mode on one device. job=layers job.show=watch shows how far it comes, and "
-                "FEATX_DEBUG=1 the traceback."
-            ) from error
-
-    def bytes_per_image(self, precision: str) -> int:
-        """Lower bound of the device memory that a forward pass takes per image, in bytes.
-
-        It counts the normalised pixels and a copy of them, and the input and output of the largest
-        traced layer.
-
-        Args:
-            precision: 'fp32', 'bf16' or 'fp16'.
-        """
-        pixels = 3 * math.prod(self.backbone.preprocess.crop)
-        each = COMPUTE_DTYPES[precision].itemsize
-        largest = 0
-        if self._traced is not None:
-            largest = max(
-                sum(math.prod(s) for s in {*call.outputs.values(), *call.inputs.values()})
-                // self._traced.batch_size
-                for call in self._traced.calls
-            )
-        return 2 * 4 * pixels + each * largest
+            self._stack.close()
+        finally:
+            super().__exit__(*error)
 
     @property
     def unfused(self) -> list[str]:
         """Names of the modules whose fused attention is off because their weights are captured."""
-        shown = [point.module for point in self._points if point.capture == "attention"]
-        return list(dict.fromkeys([*self._plain, *shown]))
+        shown = [point.module for point in self._captures.points if point.capture == "attention"]
+        return list(dict.fromkeys([*self.plain_modules, *shown]))
 
     def attach_captures(self, chosen: Sequence[tuple[CapturePoint, StoredReduce]]) -> None:
         """Fix the captures: find those that need a copy, their row shapes, and where to stop.
@@ -250,114 +114,9 @@ class Engine:
             RunError: the model computes something other than in the trace.
         """
         self._stack.close()
-        self._points = [point for point, _ in chosen]
-        self._pairs = None
-        self._castable.clear()
-        self._calls = None
-        if self._traced is not None:
-            self._operations = self._traced.operations_up_to(self._points) or None
-        x = self._trial = self._trial_batch()
-        copies, reads = Copies(), ValueReads()
-
-        def keep(point: CapturePoint, tensor: torch.Tensor) -> torch.Tensor:
-            check_storable(point, tensor)
-            return copies.keep(point, tensor)
-
-        hooks = self._capture_hooks(keep)
-        # Copies of x, for a model may write to its input.
-        with self._named_failure(x), torch.no_grad(), hooks, reads.watching():
-            values = hooks.forward(x.clone())
-            self._order, calls = list(hooks.fired), hooks.num_calls
-        self._collector = OutputCollector(self._store_dtype, copies.overwritten())
-        if reads.seen:
-            # The control flow may depend on the data, so every pass runs to its end and calls are
-            # counted.
-            self._calls = calls
-        if self._score is not None and hooks.numbers is not None:
-            with self._named_failure(x), torch.no_grad():
-                check_same_score(hooks.numbers, self._score(self._module(x.clone())))
-        check_gradients_arrive(self._points, self._order, self._target)
-        if self._traced is not None:
-            check_calls(calls, calls_in_trace(self._traced, calls))
-        check_fired(self._points, self._order)
-        for point, reduce in chosen:
-            check_batch_dimension(point, values[point.name], _BIND_BATCH)
-            self._expect(point, reduce, tuple(values[point.name].shape[1:]))
-        self._check_positions(chosen, values)
-        self._row_bytes = max(1, sum(4 * value[0].numel() for value in values.values()))
-        self._check_rows(x, values)
-        if reads.seen and self.trial_images is not None:
-            self._check_alone(self.trial_images)
-
-    def _expect(
-        self, point: CapturePoint, reduce: StoredReduce, row_shape: tuple[int, ...]
-    ) -> None:
-        """Record row shape and reduction of a capture."""
-        reduction = bound_reduction(reduce, self._layout(point, row_shape))
-        self._collector.expect(point, row_shape, reduce.name, reduction)
-
-    def _layout(self, point: CapturePoint, row_shape: tuple[int, ...]) -> RowLayout:
-        """Return the layout of the rows of a capture."""
-        backbone = self.backbone
-        return RowLayout(
-            point.name,
-            row_shape,
-            backbone.preprocess.crop,
-            backbone.num_prefix_tokens,
-            backbone.has_class_token,
-        )
-
-    def _check_positions(
-        self,
-        chosen: Sequence[tuple[CapturePoint, StoredReduce]],
-        values: Mapping[str, torch.Tensor],
-    ) -> None:
-        """Check that positions read by a reduction lie in the tensor as in the image."""
-        maps = []
-        for point, reduce in chosen:
-            rows = self._layout(point, tuple(values[point.name].shape[1:]))
-            if reads_positions(reduce) and not has_known_positions(rows):
-                maps.append((point, map_view(reduce.name, rows)))
-        x = self._noise(1)
-        with self._named_failure(x):
-            check_positions(self._module, maps, x)
-
-    def _check_rows(self, x: torch.Tensor, values: Mapping[str, torch.Tensor]) -> None:
-        """Check that a row depends neither on other images, nor its position, nor chance.
-
-        BatchNorm without running statistics, or `F.dropout(x)`, which ignores eval mode, would make
-        rows depend on the padding, on failed images of the batch, or on chance. The check is done
-        in fp32, where rounding hides little; `seconds_per_image` repeats it at the precision of the
-        run.
-        """
-        buffers = Buffers(self._module)
-        hooks = self._capture_hooks(_clone, self._order, stop=True)
-        with self._named_failure(x), torch.no_grad(), hooks:
-            check_among_others(hooks.forward, self._regrouped(x), values)
-        buffers.check()
-
-    def _check_alone(self, images: torch.Tensor) -> None:
-        """Check the trial images of a model whose control flow may depend on the data."""
-        every = self._normalised(images[: max(_BIND_BATCH, _PROOF_BYTES // self._row_bytes)])
-        hooks = self._capture_hooks(_clone, self._order)
-        with torch.no_grad(), hooks, self._named_failure(every):
-            check_among_copies(hooks.forward, every)
-
-    def _regrouped(self, x: torch.Tensor) -> list[torch.Tensor]:
-        """The batches of `regrouped` for `x`, with a black image and one of random 0 and 255."""
-        shape = 3, *self.backbone.preprocess.crop
-        generator = torch.Generator().manual_seed(1)
-        loud = torch.randint(0, 2, shape, generator=generator, dtype=torch.uint8) * 255
-        dark, loud = self._normalised(torch.stack([torch.zeros_like(loud), loud]))
-        return regrouped(x, dark, loud)
-
-    def _trial_batch(self) -> torch.Tensor:
-        """(_BIND_BATCH, 3, H, W) normalised trial images, evenly spread, filled up with noise."""
-        noise, images = self._noise(_BIND_BATCH), self.trial_images
-        if images is None or not len(images):
-            return noise
-        few = images[:: -(-len(images) // _BIND_BATCH)]
-        return torch.cat([self._normalised(few), noise])[:_BIND_BATCH]
+        attached = attach_captures(self, chosen, self._store_dtype, self._target)
+        self._captures, self._collector = attached
+        self._weights = PreparedWeights(self, self._captures, self.takes_gradients)
 
     def configure_compute(self, compute: Compute, cast_once: bool = True) -> None:
         """Fix how features are computed; another call replaces the settings.
@@ -367,8 +126,8 @@ class Engine:
             cast_once: whether to cast weights once if proven to be equal. Without it the values are
                 the same, and the forward passes of the proof are saved.
         """
-        self._take(compute, cast_once)
-        hooks = self._capture_hooks(self._collector.keep, self._order, stop=not compute.compile)
+        self._prepare_weights(compute, cast_once)
+        hooks = self._hooks_of(self._collector.keep, stop=not compute.compile)
         self._hooks = self._stack.enter_context(hooks)
         self._forward = hooks.forward
         if compute.compile:
@@ -378,69 +137,37 @@ class Engine:
             options: Any = {"freezing": True} if self.device.type == "cpu" else None
             self._forward = torch.compile(hooks.forward, dynamic=False, options=options)
 
-    def without_hooks(self) -> tuple[nn.Module, torch.Tensor]:
-        """The backbone without hooks, and (1, 3, H, W) noise for one forward pass."""
-        self._stack.close()
-        return self._module, self._noise(1)
-
-    def _capture_hooks(
-        self, keep: Keep, fired: Sequence[str] | None = None, stop: bool = False
-    ) -> CaptureHooks:
-        """Hooks for the captures that check each pass against the first one.
-
-        Args:
-            keep: function that is called with each captured tensor.
-            fired: names of the captures in their order, or None if unknown.
-            stop: whether a pass may end after the last capture; it never does if calls are counted.
-        """
-        expected = Expected(fired, self._operations, self._calls, stop and self._calls is None)
-        return CaptureHooks(self._module, self._points, keep, expected, self._score)
-
-    def _take(self, compute: Compute, cast_once: bool) -> None:
+    def _prepare_weights(self, compute: Compute, cast_once: bool) -> None:
         """Remove the hooks of earlier settings and prepare the weights for the new ones."""
         self._stack.close()
         self.compute = compute
         self._collector.compiled = compute.compile
-        if compute.fold_batchnorm:
-            self._stack.enter_context(folded(self._foldable()))
-        memory_format = torch.channels_last if compute.channels_last else torch.contiguous_format
-        self._module.to(memory_format=memory_format)
-        # Without autograd the flag costs nothing, and it changes the kernels: torch multiplies a
-        # batch of sequences by a weight that requires gradients in one product, but for some
-        # layouts of other weights makes a copy for each image. Captured gradients are those of
-        # activations, so weights never need any.
-        for parameter in self._module.parameters():
-            if parameter.is_floating_point() and not parameter.is_inference():
-                parameter.requires_grad_(not self.takes_gradients)
-        # Casting comes last: the weights must already be folded and in their memory format, as the
-        # forward passes will read them.
-        self._cast = self._castable_weights() if cast_once else CastableWeights()
-        dtype = COMPUTE_DTYPES[compute.precision]
-        self._stack.enter_context(weights_cast(self._module, self._cast.names, dtype))
+        passes = self._captured_of if cast_once else None
+        self._stack.enter_context(self._weights.prepared(compute, passes))
 
-    def _castable_weights(self) -> CastableWeights:
-        """The weights to cast once; none in fp32 or if gradients are taken."""
-        compute = self.compute
-        if compute.precision == "fp32" or self.takes_gradients or not self._order:
-            return CastableWeights()
-        key = compute.precision, compute.channels_last, compute.fold_batchnorm
-        if key not in self._castable:
-            dtype = COMPUTE_DTYPES[compute.precision]
-            with self._named_failure(self._noise(_PROOF_BATCH)):
-                self._castable[key] = castable_weights(self._module, dtype, self._proof_passes)
-        return self._castable[key]
+    def _hooks_of(self, keep: Keep, stop: bool) -> CaptureHooks:
+        """Hooks for the captures, which check each pass against the first one.
+
+        Args:
+            keep: function that is called with each captured tensor.
+            stop: whether a pass may end after the last capture.
+        """
+        score = self._captures.score(self._target, lambda: self._labels)
+        return self._captures.hooks(self.module, keep, score, stop)
+
+    def without_hooks(self) -> tuple[nn.Module, torch.Tensor]:
+        """The backbone without hooks, and (1, 3, H, W) noise for one forward pass."""
+        self._stack.close()
+        return self.module, self.noise(1)
 
     @property
     def why_cast_each_pass(self) -> str:
         """The reason why autocast casts weights in each pass; empty if they are cast once."""
-        return self._cast.doubt
+        return self._weights.cast.doubt
 
-    def _proof_passes(self) -> Captured:
-        """The captured values of noise and, if there are any, of two images of the trial."""
-        batches = [self._noise(_PROOF_BATCH)]
-        if self.trial_images is not None and len(self.trial_images):
-            batches.append(self._normalised(self.trial_images[:_PROOF_BATCH]))
-        hooks = self._capture_hooks(_clone, self._order, stop=True)
+    def _captured_of(self, batches: Sequence[torch.Tensor]) -> Captured:
+        """The captured tensors of normalised batches with the current settings."""
+        hooks = self._hooks_of(clone_captured, stop=True)
         with torch.no_grad(), self._autocast(), hooks:
             return [dict(hooks.forward(self._memory_format(x))) for x in batches]
 
@@ -448,18 +175,14 @@ class Engine:
     def off_device(self) -> Iterator[None]:
         """Move the module to the CPU in its original state, to free its device inside the block."""
         self._stack.close()
-        with away(self._module, self.device):
+        with away(self.module, self.device):
             yield
         self.configure_compute(self.compute)
 
     @property
     def weight_bytes(self) -> int:
         """Bytes of the parameters, including the float32 originals of those that are cast."""
-        cast = set(self._cast.names)
-        return sum(
-            p.numel() * (p.element_size() + 4 * (name in cast))
-            for name, p in self._module.named_parameters()
-        )
+        return self._weights.num_bytes
 
     def formats(self, images: torch.Tensor, fold_batchnorm: bool = True) -> Formats:
         """Find the faster settings that give the values of the plain ones.
@@ -471,15 +194,15 @@ class Engine:
             images: (n, 3, H, W) uint8 or normalised float32; noise is used if n is 0.
             fold_batchnorm: whether BatchNorm may be folded.
         """
-        has_convolutions = any(isinstance(m, nn.Conv2d) for m in self._module.modules())
+        has_convolutions = any(isinstance(m, nn.Conv2d) for m in self.module.modules())
         layouts = [True, False] if has_convolutions else [False]
         folds = [True, False] if fold_batchnorm and self.num_folded else [False]
         # All combinations but the last one, which is the plain way; both together are tried first.
         tried = [(layout, fold) for layout in layouts for fold in folds][:-1]
         if not tried:
             return Formats(False, False)
-        x = self._normalised(images) if len(images) else self._noise(_BIND_BATCH)
-        x = x[: max(2, _PROOF_BYTES // self._row_bytes)]
+        x = self.normalised(images) if len(images) else self.noise(ATTACH_BATCH)
+        x = x[: self._captures.num_compared]
         chosen = False, False
         with self._collector.uncast() as stored:  # float16 rounds more than layouts differ
             values = plain = self._values_of(x, False, False)
@@ -520,33 +243,22 @@ class Engine:
 
     @property
     def num_folded(self) -> int:
-        """Number of BatchNorm modules that can be folded."""
-        return len(self._foldable())
+        """Number of BatchNorm modules that can be folded; the first call removes the hooks."""
+        if self._weights.pairs is None:
+            self._stack.close()
+        return len(self._weights.foldable())
 
     @property
     def follows_data(self) -> bool:
         """Whether a forward pass reads tensor values, on which its control flow may depend."""
-        return self._calls is not None
-
-    def _foldable(self) -> list[Pair]:
-        """Pairs of modules that can be folded; captured modules are left alone.
-
-        There are none if gradients are captured or the control flow may depend on the data.
-        """
-        if self.takes_gradients or self.follows_data:
-            return []
-        if self._pairs is None:
-            self._stack.close()
-            kept = {point.module for point in self._points}
-            with self._named_failure(self._trial):
-                self._pairs = foldable_pairs(self._module, self._trial, kept)
-        return self._pairs
+        return self._captures.follows_data
 
     @property
     def replicable(self) -> bool:
         """Whether `replicas` may be called: a forward pass is the same in any thread."""
         plain = all(
-            point.capture in ("input", "output") and not point.operation for point in self._points
+            point.capture in ("input", "output") and not point.operation
+            for point in self._captures.points
         )
         eager = self.device.type in ("cpu", "cuda") and not self.compute.compile
         return self.backbone.reentrant and plain and eager
@@ -589,7 +301,7 @@ class Engine:
         replica.model_seconds = replica.copy_seconds = 0.0
         replica._stream = stream
         replica._collector = self._collector.replica()
-        replica._hooks = replica._capture_hooks(replica._collector.keep, self._order, stop=True)
+        replica._hooks = replica._hooks_of(replica._collector.keep, stop=True)
         replica._hooks.thread = _NO_THREAD
         with replica._hooks:
             replica._forward = replica._hooks.forward
@@ -602,21 +314,18 @@ class Engine:
     @property
     def takes_gradients(self) -> bool:
         """Whether any capture is a gradient, which rules out early exit and compilation."""
-        return any(point.is_gradient for point in self._points)
+        return self._captures.takes_gradients
 
     @property
     def why_eager(self) -> str | None:
         """The reason why the model cannot be compiled, or None if it can."""
         if self.takes_gradients:
             return "gradients are taken"
-        return "operations are captured" if any(point.operation for point in self._points) else None
-
-    @property
-    def _score(self) -> Callable[[Any], torch.Tensor] | None:
-        """Function from the model's output to the (B,) gradient target; None without gradients."""
-        if not self.takes_gradients:
-            return None
-        return lambda output: target_values(output, self._target, self._labels)
+        return (
+            "operations are captured"
+            if any(point.operation for point in self._captures.points)
+            else None
+        )
 
     def run(
         self, images: torch.Tensor, labels: torch.Tensor | None = None
@@ -649,7 +358,7 @@ class Engine:
         """
         self._labels = labels
         started_at = time.perf_counter()
-        values = self._pass(self._normalised(images))
+        values = self._pass(self.normalised(images))
         synchronise(self.device)
         self.model_seconds += time.perf_counter() - started_at
         return values
@@ -664,9 +373,9 @@ class Engine:
         Yields:
             The module, and the normalised batch in the memory format of the run.
         """
-        x = self._memory_format(self._normalised(images))
-        with self._named_failure(x), torch.no_grad(), self._autocast():
-            yield self._module, x
+        x = self._memory_format(self.normalised(images))
+        with self.named_failure(x), torch.no_grad(), self._autocast():
+            yield self.module, x
 
     def underflow_rows(self) -> dict[str, npt.NDArray[np.bool_]]:
         """dataset name -> (B,) bool: rows of the last batch that are too small for float16."""
@@ -698,8 +407,8 @@ class Engine:
         Args:
             chosen: captures and the reduction of each, as given to `attach_captures`.
         """
-        x = self._memory_format(self._noise(_BIND_BATCH))
-        with self._named_failure(x), torch.no_grad(), self._autocast():
+        x = self._memory_format(self.noise(ATTACH_BATCH))
+        with self.named_failure(x), torch.no_grad(), self._autocast():
             values = self._hooks.forward(x)
         computed = self._collector.compute_dtypes
         return [
@@ -748,7 +457,7 @@ class Engine:
     def _pass(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
         """Rows of a normalised batch on the device; repeats a pass that overwrote a capture."""
         # Errors of torch.compile reach the caller unchanged: compile=auto falls back to eager.
-        named = contextlib.nullcontext() if self.compute.compile else self._named_failure(x)
+        named = contextlib.nullcontext() if self.compute.compile else self.named_failure(x)
         with named, torch.no_grad(), self._autocast(), self._alone():
             values = dict(self._forward(self._memory_format(x)))
             # A later in-place operation has changed a captured tensor that was not copied. It is
@@ -776,11 +485,6 @@ class Engine:
         finally:
             self._hooks.thread = _NO_THREAD
 
-    def _normalised(self, images: torch.Tensor) -> torch.Tensor:
-        """(B, 3, H, W) normalised float32 images on the device of the engine."""
-        x = images.to(self.device, non_blocking=True)
-        return self.backbone.preprocess.normalise(x) if x.dtype == torch.uint8 else x
-
     def _memory_format(self, x: torch.Tensor) -> torch.Tensor:
         """A copy of `x` in the memory format of the run.
 
@@ -803,14 +507,3 @@ class Engine:
         enabled = dtype != torch.float32
         keeps = not self._is_shared or self.device.type == "cpu"
         return torch.autocast(self.device.type, dtype, enabled=enabled, cache_enabled=keeps)
-
-    def _noise(self, batch_size: int) -> torch.Tensor:
-        """(B, 3, H, W) float32 standard normal noise on the device, equal in every run."""
-        generator = torch.Generator().manual_seed(0)
-        shape = (batch_size, 3, *self.backbone.preprocess.crop)
-        return torch.randn(shape, generator=generator).to(self.device)
-
-
-def _clone(point: CapturePoint, tensor: torch.Tensor) -> torch.Tensor:
-    """A copy of a captured tensor; later in-place operations do not change it."""
-    return tensor.detach().clone()

@@ -69,7 +69,7 @@ def _write_all(disk: AtomicFolder, written: Format, progress: CountProgress) -> 
     started_at = time.perf_counter()
     chosen, config, files = written.selection, written.config, written.files()
     identity = _identity_of(chosen, config, files)
-    _clear(disk, config.overwrite and not _is_begun_anew(disk.root / RECORD, identity))
+    _clear(disk, config.overwrite and not _was_overwriting(disk.root / RECORD, identity))
     record = _Record(disk, chosen, identity, files, config.overwrite)
     missing = record.missing()
     if missing:
@@ -143,7 +143,7 @@ def _identity_of(chosen: Selection, config: Config, files: list[File]) -> dict[s
     return found
 
 
-def _is_begun_anew(path: Path, identity: dict[str, Any]) -> bool:
+def _was_overwriting(path: Path, identity: dict[str, Any]) -> bool:
     """Return whether overwrite=true has started this same export before and not completed it."""
     if not path.exists():
         return False

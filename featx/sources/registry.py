@@ -6,9 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from featx.base import Member, Registry
+from featx.base import Member, Registry, for_options
 from featx.config import DataConfig
-from featx.errors import FeatxError
 from featx.types import Source
 
 OptionsT = TypeVar("OptionsT", bound=DataConfig)
@@ -46,15 +45,7 @@ def source_member(
         open_source: opens the data set that such options describe.
         extra: extra of featx that installs the packages it needs.
     """
-
-    def open_checked(config: DataConfig) -> Source:
-        """Open the data set if the options are those of this source."""
-        if not isinstance(config, options):
-            raise FeatxError(
-                f"data={name} was opened with {type(config).__qualname__}; expected "
-                f"{options.__qualname__}."
-            )
-        return open_source(config)
-
     own = None if options is DataConfig else options
-    return SourceMember(name, help, own, extra, open=open_checked)
+    return SourceMember(
+        name, help, own, extra, open=for_options(f"data={name}", options, open_source)
+    )

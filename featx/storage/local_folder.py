@@ -376,8 +376,8 @@ class AtomicFolder:
 def _lock_as_alive(file: BinaryIO) -> None:
     """Lock a temporary file until it is closed, to show that its writer is alive.
 
-    The kernel releases the lock of a killed process. On a file system without locks nobody gets
-    one, and so nobody deletes the file.
+    The kernel releases the lock of a killed process. On a file system without locks no process
+    gets one, so no process deletes the file.
     """
     with contextlib.suppress(OSError):
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -8,8 +8,7 @@ h5py.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeAlias, TypeGuard
 
@@ -24,17 +23,13 @@ from featx.store.chunk_cache import process
 from featx.store.chunk_check import ChunkCheck, repair_hint
 from featx.store.chunk_index import ChunkIndex
 from featx.store.filter_pipeline import Pipeline
+from featx.store.row_gather import gather, gather_into, runs
 
 Rows: TypeAlias = npt.NDArray[np.int64]
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 
-_PIECE_BYTES = 128 << 10
-"""Size of the temporary array of a gather into given places; it stays in the CPU cache."""
-
 _GATHER_ROW_BYTES = 16 << 10
 """Larger rows are copied one by one, as the loop then costs little compared with the copies."""
-
-_PAGE = 4096
 
 _CONVERT_BYTES = 16 << 20
 """Number of bytes of bfloat16 rows that are read and widened to float32 at a time."""
@@ -113,7 +108,7 @@ class ChunkRows:
             assert _is_mapped(file)
             if self._check_of_chunks is not None:
                 self._compare_mapped(file, self._check_of_chunks.due_of_rows(rows))
-            taken = _taken(file, at, self._row_bytes)
+            taken = gather(file, at, self._row_bytes)
             return taken.view(self.dtype).reshape(len(rows), *self._row_shape)
         out = np.empty((len(rows), *self._row_shape), self.dtype)
         if len(rows) == 1:
@@ -381,7 +376,7 @@ class ChunkRows:
         dataset = self._dataset
         if dataset is None:
             raise ValueError(f"{self._label} is closed")
-        for low, high in _runs(rows[1:] - rows[:-1] <= 1):
+        for low, high in runs(rows[1:] - rows[:-1] <= 1):
             first, last = int(rows[low]), int(rows[high - 1])
             check = self._check_of_chunks
             due = [] if check is None else check.due_of_run(first, last + 1 - first)
@@ -413,12 +408,12 @@ class ChunkRows:
         joined = (at[1:] - at[:-1] == width) & (places[1:] - places[:-1] == 1)
         num_runs = len(at) - int(np.count_nonzero(joined))
         if num_runs > 4 and width <= _GATHER_ROW_BYTES and _is_mapped(file):
-            _gather(file.items(width), at, target.view(f"V{width}").reshape(-1), places)
+            gather_into(file.items(width), at, target.view(f"V{width}").reshape(-1), places)
             return
         flat = target.reshape(-1)
-        runs = ((low, high, int(places[low]) * width) for low, high in _runs(joined))
+        spans = ((low, high, int(places[low]) * width) for low, high in runs(joined))
         pieces = (
-            (flat[begin : begin + (high - low) * width], int(at[low])) for low, high, begin in runs
+            (flat[begin : begin + (high - low) * width], int(at[low])) for low, high, begin in spans
         )
         file.read_pieces(pieces, self._label)
 
@@ -473,7 +468,7 @@ class ChunkRows:
             values = whole.view(out.dtype).reshape(self._chunk_rows, *self._row_shape)
             out[places[low:high]] = values[rows[low:high] - chunk * self._chunk_rows]
 
-        shared.each(fill, list(_runs(chunks[1:] == chunks[:-1])))
+        shared.each(fill, list(runs(chunks[1:] == chunks[:-1])))
 
     def _decode(self, file: RawFile | S3File, chunk: int) -> Bytes:
         """Read and decode one chunk, and compare it with its checksum."""
@@ -493,43 +488,6 @@ class ChunkRows:
         return whole
 
 
-def _taken(file: RawFile, at: Rows, width: int) -> npt.NDArray[np.void]:
-    """Gather items of `width` bytes of a mapped file.
-
-    Args:
-        file: mapped file.
-        at: (n,) address of each item.
-        width: bytes per item.
-    """
-    assert file.mapped is not None
-    rest = int(at[0]) % width
-    if width % _PAGE or bool((at % width != rest).any()):
-        return file.items(width)[at]
-    # Items at the same offset of their pages, such as rows of 2048 float16 numbers, are slow to
-    # copy to some targets; see `_empty_beside`.
-    items = file.mapped[rest : rest + (file.size - rest) // width * width].view(f"V{width}")
-    taken = _empty_beside(file.address + rest, len(at) * width).view(f"V{width}")
-    # mode="clip" writes into `taken` without a buffer; all indices were checked before.
-    np.take(items, at // width, out=taken, mode="clip")
-    return taken
-
-
-def _empty_beside(source: int, size: int) -> Bytes:
-    """Uninitialised array at an address that is good for copies from address `source`.
-
-    If a target lies just behind its source modulo 4096, the CPU mistakes each load for a dependency
-    on the store before it (4K aliasing): gathering rows of 4096 bytes then takes ten times as long.
-    Large numpy arrays start 16 bytes behind a page boundary, and rows in a file often on one.
-
-    Args:
-        source: address of the data to copy.
-        size: bytes to allocate.
-    """
-    raw = np.empty(size + _PAGE, np.uint8)
-    start = (source + _PAGE // 8 - raw.ctypes.data) % _PAGE
-    return raw[start : start + size]
-
-
 def _is_mapped(file: RawFile | S3File) -> TypeGuard[RawFile]:
     """Whether the file is mapped into memory."""
     return file.mapped is not None
@@ -547,26 +505,3 @@ def _is_direct(dataset: h5py.Dataset, driver: str) -> bool:
         and file.userblock_size == 0
         and hasattr(dataset.id, "chunk_iter")
     )
-
-
-def _runs(joined: npt.NDArray[np.bool_]) -> Iterator[tuple[int, int]]:
-    """Start and stop of each run of items; joined[i] says that item i + 1 continues item i."""
-    edges = [0, *(np.flatnonzero(~joined) + 1).tolist(), len(joined) + 1]
-    return itertools.pairwise(edges)
-
-
-def _gather(items: npt.NDArray[np.void], at: Rows, out: npt.NDArray[np.void], places: Rows) -> None:
-    """out[places] = items[at], through a temporary array that stays in the CPU cache."""
-    first = int(places.min())
-    if int(places.max()) - first + 1 == len(places):
-        # The places are a permutation: reading in their order makes the writing sequential.
-        by_place = np.full(len(at), -1, np.int64)
-        by_place[places - first] = at
-        if (by_place < 0).any():
-            raise IndexError("two rows have the same index in `out`")
-        at, out = by_place, out[first : first + len(at)]
-        places = np.arange(0)
-    step = max(1, _PIECE_BYTES // items.itemsize)
-    for i in range(0, len(at), step):
-        target = places[i : i + step] if len(places) else slice(i, i + step)
-        out[target] = items[at[i : i + step]]

@@ -26,6 +26,7 @@ from featx.store import codecs, layout
 from featx.store.attribute_checksums import check_texts, seal_texts
 from featx.store.checksums import check_chunks, good_chunks
 from featx.store.chunk_table import write_chunk_table
+from featx.store.committed_parts import remove_parts
 from featx.store.dtypes import write_raw
 from featx.store.failures import read_failures, write_failures
 from featx.store.hdf5_files import damage_text, open_hdf5
@@ -42,7 +43,6 @@ from featx.store.part_builder import (
     write_columns,
 )
 from featx.store.repair import keep_good_rows, parts_from
-from featx.store.session import remove_parts
 from featx.types import UNKNOWN_IMAGE, Failure, LayerSpec, Listing, Part, Status
 
 HEADROOM_BYTES = 16 << 20

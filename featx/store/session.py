@@ -13,14 +13,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import h5py
 import numpy as np
 import numpy.typing as npt
 
 from featx.errors import StoreError, StoreLockedError
-from featx.storage import TEMPORARY, AtomicFolder, open_folder
+from featx.storage import open_folder
 from featx.store import layout
 from featx.store.checksums import check_chunks
+from featx.store.committed_parts import CommittedParts, quarantine, remove_parts
 from featx.store.compatibility import merge_manifest
 from featx.store.dtypes import nan, raw_dtype, read_raw
 from featx.store.failures import csv_rows, failures_csv, read_failures
@@ -33,15 +33,12 @@ from featx.store.manifest import Manifest, Run, load_manifest, num_runs_of, read
 from featx.store.part_builder import PartBuilder
 from featx.store.part_files import (
     arrived_parts,
-    look_at_part,
-    look_at_parts,
     part_names,
     part_path,
     publish_part,
-    shape_problem,
 )
 from featx.store.pieces import Pieces, piece_path
-from featx.store.repair import is_of, keep_good_rows, parts_from, take_apart
+from featx.store.repair import take_apart
 from featx.types import UNKNOWN_IMAGE, Failure, Listing, Part
 
 logger = logging.getLogger(__name__)
@@ -62,20 +59,16 @@ class StoreSession:
         disk: performs every write to the store.
         lock: file descriptor that holds the lock, within `hold`.
         manifest: manifest of the store, including this run.
-        packed_runs: number of runs that features.h5 holds.
     """
 
     def __init__(self, root: Path, asked: Run, listing: Listing, grow: bool = False) -> None:
         self.root = root
         self.listing = listing
         self.disk = open_folder(root)
-        self._failed: dict[int, Failure] = {}
-        self.packed_runs = 0
+        self._parts = CommittedParts(self.disk)
         self._grow = grow
         self._asked = asked
         self.manifest = Manifest((asked,))
-        self._done: set[int] = set()  # indices of committed parts
-        self._pieces = Pieces()
         self._manifest_before = b""  # featx.json as it was read, for compare_and_swap
 
     @contextlib.contextmanager
@@ -103,8 +96,8 @@ class StoreSession:
             clear_signs(self.disk)
             clear_leftovers(self.disk)
             if before is not None:
-                self._survey()
-                unfinished = [run for run in before.runs if self._missing_of(run)]
+                self._parts.survey(before, self.listing)
+                unfinished = [run for run in before.runs if self._parts.missing_of(run)]
                 self.manifest = merge_manifest(
                     self.root, before, self._asked, unfinished, self._grow
                 )
@@ -117,32 +110,32 @@ class StoreSession:
     @property
     def packed(self) -> bool:
         """Whether features.h5 holds every run."""
-        return self.packed_runs == len(self.manifest.runs)
+        return self._parts.packed_runs == len(self.manifest.runs)
 
     @property
     def failures(self) -> list[Failure]:
         """Failed rows known so far, in ascending order."""
-        return [self._failed[row] for row in sorted(self._failed)]
+        return self._parts.failures
 
     @property
     def rows_failed(self) -> int:
         """Number of failed rows known so far."""
-        return len(self._failed)
+        return self._parts.num_failed
 
     def missing(self) -> list[Part]:
         """Parts of the requested layers that are still to be computed, in order."""
         asked = [run for run in self.manifest.runs if self.makes(run)]
-        return [part for run in asked for part in self._missing_of(run)]
+        return [part for run in asked for part in self._parts.missing_of(run)]
 
     @property
     def whole(self) -> bool:
         """Whether every part of every run is committed."""
-        return not any(self._missing_of(run) for run in self.manifest.runs)
+        return not any(self._parts.missing_of(run) for run in self.manifest.runs)
 
     @property
     def rows_done(self) -> int:
         """Number of rows of the requested layers in committed parts and in pieces."""
-        gaps = (gap for part in self.missing() for gap in self._pieces.gaps(part))
+        gaps = (gap for part in self.missing() for gap in self._parts.pieces.gaps(part))
         return self.rows_asked - sum(map(len, gaps))
 
     @property
@@ -153,12 +146,12 @@ class StoreSession:
 
     def lost_rows(self) -> list[int]:
         """Rows of the requested layers that were lost with damaged chunks of repaired parts."""
-        parts = [part for part in self.missing() if self._pieces.of(part)]
+        parts = [part for part in self.missing() if self._parts.pieces.of(part)]
         return [row for part in parts for row in self.lacking_rows(part)]
 
     def lacking_rows(self, part: Part) -> list[int]:
         """Rows of a part that the store does not hold."""
-        gaps = () if part.index in self._done else self._pieces.gaps(part)
+        gaps = () if part.index in self._parts.indices else self._parts.pieces.gaps(part)
         return [row for gap in gaps for row in range(gap.start, gap.stop)]
 
     def commit(self, builder: PartBuilder) -> Sequence[Failure]:
@@ -169,13 +162,11 @@ class StoreSession:
 
     def committed(self, part: Part, failures: Sequence[Failure]) -> None:
         """Record that a part is committed, by this process or a worker, and its failures."""
-        self._done.add(part.index)
+        self._parts.indices.add(part.index)
         # A kill in between leaves the part and its pieces; the next run deletes the pieces.
-        for piece in self._pieces.of(part):
+        for piece in self._parts.pieces.of(part):
             self.disk.remove(piece_path(self.root, piece))
-        new = [failure for failure in failures if failure.row not in self._failed]
-        self._add_failures(new)
-        if new:
+        if new := self._parts.add_failures(failures):
             rows = csv_rows(sorted(new, key=lambda failure: failure.row))
             self.disk.append(self.root / layout.FAILURES_CSV, rows)
 
@@ -194,9 +185,9 @@ class StoreSession:
             StoreError: features.h5 is damaged.
             RunError: the disk is full or fails; features.h5 stays.
         """
-        if self.packed_runs:
+        if self._parts.packed_runs:
             take_apart(self.root, self.manifest, self.listing)
-            self.packed_runs = 0
+            self._parts.packed_runs = 0
 
     def makes(self, run: Run) -> bool:
         """Whether a run of the store computed exactly the requested layers."""
@@ -206,7 +197,11 @@ class StoreSession:
         """Parts of the requested layers with any of some rows, committed or with pieces."""
         asked = [run for run in self.manifest.runs if self.makes(run)]
         found = {run.grid.part_of(row) for run in asked for row in rows if run.grid.holds(row)}
-        there = [part for part in found if part.index in self._done or self._pieces.of(part)]
+        there = [
+            part
+            for part in found
+            if part.index in self._parts.indices or self._parts.pieces.of(part)
+        ]
         return sorted(there, key=lambda part: part.index)
 
     def stored(
@@ -221,14 +216,14 @@ class StoreSession:
         Raises:
             StoreError: the part is damaged.
         """
-        if part.index in self._done:
+        if part.index in self._parts.indices:
             return self._rows_in(self.part_path(part.index), part)
         rows = {
             spec.name: np.full((len(part), *spec.shape), nan(spec.dtype), raw_dtype(spec.dtype))
             for spec in self.manifest.run_of(part).layers
         }
         failures, images = [], np.full(len(part), UNKNOWN_IMAGE, np.uint64)
-        for piece in self._pieces.of(part):
+        for piece in self._parts.pieces.of(part):
             found, failed, sums = self._rows_in(piece_path(self.root, piece), piece)
             place = slice(piece.start - part.start, piece.stop - part.start)
             for name, values in found.items():
@@ -256,7 +251,7 @@ class StoreSession:
 
     def replace(self, builder: PartBuilder) -> None:
         """Replace a part or its pieces; a crash leaves either the old or the new rows."""
-        if builder.part.index not in self._done:
+        if builder.part.index not in self._parts.indices:
             self.commit(builder)
             return
         run = self.manifest.run_of(builder.part)
@@ -269,9 +264,7 @@ class StoreSession:
 
     def survey_again(self) -> None:
         """Find the parts and their failures again, after some parts were replaced."""
-        self._failed.clear()
-        self._done.clear()
-        self._survey()
+        self._parts.survey(self.manifest, self.listing)
         self.write_failures()
 
     def write_summary(self, entry: Mapping[str, Any]) -> None:
@@ -296,10 +289,10 @@ class StoreSession:
 
     def stored_bytes(self) -> int:
         """Bytes of features.h5 and of all committed parts."""
-        done = {layout.part_name(index) for index in self._done}
+        done = {layout.part_name(index) for index in self._parts.indices}
         parts = (self.root / layout.PARTS).glob(layout.PART_GLOB)
         paths = [path for path in parts if path.name in done]
-        if self.packed_runs:
+        if self._parts.packed_runs:
             paths.append(self.root / layout.PACKED)
         return sum(path.stat().st_size for path in paths)
 
@@ -308,16 +301,12 @@ class StoreSession:
 
         Must be called only after a features.h5 with all of them has been published.
         """
-        self.packed_runs = len(self.manifest.runs)
+        self._parts.packed_runs = len(self.manifest.runs)
         remove_parts(self.disk)
 
     def part_path(self, index: int) -> Path:
         """Path of the part with this index."""
         return part_path(self.root, index)
-
-    def _missing_of(self, run: Run) -> list[Part]:
-        """Parts of a run that are not committed."""
-        return [part for part in run.parts() if part.index not in self._done]
 
     def _report_other_driver(self, other: HeartbeatRecord, overwrite: bool) -> None:
         """Warn about another driver on a store without locks; raise with overwrite=true."""
@@ -342,7 +331,7 @@ class StoreSession:
         manifest, intact = load_manifest(self.root)
         if manifest is not None and not intact:
             if path.exists():
-                self._quarantine(path, "it is damaged; the copy in a part replaces it")
+                quarantine(self.disk, path, "it is damaged; the copy in a part replaces it")
             self.disk.publish(path, manifest.to_json())
         return manifest
 
@@ -361,7 +350,7 @@ class StoreSession:
         if listing.exists():
             num_rows, problem = compare_listing(listing, self.listing)
             if problem:
-                self._quarantine(listing, problem)
+                quarantine(self.disk, listing, problem)
             if problem or num_rows != len(self.listing):
                 self.disk.replace(listing, listing_file(self.listing))
             if problem:
@@ -382,106 +371,6 @@ class StoreSession:
             return True
         # Equal content may come from a driver with the same choices, or from our own request.
         return not self.disk.has_locks and read_manifest(self.root) == self.manifest
-
-    def _survey(self) -> None:
-        """Find the committed parts and read their failures; move invalid files to quarantine."""
-        packed = self.root / layout.PACKED
-        if packed.exists():
-            self._survey_packed(packed)
-        if self.packed:
-            remove_parts(self.disk)
-            return
-        known = {
-            layout.part_name(part.index): part for run in self.manifest.runs for part in run.parts()
-        }
-        found = []
-        for name in sorted(part_names(self.root)):
-            part, path = known.get(name), self.root / layout.PARTS / name
-            if part is None:
-                self._quarantine(path, "this run has no such part")
-            elif part.index in self._done:
-                self.disk.remove(path)  # features.h5 holds it: killed before it was deleted
-            else:
-                found.append(part)
-        for part, problem, failures in look_at_parts(self.root, self.manifest, found):
-            self._add_failures(failures)
-            if problem is None or self._keeps_every_row(self.part_path(part.index), part, problem):
-                self._done.add(part.index)
-        self._survey_pieces()
-
-    def _survey_pieces(self) -> None:
-        """Find the pieces of parts and compare all of their chunks, as pieces are few."""
-        for path in sorted((self.root / layout.PARTS).glob(layout.PIECE_GLOB)):
-            piece = layout.piece_of(path.name)
-            if piece is None or self.manifest.part_of(piece) is None:
-                self._quarantine(path, "this run has no such part")
-            elif piece.index in self._done:
-                self.disk.remove(path)  # its part is complete: killed before it was deleted
-            else:
-                run = self.manifest.run_of(piece)
-                problem, failures = look_at_part(path, piece, run, compare=True)
-                self._add_failures(failures)
-                if problem is not None:
-                    self._keeps_every_row(path, piece, problem)
-        self._pieces = Pieces.in_store(self.root)
-
-    def _survey_packed(self, path: Path) -> None:
-        """Check features.h5 and record its runs; turn its good rows into parts if it is damaged."""
-        try:
-            with open_metadata(path) as file:
-                num_runs = num_runs_of(file)
-                problem = self._packed_problem(file, num_runs)
-                failures = [] if problem else read_failures(file)
-        except layout.UNREADABLE as error:
-            problem = damage_text(path, error)
-        if problem is not None:
-            if (listing := self._stored_listing()) is not None:
-                parts_from(self.disk, path, self.manifest, listing)
-            self._quarantine(path, problem)
-            return
-        self.packed_runs = num_runs
-        self._add_failures(failures)
-        for run in self.manifest.runs[:num_runs]:
-            self._done.update(part.index for part in run.parts())
-
-    def _stored_listing(self) -> Listing | None:
-        """Listing with which the store was started, or None if this run has another one."""
-        known = self.listing.head(self.manifest.num_rows)
-        return known if is_of(known, self.manifest) else None
-
-    def _keeps_every_row(self, path: Path, part: Part, problem: str) -> bool:
-        """Move a damaged part or piece to quarantine and keep its good rows.
-
-        Returns:
-            whether all of its rows are good, so that an equal file has taken its place.
-        """
-        kept = keep_good_rows(self.disk, path, self.manifest, part, self._stored_listing())
-        logger.warning("%s is not valid: %s. It was %s.", path, problem, kept)
-        if kept.is_whole:
-            _, failures = look_at_part(path, part, self.manifest.run_of(part))
-            self._add_failures(failures)
-        return kept.is_whole
-
-    def _packed_problem(self, file: h5py.File, num_runs: int) -> str | None:
-        """Reason why features.h5 does not hold the first runs of the store, or None if it does."""
-        runs = self.manifest.runs[:num_runs]
-        if len(runs) < num_runs or file.attrs["fingerprint"] != self.manifest.digest_of(num_runs):
-            return "it belongs to another run"
-        if "part" in file.attrs or not file.attrs["complete"]:
-            return "it is not complete"
-        num_rows = max(run.grid.stop_row for run in runs)
-        specs = {spec.name: spec for run in runs for spec in run.layers}
-        return shape_problem(file, num_rows, list(specs.values()))
-
-    def _add_failures(self, failures: Sequence[Failure]) -> None:
-        """Add failures; for a row that failed in several runs, the first failure is kept."""
-        for failure in failures:
-            self._failed.setdefault(failure.row, failure)
-
-    def _quarantine(self, path: Path, problem: str) -> None:
-        """Move a file to quarantine and log the reason."""
-        target = self.disk.set_aside(path, self.root / layout.QUARANTINE)
-        logger.warning("%s is not valid: %s. It was moved to %s.", path, problem, target)
 
     def _clear(self) -> None:
         """Delete the store; do nothing in a folder that is no store.
@@ -521,13 +410,3 @@ def missing_parts(root: Path, manifest: Manifest) -> list[tuple[Run, list[Part]]
         for run in manifest.runs[num_packed:]
     ]
     return [(run, parts) for run, parts in lacking if parts]
-
-
-def remove_parts(disk: AtomicFolder) -> None:
-    """Delete the parts and pieces of a store, and their folder if it is empty."""
-    parts = disk.root / layout.PARTS
-    for pattern in (layout.PART_GLOB, layout.PIECE_GLOB, f"{TEMPORARY}*"):
-        for path in parts.glob(pattern):
-            disk.remove(path)
-    with contextlib.suppress(OSError):  # it holds other files, or does not exist
-        parts.rmdir()

@@ -119,7 +119,7 @@ def test_the_scaler_is_numpys_mean_and_std_and_leaves_constants_at_zero(
     assert np.allclose(scaled[:, others].std(0), 1, rtol=2e-3)
 
 
-def test_a_value_that_is_not_finite_in_an_ok_row_is_told(tmp_path: Path) -> None:
+def test_a_value_that_is_not_finite_in_an_ok_row_is_reported(tmp_path: Path) -> None:
     x, y = blobs(12)
     root = write_store(tmp_path / "store", y, x=x)
     rows = layer_rows(labelled_rows(FeatureStore(root)), "x")

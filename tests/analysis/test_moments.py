@@ -862,7 +862,7 @@ def test_a_part_under_the_name_of_another_is_refused(tmp_path: Path) -> None:
     assert not any(again.has(part) for part in run.parts())
 
 
-def test_a_foreign_file_is_told(tmp_path: Path) -> None:
+def test_a_foreign_file_is_reported(tmp_path: Path) -> None:
     run = Run(21, 8)
     (run.folder(tmp_path).folder / "rows-old.h5").write_bytes(b"")
     with pytest.raises(StoreError, match="move it away"):

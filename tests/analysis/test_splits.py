@@ -91,7 +91,7 @@ def test_a_split_file_says_train_validation_and_test(tmp_path: Path) -> None:
         ("key,split\na,train\na,test\n", "names 'a' for two splits"),
     ],
 )
-def test_a_wrong_split_file_is_told(tmp_path: Path, text: str, message: str) -> None:
+def test_a_wrong_split_file_is_reported(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "splits.csv"
     path.write_text(text)
     with pytest.raises(DataError, match=message):

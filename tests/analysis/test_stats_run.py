@@ -414,7 +414,7 @@ def test_ended_at_random_moments_again_and_again(photos: Path, signum: signal.Si
 # Against others, and keys
 
 
-def test_the_distance_to_other_statistics_is_told(
+def test_the_distance_to_other_statistics_is_reported(
     photos: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     few = {"name": "folder", "root": str(photos), "limit": 9}

@@ -125,7 +125,7 @@ def test_it_ends_after_many_crashes(tmp_path: Path) -> None:
     assert (code, starts) == (1, 101)
 
 
-def test_where_it_notes_is_told(tmp_path: Path) -> None:
+def test_where_it_notes_is_reported(tmp_path: Path) -> None:
     work = "supervisor.tell_notes(Path('a b') / 'ü')\n    if count == 0: os.abort()"
     place = str(tmp_path / "a b" / "ü")
     assert run(tmp_path, work, decoding=f"str(folder) == {place!r}")[::2] == (0, 2)

@@ -230,7 +230,7 @@ def test_values_that_differ_on_images_alone_keep_from_folding(
     """Whatever the search for readers misses: the rows of the images decide."""
     module = Masked()
     with bound(backbone_of(module), "block", images=IMAGES) as engine:
-        engine._pairs = [(module.conv, module.bn)]
+        engine._weights.pairs = [(module.conv, module.bn)]
         assert not engine.formats(IMAGES).fold_batchnorm
         assert engine.formats(torch.zeros(0, 3, 8, 8)).fold_batchnorm, "noise takes no such branch"
 

@@ -201,7 +201,7 @@ def test_rounding_to_float16_does_not_keep_a_model_from_being_folded() -> None:
     """Two neighbours of float16 lie further apart than folding moves a value."""
     module = with_statistics(nn.Sequential(ConvBatchNorm(), nn.Conv2d(3, 64, 1)))
     with bound(backbone_of(module, side=64), "1", dtype="float16") as engine:
-        x = engine._noise(3)
+        x = engine.noise(3)
         values = []
         for fold in (False, True):
             engine.configure_compute(Compute("fp32", False, False, 3, fold))

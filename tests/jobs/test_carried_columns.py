@@ -118,7 +118,7 @@ def test_a_column_is_probed_for_and_another_says_the_split() -> None:
     assert found["notes_on_rows"] == ["5 rows without a label are left out"]
 
 
-def test_a_column_that_says_no_split_or_no_class_is_told() -> None:
+def test_a_column_that_says_no_split_or_no_class_is_reported() -> None:
     write_table(16)
     extract(TABLE)
     with pytest.raises(DataError, match="split_column=patient is 'p0'; expected train"):

@@ -173,7 +173,7 @@ def test_recorded_non_finite_rows_are_failures(photo_folder: Path) -> None:
         extract(photo_folder, out="strict", dtype="float32", **keys)
 
 
-def test_rows_too_small_for_float16_are_told(
+def test_rows_too_small_for_float16_are_reported(
     photo_folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """float16 makes zeros of them without a word; they are counted and named."""

@@ -128,7 +128,7 @@ def test_an_image_that_cannot_be_read_is_passed_over(layers: Layers, tmp_path: P
     assert "image     b.png of" in layers(data=str(tmp_path / "p"))
 
 
-def test_without_the_default_data_the_sample_is_taken_and_told(
+def test_without_the_default_data_the_sample_is_taken_and_reported(
     layers: Layers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "conformal_clip_data", None)

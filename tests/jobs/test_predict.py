@@ -166,7 +166,7 @@ def test_another_model_is_refused(probed: featx.FeatureStore, photos: Path) -> N
         featx.predict(path, photos)
 
 
-def test_what_is_missing_is_told(photos: Path) -> None:
+def test_what_is_missing_is_reported(photos: Path) -> None:
     extract(photos)
     with pytest.raises(StoreError, match=r"no probe\.json: python -m featx job=probe"):
         predict_job(data=str(photos))

@@ -300,7 +300,7 @@ def test_what_it_prints(capsys: pytest.CaptureFixture[str]) -> None:
         assert text in out
 
 
-def test_what_cannot_be_probed_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_probed_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     write_store(Path("store"), Y, x=X)
     with pytest.raises(LayerError, match="has no layer 'y'; it has x"):
         probe(capsys, layers=["y"])

@@ -172,7 +172,7 @@ def test_what_is_not_checked_is_said(
     assert "64 features or more" in probe("narrow")["near_duplicates"]["not_checked"]
 
 
-def test_a_given_split_that_divides_groups_is_told() -> None:
+def test_a_given_split_that_divides_groups_is_reported() -> None:
     roles = np.array([b"train"] * 300 + [b"val"] * 84 + [b"test"] * 96)
     run_with(BOXES, {"role": roles}).write(Path("sound"), packed=True)
     found = probe("sound", split="column", split_column="role")
@@ -189,7 +189,7 @@ def test_a_given_split_that_divides_groups_is_told() -> None:
     assert file["notes_on_rows"] == found["notes_on_rows"]
 
 
-def test_what_occurs_in_both_stores_is_told() -> None:
+def test_what_occurs_in_both_stores_is_reported() -> None:
     run_with(None, PATIENTS).write(Path("store"), packed=True)
     other = run_with(None, PATIENTS, seed=1).changed(other=1)
     other.write(Path("other"), packed=True)
@@ -219,7 +219,7 @@ def test_rows_without_a_value_are_groups_of_their_own() -> None:
     assert "16 rows have no value of patient: each is a group of its own" in found["notes_on_rows"]
 
 
-def test_what_groups_do_not_allow_is_told() -> None:
+def test_what_groups_do_not_allow_is_reported() -> None:
     columns = {
         "label_itself": np.array([b"pq"[label : label + 1] for label in Y]),
         "two_each": np.array([b"%d%d" % (label, i % 4 > 1) for i, label in enumerate(Y)]),
@@ -241,7 +241,7 @@ def test_what_groups_do_not_allow_is_told() -> None:
     )
 
 
-def test_extracted_boxes_are_grouped_and_the_same_images_in_two_stores_are_told(
+def test_extracted_boxes_are_grouped_and_the_same_images_in_two_stores_are_reported(
     tmp_path: Path,
 ) -> None:
     rng = np.random.default_rng(0)

@@ -95,7 +95,7 @@ class DivideByZero(nn.Module):
         return x / 0
 
 
-def test_values_that_are_not_finite_are_marked_and_the_first_is_told() -> None:
+def test_values_that_are_not_finite_are_marked_and_the_first_is_reported() -> None:
     lines = watched(nn.Sequential(nn.ReLU(), DivideByZero(), nn.ReLU()), torch.ones(1, 3))
     marks = [line.partition(" ms")[2] for line in lines[1:]]
     assert marks == ["", "  3 NOT FINITE, the first", "  3 NOT FINITE", "  3 NOT FINITE"]

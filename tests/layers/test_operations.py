@@ -374,7 +374,7 @@ def test_elements_globs_and_modules_of_the_same_name() -> None:
         ("z*.add", "matches no layer"),
     ],
 )
-def test_what_cannot_be_captured_is_told(request_: str, message: str) -> None:
+def test_what_cannot_be_captured_is_reported(request_: str, message: str) -> None:
     with pytest.raises(LayerError, match=message):
         chosen(Plain(), request_)
 

@@ -211,7 +211,7 @@ def test_without_ray_the_extra_is_named_and_nothing_is_started(
         ({"name": "ray", "gpus": -1.0}, "executor.gpus=-1.0: expected more than 0"),
     ],
 )
-def test_wrong_keys_are_told(keys: dict[str, Any], message: str) -> None:
+def test_wrong_keys_are_reported(keys: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         from_omegaconf(from_keywords({"executor": keys}))
 

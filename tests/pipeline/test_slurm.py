@@ -193,7 +193,7 @@ def test_tasks_that_are_lost_again_and_again_end_the_run(photos: Path, cluster: 
     assert extract(photos).complete
 
 
-def test_an_exception_in_a_task_ends_the_run_and_is_told(
+def test_an_exception_in_a_task_ends_the_run_and_is_reported(
     photos: Path, cluster: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     take = slurm_task.PartWorker.take
@@ -432,7 +432,7 @@ def test_the_folder_of_tasks_has_to_be_one(photos: Path, cluster: Any) -> None:
         ({"name": "slurm", "mode": "cloud"}, "executor.mode=cloud: expected one of slurm, local"),
     ],
 )
-def test_wrong_keys_are_told(keys: dict[str, Any], message: str) -> None:
+def test_wrong_keys_are_reported(keys: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         from_omegaconf(from_keywords({"executor": keys}))
 

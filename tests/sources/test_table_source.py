@@ -466,7 +466,7 @@ def test_many_csv_files_are_typed_together(tmp_path: Path) -> None:
     assert table(tmp_path / "set" / "*.csv").read(b"c.jpg") == b"c.jpg"
 
 
-def test_files_that_are_no_one_table_are_told(tmp_path: Path) -> None:
+def test_files_that_are_no_one_table_are_reported(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"no tables below .*\.parquet"):
         table(tmp_path).listing()
     with pytest.raises(DataError, match=r"\*\.parquet: there is no such file"):

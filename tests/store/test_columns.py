@@ -216,7 +216,7 @@ def test_other_columns_or_values_are_refused_by_name() -> None:
             )
 
 
-def test_a_samples_file_with_other_columns_is_told(tmp_path: Path) -> None:
+def test_a_samples_file_with_other_columns_is_reported(tmp_path: Path) -> None:
     listing = made(9, ()).listing
     path = tmp_path / "samples.h5"
     path.write_bytes(listing_file(replace(listing, columns={})))

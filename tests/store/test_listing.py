@@ -144,7 +144,7 @@ class TestCompare:
         assert compare_listing(path, more) == (9, None)
 
     @pytest.mark.parametrize("name", ["key", "label", "classes"])
-    def test_another_value_is_told(self, path: Path, name: str) -> None:
+    def test_another_value_is_reported(self, path: Path, name: str) -> None:
         with h5py.File(path, "r+") as file:
             file[name][1] = 7 if name == "label" else b"x"
         num_rows, problem = compare_listing(path, make_listing(9))

@@ -221,7 +221,7 @@ def test_long_lists_come_in_pieces_and_names_may_be_odd(
     assert len(list(root.entries())) == 50 + 4
 
 
-def test_what_is_no_store_is_told(bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_no_store_is_reported(bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(StoreError, match=rf"there is no store at s3://{bucket}/nothing"):
         FeatureStore(f"s3://{bucket}/nothing")
     s3_client.write(bucket, "some/file.txt", b"text")
@@ -312,7 +312,7 @@ def test_an_answer_that_breaks_off_is_asked_for_again(
         ("InternalError", ObjectStoreError, "InternalError: why"),
     ],
 )
-def test_what_a_server_answers_is_told(
+def test_what_a_server_answers_is_reported(
     monkeypatch: pytest.MonkeyPatch, code: str, kind: type[OSError], said: str
 ) -> None:
     exceptions = pytest.importorskip("botocore.exceptions")

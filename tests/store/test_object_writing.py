@@ -328,7 +328,7 @@ def test_two_writers_at_once_spoil_nothing(places: Iterator[S3Path]) -> None:
 
 
 @pytest.mark.slow
-def test_two_that_begin_at_once_are_one_run_or_one_of_them_is_told(
+def test_two_that_begin_at_once_are_one_run_or_one_of_them_is_reported(
     places: Iterator[S3Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     publish = S3Folder.publish

@@ -22,10 +22,10 @@ from made_store import (
 
 from featx.errors import StoreError, StoreMismatchError
 from featx.storage.local_folder import AtomicFolder
+from featx.store.committed_parts import remove_parts
 from featx.store.listing import in_stored_order, read_listing
 from featx.store.pack import pack
 from featx.store.reader import FeatureStore
-from featx.store.session import remove_parts
 from featx.store.verification import check_store
 from featx.types import Listing, Status
 

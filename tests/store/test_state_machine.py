@@ -28,12 +28,13 @@ from made_store import MadeRun, dataset_digests, joined, make_added, make_grown,
 
 from featx.errors import StoreError, StoreLockedError, StoreMismatchError
 from featx.storage.local_folder import AtomicFolder
+from featx.store.committed_parts import remove_parts
 from featx.store.listing import listing_identity
 from featx.store.manifest import Run, load_manifest
 from featx.store.pack import pack
 from featx.store.reader import FeatureStore
 from featx.store.repair import set_damage_aside
-from featx.store.session import missing_parts, remove_parts
+from featx.store.session import missing_parts
 from featx.store.verification import check_store
 from featx.types import Status, StoreHeader
 

@@ -89,7 +89,7 @@ def test_a_packed_store_is_complete(run: MadeRun, tmp_path: Path) -> None:
     assert (status.complete, status.packed, status.stuck) == (True, True, [])
 
 
-def test_who_wrote_lately_is_alive_and_who_did_not_is_told(run: MadeRun, tmp_path: Path) -> None:
+def test_recent_writers_are_alive_and_others_reported(run: MadeRun, tmp_path: Path) -> None:
     run.write(tmp_path, [0])
     sign(tmp_path, pid=1, age_s=5)
     sign(tmp_path, pid=2, age_s=100)
@@ -191,7 +191,7 @@ def test_the_job_prints_text_or_json_and_takes_no_lock(
     assert values["workers"][0]["alive"] is True
 
 
-def test_no_store_is_told(tmp_path: Path) -> None:
+def test_no_store_is_reported(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="holds no store"):
         run_job("status", store=str(tmp_path))
     with pytest.raises(StoreError, match="takes the store's folder"):

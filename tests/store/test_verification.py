@@ -19,8 +19,8 @@ from made_store import MadeRun, edited, joined, make_added, make_grown, make_run
 from featx.errors import StoreError
 from featx.storage.local_folder import AtomicFolder
 from featx.store import layout
+from featx.store.committed_parts import remove_parts
 from featx.store.pack import pack
-from featx.store.session import remove_parts
 from featx.store.verification import Damage, Report, check_store
 
 

@@ -31,7 +31,17 @@ from featx.analysis.attribution.captum_methods import (
 from featx.analysis.attribution.gradcam import grad_cam, kept_output, map_view
 from featx.analysis.attribution.guided_backpropagation import check_rectifiers, guided_rectifiers
 from featx.config import BY_CAPTUM, OF_A_LAYER, AttributeConfig, ReduceConfig
-from featx.engine import COMPUTE_DTYPES, Buffers, Compute, Engine, Formats, check_row, spec_of
+from featx.engine import (
+    COMPUTE_DTYPES,
+    AttachedCaptures,
+    Buffers,
+    Compute,
+    Engine,
+    Formats,
+    PreparedWeights,
+    check_row,
+    spec_of,
+)
 from featx.errors import ConfigError, LayerError
 from featx.layers import (
     CapturePoint,
@@ -181,17 +191,18 @@ class Attributor(Engine):
             ModelError: the model has no logits or mixes rows, or guided backpropagation does not
                 support its activations.
         """
-        self._points = [point for point, _ in chosen]
-        x = self._trial = self._trial_batch()
+        self._captures = AttachedCaptures(tuple(point for point, _ in chosen))
+        self._weights = PreparedWeights(self, self._captures, needs_gradients=True)
+        x = self.trial_batch()
         if "guided_gradcam" in self._options.methods:
-            check_rectifiers(self._module, x)
+            check_rectifiers(self.module, x)
         if self._maps is not None:
             with (
-                self._named_failure(x),
+                self.named_failure(x),
                 torch.no_grad(),
-                kept_output(self._module, self._maps) as kept,
+                kept_output(self.module, self._maps) as kept,
             ):
-                self._module(x.clone())
+                self.module(x.clone())
             row_shape = tuple(kept[0].shape[1:])
             to_map = map_view(self._maps.name, row_shape, self.backbone)
             self._check_positions_of(self._maps, row_shape, to_map)
@@ -200,13 +211,13 @@ class Attributor(Engine):
                 self._to_map = self._map_of_layer(x)
             self.configure_compute(Compute("fp32", False, False, len(x)))
             values = self._pass(x)
-            buffers = Buffers(self._module)
-            again = self._pass(self._regrouped(x)[-1])
+            buffers = Buffers(self.module)
+            again = self._pass(self.regrouped(x)[-1])
             buffers.check()
             # Occlusion is a small difference of large logits, so the tolerance is relative to the
             # logits.
-            with self._named_failure(x), torch.no_grad():
-                logits = logits_of(self._module(x.clone()))
+            with self.named_failure(x), torch.no_grad():
+                logits = logits_of(self.module(x.clone()))
             finite = logits[torch.isfinite(logits)].abs()
             rounding = 1e-5 * float(finite.max()) if len(finite) else 0.0
         for name in set(self._options.methods) & set(values):
@@ -214,7 +225,7 @@ class Attributor(Engine):
 
     def configure_compute(self, compute: Compute, cast_once: bool = True) -> None:
         """Set how attributions are computed; may be called again with other settings."""
-        self._take(compute, cast_once)
+        self._prepare_weights(compute, cast_once)
         self._forward = self._attributions
 
     def formats(self, images: torch.Tensor, fold_batchnorm: bool = True) -> Formats:
@@ -240,7 +251,7 @@ class Attributor(Engine):
     def specs(self, chosen: Sequence[tuple[CapturePoint, StoredReduce]]) -> list[LayerSpec]:
         """Return shape and dtype of a row of each dataset."""
         with self._cheaply():
-            values = self._pass(self._noise(3))
+            values = self._pass(self.noise(3))
         compute_dtype = COMPUTE_DTYPES[self.compute.precision]
         return [
             spec_of(point, config, values[point.name], compute_dtype) for point, config in chosen
@@ -278,14 +289,14 @@ class Attributor(Engine):
         maps, output = self._plain_gradients(x)
         classes = target_classes(output, self._target, self._labels)
         score = values_of_classes(output, self._target, classes)
-        explain = Explained(self._module, self._target)
+        explain = Explained(self.module, self._target)
         numbers = {"score": score}
         if classes is not None:
             numbers["target"] = classes
             of_class = output.float().softmax(1).gather(1, classes[:, None])
             numbers["probability"] = of_class[:, 0]
         if "guided_gradcam" in self._options.methods:
-            with guided_rectifiers(self._module):
+            with guided_rectifiers(self.module):
                 gradient = _input_gradient(explain, x, classes)
             cam = F.interpolate(
                 maps["gradcam"][:, None], size=x.shape[2:], mode="bilinear", align_corners=False
@@ -301,7 +312,7 @@ class Attributor(Engine):
             maps["occlusion"] = occlusion(
                 explain, x, classes, self._baseline(x), given["window"], given["stride"]
             )
-        wanted = {point.name for point in self._points}
+        wanted = {point.name for point in self._captures.points}
         kept = {
             name: self._collector.stored(name, value)
             for name, value in maps.items()
@@ -322,9 +333,9 @@ class Attributor(Engine):
         at_input = bool(set(_OF_THE_INPUT) & set(methods))
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.enable_grad())
-            kept = stack.enter_context(kept_output(self._module, self._layer))
+            kept = stack.enter_context(kept_output(self.module, self._layer))
             leaf = x.detach().requires_grad_(at_input)
-            output = logits_of(self._module(leaf.clone()))  # a model may write to its input
+            output = logits_of(self.module(leaf.clone()))  # a model may write to its input
             score = values_of_classes(
                 output, self._target, target_classes(output, self._target, self._labels)
             )
@@ -351,8 +362,8 @@ class Attributor(Engine):
         """
         point = self._layer
         assert point is not None
-        with self._named_failure(x), torch.enable_grad(), kept_output(self._module, point) as kept:
-            output = logits_of(self._module(x.clone()))
+        with self.named_failure(x), torch.enable_grad(), kept_output(self.module, point) as kept:
+            output = logits_of(self.module(x.clone()))
             classes = target_classes(output, self._target, None)
             score = values_of_classes(output, self._target, classes).sum()
             reached = kept and score.requires_grad
@@ -388,9 +399,9 @@ class Attributor(Engine):
         """
         rows = RowLayout(point.name, row_shape, self.backbone.preprocess.crop)
         if not has_known_positions(rows):
-            x = self._noise(1)
-            with self._named_failure(x):
-                check_positions(self._module, [(point, to_map)], x)
+            x = self.noise(1)
+            with self.named_failure(x):
+                check_positions(self.module, [(point, to_map)], x)
 
     def _baseline(self, x: torch.Tensor) -> torch.Tensor:
         """Return the baseline that attribute.baseline names, 'mean' by default."""
@@ -410,14 +421,14 @@ class Attributor(Engine):
         """
         point = self._maps
         assert point is not None
-        x = self._memory_format(self._normalised(images))
+        x = self._memory_format(self.normalised(images))
         with (
-            self._named_failure(x),
+            self.named_failure(x),
             torch.no_grad(),
             self._autocast(),
-            kept_output(self._module, point) as kept,
+            kept_output(self.module, point) as kept,
         ):
-            self._module(x)
+            self.module(x)
         to_map = map_view(point.name, tuple(kept[0].shape[1:]), self.backbone)
         return to_map(kept[0]).float().cpu()
 

@@ -76,7 +76,7 @@ def run_probe(config: Config, tell: Callable[[str], None]) -> dict[str, Any]:
     Raises:
         FeatxError: the store or the split does not allow a probe, or a training failed.
     """
-    begun = time.perf_counter()
+    started_at = time.perf_counter()
     store = FeatureStore(config.place_of_store(), verify="rows")
     layers = matching_layers(store, config.layers)
     device = choose_device(config.device)
@@ -96,7 +96,7 @@ def run_probe(config: Config, tell: Callable[[str], None]) -> dict[str, Any]:
                 "that it is streamed, or use device=cpu."
             ) from error
         tell(_line(layer, found[layer].about, config.probe.methods))
-    result = _result(config, task, found, choice, time.perf_counter() - begun)
+    result = _result(config, task, found, choice, time.perf_counter() - started_at)
     _write(task, result, found)
     return result
 
@@ -173,7 +173,7 @@ def _probe_with(
     Returns:
         the entry in probe.json, the head or None, and the predictions for the test rows.
     """
-    begun = time.perf_counter()
+    started_at = time.perf_counter()
     name = methods.name_of_choice(method)
     fits = [methods.fit(problem, method, split) for split in task.splits]
     tested = [
@@ -220,7 +220,7 @@ def _probe_with(
     if problem.options.all_shots:
         about["few_shot"] = _few_shot(problem, method, task)
     about["notes"] = list(dict.fromkeys(notes))
-    about["seconds"] = round(time.perf_counter() - begun, 3)
+    about["seconds"] = round(time.perf_counter() - started_at, 3)
     return about, head, join_folds(tested)
 
 

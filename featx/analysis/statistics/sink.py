@@ -16,7 +16,7 @@ import numpy.typing as npt
 from featx.analysis.statistics.moments import Moments
 from featx.analysis.statistics.moments_tree import MomentsTree, spans_in
 from featx.analysis.statistics.part_moments import PartMoments, StatsLayer
-from featx.analysis.statistics.stats_file import PARTS_FOLDER, STATS_FILE, statistics_begun
+from featx.analysis.statistics.stats_file import PARTS_FOLDER, STATS_FILE, stored_resume_state
 from featx.base import differences, synchronise, used_here
 from featx.errors import InternalError, RunError
 from featx.layers import positions_last
@@ -172,7 +172,7 @@ class StatsPartTask:
         Raises:
             RunError: it does.
         """
-        stored = statistics_begun(root)
+        stored = stored_resume_state(root)
         if stored is not None and differences(stored.settings, fingerprint):
             raise RunError(
                 f"the statistics in {root} have other settings than this run: another run has "

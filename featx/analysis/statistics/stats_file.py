@@ -416,7 +416,7 @@ class StatsResumeState:
     threads: int | None
 
 
-def statistics_begun(root: Path) -> StatsResumeState | None:
+def stored_resume_state(root: Path) -> StatsResumeState | None:
     """Return the resume state of the statistics in a folder, or None if there are none.
 
     Raises:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from featx.analysis.statistics.part_moments import StatsLayer
-from featx.analysis.statistics.stats_file import statistics_begun
+from featx.analysis.statistics.stats_file import stored_resume_state
 from featx.config import Config
 from featx.errors import ConfigError
 from featx.images import PILLOW
@@ -62,7 +62,7 @@ class StatsTarget:
         self._source = source
         self.folder: Path | None = Path(config.out).expanduser()
         check_out(self.folder)
-        self._resume_state = None if config.overwrite else statistics_begun(self.folder)
+        self._resume_state = None if config.overwrite else stored_resume_state(self.folder)
 
     def list_images(self) -> tuple[Source, Listing]:
         """Return the source and its listing in the order of the data set.

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from featx.base import Member, Registry
+from featx.base import Member, Registry, for_options
 from featx.config import ReduceConfig
-from featx.errors import FeatxError, ReduceError
+from featx.errors import ReduceError
 from featx.layers.reductions.row_layout import Reduction, RowLayout, channels_last
 
 OptionsT = TypeVar("OptionsT", bound=ReduceConfig)
@@ -60,21 +60,11 @@ def reduction_member(
         gives_map: see `ReductionMember`.
         needs_statistics: see `ReductionMember`.
     """
-
-    def bind_checked(config: ReduceConfig, rows: RowLayout) -> Reduction:
-        """Return the function if the options are those of this reduction."""
-        if not isinstance(config, options):
-            raise FeatxError(
-                f"reduce={name} was bound with {type(config).__qualname__}; expected "
-                f"{options.__qualname__}."
-            )
-        return bind(config, rows)
-
     return ReductionMember(
         name,
         help,
         None if options is ReduceConfig else options,
-        bind=bind_checked,
+        bind=for_options(f"reduce={name}", options, bind, "featx.config.make_reduce"),
         is_view=is_view,
         reads_positions=reads_positions,
         gives_map=gives_map,

@@ -6,9 +6,9 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
-from featx.base import Member, Registry
+from featx.base import Member, Registry, for_options
 from featx.config import AUTO_LIBRARY, ModelConfig
-from featx.errors import FeatxError, ModelError, nearest
+from featx.errors import ModelError, nearest
 
 if TYPE_CHECKING:
     from torch import nn
@@ -97,23 +97,14 @@ def library_member(
         auto_rank: place among the libraries that `auto` asks; None leaves it out.
         extra: extra of featx that installs the packages it needs.
     """
-
-    def checked(config: ModelConfig) -> OptionsT:
-        """Return the options if they are those of this library."""
-        if not isinstance(config, options):
-            raise FeatxError(
-                f"model.library={name} was given {type(config).__qualname__}; expected "
-                f"{options.__qualname__}. featx.config.model_options makes them."
-            )
-        return config
-
+    member, maker = f"model.library={name}", "featx.config.model_options"
     return ModelLibrary(
         name,
         help,
         None if options is ModelConfig else options,
         extra,
-        build=lambda config, seed: build(checked(config), seed),
-        untrained=lambda config, seed: untrained(checked(config), seed),
+        build=for_options(member, options, build, maker),
+        untrained=for_options(member, options, untrained, maker),
         names=names,
         knows=knows or (lambda model: model in names()),
         auto_rank=auto_rank,

@@ -88,7 +88,7 @@ class DriverConnection:
             try:
                 message = self._connection.recv()
             except (EOFError, OSError):
-                os._exit(1)  # without a driver nobody needs the part that is being computed
+                os._exit(1)  # without a driver the part that is being computed is not needed
             if message == STOP:
                 self.stopping.set()
                 message = None  # wakes a thread that waits for a part

@@ -1,0 +1,248 @@
+"""Captures that were fixed and checked on a model, and the hooks of its later forward passes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from featx.engine.batch_independence import (
+    Buffers,
+    ValueReads,
+    check_among_copies,
+    check_among_others,
+)
+from featx.engine.capture_checks import (
+    calls_in_trace,
+    check_batch_dimension,
+    check_fired,
+    check_gradients_arrive,
+    check_same_score,
+)
+from featx.engine.device_model import ATTACH_BATCH, DeviceModel
+from featx.layers import (
+    CaptureHooks,
+    CapturePoint,
+    Copies,
+    Expected,
+    Keep,
+    OutputCollector,
+    RowLayout,
+    StoredReduce,
+    bound_reduction,
+    check_calls,
+    check_positions,
+    check_storable,
+    has_known_positions,
+    map_view,
+    reads_positions,
+    target_values,
+)
+from featx.models import Backbone
+
+_COMPARED_BYTES = 64 * 2**20
+"""Bytes of float32 values by which two passes are compared, which bounds the number of images; at
+least two images are compared."""
+
+Score = Callable[[Any], torch.Tensor]
+"""Function from the output of a model to the (B,) values of the gradient target."""
+
+
+@dataclass(frozen=True)
+class AttachedCaptures:
+    """Captures of a model, and what its first forward pass with hooks has shown.
+
+    Attributes:
+        points: the captures.
+        order: their names in the order in which they fire; None if not yet known.
+        operations: operations of the trace up to the last capture, which every pass must repeat;
+            None if there is no trace or no operation.
+        calls: (name, capture) of each hooked module -> number of its calls. It is None unless a
+            forward pass reads tensor values, on which its control flow may depend.
+        row_bytes: bytes of all captured tensors of one image in float32.
+    """
+
+    points: tuple[CapturePoint, ...] = ()
+    order: tuple[str, ...] | None = None
+    operations: Sequence[str] | None = None
+    calls: Mapping[tuple[str, str], int] | None = None
+    row_bytes: int = 1
+
+    @property
+    def takes_gradients(self) -> bool:
+        """Whether any capture is a gradient, which rules out early exit and compilation."""
+        return any(point.is_gradient for point in self.points)
+
+    @property
+    def follows_data(self) -> bool:
+        """Whether a forward pass reads tensor values, on which its control flow may depend."""
+        return self.calls is not None
+
+    @property
+    def num_compared(self) -> int:
+        """Number of images by which two forward passes are compared, at least 2."""
+        return max(2, _COMPARED_BYTES // self.row_bytes)
+
+    def hooks(
+        self, module: nn.Module, keep: Keep, score: Score | None, stop: bool = False
+    ) -> CaptureHooks:
+        """Return hooks that check each pass against the first one.
+
+        Args:
+            module: module that is hooked.
+            keep: function that is called with each captured tensor.
+            score: gradient target; None unless gradients are captured.
+            stop: whether a pass may end after the last capture; it never does if calls are counted.
+        """
+        expected = Expected(self.order, self.operations, self.calls, stop and self.calls is None)
+        return CaptureHooks(module, self.points, keep, expected, score)
+
+    def score(self, target: str | int, labels: Callable[[], torch.Tensor | None]) -> Score | None:
+        """Return the function that computes the gradient target; None without gradients.
+
+        Args:
+            target: gradient target.
+            labels: returns the (B,) int64 labels of the current batch, or None.
+        """
+        if not self.takes_gradients:
+            return None
+        return lambda output: target_values(output, target, labels())
+
+
+def attach_captures(
+    model: DeviceModel,
+    chosen: Sequence[tuple[CapturePoint, StoredReduce]],
+    store_dtype: torch.dtype,
+    target: str | int,
+) -> tuple[AttachedCaptures, OutputCollector]:
+    """Fix captures: find those that need a copy, their row shapes, and where a pass may end.
+
+    The rows of the trial images are checked to depend on their own image only; noise replaces
+    missing images.
+
+    Args:
+        model: model without hooks, in its original memory format.
+        chosen: captures and the reduction of each.
+        store_dtype: dtype of the rows.
+        target: gradient target, used only if gradients are captured.
+
+    Returns:
+        The captures, and a collector that expects their tensors.
+
+    Raises:
+        LayerError: the first dimension of a captured tensor is not the batch, or a store cannot
+            hold its values.
+        ModelError: a row depends on other rows of the batch, or is random.
+        ReduceError: a reduction does not fit the shape of its tensor.
+        RunError: the model computes something other than in the trace.
+    """
+    captures = AttachedCaptures(tuple(point for point, _ in chosen))
+    if model.traced is not None:
+        operations = model.traced.operations_up_to(captures.points) or None
+        captures = replace(captures, operations=operations)
+    x, copies, reads = model.trial_batch(), Copies(), ValueReads()
+
+    def keep(point: CapturePoint, tensor: torch.Tensor) -> torch.Tensor:
+        check_storable(point, tensor)
+        return copies.keep(point, tensor)
+
+    score = captures.score(target, lambda: None)
+    hooks = captures.hooks(model.module, keep, score)
+    # Copies of x, for a model may write to its input.
+    with model.named_failure(x), torch.no_grad(), hooks, reads.watching():
+        values = hooks.forward(x.clone())
+        captures = replace(captures, order=tuple(hooks.fired))
+        calls = hooks.num_calls
+    if reads.seen:
+        # The control flow may depend on the data, so every pass runs to its end and calls are
+        # counted.
+        captures = replace(captures, calls=calls)
+    if score is not None and hooks.numbers is not None:
+        with model.named_failure(x), torch.no_grad():
+            check_same_score(hooks.numbers, score(model.module(x.clone())))
+    fired = captures.order or ()
+    check_gradients_arrive(captures.points, fired, target)
+    if model.traced is not None:
+        check_calls(calls, calls_in_trace(model.traced, calls))
+    check_fired(captures.points, fired)
+    collector = OutputCollector(store_dtype, copies.overwritten())
+    _expect_rows(model, chosen, values, collector)
+    num_bytes = sum(4 * value[0].numel() for value in values.values())
+    captures = replace(captures, row_bytes=max(1, num_bytes))
+    _check_rows(model, captures, score, x, values)
+    return captures, collector
+
+
+def _expect_rows(
+    model: DeviceModel,
+    chosen: Sequence[tuple[CapturePoint, StoredReduce]],
+    values: Mapping[str, torch.Tensor],
+    collector: OutputCollector,
+) -> None:
+    """Record row shape and reduction of each capture in the collector.
+
+    Positions that a reduction reads are checked to lie in the tensor as in the image.
+    """
+    maps = []
+    for point, reduce in chosen:
+        check_batch_dimension(point, values[point.name], ATTACH_BATCH)
+        rows = _row_layout(model.backbone, point, values[point.name])
+        collector.expect(point, rows.shape, reduce.name, bound_reduction(reduce, rows))
+        if reads_positions(reduce) and not has_known_positions(rows):
+            maps.append((point, map_view(reduce.name, rows)))
+    x = model.noise(1)
+    with model.named_failure(x):
+        check_positions(model.module, maps, x)
+
+
+def _row_layout(backbone: Backbone, point: CapturePoint, value: torch.Tensor) -> RowLayout:
+    """Return the layout of the rows of a captured tensor (B, ...)."""
+    return RowLayout(
+        point.name,
+        tuple(value.shape[1:]),
+        backbone.preprocess.crop,
+        backbone.num_prefix_tokens,
+        backbone.has_class_token,
+    )
+
+
+def _check_rows(
+    model: DeviceModel,
+    captures: AttachedCaptures,
+    score: Score | None,
+    x: torch.Tensor,
+    values: Mapping[str, torch.Tensor],
+) -> None:
+    """Check that a row depends neither on other images, nor its position, nor chance.
+
+    BatchNorm without running statistics, or `F.dropout(x)`, which ignores eval mode, would make
+    rows depend on the padding, on failed images of the batch, or on chance. The check is done in
+    fp32, where rounding hides little; `Engine.seconds_per_image` repeats it at the precision of the
+    run. If the control flow may depend on the data, all trial images are compared one by one.
+
+    Args:
+        model: model without hooks.
+        captures: its captures.
+        score: gradient target, or None.
+        x: (ATTACH_BATCH, 3, H, W) normalised images.
+        values: dataset name -> (ATTACH_BATCH, ...) captured tensors of `x`.
+    """
+    buffers = Buffers(model.module)
+    hooks = captures.hooks(model.module, clone_captured, score, stop=True)
+    with model.named_failure(x), torch.no_grad(), hooks:
+        check_among_others(hooks.forward, model.regrouped(x), values)
+    buffers.check()
+    if captures.follows_data and model.trial_images is not None:
+        num = max(ATTACH_BATCH, captures.num_compared)
+        every = model.normalised(model.trial_images[:num])
+        hooks = captures.hooks(model.module, clone_captured, score)
+        with torch.no_grad(), hooks, model.named_failure(every):
+            check_among_copies(hooks.forward, every)
+
+
+def clone_captured(point: CapturePoint, tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy of a captured tensor; later in-place operations do not change it."""
+    return tensor.detach().clone()

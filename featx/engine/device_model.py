@@ -1,0 +1,160 @@
+"""A pretrained model on its device: its inputs, and one recorded forward pass."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator, Sequence
+from typing import Self
+
+import torch
+from torch import nn
+
+from featx.base import exact_cuda, keep_freed_memory
+from featx.engine.batch_independence import regrouped
+from featx.engine.compute import COMPUTE_DTYPES
+from featx.errors import FeatxError, ModelError
+from featx.layers import (
+    Trace,
+    is_exposed,
+    needs_plain_attention,
+    no_fast_path,
+    plain_attention,
+    trace_forward,
+    with_evidence,
+)
+from featx.models import Backbone
+
+# The two sizes differ, so a dimension that follows the batch differs in both passes.
+_TRACE_BATCH, ATTACH_BATCH = 2, 3
+
+
+class DeviceModel:
+    """A backbone on one device, without captures; a context manager.
+
+    Args:
+        backbone: model with its preprocessing.
+        device: device to which the model is moved.
+
+    Attributes:
+        backbone: as given.
+        device: as given.
+        module: module of the backbone, on the device.
+        plain_modules: names of the modules whose fused attention `trace` has turned off.
+        traced: forward pass that `trace` recorded last, or None.
+        trial_images: (n, 3, H, W) images of the data set, uint8 in [0, 255] or normalised float32,
+            for checks that noise alone does not suffice for; None if there are none.
+    """
+
+    def __init__(self, backbone: Backbone, device: torch.device) -> None:
+        self.backbone = backbone
+        self.device = device
+        self.module: nn.Module = backbone.module.to(device)
+        self.traced: Trace | None = None
+        self.trial_images: torch.Tensor | None = None
+        self.plain_modules: list[str] = []
+        self._settings = contextlib.ExitStack()
+
+    def __enter__(self) -> Self:
+        if self.device.type == "cpu":
+            keep_freed_memory()
+        self._settings.enter_context(no_fast_path)
+        if self.device.type == "cuda":
+            self._settings.enter_context(exact_cuda)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        # Process settings first, then whatever the backbone borrowed. The second step runs also if
+        # the first one raises.
+        with contextlib.ExitStack() as last:
+            last.callback(self.backbone.give_back)
+            last.callback(self._settings.close)
+
+    def trace(self, requests: Sequence[str] = ()) -> Trace:
+        """Record every call of a module and every operation in one forward pass over noise.
+
+        Args:
+            requests: the requested layers. Modules whose fused attention hides a requested tensor
+                use plain attention until the engine is closed.
+
+        Raises:
+            ModelError: the forward pass fails.
+        """
+        fused = needs_plain_attention(self.module, requests)
+        self._settings.enter_context(plain_attention(self.module, fused))
+        self.plain_modules += fused
+        x = self.noise(_TRACE_BATCH)
+        with self.named_failure(x):
+            self.traced = trace_forward(self.module, x)
+        if "embedding" in requests:
+            library = self.backbone.embedding
+            with self.named_failure(x):
+                self.traced = with_evidence(self.traced, self.module, x, library)
+                if is_exposed(self.traced):  # with_evidence has just added the module
+                    traced = trace_forward(self.module, x)
+                    self.traced = with_evidence(traced, self.module, x, library)
+        return self.traced
+
+    @contextlib.contextmanager
+    def named_failure(self, x: torch.Tensor) -> Iterator[None]:
+        """Turn any exception of the model into a ModelError that describes the batch `x`."""
+        try:
+            yield
+        except (FeatxError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            reason = (str(error).strip() or "no message").splitlines()[0].rstrip(".")
+            raise ModelError(
+                f"{self.backbone.name}: a forward pass over a batch of images {tuple(x.shape)} "
+                f"{str(x.dtype).removeprefix('torch.')} fails with {type(error).__name__}: "
+                f"{reason[:300]}. The model has to take such a batch as its only argument, in eval "
+                "mode on one device. job=layers job.show=watch shows how far it comes, and "
+                "FEATX_DEBUG=1 the traceback."
+            ) from error
+
+    def bytes_per_image(self, precision: str) -> int:
+        """Lower bound of the device memory that a forward pass takes per image, in bytes.
+
+        It counts the normalised pixels and a copy of them, and the input and output of the largest
+        traced layer.
+
+        Args:
+            precision: 'fp32', 'bf16' or 'fp16'.
+        """
+        pixels = 3 * math.prod(self.backbone.preprocess.crop)
+        each = COMPUTE_DTYPES[precision].itemsize
+        largest = 0
+        if self.traced is not None:
+            largest = max(
+                sum(math.prod(s) for s in {*call.outputs.values(), *call.inputs.values()})
+                // self.traced.batch_size
+                for call in self.traced.calls
+            )
+        return 2 * 4 * pixels + each * largest
+
+    def normalised(self, images: torch.Tensor) -> torch.Tensor:
+        """(B, 3, H, W) normalised float32 images on the device of the engine."""
+        x = images.to(self.device, non_blocking=True)
+        return self.backbone.preprocess.normalise(x) if x.dtype == torch.uint8 else x
+
+    def noise(self, batch_size: int) -> torch.Tensor:
+        """(B, 3, H, W) float32 standard normal noise on the device, equal in every run."""
+        generator = torch.Generator().manual_seed(0)
+        shape = (batch_size, 3, *self.backbone.preprocess.crop)
+        return torch.randn(shape, generator=generator).to(self.device)
+
+    def trial_batch(self) -> torch.Tensor:
+        """(ATTACH_BATCH, 3, H, W) normalised trial images, evenly spread, filled up with noise."""
+        noise, images = self.noise(ATTACH_BATCH), self.trial_images
+        if images is None or not len(images):
+            return noise
+        few = images[:: -(-len(images) // ATTACH_BATCH)]
+        return torch.cat([self.normalised(few), noise])[:ATTACH_BATCH]
+
+    def regrouped(self, x: torch.Tensor) -> list[torch.Tensor]:
+        """The batches of `regrouped` for `x`, with a black image and one of random 0 and 255."""
+        shape = 3, *self.backbone.preprocess.crop
+        generator = torch.Generator().manual_seed(1)
+        loud = torch.randint(0, 2, shape, generator=generator, dtype=torch.uint8) * 255
+        dark, loud = self.normalised(torch.stack([torch.zeros_like(loud), loud]))
+        return regrouped(x, dark, loud)

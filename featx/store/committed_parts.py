@@ -1,0 +1,187 @@
+"""The committed parts of a store: found and checked when a session begins, then kept up to date."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+import h5py
+
+from featx.storage import TEMPORARY, AtomicFolder
+from featx.store import layout
+from featx.store.failures import read_failures
+from featx.store.hdf5_files import damage_text, open_metadata
+from featx.store.manifest import Manifest, Run, num_runs_of
+from featx.store.part_files import look_at_part, look_at_parts, part_names, part_path, shape_problem
+from featx.store.pieces import Pieces
+from featx.store.repair import is_of, keep_good_rows, parts_from
+from featx.types import Failure, Listing, Part
+
+logger = logging.getLogger(__name__)
+
+
+class CommittedParts:
+    """What a store holds: committed parts, pieces of repaired parts, and failed rows.
+
+    Args:
+        disk: performs every write to the store.
+
+    Attributes:
+        indices: indices of the committed parts.
+        pieces: pieces of parts that are not committed.
+        packed_runs: number of runs that features.h5 holds.
+    """
+
+    def __init__(self, disk: AtomicFolder) -> None:
+        self.indices: set[int] = set()
+        self.pieces = Pieces()
+        self.packed_runs = 0
+        self._disk = disk
+        self._root = disk.root
+        self._failed: dict[int, Failure] = {}
+
+    @property
+    def failures(self) -> list[Failure]:
+        """Failed rows known so far, in ascending order."""
+        return [self._failed[row] for row in sorted(self._failed)]
+
+    @property
+    def num_failed(self) -> int:
+        """Number of failed rows known so far."""
+        return len(self._failed)
+
+    def add_failures(self, failures: Sequence[Failure]) -> list[Failure]:
+        """Add failures; for a row that failed in several runs, the first failure is kept.
+
+        Returns:
+            The failures of rows that had none before.
+        """
+        new = [failure for failure in failures if failure.row not in self._failed]
+        for failure in failures:
+            self._failed.setdefault(failure.row, failure)
+        return new
+
+    def missing_of(self, run: Run) -> list[Part]:
+        """Parts of a run that are not committed."""
+        return [part for part in run.parts() if part.index not in self.indices]
+
+    def survey(self, manifest: Manifest, listing: Listing) -> None:
+        """Find the committed parts and read their failures; move invalid files to quarantine.
+
+        Args:
+            manifest: manifest of the store.
+            listing: all rows of the current run.
+        """
+        self._failed.clear()
+        self.indices.clear()
+        packed = self._root / layout.PACKED
+        if packed.exists():
+            self._survey_packed(packed, manifest, listing)
+        if self.packed_runs == len(manifest.runs):
+            remove_parts(self._disk)
+            return
+        known = {
+            layout.part_name(part.index): part for run in manifest.runs for part in run.parts()
+        }
+        found = []
+        for name in sorted(part_names(self._root)):
+            part, path = known.get(name), self._root / layout.PARTS / name
+            if part is None:
+                quarantine(self._disk, path, "this run has no such part")
+            elif part.index in self.indices:
+                self._disk.remove(path)  # features.h5 holds it: killed before it was deleted
+            else:
+                found.append(part)
+        for part, problem, failures in look_at_parts(self._root, manifest, found):
+            self.add_failures(failures)
+            if problem is None or self._keeps_every_row(
+                part_path(self._root, part.index), part, problem, manifest, listing
+            ):
+                self.indices.add(part.index)
+        self._survey_pieces(manifest, listing)
+
+    def _survey_pieces(self, manifest: Manifest, listing: Listing) -> None:
+        """Find the pieces of parts and compare all of their chunks, as pieces are few."""
+        for path in sorted((self._root / layout.PARTS).glob(layout.PIECE_GLOB)):
+            piece = layout.piece_of(path.name)
+            if piece is None or manifest.part_of(piece) is None:
+                quarantine(self._disk, path, "this run has no such part")
+            elif piece.index in self.indices:
+                self._disk.remove(path)  # its part is complete: killed before it was deleted
+            else:
+                run = manifest.run_of(piece)
+                problem, failures = look_at_part(path, piece, run, compare=True)
+                self.add_failures(failures)
+                if problem is not None:
+                    self._keeps_every_row(path, piece, problem, manifest, listing)
+        self.pieces = Pieces.in_store(self._root)
+
+    def _survey_packed(self, path: Path, manifest: Manifest, listing: Listing) -> None:
+        """Check features.h5 and record its runs; turn its good rows into parts if it is damaged."""
+        try:
+            with open_metadata(path) as file:
+                num_runs = num_runs_of(file)
+                problem = _packed_problem(file, manifest, num_runs)
+                failures = [] if problem else read_failures(file)
+        except layout.UNREADABLE as error:
+            problem = damage_text(path, error)
+        if problem is not None:
+            if (known := _stored_listing(manifest, listing)) is not None:
+                parts_from(self._disk, path, manifest, known)
+            quarantine(self._disk, path, problem)
+            return
+        self.packed_runs = num_runs
+        self.add_failures(failures)
+        for run in manifest.runs[:num_runs]:
+            self.indices.update(part.index for part in run.parts())
+
+    def _keeps_every_row(
+        self, path: Path, part: Part, problem: str, manifest: Manifest, listing: Listing
+    ) -> bool:
+        """Move a damaged part or piece to quarantine and keep its good rows.
+
+        Returns:
+            whether all of its rows are good, so that an equal file has taken its place.
+        """
+        kept = keep_good_rows(self._disk, path, manifest, part, _stored_listing(manifest, listing))
+        logger.warning("%s is not valid: %s. It was %s.", path, problem, kept)
+        if kept.is_whole:
+            _, failures = look_at_part(path, part, manifest.run_of(part))
+            self.add_failures(failures)
+        return kept.is_whole
+
+
+def _stored_listing(manifest: Manifest, listing: Listing) -> Listing | None:
+    """Listing with which the store was started, or None if this run has another one."""
+    known = listing.head(manifest.num_rows)
+    return known if is_of(known, manifest) else None
+
+
+def _packed_problem(file: h5py.File, manifest: Manifest, num_runs: int) -> str | None:
+    """Reason why features.h5 does not hold the first runs of the store, or None if it does."""
+    runs = manifest.runs[:num_runs]
+    if len(runs) < num_runs or file.attrs["fingerprint"] != manifest.digest_of(num_runs):
+        return "it belongs to another run"
+    if "part" in file.attrs or not file.attrs["complete"]:
+        return "it is not complete"
+    num_rows = max(run.grid.stop_row for run in runs)
+    specs = {spec.name: spec for run in runs for spec in run.layers}
+    return shape_problem(file, num_rows, list(specs.values()))
+
+
+def quarantine(disk: AtomicFolder, path: Path, problem: str) -> None:
+    """Move a file of a store to quarantine and log the reason."""
+    target = disk.set_aside(path, disk.root / layout.QUARANTINE)
+    logger.warning("%s is not valid: %s. It was moved to %s.", path, problem, target)
+
+
+def remove_parts(disk: AtomicFolder) -> None:
+    """Delete the parts and pieces of a store, and their folder if it is empty."""
+    parts = disk.root / layout.PARTS
+    for pattern in (layout.PART_GLOB, layout.PIECE_GLOB, f"{TEMPORARY}*"):
+        for path in parts.glob(pattern):
+            disk.remove(path)
+    with contextlib.suppress(OSError):  # it holds other files, or does not exist
+        parts.rmdir()

@@ -281,6 +281,6 @@ def model_choice(text: str) -> dict[str, str]:
     libraries = family(_LIBRARY)
     if text == AUTO_LIBRARY or text not in libraries:
         return {"name": text}
-    options = libraries.get(text).options or ModelConfig
-    default = {f.name: f.default for f in fields(options)}["name"]
-    return {"library": text, "name": str(default)}
+    library = libraries.get(text)
+    default = {f.name: f.default for f in fields(library.options or ModelConfig)}["name"]
+    return {"library": library.name, "name": str(default)}

@@ -29,10 +29,12 @@ class Preprocess:
             resized whatever its proportions; or None if the fast path cannot reproduce the
             library's transform, and decode=fast then uses the reference as well.
         interpolation: 'bilinear' or 'bicubic' for the fast path, with antialiasing.
-        mean: mean per channel, of values in [0, 1].
-        std: standard deviation per channel, of values in [0, 1].
+        mean: mean per channel of the backbone's input, of values in [0, 1].
+        std: standard deviation per channel of the backbone's input, of values in [0, 1].
         offset: how the crop's offset of half a pixel becomes a whole one: 'round' (torchvision,
             timm; half to even) or 'floor' (processors of transformers).
+        channels: order of the channels of the backbone's input: 'rgb', or 'bgr' (MobileViT of
+            transformers). Images of the loader in uint8 are always RGB.
     """
 
     reference: Callable[[Image.Image], torch.Tensor]
@@ -42,6 +44,7 @@ class Preprocess:
     mean: tuple[float, float, float]
     std: tuple[float, float, float]
     offset: Literal["round", "floor"] = "round"
+    channels: Literal["rgb", "bgr"] = "rgb"
 
     @property
     def has_fast_path(self) -> bool:
@@ -60,8 +63,9 @@ class Preprocess:
         if isinstance(self.resize, tuple):
             resize = f"resize to {self.resize[0]}x{self.resize[1]}"
         offset = "" if self.offset == "round" else f" {self.offset}"
+        channels = "" if self.channels == "rgb" else f"{self.channels}, "
         return (
-            f"{resize} {self.interpolation} antialias, crop {height}x{width}{offset}, "
+            f"{resize} {self.interpolation} antialias, crop {height}x{width}{offset}, {channels}"
             f"mean {list(self.mean)}, std {list(self.std)}"
         )
 
@@ -130,23 +134,26 @@ class Preprocess:
         """Normalise images for the backbone, on their device.
 
         Args:
-            x: (B, 3, H, W) uint8 in [0, 255].
+            x: (B, 3, H, W) uint8 in [0, 255], RGB.
 
         Returns:
-            (B, 3, H, W) float32.
+            (B, 3, H, W) float32, in the order of `channels`.
         """
+        if self.channels == "bgr":
+            x = x.flip(1)
         std = torch.tensor(self.std, device=x.device).view(3, 1, 1)
         mean = torch.tensor(self.mean, device=x.device).view(3, 1, 1)
         # One multiplication and one subtraction in place: x / 255 / std - mean / std.
         return x.float().mul_(1 / (255 * std)).sub_(mean / std)
 
     def as_uint8(self, x: torch.Tensor) -> torch.Tensor:
-        """(3, H, W) image of the loader, uint8 or normalised, as uint8 for display."""
+        """(3, H, W) image of the loader, uint8 or normalised, as RGB uint8 for display."""
         if x.dtype == torch.uint8:
             return x
         std = torch.tensor(self.std).view(3, 1, 1)
         mean = torch.tensor(self.mean).view(3, 1, 1)
-        return ((x * std + mean) * 255).round().clamp(0, 255).to(torch.uint8)
+        pixels = ((x * std + mean) * 255).round().clamp(0, 255).to(torch.uint8)
+        return pixels.flip(0) if self.channels == "bgr" else pixels
 
 
 @overload

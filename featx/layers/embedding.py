@@ -64,7 +64,7 @@ def with_evidence(
             found = _best_match(module, x, expected)
     if found is None:
         raise LayerError(
-            "the preset embedding: the library's own pre-logits of this model are not a tensor of "
+            "the preset embedding: the library's own embedding of this model are not a tensor of "
             "its forward pass. Name a layer: job=layers lists them."
         )
     several = not found.operation and len(trace.by_module.get(found.module, ())) > 1
@@ -101,12 +101,12 @@ def _library_embedding(library: LibraryEmbedding, x: torch.Tensor) -> torch.Tens
         if isinstance(found, torch.Tensor):
             what = f"rows of shape {tuple(found.shape[1:])}"
         raise LayerError(
-            "the preset embedding is a vector, and the library's own pre-logits of this model are "
+            "the preset embedding is a vector, and the library's own embedding of this model are "
             f"{what}. Name a layer with a reduction: job=layers lists them."
         )
     if not torch.isfinite(found).all() or torch.equal(found[0], found[-1]):
         raise LayerError(
-            "the preset embedding: the library's own pre-logits of this model are the same for "
+            "the preset embedding: the library's own embedding of this model are the same for "
             "different images, or not finite, so no layer can be compared with them. Check the "
             "weights, or name a layer: job=layers lists them."
         )

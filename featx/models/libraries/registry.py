@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 
 OptionsT = TypeVar("OptionsT", bound=ModelConfig)
 
+_ALIASES = {"hf": "transformers"}
+"""Short names that users type -> names of libraries."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelLibrary(Member):
@@ -43,6 +46,14 @@ class ModelLibrary(Member):
 
 class _Libraries(Registry[ModelLibrary]):
     """All model libraries; auto stands for the first one that knows the name of the model."""
+
+    def get(self, name: str) -> ModelLibrary:
+        """Return a library by its name or its short name."""
+        return super().get(_ALIASES.get(name, name))
+
+    def __contains__(self, name: object) -> bool:
+        """Return whether a library has this name or short name."""
+        return super().__contains__(_ALIASES.get(name, name) if isinstance(name, str) else name)
 
     def asked_by_auto(self) -> list[ModelLibrary]:
         """Return the libraries that model.library=auto asks, in this order."""

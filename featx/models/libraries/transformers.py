@@ -1,0 +1,186 @@
+"""model=transformers: backbones of transformers, from a folder that save_pretrained has written."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from featx.config import ModelConfig, TransformConfig
+from featx.errors import ConfigError, ModelError, WeightsError
+from featx.models.libraries.registry import LIBRARIES, library_member
+
+if TYPE_CHECKING:
+    import torch
+
+    from featx.models.base import Backbone
+    from featx.models.transformers.families import Family
+    from featx.models.transformers.loading import Blueprint
+
+_ATTENTION = ("eager", "sdpa")
+"""Implementations of attention that need no further packages."""
+
+
+@dataclass
+class TransformersOptions(ModelConfig):
+    """Options of model=transformers."""
+
+    name: str = ""
+    library: str = "transformers"
+    args: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments with which the library builds the model: attn_implementation, which is
+    eager or sdpa. A resume refuses other values."""
+    input_size: list[int] | None = None
+    """Height and width of the images in pixels, such as [448,448], for families that take another
+    size than that of config.json; the preprocessing follows."""
+    transform: TransformConfig = field(default_factory=TransformConfig)
+    """Preprocessing of the images, by default that of the folder."""
+
+    def __post_init__(self) -> None:
+        if not self.name:
+            raise ConfigError(
+                "model=transformers needs model.name=FOLDER, with config.json, model.safetensors "
+                "and preprocessor_config.json."
+            )
+        super().__post_init__()
+        if self.weights not in (None, "default"):
+            raise ConfigError(
+                f"model.weights={self.weights}: the weights of model=transformers lie in the "
+                "folder model.name. Leave the option out, or give null for random weights."
+            )
+        for name, value in self.args.items():
+            if name != "attn_implementation" or value not in _ATTENTION:
+                raise ConfigError(
+                    f"model.args.{name}={value} cannot be given: the arguments of "
+                    f"model=transformers are attn_implementation={' or '.join(_ATTENTION)}."
+                )
+        size = self.input_size
+        if size is not None and (len(size) != 2 or min(size) < 1):
+            raise ConfigError(f"model.input_size={size}: expected [height, width] in pixels.")
+
+
+def build(config: TransformersOptions, seed: int) -> Backbone:
+    """Build the part of a model that reads images, with the weights of its folder.
+
+    Args:
+        config: folder, or owner/model of the Hugging Face Hub, and options.
+        seed: seed of random weights.
+
+    Raises:
+        ModelError: the folder holds a model that featx does not open.
+        WeightsError: the weights or the image processor are missing, damaged or of another model.
+        MissingExtraError: transformers is not installed.
+    """
+    from featx.models.base import Backbone, random_id
+    from featx.models.preprocessing import changed_preprocess
+    from featx.models.transformers.families import embedding_of, family_of
+    from featx.models.transformers.folder import find_folder, read_config, read_state
+    from featx.models.transformers.loading import blueprint, import_transformers, loaded
+    from featx.models.transformers.loading import untrained as random_module
+    from featx.models.transformers.processors import processor_choice
+
+    import_transformers()
+    folder = find_folder(config.name)
+    values = read_config(folder)
+    family = family_of(str(values["model_type"]))
+    size = None if config.input_size is None else (config.input_size[0], config.input_size[1])
+    choice = processor_choice(folder, size)
+    state = None if config.weights is None else read_state(folder)
+    plan = blueprint(values, family, state, config.args)
+    _check_size(plan, family, choice.preprocess.crop, asked=size is not None)
+    if state is None:
+        module, weights = random_module(plan, seed), random_id(seed)
+    else:
+        module, weights = loaded(plan, state, config.name), config.name
+    backbone = Backbone(
+        module=module,
+        name=f"transformers/{type(module).__name__}",
+        weights=weights,
+        preprocess=changed_preprocess(choice.preprocess, config.transform),
+        num_prefix_tokens=family.num_prefix_tokens(plan.config),
+        has_class_token=family.has_class_token,
+        embedding=embedding_of(module, family),
+        stages=family.stage_names(module),
+        reentrant=family.is_reentrant,
+        args=dict(config.args),
+        packages=("transformers",),
+        provenance={
+            "embedding": family.embedding,
+            "prefix_tokens": family.num_prefix_tokens(plan.config),
+            "processor": choice.name,
+        },
+    )
+    if not choice.is_proven:
+        backbone.choices["preprocessing"] = (
+            f"by {choice.name.partition(',')[0]} of transformers itself, image by image: the fast "
+            "path cannot state what it does"
+        )
+    _tell_half(backbone, state)
+    return backbone
+
+
+def untrained(config: TransformersOptions, seed: int) -> torch.nn.Module:
+    """The architecture with transformers' initialisation."""
+    from featx.models.transformers.families import family_of
+    from featx.models.transformers.folder import find_folder, read_config, read_state
+    from featx.models.transformers.loading import blueprint
+    from featx.models.transformers.loading import untrained as random_module
+
+    folder = find_folder(config.name)
+    values = read_config(folder)
+    family = family_of(str(values["model_type"]))
+    state = None if config.weights is None else read_state(folder)
+    return random_module(blueprint(values, family, state, config.args), seed)
+
+
+def _check_size(plan: Blueprint, family: Family, crop: tuple[int, int], asked: bool) -> None:
+    """Check that a model takes images of the size that its processor makes.
+
+    Args:
+        plan: class and configuration.
+        family: its family.
+        crop: (height, width) of the images in pixels.
+        asked: whether the size is that of model.input_size.
+
+    Raises:
+        ModelError: it takes others.
+        WeightsError: model and processor do not belong together.
+    """
+    side = getattr(plan.config, "image_size", None)
+    if family.takes_any_size or not side:
+        return
+    height, width = (side, side) if isinstance(side, int) else side
+    if crop == (height, width):
+        return
+    model = f"a {plan.model.__name__} with this config.json takes images of {height} x {width}"
+    if asked:
+        raise ModelError(
+            f"model.input_size={list(crop)}: {model} pixels only. Leave the option out, or name a "
+            "model that takes other sizes, such as a DINOv2."
+        )
+    raise WeightsError(
+        f"{model} pixels, and the image processor of the folder makes {crop[0]} x {crop[1]}. Give "
+        f"model.input_size=[{height},{width}], or copy the preprocessor_config.json that belongs "
+        "to the model."
+    )
+
+
+def _tell_half(backbone: Backbone, state: dict[str, torch.Tensor] | None) -> None:
+    """Note among the choices of a backbone that its weights are stored in half precision."""
+    found = sorted({str(x.dtype)[6:] for x in (state or {}).values() if x.is_floating_point()})
+    if found and found != ["float32"]:
+        backbone.choices["parameters"] = f"{', '.join(found)} in the folder, float32 in the run"
+
+
+LIBRARIES.register(
+    library_member(
+        "transformers",
+        "Models of transformers: a folder with config.json, model.safetensors and "
+        "preprocessor_config.json, or owner/model of the Hugging Face Hub.",
+        TransformersOptions,
+        build=build,
+        untrained=untrained,
+        names=tuple,
+        knows=lambda name: True,
+        extra="transformers",
+    )
+)

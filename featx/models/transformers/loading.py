@@ -1,0 +1,254 @@
+"""Building a model of transformers and filling it with the tensors of its folder, all or none.
+
+transformers itself fills what a file lacks with random values and a warning. Here a missing tensor
+is an error, and a pooler that the file lacks is not built.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from featx.base import log_message
+from featx.errors import MissingExtraError, ModelError, WeightsError, counted
+
+if TYPE_CHECKING:
+    import torch
+
+    from featx.models.transformers.families import Family
+
+_POOLING = "add_pooling_layer"
+"""Argument of the classes whose pooler is optional."""
+
+
+@dataclass(frozen=True)
+class Blueprint:
+    """A class of transformers with the configuration of one model.
+
+    Attributes:
+        model: the class.
+        config: the configuration.
+        arguments: further arguments of the class.
+    """
+
+    model: Any
+    config: Any
+    arguments: Mapping[str, Any]
+
+
+def import_transformers() -> Any:
+    """Import transformers.
+
+    Raises:
+        MissingExtraError: it is not installed.
+    """
+    try:
+        import transformers
+    except ImportError as error:
+        raise MissingExtraError(
+            'model=transformers needs the extra transformers: pip install "featx[transformers]".'
+        ) from error
+    return transformers
+
+
+def blueprint(
+    config: Mapping[str, Any],
+    family: Family,
+    tensors: Mapping[str, torch.Tensor] | None,
+    args: Mapping[str, Any],
+) -> Blueprint:
+    """Return the class and the configuration of the part of a model that reads images.
+
+    Args:
+        config: config.json.
+        family: its family.
+        tensors: tensors of the folder, by which the pooler is built or not; None for random
+            weights, where it is built if it has the embedding.
+        args: model.args.
+
+    Raises:
+        ModelError: transformers does not know the model, or it does not read images.
+    """
+    transformers = import_transformers()
+    model_type = str(config["model_type"])
+    values = {key: value for key, value in config.items() if key != "model_type"}
+    try:
+        if family.config is not None:
+            made = getattr(transformers, family.config).from_dict(values)
+        else:
+            made = transformers.CONFIG_MAPPING[model_type].from_dict(values)
+        if family.model is not None:
+            made = getattr(made, "vision_config", made)
+            model = getattr(transformers, family.model)
+        else:
+            model = transformers.MODEL_MAPPING[type(made)]
+    except KeyError as error:
+        raise ModelError(
+            f"transformers {transformers.__version__} has no image model of the model_type "
+            f"{model_type}. Update it (pip install -U transformers), or check config.json."
+        ) from error
+    except Exception as error:  # transformers checks values with exceptions of many kinds
+        reason = " ".join(str(error).split())[:300]
+        raise ModelError(f"config.json describes no {model_type} model: {reason}") from error
+    if model.main_input_name != "pixel_values":
+        raise ModelError(
+            f"a {model.__name__} (model_type {model_type}) reads {model.main_input_name}, not "
+            "images alone. Name the folder of an image model."
+        )
+    arguments = {}
+    if _POOLING in inspect.signature(model.__init__).parameters:
+        needed = family.embedding == "pooler_output"
+        found = tensors is not None and any(map(_is_of_pooler, tensors))
+        arguments[_POOLING] = needed or found
+    if "attn_implementation" in args:
+        made._attn_implementation = args["attn_implementation"]
+    return Blueprint(model, made, arguments)
+
+
+def untrained(plan: Blueprint, seed: int) -> torch.nn.Module:
+    """Return the model with transformers' own initialisation.
+
+    Args:
+        plan: class and configuration.
+        seed: seed of the random weights.
+    """
+    from featx.models.base import seeded
+
+    with seeded(seed), quiet(), _refused(plan):
+        module: torch.nn.Module = plan.model(plan.config, **plan.arguments)
+        return module.float()
+
+
+def loaded(plan: Blueprint, state: Mapping[str, torch.Tensor], origin: str) -> torch.nn.Module:
+    """Return the model with the tensors of a folder, in float32.
+
+    Args:
+        plan: class and configuration.
+        state: tensors of the folder.
+        origin: the folder, for messages.
+
+    Raises:
+        ModelError: the model cannot be built.
+        WeightsError: the tensors are not those of the model, or hold NaN.
+    """
+    module, info = _from_state(plan, state, origin)
+    missing = info["missing_keys"]
+    no_pooler = missing and all(map(_is_of_pooler, missing)) and not any(map(_is_of_pooler, state))
+    if no_pooler and plan.arguments.get(_POOLING):
+        unpooled = replace(plan, arguments={**plan.arguments, _POOLING: False})
+        module, info = _from_state(unpooled, state, origin)
+    _check_loaded(module, info, origin)
+    _tell_left_out(info["unexpected_keys"], module, origin)
+    return module  # type: ignore[no-any-return]  # transformers is not typed here
+
+
+def _from_state(
+    plan: Blueprint, state: Mapping[str, torch.Tensor], origin: str
+) -> tuple[Any, Mapping[str, Any]]:
+    """Return the model that transformers makes of some tensors, and what it reports about them."""
+    import torch
+
+    from featx.models.base import seeded
+
+    try:
+        with seeded(0), quiet(), _refused(plan):
+            # Without a folder, transformers looks for no files, adapters or code.
+            module, info = plan.model.from_pretrained(
+                None,
+                config=plan.config,
+                state_dict=dict(state),
+                dtype=torch.float32,
+                output_loading_info=True,
+                **plan.arguments,
+            )
+    except RuntimeError as error:
+        reason = " ".join(str(error).split())[:300]
+        raise WeightsError(
+            f"the weights of {origin} do not fit their config.json: {reason}"
+        ) from error
+    return module, info
+
+
+def _is_of_pooler(name: str) -> bool:
+    """Whether a tensor is one of a pooler."""
+    return ".pooler." in f".{name}"
+
+
+def _check_loaded(module: Any, info: Mapping[str, Any], origin: str) -> None:
+    """Check that the tensors of a folder have filled a model.
+
+    Raises:
+        WeightsError: some are missing, left over in a part of the model, or hold NaN.
+    """
+    import torch
+
+    children = {name for name, _ in module.named_children()}
+    missing = sorted(info["missing_keys"])
+    extra = sorted(
+        name
+        for name in info["unexpected_keys"]
+        if _own_name(name, module).partition(".")[0] in children
+    )
+    wrong = [str(entry[0]) for entry in info["mismatched_keys"]]
+    if missing or extra or wrong:
+        raise WeightsError(
+            f"the weights of {origin} are not those of a {type(module).__name__} with this "
+            f"config.json: {counted(len(missing), 'tensor')} missing ({', '.join(missing[:3])}), "
+            f"{len(extra)} left over ({', '.join(extra[:3])}), {len(wrong)} of another shape "
+            f"({', '.join(wrong[:3])}). transformers would fill the gaps with random values. Copy "
+            "or download the whole folder, with its own config.json."
+        )
+    damaged = [name for name, x in module.state_dict().items() if torch.isnan(x.float()).any()]
+    if damaged:
+        raise WeightsError(
+            f"the weights of {origin} are damaged: NaN in {counted(len(damaged), 'tensor')} "
+            f"({', '.join(damaged[:3])})."
+        )
+
+
+def _own_name(name: str, module: Any) -> str:
+    """Return the name of a tensor without what stands for the whole model in front of it."""
+    return name.removeprefix(f"{module.base_model_prefix}.")
+
+
+def _tell_left_out(names: Any, module: Any, origin: str) -> None:
+    """Write one line about the tensors of a folder that the model has no use for."""
+    if names:
+        parts = Counter(_own_name(name, module).partition(".")[0] for name in names)
+        each = ", ".join(f"{part} ({number})" for part, number in parts.most_common(8))
+        log_message(
+            f"{origin}: {counted(len(names), 'tensor')} left out, as no part of a "
+            f"{type(module).__name__}: {each}"
+        )
+
+
+@contextlib.contextmanager
+def _refused(plan: Blueprint) -> Iterator[None]:
+    """Turn the errors of a class about its configuration into a ModelError."""
+    try:
+        yield
+    except (TypeError, ValueError, AttributeError, AssertionError, KeyError, IndexError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise ModelError(
+            f"transformers cannot build a {plan.model.__name__} of this config.json: {reason}"
+        ) from error
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Keep transformers from writing progress bars and its own report on missing tensors."""
+    from transformers.utils import logging
+
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity(logging.CRITICAL)
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()

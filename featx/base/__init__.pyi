@@ -33,6 +33,7 @@ from .nested_tensors import Path as Path
 from .nested_tensors import elements as elements
 from .nested_tensors import shapes_of as shapes_of
 from .paths import shipped as shipped
+from .paths import shown_path as shown_path
 from .process_setting import ProcessSetting as ProcessSetting
 from .progress import WAITING_SHARE as WAITING_SHARE
 from .progress import CountProgress as CountProgress
@@ -46,7 +47,10 @@ from .supervisor import MAX_CRASHES as MAX_CRASHES
 from .supervisor import end_process as end_process
 from .supervisor import is_echo as is_echo
 from .supervisor import supervised as supervised
+from .text import WIDTH as WIDTH
+from .text import command_text as command_text
 from .text import facts as facts
+from .text import percent_text as percent_text
 from .text import size_text as size_text
 from .text import table as table
 from .text import time_text as time_text

@@ -91,18 +91,20 @@ def log_message(text: str, level: str = "info") -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def announce(rows: Sequence[tuple[str, str]]) -> None:
+def announce(settings: Sequence[tuple[str, str]], shown: Sequence[tuple[str, str]]) -> None:
     """Print the settings of a run before it starts.
 
     Args:
-        rows: (name, value); an empty name continues the value of the row before.
+        settings: (name, value) of every setting, for JSON; an empty name continues the value of the
+            row before.
+        shown: those that people need, for text.
     """
     if not _as_json:
-        log_message(f"{facts(rows)}\n")
+        log_message(f"{facts(shown)}\n")
         return
     values: dict[str, str] = {}
     last = ""
-    for name, value in rows:
+    for name, value in settings:
         last = name or last  # an empty name continues the row before
         values[last] = f"{values[last]}\n{value}" if last in values else value
     print(json_line("info", event="begin", **values), file=sys.stderr, flush=True)

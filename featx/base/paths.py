@@ -1,7 +1,8 @@
-"""Paths of the files that are installed with featx."""
+"""Paths: of the files that are installed with featx, and as they are shown to people."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 
@@ -16,3 +17,19 @@ def shipped(name: str) -> Path:
     package = Path(__file__).resolve().parents[1]
     inside = package / "_shipped" / name
     return inside if inside.is_dir() else package.parent / name
+
+
+def shown_path(path: str | Path) -> str:
+    """Return a path relative to the current folder if that is shorter, else the absolute path.
+
+    Args:
+        path: path of the machine, or a URL, which stays as it is.
+    """
+    text = str(path)
+    if "://" in text:
+        return text
+    try:
+        relative = os.path.relpath(text)
+    except OSError:  # the current folder was deleted
+        return text
+    return min(text, relative, key=len)

@@ -34,7 +34,7 @@ class Progress:
         self._failures = 0
         self._waiting = 0.0
         self._bar = tqdm(
-            total=total, initial=done, unit="img", disable=not self._has_bar, smoothing=0.1
+            total=total, initial=done, unit=" images", disable=not self._has_bar, smoothing=0.1
         )
 
     def __enter__(self) -> Progress:

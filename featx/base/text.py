@@ -2,40 +2,99 @@
 
 from __future__ import annotations
 
+import shlex
+import textwrap
 from collections.abc import Sequence
 
+WIDTH = 100
+"""Largest number of characters in a line of a table or of facts, where the words allow it."""
 
-def table(header: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> str:
+_LEAST_ROOM = 8
+"""Least width of the first column of a table that is made narrower."""
+
+_COMMAND = "python -m featx "
+
+
+def table(
+    header: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1, width: int | None = WIDTH
+) -> str:
     """Format rows as aligned columns; the first `left` columns flush left, the others flush right.
 
     Args:
         header: names of the columns; a name may have several lines.
         rows: cells as text.
         left: number of columns that are flush left.
+        width: largest number of characters in a line. A first cell that does not fit beside the
+            other columns gets a line of its own, since names have to stay whole. None sets no
+            limit.
     """
-    depth = max(name.count("\n") for name in header)
+    depth = max((name.count("\n") for name in header), default=0)
     split = [("\n" * (depth - name.count("\n")) + name).split("\n") for name in header]
-    every = [*zip(*split, strict=True), *rows]
-    widths = [max(len(row[i]) for row in every) for i in range(len(header))]
+    every = [*zip(*split, strict=True), *rows] if header else list(rows)
+    widths = [max(map(len, column)) for column in zip(*every, strict=True)]
+    room = (width or 0) - sum(widths[1:]) - 2 * len(widths[1:])
+    if room >= _LEAST_ROOM:  # else the other columns are too wide in any case
+        names = [len(row[0]) for row in every if len(row[0]) <= room]
+        widths[0] = max(names, default=0)
     lines = []
-    for row in every:
+    for first, *others in every:
+        if len(first) > widths[0]:
+            lines.append(first)
+            first = ""
         cells = [
-            f"{cell:<{width}}" if i < left else f"{cell:>{width}}"
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+            f"{cell:<{size}}" if i < left else f"{cell:>{size}}"
+            for i, (cell, size) in enumerate(zip([first, *others], widths, strict=True))
         ]
         lines.append("  ".join(cells).rstrip())
     return "\n".join(lines)
 
 
-def facts(rows: Sequence[tuple[str, str]]) -> str:
-    """Format (name, value) pairs as aligned lines; further lines of a value are indented."""
-    width = max(len(name) for name, _ in rows)
+def facts(rows: Sequence[tuple[str, str]], width: int = WIDTH) -> str:
+    """Format (name, value) pairs as aligned lines; further lines of a value are indented.
+
+    Args:
+        rows: the pairs; an empty name continues the value of the pair before.
+        width: largest number of characters in a line. Longer lines are broken between words, and
+            commands so that a shell still reads them as one.
+    """
+    indent = max(len(name) for name, _ in rows) + 2
     lines = []
     for name, value in rows:
-        first, *more = value.splitlines() or [""]
-        lines.append(f"{name:<{width}}  {first}".rstrip())
-        lines += [f"{'':<{width}}  {line}" for line in more]
+        broken = [piece for line in value.splitlines() for piece in _broken(line, width - indent)]
+        first, *more = broken or [""]
+        lines.append(f"{name:<{indent}}{first}".rstrip())
+        lines += [" " * indent + line for line in more]
     return "\n".join(lines)
+
+
+def _broken(line: str, width: int) -> list[str]:
+    """Break a line between words if it is longer than `width`."""
+    if len(line) <= width:
+        return [line]
+    if line.startswith(_COMMAND):
+        return _broken_command(line, width)
+    indent = " " * (len(line) - len(line.lstrip()))
+    return textwrap.wrap(
+        line, width, break_long_words=False, break_on_hyphens=False, subsequent_indent=indent
+    )
+
+
+def _broken_command(line: str, width: int) -> list[str]:
+    """Break a command between its arguments, with a backslash at the end of each line."""
+    program = _COMMAND.strip()
+    lines = [program]
+    for word in map(shlex.quote, shlex.split(line)[len(program.split()) :]):
+        if lines[-1] != program and len(f"{lines[-1]} {word} \\") > width:
+            lines[-1] += " \\"
+            lines.append(f"    {word}")
+        else:
+            lines[-1] += f" {word}"
+    return lines
+
+
+def command_text(*arguments: str) -> str:
+    """Return the command with these arguments, quoted for a shell where that is necessary."""
+    return _COMMAND + shlex.join(arguments)
 
 
 def size_text(num_bytes: float) -> str:
@@ -45,6 +104,11 @@ def size_text(num_bytes: float) -> str:
             return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"
         num_bytes /= 1024
     return f"{num_bytes:.1f} TiB"
+
+
+def percent_text(share: float | None, digits: int = 1) -> str:
+    """A share as percent: 0.9256 is '92.6 %'; None is '-'."""
+    return "-" if share is None else f"{100 * share:.{digits}f} %"
 
 
 def time_text(seconds: float) -> str:

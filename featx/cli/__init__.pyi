@@ -1,6 +1,9 @@
-from .layer_tables import WIDTH as WIDTH
+from .layer_outline import last_stage as last_stage
+from .layer_outline import outline as outline
 from .layer_tables import layer_rows as layer_rows
 from .layer_tables import layer_table as layer_table
 from .layer_tables import remarks as remarks
+from .layer_tables import title as title
+from .layer_tables import usage as usage
 from .overrides import CommandLine as CommandLine
 from .overrides import read_command_line as read_command_line

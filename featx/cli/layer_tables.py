@@ -3,31 +3,27 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from featx.base import Path, size_text, table
-from featx.config import VIEWS_OF_LAYERS
+from featx.base import WIDTH, Path, size_text, table
 from featx.layers import Call, Operation, Trace, element_name
 
 if TYPE_CHECKING:
     from featx.layers import Profile, Values
 
-WIDTH = 120
-"""Width of a terminal in characters, which the tables of three of the views do not exceed."""
-
 _COMMON = ("layer", "type")
-_OF_SHAPES = ("input\nshape", "output\nshape", "parameters", "MFLOPs", "bytes\nper row")
+_OF_SHAPES = ("output", "per image", "parameters", "MFLOPs")
 _OF_COST = ("ms", "own ms", "output\nbytes", "memory\nadded", "memory\npeak")
 _OF_VALUES = ("dtype", "min", "mean", "max", "zeros", "not\nfinite")
 _OF_CUDA = ("memory\nadded", "memory\npeak")
 _COLUMNS = {
     "shapes": (*_COMMON, *_OF_SHAPES),
-    "cost": (*_COMMON, "parameters", "MFLOPs", *_OF_COST),
+    "cost": ("layer", "parameters", "MFLOPs", *_OF_COST),
     "values": ("layer", *_OF_VALUES),
-    "all": (*_COMMON, "calls", *_OF_SHAPES, *_OF_COST, *_OF_VALUES),
+    "all": (*_COMMON, "calls", "input", *_OF_SHAPES, *_OF_COST, *_OF_VALUES),
 }
 
 
@@ -36,6 +32,7 @@ def layer_rows(
     item_bytes: int,
     kinds: tuple[str, ...] = ("output",),
     profiled: Profile | None = None,
+    modules: Collection[str] | None = None,
 ) -> list[dict[str, Any]]:
     """Return one row per tensor that can be captured, with its name for `layers` and its cost.
 
@@ -44,16 +41,19 @@ def layer_rows(
         item_bytes: of one stored number.
         kinds: of capture.
         profiled: what was measured; what was not is None in the rows.
+        modules: names of the modules to list, without operations; None lists everything.
     """
     rows = []
     # What a module returns right behind an operation is the module's own output.
     operations = [each for each in traced.operations if not (each.module and each.is_returned)]
+    if modules is not None:
+        operations = []
     for i, call in enumerate(traced.calls):
         for each in operations:
             if each.num_calls_before == i:
                 given = profiled.operations.get(each.name) if profiled else None
                 rows += operation_rows(each, traced.batch_size, item_bytes, given or {})
-        if not call.module:
+        if not call.module or (modules is not None and call.module not in modules):
             continue
         for kind in kinds:
             for path, shape in call.tensors(kind).items():
@@ -159,11 +159,10 @@ def layer_table(rows: Sequence[Mapping[str, Any]], show: str, on_cuda: bool) -> 
         on_cuda: whether device memory was measured.
     """
     shown = [name for name in _COLUMNS[show] if name not in _OF_CUDA or on_cuda]
-    if on_cuda and show == "cost":
-        shown.remove("output\nbytes")  # for room; what is added says nearly the same
     left = sum(name in _COMMON for name in shown)
     cells = [_cells(row) for row in rows]
-    return table(shown, [[cell[name] for name in shown] for cell in cells], left)
+    width = None if show == "all" else WIDTH
+    return table(shown, [[cell[name] for name in shown] for cell in cells], left, width)
 
 
 def _cells(row: Mapping[str, Any]) -> dict[str, str]:
@@ -180,11 +179,11 @@ def _cells(row: Mapping[str, Any]) -> dict[str, str]:
         "layer": row["name"],
         "type": row["type"],
         "calls": str(row["calls"]),
-        "input\nshape": _input_text(row["inputs"]),
-        "output\nshape": _shape_text(row["shape"]) + " *" * (not row["batch_in_front"]),
+        "input": _input_text(row["inputs"]),
+        "output": _shape_text(row["shape"]) + " *" * (not row["batch_in_front"]),
         "parameters": f"{row['parameters']:,}",
         "MFLOPs": _mflops_text(row["mflops"]),
-        "bytes\nper row": size_text(row["bytes_per_row"]),
+        "per image": size_text(row["bytes_per_row"]),
         "ms": text("ms", ".2f"),
         "own ms": text("own_ms", ".2f"),
         "output\nbytes": size("output_bytes"),
@@ -215,38 +214,74 @@ def _mflops_text(mflops: float | None) -> str:
     return f"{mflops:,.0f}" if mflops >= 10 or mflops == 0 else f"{mflops:.2g}"
 
 
-def remarks(show: str, traced: Trace, profiled: Profile) -> list[str]:
-    """Return the lines below a table."""
+def title(name: str, traced: Trace, input_shape: Sequence[int]) -> str:
+    """Return the line above a table: name, parameters and operations of the model, and its input.
+
+    Args:
+        name: name of the model.
+        traced: one forward pass.
+        input_shape: shape of an image, (3, H, W).
+    """
     whole = traced.calls[-1]
-    lines = [
-        f"whole model: {whole.num_parameters:,} parameters, {_mflops_text(whole.mflops)} MFLOPs "
-        "an image",
-        _finite_text(traced, profiled),
-    ]
+    return (
+        f"{name}: {whole.num_parameters:,} parameters, {_mflops_text(whole.mflops)} MFLOPs an "
+        f"image, input {_shape_text(list(input_shape))}"
+    )
+
+
+def remarks(show: str, traced: Trace, profiled: Profile) -> list[tuple[str, str]]:
+    """Return (name, text) of what a reader of the table has to know about the pass."""
+    from featx.layers import first_nonfinite
+
+    found = []
+    if show in ("values", "all") or first_nonfinite(profiled.values) is not None:
+        found.append(("values", _finite_text(traced, profiled)))
     if profiled.times is not None:
         own = sum(profiled.times.own.values())
-        lines.append(
-            f"ms: median of {profiled.times.runs} warm passes; ms of a layer contain those of the "
-            f"layers inside it, own ms do not. Own ms of all add up to {own:.1f}, the pass without "
-            f"hooks takes {profiled.times.pass_ms:.1f} ms."
+        found.append(
+            (
+                "ms",
+                f"median of {profiled.times.runs} warm passes; ms of a layer contain those of the "
+                f"layers inside it, own ms do not. Own ms of all add up to {own:.1f}, the pass "
+                f"without hooks takes {profiled.times.pass_ms:.1f} ms.",
+            )
         )
     if profiled.memory:
         on_cuda = any(memory.peak is not None for memory in profiled.memory.values())
-        lines.append(
-            "memory added: what the device holds after a layer and did not before; memory peak: "
-            "what it takes on top while the layer runs, with what is added"
-            if on_cuda
-            else "output bytes: of the tensors a layer gives, new or its input's own (what a layer "
-            "takes while it runs is measured on CUDA only)"
+        found.append(
+            (
+                "memory",
+                "added: what the device holds after a layer and did not before; peak: what it "
+                "takes on top while the layer runs, with what is added"
+                if on_cuda
+                else "output bytes are of the tensors a layer gives, new or its input's own (what "
+                "a layer takes while it runs is measured on CUDA only)",
+            )
         )
     if any(shape[:1] != (traced.batch_size,) for c in traced.calls for shape in c.outputs.values()):
-        lines.append("* the batch is not in front of this tensor, so it cannot be captured")
+        found.append(("*", "the batch is not in front of this tensor, so it cannot be captured"))
     if never := _never_called(traced):
-        lines.append(f"never called, so not to be captured: {', '.join(never)}")
-    if show != "all":
-        others = [name for name in VIEWS_OF_LAYERS if name != show]
-        lines.append(f"more: job.show={', '.join(others[:-1])} or {others[-1]}; job.json=true")
-    return lines
+        found.append(("not called", f"so not to be captured: {', '.join(never)}"))
+    return found
+
+
+def usage(rows: Sequence[Mapping[str, Any]], stage: str | None) -> str:
+    """Return how the option `layers` names a layer of a table, with a reduction if it is a map.
+
+    Args:
+        rows: rows of the table.
+        stage: name of the row that is taken; None takes the last one.
+    """
+    named = [row for row in rows if row["batch_in_front"]]
+    if not named:
+        return ""
+    row = next((row for row in named if row["name"] == stage), named[-1])
+    name, shape, whole = row["name"], row["shape"], row["bytes_per_row"]
+    text = f"'layers=[{name},embedding]'"
+    if len(shape) == 3 and shape[1] * shape[2] > 1:
+        mean = size_text(whole // (shape[1] * shape[2]))
+        text += f", or 'layers={{{name}: avg}}': {mean} an image instead of {size_text(whole)}"
+    return text
 
 
 def _finite_text(traced: Trace, profiled: Profile) -> str:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated, Any
 
 from featx.config.checks import check_choice
 from featx.errors import ConfigError
 
 VIEWS_OF_LAYERS = ("shapes", "cost", "values", "all", "watch")
+"""Values of job.show with job=layers; job=probe knows `all` besides its default."""
 
 
 @dataclass
@@ -18,16 +20,26 @@ class JobConfig:
     """Name of the job, from the option `job` itself."""
     json: bool = False
     """Print the result of the job as JSON."""
-    show: str = "shapes"
-    """Columns of job=layers: shapes, cost (parameters, MFLOPs, ms, memory), values (on one image),
-    all of these in one wide table, or watch: every call during a forward pass."""
+    show: str | None = None
+    """Columns of job=layers: shapes (the default), cost (parameters, MFLOPs, ms, memory), values
+    (on one image), all of these in one wide table, or watch: every call during a forward pass. With
+    job=probe, all adds few-shot accuracies, chosen settings and further scores."""
+    depth: Annotated[Any, "number or all"] = None
+    """Levels of modules that job=layers lists: 1, the top level (the default), 2 or more, or all,
+    which also lists operations. A module that computes nearly everything is replaced by those
+    inside it."""
 
     def __post_init__(self) -> None:
-        check_choice("job.show", self.show, VIEWS_OF_LAYERS)
-        if self.json and self.show != "shapes":
-            raise ConfigError(
-                f"job.show={self.show} has no effect with job.json=true, which gives every column."
-            )
+        if self.show is not None:
+            check_choice("job.show", self.show, VIEWS_OF_LAYERS)
+        if self.depth not in (None, "all") and (type(self.depth) is not int or self.depth < 1):
+            raise ConfigError(f"job.depth={self.depth}: expected 1, 2, ... or all.")
+        for key in ("show", "depth"):
+            value = getattr(self, key)
+            if self.json and value not in (None, "shapes"):
+                raise ConfigError(
+                    f"job.{key}={value} has no effect with job.json=true, which gives everything."
+                )
 
 
 @dataclass

@@ -295,22 +295,22 @@ class AutoSettings:
         exact = {name: value.cpu().clone() for name, value in exact.items()}
         best, seconds = "fp32", self._seconds_again(exact)
         glance = self._engine.seconds_per_image(few)
-        measured = [f"fp32 {1 / seconds:.1f} images/s"]
+        fp32_s, reasons = seconds, []
         for precision in candidates:
             candidate = replace(compute, precision=precision)
             # A CPU without bf16 units takes minutes for all images, so two images decide whether to
             # go on. The proof of weight casting is left out here: it takes forward passes itself.
             self._engine.configure_compute(candidate, cast_once=False)
             if (took := self._engine.seconds_per_image(few, repeats=2)) > 2 * glance:
-                measured.append(f"{precision} {took / glance:.1f} times slower")
+                reasons.append(f"{precision} {took / glance:.1f} times slower")
                 continue
             self._engine.configure_compute(candidate)
             values = self._engine.run(self._images)
             cosine, took = row_cosines(values, exact), self._seconds_again(values)
-            measured.append(f"{precision} {1 / took:.1f} images/s, cosine {cosine:.5f}")
+            reasons.append(_reason(precision, fp32_s / took, cosine))
             if cosine >= MIN_COSINE and took * MIN_SPEEDUP < seconds:
                 best, seconds = precision, took
-        self.choices["precision"] = f"{best} ({'; '.join(measured)})"
+        self.choices["precision"] = f"{best} ({'; '.join(reasons)})"
         return best
 
     def _seconds_again(self, values: Mapping[str, torch.Tensor]) -> float:
@@ -360,3 +360,19 @@ class AutoSettings:
             self.choices["compile"] = f"false ({failed})"
         self.seconds_per_image = eager_s
         self._engine.configure_compute(eager)
+
+
+def _reason(precision: str, gain: float, cosine: float) -> str:
+    """Describe why a precision is taken, or is not.
+
+    Args:
+        precision: name of the precision.
+        gain: its speed divided by that of fp32.
+        cosine: smallest cosine of a row to that of fp32.
+    """
+    if cosine < MIN_COSINE:
+        # Rounded down: 0.99896 must not be shown as 0.999.
+        shown = math.floor(1e5 * cosine) / 1e5
+        return f"{precision} {gain:.1f} times as fast, cosine {shown:.5f} < {MIN_COSINE}"
+    too_little = "" if gain >= MIN_SPEEDUP else f", and {MIN_SPEEDUP} is needed"
+    return f"{precision} {gain:.2f} times as fast{too_little}, cosine {cosine:.5f}"

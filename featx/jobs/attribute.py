@@ -34,16 +34,16 @@ def run(config: Config, config_yaml: str) -> int:
     return store_exit_code(config, summary)
 
 
-def _using(config: Config, summary: dict[str, Any]) -> str:
-    """Return lines of code that open a heat map and its score, and the path of the sheets."""
+def _using(config: Config, summary: dict[str, Any]) -> list[str]:
+    """Return lines of Python that show a heat map and its score, and the path of the sheets."""
     method = next(name for name in METHODS if name in summary["layers"])
     lines = [
-        f'store["{method}"][0]      # the heat map of the image store.keys[0], NaN where it failed',
-        'store["score"][0]      # the scalar that it explains; names of all datasets: list(store)',
+        f'store["{method}"][0]      # heat map of the image store.keys[0], NaN where it failed',
+        'store["score"][0]      # the scalar that it explains; list(store) names all datasets',
     ]
     if config.attribute.per_class:
         lines.append(f"# the sheets: {parse_path(config.out) / layout.SHEETS}/*.png")
-    return "\n".join(lines)
+    return lines
 
 
 class ContactSheets(RunObserver):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from featx.base import CountProgress, facts, table
+from featx.base import WIDTH, CountProgress, facts, shown_path, table
 from featx.config import CkaConfig, Config
 from featx.jobs.base import JOBS, Input, Job, print_summary
 from featx.jobs.similarity_files import open_input, result_folder
@@ -53,10 +53,11 @@ def run(config: Config, config_yaml: str) -> int:
     disk.replace_unlocked(path, json.dumps(summary, indent=2).encode())
     whole = found.num_rows == found.num_common
     sampled = "all" if whole else f"chosen of {found.num_common}, seed {config.seed}"
-    rows = [("rows", f"{found.num_rows}, {sampled}"), ("file", str(path))]
+    rows = [("rows", f"{found.num_rows}, {sampled}"), ("wrote", shown_path(path))]
     if other is not None:
-        rows = [("down", str(store.root)), ("across", str(other.root)), *rows]
-    print_summary(config, summary, "\n\n".join([facts(rows), *_tables(found)]))
+        stores = (("down", shown_path(store.root)), ("across", shown_path(other.root)))
+        rows = [*stores, *rows]
+    print_summary(config, summary, "\n\n".join([*_tables(found), facts(rows)]))
     return 0
 
 
@@ -81,7 +82,14 @@ def _tables(found: LayerSimilarity) -> list[str]:
             (layer, *(f"{value:.3f}" for value in row))
             for layer, row in zip(found.layers, values.tolist(), strict=True)
         ]
-        shown.append(table((_TITLES[name], *found.others), cells))
+        named = table((_TITLES[name], *found.others), cells)
+        if max(map(len, named.splitlines())) <= WIDTH:
+            shown.append(named)
+            continue
+        numbers = [str(number) for number in range(1, len(found.others) + 1)]
+        columns = [f"{number} {layer}" for number, layer in zip(numbers, found.others, strict=True)]
+        numbered = table((_TITLES[name], *numbers), cells)
+        shown.append("\n".join([numbered, "columns:", *columns]))
     return shown
 
 

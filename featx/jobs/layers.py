@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-import textwrap
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from featx.base import facts, log_message, print_result
-from featx.config import Config, DataConfig, captures
-from featx.errors import DataError, MissingExtraError, ModelError
+from featx.config import Config, DataConfig, ReduceConfig, captures, layer_requests
+from featx.errors import ConfigError, DataError, LayerError, MissingExtraError, ModelError
 from featx.images import CrashList
 from featx.jobs.base import JOBS, Input, Job
 from featx.layers import Trace
@@ -24,6 +23,7 @@ if TYPE_CHECKING:
     import torch
 
     from featx.engine import Engine
+    from featx.layers import CapturePoint, Profile
     from featx.models import Backbone
 
 _TRIED_IMAGES = 16
@@ -43,7 +43,7 @@ def run(config: Config, config_yaml: str) -> int:
     source, listing, config, missing = _images(config)
     # These import torch, which is not needed to report that the data set cannot be read.
     from featx.base import choose_device
-    from featx.cli import WIDTH, layer_rows, layer_table, remarks
+    from featx.cli import layer_table, title
     from featx.engine import Compute, Engine
 
     device = choose_device(config.device)
@@ -52,36 +52,107 @@ def run(config: Config, config_yaml: str) -> int:
     precision = "fp32" if config.precision == "auto" else config.precision
     batch_size = 1 if config.batch_size == "auto" else int(config.batch_size)
     images = image.expand(batch_size, -1, -1, -1)
-    show = "all" if config.job.json else config.job.show
+    show = "all" if config.job.json else config.job.show or "shapes"
     with Engine(backbone, device, config.dtype) as engine:
         compute = Compute(precision, False, False, batch_size)
         if show != "watch":
-            traced = _trace(engine)
+            traced = _trace(engine, config)
             compute = replace(
                 compute, channels_last=engine.formats(images, fold_batchnorm=False).channels_last
             )
         engine.configure_compute(compute)
         heading = _heading(config, engine, f"{key} of {_where(config)}{missing}")
         if show == "watch":
-            print_result(heading)
+            print_result(facts(heading))
             _watch(engine, images)
             return 0
         from featx.layers import profile
 
         with engine.as_computed(images) as (module, x):
             profiled = profile(module, x, _MEASURED[show])
-    rows = layer_rows(traced, np.dtype(config.dtype).itemsize, captures(config), profiled)
     if config.job.json:
-        log_message(heading)
+        rows, _ = _rows(config, engine, traced, profiled)
+        log_message(facts(heading))
         print_result(json.dumps(rows, indent=2))
         return 0
-    print_result(heading)
-    print_result()
-    print_result(layer_table(rows, show, device.type == "cuda"))
-    print_result()
-    for line in remarks(show, traced, profiled):
-        print_result(textwrap.fill(line, WIDTH, subsequent_indent="  "))
+    shown, text = _listed(config, engine, traced, profiled, show)
+    name = engine.backbone.name
+    parts = [
+        title(name, traced, (3, *engine.backbone.preprocess.crop)),
+        layer_table(shown, show, device.type == "cuda"),
+        facts([*text, *heading[1:]]),
+    ]
+    print_result("\n\n".join(parts))
     return 0
+
+
+def _rows(
+    config: Config, engine: Engine, traced: Trace, profiled: Profile
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """Return the rows of all layers, or of those that `layers` names, and what it left out."""
+    from featx.cli import layer_rows
+    from featx.layers import select
+
+    item_bytes = np.dtype(config.dtype).itemsize
+    if config.layers is None:
+        return layer_rows(traced, item_bytes, captures(config), profiled), []
+    backbone = engine.backbone
+    found = select(layer_requests(config), traced, backbone.classifier, backbone.stages)
+    kinds = tuple(dict.fromkeys(point.capture for point, _ in found.chosen))
+    names = {_row_name(point) for point, _ in found.chosen}
+    rows = layer_rows(traced, item_bytes, kinds, profiled)
+    return [row for row in rows if row["name"] in names], found.left_out
+
+
+def _row_name(point: CapturePoint) -> str:
+    """Return the name of the row of a capture point; the embedding is that of another layer."""
+    if point.name != "embedding":
+        return point.name
+    return point.layer if point.capture == "output" else f"{point.layer}:{point.capture}"
+
+
+def _listed(
+    config: Config, engine: Engine, traced: Trace, profiled: Profile, show: str
+) -> tuple[list[dict[str, Any]], list[tuple[str, str]]]:
+    """Return the rows of the table, and (name, text) of what one has to know about them."""
+    from featx.cli import last_stage, layer_rows, outline, remarks, usage
+
+    rows, left_out = _rows(config, engine, traced, profiled)
+    lines = [("left out", "\n".join(left_out))]
+    depth = config.job.depth or 1
+    stage = None
+    if config.layers is None and depth != "all":
+        num_all = len(rows)
+        modules = outline(traced, depth)
+        stage = last_stage(traced, modules)
+        item_bytes = np.dtype(config.dtype).itemsize
+        rows = layer_rows(traced, item_bytes, captures(config), profiled, modules)
+        inside = f", or 'layers=[{stage}.**]' for what is inside {stage}" if stage else ""
+        lines += [
+            ("listed", f"{len(rows)} of {num_all} layers and operations"),
+            ("more", f"job.depth={depth + 1}, job.depth=all{inside}"),
+        ]
+    if show == "shapes":
+        lines.append(("columns", "job.show=cost, values, all or watch; job.json=true"))
+    lines += remarks(show, traced, profiled)
+    if show == "shapes":
+        lines.append(("embedding", _embedding_text(engine, traced)))
+        lines.append(("use", usage(rows, stage)))
+    return rows, [(name, text) for name, text in lines if text]
+
+
+def _embedding_text(engine: Engine, traced: Trace) -> str:
+    """Describe which tensor the default of `layers` is, or return '' if the model has none."""
+    from featx.layers import select
+
+    try:
+        ((point, _),) = select(
+            [("embedding", ReduceConfig())], traced, engine.backbone.classifier, None
+        ).chosen
+    except LayerError:
+        return ""
+    what = "" if point.capture == "output" else f"the {point.capture} of "
+    return f"{what}{point.layer}; the default of layers"
 
 
 def _images(config: Config) -> tuple[Source, Listing, Config, str]:
@@ -124,27 +195,28 @@ def _where(config: Config) -> str:
     return config.data.root or f"data={config.data.name}"
 
 
-def _heading(config: Config, engine: Engine, image: str) -> str:
+def _heading(config: Config, engine: Engine, image: str) -> list[tuple[str, str]]:
     """Describe model, image and computation."""
     backbone, compute = engine.backbone, engine.compute
     height, width = backbone.preprocess.crop
     auto = " (precision=auto stays fp32 here)" if config.precision == "auto" else ""
-    rows = [
+    return [
         ("model", f"{backbone.name}, weights {backbone.weights}"),
         ("image", f"{image}, as {compute.batch_size}x3x{height}x{width}"),
         ("computed", f"{compute.precision}{auto} on {engine.device}, in eval mode"),
     ]
-    return facts(rows)
 
 
-def _trace(engine: Engine) -> Trace:
-    """Trace one forward pass on noise.
+def _trace(engine: Engine, config: Config) -> Trace:
+    """Trace one forward pass on noise, and where the embedding is found if it will be shown.
 
     Raises:
         ModelError: the pass failed.
     """
     try:
-        return engine.trace()
+        asked = [] if config.layers is None else [name for name, _ in layer_requests(config)]
+        is_table = not config.job.json and config.job.show in (None, "shapes")
+        return engine.trace(["embedding", *asked] if is_table else asked)
     except Exception as error:
         message = " ".join(str(error).split())
         raise ModelError(
@@ -165,6 +237,21 @@ def _watch(engine: Engine, images: torch.Tensor) -> None:
         log_forward(module, x, print_result)
 
 
+def _check(config: Config) -> None:
+    """Refuse a depth beside named layers, and a table of layers beside the calls of a pass.
+
+    Raises:
+        ConfigError: an option has no effect.
+    """
+    if config.job.depth is None and config.layers is None:
+        return
+    given = "layers" if config.layers is not None else "job.depth"
+    if config.job.show == "watch":
+        raise ConfigError(f"{given} has no effect with job.show=watch, which prints every call.")
+    if config.layers is not None and config.job.depth is not None:
+        raise ConfigError("job.depth has no effect if layers names what is listed; give one.")
+
+
 JOBS.register(
     Job(
         "layers",
@@ -172,9 +259,10 @@ JOBS.register(
         run=run,
         input=Input.IMAGES,
         reads=(
-            *("job.json", "job.show", "model", "data", "capture", "precision", "dtype"),
-            *("batch_size", "device", "decode", "seed"),
+            *("job.json", "job.show", "job.depth", "model", "data", "layers", "capture"),
+            *("precision", "dtype", "batch_size", "device", "decode", "seed"),
         ),
-        why="it lists all layers, and stores nothing",
+        why="it lists layers, and stores nothing",
+        check=_check,
     )
 )

@@ -7,10 +7,17 @@ from pathlib import Path
 from typing import Any
 
 from featx.analysis import FEATURES
-from featx.base import facts, num_cpus, size_text, time_text
+from featx.base import facts, num_cpus, shown_path, size_text, time_text
 from featx.config import Config
+from featx.errors import counted
 from featx.jobs.base import JOBS, RUN_OPTIONS, Input, Job, print_summary
-from featx.pipeline import RunContext, build_run_context, describe_run
+from featx.pipeline import (
+    RunContext,
+    build_run_context,
+    describe_computation,
+    describe_request,
+    layers_text,
+)
 from featx.storage import AtomicFolder, is_url, parse_path
 from featx.store import leftover_bytes, packed_size_bound
 from featx.types import Part
@@ -20,10 +27,10 @@ _TRIAL_BATCHES = 2
 
 
 def run(config: Config, config_yaml: str) -> int:
-    """Print rows, shapes, bytes, disk space, memory and time; returns the exit code 0."""
+    """Print time, disk space, memory and what they rest on; returns the exit code 0."""
     with build_run_context(config, config_yaml, FEATURES) as context:
         plan = _plan(config, context)
-        print_summary(config, plan, facts([*describe_run(context), *_lines(plan)]))
+        print_summary(config, plan, _text(context, plan))
     return 0
 
 
@@ -69,29 +76,58 @@ def _seconds_per_image_read(context: RunContext) -> float | None:
         return (time.perf_counter() - started_at) / count
 
 
-def _disk_line(plan: dict[str, Any]) -> str:
-    """Describe the disk space needed and free, with advice if it is too little."""
-    needed = f"{size_text(plan['disk_needed'])} for the features"
+def _text(context: RunContext, plan: dict[str, Any]) -> str:
+    """Format the plan for people: the answer, what it rests on, and the command that follows."""
+    out = context.config.out
+    device, *others = describe_computation(context)
+    rows = [
+        *describe_request(context),
+        ("layers", layers_text(context)),
+        *([("left out", "\n".join(context.left_out))] if context.left_out else []),
+        ("disk", _disk_text(plan)),
+        ("memory", f"about {size_text(plan['memory'])} besides PyTorch"),
+        ("speed", _speed_text(plan)),
+        device,
+        *others,
+        ("output", f"{shown_path(parse_path(out))}, nothing was written"),
+    ]
+    return f"{_answer(plan)}\n\n{facts(rows)}\n\nThe same command without job=plan runs it."
+
+
+def _answer(plan: dict[str, Any]) -> str:
+    """Return a sentence on time and disk space, and one on what is in the way."""
+    answer = (
+        f"{counted(plan['rows'], 'image')}: about {time_text(plan['seconds'])} after the start, "
+        f"{size_text(plan['disk_needed'])} of features."
+    )
+    if plan["disk_free"] is None or _fits(plan):
+        return answer
+    return f"{answer}\nNOT ENOUGH disk space: choose another out=DIR, a reduction, or pack=false."
+
+
+def _fits(plan: dict[str, Any]) -> bool:
+    """Return whether the disk has room for the parts and the packed file."""
+    return bool(plan["disk_free"] > plan["disk_needed_while_packing"])
+
+
+def _disk_text(plan: dict[str, Any]) -> str:
+    """Describe the disk space needed and free."""
+    needed = size_text(plan["disk_needed"])
     if plan["disk_free"] is None:
         return f"{needed}, in an object store"
-    enough = plan["disk_free"] > plan["disk_needed_while_packing"]
-    advice = "" if enough else "\nNOT ENOUGH: choose another out=DIR, a reduction, or pack=false"
     return (
-        f"{needed}, {size_text(plan['disk_needed_while_packing'])} while packing, "
-        f"{size_text(plan['disk_free'])} free{advice}"
+        f"{needed}, {size_text(plan['disk_needed_while_packing'])} while packing; "
+        f"{size_text(plan['disk_free'])} free"
     )
 
 
-def _lines(plan: dict[str, Any]) -> list[tuple[str, str]]:
-    """Format the plan for people."""
+def _speed_text(plan: dict[str, Any]) -> str:
+    """Describe the speed of model and reading, and which of them is the limit."""
     model, read = plan["images_per_second_model"], plan["images_per_second_read"]
-    return [
-        ("rows", str(plan["rows"])),
-        ("disk", _disk_line(plan)),
-        ("memory", f"about {size_text(plan['memory'])} besides torch itself"),
-        ("speed", f"model {model:.1f} images/s, reading {read:.1f} images/s"),
-        ("time", f"about {time_text(plan['seconds'])} after the start"),
-    ]
+    if read is None:
+        return f"model {model:.1f} images/s; no image could be read"
+    limit = "the model" if model <= read else "reading images"
+    return f"model {model:.1f} images/s, reading {read:.1f} images/s: limited by {limit}"
 
 
 JOBS.register(

@@ -9,9 +9,9 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from featx.base import facts, log_message
+from featx.base import facts, log_message, shown_path, table
 from featx.config import Config
-from featx.errors import ConfigError
+from featx.errors import ConfigError, counted
 from featx.jobs.base import CUSTOM_CODE, JOBS, Input, Job, print_summary
 from featx.pipeline import exit_code, trial_rows
 from featx.storage import AtomicFolder
@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from featx.analysis import Predictions
 
 PREDICTIONS_CSV, PREDICTIONS_HTML = "predictions.csv", "predictions.html"
+_SHOWN_CLASSES = 20
+"""Number of classes that the printed table names, the most frequent first."""
+
 COLUMNS = ("key", "class", "probability", "status", "reason")
 
 
@@ -29,7 +32,7 @@ def run(config: Config, config_yaml: str) -> int:
     from featx.export.report import render_predictions
 
     head = head_of_store(config.place_of_store(), _layer(config))
-    log_message(f"head        {head}")
+    log_message(facts([("head", f"{head.name}\nin {shown_path(head.parent)}")]))
     found = run_prediction(config, head)
     disk = AtomicFolder(Path(config.out).expanduser())
     disk.make_folder(disk.root)
@@ -88,18 +91,19 @@ def _summary(found: Predictions, path: Path, page: Path) -> dict[str, Any]:
 
 def _text(summary: dict[str, Any]) -> str:
     """Format the summary for people."""
-    counts = [f"{count} {name}" for name, count in summary["classes"].items()]
-    shown = ", ".join(counts[:10]) + (", ..." if len(counts) > 10 else "")
-    return facts(
-        [
-            ("images", f"{summary['rows']}, {summary['failures']} failed"),
-            ("classes", shown or "none"),
-            ("images/s", f"{summary['images_per_second'] or 0:.1f}"),
-            *trial_rows(summary),
-            ("file", summary["file"]),
-            ("page", summary["page"]),
-        ]
-    )
+    rate = summary["images_per_second"]
+    speed = f", {rate:.1f} images/s" if rate else ""
+    images = counted(summary["rows"], "image")
+    parts = [f"Done: {images}, {summary['failures']} failed{speed}."]
+    cells = [(name, str(count)) for name, count in summary["classes"].items()]
+    if len(cells) > _SHOWN_CLASSES:
+        rest = sum(list(summary["classes"].values())[_SHOWN_CLASSES:])
+        cells = [*cells[:_SHOWN_CLASSES], (f"{len(cells) - _SHOWN_CLASSES} others", str(rest))]
+    if cells:
+        parts.append(table(("class", "images"), cells))
+    files = [shown_path(summary["file"]), f"{shown_path(summary['page'])}  doubtful images first"]
+    parts.append(facts([*trial_rows(summary), ("wrote", "\n".join(files))]))
+    return "\n\n".join(parts)
 
 
 def _check(config: Config) -> None:

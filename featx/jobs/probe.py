@@ -2,14 +2,31 @@
 
 from __future__ import annotations
 
+import textwrap
+from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
-from featx.base import facts, log_message, table
+from featx.base import (
+    WIDTH,
+    command_text,
+    facts,
+    log_message,
+    percent_text,
+    shown_path,
+    table,
+)
 from featx.config import Config, ProbeConfig
-from featx.errors import counted
+from featx.errors import ConfigError, counted
 from featx.jobs.base import JOBS, Input, Job, print_summary
 from featx.storage import parse_path
 from featx.store import layout
+
+_SIGNIFICANT = 0.05
+"""Smallest p of a paired test that leaves two layers undistinguished."""
+
+_NAMED = 3
+"""Number of layers, or pairs of classes, that a line names."""
 
 
 def run(config: Config, config_yaml: str) -> int:
@@ -23,36 +40,62 @@ def run(config: Config, config_yaml: str) -> int:
 
 
 def _text(config: Config, result: dict[str, Any]) -> str:
-    """Format the result for people, with the command that uses the head."""
+    """Format the result for people: the answer, the table, what it rests on, and what follows."""
+    parts = [_answer(result), _layers_table(config, result)]
+    if config.job.show == "all":
+        parts += [_details_table(config, result), *_paired_lines(result)]
+    if config.probe.all_shots:
+        parts.append(_few_shot_table(config, result))
+    return "\n\n".join([*parts, facts(_facts(config, result))])
+
+
+def _answer(result: dict[str, Any]) -> str:
+    """Return the best layer with its accuracy, and the layers that may be as good."""
+    folds = result.get("layer_of_folds")
+    of_folds = ""
+    if folds:
+        of_folds = f", with the layer that each fold chose within training ({_counts(folds)})"
+    answer = (
+        f"Best layer: {result['layer']} ({result['method']}, chosen on validation rows). "
+        f"{percent_text(result['accuracy'])} of {result['rows']} test rows are right, 95 % "
+        f"interval {_interval_text(result['interval'])} %{of_folds}."
+    )
+    alike = [
+        f"{layer} (p = {found['p']:.2g})"
+        for layer, found in result["paired_tests"].items()
+        if found["p"] >= _SIGNIFICANT
+    ]
+    more = f" and {len(alike) - _NAMED} more" if len(alike) > _NAMED else ""
+    doubt = [f"Not distinguishable from it: {', '.join(alike[:_NAMED])}{more}."] if alike else []
+    return "\n".join(textwrap.fill(line, WIDTH) for line in (answer, *doubt))
+
+
+def _counts(layers: list[str]) -> str:
+    """Return how many folds chose each layer."""
+    return ", ".join(f"{layer} in {count}" for layer, count in Counter(layers).items())
+
+
+def _interval_text(interval: Sequence[float]) -> str:
+    """Return an interval of shares in percent, without the sign: '85.6 - 96.4'."""
+    low, high = (f"{100 * edge:.1f}" for edge in interval)
+    return f"{low} - {high}"
+
+
+def _facts(config: Config, result: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return (name, text) of what the accuracy rests on, of the files, and of what follows."""
     store = parse_path(result["store"])
     folder = store if store.is_dir() else store.parent
-    best, method = result["layer"], result["method"]
-    low, high = result["interval"]
+    groups = result["split"]["groups"]
     rows = [
         ("rows", f"{result['rows_labelled']} labelled, {len(result['classes'])} classes"),
         ("split", _split_text(result["split"])),
-        ("groups", _groups_text(result["split"]["groups"])),
-        ("best layer", f"{best}, by {method}'s accuracy on the validation rows"),
-        (
-            "accuracy",
-            f"{result['accuracy']:.4f} on {result['rows']} test rows, 95 % interval {low:.4f} to "
-            f"{high:.4f}",
-        ),
+        *([("groups", _groups_text(groups))] if groups else []),
+        ("chance", _chance_text(result)),
     ]
-    if chosen := result.get("layer_of_folds"):
-        counts = ", ".join(
-            f"{layer} in {chosen.count(layer)}" for layer in sorted(set(chosen), key=chosen.index)
-        )
-        rows.append(
-            (
-                "",
-                f"by the layer that each of {len(chosen)} folds chose within training: {counts}",
-            )
-        )
     if folds := result.get("folds"):
-        rows.append(("", f"folds: mean {folds['mean']:.4f}, standard deviation {folds['std']:.4f}"))
-    if result["paired_tests"]:
-        rows.append(("compared", _paired_text(result)))
+        mean, std = percent_text(folds["mean"]), percent_text(folds["std"])
+        rows.append(("folds", f"mean {mean}, standard deviation {std}"))
+    rows.append(("errors", _errors_text(result)))
     rows.append(("duplicates", _near_text(result)))
     notes = result["notes_on_rows"] + [
         f"{layer}, {name}: {note}"
@@ -63,21 +106,36 @@ def _text(config: Config, result: dict[str, Any]) -> str:
     if notes:
         shown = notes[:12] + ([f"and {len(notes) - 12} more, in probe.json"] if notes[12:] else [])
         rows.append(("notes", "\n".join(shown)))
-    rows.append(("file", str(folder / layout.PROBE)))
-    rows.append(("predicted", str(folder / result["predictions"]["file"])))
+    files = [layout.PROBE, result["predictions"]["file"]]
+    files += [result["head"]["file"]] if result["head"] else []
+    rows.append(("wrote", "\n".join([*files, f"in {shown_path(folder)}"])))
+    following = [command_text("job=report", f"store={shown_path(store)}")]
     if result["head"]:
-        rows.append(("head", str(folder / result["head"]["file"])))
-    parts = [facts(rows), _layers_table(config, result)]
-    if config.probe.all_shots:
-        parts.append(_few_shot_table(config, result))
-    if (worst := _confused(result)) is not None:
-        parts.append(worst)
-    if result["head"]:
-        parts.append(
-            "python -m featx job=predict store="
-            f"{store} data=folder data.root=NEW      # the best layer's head on new images"
-        )
-    return "\n\n".join(parts)
+        following.append(command_text("job=predict", f"store={shown_path(store)}", "data=./new"))
+    return [*rows, ("next", "\n".join(following))]
+
+
+def _chance_text(result: dict[str, Any]) -> str:
+    """Return the accuracy of guessing, and of always naming the most frequent class."""
+    support = [count for count in result["support"] if count is not None]
+    largest = percent_text(max(support) / max(1, sum(support)))
+    return f"{percent_text(1 / len(result['classes']))}, largest class {largest}"
+
+
+def _errors_text(result: dict[str, Any]) -> str:
+    """Return the number of wrong predictions, and the pairs of classes confused most."""
+    names, matrix = result["classes"], result["confusion"]
+    pairs = [
+        (count, names[i], names[j])
+        for i, row in enumerate(matrix)
+        for j, count in enumerate(row)
+        if i != j and count
+    ]
+    pairs.sort(key=lambda pair: -pair[0])
+    shown = [f"{true} as {said} {count}" for count, true, said in pairs[:_NAMED]]
+    more = [f"{len(pairs) - _NAMED} more pairs of classes"] if pairs[_NAMED:] else []
+    total = f"{sum(count for count, *_ in pairs)} of {result['rows']}"
+    return f"{total}: {', '.join([*shown, *more])}" if pairs else total
 
 
 def _split_text(split: dict[str, Any]) -> str:
@@ -92,10 +150,8 @@ def _split_text(split: dict[str, Any]) -> str:
     return f"{kind}, {sizes}; seed {split['seed']}"
 
 
-def _groups_text(groups: dict[str, Any] | None) -> str:
+def _groups_text(groups: dict[str, Any]) -> str:
     """Describe which rows were kept together."""
-    if groups is None:
-        return "none: each row counts as independent; probe.group_column=NAME keeps rows together"
     return (
         f"rows of one {groups['by']} stay on one side: "
         f"{counted(groups['groups'], 'group')}, the largest of {counted(groups['largest'], 'row')}"
@@ -113,30 +169,46 @@ def _near_text(result: dict[str, Any]) -> str:
     )
     if near["rows"] and (others := near["without"]) is not None:
         text += (
-            f";\nwithout them the accuracy is {others['accuracy']:.4f} "
+            f";\nwithout them the accuracy is {percent_text(others['accuracy'])} "
             f"({others['correct']} of {others['rows']})"
         )
     return text
 
 
-def _paired_text(result: dict[str, Any]) -> str:
+def _paired_lines(result: dict[str, Any]) -> list[str]:
     """Describe, for each other layer, on how many test rows it differs from the best one."""
-    return "\n".join(
+    lines = [
         f"{layer}: {counted(found['first_only'] + found['second_only'], found['unit'])} for one of "
         f"them only, {found['first_only']} for {result['layer']} and {found['second_only']} for "
         f"{layer}; p = {found['p']:.2g}"
         for layer, found in result["paired_tests"].items()
-    )
-
-
-_HEADER = (
-    "layer", "method", "features", "chosen", "validation", "accuracy", "95 %\nfrom", "to",
-    "balanced", "top-5", "calibration\nerror", "seconds",
-)  # fmt: skip
+    ]
+    return ["\n".join(textwrap.fill(line, WIDTH) for line in lines)] if lines else []
 
 
 def _layers_table(config: Config, result: dict[str, Any]) -> str:
-    """Format a table with one row per layer and method, in the order of the store."""
+    """Format a table with one row per layer, in the order of the store."""
+    methods, tests = config.probe.methods, result["paired_tests"]
+    rows = []
+    for layer, about in result["layers"].items():
+        cells = [layer, str(about["features"])]
+        cells += [percent_text(about[method]["accuracy"]) for method in methods]
+        cells.insert(3, _interval_text(about[methods[0]]["interval"]))
+        if tests:
+            cells.append(f"p = {tests[layer]['p']:.2g}" if layer in tests else "best")
+        rows.append(cells)
+    header = ["layer", "width", methods[0], "95 % interval", *methods[1:]]
+    shown = table([*header, "against best"] if tests else header, rows)
+    if len(result["layers"]) > 1:
+        shown += (
+            "\nThe interval of a line holds for a layer that was chosen beforehand, not for the "
+            "best one."
+        )
+    return shown
+
+
+def _details_table(config: Config, result: dict[str, Any]) -> str:
+    """Format a table with the settings and further scores of each layer and method."""
     rows = []
     for layer, about in result["layers"].items():
         for method in config.probe.methods:
@@ -146,24 +218,20 @@ def _layers_table(config: Config, result: dict[str, Any]) -> str:
                 (
                     layer,
                     method,
-                    str(about["features"]),
                     f"{name}={found[name]:g}",
-                    f"{found['validation_accuracy']:.4f}",
-                    f"{found['accuracy']:.4f}",
-                    *(f"{edge:.4f}" for edge in found["interval"]),
-                    f"{found['balanced_accuracy']:.4f}",
-                    _number(found["top5"]),
-                    _number(found["calibration_error"]),
+                    percent_text(found["validation_accuracy"]),
+                    _interval_text(found["interval"]),
+                    percent_text(found["balanced_accuracy"]),
+                    percent_text(found["top5"]),
+                    "-" if (error := found["calibration_error"]) is None else f"{error:.3f}",
                     f"{found['seconds']:.1f}",
                 )
             )
-    found = table(_HEADER, rows, left=2)
-    if len(result["layers"]) > 1:
-        found += (
-            "\nThe interval of a line holds for a layer that was chosen beforehand, not for the "
-            "best one of the table."
-        )
-    return found
+    header = (
+        "layer", "method", "chosen", "validation", "95 % interval", "balanced", "top-5",
+        "calibration\nerror", "seconds",
+    )  # fmt: skip
+    return table(header, rows, left=2)
 
 
 def _few_shot_table(config: Config, result: dict[str, Any]) -> str:
@@ -180,26 +248,18 @@ def _few_shot_table(config: Config, result: dict[str, Any]) -> str:
 
 def _mean_text(found: dict[str, Any]) -> str:
     """Format a mean, with the standard deviation if there is more than one draw."""
-    spread = "" if found["std"] is None else f" ± {found['std']:.4f}"
-    return f"{found['mean']:.4f}{spread}"
+    spread = "" if found["std"] is None else f" ± {100 * found['std']:.1f}"
+    return f"{100 * found['mean']:.1f}{spread} %"
 
 
-def _confused(result: dict[str, Any]) -> str | None:
-    """Describe the three pairs of classes that are confused most, or return None without errors."""
-    names, matrix = result["classes"], result["confusion"]
-    pairs = [
-        (count, names[i], names[j])
-        for i, row in enumerate(matrix)
-        for j, count in enumerate(row)
-        if i != j and count
-    ]
-    pairs.sort(key=lambda pair: -pair[0])
-    lines = [f"{count} of {true} predicted as {said}" for count, true, said in pairs[:3]]
-    return "Most confused: " + "; ".join(lines) if lines else None
+def _check(config: Config) -> None:
+    """Refuse views of other jobs.
 
-
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.4f}"
+    Raises:
+        ConfigError: job.show is neither null nor all.
+    """
+    if config.job.show not in (None, "all"):
+        raise ConfigError(f"job.show={config.job.show}: job=probe has only job.show=all.")
 
 
 JOBS.register(
@@ -209,7 +269,8 @@ JOBS.register(
         ProbeConfig,
         run=run,
         input=Input.STORE_OR_OUT,
-        reads=("job.json", "layers", "device", "seed"),
+        reads=("job.json", "job.show", "layers", "device", "seed"),
         why="it reads an existing store; `layers` selects its layers",
+        check=_check,
     )
 )

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
-from featx.base import facts, print_result, table
+from featx.base import WIDTH, facts, percent_text, print_result, shown_path, table
 from featx.config import Config, StatsConfig, without_object
+from featx.errors import counted
 from featx.jobs.base import (
     JOBS,
     RUN_OPTIONS,
@@ -17,7 +20,7 @@ from featx.jobs.base import (
     with_keywords,
 )
 from featx.jobs.keywords import StatsOptions
-from featx.pipeline import exit_code, seconds_text, trial_rows
+from featx.pipeline import exit_code, trial_rows
 from featx.sources import source_of
 
 if TYPE_CHECKING:
@@ -73,49 +76,54 @@ def run(config: Config, config_yaml: str) -> int:
     )
 
 
-_HEADER = (
-    "layer", "rows", "features", "smallest", "largest", "mean", "std from", "to",
-    "total variance", "effective rank", "in 10 / 50 / 100 directions",
+_VALUES = ("layer", "rows", "features", "smallest", "largest", "mean", "std from", "to")
+_SPREAD = (
+    "layer", "total variance", "effective rank", "share of variance in\n10 / 50 / 100 directions",
 )  # fmt: skip
 
 
 def _text(summary: dict[str, Any]) -> str:
     """Format the result for people, with three lines of code that open it."""
-    rate = summary["images_per_second"]
-    rows = [
-        ("images", f"{summary['rows']}, {summary['failures']} failed and left out"),
-        ("images/s", f"{rate:.1f}" if rate else "nothing was left to do"),
-        *trial_rows(summary),
-        ("seconds", seconds_text(summary["seconds"])),
-        *([("bound by", summary["bottleneck"])] if summary["bottleneck"] else []),
-        ("memory", f"{summary['peak_memory_mib']} MiB at the peak"),
-        ("file", summary["file"]),
-    ]
-    shown = table(_HEADER, [_cells(name, layer) for name, layer in summary["layers"].items()])
-    distances = "".join(
-        f"Fréchet distance of {layer}: {_number(distance)}\n"
-        for layer, distance in summary["frechet"].items()
+    rate, limit = summary["images_per_second"], summary["bottleneck"]
+    done = (
+        f"Done: {counted(summary['rows'], 'image')}, {summary['failures']} failed and left out, "
+        + (f"{rate:.1f} images/s." if rate else "nothing was left to do.")
+        + (f" Limited by {limit}." if limit else "")
     )
+    layers = summary["layers"].items()
+    shown = [
+        textwrap.fill(done, WIDTH),
+        table(_VALUES, [_values(name, layer) for name, layer in layers]),
+        table(_SPREAD, [_spread(name, layer) for name, layer in layers]),
+    ]
+    distances = [
+        f"Fréchet distance of {layer}: {_number(distance)}"
+        for layer, distance in summary["frechet"].items()
+    ]
+    path = shown_path(summary["file"])
     layer = next(iter(summary["layers"]))
     opening = (
         "import featx\n"
-        f'stats = featx.open_stats("{summary["file"]}")\n'
-        f'stats["{layer}"].mean      # (D,) float64; .covariance(), .second_moment, .count'
+        f"stats = featx.open_stats({json.dumps(path, ensure_ascii=False)})\n"
+        f"stats[{json.dumps(layer)}].mean\n"
+        "# (D,) float64; also .covariance(), .second_moment, .count"
     )
-    return f"{facts(rows)}\n\n{shown}\n{distances}\n{opening}"
+    rows = facts([*trial_rows(summary), ("file", path)])
+    return "\n\n".join([*shown, *(["\n".join(distances)] if distances else []), rows, opening])
 
 
-def _cells(name: str, layer: dict[str, Any]) -> tuple[str, ...]:
-    """Return one row of the table of layers."""
-    shares = [f"{100 * share:.1f} %" for share in (layer["first"] or {}).values()]
-    numbers = ("smallest", "largest", "mean", "std_min", "std_max", "total_variance")
-    return (
-        name,
-        str(layer["rows"]),
-        str(layer["features"]),
-        *(_number(layer[key]) for key in (*numbers, "effective_rank")),
-        " / ".join(shares) or "-",
-    )
+def _values(name: str, layer: dict[str, Any]) -> tuple[str, ...]:
+    """Return one row of the table of values."""
+    numbers = ("smallest", "largest", "mean", "std_min", "std_max")
+    counts = (str(layer["rows"]), str(layer["features"]))
+    return (name, *counts, *(_number(layer[key]) for key in numbers))
+
+
+def _spread(name: str, layer: dict[str, Any]) -> tuple[str, ...]:
+    """Return one row of the table of variances."""
+    shares = [percent_text(share) for share in (layer["first"] or {}).values()]
+    numbers = (_number(layer[key]) for key in ("total_variance", "effective_rank"))
+    return (name, *numbers, " / ".join(shares) or "-")
 
 
 def _number(value: float | None) -> str:

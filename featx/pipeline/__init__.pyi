@@ -23,9 +23,12 @@ from .run_driver import drive_run as drive_run
 from .run_metrics import RunMetrics as RunMetrics
 from .run_metrics import peak_memory_mib as peak_memory_mib
 from .run_observer import RunObserver as RunObserver
+from .run_summary import RunDescription as RunDescription
+from .run_summary import describe_computation as describe_computation
 from .run_summary import describe_end as describe_end
+from .run_summary import describe_request as describe_request
 from .run_summary import describe_run as describe_run
-from .run_summary import seconds_text as seconds_text
+from .run_summary import layers_text as layers_text
 from .run_summary import trial_rows as trial_rows
 from .run_target import PART_SECONDS as PART_SECONDS
 from .run_target import RunTarget as RunTarget

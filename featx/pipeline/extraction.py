@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from featx.base import log_message
+from featx.base import log_message, shown_path
 from featx.config import Config
 from featx.errors import ConfigError, StoreMismatchError, counted
 from featx.pipeline.changed_images import changed_images_text, rows_of_two_images
@@ -27,7 +27,7 @@ from featx.pipeline.run_context import RunContext
 from featx.pipeline.run_driver import RunOutput, drive_run
 from featx.pipeline.run_metrics import peak_memory_mib
 from featx.pipeline.run_observer import RunObserver
-from featx.pipeline.run_summary import describe_run
+from featx.pipeline.run_summary import RunDescription, describe_run
 from featx.pipeline.run_target import RunTarget, StoreTarget
 from featx.storage import is_url, parse_path
 from featx.store import Heartbeat, StoreSession, layout, pack_in_child, packed_size_bound
@@ -129,11 +129,11 @@ class StoreOutput(RunOutput[StoreSession]):
             session.write_config(self._config_yaml)
             yield session
 
-    def described(self, context: RunContext, session: StoreSession) -> list[tuple[str, str]]:
-        """Return the rows of the table before a run."""
+    def described(self, context: RunContext, session: StoreSession) -> RunDescription:
+        """Describe the run before it starts."""
         done, total = session.rows_done, session.rows_asked
         state = f"{done} of {total} rows are there already" if done else "new"
-        return [*describe_run(context), ("store", f"{session.root}, {state}")]
+        return describe_run(context, ("store", f"{shown_path(session.root)}, {state}"))
 
     def observer(self, context: RunContext, session: StoreSession) -> RunObserver:
         """Return the observer that the job has asked for."""
@@ -171,6 +171,7 @@ class StoreOutput(RunOutput[StoreSession]):
         summary = {
             "rows": len(session.listing),
             "failures": len(session.failures),
+            "classes": len(session.listing.classes),
             **outcome.figures.as_dict(),
             "underflow_rows": dict(+outcome.underflow_rows),
             "layers": [spec.name for spec in session.manifest.layers.values()],

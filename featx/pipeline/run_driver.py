@@ -25,6 +25,7 @@ from featx.pipeline.row_failures import failures_text
 from featx.pipeline.run_context import RunContext, build_run_context
 from featx.pipeline.run_metrics import peak_memory_mib
 from featx.pipeline.run_observer import RunObserver
+from featx.pipeline.run_summary import RunDescription
 from featx.pipeline.run_target import RunTarget
 from featx.store import Heartbeat
 from featx.types import Failure
@@ -87,8 +88,8 @@ class RunOutput(ABC, Generic[SessionT]):
         """
 
     @abstractmethod
-    def described(self, context: RunContext, session: SessionT) -> list[tuple[str, str]]:
-        """Return the rows (name, text) of the table before a run."""
+    def described(self, context: RunContext, session: SessionT) -> RunDescription:
+        """Describe the run before it starts."""
 
     def observer(self, context: RunContext, session: SessionT) -> RunObserver:
         """Return the observer of the run."""
@@ -172,7 +173,8 @@ def _run(
             # Written between the deletion and the first part: after a kill, the same command
             # resumes instead of deleting the new parts.
             mark.write(session.disk)
-        announce(output.described(context, session))
+        description = output.described(context, session)
+        announce(description.settings, description.shown)
         observer = output.observer(context, session)
         output.update_rows(context, session)
         if config.is_spread:

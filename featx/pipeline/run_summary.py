@@ -1,29 +1,99 @@
-"""Tables that the command prints before and after a run."""
+"""Descriptions of a run: what the command prints before it and after it."""
 
 from __future__ import annotations
 
 import json
+import textwrap
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from featx.base import facts, size_text
+from featx.base import WIDTH, command_text, facts, shown_path, size_text, table
+from featx.config import TransformConfig
 from featx.errors import counted
+from featx.storage import parse_path
+from featx.store import layout
 from featx.types import LayerSpec
 
 if TYPE_CHECKING:
     from featx.pipeline.run_context import RunContext
 
+_SHOWN_LAYERS = 20
+"""Number of datasets that are listed before a run."""
 
-def describe_run(context: RunContext) -> list[tuple[str, str]]:
-    """Rows (name, text) of the table before a run: data, model, layers and settings."""
-    config, listing, header = context.config, context.listing, context.header
-    classes = f", {len(listing.classes)} classes" if listing.classes else ", no labels"
-    data = f"{config.data.root or config.data.name}: {counted(len(listing), 'image')}{classes}"
-    if listing.skipped:
-        skipped = ", ".join(f"{n} {why}" for why, n in sorted(listing.skipped.items()))
-        data += f"\nleft out: {skipped}"
-    compute = context.engine.compute
+_INDENT = len("precision  ")
+"""Width of the names beside a description, where lines of layers begin."""
+
+_DIGITS = 8
+"""Number of digits of a checksum that are shown to people."""
+
+
+@dataclass
+class RunDescription:
+    """Description of a run before it starts.
+
+    Attributes:
+        settings: (name, text) of every setting with the reason of each `auto`, for JSON lines.
+        shown: (name, text) of those that answer a question of a reader, for text.
+    """
+
+    settings: list[tuple[str, str]]
+    shown: list[tuple[str, str]]
+
+
+def describe_run(context: RunContext, output: tuple[str, str], layers: str = "") -> RunDescription:
+    """Describe data, model, layers, device and output of a run.
+
+    Args:
+        context: run context.
+        output: kind of the output, such as 'store', and its path and state.
+        layers: lines that describe the layers; '' describes the datasets of a store.
+    """
+    layers = layers or layers_text(context)
+    return RunDescription(
+        settings=[*_settings(context, layers), output],
+        shown=[*describe_request(context), *_layer_rows(context, layers),
+               *describe_computation(context), ("output", output[1])],
+    )  # fmt: skip
+
+
+def describe_request(context: RunContext) -> list[tuple[str, str]]:
+    """Describe images and model of a run, and what of their defaults was changed."""
+    config, header, backbone = context.config, context.header, context.engine.backbone
+    model = f"{header.model}, weights {header.weights}"
+    if config.model.weights is not None:
+        model += f" (sha256 {header.weights_sha256[:_DIGITS]}...)"
+    rows = [("data", _data_text(context)), ("model", model), *backbone.choices.items()]
+    # Only model libraries whose preprocessing can be changed have the option.
+    if getattr(config.model, "transform", None) not in (None, TransformConfig()):
+        rows.append(("transform", header.transform))
+    if "decode" in context.choices or config.decode != "fast":
+        rows.append(("decode", context.choices.get("decode", config.decode)))
+    return rows
+
+
+def describe_computation(context: RunContext) -> list[tuple[str, str]]:
+    """Describe device, batches and precision, and what slows the model down."""
+    compute, choices = context.engine.compute, context.choices
+    devices = Counter(map(str, context.devices))
+    parts = [
+        ", ".join(f"{n} x {d}" if n > 1 else d for d, n in devices.items()).replace("cpu", "CPU"),
+        *_parallel_text(context),
+        f"batches of {compute.batch_size}",
+    ]
+    precision = choices.get("precision", compute.precision)
+    rows = [("device", ", ".join(parts)), ("precision", precision)]
+    if compute.compile or context.config.compile is True:
+        rows.append(("compile", choices.get("compile", "true")))
+    if context.engine.follows_data and "fold_batchnorm" in choices:
+        rows.append(("fold_batchnorm", choices["fold_batchnorm"]))
+    return [*rows, *_doubts(context)]
+
+
+def _settings(context: RunContext, layers: str) -> list[tuple[str, str]]:
+    """Return every setting of a run."""
+    compute, header = context.engine.compute, context.header
     devices = Counter(map(str, context.devices))
     settings = {
         **context.engine.backbone.choices,
@@ -35,91 +105,167 @@ def describe_run(context: RunContext) -> list[tuple[str, str]]:
         **({} if context.at_once.threads is None else {"threads": str(context.at_once.threads)}),
         **({"streams": str(context.at_once.replicas)} if "streams" in context.choices else {}),
     }
-    rows = [
-        ("data", data),
+    return [
+        ("data", _data_text(context)),
         ("model", f"{header.model}, weights {header.weights}"),
         ("", f"sha256 {header.weights_sha256}"),
-        ("transform", f"{header.transform}, decode={config.decode}"),
-        ("layers", layers_text(context)),
+        ("transform", f"{header.transform}, decode={context.config.decode}"),
+        ("layers", layers),
         ("device", ", ".join(f"{n} x {d}" if n > 1 else d for d, n in devices.items())),
         *((name, context.choices.get(name, value)) for name, value in settings.items()),
+        *_doubts(context),
+        *([("left out", "\n".join(context.left_out))] if context.left_out else []),
     ]
-    if doubt := context.engine.why_cast_each_pass:
-        rows.append(("weights", f"cast to {compute.precision} in each pass; cast once, {doubt}"))
-    if plain := context.engine.unfused:
+
+
+def _data_text(context: RunContext) -> str:
+    """Describe the data set: its name, number of images and classes, and what is left out."""
+    config, listing = context.config, context.listing
+    classes = f"{len(listing.classes)} classes" if listing.classes else "no labels"
+    where = shown_path(config.data.root) if config.data.root else config.data.name
+    data = f"{where}: {counted(len(listing), 'image')}, {classes}"
+    if listing.skipped:
+        skipped = ", ".join(f"{n} {why}" for why, n in sorted(listing.skipped.items()))
+        data += f"\nleft out: {skipped}"
+    return data
+
+
+def _parallel_text(context: RunContext) -> list[str]:
+    """Describe threads and parallel batches; empty if a device computes one batch at a time."""
+    at_once = context.at_once
+    choice = context.choices.get("threads", context.choices.get("streams", ""))
+    why = f" ({choice.partition(' (')[2]}" if " (" in choice else ""
+    if at_once.threads is None:
+        return (
+            [f"{counted(at_once.replicas, 'stream')}{why}"] if "streams" in context.choices else []
+        )
+    threads = counted(at_once.threads, "thread")
+    if at_once.replicas > 1:
+        return [f"{at_once.replicas} parallel batches with {threads} each{why}"]
+    return [threads + why]
+
+
+def _doubts(context: RunContext) -> list[tuple[str, str]]:
+    """Describe what makes the model slower than it could be, with the reason."""
+    engine, rows = context.engine, []
+    if doubt := engine.why_cast_each_pass:
+        precision = engine.compute.precision
+        rows.append(("weights", f"cast to {precision} in each pass; cast once, {doubt}"))
+    if plain := engine.unfused:
         shown = ", ".join(plain[:3]) + (", ..." if len(plain) > 3 else "")
         rows.append(("attention", f"fused attention is off for this run in {shown} ({len(plain)})"))
-    if context.left_out:
-        rows.append(("left out", "\n".join(context.left_out)))
     return rows
 
 
+def _layer_rows(context: RunContext, layers: str) -> list[tuple[str, str]]:
+    """Rows of the layers, and of those that a preset asks for and that cannot be stored."""
+    name = "layers" if "\n" in layers else "layer"
+    left_out = [("left out", "\n".join(context.left_out))] if context.left_out else []
+    return [(name, layers), *left_out]
+
+
 def layers_text(context: RunContext) -> str:
-    """One line per dataset with name, shape, dtype and bytes per row; at most 20 datasets."""
-    shown = context.specs[:20]
-    lines = [
-        f"{spec.name}  {spec.shape}  {spec.dtype}  {size_text(spec.row_bytes)} a row"
-        + (f"  ({_origin(spec)})" if spec.name != spec.layer else "")
+    """Return one line per dataset with name, shape, dtype and bytes an image."""
+    shown = context.specs[:_SHOWN_LAYERS]
+    cells = [
+        (spec.name, _shape_text(spec), spec.dtype, f"{size_text(spec.row_bytes)} an image",
+         _origin(spec))
         for spec in shown
-    ]
-    if len(context.specs) > len(shown):
-        lines.append(f"... and {len(context.specs) - len(shown)} more")
-    return "\n".join(lines)
+    ]  # fmt: skip
+    more = len(context.specs) - len(shown)
+    text = table((), cells, left=5, width=WIDTH - _INDENT)
+    return text + (f"\n... and {more} more" if more else "")
+
+
+def _shape_text(spec: LayerSpec) -> str:
+    """Return '1280 values' or '512x7x7'."""
+    if len(spec.shape) == 1:
+        return counted(spec.shape[0], "value")
+    return "x".join(map(str, spec.shape)) or "1 value"
 
 
 def _origin(spec: LayerSpec) -> str:
-    """Capture and layer of a dataset; attributions at the input have no layer."""
-    return f"{spec.capture} of {spec.layer}" if spec.layer else spec.capture
+    """Capture and layer of a dataset if its name does not say them, and its reduction."""
+    if spec.name == spec.layer:
+        return "" if spec.reduce == "none" else spec.reduce
+    return f"({spec.capture} of {spec.layer})" if spec.layer else f"({spec.capture})"
 
 
 def trial_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Table rows that compare a run with its trial; empty if this process computed nothing."""
-    promised, share = summary["trial_images_per_second"], summary["share_of_trial"]
-    if not promised:
+    """Row that compares a run with its trial; empty unless the run was below 0.7 of it.
+
+    Args:
+        summary: content of summary.json.
+    """
+    if not summary["below_trial"]:
         return []
-    text = f"reading, decoding and model promised {promised:.1f} images/s"
-    text += "" if share is None else f"; the run reached {share:.2f} of it"
-    slow = [("slow", summary["below_trial"])] if summary["below_trial"] else []
-    return [("trial", text), *slow]
+    promised, share = summary["trial_images_per_second"], summary["share_of_trial"]
+    return [
+        (
+            "slow",
+            f"{share:.2f} of the {promised:.1f} images/s that reading, decoding and model promised "
+            f"in the trial: {summary['below_trial']}",
+        )
+    ]
 
 
-def describe_end(summary: Mapping[str, Any], out: str, using: str | None = None) -> str:
-    """Text after a run: a table, and Python lines that open the result.
+def describe_end(summary: Mapping[str, Any], out: str, using: Sequence[str] = ()) -> str:
+    """Describe a run that has ended: what is there, what limited it, and what one does next.
 
     Args:
         summary: content of summary.json.
         out: path or URL of the store.
-        using: Python lines that use `store`; None reads features and labels of the first layer.
+        using: lines of Python that use `store`, instead of the commands for features.
     """
-    rate = summary["images_per_second"]
-    warnings = summary["decoder_warnings"]
+    shown = shown_path(parse_path(out))
+    failures, warnings = parse_path(out) / layout.FAILURES_CSV, summary["decoder_warnings"]
     rows = [
-        ("rows", str(summary["rows"])),
-        ("failures", str(summary["failures"])),
-        *([("warnings", _warnings_text(warnings))] if warnings else []),
-        ("images/s", f"{rate:.1f}" if rate else "nothing was left to do"),
         *trial_rows(summary),
-        ("seconds", seconds_text(summary["seconds"])),
-        *([("bound by", summary["bottleneck"])] if summary["bottleneck"] else []),
-        ("size", size_text(summary["bytes"])),
-        ("memory", f"{summary['peak_memory_mib']} MiB at the peak"),
-        ("store", out),
+        *([("warnings", _warnings_text(warnings))] if warnings else []),
+        *([("failed", shown_path(failures))] if summary["failures"] else []),
+        ("store", shown),
     ]
-    layer = summary["layers"][0]
-    if using is None:
-        using = (
-            f'X, y = store.xy("{layer}")      # ok rows only; store["{layer}"][10:20] reads lazily'
-        )
-    opening = f"import featx\nstore = featx.open({json.dumps(out, ensure_ascii=False)})\n{using}"
-    return f"{facts(rows)}\n\n{opening}"
+    text = textwrap.fill(_verdict(summary), WIDTH)
+    if using:
+        opening = "\n".join(["import featx", f"store = {_opening_text(shown)}", *using])
+        return f"{text}\n\n{facts(rows)}\n\n{opening}"
+    return f"{text}\n\n{facts([*rows, ('next', _following(summary, shown))])}"
 
 
-def seconds_text(seconds: Mapping[str, float | None]) -> str:
-    """Busy seconds of each stage whose seconds are known."""
-    known = [f"{stage} {value:.1f}" for stage, value in seconds.items() if value is not None]
-    if len(known) < len(seconds):
-        known.append("others not known, as workers ended before they could tell them")
-    return ", ".join(known)
+def _verdict(summary: Mapping[str, Any]) -> str:
+    """Return a sentence on rows, failures, size and speed, and one on the bottleneck."""
+    rate = summary["images_per_second"]
+    parts = [
+        counted(summary["rows"], "row"),
+        f"{summary['failures']} failed",
+        size_text(summary["bytes"]),
+        f"{rate:.1f} images/s" if rate else "nothing was left to do",
+    ]
+    limit = f" Limited by {summary['bottleneck']}." if summary["bottleneck"] else ""
+    return f"Done: {', '.join(parts)}.{limit}"
+
+
+def _following(summary: Mapping[str, Any], out: str) -> str:
+    """Return the commands that most people run next, and Python that reads the last layer."""
+    has_classes = summary["classes"] > 1
+    layer, opened = json.dumps(summary["layers"][-1]), _opening_text(out)
+    reading = f".xy({layer})" if has_classes else f"[{layer}][:10]"
+    if len(opened + reading) > WIDTH - len("store  "):
+        opened, reading = f"store = {opened}", f"store{reading}"
+    else:
+        opened, reading = "", opened + reading
+    lines = [
+        command_text("job=probe", f"store={out}") if has_classes else "",
+        command_text("job=report", f"store={out}"),
+        opened,
+        reading,
+    ]
+    return "\n".join(line for line in lines if line)
+
+
+def _opening_text(out: str) -> str:
+    """Return the Python expression that opens a store."""
+    return f"featx.open({json.dumps(out, ensure_ascii=False)})"
 
 
 def _warnings_text(counts: Mapping[str, int]) -> str:

@@ -7,14 +7,12 @@ whose columns are damaged.
 from __future__ import annotations
 
 import html
-import os
 from collections import Counter
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from featx.base import size_text
+from featx.base import shown_path, size_text
 from featx.errors import StoreError, counted
 from featx.types import Status
 
@@ -84,18 +82,6 @@ def describe_html(store: FeatureStore) -> str:
         + f'<details><summary>next</summary><pre style="margin:.3em 0">{following}</pre></details>'
         "</div>"
     )
-
-
-def shown_path(path: Path) -> str:
-    """Return a path relative to the current folder if that is shorter, else the absolute path."""
-    text = str(path)
-    if "://" in text:
-        return text
-    try:
-        relative = os.path.relpath(text)
-    except OSError:  # the current folder was deleted
-        return text
-    return min(text, relative, key=len)
 
 
 def _states(store: FeatureStore) -> list[str]:

@@ -269,7 +269,7 @@ def test_a_resume_keeps_the_threads_of_the_statistics(
     torch.set_num_threads(2)
     capfd.readouterr()
     assert take(photos).attributes["threads"] == 3
-    assert "3 (as the statistics were started; 2 here would give" in capfd.readouterr().err
+    assert "3 threads (as the statistics were started; 2 here would give" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("unfinished", [False, True])

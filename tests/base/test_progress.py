@@ -75,7 +75,8 @@ def test_with_log_json_every_line_is_an_object(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(progress, "PLAIN_INTERVAL_S", -1.0)
-    announce([("data", "photos: 4 images"), ("layers", "a"), ("", "b"), ("device", "cpu")])
+    settings = [("data", "photos: 4 images"), ("layers", "a"), ("", "b"), ("device", "cpu")]
+    announce(settings, settings[:1])
     log_message("")
     log_message("two\nlines")
     log_message("warning: the devices differ")

@@ -222,7 +222,7 @@ def test_a_job_accepts_what_it_reads_and_refuses_the_rest(
         ("export", {"store": "store", "data": "photos"}, "data has no effect with job=export"),
         ("export", {"store": "store", "seed": 0}, "seed has no effect with job=export"),
         ("predict", {"store": "store", "batch_size": "auto"}, "batch_size has no effect"),
-        ("layers", {"layers": "all"}, "layers has no effect with job=layers"),
+        ("layers", {"reduce": "avg"}, "reduce has no effect with job=layers"),
         ("bench", {"out": "x"}, "out has no effect with job=bench"),
         ("extract", {"probe": {"k": None}}, r"probe\.k has an effect with job=probe only"),
     ],

@@ -68,10 +68,13 @@ def layers(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) 
     """What the job prints on stdout."""
     monkeypatch.setattr("featx.layers.profiling.MAX_RUNS", 3)
 
-    def run(show: str = "shapes", as_json: bool = False, **keys: Any) -> str:
+    def run(show: str | None = None, as_json: bool = False, depth: Any = "all", **keys: Any) -> str:
         node = from_keywords({"model": MODEL, "data": "sample", **keys})
         node.job.name, node.job.show, node.job.json = "layers", show, as_json
+        if not as_json and show != "watch" and "layers" not in keys:
+            node.job.depth = depth
         config = from_omegaconf(node)
+        jobs.check(config)
         assert jobs.run(config, "") == 0
         return capsys.readouterr().out
 
@@ -85,20 +88,72 @@ def columns(text: str) -> dict[str, list[str]]:
     return {line.split()[0]: line.split()[1:] for line in lines[start:]}
 
 
+def unwrapped(text: str) -> str:
+    """The text with every run of spaces and line ends as one space."""
+    return " ".join(text.split())
+
+
 def test_shapes_by_hand(layers: Layers) -> None:
     rows = columns(layers())
-    assert rows["conv"] == ["Conv2d", "3x32x32", "8x4x4", "1,544", "0.049", "256", "B"]
-    assert rows["head"] == ["Linear", "6", "4", "28", "0", "8", "B"]
+    assert rows["conv"] == ["Conv2d", "8x4x4", "256", "B", "1,544", "0.049"]
+    assert rows["head"] == ["Linear", "4", "8", "B", "28", "0"]
     rows = columns(layers(model=ODD))
-    assert rows["attention[0]"][:3] == ["MultiheadAttention", "16x8", "+2"]
+    assert rows["attention[0]"][:2] == ["MultiheadAttention", "16x8"]
     assert rows["relu@1"] == rows["relu@2"]
-    assert rows["swap"][:4] == ["Swap", "16x8", "2x8", "*"]
+    assert rows["swap"][:3] == ["Swap", "2x8", "*"]
+    rows = columns(layers("all", model=ODD))
+    assert rows["attention[0]"][2:4] == ["16x8", "+2"]
+
+
+def nested() -> nn.Module:
+    """A factory: a stem, a trunk of two stages with most of the operations, and a head."""
+    stem = nn.Conv2d(3, 4, 1, stride=8)
+    stages = nn.Sequential(*(nn.Sequential(nn.Conv2d(4, 4, 3, padding=1)) for _ in range(2)))
+    return Nested(stem, nn.Sequential(stages, nn.Conv2d(4, 4, 7, padding=3)), nn.Linear(4, 2))
+
+
+class Nested(nn.Module):
+    def __init__(self, stem: nn.Module, trunk: nn.Module, head: nn.Module) -> None:
+        super().__init__()
+        self.stem, self.trunk, self.head = stem, trunk, head
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.trunk(torch.relu(self.stem(x))).mean((2, 3)))
+
+
+NESTED = {**MODEL, "name": "nested", "factory": "test_layers:nested"}
+
+
+def test_the_top_level_is_listed_and_more_on_request(layers: Layers) -> None:
+    """The trunk does most of the work, so what is inside it stands for it."""
+    top = ["stem", "trunk.0", "trunk.1", "head"]
+    text = layers(model=NESTED, depth=None)
+    assert [*columns(text)] == top
+    assert "4 of 11 layers and operations\nmore       job.depth=2, job.depth=all" in text
+    assert "'layers=[trunk.0.**]' for what is inside trunk.0" in text
+    assert "the input of head; the default of layers" in text
+    assert "'layers={trunk.0: avg}': 8 B an image instead of 128 B" in text
+    assert {*columns(layers(model=NESTED, depth=2))} == {*top, "trunk.0.0", "trunk.0.1"}
+    everything = columns(layers(model=NESTED))
+    assert {*everything} == {*top, "trunk", "relu", "mean"} | {
+        f"trunk.0.{i}{inner}" for i in range(2) for inner in ("", ".0")
+    }
+    assert len(json.loads(layers(as_json=True, model=NESTED))) == len(everything)
+
+
+def test_named_layers_are_listed(layers: Layers) -> None:
+    assert [*columns(layers(model=NESTED, layers=["trunk.0.**", "relu"]))] == [
+        "relu", "trunk.0.0.0", "trunk.0.0", "trunk.0.1.0", "trunk.0.1",
+    ]  # fmt: skip
+    rows = json.loads(layers(as_json=True, model=NESTED, layers=["stem:input"]))
+    assert [row["name"] for row in rows] == ["stem:input"]
+    assert [*columns(layers(model=NESTED, layers="embedding"))] == ["head:input"]
 
 
 def test_what_is_not_called_is_told_once(layers: Layers) -> None:
     text = layers(model=ODD)
-    assert "never called, so not to be captured: aside, attention.out_proj, first\n" in text
-    assert "* the batch is not in front of this tensor" in text
+    assert "not called  so not to be captured: aside, attention.out_proj, first\n" in text
+    assert "*           the batch is not in front of this tensor" in text
     assert "cannot be captured" not in layers()
 
 
@@ -115,7 +170,7 @@ def test_values_are_of_the_first_image(layers: Layers, tmp_path: Path) -> None:
     assert given["max"] == pytest.approx((1 - 0.406) / 0.225, rel=1e-5)
     assert given["zeros"] == 0
     text = layers("values", data=str(tmp_path / "p"))
-    assert f"a.png of {tmp_path}/p, as 1x3x32x32" in text
+    assert f"a.png of {tmp_path}/p, as 1x3x32x32" in unwrapped(text)
     assert columns(text)["conv"][0] == "float32"
 
 
@@ -125,14 +180,14 @@ def test_an_image_that_cannot_be_read_is_passed_over(layers: Layers, tmp_path: P
     with pytest.raises(DataError, match=r"none of the first 1 images of .*/p can be read"):
         layers(data=str(tmp_path / "p"))
     write_image(tmp_path / "p" / "b.png", 0)
-    assert "image     b.png of" in layers(data=str(tmp_path / "p"))
+    assert "image      b.png of" in layers(data=str(tmp_path / "p"))
 
 
 def test_without_the_default_data_the_sample_is_taken_and_reported(
     layers: Layers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "conformal_clip_data", None)
-    assert "image     checks/TURNED.JPG of data=sample (data=textiles is not" in layers(
+    assert "image      checks/TURNED.JPG of data=sample (data=textiles is not" in layers(
         data="textiles"
     )
     with pytest.raises(MissingExtraError, match="data=textiles comes with the extra demo"):
@@ -151,7 +206,7 @@ def test_costs_are_of_the_batch_that_is_asked_for(layers: Layers) -> None:
     text = layers("cost", batch_size=4)
     assert "as 4x3x32x32" in text
     assert "memory" not in text.split("\n\n")[1]
-    assert "measured on CUDA only" in text.replace("\n  ", " ")
+    assert "measured on CUDA only" in unwrapped(text)
 
 
 @pytest.mark.parametrize(
@@ -169,12 +224,13 @@ def test_the_dtype_under_autocast(layers: Layers, precision: str, dtype: str, sa
 
 
 def test_the_first_layer_that_is_not_finite_is_named(layers: Layers) -> None:
-    assert "every value of every layer is finite on this image" in layers()
+    assert "finite" not in layers()
+    assert "every value of every layer is finite on this image" in layers("values")
     model = {**ODD, "args": {"fail": "nan"}}
     text = layers("values", model=model)
     assert (
         "first non-finite: first, 128 of 128 values; its input is not finite already, and no "
-        "layer gave that" in text.replace("\n  ", " ")
+        "layer gave that" in unwrapped(text)
     )
     assert columns(text)["head"] == ["float32", "-", "-", "-", "0.0%", "4"]
     assert columns(text)["relu@2"][-1] == "0"
@@ -232,12 +288,13 @@ WIDEST: dict[str, Any] = {
 def test_tables_fit_a_terminal(show: str) -> None:
     for on_cuda in (False, True):
         lines = layer_table([WIDEST], show, on_cuda).splitlines()
-        assert max(map(len, lines)) <= 120 + 6 * on_cuda
+        assert max(map(len, lines)) <= 100
 
 
 def test_the_wide_table_has_the_columns_of_the_others() -> None:
     words = {s: set(layer_table([WIDEST], s, True).split()) for s in VIEWS_OF_LAYERS[:4]}
     assert words["shapes"] | words["cost"] | words["values"] <= words["all"]
+    assert layer_table([WIDEST], "all", True).count("\n") == 2  # a name has no line of its own
     assert "-591.0" in words["cost"]  # a layer after which less is held than before
     assert "added" not in layer_table([WIDEST], "all", False)
 
@@ -248,7 +305,7 @@ def test_what_was_not_measured_is_a_dash() -> None:
     row = {**dict.fromkeys(WIDEST), **{key: WIDEST[key] for key in given}}
     row |= {"inputs": {}, "batch_in_front": True}
     assert layer_table([row], "values", False).splitlines()[-1].split()[1:] == ["-"] * 6
-    assert layer_table([row], "cost", True).splitlines()[-1].split()[4:] == ["-"] * 4
+    assert layer_table([row], "cost", True).splitlines()[-1].split()[2:] == ["-"] * 5
 
 
 def test_the_forward_log_ends_at_the_layer_that_fails(
@@ -287,7 +344,15 @@ def test_keys_that_would_have_no_effect(layers: Layers) -> None:
         layers("costs")
     node = from_keywords({"model": MODEL})
     node.job.show = "cost"
-    with pytest.raises(ConfigError, match=r"job\.show has an effect with job=layers only"):
+    with pytest.raises(ConfigError, match=r"job\.show has an effect with job=layers and job=probe"):
+        jobs.check(from_omegaconf(node))
+    node.job.show, node.job.depth = None, 2
+    with pytest.raises(ConfigError, match=r"job\.depth has an effect with job=layers only"):
+        jobs.check(from_omegaconf(node))
+    with pytest.raises(ConfigError, match=r"job\.depth=two: expected 1, 2, \.\.\. or all"):
+        layers(depth="two")
+    node.job.name, node.layers = "layers", ["conv"]
+    with pytest.raises(ConfigError, match=r"job\.depth has no effect if layers names"):
         jobs.check(from_omegaconf(node))
 
 

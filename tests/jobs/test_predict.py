@@ -139,7 +139,7 @@ def test_an_image_that_fails_is_a_row_with_its_reason(
     assert rows[0]["reason"]
     assert rows[1]["class"] in ("cat", "dog")
     said = capsys.readouterr()
-    assert "2, 1 failed" in said.out
+    assert "2 images, 1 failed" in said.out
     assert "1 of 2 images failed" in said.err
 
 

@@ -296,7 +296,7 @@ def test_what_it_prints(capsys: pytest.CaptureFixture[str]) -> None:
     write_store(Path("store"), Y, x=X)
     run_job("probe", store="store", probe={"split": "kfold", "shots": [2]})
     out = capsys.readouterr().out
-    for text in ("best layer  x", "95 % interval", "folds: mean", "Few-shot", "job=predict"):
+    for text in ("Best layer: x", "95 % interval", "folds       mean", "Few-shot", "job=predict"):
         assert text in out
 
 

@@ -10,7 +10,6 @@ import pytest
 from featx.config.run_config import Config
 from featx.pipeline.executors import worker_stats as module
 from featx.pipeline.executors.worker_stats import PartResult, ResultCollector, WorkerStats
-from featx.pipeline.run_summary import seconds_text
 from featx.types import Part
 
 SPEC: Any = SimpleNamespace(fingerprint={"device": "cpu"}, config=Config(), cpus=2)
@@ -74,10 +73,3 @@ def test_what_limits_a_run_is_told_only_where_all_workers_told_their_seconds(
     expected = {"read": 1.0, "decode": 0.0, "wait": 0.0, "model": 5.0, "copy": 0.0, "write": 0.0}
     assert told["seconds"] == (expected if is_complete else dict.fromkeys(expected))
     assert told["bytes_read"] == (1000 if is_complete else None)
-
-
-def test_the_end_table_shows_the_seconds_that_are_known() -> None:
-    known = {"read": 1.0, "model": 2.0}
-    assert seconds_text(known) == "read 1.0, model 2.0"
-    text = seconds_text({"read": None, "model": None, "pack": 0.25})
-    assert text == "pack 0.2, others not known, as workers ended before they could tell them"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import statistics
+import textwrap
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -29,7 +30,7 @@ from featx.analysis.probe.metrics import Predictions, judged_folds, mean_and_spr
 from featx.analysis.probe.paired_tests import compare
 from featx.analysis.probe.row_predictions import RowPredictions, join_folds, predictions_csv
 from featx.analysis.probe.task import Task, make_task
-from featx.base import choose_device, exact_cuda, keep_freed_memory
+from featx.base import WIDTH, choose_device, exact_cuda, keep_freed_memory, percent_text
 from featx.config import Config
 from featx.errors import ConfigError, RunError
 from featx.storage import open_folder
@@ -409,7 +410,8 @@ def _about_head(
 
 def _line(layer: str, about: dict[str, Any], names: Sequence[str]) -> str:
     """Return the line of text about a layer."""
-    shown = ", ".join(f"{name} {about[name]['accuracy']:.4f}" for name in names)
+    shown = ", ".join(f"{name} {percent_text(about[name]['accuracy'])}" for name in names)
     pooled = " (averaged over positions)" if about["reduction"]["then"] == "avg" else ""
     streamed = ", streamed" if about["streamed"] else ""
-    return f"{layer}: {about['features']} features{pooled}{streamed}; {shown}"
+    text = f"{layer}: {about['features']} features{pooled}{streamed}; {shown}"
+    return textwrap.fill(text, WIDTH, subsequent_indent="  ")

@@ -17,13 +17,14 @@ from featx.analysis.statistics.session import FAILURES_CSV, MomentsOfParts, Stat
 from featx.analysis.statistics.sink import StatsPartTask, StatsSink, tree_of
 from featx.analysis.statistics.stats_file import PARTS_FOLDER, STATS_FILE, STATS_IMAGES, Statistics
 from featx.analysis.statistics.target import StatsTarget
-from featx.base import log_message, size_text
+from featx.base import log_message, shown_path, size_text
 from featx.config import Config
 from featx.errors import ConfigError, StoreMismatchError
 from featx.pipeline import (
     ImagesOfRun,
     OverwriteMark,
     RunContext,
+    RunDescription,
     RunObserver,
     RunOutput,
     RunTarget,
@@ -129,7 +130,7 @@ class StatsOutput(RunOutput[StatsSession]):
             parts.survey()
             yield StatsSession(parts, Grid(len(context.listing), context.part_rows), lock)
 
-    def described(self, context: RunContext, session: StatsSession) -> list[tuple[str, str]]:
+    def described(self, context: RunContext, session: StatsSession) -> RunDescription:
         """Return the rows of the table before a run."""
         return _describe(context, self._target, session)
 
@@ -239,10 +240,8 @@ def _check_reference(reference: Statistics, target: StatsTarget, context: RunCon
             )
 
 
-def _describe(
-    context: RunContext, target: StatsTarget, session: StatsSession
-) -> list[tuple[str, str]]:
-    """Return the rows of the table before a run."""
+def _describe(context: RunContext, target: StatsTarget, session: StatsSession) -> RunDescription:
+    """Describe the run before it starts."""
     lines = []
     for layer in target.layers:
         numbers = layer.dim**2 if layer.kind == "full" else layer.dim
@@ -251,13 +250,10 @@ def _describe(
             f"{layer.spec.name}  {layer.spec.shape}  {layer.dim} features{each}, {layer.kind}, "
             f"{size_text(8 * numbers)}"
         )
-    rows = [
-        (name, "\n".join(lines) if name == "layers" else text)
-        for name, text in describe_run(context)
-    ]
     done, total = session.rows_done, session.rows_asked
     state = f"{done} of {total} rows are there already" if done else "new"
-    return [*rows, ("statistics", f"{session.parts.path}, {state}")]
+    output = ("statistics", f"{shown_path(session.parts.path)}, {state}")
+    return describe_run(context, output, "\n".join(lines))
 
 
 def _summary(

@@ -1,0 +1,70 @@
+"""Outline of a model: the modules that job=layers lists when not all of them are wanted."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from featx.layers import Trace
+
+MOST = 0.8
+"""Share of the operations of a model from which a module is replaced by the modules inside it."""
+
+MUCH = 0.25
+"""Share of the operations of the largest module from which a module counts as a stage."""
+
+
+def outline(traced: Trace, depth: int) -> frozenset[str]:
+    """Return the names of the modules down to a depth.
+
+    Depth 1 is the top level of the model. A module that computes nearly everything, such as the
+    `blocks` or `features` of many models, tells nothing, so the modules inside it take its place.
+
+    Args:
+        traced: one forward pass.
+        depth: number of levels, at least 1.
+    """
+    inside = _called_inside(traced)
+    most = MOST * traced.calls[-1].mflops
+
+    def opened(module: str) -> list[str]:
+        found = []
+        for name in inside.get(module, ()):
+            mflops = sum(call.mflops for call in traced.by_module[name])
+            found += opened(name) if inside.get(name) and mflops > most > 0 else [name]
+        return found
+
+    listed = level = opened("")
+    for _ in range(depth - 1):
+        level = [name for module in level for name in inside.get(module, ())]
+        listed = [*listed, *level]
+    return frozenset(listed)
+
+
+def last_stage(traced: Trace, modules: Collection[str]) -> str | None:
+    """Return the last module that calls others and computes much, or None if there is none.
+
+    Args:
+        traced: one forward pass.
+        modules: names of the modules to choose from.
+    """
+    inside = _called_inside(traced)
+    mflops = {name: traced.by_module[name][0].mflops for name in modules if name in inside}
+    least = MUCH * max(mflops.values(), default=0.0)
+    found = [name for name in traced.by_module if mflops.get(name, 0.0) > least]
+    return found[-1] if found else None
+
+
+def _called_inside(traced: Trace) -> dict[str, list[str]]:
+    """Return, for each module, the called modules directly inside it, in execution order.
+
+    A container such as nn.ModuleList is not called itself, and does not count as a level.
+    """
+    inside: dict[str, list[str]] = {}
+    for name in traced.by_module:
+        if not name:
+            continue
+        parent = name.rpartition(".")[0]
+        while parent and parent not in traced.by_module:
+            parent = parent.rpartition(".")[0]
+        inside.setdefault(parent, []).append(name)
+    return inside

@@ -31,6 +31,29 @@ class LibraryEmbedding:
     expose: Callable[[], None]
 
 
+def expose_embedding(module: Any, embedding: Callable[[Any], torch.Tensor]) -> None:
+    """Add a module `pooled` to a model; each forward pass calls it with the embedding.
+
+    The class of the model becomes a subclass, instead of a method of the object being replaced, so
+    that deep copies of the model work.
+
+    Args:
+        module: the model.
+        embedding: function from its output to (B, D).
+    """
+    base: Any = type(module)
+
+    class WithPooled(base):  # type: ignore[misc]
+        def forward(self, *args: Any, **keywords: Any) -> Any:
+            output = super().forward(*args, **keywords)
+            self.pooled(embedding(output))
+            return output
+
+    WithPooled.__name__, WithPooled.__qualname__ = base.__name__, base.__qualname__
+    module.add_module("pooled", nn.Identity())
+    module.__class__ = WithPooled
+
+
 @dataclass
 class Backbone:
     """A frozen module in eval mode with the preprocessing and the identity of its weights.

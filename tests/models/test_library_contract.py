@@ -35,12 +35,25 @@ def dinov2(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_folder(tmp_path_factory.mktemp("saved") / "dinov2", "dinov2")
 
 
-@pytest.mark.parametrize("library", [*CONFIGS, "transformers"])
+@pytest.fixture(scope="module")
+def clip(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a small model of open_clip."""
+    pytest.importorskip("open_clip", reason="the extra clip is not installed")
+    from clip_zoo import write_folder
+
+    return write_folder(tmp_path_factory.mktemp("saved") / "clip", "vit")
+
+
+FOLDERS = {"transformers": "dinov2", "open_clip": "clip"}
+"""Library -> fixture of a folder that it opens."""
+
+
+@pytest.mark.parametrize("library", [*CONFIGS, *FOLDERS])
 class TestLibraries(ModelLibraryContract):
     @pytest.fixture
     def build(self, library: str, request: pytest.FixtureRequest) -> Callable[[], Backbone]:
-        if library == "transformers":
-            folder = request.getfixturevalue("dinov2")
+        if library in FOLDERS:
+            folder = request.getfixturevalue(FOLDERS[library])
             options = model_options(library=library, name=str(folder))
             return lambda: build_backbone(options, 0)
         if library == "packaged":

@@ -193,7 +193,9 @@ def embedding_of(module: Any, family: Family) -> LibraryEmbedding:
         module: the model.
         family: its family.
     """
-    from featx.models.base import LibraryEmbedding
+    from featx.models.base import LibraryEmbedding, expose_embedding
+
+    vector = _EMBEDDINGS[family.embedding]
 
     def compute(x: torch.Tensor) -> torch.Tensor:
         output = module(x)
@@ -202,27 +204,6 @@ def embedding_of(module: Any, family: Family) -> LibraryEmbedding:
                 f"the preset embedding: a {type(module).__name__} has no pooler_output here, and "
                 "featx has no other embedding for it. Name a layer: job=layers lists them."
             )
-        return _EMBEDDINGS[family.embedding](output)
+        return vector(output)
 
-    return LibraryEmbedding(compute, lambda: _expose(module, _EMBEDDINGS[family.embedding]))
-
-
-def _expose(module: Any, embedding: Callable[[Mapping[str, Any]], torch.Tensor]) -> None:
-    """Add a module `pooled` to a model; each forward pass calls it with the embedding.
-
-    The class of the model becomes a subclass, instead of a method of the object being replaced, so
-    that deep copies of the model work.
-    """
-    import torch
-
-    base: Any = type(module)
-
-    class WithPooled(base):  # type: ignore[misc]
-        def forward(self, *args: Any, **keywords: Any) -> Any:
-            output = super().forward(*args, **keywords)
-            self.pooled(embedding(output))
-            return output
-
-    WithPooled.__name__, WithPooled.__qualname__ = base.__name__, base.__qualname__
-    module.add_module("pooled", torch.nn.Identity())
-    module.__class__ = WithPooled
+    return LibraryEmbedding(compute, lambda: expose_embedding(module, vector))

@@ -1,0 +1,203 @@
+"""The part of a CLIP model that reads images: weights, preprocessing, embedding and tokens."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import urllib.request
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlparse
+
+from featx.errors import ModelError, WeightsError
+from featx.models.open_clip.sources import ClipSource, import_open_clip
+
+if TYPE_CHECKING:
+    import torch
+
+    from featx.images import Preprocess
+    from featx.models.base import LibraryEmbedding
+    from featx.models.libraries.open_clip import OpenClipOptions
+
+
+def random_tower(source: ClipSource, seed: int) -> torch.nn.Module:
+    """Return the image tower with open_clip's initialisation.
+
+    The text tower is not built: it has as many parameters, and may need files of the hub.
+
+    Args:
+        source: the model.
+        seed: seed of the random weights.
+
+    Raises:
+        ModelError: the configuration describes no image tower.
+    """
+    import_open_clip()
+    from open_clip.model import _build_vision_tower
+
+    from featx.models.base import seeded
+
+    try:
+        vision = {**source.model["vision_cfg"], "timm_model_pretrained": False}
+        with seeded(seed):
+            module: torch.nn.Module = _build_vision_tower(
+                source.model["embed_dim"], vision, source.quick_gelu
+            )
+    except (TypeError, ValueError, KeyError, AttributeError, RuntimeError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise ModelError(f"open_clip cannot build {source.name}: {reason}.") from error
+    return module.eval()
+
+
+def loaded_tower(
+    source: ClipSource, config: OpenClipOptions, seed: int
+) -> tuple[torch.nn.Module, dict[str, Any]]:
+    """Return the image tower with its weights, and what the fingerprint says about their loading.
+
+    Args:
+        source: the model.
+        config: options, of which `checkpoint` is read.
+        seed: seed of random weights.
+
+    Raises:
+        WeightsError: the weights cannot be downloaded, read or loaded.
+    """
+    from featx.models.checkpoint import load_match, read_weights
+    from featx.models.checkpoint_match import match_checkpoint
+
+    if source.tag is not None:
+        return _of_tag(source), {}
+    module = random_tower(source, seed)
+    if source.file is None:
+        return module, {}
+    origin = str(source.file)
+    state = read_weights(source.file, config.checkpoint.sha256)
+    match = match_checkpoint(module, state, origin, config.checkpoint)
+    return module, load_match(module, match, origin)
+
+
+def _of_tag(source: ClipSource) -> torch.nn.Module:
+    """Return the image tower of a tag, as open_clip loads it: the whole model, strictly.
+
+    Raises:
+        WeightsError: the weights are not on this machine and cannot be downloaded.
+    """
+    open_clip = import_open_clip()
+    with _download_errors(open_clip.get_pretrained_cfg(source.name, source.tag), source):
+        model = open_clip.create_model(
+            source.name, pretrained=source.tag, force_quick_gelu=source.quick_gelu
+        )
+    module: torch.nn.Module = model.visual
+    return module.eval()
+
+
+@contextlib.contextmanager
+def _download_errors(about: dict[str, Any], source: ClipSource) -> Iterator[None]:
+    """Turn errors of a download into a WeightsError that says what to do.
+
+    If the name of the server cannot be resolved, the error is raised at once.
+    """
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.constants import ENDPOINT
+
+    repository = str(about.get("hf_hub") or "").strip("/")
+    parts = repository.split("/")
+    files = parts[2:] or ["open_clip_model.safetensors", "open_clip_pytorch_model.bin"]
+    repository = "/".join(parts[:2])
+    cached = "file" in about or any(
+        isinstance(try_to_load_from_cache(repository, file), str) for file in files if repository
+    )
+    try:
+        if repository and not cached and not urllib.request.getproxies():
+            # The client of the hub would try an unresolvable name again for most of a minute.
+            socket.getaddrinfo(urlparse(ENDPOINT).hostname, 443)
+        yield
+    except (OSError, RuntimeError, ValueError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        place = f"`hf download {repository}`" if repository else about.get("url")
+        raise WeightsError(
+            f"the weights {source.tag} of {source.name} are not on this machine and cannot be "
+            f"loaded ({reason}). Fetch them with {place} on a machine with internet access, and "
+            f"give the file: model.weights=FILE model.weights_like={source.tag}."
+        ) from error
+
+
+def preprocess_of(source: ClipSource, module: torch.nn.Module) -> Preprocess:
+    """Return open_clip's evaluation transform for the weights of a model.
+
+    Args:
+        source: the model.
+        module: its image tower, which knows the size of its images.
+    """
+    import_open_clip()
+    from open_clip.transform import PreprocessCfg, image_transform_v2, merge_preprocess_dict
+
+    from featx.images import Preprocess
+
+    values = merge_preprocess_dict(PreprocessCfg(), dict(source.preprocess))
+    values["size"] = getattr(module, "image_size", values["size"])
+    asked = PreprocessCfg(**values)
+    _, height, width = asked.input_size
+    # open_clip pads for `longest`, and resizes otherwise for images that are not square.
+    resize: int | tuple[int, int] | None = None
+    if asked.resize_mode == "squash":
+        resize = (height, width)
+    elif asked.resize_mode == "shortest" and height == width:
+        resize = height
+    return Preprocess(
+        reference=image_transform_v2(asked, is_train=False),
+        crop=(height, width),
+        resize=resize,
+        interpolation="bilinear" if asked.interpolation == "bilinear" else "bicubic",
+        mean=(asked.mean[0], asked.mean[1], asked.mean[2]),
+        std=(asked.std[0], asked.std[1], asked.std[2]),
+    )
+
+
+def embedding_of(module: torch.nn.Module, is_normalised: bool) -> LibraryEmbedding:
+    """Return the embedding of an image, as encode_image computes it.
+
+    Args:
+        module: image tower.
+        is_normalised: whether it is divided by its length.
+    """
+    import torch.nn.functional as F
+
+    from featx.models.base import LibraryEmbedding, expose_embedding
+
+    def embedding(output: Any) -> torch.Tensor:
+        # The towers of CoCa return their tokens as well.
+        vector: torch.Tensor = output[0] if isinstance(output, tuple) else output
+        return F.normalize(vector, dim=-1) if is_normalised else vector
+
+    return LibraryEmbedding(
+        lambda x: embedding(module(x)), lambda: expose_embedding(module, embedding)
+    )
+
+
+def num_prefix_tokens(module: Any) -> int:
+    """Return the number of class and register tokens before the patch tokens of a tower."""
+    if hasattr(module, "trunk"):  # a model of timm
+        return int(getattr(module.trunk, "num_prefix_tokens", 0))
+    return int(hasattr(module, "class_embedding"))
+
+
+def has_class_token(module: Any) -> bool:
+    """Return whether the first of these is a class token."""
+    if hasattr(module, "trunk"):
+        return getattr(module.trunk, "cls_token", None) is not None
+    return hasattr(module, "class_embedding")
+
+
+def stages_of(module: Any) -> tuple[str, ...] | None:
+    """Return the names of the stages of a tower, or None to find them from shapes."""
+    from featx.models.base import timm_stages
+
+    if hasattr(module, "trunk"):
+        names = timm_stages(module.trunk)
+        return None if names is None else tuple(f"trunk.{name}" for name in names)
+    if hasattr(module, "transformer"):
+        number = len(module.transformer.resblocks)
+        return tuple(f"transformer.resblocks.{i}" for i in range(number))
+    names = tuple(f"layer{i}" for i in range(1, 5))
+    return names if all(hasattr(module, name) for name in names) else None

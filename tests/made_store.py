@@ -111,7 +111,7 @@ class MadeRun:
         return rows
 
     def write(self, root: Path, parts: Iterable[int] | None = None, packed: bool = False) -> Path:
-        """Commit parts, all of them if not told which, in the order given; then pack."""
+        """Commit parts, all of them unless some are named, in the order given; then pack."""
         session = self.session(root)
         with session.hold():
             order = range(len(self.grid)) if parts is None else parts

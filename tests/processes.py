@@ -79,6 +79,6 @@ def wait_until(condition: Callable[[], bool], process: subprocess.Popen[str]) ->
 
 def outcome(process: subprocess.Popen[str]) -> tuple[int, str, float]:
     """Exit code, stderr, and how long it took from now on."""
-    begun = time.monotonic()
+    started_at = time.monotonic()
     _, printed = process.communicate(timeout=60)
-    return process.returncode, printed, time.monotonic() - begun
+    return process.returncode, printed, time.monotonic() - started_at

@@ -269,11 +269,11 @@ def test_the_reading_page_tells_how_well_it_mixes(block_rows: int, window: int) 
     sampler = BlockShuffleSampler(range(1000 * 1281), block_rows, window)
     batches = np.array([*sampler][: 5000 * 256]).reshape(5000, 256)
     classes = np.mean([len(np.unique(batch // 1281)) for batch in batches])
-    told = re.search(
+    output = re.search(
         rf"^\| {block_rows} x {window}\b[^|]*\| (\d+) \|", READING_PAGE.read_text(), re.M
     )
-    assert told is not None
-    assert classes == pytest.approx(int(told[1]), rel=0.03)
+    assert output is not None
+    assert classes == pytest.approx(int(output[1]), rel=0.03)
 
 
 def test_every_block_of_the_reading_page_runs(

@@ -396,10 +396,10 @@ def test_a_stopped_run_resumes_and_ends_bit_identical(
     parts = tmp_path / "stopped" / "parts"
     wait_for(lambda: (parts / "part-000000.h5").exists(), process)
     process.send_signal(signum)
-    begun = time.monotonic()
+    started_at = time.monotonic()
     process.communicate()
     assert process.returncode == code
-    assert time.monotonic() - begun < 10
+    assert time.monotonic() - started_at < 10
     committed = {path.name: path.read_bytes() for path in parts.glob("part-*.h5")}
     assert 1 <= len(committed) < 6
     resumed = featx(*common, "out=stopped")

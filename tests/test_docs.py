@@ -293,10 +293,10 @@ def test_the_tutorial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(sys, "argv", ["featx", *shlex.split(line)[3:]])
         assert command.run_command() == 0, line
     assert 200_000 < Path("textile.html").stat().st_size < 1_500_000
-    told: list[str] = []
-    exec(marked, {"print": told.append})
-    right = int(told[0].split()[0])
-    assert told[0].endswith("of 60 right")
+    output: list[str] = []
+    exec(marked, {"print": output.append})
+    right = int(output[0].split()[0])
+    assert output[0].endswith("of 60 right")
     assert right > 35, "a third of them is right by chance"
     with answering(server) as port:
         good = ask(port, Path("new/local").glob("*.jpg").__next__().read_bytes())

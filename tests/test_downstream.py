@@ -40,10 +40,10 @@ def snippet(number: int) -> str:
 @pytest.mark.parametrize("meaning", [True, False])
 def test_the_examples_learn_what_there_is_to_learn(number: int, meaning: bool) -> None:
     write_store(meaning)
-    told: list[str] = []
-    found: dict[str, object] = {"print": told.append}
+    output: list[str] = []
+    found: dict[str, object] = {"print": output.append}
     exec(snippet(number), found)
-    (line,) = told
+    (line,) = output
     accuracy = float(line.split()[1])
     assert accuracy > 0.95 if meaning else 0.2 < accuracy < 0.8
     if number == 0:

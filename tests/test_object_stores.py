@@ -288,9 +288,9 @@ def test_a_server_that_goes_away_stops_the_run_which_resumes_later(
     monkeypatch.setattr(s3_client, "request", failing)
     with pytest.raises(
         RunError, match=r"ExpiredToken.*When the object store accepts the request"
-    ) as told:
+    ) as output:
         extract(str(images), out=out)
-    assert told.value.exit_code == 1
+    assert output.value.exit_code == 1
     monkeypatch.setattr(s3_client, "request", request)
     assert num_parts(out) == 3
     assert rows_of(extract(str(images), out=out)) == rows_of(extract(str(images)))

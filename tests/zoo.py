@@ -39,8 +39,8 @@ class TwoStageConvNet(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         time.sleep(self.pause_s)
-        begun = time.monotonic()
-        while self.hang and Path(self.hang).exists() and time.monotonic() - begun < 30:
+        started_at = time.monotonic()
+        while self.hang and Path(self.hang).exists() and time.monotonic() - started_at < 30:
             time.sleep(0.05)
         x = self.deep(self.conv(x))
         if self.poison is not None:

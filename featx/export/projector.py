@@ -55,8 +55,8 @@ class Projector(Format):
 
         def write(file: BinaryIO) -> None:
             chosen = self.selection
-            at_once = max(1, chosen.block_rows([name]) // _TEXT_BYTES)
-            for _, _, values in chosen.blocks(0, len(chosen), [name], at_once):
+            rows_per_block = max(1, chosen.block_rows([name]) // _TEXT_BYTES)
+            for _, _, values in chosen.blocks(0, len(chosen), [name], rows_per_block):
                 file.write(vectors_text(values[name].astype("float32")))
 
         return write

@@ -32,13 +32,13 @@ class Selection:
         store: open store.
         layers: names of its layers.
         rows: (n,) int64, increasing: row in the store of each exported row.
-        tell: called with the number of bytes of each block.
+        on_bytes: called with the number of bytes of each block.
     """
 
     store: FeatureStore
     layers: tuple[str, ...]
     rows: npt.NDArray[np.int64]
-    tell: Callable[[int], None] = lambda num_bytes: None
+    on_bytes: Callable[[int], None] = lambda num_bytes: None
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -141,7 +141,7 @@ class Selection:
         start: int,
         stop: int,
         layers: Sequence[str] | None = None,
-        at_once: int | None = None,
+        rows_per_block: int | None = None,
     ) -> Iterator[tuple[int, int, dict[str, npt.NDArray[Any]]]]:
         """Read the features of rows [start, stop) of the selection block by block.
 
@@ -149,7 +149,7 @@ class Selection:
             start: index into `rows`.
             stop: index into `rows`, exclusive.
             layers: layers of the selection, or None for all.
-            at_once: rows per block, or None for `block_rows`.
+            rows_per_block: rows per block, or None for `block_rows`.
 
         Yields:
             start and stop of the block, and layer -> (m, ...) values.
@@ -159,12 +159,12 @@ class Selection:
                 meanwhile.
         """
         layers = self.layers if layers is None else layers
-        step = at_once or self.block_rows(layers)
+        step = rows_per_block or self.block_rows(layers)
         for first in range(start, stop, step):
             last = min(stop, first + step)
             found = {name: self._read(name, first, last) for name in layers}
             yield first, last, found
-            self.tell(sum(values.nbytes for values in found.values()))
+            self.on_bytes(sum(values.nbytes for values in found.values()))
 
     def _read(self, layer: str, start: int, stop: int) -> npt.NDArray[Any]:
         """Read rows [start, stop) of one layer as a contiguous array."""

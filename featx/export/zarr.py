@@ -66,8 +66,8 @@ class Zarr(Format):
                 fill_value=float("nan"),
             )
             # Whole chunks are written at a time: a partial chunk would be read and written again.
-            at_once = max(rows, chosen.block_rows([name]) // rows * rows)
-            for start, stop, values in chosen.blocks(0, n, [name], at_once):
+            rows_per_block = max(rows, chosen.block_rows([name]) // rows * rows)
+            for start, stop, values in chosen.blocks(0, n, [name], rows_per_block):
                 array[start:stop] = values[name]
         columns: dict[str, Any] = {
             "label": chosen.labels,

@@ -16,7 +16,7 @@ from featx.errors import ModelError
 from featx.layers.call_hooks import OpenCall, every_call
 
 
-def log_forward(module: nn.Module, x: torch.Tensor, tell: Callable[[str], None]) -> None:
+def log_forward(module: nn.Module, x: torch.Tensor, log: Callable[[str], None]) -> None:
     """Run one forward pass and log every call when it ends.
 
     A line holds the name, the class, the shapes of inputs and outputs, the dtype, and the
@@ -26,12 +26,12 @@ def log_forward(module: nn.Module, x: torch.Tensor, tell: Callable[[str], None])
     Args:
         module: model in eval mode; the caller enters no_grad and autocast.
         x: (B, 3, H, W) normalised images on the device of the module.
-        tell: function that is called with each line.
+        log: function that is called with each line.
 
     Raises:
         ModelError: the forward pass fails; the last lines name the call.
     """
-    lines = _Lines(module, x.device, tell)
+    lines = _Lines(module, x.device, log)
     with every_call(module, lines.begin, lines.end) as going_on:
         try:
             module(x)
@@ -49,11 +49,9 @@ _WHOLE = "(the model)"
 class _Lines:
     """The lines of one forward pass; times exclude the time that logging takes."""
 
-    def __init__(
-        self, module: nn.Module, device: torch.device, tell: Callable[[str], None]
-    ) -> None:
+    def __init__(self, module: nn.Module, device: torch.device, log: Callable[[str], None]) -> None:
         self._device = device
-        self._tell = tell
+        self._log = log
         self._telling_s = 0.0
         self._all_finite = True
         names = [name or _WHOLE for name, _ in module.named_modules()]
@@ -67,7 +65,7 @@ class _Lines:
         outer = call.parent
         if outer is not None and not outer.note.opened:
             outer.note.opened = True
-            self._tell(f"{self._head(outer, outer.name)} -> ...")
+            self._log(f"{self._head(outer, outer.name)} -> ...")
         call.note = _Note(_shapes(inputs), any(_bad(t) for t in elements(inputs).values()))
         ended = time.perf_counter()
         self._telling_s += ended - started_at
@@ -84,7 +82,7 @@ class _Lines:
             dict.fromkeys(str(t.dtype).removeprefix("torch.") for t in found.values())
         )
         text = f"{self._head(call, name)} -> {_shapes(output)}"
-        self._tell(
+        self._log(
             f"{text:<{self._name_width + self._type_width + 33}}  {dtypes or '-':<8}"
             f"{milliseconds:>8.2f} ms{self._alarm(call, output)}"
         )
@@ -92,7 +90,7 @@ class _Lines:
 
     def failed(self, call: OpenCall, error: Exception) -> None:
         """Write the line of a call that raised an exception."""
-        self._tell(f"{self._head(call, call.name)} -> {type(error).__name__}")
+        self._log(f"{self._head(call, call.name)} -> {type(error).__name__}")
 
     def _head(self, call: OpenCall, name: str) -> str:
         """Name, class and input shapes of a call, indented by depth."""

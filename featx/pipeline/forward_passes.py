@@ -42,12 +42,12 @@ class Passes(Generic[ComputedT]):
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> Passes[ComputedT]:
-        engine, at_once = self._context.engine, self._context.at_once
+        engine, parallelism = self._context.engine, self._context.parallelism
         engine.model_seconds = engine.copy_seconds = 0.0
-        if at_once.replicas > 1:
-            self._engines = self._stack.enter_context(engine.replicas(at_once.replicas))
-        if at_once.ahead:
-            parallel = ParallelPasses(self._engines, at_once.threads, self._computed)
+        if parallelism.replicas > 1:
+            self._engines = self._stack.enter_context(engine.replicas(parallelism.replicas))
+        if parallelism.ahead:
+            parallel = ParallelPasses(self._engines, parallelism.threads, self._computed)
             self._parallel = self._stack.enter_context(parallel)
         return self
 

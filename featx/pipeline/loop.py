@@ -176,7 +176,7 @@ def _metrics(
     engine, trial = context.engine, context.trial
     precision = context.config.precision
     sentence = bottleneck(seconds, took, num_cpus(), engine.device.type, precision)
-    num_batches = num_computed / engine.compute.batch_size / context.at_once.replicas
+    num_batches = num_computed / engine.compute.batch_size / context.parallelism.replicas
     found = trial.compare(seconds, rows, took, num_batches)
     return RunMetrics(
         {**seconds},

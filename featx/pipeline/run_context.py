@@ -45,7 +45,7 @@ class RunContext:
         header: fingerprint, config and versions that every file of the run records.
         part_rows: rows per part; the last part may have fewer.
         trial: seconds per image for reading, decoding and the model, measured on trial images.
-        at_once: number of CPU threads per batch, and of parallel batches in each process.
+        parallelism: number of CPU threads per batch, and of parallel batches in each process.
         devices: devices of the processes that compute, one per process (torch.device).
         choices: name of each `auto` -> its value and the reason, as one line of text.
         left_out: layers that a preset asks for but that cannot be stored, with the reason.
@@ -61,7 +61,7 @@ class RunContext:
     header: StoreHeader
     part_rows: int
     trial: TrialSpeed
-    at_once: BatchParallelism
+    parallelism: BatchParallelism
     devices: list[torch.device]
     choices: dict[str, str] = field(default_factory=dict)
     left_out: list[str] = field(default_factory=list)
@@ -74,7 +74,7 @@ class RunContext:
     def as_run(self) -> Run:
         """The whole listing and the requested layers, as an entry for the manifest of a store."""
         policy, share = self.decoding.policy, self.decoding.device_share
-        threads = self.at_once.threads
+        threads = self.parallelism.threads
         return Run(
             header=self.header,
             layers=tuple(self.specs),
@@ -166,7 +166,7 @@ def build_run_context(
         chosen = target.unfinished(listing, chosen)
         resume_state = target.resume_state({point.name for point, _ in chosen})
         cpus = batch_parallelism.cpus_that_compute(config, devices[0])
-        # The calibration passes use all threads; the run itself may use fewer per batch (at_once).
+        # The calibration passes use all threads; the run itself may use fewer per batch.
         stack.enter_context(cpu_threads(batch_parallelism.calibration_threads(cpus, resume_state)))
         decoding = DecodeSettings.of_run(
             config, backbone.preprocess, listing, crash_list, resume_state
@@ -177,11 +177,13 @@ def build_run_context(
         decoding, why_share = with_share(config.decode, source, listing, decoding, devices[0])
         auto_settings = AutoSettings(config, engine, images, len(listing), resume_state)
         auto_settings.resolve()
-        at_once = batch_parallelism.decide(engine, cpus, resume_state, before, auto_settings.filled)
+        parallelism = batch_parallelism.decide(
+            engine, cpus, resume_state, before, auto_settings.filled
+        )
         specs = engine.specs(chosen)
         work_s = auto_settings.seconds_per_image * len(listing)
         part_rows = auto_settings.part_rows(*target.part_limits(engine, specs, work_s))
-        stack.enter_context(cpu_threads(at_once.threads))
+        stack.enter_context(cpu_threads(parallelism.threads))
         settings = fingerprint(config, engine, decoding, specs, listing, part_rows)
         yield RunContext(
             config=config,
@@ -200,9 +202,9 @@ def build_run_context(
                 threads=num_cpus(),
                 is_on_cpu=devices[0].type == "cpu",
             ),
-            at_once=at_once,
+            parallelism=parallelism,
             devices=devices,
-            choices={**auto_settings.choices, **at_once.choices, **why_share},
+            choices={**auto_settings.choices, **parallelism.choices, **why_share},
             left_out=selection.left_out,
         )
 

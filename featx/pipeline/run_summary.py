@@ -102,8 +102,12 @@ def _settings(context: RunContext, layers: str) -> list[tuple[str, str]]:
         "fold_batchnorm": str(compute.fold_batchnorm).lower(),
         "batch_size": str(compute.batch_size),
         "part_rows": str(context.part_rows),
-        **({} if context.at_once.threads is None else {"threads": str(context.at_once.threads)}),
-        **({"streams": str(context.at_once.replicas)} if "streams" in context.choices else {}),
+        **(
+            {}
+            if context.parallelism.threads is None
+            else {"threads": str(context.parallelism.threads)}
+        ),
+        **({"streams": str(context.parallelism.replicas)} if "streams" in context.choices else {}),
     }
     return [
         ("data", _data_text(context)),

@@ -65,19 +65,19 @@ class TestWithFaiss:
         store = clusters(900)
         made = RowIndex(store, "flat", 0.5, 6, metric, device="cpu")
         made.looked_at = made.lists
-        found, told = made.nearest_rows(), nearest_rows(store, "flat", 6, metric, device="cpu")
+        found, output = made.nearest_rows(), nearest_rows(store, "flat", 6, metric, device="cpu")
         assert made.lists > 5
-        assert np.array_equal(found.neighbours, told.neighbours)
-        assert np.allclose(found.scores, told.scores, atol=1e-6)
+        assert np.array_equal(found.neighbours, output.neighbours)
+        assert np.allclose(found.scores, output.scores, atol=1e-6)
 
     @pytest.mark.parametrize("metric", ["cosine", "euclidean"])
     def test_a_recall_of_one_is_the_exact_search(self, metric: str) -> None:
         store = clusters(900)
         made = RowIndex(store, "flat", 1, 6, metric, device="cpu")
-        found, told = made.nearest_rows(), nearest_rows(store, "flat", 6, metric, device="cpu")
+        found, output = made.nearest_rows(), nearest_rows(store, "flat", 6, metric, device="cpu")
         assert made.about == {"recall": 1.0, "measured_on": 0, "lists": 1, "looked_at": 1}
-        assert np.array_equal(found.neighbours, told.neighbours)
-        assert np.allclose(found.scores, told.scores, atol=1e-6)
+        assert np.array_equal(found.neighbours, output.neighbours)
+        assert np.allclose(found.scores, output.scores, atol=1e-6)
 
     def test_a_row_is_not_its_own_neighbour_and_copies_are(self) -> None:
         run = make_run(300, 64, {"flat": (5,)})
@@ -109,14 +109,14 @@ class TestWithFaiss:
 
     def test_few_rows(self) -> None:
         store = featx.open(make_run(4, 4, {"flat": (5,)}, failed=[2]).write(Path("store")))
-        told: list[int] = []
+        output: list[int] = []
         made = RowIndex(store, "flat", 0.99, 10, device="cpu")
-        found = made.nearest_rows(told.append)
+        found = made.nearest_rows(output.append)
         assert (made.lists, made.looked_at, made.recall) == (1, 1, 1.0)
         assert np.array_equal(
             found.neighbours, nearest_rows(store, "flat", device="cpu").neighbours
         )
-        assert told == [3]
+        assert output == [3]
 
     def test_what_cannot_be_asked_is_refused(self) -> None:
         store = clusters(50)

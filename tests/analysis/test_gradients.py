@@ -379,8 +379,8 @@ def test_a_relu_net_of_the_same_depth_raises_nothing() -> None:
 def test_vanishing_needs_consecutive_steps_and_is_told_once() -> None:
     model = sigmoid_net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    told: list[Alarm] = []
-    with watch(model, on_alarm=told.append, limits=Limits(vanishing_steps=4)) as log:
+    output: list[Alarm] = []
+    with watch(model, on_alarm=output.append, limits=Limits(vanishing_steps=4)) as log:
         for i in range(12):
             optimizer.zero_grad()
             if i == 2:  # a healthy step in between
@@ -388,8 +388,8 @@ def test_vanishing_needs_consecutive_steps_and_is_told_once() -> None:
             else:
                 loss_of(model).backward()
             optimizer.step()
-    assert [alarm.step for alarm in told] == [7]
-    assert list(log.alarms) == told
+    assert [alarm.step for alarm in output] == [7]
+    assert list(log.alarms) == output
 
 
 class Recurrent(nn.Module):

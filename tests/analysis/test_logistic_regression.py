@@ -116,9 +116,9 @@ def test_the_most_accurate_wins_and_then_the_smallest_loss() -> None:
 
 
 @pytest.mark.parametrize("method", ["linear", "ridge"])
-@pytest.mark.parametrize(("l2", "told"), [(None, 1), (1.0, 0)])
+@pytest.mark.parametrize(("l2", "output"), [(None, 1), (1.0, 0)])
 def test_a_choice_at_the_end_of_the_grid_is_noted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, l2: float | None, told: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, l2: float | None, output: int
 ) -> None:
     """A grid of two has ends only; a strength that was asked for is none."""
     monkeypatch.setattr(logistic_regression, "L2_GRID", (10.0, 1.0))
@@ -126,7 +126,7 @@ def test_a_choice_at_the_end_of_the_grid_is_noted(
     x, y = blobs(90)
     problem = problem_of(tmp_path, x, y, ProbeConfig(l2=l2))
     notes = methods.fit(problem, method, holdout(y, 0.3, 0.2, seed=0)).notes
-    assert sum("is the last one of the grid on that side" in note for note in notes) == told
+    assert sum("is the last one of the grid on that side" in note for note in notes) == output
 
 
 def test_the_probe_is_as_accurate_as_scikit_learn_on_the_same_split(tmp_path: Path) -> None:

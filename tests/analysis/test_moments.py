@@ -518,13 +518,13 @@ def test_processes_that_commit_at_once_give_the_same_bytes(tmp_path: Path) -> No
     run = Run(310, 4, failed=[3, 77, 309])
     expected = sha256(run.whole(tmp_path / "whole"))
     store = run.folder(tmp_path / "shared")
-    told = Lock()
+    output = Lock()
 
     def work(number: int) -> None:
         tree = run.tree(AtomicFolder(tmp_path / "shared"))
         for part in run.parts()[number::3]:
             failures = tree.commit(part, run.failures(part), run.of(part, [4]))
-            with told:
+            with output:
                 store.committed(part, failures)
 
     with ThreadPoolExecutor(3) as threads:

@@ -425,11 +425,11 @@ def test_the_snippet_of_the_page_runs() -> None:
     page = Path(__file__).parents[2] / "docs" / "similarity.md"
     (snippet,) = re.findall(r"^```python\n(.*?)^```", page.read_text("utf-8"), re.M | re.S)
     write(make_run(30, 8, {"avgpool": (5,), "layer4": (3, 2, 2)}, failed=[3]), "runs/photos")
-    told: list[tuple[float, ...]] = []
-    found: dict[str, object] = {"print": lambda *values: told.append(values)}
+    output: list[tuple[float, ...]] = []
+    found: dict[str, object] = {"print": lambda *values: output.append(values)}
     exec(snippet, found)
     measures = found["scores"].measures  # type: ignore[attr-defined]
-    assert told[0] == pytest.approx([measures[name][0, 1] for name in measures], abs=1e-5)
+    assert output[0] == pytest.approx([measures[name][0, 1] for name in measures], abs=1e-5)
 
 
 @pytest.mark.parametrize("key", ["cr\r/c\r.jpg", "new\nline", 'quote"', "comma,", "\udcff"])

@@ -84,16 +84,23 @@ def test_with_log_json_every_line_is_an_object(
     with Progress(10, 2) as bar:
         bar.step(4, 1, 0.0)
         bar.log("worker 0 (cpu): hello")
-    told = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
-    assert [line["level"] for line in told] == ["info", "info", "warning", "error", "info", "info"]
-    assert told[0]["event"] == "begin"
-    assert (told[0]["layers"], told[0]["device"]) == ("a\nb", "cpu")
-    assert [line.get("message") for line in told[1:4]] == [
+    output = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
+    assert [line["level"] for line in output] == [
+        "info",
+        "info",
+        "warning",
+        "error",
+        "info",
+        "info",
+    ]
+    assert output[0]["event"] == "begin"
+    assert (output[0]["layers"], output[0]["device"]) == ("a\nb", "cpu")
+    assert [line.get("message") for line in output[1:4]] == [
         "two\nlines", "the devices differ", "no such model",
     ]  # fmt: skip
-    assert (told[4]["event"], told[4]["done"], told[4]["total"]) == ("progress", 6, 10)
-    assert told[4]["failures"] == 1
-    assert all(line["time"].endswith("Z") for line in told)
+    assert (output[4]["event"], output[4]["done"], output[4]["total"]) == ("progress", 6, 10)
+    assert output[4]["failures"] == 1
+    assert all(line["time"].endswith("Z") for line in output)
 
 
 @pytest.mark.usefixtures("as_json")

@@ -79,8 +79,8 @@ def test_as_many_threads_as_before_when_all_were_given_up() -> None:
         assert [f.result(10) for f in [threads.submit(work) for _ in range(3)]] == [True] * 3
         waits = [threads.submit(barrier.wait, 10) for _ in range(3)]
         assert sorted(future.result(10) for future in waits) == [0, 1, 2]
-        begun = time.monotonic()
-    assert time.monotonic() - begun < 2, "it waited for threads that were given up"
+        started_at = time.monotonic()
+    assert time.monotonic() - started_at < 2, "it waited for threads that were given up"
     wake.set()
 
 
@@ -125,8 +125,8 @@ def test_the_end_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None
     with ReplaceableThreadPool(1, None, NAME) as threads:
         threads.submit(release.wait, 20)
         time.sleep(0.05)
-        begun = time.monotonic()
-    assert 0.1 < time.monotonic() - begun < 5
+        started_at = time.monotonic()
+    assert 0.1 < time.monotonic() - started_at < 5
     release.set()
 
 

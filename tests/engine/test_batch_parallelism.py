@@ -77,8 +77,8 @@ def test_a_store_keeps_its_threads(
 ) -> None:
     monkeypatch.setattr("featx.engine.batch_parallelism.is_kept_in_threads", lambda: True)
     engine = types.SimpleNamespace(replicable=True)
-    begun: Any = types.SimpleNamespace(resolved={"threads": stored}, what="the store was")
-    found = _on_cpu(cpus, engine, 4, begun)
+    resume_state: Any = types.SimpleNamespace(resolved={"threads": stored}, what="the store was")
+    found = _on_cpu(cpus, engine, 4, resume_state)
     assert (found.threads, found.replicas) == (stored, replicas)
     assert (f"; {here} here would give" in found.choices["threads"]) == (here is not None)
 
@@ -96,8 +96,8 @@ def test_a_store_keeps_its_threads(
 def test_a_store_is_compiled_for_its_own_threads(
     cpus: int | None, resolved: dict[str, Any] | None, threads: int | None
 ) -> None:
-    begun: Any = None if resolved is None else types.SimpleNamespace(resolved=resolved)
-    assert calibration_threads(cpus, begun) == threads
+    resume_state: Any = None if resolved is None else types.SimpleNamespace(resolved=resolved)
+    assert calibration_threads(cpus, resume_state) == threads
 
 
 # On CUDA

@@ -176,7 +176,7 @@ def num_casts(engine: Engine, module: nn.Module, x: torch.Tensor) -> int:
     return casts.count
 
 
-def settled(engine: Engine, precision: str = "bf16", **choices: Any) -> Engine:
+def configured(engine: Engine, precision: str = "bf16", **choices: Any) -> Engine:
     engine.configure_compute(
         Compute(precision, False, **{"channels_last": False, "batch_size": 4, **choices})
     )
@@ -202,7 +202,7 @@ def test_the_values_and_dtypes_of_autocast(
     torch.manual_seed(0)
     module = make()
     with bound(backbone_of(module), *layers, dtype="float32") as engine:
-        settled(engine)
+        configured(engine)
         names = [name for name, p in module.named_parameters() if p.dtype == BF16]
         values = engine.run(noise())
         specs = {s.name: s for s in engine.specs(engine.chosen)}  # type: ignore[attr-defined]
@@ -223,7 +223,7 @@ def test_autocast_alone_casts_in_each_pass(monkeypatch: pytest.MonkeyPatch) -> N
     )
     module = Encoder()
     with bound(backbone_of(module), "mlp") as engine:
-        assert num_casts(settled(engine), module, noise()) == 8
+        assert num_casts(configured(engine), module, noise()) == 8
         assert {p.dtype for p in module.parameters()} == {torch.float32}
 
 
@@ -242,7 +242,7 @@ def test_folded_and_in_channels_last(
                 monkeypatch.setattr(
                     "featx.engine.prepared_weights.castable_weights", lambda *_: CastableWeights()
                 )
-            settled(engine, precision, channels_last=channels_last, fold_batchnorm=True)
+            configured(engine, precision, channels_last=channels_last, fold_batchnorm=True)
             read = module[0].conv.weight, module[0].conv.bias, module[1].weight
             assert {p.dtype for p in read} == {
                 COMPUTE_DTYPES[precision] if casts else torch.float32
@@ -261,7 +261,7 @@ def test_replicas_cast_nothing_and_give_the_same_bits() -> None:
     backbone.reentrant = True
     batches = [noise(seed=i) for i in range(8)]
     with bound(backbone, "mlp") as engine:
-        expected = [engine.run(x)["mlp"] for x in batches if settled(engine)]
+        expected = [engine.run(x)["mlp"] for x in batches if configured(engine)]
         with engine.replicas(2) as replicas, ThreadPoolExecutor(2) as threads:
 
             def compute(i: int) -> tuple[int, torch.Tensor]:
@@ -288,7 +288,7 @@ def test_what_reads_a_weight_otherwise_keeps_autocasts_own_casts(
     module: nn.Module, layers: list[str], doubt: str
 ) -> None:
     with bound(backbone_of(module), *layers) as engine:
-        settled(engine)
+        configured(engine)
         values = engine.run(noise())
         assert engine.why_cast_each_pass.startswith(doubt)
         assert bool(doubt) == bool(engine.why_cast_each_pass)
@@ -303,7 +303,7 @@ def test_images_of_the_trial_show_what_noise_does_not() -> None:
     for images, cast in ((None, True), (noise(0), True), (bright, False)):
         with bound(backbone_of(module), "out") as engine:
             engine.trial_images = images
-            settled(engine)
+            configured(engine)
             assert (module.conv.weight.dtype == BF16) == cast
             value = engine.run(bright)["out"]
     assert torch.equal(value, reference(module, ["out"], bright)["out"].float())
@@ -321,10 +321,10 @@ def test_a_choice_is_proven_once_and_again_for_other_layers(
     monkeypatch.setattr("featx.engine.prepared_weights.castable_weights", counted)
     with bound(backbone_of(Encoder()), "mlp") as engine:
         for precision in ("bf16", "fp32", "bf16"):
-            settled(engine, precision)
+            configured(engine, precision)
         assert len(proofs) == 1
         engine.attach_captures(engine.chosen)  # type: ignore[attr-defined]
-        settled(engine)
+        configured(engine)
         assert len(proofs) == 2
 
 
@@ -386,7 +386,7 @@ def test_a_failing_pass_leaves_the_module_as_it_came() -> None:
     before = state_sha256(module)
     with contextlib.suppress(ModelError), bound(backbone_of(module), "mlp") as engine:
         assert state_sha256(module) == before
-        settled(engine)
+        configured(engine)
         assert state_sha256(module) != before
         engine.run(torch.zeros(2, 5, 8, 8))
         pytest.fail("five channels are no image")
@@ -398,8 +398,8 @@ def test_others_find_the_module_as_it_came() -> None:
     module = Encoder()
     before = state_sha256(module)
     with bound(backbone_of(module), "mlp") as engine:
-        fp32_bytes = settled(engine, "fp32").weight_bytes
-        expected = settled(engine).run(noise())["mlp"]
+        fp32_bytes = configured(engine, "fp32").weight_bytes
+        expected = configured(engine).run(noise())["mlp"]
         cast = sum(p.numel() for p in module.parameters() if p.dtype == BF16)
         assert engine.weight_bytes == fp32_bytes + 2 * cast
         with engine.off_device():
@@ -413,11 +413,11 @@ def test_others_find_the_module_as_it_came() -> None:
 def test_a_compiled_pass_reads_the_weights_that_were_cast() -> None:
     module = Encoder()
     with bound(backbone_of(module), "mlp") as engine:
-        eager = settled(engine).run(noise())
+        eager = configured(engine).run(noise())
         engine.configure_compute(Compute("bf16", True, False, 4))
         assert module.mlp.weight.dtype == BF16
         assert row_cosines(engine.run(noise()), eager) > 0.999
-        assert torch.equal(settled(engine).run(noise())["mlp"], eager["mlp"])
+        assert torch.equal(configured(engine).run(noise())["mlp"], eager["mlp"])
 
 
 def test_gradients_are_those_of_float32_weights() -> None:
@@ -426,7 +426,7 @@ def test_gradients_are_those_of_float32_weights() -> None:
     with Engine(backbone, torch.device("cpu"), "float32", target="logsumexp") as engine:
         chosen = select([("1:grad_output", ReduceConfig())], engine.trace(), None, None).chosen
         engine.attach_captures(chosen)
-        settled(engine)
+        configured(engine)
         assert {p.dtype for p in module.parameters()} == {torch.float32}
 
 
@@ -444,8 +444,8 @@ def test_a_run_says_why_weights_are_cast_in_each_pass(
 ) -> None:
     model = {**MODEL, "factory": "test_weight_casting:ReadsDtype", "weights": None}
     extract(photos, model=model, layers=["seen", "conv"], precision="bf16")
-    told = capsys.readouterr().err
-    line = next(line for line in told.splitlines() if line.startswith("weights "))
+    output = capsys.readouterr().err
+    line = next(line for line in output.splitlines() if line.startswith("weights "))
     assert "cast to bf16 in each pass; cast once, seen changes: float32 becomes" in line
     before = state_sha256(OWN)
     own_model = {**MODEL, "factory": "test_weight_casting:own", "weights": "default"}
@@ -479,7 +479,7 @@ def test_replicas_on_a_gpu() -> None:
     backbone = backbone_of(module)
     backbone.reentrant = True
     with bound(backbone, "mlp", device=torch.device("cuda")) as engine:
-        settled(engine)
+        configured(engine)
         assert module.mlp.weight.dtype == BF16
         assert replicas_agree(engine, noise(), 2)
         assert num_casts(engine, module, noise()) == 0

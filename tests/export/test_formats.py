@@ -174,19 +174,19 @@ def test_every_format_says_where_its_rows_come_from() -> None:
     from safetensors import safe_open
 
     run = write_store()
-    told = []
+    output = []
     for kind in OF_ANY_STORE:
         out = export(kind, overwrite=True)
-        told.append(json.loads((out / "_export.json").read_text())["about"])
+        output.append(json.loads((out / "_export.json").read_text())["about"])
         if kind == "parquet":
             file = next((out / "data").iterdir())
-            told.append(json.loads(pq.read_schema(file).metadata[b"featx"]))
+            output.append(json.loads(pq.read_schema(file).metadata[b"featx"]))
         if kind == "safetensors":
             with safe_open(next(out.glob("*.safetensors")), framework="numpy") as shard:
-                told.append(json.loads(shard.metadata()["featx"]))
+                output.append(json.loads(shard.metadata()["featx"]))
         if kind == "zarr":
-            told.append(zarr.open_group(out / "features.zarr", mode="r").attrs["featx"])
-    for about in told:
+            output.append(zarr.open_group(out / "features.zarr", mode="r").attrs["featx"])
+    for about in output:
         assert about["weights_sha256"] == run.header.weights_sha256
         assert about["model"] == "toy"
         assert about["classes"] == ["cat", "dög"]

@@ -278,9 +278,9 @@ def test_a_file_where_the_events_should_go_is_a_warning(
     Path("store").mkdir()
     Path("store/tensorboard").write_text("mine")
     assert extract(photos, tensorboard=True).complete
-    told = capfd.readouterr().err
-    assert "The run continues without events." in told
-    assert "The store is not affected." in told
+    output = capfd.readouterr().err
+    assert "The run continues without events." in output
+    assert "The store is not affected." in output
     assert Path("store/tensorboard").read_text() == "mine"
 
 

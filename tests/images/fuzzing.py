@@ -139,9 +139,9 @@ def mutant(name: str, number: int) -> bytes:
 
 def check(data: bytes, policy: ImagePolicy, at_least: int | None) -> Status:
     """Decode one mutant; raises where that is not an image or a fault, in good time."""
-    begun = time.process_time()
+    started_at = time.process_time()
     found = outcome(data, policy, at_least)
-    assert time.process_time() - begun < MAX_S, "too slow"
+    assert time.process_time() - started_at < MAX_S, "too slow"
     if isinstance(found, ImageFault):
         assert found.status not in (Status.OK, Status.ABSENT), found.status
         assert str(found), "a fault without a message"
@@ -186,9 +186,9 @@ def main(count: int, number: int, last: Path) -> None:
         nonlocal slowest
         data = mutant(name, variant)
         last.write_bytes(data)
-        begun = time.process_time()
+        started_at = time.process_time()
         statuses[check(data, replace(POLICY, jpeg=jpeg), at_least).label] += 1
-        slowest = max(slowest, time.process_time() - begun)
+        slowest = max(slowest, time.process_time() - started_at)
         grown = peak_bytes() - before
         assert grown < MAX_BYTES, f"{grown >> 20} MiB"
 

@@ -330,10 +330,10 @@ def test_odd_images_of_the_shared_data_have_the_verdicts_of_the_cpu(shared_data:
 def test_a_loader_that_is_left_early_ends_at_once() -> None:
     source = EncodedImages([encoded_image(seed % 4) for seed in range(200)])
     decoding = DecodeSettings(PREPROCESS, POLICY, device_share=SHARES)
-    begun = time.monotonic()
+    started_at = time.monotonic()
     with Loader(source, source.listing(), decoding, 4, CPU) as loader:
         next(loader.batches([Part(0, 0, 200)]))
-    assert time.monotonic() - begun < 4
+    assert time.monotonic() - started_at < 4
     assert not [t for t in threading.enumerate() if t.name.startswith("featx-on-device")]
 
 

@@ -449,9 +449,9 @@ def test_a_fault_is_not_retried() -> None:
 def test_retries_wait_longer_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fault_tolerant_decode, "_RETRY_WAITS_S", (0.05, 0.1))
     source = FailingSource(GOOD[:1], b"000000", IO_ERROR, times=2)
-    begun = time.perf_counter()
+    started_at = time.perf_counter()
     load_all(source, [Part(0, 0, 1)])
-    assert time.perf_counter() - begun >= 0.15
+    assert time.perf_counter() - started_at >= 0.15
 
 
 # Bounds
@@ -486,7 +486,7 @@ def test_batches_alive_at_one_time_are_bounded(monkeypatch: pytest.MonkeyPatch) 
         for _ in loader.batches([Part(0, 0, 200)]):
             gc.collect(0)
     assert most > PREFETCH_BATCHES
-    assert most <= PREFETCH_BATCHES + 2  # those ahead, the one being begun, the consumer's
+    assert most <= PREFETCH_BATCHES + 2  # those ahead, the one being started, the consumer's
 
 
 def test_a_consumer_that_asks_for_nothing_starts_nothing() -> None:
@@ -532,8 +532,8 @@ def test_leaving_early_drops_what_was_not_started() -> None:
     source = Slow([GOOD[0]] * 400)
     with make_loader(source, batch_size=100) as loader:
         next(loader.batches([Part(0, 0, 1), Part(1, 1, 400)]))
-        begun = time.perf_counter()
-    assert time.perf_counter() - begun < 2
+        started_at = time.perf_counter()
+    assert time.perf_counter() - started_at < 2
     assert len(source.read_keys) < 100
 
 

@@ -72,9 +72,9 @@ def test_a_crash_is_a_fault(comment: bytes, name: str) -> None:
 
 @pytest.mark.usefixtures("broken")
 def test_a_hang_is_a_fault_after_its_limit() -> None:
-    begun = time.monotonic()
+    started_at = time.monotonic()
     fault = fault_of(gif(IMAGE, HANG), 0.3)
-    assert time.monotonic() - begun < 30
+    assert time.monotonic() - started_at < 30
     assert (fault.status, fault.error) == (Status.TIMEOUT, "TimeoutError")
     assert "data.timeout_s=0.3" in str(fault)
 

@@ -188,9 +188,9 @@ def test_a_task_that_is_killed_says_its_state(photos: Path, cluster: SlurmCluste
 
 def processes_of_tasks() -> list[int]:
     """The Python processes that Slurm started for the tasks of this test."""
-    told = subprocess.run(
+    output = subprocess.run(
         ["ps", "-ww", "-eo", "pid,args"], capture_output=True, text=True, check=True
     )
     folder = str(Path("store/jobs").absolute())
-    lines = [line for line in told.stdout.splitlines() if "submitit.core._submit" in line]
+    lines = [line for line in output.stdout.splitlines() if "submitit.core._submit" in line]
     return [int(line.split()[0]) for line in lines if folder in line and "srun" not in line]

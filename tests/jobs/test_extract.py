@@ -203,7 +203,7 @@ def test_resolved_choices_are_reused_on_resume(photo_folder: Path, tmp_path: Pat
     resolved = json.loads((tmp_path / "store" / "featx.json").read_text())["resolved"]
     shutil.rmtree(tmp_path / "store" / "parts", ignore_errors=True)
     (tmp_path / "store" / "features.h5").unlink()
-    # bf16 is what this store was begun with, whatever a new probe would say.
+    # bf16 is what this store was started with, whatever new trials would give.
     again = extract(photo_folder, precision="auto", batch_size="auto")
     assert json.loads((tmp_path / "store" / "featx.json").read_text())["resolved"] == resolved
     assert again.complete

@@ -103,9 +103,9 @@ def test_duplicates(store: featx.FeatureStore, capsys: pytest.CaptureFixture[str
 
 def test_layers(store: featx.FeatureStore, capsys: pytest.CaptureFixture[str]) -> None:
     ask("cka", layers=["flat", "map"], rows=20)
-    told = capsys.readouterr().out
-    assert "20, chosen of 29, seed 0" in told
-    assert "linear CKA, debiased" in told
+    output = capsys.readouterr().out
+    assert "20, chosen of 29, seed 0" in output
+    assert "linear CKA, debiased" in output
     found = json.loads(Path("store/cka/layers.json").read_text())
     assert found["layers"] == found["others"] == ["flat", "map"]
     assert np.diag(found["rsa"]) == pytest.approx(1, abs=1e-5)

@@ -224,8 +224,8 @@ def test_of_a_part_with_a_damaged_chunk_only_its_rows_are_extracted_again(
     assert (status, found["missing"]) == (verify.EXIT_INCOMPLETE, ["part-000000.h5"])
     capsys.readouterr()
     assert run_job("status", json=True, out="store") == 0
-    told = json.loads(capsys.readouterr().out)
-    assert (told["rows"] - told["rows_done"], told["parts"] - told["parts_done"]) == (2, 1)
+    output = json.loads(capsys.readouterr().out)
+    assert (output["rows"] - output["rows_done"], output["parts"] - output["parts_done"]) == (2, 1)
     extract(photos, pack=pack, **keys)
     assert computed == [(frozenset({"conv", "pool"}), 8)]
     assert dataset_digests(path) == before

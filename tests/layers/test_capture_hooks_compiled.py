@@ -176,7 +176,7 @@ def test_captures_in_another_order_are_an_error_when_compiled() -> None:
 
 @pytest.mark.parametrize("layer", ["_orig_mod.conv2", "_orig_mod.relu@2"])
 def test_hooks_on_a_model_that_was_compiled_before(layer: str) -> None:
-    """pytorch#117758: they may not fire, which is told; what they give is the layer's own."""
+    """pytorch#117758: they may not fire, which is reported; what they give is the layer's own."""
     module, x = ResidualConvNet().eval(), noise()
     model = COMPILE(module, backend="eager")
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""A pass told call by call, up to the call that fails."""
+"""A pass logged call by call, up to the call that fails."""
 
 from __future__ import annotations
 
@@ -67,26 +67,28 @@ def test_the_dtype_is_that_under_autocast() -> None:
 def test_a_pass_that_fails_has_told_every_line_before() -> None:
     """What a broken layer gets is what people look for."""
     model = nn.Sequential(Block(width=5))
-    told: list[str] = []
+    output: list[str] = []
     message = (
         r"failed in 0\.fc \(Linear\), inside 0, \(the model\): RuntimeError: .*test_forward_log"
     )
     with pytest.raises(ModelError, match=message):
-        log_forward(model, torch.ones(2, 3, 8, 8), told.append)
-    assert plain(told) == [*PASS[:5], "  0.fc Linear 2x4 -> RuntimeError"]
+        log_forward(model, torch.ones(2, 3, 8, 8), output.append)
+    assert plain(output) == [*PASS[:5], "  0.fc Linear 2x4 -> RuntimeError"]
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
 
 def test_lines_come_during_the_pass() -> None:
-    told: list[str] = []
+    output: list[str] = []
     seen: list[int] = []
 
     class Look(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            seen.append(len(told))
+            seen.append(len(output))
             return x
 
-    log_forward(nn.Sequential(nn.ReLU(), Look(), nn.ReLU(), Look()), torch.ones(1, 3), told.append)
+    log_forward(
+        nn.Sequential(nn.ReLU(), Look(), nn.ReLU(), Look()), torch.ones(1, 3), output.append
+    )
     assert seen == [2, 4]  # the model's begin, and the layers before
 
 

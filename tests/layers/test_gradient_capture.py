@@ -105,7 +105,7 @@ def by_full_backward_hooks(
 
 
 def test_they_are_those_of_pytorchs_full_backward_hooks() -> None:
-    """Also where one tensor is read by two layers, whose own shares are told apart."""
+    """Also where one tensor is read by two layers, whose own shares are kept apart."""
     model = Residual()
     x = torch.randn(4, 3, SIDE, SIDE)
     layers = ["stem", "relu", "left", "right", "fc"]

@@ -322,8 +322,8 @@ def test_leaves_and_all_of_real_backbones(library: str, name: str) -> None:
     everything, leaves = preset(library, name, "all"), preset(library, name, "leaves")
     got = {point.module for point, _ in everything.chosen}
     called = {call.module for call in found.calls if call.module}
-    told = {entry.split(" ")[0].split("@")[0].split("[")[0] for entry in everything.left_out}
-    assert got | told == called
+    output = {entry.split(" ")[0].split("@")[0].split("[")[0] for entry in everything.left_out}
+    assert got | output == called
     assert {point.module for point, _ in leaves.chosen} == {
         name for name in got if not list(modules[name].children())
     }

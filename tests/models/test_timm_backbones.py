@@ -106,10 +106,10 @@ def test_a_missing_url_names_the_file_and_the_place(cached_gcvit: Path) -> None:
 def test_without_a_network_the_message_comes_at_once_and_says_what_to_do(
     name: str, weights: str | None, what: str
 ) -> None:
-    begun = time.perf_counter()
+    started_at = time.perf_counter()
     with pytest.raises(WeightsError) as caught:
         build(name, weights)
-    assert time.perf_counter() - begun < 5
+    assert time.perf_counter() - started_at < 5
     message = str(caught.value)
     for part in (what, "Looked in", "huggingface", "Either run", "hf download", "PATH"):
         assert part in message

@@ -93,10 +93,10 @@ def test_torchvisions_loader_is_put_back(checkpoints: Path) -> None:
 def test_without_a_network_the_message_names_the_file_the_place_and_two_ways_on(
     checkpoints: Path,
 ) -> None:
-    begun = time.perf_counter()
+    started_at = time.perf_counter()
     with pytest.raises(WeightsError) as caught:
         build("resnet18")
-    assert time.perf_counter() - begun < 5
+    assert time.perf_counter() - started_at < 5
     message = str(caught.value)
     for part in (
         "resnet18-f37072fd.pth",

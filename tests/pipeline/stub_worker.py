@@ -1,4 +1,4 @@
-"""A worker without torch: it has the rows of a made-up run at hand, and goes wrong when told to."""
+"""A worker without torch: it has the rows of a made-up run at hand, and fails when asked to."""
 
 from __future__ import annotations
 

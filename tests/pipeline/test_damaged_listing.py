@@ -16,7 +16,7 @@ from featx.storage.local_folder import AtomicFolder
 Command = Callable[..., subprocess.CompletedProcess[str]]
 
 
-def begun(featx: Command, photos: Path) -> list[str]:
+def interrupted(featx: Command, photos: Path) -> list[str]:
     """A store of which the last part and what came after it are missing."""
     arguments = ["model=mobilenet_v3_small", "model.weights=null", "data=folder",
                  f"data.root={photos}", "out=run", "part_rows=4", "batch_size=4", "precision=fp32",
@@ -29,7 +29,7 @@ def begun(featx: Command, photos: Path) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["key", "label", "classes"])
 def test_the_same_command_resumes(featx: Command, photos: Path, tmp_path: Path, name: str) -> None:
-    arguments = begun(featx, photos)
+    arguments = interrupted(featx, photos)
     root = tmp_path / "run"
     expected = package.open(root)
     keys, labels, classes = expected.keys, expected.labels, expected.classes
@@ -55,7 +55,7 @@ def test_the_same_command_resumes(featx: Command, photos: Path, tmp_path: Path, 
 
 @pytest.mark.slow
 def test_another_data_set_is_not_taken_for_it(featx: Command, photos: Path, tmp_path: Path) -> None:
-    arguments = begun(featx, photos)
+    arguments = interrupted(featx, photos)
     root = tmp_path / "run"
     AtomicFolder(root).remove(sorted((root / "parts").iterdir())[-1])
     data = bytearray((root / "samples.h5").read_bytes())

@@ -281,10 +281,10 @@ def test_other_jobs_killed_in_the_middle_give_the_same(photos: Path, job: str, v
         workers = workers_here()
         assert len(workers) == 2
         os.kill(workers[0] if victim == "worker" else process.pid, signal.SIGKILL)
-        _, told = process.communicate(timeout=120)
+        _, output = process.communicate(timeout=120)
     if victim == "worker":
-        assert process.returncode == 0, told
-        assert re.search(KILLED, told)
+        assert process.returncode == 0, output
+        assert re.search(KILLED, output)
     else:
         assert all(ended(pid) for pid in workers), "a worker lives on"
         assert 1 <= distributed_jobs.parts_done(job, Path("store")) < 6
@@ -333,15 +333,15 @@ def test_killed_in_the_middle_the_datasets_are_the_same(photos: Path, end: str) 
     assert len(workers) == 2
     victim = workers[0] if end == "worker" else process.pid
     signals = {"sigint": signal.SIGINT, "sigterm": signal.SIGTERM}
-    begun = time.monotonic()
+    started_at = time.monotonic()
     os.kill(victim, signals.get(end, signal.SIGKILL))
-    _, told = process.communicate(timeout=120)
+    _, output = process.communicate(timeout=120)
     codes = {"worker": 0, "driver": -9, "sigint": 130, "sigterm": 143}
-    assert process.returncode == codes[end], told
+    assert process.returncode == codes[end], output
     if end == "worker":
-        assert re.search(KILLED, told)
+        assert re.search(KILLED, output)
     else:
-        assert time.monotonic() - begun < 10
+        assert time.monotonic() - started_at < 10
         assert not Path("store/features.h5").exists()
         assert all(ended(pid) for pid in workers), "a worker lives on"
         subprocess.run(

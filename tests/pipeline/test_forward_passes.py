@@ -86,16 +86,16 @@ def test_an_error_is_raised_when_its_batch_is_taken_and_not_before() -> None:
 
 
 def test_no_more_passes_start_than_there_is_room_for() -> None:
-    begun: list[int] = []
+    started: list[int] = []
 
     def noted() -> Iterator[tuple[Part, Batch]]:
         for part, batch in batches(9):
-            begun.append(batch.start)
+            started.append(batch.start)
             yield part, batch
 
     with ParallelPasses(["a", "b"], 1, lambda engine, batch: batch.start) as parallel:
         for _, batch, _ in parallel.each(noted()):
-            assert len(begun) <= batch.start + 3
+            assert len(started) <= batch.start + 3
 
 
 def test_idle_engines_are_counted() -> None:
@@ -125,24 +125,24 @@ def passes(ahead: bool, compute: Callable[[Any, Batch], Any]) -> Passes:
     """Those of a run with one engine."""
     engine = types.SimpleNamespace(device="cuda:1", own_stream=contextlib.nullcontext)
     context: Any = types.SimpleNamespace(
-        engine=engine, at_once=BatchParallelism(None, 1, ahead, {})
+        engine=engine, parallelism=BatchParallelism(None, 1, ahead, {})
     )
     return Passes(context, compute)
 
 
 @pytest.mark.parametrize("ahead", [True, False])
 def test_the_next_batch_may_be_on_its_way_while_one_is_taken(ahead: bool) -> None:
-    begun = threading.Semaphore(0)
+    started = threading.Semaphore(0)
 
     def compute(engine: Any, batch: Batch) -> tuple[int, int]:
-        begun.release()
+        started.release()
         return batch.start, threading.get_ident()
 
     with passes(ahead, compute) as several:
         each = several.each(batches(3))
         first = next(each)[2]()
         if ahead:
-            assert all(begun.acquire(timeout=10) for _ in range(2))  # the second as well
+            assert all(started.acquire(timeout=10) for _ in range(2))  # the second as well
         found = [first, *(computed() for *_, computed in each)]
     assert [start for start, _ in found] == [0, 1, 2]
     assert {thread == threading.get_ident() for _, thread in found} == {not ahead}

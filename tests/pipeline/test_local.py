@@ -118,9 +118,9 @@ def test_a_worker_that_is_killed_costs_its_part_only(
 ) -> None:
     work(2, faults={3: ("kill", 1)}, pause_s=0.02)
     assert is_whole(run, tmp_path)
-    assert "was killed by SIGKILL in part" in (told := capfd.readouterr().err)
-    assert "part 3 (rows 12 to 15)" in told
-    assert "another one takes its place" in told
+    assert "was killed by SIGKILL in part" in (output := capfd.readouterr().err)
+    assert "part 3 (rows 12 to 15)" in output
+    assert "another one takes its place" in output
     assert len(noted(tmp_path, "part-*")) == 10, "a part was done twice"
 
 
@@ -179,11 +179,11 @@ def test_a_signal_to_the_driver_ends_all_and_keeps_what_is_whole(
 ) -> None:
     timer = threading.Timer(1.5, os.kill, (os.getpid(), signum))
     timer.start()
-    begun = time.monotonic()
+    started_at = time.monotonic()
     with pytest.raises(Interrupted) as stopped:
         work(2, pause_s=0.4)
     assert stopped.value.signum == signum
-    assert time.monotonic() - begun < 10
+    assert time.monotonic() - started_at < 10
     there = len(list((tmp_path / "store" / "parts").glob("part-*.h5")))
     assert there < 10
     assert there == len(noted(tmp_path, "part-*"))
@@ -199,10 +199,10 @@ def test_a_worker_that_does_not_listen_is_ended_after_the_grace(
     monkeypatch.setattr("featx.pipeline.stop_signals.GRACE_S", 1.0)
     monkeypatch.setattr("featx.pipeline.executors.local.GRACE_S", 1.0)
     threading.Timer(1.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
-    begun = time.monotonic()
+    started_at = time.monotonic()
     with pytest.raises(Interrupted):
         work(2, faults={0: ("hang", 1)}, pause_s=0.4)
-    assert time.monotonic() - begun < 8
+    assert time.monotonic() - started_at < 8
 
 
 DRIVER = """

@@ -89,7 +89,7 @@ def context() -> Any:
         engine=engine,
         loader=lambda size: Images(),
         config=config,
-        at_once=BatchParallelism(1, 1, False, {}),
+        parallelism=BatchParallelism(1, 1, False, {}),
         trial=TrialSpeed(0.0, 0.0, 0.01, 1, True),
     )
 
@@ -166,10 +166,10 @@ def test_the_last_commit_counts() -> None:
 
 
 def test_a_part_that_is_whole_is_committed_whatever_ends_the_run() -> None:
-    begun = threading.Event()
+    started = threading.Event()
 
     def commit(index: int) -> None:
-        begun.set()
+        started.set()
         time.sleep(0.1)
 
     work = PartsAndSink(commit)
@@ -177,7 +177,7 @@ def test_a_part_that_is_whole_is_committed_whatever_ends_the_run() -> None:
 
     def interrupted(part: Part, batch: Batch, computed: Callable[[], int]) -> list[Failure]:
         if batch.start == 4:
-            _wait(begun)
+            _wait(started)
             os.kill(os.getpid(), signal.SIGTERM)
         return take(part, batch, computed)
 
@@ -194,18 +194,18 @@ class PartObserver(RunObserver):
     wants_parts = True
 
     def __init__(self, work: PartsAndSink) -> None:
-        self.told: list[tuple[int, int]] = []
+        self.output: list[tuple[int, int]] = []
         self._work = work
 
     def part_committed(self, part: Part, seconds: Mapping[str, float]) -> None:
-        self.told.append((part.index, len(self._work.committed)))
+        self.output.append((part.index, len(self._work.committed)))
 
 
 def test_observers_are_told_of_committed_parts_only() -> None:
     work = PartsAndSink(lambda index: time.sleep(0.02))
     observer = PartObserver(work)
     run_parts(context(), work, work, DISK, observer)
-    assert observer.told == [(0, 1), (1, 2), (2, 3)]
+    assert observer.output == [(0, 1), (1, 2), (2, 3)]
 
 
 def _wait(event: threading.Event) -> None:

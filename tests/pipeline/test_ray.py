@@ -84,7 +84,7 @@ class MadeRay:
     def remote(self, **asked: Any) -> Any:
         self.asked = asked
 
-        def begun(*arguments: Any) -> Any:
+        def started(*arguments: Any) -> Any:
             real = ray_executor.Actor(*pickle.loads(pickle.dumps(arguments)))
             self.actors.append(real)
             handle = SimpleNamespace(real=real)
@@ -94,7 +94,7 @@ class MadeRay:
             )
             return handle
 
-        return lambda kind: SimpleNamespace(remote=begun)
+        return lambda kind: SimpleNamespace(remote=started)
 
     def _unless_dead(self, real: Any) -> Any:
         def compute(part: Any) -> Any:
@@ -165,8 +165,8 @@ def test_the_part_of_an_actor_that_dies_is_done_by_another(
     ray.die_at = {3: 2}
     assert extract(photos, executor={"name": "ray", "workers": 2}).complete
     assert len(ray.actors) == 4
-    told = capfd.readouterr().err
-    assert "an actor died in part 3 (rows 12 to 15) (The actor died unexpectedly" in told
+    output = capfd.readouterr().err
+    assert "an actor died in part 3 (rows 12 to 15) (The actor died unexpectedly" in output
 
 
 def test_a_part_that_takes_its_actors_with_it_ends_the_run(photos: Path, ray: MadeRay) -> None:
@@ -221,8 +221,8 @@ def test_wrong_keys_are_reported(keys: dict[str, Any], message: str) -> None:
 def test_a_cluster_that_does_not_answer_is_reported_before_the_run(
     photos: Path, address: str
 ) -> None:
-    told = rf"executor.address={address}: no Ray cluster answers there \(.*refused"
-    with pytest.raises(ConfigError, match=told):
+    output = rf"executor.address={address}: no Ray cluster answers there \(.*refused"
+    with pytest.raises(ConfigError, match=output):
         extract(photos, executor={"name": "ray", "address": address})
     assert not Path("store").exists()
 
@@ -302,11 +302,11 @@ def test_killed_in_the_middle_the_datasets_are_the_same(photos: Path, victim: st
             time.sleep(0.05)
         actors = actors_alive()
         os.kill(actors[0] if victim == "actor" else process.pid, signal.SIGKILL)
-        _, told = process.communicate(timeout=300)
+        _, output = process.communicate(timeout=300)
     if victim == "actor":
-        assert process.returncode == 0, told
+        assert process.returncode == 0, output
         # Where the machine is slow it may not have had a part yet.
-        assert re.search(r"an actor died in (part \d+ \(rows|no part)", told), told
+        assert re.search(r"an actor died in (part \d+ \(rows|no part)", output), output
     else:
         assert all(ended(pid, 60) for pid in actors), "an actor lives on"
         subprocess.run(slow, env=ENVIRONMENT, timeout=500, check=True)
@@ -346,8 +346,8 @@ def test_in_a_bucket_kills_cost_nothing_and_two_drivers_are_safe(
         subprocess.Popen(slow, env=environment, stderr=subprocess.PIPE, text=True) for _ in range(2)
     ]
     os.kill(wait_for(actors, drivers[0])[0], signal.SIGKILL)
-    told = [driver.communicate(timeout=500)[1] for driver in drivers]
-    assert [driver.returncode for driver in drivers] == [0, 0], told
+    output = [driver.communicate(timeout=500)[1] for driver in drivers]
+    assert [driver.returncode for driver in drivers] == [0, 0], output
     assert rows_of(package.open(out)) == rows_of(near)
     assert check_store(place(out)).complete
     assert not list((place(out) / layout.QUARANTINE).glob("*"))
@@ -374,12 +374,12 @@ def test_a_node_that_is_lost_costs_the_part_of_its_actor_only(photos: Path) -> N
                 assert time.monotonic() < deadline
                 time.sleep(0.05)
             cluster.remove_node(nodes[0], allow_graceful=False)
-            _, told = process.communicate(timeout=400)
+            _, output = process.communicate(timeout=400)
     finally:
         cluster.shutdown()
-    assert process.returncode == 0, told
+    assert process.returncode == 0, output
     # Where the machine is slow its actor may not have had a part yet.
-    assert len(re.findall(r"an actor died in (part \d+ \(rows|no part)", told)) == 1, told
+    assert len(re.findall(r"an actor died in (part \d+ \(rows|no part)", output)) == 1, output
     assert digests("store") == digests("alone")
     assert temporary_files(Path("store")) == []
     assert not Path("store/workers").exists()

@@ -246,8 +246,8 @@ def test_in_mid_run_a_controller_is_waited_for(
 
     monkeypatch.setattr(slurm.JobArray, "_submit", refused)
     assert extract(photos, executor={**LOCAL, "workers": 2}).complete
-    told = capfd.readouterr().err
-    assert "does not answer (Socket timed out on send/recv operation); 3 parts are" in told
+    output = capfd.readouterr().err
+    assert "does not answer (Socket timed out on send/recv operation); 3 parts are" in output
 
 
 @pytest.fixture
@@ -307,13 +307,13 @@ def test_without_a_driver_an_announcement_is_left_to_submitit(
     running_task: Callable[..., slurm.TaskResult], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(slurm_task, "is_driver_alive", lambda spec: False)
-    told: list[int] = []
-    before = signal.signal(signal.SIGUSR2, lambda signum, frame: told.append(signum))
+    output: list[int] = []
+    before = signal.signal(signal.SIGUSR2, lambda signum, frame: output.append(signum))
     try:
         result = running_task(lambda: os.kill(os.getpid(), signal.SIGUSR2))
     finally:
         signal.signal(signal.SIGUSR2, before)
-    assert told == [signal.SIGUSR2]
+    assert output == [signal.SIGUSR2]
     assert result.ended_by is None
     assert len(result.results) == 6
 
@@ -324,17 +324,17 @@ def test_what_is_left_by_a_task_that_was_told_to_end_is_submitted_again(
     call = slurm.Task.__call__
 
     def stopped(self: Any) -> slurm.TaskResult:
-        self._parts, told = self._parts[:1], len(self._parts) > 1
+        self._parts, output = self._parts[:1], len(self._parts) > 1
         result = call(self)
-        by = slurm.TIME_LIMIT if told else None
+        by = slurm.TIME_LIMIT if output else None
         return slurm.TaskResult(result.results, result.worker_stats, by, "ready after 1 s")
 
     monkeypatch.setattr(slurm.Task, "__call__", stopped)
     assert extract(photos, executor={**LOCAL, "workers": 1}).complete
     assert [len(task._parts) for task in cluster.tasks] == [6, 5, 4, 3, 2, 1]
-    told = capfd.readouterr().err
-    assert "job 7_1 reached its time limit (ready after 1 s); its 5 missing parts are" in told
-    assert "its missing part is submitted again" in told
+    output = capfd.readouterr().err
+    assert "job 7_1 reached its time limit (ready after 1 s); its 5 missing parts are" in output
+    assert "its missing part is submitted again" in output
     summary = json.loads(Path("store/summary.json").read_text())
     assert set(summary["seconds"]) >= {"read", "model", "pack"}
     assert [stage for stage, value in summary["seconds"].items() if value is not None] == ["pack"]
@@ -396,7 +396,7 @@ def test_tasks_commit_into_a_bucket(
     assert far.failures == near.failures
     assert check_store(place(out)).complete
     assert len(cluster.tasks) == 4
-    assert list(Path("shared/jobs").iterdir()) == [], "what tasks were told is of no more use"
+    assert list(Path("shared/jobs").iterdir()) == [], "what tasks were output is of no more use"
     assert extract(photos, out=out, executor=keys, max_failures=5).complete
     assert len(cluster.tasks) == 4, "a finished store was submitted again"
 

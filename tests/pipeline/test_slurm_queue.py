@@ -54,9 +54,9 @@ class Clock:
 
 @pytest.fixture
 def queue() -> Any:
-    clock, told = Clock(), []
-    made: Any = SlurmQueue(told.append, clock)
-    made.clock, made.told = clock, told
+    clock, output = Clock(), []
+    made: Any = SlurmQueue(output.append, clock)
+    made.clock, made.output = clock, output
     return made
 
 
@@ -98,7 +98,7 @@ def test_a_task_that_the_controller_has_forgotten_has_ended(
     assert states["7_0"] == TaskState("RUNNING")
     assert states["7_1"].state == state
     assert states["7_1"].has_ended
-    assert queue.told == []
+    assert queue.output == []
 
 
 def test_a_job_that_squeue_knows_nothing_of_has_ended(answer: Answer, queue: Any) -> None:
@@ -123,8 +123,8 @@ def test_a_controller_that_does_not_answer_says_nothing_of_tasks(
     for _ in range(10):
         assert queue.states(["7_0"]) == {}
         queue.clock.now += slurm_queue.ASK_S
-    assert len(queue.told) == 2, "once a minute"
-    assert "does not answer (Unable to contact slurm controller (connect" in queue.told[0]
+    assert len(queue.output) == 2, "once a minute"
+    assert "does not answer (Unable to contact slurm controller (connect" in queue.output[0]
     answer("squeue", "7_0|RUNNING|None\n")
     assert queue.states(["7_0"]) == {"7_0": TaskState("RUNNING")}
 
@@ -135,7 +135,7 @@ def test_why_tasks_wait_is_said_every_minute(answer: Answer, queue: Any) -> None
     for _ in range(15):
         queue.states(ids)
         queue.clock.now += slurm_queue.ASK_S
-    assert queue.told == [
+    assert queue.output == [
         f"2 of 3 tasks wait in the queue for {waited} now: Resources (1), JobHeldUser (1); "
         "scontrol release JOB lets it go"
         for waited in ("20 s", "80 s", "2 min")
@@ -144,7 +144,7 @@ def test_why_tasks_wait_is_said_every_minute(answer: Answer, queue: Any) -> None
     for _ in range(8):
         queue.states(ids)
         queue.clock.now += slurm_queue.ASK_S
-    assert len(queue.told) == 3
+    assert len(queue.output) == 3
 
 
 def test_partitions_are_compared_with_the_cluster_s(answer: Answer) -> None:
@@ -167,11 +167,11 @@ def test_without_a_controller_nothing_begins(
     answer: Answer, error: str, kind: type[Exception], code: int
 ) -> None:
     answer("sinfo", error=error, code=1)
-    with pytest.raises(kind) as told:
+    with pytest.raises(kind) as output:
         check_partition("gpu")
-    assert getattr(told.value, "exit_code", None) == code
-    assert last_line(error) in str(told.value)
-    assert "\n" not in str(told.value)
+    assert getattr(output.value, "exit_code", None) == code
+    assert last_line(error) in str(output.value)
+    assert "\n" not in str(output.value)
 
 
 def test_tasks_are_cancelled_by_one_command(answer: Answer, queue: Any, tmp_path: Path) -> None:

@@ -128,7 +128,7 @@ def test_a_second_host_is_refused_sees_the_truth_and_resumes_when_the_first_is_l
     resumed = done_on("node-b", *RUN)
     assert resumed.returncode == 0, resumed.stderr
     assert f"{4 * there} of 240 rows are there already" in resumed.stderr
-    assert not Path("store/workers").exists(), "node-a's processes are told of for ever"
+    assert not Path("store/workers").exists(), "node-a's processes are listed for ever"
     assert dataset_digests(Path("store/features.h5")) == dataset_digests(Path("alone/features.h5"))
     assert temporary_files(Path("store")) == []
 

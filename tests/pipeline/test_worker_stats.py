@@ -69,7 +69,7 @@ def test_what_limits_a_run_is_told_only_where_all_workers_told_their_seconds(
     found.worker_stats.add(WorkerStats({"read": 1.0, "model": 5.0}, 1000, 20))
     figures = found.outcome(1, SPEC).figures
     assert (figures.bottleneck is not None) == is_complete
-    told = figures.as_dict()
+    output = figures.as_dict()
     expected = {"read": 1.0, "decode": 0.0, "wait": 0.0, "model": 5.0, "copy": 0.0, "write": 0.0}
-    assert told["seconds"] == (expected if is_complete else dict.fromkeys(expected))
-    assert told["bytes_read"] == (1000 if is_complete else None)
+    assert output["seconds"] == (expected if is_complete else dict.fromkeys(expected))
+    assert output["bytes_read"] == (1000 if is_complete else None)

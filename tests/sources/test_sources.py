@@ -134,7 +134,7 @@ def test_each_source_gives_the_folders_features_resumes_and_refuses_changes(
     assert store["conv"][:].tobytes() == reference["conv"][:].tobytes()
     names = [store.classes[label] for label in store.labels]
     assert names == [key[:3] for key in images]
-    # A worker that was told its keys reads without listing first.
+    # A worker that was given its keys reads without listing first.
     unlisted = open_source(make_options("data", DataConfig, data))
     if name != "hdf5":  # whose images are pixels
         assert [unlisted.read(key.encode()) for key in store.keys] == list(images.values())

@@ -81,10 +81,10 @@ def test_a_run_waits_and_says_so_once(server: Server, caplog: pytest.LogCaptureF
 @pytest.mark.parametrize("server", [UNREACHABLE, BUSY], indirect=True)
 def test_who_only_reads_is_told_at_once(server: Server, caplog: pytest.LogCaptureFixture) -> None:
     server.down = True
-    with pytest.raises(ObjectStoreError) as told:
+    with pytest.raises(ObjectStoreError) as output:
         s3_client.look("bucket", "key")
-    assert told.value.errno == errno.EAGAIN
-    assert told.value.exit_code == 2
+    assert output.value.errno == errno.EAGAIN
+    assert output.value.exit_code == 2
     assert server.made == 1
     assert caplog.records == []
 
@@ -160,12 +160,12 @@ def test_in_mid_run_an_outage_is_no_mistake_of_the_user(monkeypatch: pytest.Monk
     monkeypatch.setattr(s3_client, "request", MemoryServer())
     root = place("s3://bucket/run")
     with (
-        pytest.raises(StorageError, match="When the object store accepts the request") as told,
+        pytest.raises(StorageError, match="When the object store accepts the request") as output,
         S3Folder(root).locked(root / ".lock"),
     ):
         raise ObjectStoreError(errno.EAGAIN, "no answer", "s3://bucket/run/parts")
-    assert told.value.exit_code == 1
-    assert "s3://bucket/run/parts" in str(told.value)
+    assert output.value.exit_code == 1
+    assert "s3://bucket/run/parts" in str(output.value)
 
 
 def test_runs_that_end_in_another_order_leave_no_patience(server: Server) -> None:

@@ -69,7 +69,10 @@ def finished(root: Path, runs: list[MadeRun]) -> list[tuple[int, int]]:
     """Give the command again until the store is whole; the rows of runs that were computed."""
     computed = set()
     numbers = [*range(len(runs))]
-    for number in [*numbers[::-1], *numbers]:  # what was begun last is finished first, as asked for
+    for number in [
+        *numbers[::-1],
+        *numbers,
+    ]:  # the last one first
         run = runs[number]
         for _ in range(3):  # packing may find damage
             with contextlib.suppress(StoreMismatchError), run.session(root).hold() as session:

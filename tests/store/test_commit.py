@@ -275,7 +275,7 @@ class TestReservedFile:
         assert list(tmp_path.iterdir()) == []
 
     def test_an_error_of_the_block_passes_unchanged(self, tmp_path: Path) -> None:
-        """A StoreError is an OSError too, and must not be told as a disk that fails."""
+        """A StoreError is an OSError too, and must not be reported as a disk that fails."""
         with (
             pytest.raises(StoreError, match=r"^of another run$"),
             AtomicFolder(tmp_path).reserved(tmp_path / "f", 10),

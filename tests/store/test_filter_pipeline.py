@@ -323,10 +323,10 @@ def test_other_threads_run_while_a_chunk_is_encoded(codec: str) -> None:
     counts: list[int] = []
     # On a busy machine the other thread may wait for a CPU during one call, but not during all.
     while max(counts, default=0) < 3 and len(counts) < 20:
-        begun = time.perf_counter()
+        started_at = time.perf_counter()
         pipeline.encode(values)
         ended = time.perf_counter()
-        counts.append(sum(begun < t < ended for t in ticks))
+        counts.append(sum(started_at < t < ended for t in ticks))
     done.set()
     ticker.join()
     # With the GIL held, the other thread would get no turn between begin and end.

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("small_chunks")
 def hit_rows(path: Path, offset: int) -> set[tuple[int, int]]:
     """The numbers of runs and the rows, of the chunk that has a stored byte at `offset`.
 
-    A status that is not known any more costs the rows that failed: whether a row is ok is told by
+    A status that is not known any more costs the rows that failed: whether a row is ok is seen by
     its values, why it failed is not.
     """
     if path.suffix != ".h5" or path.name == "samples.h5":

@@ -41,10 +41,10 @@ def many_rows(num_rows: int, part_rows: int) -> MadeRun:
 
 def begin_and_find_missing(run: MadeRun, root: Path) -> tuple[float, list[int]]:
     """Seconds from a new StoreSession to the list of missing parts, and that list."""
-    begun = time.perf_counter()
+    started_at = time.perf_counter()
     with run.session(root).hold() as session:
         missing = [part.index for part in session.missing()]
-        return time.perf_counter() - begun, missing
+        return time.perf_counter() - started_at, missing
 
 
 def test_a_hundred_thousand_rows_resume_at_once(tmp_path: Path) -> None:
@@ -70,14 +70,14 @@ def test_a_million_rows_resume_within_seconds(tmp_path: Path, packed: bool) -> N
     seconds, missing = begin_and_find_missing(run, tmp_path)
     assert missing == ([] if packed else [100])
     assert seconds < 2 * RESUME_S
-    begun = time.perf_counter()
+    started_at = time.perf_counter()
     store = FeatureStore(tmp_path)
-    opened = time.perf_counter() - begun
+    opened = time.perf_counter() - started_at
     rows = np.random.default_rng(0).integers(0, 100 * 4096, (50, 256))
-    begun = time.perf_counter()
+    started_at = time.perf_counter()
     for batch in rows:
         assert np.array_equal(store["x"][batch][:, 1], batch)
-    batch_ms = (time.perf_counter() - begun) / len(rows) * 1e3
+    batch_ms = (time.perf_counter() - started_at) / len(rows) * 1e3
     sys.stdout.write(
         f"resumed {seconds:.2f} s, opened {opened:.3f} s, a batch of 256 {batch_ms:.1f} ms\n"
     )
@@ -99,23 +99,23 @@ def test_ten_thousand_parts_stay_quick(tmp_path: Path) -> None:
             # Committing would sync 10,000 times; the files are the same.
             data = run.builder(part).build(run.as_run(), run.listing, manifest)
             session.part_path(index).write_bytes(data)
-    begun = time.process_time()
+    started_at = time.process_time()
     _, missing = begin_and_find_missing(run, tmp_path)
-    resume_s = time.process_time() - begun
+    resume_s = time.process_time() - started_at
     assert missing == [5000]
-    begun = time.process_time()
+    started_at = time.process_time()
     for path in (tmp_path / "parts").glob("part-*.h5"):
         with h5py.File(path, "r") as file:
             assert file.attrs["fingerprint"]
-    plain_s = time.process_time() - begun
-    begun = time.process_time()
+    plain_s = time.process_time() - started_at
+    started_at = time.process_time()
     store = FeatureStore(tmp_path)
-    open_s = time.process_time() - begun
+    open_s = time.process_time() - started_at
     rows = np.random.default_rng(0).integers(0, 9000, (5, 256))
-    begun = time.process_time()
+    started_at = time.process_time()
     for batch in rows:
         assert np.array_equal(store["x"][batch][:, 1], batch)
-    batch_s = (time.process_time() - begun) / len(rows)
+    batch_s = (time.process_time() - started_at) / len(rows)
     sys.stdout.write(
         f"resumed {resume_s:.1f} ({plain_s:.1f}), opened {open_s:.3f}, "
         f"a batch {batch_s:.2f} CPU s\n"

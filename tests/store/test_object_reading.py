@@ -323,10 +323,10 @@ def test_what_a_server_answers_is_reported(
             raise exceptions.ClientError({"Error": error}, "HeadObject")
 
     monkeypatch.setattr(s3_client, "client", lambda process: Refusing())
-    with pytest.raises(kind, match=said) as told:
+    with pytest.raises(kind, match=said) as output:
         s3_client.look("bucket", "some/key")
-    assert told.value.errno is not None, "it would count as damage of a file"
-    assert "the-id-of-somebody" not in str(told.value)
+    assert output.value.errno is not None, "it would count as damage of a file"
+    assert "the-id-of-somebody" not in str(output.value)
 
 
 def test_places() -> None:

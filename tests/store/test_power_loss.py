@@ -55,7 +55,7 @@ class Command:
         if self.repair and root.exists():
             set_damage_aside(check_store(root))
         with session.hold(self.overwrite):
-            acknowledge("begun")
+            acknowledge("started")
             for part in session.missing():
                 session.commit(run.builder(part))
                 acknowledge("part", part.start, part.stop)
@@ -156,12 +156,12 @@ SCENARIOS = {
 class Promises:
     """What was promised up to a moment: which rows of which layers are there."""
 
-    begun: bool = False
+    started: bool = False
     whole: bool = False
     rows: set[int] = field(default_factory=set)
 
     def add(self, what: str, *numbers: int) -> None:
-        self.begun = True
+        self.started = True
         self.whole = self.whole or what == "whole"
         if what == "part":
             self.rows |= set(range(*numbers))
@@ -190,7 +190,7 @@ class Checker:
             (name, b"" if TEMPORARY in name or name.endswith(".lock") else data)
             for name, data in tree.items()
         )
-        key = state, promises.begun, promises.whole, frozenset(promises.rows)
+        key = state, promises.started, promises.whole, frozenset(promises.rows)
         if key in self._seen:
             return
         self._seen.add(key)
@@ -200,15 +200,15 @@ class Checker:
         root = base / STORE
         self._check_readable(root, promises)
         command = self.scenario.command
-        replace(command, overwrite=command.overwrite and not promises.begun).give(root)
+        replace(command, overwrite=command.overwrite and not promises.started).give(root)
         assert dataset_digests(root / "features.h5") == self._final, "the run ends differently"
         if self.scenario.lost:
             aside = list((root / "quarantine").glob("features.h5*"))
             assert aside, "a file that cannot be trusted was deleted"
 
     def _check_readable(self, root: Path, promises: Promises) -> None:
-        promised = promises.begun or bool(self.scenario.earlier)
-        if self.scenario.command.overwrite and not promises.begun:
+        promised = promises.started or bool(self.scenario.earlier)
+        if self.scenario.command.overwrite and not promises.started:
             promised = False
         try:
             # Reading a damaged chunk is an error until it is repaired, so it is read unchecked.
@@ -223,7 +223,7 @@ class Checker:
             absent = np.isnan(values).reshape(len(values), -1).all(1)
             new = same_rows(values, self._new[name])
             allowed = absent | new
-            if name in self._old and not (self.scenario.command.overwrite and promises.begun):
+            if name in self._old and not (self.scenario.command.overwrite and promises.started):
                 allowed |= same_rows(values, self._old[name])
             allowed[[row for row in self.scenario.lost if row < len(allowed)]] = True
             assert allowed.all(), f"{name}: false values in rows {np.flatnonzero(~allowed)}"
@@ -476,7 +476,7 @@ def kill_then_lose_power(scenario: Scenario, work: Path) -> int:
         materialise(model.tree(newest, all_there), base)
         command = scenario.command
         with Recording(base) as recording:
-            replace(command, overwrite=command.overwrite and not promises.begun).give(
+            replace(command, overwrite=command.overwrite and not promises.started).give(
                 base / STORE, recording.acknowledge
             )
         for op in recording.ops:

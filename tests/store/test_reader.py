@@ -607,7 +607,7 @@ def test_failures_that_lie_elsewhere_are_refused(
 def test_failures_of_rows_that_are_not_there_are_refused(
     packed: FeatureStore, tmp_path: Path
 ) -> None:
-    """Row -1 would be told as the last image's failure."""
+    """Row -1 would be reported as the last image's failure."""
     path = tmp_path / "features.h5"
     shutil.copy(packed.root / "features.h5", path)
     for row in (-1, 29, 1 << 60):

@@ -84,7 +84,7 @@ class StoreLife(RuleBasedStateMachine):
         self.job, self.grow = first, False
         self.jobs = [first]
         self.table = first
-        self.begun = False
+        self.started = False
         self.flipped = False
         self.damaged: set[str] = set()
         self.readers: list[FeatureStore] = []
@@ -137,7 +137,7 @@ class StoreLife(RuleBasedStateMachine):
         before = self.committed()
         try:
             with job.session(self.root, grow).hold() as session:
-                self.begun = True
+                self.started = True
                 for part in session.missing()[:at_most]:
                     session.commit(job.builder(part))
         except StoreMismatchError as error:
@@ -161,7 +161,7 @@ class StoreLife(RuleBasedStateMachine):
         if (self.root / "parts").is_dir():
             (self.root / "parts" / ".tmp-part-000001.h5.7.7").write_bytes(b"half")
 
-    @precondition(lambda self: self.begun)
+    @precondition(lambda self: self.started)
     @rule(keep_parts=st.booleans())
     def pack(self, keep_parts: bool) -> None:
         """Refused as long as rows are missing; killed before the parts go, or not."""
@@ -172,7 +172,7 @@ class StoreLife(RuleBasedStateMachine):
         if not keep_parts:
             remove_parts(AtomicFolder(self.root))
 
-    @precondition(lambda self: self.begun)
+    @precondition(lambda self: self.started)
     @rule()
     def second_writer(self) -> None:
         with (
@@ -183,7 +183,7 @@ class StoreLife(RuleBasedStateMachine):
         ):
             pytest.fail("two writers")
 
-    @precondition(lambda self: self.begun and (self.root / "featx.json").exists())
+    @precondition(lambda self: self.started and (self.root / "featx.json").exists())
     @rule()
     def changed_settings(self) -> None:
         other = self.job.changed(size=[1, 1])
@@ -191,7 +191,7 @@ class StoreLife(RuleBasedStateMachine):
             pytest.fail("rows of two models in one store")
 
     def is_whole(self) -> bool:
-        return self.begun and not self.damaged and check_store(self.root).complete
+        return self.started and not self.damaged and check_store(self.root).complete
 
     @precondition(lambda self: len(self.jobs) < 4)
     @rule(rows=st.sampled_from([1, 4, 6]), part_rows=st.sampled_from([4, 8]))
@@ -217,7 +217,7 @@ class StoreLife(RuleBasedStateMachine):
 
     # -- harm ---------------------------------------------------------------------------------
 
-    @precondition(lambda self: self.begun)
+    @precondition(lambda self: self.started)
     @rule(
         which=st.integers(0, 50),
         where=st.floats(0, 0.99),
@@ -248,7 +248,7 @@ class StoreLife(RuleBasedStateMachine):
         self.damaged.add(path.name)
         self.flipped |= harm in (flip, flip_value)
 
-    @precondition(lambda self: self.begun and not self.damaged)
+    @precondition(lambda self: self.started and not self.damaged)
     @rule(one=st.integers(0, 9), two=st.integers(0, 9))
     def swap_parts(self, one: int, two: int) -> None:
         parts = sorted((self.root / "parts").glob("part-*.h5"))
@@ -260,7 +260,7 @@ class StoreLife(RuleBasedStateMachine):
         first.write_bytes(b), second.write_bytes(a)
         self.damaged |= {first.name, second.name}
 
-    @precondition(lambda self: self.begun and not self.damaged)
+    @precondition(lambda self: self.started and not self.damaged)
     @rule(which=st.integers(0, 9))
     def foreign_part(self, which: int) -> None:
         parts = sorted((self.root / "parts").glob("part-*.h5"))
@@ -275,7 +275,7 @@ class StoreLife(RuleBasedStateMachine):
 
     # -- the checker --------------------------------------------------------------------------
 
-    @precondition(lambda self: self.begun)
+    @precondition(lambda self: self.started)
     @rule()
     def verify(self) -> None:
         report = check_store(self.root)
@@ -284,7 +284,7 @@ class StoreLife(RuleBasedStateMachine):
         if not self.damaged:
             assert not report.damages
 
-    @precondition(lambda self: self.begun)
+    @precondition(lambda self: self.started)
     @rule(resume=st.booleans())
     def repair(self, resume: bool) -> None:
         before = self.committed()
@@ -300,7 +300,7 @@ class StoreLife(RuleBasedStateMachine):
 
     # -- the readers --------------------------------------------------------------------------
 
-    @precondition(lambda self: self.begun and len(self.readers) < 3)
+    @precondition(lambda self: self.started and len(self.readers) < 3)
     @rule()
     def open_and_keep(self) -> None:
         with contextlib.suppress(*READING):
@@ -308,7 +308,7 @@ class StoreLife(RuleBasedStateMachine):
 
     @invariant()
     def no_reader_is_told_anything_false(self) -> None:
-        if not self.begun:
+        if not self.started:
             return
         fresh = []
         with contextlib.suppress(*READING):
@@ -330,7 +330,7 @@ class StoreLife(RuleBasedStateMachine):
 
     def finish_all(self) -> None:
         """Repair and the commands of all runs again: the store is as if nothing had happened."""
-        if not self.begun:
+        if not self.started:
             return
         set_damage_aside(check_store(self.root))
         self.damaged = set()
@@ -366,7 +366,7 @@ class StoreLife(RuleBasedStateMachine):
 class PackedAtTheEnd(StoreLife):
     def teardown(self) -> None:
         self.finish_all()
-        if self.begun:
+        if self.started:
             pack(self.root)
             whole = self.folder / "whole"
             for job in self.jobs:

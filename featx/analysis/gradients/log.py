@@ -367,12 +367,12 @@ class GradientLog:
         groups = [arrived[name] for name in grads if arrived[name]]
         groups += [[norm] for norm in present] + [edge.norms for edge in edges]
         values = iter(to_host([norm for group in groups for norm in group]))
-        settled = iter([[next(values) for _ in group] for group in groups])
+        copied = iter([[next(values) for _ in group] for group in groups])
 
-        norms = {name: _largest(next(settled)) for name in grads if arrived[name]}
-        norms |= {name: next(settled)[0] / factor for name in rest}
+        norms = {name: _largest(next(copied)) for name in grads if arrived[name]}
+        norms |= {name: next(copied)[0] / factor for name in rest}
         for edge in edges:
-            came = next(settled)
+            came = next(copied)
             edge.norm = norm_of_norms(came) if came else None
         parameters = {name: norms[name] for name in grads}
         flow = self._flow.layer_norms()

@@ -122,10 +122,10 @@ def _most_similar(
         (n,) training places, and (n,) cosines.
     """
     bank = unit[torch.from_numpy(train).to(unit.device)]
-    at_once = max(1, _BLOCK_NUMBERS // len(train))
+    block_rows = max(1, _BLOCK_NUMBERS // len(train))
     found, cosines = [], []
-    for start in range(0, len(test), at_once):
-        asked = unit[torch.from_numpy(test[start : start + at_once]).to(unit.device)]
+    for start in range(0, len(test), block_rows):
+        asked = unit[torch.from_numpy(test[start : start + block_rows]).to(unit.device)]
         best = (asked @ bank.T).max(1)
         found.append(train[best.indices.cpu().numpy()])
         cosines.append(best.values.cpu().double().numpy())

@@ -63,13 +63,13 @@ class LayerProbe:
     near: NearDuplicates | None
 
 
-def run_probe(config: Config, tell: Callable[[str], None]) -> dict[str, Any]:
+def run_probe(config: Config, log: Callable[[str], None]) -> dict[str, Any]:
     """Fit and test all probes that a config requests, and write probe.json, the predictions and
     the heads.
 
     Args:
         config: checked config with job=probe.
-        tell: called with a line of text after each layer.
+        log: called with a line of text after each layer.
 
     Returns:
         contents of probe.json (docs/probe.md).
@@ -96,7 +96,7 @@ def run_probe(config: Config, tell: Callable[[str], None]) -> dict[str, Any]:
                 f"{layer} does not fit into the memory of {device}. Lower probe.memory_gib, so "
                 "that it is streamed, or use device=cpu."
             ) from error
-        tell(_line(layer, found[layer].about, config.probe.methods))
+        log(_line(layer, found[layer].about, config.probe.methods))
     result = _result(config, task, found, choice, time.perf_counter() - started_at)
     _write(task, result, found)
     return result

@@ -66,9 +66,9 @@ def duplicate_groups(
             # float64.
             sure, near = _reached(block @ against.T, threshold, vectors.width, other == start)
             _join(parents, *(sure + places).T)
-            at_once = _exact_at_once(vectors.width)
-            for first in range(0, len(near), at_once):
-                some = near[first : first + at_once]
+            block_rows = _exact_block_rows(vectors.width)
+            for first in range(0, len(near), block_rows):
+                some = near[first : first + block_rows]
                 apart = np.not_equal(*_roots(parents, (some + places).T))
                 some = some[apart]  # large groups of equal rows leave few pairs
                 some = some[exact_cosines(block, against, some) >= threshold - SLACK]
@@ -115,17 +115,17 @@ def exact_cosines(
     Returns:
         (p,) float64.
     """
-    home, at_once = float64_home(a.device), _exact_at_once(a.shape[1])
+    home, block_rows = float64_home(a.device), _exact_block_rows(a.shape[1])
     cosines = np.empty(len(pairs))
-    for first in range(0, len(pairs), at_once):
-        some = torch.from_numpy(pairs[first : first + at_once]).to(a.device)
+    for first in range(0, len(pairs), block_rows):
+        some = torch.from_numpy(pairs[first : first + block_rows]).to(a.device)
         x, y = a[some[:, 0]].to(home).double(), b[some[:, 1]].to(home).double()
         lengths = (x.norm(dim=1) * y.norm(dim=1)).clamp_min(1e-30)
-        cosines[first : first + at_once] = ((x * y).sum(1) / lengths).cpu().numpy()
+        cosines[first : first + block_rows] = ((x * y).sum(1) / lengths).cpu().numpy()
     return cosines
 
 
-def _exact_at_once(width: int) -> int:
+def _exact_block_rows(width: int) -> int:
     """Return the number of pairs whose float64 vectors take `_EXACT_BYTES`, at least one."""
     return max(1, _EXACT_BYTES // (16 * width))
 

@@ -167,13 +167,13 @@ def _nearest(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (q, k) places and (q, k) scores of the rows nearest to those at (q,) places."""
     x = vectors.at(queries)
-    at_once = min(
+    block_rows = min(
         vectors.rows_of(sizes.BLOCK_BYTES), max(1, sizes.BLOCK_BYTES // (4 * len(queries)))
     )
 
     def scored() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yield the places of a block, and their scores; a larger score is nearer."""
-        for start, block in vectors.blocks(at_once):
+        for start, block in vectors.blocks(block_rows):
             # -|x - y|^2 + |x|^2: the term |x|^2 is the same for all y and does not change the
             # order.
             squares = (block * block).sum(1)

@@ -96,10 +96,10 @@ class Vectors:
         """Return the vectors at the places [start, stop), (stop - start, width) float32."""
         return self._read(start, stop) if self._kept is None else self._kept[start:stop]
 
-    def blocks(self, at_once: int) -> Iterator[tuple[int, torch.Tensor]]:
+    def blocks(self, block_rows: int) -> Iterator[tuple[int, torch.Tensor]]:
         """Yield all vectors in blocks: the place of the first, and (m, width)."""
-        for start in range(0, len(self), at_once):
-            yield start, self.block(start, min(len(self), start + at_once))
+        for start in range(0, len(self), block_rows):
+            yield start, self.block(start, min(len(self), start + block_rows))
 
     def at(self, places: torch.Tensor) -> torch.Tensor:
         """Return the vectors at any places, also repeated ones, as (m, width)."""

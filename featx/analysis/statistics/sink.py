@@ -218,5 +218,5 @@ def tree_of(context: RunContext, layers: Sequence[StatsLayer], disk: AtomicFolde
         context.header,
         len(context.listing),
         layers,
-        context.at_once.threads,
+        context.parallelism.threads,
     )

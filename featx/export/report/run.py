@@ -57,12 +57,12 @@ MAX_LAYERS = 8
 _TEST = ROLES.index("test")
 
 
-def run_report(config: Config, tell: Callable[[str], None]) -> dict[str, Any]:
+def run_report(config: Config, log: Callable[[str], None]) -> dict[str, Any]:
     """Write the report of a store.
 
     Args:
         config: checked config with job=report.
-        tell: called with a line of text before slow steps, and about missing contents.
+        log: called with a line of text before slow steps, and about missing contents.
 
     Returns:
         file, bytes, rows_used, layers, thumbnails, without_thumbnails (the reason),
@@ -79,8 +79,8 @@ def run_report(config: Config, tell: Callable[[str], None]) -> dict[str, Any]:
     disk = AtomicFolder(path.parent)
     disk.make_folder(path.parent)  # first, so that an unusable path fails early
     if not store.complete:
-        tell(f"{store.root} is not complete; the page says so and shows the existing rows")
-    page = _contents(config, store, layers, tell)
+        log(f"{store.root} is not complete; the page says so and shows the existing rows")
+    page = _contents(config, store, layers, log)
     page.seconds = time.perf_counter() - started
     text = render(page).encode()
     disk.replace_unlocked(path, text)
@@ -98,7 +98,7 @@ def run_report(config: Config, tell: Callable[[str], None]) -> dict[str, Any]:
 
 
 def _contents(
-    config: Config, store: FeatureStore, layers: tuple[str, ...], tell: Callable[[str], None]
+    config: Config, store: FeatureStore, layers: tuple[str, ...], log: Callable[[str], None]
 ) -> Page:
     """Compute the contents of the page."""
     options, seed = config.report, config.seed
@@ -111,15 +111,15 @@ def _contents(
     # Images are read before the slow steps, because one that crashes its decoder restarts the job.
     neighbours = None
     if len(ok) > 1:
-        tell(f"nearest neighbours in {main}")
+        log(f"nearest neighbours in {main}")
         neighbours = _neighbours(store, row_vectors(store, main, rows), rows, ok, probes, config)
     sections = _images_of_sections(probes, reasons, duplicates, neighbours)
-    thumbnails = _thumbnails_of(config, store, sections, rows, tell)
-    tell(f"statistics of {len(layers)} layers over {len(rows)} of {len(ok)} ok rows")
+    thumbnails = _thumbnails_of(config, store, sections, rows, log)
+    log(f"statistics of {len(layers)} layers over {len(rows)} of {len(ok)} ok rows")
     statistics = [layer_statistics(store, layer, rows) for layer in layers if len(rows)]
     plots: list[LayerPlot] = []
     for layer in plotted:
-        tell(f"embedding plot of {layer}")
+        log(f"embedding plot of {layer}")
         # Vectors are read again here, so that those of a single layer are in memory at a time.
         vectors = row_vectors(store, layer, rows)
         plots.append(layer_plot(vectors, store.labels[rows], seed, options.tsne))
@@ -207,12 +207,12 @@ def _thumbnails_of(
     store: FeatureStore,
     sections: list[tuple[list[int], bool]],
     rows: npt.NDArray[np.int64],
-    tell: Callable[[str], None],
+    log: Callable[[str], None],
 ) -> Thumbnails:
     """Make the thumbnails of the sections, then tiles of the plotted rows as far as they fit."""
     with Thumbnails(store.key_bytes, config.report.thumbnails) as thumbnails:
         if not thumbnails.why_none:
-            tell("thumbnails")
+            log("thumbnails")
             try:
                 thumbnails.open(data_of_store(store, config.data))
             except FeatxError as error:
@@ -223,10 +223,10 @@ def _thumbnails_of(
         thumbnails.finish()
     undecoded = [row for row in thumbnails.rows_that(UNDECODED) if store.ok[row]]
     if thumbnails.why_none and config.report.thumbnails:
-        tell(f"no thumbnails: {thumbnails.why_none}")
+        log(f"no thumbnails: {thumbnails.why_none}")
     elif undecoded:
         first = as_utf8(str(store.keys[undecoded[0]]))
-        tell(f"{counted(len(undecoded), 'image')} cannot be decoded now, such as {first}")
+        log(f"{counted(len(undecoded), 'image')} cannot be decoded now, such as {first}")
     return thumbnails
 
 

@@ -126,7 +126,7 @@ EXECUTORS.register(
 
 def _warn(context: RunContext, num_workers: int) -> None:
     """Warn about too many threads, and about GPUs of different models."""
-    threads = context.at_once.threads or 0
+    threads = context.parallelism.threads or 0
     if threads * num_workers > num_cpus():
         log_message(
             f"warning: {num_workers} workers of {threads} threads share {num_cpus()} CPUs. The "

@@ -43,7 +43,7 @@ def run_command() -> int:
     codes: list[int] = []
 
     def one_job(node: Any) -> None:
-        codes.append(_guarded(node, line, debug))
+        codes.append(_exit_code_of(node, line, debug))
 
     signal.signal(signal.SIGINT, _interrupted)
     signal.signal(signal.SIGTERM, _terminated)
@@ -76,7 +76,7 @@ def run_command() -> int:
     return max(codes, default=0)
 
 
-def _guarded(node: Any, line: CommandLine, debug: bool) -> int:
+def _exit_code_of(node: Any, line: CommandLine, debug: bool) -> int:
     """Run one job and return its exit code; in a multirun, an error does not end the others."""
     from omegaconf.errors import OmegaConfBaseException
 

@@ -78,4 +78,4 @@ def test_a_torture_folder_with_decoders_that_crash_and_hang(tmp_path: Path) -> N
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
     assert_only_these_failed(expected, "store", "twin_store")
-    assert ".suspects" in os.listdir("store")
+    assert ".crash-list" in os.listdir("store")

@@ -25,10 +25,10 @@ from pathlib import Path
 from featx.base import supervisor
 from featx.storage import AtomicFolder, S3Path
 
-_NOTES = ".decoding-"
+_JOURNAL_PREFIX = ".decoding-"
 """Beginning of the file names of in-flight journals."""
 
-_REMEMBERED = ".suspects"
+_CRASH_LIST = ".crash-list"
 """File name of the crash list, a JSON list of keys."""
 
 _SLOT_BYTES = 1024
@@ -72,7 +72,7 @@ class InFlightJournal:
             raise
 
     @contextlib.contextmanager
-    def noted(self, key: bytes) -> Iterator[None]:
+    def recording(self, key: bytes) -> Iterator[None]:
         """Record that the calling thread decodes the image with this key inside the block."""
         at = self._slot() if len(key) <= _SLOT_BYTES - _LENGTH.size else None
         if at is None:
@@ -108,7 +108,7 @@ class InFlightJournal:
         return at
 
 
-def noted_keys(path: Path) -> set[bytes]:
+def in_flight_keys(path: Path) -> set[bytes]:
     """Keys of the images that a process was decoding when it ended, from its journal.
 
     Args:
@@ -133,10 +133,12 @@ def was_decoding(folder: Path, pid: int) -> bool:
         folder: folder of the run.
         pid: process id.
     """
-    return any(noted_keys(path) for path in folder_of_notes(folder).glob(f"{_NOTES}*-{pid}-*"))
+    return any(
+        in_flight_keys(path) for path in journal_folder(folder).glob(f"{_JOURNAL_PREFIX}*-{pid}-*")
+    )
 
 
-def folder_of_notes(folder: Path) -> Path:
+def journal_folder(folder: Path) -> Path:
     """Folder of the journals and the crash list of a run.
 
     It is the folder of the run itself. Objects of a bucket cannot be mapped into memory, so a run
@@ -146,7 +148,7 @@ def folder_of_notes(folder: Path) -> Path:
         return folder
     base = os.environ.get("XDG_CACHE_HOME")
     cache = Path(base) if base else Path.home() / ".cache"
-    return cache / "featx" / "notes" / hashlib.sha256(str(folder).encode()).hexdigest()[:32]
+    return cache / "featx" / "in-flight" / hashlib.sha256(str(folder).encode()).hexdigest()[:32]
 
 
 class CrashList:
@@ -158,10 +160,10 @@ class CrashList:
     """
 
     def __init__(self, folder: Path | None) -> None:
-        folder = supervisor.scratch_folder() if folder is None else folder_of_notes(folder)
+        folder = supervisor.scratch_folder() if folder is None else journal_folder(folder)
         self._folder = folder
         self._lock = threading.Lock()
-        self._keys = set() if folder is None else _remembered(folder / _REMEMBERED)
+        self._keys = set() if folder is None else _remembered(folder / _CRASH_LIST)
 
     def __contains__(self, key: bytes) -> bool:
         return key in self._keys
@@ -184,34 +186,34 @@ class CrashList:
             if self._folder is not None and self._folder.is_dir():
                 names = sorted(key.decode("utf-8", "surrogateescape") for key in self._keys)
                 text = json.dumps(names, indent=0) + "\n"
-                AtomicFolder(self._folder).replace(self._folder / _REMEMBERED, text.encode())
+                AtomicFolder(self._folder).replace(self._folder / _CRASH_LIST, text.encode())
 
     @contextlib.contextmanager
-    def notes(self) -> Iterator[InFlightJournal | None]:
+    def journal(self) -> Iterator[InFlightJournal | None]:
         """Create an in-flight journal for the duration of the block.
 
         Yields:
             The journal, or None if there can be no file.
         """
         try:
-            notes = None if self._folder is None else InFlightJournal(self._folder / _name())
+            journal = None if self._folder is None else InFlightJournal(self._folder / _name())
         except OSError:  # the writer of rows reports a folder that is not writable
-            notes = None
+            journal = None
         if self._folder is not None:
             supervisor.tell_notes(self._folder)
         try:
-            yield notes
+            yield journal
         finally:
-            if notes is not None:
-                notes.close()
+            if journal is not None:
+                journal.close()
 
     @contextlib.contextmanager
-    def left_behind(self) -> Iterator[set[bytes]]:
+    def interrupted(self) -> Iterator[set[bytes]]:
         """Keys of the images that were being decoded by processes that died.
 
         The journals are deleted if the block ends without an exception.
         """
-        found = {} if self._folder is None else _notes_of_the_dead(self._folder)
+        found = {} if self._folder is None else _journals_of_dead_processes(self._folder)
         yield set().union(*found.values())
         for path in found:
             assert self._folder is not None
@@ -221,7 +223,7 @@ class CrashList:
 def _name() -> str:
     """File name of a new journal, unique over machines, processes and time."""
     host = socket.gethostname().replace("/", "-")
-    return f"{_NOTES}{host}-{os.getpid()}-{time.monotonic_ns()}"
+    return f"{_JOURNAL_PREFIX}{host}-{os.getpid()}-{time.monotonic_ns()}"
 
 
 def _make_folder(folder: Path) -> list[Path]:
@@ -235,14 +237,14 @@ def _make_folder(folder: Path) -> list[Path]:
     return new
 
 
-def _notes_of_the_dead(folder: Path) -> dict[Path, set[bytes]]:
+def _journals_of_dead_processes(folder: Path) -> dict[Path, set[bytes]]:
     """Journals whose process has died -> the keys that it was decoding."""
     found = {}
-    for path in folder.glob(f"{_NOTES}*"):
+    for path in folder.glob(f"{_JOURNAL_PREFIX}*"):
         with contextlib.suppress(OSError), path.open("rb") as file:
             # A living process holds the exclusive lock, so this raises and the journal is left out.
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            found[path] = noted_keys(path)
+            found[path] = in_flight_keys(path)
     return found
 
 

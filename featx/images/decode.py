@@ -188,7 +188,7 @@ def heif_version(keys: npt.NDArray[np.bytes_], recorded: str | None, new: bool) 
     return version_of("pillow_heif") if recorded is not None or named else None
 
 
-def coded_jpeg(data: bytes, policy: ImagePolicy, at_least: int) -> EncodedJpeg | None:
+def encoded_jpeg(data: bytes, policy: ImagePolicy, at_least: int) -> EncodedJpeg | None:
     """Prepare a colour JPEG for decoding on a GPU.
 
     The JPEG is decoded at an eighth of its size. This takes a third of the time of full decoding
@@ -204,7 +204,7 @@ def coded_jpeg(data: bytes, policy: ImagePolicy, at_least: int) -> EncodedJpeg |
     """
     try:
         with _pillow_settings:
-            return _coded(data, policy, at_least)
+            return _encoded(data, policy, at_least)
     except MemoryError:
         raise
     except Exception:  # noqa: BLE001 - `decode` finds and reports the reason
@@ -225,7 +225,7 @@ def decode_pixels(data: bytes, policy: ImagePolicy, at_least: int | None) -> npt
     Raises:
         ImageFault: the image cannot be decoded; its status names the reason.
     """
-    image = _guarded(data, policy, at_least)
+    image = _decode_or_fault(data, policy, at_least)
     return image if isinstance(image, np.ndarray) else np.array(image)
 
 
@@ -245,12 +245,12 @@ def decode(data: bytes, policy: ImagePolicy, at_least: int | None = None) -> Ima
     Raises:
         ImageFault: the image cannot be decoded; its status names the reason.
     """
-    image = _guarded(data, replace(policy, jpeg=PILLOW), at_least)
+    image = _decode_or_fault(data, replace(policy, jpeg=PILLOW), at_least)
     assert isinstance(image, Image.Image)
     return image
 
 
-def _guarded(
+def _decode_or_fault(
     data: bytes, policy: ImagePolicy, at_least: int | None
 ) -> Image.Image | npt.NDArray[np.uint8]:
     """Decode, and turn every exception but MemoryError into an ImageFault.
@@ -301,8 +301,8 @@ def _far_larger(size: tuple[int, int], at_least: int) -> bool:
     return min(size) >= 4 * at_least
 
 
-def _coded(data: bytes, policy: ImagePolicy, at_least: int) -> EncodedJpeg | None:
-    """`coded_jpeg` without its boundary for exceptions."""
+def _encoded(data: bytes, policy: ImagePolicy, at_least: int) -> EncodedJpeg | None:
+    """`encoded_jpeg` without its boundary for exceptions."""
     image = _open(data)
     width, height = size = image.size
     if image.format != "JPEG" or image.mode != "RGB" or min(size) < 8:

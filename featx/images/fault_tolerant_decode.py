@@ -21,7 +21,7 @@ from PIL import Image
 from featx.base import ReplaceableThreadPool, num_cpus
 from featx.errors import RunError
 from featx.images.crash_journal import CrashList
-from featx.images.decode import EncodedJpeg, ImagePolicy, coded_jpeg, decode, decode_pixels
+from featx.images.decode import EncodedJpeg, ImagePolicy, decode, decode_pixels, encoded_jpeg
 from featx.images.decoder_warnings import DecoderWarnings, decoder_warnings_redirected
 from featx.images.subprocess_decode import decode_in_subprocess
 from featx.types import ImageFault, RegionSource, Source, Status
@@ -97,7 +97,7 @@ class FaultTolerantDecoder:
 
     def __enter__(self) -> FaultTolerantDecoder:
         self._stack.enter_context(decoder_warnings_redirected)
-        self._notes = self._stack.enter_context(self._crash_list.notes())
+        self._journal = self._stack.enter_context(self._crash_list.journal())
         threads = ReplaceableThreadPool(num_cpus(), self._timeout_s, self._name)
         self._threads = self._stack.enter_context(threads)
         return self
@@ -125,11 +125,11 @@ class FaultTolerantDecoder:
         Raises:
             RunError: reading fails repeatedly.
         """
-        with self._crash_list.left_behind() as noted:
-            if not noted:
+        with self._crash_list.interrupted() as in_flight:
+            if not in_flight:
                 return
             rows = {self.image_key(bytes(key)): bytes(key) for key in keys}
-            for image_key in noted & rows.keys():
+            for image_key in in_flight & rows.keys():
                 with contextlib.suppress(ImageFault):  # its row records the fault later
                     self._decoded_in_subprocess(image_key, self.read(rows[image_key]))
 
@@ -159,7 +159,7 @@ class FaultTolerantDecoder:
         image_key = self.image_key(key)
         if self._needs_subprocess(image_key):
             return Image.fromarray(self._decoded_in_subprocess(image_key, data))
-        with self._noted(image_key):
+        with self._recorded(image_key):
             return decode(data, self._policy, self._at_least)
 
     def pixels(self, key: bytes, data: bytes) -> npt.NDArray[np.uint8]:
@@ -171,11 +171,11 @@ class FaultTolerantDecoder:
         image_key = self.image_key(key)
         if self._needs_subprocess(image_key):
             return self._decoded_in_subprocess(image_key, data)
-        with self._noted(image_key):
+        with self._recorded(image_key):
             return decode_pixels(data, self._policy, self._at_least)
 
-    def coded(self, key: bytes, data: bytes) -> EncodedJpeg | None:
-        """Prepare the image of a row for a GPU with `coded_jpeg`; otherwise like `image`.
+    def encoded(self, key: bytes, data: bytes) -> EncodedJpeg | None:
+        """Prepare the image of a row for a GPU with `encoded_jpeg`; otherwise like `image`.
 
         Returns:
             The JPEG, or None if the image has to be decoded on the CPU.
@@ -183,18 +183,22 @@ class FaultTolerantDecoder:
         image_key = self.image_key(key)
         if self._at_least is None or self._needs_subprocess(image_key):
             return None
-        with self._noted(image_key):
-            return coded_jpeg(data, self._policy, self._at_least)
+        with self._recorded(image_key):
+            return encoded_jpeg(data, self._policy, self._at_least)
 
     def _needs_subprocess(self, image_key: bytes) -> bool:
         """Whether an image needs a child process: it hung before, or is on the crash list."""
         return self._threads.again or image_key in self._crash_list
 
     @contextlib.contextmanager
-    def _noted(self, image_key: bytes) -> Iterator[None]:
+    def _recorded(self, image_key: bytes) -> Iterator[None]:
         """Record that the calling thread decodes an image in the block, and limit its time."""
-        noted = contextlib.nullcontext() if self._notes is None else self._notes.noted(image_key)
-        with self.warnings.collecting(image_key), self._threads.watched(), noted:
+        recording = (
+            contextlib.nullcontext()
+            if self._journal is None
+            else self._journal.recording(image_key)
+        )
+        with self.warnings.collecting(image_key), self._threads.watched(), recording:
             yield
 
     def _decoded_in_subprocess(self, image_key: bytes, data: bytes) -> npt.NDArray[np.uint8]:

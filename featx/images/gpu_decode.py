@@ -113,8 +113,10 @@ class DeviceDecoder:
     def _decoded(self, jpegs: dict[int, EncodedJpeg]) -> dict[int, torch.Tensor]:
         """Number -> (3, H, W) uint8 of the images that the device can decode."""
         try:
-            coded = [torch.frombuffer(bytearray(p.data), dtype=torch.uint8) for p in jpegs.values()]
-            return dict(zip(jpegs, decode_jpegs(coded, self.device), strict=True))
+            encoded = [
+                torch.frombuffer(bytearray(p.data), dtype=torch.uint8) for p in jpegs.values()
+            ]
+            return dict(zip(jpegs, decode_jpegs(encoded, self.device), strict=True))
         except (torch.OutOfMemoryError, torch.AcceleratorError):
             raise  # the device has failed, not an image
         except RuntimeError as error:
@@ -157,11 +159,11 @@ class DeviceDecoder:
         )
 
 
-def decode_jpegs(coded: list[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
+def decode_jpegs(encoded: list[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
     """Decode JPEGs on a device, without turning them upright.
 
     Args:
-        coded: 1-D uint8 CPU tensors, the encoded bytes.
+        encoded: 1-D uint8 CPU tensors, the encoded bytes.
         device: 'cuda' or 'cpu'.
 
     Returns:
@@ -172,7 +174,7 @@ def decode_jpegs(coded: list[torch.Tensor], device: torch.device) -> list[torch.
     """
     from torchvision.io import ImageReadMode
 
-    decoded: list[torch.Tensor] = _torchvision_decoder()(coded, ImageReadMode.RGB, device)
+    decoded: list[torch.Tensor] = _torchvision_decoder()(encoded, ImageReadMode.RGB, device)
     return decoded
 
 

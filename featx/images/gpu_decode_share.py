@@ -11,7 +11,7 @@ import torch
 
 from featx.base import cpu_threads, num_cpus
 from featx.errors import ConfigError, FeatxError
-from featx.images.decode import EncodedJpeg, coded_jpeg, decode_pixels
+from featx.images.decode import EncodedJpeg, decode_pixels, encoded_jpeg
 from featx.images.decode_settings import SHARES, DecodeSettings
 from featx.images.fault_tolerant_decode import FaultTolerantDecoder
 from featx.images.gpu_decode import DeviceDecoder
@@ -84,8 +84,8 @@ def decode_share(
         Number of shares (sixteenths), 1 to SHARES, and a line with the measurements.
     """
     cpus = num_cpus()
-    coded = _some_coded(source, listing, decoding)
-    if not coded:
+    encoded = _some_encoded(source, listing, decoding)
+    if not encoded:
         return SHARES, "all JPEGs that the device supports (found none to measure)"
     at_least = decoding.preprocess.shortest_side
     if at_least is None:
@@ -93,20 +93,20 @@ def decode_share(
     # One thread for an image, as in the loader: the CPUs decode different images in parallel.
     with cpu_threads(1):
         started_at = time.perf_counter()
-        for jpeg in coded:
+        for jpeg in encoded:
             decoding.preprocess.crop_uint8(decode_pixels(jpeg.data, decoding.policy, at_least))
         decoded = time.perf_counter()
-        for jpeg in coded:
-            coded_jpeg(jpeg.data, decoding.policy, at_least)
+        for jpeg in encoded:
+            encoded_jpeg(jpeg.data, decoding.policy, at_least)
         checked = time.perf_counter()
-    here = (decoded - started_at) / len(coded) / cpus
-    checking = (checked - decoded) / len(coded) / cpus
+    here = (decoded - started_at) / len(encoded) / cpus
+    checking = (checked - decoded) / len(encoded) / cpus
     decoder = DeviceDecoder(decoding.preprocess, device)
     for _ in range(2):  # the first round loads the kernels
         started_at = time.perf_counter()
         with decoder.own_stream():
-            decoder.crops(coded)
-        there = (time.perf_counter() - started_at) / len(coded)
+            decoder.crops(encoded)
+        there = (time.perf_counter() - started_at) / len(encoded)
     share = balanced(here, checking, there)
     return share, (
         f"{share} of {SHARES} JPEGs on {device} ({1 / there:.0f} images/s there, "
@@ -129,7 +129,7 @@ def balanced(here: float, checking: float, there: float) -> int:
     return min(SHARES, max(1, round(share * SHARES)))
 
 
-def _some_coded(source: Source, listing: Listing, decoding: DecodeSettings) -> list[EncodedJpeg]:
+def _some_encoded(source: Source, listing: Listing, decoding: DecodeSettings) -> list[EncodedJpeg]:
     """The images among NUM_MEASURED_IMAGES that a GPU can decode; damaged ones are left out."""
     rows = np.unique(np.linspace(0, len(listing) - 1, NUM_MEASURED_IMAGES).astype(int))
     keys = [bytes(key) for key in listing.keys[rows]]
@@ -142,10 +142,10 @@ def _some_coded(source: Source, listing: Listing, decoding: DecodeSettings) -> l
         "featx-share",
     ) as decoder:
 
-        def coded(key: bytes) -> EncodedJpeg | None:
+        def encoded(key: bytes) -> EncodedJpeg | None:
             with contextlib.suppress(ImageFault):  # the run reports it
-                return decoder.coded(key, decoder.read(key))
+                return decoder.encoded(key, decoder.read(key))
             return None
 
-        found = [decoder.submit(coded, key) for key in keys]
+        found = [decoder.submit(encoded, key) for key in keys]
         return [jpeg for future in found if (jpeg := future.result()) is not None]

@@ -262,14 +262,14 @@ class Loader:
         device = self._device_decoder
         assert device is not None, "decoding on the device needs one"
         results = [future.result() for future in taken]
-        coded = {i: result for i, result in enumerate(results) if isinstance(result, EncodedJpeg)}
+        encoded = {i: result for i, result in enumerate(results) if isinstance(result, EncodedJpeg)}
         started_at = time.perf_counter()
         with device.own_stream(), record_function("decode on the device"):
-            crops = dict(zip(coded, device.crops(list(coded.values())), strict=True))
+            crops = dict(zip(encoded, device.crops(list(encoded.values())), strict=True))
         took = time.perf_counter() - started_at
         here = [
             self._decoder.submit(
-                self._fill, batch.start + i, batch.images[i], None, False, coded[i].data
+                self._fill, batch.start + i, batch.images[i], None, False, encoded[i].data
             )
             for i, crop in crops.items()
             if crop is None
@@ -327,8 +327,8 @@ class Loader:
                     checksum[0] = number
             read = time.perf_counter()
             with record_function("decode"):
-                coded = self._decoder.coded(key, data) if for_device else None
-                if coded is None:
+                encoded = self._decoder.encoded(key, data) if for_device else None
+                if encoded is None:
                     if decoded_image is None:
                         decoded_image = self._decoded(key, data)
                     place.copy_(self._prepare(key, decoded_image, number))
@@ -343,7 +343,7 @@ class Loader:
                 "less."
             ) from error
         self.times.add(read - started_at, time.perf_counter() - read, num_bytes)
-        return coded
+        return encoded
 
     def _prepare(self, key: bytes, decoded_image: DecodedImage, checksum: int) -> torch.Tensor:
         """The image of a row in the size of the crop, uint8 or normalised float32.

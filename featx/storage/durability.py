@@ -40,7 +40,7 @@ def write_all(descriptor: int, data: bytes | memoryview, offset: int) -> None:
         written += count
 
 
-def patiently(path: Path, write: Callable[[], T]) -> T:
+def with_retries(path: Path, write: Callable[[], T]) -> T:
     """Call `write`; retry it after each of RETRY_WAITS_S if it fails with an error that may pass.
 
     Args:

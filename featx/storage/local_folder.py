@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from featx.errors import FeatxError, RunError, StoreError, StoreLockedError
-from featx.storage.durability import failed, patiently, write_all
+from featx.storage.durability import failed, with_retries, write_all
 from featx.storage.reserved_file import ReservedFile
 
 TEMPORARY = ".tmp-"
@@ -103,7 +103,7 @@ class AtomicFolder:
             self.sync_folder(path.parent)
             return created
 
-        return patiently(path, publish)
+        return with_retries(path, publish)
 
     def replace(self, path: Path, data: bytes | memoryview) -> None:
         """Replace the content of a file, completely or not at all.
@@ -118,7 +118,7 @@ class AtomicFolder:
                 os.replace(temporary, path)  # noqa: PTH105 - all system calls in one manner
             self.sync_folder(path.parent)
 
-        patiently(path, replace)
+        with_retries(path, replace)
 
     def compare_and_swap(self, path: Path, before: bytes, data: bytes) -> bool:
         """Replace the content of a file if it holds `before`; on a disk the lock guarantees that.
@@ -241,7 +241,7 @@ class AtomicFolder:
                 os.replace(temporary, path)  # noqa: PTH105 - as in `replace`
             self.sync_folder(path.parent)
 
-        patiently(path, replace)
+        with_retries(path, replace)
 
     @contextlib.contextmanager
     def filled_folder(self, path: Path) -> Iterator[Path]:

@@ -5,7 +5,7 @@ region and endpoint come from where AWS tools look for them (AWS_* in the enviro
 role of the machine); featx does not ask for, keep or print credentials.
 
 If the server does not answer, readers and starting runs get an error at once; a run in progress
-waits, see `patience`.
+waits, see `waiting_limit`.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class _Outage:
     """Whether the server answers this process now; shared by all threads."""
 
     def __init__(self) -> None:
-        self._limits: dict[object, float] = {}  # running `patience` -> its seconds
+        self._limits: dict[object, float] = {}  # running `waiting_limit` -> its seconds
         self._lock = threading.Lock()
         self._began: float | None = None  # first failed request since the last answer
         self._reported: float | None = None  # last report of an outage
@@ -96,7 +96,7 @@ class _Outage:
 
     @property
     def limit_s(self) -> float:
-        """Seconds that a request waits for the server; 0 outside of `patience`."""
+        """Seconds that a request waits for the server; 0 outside of `waiting_limit`."""
         limits = list(self._limits.values())
         return limits[-1] if limits else 0.0
 
@@ -169,7 +169,7 @@ _waits = contextvars.ContextVar("waits", default=True)
 
 
 @contextlib.contextmanager
-def patience(limit_s: float | None = None) -> Iterator[None]:
+def waiting_limit(limit_s: float | None = None) -> Iterator[None]:
     """Make the requests of this process wait for a server that does not answer.
 
     A run uses this, since an error would cost its work. The log gets one line when it starts to
@@ -187,7 +187,7 @@ def patience(limit_s: float | None = None) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def without_patience() -> Iterator[None]:
+def without_waiting() -> Iterator[None]:
     """Make the requests of this thread fail at once, for writes that are useless later."""
     token = _waits.set(False)
     try:
@@ -216,7 +216,7 @@ def request(operation: str, **parameters: Any) -> dict[str, Any]:
         TakenError: the condition of the request does not hold.
         EmptyError: the range starts behind the end of the object.
         ObjectStoreError: the server refuses the request, has no such bucket, or does not answer;
-            within `patience` only after the time limit.
+            within `waiting_limit` only after the time limit.
     """
     own = client(os.getpid())  # raises an error with the name of a missing extra
     url = f"s3://{parameters['Bucket']}/{parameters.get('Key', parameters.get('Prefix', ''))}"

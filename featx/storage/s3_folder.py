@@ -19,7 +19,7 @@ from pathlib import Path
 
 from featx.errors import ObjectStoreError, StoreError
 from featx.storage import s3_client
-from featx.storage.durability import failed, patiently
+from featx.storage.durability import failed, with_retries
 from featx.storage.local_folder import AtomicFolder
 from featx.storage.s3_client import TakenError
 from featx.storage.s3_path import S3Path
@@ -53,11 +53,11 @@ class S3Folder(AtomicFolder):
         Raises:
             RunError: the server refuses the request or does not answer.
         """
-        return patiently(path, lambda: _created(path, data, IfNoneMatch="*"))
+        return with_retries(path, lambda: _created(path, data, IfNoneMatch="*"))
 
     def replace(self, path: Path, data: bytes | memoryview) -> None:
         """Create or replace an object, completely or not at all."""
-        patiently(path, lambda: _created(path, data))
+        with_retries(path, lambda: _created(path, data))
 
     def replace_unlocked(self, path: Path, data: bytes) -> None:
         """Same as `replace`, as requests leave no temporary files behind."""
@@ -81,19 +81,19 @@ class S3Folder(AtomicFolder):
                 return True
             return found == before and _created(path, data, IfMatch=entry.etag)
 
-        return patiently(path, compare_and_swap)
+        return with_retries(path, compare_and_swap)
 
     def append(self, path: Path, text: str) -> None:
         """Do nothing: objects cannot grow, and the end of a run writes failures.csv completely."""
 
     def write_best_effort(self, path: Path, text: str) -> None:
         """Create or replace an object that only informs people; errors are ignored."""
-        with s3_client.without_patience(), contextlib.suppress(OSError):
+        with s3_client.without_waiting(), contextlib.suppress(OSError):
             _created(path, text.encode())
 
     def forget(self, path: Path) -> None:
         """Delete an object written by `write_best_effort`."""
-        with s3_client.without_patience(), contextlib.suppress(OSError):
+        with s3_client.without_waiting(), contextlib.suppress(OSError):
             s3_client.delete(*_of(path))
 
     def set_aside(self, path: Path, folder: Path) -> Path:
@@ -117,7 +117,7 @@ class S3Folder(AtomicFolder):
                 return folder  # another writer was quicker
             return target
 
-        return patiently(path, set_aside)
+        return with_retries(path, set_aside)
 
     def remove(self, path: Path) -> None:
         """Delete an object, or all objects below a folder."""
@@ -163,7 +163,7 @@ class S3Folder(AtomicFolder):
                 )
         descriptor = os.open(os.devnull, os.O_RDWR)
         try:
-            with s3_client.patience():
+            with s3_client.waiting_limit():
                 yield descriptor
         except ObjectStoreError as error:
             # The location was valid at the start, so this is a failure of the run (exit code 1).

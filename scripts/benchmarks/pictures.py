@@ -27,7 +27,7 @@ def decode(arguments: argparse.Namespace) -> None:
     from PIL import Image
     from torchvision.transforms import v2
 
-    from featx.images.decode import SIMPLEJPEG, ImagePolicy, coded_jpeg, decode_pixels
+    from featx.images.decode import SIMPLEJPEG, ImagePolicy, decode_pixels, encoded_jpeg
     from featx.images.preprocess import Preprocess
     from featx.jobs.bench.photos import make_photos
 
@@ -48,7 +48,7 @@ def decode(arguments: argparse.Namespace) -> None:
         "Pillow and v2 transforms": lambda data: usual(Image.open(io.BytesIO(data)).convert("RGB")),
         "featx, Pillow": lambda data: fast.crop_uint8(decode_pixels(data, policy, 256)),
         "featx, simplejpeg": lambda data: fast.crop_uint8(decode_pixels(data, quick, 256)),
-        "check for decode=gpu": lambda data: coded_jpeg(data, quick, 256),
+        "check for decode=gpu": lambda data: encoded_jpeg(data, quick, 256),
     }
     with tempfile.TemporaryDirectory() as name:
         make_photos(Path(name) / "photos", arguments.images)

@@ -107,7 +107,7 @@ def test_the_command_resumes_by_itself(
     assert 1 <= done.stderr.count("The decoder of an image crashed the process") <= num_crashes
     assert f"{num_crashes} crashes decoder, such as" in done.stderr
     assert_only_the_bad_ones_failed(photos, tmp_path / "store", bad)
-    assert set(os.listdir("store")) >= {"features.h5", "failures.csv", ".suspects"}
+    assert set(os.listdir("store")) >= {"features.h5", "failures.csv", ".crash-list"}
     assert not list(Path("store").glob(".decoding-*"))
 
 

@@ -30,8 +30,8 @@ from featx.images.decode import (
     SIMPLEJPEG,
     EncodedJpeg,
     ImagePolicy,
-    coded_jpeg,
     decode_pixels,
+    encoded_jpeg,
 )
 from featx.images.decode_settings import SHARES, DecodeSettings
 from featx.images.gpu_decode import DeviceDecoder, turned
@@ -65,8 +65,8 @@ def encoded_image(seed: int, orientation: int = 1, **options: Any) -> bytes:
     return jpeg(make_image(120 + 3 * seed, 140 - 2 * seed, seed), orientation, **options)
 
 
-def coded(data: bytes) -> EncodedJpeg:
-    found = coded_jpeg(data, POLICY, 72)
+def encoded(data: bytes) -> EncodedJpeg:
+    found = encoded_jpeg(data, POLICY, 72)
     assert found is not None
     return found
 
@@ -76,7 +76,7 @@ def on_cpu(data: bytes) -> torch.Tensor:
 
 
 def crops(*images: bytes) -> list[torch.Tensor | None]:
-    return DeviceDecoder(PREPROCESS, CPU).crops([coded(data) for data in images])
+    return DeviceDecoder(PREPROCESS, CPU).crops([encoded(data) for data in images])
 
 
 def near(crop: torch.Tensor | None, expected: torch.Tensor) -> bool:
@@ -155,25 +155,25 @@ def test_a_crop_does_not_depend_on_what_is_decoded_with_it(monkeypatch: pytest.M
     ids=["empty", "text", "truncated", "without pixels", "grey", "CMYK", "thin", "far larger"],
 )
 def test_what_a_device_may_misread_is_not_for_it(data: bytes) -> None:
-    assert coded_jpeg(data, POLICY, 72) is None
+    assert encoded_jpeg(data, POLICY, 72) is None
 
 
 def test_large_images_are_not_for_a_device() -> None:
     width = MAX_CODED_PIXELS // 200 + 1
-    assert coded_jpeg(jpeg(Image.new("RGB", (width, 200))), POLICY, 72) is None
-    assert coded_jpeg(jpeg(Image.new("RGB", (width - 1, 200))), POLICY, 72) is not None
+    assert encoded_jpeg(jpeg(Image.new("RGB", (width, 200))), POLICY, 72) is None
+    assert encoded_jpeg(jpeg(Image.new("RGB", (width - 1, 200))), POLICY, 72) is not None
 
 
 def test_pngs_are_not_for_a_device() -> None:
     file = io.BytesIO()
     make_image(100, 100).save(file, "PNG")
-    assert coded_jpeg(file.getvalue(), POLICY, 72) is None
+    assert encoded_jpeg(file.getvalue(), POLICY, 72) is None
 
 
 def misread(data: list[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
     """A decoder that takes the colours of some images for others."""
     right = REAL_DECODE(data, device)
-    return [x.flip(0) if len(coded) % 2 else x for coded, x in zip(data, right, strict=True)]
+    return [x.flip(0) if len(encoded) % 2 else x for encoded, x in zip(data, right, strict=True)]
 
 
 REAL_DECODE = gpu_decode.decode_jpegs
@@ -275,7 +275,7 @@ def nvjpeg_says(monkeypatch: pytest.MonkeyPatch, text: str) -> list[torch.Tensor
     monkeypatch.setattr(gpu_decode, "decode_jpegs", says)
     decoder = DeviceDecoder(PREPROCESS, CPU)
     decoder.device = torch.device("cuda", 0)
-    return decoder.crops([coded(encoded_image(0))])
+    return decoder.crops([encoded(encoded_image(0))])
 
 
 def odd_images() -> list[bytes]:
@@ -306,11 +306,11 @@ def test_rows_and_failures_are_those_of_the_cpu_where_nothing_is_understood(
     monkeypatch.setattr(gpu_decode, "decode_jpegs", smaller)
     read: list[bytes] = []
 
-    def noted(self: EncodedImages, key: bytes) -> bytes:
+    def recording(self: EncodedImages, key: bytes) -> bytes:
         read.append(key)
         return self.images[int(key)]
 
-    monkeypatch.setattr(EncodedImages, "read", noted)
+    monkeypatch.setattr(EncodedImages, "read", recording)
     there = loaded(images, SHARES)
     assert len(read) == len(set(read)) == len(images)
     assert [batch.failures for batch in there] == [batch.failures for batch in here]

@@ -148,12 +148,12 @@ def test_one_thread_an_avif_and_afterwards_as_it_was(monkeypatch: pytest.MonkeyP
     seen = []
     load = AvifImagePlugin.AvifImageFile.load
 
-    def noted(self: Any) -> Any:
+    def recording(self: Any) -> Any:
         seen.append(AvifImagePlugin._get_default_max_threads())
         return load(self)
 
     monkeypatch.setattr(AvifImagePlugin, "DEFAULT_MAX_THREADS", 7)
-    monkeypatch.setattr(AvifImagePlugin.AvifImageFile, "load", noted)
+    monkeypatch.setattr(AvifImagePlugin.AvifImageFile, "load", recording)
     decode(avif(make_image(32, 32)), POLICY)
     assert set(seen) == {1}
     assert AvifImagePlugin.DEFAULT_MAX_THREADS == 7

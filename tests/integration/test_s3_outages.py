@@ -40,7 +40,7 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SeaweedS
         for name, value in environment(running.url).items():
             monkeypatch.setenv(name, value)
         s3_client.client.cache_clear()
-        with s3_client.patience(60):
+        with s3_client.waiting_limit(60):
             s3_client.request("create_bucket", Bucket="bucket")
         yield running
     s3_client.client.cache_clear()

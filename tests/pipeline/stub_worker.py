@@ -21,14 +21,14 @@ class StubSpec:
 
     Attributes:
         root: of the store; run: its rows.
-        notes: a folder in which workers note what they do.
+        events: a folder in which workers record what they do.
         faults: part (or "start") -> what happens there, and to how many workers.
         pause_s: that a part takes.
     """
 
     run: object
     root: Path
-    notes: Path
+    events: Path
     faults: Mapping[object, tuple[str, int]] = field(default_factory=dict)
     pause_s: float = 0.0
     config: Config = field(default_factory=Config)
@@ -36,7 +36,7 @@ class StubSpec:
     def note(self, name: str) -> bool:
         """Leave a file; False where it is there already."""
         try:
-            (self.notes / name).open("x").close()
+            (self.events / name).open("x").close()
         except FileExistsError:
             return False
         return True
@@ -51,9 +51,9 @@ def go_wrong(what: str, root: Path) -> None:
     if what == "crash":
         from featx.images.crash_journal import CrashList
 
-        with CrashList(root).notes() as notes:
-            assert notes is not None
-            with notes.noted(b"cat/0000.jpg"):
+        with CrashList(root).journal() as events:
+            assert events is not None
+            with events.recording(b"cat/0000.jpg"):
                 os.kill(os.getpid(), signal.SIGSEGV)
                 time.sleep(60)
     if what == "kill":

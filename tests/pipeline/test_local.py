@@ -38,13 +38,13 @@ def run() -> MadeRun:
 @pytest.fixture
 def work(run: MadeRun, tmp_path: Path) -> Callable[..., WorkerPool]:
     """Do what a store lacks with so many workers."""
-    notes = tmp_path / "notes"
-    notes.mkdir(exist_ok=True)
+    events = tmp_path / "events"
+    events.mkdir(exist_ok=True)
 
     def do(workers: int = 2, **given: Any) -> WorkerPool:
         root = tmp_path / "store"
         with run.session(root).hold() as session:
-            stub: Any = StubSpec(run, root, notes, **given)
+            stub: Any = StubSpec(run, root, events, **given)
             pool = WorkerPool(stub, ["cpu"] * workers, session, session.missing(), STUB)
             pool.work()
             assert session.whole
@@ -55,15 +55,15 @@ def work(run: MadeRun, tmp_path: Path) -> Callable[..., WorkerPool]:
     return do
 
 
-def noted(tmp_path: Path, pattern: str) -> list[str]:
-    return sorted(path.name for path in (tmp_path / "notes").glob(pattern))
+def events_of(tmp_path: Path, pattern: str) -> list[str]:
+    return sorted(path.name for path in (tmp_path / "events").glob(pattern))
 
 
 @pytest.fixture(autouse=True)
 def _nobody_left(tmp_path: Path) -> Iterator[None]:
     """After every test, no worker lives on, and nothing half written lies in the store."""
     yield
-    assert all(ended(int(name.removeprefix("pid-"))) for name in noted(tmp_path, "pid-*"))
+    assert all(ended(int(name.removeprefix("pid-"))) for name in events_of(tmp_path, "pid-*"))
     if (tmp_path / "store").exists():
         assert temporary_files(tmp_path / "store") == []
 
@@ -81,10 +81,10 @@ def test_any_number_of_workers_gives_the_same_datasets(
 ) -> None:  # fmt: skip
     pool = work(workers, pause_s=0.05)
     assert is_whole(run, tmp_path)
-    assert len({name.split("-by-")[1].split("-")[0] for name in noted(tmp_path, "part-*")}) == (
+    assert len({name.split("-by-")[1].split("-")[0] for name in events_of(tmp_path, "part-*")}) == (
         workers
     )
-    assert len(noted(tmp_path, "part-*")) == 10, "a part was done twice"
+    assert len(events_of(tmp_path, "part-*")) == 10, "a part was done twice"
     collector = pool.collector
     assert (collector.rows, collector.underflow_rows["flat"]) == (38, 10)
     assert (collector.worker_stats.seconds, collector.worker_stats.peak_memory_mib) == (
@@ -121,7 +121,7 @@ def test_a_worker_that_is_killed_costs_its_part_only(
     assert "was killed by SIGKILL in part" in (output := capfd.readouterr().err)
     assert "part 3 (rows 12 to 15)" in output
     assert "another one takes its place" in output
-    assert len(noted(tmp_path, "part-*")) == 10, "a part was done twice"
+    assert len(events_of(tmp_path, "part-*")) == 10, "a part was done twice"
 
 
 def test_a_part_that_takes_its_workers_with_it_ends_the_run_and_is_named(
@@ -133,7 +133,7 @@ def test_a_part_that_takes_its_workers_with_it_ends_the_run_and_is_named(
     message = str(ended_run.value)
     assert "(cpu) was killed by SIGKILL in part 3 (rows 12 to 15), the 3rd worker" in message
     assert ended_run.value.exit_code == 1
-    assert len(noted(tmp_path, "fault-3-*")) == 3
+    assert len(events_of(tmp_path, "fault-3-*")) == 3
     work(2)
     assert is_whole(run, tmp_path)
 
@@ -160,7 +160,7 @@ def test_workers_that_never_come_up_end_the_run_with_their_last_words(
 ) -> None:
     with pytest.raises(RunError, match=r"before it had a part(.|\n)*these are my last words"):
         work(1, faults={"start": ("exit", 9)})
-    assert len(noted(tmp_path, "fault-start-*")) == 3
+    assert len(events_of(tmp_path, "fault-start-*")) == 3
 
 
 @pytest.mark.slow
@@ -186,9 +186,9 @@ def test_a_signal_to_the_driver_ends_all_and_keeps_what_is_whole(
     assert time.monotonic() - started_at < 10
     there = len(list((tmp_path / "store" / "parts").glob("part-*.h5")))
     assert there < 10
-    assert there == len(noted(tmp_path, "part-*"))
+    assert there == len(events_of(tmp_path, "part-*"))
     work(2)
-    assert len(noted(tmp_path, "part-*")) == 10, "a committed part was done again"
+    assert len(events_of(tmp_path, "part-*")) == 10, "a committed part was done again"
     assert is_whole(run, tmp_path)
 
 
@@ -211,10 +211,10 @@ from pathlib import Path
 from made_store import make_run
 from stub_worker import StubSpec
 from featx.pipeline.executors.local import WorkerPool
-root, notes, stub = map(Path, sys.argv[1:])
+root, events, stub = map(Path, sys.argv[1:])
 run = make_run(num_rows=38, part_rows=4, failed=[2, 17])
 with run.session(root).hold() as session:
-    spec = StubSpec(run, root, notes, pause_s=0.3)
+    spec = StubSpec(run, root, events, pause_s=0.3)
     WorkerPool(spec, ["cpu"] * 2, session, session.missing(), (sys.executable, str(stub))).work()
 """
 
@@ -222,15 +222,15 @@ with run.session(root).hold() as session:
 @pytest.fixture
 def driver(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
     """A run in a process of its own, whose workers have done a part."""
-    (tmp_path / "notes").mkdir(exist_ok=True)
-    places = [str(tmp_path / "store"), str(tmp_path / "notes"), STUB[1]]
+    (tmp_path / "events").mkdir(exist_ok=True)
+    places = [str(tmp_path / "store"), str(tmp_path / "events"), STUB[1]]
     process = subprocess.Popen(
         [sys.executable, "-c", DRIVER, *places],
         env=with_path(HERE.parent, HERE),
         stderr=subprocess.DEVNULL,
     )
     deadline = time.monotonic() + 30
-    while not noted(tmp_path, "part-*") and time.monotonic() < deadline:
+    while not events_of(tmp_path, "part-*") and time.monotonic() < deadline:
         time.sleep(0.02)
     yield process
     process.kill()
@@ -241,7 +241,7 @@ def driver(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
 def test_no_worker_outlives_a_driver_that_is_killed(
     driver: subprocess.Popen[bytes], work: Callable[..., WorkerPool], run: MadeRun, tmp_path: Path
 ) -> None:
-    pids = [int(name.removeprefix("pid-")) for name in noted(tmp_path, "pid-*")]
+    pids = [int(name.removeprefix("pid-")) for name in events_of(tmp_path, "pid-*")]
     assert len(pids) == 2
     driver.kill()
     driver.wait()
@@ -263,7 +263,7 @@ def test_a_second_driver_is_refused_with_the_name_of_the_first(
         work(2)
     assert driver.poll() is None
     assert driver.wait(60) == 0
-    assert len(noted(tmp_path, "part-*")) == 10
+    assert len(events_of(tmp_path, "part-*")) == 10
 
 
 @pytest.mark.slow
@@ -273,4 +273,4 @@ def test_decoders_that_crash_are_not_the_parts_fault(
     """Each crash tells of images that the next worker decodes with care."""
     work(2, faults={3: ("crash", 4)})
     assert is_whole(run, tmp_path)
-    assert len(noted(tmp_path, "fault-3-*")) == 4
+    assert len(events_of(tmp_path, "fault-3-*")) == 4

@@ -175,11 +175,11 @@ def test_the_crash_list_names_the_image_and_not_its_boxes(
         raise ImageFault(Status.CRASHES_DECODER, "it crashes", "SIGSEGV")
 
     @contextlib.contextmanager
-    def left_behind(self: CrashList) -> Iterator[set[bytes]]:
+    def interrupted(self: CrashList) -> Iterator[set[bytes]]:
         yield {b"cat/000.png"}
 
     monkeypatch.setattr(fault_tolerant_decode, "decode_in_subprocess", refused)
-    monkeypatch.setattr(CrashList, "left_behind", left_behind)
+    monkeypatch.setattr(CrashList, "interrupted", interrupted)
     store = boxed(photos, write_boxes(boxes_of(photos)), max_failures=10)
     assert {f["key"].partition("#")[0] for f in store.failures} == {"cat/000.png"}
     assert len(store.failures) == 3

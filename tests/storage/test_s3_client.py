@@ -69,7 +69,7 @@ def server(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> S
 @pytest.mark.parametrize("server", [UNREACHABLE, BUSY], indirect=True)
 def test_a_run_waits_and_says_so_once(server: Server, caplog: pytest.LogCaptureFixture) -> None:
     server.down = 5
-    with s3_client.patience(60):
+    with s3_client.waiting_limit(60):
         assert s3_client.look("bucket", "key").size == 1
     assert [record.levelno for record in caplog.records] == [logging.WARNING] * 2
     waits, answers = (record.getMessage() for record in caplog.records)
@@ -93,7 +93,7 @@ def test_who_only_reads_is_told_at_once(server: Server, caplog: pytest.LogCaptur
 def test_what_is_refused_is_not_waited_for(server: Server) -> None:
     server.down = True
     with (
-        s3_client.patience(60),
+        s3_client.waiting_limit(60),
         pytest.raises(ObjectStoreError, match=r"refuses it \(ExpiredToken"),
     ):
         s3_client.look("bucket", "key")
@@ -102,7 +102,7 @@ def test_what_is_refused_is_not_waited_for(server: Server) -> None:
 
 def test_when_the_limit_is_over_nobody_waits_again(server: Server) -> None:
     server.down = True
-    with s3_client.patience(0.3):
+    with s3_client.waiting_limit(0.3):
         began = time.monotonic()
         with pytest.raises(ObjectStoreError):
             s3_client.look("bucket", "key")
@@ -119,7 +119,7 @@ def test_when_the_limit_is_over_nobody_waits_again(server: Server) -> None:
 
 def test_heartbeats_do_not_wait(server: Server) -> None:
     server.down = True
-    with s3_client.patience(60), s3_client.without_patience(), pytest.raises(ObjectStoreError):
+    with s3_client.waiting_limit(60), s3_client.without_waiting(), pytest.raises(ObjectStoreError):
         s3_client.look("bucket", "key")
 
 
@@ -133,7 +133,7 @@ def test_a_run_that_is_stopped_waits_no_longer(server: Server) -> None:
         except ObjectStoreError as error:
             failed.append(error)
 
-    with s3_client.patience(60):
+    with s3_client.waiting_limit(60):
         thread = threading.Thread(target=look)
         thread.start()
         time.sleep(0.1)
@@ -142,14 +142,14 @@ def test_a_run_that_is_stopped_waits_no_longer(server: Server) -> None:
         thread.join(10)
     assert failed
     server.down = 2
-    with s3_client.patience(60):
+    with s3_client.waiting_limit(60):
         assert s3_client.look("bucket", "key").size == 1
 
 
 def test_a_server_that_comes_and_goes_is_no_flood_of_lines(
     server: Server, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with s3_client.patience(60):
+    with s3_client.waiting_limit(60):
         for _ in range(20):
             server.down = 2
             s3_client.look("bucket", "key")
@@ -171,7 +171,7 @@ def test_in_mid_run_an_outage_is_no_mistake_of_the_user(monkeypatch: pytest.Monk
 def test_runs_that_end_in_another_order_leave_no_patience(server: Server) -> None:
     """Two runs in threads of one process, of which the first one ends first."""
     server.down = True
-    first, second = s3_client.patience(60), s3_client.patience(60)
+    first, second = s3_client.waiting_limit(60), s3_client.waiting_limit(60)
     first.__enter__()
     second.__enter__()
     first.__exit__(None, None, None)

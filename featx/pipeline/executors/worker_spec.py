@@ -290,7 +290,7 @@ def worker_context(spec: WorkerSpec, device: str) -> Iterator[RunContext]:
         FeatxError: the model or the data set is not available to this process.
     """
     # The driver has written to the store already, so an outage of an object store is temporary.
-    with s3_client.patience():
+    with s3_client.waiting_limit():
         take_cpus(spec.cpus)
         spec.part_task.check(spec.root, spec.fingerprint)
         config = replace(spec.config, device=device)

@@ -136,7 +136,7 @@ def _data_text(context: RunContext) -> str:
 
 def _parallel_text(context: RunContext) -> list[str]:
     """Describe threads and parallel batches; empty if a device computes one batch at a time."""
-    at_once = context.at_once
+    at_once = context.parallelism
     choice = context.choices.get("threads", context.choices.get("streams", ""))
     why = f" ({choice.partition(' (')[2]}" if " (" in choice else ""
     if at_once.threads is None:

@@ -136,16 +136,18 @@ def _data_text(context: RunContext) -> str:
 
 def _parallel_text(context: RunContext) -> list[str]:
     """Describe threads and parallel batches; empty if a device computes one batch at a time."""
-    at_once = context.parallelism
+    parallelism = context.parallelism
     choice = context.choices.get("threads", context.choices.get("streams", ""))
     why = f" ({choice.partition(' (')[2]}" if " (" in choice else ""
-    if at_once.threads is None:
+    if parallelism.threads is None:
         return (
-            [f"{counted(at_once.replicas, 'stream')}{why}"] if "streams" in context.choices else []
+            [f"{counted(parallelism.replicas, 'stream')}{why}"]
+            if "streams" in context.choices
+            else []
         )
-    threads = counted(at_once.threads, "thread")
-    if at_once.replicas > 1:
-        return [f"{at_once.replicas} parallel batches with {threads} each{why}"]
+    threads = counted(parallelism.threads, "thread")
+    if parallelism.replicas > 1:
+        return [f"{parallelism.replicas} parallel batches with {threads} each{why}"]
     return [threads + why]
 
 

@@ -1,4 +1,5 @@
 from .layer_outline import last_stage as last_stage
+from .layer_outline import matching_names as matching_names
 from .layer_outline import outline as outline
 from .layer_tables import layer_rows as layer_rows
 from .layer_tables import layer_table as layer_table

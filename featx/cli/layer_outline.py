@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import re
+from collections.abc import Collection, Iterable
 
+from featx.base import glob_to_regex
 from featx.layers import Trace
 
 MOST = 0.8
@@ -52,6 +54,26 @@ def last_stage(traced: Trace, modules: Collection[str]) -> str | None:
     least = MUCH * max(mflops.values(), default=0.0)
     found = [name for name in traced.by_module if mflops.get(name, 0.0) > least]
     return found[-1] if found else None
+
+
+def matching_names(request: str, names: Iterable[str]) -> list[str]:
+    """Return the names of rows that a name or a glob of the option `layers` means.
+
+    Calls and elements belong to the module: 'relu' and '*' match 'relu@2' and 'relu[0]'.
+
+    Args:
+        request: name or glob, with its kind of capture after a colon, as in 'layer4:input'.
+        names: names of the rows.
+    """
+    wanted, _, kind = request.partition(":")
+    pattern = re.compile(glob_to_regex(wanted))
+    found = []
+    for name in names:
+        stem, _, own = name.partition(":")
+        module = re.split(r"[@\[]", stem)[0]
+        if own == kind and (stem == wanted or pattern.fullmatch(stem) or pattern.fullmatch(module)):
+            found.append(name)
+    return found
 
 
 def _called_inside(traced: Trace) -> dict[str, list[str]]:

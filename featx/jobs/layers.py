@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from featx.base import facts, log_message, print_result
-from featx.config import Config, DataConfig, ReduceConfig, captures, layer_requests
+from featx.config import PRESETS, Config, DataConfig, ReduceConfig, captures, layer_requests
 from featx.errors import ConfigError, DataError, LayerError, MissingExtraError, ModelError
 from featx.images import CrashList
 from featx.jobs.base import JOBS, Input, Job
@@ -71,7 +71,7 @@ def run(config: Config, config_yaml: str) -> int:
         with engine.as_computed(images) as (module, x):
             profiled = profile(module, x, _MEASURED[show])
     if config.job.json:
-        rows, _ = _rows(config, engine, traced, profiled)
+        rows = _rows(config, engine, traced, profiled)
         log_message(facts(heading))
         print_result(json.dumps(rows, indent=2))
         return 0
@@ -86,22 +86,50 @@ def run(config: Config, config_yaml: str) -> int:
     return 0
 
 
-def _rows(
-    config: Config, engine: Engine, traced: Trace, profiled: Profile
-) -> tuple[list[dict[str, Any]], list[str]]:
-    """Return the rows of all layers, or of those that `layers` names, and what it left out."""
-    from featx.cli import layer_rows
+def _rows(config: Config, engine: Engine, traced: Trace, profiled: Profile) -> list[dict[str, Any]]:
+    """Return the rows of all layers, or of those that `layers` names.
+
+    Unlike a run, the list takes every call of a module that is called several times.
+
+    Raises:
+        LayerError: a name matches nothing.
+    """
+    from featx.cli import layer_rows, matching_names
+
+    names = _names(config, engine, traced)
+    kinds = [name.partition(":")[2] or "output" for name in names] or captures(config)
+    item_bytes = np.dtype(config.dtype).itemsize
+    rows = layer_rows(traced, item_bytes, tuple(dict.fromkeys(kinds)), profiled)
+    if not names:
+        return rows
+    listed = set()
+    for name in names:
+        found = matching_names(name, [row["name"] for row in rows])
+        if not found:
+            _points(name, engine, traced)  # raises an error that names what is near
+        listed.update(found)
+    return [row for row in rows if row["name"] in listed]
+
+
+def _names(config: Config, engine: Engine, traced: Trace) -> list[str]:
+    """Return the names and globs of `layers` with the layers of a preset; [] lists all layers."""
+    found = []
+    for name, _ in [] if config.layers is None else layer_requests(config):
+        if name.partition(":")[0] in PRESETS:
+            found += [_row_name(point) for point in _points(name, engine, traced)]
+        else:
+            found.append(name)
+    return found
+
+
+def _points(request: str, engine: Engine, traced: Trace) -> list[CapturePoint]:
+    """Return the capture points that a run would take for one entry of `layers`."""
     from featx.layers import select
 
-    item_bytes = np.dtype(config.dtype).itemsize
-    if config.layers is None:
-        return layer_rows(traced, item_bytes, captures(config), profiled), []
     backbone = engine.backbone
-    found = select(layer_requests(config), traced, backbone.classifier, backbone.stages)
-    kinds = tuple(dict.fromkeys(point.capture for point, _ in found.chosen))
-    names = {_row_name(point) for point, _ in found.chosen}
-    rows = layer_rows(traced, item_bytes, kinds, profiled)
-    return [row for row in rows if row["name"] in names], found.left_out
+    requests = [(request, ReduceConfig())]
+    chosen = select(requests, traced, backbone.classifier, backbone.stages).chosen
+    return [point for point, _ in chosen]
 
 
 def _row_name(point: CapturePoint) -> str:
@@ -117,8 +145,8 @@ def _listed(
     """Return the rows of the table, and (name, text) of what one has to know about them."""
     from featx.cli import last_stage, layer_rows, outline, remarks, usage
 
-    rows, left_out = _rows(config, engine, traced, profiled)
-    lines = [("left out", "\n".join(left_out))]
+    rows = _rows(config, engine, traced, profiled)
+    lines: list[tuple[str, str]] = []
     depth = config.job.depth or 1
     stage = None
     if config.layers is None and depth != "all":
@@ -143,12 +171,8 @@ def _listed(
 
 def _embedding_text(engine: Engine, traced: Trace) -> str:
     """Describe which tensor the default of `layers` is, or return '' if the model has none."""
-    from featx.layers import select
-
     try:
-        ((point, _),) = select(
-            [("embedding", ReduceConfig())], traced, engine.backbone.classifier, None
-        ).chosen
+        (point,) = _points("embedding", engine, traced)
     except LayerError:
         return ""
     what = "" if point.capture == "output" else f"the {point.capture} of "

@@ -53,9 +53,13 @@ def describe_run(context: RunContext, output: tuple[str, str], layers: str = "")
     layers = layers or layers_text(context)
     return RunDescription(
         settings=[*_settings(context, layers), output],
-        shown=[*describe_request(context), *_layer_rows(context, layers),
-               *describe_computation(context), ("output", output[1])],
-    )  # fmt: skip
+        shown=[
+            *describe_request(context),
+            *_layer_rows(context, layers),
+            *describe_computation(context),
+            ("output", f"{output[1]}, parts of {counted(context.part_rows, 'row')}"),
+        ],
+    )
 
 
 def describe_request(context: RunContext) -> list[tuple[str, str]]:
@@ -81,11 +85,10 @@ def describe_computation(context: RunContext) -> list[tuple[str, str]]:
         ", ".join(f"{n} x {d}" if n > 1 else d for d, n in devices.items()).replace("cpu", "CPU"),
         *_parallel_text(context),
         f"batches of {compute.batch_size}",
+        "compiled" if compute.compile else "not compiled",
     ]
     precision = choices.get("precision", compute.precision)
     rows = [("device", ", ".join(parts)), ("precision", precision)]
-    if compute.compile or context.config.compile is True:
-        rows.append(("compile", choices.get("compile", "true")))
     if context.engine.follows_data and "fold_batchnorm" in choices:
         rows.append(("fold_batchnorm", choices["fold_batchnorm"]))
     return [*rows, *_doubts(context)]

@@ -21,7 +21,7 @@ from featx.base.console import print_result
 from featx.cli.layer_tables import layer_rows, layer_table
 from featx.config import VIEWS_OF_LAYERS, ReduceConfig
 from featx.config.schema import from_keywords, from_omegaconf
-from featx.errors import ConfigError, DataError, MissingExtraError, ModelError
+from featx.errors import ConfigError, DataError, LayerError, MissingExtraError, ModelError
 from featx.layers.selection import select
 from featx.layers.tracer import trace_forward
 
@@ -145,6 +145,11 @@ def test_named_layers_are_listed(layers: Layers) -> None:
     assert [*columns(layers(model=NESTED, layers=["trunk.0.**", "relu"]))] == [
         "relu", "trunk.0.0.0", "trunk.0.0", "trunk.0.1.0", "trunk.0.1",
     ]  # fmt: skip
+    # A run takes one call of a module; the list shows each.
+    assert {"relu@1", "relu@2"} <= {*columns(layers(model=ODD, layers=["*"]))}
+    assert [*columns(layers(model=ODD, layers=["relu", "attention"]))][:2] == ["relu@1", "relu@2"]
+    with pytest.raises(LayerError, match=r"no layer 'stam'.* stem"):
+        layers(model=NESTED, layers=["stam"])
     rows = json.loads(layers(as_json=True, model=NESTED, layers=["stem:input"]))
     assert [row["name"] for row in rows] == ["stem:input"]
     assert [*columns(layers(model=NESTED, layers="embedding"))] == ["head:input"]

@@ -361,7 +361,7 @@ def printed(photos: Path, *keys: str, cpus: int = 2) -> str:
     ("key", "said"),
     [
         ("seed=0", "2 parallel batches with 1 thread each"),
-        ("executor.workers=2", "CPU, 1 thread, batches of 4\n"),
+        ("executor.workers=2", "CPU, 1 thread, batches of 4, not compiled\n"),
     ],
 )
 def test_rows_are_the_same_with_parallel_batches(
@@ -369,7 +369,7 @@ def test_rows_are_the_same_with_parallel_batches(
 ) -> None:
     """Of one thread, of two in parallel, and of two workers with one thread each."""
     monkeypatch.chdir(tmp_path)
-    assert "CPU, 1 thread, batches of 4\n" in printed(photos, "out=one", cpus=1)
+    assert "CPU, 1 thread, batches of 4, not compiled\n" in printed(photos, "out=one", cpus=1)
     assert said in printed(photos, "out=other", key)
     digests = [dataset_digests(Path(out, "features.h5")) for out in ("one", "other")]
     assert digests[0] == digests[1]
@@ -385,7 +385,9 @@ def test_statistics_are_the_same_with_parallel_batches(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     keys = ("job=stats", "layers=[avgpool]")
-    assert "CPU, 1 thread, batches of 4\n" in printed(photos, "out=one", *keys, cpus=1)
+    assert "CPU, 1 thread, batches of 4, not compiled\n" in printed(
+        photos, "out=one", *keys, cpus=1
+    )
     assert "2 parallel batches with 1 thread each" in printed(photos, "out=other", *keys)
     one, other = (dataset_digests(Path(out, "stats.h5")) for out in ("one", "other"))
     assert one == other

@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from featx.base.families import declare_families
+from featx.base.families import declare_families, declare_functions
 from featx.base.version import __version__
 from featx.errors import FeatxError
 
@@ -64,6 +64,7 @@ declare_families(
         "reduce": "featx.layers.reductions.registry:REDUCTIONS",
     }
 )
+declare_functions({"FeatureStore.show": "featx.export.image_grid:image_grid"})
 # Declared here because this is the only module above all packages that every process imports.
 
 

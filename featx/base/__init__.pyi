@@ -4,7 +4,9 @@ from .child_process import end_with_parent as end_with_parent
 from .child_process import module_command as module_command
 from .child_process import module_environment as module_environment
 from .console import announce as announce
+from .console import announcements as announcements
 from .console import discard_output as discard_output
+from .console import is_notebook as is_notebook
 from .console import log_as_json as log_as_json
 from .console import log_message as log_message
 from .console import print_result as print_result
@@ -20,6 +22,7 @@ from .devices import plain_tensors as plain_tensors
 from .devices import synchronise as synchronise
 from .devices import to_cpu as to_cpu
 from .devices import used_here as used_here
+from .families import declared_function as declared_function
 from .families import family as family
 from .families import family_options as family_options
 from .fingerprint import differences as differences

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 from featx.base.text import facts
@@ -42,10 +44,10 @@ def writes_json() -> bool:
 
 def shows_bars() -> bool:
     """Return whether progress is a bar: stderr is a terminal or that of a notebook, and no JSON."""
-    return not writes_json() and (sys.stderr.isatty() or _is_notebook())
+    return not writes_json() and (sys.stderr.isatty() or is_notebook())
 
 
-def _is_notebook() -> bool:
+def is_notebook() -> bool:
     """Return whether this process is the kernel of a notebook."""
     ipython = sys.modules.get("IPython")  # a kernel has imported it
     shell = None if ipython is None else ipython.get_ipython()
@@ -91,6 +93,20 @@ def log_message(text: str, level: str = "info") -> None:
     print(text, file=sys.stderr, flush=True)
 
 
+_announces: ContextVar[bool] = ContextVar("announces", default=True)
+"""Whether `announce` prints."""
+
+
+@contextlib.contextmanager
+def announcements(are_printed: bool) -> Iterator[None]:
+    """Decide whether the settings of runs in this context are printed before they start."""
+    token = _announces.set(are_printed)
+    try:
+        yield
+    finally:
+        _announces.reset(token)
+
+
 def announce(settings: Sequence[tuple[str, str]], shown: Sequence[tuple[str, str]]) -> None:
     """Print the settings of a run before it starts.
 
@@ -99,6 +115,8 @@ def announce(settings: Sequence[tuple[str, str]], shown: Sequence[tuple[str, str
             row before.
         shown: those that people need, for text.
     """
+    if not _announces.get():
+        return
     if not _as_json:
         log_message(f"{facts(shown)}\n")
         return

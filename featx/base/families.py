@@ -2,13 +2,14 @@
 
 The top of the package, `featx/__init__.py`, declares where each registry is. Packages below a
 family, such as config, reach it by the name of its option and import nothing that lies above them.
+The same holds for functions that methods of lower packages offer, such as `FeatureStore.show`.
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
 from featx.errors import FeatxError
 
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
 
 _REGISTRIES: dict[str, str] = {}
 """Option -> 'module:attribute' of its registry."""
+
+_FUNCTIONS: dict[str, str] = {}
+"""Name -> 'module:attribute' of a function."""
 
 
 def declare_families(registries: Mapping[str, str]) -> None:
@@ -45,6 +49,26 @@ def family(option: str) -> Registry[Member]:
     """
     if option not in _REGISTRIES:
         raise FeatxError(f"no family is declared for {option}; known: {', '.join(_REGISTRIES)}.")
-    module, _, attribute = _REGISTRIES[option].partition(":")
-    registry: Registry[Member] = getattr(importlib.import_module(module), attribute)
+    registry: Registry[Member] = _imported(_REGISTRIES[option])
     return registry
+
+
+def declare_functions(functions: Mapping[str, str]) -> None:
+    """Declare where functions are that lower packages offer; nothing is imported.
+
+    Args:
+        functions: name -> 'module:attribute'.
+    """
+    _FUNCTIONS.update(functions)
+
+
+def declared_function(name: str) -> Callable[..., Any]:
+    """Return a function that was declared."""
+    function: Callable[..., Any] = _imported(_FUNCTIONS[name])
+    return function
+
+
+def _imported(place: str) -> Any:
+    """Return what 'module:attribute' names."""
+    module, _, attribute = place.partition(":")
+    return getattr(importlib.import_module(module), attribute)

@@ -189,7 +189,8 @@ def config_of_call(job: str, keys: Mapping[str, Any]) -> tuple[Config, str]:
 def with_keywords(options: type) -> Callable[[FunctionT], FunctionT]:
     """Return a decorator that shows the keywords of `**keys` in the signature of a function.
 
-    Type checkers take them from `Unpack[options]`; `help()` and notebooks take the signature.
+    Type checkers take them from `Unpack[options]`; `help()` and notebooks take the signature. Other
+    keywords of the function stay in front.
 
     Args:
         options: TypedDict of the keywords, of `featx.jobs.keywords`.
@@ -202,8 +203,11 @@ def with_keywords(options: type) -> Callable[[FunctionT], FunctionT]:
             )
             for name, hint in options.__annotations__.items()
         ]
-        returned = inspect.signature(function).return_annotation
-        signature = inspect.Signature(keywords, return_annotation=returned)
+        written = inspect.signature(function)
+        own = [each for each in written.parameters.values() if each.kind is each.KEYWORD_ONLY]
+        signature = inspect.Signature(
+            [*own, *keywords], return_annotation=written.return_annotation
+        )
         function.__signature__ = signature  # type: ignore[attr-defined]  # read by inspect
         return function
 

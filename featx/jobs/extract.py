@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Unpack
 
 from featx.analysis import FEATURES
-from featx.base import print_result
+from featx.base import announcements, is_notebook, print_result
 from featx.config import Config, without_object
 from featx.export.tensorboard import RunEvents, require_tensorboard
 from featx.jobs.base import JOBS, RUN_OPTIONS, Input, Job, config_of_call, with_keywords
@@ -17,12 +17,14 @@ from featx.types import Source
 
 
 @with_keywords(ExtractOptions)
-def extract(**keys: Unpack[ExtractOptions]) -> FeatureStore:
+def extract(*, verbose: bool | None = None, **keys: Unpack[ExtractOptions]) -> FeatureStore:
     """Run job=extract from Python, with the options of the command and the same store.
 
         store = featx.extract(model="resnet50", layers=["layer4"], data="photos/", out="runs/p")
 
     Args:
+        verbose: whether the settings are printed before the run, and a summary after it; None
+            prints them except in a notebook, which shows a progress bar and what is returned.
         keys: options of the command (`featx --help`). Short forms: `model` a name, `data` a
             folder or the name of a packaged data set, `reduce` a name; each also takes a mapping,
             such as `model={"name": "resnet50", "weights": None}`. `data` also takes a map-style
@@ -39,8 +41,11 @@ def extract(**keys: Unpack[ExtractOptions]) -> FeatureStore:
     options, given = without_object(keys)
     config, config_yaml = config_of_call("extract", options)
     source = None if given is None else source_of(given)
-    summary = _run(config, config_yaml, source)
-    print_result(describe_end(summary, config.out))
+    is_verbose = not is_notebook() if verbose is None else verbose
+    with announcements(is_verbose):
+        summary = _run(config, config_yaml, source)
+    if is_verbose:
+        print_result(describe_end(summary, config.out))
     return FeatureStore(config.out)
 
 

@@ -7,7 +7,16 @@ import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
-from featx.base import WIDTH, facts, percent_text, print_result, shown_path, table
+from featx.base import (
+    WIDTH,
+    announcements,
+    facts,
+    is_notebook,
+    percent_text,
+    print_result,
+    shown_path,
+    table,
+)
 from featx.config import Config, StatsConfig, without_object
 from featx.errors import counted
 from featx.jobs.base import (
@@ -28,13 +37,14 @@ if TYPE_CHECKING:
 
 
 @with_keywords(StatsOptions)
-def stats(**keys: Unpack[StatsOptions]) -> Statistics:
+def stats(*, verbose: bool | None = None, **keys: Unpack[StatsOptions]) -> Statistics:
     """Run job=stats from Python, with the options of the command and the same file.
 
         statistics = featx.stats(model="resnet50", layers=["avgpool"], data="photos/", out="runs/p")
         statistics["avgpool"].covariance()
 
     Args:
+        verbose: as of `featx.extract`.
         keys: as of `featx.extract`; `stats` takes a mapping, such as
             `stats={"observation": "position"}`.
 
@@ -53,8 +63,11 @@ def stats(**keys: Unpack[StatsOptions]) -> Statistics:
     options, given = without_object(keys)
     config, config_yaml = config_of_call("stats", options)
     source = None if given is None else source_of(given)
-    summary = run_stats(config, config_yaml, source)
-    print_result(_text(summary))
+    is_verbose = not is_notebook() if verbose is None else verbose
+    with announcements(is_verbose):
+        summary = run_stats(config, config_yaml, source)
+    if is_verbose:
+        print_result(_text(summary))
     return Statistics(summary["file"])
 
 

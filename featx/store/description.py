@@ -70,8 +70,9 @@ def describe_html(store: FeatureStore) -> str:
     failed = _failures_by_reason(store)
     path = html.escape(shown_path(store.root))
     following = html.escape(
-        f'X, y = store.xy("{store.layers[-1]}")\nstore.failures  # what failed, and why\n'
-        f'featx.write_report("{shown_path(store.root)}")  # one HTML page'
+        f'X, y = store.xy("{store.layers[-1]}")\nstore.show(10)  # images\n'
+        "store.failures  # what failed, and why\n"
+        f'featx.write_report(store="{shown_path(store.root)}")  # one HTML page'
     )
     return (
         '<div style="max-width:46rem;font-variant-numeric:tabular-nums">'

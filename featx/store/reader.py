@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from featx.base import declared_function
 from featx.errors import LayerError, StoreError, nearest
 from featx.storage import parse_path
 from featx.store import layout
@@ -134,6 +135,24 @@ class FeatureStore:
     def _repr_html_(self) -> str:
         """Return the description that notebooks show."""
         return describe_html(self)
+
+    def show(
+        self, rows: int | Sequence[int] = 10, data: str | os.PathLike[str] | None = None
+    ) -> Any:
+        """Return images of some rows, which a notebook shows as a grid of thumbnails.
+
+        The images are read again from the data set of the store. One that is gone or cannot be
+        decoded is shown as its reason.
+
+        Args:
+            rows: number of ok rows, evenly spaced, or a list of rows; at most 100.
+            data: folder of the images, if they have moved.
+
+        Raises:
+            ConfigError: there are no such rows, or too many are asked for.
+            StoreError: the store does not record where its images are.
+        """
+        return declared_function("FeatureStore.show")(self, rows, data)
 
     def __getitem__(self, layer: str) -> LayerArray:
         if layer not in self._contents.layers:

@@ -8,6 +8,7 @@ import shutil
 import signal
 import sys
 import threading
+import types
 from pathlib import Path
 
 import h5py
@@ -92,6 +93,29 @@ def test_rows_labels_and_keys_belong_together(photo_folder: Path) -> None:
     for i, key in enumerate(alone.keys):
         row = store.row(f"dog/{key}")
         np.testing.assert_allclose(store["pool"][row], alone["pool"][i], rtol=2e-3, atol=1e-4)
+
+
+def test_a_notebook_gets_the_store_and_no_text_unless_it_asks(
+    photo_folder: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    extract(photo_folder)
+    text = capfd.readouterr()
+    assert "precision  fp32" in text.err
+    assert "Done: " in text.out
+    extract(photo_folder, verbose=False)
+    assert capfd.readouterr() == ("", "")
+
+    class Kernel:
+        """The part of a notebook's kernel by which it is recognised."""
+
+        config = {"IPKernelApp": {}}  # noqa: RUF012
+
+    kernel = types.SimpleNamespace(get_ipython=Kernel)
+    monkeypatch.setitem(sys.modules, "IPython", kernel)
+    for verbose in (None, True):
+        extract(photo_folder, verbose=verbose)
+        text = capfd.readouterr()
+        assert ("precision  fp32" in text.err) is ("Done: " in text.out) is bool(verbose)
 
 
 def test_a_failed_image_changes_no_neighbour(photo_folder: Path, tmp_path: Path) -> None:

@@ -41,6 +41,7 @@ NOT_RUN = {
     "CIFAR10": "a data set that torchvision has to download",
     "data=huggingface": "a data set of the Hub; tests/sources/test_huggingface_source.py makes one",
     "data=video": "FFmpeg; tests/sources/test_video_source.py makes videos",
+    "store=runs/clip": "weights of a CLIP model; tests/jobs/test_zeroshot.py makes some",
     "name: pca, stats: runs/x": "a fragment, for whichever model has layer4",
     "executor.devices=": "GPUs; tests/pipeline has processes",
     "executor.workers=": "several processes; tests/pipeline has them",

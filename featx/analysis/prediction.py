@@ -78,7 +78,8 @@ class Predictions:
         scores: (n, C) float32; NaN for an image that failed.
         classes: C class names.
         layer: layer of the head.
-        accuracy: accuracy of the head on the test rows of its probe, in [0, 1].
+        accuracy: accuracy of the head on the test rows of its probe, or on the labelled rows of the
+            store for a zero-shot head, in [0, 1]; NaN if it is not known.
         figures: measurements of the run.
     """
 
@@ -102,10 +103,10 @@ def predict(
     device: str = "auto",
     model_factory: str | None = None,
 ) -> Predictions:
-    """Classify images with a head of job=probe.
+    """Classify images with a head of job=probe or job=zeroshot.
 
     Args:
-        head: .safetensors file that job=probe wrote.
+        head: .safetensors file that one of them wrote.
         images: a folder, or a list of image files.
         device: as the option `device`.
         model_factory: for a head on model=custom, the 'package.module:factory' of its model. It
@@ -165,9 +166,8 @@ def run_prediction(config: Config, path: Path, files: Sequence[Path] | None = No
     classes = tuple(about["classes"])
     rows = [work.row(i, keys[i], classes) for i in order]
     scores = work.scores[list(order)]
-    return Predictions(
-        rows, scores, classes, str(about["dataset"]), float(about["accuracy"]), figures
-    )
+    accuracy = float("nan") if about["accuracy"] is None else float(about["accuracy"])
+    return Predictions(rows, scores, classes, str(about["dataset"]), accuracy, figures)
 
 
 def _spec_of(path: Path, about: dict[str, Any]) -> LayerSpec:
@@ -428,8 +428,10 @@ def head_of_store(store: Path, layer: str | None) -> Path:
         head = result["layers"].get(layer, {}).get("head")
         known = [name for name, about in result["layers"].items() if about.get("head")]
     except FileNotFoundError as error:
+        zeroshot = sorted((folder / layout.ZEROSHOT_HEADS).glob("*.safetensors"))
+        other = f" For its zero-shot head give store={zeroshot[0]}." if zeroshot else ""
         raise StoreError(
-            f"{folder} has no probe.json: python -m featx job=probe store={store} makes it."
+            f"{folder} has no probe.json: python -m featx job=probe store={store} makes it.{other}"
         ) from error
     except (OSError, ValueError, KeyError, AttributeError) as error:
         raise StoreError(f"{path} cannot be read: {error}. job=probe writes it again.") from error

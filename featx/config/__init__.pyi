@@ -66,3 +66,4 @@ from .similarity import METRICS as METRICS
 from .similarity import CkaConfig as CkaConfig
 from .similarity import DuplicatesConfig as DuplicatesConfig
 from .similarity import NeighborsConfig as NeighborsConfig
+from .zeroshot import ZeroshotConfig as ZeroshotConfig

@@ -34,6 +34,7 @@ from featx.config import (
     ReportConfig,
     StatsConfig,
     VerifyConfig,
+    ZeroshotConfig,
     check_choice,
 )
 from featx.config.requested_layers import layer_requests
@@ -182,6 +183,8 @@ class Config:
     """Near-duplicates that job=duplicates finds."""
     cka: CkaConfig = field(default_factory=CkaConfig)
     """Layers and rows that job=cka compares."""
+    zeroshot: ZeroshotConfig = field(default_factory=ZeroshotConfig)
+    """Classifier of class names that job=zeroshot makes of the text tower of a CLIP model."""
     export: ExportConfig = field(default_factory=ExportConfig)
     """Files that job=export writes."""
     report: ReportConfig = field(default_factory=ReportConfig)

@@ -23,6 +23,8 @@ PREDICTIONS_CSV, PREDICTIONS_HTML = "predictions.csv", "predictions.html"
 _SHOWN_CLASSES = 20
 """Number of classes that the printed table names, the most frequent first."""
 
+_HEAD = ".safetensors"
+"""Ending of the file of a head, which may be given instead of a store."""
 COLUMNS = ("key", "class", "probability", "status", "reason")
 
 
@@ -31,7 +33,8 @@ def run(config: Config, config_yaml: str) -> int:
     from featx.analysis import head_of_store, run_prediction  # which import torch
     from featx.export.report import render_predictions
 
-    head = head_of_store(config.place_of_store(), _layer(config))
+    place = config.place_of_store()
+    head = place if place.suffix == _HEAD else head_of_store(place, _layer(config))
     log_message(facts([("head", f"{head.name}\nin {shown_path(head.parent)}")]))
     found = run_prediction(config, head)
     disk = AtomicFolder(Path(config.out).expanduser())
@@ -107,12 +110,13 @@ def _text(summary: dict[str, Any]) -> str:
 
 
 def _check(config: Config) -> None:
-    """Refuse several layers before a model is built.
+    """Refuse layers that cannot be chosen before a model is built.
 
     Raises:
-        ConfigError: several layers are named.
+        ConfigError: several layers are named, or one for the file of a head.
     """
-    _layer(config)
+    if _layer(config) is not None and config.place_of_store().suffix == _HEAD:
+        raise ConfigError(f"layers has no effect: {config.store} is the head of one layer.")
 
 
 def _reads_with(config: Config) -> Collection[str]:
@@ -123,7 +127,7 @@ def _reads_with(config: Config) -> Collection[str]:
 JOBS.register(
     Job(
         "predict",
-        "Classify new images with the head that job=probe fitted.",
+        "Classify new images with the head that job=probe or job=zeroshot made.",
         run=run,
         input=Input.STORE,
         reads=(

@@ -14,4 +14,7 @@ from .libraries import build_backbone as build_backbone
 from .libraries import library_member as library_member
 from .libraries import resolve_library as resolve_library
 from .model_names import registered_names as registered_names
+from .open_clip.text_classifier import TEMPLATE_SETS as TEMPLATE_SETS
+from .open_clip.text_classifier import TextClassifier as TextClassifier
+from .open_clip.text_classifier import text_classifier as text_classifier
 from .preprocessing import stated_preprocess as stated_preprocess

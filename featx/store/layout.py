@@ -42,6 +42,8 @@ SHEETS = "sheets"
 TRACE = "trace.json.gz"
 PROBE = "probe.json"
 PROBE_HEADS = "probe"
+ZEROSHOT = "zeroshot.json"
+ZEROSHOT_HEADS = "zeroshot"
 PROBE_PREDICTIONS = "predictions.csv"
 
 FEATURES = "features"

@@ -13,6 +13,7 @@ _FOLDERS = (
     "",
     layout.PARTS,
     layout.PROBE_HEADS,
+    layout.ZEROSHOT_HEADS,
     layout.WORKERS,
     layout.SHEETS,
     layout.TENSORBOARD,

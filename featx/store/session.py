@@ -382,7 +382,8 @@ class StoreSession:
             return
         remove_parts(self.disk)
         names = (layout.PACKED, layout.FAILURES_CSV, layout.SUMMARY, layout.IMAGES, layout.LISTING)
-        derived = (layout.TENSORBOARD, layout.PROBE, layout.PROBE_HEADS, layout.JOBS)
+        heads = (layout.PROBE, layout.PROBE_HEADS, layout.ZEROSHOT, layout.ZEROSHOT_HEADS)
+        derived = (layout.TENSORBOARD, *heads, layout.JOBS)
         for name in (*names, *derived, ".hydra", layout.OVERWRITING, layout.DESCRIPTOR):
             self.disk.remove(self.root / name)
 

@@ -40,7 +40,7 @@ SMALL: dict[str, dict[str, Any]] = {
         "text_cfg": TEXT,
     },
     "timm": {
-        "embed_dim": 12,
+        "embed_dim": 64,
         "vision_cfg": {
             "timm_model_name": "test_vit",
             "timm_model_pretrained": False,

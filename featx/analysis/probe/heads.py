@@ -80,22 +80,27 @@ def fit_scaler(features: Features, places: npt.NDArray[np.int64]) -> Scaler:
 
 @dataclass(frozen=True)
 class Head:
-    """A probe that is an affine map of standardised features.
+    """A classifier that is an affine map of standardised features.
 
     Attributes:
         scaler: standardisation, fitted on the same rows.
         weight: (C, D) float32 on the device.
         bias: (C,) float32 on the device.
-        probabilities: whether the softmax of the values gives probabilities (logistic regression).
+        probabilities: whether the softmax of the values gives probabilities (logistic regression,
+            zero-shot classifiers).
+        normalises: whether features are divided by their length first (zero-shot classifiers).
     """
 
     scaler: Scaler
     weight: torch.Tensor
     bias: torch.Tensor
     probabilities: bool
+    normalises: bool = False
 
     def scores(self, x: torch.Tensor) -> torch.Tensor:
         """Compute (n, C) probabilities, or values of a regression, from (n, D) features."""
+        if self.normalises:
+            x = torch.nn.functional.normalize(x, dim=-1)
         values = self.scaler(x) @ self.weight.T + self.bias
         return values.softmax(1) if self.probabilities else values
 
@@ -141,6 +146,8 @@ def head_bytes(head: Head, about: dict[str, Any]) -> bytes:
     }
     kept = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
     about = {"featx_head": FORMAT, **about, "probabilities": head.probabilities}
+    if head.normalises:
+        about["normalises"] = True
     # A single entry: safetensors writes several entries in an order that changes from run to run.
     return bytes(save(kept, metadata={"featx": json.dumps(about, sort_keys=True)}))
 
@@ -188,5 +195,11 @@ def read_head(path: Path, device: torch.device) -> tuple[Head, dict[str, Any]]:
     ):
         raise StoreError(f"{path} is damaged: its tensors do not fit together.")
     scaler = Scaler(tensors["mean"], tensors["scale"])
-    head = Head(scaler, tensors["weight"], tensors["bias"], bool(about["probabilities"]))
+    head = Head(
+        scaler,
+        tensors["weight"],
+        tensors["bias"],
+        bool(about["probabilities"]),
+        bool(about.get("normalises", False)),
+    )
     return head, about

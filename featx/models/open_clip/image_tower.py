@@ -83,7 +83,7 @@ def _of_tag(source: ClipSource) -> torch.nn.Module:
         WeightsError: the weights are not on this machine and cannot be downloaded.
     """
     open_clip = import_open_clip()
-    with _download_errors(open_clip.get_pretrained_cfg(source.name, source.tag), source):
+    with download_errors(open_clip.get_pretrained_cfg(source.name, source.tag), source):
         model = open_clip.create_model(
             source.name, pretrained=source.tag, force_quick_gelu=source.quick_gelu
         )
@@ -92,7 +92,7 @@ def _of_tag(source: ClipSource) -> torch.nn.Module:
 
 
 @contextlib.contextmanager
-def _download_errors(about: dict[str, Any], source: ClipSource) -> Iterator[None]:
+def download_errors(about: dict[str, Any], source: ClipSource) -> Iterator[None]:
     """Turn errors of a download into a WeightsError that says what to do.
 
     If the name of the server cannot be resolved, the error is raised at once.

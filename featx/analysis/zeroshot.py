@@ -1,0 +1,229 @@
+"""Zero-shot heads of stores that were made by a CLIP model."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from featx.analysis.probe.heads import Head, Scaler, head_bytes
+from featx.analysis.probe.labelled_rows import output_folder
+from featx.base import choose_device
+from featx.config import Config, from_saved
+from featx.errors import ConfigError, DataError, StoreError, StoreMismatchError, counted
+from featx.models import TEMPLATE_SETS, TextClassifier, text_classifier
+from featx.storage import open_folder
+from featx.store import FeatureStore, Run, layout, load_manifest
+
+FORMAT = 1
+"""Version of the format of zeroshot.json."""
+
+EMBEDDING = "embedding"
+"""The dataset that a text classifier reads."""
+
+_BLOCK_ROWS = 4096
+
+
+def run_zeroshot(config: Config) -> dict[str, Any]:
+    """Make the head of the class names, apply it to the rows of the store, and write both.
+
+    Args:
+        config: config with `store`, the options `zeroshot` and `device`.
+
+    Returns:
+        zeroshot.json.
+
+    Raises:
+        FeatxError: the store is not one of a CLIP model, or the names do not fit.
+    """
+    started = time.perf_counter()
+    store = FeatureStore(config.place_of_store(), verify="rows")
+    run = _run_of(store)
+    classes, prompts = class_names(config.zeroshot.classes, store)
+    templates = read_templates(config.zeroshot.templates)
+    before = from_saved(run.header.config)
+    device = choose_device(config.device)
+    made = text_classifier(before.model, prompts, templates, device)
+    if made.weights_sha256 != str(store.attrs["weights_sha256"]):
+        raise StoreMismatchError(
+            f"the image tower of {before.model.name} has the SHA-256 {made.weights_sha256}, and "
+            f"the store was made with {store.attrs['weights_sha256']}. Extract it again, or give "
+            "back the weights of then."
+        )
+    head = _head(made)
+    result = {
+        "featx_zeroshot": FORMAT,
+        "store": str(store.root),
+        "layer": EMBEDDING,
+        "model": str(store.attrs["model"]),
+        "weights": str(store.attrs["weights"]),
+        "classes": classes,
+        "names": prompts,
+        "templates": templates if isinstance(templates, str) else list(templates),
+        "num_templates": made.templates,
+        **_accuracy(store, head, classes),
+    }
+    folder = output_folder(store)
+    disk = open_folder(folder)
+    path = folder / layout.ZEROSHOT_HEADS / f"{EMBEDDING}.safetensors"
+    disk.make_folder(path.parent)
+    disk.replace_unlocked(path, head_bytes(head, _about(store, run, result)))
+    result |= {"head": str(path), "seconds": round(time.perf_counter() - started, 3)}
+    text = json.dumps(result, indent=1, ensure_ascii=False, allow_nan=False)
+    disk.replace_unlocked(folder / layout.ZEROSHOT, text.encode() + b"\n")
+    return result
+
+
+def _run_of(store: FeatureStore) -> Run:
+    """Return the run that made the embedding of a store.
+
+    Raises:
+        StoreError: there is none, or the store does not say how it was made.
+    """
+    if EMBEDDING not in store.layers:
+        raise StoreError(
+            f"{store.root} has no embedding, which zero-shot classifiers read; it has "
+            f"{', '.join(store.layers)}. Extract it with layers=[embedding]."
+        )
+    manifest, _ = load_manifest(output_folder(store))
+    run = None if manifest is None else manifest.holder(EMBEDDING)
+    if run is None:
+        raise StoreError(
+            f"{store.root} has no featx.json, which says with which model it was made. Give the "
+            "folder that job=extract made."
+        )
+    return run
+
+
+def class_names(file: str | None, store: FeatureStore) -> tuple[list[str], list[str]]:
+    """Return the classes of a head, and their names in the texts.
+
+    Args:
+        file: text file of names, .json file from classes of the store to names, or None for the
+            classes of the store.
+        store: the store.
+
+    Raises:
+        ConfigError: there are no classes.
+        DataError: the file cannot be read, or names classes that the store lacks.
+    """
+    known = [str(name) for name in store.classes]
+    if file is None:
+        if len(known) < 2:
+            raise ConfigError(
+                f"{store.root} has {counted(len(known), 'class', 'classes')}; give the names in "
+                "zeroshot.classes=FILE, one a line."
+            )
+        return known, [name.replace("_", " ") for name in known]
+    path = Path(file).expanduser()
+    try:
+        text = path.read_text(encoding="utf-8")
+        if path.suffix == ".json":
+            named = json.loads(text)
+            if not isinstance(named, dict) or not all(isinstance(x, str) for x in named.values()):
+                raise ValueError("expected an object of texts")
+            unknown = [name for name in named if name not in known]
+            if unknown:
+                raise ValueError(f"the store has no class {', '.join(unknown[:3])}")
+            names = list(named), list(named.values())
+        else:
+            lines = [line.strip() for line in text.splitlines() if line.strip()]
+            names = lines, lines
+    except (OSError, ValueError) as error:
+        raise DataError(f"zeroshot.classes={file} cannot be read: {error}.") from error
+    if len(set(names[0])) < max(2, len(names[0])):
+        raise DataError(f"zeroshot.classes={file}: expected two or more names, each once.")
+    return names
+
+
+def read_templates(given: str) -> list[str] | str:
+    """Return templates: those of a file or of one text, or the name of a list of open_clip.
+
+    Raises:
+        DataError: the file cannot be read, or a text has no place for the name.
+    """
+    if given in TEMPLATE_SETS:
+        return given
+    templates = [given]
+    if "{" not in given:
+        try:
+            lines = Path(given).expanduser().read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise DataError(
+                f"zeroshot.templates={given} cannot be read: {error}. Expected a text with {{}} "
+                f"for the name, a file with one such text a line, or {' or '.join(TEMPLATE_SETS)}."
+            ) from error
+        templates = [line.strip() for line in lines if line.strip()]
+    wrong = [text for text in templates if text.count("{}") != 1 or "{" in text.replace("{}", "")]
+    if wrong or not templates:
+        raise DataError(
+            f"zeroshot.templates={given}: expected texts with one {{}} in place of the name, such "
+            f"as 'a photo of a {{}}.'; given {wrong[0]!r}."
+            if wrong
+            else f"zeroshot.templates={given} is empty."
+        )
+    return templates
+
+
+def _head(made: TextClassifier) -> Head:
+    """Return a text classifier as a head, which divides embeddings by their length."""
+    width = made.weight.shape[1]
+    scaler = Scaler(torch.zeros(width), torch.ones(width))
+    return Head(scaler, made.weight, made.bias, probabilities=True, normalises=True)
+
+
+def _accuracy(store: FeatureStore, head: Head, classes: Sequence[str]) -> dict[str, Any]:
+    """Return the accuracy over the rows of a store whose class the head knows.
+
+    Returns:
+        `rows`, their number; `accuracy` and `chance`, the share of the most frequent class; both
+        None without such rows. `per_class`: class -> accuracy.
+    """
+    place = {name: i for i, name in enumerate(classes)}
+    of_label = np.array([place.get(str(name), -1) for name in store.classes], np.int64)
+    labels = np.asarray(store.labels)
+    rows = np.flatnonzero(store.ok & (labels >= 0))
+    expected = of_label[labels[rows]] if len(of_label) else np.full(len(rows), -1)
+    rows, expected = rows[expected >= 0], expected[expected >= 0]
+    if not len(rows):
+        return {"rows": 0, "accuracy": None, "chance": None, "per_class": {}}
+    found = np.empty(len(rows), np.int64)
+    for start in range(0, len(rows), _BLOCK_ROWS):
+        block = rows[start : start + _BLOCK_ROWS]
+        x = torch.from_numpy(np.asarray(store[EMBEDDING][block], np.float32))
+        found[start : start + len(block)] = head.scores(x).argmax(1).numpy()
+    right = found == expected
+    return {
+        "rows": len(rows),
+        "accuracy": round(float(right.mean()), 6),
+        "chance": round(float(np.bincount(expected).max() / len(rows)), 6),
+        "per_class": {
+            name: round(float(right[expected == i].mean()), 6)
+            for i, name in enumerate(classes)
+            if (expected == i).any()
+        },
+    }
+
+
+def _about(store: FeatureStore, run: Run, result: dict[str, Any]) -> dict[str, Any]:
+    """Return the description that the file of the head contains."""
+    return {
+        "dataset": EMBEDDING,
+        "method": "zeroshot",
+        "accuracy": result["accuracy"],
+        "reduction": {"axes": []},
+        "classes": result["classes"],
+        "names": result["names"],
+        "templates": result["templates"],
+        **{name: result[name] for name in ("store", "model", "weights")},
+        **{name: str(store.attrs[name]) for name in ("fingerprint", "weights_sha256", "transform")},
+        "config": run.header.config,
+        "resolved": dict(run.resolved),
+        "spec": next(asdict(spec) for spec in run.layers if spec.name == EMBEDDING),
+    }

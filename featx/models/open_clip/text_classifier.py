@@ -1,0 +1,162 @@
+"""Zero-shot classifiers: the text tower of a CLIP model turns class names into a linear head."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from featx.errors import ConfigError, FeatxError, ModelError, WeightsError
+
+if TYPE_CHECKING:
+    import torch
+
+    from featx.config import ModelConfig
+
+TEMPLATE_SETS = ("openai", "simple")
+"""Names of lists of templates that open_clip has."""
+
+
+@dataclass(frozen=True)
+class TextClassifier:
+    """Linear classifier of image embeddings of length 1.
+
+    Attributes:
+        weight: (C, D) float32; the mean vector of each class, of length 1, times the scale of the
+            model.
+        bias: (C,) float32; the bias of models trained with a sigmoid, otherwise 0.
+        templates: number of texts of each class.
+        weights_sha256: SHA-256 of the image tower that belongs to it.
+    """
+
+    weight: torch.Tensor
+    bias: torch.Tensor
+    templates: int
+    weights_sha256: str
+
+
+def text_classifier(
+    config: ModelConfig, names: Sequence[str], templates: Sequence[str] | str, device: torch.device
+) -> TextClassifier:
+    """Compute the classifier of some class names, as open_clip's build_zero_shot_classifier does.
+
+    Args:
+        config: options of a model of open_clip, with its weights.
+        names: C names of classes.
+        templates: texts with {} in place of the name, or a name in `TEMPLATE_SETS`.
+        device: device of the text tower.
+
+    Raises:
+        ConfigError: the model is not one of open_clip, or has random weights.
+        WeightsError: its weights or the files of its tokenizer cannot be loaded.
+    """
+    import torch
+
+    from featx.models.base import state_sha256
+    from featx.models.libraries.open_clip import OpenClipOptions
+    from featx.models.open_clip.sources import import_open_clip, source_of
+
+    if not isinstance(config, OpenClipOptions):
+        raise ConfigError(
+            f"zero-shot classifiers need a model with a text tower: model=open_clip. This one is "
+            f"model.library={config.library}."
+        )
+    if config.weights is None or config.init == "reset":
+        raise ConfigError("zero-shot classifiers need trained weights; these are random.")
+    open_clip = import_open_clip()
+    source = source_of(config)
+    with _quiet():
+        model = _whole_model(config).eval()
+        tokenizer = _tokenizer(config)
+        sha256 = state_sha256(model.visual.float())
+        model.to(device)
+        made: Any = templates
+        if isinstance(templates, str):
+            sets = open_clip.OPENAI_IMAGENET_TEMPLATES, open_clip.SIMPLE_IMAGENET_TEMPLATES
+            made = dict(zip(TEMPLATE_SETS, sets, strict=True))[templates]
+        with torch.no_grad():
+            vectors = open_clip.build_zero_shot_classifier(
+                model, tokenizer, list(names), list(made), device=device
+            )
+            weight = (vectors.T * model.logit_scale.exp()).float().cpu().contiguous()
+            bias = torch.zeros(len(names))
+            if getattr(model, "logit_bias", None) is not None:
+                bias += model.logit_bias.float().cpu()
+    if not torch.isfinite(weight).all():
+        raise WeightsError(f"the text tower of {source.name} gives values that are not finite.")
+    return TextClassifier(weight, bias, len(made), sha256)
+
+
+def _whole_model(config: Any) -> Any:
+    """Return image and text tower of a model with their weights."""
+    from featx.models.checkpoint import load_match, read_weights
+    from featx.models.checkpoint_match import match_checkpoint
+    from featx.models.open_clip.image_tower import download_errors
+    from featx.models.open_clip.sources import import_open_clip, source_of
+
+    open_clip, source = import_open_clip(), source_of(config)
+    try:
+        if source.tag is not None:
+            with download_errors(open_clip.get_pretrained_cfg(source.name, source.tag), source):
+                return open_clip.create_model(
+                    source.name, pretrained=source.tag, force_quick_gelu=source.quick_gelu
+                )
+        model = open_clip.create_model(
+            _place(config), load_weights=False, force_quick_gelu=source.quick_gelu
+        )
+    except FeatxError:
+        raise
+    except Exception as error:  # of several libraries: texts of other models come from the hub
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ModelError(
+            f"open_clip cannot build the text tower of {source.name}: {reason}"
+        ) from error
+    if source.file is None:
+        raise FeatxError(f"the weights of {source.name} are in no file.")
+    origin, options = str(source.file), config.checkpoint
+    if options.prefix is not None:
+        options = replace(options, prefix=options.prefix.removesuffix("visual."))
+    state = read_weights(source.file, options.sha256)
+    load_match(model, match_checkpoint(model, state, origin, options), origin)
+    return model
+
+
+def _place(config: Any) -> str:
+    """Return what open_clip calls the model: its name, or local-dir: and its folder."""
+    from pathlib import Path
+
+    name = str(config.name)
+    folder = Path(name.removeprefix("local-dir:")).expanduser()
+    is_folder = name.startswith("local-dir:") or folder.is_dir()
+    return f"local-dir:{folder}" if is_folder else name
+
+
+def _tokenizer(config: Any) -> Any:
+    """Return the tokenizer of a model.
+
+    Raises:
+        WeightsError: its files are not on this machine.
+    """
+    from featx.models.open_clip.sources import import_open_clip
+
+    try:
+        return import_open_clip().get_tokenizer(_place(config))
+    except Exception as error:  # of several libraries: files of tokenizers come from the hub
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise WeightsError(
+            f"the tokenizer of {config.name} cannot be loaded: {reason} Put its files into a "
+            "folder with open_clip_config.json, and name the folder as model.name."
+        ) from error
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep open_clip from warning of weights that are loaded later."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(before)

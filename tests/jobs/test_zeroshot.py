@@ -1,0 +1,199 @@
+"""job=zeroshot: a head of class names, against open_clip's own zero-shot classifier."""
+
+from __future__ import annotations
+
+import csv
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import REPOSITORY, make_image
+from safetensors.torch import load_file, save_file
+from tiny_model import run_job
+
+import featx
+from featx.errors import ConfigError, DataError, FeatxError, StoreError, StoreMismatchError
+
+sys.path.append(str(REPOSITORY / "tests" / "models"))
+from clip_zoo import open_clip, plain_model, write_folder
+
+TEMPLATES = ("a photo of a {}.", "a bad photo of the {}.")
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with images, a model, and the store of its embeddings."""
+    root = tmp_path_factory.mktemp("zeroshot")
+    for number in range(9):
+        folder = root / "images" / ("cat", "dog", "tree_frog")[number % 3]
+        folder.mkdir(parents=True, exist_ok=True)
+        make_image(40 + number, 50, seed=number).save(folder / f"{number}.png")
+    extract(root, write_folder(root / "vit", "vit"), "vit-store")
+    return root
+
+
+def extract(root: Path, folder: Path, out: str, **model: Any) -> None:
+    run_job(
+        "extract",
+        model={"library": "open_clip", "name": str(folder), **model},
+        layers=["embedding"],
+        data=str(root / "images"),
+        decode="reference",
+        dtype="float32",
+        precision="fp32",
+        out=str(root / out),
+    )
+
+
+def classifier(folder: Path, names: list[str], templates: Any = TEMPLATES) -> tuple[Any, Any]:
+    """open_clip's own weights, (D, C), and the model."""
+    model, _ = plain_model(folder)
+    tokenizer = open_clip.get_tokenizer(f"local-dir:{folder}")
+    with torch.no_grad():
+        weights = open_clip.build_zero_shot_classifier(model, tokenizer, names, templates)
+    return weights, model
+
+
+def scores(weights: Any, model: Any, images: Any) -> np.ndarray[Any, Any]:
+    """Probabilities as open_clip's documentation computes them."""
+    with torch.no_grad():
+        features = model.encode_image(images, normalize=True)
+        logits = model.logit_scale.exp() * features @ weights
+        if model.logit_bias is not None:
+            logits = logits + model.logit_bias
+        return logits.softmax(-1).numpy()
+
+
+@pytest.mark.parametrize("kind", ["vit", pytest.param("timm", marks=pytest.mark.slow)])
+def test_a_head_predicts_what_open_clip_predicts(
+    kind: str, made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if kind != "vit":
+        extract(made, write_folder(made / kind, kind), f"{kind}-store")
+    store = Path(shutil.copytree(made / f"{kind}-store", tmp_path / "store"))
+    (tmp_path / "names.json").write_text(
+        json.dumps({"dog": "puppy", "tree_frog": "frog on a tree", "cat": "cat"})
+    )
+    (tmp_path / "texts.txt").write_text("\n".join(TEMPLATES) + "\n\n")
+    asked = {
+        "classes": str(tmp_path / "names.json"),
+        "templates": str(tmp_path / "texts.txt"),
+    }
+    assert run_job("zeroshot", store=str(store), zeroshot=asked) == 0
+    printed = capsys.readouterr().out
+    head = store / "zeroshot" / "embedding.safetensors"
+    assert "accuracy  " in printed
+    assert "job=predict" in printed
+    assert f"store={head}" in printed
+
+    weights, model = classifier(made / kind, ["puppy", "frog on a tree", "cat"])
+    _, transform = plain_model(made / kind)
+    files = sorted((made / "images").rglob("*.png"))
+    from PIL import Image
+
+    x = torch.stack([transform(Image.open(file)) for file in files])
+    expected = scores(weights, model, x)
+    found = featx.predict(head, made / "images")
+    assert found.classes == ("dog", "tree_frog", "cat")
+    np.testing.assert_allclose(found.scores, expected, atol=1e-5)
+    truth = [("dog", "tree_frog", "cat").index(file.parent.name) for file in files]
+    accuracy = float((expected.argmax(1) == truth).mean())
+    assert found.accuracy == pytest.approx(accuracy, abs=1e-6)
+    result = json.loads((store / "zeroshot.json").read_text())
+    assert (result["rows"], result["chance"]) == (9, pytest.approx(1 / 3, abs=1e-5))
+    assert result["accuracy"] == pytest.approx(accuracy, abs=1e-6)
+
+    run_job("predict", store=str(head), data=str(made / "images"), out=str(tmp_path / "new"))
+    rows = csv.DictReader((tmp_path / "new" / "predictions.csv").read_text().splitlines())
+    assert [row["class"] for row in rows] == [found.classes[i] for i in expected.argmax(1)]
+    with pytest.raises(StoreError, match=r"has no probe\.json.* For its zero-shot head give store"):
+        run_job("predict", store=str(store), data=str(made / "images"))
+    with pytest.raises(ConfigError, match=r"layers has no effect"):
+        run_job("predict", store=str(head), data=str(made / "images"), layers="embedding")
+
+
+def test_classes_are_those_of_the_store_or_of_a_file(made: Path, tmp_path: Path) -> None:
+    store = str(shutil.copytree(made / "vit-store", tmp_path / "store"))
+    run_job("zeroshot", store=store)
+    head = tmp_path / "store" / "zeroshot" / "embedding.safetensors"
+    weights, model = classifier(made / "vit", ["cat", "dog", "tree frog"], ["a photo of a {}."])
+    found = load_file(head)
+    scale = model.logit_scale.exp().detach()
+    torch.testing.assert_close(found["weight"], (weights * scale).T)
+    (tmp_path / "other.txt").write_text("car\nhouse\n")
+    run_job("zeroshot", store=store, zeroshot={"classes": str(tmp_path / "other.txt")})
+    result = json.loads((tmp_path / "store" / "zeroshot.json").read_text())
+    assert (result["classes"], result["rows"], result["accuracy"]) == (["car", "house"], 0, None)
+    assert np.isnan(featx.predict(head, made / "images").accuracy)
+    run_job("zeroshot", store=store, zeroshot={"templates": "simple"})
+    result = json.loads((tmp_path / "store" / "zeroshot.json").read_text())
+    assert (result["templates"], result["num_templates"]) == ("simple", 7)
+
+
+@pytest.mark.slow
+def test_normalised_embeddings_give_the_same_head(made: Path, tmp_path: Path) -> None:
+    extract(made, made / "vit", str(tmp_path / "unit"), normalize=True)
+    store = Path(shutil.copytree(made / "vit-store", tmp_path / "plain"))
+    found = []
+    for place in (tmp_path / "unit", store):
+        run_job("zeroshot", store=str(place))
+        head = place / "zeroshot" / "embedding.safetensors"
+        found.append(featx.predict(head, made / "images").scores)
+    np.testing.assert_allclose(found[0], found[1], atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("text", "asked", "error", "message"),
+    [
+        ("cat\ncat\n", {"classes": "names.txt"}, DataError, r"two or more names, each once"),
+        ("cat\n", {"classes": "names.txt"}, DataError, r"two or more names"),
+        ("", {"classes": "missing.txt"}, DataError, r"zeroshot\.classes=missing\.txt cannot be"),
+        ("a photo of a cat\n", {"templates": "names.txt"}, DataError, r"texts with one \{\}"),
+        ("", {"templates": "names.txt"}, DataError, r"zeroshot\.templates=names\.txt is empty"),
+        ("", {"templates": "missing.txt"}, DataError, r"file with one such text a line, or openai"),
+        ("", {"templates": "{} and {}"}, DataError, r"texts with one \{\}"),
+        ("", {"templates": " "}, ConfigError, r"zeroshot\.templates is empty"),
+    ],
+)
+def test_files_of_names_and_texts_are_checked(
+    text: str,
+    asked: dict[str, str],
+    error: type[FeatxError],
+    message: str,
+    made: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("names.txt").write_text(text)
+    with pytest.raises(error, match=message):
+        run_job("zeroshot", store=str(made / "vit-store"), zeroshot=asked)
+
+
+@pytest.mark.slow
+def test_stores_without_a_text_tower_are_refused(photos: Path, made: Path, tmp_path: Path) -> None:
+    keys = {"data": str(photos), "precision": "fp32", "out": str(tmp_path / "timm")}
+    model = {"library": "timm", "name": "test_resnet", "weights": None}
+    run_job("extract", model=model, layers=["embedding", "layer4"], **keys)
+    with pytest.raises(ConfigError, match=r"need a model with a text tower: model=open_clip"):
+        run_job("zeroshot", store=keys["out"])
+    keys["out"] = str(tmp_path / "layer4")
+    run_job("extract", model=model, layers=["layer4"], reduce="avg", **keys)
+    with pytest.raises(StoreError, match=r"has no embedding, which zero-shot classifiers read"):
+        run_job("zeroshot", store=keys["out"])
+
+
+@pytest.mark.slow
+def test_other_weights_than_those_of_the_store_are_refused(made: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(made / "vit", tmp_path / "vit"))
+    extract(made, folder, str(tmp_path / "store"))
+    file = folder / "open_clip_model.safetensors"
+    state = load_file(file)
+    save_file({**state, "visual.proj": state["visual.proj"] + 1}, file)
+    with pytest.raises(StoreMismatchError, match=r"the image tower of .* has the SHA-256"):
+        run_job("zeroshot", store=str(tmp_path / "store"))

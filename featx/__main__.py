@@ -91,7 +91,7 @@ def _exit_code_of(node: Any, line: CommandLine, debug: bool) -> int:
         jobs.check(checked, line.given)
         if checked.log.json:
             log_as_json()
-        of_files = schema.given_by_value(checked) - line.given if line.config_dirs else ()
+        of_files = schema.given_by_value(checked) - line.given if line.has_files else ()
         if unused := jobs.unread(checked, of_files):
             log_message(
                 f"job={checked.job.name} does not use {', '.join(unused)} of the config file"

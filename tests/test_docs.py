@@ -27,6 +27,7 @@ from featx import __main__ as command
 from featx import jobs
 from featx.base.paths import shipped
 from featx.cli import hydra_config as featx_compose
+from featx.cli import read_command_line
 from featx.config.all_options import described_options
 from featx.config.schema import from_omegaconf
 
@@ -36,6 +37,7 @@ PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]
 NOT_RUN = {
     "model.init=reset": "weights that the library has to download",
     "https://": "a server",
+    "experiment=my_run": "weights of a library; tests/cli/test_presets.py has presets",
     "s3://": "a bucket",
     "/mnt/photos": "a disk of somebody's",
     "CIFAR10": "a data set that torchvision has to download",
@@ -80,10 +82,20 @@ def snippets_of(page: Path) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```", text, re.M | re.S)
 
 
+def write_presets(page: Path) -> None:
+    """Write the presets of a page, YAML blocks that begin with the name of their file, here."""
+    text = page.read_text(encoding="utf-8")
+    for name, preset in re.findall(r"^```yaml\n# (conf/\S+)\n(.*?)^```", text, re.M | re.S):
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        Path(name).write_text(preset, encoding="utf-8")
+
+
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_every_command_is_one(page: Path) -> None:
+def test_every_command_is_one(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from hydra import compose, initialize_config_dir
 
+    monkeypatch.chdir(tmp_path)
+    write_presets(page)
     featx_compose.register(jobs.JOBS)
     lines = commands_of(page)
     with initialize_config_dir(str(shipped("conf")), version_base="1.3"):
@@ -91,8 +103,9 @@ def test_every_command_is_one(page: Path) -> None:
             if "--" in line:
                 continue
             overrides = [re.sub(r"^(model=\w+),.*", r"\1", word) for word in overrides_of(line)]
-            config = from_omegaconf(compose("config", overrides))
-            jobs.check(config)
+            read = read_command_line(overrides)
+            config = from_omegaconf(compose("config", read.arguments))
+            jobs.check(config, read.given)
             assert config.job.name == next(
                 (word[4:] for word in overrides if word.startswith("job=")), "extract"
             )

@@ -32,6 +32,12 @@ from featx.config import (
 )
 from featx.errors import ConfigError, nearest
 
+PRESETS = "experiment"
+"""Group of presets: `experiment=NAME` reads experiment/NAME.yaml."""
+
+USER_CONF = Path("conf")
+"""Folder below the current one whose presets are found without --config-dir."""
+
 _STR = "tag:yaml.org,2002:str"
 _NULL = "tag:yaml.org,2002:null"
 
@@ -110,19 +116,33 @@ class ConfigFiles(FileConfigSource):
         return "config-files"
 
     def load_config(self, config_path: str) -> ConfigResult:
+        group = config_path.rpartition("/")[0].replace("/", ".")
+        return self._options(config_path, "_global_" if group == PRESETS else group)
+
+    def _options(self, config_path: str, package: str) -> ConfigResult:
+        """Read a file of options.
+
+        Args:
+            config_path: path below the folder.
+            package: group of the options in the file if its header names none: '' for a primary
+                config, '_global_' for a preset.
+
+        Raises:
+            ConfigError: the file is no YAML, or a key in it is wrong.
+        """
         path = Path(self.path, self._normalize_file_name(config_path))
         try:
             loaded = super().load_config(config_path)
             tree = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
-            if isinstance(tree, yaml.MappingNode):
-                group = config_path.rpartition("/")[0].replace("/", ".")
-                package = loaded.header.get("package") or group
-                keep_text(tree, "" if package == "_global_" else package)
-                if not group and "/" not in config_path:
-                    _name_choices(tree)
-                loaded.config = OmegaConf.create(yaml.serialize(tree, Dumper=yaml.SafeDumper))
         except yaml.YAMLError as error:
             raise ConfigError(f"{path} is no YAML: {error}") from error
+        package = loaded.header.get("package") or package
+        if isinstance(tree, yaml.MappingNode):
+            keep_text(tree, "" if package == "_global_" else package)
+            if package in ("", "_global_"):
+                _name_choices(tree, is_primary=not package)
+            loaded.config = OmegaConf.create(yaml.serialize(tree, Dumper=yaml.SafeDumper))
+        loaded.header["package"] = package or None
         return loaded
 
 
@@ -165,14 +185,19 @@ def _as_text(node: yaml.Node) -> None:
                 _as_text(reduction)
 
 
-def _name_choices(tree: yaml.MappingNode) -> None:
+def _name_choices(tree: yaml.MappingNode, is_primary: bool) -> None:
     """Turn `model: resnet50` and `model: {name: resnet50}` into choices of Hydra's defaults list.
 
     A file that has such a list is left as it is.
+
+    Args:
+        tree: a file of options; changed in place.
+        is_primary: whether the file stands for conf/config.yaml, and is no preset beside it.
     """
     if any(key.value == "defaults" for key, _ in tree.value):
         return
-    choices = ["config"]
+    choices = ["config"] if is_primary else []
+    slash = "" if is_primary else "/"  # in a preset, a name without one is a group below its own
     for entry in list(tree.value):
         key, value = entry
         option = option_types().get(str(key.value))
@@ -192,18 +217,48 @@ def _name_choices(tree: yaml.MappingNode) -> None:
             if not names:
                 continue
             name = str(names[0])
-        choices.append(f"{{override {key.value}: {json.dumps(name)}}}")
-    added = yaml.compose(f"defaults: [{', '.join(choices)}, _self_]")
+            # The choice has the name. Here it would also replace that of the command line.
+            value.value = [inner for inner in value.value if inner[0].value != "name"]
+            if not value.value:
+                tree.value.remove(entry)
+        choices.append(f"{{override {slash}{key.value}: {json.dumps(name)}}}")
+    added = yaml.compose(f"defaults: [{', '.join([*choices, '_self_'])}]")
     assert isinstance(added, yaml.MappingNode)
     tree.value = [*added.value, *tree.value]
 
 
+class Presets(ConfigFiles):
+    """Presets of the user, `experiment/NAME.yaml` in a folder: files of options like those above.
+
+    Nothing else in the folder is read. These sources come first in Hydra's search path, so that
+    the user's preset of a name takes precedence over that of featx.
+    """
+
+    @staticmethod
+    def scheme() -> str:
+        return "presets"
+
+    def available(self) -> bool:
+        return (Path(self.path) / PRESETS).is_dir()
+
+    def is_group(self, config_path: str) -> bool:
+        return config_path.rstrip("/") == PRESETS and super().is_group(config_path)
+
+    def is_config(self, config_path: str) -> bool:
+        return config_path.startswith(f"{PRESETS}/") and super().is_config(config_path)
+
+    def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
+        return super().list(config_path, results_filter) if self.is_group(config_path) else []
+
+
 class _SearchPath(SearchPathPlugin):
-    """Where Hydra looks for configs after conf/: the user's folders, jobs, and model names."""
+    """Where Hydra looks for configs besides conf/: the user's folders, jobs, and model names."""
 
     folders: ClassVar[Sequence[Path]] = ()
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+        for folder in (USER_CONF.absolute(), *reversed(self.folders)):
+            search_path.prepend("command-line", f"{Presets.scheme()}://{folder}")
         for folder in self.folders:
             search_path.append("command-line", f"{ConfigFiles.scheme()}://{folder}")
         search_path.append("featx", f"{Jobs.scheme()}://")
@@ -231,7 +286,7 @@ def register(
     store.store(group="hydra/help", name="featx", node={**texts, "template": template})
     Jobs.registry = jobs
     _SearchPath.folders = tuple(config_dirs)
-    for plugin in (AnyModel, Jobs, ConfigFiles, _SearchPath):
+    for plugin in (AnyModel, Jobs, ConfigFiles, Presets, _SearchPath):
         Plugins.instance().register(plugin)
 
 
@@ -251,7 +306,8 @@ def _help(jobs: Iterable[Member]) -> str:
         "  python -m featx model=resnet50 layers=[layer4]\n"
         "  python -m featx data=folder data.root=photos model=resnet18 reduce=avg layers=stages\n"
         "  python -m featx job=layers model=vit_b_16\n"
-        "  python -m featx -m model=resnet18,mobilenet_v2\n\n"
+        "  python -m featx -m model=resnet18,mobilenet_v2\n"
+        "  python -m featx experiment=exact          # options of conf/experiment/exact.yaml\n\n"
         f"Jobs:\n{table}\n\n"
         f"Options and their defaults:\n{keys}\n\n"
         "--cfg job shows the configuration, --hydra-help what else Hydra can do.\n"
@@ -282,9 +338,9 @@ def explain(error: Exception) -> ConfigError:
         group, choice = missing_choice.groups()
         options = re.search(rf"options in '{group}':\n((?:\t.*\n?)+)", text)
         names = options.group(1).split() if options else []
-        path = " For a folder: its path, such as data=./photos." if group == "data" else ""
         return ConfigError(
-            f"{group}={choice}: expected one of {', '.join(names)}.{nearest(choice, names)}{path}"
+            f"{group}={choice}: expected one of {', '.join(names)}.{nearest(choice, names)}"
+            f"{_OF_ONES_OWN.get(group, '').format(choice)}"
         )
     key = next((found for found in unknown.groups() if found), None) if unknown else None
     if key is not None and key not in option_types():
@@ -301,6 +357,14 @@ def explain(error: Exception) -> ConfigError:
     full_key = re.search(r"full_key: (\S+)", text)
     where = f"{full_key.group(1)}: " if full_key else ""
     return ConfigError(where + _first_line(chain))
+
+
+_OF_ONES_OWN = {
+    "data": " For a folder: its path, such as data=./photos.",
+    PRESETS: " A preset of your own is conf/experiment/{0}.yaml, or experiment/{0}.yaml in the "
+    "folder of --config-dir.",
+}
+"""Group -> what a choice can be besides the names that exist."""
 
 
 def _first_line(chain: list[Any]) -> str:

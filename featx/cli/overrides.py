@@ -28,6 +28,9 @@ _FLAGS = (
     *("--multirun", "-m", "--shell-completion", "-sc", *_WITH_VALUE),
 )
 
+_PRESETS = "experiment"
+"""Group of presets: `experiment=NAME` reads experiment/NAME.yaml."""
+
 _OVERRIDE = re.compile(r"(?P<sign>\+\+|\+)?(?P<key>[A-Za-z_][\w./@-]*)=(?P<value>.*)", re.DOTALL)
 _QUOTED = re.compile(r""""(?:\\"|[^"])*"|'(?:\\'|[^'])*'""", re.DOTALL)
 _SWEEP = re.compile(r"(?:choice|range|interval|glob|shuffle|sort|tag)\(.*\)", re.DOTALL)
@@ -46,6 +49,7 @@ class CommandLine:
         arguments: flags, and overrides in the grammar of Hydra.
         given: dotted names of the options that were given; 'model' for `model=resnet50`.
         config_dirs: folders given with --config-dir.
+        has_files: whether options come from files as well.
         wants_version: whether --version was given.
         wants_help: whether --help was given.
     """
@@ -54,6 +58,7 @@ class CommandLine:
     arguments: list[str]
     given: frozenset[str]
     config_dirs: list[Path]
+    has_files: bool = False
     wants_version: bool = False
     wants_help: bool = False
 
@@ -70,6 +75,9 @@ def read_command_line(argv: Sequence[str]) -> CommandLine:
     is_multirun = any(argument in ("-m", "--multirun") for argument in argv)
     if any(argument in ("--shell-completion", "-sc") for argument in argv):
         return CommandLine(argv, list(argv), frozenset(), [])
+    for flag in ("--cfg", "-c", "--info", "-i"):
+        if is_multirun and flag in argv:
+            raise ConfigError(f"{flag} and -m exclude each other: it shows the config of one run.")
     arguments: list[str] = []
     overrides: list[str] = []
     config_dirs: list[Path] = []
@@ -91,7 +99,10 @@ def read_command_line(argv: Sequence[str]) -> CommandLine:
         arguments += _translated(override, is_multirun, config_dirs, given)
     wants_version = "--version" in arguments
     wants_help = "--help" in arguments or "-h" in arguments
-    return CommandLine(argv, arguments, frozenset(given), config_dirs, wants_version, wants_help)
+    has_files = bool(config_dirs) or any(_is_preset(override) for override in overrides)
+    return CommandLine(
+        argv, arguments, frozenset(given), config_dirs, has_files, wants_version, wants_help
+    )
 
 
 def _next_of(waiting: Iterator[str]) -> list[str]:
@@ -122,11 +133,20 @@ def _unknown_flag(argument: str) -> str:
 
 
 def _key_of(override: str) -> str | None:
-    """Return the dotted name of the option that an override sets; None for options of Hydra."""
+    """Return the dotted name of the option that an override sets.
+
+    None for options of Hydra and for presets, which are no options of a run.
+    """
     found = _OVERRIDE.fullmatch(override)
-    if found is None or found["key"].split(".")[0].split("/")[0] == "hydra":
+    if found is None or found["key"].split(".")[0].split("/")[0] in ("hydra", _PRESETS):
         return None
     return found["key"]
+
+
+def _is_preset(override: str) -> bool:
+    """Return whether an override names a preset."""
+    found = _OVERRIDE.fullmatch(override)
+    return found is not None and found["key"] == _PRESETS
 
 
 def _last_of_each(overrides: Sequence[str]) -> list[str]:
@@ -151,9 +171,12 @@ def _translated(
         raise ConfigError(f"{override}: no option can be deleted; leave it out, or give null.")
     if found is None:
         raise ConfigError(_no_override(override))
+    sign, value = found["sign"] or "", found["value"]
+    if _is_preset(override):
+        # Hydra's documentation writes +experiment=NAME, which is for groups without a default.
+        return [_group(_PRESETS, "", value, is_multirun)]
     if (key := _key_of(override)) is None:
         return [override]
-    sign, value = found["sign"] or "", found["value"]
     option = option_types().get(key)
     if key == "data" and is_path(value, config_dirs):
         if "data.root" in given:

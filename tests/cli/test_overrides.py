@@ -231,6 +231,9 @@ def test_a_file_of_options_reads_as_the_command_line(tmp_path: Path) -> None:
     assert (found.reduce.name, found.reduce.p) == ("gem", 4)
     assert (found.seed, found.store) == (3, None)
     assert typed(*argv, "model=resnet34", "seed=4").model.name == "resnet34"
+    (tmp_path / "my.yaml").write_text("model: {name: resnet18, weights: null}\n")
+    found = typed(*argv, "model=resnet34")
+    assert (found.model.name, found.model.weights) == ("resnet34", None)
 
 
 def test_files_with_a_list_of_defaults_and_groups_of_ones_own(tmp_path: Path) -> None:

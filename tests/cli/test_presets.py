@@ -1,0 +1,158 @@
+"""experiment=NAME: presets of featx and of the user, which take the checks of the command line."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import featx
+from featx.base import shipped
+from featx.cli import hydra_config, read_command_line
+from featx.config import Config
+from featx.config.schema import from_omegaconf
+from featx.errors import ConfigError
+from featx.jobs import JOBS, check
+
+pytestmark = pytest.mark.usefixtures("in_tmp_path")
+
+MINE = """\
+model: {name: resnet18, weights: 2024_01}
+data: ./photos
+layers: [1.10, layer4]
+reduce: {name: gem, p: 4}
+out: 1e5
+seed: 3
+"""
+
+
+def typed(*argv: str) -> Config:
+    """The config of a command as it is typed."""
+    import hydra
+    from hydra.errors import HydraException
+    from omegaconf.errors import OmegaConfBaseException
+
+    line = read_command_line(argv)
+    hydra_config.register(JOBS, line.config_dirs)
+    overrides = [word for word in line.arguments if not word.startswith("-")]
+    with hydra.initialize_config_dir(str(shipped("conf")), version_base="1.3"):
+        try:
+            config = from_omegaconf(hydra.compose("config", overrides))
+        except (HydraException, OmegaConfBaseException) as error:
+            raise hydra_config.explain(error) from error
+    check(config, line.given)
+    return config
+
+
+def write(text: str, folder: str = "conf", name: str = "my_run") -> Path:
+    path = Path(folder, "experiment", f"{name}.yaml")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return path
+
+
+@pytest.mark.parametrize("name", [path.stem for path in shipped("conf").glob("experiment/*.yaml")])
+def test_presets_of_featx_can_be_run(name: str) -> None:
+    changed = typed(f"experiment={name}")
+    assert changed != typed()
+    assert typed(f"+experiment={name}") == changed  # as Hydra's documentation writes it
+
+
+def test_what_the_presets_of_featx_say() -> None:
+    exact = typed("experiment=exact")
+    assert (exact.decode, exact.precision, exact.dtype) == ("reference", "fp32", "float32")
+    assert typed("experiment=compare_layers").layers == {"stages": "avg", "embedding": "none"}
+    assert typed("experiment=web_images").allowed_failures(40) == 40
+
+
+@pytest.mark.parametrize("folder", ["conf", "elsewhere"])
+def test_a_preset_of_ones_own_reads_as_the_command_line(folder: str) -> None:
+    write(MINE, folder)
+    where = () if folder == "conf" else ("--config-dir", folder)
+    found = typed(*where, "experiment=my_run")
+    assert (found.model.name, found.model.weights) == ("resnet18", "2024_01")
+    assert (found.data.name, found.data.root) == ("folder", "./photos")
+    assert (found.layers, found.out, found.seed) == (["1.10", "layer4"], "1e5", 3)
+    assert (found.reduce.name, found.reduce.p) == ("gem", 4)
+    other = typed(*where, "experiment=my_run", "model=resnet34", "reduce.p=5", "seed=5")
+    assert (other.model.name, other.reduce.p, other.seed) == ("resnet34", 5, 5)
+    assert other.data.root == "./photos"
+
+
+def test_ones_own_preset_precedes_that_of_featx_and_config_dir_both() -> None:
+    write("seed: 1\n", name="exact")
+    assert typed("experiment=exact").seed == 1
+    write("seed: 2\n", "elsewhere", name="exact")
+    assert typed("--config-dir", "elsewhere", "experiment=exact").seed == 2
+    write("model: resnet18\n", name="2024_01")
+    assert typed("experiment=2024_01").model.name == "resnet18"
+
+
+def test_a_preset_of_hydras_form() -> None:
+    write(
+        "# @package _global_\ndefaults:\n  - override /model: resnet18\n  - override /reduce: gem\n"
+        "reduce: {p: 4}\n"
+    )
+    found = typed("experiment=my_run")
+    assert (found.model.name, found.reduce.name, found.reduce.p) == ("resnet18", "gem", 4)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("precison: fp32\n", "unknown key 'precison'.*precision"),
+        ("precision: fp31\n", "precision=fp31: expected one of"),
+        ("model.weights: null\n", "written as weights below model"),
+        ("reduce: {name: avg, p: 4}\n", r"reduce\.p"),
+        ("data: textilles\n", "data=textilles: expected one of"),
+        ("out: [a\n", r"experiment/my_run\.yaml is no YAML"),
+    ],
+)
+def test_a_preset_takes_the_checks_of_the_command_line(text: str, message: str) -> None:
+    write(text)
+    with pytest.raises(ConfigError, match=message):
+        typed("experiment=my_run")
+
+
+def test_an_unknown_preset_says_where_presets_are() -> None:
+    write(MINE)
+    with pytest.raises(ConfigError, match=r"my_rum: expected one of .*exact, my_run.* Nearest: "):
+        typed("experiment=my_rum")
+    with pytest.raises(ConfigError, match=r"conf/experiment/my_rum\.yaml"):
+        typed("experiment=my_rum")
+    with pytest.raises(ConfigError, match="names 2 of which a run takes one"):
+        typed("experiment=exact,web_images")
+
+
+def featx_command(*argv: str) -> subprocess.CompletedProcess[str]:
+    root = str(Path(featx.__file__).parents[1])
+    return subprocess.run(
+        [sys.executable, "-m", "featx", *argv], capture_output=True, text=True, check=False,
+        env={**os.environ, "PYTHONPATH": root}, timeout=300,
+    )  # fmt: skip
+
+
+@pytest.mark.slow
+def test_the_command_with_presets(photos: Path) -> None:
+    write("model: {name: resnet18, weights: null}\nprecision: fp32\nout: a\nlayers: [avgpool]\n")
+    done = featx_command("experiment=my_run", f"data={photos}", "log.json=true")
+    assert done.returncode == 0, done.stderr
+    store = featx.open("a")
+    assert store.layers == ("avgpool",)
+    probed = featx_command("experiment=my_run", "job=probe", "out=a")
+    assert probed.returncode == 0, probed.stderr
+    assert "job=probe does not use model.weights, precision" in probed.stderr
+    wrong = featx_command("experiment=nope")
+    assert wrong.returncode == 2
+    assert "Traceback" not in wrong.stderr
+
+
+def test_several_presets_are_several_runs() -> None:
+    line = read_command_line(["-m", "experiment=exact,web_images", "seed=1"])
+    assert 'experiment="exact","web_images"' in line.arguments
+    assert line.has_files
+    with pytest.raises(ConfigError, match="--cfg and -m exclude each other"):
+        read_command_line(["-m", "experiment=exact,web_images", "--cfg", "job"])

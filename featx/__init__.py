@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from featx.jobs.report import write_report
     from featx.jobs.stats import stats
     from featx.layers.capture import capture
+    from featx.models.golden import write_golden
     from featx.store.reader import FeatureStore, open
 
 __all__ = [
@@ -36,6 +37,7 @@ __all__ = [
     "open_stats",
     "predict",
     "stats",
+    "write_golden",
     "write_report",
 ]
 
@@ -47,6 +49,7 @@ _HOME = {
     "predict": "featx.analysis.prediction",
     "stats": "featx.jobs.stats",
     "export_store": "featx.jobs.export",
+    "write_golden": "featx.models.golden",
     "write_report": "featx.jobs.report",
     "open_stats": "featx.analysis.statistics.stats_file",
     "Statistics": "featx.analysis.statistics.stats_file",

@@ -321,8 +321,10 @@ class ResumeState:
         resolved: name -> value of every `auto`.
         part_rows: rows per part of the layers that are resumed, or None for new layers.
         what: subject and verb for messages, such as 'the store was'.
+        has_new_layers: whether no value of the layers to compute exists yet.
     """
 
     resolved: Mapping[str, Any]
     part_rows: int | None
     what: str = "the store was"
+    has_new_layers: bool = False

@@ -45,6 +45,7 @@ NOT_RUN = {
     "data=video": "FFmpeg; tests/sources/test_video_source.py makes videos",
     "store=runs/clip": "weights of a CLIP model; tests/jobs/test_zeroshot.py makes some",
     "name: pca, stats: runs/x": "a fragment, for whichever model has layer4",
+    "model.golden=": "a file of the user's code; tests/models/test_golden.py runs the example",
     "executor.devices=": "GPUs; tests/pipeline has processes",
     "executor.workers=": "several processes; tests/pipeline has them",
     "executor=": "a cluster; tests/pipeline runs the same path on this machine",

@@ -12,6 +12,8 @@ from .checks import MAY_BE_EMPTY as MAY_BE_EMPTY
 from .checks import NAMES as NAMES
 from .checks import check_choice as check_choice
 from .checks import column_name_problem as column_name_problem
+from .conformance import MAX_CONFORMANCE_IMAGES as MAX_CONFORMANCE_IMAGES
+from .conformance import ConformanceConfig as ConformanceConfig
 from .data import OBJECT_SOURCE as OBJECT_SOURCE
 from .data import DataConfig as DataConfig
 from .executor import ExecutorConfig as ExecutorConfig

@@ -184,6 +184,9 @@ class ModelConfig:
     init: str = "loaded"
     """loaded keeps these weights; reset replaces them by the model's own random initialisation with
     `seed`, as an untrained baseline that is the same in all else."""
+    golden: str | None = None
+    """File of featx.write_golden with images and the features that your own code computes of them.
+    A run whose model or transform gives others is refused; a resume compares nothing."""
 
     def __post_init__(self) -> None:
         if not self.name:

@@ -21,6 +21,7 @@ from featx.config import (
     AttributeConfig,
     BenchConfig,
     CkaConfig,
+    ConformanceConfig,
     DataConfig,
     DuplicatesConfig,
     ExecutorConfig,
@@ -128,6 +129,9 @@ class Config:
     """Decoder of images: fast; reference, which uses Pillow and the transform of the weights
     exactly; or gpu, which is like fast but decodes sound JPEGs on the CUDA device that computes, as
     many as it decodes faster."""
+    conformance: ConformanceConfig = field(default_factory=ConformanceConfig)
+    """Comparison of some images with the model library's own transform and forward pass, before a
+    run starts."""
     part_rows: Annotated[Any, "a whole number, or auto"] = "auto"
     """Number of rows per part, a power of two; auto derives it from bytes per row and measured
     speed."""

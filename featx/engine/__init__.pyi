@@ -9,6 +9,8 @@ from .compute import Compute as Compute
 from .compute import Formats as Formats
 from .compute import spec_of as spec_of
 from .engine import Engine as Engine
+from .plain_path import plain_rows as plain_rows
+from .plain_path import why_not_plain as why_not_plain
 from .prepared_weights import PreparedWeights as PreparedWeights
 from .row_checks import finite_rows as finite_rows
 from .row_checks import stored_bits as stored_bits

@@ -68,6 +68,8 @@ class AutoSettings:
         choices: option name -> the chosen value and the reason, as printed before the run.
         seconds_per_image: seconds of a forward pass per image with the chosen settings; NaN before
             `resolve`.
+        trial_rows: dataset name -> rows of `images` with the chosen settings, if the choice needed
+            them, otherwise None.
     """
 
     def __init__(
@@ -88,6 +90,7 @@ class AutoSettings:
         self._stored_part_rows = resume_state.part_rows if resume_state else None
         self._what = resume_state.what if resume_state else ""
         self._exact: Mapping[str, torch.Tensor] | None = None
+        self.trial_rows: Mapping[str, torch.Tensor] | None = None
 
     def resolve(self) -> None:
         """Configure the engine with precision, compilation, memory format and batch size.
@@ -109,6 +112,7 @@ class AutoSettings:
         compute = replace(compute, precision=precision)
         engine.configure_compute(compute)
         self._time()
+        self.trial_rows = self._exact if precision == "fp32" else None
         self._exact = None
         if why := engine.why_eager:
             if config.compile is True:

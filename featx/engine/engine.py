@@ -249,6 +249,11 @@ class Engine(DeviceModel):
         return len(self._weights.foldable())
 
     @property
+    def num_compared(self) -> int:
+        """Number of images whose captured tensors are compared at once, which bounds memory."""
+        return self._captures.num_compared
+
+    @property
     def follows_data(self) -> bool:
         """Whether a forward pass reads tensor values, on which its control flow may depend."""
         return self._captures.follows_data

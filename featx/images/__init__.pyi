@@ -2,6 +2,7 @@ from .crash_journal import CrashList as CrashList
 from .crash_journal import was_decoding as was_decoding
 from .decode import PILLOW as PILLOW
 from .decode import ImagePolicy as ImagePolicy
+from .decode import is_decoded_reduced as is_decoded_reduced
 from .decode_settings import DecodeSettings as DecodeSettings
 from .fault_tolerant_decode import FaultTolerantDecoder as FaultTolerantDecoder
 from .fault_tolerant_decode import read_image as read_image

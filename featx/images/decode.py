@@ -279,8 +279,7 @@ def _decode(
         _check_png(data)
         _mend_transparency(image)
     # `draft` of a HEIC image would return its thumbnail.
-    scalable = image.format in ("JPEG", "MPO") and image.mode == "RGB"
-    if at_least is not None and _far_larger(image.size, at_least) and scalable:
+    if at_least is not None and _is_reduced(image, at_least):
         scale = 2 * at_least / min(width, height)
         image.draft("RGB", (int(width * scale), int(height * scale)))
     if policy.jpeg == SIMPLEJPEG and image.format == "JPEG" and image.mode == "RGB":
@@ -299,6 +298,27 @@ def _decode(
 def _far_larger(size: tuple[int, int], at_least: int) -> bool:
     """Whether a JPEG of this (width, height) is decoded at a fraction of its size."""
     return min(size) >= 4 * at_least
+
+
+def is_decoded_reduced(data: bytes, at_least: int) -> bool:
+    """Whether `decode` reads an image at a fraction of its size.
+
+    Args:
+        data: encoded bytes.
+        at_least: as for `decode`.
+    """
+    try:
+        with _pillow_settings:
+            image = _open(data)
+    except (OSError, ImageFault):
+        return False
+    return _is_reduced(image, at_least)
+
+
+def _is_reduced(image: Image.Image, at_least: int) -> bool:
+    """Whether an image that was opened is decoded at a fraction of its size."""
+    scalable = image.format in ("JPEG", "MPO") and image.mode == "RGB"
+    return scalable and _far_larger(image.size, at_least)
 
 
 def _encoded(data: bytes, policy: ImagePolicy, at_least: int) -> EncodedJpeg | None:

@@ -24,6 +24,7 @@ class ExtractOptions(TypedDict, total=False):
     compile: bool | str
     fold_batchnorm: bool
     decode: str
+    conformance: Mapping[str, Any]
     part_rows: int | str
     codec: str
     max_failures: float | int
@@ -55,6 +56,7 @@ class StatsOptions(TypedDict, total=False):
     compile: bool | str
     fold_batchnorm: bool
     decode: str
+    conformance: Mapping[str, Any]
     part_rows: int | str
     max_failures: float | int
     refresh: bool

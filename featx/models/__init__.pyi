@@ -8,6 +8,9 @@ from .batchnorm_folding import foldable_pairs as foldable_pairs
 from .batchnorm_folding import folded as folded
 from .checkpoint import load_weights as load_weights
 from .checkpoint import read_weights as read_weights
+from .golden import Golden as Golden
+from .golden import read_golden as read_golden
+from .golden import write_golden as write_golden
 from .libraries import LIBRARIES as LIBRARIES
 from .libraries import ModelLibrary as ModelLibrary
 from .libraries import build_backbone as build_backbone

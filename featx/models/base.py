@@ -58,6 +58,10 @@ def expose_embedding(module: Any, embedding: Callable[[Any], torch.Tensor]) -> N
 class Backbone:
     """A frozen module in eval mode with the preprocessing and the identity of its weights.
 
+    Before a run, rows are compared with the path of the model's own library, which a backbone
+    provides as `preprocess.reference`, its transform; `module`, its forward pass; and
+    `embedding.compute`, the embedding by its own functions.
+
     Attributes:
         module: module that takes (B, 3, H, W) normalised float32 images with (H, W) =
             preprocess.crop.

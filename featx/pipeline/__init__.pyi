@@ -6,6 +6,11 @@ from .changed_images import gone_images_text as gone_images_text
 from .changed_images import image_changes as image_changes
 from .changed_images import mended_images_text as mended_images_text
 from .changed_images import unknown_images_text as unknown_images_text
+from .conformance import Conformance as Conformance
+from .conformance_trial import TrialImages as TrialImages
+from .conformance_trial import compare_with_plain_path as compare_with_plain_path
+from .conformance_trial import enforce as enforce
+from .conformance_trial import take_plain_path as take_plain_path
 from .engine_spec import EngineSpec as EngineSpec
 from .extraction import run_extraction as run_extraction
 from .extraction import store_exit_code as store_exit_code

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
     from featx.engine import BatchParallelism, Engine
     from featx.images import DecodeSettings, Loader
+    from featx.pipeline.conformance import Conformance
+    from featx.pipeline.conformance_trial import TrialImages
     from featx.pipeline.trial import TrialSpeed
 
 
@@ -49,6 +51,7 @@ class RunContext:
         devices: devices of the processes that compute, one per process (torch.device).
         choices: name of each `auto` -> its value and the reason, as one line of text.
         left_out: layers that a preset asks for but that cannot be stored, with the reason.
+        conformance: comparison with the library's own path; None if there was none.
     """
 
     config: Config
@@ -65,6 +68,7 @@ class RunContext:
     devices: list[torch.device]
     choices: dict[str, str] = field(default_factory=dict)
     left_out: list[str] = field(default_factory=list)
+    conformance: Conformance | None = None
 
     @property
     def row_bytes(self) -> int:
@@ -87,6 +91,7 @@ class RunContext:
                 **({} if policy.heif is None else {"heif": policy.heif}),
                 **({} if threads is None else {"threads": threads}),
             },
+            conformance={} if self.conformance is None else self.conformance.found,
         )
 
     def labels_of(self, batch: Batch) -> torch.Tensor | None:
@@ -146,6 +151,7 @@ def build_run_context(
     from featx.base import choose_devices, cpu_threads
     from featx.engine import AutoSettings, batch_parallelism
     from featx.images import DecodeSettings, check_device, check_reference, with_share
+    from featx.pipeline.conformance_trial import begin_comparison
     from featx.pipeline.trial import TrialSpeed
 
     executor = config.executor
@@ -171,16 +177,20 @@ def build_run_context(
         decoding = DecodeSettings.of_run(
             config, backbone.preprocess, listing, crash_list, resume_state
         )
-        images, read_s, decode_s = _load_trial_images(source, listing, decoding)
-        engine.trial_images = images
+        trial = _load_trial_images(source, listing, decoding)
+        engine.trial_images = trial.images
         engine.attach_captures(chosen)
+        captured = chosen if spec.captures_layers else []
+        of_images = source, listing, decoding
+        comparison = begin_comparison(config, engine, captured, of_images, trial, resume_state)
         decoding, why_share = with_share(config.decode, source, listing, decoding, devices[0])
-        auto_settings = AutoSettings(config, engine, images, len(listing), resume_state)
+        auto_settings = AutoSettings(config, engine, trial.images, len(listing), resume_state)
         auto_settings.resolve()
         parallelism = batch_parallelism.decide(
             engine, cpus, resume_state, before, auto_settings.filled
         )
         specs = engine.specs(chosen)
+        conformance = comparison.finished(specs, auto_settings.trial_rows)
         work_s = auto_settings.seconds_per_image * len(listing)
         part_rows = auto_settings.part_rows(*target.part_limits(engine, specs, work_s))
         stack.enter_context(cpu_threads(parallelism.threads))
@@ -196,8 +206,8 @@ def build_run_context(
             header=header(config_yaml, backbone, {**settings, **target.settings}),
             part_rows=part_rows,
             trial=TrialSpeed(
-                read_s=read_s,
-                decode_s=decode_s,
+                read_s=trial.read_s,
+                decode_s=trial.decode_s,
                 model_s=auto_settings.seconds_per_image,
                 threads=num_cpus(),
                 is_on_cpu=devices[0].type == "cpu",
@@ -206,22 +216,20 @@ def build_run_context(
             devices=devices,
             choices={**auto_settings.choices, **parallelism.choices, **why_share},
             left_out=selection.left_out,
+            conformance=conformance,
         )
 
 
-def _load_trial_images(
-    source: Source, listing: Listing, decoding: DecodeSettings
-) -> tuple[torch.Tensor, float, float]:
+def _load_trial_images(source: Source, listing: Listing, decoding: DecodeSettings) -> TrialImages:
     """Load trial images, spread evenly over the data set, and time reading and decoding.
 
     Images in the crash list are decoded in a subprocess first, since the trial may include them.
-
-    Returns:
-        normalised or uint8 images (n, 3, H, W), and the busy seconds of one thread for reading and
-        for decoding one image.
     """
+    import torch
+
     from featx.engine import TRIAL_IMAGES
     from featx.images import Loader
+    from featx.pipeline.conformance_trial import TrialImages
 
     rows = np.unique(np.linspace(0, len(listing) - 1, TRIAL_IMAGES).astype(int))
     with Loader(source, listing, decoding, batch_size=1) as loader:
@@ -229,7 +237,9 @@ def _load_trial_images(
         # This imports the decoders, which must not count as decoding time.
         loader.load(rows[:1].tolist())
         read, decode = loader.times.read, loader.times.decode
-        images = loader.load(rows.tolist())
-        count = max(1, len(images))
+        each = zip(rows.tolist(), loader.each(rows.tolist()), strict=True)
+        found = {row: image for row, image in each if image is not None}
+        count = max(1, len(found))
         read_s, decode_s = loader.times.read - read, loader.times.decode - decode
-        return images, read_s / count, decode_s / count
+        images = torch.stack([*found.values()]) if found else loader.load([])
+        return TrialImages([*found], images, read_s / count, decode_s / count)

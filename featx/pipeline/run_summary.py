@@ -91,6 +91,8 @@ def describe_computation(context: RunContext) -> list[tuple[str, str]]:
     rows = [("device", ", ".join(parts)), ("precision", precision)]
     if context.engine.follows_data and "fold_batchnorm" in choices:
         rows.append(("fold_batchnorm", choices["fold_batchnorm"]))
+    if context.conformance is not None:
+        rows.append(("conforms", context.conformance.line))
     return [*rows, *_doubts(context)]
 
 
@@ -120,6 +122,7 @@ def _settings(context: RunContext, layers: str) -> list[tuple[str, str]]:
         ("layers", layers),
         ("device", ", ".join(f"{n} x {d}" if n > 1 else d for d, n in devices.items())),
         *((name, context.choices.get(name, value)) for name, value in settings.items()),
+        *([] if context.conformance is None else [("conformance", context.conformance.line)]),
         *_doubts(context),
         *([("left out", "\n".join(context.left_out))] if context.left_out else []),
     ]

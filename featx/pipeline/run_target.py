@@ -266,4 +266,5 @@ def _resume_state(stored: Manifest | None, names: set[str]) -> ResumeState | Non
     if stored is None:
         return None
     holders = [run for run in stored.runs if run.names & names]
-    return ResumeState(stored.runs[0].resolved, holders[0].grid.part_rows if holders else None)
+    part_rows = holders[0].grid.part_rows if holders else None
+    return ResumeState(stored.runs[0].resolved, part_rows, has_new_layers=not holders)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,9 @@ from featx.types import ITEM_BYTES, LayerSpec, Part, StoreHeader
 
 _NEEDED = ("fingerprint", "fingerprint_sha256", "num_rows", "part_rows", "codec", "layers")
 _HEADER = ("config", "model", "weights", "weights_sha256", "transform", "versions")
+
+_CONFORMANCE = "conformance"
+"""Entry of a run with its comparison with the library's own path; stores made before lack it."""
 
 _SUM = "sha256"
 """Entry with the SHA-256 of all other entries of featx.json."""
@@ -50,6 +53,8 @@ class Run:
         grid: rows of the run and their division into parts.
         codec: codec of its parts.
         resolved: name -> value of every `auto`.
+        conformance: comparison with the model library's own path, as JSON types; empty if there was
+            none.
     """
 
     header: StoreHeader
@@ -57,6 +62,7 @@ class Run:
     grid: layout.Grid
     codec: str
     resolved: Mapping[str, Any]
+    conformance: Mapping[str, Any] = field(default_factory=dict)
 
     @cached_property
     def digest(self) -> str:
@@ -84,6 +90,7 @@ class Run:
             "codec": self.codec,
             "layers": [asdict(spec) for spec in self.layers],
             "resolved": dict(self.resolved),
+            **({_CONFORMANCE: dict(self.conformance)} if self.conformance else {}),
             **{name: getattr(self.header, name) for name in _HEADER},
         }
 
@@ -111,6 +118,7 @@ class Run:
             ),
             codec=str(values["codec"]),
             resolved=values.get("resolved", {}),
+            conformance=dict(values.get(_CONFORMANCE, {})),
         )
         if run.digest != values["fingerprint_sha256"]:
             raise ValueError("its fingerprint differs from the recorded sha256")

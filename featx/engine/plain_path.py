@@ -1,0 +1,124 @@
+"""Rows of layers by the plain path of a model: its own forward pass, without featx's engine.
+
+It computes in eval mode and float32, with the parameters as they were loaded and no BatchNorm
+folded, to the end of the forward pass. Hooks of PyTorch alone keep the tensors; the embedding is
+what the model's library itself computes (`Backbone.embedding`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from featx.engine.device_model import DeviceModel
+from featx.layers import REDUCTIONS, CapturePoint, RowLayout, StoredReduce, bound_reduction, pick
+
+_HOOKED = ("input", "output")
+"""Kinds of captures that hooks of PyTorch keep as well."""
+
+_UNCHANGED = ("none", "flatten")
+"""Reductions that leave an embedding as it is."""
+
+Chosen = Sequence[tuple[CapturePoint, StoredReduce]]
+
+
+def why_not_plain(point: CapturePoint, reduce: StoredReduce) -> str:
+    """Reason why rows have no counterpart on the plain path; '' if they have one."""
+    if point.operation:
+        return "operations have no hook of PyTorch"
+    if point.capture not in _HOOKED:
+        return f"{point.capture} has no hook of PyTorch"
+    if REDUCTIONS.get(reduce.name).needs_statistics:
+        return f"reduce={reduce.name} may enlarge differences"
+    return ""
+
+
+def plain_rows(model: DeviceModel, chosen: Chosen, x: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Compute rows by the plain path of a model.
+
+    Args:
+        model: model without hooks, as `attach_captures` leaves it.
+        chosen: captures that `why_not_plain` accepts, and the reduction of each.
+        x: (B, 3, H, W) normalised float32 images.
+
+    Returns:
+        dataset name -> (B, ...) float32 on the CPU.
+
+    Raises:
+        ModelError: the forward pass fails.
+    """
+    with model.named_failure(x), torch.no_grad(), _eval_mode(model.module):
+        library = model.backbone.embedding
+        if library is not None and _are_embeddings(chosen):
+            rows = {"embedding": library.compute(x.clone())}
+        else:
+            values = _hooked(model.module, chosen, x)
+            rows = {
+                point.name: bound_reduction(reduce, _layout(model, point, value))(value)
+                for point, reduce in chosen
+                if (value := values.get(point.name)) is not None
+            }
+    return {name: value.float().cpu() for name, value in rows.items()}
+
+
+def _are_embeddings(chosen: Chosen) -> bool:
+    """Whether only the embedding is asked for, as it is."""
+    return all(point.name == "embedding" and r.name in _UNCHANGED for point, r in chosen)
+
+
+def _hooked(module: nn.Module, chosen: Chosen, x: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Copies of the captured tensors of one forward pass, by hooks of PyTorch."""
+    values: dict[str, torch.Tensor] = {}
+    calls: dict[str, int] = {}
+
+    def keep(point: CapturePoint, value: Any) -> None:
+        calls[point.name] = calls.get(point.name, 0) + 1
+        if calls[point.name] == (point.call or 1):
+            values[point.name] = pick(value, point).detach().clone()
+
+    with contextlib.ExitStack() as handles:
+        for point, _ in chosen:
+            handles.callback(_hook(module.get_submodule(point.module), point, keep).remove)
+        module(x.clone())
+    return values
+
+
+def _hook(
+    target: nn.Module, point: CapturePoint, keep: Callable[[CapturePoint, Any], None]
+) -> torch.utils.hooks.RemovableHandle:
+    """Register a hook that keeps the input or the output of a module."""
+    if point.capture == "output":
+        return target.register_forward_hook(lambda _module, _args, output: keep(point, output))
+
+    def before(_module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
+        keep(point, [*args, *kwargs.values()])
+
+    return target.register_forward_pre_hook(before, with_kwargs=True)
+
+
+def _layout(model: DeviceModel, point: CapturePoint, value: torch.Tensor) -> RowLayout:
+    """Layout of the rows of a captured tensor (B, ...)."""
+    backbone = model.backbone
+    return RowLayout(
+        point.name,
+        tuple(value.shape[1:]),
+        backbone.preprocess.crop,
+        backbone.num_prefix_tokens,
+        backbone.has_class_token,
+    )
+
+
+@contextlib.contextmanager
+def _eval_mode(module: nn.Module) -> Iterator[None]:
+    """Put all modules in eval mode inside the block, and restore their modes after it."""
+    modes = [(part, part.training) for part in module.modules()]
+    module.eval()
+    try:
+        yield
+    finally:
+        for part, training in modes:
+            part.training = training

@@ -1,0 +1,320 @@
+"""Conformance: how far a run differs from the path of the model's own library, and the limits.
+
+Three judgements, each by the worst image:
+
+    pixels       what the loader makes of an image, and the library's own transform of it, in
+                 levels of 255
+    forward      the rows of the engine and those of the plain forward pass, on the same pixels
+    end to end   the rows of the engine on its own pixels, and those of the plain forward pass on
+                 the library's
+
+The third hides in bf16 what the first two show. What both paths share, such as the checkpoint of a
+look-alike, shows in none of them: for that there is `model.golden`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from featx.errors import counted
+
+MAX_LEVELS = {"bilinear": 2.0, "bicubic": 32.0}
+"""Interpolation -> largest difference of a pixel in levels of 255. Bicubic weights overshoot: where
+Pillow resizes the two axes in another order, single pixels at edges differ so much."""
+
+MEAN_LEVELS = 0.5
+"""Largest mean difference over an image, in levels of 255."""
+
+MEAN_LEVELS_REDUCED = 8.0
+"""The same for JPEGs of more than four times the size, which decode=fast decodes at a fraction."""
+
+FORWARD = {"fp32": 1e-3, "fp16": 0.1, "bf16": 0.25}
+"""Precision -> largest relative L2 difference of a row to the plain forward pass in float32."""
+
+COSINE = {"fp32": 0.999, "fp16": 0.99, "bf16": 0.96}
+"""Precision -> smallest cosine of a row to the plain forward pass on the library's own pixels."""
+
+_FLOOR = 1e-3
+"""Rows shorter than this share of the longest one are compared with that share of it: rounding of a
+row that is nearly zero says nothing."""
+
+
+@dataclass(frozen=True)
+class PixelDifferences:
+    """Differences between the pixels of two paths, in levels of 255.
+
+    Attributes:
+        largest: (n,) largest difference of a pixel of each image.
+        mean: (n,) mean difference of each image.
+    """
+
+    largest: torch.Tensor
+    mean: torch.Tensor
+
+
+@dataclass(frozen=True)
+class RowDifferences:
+    """Differences between the rows of two paths in one layer.
+
+    Attributes:
+        errors: (n,) relative L2 difference of each image.
+        cosines: (n,) cosine of each image.
+    """
+
+    errors: torch.Tensor
+    cosines: torch.Tensor
+
+    @property
+    def worst(self) -> dict[str, float]:
+        """Largest error and smallest cosine, as JSON types."""
+        return {
+            "error": _short(float(self.errors.max())),
+            "cosine": round(float(self.cosines.min()), 6),
+        }
+
+
+@dataclass(frozen=True)
+class Compared:
+    """Images that went both ways.
+
+    Attributes:
+        keys: key of each image, for messages.
+        precision: precision of the engine.
+        interpolation: interpolation of the transform.
+        pixels: differences of the pixels; None if the run uses the library's own.
+        forward: layer -> differences on the same pixels, of the first images.
+        end_to_end: layer -> differences on the pixels of each path.
+        not_compared: layer -> reason why it is in neither.
+        is_reduced: tells whether an image, by its number, was decoded at a fraction of its size.
+    """
+
+    keys: Sequence[str]
+    precision: str
+    interpolation: str
+    pixels: PixelDifferences | None
+    forward: Mapping[str, RowDifferences]
+    end_to_end: Mapping[str, RowDifferences]
+    not_compared: Mapping[str, str]
+    is_reduced: Callable[[int], bool]
+
+
+@dataclass(frozen=True)
+class Conformance:
+    """Judgement of a comparison.
+
+    Attributes:
+        found: the differences as JSON types, for featx.json.
+        line: the differences as one line of text.
+        broken: promises that are not kept, one sentence each.
+        notes: what breaks no promise and is worth knowing, one sentence each.
+    """
+
+    found: Mapping[str, Any]
+    line: str
+    broken: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    def with_golden(self, found: Mapping[str, Any]) -> Conformance:
+        """Return the judgement with the differences to a golden file.
+
+        Args:
+            found: differences as JSON types.
+        """
+        said = f"{found['compared']} of model.golden within {found['error']:.1e}"
+        line = f"{self.line}\n{said}" if self.line else said
+        return replace(self, found={**self.found, "golden": found}, line=line)
+
+
+def pixel_differences(
+    one: torch.Tensor, other: torch.Tensor, std: Sequence[float]
+) -> PixelDifferences:
+    """Compare normalised images.
+
+    Args:
+        one: (n, 3, H, W) float32.
+        other: the same shape.
+        std: standard deviation by which both were divided, of values in [0, 1].
+    """
+    levels = (one - other).abs() * torch.tensor(std).view(3, 1, 1) * 255
+    return PixelDifferences(levels.flatten(1).amax(1), levels.flatten(1).mean(1))
+
+
+def row_differences(found: torch.Tensor, plain: torch.Tensor) -> RowDifferences:
+    """Compare rows with those of the plain path.
+
+    The rounding of `found` to its dtype is not counted, and rows that are not finite differ by
+    nothing: the run itself stops at these, or records them.
+
+    Args:
+        found: (n, ...) rows in the dtype of the store.
+        plain: (n, ...) float32.
+    """
+    a, b = found.double().flatten(1), plain.double().flatten(1)
+    if found.is_floating_point() and found.dtype != torch.float32:
+        info = torch.finfo(found.dtype)
+        rounding = b.abs() * info.eps / 2 + info.smallest_normal * info.eps
+        difference = a - b
+        a = b + difference.sign() * (difference.abs() - 1.01 * rounding).clamp(min=0)
+    finite = (torch.isfinite(a) & torch.isfinite(b)).all(1)
+    a, b = a[finite], b[finite]
+    lengths = b.norm(dim=1)
+    floor = max(_FLOOR * float(lengths.max()) if len(b) else 0.0, 1e-30)
+    errors = (a - b).norm(dim=1) / lengths.clamp(min=floor)
+    cosines = (a * b).sum(1) / (a.norm(dim=1) * lengths).clamp(min=floor * floor)
+    # A short row has no direction that means anything; its error says what there is to say.
+    cosines = torch.where(lengths > floor, cosines.clamp(-1, 1), 1 - errors.square() / 2)
+    errors_of_all, cosines_of_all = torch.zeros(len(finite)), torch.ones(len(finite))
+    errors_of_all[finite], cosines_of_all[finite] = errors.float(), cosines.float()
+    return RowDifferences(errors_of_all, cosines_of_all)
+
+
+def judge(compared: Compared) -> Conformance:
+    """Judge a comparison by the limits of this module.
+
+    Args:
+        compared: images that went both ways.
+    """
+    if not compared.keys:
+        return Conformance(_as_dict(compared, 0), "no image could be read")
+    reduced = [i for i in _suspects(compared) if compared.is_reduced(i)]
+    broken = [
+        *_broken_pixels(compared, reduced),
+        *_broken_forward(compared),
+        *_broken_end_to_end(compared, reduced),
+    ]
+    return Conformance(
+        _as_dict(compared, len(reduced)) | ({"broken": broken} if broken else {}),
+        _line(compared),
+        tuple(broken),
+        tuple(_notes(compared, reduced)),
+    )
+
+
+def _suspects(compared: Compared) -> list[int]:
+    """Numbers of the images whose pixels or rows differ by more than a whole image may."""
+    pixels, limit = compared.pixels, COSINE[compared.precision]
+    if pixels is None:
+        return []
+    far = (pixels.largest > _max_levels(compared)) | (pixels.mean > MEAN_LEVELS)
+    for difference in compared.end_to_end.values():
+        number = len(difference.cosines)
+        far[:number] |= difference.cosines < limit
+    return [int(i) for i in torch.nonzero(far)]
+
+
+def _max_levels(compared: Compared) -> float:
+    """Limit of the largest difference of a pixel; half a level is rounding of the comparison."""
+    return MAX_LEVELS.get(compared.interpolation, 0.0) + 0.01
+
+
+def _broken_pixels(compared: Compared, reduced: Sequence[int]) -> list[str]:
+    """The broken promise about pixels, as a sentence."""
+    pixels = compared.pixels
+    if pixels is None:
+        return []
+    sentences = []
+    for i in range(len(compared.keys)):
+        most, mean = (float("inf"), MEAN_LEVELS_REDUCED) if i in reduced else (
+            _max_levels(compared), MEAN_LEVELS
+        )  # fmt: skip
+        if pixels.largest[i] > most or pixels.mean[i] > mean:
+            sentences.append(
+                f"pixels: those of {compared.keys[i]} differ from the library's own transform by "
+                f"up to {pixels.largest[i]:.0f} of 255 levels and by {pixels.mean[i]:.2g} on "
+                f"average; promised are {'any' if i in reduced else f'{most:.0f}'} and {mean:.2g}."
+            )
+    more = f" So do {len(sentences) - 1} more images." if len(sentences) > 1 else ""
+    return [sentences[0] + more] if sentences else []
+
+
+def _broken_forward(compared: Compared) -> list[str]:
+    """The broken promise about the forward pass, as a sentence."""
+    limit = FORWARD[compared.precision]
+    errors = {name: float(x.errors.max()) for name, x in compared.forward.items()}
+    far = {name: error for name, error in errors.items() if error > limit}
+    if not far:
+        return []
+    worst = max(far, key=lambda name: far[name])
+    return [
+        f"forward pass: {worst} differs from the library's own forward pass on the same pixels by "
+        f"{far[worst]:.2g} (relative L2 of the worst image); promised are {limit:g} in "
+        f"{compared.precision}. {counted(len(far), 'layer')} of {len(errors)} "
+        f"{'differs' if len(far) == 1 else 'differ'} by more."
+    ]
+
+
+def _broken_end_to_end(compared: Compared, reduced: Sequence[int]) -> list[str]:
+    """The broken promise about rows, as a sentence; images decoded reduced are not judged."""
+    limit = COSINE[compared.precision]
+    far = {}
+    for name, difference in compared.end_to_end.items():
+        each = [float(c) for i, c in enumerate(difference.cosines) if i not in reduced]
+        if each and min(each) < limit:
+            far[name] = min(each)
+    if not far:
+        return []
+    worst = min(far, key=lambda name: far[name])
+    return [
+        f"end to end: rows of {worst} have a cosine of {far[worst]:.5f} to those of the library's "
+        f"own path, for the worst image; promised are {limit:g} in {compared.precision}."
+    ]
+
+
+def _notes(compared: Compared, reduced: Sequence[int]) -> list[str]:
+    """What breaks no promise and is worth knowing, as sentences."""
+    cosines = [
+        float(difference.cosines[i])
+        for difference in compared.end_to_end.values()
+        for i in reduced
+        if i < len(difference.cosines)
+    ]
+    if not cosines or min(cosines) >= COSINE["fp32"]:
+        return []
+    return [
+        f"{counted(len(reduced), 'large JPEG')} of the {counted(len(compared.keys), 'image')} "
+        "compared with the library's own path, decoded at a fraction of their size, give rows with "
+        f"a cosine of {min(cosines):.4f}; decode=reference decodes every image as a whole."
+    ]
+
+
+def _as_dict(compared: Compared, num_reduced: int) -> dict[str, Any]:
+    """The differences as JSON types."""
+    pixels = compared.pixels
+    levels = None
+    if pixels is not None and compared.keys:
+        levels = {
+            "max": _short(float(pixels.largest.max())),
+            "mean": _short(float(pixels.mean.max())),
+        }
+    return {
+        "images": len(compared.keys),
+        "levels": levels,
+        **({"reduced_images": num_reduced} if num_reduced else {}),
+        "forward": {name: x.worst for name, x in compared.forward.items()},
+        "end_to_end": {name: x.worst for name, x in compared.end_to_end.items()},
+        **({"not_compared": dict(compared.not_compared)} if compared.not_compared else {}),
+    }
+
+
+def _line(compared: Compared) -> str:
+    """The differences as one line of text."""
+    parts = []
+    if compared.pixels is not None:
+        parts.append(f"pixels within {float(compared.pixels.largest.max()):.0f} of 255")
+    if compared.forward:
+        error = max(float(x.errors.max()) for x in compared.forward.values())
+        parts.append(f"forward pass within {error:.0e}")
+    if compared.end_to_end:
+        cosine = min(float(x.cosines.min()) for x in compared.end_to_end.values())
+        parts.append(f"cosine {cosine:.5f} end to end")
+    said = ", ".join(parts) or "nothing to compare"
+    return f"{counted(len(compared.keys), 'image')}: {said}"
+
+
+def _short(value: float) -> float:
+    """A value with three significant digits."""
+    return float(f"{value:.3g}")

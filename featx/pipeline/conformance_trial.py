@@ -1,0 +1,333 @@
+"""Images of the data set that go through the path of the model's library before a run starts.
+
+What a backbone provides for it: `preprocess.reference`, the library's own transform; `module`,
+whose forward pass is the library's; and `embedding.compute`, if the library defines the embedding.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from featx.base import log_message
+from featx.config import Config
+from featx.engine import Engine, plain_rows, why_not_plain
+from featx.errors import ModelError
+from featx.images import PILLOW, DecodeSettings, Loader, is_decoded_reduced
+from featx.pipeline.conformance import (
+    Compared,
+    Conformance,
+    RowDifferences,
+    judge,
+    pixel_differences,
+    row_differences,
+)
+from featx.pipeline.golden_check import check_golden
+from featx.types import ImageFault, LayerSpec, Listing, RegionSource, ResumeState, Source
+
+if TYPE_CHECKING:
+    from featx.layers import ChosenLayers
+
+_FORWARD_IMAGES = 4
+"""Images of the judgement of the forward pass. A wrong kernel or hook differs in every image."""
+
+
+@dataclass(frozen=True)
+class TrialImages:
+    """Images of the data set that were loaded as the run will load them.
+
+    Attributes:
+        rows: row of each image.
+        images: (n, 3, H, W), uint8 in [0, 255] or normalised float32.
+        read_s: busy seconds of one thread for reading an image.
+        decode_s: the same for decoding.
+    """
+
+    rows: Sequence[int]
+    images: torch.Tensor
+    read_s: float
+    decode_s: float
+
+
+@dataclass(frozen=True)
+class PlainPath:
+    """What the library's own path makes of some trial images.
+
+    Attributes:
+        numbers: numbers of the images among the trial images.
+        pixels: (n, 3, H, W) float32 by the library's own transform.
+        on_same_pixels: layer -> rows of the pixels of the run, of the first images.
+        end_to_end: layer -> rows of `pixels`, of the first images.
+        not_compared: layer -> reason why it is in neither.
+    """
+
+    numbers: Sequence[int]
+    pixels: torch.Tensor
+    on_same_pixels: Mapping[str, torch.Tensor]
+    end_to_end: Mapping[str, torch.Tensor]
+    not_compared: Mapping[str, str]
+
+
+def take_plain_path(
+    config: Config,
+    engine: Engine,
+    chosen: ChosenLayers,
+    source: Source,
+    listing: Listing,
+    decoding: DecodeSettings,
+    trial: TrialImages,
+) -> PlainPath:
+    """Send trial images through the library's own transform and forward pass.
+
+    The engine must have no settings configured yet, since these change its weights.
+
+    Args:
+        config: checked config.
+        engine: engine with its captures attached.
+        chosen: captures and the reduction of each; none for values that are no captures.
+        source: source of the images.
+        listing: rows of the run.
+        decoding: how the run decodes.
+        trial: trial images, of which some are taken.
+    """
+    why_not = {point.name: why for point, how in chosen if (why := why_not_plain(point, how))}
+    compared = [pair for pair in chosen if pair[0].name not in why_not]
+    numbers = _spread(len(trial.rows), config.conformance.images)
+    if decoding.reference:
+        pixels = trial.images[numbers]
+    else:
+        policy = replace(decoding.policy, jpeg=PILLOW)
+        settings = replace(decoding, policy=policy, reference=True, device_share=None)
+        with Loader(source, listing, settings, batch_size=1) as loader:
+            found = list(loader.each([trial.rows[i] for i in numbers]))
+        numbers = [i for i, x in zip(numbers, found, strict=True) if x is not None]
+        good = [x for x in found if x is not None]
+        pixels = torch.stack(good) if good else trial.images[:0].float()
+    if not compared or not numbers:
+        return PlainPath(numbers, pixels, {}, {}, why_not)
+    own = engine.normalised(pixels[: engine.num_compared])
+    if decoding.reference:
+        rows = _plain_rows(config, engine, compared, own)
+        return PlainPath(numbers, pixels, rows, rows, why_not)
+    here = engine.normalised(trial.images[numbers[: min(_FORWARD_IMAGES, engine.num_compared)]])
+    # One pass for both: on a CPU a pass has costs that do not depend on the number of images.
+    rows = _plain_rows(config, engine, compared, torch.cat([here, own]))
+    same = {name: values[: len(here)] for name, values in rows.items()}
+    end_to_end = {name: values[len(here) :] for name, values in rows.items()}
+    return PlainPath(numbers, pixels, same, end_to_end, why_not)
+
+
+def _spread(number: int, wanted: int) -> list[int]:
+    """Numbers of at most `wanted` of some images, spread evenly."""
+    return sorted({i * number // wanted for i in range(wanted)}) if number else []
+
+
+def _plain_rows(
+    config: Config, engine: Engine, chosen: ChosenLayers, x: torch.Tensor
+) -> dict[str, torch.Tensor]:
+    """Rows of normalised images by the plain path, in batches that fit on the device."""
+    asked = config.batch_size
+    size = len(x) if asked == "auto" else min(len(x), int(asked))
+    try:
+        batches = [plain_rows(engine, chosen, batch) for batch in torch.split(x, size)]
+    except torch.OutOfMemoryError:  # the batch size of the run is found later
+        batches = [plain_rows(engine, chosen, batch) for batch in torch.split(x, 1)]
+    # A layer that is not called in every batch makes the run itself stop, with its name.
+    names = [name for name in batches[0] if all(name in rows for rows in batches)]
+    return {name: torch.cat([rows[name] for rows in batches]) for name in names}
+
+
+def compare_with_plain_path(
+    engine: Engine,
+    plain: PlainPath,
+    trial: TrialImages,
+    trial_rows: Mapping[str, torch.Tensor] | None,
+    specs: Sequence[LayerSpec],
+    source: Source,
+    listing: Listing,
+    decoding: DecodeSettings,
+) -> Conformance:
+    """Compare the engine at the settings of the run with the plain path.
+
+    Args:
+        engine: engine with all choices made.
+        plain: what the library's own path gave.
+        trial: trial images.
+        trial_rows: rows of all trial images at these settings, if they are known.
+        specs: datasets of the run.
+        source: source of the images.
+        listing: rows of the run.
+        decoding: how the run decodes.
+    """
+    rows = _engine_rows(engine, plain, trial, trial_rows)
+    # A class index or a count jumps where pixels hardly differ.
+    whole = {spec.name for spec in specs if "int" in spec.compute_dtype}
+    preprocess = engine.backbone.preprocess
+    pixels = None
+    if not decoding.reference:
+        images = engine.normalised(trial.images[plain.numbers]).cpu()
+        pixels = pixel_differences(images, plain.pixels, preprocess.std)
+    keys = [bytes(listing.keys[trial.rows[i]]) for i in plain.numbers]
+    resize = preprocess.resize
+
+    def is_reduced(number: int) -> bool:
+        if isinstance(source, RegionSource) or resize is None:
+            return False  # boxes are cut from images of full size
+        at_least = resize if isinstance(resize, int) else max(resize)
+        try:
+            return is_decoded_reduced(source.read(keys[number]), at_least)
+        except (OSError, ImageFault):
+            return False
+
+    return judge(
+        Compared(
+            keys=[os.fsencode(key).decode("utf-8", "replace") for key in keys],
+            precision=engine.compute.precision,
+            interpolation=preprocess.interpolation,
+            pixels=pixels,
+            forward=_differences(rows, plain.on_same_pixels),
+            end_to_end=_differences(rows, plain.end_to_end, whole),
+            not_compared=plain.not_compared,
+            is_reduced=is_reduced,
+        )
+    )
+
+
+def _differences(
+    rows: Mapping[str, torch.Tensor], plain: Mapping[str, torch.Tensor], but: set[str] | None = None
+) -> dict[str, RowDifferences]:
+    """Differences of the rows of each layer, apart from those in `but`."""
+    return {
+        name: row_differences(rows[name][: len(values)], values)
+        for name, values in plain.items()
+        if name not in (but or ())
+    }
+
+
+def _engine_rows(
+    engine: Engine,
+    plain: PlainPath,
+    trial: TrialImages,
+    trial_rows: Mapping[str, torch.Tensor] | None,
+) -> Mapping[str, torch.Tensor]:
+    """Rows of the compared images by the engine."""
+    if not plain.end_to_end:
+        return {}
+    if trial_rows is not None:
+        return {name: rows[plain.numbers] for name, rows in trial_rows.items()}
+    images = trial.images[plain.numbers]
+    # A compiled model takes batches of one size only; others would compile it again.
+    size = engine.compute.batch_size if engine.compute.compile else len(images)
+    found: dict[str, list[torch.Tensor]] = {}
+    for start in range(0, len(images), size):
+        batch = images[start : start + size]
+        filled = torch.cat([batch] * -(-size // len(batch)))[:size]
+        for name, rows in engine.run(filled).items():
+            found.setdefault(name, []).append(rows[: len(batch)].clone())
+    return {name: torch.cat(rows) for name, rows in found.items()}
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Comparison of a run with the library's own path, of which one half has been taken.
+
+    Attributes:
+        config: checked config.
+        engine: engine of the run.
+        of_images: source, rows of the run, and how it decodes.
+        trial: trial images.
+        plain: what the library's own path gave; None if the run compares none.
+        golden: differences to `model.golden`; None without it.
+    """
+
+    config: Config
+    engine: Engine
+    of_images: tuple[Source, Listing, DecodeSettings]
+    trial: TrialImages
+    plain: PlainPath | None
+    golden: Mapping[str, Any] | None
+
+    def finished(
+        self, specs: Sequence[LayerSpec], trial_rows: Mapping[str, torch.Tensor] | None
+    ) -> Conformance | None:
+        """Compare the engine, with all choices made, and refuse a run that breaks a promise.
+
+        Args:
+            specs: datasets of the run.
+            trial_rows: as for `compare_with_plain_path`.
+
+        Returns:
+            The judgement; None if nothing was compared.
+
+        Raises:
+            ModelError: a promise is broken, and conformance.mode is strict.
+        """
+        judged = None
+        if self.plain is not None:
+            judged = compare_with_plain_path(
+                self.engine, self.plain, self.trial, trial_rows, specs, *self.of_images
+            )
+            enforce(judged, self.config.conformance.mode)
+        if self.golden is not None:
+            judged = (judged or Conformance({}, "")).with_golden(self.golden)
+        return judged
+
+
+def begin_comparison(
+    config: Config,
+    engine: Engine,
+    chosen: ChosenLayers,
+    of_images: tuple[Source, Listing, DecodeSettings],
+    trial: TrialImages,
+    resume_state: ResumeState | None,
+) -> Comparison:
+    """Take the library's own path, unless the run is a resume without new layers.
+
+    Args:
+        config: checked config.
+        engine: engine with its captures attached, and no settings configured yet.
+        chosen: captures and the reduction of each; none for values that are no captures.
+        of_images: source, rows of the run, and how it decodes.
+        trial: trial images.
+        resume_state: resume state, or None for a new run.
+
+    Raises:
+        ConfigError: model.golden cannot be read.
+        ModelError: the model is not that of model.golden.
+    """
+    is_new = resume_state is None or resume_state.has_new_layers
+    golden = plain = None
+    if is_new and config.model.golden is not None:
+        golden = check_golden(engine, chosen, config.model.golden)
+    if is_new and config.conformance.mode != "off":
+        plain = take_plain_path(config, engine, chosen, *of_images, trial)
+    return Comparison(config, engine, of_images, trial, plain, golden)
+
+
+def enforce(conformance: Conformance, mode: str) -> None:
+    """Refuse a run that breaks a promise, or say so.
+
+    Args:
+        conformance: judgement.
+        mode: option `conformance.mode`.
+
+    Raises:
+        ModelError: a promise is broken, and mode is strict.
+    """
+    for note in conformance.notes:
+        log_message(f"note: {note}")
+    if not conformance.broken:
+        return
+    sentences = " ".join(conformance.broken)
+    if mode == "strict":
+        raise ModelError(
+            "this run would give other features than the model's own library, compared before its "
+            f"start. {sentences} decode=reference takes the library's own pixels, precision=fp32 "
+            "fold_batchnorm=false compile=false its own forward pass; conformance.mode=warn runs "
+            "as it is. With a model of a library this is an error of featx: please report it."
+        )
+    log_message(f"warning: {sentences}")

@@ -17,7 +17,14 @@ from safetensors.torch import load_file, save_file
 from tiny_model import run_job
 
 import featx
-from featx.errors import ConfigError, DataError, FeatxError, StoreError, StoreMismatchError
+from featx.errors import (
+    ConfigError,
+    DataError,
+    FeatxError,
+    ModelError,
+    StoreError,
+    StoreMismatchError,
+)
 
 sys.path.append(str(REPOSITORY / "tests" / "models"))
 from clip_zoo import open_clip, plain_model, write_folder
@@ -197,3 +204,14 @@ def test_other_weights_than_those_of_the_store_are_refused(made: Path, tmp_path:
     save_file({**state, "visual.proj": state["visual.proj"] + 1}, file)
     with pytest.raises(StoreMismatchError, match=r"the image tower of .* has the SHA-256"):
         run_job("zeroshot", store=str(tmp_path / "store"))
+
+
+def test_a_tokenizer_with_code_is_refused(made: Path, tmp_path: Path) -> None:
+    store = str(shutil.copytree(made / "vit-store", tmp_path / "store"))
+    config = made / "vit" / "tokenizer_config.json"
+    config.write_text(json.dumps({"auto_map": {"AutoTokenizer": ["own.Own", None]}}))
+    try:
+        with pytest.raises(ModelError, match=r"tokenizer_config\.json names Python code"):
+            run_job("zeroshot", store=store)
+    finally:
+        config.unlink()

@@ -6,9 +6,11 @@ import contextlib
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from featx.errors import ConfigError, FeatxError, ModelError, WeightsError
+from featx.models.transformers.folder import refuse_code
 
 if TYPE_CHECKING:
     import torch
@@ -17,6 +19,9 @@ if TYPE_CHECKING:
 
 TEMPLATE_SETS = ("openai", "simple")
 """Names of lists of templates that open_clip has."""
+
+_LOCAL = "local-dir:"
+"""What open_clip wants in front of the name of a folder."""
 
 
 @dataclass(frozen=True)
@@ -125,12 +130,10 @@ def _whole_model(config: Any) -> Any:
 
 def _place(config: Any) -> str:
     """Return what open_clip calls the model: its name, or local-dir: and its folder."""
-    from pathlib import Path
-
     name = str(config.name)
-    folder = Path(name.removeprefix("local-dir:")).expanduser()
-    is_folder = name.startswith("local-dir:") or folder.is_dir()
-    return f"local-dir:{folder}" if is_folder else name
+    folder = Path(name.removeprefix(_LOCAL)).expanduser()
+    is_folder = name.startswith(_LOCAL) or folder.is_dir()
+    return f"{_LOCAL}{folder}" if is_folder else name
 
 
 def _tokenizer(config: Any) -> Any:
@@ -141,8 +144,11 @@ def _tokenizer(config: Any) -> Any:
     """
     from featx.models.open_clip.sources import import_open_clip
 
+    place = _place(config)
+    if place.startswith(_LOCAL):
+        refuse_code(Path(place.removeprefix(_LOCAL)))
     try:
-        return import_open_clip().get_tokenizer(_place(config))
+        return import_open_clip().get_tokenizer(place)
     except Exception as error:  # of several libraries: files of tokenizers come from the hub
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise WeightsError(

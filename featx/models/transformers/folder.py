@@ -22,6 +22,8 @@ WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 PROCESSORS = ("processor_config.json", "preprocessor_config.json")
 """Files of the image processor; the first may hold it below the key `image_processor`."""
 
+_TOKENIZER = "tokenizer_config.json"
+
 _DOWNLOADED = (CONFIG, *PROCESSORS, "*.safetensors", INDEX)
 """Files of a model of the Hugging Face Hub that are downloaded."""
 
@@ -174,7 +176,7 @@ def refuse_code(folder: Path) -> None:
     Raises:
         ModelError: one does.
     """
-    for name in (CONFIG, *PROCESSORS):
+    for name in (CONFIG, *PROCESSORS, _TOKENIZER):
         file = folder / name
         if file.is_file() and _has_key(read_json(file), "auto_map"):
             raise ModelError(

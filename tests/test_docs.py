@@ -20,7 +20,9 @@ from typing import Any
 import h5py
 import numpy as np
 import pytest
-from conftest import make_image
+from conftest import make_image, with_path
+from made_store import dataset_digests
+from object_server import environment, running_server, upload
 from tiny_model import write_images
 
 from featx import __main__ as command
@@ -30,6 +32,7 @@ from featx.cli import hydra_config as featx_compose
 from featx.cli import read_command_line
 from featx.config.all_options import described_options
 from featx.config.schema import from_omegaconf
+from featx.storage import s3_client
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]
@@ -269,7 +272,12 @@ def run(line: str, monkeypatch: pytest.MonkeyPatch) -> int:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "page",
-    [page for page in PAGES if name_of(page) not in ("tutorial", "index", "performance")],
+    [
+        page
+        for page in PAGES
+        if not name_of(page).startswith("tutorial")
+        and name_of(page) not in ("index", "performance")
+    ],
     ids=name_of,
 )
 def test_every_command_runs(
@@ -319,6 +327,64 @@ def test_the_tutorial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert good["class"] in ("global", "local", "nominal")
     assert good["status"] == "ok"
     assert bad == {"class": None, "probability": None, "status": "unsupported"}
+
+
+@pytest.mark.slow
+def test_the_tutorial_of_a_table_and_a_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the table to the exported rows, in the order of the page, word by word."""
+    pytest.importorskip("conformal_clip_data", reason="the images come with featx[demo]")
+    pytest.importorskip("pyarrow", reason="featx[parquet] writes Parquet")
+    monkeypatch.chdir(tmp_path)
+    page = REPOSITORY / "docs" / "tutorial-report.md"
+    table, reading = snippets_of(page)
+    exec(table, {})
+    lines = commands_of(page)
+    assert len(lines) == 6
+    for line in lines:
+        monkeypatch.setattr(sys, "argv", ["featx", *shlex.split(line)[3:]])
+        assert command.run_command() == 0, line
+    assert 200_000 < Path("rolls.html").stat().st_size < 1_500_000
+    probe = json.loads(Path("runs/rolls/probe.json").read_text())
+    assert probe["split"]["groups"]["by"] == "roll"
+    told: list[str] = []
+    exec(reading, {"print": lambda *values: told.append(" ".join(map(str, values)))})
+    assert told[0].startswith("240 rows")
+    assert "roll" in told[0]
+
+
+@pytest.mark.slow
+def test_the_tutorial_of_a_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On this machine and against an S3 server; tests/integration runs the step of Slurm."""
+    pytest.importorskip("conformal_clip_data", reason="the images come with featx[demo]")
+    pytest.importorskip("submitit", reason="featx[slurm] submits jobs")
+    monkeypatch.chdir(tmp_path)
+    page = REPOSITORY / "docs" / "tutorial-cluster.md"
+    shards, reading = snippets_of(page)
+    exec(shards, {})
+    lines = commands_of(page)
+    assert len(lines) == 8
+    with running_server(tmp_path / "moto.log") as url:
+        for name, value in environment(url).items():
+            monkeypatch.setenv(name, value)
+        s3_client.client.cache_clear()  # of a server that an earlier test used
+        s3_client.request("create_bucket", Bucket="bucket")
+        upload(Path("shards"), "s3://bucket/train")
+        for line in lines:
+            if "executor=slurm" in line and "mode=local" not in line:
+                continue
+            done = subprocess.run(
+                [sys.executable, *shlex.split(line)[1:]],
+                env=with_path(REPOSITORY), capture_output=True, text=True, check=False,
+            )  # fmt: skip
+            assert done.returncode == 0, f"{line}\n{done.stderr}"
+        told: list[str] = []
+        exec(reading, {"print": lambda value: told.append(str(value))})
+    s3_client.client.cache_clear()
+    assert "48 rows, 48 ok, 3 classes, complete" in told[0]
+    digests = [dataset_digests(Path("runs", name, "features.h5")) for name in ("shards", "slurm")]
+    assert digests[0] == digests[1]
 
 
 @pytest.mark.slow

@@ -12,7 +12,6 @@ import numpy as np
 from featx.base import shown_path
 from featx.config import from_keywords, from_omegaconf
 from featx.errors import ConfigError, counted
-from featx.export.report.thumbnails import Thumbnails
 from featx.export.selection import as_utf8
 from featx.export.source_images import data_of_store
 from featx.store import FeatureStore
@@ -87,6 +86,8 @@ def image_grid(
     """
     chosen = _chosen_rows(store, rows)
     asked = from_omegaconf(from_keywords({} if data is None else {"data": str(data)})).data
+    from featx.export.report.thumbnails import Thumbnails  # which imports torch
+
     with Thumbnails(store.key_bytes, len(chosen), MAX_BYTES) as thumbnails:
         thumbnails.open(data_of_store(store, asked))
         thumbnails.add(chosen)

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.commands import COMMAND, Add
-from benchmarks.made_stores import made_rows, make_store
+from benchmarks.made_stores import made_rows, make_store, rectified_rows
 
 BATCH = 256
 """Rows of a batch in `read`."""
@@ -44,10 +44,10 @@ def in_turn(
     for _ in range(runs):
         for name, read in ways.items():
             asked = questions[: few.get(name, len(questions))]
-            begun = time.perf_counter()
+            started_at = time.perf_counter()
             for question in asked:
                 read(question)
-            found[name].append(len(asked) * rows_each / (time.perf_counter() - begun))
+            found[name].append(len(asked) * rows_each / (time.perf_counter() - started_at))
     reference = statistics.median(next(iter(found.values())))
     for name, figures in found.items():
         middle = statistics.median(figures)
@@ -118,43 +118,46 @@ def checks(arguments: argparse.Namespace) -> None:
     """What comparing chunks with their checksums costs an epoch in order, for every codec.
 
     The file comes from the disk, from the page cache, and from there by a store that has compared
-    it before. Reading without a check and with one take turns; the quickest of each are compared.
+    it before. Epochs without a check and with one alternate. The cost is the median over the pairs,
+    of the time that passes and of processor time, which other programs disturb less.
     """
     import featx
     from featx.store.reader import FeatureStore
 
     shape = (2048,)
     num_rows = int(arguments.gigabytes * 1e9) // (2 * shape[0])
-    print(f"{num_rows} rows {shape} float16; MB/s unchecked and checked, cost of the check")
+    size = num_rows * shape[0] * 2 / 1e6
+    print(f"{num_rows} rows {shape} float16, 77 % zeros; medians of {arguments.runs} pairs")
+    print("codec   from   MB/s unchecked, checked    cost   of processor time")
     for codec in arguments.codecs:
         with tempfile.TemporaryDirectory(prefix="featx-checks-", dir=arguments.folder) as folder:
             root = Path(folder)
-            make_store(root, num_rows, shape, codec=codec)
+            make_store(root, num_rows, shape, rectified_rows, codec)
 
-            def epoch(store: FeatureStore, num_rows: int = num_rows) -> float:
+            def epoch(store: FeatureStore, num_rows: int = num_rows) -> tuple[float, float]:
                 layer = store["layer"]
-                begun = time.perf_counter()
+                started_at = time.perf_counter(), time.process_time()
                 for start in range(0, num_rows, BATCH):
                     layer[start : start + BATCH]
-                return time.perf_counter() - begun
+                return time.perf_counter() - started_at[0], time.process_time() - started_at[1]
 
             for state in ("disk", "cache", "again"):
-                took: dict[str, list[float]] = {"no": [], "chunks": []}
+                took: dict[Any, list[tuple[float, float]]] = {False: [], "chunks": []}
                 for run in range(arguments.runs):
-                    # Whoever comes second finds a warmer machine, so they take turns at that too.
-                    for name in ("no", "chunks") if run % 2 else ("chunks", "no"):
-                        verify: Any = False if name == "no" else "chunks"
+                    # The second one finds a warmer machine, so the order alternates as well.
+                    for verify in (False, "chunks") if run % 2 else ("chunks", False):
                         store = featx.open(root, verify=verify)
                         if state == "disk":
                             forget_pages(root / "features.h5")
                         if state == "again":
                             epoch(store)
-                        took[name].append(epoch(store))
-                without, checked = (min(took[name]) for name in ("no", "chunks"))
-                size = num_rows * shape[0] * 2 / 1e6
-                cost = 100 * (checked / without - 1)
+                        took[verify].append(epoch(store))
+                without, checked = (np.array(took[key]) for key in (False, "chunks"))
+                wall, processor = 100 * (np.median(checked / without, axis=0) - 1)
+                rates = [size / np.median(each[:, 0]) for each in (without, checked)]
                 print(
-                    f"{codec:7} {state:6} {size / without:7.0f} {size / checked:7.0f} {cost:6.1f} %"
+                    f"{codec:7} {state:6} {rates[0]:14.0f} {rates[1]:8.0f} {wall:8.1f} % "
+                    f"{processor:8.1f} %"
                 )
 
 
@@ -187,7 +190,7 @@ def loader(arguments: argparse.Namespace) -> None:
         """Rows per second from the second batch on, and the share of the time spent waiting."""
         rows = batches(root, workers)
         next(rows)  # the workers have started
-        begun, waited, count = time.perf_counter(), 0.0, 0
+        started_at, waited, count = time.perf_counter(), 0.0, 0
         while True:
             asked = time.perf_counter()
             batch = next(rows, None)
@@ -197,7 +200,7 @@ def loader(arguments: argparse.Namespace) -> None:
             count += len(batch[1])
             if train:
                 step(*batch)
-        took = time.perf_counter() - begun
+        took = time.perf_counter() - started_at
         return count / took, waited / took
 
     ways = [(workers, train) for workers in arguments.workers for train in (False, True)]
@@ -208,10 +211,10 @@ def loader(arguments: argparse.Namespace) -> None:
         make_store(root, num_rows, (width,))
         x, y = torch.rand(BATCH, width).half(), torch.zeros(BATCH, dtype=torch.int64)
         for _ in range(arguments.runs):
-            begun = time.perf_counter()
+            started_at = time.perf_counter()
             for _ in range(200):
                 step(x, y)
-            alone.append(200 * BATCH / (time.perf_counter() - begun))
+            alone.append(200 * BATCH / (time.perf_counter() - started_at))
             for way in ways:
                 found[way].append(epoch(root, *way))
     processors = len(os.sched_getaffinity(0))
@@ -234,9 +237,9 @@ def rate(work: Callable[[], object], size: int, runs: int) -> float:
     """Megabytes per second of the best run."""
     best = float("inf")
     for _ in range(runs):
-        begun = time.perf_counter()
+        started_at = time.perf_counter()
         work()
-        best = min(best, time.perf_counter() - begun)
+        best = min(best, time.perf_counter() - started_at)
     return size / best / 1e6
 
 

@@ -115,6 +115,16 @@ def test_every_command_is_one(page: Path, tmp_path: Path, monkeypatch: pytest.Mo
             )
 
 
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_shells_take_every_command_as_it_stands(page: Path) -> None:
+    """zsh looks for files that match an unquoted `[` or `*`, and bash expands `{a,b}`."""
+    text = page.read_text(encoding="utf-8")
+    lines = re.findall(r"^(?: {4}|\$ )?(python -m featx\b.*?)(?:  +#.*)?$", text, re.M)
+    lines += re.findall(r"`(python -m featx [^`]*)`", text)
+    unquoted = {line: re.sub(r"'[^']*'|\"[^\"]*\"", "", line) for line in lines}
+    assert [line for line, rest in unquoted.items() if re.search(r"[\[\]*?{}]", rest)] == []
+
+
 def test_pages_have_commands() -> None:
     """The patterns above find them: no page is silently left out."""
     counts = {name_of(page): len(commands_of(page)) for page in PAGES}

@@ -5,6 +5,7 @@ The pages of options and jobs are files, which `scripts/reference` writes.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -40,3 +41,15 @@ def python_page() -> str:
         f"needs on first use.\n\n{listed}\n\n::: featx.torch.FeatureDataset\n\n"
         "::: featx.torch.BlockShuffleSampler\n"
     )
+
+
+_COMMAND = re.compile(
+    r'<div class="highlight">'
+    r"(?=<pre[^>]*>(?:<span></span>)?<code>(?:python|pip|featx|eval|autoload) )"
+)
+"""Beginning of a block of code whose first word is a command."""
+
+
+def on_page_content(html: str, **kwargs: object) -> str:
+    """Mark blocks of commands, which docs/site.css wraps."""
+    return _COMMAND.sub('<div class="highlight command">', html)

@@ -70,7 +70,7 @@ def test_the_rows_are_those_of_a_run_to_the_disk(
     assert far.failures == near.failures
     shown = "".join(capfd.readouterr())
     assert "the parts are kept" in shown
-    assert f'store = featx.open("{out}")' in shown
+    assert f'featx.open("{out}").xy(' in shown
     # Again: there is nothing to do, and nothing is written over a part.
     watch.clear()
     extract(str(images), max_failures=5, out=out)

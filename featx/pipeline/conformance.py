@@ -180,7 +180,7 @@ def judge(compared: Compared) -> Conformance:
     """
     if not compared.keys:
         return Conformance(_as_dict(compared, 0), "no image could be read")
-    reduced = [i for i in _suspects(compared) if compared.is_reduced(i)]
+    reduced = [i for i in _far_images(compared) if compared.is_reduced(i)]
     broken = [
         *_broken_pixels(compared, reduced),
         *_broken_forward(compared),
@@ -194,7 +194,7 @@ def judge(compared: Compared) -> Conformance:
     )
 
 
-def _suspects(compared: Compared) -> list[int]:
+def _far_images(compared: Compared) -> list[int]:
     """Numbers of the images whose pixels or rows differ by more than a whole image may."""
     pixels, limit = compared.pixels, COSINE[compared.precision]
     if pixels is None:

@@ -48,7 +48,8 @@ MISTAKES = [
     (
         ["job=extrct"],
         "expected one of attribute, bench, cka, doctor, duplicates, export, extract, layers, "
-        "neighbors, pack, plan, predict, probe, report, stats, status, verify. Nearest: extract",
+        "neighbors, pack, plan, predict, probe, report, stats, status, verify, zeroshot. "
+        "Nearest: extract",
     ),
     (["model=resnet5O"], "Nearest: resnet50"),
     (["data=folder"], "data.root=DIR"),

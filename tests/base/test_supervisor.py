@@ -210,8 +210,10 @@ print("left", flush={flush})
 
 @pytest.mark.parametrize(
     ("end", "flush", "limit_s"),
-    [("end_process(3)", False, 0.1), ("sys.exit(3)", True, None)],
-    ids=["the command", "a script of one's own"],
+    [
+        pytest.param("end_process(3)", False, 0.1, id="the command"),
+        pytest.param("sys.exit(3)", True, None, id="a script", marks=pytest.mark.slow),
+    ],
 )
 def test_threads_at_work_do_not_abort_the_end_of_the_process(
     end: str, flush: bool, limit_s: float | None

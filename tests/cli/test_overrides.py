@@ -287,7 +287,7 @@ PRINTED = st.text(st.characters(exclude_categories=["Cs", "Cc", "Zl", "Zp"]), mi
 
 
 @given(PRINTED, PRINTED)
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_what_a_store_keeps_reads_back(root: str, out: str) -> None:
     if any("${" in text or text == "???" or "://" in text for text in (root, out)):
         return

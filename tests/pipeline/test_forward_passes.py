@@ -311,9 +311,8 @@ FAMILIES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "name", [*SMALL, *(pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*SMALL, *FAMILIES])
 def test_models_of_the_libraries_may_be_passed_at_once(name: str) -> None:
     """Bit for bit, for all leaves and layers: a pass keeps nothing that another one would see."""
     library, _, model = name.partition("/")

@@ -118,7 +118,7 @@ def _one_row(store: FeatureStore, pipe: Any) -> None:
     pipe.send(store["flat"][7])
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
 @pytest.mark.filterwarnings("ignore:This process.*is multi-threaded")
 def test_other_processes_read_too(tmp_path: Path, bucket: str, method: Any) -> None:
     run = make_run(21, 8).identified()

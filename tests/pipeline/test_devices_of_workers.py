@@ -112,7 +112,7 @@ def test_two_workers_give_what_one_process_gives(
     assert summary["seconds"]["read"] > 0
     assert summary["images_per_second"] > 0
     assert summary["failures"] == 1
-    assert "device          2 x cpu" in capfd.readouterr().err
+    assert "device     2 x CPU" in capfd.readouterr().err
     assert extract(
         photos, executor={"workers": 2}, max_failures=5
     ).complete  # nothing is left to do

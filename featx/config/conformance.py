@@ -17,7 +17,7 @@ class ConformanceConfig:
 
     mode: str = "strict"
     """strict refuses a run whose values differ by more than featx promises (docs/models.md); warn
-    says so and goes on; off leaves the comparison out."""
+    runs with a warning; off leaves the comparison out."""
     images: int = 8
     """Number of images that go through the library's own transform and forward pass, 1 to 16; a
     resume compares none."""

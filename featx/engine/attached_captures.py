@@ -30,7 +30,6 @@ from featx.layers import (
     Expected,
     Keep,
     OutputCollector,
-    RowLayout,
     StoredReduce,
     bound_reduction,
     check_calls,
@@ -41,7 +40,6 @@ from featx.layers import (
     reads_positions,
     target_values,
 )
-from featx.models import Backbone
 
 _COMPARED_BYTES = 64 * 2**20
 """Bytes of float32 values by which two passes are compared, which bounds the number of images; at
@@ -189,24 +187,13 @@ def _expect_rows(
     maps = []
     for point, reduce in chosen:
         check_batch_dimension(point, values[point.name], ATTACH_BATCH)
-        rows = _row_layout(model.backbone, point, values[point.name])
+        rows = model.row_layout(point, values[point.name])
         collector.expect(point, rows.shape, reduce.name, bound_reduction(reduce, rows))
         if reads_positions(reduce) and not has_known_positions(rows):
             maps.append((point, map_view(reduce.name, rows)))
     x = model.noise(1)
     with model.named_failure(x):
         check_positions(model.module, maps, x)
-
-
-def _row_layout(backbone: Backbone, point: CapturePoint, value: torch.Tensor) -> RowLayout:
-    """Return the layout of the rows of a captured tensor (B, ...)."""
-    return RowLayout(
-        point.name,
-        tuple(value.shape[1:]),
-        backbone.preprocess.crop,
-        backbone.num_prefix_tokens,
-        backbone.has_class_token,
-    )
 
 
 def _check_rows(

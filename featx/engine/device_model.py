@@ -15,6 +15,8 @@ from featx.engine.batch_independence import regrouped
 from featx.engine.compute import COMPUTE_DTYPES
 from featx.errors import FeatxError, ModelError
 from featx.layers import (
+    CapturePoint,
+    RowLayout,
     Trace,
     is_exposed,
     needs_plain_attention,
@@ -131,6 +133,17 @@ class DeviceModel:
                 for call in self.traced.calls
             )
         return 2 * 4 * pixels + each * largest
+
+    def row_layout(self, point: CapturePoint, value: torch.Tensor) -> RowLayout:
+        """Return the layout of the rows of a tensor (B, ...) that is captured at a point."""
+        backbone = self.backbone
+        return RowLayout(
+            point.name,
+            tuple(value.shape[1:]),
+            backbone.preprocess.crop,
+            backbone.num_prefix_tokens,
+            backbone.has_class_token,
+        )
 
     def normalised(self, images: torch.Tensor) -> torch.Tensor:
         """(B, 3, H, W) normalised float32 images on the device of the engine."""

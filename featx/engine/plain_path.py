@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from featx.engine.device_model import DeviceModel
-from featx.layers import REDUCTIONS, CapturePoint, RowLayout, StoredReduce, bound_reduction, pick
+from featx.layers import REDUCTIONS, CapturePoint, StoredReduce, bound_reduction, pick
 
 _HOOKED = ("input", "output")
 """Kinds of captures that hooks of PyTorch keep as well."""
@@ -58,7 +58,7 @@ def plain_rows(model: DeviceModel, chosen: Chosen, x: torch.Tensor) -> dict[str,
         else:
             values = _hooked(model.module, chosen, x)
             rows = {
-                point.name: bound_reduction(reduce, _layout(model, point, value))(value)
+                point.name: bound_reduction(reduce, model.row_layout(point, value))(value)
                 for point, reduce in chosen
                 if (value := values.get(point.name)) is not None
             }
@@ -98,18 +98,6 @@ def _hook(
         keep(point, [*args, *kwargs.values()])
 
     return target.register_forward_pre_hook(before, with_kwargs=True)
-
-
-def _layout(model: DeviceModel, point: CapturePoint, value: torch.Tensor) -> RowLayout:
-    """Layout of the rows of a captured tensor (B, ...)."""
-    backbone = model.backbone
-    return RowLayout(
-        point.name,
-        tuple(value.shape[1:]),
-        backbone.preprocess.crop,
-        backbone.num_prefix_tokens,
-        backbone.has_class_token,
-    )
 
 
 @contextlib.contextmanager

@@ -309,7 +309,7 @@ def begin_comparison(
 
 
 def enforce(conformance: Conformance, mode: str) -> None:
-    """Refuse a run that breaks a promise, or say so.
+    """Refuse a run that breaks a promise, or log a warning.
 
     Args:
         conformance: judgement.

@@ -85,7 +85,6 @@ def test_a_library_refuses_the_options_of_another_one() -> None:
         ("resnet51", "auto", "resnet50"),
         ("mobilnet_v2", "auto", "mobilenet_v2"),
         ("vit_tiny_patch16_225", "timm", "vit_tiny_patch16_224"),
-        ("ResNet18", "torchvision", "resnet18"),
     ],
 )
 def test_an_unknown_name_lists_the_nearest(name: str, library: str, nearest: str) -> None:

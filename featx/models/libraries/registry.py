@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, TypeVar
 from featx.base import Member, Registry, for_options
 from featx.config import AUTO_LIBRARY, ModelConfig
 from featx.errors import ModelError, nearest
+from featx.models.known_names import hint
 
 if TYPE_CHECKING:
     from torch import nn
@@ -131,17 +132,20 @@ def resolve_library(config: ModelConfig) -> ModelLibrary:
         config: model name and library, which may be 'auto'.
 
     Raises:
-        ModelError: no library has the model; the message lists the nearest names.
+        ModelError: no library has the model; the message says what to type instead of a name of
+            other programs, or lists the nearest names.
     """
     library = LIBRARIES.chosen(config.library, {"name": config.name})
     if library.knows(config.name):
         return library
     asked = LIBRARIES.asked_by_auto() if library.name == AUTO_LIBRARY else [library]
     names = sorted({name for one in asked for name in one.names()})
+    unknown = f"unknown model {config.name!r} (looked in {', '.join(one.name for one in asked)})."
+    if known := hint(config.name, names):
+        raise ModelError(unknown + known)
     raise ModelError(
-        f"unknown model {config.name!r} (looked in {', '.join(one.name for one in asked)})."
-        f"{nearest(config.name, names)} For your own module: model=custom "
-        "model.factory=package.module:factory."
+        f"{unknown}{nearest(config.name, names)} job=models models.query=WORDS searches the names. "
+        "For your own module: model=custom model.factory=package.module:factory."
     )
 
 

@@ -48,7 +48,7 @@ MISTAKES = [
     (
         ["job=extrct"],
         "expected one of attribute, bench, cka, doctor, duplicates, export, extract, layers, "
-        "neighbors, pack, plan, predict, probe, report, stats, status, verify, zeroshot. "
+        "models, neighbors, pack, plan, predict, probe, report, stats, status, verify, zeroshot. "
         "Nearest: extract",
     ),
     (["model=resnet5O"], "Nearest: resnet50"),

@@ -32,6 +32,7 @@ from featx.cli import hydra_config as featx_compose
 from featx.cli import read_command_line
 from featx.config.all_options import described_options
 from featx.config.schema import from_omegaconf
+from featx.models import read_catalogue
 from featx.storage import s3_client
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -151,10 +152,18 @@ def test_the_pages_made_from_the_code_are_as_the_code_is() -> None:
     assert len((REPOSITORY / "README.md").read_text(encoding="utf-8").splitlines()) <= 150
 
 
-@pytest.mark.slow
-def test_the_table_of_models_is_as_the_models_are() -> None:
+def test_the_tables_of_models_are_as_the_catalogue_is() -> None:
+    """tests/models/test_catalogue.py compares the catalogue with models that are built."""
     script = runpy.run_path(str(REPOSITORY / "scripts" / "models_table"))
-    assert f"\n\n{script['table']()}\n" in (REPOSITORY / "README.md").read_text(encoding="utf-8")
+    for name in script["PAGES"]:
+        text = (REPOSITORY / name).read_text(encoding="utf-8")
+        assert script["page"](name) == text, f"{name} is stale: run scripts/models_table"
+    page = (REPOSITORY / "docs" / "backbones.md").read_text(encoding="utf-8")
+    timm = [entry for entry in read_catalogue().entries if entry.library == "timm"]
+    names, weights = {entry.name for entry in timm}, [entry for entry in timm if entry.tag]
+    assert f"{len(names):,} architectures of timm with {len(weights):,} sets of\nweights" in page
+    for library, version in read_catalogue().versions.items():
+        assert f"{library} {version}" in page
 
 
 def test_the_reference_has_every_name() -> None:

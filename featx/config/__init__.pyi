@@ -22,6 +22,7 @@ from .job import VIEWS_OF_LAYERS as VIEWS_OF_LAYERS
 from .job import BenchConfig as BenchConfig
 from .job import JobConfig as JobConfig
 from .job import LogConfig as LogConfig
+from .job import ModelsConfig as ModelsConfig
 from .job import StatsConfig as StatsConfig
 from .job import VerifyConfig as VerifyConfig
 from .model import AUTO_LIBRARY as AUTO_LIBRARY

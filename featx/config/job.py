@@ -99,3 +99,20 @@ class BenchConfig:
         for key in ("num_images", "runs"):
             if getattr(self, key) < 1:
                 raise ConfigError(f"bench.{key}={getattr(self, key)}: expected at least 1.")
+
+
+@dataclass
+class ModelsConfig:
+    """Search of job=models."""
+
+    query: str | None = None
+    """Words that the name of a model, of its weights or of its library contains, such as dino, or a
+    name that other programs have for it; null shows recommended models and the libraries."""
+    limit: int = 20
+    """Largest number of models that are printed; job.json=true prints all."""
+
+    def __post_init__(self) -> None:
+        if self.limit < 1:
+            raise ConfigError(f"models.limit={self.limit}: expected at least 1.")
+        if self.query is not None and not self.query.strip():
+            raise ConfigError("models.query is empty: expected words, such as models.query=dino.")

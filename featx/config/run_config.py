@@ -29,6 +29,7 @@ from featx.config import (
     JobConfig,
     LogConfig,
     ModelConfig,
+    ModelsConfig,
     NeighborsConfig,
     ProbeConfig,
     ReduceConfig,
@@ -193,6 +194,8 @@ class Config:
     """Files that job=export writes."""
     report: ReportConfig = field(default_factory=ReportConfig)
     """Contents of the page of job=report."""
+    models: ModelsConfig = field(default_factory=ModelsConfig)
+    """Models that job=models looks for."""
     log: LogConfig = field(default_factory=LogConfig)
     """Messages of the command during a run."""
     bench: BenchConfig = field(default_factory=BenchConfig)

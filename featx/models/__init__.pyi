@@ -6,11 +6,14 @@ from .base import state_sha256 as state_sha256
 from .batchnorm_folding import Pair as Pair
 from .batchnorm_folding import foldable_pairs as foldable_pairs
 from .batchnorm_folding import folded as folded
+from .catalogue import CatalogueEntry as CatalogueEntry
+from .catalogue import read_catalogue as read_catalogue
 from .checkpoint import load_weights as load_weights
 from .checkpoint import read_weights as read_weights
 from .golden import Golden as Golden
 from .golden import read_golden as read_golden
 from .golden import write_golden as write_golden
+from .known_names import hint as hint
 from .libraries import LIBRARIES as LIBRARIES
 from .libraries import ModelLibrary as ModelLibrary
 from .libraries import build_backbone as build_backbone
@@ -21,3 +24,7 @@ from .open_clip.text_classifier import TEMPLATE_SETS as TEMPLATE_SETS
 from .open_clip.text_classifier import TextClassifier as TextClassifier
 from .open_clip.text_classifier import text_classifier as text_classifier
 from .preprocessing import stated_preprocess as stated_preprocess
+from .search import RECOMMENDED as RECOMMENDED
+from .search import listed_models as listed_models
+from .search import search_models as search_models
+from .weights_on_disk import WeightsOnDisk as WeightsOnDisk

@@ -1,0 +1,163 @@
+"""job=models: the models that can be named, with their figures, and what other names mean."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Sequence
+from typing import Any
+
+from featx.base import command_text, facts, size_text, table
+from featx.config import Config, ModelsConfig
+from featx.errors import counted, nearest
+from featx.jobs.base import JOBS, Input, Job, print_summary
+from featx.models import (
+    LIBRARIES,
+    RECOMMENDED,
+    CatalogueEntry,
+    WeightsOnDisk,
+    hint,
+    listed_models,
+    read_catalogue,
+    search_models,
+)
+
+_NO_FIGURE = "-"
+"""Text of a figure that is not known."""
+
+_PACKAGES = {"open_clip": "open_clip_torch"}
+"""Library -> name of its package, where that is another one."""
+
+
+def run(config: Config, config_yaml: str) -> int:
+    """Print recommended models, or the models that match a query; returns the exit code 0."""
+    disk = WeightsOnDisk()
+    models = listed_models(disk.transformers_models())
+    found = (
+        _overview(models, disk)
+        if config.models.query is None
+        else _search(config.models.query, config.models.limit, models, disk)
+    )
+    print_summary(config, *found)
+    return 0
+
+
+def _overview(models: Sequence[CatalogueEntry], disk: WeightsOnDisk) -> tuple[dict[str, Any], str]:
+    """Return the libraries and the recommended models, in JSON types and as text."""
+    libraries = {library.name: _library_text(library.name, models) for library in LIBRARIES}
+    libraries = {name: text for name, text in libraries.items() if text}
+    by_option = {entry.option: entry for entry in models}
+    entries = [by_option[option] for option in RECOMMENDED if option in by_option]
+    summary = {
+        "libraries": libraries,
+        "recommended": [
+            {**_as_json(entry, disk), "when": RECOMMENDED[entry.option]} for entry in entries
+        ],
+    }
+    search = [
+        ("search", command_text("job=models", "models.query=dino")),
+        ("layers", command_text("job=layers", "model=resnet50")),
+        ("when", "docs/backbones.md says which model fits which task"),
+    ]
+    text = [facts(list(libraries.items())), _table(entries, disk), *_notes(entries), facts(search)]
+    return summary, "\n\n".join(text)
+
+
+def _library_text(name: str, models: Sequence[CatalogueEntry]) -> str:
+    """Return how many models of a library can be named; '' for a library that has no names."""
+    entries = [entry for entry in models if entry.library == name]
+    if name == "transformers":
+        text = "folders and models of the Hugging Face Hub: model=transformers model.name=NAME"
+        return f"{text}; {len(entries)} on this machine"
+    if not entries:
+        extra = LIBRARIES.get(name).extra
+        return f'not installed: pip install "featx[{extra}]"' if extra else ""
+    tagged = [entry for entry in entries if entry.tag]
+    text = counted(len({entry.name for entry in entries}), "architecture")
+    return f"{text}, {len(tagged)} sets of weights" if tagged else text
+
+
+def _search(
+    query: str, limit: int, models: Sequence[CatalogueEntry], disk: WeightsOnDisk
+) -> tuple[dict[str, Any], str]:
+    """Return the models that match a query, in JSON types and as text."""
+    names = {entry.name for entry in models}
+    found = search_models(query, models)
+    said = "" if query in names else hint(query, names).strip()
+    summary = {
+        "query": query,
+        "hint": said,
+        "models": [_as_json(entry, disk) for entry in found],
+    }
+    wrapped = [facts([("", said)]).strip()] if said else []
+    if not found:
+        near = "" if said else nearest(query, sorted(names))
+        return summary, "\n\n".join([*wrapped, f"No model matches {query!r}.{near}"])
+    count = counted(len(found), "model matches", "models match")
+    shown = found[:limit]
+    more = f"; the first {limit} of them, all with models.limit={len(found)}"
+    title = f"{count} {query!r}{more if len(found) > limit else ''}"
+    return summary, "\n\n".join([*wrapped, title, _table(shown, disk), *_notes(shown)])
+
+
+def _table(entries: Sequence[CatalogueEntry], disk: WeightsOnDisk) -> str:
+    """Format the figures of models."""
+    header = ("model=", "library", "embedding", "input", "parameters", "on disk", "licence")
+    return table(header, [_cells(entry, disk) for entry in entries], left=2)
+
+
+def _cells(entry: CatalogueEntry, disk: WeightsOnDisk) -> tuple[str, ...]:
+    """Return the cells of one row."""
+    height, width = entry.input_size or (0, 0)
+    side = "" if not height else str(height) if height == width else f"{height}x{width}"
+    millions = "" if entry.parameters is None else f"{entry.parameters / 1e6:.1f} M"
+    num_bytes = disk.size_of(entry)
+    has_weights = entry.library == "packaged" or bool(entry.tag)
+    here = size_text(num_bytes) if num_bytes else "no" if has_weights else ""
+    licence = entry.licence.removesuffix("-license")
+    figures = (str(entry.width or ""), side, millions, here, licence)
+    return (entry.option, entry.library, *(text or _NO_FIGURE for text in figures))
+
+
+def _as_json(entry: CatalogueEntry, disk: WeightsOnDisk) -> dict[str, Any]:
+    """Return a model in JSON types; a figure that is not known is null."""
+    return {
+        "model": entry.option,
+        "library": entry.library,
+        "name": entry.name,
+        "weights": entry.tag or None,
+        "width": entry.width,
+        "input_size": entry.input_size,
+        "parameters": entry.parameters,
+        "licence": entry.licence or None,
+        "bytes_on_disk": disk.size_of(entry),
+    }
+
+
+def _notes(entries: Sequence[CatalogueEntry]) -> list[str]:
+    """Return what one has to know about the figures of some models."""
+    rows = []
+    listed = {entry.library for entry in entries if entry.in_file}
+    for library, version in read_catalogue().versions.items():
+        if library not in listed:  # it may not be installed
+            continue
+        installed = importlib.metadata.version(_PACKAGES.get(library, library)).partition("+")[0]
+        if installed != version:
+            rows.append(("figures", f"of {library} {version}; installed is {installed}"))
+    if "open_clip" in listed:
+        rows.append(("open_clip", "parameters are those of the image tower"))
+    if any(not entry.in_file for entry in entries):
+        rows.append((_NO_FIGURE, "not known here; job=layers model=NAME measures it"))
+    return [facts(rows)] if rows else []
+
+
+JOBS.register(
+    Job(
+        "models",
+        "Search the models that can be named: embedding, input, parameters, weights on disk.",
+        ModelsConfig,
+        run=run,
+        input=Input.NOTHING,
+        reads=("job.json",),
+        why="it looks for models, and computes nothing",
+    )
+)

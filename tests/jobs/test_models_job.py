@@ -1,0 +1,141 @@
+"""job=models as one types it: what it prints, as text and as JSON, quickly and without torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_model import run_job
+
+from featx.base import WIDTH
+from featx.errors import ConfigError
+from featx.models import RECOMMENDED
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+def result(capsys: pytest.CaptureFixture[str], **asked: Any) -> dict[str, Any]:
+    """The result as JSON."""
+    assert run_job("models", json=True, models=asked) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def text(capsys: pytest.CaptureFixture[str], **asked: Any) -> str:
+    """The result as text."""
+    assert run_job("models", models=asked) == 0
+    return capsys.readouterr().out
+
+
+def test_without_a_query_it_recommends(capsys: pytest.CaptureFixture[str]) -> None:
+    found = result(capsys)
+    assert [entry["model"] for entry in found["recommended"]] == list(RECOMMENDED)
+    assert {"packaged", "torchvision", "timm", "open_clip", "transformers"} <= set(
+        found["libraries"]
+    )
+    assert found["libraries"]["timm"] == "1371 architectures, 1826 sets of weights"
+    shown = text(capsys)
+    assert "python -m featx job=models models.query=dino" in shown
+    assert all(option in shown for option in RECOMMENDED)
+
+
+def test_a_query_lists_matches_with_their_figures(capsys: pytest.CaptureFixture[str]) -> None:
+    found = result(capsys, query="dinov2 small lvd142m")["models"]
+    assert found[0] == {
+        "model": "vit_small_patch14_dinov2.lvd142m",
+        "library": "timm",
+        "name": "vit_small_patch14_dinov2",
+        "weights": "lvd142m",
+        "width": 384,
+        "input_size": [518, 518],
+        "parameters": 22056192,
+        "licence": "apache-2.0",
+        "bytes_on_disk": None,
+    }
+    lines = text(capsys, query="dinov2 small lvd142m").splitlines()
+    assert lines[0] == f"{len(found)} models match 'dinov2 small lvd142m'"
+    (line,) = [line for line in lines if line.startswith("vit_small_patch14_dinov2.lvd142m ")]
+    assert line.split() == [
+        *("vit_small_patch14_dinov2.lvd142m", "timm", "384", "518", "22.1", "M", "no"),
+        "apache-2.0",
+    ]
+
+
+def test_the_limit_is_said_and_json_has_everything(capsys: pytest.CaptureFixture[str]) -> None:
+    count = len(result(capsys, query="vit", limit=3)["models"])
+    lines = text(capsys, query="vit", limit=3).splitlines()
+    assert count > 300
+    assert lines[0].startswith(f"{count} models match 'vit'; the first 3 of them")
+    assert len(lines) == 6, lines
+
+
+def test_a_name_of_another_program_leads_to_the_right_one(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    found = result(capsys, query="facebook/dinov2-base")
+    assert "model=transformers model.name=facebook/dinov2-base" in found["hint"]
+    assert [e["model"] for e in found["models"]] == ["vit_base_patch14_dinov2.lvd142m"]
+    shown = " ".join(text(capsys, query="facebook/dinov2-base").split())
+    assert "model=transformers model.name=facebook/dinov2-base" in shown
+
+
+def test_no_match_lists_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    assert result(capsys, query="resnettt50")["models"] == []
+    assert text(capsys, query="resnettt50").startswith("No model matches 'resnettt50'. Nearest: ")
+
+
+@pytest.mark.parametrize(
+    "query", ["vit", "laion", "seresnext", "nvidia", "ViT-SO400M", "facebook/dinov2-base", "worldw"]
+)
+def test_lines_fit_a_terminal(query: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for shown in (text(capsys), text(capsys, query=query, limit=500)):
+        assert max(map(len, shown.splitlines())) <= WIDTH
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"query": " "}, r"models\.query is empty"),
+        ({"limit": 0}, r"models\.limit=0: expected at least 1"),
+    ],
+)
+def test_bad_options_are_refused(asked: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        run_job("models", models=asked)
+
+
+def test_the_command_needs_neither_torch_nor_network(tmp_path: Path) -> None:
+    program = (
+        "import sys\n"
+        "from featx.__main__ import run_command\n"
+        "sys.argv = ['featx', 'job=models', 'models.query=dino']\n"
+        "code = run_command()\n"
+        "print(code, sorted({'torch', 'timm', 'transformers', 'torchvision'} & set(sys.modules)))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "HF_HOME": str(tmp_path), "PYTHONPATH": str(REPOSITORY)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.splitlines()[-1] == "0 []"
+    assert "vit_small_patch14_dinov2.lvd142m" in done.stdout
+
+
+@pytest.mark.slow
+def test_an_option_as_the_issue_writes_it_gets_the_right_one() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "featx", "job=models", "query=dino"],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert "unknown key 'query'. Nearest: models.query" in done.stderr

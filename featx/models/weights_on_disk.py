@@ -87,9 +87,13 @@ class WeightsOnDisk:
         if not (self.hub / f"models--{repository.replace('/', '--')}").is_dir():
             return None
         from huggingface_hub import try_to_load_from_cache
+        from huggingface_hub.errors import HFValidationError
 
         for name in names:
-            found = try_to_load_from_cache(repository, name, cache_dir=self.hub)
+            try:
+                found = try_to_load_from_cache(repository, name, cache_dir=self.hub)
+            except HFValidationError:  # a folder that is no repository's
+                return None
             if isinstance(found, str):
                 return Path(found)
         return None

@@ -231,6 +231,8 @@ def test_weights_on_this_machine(tmp_path: Path) -> None:
         disk.hub, "bert/base", config__json=b'{"model_type": "bert"}', model__safetensors=b"x"
     )
     write_cached(disk.hub, "no/weights", config__json=b'{"model_type": "dinov2"}')
+    odd = {"config__json": b'{"model_type": "dinov2"}', "model__safetensors": b"x"}
+    write_cached(disk.hub, "no/repo--sitory", **odd)
     write_cached(disk.hub, "not/json", config__json=b"{", model__safetensors=b"x")
     disk.checkpoints.mkdir()
     (disk.checkpoints / torchvision.file).write_bytes(b"x" * 9)

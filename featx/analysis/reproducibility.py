@@ -206,12 +206,11 @@ def refuse_unnamed_code(config: Config, before: Config, what: str) -> None:
     Raises:
         ConfigError: it names other code.
     """
-    factory = before.model.code
-    if factory is not None and config.model.code != factory:
+    code = before.model.code
+    if code is not None and config.model.code != code:
         raise ConfigError(
-            f"{what} was made with model=custom model.factory={factory}. featx imports no code "
-            "because a file names it: if you trust it, add model=custom "
-            f"model.factory={factory} (featx.predict: model_factory)."
+            f"{what} was made with {code}. featx imports no code because a file names it: if you "
+            f"trust it, add {code} (featx.predict: model_factory, for a factory)."
         )
 
 

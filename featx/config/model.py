@@ -33,18 +33,18 @@ class TransformConfig:
 
     resize: Annotated[Any, _SIDES] = None
     """Shorter side in pixels after resizing, or [height,width], which may change the proportions;
-    null takes that of the weights, 256 with model=custom."""
+    null takes that of the weights, 256 with model=custom, hub and export."""
     crop: Annotated[Any, _SIDES] = None
     """Side of the square centre crop in pixels, or [height,width]; null takes the input size of the
-    model, 224 with model=custom. Models of a library have model.input_size instead."""
+    model, 224 with model=custom, hub and export. Models of a library have model.input_size."""
     mean: list[float] | None = None
     """Mean of each channel (R, G, B), of values in [0, 1]; null takes that of the weights, that of
-    ImageNet with model=custom."""
+    ImageNet with model=custom, hub and export."""
     std: list[float] | None = None
     """Standard deviation of each channel (R, G, B), of values in [0, 1]; null as for mean."""
     interpolation: str | None = None
     """Interpolation of resizing: nearest, bilinear or bicubic, with antialiasing; null takes that
-    of the weights, bilinear with model=custom."""
+    of the weights, bilinear with model=custom, hub and export."""
     offset: str | None = None
     """Offset of a crop that would begin at half a pixel: round (torchvision, timm) or floor
     (processors of transformers); null takes round."""
@@ -203,7 +203,17 @@ class ModelConfig:
 
     @property
     def code(self) -> str | None:
-        """Import path of the user's code that builds the model; None if it is a library's code."""
+        """Options that name the code from outside that builds the model; None if there is none.
+
+        A store or a head alone never leads to such code: the command has to give these options.
+        """
+        return None
+
+    def code_sha256(self) -> str | None:
+        """SHA-256 of the files of this code, which may change between two commands.
+
+        None if there is no such code, or if its files are not found.
+        """
         return None
 
 

@@ -36,7 +36,7 @@ RUN_OPTIONS = (
 )
 """Options of what a run computes and stores. Each other option is read by the jobs that name it."""
 
-CUSTOM_CODE = ("model.name", "model.library", "model.factory")
+CUSTOM_CODE = ("model.name", "model.library", "model.factory", "model.entry")
 """Options that allow a job to import the code that a store names; see docs/security.md."""
 
 _ALWAYS_READ = ("job.name", "log")

@@ -176,7 +176,7 @@ def _embedding_text(engine: Engine, traced: Trace) -> str:
     except LayerError:
         return ""
     what = "" if point.capture == "output" else f"the {point.capture} of "
-    return f"{what}{point.layer}; the default of layers"
+    return f"{what}{point.layer or 'the output of the model'}; the default of layers"
 
 
 def _images(config: Config) -> tuple[Source, Listing, Config, str]:

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import sys
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -95,18 +93,6 @@ def _digest(config: Config) -> bytes:
         max_failures=0.01,
         pack="auto",
     )
-    code = config.model.code
-    parts = {"config": asdict(asked), "code": None if code is None else _source_of(code)}
+    parts = {"config": asdict(asked), "code": config.model.code_sha256()}
     text = json.dumps(parts, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest().encode()
-
-
-def _source_of(factory: str) -> str | None:
-    """SHA-256 of the file behind package.module:factory, which may change between two commands."""
-    name = factory.partition(":")[0].replace(".", os.sep)
-    for folder in (*sys.path, ""):
-        for ending in (".py", f"{os.sep}__init__.py"):
-            path = Path(folder, name + ending)
-            if path.is_file():
-                return hashlib.sha256(path.read_bytes()).hexdigest()
-    return None

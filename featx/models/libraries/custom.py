@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib
-import json
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -17,7 +17,6 @@ from featx.config import (
     CheckpointConfig,
     ModelConfig,
     TransformConfig,
-    is_secret,
 )
 from featx.errors import ConfigError, ModelError, WeightsError, nearest
 from featx.models.libraries.registry import LIBRARIES, library_member
@@ -58,14 +57,18 @@ class CustomOptions(ModelConfig):
 
     @property
     def code(self) -> str:
-        """model.factory.
+        """Options of the command that name the factory."""
+        return f"model=custom model.factory={self.factory}"
 
-        Raises:
-            ConfigError: it is not given.
-        """
-        if self.factory is None:
-            raise ConfigError("model=custom needs model.factory=package.module:factory.")
-        return self.factory
+    def code_sha256(self) -> str | None:
+        """SHA-256 of the file behind package.module:factory; None if it is not found."""
+        name = str(self.factory).partition(":")[0].replace(".", os.sep)
+        for folder in (*sys.path, ""):
+            for ending in (".py", f"{os.sep}__init__.py"):
+                path = Path(folder, name + ending)
+                if path.is_file():
+                    return hashlib.sha256(path.read_bytes()).hexdigest()
+        return None
 
 
 def build(config: CustomOptions, seed: int) -> Backbone:
@@ -82,7 +85,9 @@ def build(config: CustomOptions, seed: int) -> Backbone:
     from featx.models.base import Backbone, random_id
     from featx.models.checkpoint import load_weights, read_weights
     from featx.models.preprocessing import stated_preprocess
+    from featx.models.user_code import args_of_values, has_class_token
 
+    factory = import_factory(str(config.factory))
     module, loading = _made(config, seed), {}
     if config.weights == "default":
         weights = "as the factory made them"
@@ -100,23 +105,11 @@ def build(config: CustomOptions, seed: int) -> Backbone:
         weights=weights,
         preprocess=stated_preprocess(config.transform),
         num_prefix_tokens=int(getattr(module, "num_prefix_tokens", 0)),
-        has_class_token=_has_class_token(module),
+        has_class_token=has_class_token(module),
         is_users=True,
-        args=_args_of_values(config),
+        args=args_of_values(config.args, getattr(factory, "args_without_effect", ())),
         checkpoint=loading,
     )
-
-
-def _has_class_token(module: nn.Module) -> bool:
-    """Whether the module has a class token, from its `has_class_token` or timm's `cls_token`.
-
-    Without either attribute it is assumed to have one. The answer matters only if
-    `num_prefix_tokens` is above 0.
-    """
-    said = getattr(module, "has_class_token", None)
-    if isinstance(said, bool):
-        return said
-    return getattr(module, "cls_token", module) is not None
 
 
 def untrained(config: CustomOptions, seed: int) -> nn.Module:
@@ -156,7 +149,7 @@ def _made(config: CustomOptions, seed: int) -> nn.Module:
 
     from featx.models.base import seeded
 
-    factory = import_factory(config.code)
+    factory = import_factory(str(config.factory))
     with seeded(seed):
         try:
             module = factory(**config.args)
@@ -171,28 +164,6 @@ def _made(config: CustomOptions, seed: int) -> nn.Module:
             "expected a torch.nn.Module."
         )
     return module
-
-
-def _args_of_values(config: CustomOptions) -> dict[str, Any]:
-    """The entries of `model.args` that are part of the fingerprint.
-
-    A scale or a threshold changes values and no weight; a pause or the path of a file does not. The
-    factory names the latter in its attribute `args_without_effect`. The store keeps the result, so
-    secrets are left out, and texts and other objects, which may come from the environment, are
-    hashed.
-    """
-    without = getattr(import_factory(config.code), "args_without_effect", ())
-    return {
-        name: value if value is None or isinstance(value, bool | int | float) else _hash(value)
-        for name, value in config.args.items()
-        if name not in without and not is_secret(name)
-    }
-
-
-def _hash(value: Any) -> str:
-    """Short hash of a value of a config."""
-    text = json.dumps(value, sort_keys=True, default=str)
-    return "sha256 " + hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def import_factory(path: str) -> Callable[..., Any]:

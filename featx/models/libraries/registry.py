@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 OptionsT = TypeVar("OptionsT", bound=ModelConfig)
 
-_ALIASES = {"hf": "transformers"}
+_ALIASES = {"hf": "transformers", "pt2": "export"}
 """Short names that users type -> names of libraries."""
 
 

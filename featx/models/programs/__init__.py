@@ -1,0 +1,4 @@
+"""Programs of torch.export: their archives, and the modules that run them.
+
+`featx.models.libraries.export` makes backbones of them.
+"""

@@ -1,0 +1,274 @@
+"""The module that runs a program of torch.export, with the layers of the exported model."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import nn
+from torch.utils._pytree import TreeSpec, tree_leaves, tree_map, tree_unflatten
+
+from featx.errors import ModelError, require
+from featx.models.programs.archive import HOW_TO_EXPORT, checked_archive
+
+if TYPE_CHECKING:
+    from torch.export import ExportedProgram
+
+_TRAINING = frozenset({"train", "training"})
+"""Arguments of operators that are true in train mode."""
+
+
+@dataclass(frozen=True)
+class Program:
+    """A program that computes something of images.
+
+    Attributes:
+        module: module that takes (n, 3, H, W) float32, for any n.
+        batch_size: images of one call of the program; None if it takes any number.
+        size: (height, width) in pixels that the program was exported for; None if it takes others.
+        gives_vectors: whether its output is one tensor (n, D).
+        sha256: SHA-256 of the file in hex digits.
+        plain: the program as torch itself runs it, to compare `module` with.
+    """
+
+    module: nn.Module
+    batch_size: int | None
+    size: tuple[int, int] | None
+    gives_vectors: bool
+    sha256: str
+    plain: nn.Module
+
+
+def open_program(path: Path) -> Program:
+    """Open a file of torch.export.save.
+
+    Args:
+        path: path of the file; ~ is expanded.
+
+    Raises:
+        ModelError: the file cannot be read, holds something else, would run code, was exported in
+            train mode, or takes something else than a batch of images.
+    """
+    archive, sha256 = checked_archive(path)
+    with _quiet():
+        try:
+            program = torch.export.load(archive)
+        except Exception as error:  # of several kinds: the archive is right, its content is not
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0][:300]
+            raise ModelError(
+                f"model.name={path} cannot be opened by torch {torch.__version__} "
+                f"({type(error).__name__}: {reason}). It may be damaged, written by a newer "
+                "torch, or use operators that this one does not have. Export the model again."
+            ) from error
+        _refuse_train_mode(program, path)
+        shape = _input_shape(program, path)
+        batch_size = shape[0] if isinstance(shape[0], int) else None
+        output = _output(program)
+        module = _module(program, path, batch_size)
+    height, width = shape[2:]
+    is_fixed = isinstance(height, int) and isinstance(width, int)
+    gives_vectors = isinstance(output, torch.Tensor) and output.dim() == 2
+    size = (int(height), int(width)) if is_fixed else None
+    plain = module if isinstance(module, FixedBatch) else program.module()
+    return Program(module, batch_size, size, gives_vectors, sha256, plain)
+
+
+def check_forward(program: Program, size: tuple[int, int], name: str) -> None:
+    """Check that a program takes images of a size, and that its module gives the same values.
+
+    Args:
+        program: the program.
+        size: (height, width) of the images in pixels.
+        name: its file, for messages.
+
+    Raises:
+        ModelError: it does not.
+    """
+    images = torch.randn((2, 3, *size), generator=torch.Generator().manual_seed(0))
+    before = {key: x.clone() for key, x in program.module.state_dict().items()}
+    try:
+        with torch.no_grad():
+            expected, found = program.plain(images), program.module(images)
+    except Exception as error:  # a guard of the program, or an operator
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0][:300]
+        raise ModelError(
+            f"{name} does not take two images of {size[0]} x {size[1]} pixels "
+            f"({type(error).__name__}: {reason}). model.transform.crop=[HEIGHT,WIDTH] gives "
+            "another size, if it was exported for several."
+        ) from error
+    after = program.module.state_dict()
+    if changed := [key for key, x in before.items() if not torch.equal(x, after[key])]:
+        raise ModelError(
+            f"{name} changes {', '.join(changed[:3])} in every forward pass, so a row would depend "
+            "on the images before it. Export a model whose buffers are constant in eval mode."
+        )
+    pairs = zip(tree_leaves(expected), tree_leaves(found), strict=True)
+    if not all(torch.equal(one, other) for one, other in pairs if isinstance(one, torch.Tensor)):
+        raise ModelError(
+            f"{name}: the modules that torch.export.unflatten restores compute something else than "
+            "the program. Load the model in code of your own: model=custom."
+        )
+
+
+def _module(program: ExportedProgram, path: Path, batch_size: int | None) -> nn.Module:
+    """Return the module that runs a program.
+
+    Modules of the exported model come back by torch.export.unflatten. With a fixed batch size they
+    would give as many rows as the program was exported for, and are left out.
+
+    Raises:
+        ModelError: the modules of the model cannot be restored.
+    """
+    if batch_size is not None:
+        return FixedBatch(program.module(), batch_size)
+    try:
+        return torch.export.unflatten(program)
+    except Exception as error:  # torch raises many kinds
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0][:300]
+        raise ModelError(
+            f"model.name={path}: torch.export.unflatten cannot restore the modules of the model "
+            f"({type(error).__name__}: {reason}). Load the model in code of your own: model=custom."
+        ) from error
+
+
+class FixedBatch(nn.Module):
+    """A program of a fixed batch size as a module for any number of images.
+
+    Images are computed in groups of this size, the last one filled up with zeros. The modules of
+    the program are not called as modules, because their tensors have rows of the filling.
+
+    Args:
+        program: function of (batch_size, 3, H, W) images, from `ExportedProgram.module`.
+        batch_size: images of one call.
+    """
+
+    def __init__(self, program: nn.Module, batch_size: int) -> None:
+        super().__init__()
+        for module in program.modules():
+            module.training = False
+        self.program = program
+        self.output = nn.Identity()
+        self._batch_size = batch_size
+
+    def train(self, mode: bool = True) -> FixedBatch:
+        """Set the mode of the module itself; that of a program is fixed, and torch raises."""
+        self.training = self.output.training = mode
+        return self
+
+    def forward(self, images: torch.Tensor) -> Any:
+        """(n, 3, H, W) -> the outputs of the program, with n rows."""
+        groups = [self._computed(group) for group in images.split(self._batch_size)]
+        return self.output(tree_map(lambda *parts: torch.cat(parts), *groups))
+
+    def _computed(self, group: torch.Tensor) -> Any:
+        """Outputs of at most `batch_size` images."""
+        missing = self._batch_size - len(group)
+        filling = group.new_zeros(missing, *group.shape[1:])
+        # forward and not a call: no hook of the program sees the rows of the filling.
+        outputs = self.program.forward(torch.cat([group, filling]))
+        return tree_map(lambda output: output[: len(group)], outputs)
+
+
+def _input_shape(program: ExportedProgram, path: Path) -> tuple[int | torch.SymInt, ...]:
+    """Return the shape (B, 3, H, W) of the one input of a program.
+
+    Raises:
+        ModelError: it takes something else than a batch of images as its only argument.
+    """
+    names = program.graph_signature.user_inputs
+    found = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
+    inputs = [found[name].meta.get("val") for name in names if name in found]
+    _, by_keyword = tree_unflatten(names, _spec(program.call_spec.in_spec))
+    is_positional = not by_keyword
+    if len(inputs) == len(names) == 1 and is_positional and isinstance(inputs[0], torch.Tensor):
+        image = inputs[0]
+        fits = image.dim() == 4 and image.shape[1] == 3
+        if fits and image.dtype == torch.float32:
+            return tuple(image.shape)
+    texts = []
+    for name, value in zip(names, inputs, strict=False):
+        said = repr(value)
+        if isinstance(value, torch.Tensor):
+            sizes = ", ".join(str(side) if isinstance(side, int) else "any" for side in value.shape)
+            said = f"({sizes}) {str(value.dtype).removeprefix('torch.')}"
+        texts.append(f"{name}{'' if is_positional else ' by keyword'}: {said}")
+    raise ModelError(
+        f"model.name={path} takes {'; '.join(texts) or 'no input'}. Expected one positional "
+        f"argument, a batch of images (batch, 3, height, width) float32: {HOW_TO_EXPORT}"
+    )
+
+
+def _output(program: ExportedProgram) -> Any:
+    """The fake tensor that a program returns; None if it returns several or another object."""
+    (node,) = (node for node in program.graph.nodes if node.op == "output")
+    spec = _spec(program.call_spec.out_spec)
+    is_plain = spec.num_leaves == 1 and tree_unflatten(["output"], spec) == "output"
+    found: list[Any] = [value.meta.get("val") for value in node.args[0]]
+    return found[0] if is_plain and len(found) == 1 else None
+
+
+def _spec(found: TreeSpec | None) -> TreeSpec:
+    """Structure of the arguments or of the output, which every program of torch.export has."""
+    require(found is not None, "a program of torch.export has no structure of its arguments")
+    return cast(TreeSpec, found)
+
+
+def _refuse_train_mode(program: ExportedProgram, path: Path) -> None:
+    """Check that a program computes as in eval mode, the same in every call.
+
+    Raises:
+        ModelError: it has operators of train mode, random numbers, or changes its buffers.
+    """
+    reasons = [
+        f"{_short(node)} ({reason})"
+        for module in program.graph_module.modules()
+        if isinstance(module, torch.fx.GraphModule)
+        for node in module.graph.nodes
+        if node.op == "call_function" and (reason := _train_mode(node))
+    ]
+    changed = program.graph_signature.buffers_to_mutate.values()
+    reasons += [f"the buffer {name} (changed by every call)" for name in changed]
+    if reasons:
+        more = f" and {len(reasons) - 3} more" if len(reasons) > 3 else ""
+        raise ModelError(
+            f"model.name={path} was exported in train mode, or is random: "
+            f"{', '.join(reasons[:3])}{more}. The mode is fixed in a program: call model.eval() "
+            f"and export it again: {HOW_TO_EXPORT}"
+        )
+
+
+def _train_mode(node: torch.fx.Node) -> str:
+    """Reason why a node is one of train mode; '' if it is not."""
+    operator = node.target
+    if not isinstance(operator, torch._ops.OpOverload):
+        return ""
+    given = dict(zip((each.name for each in operator._schema.arguments), node.args, strict=False))
+    given.update(node.kwargs)
+    if any(given.get(name) is True for name in _TRAINING):
+        return "train=True"
+    is_random = torch.Tag.nondeterministic_seeded in operator.tags
+    if not is_random or _TRAINING & given.keys() or given.get("dropout_p", 1.0) == 0.0:
+        return ""
+    defaults = {each.name: each.default_value for each in operator._schema.arguments}
+    return "" if defaults.get("dropout_p") == 0.0 and "dropout_p" not in given else "random"
+
+
+def _short(node: torch.fx.Node) -> str:
+    """Name of the operator of a node, such as dropout."""
+    return str(node.target).removeprefix("aten.").partition(".")[0]
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep torch from logging what becomes an error message here."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(before)

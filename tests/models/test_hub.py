@@ -1,0 +1,396 @@
+"""model=hub: functions of a hubconf.py, against torch.hub.load."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import http.server
+import io
+import json
+import subprocess
+import sys
+import threading
+import urllib.error
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import make_image
+
+import featx
+from featx.config import TransformConfig, model_options
+from featx.errors import ConfigError, ModelError, StoreMismatchError, WeightsError
+from featx.models import build_backbone
+from featx.models.base import Backbone
+from featx.models.hub.checkout import find_checkout
+
+pytestmark = pytest.mark.usefixtures("packing_in_process")
+
+HUBCONF = '''
+dependencies = ["torch"]
+from featx_test_nets.small import SmallNet
+from featx_test_width import WIDTH
+
+def small(pretrained=False, scale=1.0, half=False):
+    """A small network."""
+    import torch
+    print("loading")
+    net = SmallNet(WIDTH, scale)
+    if pretrained:
+        numbers = torch.Generator().manual_seed(7)
+        with torch.no_grad():
+            for x in list(net.parameters())[2 if half else 0 :]:
+                x.copy_(torch.randn(x.shape, generator=numbers) / 10)
+    return net
+
+def not_a_model():
+    return "text"
+
+def asks():
+    return input("Do you trust this repository (y/N)?")
+
+def imports_what_is_missing():
+    import yaml_of_nobody
+
+_private = small
+'''
+NETS = """
+from torch import nn
+
+class SmallNet(nn.Module):
+    def __init__(self, width, scale):
+        super().__init__()
+        self.stem = nn.Conv2d(3, width, 8, stride=8)
+        self.head = nn.Linear(width, 4)
+        self.scale = scale
+
+    def forward(self, x):
+        return self.head(self.stem(x).relu().mean((2, 3))) * self.scale
+"""
+
+
+def write_clone(folder: Path, width: int = 6) -> Path:
+    """A checkout as `git clone` leaves it."""
+    files = {
+        "hubconf.py": HUBCONF,
+        "featx_test_width.py": f"WIDTH = {width}\n",
+        "featx_test_nets/__init__.py": "",
+        "featx_test_nets/small.py": NETS,
+        ".git/hooks/x.py": "",
+        "README.md": "A network.",
+    }
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    return folder
+
+
+@pytest.fixture
+def clone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Folder `clone` with a hubconf.py; its parent is the current folder."""
+    monkeypatch.chdir(tmp_path)
+    return write_clone(tmp_path / "clone")
+
+
+TRAINED = {"pretrained": True}
+
+
+def built(folder: Path | str, entry: str = "small", seed: int = 0, **more: Any) -> Backbone:
+    options = {"args": TRAINED, "transform": TransformConfig(resize=32, crop=32), **more}
+    config = model_options(library="hub", name=str(folder), entry=entry, **options)
+    return build_backbone(config, seed)
+
+
+def extract(clone: Path, **more: Any) -> featx.FeatureStore:
+    return featx.extract(
+        model={
+            "library": "hub", "name": "clone", "entry": "small", "args": TRAINED,
+            "transform": {"resize": 32, "crop": 32},
+        },
+        data="photos", device="cpu", precision="fp32", out="store", **more,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def photos(clone: Path) -> Path:
+    folder = clone.parent / "photos"
+    folder.mkdir()
+    for i in range(4):
+        make_image(60 + i, 50, seed=i).save(folder / f"{i}.png")
+    return folder
+
+
+def test_the_model_is_that_of_torch_hub(clone: Path) -> None:
+    backbone = built("clone", args={"pretrained": True, "scale": 2.0})
+    with without_modules_of_tests():
+        expected = torch.hub.load(str(clone), "small", source="local", pretrained=True, scale=2.0)
+    x = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        assert torch.equal(backbone.module(x), expected.eval()(x))
+    assert backbone.name == "hub/clone:small"
+    assert backbone.args == {"pretrained": True, "scale": 2.0}
+    assert backbone.weights == "as small loads them"
+
+
+@contextlib.contextmanager
+def without_modules_of_tests() -> Iterator[None]:
+    """Forget what torch.hub leaves in sys.modules."""
+    yield
+    for name in [name for name in sys.modules if name.startswith("featx_test_")]:
+        del sys.modules[name]
+
+
+def test_two_checkouts_in_one_process_do_not_mix(clone: Path, tmp_path: Path) -> None:
+    write_clone(tmp_path / "other", width=10)
+    before, path = set(sys.modules), list(sys.path)
+    assert built("clone").module.stem.weight.shape[0] == 6
+    assert built("other").module.stem.weight.shape[0] == 10
+    assert built("clone").module.stem.weight.shape[0] == 6
+    assert not {name for name in set(sys.modules) - before if "featx_test" in name}
+    assert "hubconf" not in sys.modules
+    assert sys.path == path
+    assert not list(clone.rglob("__pycache__"))
+
+
+def test_an_edited_checkout_is_seen_and_has_another_digest(clone: Path) -> None:
+    first = built("clone")
+    (clone / "featx_test_width.py").write_text("WIDTH = 7\n")  # of the same size and second
+    second = built("clone")
+    assert second.module.stem.weight.shape[0] == 7
+    assert first.provenance["code_sha256"] != second.provenance["code_sha256"]
+    (clone / "README.md").write_text("changed")
+    (clone / ".git" / "hooks" / "x.py").write_text("changed")
+    assert built("clone").provenance == second.provenance
+
+
+def test_the_digest_is_that_of_paths_and_contents(clone: Path) -> None:
+    sha = hashlib.sha256()
+    for name in ("featx_test_width.py", "hubconf.py", "featx_test_nets/__init__.py",
+                 "featx_test_nets/small.py"):  # fmt: skip
+        data = (clone / name).read_bytes()
+        sha.update(f"{name} {len(data)};".encode() + data)
+    assert find_checkout("clone").sha256() == sha.hexdigest()
+
+
+def test_a_resume_after_an_edit_is_refused(clone: Path, photos: Path) -> None:
+    extract(clone)
+    (clone / "featx_test_nets" / "small.py").write_text(NETS + "# edited\n")
+    with pytest.raises(StoreMismatchError, match=r"model\.code_sha256"):
+        extract(clone)
+    fingerprint = json.loads(Path("store/featx.json").read_text())["fingerprint"]
+    assert fingerprint["model.entry"] == "small"
+    assert fingerprint["model.args"] == {"pretrained": True}
+
+
+def test_weights_are_what_the_option_promises(clone: Path, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"4 parameters \(stem\.weight.*random.*default promises"):
+        built("clone", args={})
+    with pytest.raises(ModelError, match=r"leaves 2 parameters \(stem\.weight, stem\.bias\)"):
+        built("clone", args={"pretrained": True, "half": True})
+    with pytest.raises(ModelError, match=r"model\.weights=null: small.*loads trained weights"):
+        built("clone", weights=None)
+    with pytest.raises(ModelError, match=r"model\.init=reset: small.*loads trained weights"):
+        built("clone", init="reset")
+    random = built("clone", args={}, weights=None, seed=3)
+    assert random.weights == "random (seed 3)"
+    assert random.weights_sha256 == built("clone", args={}, weights=None, seed=3).weights_sha256
+    assert random.weights_sha256 != built("clone", args={}, weights=None, seed=4).weights_sha256
+    state = {f"model.{name}": x for name, x in built("clone").module.state_dict().items()}
+    torch.save({"state_dict": state}, tmp_path / "w.pth")
+    loaded = built("clone", args={}, weights=str(tmp_path / "w.pth"))
+    assert loaded.weights_sha256 == built("clone").weights_sha256
+    assert loaded.checkpoint["prefix"] == "state_dict/model."
+    reset = built("clone", args={}, weights=str(tmp_path / "w.pth"), init="reset")
+    assert torch.equal(
+        reset.module.stem.weight, built("clone", args={}, weights=None).module.stem.weight
+    )
+    torch.save({"other": torch.zeros(3)}, tmp_path / "o.pth")
+    with pytest.raises(WeightsError):
+        built("clone", args={}, weights=str(tmp_path / "o.pth"))
+
+
+REFUSED = {
+    "smal": r"no function 'smal'\. Nearest: small",
+    "_private": "no function '_private'",
+    "not_a_model": r"returned a str, expected a torch\.nn\.Module",
+    "asks": "fails with EOFError",
+    "imports_what_is_missing": "No module named 'yaml_of_nobody'.*pip install yaml_of_nobody",
+}
+
+
+@pytest.mark.parametrize("entry", REFUSED)
+def test_entries_that_give_no_model_are_refused(entry: str, clone: Path) -> None:
+    with pytest.raises(ModelError, match=REFUSED[entry]):
+        built("clone", entry=entry, args={})
+
+
+def test_arguments_that_do_not_fit_are_refused(clone: Path) -> None:
+    with pytest.raises(ModelError, match=r"unexpected keyword argument 'pretraind'.*It takes \("):
+        built("clone", args={"pretraind": True})
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("dependencies = ['torch', 'cv2x', 'skimagex.io']\nimport cv2x",
+         r"needs cv2x, skimagex\.io .*are not installed\. To install: pip install cv2x"),
+        ("dependencies = ['yaml_', 'torch']", r"needs yaml_ .*is not installed"),
+        ("def small(:", "is no Python code"),
+        ("raise OSError('a file is missing')", "fails with OSError: a file is missing"),
+    ],
+)  # fmt: skip
+def test_a_hubconf_that_cannot_run_ends_in_one_message(
+    text: str, message: str, clone: Path
+) -> None:
+    (clone / "hubconf.py").write_text(text)
+    with pytest.raises(ModelError, match=message):
+        built("clone")
+
+
+def test_names_that_are_no_checkout_are_refused(clone: Path, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    cases = {
+        "empty": r"has no hubconf\.py",
+        "nothing": r"no such folder.*40 hex digits",
+        "owner/repo": "no such folder",
+        "owner/repo@main": "'main' is no full commit",
+        "owner/repo:v1.0": r"'v1\.0' is no full commit",
+        "owner/repo@0123abc": "'0123abc' is no full commit",
+        f"owner/repo@{'A' * 40}": "is no full commit",
+    }
+    for name, message in cases.items():
+        with pytest.raises(ModelError, match=message):
+            built(name)
+    for values in ({"name": "clone"}, {"entry": "small"}):
+        with pytest.raises(ConfigError, match=r"model=hub needs model\.name=FOLDER"):
+            model_options(**{"library": "hub", "name": "", **values})
+
+
+def test_a_module_that_another_one_hides_is_refused(clone: Path) -> None:
+    (clone / "torchvision").mkdir()
+    (clone / "torchvision" / "__init__.py").write_text("")
+    import torchvision
+
+    with pytest.raises(ModelError, match="its module torchvision cannot be imported"):
+        built("clone")
+    assert sys.modules["torchvision"] is torchvision
+
+
+def test_what_the_code_prints_stays_out_of_the_result(
+    clone: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    built("clone")
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert "loading" in printed.err
+    assert f"running small of {clone / 'hubconf.py'}" in printed.err
+
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+def archive_of(folder: Path, comment: str) -> bytes:
+    """The archive of a commit as GitHub serves it."""
+    packed = io.BytesIO()
+    with zipfile.ZipFile(packed, "w") as archive:
+        for path in sorted(folder.rglob("*.py")):
+            archive.write(path, f"owner-repo-0123456/{path.relative_to(folder)}")
+        archive.comment = comment.encode()
+    return packed.getvalue()
+
+
+@contextlib.contextmanager
+def github(answers: dict[str, bytes]) -> Iterator[str]:
+    """A server on this machine that has these paths; yields its URL."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            found = answers.get(self.path)
+            self.send_response(404 if found is None else 200)
+            self.end_headers()
+            self.wfile.write(found or b"")
+
+        def log_message(self, *args: object) -> None:
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+
+
+def test_a_commit_is_fetched_once_and_then_found(
+    clone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path / "torch"))
+    name, path = f"owner/repo@{COMMIT}", f"/owner/repo/zipball/{COMMIT}"
+    hub = tmp_path / "torch" / "hub"
+    with github({path: archive_of(clone, COMMIT)}) as server:
+        checkout = find_checkout(name, server)
+    assert checkout.folder == hub / f"owner_repo_{COMMIT}"
+    assert [entry.name for entry in hub.iterdir()] == [checkout.folder.name]
+    assert find_checkout(name, "http://127.0.0.1:1").sha256() == find_checkout("clone").sha256()
+    backbone = built(name)
+    assert backbone.name == f"hub/{name}:small"
+    assert backbone.weights_sha256 == built("clone").weights_sha256
+
+
+def test_a_commit_that_cannot_be_fetched_ends_in_one_message(
+    clone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path / "torch"))
+    name, path = f"owner/repo@{COMMIT}", f"/owner/repo/zipball/{COMMIT}"
+    wrong = {
+        "of commit": archive_of(clone, "f" * 40),
+        "not a zip file": archive_of(clone, COMMIT)[:300],
+    }
+    for message, data in wrong.items():
+        with github({path: data}) as server, pytest.raises(ModelError, match=message):
+            find_checkout(name, server)
+    with github({}) as server, pytest.raises(ModelError, match="no such commit, or it is not"):
+        find_checkout(name, server)
+    with pytest.raises(ModelError, match=r"refused.*git clone https://github.com/owner/repo") as e:
+        find_checkout(name, "http://127.0.0.1:1")
+    assert isinstance(e.value.__cause__, urllib.error.URLError)
+    assert not list((tmp_path / "torch" / "hub").iterdir())
+
+
+@pytest.mark.slow
+def test_the_command_extracts_resumes_and_verifies(
+    featx: Callable[..., subprocess.CompletedProcess[str]], clone: Path, photos: Path
+) -> None:
+    command = (
+        "model=hub", "model.name=clone", "model.entry=small", "model.args={pretrained: true}",
+        "model.transform.resize=32", "model.transform.crop=32", "data=folder", "data.root=photos",
+        "out=store", "part_rows=2", "pack=false", "precision=fp32", "device=cpu", "batch_size=2",
+        "conformance.mode=strict",
+    )  # fmt: skip
+    first = featx(*command)
+    assert first.returncode == 0, first.stderr
+    assert "loading" in first.stderr
+    assert "loading" not in first.stdout
+    before = rows_of(photos.parent / "store")
+    parts = sorted(Path("store/parts").glob("*.h5"))
+    assert len(parts) == 2
+    parts[1].unlink()
+    again = featx(*command)
+    assert again.returncode == 0, again.stderr
+    np.testing.assert_array_equal(rows_of(photos.parent / "store"), before)
+    check = ("job=verify", "store=store", "verify.reextract_rows=4")
+    refused = featx(*check)
+    assert refused.returncode == 2
+    assert "loading" not in refused.stderr
+    assert "add model=hub model.name=clone model.entry=small" in refused.stderr
+    done = featx(*check, "model=hub", "model.name=clone", "model.entry=small")
+    assert done.returncode == 0, done.stderr
+    assert "0 different" in done.stdout
+
+
+def rows_of(root: Path) -> np.ndarray[Any, Any]:
+    return np.asarray(featx.open(root)["embedding"])

@@ -256,9 +256,12 @@ MADE_FIRST = {
 FILES = ("dino.pth", "mine.pth")
 """Files of weights that docs/models.md speaks of."""
 
+MODELS = ("model.name=net.pt2", "model.name=clone")
+"""Options that name a program and a checkout, which docs/models.md speaks of."""
+
 
 def write_weights() -> None:
-    """A file of a teacher and a student, and one of a fine-tuned model, in the current folder."""
+    """Write weights of a teacher and a student and of a fine-tuned model, a program, a checkout."""
     import timm
     import torch
     import torchvision
@@ -268,6 +271,13 @@ def write_weights() -> None:
     tuned = torchvision.models.mobilenet_v3_large(num_classes=5).state_dict()
     for name, state in zip(FILES, (behind, tuned), strict=True):
         torch.save(state, name)
+    _, program = snippets_of(REPOSITORY / "docs" / "models.md")
+    exec(program, {})
+    Path("clone").mkdir()
+    Path("clone/hubconf.py").write_text(
+        "import timm, torch\n\ndef small(pretrained=False):\n    torch.manual_seed(0)\n"
+        "    return timm.create_model('test_resnet')\n"
+    )
 
 
 def run(line: str, monkeypatch: pytest.MonkeyPatch) -> int:
@@ -276,6 +286,7 @@ def run(line: str, monkeypatch: pytest.MonkeyPatch) -> int:
     job = next((word[4:] for word in words if word.startswith("job=")), "extract")
     computes = job in ("extract", "plan", "stats", "attribute", "layers", "bench")
     has_file = any(f"model.weights={name}" in words for name in FILES)
+    has_file = has_file or any(name in words for name in MODELS)
     if computes and not has_file and any(word.startswith("model=") for word in words):
         words += [] if "model.weights=null" in line else ["model.weights=null"]
     if computes and job not in ("layers", "bench"):

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from conftest import make_image
 from PIL import Image
 from program_zoo import Net, edited, export, hostile
@@ -23,6 +24,7 @@ from torchvision.transforms import v2
 import featx
 from featx.config import TransformConfig, model_options
 from featx.errors import ConfigError, FeatxError, LayerError, ModelError, StoreMismatchError
+from featx.jobs import base as jobs
 from featx.models import build_backbone
 from featx.models.base import Backbone
 
@@ -192,6 +194,29 @@ class Several(nn.Module):
         return {"map": y, "pooled": y.mean((2, 3))}
 
 
+class Standardised(nn.Module):
+    """Standardises its weights by F.batch_norm, as NFNets do, in eval mode as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 3, 8, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = F.batch_norm(self.weight.reshape(1, 4, -1), None, None, training=True)
+        return F.conv2d(x, weight.reshape(4, 3, 8, 8)).mean((2, 3))
+
+
+class OfTheBatch(nn.Module):
+    """Takes the statistics of each batch, in eval mode as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm2d(3, track_running_stats=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(x).amax((2, 3))
+
+
 IMAGES = torch.zeros(2, 3, 32, 32)
 GREY = torch.zeros(2, 1, 32, 32)
 REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
@@ -228,6 +253,23 @@ def test_a_program_of_several_outputs_has_layers_and_no_embedding(tmp_path: Path
         assert backbone.embedding is None
         with torch.no_grad():
             assert backbone.module(torch.zeros(3, 3, 32, 32))["pooled"].shape == (3, 4)
+
+
+def test_batch_norm_of_weights_is_no_train_mode(tmp_path: Path) -> None:
+    module = Standardised().eval()
+    x = torch.randn(3, 3, 32, 32, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        backbone = built(export(tmp_path / "x.pt2", module))
+        torch.testing.assert_close(backbone.module(x), module(x))
+
+
+@pytest.mark.parametrize("sizes", [None, {}], ids=["any", "fixed"])
+def test_statistics_of_the_batch_are_refused(
+    sizes: dict[int, Any] | None, photos: Path, tmp_path: Path
+) -> None:
+    path = export(tmp_path / "x.pt2", OfTheBatch().eval(), sizes=sizes)
+    with pytest.raises(ModelError, match=r"changes by .* with the other images of its batch"):
+        extract(path, photos)
 
 
 def zip_of(path: Path, *names: str) -> Path:
@@ -411,3 +453,12 @@ def test_the_command_extracts_resumes_and_verifies(
 
 def rows_of(root: Path) -> np.ndarray[Any, Any]:
     return np.asarray(featx.open(root)["embedding"])
+
+
+def test_a_store_does_not_lead_to_a_program(programs: Path, photos: Path) -> None:
+    extract(programs / "net.pt2", photos)
+    config, text = jobs.config_of_call(
+        "verify", {"store": "store", "verify": {"reextract_rows": 2}}
+    )
+    with pytest.raises(ConfigError, match=r"featx imports no code.*add model=export model\.name="):
+        jobs.run(config, text)

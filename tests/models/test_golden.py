@@ -136,7 +136,7 @@ def test_what_cannot_be_compared_is_not_written(tmp_path: Path) -> None:
 
 def test_the_example_of_the_documentation(tmp_path: Path, photos: Path) -> None:
     page = Path(__file__).parents[2] / "docs" / "models.md"
-    [example] = re.findall(r"^```python\n(.*?)^```", page.read_text("utf-8"), re.M | re.S)
+    example, _ = re.findall(r"^```python\n(.*?)^```", page.read_text("utf-8"), re.M | re.S)
     weights = saved(tmp_path / "tuned.pth", "test_resnet")
     exec(example, {})
     run(photos, "test_resnet", weights, "golden.npz")

@@ -24,6 +24,7 @@ from conftest import make_image
 import featx
 from featx.config import TransformConfig, model_options
 from featx.errors import ConfigError, ModelError, StoreMismatchError, WeightsError
+from featx.jobs import base as jobs
 from featx.models import build_backbone
 from featx.models.base import Backbone
 from featx.models.hub.checkout import find_checkout
@@ -184,6 +185,20 @@ def test_a_resume_after_an_edit_is_refused(clone: Path, photos: Path) -> None:
     fingerprint = json.loads(Path("store/featx.json").read_text())["fingerprint"]
     assert fingerprint["model.entry"] == "small"
     assert fingerprint["model.args"] == {"pretrained": True}
+
+
+def test_a_store_does_not_lead_to_a_checkout(
+    clone: Path, photos: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    extract(clone)
+    capsys.readouterr()
+    asked = {"store": "store", "verify": {"reextract_rows": 2}}
+    other = {"library": "hub", "name": "clone", "entry": "asks"}
+    for values in ({}, {"model": other}):
+        config, text = jobs.config_of_call("verify", {**asked, **values})
+        with pytest.raises(ConfigError, match=r"add model=hub model\.name=clone"):
+            jobs.run(config, text)
+    assert "loading" not in capsys.readouterr().err
 
 
 def test_weights_are_what_the_option_promises(clone: Path, tmp_path: Path) -> None:

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from featx.base import log_message
 from featx.errors import FeatxError, ModelError, nearest
 from featx.models.base import seeded
 from featx.models.hub.checkout import Checkout
@@ -241,8 +240,3 @@ def _check_args(function: Any, args: Mapping[str, Any], where: str) -> None:
         raise ModelError(
             f"{where} cannot be called with model.args={dict(args)}: {error}. It takes {signature}."
         ) from error
-
-
-def log_code(checkout: Checkout, entry: str) -> None:
-    """Write one line about the code that is going to run."""
-    log_message(f"running {entry} of {checkout.hubconf}")

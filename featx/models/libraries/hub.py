@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from featx.base import log_message
 from featx.config import (
     USUAL_CROP,
     USUAL_RESIZE,
@@ -79,13 +80,13 @@ def build(config: HubOptions, seed: int) -> Backbone:
     from featx.models.base import Backbone, random_id
     from featx.models.checkpoint import load_weights, read_weights
     from featx.models.hub.checkout import find_checkout
-    from featx.models.hub.entry import call_entry, log_code
+    from featx.models.hub.entry import call_entry
     from featx.models.preprocessing import stated_preprocess
     from featx.models.user_code import args_of_values, has_class_token
 
     checkout, entry, loading = find_checkout(config.name), str(config.entry), {}
     preprocess = stated_preprocess(config.transform)
-    log_code(checkout, entry)
+    log_message(f"running {entry} of {checkout.hubconf}")
     code = checkout.sha256()
     if config.weights is None:
         module, weights = _untrained(checkout, config, seed, "model.weights=null"), random_id(seed)

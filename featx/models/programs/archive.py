@@ -291,10 +291,11 @@ def _check_expression(text: str) -> None:
     Raises:
         _RefusedError: it is anything else.
     """
+    refusal = _RefusedError(f"has a size {text[:80]!r}, which is no arithmetic expression.")
     try:
         nodes = list(ast.walk(ast.parse(text, mode="eval")))
-    except (SyntaxError, MemoryError):
-        nodes = [ast.Lambda()]
+    except (SyntaxError, MemoryError) as error:
+        raise refusal from error
     called = {id(node.func): node.func for node in nodes if isinstance(node, ast.Call)}.values()
     texts = [
         node.value
@@ -307,7 +308,7 @@ def _check_expression(text: str) -> None:
         or not all(re.fullmatch(r"\w+|[\d.e+-]+", each, re.ASCII) for each in texts)
         or any("__" in node.id for node in nodes if isinstance(node, ast.Name))
     ):
-        raise _RefusedError(f"has a size {text[:80]!r}, which is no arithmetic expression.")
+        raise refusal
 
 
 def _check_text(text: str) -> None:

@@ -162,7 +162,7 @@ class FixedBatch(nn.Module):
 
     def forward(self, images: torch.Tensor) -> Any:
         """(n, 3, H, W) -> the outputs of the program, with n rows."""
-        groups = [self._computed(group) for group in images.split(self._batch_size)]
+        groups = [self._computed(group) for group in torch.split(images, self._batch_size)]
         return self.output(tree_map(lambda *parts: torch.cat(parts), *groups))
 
     def _computed(self, group: torch.Tensor) -> Any:
@@ -249,7 +249,10 @@ def _train_mode(node: torch.fx.Node) -> str:
         return ""
     given = dict(zip((each.name for each in operator._schema.arguments), node.args, strict=False))
     given.update(node.kwargs)
-    if any(given.get(name) is True for name in _TRAINING):
+    # BatchNorm without running statistics is the same in both modes: NFNets standardise weights by
+    # it. If it takes the statistics of images, the engine refuses it, as for any model.
+    is_same = given.get("running_mean", operator) is None
+    if any(given.get(name) is True for name in _TRAINING) and not is_same:
         return "train=True"
     is_random = torch.Tag.nondeterministic_seeded in operator.tags
     if not is_random or _TRAINING & given.keys() or given.get("dropout_p", 1.0) == 0.0:

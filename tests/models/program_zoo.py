@@ -126,6 +126,10 @@ def hostile(folder: Path, source: Path, touched: Path) -> dict[str, Path]:
     def argument(program: Any) -> None:
         _replaced(program, "forward_arg_names", [f"x={python}"])
 
+    def passed(program: Any) -> None:
+        inputs = program["graph_module"]["graph"]["nodes"][0]["inputs"]
+        inputs[0]["arg"] = {"as_operator": "torch.os.system"}
+
     def custom(config: Any) -> None:
         config["config"]["thing"] = {"path_name": "custom_obj_0", "use_pickle": False}
 
@@ -135,6 +139,9 @@ def hostile(folder: Path, source: Path, touched: Path) -> dict[str, Path]:
         "function": [(model, _with_json(lambda x: node(x, target="torch.os.system")))],
         "loader": [(model, _with_json(lambda x: node(x, target="torch.ops.load_library")))],
         "file": [(model, _with_json(lambda x: node(x, target="torch.ops.aten.from_file.default")))],
+        "guard": [(model, _with_json(lambda x: x.update(guards_code=[f"({python}) == 0"])))],
+        "operator": [(model, _with_json(passed))],
+        "caller": [(model, _with_json(lambda x: node(x, target="_operator.methodcaller")))],
         "argument": [(model, _with_json(argument))],
         "node": [(model, _with_json(lambda x: node(x, name=f"x={python}")))],
         "parameter": [(model, _with_json(lambda x: _replaced(x, "parameter_name", f'"+{python}')))],

@@ -272,6 +272,16 @@ def test_statistics_of_the_batch_are_refused(
         extract(path, photos)
 
 
+def test_an_output_without_a_row_per_image_is_refused_with_a_fixed_batch(tmp_path: Path) -> None:
+    class WithScale(Several):
+        def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+            return super().forward(x) | {"weight": self.conv.weight}
+
+    with pytest.raises(ModelError, match=r"also returns \(4, 3, 8, 8\), which has no row"):
+        built(export(tmp_path / "x.pt2", WithScale().eval(), sizes={}))
+    assert built(export(tmp_path / "x.pt2", WithScale().eval())).embedding is None
+
+
 def zip_of(path: Path, *names: str) -> Path:
     with zipfile.ZipFile(path, "w") as archive:
         for name in names:
@@ -298,8 +308,8 @@ def test_archives_of_other_kinds_are_named(programs: Path, tmp_path: Path) -> No
 
 @pytest.mark.parametrize(
     "kind",
-    ["expression", "function", "loader", "file", "argument", "node", "parameter", "weight",
-     "constant"],
+    ["expression", "function", "loader", "file", "guard", "operator", "caller", "argument", "node",
+     "parameter", "weight", "constant"],
 )  # fmt: skip
 def test_a_program_that_would_run_code_is_refused(
     kind: str, programs: Path, tmp_path: Path
@@ -393,8 +403,24 @@ def test_the_size_of_the_images_follows_from_the_program(programs: Path, tmp_pat
     free = export(tmp_path / "free.pt2", Net().eval(), sizes=side | {0: torch.export.Dim("b")})
     assert built(free, resize=None).preprocess.crop == (224, 224)
     assert built(free, resize=[40, 48], crop=[40, 48]).preprocess.crop == (40, 48)
-    with pytest.raises(ModelError, match="does not take two images of 8 x 8 pixels"):
+    with pytest.raises(ModelError, match="does not take one image of 8 x 8 pixels"):
         built(free, resize=8, crop=8)
+
+
+def test_conditions_of_the_export_hold_in_the_run(tmp_path: Path) -> None:
+    """torch.export.unflatten leaves out that height and width are multiples of 8."""
+
+    class Unshuffled(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return F.pixel_unshuffle(x, 8).mean((2, 3))
+
+    any_size = {0: torch.export.Dim("b"), **dict.fromkeys((2, 3), torch.export.Dim.AUTO)}
+    path = export(tmp_path / "x.pt2", Unshuffled().eval(), sizes=any_size)
+    x = torch.randn(3, 3, 40, 48, generator=torch.Generator().manual_seed(1))
+    backbone = built(path, resize=[40, 48], crop=[40, 48])
+    torch.testing.assert_close(backbone.module(x), Unshuffled()(x))
+    with pytest.raises(ModelError, match=r"does not take .* of 36 x 40 pixels \(Guard failed"):
+        built(path, resize=[36, 40], crop=[36, 40])
 
 
 @pytest.mark.parametrize("values", [{"weights": None}, {"weights": "x.pth"}, {"init": "reset"}])

@@ -295,6 +295,33 @@ def test_a_module_that_another_one_hides_is_refused(clone: Path) -> None:
     assert sys.modules["torchvision"] is torchvision
 
 
+def test_an_environment_inside_of_a_checkout_is_no_part_of_it(clone: Path) -> None:
+    before = built("clone").provenance["code_sha256"]
+    for folder in (".venv/lib/site-packages", "env/lib/site-packages"):
+        package = clone / folder / "featx_test_installed.py"
+        package.parent.mkdir(parents=True)
+        package.write_text("VALUE = 1")
+        assert built("clone").provenance["code_sha256"] == before
+        with pytest.MonkeyPatch.context() as patch:
+            patch.syspath_prepend(str(package.parent))
+            text = (clone / "hubconf.py").read_text()
+            (clone / "hubconf.py").write_text(text + "import featx_test_installed\n")
+            built("clone")
+            assert sys.modules.pop("featx_test_installed").VALUE == 1
+            (clone / "hubconf.py").write_text(text)
+
+
+def test_parameters_without_values_are_refused(clone: Path) -> None:
+    text = "from torch import nn\ndef lazy():\n    return nn.Sequential(nn.LazyLinear(3))\n"
+    text += "def meta():\n    return nn.Linear(3, 3, device='meta')\n"
+    (clone / "hubconf.py").write_text(text)
+    for weights in ("default", None):
+        with pytest.raises(ModelError, match="have no values yet"):
+            built("clone", "lazy", args={}, weights=weights)
+        with pytest.raises(ModelError, match="are on the meta device"):
+            built("clone", "meta", args={}, weights=weights)
+
+
 def test_what_the_code_prints_stays_out_of_the_result(
     clone: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

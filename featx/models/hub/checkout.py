@@ -47,7 +47,7 @@ class Checkout:
         return self.folder / "hubconf.py"
 
     def sha256(self) -> str:
-        """SHA-256 over paths and contents of all .py files, those in hidden folders excepted."""
+        """SHA-256 over paths and contents of all .py files of the checkout."""
         sha = hashlib.sha256()
         for path in self._sources():
             data = path.read_bytes()
@@ -55,10 +55,18 @@ class Checkout:
             sha.update(data)
         return sha.hexdigest()
 
+    def holds(self, place: Path) -> bool:
+        """Return whether a file or a folder is part of the checkout."""
+        root = self.folder.resolve()
+        place = place.resolve()
+        return place.is_relative_to(root) and not any(
+            map(_is_foreign, place.relative_to(root).parts)
+        )
+
     def _sources(self) -> Iterator[Path]:
         """Files of Python code in the order of their paths; links to folders are not followed."""
         for folder, folders, files in os.walk(self.folder):
-            folders[:] = sorted(name for name in folders if not name.startswith("."))
+            folders[:] = sorted(name for name in folders if not _is_foreign(name))
             yield from (Path(folder, name) for name in sorted(files) if name.endswith(".py"))
 
 
@@ -100,11 +108,9 @@ def find_checkout(name: str, server: str = GITHUB) -> Checkout:
     return checkout
 
 
-def cached_folder(owner: str, repository: str, commit: str) -> Path:
-    """Folder of a commit in the cache of torch.hub, which torch.hub itself uses as well."""
-    import torch
-
-    return Path(torch.hub.get_dir()) / f"{owner}_{repository}_{commit}"
+def _is_foreign(name: str) -> bool:
+    """Return whether a folder below a checkout is no part of it, such as .git or an environment."""
+    return name.startswith(".") or name == "site-packages"
 
 
 def _of_commit(owner: str, repository: str, commit: str, server: str) -> Path:
@@ -116,7 +122,9 @@ def _of_commit(owner: str, repository: str, commit: str, server: str) -> Path:
     Raises:
         ModelError: it cannot be fetched.
     """
-    target = cached_folder(owner, repository, commit)
+    import torch
+
+    target = Path(torch.hub.get_dir(), f"{owner}_{repository}_{commit}")  # torch.hub's own name
     if target.is_dir():
         return target
     url = f"{server}/{owner}/{repository}/zipball/{commit}"

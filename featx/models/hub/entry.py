@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from featx.errors import FeatxError, ModelError, nearest
 from featx.models.base import seeded
@@ -103,12 +104,14 @@ def trained_parameters(module: nn.Module, random: list[str]) -> list[str]:
     return [
         name
         for name, x in module.named_parameters()
-        if name not in random and bool((x != x.flatten()[:1]).any())
+        if name not in random and _digest(x) and bool((x != x.flatten()[:1]).any())
     ]
 
 
 def _digest(x: torch.Tensor) -> bytes:
-    """SHA-256 of the bytes of a tensor."""
+    """SHA-256 of the bytes of a tensor; b'' if it has no values, which is refused later."""
+    if is_lazy(x) or x.is_meta:
+        return b""
     values = x.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
     return hashlib.sha256(values.numpy().data).digest()
 
@@ -136,8 +139,9 @@ def _importable(checkout: Checkout) -> Iterator[None]:
             yield
     finally:
         sys.path[:], sys.stdin, sys.dont_write_bytecode = path, stdin, writes
-        for name in [name for name in sys.modules if name not in before]:
-            if _is_inside(sys.modules[name], checkout.folder):
+        for name, module in list(sys.modules.items()):
+            # Packages that were imported before may go on importing parts of themselves.
+            if name.partition(".")[0] not in before and _is_inside(module, checkout):
                 del sys.modules[name]
 
 
@@ -150,7 +154,7 @@ def _refuse_taken_names(checkout: Checkout) -> None:
     for path in sorted(checkout.folder.iterdir()):
         is_module = path.suffix == ".py" or (path / "__init__.py").is_file()
         taken = sys.modules.get(path.stem) if is_module else None
-        if taken is not None and not _is_inside(taken, checkout.folder):
+        if taken is not None and not _is_inside(taken, checkout):
             raise ModelError(
                 f"{checkout.name}: its module {path.stem} cannot be imported, because featx has "
                 f"already imported another one of this name ({getattr(taken, '__file__', None)}). "
@@ -159,11 +163,10 @@ def _refuse_taken_names(checkout: Checkout) -> None:
             )
 
 
-def _is_inside(module: ModuleType, folder: Path) -> bool:
-    """Return whether a module, or a package without a file, lies in a folder."""
+def _is_inside(module: ModuleType, checkout: Checkout) -> bool:
+    """Return whether a module, or a package without a file, is part of a checkout."""
     places = [getattr(module, "__file__", None), *getattr(module, "__path__", ())]
-    root = folder.resolve()
-    return any(place is not None and Path(place).resolve().is_relative_to(root) for place in places)
+    return any(place is not None and checkout.holds(Path(place)) for place in places)
 
 
 def _check_dependencies(checkout: Checkout) -> None:
@@ -182,8 +185,10 @@ def _check_dependencies(checkout: Checkout) -> None:
     for node in tree.body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "dependencies":
             with contextlib.suppress(ValueError):  # computed when the file runs
-                named = [str(name) for name in ast.literal_eval(node.value)]
-    missing = [name for name in named if importlib.util.find_spec(name.partition(".")[0]) is None]
+                value = ast.literal_eval(node.value)
+                named = [str(name) for name in value] if isinstance(value, list | tuple) else []
+    packages = {name: name.partition(".")[0] for name in named if name}
+    missing = [name for name, top in packages.items() if importlib.util.find_spec(top) is None]
     if missing:
         raise ModelError(
             f"{checkout.name} needs {', '.join(missing)} (dependencies in its hubconf.py), which "

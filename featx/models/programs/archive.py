@@ -28,11 +28,20 @@ HOW_TO_EXPORT = (
 """Code that makes a file which featx opens, with `images` (2, 3, H, W) float32."""
 
 _OPERATORS = re.compile(
-    r"torch\.ops\.(aten|prims|torchvision)\.\w+\.\w+"
+    r"torch\.ops\.(aten|prims|torchvision)\.((?!__)\w+|__i?(and|or|xor|lshift|rshift)__)\.(?!_)\w+"
     r"|torch\.ops\.higher_order\.wrap_with_(set_grad_enabled|autocast)"
-    r"|torch\.sym_\w+|_operator\.\w+|math\.\w+"
+    r"|_operator\.(add|sub|mul|floordiv|truediv|mod|pow|neg|pos|abs|eq|ne|lt|le|gt|ge|and_|or_|not_"
+    r"|xor|lshift|rshift|getitem)"
+    r"|torch\.sym_\w+|math\.\w+"
 )
 """Targets of nodes that compute; anything else below `torch` may be any Python function."""
+
+_SIZE = re.compile(r"L\['\w+'\]\.(size|stride)\(\)\[\d+\]", re.ASCII)
+_CALL = re.compile(r"\b(torch\.sym_[a-z]+|math\.[a-z]+)\(")
+"""Parts of a guard, such as `torch.sym_max(1, L['x'].size()[2] // 16) > 3`."""
+
+_OBJECTS = ("as_operator", "as_custom_obj", "custom_obj_values")
+"""Fields that hold a function or an object instead of tensors, numbers and texts."""
 
 _READS_FILES = "torch.ops.aten.from_file"
 """Operator that reads a file, and makes it if it does not exist."""
@@ -56,7 +65,7 @@ _FUNCTIONS = re.compile(
 
 _PARTS = (
     ast.Expression, ast.Call, ast.keyword, ast.Name, ast.Load, ast.Constant, ast.BinOp, ast.UnaryOp,
-    ast.Compare, ast.operator, ast.unaryop, ast.cmpop,
+    ast.Compare, ast.BoolOp, ast.operator, ast.unaryop, ast.cmpop, ast.boolop,
 )  # fmt: skip
 """Parts of an expression that is arithmetic."""
 
@@ -218,8 +227,6 @@ def _checked_program(program: dict[str, Any]) -> dict[str, Any]:
         _RefusedError: it is not arithmetic on tensors.
     """
     _check_devices(program)
-    # Code that compares sizes with those of the export; featx reads the sizes itself.
-    program.pop("guards_code", None)
     for key, value in _pairs(program):
         if key == "nodes":
             value[:] = [node for node in value if node["target"] != _ASSERTION]
@@ -227,8 +234,12 @@ def _checked_program(program: dict[str, Any]) -> dict[str, Any]:
                 _check_target(node["target"])
                 kept = {"nn_module_stack": node["metadata"].get("nn_module_stack")}
                 node["metadata"] = {name: text for name, text in kept.items() if text}
-        elif key == "custom_obj_values" and value:
-            raise _RefusedError("holds custom objects, which are pickled. Give plain tensors.")
+        elif key == "guards_code":
+            for text in value or ():
+                _check_guard(text)
+        elif key in _OBJECTS:
+            if value:
+                raise _RefusedError("passes functions or custom objects. Give plain tensors.")
         elif key in ("in_spec", "out_spec"):
             for name, inner in _pairs(json.loads(value)):
                 # The keys of a mapping are JSON inside of JSON.
@@ -309,6 +320,16 @@ def _check_expression(text: str) -> None:
         or any("__" in node.id for node in nodes if isinstance(node, ast.Name))
     ):
         raise refusal
+
+
+def _check_guard(text: str) -> None:
+    """Check that a guard, which torch runs as Python, is a condition on sizes of the input.
+
+    Raises:
+        _RefusedError: it is anything else.
+    """
+    _check_text(_SIZE.sub("size", text))
+    _check_expression(_CALL.sub("Max(", _SIZE.sub("size", text)))
 
 
 def _check_text(text: str) -> None:

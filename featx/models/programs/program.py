@@ -19,6 +19,9 @@ from featx.models.programs.archive import HOW_TO_EXPORT, checked_archive
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
 
+_MOST_CHECKED = 512
+"""Largest batch for which conditions of the export are checked, unless it allows fewer images."""
+
 _TRAINING = frozenset({"train", "training"})
 """Arguments of operators that are true in train mode."""
 
@@ -33,6 +36,7 @@ class Program:
         size: (height, width) in pixels that the program was exported for; None if it takes others.
         gives_vectors: whether its output is one tensor (n, D).
         sha256: SHA-256 of the file in hex digits.
+        most_images: largest batch for which conditions of the export are checked.
         plain: the program as torch itself runs it, to compare `module` with.
     """
 
@@ -41,6 +45,7 @@ class Program:
     size: tuple[int, int] | None
     gives_vectors: bool
     sha256: str
+    most_images: int
     plain: nn.Module
 
 
@@ -69,13 +74,16 @@ def open_program(path: Path) -> Program:
         shape = _input_shape(program, path)
         batch_size = shape[0] if isinstance(shape[0], int) else None
         output = _output(program)
+        # Without an example of the input, torch leaves out the conditions on its sizes.
+        program.example_inputs = ((torch.zeros(()),), {})
         module = _module(program, path, batch_size)
     height, width = shape[2:]
     is_fixed = isinstance(height, int) and isinstance(width, int)
     gives_vectors = isinstance(output, torch.Tensor) and output.dim() == 2
     size = (int(height), int(width)) if is_fixed else None
     plain = module if isinstance(module, FixedBatch) else program.module()
-    return Program(module, batch_size, size, gives_vectors, sha256, plain)
+    most = _most_images(program, shape[0])
+    return Program(module, batch_size, size, gives_vectors, sha256, most, plain)
 
 
 def check_forward(program: Program, size: tuple[int, int], name: str) -> None:
@@ -89,11 +97,14 @@ def check_forward(program: Program, size: tuple[int, int], name: str) -> None:
     Raises:
         ModelError: it does not.
     """
+    _check_guards(program, size, name)
     images = torch.randn((2, 3, *size), generator=torch.Generator().manual_seed(0))
     before = {key: x.clone() for key, x in program.module.state_dict().items()}
     try:
         with torch.no_grad():
             expected, found = program.plain(images), program.module(images)
+    except ModelError:
+        raise
     except Exception as error:  # a guard of the program, or an operator
         reason = (str(error).strip() or type(error).__name__).splitlines()[0][:300]
         raise ModelError(
@@ -136,6 +147,38 @@ def _module(program: ExportedProgram, path: Path, batch_size: int | None) -> nn.
         ) from error
 
 
+def _check_guards(program: Program, size: tuple[int, int], name: str) -> None:
+    """Check that a program was exported for this size and for any number of images.
+
+    torch compares sizes with the conditions of the export where it runs a program itself, and not
+    in the modules that unflatten makes.
+
+    Raises:
+        ModelError: a condition does not hold.
+    """
+    guards = dict(program.plain.named_children()).get("_guards_fn")
+    if guards is None or program.batch_size is not None:
+        return
+    pixel = torch.zeros(())
+    for count in range(1, program.most_images + 1):
+        try:
+            guards(pixel.expand(count, 3, *size))
+        except AssertionError as error:
+            images = "one image" if count == 1 else f"{count} images"
+            raise ModelError(
+                f"{name} does not take {images} of {size[0]} x {size[1]} pixels ({error}). "
+                "model.transform.crop=[HEIGHT,WIDTH] gives another size, if it was exported for "
+                f"several; any number of images: {HOW_TO_EXPORT}"
+            ) from error
+
+
+def _most_images(program: ExportedProgram, batch: int | torch.SymInt) -> int:
+    """Largest batch for which conditions of the export are checked."""
+    found = None if isinstance(batch, int) else program.range_constraints.get(batch.node.expr)
+    is_less = found is not None and bool(found.upper < _MOST_CHECKED)
+    return int(found.upper) if found is not None and is_less else _MOST_CHECKED
+
+
 class FixedBatch(nn.Module):
     """A program of a fixed batch size as a module for any number of images.
 
@@ -171,7 +214,18 @@ class FixedBatch(nn.Module):
         filling = group.new_zeros(missing, *group.shape[1:])
         # forward and not a call: no hook of the program sees the rows of the filling.
         outputs = self.program.forward(torch.cat([group, filling]))
-        return tree_map(lambda output: output[: len(group)], outputs)
+
+        def without_filling(output: Any) -> torch.Tensor:
+            if isinstance(output, torch.Tensor) and output.shape[:1] == (self._batch_size,):
+                return output[: len(group)]
+            what = tuple(output.shape) if isinstance(output, torch.Tensor) else repr(output)
+            raise ModelError(
+                f"the program was exported for {self._batch_size} images and also returns {what}, "
+                "which has no row per image. Export the model with a free batch size: "
+                f"{HOW_TO_EXPORT}"
+            )
+
+        return tree_map(without_filling, outputs)
 
 
 def _input_shape(program: ExportedProgram, path: Path) -> tuple[int | torch.SymInt, ...]:

@@ -30,13 +30,14 @@ def run_command() -> int:
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
 
-    from featx.base import discard_output, log_message, print_result, shipped
+    from featx.base import defer_dynamo, discard_output, log_message, print_result, shipped
     from featx.base.version import __version__
     from featx.cli import hydra_config, read_command_line
     from featx.errors import FeatxError
     from featx.jobs import JOBS
 
     debug = os.environ.get("FEATX_DEBUG") == "1"
+    defer_dynamo()
     # Hydra prints errors and exits by itself unless it is told to raise them.
     os.environ["HYDRA_FULL_ERROR"] = "1"
     logging.basicConfig(format="%(levelname)s %(message)s", level=logging.WARNING)

@@ -11,7 +11,7 @@ from torch import nn
 
 from featx.config import make_reduce
 from featx.engine.compute import Compute
-from featx.engine.engine import Engine
+from featx.engine.engine import Engine, TimedRows
 from featx.images.preprocess import Preprocess
 from featx.layers.capture_hooks import CaptureHooks, Copies
 from featx.layers.selection import select
@@ -94,10 +94,10 @@ def of_speed(
         in_bf16: what it measures in bf16; the CPU is taken for one that has units for it.
     """
 
-    def measured(engine: Engine, *_: object, **__: object) -> float:
+    def measured(engine: Engine, images: torch.Tensor, **_: object) -> TimedRows:
         in_fp32 = in_bf16 is None or engine.compute.precision == "fp32"
-        return seconds_per_image if in_fp32 else in_bf16
+        return TimedRows(engine.run(images), seconds_per_image if in_fp32 else in_bf16)
 
-    monkeypatch.setattr(Engine, "seconds_per_image", measured)
+    monkeypatch.setattr(Engine, "timed", measured)
     if in_bf16 is not None:
-        monkeypatch.setattr("featx.engine.auto_settings.may_have_bf16", lambda: True)
+        monkeypatch.setattr("featx.engine.precision_choice.may_have_bf16", lambda: True)

@@ -10,6 +10,7 @@ from .console import is_notebook as is_notebook
 from .console import log_as_json as log_as_json
 from .console import log_message as log_message
 from .console import print_result as print_result
+from .deferred_dynamo import defer_dynamo as defer_dynamo
 from .devices import OwnStream as OwnStream
 from .devices import away as away
 from .devices import choose_device as choose_device
@@ -22,6 +23,7 @@ from .devices import plain_tensors as plain_tensors
 from .devices import synchronise as synchronise
 from .devices import to_cpu as to_cpu
 from .devices import used_here as used_here
+from .dispatch_mode import ObservingMode as ObservingMode
 from .families import declared_function as declared_function
 from .families import family as family
 from .families import family_options as family_options

@@ -9,6 +9,7 @@ from .compute import Compute as Compute
 from .compute import Formats as Formats
 from .compute import spec_of as spec_of
 from .engine import Engine as Engine
+from .engine import TimedRows as TimedRows
 from .plain_path import plain_rows as plain_rows
 from .plain_path import why_not_plain as why_not_plain
 from .prepared_weights import PreparedWeights as PreparedWeights

@@ -207,7 +207,7 @@ def _check_rows(
 
     BatchNorm without running statistics, or `F.dropout(x)`, which ignores eval mode, would make
     rows depend on the padding, on failed images of the batch, or on chance. The check is done in
-    fp32, where rounding hides little; `Engine.seconds_per_image` repeats it at the precision of the
+    fp32, where rounding hides little; `Engine.timed` repeats it at the precision of the
     run. If the control flow may depend on the data, all trial images are compared one by one.
 
     Args:

@@ -15,10 +15,11 @@ from typing import Any
 
 import torch
 
-from featx.base import free_memory, may_have_bf16, size_text
+from featx.base import free_memory, size_text
 from featx.config import Config
 from featx.engine.compute import MIN_COSINE, MIN_SPEEDUP, Compute
-from featx.engine.engine import Engine
+from featx.engine.engine import Engine, TimedRows
+from featx.engine.precision_choice import ENOUGH_S, ChosenPrecision, choose_precision
 from featx.engine.row_checks import row_cosines
 from featx.errors import ConfigError, RunError
 from featx.images import PREFETCH_BATCHES
@@ -29,14 +30,6 @@ logger = logging.getLogger(__name__)
 
 TRIAL_IMAGES = 16
 """Number of images of the data set on which precision=auto and compile=auto are measured."""
-
-_GLANCE_IMAGES = 2
-"""Number of images of the first, short timing of a precision that may turn out to be far slower."""
-
-_TIMING_S = 0.4
-"""Seconds. A forward pass on a CPU that takes longer is not timed a second time, because the
-one-off costs of the first pass are then a small share. Other devices may load all kernels in the
-first pass, so they are always timed again."""
 
 CPU_BATCH = 32
 """Largest batch size that batch_size=auto chooses on a CPU."""
@@ -68,8 +61,8 @@ class AutoSettings:
         choices: option name -> the chosen value and the reason, as printed before the run.
         seconds_per_image: seconds of a forward pass per image with the chosen settings; NaN before
             `resolve`.
-        trial_rows: dataset name -> rows of `images` with the chosen settings, if the choice needed
-            them, otherwise None.
+        trial_rows: dataset name -> rows of `images` with the chosen settings; None if they were not
+            computed, or in batches of another size.
     """
 
     def __init__(
@@ -106,13 +99,13 @@ class AutoSettings:
         channels_last, fold = self._formats()
         compute = Compute("fp32", False, channels_last, batch_size, fold)
         compute = replace(compute, batch_size=self._fitting(compute))
-        precision = config.precision
-        if precision == "auto":
-            precision = self._stored_choice("precision") or self._fastest(compute)
-        compute = replace(compute, precision=precision)
+        chosen = self._precision(compute)
+        compute = replace(compute, precision=chosen.precision)
         engine.configure_compute(compute)
-        self._time()
-        self.trial_rows = self._exact if precision == "fp32" else None
+        if chosen.measured is None:
+            self._time()
+        else:
+            self._keep(chosen.measured)
         self._exact = None
         if why := engine.why_eager:
             if config.compile is True:
@@ -184,6 +177,19 @@ class AutoSettings:
                 else f"false ({why})"
             )
         return found.channels_last, found.fold_batchnorm
+
+    def _precision(self, compute: Compute) -> ChosenPrecision:
+        """The precision from the option, the resume state, or as measured."""
+        if self._config.precision != "auto":
+            return ChosenPrecision(self._config.precision, "")
+        if (stored := self._stored_choice("precision")) is not None:
+            return ChosenPrecision(str(stored), "")
+        # On a CPU the trial images are enough; small batches do not fill other devices.
+        on_cpu = self._engine.device.type == "cpu"
+        timed = self._images if on_cpu else self.filled(int(compute.batch_size))
+        chosen = choose_precision(self._engine, compute, self._images, timed, self._exact)
+        self.choices["precision"] = f"{chosen.precision} ({chosen.reason})"
+        return chosen
 
     def _batch_size(self) -> int:
         """The batch size from the option, the resume state, or the device and number of rows."""
@@ -266,65 +272,21 @@ class AutoSettings:
         return torch.cat([self._images] * repeats)[:size]
 
     def _time(self) -> None:
-        """Measure `seconds_per_image` with the current settings of the engine."""
+        """Measure `seconds_per_image` and `trial_rows` with the current settings of the engine."""
         compute = self._engine.compute
         size = min(compute.batch_size, TRIAL_IMAGES)
         images = self.filled(size)
         on_cpu = self._engine.device.type == "cpu"
         plain = on_cpu and compute.precision == "fp32" and not compute.compile
         known = self._exact if plain and len(images) == len(self._images) else None
-        self.seconds_per_image = self._engine.seconds_per_image(
-            images,
-            repeats=2,
-            enough_s=_TIMING_S if on_cpu else math.inf,
-            known=known,
-        )
+        enough_s = ENOUGH_S if on_cpu else math.inf
+        self._keep(self._engine.timed(images, repeats=2, enough_s=enough_s, known=known))
 
-    def _fastest(self, compute: Compute) -> str:
-        """precision=auto: the fastest precision whose rows stay close to fp32 on real images."""
-        if self._engine.settles_for_fp32:
-            self.choices["precision"] = "fp32 (other precisions are not measured for heat maps)"
-            return "fp32"
-        if len(self._images) == 0:
-            self.choices["precision"] = "fp32 (no image could be read to measure others)"
-            return "fp32"
-        accelerator = self._engine.device.type != "cpu"
-        if not accelerator and not may_have_bf16():
-            self.choices["precision"] = "fp32 (this CPU has no units for bf16)"
-            return "fp32"
-        candidates = ("fp16", "bf16") if accelerator else ("bf16",)
-        few = self._images[:_GLANCE_IMAGES]
-        self._engine.configure_compute(compute)
-        exact = self._exact or self._engine.run(self._images)
-        exact = {name: value.cpu().clone() for name, value in exact.items()}
-        best, seconds = "fp32", self._seconds_again(exact)
-        glance = self._engine.seconds_per_image(few)
-        fp32_s, reasons = seconds, []
-        for precision in candidates:
-            candidate = replace(compute, precision=precision)
-            # A CPU without bf16 units takes minutes for all images, so two images decide whether to
-            # go on. The proof of weight casting is left out here: it takes forward passes itself.
-            self._engine.configure_compute(candidate, cast_once=False)
-            if (took := self._engine.seconds_per_image(few, repeats=2)) > 2 * glance:
-                reasons.append(f"{precision} {took / glance:.1f} times slower")
-                continue
-            self._engine.configure_compute(candidate)
-            values = self._engine.run(self._images)
-            cosine, took = row_cosines(values, exact), self._seconds_again(values)
-            reasons.append(_reason(precision, fp32_s / took, cosine))
-            if cosine >= MIN_COSINE and took * MIN_SPEEDUP < seconds:
-                best, seconds = precision, took
-        self.choices["precision"] = f"{best} ({'; '.join(reasons)})"
-        return best
-
-    def _seconds_again(self, values: Mapping[str, torch.Tensor]) -> float:
-        """Seconds per image of another pass over the calibration images.
-
-        Args:
-            values: rows of an earlier pass with the same settings, with which the new ones are
-                compared.
-        """
-        return self._engine.seconds_per_image(self._images, repeats=2, known=values)
+    def _keep(self, measured: TimedRows) -> None:
+        """Keep seconds and rows that were measured with the settings of the run."""
+        self.seconds_per_image = measured.seconds
+        of_all = all(len(rows) == len(self._images) for rows in measured.rows.values())
+        self.trial_rows = measured.rows if of_all else None
 
     def _worth_compiling(self) -> bool:
         """Whether compile=auto should try: the run is long enough and a compiler is present."""
@@ -344,7 +306,7 @@ class AutoSettings:
         """Compile; go back to `eager` if values differ or compile=auto gains too little."""
         images = self.filled(eager.batch_size)
         expected = {k: v.clone() for k, v in self._engine.run(images).items()}
-        eager_s = self.seconds_per_image
+        eager_s, eager_rows = self.seconds_per_image, self.trial_rows
         self._engine.configure_compute(replace(eager, compile=True))
         try:
             cosine = row_cosines(self._engine.run(images), expected)
@@ -362,21 +324,5 @@ class AutoSettings:
                 raise RunError(f"compile=true failed ({failed}). Use compile=false.")
             logger.warning("torch.compile failed; the run continues without it: %s", failed)
             self.choices["compile"] = f"false ({failed})"
-        self.seconds_per_image = eager_s
+        self.seconds_per_image, self.trial_rows = eager_s, eager_rows
         self._engine.configure_compute(eager)
-
-
-def _reason(precision: str, gain: float, cosine: float) -> str:
-    """Describe why a precision is taken, or is not.
-
-    Args:
-        precision: name of the precision.
-        gain: its speed divided by that of fp32.
-        cosine: smallest cosine of a row to that of fp32.
-    """
-    if cosine < MIN_COSINE:
-        # Rounded down: 0.99896 must not be shown as 0.999.
-        shown = math.floor(1e5 * cosine) / 1e5
-        return f"{precision} {gain:.1f} times as fast, cosine {shown:.5f} < {MIN_COSINE}"
-    too_little = "" if gain >= MIN_SPEEDUP else f", and {MIN_SPEEDUP} is needed"
-    return f"{precision} {gain:.2f} times as fast{too_little}, cosine {cosine:.5f}"

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from featx.base import ObservingMode
 from featx.engine.row_checks import same_row
 from featx.errors import ModelError
 
@@ -204,7 +204,7 @@ class Buffers:
             )
 
 
-class ValueReads(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class ValueReads(ObservingMode):  # type: ignore[no-untyped-call]
     """Detects forward passes whose Python code reads tensor values.
 
     The control flow of such a pass may depend on the images. Enter the mode by `watching`.
@@ -214,7 +214,7 @@ class ValueReads(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.seen = False
 
     @contextlib.contextmanager

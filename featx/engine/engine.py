@@ -13,6 +13,7 @@ import logging
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -37,6 +38,19 @@ logger = logging.getLogger(__name__)
 
 _NO_THREAD = 0
 """Thread id for hooks that currently see no forward pass; no thread has this id."""
+
+
+@dataclass(frozen=True)
+class TimedRows:
+    """Rows of a batch, and the time of a pass.
+
+    Attributes:
+        rows: dataset name -> (B, ...) on the CPU, in the dtype of the store.
+        seconds: seconds per image of the fastest pass.
+    """
+
+    rows: Mapping[str, torch.Tensor]
+    seconds: float
 
 
 class Engine(DeviceModel):
@@ -421,14 +435,14 @@ class Engine(DeviceModel):
             for point, reduce in chosen
         ]
 
-    def seconds_per_image(
+    def timed(
         self,
         images: torch.Tensor,
         repeats: int = 3,
         enough_s: float = float("inf"),
         known: Mapping[str, torch.Tensor] | None = None,
-    ) -> float:
-        """Seconds per image in the fastest of several timed passes over a batch.
+    ) -> TimedRows:
+        """Time several passes over a batch, and check that rows do not depend on their position.
 
         The first pass warms up. In the later ones two images stand at other positions among other
         images, and their rows are compared with those of the first pass. This repeats the check of
@@ -441,23 +455,27 @@ class Engine(DeviceModel):
             known: result of `run` for these images if it was called before with the same settings;
                 then there is no warm-up pass.
 
+        Returns:
+            The rows of the images, and the seconds per image of the fastest pass.
+
         Raises:
             ModelError: the row of an image depends on its position or on other images.
         """
-        fastest, again = float("inf"), known is not None
+        fastest, rows = float("inf"), known
         others, places = moved(images)
-        rows = MovedRows(self.compute.precision, places)
+        compared = MovedRows(self.compute.precision, places)
         if known is not None:
-            rows.check(known)
+            compared.check(known)
         for _ in range(repeats):
             started_at = time.perf_counter()
-            values = self.run(others if again else images)
+            values = self.run(images if rows is None else others)
             fastest = min(fastest, took := time.perf_counter() - started_at)
-            rows.check(values)
-            again = True
+            compared.check(values)
+            if rows is None:
+                rows = {name: value.clone() for name, value in values.items()}
             if took >= enough_s:
                 break
-        return fastest / len(images)
+        return TimedRows(rows or {}, fastest / len(images))
 
     def _pass(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
         """Rows of a normalised batch on the device; repeats a pass that overwrote a capture."""

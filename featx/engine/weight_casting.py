@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from featx.base import ObservingMode
 from featx.engine.row_checks import same_bits
 
 _CAST = torch.ops.aten._to_copy.default
@@ -97,7 +97,7 @@ def weights_cast(module: nn.Module, names: Collection[str], dtype: torch.dtype) 
             parameter.data = data
 
 
-class _WeightUses(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _WeightUses(ObservingMode):  # type: ignore[no-untyped-call]
     """Records how operations read some storages; the casts of autocast are operations like others.
 
     Args:
@@ -111,16 +111,11 @@ class _WeightUses(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """
 
     def __init__(self, storages: set[int], dtype: torch.dtype) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._storages = storages
         self._dtype = dtype
         self.cast: set[int] = set()
         self.other: set[int] = set()
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        # True, the default, imports torch._dynamo, which takes more than a second.
-        return False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 from torch.overrides import resolve_name
+from torch.utils.flop_counter import flop_registry
 from torch.utils.hooks import RemovableHandle
 
-from featx.base import ProcessSetting, shapes_of
+from featx.base import ObservingMode, ProcessSetting, shapes_of
 from featx.layers.attention import WeightShapes
 from featx.layers.operations import OperationRecorder
 from featx.layers.trace import Call, Operation, Trace
@@ -25,14 +26,13 @@ def trace_forward(module: nn.Module, x: torch.Tensor) -> Trace:
         x: (B, 3, H, W) normalised images on the device of the module.
     """
     from torch.nn.attention import SDPBackend, sdpa_kernel
-    from torch.utils.flop_counter import FlopCounterMode
 
     first_names = {id(m): name for name, m in module.named_modules()}
     every_name = {
         name: first_names[id(m)] for name, m in module.named_modules(remove_duplicate=False)
     }
-    counter = FlopCounterMode(display=False)
-    calls = _Calls(len(x), lambda: float(counter.get_total_flops()))
+    counter = FlopCounter()
+    calls = _Calls(len(x), lambda: float(counter.total))
     operations = _Operations(calls.found)
     watch = OperationRecorder(module, operations.add)
     handles = []
@@ -47,6 +47,32 @@ def trace_forward(module: nn.Module, x: torch.Tensor) -> Trace:
         for handle in handles:
             handle.remove()
     return Trace(calls.found, every_name, len(x), operations.found)
+
+
+class FlopCounter(ObservingMode):  # type: ignore[no-untyped-call]
+    """Counts floating-point operations by the formulas of torch, as its FlopCounterMode does.
+
+    Attributes:
+        total: operations so far; a multiplication and an addition are two.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        formula = flop_registry.get(func._overloadpacket)
+        if formula is None:
+            # An operation without a formula may consist of operations that have one.
+            with self:
+                output = func.decompose(*args, **kwargs)
+            if output is not NotImplemented:
+                return output
+        output = func(*args, **kwargs)
+        if formula is not None:
+            self.total += formula(*args, **kwargs, out_val=output)
+        return output
 
 
 class _Calls:

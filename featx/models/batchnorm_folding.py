@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.utils.fusion import fuse_conv_bn_weights
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
-from featx.base import elements
+from featx.base import ObservingMode, elements
 
 _CONVOLUTIONS = frozenset({"Conv2d", "Conv2dSame"})
 """Classes whose forward uses weight and bias as nn.Conv2d does. Classes that standardise their
@@ -66,11 +66,11 @@ def foldable_pairs(module: nn.Module, x: torch.Tensor, kept: Collection[str]) ->
     return readers.pairs()
 
 
-class _Readers(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Readers(ObservingMode):  # type: ignore[no-untyped-call]
     """Records which modules and operations read the outputs of convolutions."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         # Memory address -> the convolution and its output. The outputs are kept alive so that no
         # other tensor is allocated at their address.
         self._made: dict[int, tuple[nn.Conv2d, torch.Tensor]] = {}

@@ -12,7 +12,7 @@ import torch
 from featx.config.schema import from_keywords, from_omegaconf
 from featx.engine.auto_settings import AutoSettings
 from featx.engine.compute import Compute
-from featx.engine.engine import Engine
+from featx.engine.engine import Engine, TimedRows
 from featx.errors import ConfigError, RunError
 
 CLOCK = "featx.engine.engine.time.perf_counter"
@@ -21,7 +21,7 @@ CLOCK = "featx.engine.engine.time.perf_counter"
 class Timed:
     """An engine of a device whose first pass is slow, as one that loads kernels; then 1 ms."""
 
-    seconds_per_image = Engine.seconds_per_image
+    timed = Engine.timed
 
     def __init__(self, device: str, first_s: float) -> None:
         self.device = types.SimpleNamespace(type=device)
@@ -68,8 +68,8 @@ class Compiled:
         second = self._value if self.compute.compile else 1.0
         return {"layer": torch.tensor([[1.0, second]] * len(images))}
 
-    def seconds_per_image(self, *_: object, **__: object) -> float:
-        return self._compiled_s if self.compute.compile else 1.0
+    def timed(self, images: torch.Tensor, **_: object) -> TimedRows:
+        return TimedRows(self.run(images), self._compiled_s if self.compute.compile else 1.0)
 
 
 def compiled(compiled_s: float, value: float = 1.0, **keys: Any) -> tuple[AutoSettings, Compiled]:
@@ -93,10 +93,13 @@ def compiled(compiled_s: float, value: float = 1.0, **keys: Any) -> tuple[AutoSe
 def test_compile_auto_has_to_pay(
     compiled_s: float, keys: dict[str, Any], kept: bool, said: str | None
 ) -> None:
-    resolver, engine = compiled(compiled_s, **keys)
+    value = 1.0001
+    resolver, engine = compiled(compiled_s, value, **keys)
     assert engine.compute.compile is kept
     assert resolver.choices.get("compile") == said
     assert resolver.seconds_per_image == (compiled_s if kept else 1.0)
+    assert resolver.trial_rows is not None
+    assert resolver.trial_rows["layer"][0, 1] == (value if kept else 1.0), "the rows of the run"
 
 
 def test_other_values_are_not_kept_however_fast() -> None:

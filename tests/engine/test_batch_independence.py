@@ -315,14 +315,14 @@ def test_timed_passes_compare_rows_at_the_precision_of_the_run() -> None:
 
     images = (IMAGES.float() * torch.linspace(0.1, 1, 16)[:, None, None, None]).byte()
     with bound(backbone_of(HalfScale()), "block", images=images) as engine:
-        engine.seconds_per_image(images)
+        engine.timed(images)
         engine.configure_compute(Compute("bf16", False, False, 16))
         with pytest.raises(ModelError, match="block: the row of an image changes"):
-            engine.seconds_per_image(images)
+            engine.timed(images)
     with bound(backbone_of(Net()), "block", images=images) as engine:
         for precision in ("fp32", "bf16", "fp16"):
             engine.configure_compute(Compute(precision, False, True, 16))
-            engine.seconds_per_image(images)
+            engine.timed(images)
 
 
 def test_moved_images() -> None:

@@ -19,10 +19,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from zoo import ConvBatchNorm, with_statistics
 
 from featx.config import ReduceConfig
-from featx.config.schema import from_keywords, from_omegaconf
-from featx.engine.auto_settings import AutoSettings
 from featx.engine.compute import COMPUTE_DTYPES, Compute
-from featx.engine.engine import Engine
+from featx.engine.engine import Engine, TimedRows
+from featx.engine.precision_choice import choose_precision
 from featx.engine.row_checks import row_cosines
 from featx.engine.weight_casting import CastableWeights, castable_weights, weights_cast
 from featx.errors import ModelError
@@ -333,17 +332,15 @@ def test_a_precision_that_is_far_too_slow_is_not_proven(monkeypatch: pytest.Monk
     monkeypatch.setattr(
         "featx.engine.prepared_weights.castable_weights", lambda *_: pytest.fail("proven")
     )
-    monkeypatch.setattr("featx.engine.auto_settings.may_have_bf16", lambda: True)
+    monkeypatch.setattr("featx.engine.precision_choice.may_have_bf16", lambda: True)
     monkeypatch.setattr(
         Engine,
-        "seconds_per_image",
-        lambda self, *_, **__: 1.0 if self.compute.precision == "fp32" else 9.0,
+        "timed",
+        lambda self, *_, **__: TimedRows({}, 1.0 if self.compute.precision == "fp32" else 9.0),
     )
-    config = from_omegaconf(from_keywords({"out": "store"}))
     with bound(backbone_of(Encoder()), "mlp") as engine:
-        resolver = AutoSettings(config, engine, noise(), 100, None)
-        assert resolver._fastest(Compute("fp32", False, False, 4)) == "fp32"
-        assert resolver.choices["precision"].endswith("bf16 9.0 times slower)")
+        chosen = choose_precision(engine, Compute("fp32", False, False, 4), noise(), noise(), None)
+        assert (chosen.precision, chosen.reason) == ("fp32", "bf16 9.0 times slower")
 
 
 def test_what_cannot_be_replaced_is_left_alone() -> None:

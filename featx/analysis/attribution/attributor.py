@@ -39,6 +39,7 @@ from featx.engine import (
     Engine,
     Formats,
     PreparedWeights,
+    TimedRows,
     check_row,
     spec_of,
 )
@@ -236,17 +237,17 @@ class Attributor(Engine):
         with self._cheaply():
             return replace(super().formats(images[:2], fold_batchnorm=False), values=None)
 
-    def seconds_per_image(
+    def timed(
         self,
         images: torch.Tensor,
         repeats: int = 3,
         enough_s: float = float("inf"),
         known: Mapping[str, torch.Tensor] | None = None,
-    ) -> float:
-        """Measure the seconds per image on two images, once."""
+    ) -> TimedRows:
+        """Return rows of the first two images, and the time that they take in one batch."""
         # Some methods take hundreds of passes, and a rough value is enough to choose the size of
         # parts.
-        return super().seconds_per_image(images[:2], repeats=1)
+        return super().timed(images[:2], repeats=1)
 
     def specs(self, chosen: Sequence[tuple[CapturePoint, StoredReduce]]) -> list[LayerSpec]:
         """Return shape and dtype of a row of each dataset."""

@@ -1,0 +1,203 @@
+"""Choice of `precision=auto`: timed trial passes at each precision, over images of the data set.
+
+A measurement can be wrong because another program used the processor meanwhile. So a precision is
+refused for its speed only after it and fp32 have been measured in turns several times; the fastest
+pass of each counts, as other programs can only slow a pass down.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+
+from featx.base import may_have_bf16
+from featx.engine.compute import MIN_COSINE, MIN_SPEEDUP, Compute
+from featx.engine.engine import Engine, TimedRows
+from featx.engine.row_checks import row_cosines
+
+_GLANCE_IMAGES = 2
+"""Number of images of the first, short timing of a precision that may turn out to be far slower."""
+
+_TOO_SLOW = 2.0
+"""A precision that takes this many times as long as fp32 is not tried on all trial images."""
+
+_HOPELESS = 8.0
+"""A precision that takes this many times as long is not measured again: other programs do not slow
+a pass down so much."""
+
+ENOUGH_S = 0.4
+"""Seconds. A forward pass on a CPU that takes longer is not timed a second time, because the
+one-off costs of the first pass are then a small share. Other devices may load all kernels in the
+first pass, so they are always timed again."""
+
+ROUNDS = 3
+"""Number of times that fp32 and another precision are measured in turns before it is refused."""
+
+
+@dataclass(frozen=True)
+class ChosenPrecision:
+    """The fastest precision whose rows stay close to fp32.
+
+    Attributes:
+        precision: 'fp32', 'bf16' or 'fp16'.
+        reason: why it is taken, in words.
+        measured: rows of the trial images and seconds per image at it; None if it was not measured.
+    """
+
+    precision: str
+    reason: str
+    measured: TimedRows | None = None
+
+
+def choose_precision(
+    engine: Engine,
+    compute: Compute,
+    images: torch.Tensor,
+    timed_images: torch.Tensor,
+    exact: Mapping[str, torch.Tensor] | None,
+) -> ChosenPrecision:
+    """Find the fastest precision; the engine is configured with the last one that was measured.
+
+    Args:
+        engine: engine with its captures attached.
+        compute: settings of the run in fp32.
+        images: (n, 3, H, W) trial images, whose rows are compared; n may be 0.
+        timed_images: (m, 3, H, W) images that are timed: `images`, or a batch of the run.
+        exact: rows of `images` with `compute`, if they are known.
+    """
+    if engine.settles_for_fp32:
+        return ChosenPrecision("fp32", "other precisions are not measured for heat maps")
+    if len(images) == 0:
+        return ChosenPrecision("fp32", "no image could be read to measure others")
+    if engine.device.type == "cpu" and not may_have_bf16():
+        return ChosenPrecision("fp32", "this CPU has no units for bf16")
+    return _Measurement(engine, compute, images, timed_images).choose(exact)
+
+
+class _Measurement:
+    """Timed passes of an engine at several precisions.
+
+    Args:
+        engine: as for `choose_precision`.
+        compute: as for `choose_precision`.
+        images: as for `choose_precision`.
+        timed_images: as for `choose_precision`.
+    """
+
+    def __init__(
+        self, engine: Engine, compute: Compute, images: torch.Tensor, timed_images: torch.Tensor
+    ) -> None:
+        self._engine = engine
+        self._compute = compute
+        self._images = images
+        self._timed = timed_images
+        self._measured: dict[str, TimedRows] = {}
+
+    def choose(self, exact: Mapping[str, torch.Tensor] | None) -> ChosenPrecision:
+        """Measure fp32 and the others, and return the fastest one that is close to it."""
+        on_cpu = self._engine.device.type == "cpu"
+        self._measure("fp32", exact)
+        best, reasons = "fp32", []
+        for precision in ("bf16",) if on_cpu else ("fp16", "bf16"):
+            if (slower := self._times_slower(precision)) > _TOO_SLOW:
+                reasons.append(f"{precision} {slower:.1f} times slower")
+                continue
+            self._measure(precision)
+            cosine = row_cosines(self._rows(precision), self._rows("fp32"))
+            if cosine >= MIN_COSINE:
+                if best == "fp32":
+                    self._repeat_unless_faster(precision)
+                if self._gain(precision, best) > MIN_SPEEDUP:
+                    best = precision
+            reasons.append(_reason(precision, self._gain(precision, "fp32"), cosine))
+        return ChosenPrecision(best, "; ".join(reasons), self._measured[best])
+
+    def _measure(self, precision: str, known: Mapping[str, torch.Tensor] | None = None) -> None:
+        """Compute rows of the trial images and time passes at one precision.
+
+        Args:
+            precision: the precision.
+            known: rows of the trial images, if they are known.
+        """
+        self._configure(precision)
+        rows = known or self._engine.run(self._images)
+        rows = {name: value.cpu().clone() for name, value in rows.items()}
+        self._measured[precision] = TimedRows(rows, math.inf)
+        self._measure_again(precision)
+
+    def _repeat_unless_faster(self, precision: str) -> None:
+        """Measure fp32 and a precision in turns until the precision is faster, or often enough."""
+        for _ in range(ROUNDS - 1):
+            if self._gain(precision, "fp32") > MIN_SPEEDUP:
+                return
+            self._measure_again("fp32")
+            self._measure_again(precision)
+
+    def _measure_again(self, precision: str) -> None:
+        """Time passes at a precision that has been measured; the fastest one of all counts."""
+        self._configure(precision)
+        before = self._measured[precision]
+        of_images = self._timed is self._images
+        on_cpu = self._engine.device.type == "cpu"
+        found = self._engine.timed(
+            self._timed,
+            repeats=2 if on_cpu else 3,
+            enough_s=ENOUGH_S if on_cpu else math.inf,
+            known=before.rows if of_images else None,
+        )
+        self._measured[precision] = TimedRows(before.rows, min(before.seconds, found.seconds))
+
+    def _times_slower(self, precision: str) -> float:
+        """How many times as long as fp32 a precision takes, by passes over two images.
+
+        A CPU without units for the precision would take minutes for all trial images. A value
+        above `_TOO_SLOW` has been measured in turns.
+        """
+        few = self._images[:_GLANCE_IMAGES]
+        seconds = self._glance(precision, few)
+        # A batch of two takes longer per image than the trial images, so this refuses nothing yet.
+        fp32_s = self._measured["fp32"].seconds
+        if seconds <= _TOO_SLOW * fp32_s:
+            return seconds / fp32_s
+        fp32_s = self._glance("fp32", few)
+        for _ in range(ROUNDS - 1):
+            if not _TOO_SLOW < seconds / fp32_s < _HOPELESS:
+                break
+            seconds = min(seconds, self._glance(precision, few))
+            fp32_s = min(fp32_s, self._glance("fp32", few))
+        return seconds / fp32_s
+
+    def _glance(self, precision: str, few: torch.Tensor) -> float:
+        """Seconds per image of the faster of two passes over a few images."""
+        # The proof of weight casting is left out: it takes forward passes itself.
+        self._configure(precision, cast_once=False)
+        return self._engine.timed(few, repeats=2).seconds
+
+    def _configure(self, precision: str, cast_once: bool = True) -> None:
+        self._engine.configure_compute(replace(self._compute, precision=precision), cast_once)
+
+    def _rows(self, precision: str) -> Mapping[str, torch.Tensor]:
+        return self._measured[precision].rows
+
+    def _gain(self, precision: str, other: str) -> float:
+        """How many times as fast as another precision one is."""
+        return self._measured[other].seconds / self._measured[precision].seconds
+
+
+def _reason(precision: str, gain: float, cosine: float) -> str:
+    """Describe why a precision is taken, or is not.
+
+    Args:
+        precision: name of the precision.
+        gain: its speed divided by that of fp32.
+        cosine: smallest cosine of a row to that of fp32.
+    """
+    if cosine < MIN_COSINE:
+        # Rounded down: 0.99896 must not be shown as 0.999.
+        shown = math.floor(1e5 * cosine) / 1e5
+        return f"{precision} {gain:.1f} times as fast, cosine {shown:.5f} < {MIN_COSINE}"
+    too_little = "" if gain >= MIN_SPEEDUP else f", and {MIN_SPEEDUP} is needed"
+    return f"{precision} {gain:.2f} times as fast{too_little}, cosine {cosine:.5f}"

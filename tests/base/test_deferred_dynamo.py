@@ -1,0 +1,95 @@
+"""torch._dynamo, which takes seconds to import, is left alone until something is compiled."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tiny_model import write_images
+
+COMMON = """
+import sys
+import torch
+from featx.base import defer_dynamo
+
+finders = len(sys.meta_path)
+defer_dynamo()
+defer_dynamo()
+assert len(sys.meta_path) == finders + 1
+disable = torch.compiler.disable
+"""
+
+TORCHVISION = """
+import torchvision
+from torchvision.ops import roi_align
+
+assert "torch._dynamo" not in sys.modules and "torch._dynamo.utils" not in sys.modules
+boxes = [torch.tensor([[0.0, 0.0, 4.0, 4.0]])]
+assert roi_align(torch.ones(1, 1, 8, 8), boxes, (2, 2)).unique().tolist() == [1.0]
+stand_in = sys.modules["torchvision.ops.roi_align"].is_compile_supported
+import torch._dynamo.utils as real
+
+assert stand_in is not real.is_compile_supported
+assert stand_in("cpu") == real.is_compile_supported("cpu")
+"""
+
+TIMM = """
+import timm
+
+assert torch.compiler.disable is disable
+assert "torch._dynamo" not in sys.modules
+model = timm.create_model("naflexvit_base_patch16_gap", depth=1, embed_dim=12, num_heads=2).eval()
+with torch.no_grad():
+    patches = torch.rand(1, 6, 768)
+    places = torch.tensor([[[i // 3, i % 3] for i in range(6)]])
+    valid = torch.ones(1, 6, dtype=torch.bool)
+    first = model({"patches": patches, "patch_coord": places, "patch_valid": valid})
+assert "torch._dynamo" in sys.modules, "the method was called, and is excluded from compiling"
+assert torch.isfinite(first).all()
+"""
+
+
+def run(code: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", COMMON + code], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("code", [TORCHVISION, TIMM], ids=["torchvision", "timm"])
+def test_packages_work_and_import_it_when_they_use_it(code: str) -> None:
+    run(code)
+
+
+@pytest.mark.slow
+def test_packages_that_are_imported_after_it_find_it() -> None:
+    run(
+        """
+import torch._dynamo.utils as real
+import torchvision
+assert sys.modules["torchvision.ops.roi_align"].is_compile_supported is real.is_compile_supported
+"""
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["resnet18", "vit_b_32", "test_vit", "test_resnet"])
+def test_a_run_that_compiles_nothing_does_not_import_it(tmp_path: Path, model: str) -> None:
+    write_images(tmp_path / "photos", 3)
+    done = subprocess.run(
+        [
+            *(sys.executable, "-X", "importtime", "-m", "featx", f"model={model}"),
+            *("model.weights=null", "data=folder", "data.root=photos", "out=store"),
+        ],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    imported = {line.split("|")[-1].strip() for line in done.stderr.splitlines()}
+    assert "torchvision" in imported, "the modules of the process that computes are listed"
+    assert {name for name in imported if name.startswith(("torch._dynamo", "sympy"))} == set()

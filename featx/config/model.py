@@ -18,6 +18,9 @@ _LIBRARY = "model.library"
 AUTO_LIBRARY = "auto"
 """Library that stands for the first one that knows the name of the model."""
 
+_WEIGHT_FILES = (".safetensors", ".pth", ".pt", ".th", ".bin")
+"""File extensions by which `model.weights` is recognised as a file."""
+
 INTERPOLATIONS = ("nearest", "bilinear", "bicubic")
 
 
@@ -200,6 +203,14 @@ class ModelConfig:
             raise ConfigError(
                 "model.init=reset has no effect with model.weights=null, whose weights are random."
             )
+
+    @property
+    def weights_file(self) -> str | None:
+        """Value of `model.weights` if it is a path; None for a tag of a library and for null."""
+        if self.weights is None:
+            return None
+        is_file = self.weights.endswith(_WEIGHT_FILES) or "/" in self.weights
+        return self.weights if is_file else None
 
     @property
     def code(self) -> str | None:

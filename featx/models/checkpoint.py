@@ -26,20 +26,12 @@ from featx.models.checkpoint_match import (
     misfits,
 )
 
-WEIGHT_FILES = (".safetensors", ".pth", ".pt", ".th", ".bin")
-"""File extensions by which `model.weights` is recognised as a file."""
-
 _LISTED = 100
 """Number of tensors that are left out above which a store records how many instead of names."""
 
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 """Dtypes whose values are the weights themselves. Other dtypes, such as int8 or float8, need a
 scale that a state dict does not name in a way that featx knows."""
-
-
-def is_weights_file(weights: str) -> bool:
-    """Whether `model.weights` is a path and not a tag of a library."""
-    return weights.endswith(WEIGHT_FILES) or "/" in weights
 
 
 def read_weights(path: Path, sha256: str | None = None) -> dict[str, torch.Tensor]:
@@ -61,7 +53,7 @@ def read_weights(path: Path, sha256: str | None = None) -> dict[str, torch.Tenso
     if not path.is_file():
         raise WeightsError(
             f"model.weights={path}: no such file (looked in {Path.cwd()}). Give a path to a "
-            f"{' or '.join(WEIGHT_FILES[:2])} file, a tag of the library, or null for random."
+            f".safetensors or .pth file, a tag of the library, or null for random."
         )
     if sha256 is not None:
         _check_digest(path, sha256)

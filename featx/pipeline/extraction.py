@@ -15,6 +15,12 @@ from featx.pipeline.changed_images import changed_images_text, rows_of_two_image
 from featx.pipeline.engine_spec import EngineSpec
 from featx.pipeline.executors.worker_stats import RunOutcome
 from featx.pipeline.feature_sink import FeatureSink, StorePartTask
+from featx.pipeline.finished_run import (
+    FileStates,
+    finished_summary,
+    request_digest,
+    weight_states,
+)
 from featx.pipeline.overwriting import OverwriteMark
 from featx.pipeline.row_failures import exit_code
 from featx.pipeline.row_updates import (
@@ -98,6 +104,10 @@ class StoreOutput(RunOutput[StoreSession]):
         self._observe = observe
         self._source = source
         self._out = parse_path(config.out)
+        self._weights: FileStates | None = None
+        # An observer has work to do at the end, and a data set that is a Python object has no
+        # identity beyond its listing.
+        self._is_recognised = observe is None and source is None and not known_rows_only
 
     def check(self) -> None:
         """Refuse grow=true in an object store, and images in a folder of the data set."""
@@ -120,6 +130,13 @@ class StoreOutput(RunOutput[StoreSession]):
         """Read the manifest of the store."""
         self._target = StoreTarget(self.config, self._known_rows_only, self._source)
         return self._target
+
+    def finished(self) -> dict[str, Any] | None:
+        """Recognise a store that the same command has completed."""
+        if not self._is_recognised:
+            return None
+        self._weights = weight_states(self.config)
+        return finished_summary(self.config, self._target, self._weights)
 
     @contextlib.contextmanager
     def open_session(self, context: RunContext) -> Iterator[StoreSession]:
@@ -178,9 +195,16 @@ class StoreOutput(RunOutput[StoreSession]):
             "bytes": session.stored_bytes(),
             "peak_memory_mib": max(peak_memory_mib(), outcome.peak_memory_mib),
             "finished": time.strftime("%Y-%m-%d %H:%M:%S"),
+            "request": self._request(session),
         }
         session.write_summary(summary)
         return summary
+
+    def _request(self, session: StoreSession) -> str | None:
+        """Digest by which `finished` recognises this command; None while parts are missing."""
+        if not session.whole or not self._is_recognised:
+            return None
+        return request_digest(self.config, session.manifest, session.listing, self._weights)
 
     def is_whole(self, session: StoreSession) -> bool:
         """Return whether the store misses no part of any run."""

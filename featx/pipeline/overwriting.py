@@ -35,7 +35,7 @@ class OverwriteMark:
 
     def __init__(self, path: Path, config: Config, is_known: bool = True) -> None:
         self.path = path
-        self._request = _digest(config) if config.overwrite and is_known else None
+        self._request = command_digest(config).encode() if config.overwrite and is_known else None
 
     def write(self, disk: AtomicFolder) -> None:
         """Record that this command started the folder; does nothing without overwrite=true."""
@@ -84,8 +84,14 @@ def resume_or_overwrite(config: Config, mark: OverwriteMark, run: Callable[[Conf
     return run(config)
 
 
-def _digest(config: Config) -> bytes:
-    """SHA-256 of what the command computes; options on how it computes and reports are left out."""
+def command_digest(config: Config) -> str:
+    """Return the SHA-256 of what a command computes, as hex digits.
+
+    Options on how it computes and reports are left out.
+
+    Args:
+        config: checked config.
+    """
     asked = replace(
         in_this_process(config),
         job=JobConfig(config.job.name),
@@ -95,4 +101,4 @@ def _digest(config: Config) -> bytes:
     )
     parts = {"config": asdict(asked), "code": config.model.code_sha256()}
     text = json.dumps(parts, sort_keys=True, default=str)
-    return hashlib.sha256(text.encode()).hexdigest().encode()
+    return hashlib.sha256(text.encode()).hexdigest()

@@ -71,6 +71,14 @@ class RunOutput(ABC, Generic[SessionT]):
     def open_target(self) -> RunTarget:
         """Read what the folder holds, and return the run target."""
 
+    def finished(self) -> dict[str, Any] | None:
+        """Return the summary if nothing is left to do, as far as that is known without the model.
+
+        Raises:
+            FeatxError: the data set does not fit the output.
+        """
+        return None
+
     def check_context(self, context: RunContext) -> None:
         """Refuse what the model and the layers make impossible, before anything is written.
 
@@ -166,6 +174,8 @@ def _run(
     check_executor(config)
     with contextlib.ExitStack() as stack:
         target = output.open_target()
+        if (summary := output.finished()) is not None:
+            return summary
         context = stack.enter_context(build_run_context(config, config_yaml, engine_spec, target))
         output.check_context(context)
         session = stack.enter_context(output.open_session(context))

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from featx.base import WIDTH, command_text, facts, shown_path, size_text, table
-from featx.config import TransformConfig
+from featx.config import Config, TransformConfig
 from featx.errors import counted
 from featx.storage import parse_path
 from featx.store import layout
-from featx.types import LayerSpec
+from featx.types import LayerSpec, Listing
 
 if TYPE_CHECKING:
     from featx.pipeline.run_context import RunContext
@@ -68,7 +68,11 @@ def describe_request(context: RunContext) -> list[tuple[str, str]]:
     model = f"{header.model}, weights {header.weights}"
     if config.model.weights is not None:
         model += f" (sha256 {header.weights_sha256[:_DIGITS]}...)"
-    rows = [("data", _data_text(context)), ("model", model), *backbone.choices.items()]
+    rows = [
+        ("data", data_text(context.config, context.listing)),
+        ("model", model),
+        *backbone.choices.items(),
+    ]
     # Only model libraries whose preprocessing can be changed have the option.
     if getattr(config.model, "transform", None) not in (None, TransformConfig()):
         rows.append(("transform", header.transform))
@@ -115,7 +119,7 @@ def _settings(context: RunContext, layers: str) -> list[tuple[str, str]]:
         **({"streams": str(context.parallelism.replicas)} if "streams" in context.choices else {}),
     }
     return [
-        ("data", _data_text(context)),
+        ("data", data_text(context.config, context.listing)),
         ("model", f"{header.model}, weights {header.weights}"),
         ("", f"sha256 {header.weights_sha256}"),
         ("transform", f"{header.transform}, decode={context.config.decode}"),
@@ -128,9 +132,8 @@ def _settings(context: RunContext, layers: str) -> list[tuple[str, str]]:
     ]
 
 
-def _data_text(context: RunContext) -> str:
+def data_text(config: Config, listing: Listing) -> str:
     """Describe the data set: its name, number of images and classes, and what is left out."""
-    config, listing = context.config, context.listing
     classes = f"{len(listing.classes)} classes" if listing.classes else "no labels"
     where = shown_path(config.data.root) if config.data.root else config.data.name
     data = f"{where}: {counted(len(listing), 'image')}, {classes}"

@@ -103,10 +103,15 @@ class StoreTarget:
         self._known_rows_only = known_rows_only
         self._source = source
         self._stored = None if config.overwrite else load_manifest(self.folder)[0]
+        self._listed: tuple[Source, Listing] | None = None
 
     def list_images(self) -> tuple[Source, Listing]:
-        """Open the data set; rows of the store come first, new rows follow."""
-        return list_images(self._config, self._stored, self._known_rows_only, self._source)
+        """Open the data set once; rows of the store come first, new rows follow."""
+        if self._listed is None:
+            self._listed = list_images(
+                self._config, self._stored, self._known_rows_only, self._source
+            )
+        return self._listed
 
     def unfinished(self, listing: Listing, chosen: ChosenLayers) -> ChosenLayers:
         """Select the layers that the store lacks or has not finished, or all if none is left."""

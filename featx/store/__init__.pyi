@@ -1,4 +1,5 @@
 from .chunk_check import Verify as Verify
+from .committed_parts import read_packed as read_packed
 from .compatibility import growth_refused as growth_refused
 from .compatibility import refuse_difference as refuse_difference
 from .dtypes import from_raw as from_raw
@@ -30,6 +31,7 @@ from .layout import WORKERS as WORKERS
 from .layout import Grid as Grid
 from .leftovers import leftover_bytes as leftover_bytes
 from .listing import in_stored_order as in_stored_order
+from .listing import is_listing_of as is_listing_of
 from .listing import listing_file as listing_file
 from .listing import listing_identity as listing_identity
 from .listing import marks_digest as marks_digest

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import h5py
@@ -120,13 +121,7 @@ class CommittedParts:
 
     def _survey_packed(self, path: Path, manifest: Manifest, listing: Listing) -> None:
         """Check features.h5 and record its runs; turn its good rows into parts if it is damaged."""
-        try:
-            with open_metadata(path) as file:
-                num_runs = num_runs_of(file)
-                problem = _packed_problem(file, manifest, num_runs)
-                failures = [] if problem else read_failures(file)
-        except layout.UNREADABLE as error:
-            problem = damage_text(path, error)
+        num_runs, failures, problem = _look_at_packed(path, manifest)
         if problem is not None:
             if (known := _stored_listing(manifest, listing)) is not None:
                 parts_from(self._disk, path, manifest, known)
@@ -157,6 +152,44 @@ def _stored_listing(manifest: Manifest, listing: Listing) -> Listing | None:
     """Listing with which the store was started, or None if this run has another one."""
     known = listing.head(manifest.num_rows)
     return known if is_of(known, manifest) else None
+
+
+@dataclass(frozen=True)
+class PackedRows:
+    """What features.h5 holds of a store that it holds as a whole.
+
+    Attributes:
+        failures: failed rows, in ascending order.
+        num_bytes: size of the file.
+    """
+
+    failures: list[Failure]
+    num_bytes: int
+
+
+def read_packed(root: Path, manifest: Manifest) -> PackedRows | None:
+    """Return what features.h5 holds; None unless it holds all rows of all runs.
+
+    Args:
+        root: folder of the store.
+        manifest: manifest of the store.
+    """
+    path = root / layout.PACKED
+    num_runs, failures, problem = _look_at_packed(path, manifest)
+    if problem is not None or num_runs != len(manifest.runs):
+        return None
+    return PackedRows(sorted(failures, key=lambda failure: failure.row), path.stat().st_size)
+
+
+def _look_at_packed(path: Path, manifest: Manifest) -> tuple[int, list[Failure], str | None]:
+    """Return the number of runs in features.h5, their failures, and what is wrong, or None."""
+    try:
+        with open_metadata(path) as file:
+            num_runs = num_runs_of(file)
+            problem = _packed_problem(file, manifest, num_runs)
+            return num_runs, [] if problem else read_failures(file), problem
+    except layout.UNREADABLE as error:
+        return 0, [], damage_text(path, error)
 
 
 def _packed_problem(file: h5py.File, manifest: Manifest, num_runs: int) -> str | None:

@@ -135,6 +135,18 @@ def compare_listing(path: Path, listing: Listing) -> tuple[int, str | None]:
         return 0, damage_text(path, error)
 
 
+def is_listing_of(path: Path, listing: Listing) -> bool:
+    """Whether samples.h5 is undamaged and has exactly the rows of a listing.
+
+    Raises:
+        StoreError: the file cannot be read now.
+    """
+    if not path.exists():
+        return False
+    num_rows, problem = compare_listing(path, listing)
+    return problem is None and num_rows == len(listing)
+
+
 def _agrees(file: h5py.File, name: str) -> bool:
     """Whether a dataset of samples.h5 agrees with its checksum."""
     path = f"{layout.CHECKSUMS}/{name}"

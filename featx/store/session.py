@@ -271,8 +271,8 @@ class StoreSession:
         """Write summary.json: the results of this run, and those of all runs under `runs`."""
         path = self.root / layout.SUMMARY
         try:
-            runs = json.loads(path.read_bytes()).get("runs", [])
-        except (OSError, ValueError):
+            runs = list(json.loads(path.read_bytes())["runs"])
+        except (OSError, ValueError, LookupError, TypeError):
             runs = []
         text = json.dumps({**entry, "runs": [*runs, dict(entry)]}, indent=2) + "\n"
         self.disk.replace(path, text.encode())

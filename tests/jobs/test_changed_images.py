@@ -27,6 +27,7 @@ from featx.errors import ConfigError, FeatxError, StoreMismatchError
 from featx.pipeline import changed_images, row_updates
 from featx.pipeline.stop_signals import Interrupted
 from featx.sources.pixel_encoding import encode_array
+from featx.storage import AtomicFolder
 from featx.store import session as session_module
 from featx.types import NO_IMAGE, UNKNOWN_IMAGE, image_checksum
 
@@ -532,8 +533,8 @@ def test_a_refresh_cut_off_anywhere_resumes_to_the_same_store(
 
     with monkeypatch.context() as patch:
         for name in ("publish", "replace", "remove"):
-            method = getattr(session_module.AtomicFolder, name)
-            patch.setattr(session_module.AtomicFolder, name, counted(method))
+            method = getattr(AtomicFolder, name)
+            patch.setattr(AtomicFolder, name, counted(method))
         with pytest.raises(Dies):
             extract(photos, refresh=True, **LENIENT)
     half = open_store("store")

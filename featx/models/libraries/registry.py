@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from featx.base import Member, Registry, for_options
@@ -36,6 +37,9 @@ class ModelLibrary(Member):
         knows: whether it has a model of this name; imports nothing either.
         auto_rank: place among the libraries that model.library=auto asks, smallest first; None if
             it does not ask this one.
+        weight_files: returns the files whose content decides the weights, empty if the options and
+            the versions of packages decide them; None if neither is known. It imports nothing
+            either.
     """
 
     build: Callable[[ModelConfig, int], Backbone]
@@ -43,6 +47,7 @@ class ModelLibrary(Member):
     names: Callable[[], Collection[str]]
     knows: Callable[[str], bool]
     auto_rank: int | None
+    weight_files: Callable[[ModelConfig], Sequence[Path] | None]
 
 
 class _Libraries(Registry[ModelLibrary]):
@@ -93,6 +98,7 @@ def library_member(
     knows: Callable[[str], bool] | None = None,
     auto_rank: int | None = None,
     extra: str | None = None,
+    weight_files: Callable[[OptionsT], Sequence[Path] | None] | None = None,
 ) -> ModelLibrary:
     """Describe a library for `LIBRARIES.register` or for an entry point of `featx.models`.
 
@@ -108,6 +114,9 @@ def library_member(
         knows: whether it has a model of a name; None looks into `names`.
         auto_rank: place among the libraries that `auto` asks; None leaves it out.
         extra: extra of featx that installs the packages it needs.
+        weight_files: returns the files whose content decides the weights, empty if the options and
+            the versions of packages decide them, or None. A finished store is recognised by them
+            before the model is built; None builds the model every time.
     """
     member, maker = f"model.library={name}", "featx.config.model_options"
     return ModelLibrary(
@@ -120,7 +129,12 @@ def library_member(
         names=names,
         knows=knows or (lambda model: model in names()),
         auto_rank=auto_rank,
+        weight_files=for_options(member, options, weight_files or _unknown_files, maker),
     )
+
+
+def _unknown_files(config: ModelConfig) -> None:
+    """Return None: the files of the weights are not known."""
 
 
 def resolve_library(config: ModelConfig) -> ModelLibrary:

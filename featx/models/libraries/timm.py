@@ -82,7 +82,7 @@ def build(config: TimmOptions, seed: int) -> Backbone:
     from featx.models.base import random_id, timm_classes
     from featx.models.preprocessing import changed_preprocess
 
-    file = _file_of(config)
+    file = config.weights_file
     config.check_file(has_file=file is not None)
     config.checkpoint.check_effect(has_file=file is not None, is_converted=True)
     name, size = _tagged_name(config, file), _size_of(config)
@@ -104,14 +104,6 @@ def build(config: TimmOptions, seed: int) -> Backbone:
     backbone.args = dict(config.args)
     backbone.checkpoint, backbone.missing_heads = loading, missing
     return backbone
-
-
-def _file_of(config: TimmOptions) -> str | None:
-    """Return `model.weights` if it is a file."""
-    from featx.models.checkpoint import is_weights_file
-
-    weights = config.weights
-    return weights if weights is not None and is_weights_file(weights) else None
 
 
 def _size_of(config: TimmOptions) -> tuple[int, int] | None:
@@ -279,7 +271,7 @@ def _created(
 
 def untrained(config: TimmOptions, seed: int) -> torch.nn.Module:
     """The architecture with timm's initialisation, and the classes of a file in `weights`."""
-    file, args = _file_of(config), config.args
+    file, args = config.weights_file, config.args
     name = _tagged_name(config, file)
     if file is not None and "num_classes" not in args:
         loaded, _, _ = _loaded_from(file, config, name, seed)
@@ -403,6 +395,15 @@ def knows(name: str) -> bool:
     return name.startswith(_SCHEMES) or name.split(".", 1)[0] in registered_names("timm")
 
 
+def _weight_files(config: TimmOptions) -> list[Path] | None:
+    """Return the file of the weights; a tag may be another file of the hub tomorrow."""
+    if config.name.startswith(_SCHEMES):
+        return None
+    if config.weights_file is not None:
+        return [Path(config.weights_file)]
+    return [] if config.weights is None else None
+
+
 LIBRARIES.register(
     library_member(
         "timm",
@@ -413,5 +414,6 @@ LIBRARIES.register(
         names=lambda: registered_names("timm"),
         knows=knows,
         auto_rank=2,
+        weight_files=_weight_files,
     )
 )

@@ -76,7 +76,7 @@ def build(config: TorchvisionOptions, seed: int) -> Backbone:
             f"{name.removeprefix('quantized_')}."
         )
     enum = models.get_model_weights(name)
-    file = _file_of(config)
+    file = config.weights_file
     entry = _entry_of_file(enum, file) if file else _weights_entry(enum, name, config.weights)
     config.check_file(has_file=file is not None and entry is None)
     _check_checkpoint(config, file, entry)
@@ -116,13 +116,6 @@ def build(config: TorchvisionOptions, seed: int) -> Backbone:
         checkpoint=loading,
         missing_heads=missing,
     )
-
-
-def _file_of(config: TorchvisionOptions) -> str | None:
-    """Return `model.weights` if it is a file."""
-    from featx.models.checkpoint import is_weights_file
-
-    return config.weights if config.weights and is_weights_file(config.weights) else None
 
 
 def _size_of(preset: Any) -> list[int] | None:
@@ -281,7 +274,7 @@ def untrained(config: TorchvisionOptions, seed: int) -> torch.nn.Module:
     """The architecture with torchvision's initialisation, with the classes of a file."""
     from torchvision import models
 
-    file = _file_of(config)
+    file = config.weights_file
     if file is None or _entry_of_file(models.get_model_weights(config.name), file) is not None:
         return _random(config, config.args, seed)
     loaded, _, missing = _loaded_from(file, config, seed)
@@ -478,6 +471,11 @@ def fetch_weights(url: str, name: str) -> Mapping[str, torch.Tensor]:
     return read_weights(cached)
 
 
+def _weight_files(config: TorchvisionOptions) -> list[Path]:
+    """Return the file of the weights; torchvision's own tags stand for one file each."""
+    return [] if config.weights_file is None else [Path(config.weights_file)]
+
+
 LIBRARIES.register(
     library_member(
         "torchvision",
@@ -487,5 +485,6 @@ LIBRARIES.register(
         untrained=untrained,
         names=lambda: registered_names("torchvision"),
         auto_rank=1,
+        weight_files=_weight_files,
     )
 )

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from featx.errors import ConfigError, MissingExtraError, ModelError, WeightsError, nearest
-from featx.models.checkpoint import is_weights_file
 from featx.models.transformers.folder import read_json
 
 if TYPE_CHECKING:
@@ -144,7 +143,7 @@ def _of_name(open_clip: Any, config: OpenClipOptions) -> ClipSource:
             f"model.name={name}: name the weights in model.weights. Tags of open_clip: {listed}. "
             "Or give a file, with model.weights_like=TAG."
         )
-    if not is_weights_file(weights):
+    if config.weights_file is None:
         tag = _checked_tag(open_clip, name, weights, "model.weights", listed)
         about = open_clip.get_pretrained_cfg(name, tag)
         return ClipSource(name, _as_trained(known, about), about, tag=tag)

@@ -1,0 +1,192 @@
+"""Recognises a command whose store is complete, without loading its model.
+
+The summary of a complete store records a digest of all that decides what a command asks for: its
+options, the listing, the versions of packages, the files of the weights by size, time and inode,
+and the fingerprints in the store. If a later command has the same digest, loading the model would
+only lead to the same fingerprints.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from importlib.metadata import PackageNotFoundError
+from importlib.metadata import version as version_of
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from featx.base import announce, digest, log_message, shown_path
+from featx.config import Config, layer_requests
+from featx.models import resolve_library
+from featx.pipeline.changed_images import image_changes
+from featx.pipeline.overwriting import command_digest
+from featx.pipeline.row_failures import failures_text
+from featx.pipeline.run_metrics import RunMetrics, peak_memory_mib
+from featx.pipeline.run_summary import data_text
+from featx.pipeline.run_target import StoreTarget
+from featx.storage import is_url, parse_path
+from featx.store import (
+    Manifest,
+    is_listing_of,
+    layout,
+    listing_identity,
+    load_manifest,
+    read_image_states,
+    read_packed,
+)
+from featx.types import Listing, Source, Stateful
+
+FileStates = dict[str, tuple[int, int, int, int]]
+"""Path -> (size in bytes, modification and change time in ns, inode)."""
+
+
+def weight_states(config: Config) -> FileStates | None:
+    """Return the states of the files that decide the weights; None if they are not known.
+
+    To be called before the weights are loaded, so that a file that is exchanged meanwhile is
+    noticed.
+
+    Args:
+        config: checked config.
+    """
+    files = resolve_library(config.model).weight_files(config.model)
+    return None if files is None else _states(files)
+
+
+def request_digest(
+    config: Config, manifest: Manifest, listing: Listing, states: FileStates | None
+) -> str | None:
+    """Return the digest by which a later command recognises that its store is complete.
+
+    Args:
+        config: checked config.
+        manifest: manifest of the store.
+        listing: all rows of the store.
+        states: files of the weights, from `weight_states`.
+
+    Returns:
+        hex digest; None if the config does not say all that decides the values.
+    """
+    # Statistics of a reduction are a file that may be written again.
+    reads_statistics = any(reduce.statistics_path for _, reduce in layer_requests(config))
+    if states is None or reads_statistics:
+        return None
+    versions = {name: version for run in manifest.runs for name, version in _versions(run.header)}
+    if any(_version_of(name) != version for name, version in versions.items()):
+        return None
+    return digest(
+        {
+            "command": command_digest(config),
+            "weights": {path: list(state) for path, state in states.items()},
+            "listing": listing_identity(listing),
+            "store": manifest.digest,
+        }
+    )
+
+
+def finished_summary(
+    config: Config, target: StoreTarget, states: FileStates | None
+) -> dict[str, Any] | None:
+    """Return the summary of a store for which nothing is left to do, and describe it on stderr.
+
+    Nothing is written. Doubt of any kind, such as an image with another modification time, gives
+    None: the run then looks at everything.
+
+    Args:
+        config: checked config.
+        target: run target of the store.
+        states: files of the weights, from `weight_states`.
+
+    Raises:
+        DataError: the data set does not exist or is empty.
+        StoreMismatchError: the rows of the store are not those of the data set.
+    """
+    out = parse_path(config.out)
+    is_asked = config.overwrite or config.grow or config.refresh or config.retry_failed
+    if is_asked or config.tensorboard or config.profile or is_url(out):
+        return None
+    manifest, is_intact = load_manifest(out)
+    recorded = _recorded(out)
+    if manifest is None or not is_intact or not recorded or (out / layout.OVERWRITING).exists():
+        return None
+    source, listing = target.list_images()
+    entry = recorded.get(request_digest(config, manifest, listing, states))
+    packed = None if entry is None else read_packed(out, manifest)
+    if entry is None or packed is None or not _has_same_images(out, manifest, source, listing):
+        return None
+    header = manifest.runs[-1].header
+    settings = [
+        ("data", data_text(config, listing)),
+        ("model", f"{header.model}, weights {header.weights}"),
+        ("output", f"{shown_path(out)}, {len(listing)} of {len(listing)} rows are there already"),
+    ]
+    announce(settings, settings)
+    if packed.failures:
+        log_message(failures_text(packed.failures))
+    return {
+        **entry,
+        **RunMetrics(seconds={}, images_per_second=None, bytes_read=0, bottleneck=None).as_dict(),
+        "rows": len(listing),
+        "failures": len(packed.failures),
+        "bytes": packed.num_bytes,
+        "underflow_rows": {},
+        "peak_memory_mib": peak_memory_mib(),
+    }
+
+
+def _recorded(out: Path) -> dict[str | None, Mapping[str, Any]]:
+    """Digests in the summary of a store, each with the summary of its run."""
+    try:
+        runs = json.loads((out / layout.SUMMARY).read_bytes())["runs"]
+        return {run["request"]: run for run in runs if run.get("request")}
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return {}  # the summary is for people; without it the run looks at everything
+
+
+def _has_same_images(out: Path, manifest: Manifest, source: Source, listing: Listing) -> bool:
+    """Whether all images are as they were when the store was last compared with them."""
+    if not is_listing_of(out / layout.LISTING, listing):
+        return False
+    states = source.states(listing.keys) if isinstance(source, Stateful) else None
+    known = read_image_states(out / layout.IMAGES, len(listing))
+    if states is not None and not np.array_equal(states, known):
+        return False
+    changes = image_changes(source, listing.keys, out, manifest)
+    return not (len(changes.rows) or len(changes.gone) or changes.num_unknown)
+
+
+def _versions(header: Any) -> list[tuple[str, str]]:
+    """Packages and their versions that a run of a store records."""
+    of_decoders = {
+        name.removeprefix("version."): str(version)
+        for name, version in header.fingerprint.items()
+        if name.startswith("version.") and name != "version.cuda"
+    }
+    return list({**header.versions, **of_decoders}.items())
+
+
+def _version_of(name: str) -> str | None:
+    """Version of an installed package; None if it is not installed."""
+    if name == "featx":
+        from featx.base.version import __version__
+
+        return __version__
+    try:
+        return version_of(name)
+    except PackageNotFoundError:
+        return None
+
+
+def _states(files: Sequence[Path]) -> FileStates | None:
+    """States of some files; None if one of them does not exist."""
+    states = {}
+    for file in files:
+        try:
+            found = file.expanduser().stat()
+        except OSError:
+            return None
+        ids = (found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino)
+        states[str(file.expanduser().absolute())] = ids
+    return states

@@ -1,0 +1,308 @@
+"""The same command on its finished store ends without loading the model; any doubt loads it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import timm
+import torch
+from conftest import make_image
+from tiny_model import extract as extract_custom
+from tiny_model import write_image, write_images
+
+import featx
+from featx.errors import FeatxError, StoreMismatchError
+from featx.models import build_backbone
+from featx.pipeline import finished_run
+
+pytestmark = pytest.mark.usefixtures("in_tmp_path", "packing_in_process")
+
+KEYS: dict[str, Any] = {
+    "model": {"name": "test_vit", "weights": "vit.pth"},
+    "precision": "fp32",
+    "batch_size": 4,
+    "out": "store",
+}
+
+Extract = Callable[..., bool]
+
+
+@pytest.fixture
+def built(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the models that were built."""
+    names: list[str] = []
+
+    def build(config: Any, seed: int) -> Any:
+        names.append(config.name)
+        return build_backbone(config, seed)
+
+    monkeypatch.setattr("featx.pipeline.run_context.build_backbone", build)
+    return names
+
+
+@pytest.fixture
+def photos() -> Path:
+    """Images that were written a minute ago, so that their times stand for their bytes."""
+    root = write_images(Path("photos"), 6)
+    for path in root.rglob("*.png"):
+        age(path)
+    return root
+
+
+@pytest.fixture
+def extract(photos: Path, built: list[str]) -> Extract:
+    """A function that runs the command on a finished store and returns if a model was built."""
+    torch.manual_seed(0)
+    torch.save(timm.create_model("test_vit").state_dict(), "vit.pth")
+
+    def again(**keys: Any) -> bool:
+        del built[:]
+        featx.extract(**{**KEYS, "data": str(photos), **keys})
+        return bool(built)
+
+    assert again(), "the first run builds it"
+    return again
+
+
+def age(path: Path, seconds: int = 60) -> None:
+    """Make a file older."""
+    found = path.stat()
+    os.utime(path, ns=(found.st_atime_ns, found.st_mtime_ns - seconds * 10**9))
+
+
+def flip(path: Path, at: int) -> None:
+    """Flip a bit of a file, and keep its times."""
+    data, found = bytearray(path.read_bytes()), path.stat()
+    data[at] ^= 1
+    path.write_bytes(data)
+    os.utime(path, ns=(found.st_atime_ns, found.st_mtime_ns))
+
+
+def files(root: Path) -> dict[str, tuple[int, bytes]]:
+    """Path -> modification time and content of all files of a folder."""
+    return {
+        str(path): (path.stat().st_mtime_ns, path.read_bytes())
+        for path in root.rglob("*")
+        if path.is_file()
+    }
+
+
+def test_nothing_is_built_written_or_changed(
+    extract: Extract, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = files(Path("store"))
+    capsys.readouterr()
+    assert not extract()
+    assert files(Path("store")) == before
+    printed = capsys.readouterr()
+    assert "6 of 6 rows are there already" in printed.err
+    assert "model   timm/test_vit, weights vit.pth" in printed.err
+    assert printed.out.startswith("Done: 6 rows, 0 failed, ")
+    assert "nothing was left to do" in printed.out
+
+
+def test_options_without_effect_on_values_are_free(extract: Extract) -> None:
+    assert not extract(max_failures=3)
+    assert not extract(executor={"name": "local", "workers": 2})
+    assert not extract(data={"name": "folder", "root": "photos"})
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"dtype": "float32"},
+        {"precision": "auto"},
+        {"layers": ["blocks.0"]},
+        {"reduce": "avg", "layers": ["blocks.0"]},
+        {"seed": 1},
+        {"decode": "reference"},
+        {"batch_size": 8},
+        {"retry_failed": True},
+        {"refresh": True},
+        {"grow": True},
+        {"overwrite": True},
+        {"tensorboard": True},
+        {"model": {"name": "test_vit", "weights": None}},
+        {"model": {"name": "test_vit", "weights": "vit.pth", "init": "reset"}},
+        {"data": {"name": "folder", "root": "photos", "limit": 6}},
+    ],
+    ids=str,
+)
+def test_other_options_build_the_model(
+    extract: Extract, keys: dict[str, Any], built: list[str]
+) -> None:
+    try:
+        assert extract(**keys)
+    except FeatxError:
+        assert built, "it is refused because of what the model is, as before"
+
+
+def replace_weights() -> None:
+    found = Path("vit.pth").stat()
+    torch.manual_seed(1)
+    other = Path("other/vit.pth")
+    other.parent.mkdir()
+    torch.save(timm.create_model("test_vit").state_dict(), other)
+    os.utime(other, ns=(found.st_atime_ns, found.st_mtime_ns))
+    assert other.stat().st_size == found.st_size
+    other.replace("vit.pth")
+
+
+def restore_summary(change: Callable[[dict[str, Any]], object]) -> Callable[[], None]:
+    def damage() -> None:
+        path = Path("store/summary.json")
+        summary = json.loads(path.read_bytes())
+        change(summary)
+        path.write_text(json.dumps(summary))
+
+    return damage
+
+
+DOUBTS: dict[str, Callable[[], object]] = {
+    "weights touched": lambda: age(Path("vit.pth")),
+    "image touched": lambda: age(sorted(Path("photos").rglob("*.png"))[0]),
+    "states lost": lambda: Path("store/images.h5").unlink(),
+    "listing lost": lambda: Path("store/samples.h5").unlink(),
+    "listing damaged": lambda: flip(Path("store/samples.h5"), -40),
+    "manifest lost": lambda: Path("store/featx.json").unlink(),
+    "manifest damaged": lambda: flip(Path("store/featx.json"), 200),
+    "rows cut": lambda: os.truncate("store/features.h5", 4000),
+    "overwriting": lambda: Path("store/.overwriting").write_bytes(b"x"),
+    "summary lost": lambda: Path("store/summary.json").unlink(),
+    "summary cut": lambda: os.truncate("store/summary.json", 90),
+    "summary empty": lambda: Path("store/summary.json").write_text("[]"),
+    "no request": restore_summary(lambda summary: summary["runs"][0].pop("request")),
+    "other request": restore_summary(lambda summary: summary["runs"][0].update(request="0" * 64)),
+}
+
+
+@pytest.mark.parametrize("doubt", DOUBTS)
+def test_any_doubt_builds_the_model_and_the_next_time_it_is_known(
+    extract: Extract, doubt: str
+) -> None:
+    DOUBTS[doubt]()
+    assert extract()
+    assert not extract()
+    assert len(featx.open("store")["embedding"][:]) == 6
+
+
+def test_other_weights_of_the_same_size_and_time_are_refused(extract: Extract) -> None:
+    replace_weights()
+    with pytest.raises(StoreMismatchError, match="weights_sha256"):
+        extract()
+
+
+def test_changed_images_are_refused(extract: Extract) -> None:
+    write_image(sorted(Path("photos").rglob("*.png"))[2], 99)
+    with pytest.raises(StoreMismatchError, match="1 image has changed"):
+        extract()
+
+
+def test_new_images_are_refused_and_gone_ones_as_well(extract: Extract) -> None:
+    make_image(40, 40).save("photos/cat/zzz.png")
+    with pytest.raises(StoreMismatchError, match="grow=true"):
+        extract()
+    Path("photos/cat/zzz.png").unlink()
+    assert not extract()
+    sorted(Path("photos").rglob("*.png"))[0].unlink()
+    with pytest.raises(StoreMismatchError):
+        extract()
+
+
+def test_the_store_of_another_command_is_not_taken_for_its_own(extract: Extract) -> None:
+    """Its summary is copied, and the command is the same but for the weights."""
+    torch.manual_seed(1)
+    Path("vit.pth").rename("mine.pth")
+    torch.save(timm.create_model("test_vit").state_dict(), "vit.pth")
+    assert extract(out="second")
+    shutil.copy("store/summary.json", "second/summary.json")
+    shutil.rmtree("store")
+    Path("second").rename("store")
+    assert extract(), "the digest names the fingerprints of the store"
+
+
+def test_other_versions_build_the_model(
+    extract: Extract, monkeypatch: pytest.MonkeyPatch, built: list[str]
+) -> None:
+    real = finished_run.version_of
+    monkeypatch.setattr(
+        finished_run, "version_of", lambda name: "0.1" if name == "pillow" else real(name)
+    )
+    assert extract()
+
+
+def test_failed_rows_are_told(extract: Extract, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("photos/cat/broken.png").write_bytes(b"no image")
+    age(Path("photos/cat/broken.png"))
+    assert extract(out="failing", max_failures=3)
+    first = capsys.readouterr()
+    assert not extract(out="failing", max_failures=3)
+    again = capsys.readouterr()
+    told = [line for line in first.err.splitlines() if "broken.png" in line]
+    assert told
+    assert [line for line in again.err.splitlines() if "broken.png" in line] == told
+    assert "1 failed" in again.out
+
+
+@pytest.mark.slow
+def test_failed_rows_decide_the_exit_code(extract: Extract) -> None:
+    Path("photos/cat/broken.png").write_bytes(b"no image")
+    age(Path("photos/cat/broken.png"))
+    assert extract(out="failing", max_failures=3)
+    codes = [
+        subprocess.run(
+            [
+                *(sys.executable, "-m", "featx", "data=photos", "out=failing", "model=test_vit"),
+                *("model.weights=vit.pth", "precision=fp32", "batch_size=4", f"max_failures={n}"),
+            ],
+            capture_output=True,
+            check=False,
+        ).returncode
+        for n in (0, 3)
+    ]
+    assert codes[1] == 0
+    assert codes[0] not in (0, 2)
+
+
+def test_a_model_of_the_users_code_is_always_built(photos: Path, built: list[str]) -> None:
+    for _ in range(2):
+        extract_custom(str(photos))
+    assert built == ["tiny"] * 2
+    assert json.loads(Path("store/summary.json").read_bytes())["request"] is None
+
+
+def test_statistics_of_a_reduction_may_be_written_again(photos: Path, built: list[str]) -> None:
+    keys = {**KEYS, "model": {"name": "test_vit", "weights": None}, "data": str(photos)}
+    featx.stats(**{**keys, "out": "stats"})
+    del built[:]
+    for _ in range(2):
+        featx.extract(**keys, reduce={"name": "pca", "stats": "stats", "k": 2})
+    assert built == ["test_vit"] * 2
+
+
+def test_a_growing_store_is_known_again(extract: Extract, photos: Path) -> None:
+    write_image(photos / "cat" / "x.png", 50)
+    age(photos / "cat" / "x.png")
+    assert extract(grow=True)
+    assert not extract()
+
+
+@pytest.mark.slow
+def test_the_command_imports_no_torch(extract: Extract, photos: Path) -> None:
+    command = [
+        *(sys.executable, "-X", "importtime", "-m", "featx", "data=photos", "out=made"),
+        *("model=test_vit", "model.weights=vit.pth"),
+    ]
+    runs = [subprocess.run(command, capture_output=True, text=True, check=True) for _ in range(2)]
+    imported = [{line.split("|")[-1].strip() for line in run.stderr.splitlines()} for run in runs]
+    assert "torch" in imported[0]
+    assert "numpy" in imported[1]
+    assert not {name for name in imported[1] if name.split(".")[0] in ("torch", "timm")}

@@ -6,6 +6,7 @@ another is computed, and the device is busy while Python prepares the next opera
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -21,8 +22,18 @@ from featx.types import ResumeState
 if TYPE_CHECKING:
     from featx.engine.engine import Engine
 
-MAX_REPLICAS = 4
-"""Largest number of parallel batches on a CPU."""
+USUAL_REPLICAS = 4
+"""Number of parallel batches on a CPU with at least as many cores, unless trials find better."""
+
+_MIN_GAIN = 1.1
+"""Smallest gain for which another number of parallel batches is taken. The last bits of a row
+depend on the number of threads, so two runs on one machine should rarely choose differently."""
+
+_TRIAL_SHARE = 0.05
+"""Largest share of the work of a run that trials of parallel batches may cost."""
+
+_ROUNDS = 2
+"""Number of times that two numbers of parallel batches are measured in turns."""
 
 CUDA_STREAMS = 2
 """Number of parallel batches on CUDA, if they fit into memory and give equal bits."""
@@ -59,7 +70,7 @@ def calibration_threads(cpus: int | None, resume_state: ResumeState | None) -> i
     return int(resume_state.resolved.get("threads", cpus))
 
 
-def room_for_batches(before: int | None, after: int | None) -> int:
+def room_for_batches(before: int | None, after: int | None, most: int) -> int:
     """Largest number of parallel batches that half of the free memory allows.
 
     Args:
@@ -67,12 +78,13 @@ def room_for_batches(before: int | None, after: int | None) -> int:
             unknown.
         after: the same after them. Freed memory stays with the process, so the difference is about
             what one forward pass needs.
+        most: upper bound; `USUAL_REPLICAS` is one as well if the memory is unknown.
     """
     free = free_memory()
     if before is None or after is None or free is None:
-        return MAX_REPLICAS
+        return min(most, USUAL_REPLICAS)
     each = max(1, after - before)
-    return int(min(MAX_REPLICAS, 1 + free / (2 * each)))
+    return int(min(most, 1 + free / (2 * each)))
 
 
 @dataclass(frozen=True)
@@ -101,6 +113,7 @@ def decide(
     resume_state: ResumeState | None,
     memory_before: int | None,
     filled: Callable[[int], torch.Tensor],
+    num_rows: int,
 ) -> BatchParallelism:
     """Choose threads and replicas for a run.
 
@@ -111,14 +124,25 @@ def decide(
         memory_before: bytes of resident memory of this process before the calibration passes, or
             None if unknown.
         filled: function that returns a batch of the given number of images.
+        num_rows: number of rows that the run computes.
     """
     if cpus is None:
         return _on_device(engine, filled)
-    return _on_cpu(cpus, engine, room_for_batches(memory_before, resident_memory()), resume_state)
+    room = room_for_batches(memory_before, resident_memory(), cpus)
+    trial = None
+    batch_size = engine.compute.batch_size
+    # Each trial computes about as many batches as there are CPUs, at the most eight times in all.
+    if resume_state is None and num_rows * _TRIAL_SHARE >= 8 * cpus * batch_size:
+        trial = _Trial(engine, cpus, filled(batch_size)).images_per_second
+    return _on_cpu(cpus, engine, room, resume_state, trial)
 
 
 def _on_cpu(
-    cpus: int, engine: Engine, room: int, resume_state: ResumeState | None
+    cpus: int,
+    engine: Engine,
+    room: int,
+    resume_state: ResumeState | None,
+    trial: Callable[[int], float] | None = None,
 ) -> BatchParallelism:
     """Choose threads per batch and parallel batches on a CPU.
 
@@ -131,12 +155,16 @@ def _on_cpu(
         engine: engine after `configure_compute`.
         room: largest number of parallel batches that memory allows.
         resume_state: resume state, or None for a new run.
+        trial: function that measures images/s with a number of threads per batch; None takes the
+            usual number.
     """
-    if not engine.replicable:
-        room = 1
     # Threads whose freed memory is not kept ask the kernel for it in every layer, so there one
     # batch at a time has all CPUs.
-    here = -(-cpus // room) if is_kept_in_threads() else cpus
+    if not engine.replicable or not is_kept_in_threads():
+        room = 1
+    here = -(-cpus // min(room, USUAL_REPLICAS))
+    if trial is not None and room > 1:
+        here = fastest_threads(here, cpus, room, trial)
     threads = int(resume_state.resolved.get("threads", here)) if resume_state else here
     replicas = max(1, min(room, cpus // threads))
     text = f"{threads}" + (f", and {replicas} parallel batches" if replicas > 1 else "")
@@ -144,6 +172,71 @@ def _on_cpu(
         assert resume_state is not None
         text += f" (as {resume_state.what} started; {here} here would give other last bits)"
     return BatchParallelism(threads, replicas, replicas > 1, {"threads": text})
+
+
+def fastest_threads(
+    usual: int, cpus: int, room: int, images_per_second: Callable[[int], float]
+) -> int:
+    """Find the number of threads per batch with which a CPU computes most images.
+
+    Fewer threads with more parallel batches are tried first, then more threads, each time half or
+    twice as many, as long as that is clearly faster. The numbers are measured in turns, and the
+    best measurement of each counts, since other programs can only slow one down.
+
+    Args:
+        usual: number of threads to begin with.
+        cpus: number of CPUs that compute.
+        room: largest number of parallel batches that memory allows.
+        images_per_second: measures the speed with a number of threads per batch, when all CPUs
+            compute.
+    """
+    rates: dict[int, float] = {}
+
+    def is_faster(threads: int, than: int) -> bool:
+        for _ in range(_ROUNDS):
+            for each in (than, threads):
+                rates[each] = max(rates.get(each, 0.0), images_per_second(each))
+        return rates[threads] >= _MIN_GAIN * rates[than]
+
+    best = usual
+    while best > 1 and cpus // (best // 2) <= room and is_faster(best // 2, best):
+        best //= 2
+    if best != usual:
+        return best
+    while best < cpus:
+        more = 2 * best if cpus // (2 * best) > 1 else cpus
+        if not is_faster(more, best):
+            break
+        best = more
+    return best
+
+
+class _Trial:
+    """Parallel batches of an engine, timed.
+
+    Args:
+        engine: engine after `configure_compute` that is replicable.
+        cpus: number of CPUs that compute.
+        batch: (B, 3, H, W) images.
+    """
+
+    def __init__(self, engine: Engine, cpus: int, batch: torch.Tensor) -> None:
+        self._engine = engine
+        self._cpus = cpus
+        self._batch = batch
+
+    def images_per_second(self, threads: int) -> float:
+        """Speed with a number of threads per batch; every replica computes one batch."""
+        count = max(1, self._cpus // threads)
+
+        def compute(replica: Engine) -> None:
+            torch.set_num_threads(threads)  # OpenMP keeps the number per calling thread
+            replica.run(self._batch)
+
+        with self._engine.replicas(count) as replicas, ThreadPoolExecutor(count) as pool:
+            started_at = time.perf_counter()
+            list(pool.map(compute, replicas))
+            return count * len(self._batch) / (time.perf_counter() - started_at)
 
 
 def _on_device(engine: Engine, filled: Callable[[int], torch.Tensor]) -> BatchParallelism:

@@ -187,7 +187,7 @@ def build_run_context(
         auto_settings = AutoSettings(config, engine, trial.images, len(listing), resume_state)
         auto_settings.resolve()
         parallelism = batch_parallelism.decide(
-            engine, cpus, resume_state, before, auto_settings.filled
+            engine, cpus, resume_state, before, auto_settings.filled, len(listing)
         )
         specs = engine.specs(chosen)
         conformance = comparison.finished(specs, auto_settings.trial_rows)

@@ -274,9 +274,10 @@ class AutoSettings:
     def _time(self) -> None:
         """Measure `seconds_per_image` and `trial_rows` with the current settings of the engine."""
         compute = self._engine.compute
-        size = min(compute.batch_size, TRIAL_IMAGES)
-        images = self.filled(size)
         on_cpu = self._engine.device.type == "cpu"
+        # Small batches do not fill other devices: a GPU would wait for launches of kernels.
+        size = min(compute.batch_size, TRIAL_IMAGES) if on_cpu else compute.batch_size
+        images = self.filled(size)
         plain = on_cpu and compute.precision == "fp32" and not compute.compile
         known = self._exact if plain and len(images) == len(self._images) else None
         enough_s = ENOUGH_S if on_cpu else math.inf

@@ -52,6 +52,21 @@ def test_a_slow_pass_is_repeated_where_it_may_have_been_a_warm_up(
     assert resolver.seconds_per_image == pytest.approx(seconds)
 
 
+@pytest.mark.parametrize(("device", "batch_size", "images"), [("cpu", 64, 16), ("cuda", 64, 64)])
+def test_a_gpu_is_timed_at_the_batch_size_of_the_run(
+    device: str, batch_size: int, images: int
+) -> None:
+    engine: Any = Timed(device, 0.1)
+    engine.compute = Compute("fp16", False, False, batch_size)
+    sizes: list[int] = []
+    engine.run = lambda batch: sizes.append(len(batch)) or {"layer": torch.zeros(len(batch), 1)}
+    config = from_omegaconf(from_keywords({"out": "store"}))
+    resolver = AutoSettings(config, engine, torch.zeros(16, 3, 2, 2, dtype=torch.uint8), 100, None)
+    resolver._time()
+    assert set(sizes) == {images}
+    assert (resolver.trial_rows is None) == (images != 16), "rows of the trial images only"
+
+
 class Compiled:
     """An engine whose passes take a second an image, and another time when it is compiled."""
 

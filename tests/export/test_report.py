@@ -433,3 +433,44 @@ def test_the_command(
     assert wrong.returncode == 2
     assert "there is no store at" in wrong.stderr
     assert "Traceback" not in wrong.stderr
+
+
+def images_of_errors() -> list[str]:
+    """Elements that stand for misclassified images: 'img', or the text in its place."""
+    text = Path("store/report.html").read_text(encoding="utf-8")
+    section = text.split('<section id="errors">')[1].split("</section>")[0]
+    found = re.findall(
+        r'<img class="pic" src="data:image/webp|<span class="pic none">([^<]*)', section
+    )
+    return [without or "img" for without in found]
+
+
+def test_errors_of_another_store_show_their_images(
+    photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    extract(photos)
+    (tmp_path / "tests").mkdir()
+    for number, path in enumerate(sorted((photos / "cat").glob("*.png"))[:4]):
+        target = tmp_path / "tests" / ("dog" if number % 2 else "cat") / path.name
+        target.parent.mkdir(exist_ok=True)
+        target.write_bytes(path.read_bytes())
+    extract(tmp_path / "tests", out="other")
+    run_job("probe", store="store", device="cpu", probe={"test_store": "other"})
+    lines = Path("store/probe/predictions.csv").read_text(encoding="utf-8").splitlines()
+    tested = [line for line in csv.DictReader(lines) if line["split"] == "test"]
+    errors = [line for line in tested if line["true"] != line["predicted"]]
+    assert errors
+    report()
+    assert images_of_errors() == ["img"] * len(errors)
+    assert str(tmp_path) not in Path("store/report.html").read_text(encoding="utf-8")
+    report(report={"thumbnails": 0})
+    assert images_of_errors() == ["no image"] * len(errors)
+    capsys.readouterr()
+    for name in ("https://example.org/store", "s3://bucket/store", "gone"):
+        path = Path("store/probe.json")
+        found = json.loads(path.read_text())
+        found["split"]["test_store"] = name
+        path.write_text(json.dumps(found))
+        report()
+        assert images_of_errors() == ["no image"] * len(errors)
+        assert "no thumbnails of probe.test_store" in capsys.readouterr().err

@@ -60,6 +60,7 @@ class Page:
         probes: contents of the probe's files.
         similarity: similarity of layers.
         thumbnails: thumbnails of rows in any section.
+        test_images: key -> thumbnail of an error on a row of another store, as a data URI.
         sprite: tiles of the rows in the embedding plots.
         seconds: seconds that the computation of all this took.
     """
@@ -81,6 +82,7 @@ class Page:
     probes: Probes
     similarity: LayerSimilaritySection
     thumbnails: Thumbnails
+    test_images: dict[str, str]
     sprite: Sprite
     seconds: float = 0.0
 
@@ -97,6 +99,12 @@ class Page:
         """Return the role of a row in the probe's split, or ''."""
         predicted = self.probes.predicted
         return "" if predicted is None else ROLES[int(predicted.roles[row])]
+
+    def image_of_error(self, error: ErrorRow) -> str:
+        """Return the thumbnail of a misclassified image as a data URI, or ''."""
+        if error.row is None:
+            return self.test_images.get(error.stored_key, "")
+        return self.thumbnails.uris.get(error.row, "")
 
     def shown(self, text: str) -> str:
         """Return a text without absolute paths."""

@@ -30,6 +30,7 @@ class ErrorRow:
 
     Attributes:
         row: row of the store, or None if it belongs to another store.
+        stored_key: its key, with surrogate escapes for bytes that are not UTF-8.
         key: its key as UTF-8 text, an absolute path without its folders.
         true: true class.
         predicted: predicted class.
@@ -38,6 +39,7 @@ class ErrorRow:
     """
 
     row: int | None
+    stored_key: str
     key: str
     true: str
     predicted: str
@@ -54,12 +56,14 @@ class Predicted:
         wrong: layer -> {row: predicted class} of its errors, with the first method.
         errors: errors of the best layer, the largest probability first.
         confidence: mean probability of the predicted class with the best layer, or None.
+        test_store: path of the other store whose rows were tested, or None.
     """
 
     roles: npt.NDArray[np.int8]
     wrong: dict[str, dict[int, str]]
     errors: list[ErrorRow]
     confidence: float | None
+    test_store: str | None
 
 
 def read_predictions(
@@ -101,11 +105,13 @@ def read_predictions(
         if is_best:
             errors.append(
                 ErrorRow(
-                    row, without_folder(as_utf8(line["key"])), as_utf8(line["true"]), predicted,
+                    row, line["key"], without_folder(as_utf8(line["key"])), as_utf8(line["true"]),
+                    predicted,
                     float(line["p_true"]) if line["p_true"] else None,
                     float(line["p_predicted"]) if line["p_predicted"] else None,
                 )
             )  # fmt: skip
     errors.sort(key=lambda error: -(error.p_predicted or 0))
     mean = float(np.mean(confidences)) if confidences else None
-    return Predicted(roles, wrong, errors, mean)
+    test_store = str(found["split"]["test_store"]) if elsewhere else None
+    return Predicted(roles, wrong, errors, mean, test_store)

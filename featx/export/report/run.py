@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from featx.config import Config
+from featx.config import Config, DataConfig
 from featx.errors import FeatxError, MissingExtraError, StoreError, counted
 from featx.export.report.embedding_plots import (
     LayerPlot,
@@ -144,6 +144,7 @@ def _contents(
         probes=probes,
         similarity=similarity_of(store, layers, options.rows, seed, config.device),
         thumbnails=thumbnails,
+        test_images=_test_images(config, probes, log),
         sprite=thumbnails.sprite(rows.tolist()),
     )
 
@@ -228,6 +229,33 @@ def _thumbnails_of(
         first = as_utf8(str(store.keys[undecoded[0]]))
         log(f"{counted(len(undecoded), 'image')} cannot be decoded now, such as {first}")
     return thumbnails
+
+
+def _test_images(config: Config, probes: Probes, log: Callable[[str], None]) -> dict[str, str]:
+    """Make thumbnails of errors on rows of another store; key -> data URI."""
+    predicted = probes.predicted
+    if predicted is None or predicted.test_store is None or not config.report.thumbnails:
+        return {}
+    errors = predicted.errors[:ERRORS_SHOWN]
+    try:
+        # A stranger's file may name anything, and featx connects to no server because of it.
+        if "://" in predicted.test_store:
+            raise StoreError(f"{predicted.test_store} is a URL")
+        store = FeatureStore(predicted.test_store, verify="rows")
+        row_of = {str(key): row for row, key in enumerate(store.keys.tolist())}
+        rows = {e.stored_key: row_of[e.stored_key] for e in errors if e.stored_key in row_of}
+        limit = min(len(rows), config.report.thumbnails)
+        with Thumbnails(store.key_bytes, limit) as thumbnails:
+            thumbnails.open(data_of_store(store, DataConfig()))
+            thumbnails.add(rows.values())
+            thumbnails.finish()
+        reason = thumbnails.why_none
+    except FeatxError as error:
+        reason = str(error)
+    if errors and reason:
+        log(f"no thumbnails of probe.test_store: {reason}")
+        return {}
+    return {key: thumbnails.uris[row] for key, row in rows.items() if row in thumbnails.uris}
 
 
 def _folders(config: Config, store: FeatureStore) -> tuple[str, ...]:

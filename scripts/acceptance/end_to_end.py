@@ -1,0 +1,195 @@
+"""Command `end-to-end`: JPEG files to a store, decoding alone, and what auto chooses."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from acceptance.photographs import large_folder
+from acceptance.steps import Settings, Step, featx
+
+NAMES = 60_000
+"""Names of JPEG files in the folder of the runs."""
+
+JOBS = {
+    "ResNet-50 avgpool": (60_000, ("model=resnet50", "layers=[avgpool]")),
+    "ViT-B/16": (40_000, ("model=vit_b_16",)),
+    "EfficientNet-B0": (60_000, ("model=efficientnet_b0",)),
+    "DINOv2-B/14 at 518": (6_000, ("model=vit_base_patch14_dinov2", "model.input_size=[518,518]")),
+    "CLIP ViT-L/14": (12_000, ("model=vit_large_patch14_clip_224",)),
+    "ResNet-50 layer4 maps": (30_000, ("model=resnet50", "layers=[layer4]")),
+}
+"""Name -> number of rows, and options."""
+
+DRY_JOBS = {
+    "test_resnet": (64, ("model=test_resnet",)),
+    "test_vit": (64, ("model=test_vit",)),
+}
+
+GOALS = {
+    ("ResNet-50 avgpool", "one process"): 6_000,
+    ("ResNet-50 avgpool", "two processes"): 10_000,
+}
+"""Job and number of processes -> images/s on one H100 with 16 cores, decode=fast."""
+
+
+def decoding(settings: Settings) -> Mapping[str, Any]:
+    """Images/s of reading, decoding and resizing alone, by one thread and by all."""
+    import torch
+
+    from featx.base import num_cpus
+    from featx.config import DataConfig
+    from featx.config.schema import from_keywords, from_omegaconf
+    from featx.images import CrashList, DecodeSettings, Loader
+    from featx.models import build_backbone
+    from featx.sources import open_source
+    from featx.types import Part
+
+    folder = large_folder(settings, NAMES)
+    config = from_omegaconf(from_keywords(
+        {"model": {"name": "resnet18", "weights": None}, "data": str(folder), "out": "unused"}
+    ))  # fmt: skip
+    assert isinstance(config.data, DataConfig)
+    source = open_source(config.data)
+    listing = source.listing().head(64 if settings.dry_run else 12_000)
+    preprocess = build_backbone(config.model, 0).preprocess
+    decode = DecodeSettings.of_run(config, preprocess, listing, CrashList(None), None)
+    rows = []
+    parts = [Part(0, 0, len(listing))]
+    with Loader(source, listing, decode, 64, torch.device("cpu")) as loader:
+        started_at = time.perf_counter()
+        count = sum(batch.count for _, batch in loader.batches(parts))
+        seconds = time.perf_counter() - started_at
+    rate = count / seconds
+    rows.append({"threads": num_cpus(), "images/s": rate, "images/s and core": rate / num_cpus()})
+    return {"rows": rows}
+
+
+def runs(settings: Settings) -> Mapping[str, Any]:
+    """Every job with decode=fast and decode=gpu, and with two processes on one device."""
+    rows: list[dict[str, Any]] = []
+    goals: dict[str, bool] = {}
+    for name, (count, options) in (DRY_JOBS if settings.dry_run else JOBS).items():
+        rates: dict[str, float] = {}
+        for how, given in _ways(settings).items():
+            try:
+                rates[how] = _run(settings, rows, name, how, count, (*options, *given))
+            except RuntimeError as error:
+                rows.append({"job": name, "how": how, "error": str(error)[-300:]})
+        for (job, how), goal in GOALS.items():
+            if job == name and how in rates:
+                goals[f"{name}, {how}: {goal} images/s"] = rates[how] >= goal
+        if {"one process", "two processes"} <= rates.keys():
+            text = f"{name}: two processes are not slower than one"
+            goals[text] = rates["two processes"] >= 0.95 * rates["one process"]
+    return {"rows": rows, "goals": goals}
+
+
+def _ways(settings: Settings) -> dict[str, tuple[str, ...]]:
+    ways = {"one process": ("decode=fast",), "two processes": ("decode=fast", "executor.workers=2")}
+    return ways if settings.dry_run else {**ways, "decode=gpu": ("decode=gpu",)}
+
+
+def _run(
+    settings: Settings,
+    rows: list[dict[str, Any]],
+    name: str,
+    how: str,
+    count: int,
+    options: tuple[str, ...],
+) -> float:
+    """Run once, add a row with what its summary says, and return its images/s."""
+    out = settings.work / "stores" / "run"
+    shutil.rmtree(out, ignore_errors=True)
+    photos = large_folder(settings, NAMES)
+    started_at = time.perf_counter()
+    with _device_use(settings) as use:
+        featx(settings, "model.weights=null", f"data={photos}", f"data.limit={count}",
+              f"out={out}", "pack=false", "precision=auto", *options)  # fmt: skip
+    seconds = time.perf_counter() - started_at
+    summary = json.loads((out / "summary.json").read_text())
+    manifest = json.loads((out / "featx.json").read_text())
+    rate = float(summary["images_per_second"] or 0.0)
+    trial = summary["trial_images_per_second"]
+    rows.append(
+        {
+            "job": name,
+            "how": how,
+            "images/s": rate,
+            "of its trial": rate / trial if trial else "",
+            "precision": manifest["fingerprint"]["precision"],
+            "command, s": seconds,
+            "bottleneck": summary["bottleneck"] or "",
+            "device busy, %": use[-1] if use else "",
+            "host, MiB": summary["peak_memory_mib"],
+        }
+    )
+    return rate
+
+
+@contextlib.contextmanager
+def _device_use(settings: Settings) -> Iterator[list[float]]:
+    """List that gets the mean use of the device in percent when the block ends, if it is known."""
+    found: list[float] = []
+    if settings.dry_run or shutil.which("nvidia-smi") is None:
+        yield found
+        return
+    query = ["--query-gpu=utilization.gpu", "--format=csv,noheader,nounits", "-lms", "200"]
+    with subprocess.Popen(["nvidia-smi", *query], stdout=subprocess.PIPE, text=True) as sampler:
+        try:
+            yield found
+        finally:
+            sampler.terminate()
+            said, _ = sampler.communicate()
+            samples = [float(line) for line in said.split() if line.strip().isdigit()]
+            busy = [sample for sample in samples if sample > 0]  # start and end of the command
+            found.append(sum(busy) / len(busy) if busy else 0.0)
+
+
+def precisions(settings: Settings) -> Mapping[str, Any]:
+    """Full runs with each precision: auto has to choose the fastest one."""
+    rows: list[dict[str, Any]] = []
+    goals = {}
+    jobs = DRY_JOBS if settings.dry_run else {
+        name: (20_000, JOBS[name][1]) for name in ("ResNet-50 avgpool", "ViT-B/16")
+    }  # fmt: skip
+    tried = ("fp32", "bf16") if settings.dry_run else ("fp32", "bf16", "fp16")
+    for name, (count, options) in jobs.items():
+        rates = {}
+        for precision in (*tried, "auto"):
+            found: list[dict[str, Any]] = []
+            given = (*options, f"precision={precision}")
+            rates[precision] = _run(settings, found, name, precision, count, given)
+            rows += found
+        best = max(rates[precision] for precision in tried)
+        goals[f"{name}: precision=auto at 0.9 of the fastest"] = rates["auto"] >= 0.9 * best
+    return {"rows": rows, "goals": goals}
+
+
+def scripts_in_turn(settings: Settings) -> Mapping[str, Any]:
+    """job=bench: the script that a user writes, and featx, in turns."""
+    model = "test_resnet" if settings.dry_run else "resnet50"
+    images = "64" if settings.dry_run else "4096"
+    done = subprocess.run(
+        [sys.executable, "-m", "featx", "job=bench", "job.json=true", f"model={model}",
+         "model.weights=null", f"bench.num_images={images}", "bench.runs=1",
+         f"device={settings.device}"],
+        cwd=settings.work, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    if done.returncode:
+        raise RuntimeError(done.stderr[-1000:])
+    return {"rows": [{"job=bench": " ".join(done.stdout.split())[:2000]}]}
+
+
+STEPS = (
+    Step("decoding", 120, decoding),
+    Step("runs", 380, runs),
+    Step("precisions", 150, precisions),
+    Step("script-in-turn", 80, scripts_in_turn),
+)

@@ -1,0 +1,63 @@
+"""scripts/gpu_acceptance as a dry run on the CPU: every step runs and leaves its line."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import with_path
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+
+def accept(tmp_path: Path, command: str, *options: str) -> tuple[int, list[dict[str, Any]], str]:
+    """Exit code, lines of gpu.jsonl without the first, and gpu.md of a dry run."""
+    pytest.importorskip("sklearn", reason="the photographs come with scikit-learn")
+    done = subprocess.run(
+        [sys.executable, str(REPOSITORY / "scripts" / "gpu_acceptance"), command,
+         str(tmp_path / "out"), "--dry-run", *options],
+        env={**with_path(REPOSITORY), "FEATX_ACCEPTANCE_WORK": str(tmp_path / "work")},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    text = (tmp_path / "out" / "gpu.jsonl").read_text()
+    lines = [json.loads(line) for line in text.splitlines()]
+    assert lines[0]["step"] == "machine"
+    assert lines[0]["figures"]["torch"]
+    return done.returncode, lines[1:], (tmp_path / "out" / "gpu.md").read_text()
+
+
+@pytest.mark.parametrize("command", ["correctness", "model", "end-to-end"])
+def test_every_step_runs(tmp_path: Path, command: str) -> None:
+    code, lines, tables = accept(tmp_path, command, "--minutes", "14")
+    assert {line["step"]: (line["state"], line.get("error")) for line in lines} == {
+        line["step"]: ("done", None) for line in lines
+    }
+    assert code == 0
+    assert len(lines) >= 4
+    for line in lines:
+        assert f"## {command}: {line['step']} (done" in tables
+        assert line["figures"]["rows"]
+        assert not line["figures"].get("wrong")
+    assert not list((tmp_path / "out").glob("*.json")), "only gpu.jsonl, gpu.md and logs are left"
+
+
+def test_a_step_that_fails_or_has_no_time_leaves_its_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", "")
+    (tmp_path / "work").mkdir()
+    (tmp_path / "work" / "odd").write_text("no folder")
+    code, lines, tables = accept(tmp_path, "correctness", "--only", "odd-files", "little-memory")
+    assert code == 1
+    assert [line["state"] for line in lines] == ["failed", "done"]
+    assert "- odd-files: failed" in tables
+    code, lines, tables = accept(tmp_path, "model", "--minutes", "0.1")
+    assert code == 1
+    assert {line["state"] for line in lines[2:]} == {"not run"}
+    assert "no time was left" in tables

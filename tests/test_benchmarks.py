@@ -34,6 +34,7 @@ SMALL = {
     "regressions": "HEAD HEAD --models resnet18 --precisions fp32 --images 8 --runs 1 --least 0",
     "roof": "--models resnet18 --batch-size 2 --runs 1",
     "scale": "--rows 1000 2000",
+    "startup": "--images 8 --runs 1",
     "spread": "--images 32 --workers null 1 --runs 1",
     "table": "--rows 1000 --runs 1",
 }

@@ -175,6 +175,8 @@ def read_packed(root: Path, manifest: Manifest) -> PackedRows | None:
         manifest: manifest of the store.
     """
     path = root / layout.PACKED
+    if not path.exists():
+        return None
     num_runs, failures, problem = _look_at_packed(path, manifest)
     if problem is not None or num_runs != len(manifest.runs):
         return None

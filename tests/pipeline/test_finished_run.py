@@ -288,6 +288,13 @@ def test_statistics_of_a_reduction_may_be_written_again(photos: Path, built: lis
     assert built == ["test_vit"] * 2
 
 
+def test_parts_that_are_not_packed_are_looked_at(extract: Extract) -> None:
+    assert extract(out="parts", pack=False)
+    assert extract(out="parts", pack=False)
+    assert extract(out="parts"), "this one packs them"
+    assert not extract(out="parts")
+
+
 def test_a_growing_store_is_known_again(extract: Extract, photos: Path) -> None:
     write_image(photos / "cat" / "x.png", 50)
     age(photos / "cat" / "x.png")

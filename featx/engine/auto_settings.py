@@ -19,7 +19,7 @@ from featx.base import free_memory, size_text
 from featx.config import Config
 from featx.engine.compute import MIN_COSINE, MIN_SPEEDUP, Compute
 from featx.engine.engine import Engine, TimedRows
-from featx.engine.precision_choice import ENOUGH_S, ChosenPrecision, choose_precision
+from featx.engine.precision_choice import ChosenPrecision, choose_precision
 from featx.engine.row_checks import row_cosines
 from featx.errors import ConfigError, RunError
 from featx.images import PREFETCH_BATCHES
@@ -30,6 +30,11 @@ logger = logging.getLogger(__name__)
 
 TRIAL_IMAGES = 16
 """Number of images of the data set on which precision=auto and compile=auto are measured."""
+
+_ENOUGH_S = 0.4
+"""Seconds. A forward pass on a CPU that takes longer is not timed a second time, because the
+one-off costs of the first pass are then a small share. Other devices may load all kernels in the
+first pass, so they are always timed again."""
 
 CPU_BATCH = 32
 """Largest batch size that batch_size=auto chooses on a CPU."""
@@ -280,7 +285,7 @@ class AutoSettings:
         images = self.filled(size)
         plain = on_cpu and compute.precision == "fp32" and not compute.compile
         known = self._exact if plain and len(images) == len(self._images) else None
-        enough_s = ENOUGH_S if on_cpu else math.inf
+        enough_s = _ENOUGH_S if on_cpu else math.inf
         self._keep(self._engine.timed(images, repeats=2, enough_s=enough_s, known=known))
 
     def _keep(self, measured: TimedRows) -> None:

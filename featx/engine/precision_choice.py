@@ -28,11 +28,6 @@ _HOPELESS = 8.0
 """A precision that takes this many times as long is not measured again: other programs do not slow
 a pass down so much."""
 
-ENOUGH_S = 0.4
-"""Seconds. A forward pass on a CPU that takes longer is not timed a second time, because the
-one-off costs of the first pass are then a small share. Other devices may load all kernels in the
-first pass, so they are always timed again."""
-
 ROUNDS = 3
 """Number of times that fp32 and another precision are measured in turns before it is refused."""
 
@@ -144,8 +139,7 @@ class _Measurement:
         on_cpu = self._engine.device.type == "cpu"
         found = self._engine.timed(
             self._timed,
-            repeats=2 if on_cpu else 3,
-            enough_s=ENOUGH_S if on_cpu else math.inf,
+            repeats=1 if on_cpu else 3,  # other devices load kernels in the first pass
             known=before.rows if of_images else None,
         )
         self._measured[precision] = TimedRows(before.rows, min(before.seconds, found.seconds))

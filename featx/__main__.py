@@ -54,7 +54,10 @@ def run_command() -> int:
         if line.wants_version:
             print_result(f"featx {__version__}")
             return 0
-        hydra_config.register(JOBS, line.config_dirs, line.wants_help)
+        if line.wants_help:
+            print_result(hydra_config.help_text(JOBS))
+            return 0
+        hydra_config.register(JOBS, line.config_dirs)
         sys.argv = [typed[0], *line.arguments]
         hydra.main(version_base="1.3", config_path=str(shipped("conf")), config_name="config")(
             one_job

@@ -265,15 +265,12 @@ class _SearchPath(SearchPathPlugin):
         search_path.append("featx", f"{AnyModel.scheme()}://")
 
 
-def register(
-    jobs: Registry[Any], config_dirs: Sequence[Path] = (), wants_help: bool = False
-) -> None:
+def register(jobs: Registry[Any], config_dirs: Sequence[Path] = ()) -> None:
     """Register the schema, the members of families and the search path with Hydra.
 
     Args:
         jobs: jobs of the command.
         config_dirs: folders of the user's own configs.
-        wants_help: whether the help text is needed; it imports all jobs, and a run needs one.
     """
     store = ConfigStore.instance()
     store.store(name="schema", node=config_schema())
@@ -281,17 +278,20 @@ def register(
         if group.selector == "name":
             for member in family(group.option):
                 store.store(group=group.group, name=member.name, node={"name": member.name})
-    texts = {"app_name": "featx", "header": "", "footer": ""}
-    template = _help(jobs) if wants_help else ""
-    store.store(group="hydra/help", name="featx", node={**texts, "template": template})
     Jobs.registry = jobs
     _SearchPath.folders = tuple(config_dirs)
     for plugin in (AnyModel, Jobs, ConfigFiles, Presets, _SearchPath):
         Plugins.instance().register(plugin)
 
 
-def _help(jobs: Iterable[Member]) -> str:
-    """Return the text of `--help`, a template of hydra/help."""
+def help_text(jobs: Iterable[Member]) -> str:
+    """Return the text of `--help`.
+
+    Hydra's own help would list the members of every group first, which takes a second.
+
+    Args:
+        jobs: jobs of the command; all of them are imported.
+    """
     table = "\n".join(f"  job={job.name:<12}{job.help}" for job in jobs)
     rows = described_options()
     width = max(len(f"{row.name}={row.default}") for row in rows)

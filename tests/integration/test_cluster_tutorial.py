@@ -69,8 +69,8 @@ def test_the_commands_give_the_same_rows(
     page = PAGE.read_text(encoding="utf-8")
     write_shards = re.findall(r"^```python\n(.*?)^```", page, re.M | re.S)[0]
     exec(write_shards, {})
-    run([*command("out=runs/shards executor.workers"), "executor.cpus=1"])
-    store = featx.open("runs/shards")
+    run(command("out=runs/slurm executor=slurm executor.mode=local"))
+    store = featx.open("runs/slurm")
     assert len(store) == 48
     run([*command("out=runs/cluster"), "executor.cpus=1"])
     assert rows_of(featx.open("runs/cluster")) == rows_of(store)

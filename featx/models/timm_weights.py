@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import pickle
 import socket
 import threading
@@ -40,17 +41,44 @@ def check_tag(timm: Any, name: str) -> None:
 
 
 def check_folder(name: str) -> None:
-    """Check that the folder of a model local-dir:FOLDER holds its config.
+    """Check that the folder of a model local-dir:FOLDER holds its config as timm writes it.
 
     Raises:
-        WeightsError: it does not.
+        WeightsError: it does not, or transformers has written it, whose folders of models of timm
+            have other names of tensors.
     """
-    file = Path(name.removeprefix(LOCAL)) / "config.json"
+    folder = Path(name.removeprefix(LOCAL))
+    file = folder / "config.json"
     if not file.is_file():
         raise WeightsError(
             f"model.name={name}: there is no {file}. Expected a folder with config.json and "
             "model.safetensors, as timm.models.save_for_hf writes it."
         )
+    try:
+        config = json.loads(file.read_bytes())
+    except ValueError as error:
+        raise WeightsError(f"{file} is no JSON: {error}.") from error
+    if isinstance(config, dict) and config.get("model_type") == "timm_wrapper":
+        raise WeightsError(
+            f"{folder} was written by transformers around a model of timm. Give the model and the "
+            f"file: model.name={config.get('architecture', 'NAME')} "
+            f"model.weights={folder / 'model.safetensors'}."
+        )
+
+
+@contextlib.contextmanager
+def folder_errors(name: str) -> Iterator[None]:
+    """Turn errors of loading the weights of local-dir:FOLDER into a WeightsError."""
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except (OSError, RuntimeError, pickle.UnpicklingError, SafetensorError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise WeightsError(
+            f"model.name={name}: the weights of this folder do not load: {reason}. Expected the "
+            "tensors of the architecture in config.json, as timm.models.save_for_hf writes them."
+        ) from error
 
 
 def pretrained_cfg(timm: Any, name: str) -> Any:

@@ -18,6 +18,7 @@ from featx.models.timm_weights import (
     check_folder,
     check_tag,
     download_errors,
+    folder_errors,
     pretrained_cfg,
     whole_models,
 )
@@ -150,13 +151,13 @@ def _pretrained(timm: Any, name: str, config: TimmOptions, seed: int) -> Any:
     """
     size = _size_of(config)
     cfg = pretrained_cfg(timm, name)
-    downloads = None
     if name.startswith(LOCAL):
         check_folder(name)
+        errors = folder_errors(name)
     else:
-        downloads = download_errors(name, cfg)
+        errors = download_errors(name, cfg)
     whole = whole_models(name) if config.args or size else None
-    with downloads or contextlib.nullcontext(), whole or contextlib.nullcontext():
+    with errors, whole or contextlib.nullcontext():
         return _created(name, True, config.args, size, seed)
 
 

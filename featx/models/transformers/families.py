@@ -157,7 +157,8 @@ REFUSED = {
     "images of one size have the model_type siglip",
     "siglip2_vision_model": "its images are lists of patches of any size (NaFlex)",
     "timesformer": "it reads videos",
-    "timm_wrapper": "it is a model of timm: model=timm model.name=local-dir:FOLDER",
+    "timm_wrapper": "it is a model of timm: model=timm model.name=NAME "
+    "model.weights=FOLDER/model.safetensors, with the name that config.json has as architecture",
     "videomae": "it reads videos",
     "vivit": "it reads videos",
     "vjepa2": "it reads videos",

@@ -59,7 +59,8 @@ def gpu_tests(settings: Settings) -> Mapping[str, Any]:
     """The tests that are marked gpu; a dry run only collects them."""
     collect = ["--collect-only"] if settings.dry_run else ["-rs"]
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-m", "gpu", "-n", "0", "-q", *collect, "tests"],
+        [sys.executable, "-m", "pytest", "-o", "addopts=--strict-markers", "-m", "gpu", "-q",
+         *collect, "tests"],
         cwd=REPOSITORY, capture_output=True, text=True, check=False,
     )  # fmt: skip
     last = (done.stdout.strip().splitlines() or ["nothing was printed"])[-1]

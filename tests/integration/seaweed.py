@@ -21,6 +21,8 @@ import pytest
 from drivers import free_ports
 from object_server import environment
 
+from featx.storage import s3_client
+
 _SERVERS = ("master", "volume", "filer", "s3")
 
 
@@ -94,6 +96,19 @@ def running_seaweed(folder: Path) -> Iterator[SeaweedServer]:
         yield server
     finally:
         server.kill()
+
+
+@contextlib.contextmanager
+def bucket_on_seaweed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SeaweedServer]:
+    """A server with s3://bucket as long as the block runs; the environment leads to it."""
+    with running_seaweed(folder) as server:
+        for name, value in environment(server.url).items():
+            monkeypatch.setenv(name, value)
+        s3_client.client.cache_clear()
+        with s3_client.waiting_limit(60):
+            s3_client.request("create_bucket", Bucket="bucket")
+        yield server
+    s3_client.client.cache_clear()
 
 
 def _program() -> str:

@@ -69,6 +69,11 @@ class SlurmCluster:
     environment: dict[str, str]
     processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
 
+    def set_environment(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Let the environment of this process lead to it."""
+        for name, value in self.environment.items():
+            monkeypatch.setenv(name, value)
+
     def ask(self, *command: str) -> str:
         """What a command of Slurm prints."""
         environment = {**os.environ, **self.environment}

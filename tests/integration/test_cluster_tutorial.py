@@ -10,12 +10,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from object_server import environment, rows_of, upload
-from seaweed import SeaweedServer, running_seaweed
+from object_server import rows_of, upload
+from seaweed import SeaweedServer, bucket_on_seaweed
 from slurm_cluster import SlurmCluster, running_cluster
 
 import featx
-from featx.storage import s3_client
 
 pytestmark = [
     pytest.mark.integration,
@@ -30,23 +29,14 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "tutorial-cluster.md"
 def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SlurmCluster]:
     """A cluster; the environment leads to it."""
     with running_cluster(tmp_path / "slurm") as running:
-        for name, value in running.environment.items():
-            monkeypatch.setenv(name, value)
+        running.set_environment(monkeypatch)
         yield running
-        running.clear()
 
 
 @pytest.fixture
 def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SeaweedServer]:
-    """A server with a bucket; the environment leads to it."""
-    with running_seaweed(tmp_path / "seaweed") as running:
-        for name, value in environment(running.url).items():
-            monkeypatch.setenv(name, value)
-        s3_client.client.cache_clear()
-        with s3_client.waiting_limit(60):
-            s3_client.request("create_bucket", Bucket="bucket")
+    with bucket_on_seaweed(tmp_path / "seaweed", monkeypatch) as running:
         yield running
-    s3_client.client.cache_clear()
 
 
 def command(piece: str) -> list[str]:

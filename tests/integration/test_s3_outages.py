@@ -9,13 +9,12 @@ from pathlib import Path
 
 import pytest
 from drivers import Driver, driving
-from object_server import environment, num_parts, place, rows_of
-from seaweed import SeaweedServer, running_seaweed
+from object_server import num_parts, place, rows_of
+from seaweed import SeaweedServer, bucket_on_seaweed
 from slurm_cluster import running_cluster
 from tiny_model import extract
 
 import featx
-from featx.storage import s3_client
 from featx.store.verification import check_store
 
 pytestmark = [
@@ -35,15 +34,8 @@ IMPATIENT = (
 
 @pytest.fixture
 def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SeaweedServer]:
-    """A server with a bucket; the environment leads to it."""
-    with running_seaweed(tmp_path / "seaweed") as running:
-        for name, value in environment(running.url).items():
-            monkeypatch.setenv(name, value)
-        s3_client.client.cache_clear()
-        with s3_client.waiting_limit(60):
-            s3_client.request("create_bucket", Bucket="bucket")
+    with bucket_on_seaweed(tmp_path / "seaweed", monkeypatch) as running:
         yield running
-    s3_client.client.cache_clear()
 
 
 OUT = "s3://bucket/run"
@@ -83,8 +75,7 @@ def test_tasks_of_slurm_continue_when_the_server_is_killed_and_started(
     photos: Path, server: SeaweedServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with running_cluster(tmp_path / "slurm") as cluster:
-        for name, value in cluster.environment.items():
-            monkeypatch.setenv(name, value)
+        cluster.set_environment(monkeypatch)
         slurm = ("executor=slurm", "executor.cpus=1", "executor.workers=2", "executor.folder=jobs")
         with driving(f"out={OUT}", *slurm, pause_s=2) as driver:
             wait_for_parts(driver, 1)

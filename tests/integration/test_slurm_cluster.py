@@ -36,8 +36,7 @@ def cluster(
     shared_cluster: SlurmCluster, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[SlurmCluster]:
     """A cluster whose queue is empty; the environment leads to it."""
-    for name, value in shared_cluster.environment.items():
-        monkeypatch.setenv(name, value)
+    shared_cluster.set_environment(monkeypatch)
     yield shared_cluster
     shared_cluster.clear()
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from featx.base import log_message
+from featx.base import log_message, num_cpus
 from featx.config import Config
 from featx.engine import Engine, plain_rows, why_not_plain
 from featx.errors import ModelError
@@ -27,6 +27,7 @@ from featx.pipeline.conformance import (
     row_differences,
 )
 from featx.pipeline.golden_check import check_golden
+from featx.pipeline.trial import TrialSpeed
 from featx.types import ImageFault, LayerSpec, Listing, RegionSource, ResumeState, Source
 
 if TYPE_CHECKING:
@@ -51,6 +52,15 @@ class TrialImages:
     images: torch.Tensor
     read_s: float
     decode_s: float
+
+    def speed(self, model_s: float, device: torch.device) -> TrialSpeed:
+        """Speed that the trial images predict for a run.
+
+        Args:
+            model_s: seconds per image for the model.
+            device: device of the model.
+        """
+        return TrialSpeed(self.read_s, self.decode_s, model_s, num_cpus(), device.type == "cpu")
 
 
 @dataclass(frozen=True)

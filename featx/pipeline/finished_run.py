@@ -36,7 +36,7 @@ from featx.store import (
     read_image_states,
     read_packed,
 )
-from featx.types import Listing, Source, Stateful
+from featx.types import Listing, Source, Stateful, StoreHeader
 
 FileStates = dict[str, tuple[int, int, int, int]]
 """Path -> (size in bytes, modification and change time in ns, inode)."""
@@ -157,7 +157,7 @@ def _has_same_images(out: Path, manifest: Manifest, source: Source, listing: Lis
     return not (len(changes.rows) or len(changes.gone) or changes.num_unknown)
 
 
-def _versions(header: Any) -> list[tuple[str, str]]:
+def _versions(header: StoreHeader) -> list[tuple[str, str]]:
     """Packages and their versions that a run of a store records."""
     of_decoders = {
         name.removeprefix("version."): str(version)

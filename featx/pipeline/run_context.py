@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from featx.base import keep_freed_memory, num_cpus, resident_memory
+from featx.base import keep_freed_memory, resident_memory
 from featx.config import Config
 from featx.images import CrashList, ImagePolicy
 from featx.models import build_backbone, resolve_library
@@ -20,13 +20,14 @@ from featx.pipeline.engine_spec import EngineSpec
 from featx.pipeline.provenance import fingerprint, header
 from featx.pipeline.run_target import RunTarget, StoreTarget
 from featx.store import Grid, Run, codecs
-from featx.types import Batch, LayerSpec, Listing, Source, StoreHeader
+from featx.types import Batch, LayerSpec, Listing, ResumeState, Source, StoreHeader
 
 if TYPE_CHECKING:
     import torch
 
     from featx.engine import BatchParallelism, Engine
     from featx.images import DecodeSettings, Loader
+    from featx.layers import ChosenLayers
     from featx.pipeline.conformance import Conformance
     from featx.pipeline.conformance_trial import TrialImages
     from featx.pipeline.trial import TrialSpeed
@@ -141,83 +142,169 @@ def build_run_context(
         FeatxError: the config cannot be run. Nothing has been written.
     """
     crash_list = CrashList(None if target is None else target.folder)
-    target = StoreTarget(config) if target is None else target
-    source, listing = target.list_images()
+    request = _Request(config, config_yaml, spec, target or StoreTarget(config))
+    source, listing = _list_images(request)
+
+    # From here on torch is needed, which takes seconds to import.
+    from featx.base import cpu_threads
+    from featx.engine import batch_parallelism
+    from featx.images import DecodeSettings
+
+    with contextlib.ExitStack() as stack:
+        model = _open_model(stack, request, source, listing)
+        cpus, resume_state = model.cpus, model.resume_state
+        # The calibration passes use all threads; the run itself may use fewer per batch.
+        stack.enter_context(cpu_threads(batch_parallelism.calibration_threads(cpus, resume_state)))
+        preprocess = model.engine.backbone.preprocess
+        decoding = DecodeSettings.of_run(config, preprocess, listing, crash_list, resume_state)
+        trial = _load_trial_images(source, listing, decoding)
+        context = _decide(request, model, _Images(source, listing, decoding, trial))
+        stack.enter_context(cpu_threads(context.parallelism.threads))
+        yield context
+
+
+@dataclass(frozen=True)
+class _Request:
+    """What a run was asked for; see the arguments of `build_run_context`."""
+
+    config: Config
+    config_yaml: str
+    spec: EngineSpec
+    target: RunTarget
+
+
+@dataclass(frozen=True)
+class _Model:
+    """Engine of a run whose captures are chosen but not attached.
+
+    Attributes:
+        engine: engine without captures.
+        devices: devices of the processes that compute, one per process.
+        cpus: number of CPUs that compute forward passes in this process; None on other devices.
+        chosen: captures that are missing in the output, and the reduction of each.
+        left_out: layers that a preset asks for but that cannot be stored, with the reason.
+        resume_state: resume state for these captures; None for a new run.
+        memory_before: bytes of resident memory before the engine was built; None if unknown. The
+            growth from here to the end of the trial estimates the memory of a parallel batch.
+    """
+
+    engine: Engine
+    devices: list[torch.device]
+    cpus: int | None
+    chosen: ChosenLayers
+    left_out: list[str]
+    resume_state: ResumeState | None
+    memory_before: int | None
+
+
+@dataclass(frozen=True)
+class _Images:
+    """Images of a run, how they are decoded, and some of them for trials."""
+
+    source: Source
+    listing: Listing
+    decoding: DecodeSettings
+    trial: TrialImages
+
+
+def _list_images(request: _Request) -> tuple[Source, Listing]:
+    """List the images of a run, and check what needs neither torch nor a model."""
+    config = request.config
+    source, listing = request.target.list_images()
     ImagePolicy.from_config(config.data)  # reports an invalid background colour before loading
     resolve_library(config.model)
     codecs.filters(config.codec)
+    return source, listing
 
-    # From here on torch is needed, which takes seconds to import.
-    from featx.base import choose_devices, cpu_threads
-    from featx.engine import AutoSettings, batch_parallelism
-    from featx.images import DecodeSettings, check_device, check_reference, with_share
-    from featx.pipeline.conformance_trial import begin_comparison
-    from featx.pipeline.trial import TrialSpeed
 
+def _open_model(
+    stack: contextlib.ExitStack, request: _Request, source: Source, listing: Listing
+) -> _Model:
+    """Build the backbone and its engine, and find the captures that are still to be computed.
+
+    Args:
+        stack: closes the engine, which gives the model back in its original state.
+        request: what the run was asked for.
+        source: source of the images.
+        listing: rows of the run.
+    """
+    from featx.base import choose_devices
+    from featx.engine import batch_parallelism
+    from featx.images import check_device, check_reference
+
+    config, spec, target = request.config, request.spec, request.target
     executor = config.executor
     local_workers = executor.workers if executor.name == "local" else None
-    devices = choose_devices(config.device, config.executor.gpu_indices, local_workers)
+    devices = choose_devices(config.device, executor.gpu_indices, local_workers)
     check_device(config.decode, source, devices[0])
     if devices[0].type == "cpu":
         keep_freed_memory()  # before any thread allocates
     backbone = build_backbone(config.model, config.seed)
-    with contextlib.ExitStack() as stack:
-        stack.callback(backbone.give_back)  # covers errors raised before the engine is entered
-        check_reference(backbone.preprocess)
-        # The growth from here to the end of the trial estimates the memory of a parallel batch.
-        before = resident_memory()
-        engine = stack.enter_context(spec.build(config, backbone, devices[0], target.dtype))
-        selection = spec.select(config, engine)
-        chosen = spec.bind_reductions(selection.chosen, config, backbone)
-        chosen = target.unfinished(listing, chosen)
-        resume_state = target.resume_state({point.name for point, _ in chosen})
-        cpus = batch_parallelism.cpus_that_compute(config, devices[0])
-        # The calibration passes use all threads; the run itself may use fewer per batch.
-        stack.enter_context(cpu_threads(batch_parallelism.calibration_threads(cpus, resume_state)))
-        decoding = DecodeSettings.of_run(
-            config, backbone.preprocess, listing, crash_list, resume_state
-        )
-        trial = _load_trial_images(source, listing, decoding)
-        engine.trial_images = trial.images
-        engine.attach_captures(chosen)
-        captured = chosen if spec.captures_layers else []
-        of_images = source, listing, decoding
-        comparison = begin_comparison(config, engine, captured, of_images, trial, resume_state)
-        decoding, why_share = with_share(config.decode, source, listing, decoding, devices[0])
-        auto_settings = AutoSettings(config, engine, trial.images, len(listing), resume_state)
-        auto_settings.resolve()
-        parallelism = batch_parallelism.decide(
-            engine, cpus, resume_state, before, auto_settings.filled, len(listing)
-        )
-        specs = engine.specs(chosen)
-        conformance = comparison.finished(specs, auto_settings.trial_rows)
-        work_s = auto_settings.seconds_per_image * len(listing)
-        part_rows = auto_settings.part_rows(*target.part_limits(engine, specs, work_s))
-        stack.enter_context(cpu_threads(parallelism.threads))
-        settings = fingerprint(config, engine, decoding, specs, listing, part_rows)
-        yield RunContext(
-            config=config,
-            source=source,
-            listing=listing,
-            decoding=decoding,
-            engine=engine,
-            engine_spec=spec,
-            specs=specs,
-            header=header(config_yaml, backbone, {**settings, **target.settings}),
-            part_rows=part_rows,
-            trial=TrialSpeed(
-                read_s=trial.read_s,
-                decode_s=trial.decode_s,
-                model_s=auto_settings.seconds_per_image,
-                threads=num_cpus(),
-                is_on_cpu=devices[0].type == "cpu",
-            ),
-            parallelism=parallelism,
-            devices=devices,
-            choices={**auto_settings.choices, **parallelism.choices, **why_share},
-            left_out=selection.left_out,
-            conformance=conformance,
-        )
+    stack.callback(backbone.give_back)  # covers errors raised before the engine is entered
+    check_reference(backbone.preprocess)
+    memory_before = resident_memory()
+    engine = stack.enter_context(spec.build(config, backbone, devices[0], target.dtype))
+    selection = spec.select(config, engine)
+    chosen = target.unfinished(listing, spec.bind_reductions(selection.chosen, config, backbone))
+    return _Model(
+        engine=engine,
+        devices=devices,
+        cpus=batch_parallelism.cpus_that_compute(config, devices[0]),
+        chosen=chosen,
+        left_out=selection.left_out,
+        resume_state=target.resume_state({point.name for point, _ in chosen}),
+        memory_before=memory_before,
+    )
+
+
+def _decide(request: _Request, model: _Model, images: _Images) -> RunContext:
+    """Attach the captures, decide every `auto`, and compare the rows with the library's own path.
+
+    The comparison has two halves: the library's path is taken while the weights are as they were
+    loaded, and judged by rows of the trial at the settings of the run.
+    """
+    from featx.engine import AutoSettings, batch_parallelism
+    from featx.images import with_share
+    from featx.pipeline.conformance_trial import begin_comparison
+
+    config, engine, resume_state = request.config, model.engine, model.resume_state
+    source, listing, trial = images.source, images.listing, images.trial
+    engine.trial_images = trial.images
+    engine.attach_captures(model.chosen)
+    captured = model.chosen if request.spec.captures_layers else []
+    of_images = source, listing, images.decoding
+    comparison = begin_comparison(config, engine, captured, of_images, trial, resume_state)
+    device = model.devices[0]
+    decoding, why_share = with_share(config.decode, source, listing, images.decoding, device)
+    auto_settings = AutoSettings(config, engine, trial.images, len(listing), resume_state)
+    auto_settings.resolve()
+    parallelism = batch_parallelism.decide(
+        engine, model.cpus, resume_state, model.memory_before, auto_settings.filled, len(listing)
+    )
+    specs = engine.specs(model.chosen)
+    conformance = comparison.finished(specs, auto_settings.trial_rows)
+    work_s = auto_settings.seconds_per_image * len(listing)
+    part_rows = auto_settings.part_rows(*request.target.part_limits(engine, specs, work_s))
+    settings = fingerprint(config, engine, decoding, specs, listing, part_rows)
+    return RunContext(
+        config=config,
+        source=source,
+        listing=listing,
+        decoding=decoding,
+        engine=engine,
+        engine_spec=request.spec,
+        specs=specs,
+        header=header(
+            request.config_yaml, engine.backbone, {**settings, **request.target.settings}
+        ),
+        part_rows=part_rows,
+        trial=trial.speed(auto_settings.seconds_per_image, device),
+        parallelism=parallelism,
+        devices=model.devices,
+        choices={**auto_settings.choices, **parallelism.choices, **why_share},
+        left_out=model.left_out,
+        conformance=conformance,
+    )
 
 
 def _load_trial_images(source: Source, listing: Listing, decoding: DecodeSettings) -> TrialImages:

@@ -2,8 +2,9 @@
 
 HDF5 tells where the chunks lie; their bytes are then read from the file itself. Small rows are
 gathered from a memory map by one numpy call, several times as fast as a system call or an HDF5 call
-per row. Chunks with filters are read and decoded in a few threads. Unusual datasets are left to
-h5py.
+per row. Chunks with filters are read and decoded in a few threads, once for all rows that are read
+from them soon; chunks with filters that only HDF5 knows are decoded by HDF5. Datasets whose chunks
+are not whole rows, and files that are open for writing, are left to h5py.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ class ChunkRows:
 
     Attributes:
         dtype: numpy dtype of the values that are read; float32 for bfloat16.
-        way: how rows are read: "map" or "file" (no filters), "decode" (known filters) or "h5py".
+        way: how rows are read: "map" or "file" (no filters), "decode" (whole chunks with filters)
+            or "h5py".
     """
 
     def __init__(
@@ -79,14 +81,14 @@ class ChunkRows:
         if not _is_direct(dataset, "sec2" if far is None else "fileobj"):
             return
         pipeline = Pipeline.of(dataset)
-        if not pipeline.supported:
-            return
+        is_coded = len(pipeline) > 0 or not pipeline.supported
         self._pipeline = pipeline
         self._row_bytes = pipeline.chunk_bytes // self._chunk_rows
-        file = far or RawFile(dataset.file.id.get_vfd_handle(), may_map=len(pipeline) == 0)
-        self._index = ChunkIndex(dataset, self._label, pipeline, file.size)
+        file = far or RawFile(dataset.file.id.get_vfd_handle(), may_map=not is_coded)
+        if pipeline.supported:
+            self._index = ChunkIndex(dataset, self._label, pipeline, file.size)
         self._file = file
-        self.way = "decode" if len(pipeline) else "map" if file.mapped is not None else "file"
+        self.way = "decode" if is_coded else "map" if file.mapped is not None else "file"
 
     def take(self, rows: Rows) -> npt.NDArray[Any]:
         """Read rows in any order, with repeats; the fastest way to random rows.
@@ -262,28 +264,35 @@ class ChunkRows:
         """Error for rows that the dataset does not have."""
         return IndexError(f"{self._label} has {self._num_rows} rows, not {first} to {last}")
 
-    def _decoded_by_hdf5(self, chunk: int) -> Bytes | None:
-        """Decode a chunk by HDF5 that our decoder refuses.
-
-        A filter may ignore some bits of its header, so HDF5 may still decode it.
+    def _decode_by_hdf5(self, chunk: int) -> Bytes:
+        """Decode one chunk by HDF5, which holds its lock meanwhile.
 
         Returns:
-            bytes of the chunk, or None if HDF5 fails as well or no checksum could confirm them.
+            (chunk bytes,) uint8; zeros follow the rows of an edge chunk.
+
+        Raises:
+            ValueError: the dataset was closed.
+            OSError, RuntimeError: HDF5 cannot read the chunk.
         """
-        dataset, first = self._dataset, chunk * self._chunk_rows
-        if dataset is None or self._check_of_chunks is None:
-            return None
-        try:
-            rows = dtypes.read_raw(dataset, first, min(first + self._chunk_rows, self._num_rows))
-        except (OSError, RuntimeError):
-            return None
-        whole = np.zeros(self._pipeline.chunk_bytes, np.uint8)
+        dataset = self._dataset
+        if dataset is None:
+            raise ValueError(f"{self._label} is closed")
+        first, last = self._rows_of(chunk)
+        rows = dtypes.read_raw(dataset, first, last + 1)
         data = np.ascontiguousarray(rows).reshape(-1).view(np.uint8)
+        if len(data) == self._pipeline.chunk_bytes:
+            return data
+        whole = np.zeros(self._pipeline.chunk_bytes, np.uint8)
         whole[: len(data)] = data
         return whole
 
-    def _damaged(self, first: int, last: int, error: Exception) -> StoreError:
-        """Error for rows that cannot be decoded."""
+    def _rows_of(self, chunk: int) -> tuple[int, int]:
+        """First and last row of a chunk, both in the dataset."""
+        first = chunk * self._chunk_rows
+        return first, min(first + self._chunk_rows, self._num_rows) - 1
+
+    def _unreadable(self, first: int, last: int, error: Exception) -> StoreError:
+        """Error for rows that cannot be read."""
         begin = self._first_row
         return StoreError(
             f"{self._label}: rows {begin + first} to {begin + last} cannot be read ({error}). "
@@ -388,7 +397,7 @@ class ChunkRows:
             except (OSError, RuntimeError) as error:
                 if not layout.is_damage(error):
                     raise
-                raise self._damaged(first, last, error) from error
+                raise self._unreadable(first, last, error) from error
             self._compare_read(due, np.ascontiguousarray(raw), start)
             block = dtypes.from_raw(raw, self._kind)
             out[places[low:high]] = block[rows[low:high] - start]
@@ -454,7 +463,8 @@ class ChunkRows:
         """Read rows of compressed chunks; chunks are decoded in threads and cached."""
         file = self._checked_file()
         chunks = rows // self._chunk_rows
-        self._index.find(chunks)
+        if self._pipeline.supported:
+            self._index.find(chunks)
         shared = process()
 
         def fill(span: tuple[int, int]) -> None:
@@ -472,17 +482,25 @@ class ChunkRows:
 
     def _decode(self, file: RawFile | S3File, chunk: int) -> Bytes:
         """Read and decode one chunk, and compare it with its checksum."""
-        stored = np.empty(int(self._index.size[chunk]), np.uint8)
-        file.pread_into(stored, int(self._index.at[chunk]), self._label)
-        try:
-            whole = self._pipeline.decode(stored, int(self._index.mask[chunk]))
-        except StoreError as error:
-            first = chunk * self._chunk_rows
-            last = min(first + self._chunk_rows, self._num_rows) - 1
-            again = self._decoded_by_hdf5(chunk)
-            if again is None:
-                raise self._damaged(first, last, error) from error
-            whole = again
+        whole = refusal = None
+        if self._pipeline.supported:
+            stored = np.empty(int(self._index.size[chunk]), np.uint8)
+            file.pread_into(stored, int(self._index.at[chunk]), self._label)
+            try:
+                whole = self._pipeline.decode(stored, int(self._index.mask[chunk]))
+            except StoreError as error:
+                if self._check_of_chunks is None:
+                    raise self._unreadable(*self._rows_of(chunk), error) from error
+                refusal = error
+        if whole is None:
+            # HDF5 decodes what is not known here, and chunks that are refused here: its filters
+            # may ignore some bits. The checksum then tells whether the rows are right.
+            try:
+                whole = self._decode_by_hdf5(chunk)
+            except (OSError, RuntimeError) as error:
+                if refusal is None and not layout.is_damage(error):
+                    raise
+                raise self._unreadable(*self._rows_of(chunk), refusal or error) from error
         if self._check_of_chunks is not None:
             self._check_of_chunks.compare(chunk, whole)
         return whole

@@ -182,6 +182,16 @@ def counted(count: int, one: str, many: str | None = None) -> str:
     return f"{count} {one if count == 1 else many or one + 's'}"
 
 
+def one_line(error: BaseException) -> str:
+    """Message of an exception of other code on one line of at most 300 characters, or its type."""
+    return " ".join(str(error).split())[:300] or type(error).__name__
+
+
+def first_line(error: BaseException) -> str:
+    """First line of the message of an exception of other code, or its type."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:300]
+
+
 def nearest(name: str, known: Iterable[str], count: int = 5) -> str:
     """Clause with similar known names, to end a message about an unknown name; may be empty.
 

@@ -10,6 +10,7 @@ from .console import is_notebook as is_notebook
 from .console import log_as_json as log_as_json
 from .console import log_message as log_message
 from .console import print_result as print_result
+from .console import quiet_logs as quiet_logs
 from .deferred_dynamo import defer_dynamo as defer_dynamo
 from .devices import OwnStream as OwnStream
 from .devices import away as away

@@ -93,6 +93,17 @@ def log_message(text: str, level: str = "info") -> None:
     print(text, file=sys.stderr, flush=True)
 
 
+@contextlib.contextmanager
+def quiet_logs() -> Iterator[None]:
+    """Keep libraries from logging warnings inside the block; they log errors as before."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(before)
+
+
 _announces: ContextVar[bool] = ContextVar("announces", default=True)
 """Whether `announce` prints."""
 

@@ -17,7 +17,7 @@ from torch import nn
 
 from featx.base import log_message
 from featx.config import CheckpointConfig
-from featx.errors import WeightsError, counted
+from featx.errors import WeightsError, counted, first_line
 from featx.models.checkpoint_match import (
     COUNTER,
     CheckpointMatch,
@@ -65,7 +65,7 @@ def read_weights(path: Path, sha256: str | None = None) -> dict[str, torch.Tenso
         else:
             state = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        reason = first_line(error)
         if isinstance(error, pickle.UnpicklingError):
             # torch's message advises weights_only=False, which runs code of the file.
             reason = "it is no file of torch.save, or it has objects other than tensors"

@@ -6,16 +6,14 @@ that other programs know ends in an error that names the options to type.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from featx.models.catalogue import read_catalogue
-
-_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-"""owner/model of the Hugging Face Hub."""
+from featx.models.hugging_face import HUB_NAME
+from featx.models.json_files import find_json
 
 _WEIGHTS = (".pth", ".pt", ".safetensors", ".bin", ".ckpt")
 """Endings of files of weights."""
@@ -88,11 +86,8 @@ def _of_folder(name: str, path: Path) -> Iterator[str]:
     if (path / "open_clip_config.json").is_file():
         yield f"It is a folder of open_clip: model=open_clip model.name={name}."
         return
-    try:
-        config = json.loads((path / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        config = None
-    if not isinstance(config, dict):
+    config = find_json(path / "config.json")
+    if config is None:
         if "/" in name:
             yield "It is a folder without the config.json of a model."
     elif "model_type" in config:
@@ -180,7 +175,7 @@ def _of_model(model: KnownModel, name: str) -> Iterator[str]:
 
 def _of_hub(name: str) -> Iterator[str]:
     """Yield what to type for owner/model of the Hugging Face Hub."""
-    if not _HUB_NAME.fullmatch(name):
+    if not HUB_NAME.fullmatch(name):
         return
     entries = [e for e in read_catalogue().entries if e.repository.lower() == name.lower()]
     for entry in entries:

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import pickle
-import socket
 import threading
-import urllib.request
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
 
-from featx.errors import ModelError, WeightsError
+from featx.errors import ModelError, WeightsError, first_line, one_line
+from featx.models.hugging_face import resolve_hub
+from featx.models.json_files import read_json
 
 LOCAL = "local-dir:"
 """Beginning of the name of a model whose config and weights are in a folder."""
@@ -54,11 +53,8 @@ def check_folder(name: str) -> None:
             f"model.name={name}: there is no {file}. Expected a folder with config.json and "
             "model.safetensors, as timm.models.save_for_hf writes it."
         )
-    try:
-        config = json.loads(file.read_bytes())
-    except ValueError as error:
-        raise WeightsError(f"{file} is no JSON: {error}.") from error
-    if isinstance(config, dict) and config.get("model_type") == "timm_wrapper":
+    config = read_json(file)
+    if config.get("model_type") == "timm_wrapper":
         raise WeightsError(
             f"{folder} was written by transformers around a model of timm. Give the model and the "
             f"file: model.name={config.get('architecture', 'NAME')} "
@@ -74,7 +70,7 @@ def folder_errors(name: str) -> Iterator[None]:
     try:
         yield
     except (OSError, RuntimeError, pickle.UnpicklingError, SafetensorError) as error:
-        reason = " ".join(str(error).split())[:300]
+        reason = one_line(error)
         raise WeightsError(
             f"model.name={name}: the weights of this folder do not load: {reason}. Expected the "
             "tensors of the architecture in config.json, as timm.models.save_for_hf writes them."
@@ -133,17 +129,16 @@ def download_errors(name: str, cfg: Any) -> Iterator[None]:
         )
 
     try:
-        if repository and not cached and not urllib.request.getproxies():
-            # The client of the hub would try an unresolvable name again for most of a minute.
-            socket.getaddrinfo(urlparse(ENDPOINT).hostname, 443)
+        if repository and not cached:
+            resolve_hub()
         yield
     except pickle.UnpicklingError as error:
         raise WeightsError(
             f"the weights of {name} in {HF_HUB_CACHE if repository else checkpoints} cannot be "
-            f"read: {str(error).splitlines()[0]} Expected a file of tensors only."
+            f"read: {first_line(error)} Expected a file of tensors only."
         ) from error
     except (OSError, RuntimeError) as error:
-        raise failed(str(error).splitlines()[0] if str(error) else type(error).__name__) from error
+        raise failed(first_line(error)) from error
 
 
 @contextlib.contextmanager
@@ -168,7 +163,7 @@ def whole_models(name: str) -> Iterator[None]:
         try:
             result = load(module, state, *args, **keywords)
         except RuntimeError as error:
-            reason = " ".join(str(error).split())[:300]
+            reason = one_line(error)
             raise WeightsError(
                 f"the weights of {name} do not fit the model that model.args and model.input_size "
                 f"ask for: {reason}"

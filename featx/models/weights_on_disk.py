@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from featx.models.catalogue import CatalogueEntry
+from featx.models.json_files import find_json
 from featx.models.transformers.families import FAMILIES
 
 _TIMM_FILES = ("model.safetensors", "pytorch_model.bin")
@@ -58,11 +58,8 @@ class WeightsOnDisk:
             config = self._cached(repository, ("config.json",))
             if config is None or not any(config.parent.glob("*.safetensors")):
                 continue
-            try:
-                values = json.loads(config.read_text(encoding="utf-8"))
-            except (OSError, ValueError):
-                continue
-            if isinstance(values, dict) and values.get("model_type") in FAMILIES:
+            values = find_json(config)
+            if values is not None and values.get("model_type") in FAMILIES:
                 found.append(CatalogueEntry("transformers", repository, repository=repository))
         return found
 

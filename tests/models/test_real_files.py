@@ -137,5 +137,5 @@ def test_a_folder_with_the_weights_of_another_model_is_named(
 def test_a_folder_whose_config_is_no_json_is_named(state: dict[str, torch.Tensor]) -> None:
     as_timm_folder(state)
     Path("timm-folder/config.json").write_text("{")
-    with pytest.raises(WeightsError, match=r"timm-folder/config\.json is no JSON"):
+    with pytest.raises(WeightsError, match=r"timm-folder/config\.json cannot be read"):
         features(Path("store"), {"name": "local-dir:timm-folder", "library": "timm"})

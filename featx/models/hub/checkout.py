@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from featx.base import log_message
-from featx.errors import ModelError
+from featx.errors import ModelError, one_line
 
 GITHUB = "https://github.com"
 
@@ -142,7 +142,7 @@ def _of_commit(owner: str, repository: str, commit: str, server: str) -> Path:
                 if not target.is_dir():  # another process was first otherwise
                     raise
     except (OSError, http.client.HTTPException, zipfile.BadZipFile, ValueError) as error:
-        reason = " ".join(str(error).split())[:300] or type(error).__name__
+        reason = one_line(error)
         is_unknown = isinstance(error, urllib.error.HTTPError) and error.code == 404
         what = "GitHub has no such commit, or it is not public" if is_unknown else reason
         raise ModelError(

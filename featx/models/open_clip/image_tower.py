@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import socket
-import urllib.request
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlparse
 
-from featx.errors import ModelError, WeightsError
+from featx.errors import ModelError, WeightsError, first_line, one_line
+from featx.models.hugging_face import resolve_hub
 from featx.models.open_clip.sources import ClipSource, import_open_clip
 
 if TYPE_CHECKING:
@@ -44,7 +42,7 @@ def random_tower(source: ClipSource, seed: int) -> torch.nn.Module:
                 source.model["embed_dim"], vision, source.quick_gelu
             )
     except (TypeError, ValueError, KeyError, AttributeError, RuntimeError) as error:
-        reason = " ".join(str(error).split())[:300]
+        reason = one_line(error)
         raise ModelError(f"open_clip cannot build {source.name}: {reason}.") from error
     return module.eval()
 
@@ -98,7 +96,6 @@ def download_errors(about: dict[str, Any], source: ClipSource) -> Iterator[None]
     If the name of the server cannot be resolved, the error is raised at once.
     """
     from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.constants import ENDPOINT
 
     repository = str(about.get("hf_hub") or "").strip("/")
     parts = repository.split("/")
@@ -108,12 +105,11 @@ def download_errors(about: dict[str, Any], source: ClipSource) -> Iterator[None]
         isinstance(try_to_load_from_cache(repository, file), str) for file in files if repository
     )
     try:
-        if repository and not cached and not urllib.request.getproxies():
-            # The client of the hub would try an unresolvable name again for most of a minute.
-            socket.getaddrinfo(urlparse(ENDPOINT).hostname, 443)
+        if repository and not cached:
+            resolve_hub()
         yield
     except (OSError, RuntimeError, ValueError) as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        reason = first_line(error)
         place = f"`hf download {repository}`" if repository else about.get("url")
         raise WeightsError(
             f"the weights {source.tag} of {source.name} are not on this machine and cannot be "

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from featx.errors import ConfigError, MissingExtraError, ModelError, WeightsError, nearest
-from featx.models.transformers.folder import read_json
+from featx.models.json_files import read_json
 
 if TYPE_CHECKING:
     from featx.models.libraries.open_clip import OpenClipOptions

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from featx.errors import ConfigError, FeatxError, ModelError, WeightsError
+from featx.base import quiet_logs
+from featx.errors import ConfigError, FeatxError, ModelError, WeightsError, first_line
 from featx.models.transformers.folder import refuse_code
 
 if TYPE_CHECKING:
@@ -72,7 +71,7 @@ def text_classifier(
         raise ConfigError("zero-shot classifiers need trained weights; these are random.")
     open_clip = import_open_clip()
     source = source_of(config)
-    with _quiet():
+    with quiet_logs():  # open_clip warns of weights that are loaded later
         model = _whole_model(config).eval()
         tokenizer = _tokenizer(config)
         sha256 = state_sha256(model.visual.float())
@@ -114,7 +113,7 @@ def _whole_model(config: Any) -> Any:
     except FeatxError:
         raise
     except Exception as error:  # of several libraries: texts of other models come from the hub
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        reason = first_line(error)
         raise ModelError(
             f"open_clip cannot build the text tower of {source.name}: {reason}"
         ) from error
@@ -150,19 +149,8 @@ def _tokenizer(config: Any) -> Any:
     try:
         return import_open_clip().get_tokenizer(place)
     except Exception as error:  # of several libraries: files of tokenizers come from the hub
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        reason = first_line(error)
         raise WeightsError(
             f"the tokenizer of {config.name} cannot be loaded: {reason} Put its files into a "
             "folder with open_clip_config.json, and name the folder as model.name."
         ) from error
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep open_clip from warning of weights that are loaded later."""
-    before = logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    try:
-        yield
-    finally:
-        logging.disable(before)

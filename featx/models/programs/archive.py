@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from featx.errors import ModelError
+from featx.errors import ModelError, one_line
 
 HOW_TO_EXPORT = (
     "batch = torch.export.Dim('batch'); torch.export.save(torch.export.export(model.eval(), "
@@ -109,7 +109,7 @@ def checked_archive(path: Path) -> tuple[io.BytesIO, str]:
         AttributeError,
         RuntimeError,
     ) as error:
-        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        reason = one_line(error)
         raise ModelError(
             f"model.name={path} is damaged, cut off, or no file of torch.export.save ({reason}). "
             "Copy it again, or export the model again."

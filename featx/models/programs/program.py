@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import logging
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -13,7 +10,8 @@ import torch
 from torch import nn
 from torch.utils._pytree import TreeSpec, tree_leaves, tree_map, tree_unflatten
 
-from featx.errors import ModelError, require
+from featx.base import quiet_logs
+from featx.errors import ModelError, first_line, require
 from featx.models.programs.archive import HOW_TO_EXPORT, checked_archive
 
 if TYPE_CHECKING:
@@ -60,11 +58,11 @@ def open_program(path: Path) -> Program:
             train mode, or takes something else than a batch of images.
     """
     archive, sha256 = checked_archive(path)
-    with _quiet():
+    with quiet_logs():  # what torch logs becomes an error message here
         try:
             program = torch.export.load(archive)
         except Exception as error:  # of several kinds: the archive is right, its content is not
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0][:300]
+            reason = first_line(error)
             raise ModelError(
                 f"model.name={path} cannot be opened by torch {torch.__version__} "
                 f"({type(error).__name__}: {reason}). It may be damaged, written by a newer "
@@ -106,7 +104,7 @@ def check_forward(program: Program, size: tuple[int, int], name: str) -> None:
     except ModelError:
         raise
     except Exception as error:  # a guard of the program, or an operator
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0][:300]
+        reason = first_line(error)
         raise ModelError(
             f"{name} does not take two images of {size[0]} x {size[1]} pixels "
             f"({type(error).__name__}: {reason}). model.transform.crop=[HEIGHT,WIDTH] gives "
@@ -140,7 +138,7 @@ def _module(program: ExportedProgram, path: Path, batch_size: int | None) -> nn.
     try:
         return torch.export.unflatten(program)
     except Exception as error:  # torch raises many kinds
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0][:300]
+        reason = first_line(error)
         raise ModelError(
             f"model.name={path}: torch.export.unflatten cannot restore the modules of the model "
             f"({type(error).__name__}: {reason}). Load the model in code of your own: model=custom."
@@ -318,14 +316,3 @@ def _train_mode(node: torch.fx.Node) -> str:
 def _short(node: torch.fx.Node) -> str:
     """Name of the operator of a node, such as dropout."""
     return str(node.target).removeprefix("aten.").partition(".")[0]
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep torch from logging what becomes an error message here."""
-    before = logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    try:
-        yield
-    finally:
-        logging.disable(before)

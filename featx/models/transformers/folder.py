@@ -6,13 +6,13 @@ other folders, adapters and pickles, and none of these is opened.
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from featx.errors import ModelError, WeightsError, counted
+from featx.errors import ModelError, WeightsError, counted, first_line
+from featx.models.hugging_face import HUB_NAME, resolve_hub
+from featx.models.json_files import read_json
 
 if TYPE_CHECKING:
     import torch
@@ -28,8 +28,6 @@ _DOWNLOADED = (CONFIG, *PROCESSORS, "*.safetensors", INDEX)
 """Files of a model of the Hugging Face Hub that are downloaded."""
 
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.pkl", "*.ckpt", "*.h5", "*.msgpack")
-
-_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 _IGNORED = (
     "_attn_implementation",
@@ -66,7 +64,7 @@ def find_folder(name: str) -> Path:
         raise WeightsError(
             f"model.name={name} is a file; expected the folder with {CONFIG} and {WEIGHTS}."
         )
-    if _HUB_NAME.fullmatch(name):
+    if HUB_NAME.fullmatch(name):
         return _download(name)
     raise WeightsError(
         f"model.name={name}: there is no such folder (looked in {Path.cwd()}). Expected a folder "
@@ -81,10 +79,6 @@ def _download(name: str) -> Path:
     Raises:
         WeightsError: it is neither there nor can it be downloaded.
     """
-    import socket
-    import urllib.request
-    from urllib.parse import urlparse
-
     from huggingface_hub import snapshot_download
     from huggingface_hub.constants import ENDPOINT, HF_HUB_CACHE
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
@@ -96,12 +90,10 @@ def _download(name: str) -> Path:
     except LocalEntryNotFoundError:
         pass
     try:
-        if not urllib.request.getproxies():
-            # The client of the hub would try an unresolvable name again for most of a minute.
-            socket.getaddrinfo(urlparse(ENDPOINT).hostname, 443)
+        resolve_hub()
         return Path(snapshot_download(name, allow_patterns=[*_DOWNLOADED]))
     except (OSError, HfHubHTTPError, HFValidationError, ValueError) as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        reason = first_line(error)
         raise WeightsError(
             f"model.name={name}: there is no such folder (looked in {Path.cwd()}), the model is "
             f"not in {HF_HUB_CACHE}, and it cannot be downloaded from {ENDPOINT} ({reason}). On a "
@@ -153,21 +145,6 @@ def read_config(folder: Path) -> dict[str, Any]:
             "float32, float16 or bfloat16."
         )
     return _without(config, _IGNORED)
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON file that holds one object.
-
-    Raises:
-        WeightsError: it does not.
-    """
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise WeightsError(f"{path} cannot be read: {error}.") from error
-    if not isinstance(value, dict):
-        raise WeightsError(f"{path} holds a {type(value).__name__}; expected one JSON object.")
-    return value
 
 
 def refuse_code(folder: Path) -> None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from featx.base import log_message
-from featx.errors import MissingExtraError, ModelError, WeightsError, counted
+from featx.errors import MissingExtraError, ModelError, WeightsError, counted, one_line
 
 if TYPE_CHECKING:
     import torch
@@ -92,7 +92,7 @@ def blueprint(
             f"{model_type}. Update it (pip install -U transformers), or check config.json."
         ) from error
     except Exception as error:  # transformers checks values with exceptions of many kinds
-        reason = " ".join(str(error).split())[:300]
+        reason = one_line(error)
         raise ModelError(f"config.json describes no {model_type} model: {reason}") from error
     if model.main_input_name != "pixel_values":
         raise ModelError(
@@ -166,7 +166,7 @@ def _from_state(
                 **plan.arguments,
             )
     except RuntimeError as error:
-        reason = " ".join(str(error).split())[:300]
+        reason = one_line(error)
         raise WeightsError(
             f"the weights of {origin} do not fit their config.json: {reason}"
         ) from error
@@ -232,7 +232,7 @@ def _refused(plan: Blueprint) -> Iterator[None]:
     try:
         yield
     except (TypeError, ValueError, AttributeError, AssertionError, KeyError, IndexError) as error:
-        reason = " ".join(str(error).split())[:300]
+        reason = one_line(error)
         raise ModelError(
             f"transformers cannot build a {plan.model.__name__} of this config.json: {reason}"
         ) from error

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from featx.errors import ModelError, WeightsError
-from featx.models.transformers.folder import CONFIG, PROCESSORS, read_json
+from featx.errors import ModelError, WeightsError, one_line
+from featx.models.json_files import read_json
+from featx.models.transformers.folder import CONFIG, PROCESSORS
 from featx.models.transformers.loading import import_transformers, quiet
 from featx.models.transformers.statements import (
     MADE_SIZES,
@@ -104,7 +105,7 @@ def _opened(folder: Path, options: Mapping[str, Any]) -> Any:
                 **options,
             )
     except Exception as error:  # of many kinds: unknown classes, wrong values, missing keys
-        reason = " ".join(str(error).split())[:300]
+        reason = one_line(error)
         raise WeightsError(
             f"the image processor of {folder} ({(nested if has_nested else plain).name}, {CONFIG}) "
             f"cannot be opened: {reason}"
@@ -133,7 +134,7 @@ def _size_of(reference: Reference, name: str) -> tuple[int, int]:
         try:
             shapes.append(tuple(reference(made_image(size)).shape))
         except Exception as error:  # of the processor
-            reason = " ".join(str(error).split())[:300]
+            reason = one_line(error)
             raise ModelError(
                 f"the image processor {name} fails for an RGB image of {size[0]} x {size[1]} "
                 f"pixels: {reason}"

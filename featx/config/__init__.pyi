@@ -30,9 +30,11 @@ from .model import INTERPOLATIONS as INTERPOLATIONS
 from .model import USUAL_CROP as USUAL_CROP
 from .model import USUAL_RESIZE as USUAL_RESIZE
 from .model import CheckpointConfig as CheckpointConfig
+from .model import CodeModelConfig as CodeModelConfig
 from .model import LibraryModelConfig as LibraryModelConfig
 from .model import ModelConfig as ModelConfig
 from .model import TransformConfig as TransformConfig
+from .model import UnpreparedModelConfig as UnpreparedModelConfig
 from .model import model_choice as model_choice
 from .model import model_options as model_options
 from .options import Kind as Kind

@@ -282,6 +282,29 @@ class LibraryModelConfig(ModelConfig):
                 raise ConfigError(f"model.args.{name} cannot be given: {refused[name]}.")
 
 
+@dataclass
+class UnpreparedModelConfig(ModelConfig):
+    """Options of a model that brings no preprocessing, such as that of model=export."""
+
+    transform: TransformConfig = field(default_factory=TransformConfig)
+    """Preprocessing of the images, by default a resize to 256 pixels, a centre crop of 224 and the
+    mean and standard deviation of ImageNet."""
+
+
+@dataclass
+class CodeModelConfig(UnpreparedModelConfig):
+    """Options of a model that code of the user makes, of model=custom and model=hub."""
+
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    """Which tensors of a file in model.weights are those of the model."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.transform.check_sizes(USUAL_RESIZE, USUAL_CROP)
+        has_file = self.weights not in (None, "default")
+        self.checkpoint.check_effect(has_file, is_converted=False)
+
+
 def model_options(**values: Any) -> ModelConfig:
     """Return the options of a model, those of its library included.
 

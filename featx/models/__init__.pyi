@@ -15,6 +15,7 @@ from .golden import read_golden as read_golden
 from .golden import write_golden as write_golden
 from .known_names import hint as hint
 from .libraries import LIBRARIES as LIBRARIES
+from .libraries import LibraryFunctions as LibraryFunctions
 from .libraries import ModelLibrary as ModelLibrary
 from .libraries import build_backbone as build_backbone
 from .libraries import library_member as library_member

@@ -1,18 +1,19 @@
-"""What the modules that the user's code makes say about themselves, and the arguments of this code.
-
-`model=custom` and `model=hub` share it.
-"""
+"""Code of the user (model=custom, model=hub): what its modules say, its arguments and weights."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 from collections.abc import Collection, Mapping
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
-from featx.config import is_secret
+from featx.config import CheckpointConfig, is_secret
+from featx.errors import WeightsError
+from featx.models.checkpoint import read_weights
 
 
 def has_class_token(module: nn.Module) -> bool:
@@ -25,6 +26,21 @@ def has_class_token(module: nn.Module) -> bool:
     if isinstance(said, bool):
         return said
     return getattr(module, "cls_token", module) is not None
+
+
+def read_own_weights(weights: str, options: CheckpointConfig) -> dict[str, torch.Tensor]:
+    """Read the file that `model.weights` names for a module of the user's code.
+
+    Args:
+        weights: value of `model.weights`.
+        options: options `model.checkpoint`, with the SHA-256 that the file must have.
+
+    Raises:
+        WeightsError: it is a URL, or the file cannot be read.
+    """
+    if weights.startswith(("http:", "https:")):
+        raise WeightsError(f"model.weights={weights}: download the file and give its path.")
+    return read_weights(Path(weights), options.sha256)
 
 
 def args_of_values(args: Mapping[str, Any], without: Collection[str] = ()) -> dict[str, Any]:

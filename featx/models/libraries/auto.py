@@ -6,7 +6,7 @@ from typing import NoReturn
 
 from featx.config import AUTO_LIBRARY, ModelConfig
 from featx.errors import FeatxError
-from featx.models.libraries.registry import LIBRARIES, library_member
+from featx.models.libraries.registry import LIBRARIES, LibraryFunctions, library_member
 
 
 def _build(config: ModelConfig, seed: int) -> NoReturn:
@@ -19,8 +19,6 @@ LIBRARIES.register(
         AUTO_LIBRARY,
         "The first of packaged, torchvision, timm and added libraries that knows the name.",
         ModelConfig,
-        build=_build,
-        untrained=_build,
-        names=tuple,
+        LibraryFunctions(build=_build, untrained=_build, names=tuple),
     )
 )

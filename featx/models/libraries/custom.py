@@ -11,15 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from featx.config import (
-    USUAL_CROP,
-    USUAL_RESIZE,
-    CheckpointConfig,
-    ModelConfig,
-    TransformConfig,
-)
-from featx.errors import ConfigError, ModelError, WeightsError, nearest
-from featx.models.libraries.registry import LIBRARIES, library_member
+from featx.config import CodeModelConfig
+from featx.errors import ConfigError, ModelError, nearest
+from featx.models.libraries.registry import LIBRARIES, LibraryFunctions, library_member
 
 if TYPE_CHECKING:
     from torch import nn
@@ -28,7 +22,7 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class CustomOptions(ModelConfig):
+class CustomOptions(CodeModelConfig):
     """Options of model=custom."""
 
     name: str = "custom"
@@ -39,10 +33,6 @@ class CustomOptions(ModelConfig):
     args: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of the factory. A resume refuses other values, except for arguments that
     the factory names in its attribute `args_without_effect`."""
-    transform: TransformConfig = field(default_factory=TransformConfig)
-    """Preprocessing of the images, by default that of the weights."""
-    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    """Which tensors of a file in model.weights are those of the model."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -51,9 +41,6 @@ class CustomOptions(ModelConfig):
                 "model=custom needs model.factory=package.module:factory, a function that returns "
                 "your torch.nn.Module."
             )
-        self.transform.check_sizes(USUAL_RESIZE, USUAL_CROP)
-        has_file = self.weights not in (None, "default")
-        self.checkpoint.check_effect(has_file, is_converted=False)
 
     @property
     def code(self) -> str:
@@ -83,9 +70,9 @@ def build(config: CustomOptions, seed: int) -> Backbone:
         WeightsError: the weights cannot be read or loaded.
     """
     from featx.models.base import Backbone, random_id
-    from featx.models.checkpoint import load_weights, read_weights
+    from featx.models.checkpoint import load_weights
     from featx.models.preprocessing import stated_preprocess
-    from featx.models.user_code import args_of_values, has_class_token
+    from featx.models.user_code import args_of_values, has_class_token, read_own_weights
 
     factory = import_factory(str(config.factory))
     module, loading = _made(config, seed), {}
@@ -95,9 +82,7 @@ def build(config: CustomOptions, seed: int) -> Backbone:
         weights = random_id(seed)
     else:
         weights = config.weights
-        if weights.startswith(("http:", "https:")):
-            raise WeightsError(f"model.weights={weights}: download the file and give its path.")
-        state = read_weights(Path(weights), config.checkpoint.sha256)
+        state = read_own_weights(weights, config.checkpoint)
         loading = load_weights(module, state, weights, config.checkpoint.prefix)
     return Backbone(
         module=module,
@@ -202,9 +187,6 @@ LIBRARIES.register(
         "custom",
         "Your own torch.nn.Module, from model.factory.",
         CustomOptions,
-        build=build,
-        untrained=untrained,
-        names=tuple,
-        knows=lambda name: True,
+        LibraryFunctions(build=build, untrained=untrained, names=tuple, knows=lambda name: True),
     )
 )

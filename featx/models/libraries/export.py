@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from featx.config import USUAL_CROP, USUAL_RESIZE, ModelConfig, TransformConfig
+from featx.config import USUAL_CROP, USUAL_RESIZE, TransformConfig, UnpreparedModelConfig
 from featx.errors import ConfigError, ModelError
-from featx.models.libraries.registry import LIBRARIES, library_member
+from featx.models.libraries.registry import LIBRARIES, LibraryFunctions, library_member
 
 if TYPE_CHECKING:
     from torch import nn
@@ -19,13 +19,11 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class ExportOptions(ModelConfig):
+class ExportOptions(UnpreparedModelConfig):
     """Options of model=export."""
 
     name: str = ""
     library: str = "export"
-    transform: TransformConfig = field(default_factory=TransformConfig)
-    """Preprocessing of the images, by default that of the weights."""
 
     def __post_init__(self) -> None:
         if not self.name:
@@ -133,9 +131,6 @@ LIBRARIES.register(
         "export",
         "Programs of torch.export: a file of torch.export.save.",
         ExportOptions,
-        build=build,
-        untrained=untrained,
-        names=tuple,
-        knows=lambda name: True,
+        LibraryFunctions(build=build, untrained=untrained, names=tuple, knows=lambda name: True),
     )
 )

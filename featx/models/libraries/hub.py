@@ -3,19 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from featx.base import log_message
-from featx.config import (
-    USUAL_CROP,
-    USUAL_RESIZE,
-    CheckpointConfig,
-    ModelConfig,
-    TransformConfig,
-)
-from featx.errors import ConfigError, ModelError, WeightsError, counted
-from featx.models.libraries.registry import LIBRARIES, library_member
+from featx.config import CodeModelConfig
+from featx.errors import ConfigError, ModelError, counted
+from featx.models.libraries.registry import LIBRARIES, LibraryFunctions, library_member
 
 if TYPE_CHECKING:
     from torch import nn
@@ -25,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class HubOptions(ModelConfig):
+class HubOptions(CodeModelConfig):
     """Options of model=hub."""
 
     name: str = ""
@@ -34,10 +27,6 @@ class HubOptions(ModelConfig):
     """Function of hubconf.py that returns the torch.nn.Module."""
     args: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of the function. A resume refuses other values."""
-    transform: TransformConfig = field(default_factory=TransformConfig)
-    """Preprocessing of the images, by default that of the weights."""
-    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    """Which tensors of a file in model.weights are those of the model."""
 
     def __post_init__(self) -> None:
         if not self.name or not self.entry:
@@ -46,9 +35,6 @@ class HubOptions(ModelConfig):
                 "owner/repo@COMMIT on GitHub), and model.entry=FUNCTION of this file."
             )
         super().__post_init__()
-        self.transform.check_sizes(USUAL_RESIZE, USUAL_CROP)
-        has_file = self.weights not in (None, "default")
-        self.checkpoint.check_effect(has_file, is_converted=False)
 
     @property
     def code(self) -> str:
@@ -78,11 +64,11 @@ def build(config: HubOptions, seed: int) -> Backbone:
         WeightsError: the weights cannot be read or loaded.
     """
     from featx.models.base import Backbone, random_id
-    from featx.models.checkpoint import load_weights, read_weights
+    from featx.models.checkpoint import load_weights
     from featx.models.hub.checkout import find_checkout
     from featx.models.hub.entry import call_entry
     from featx.models.preprocessing import stated_preprocess
-    from featx.models.user_code import args_of_values, has_class_token
+    from featx.models.user_code import args_of_values, has_class_token, read_own_weights
 
     checkout, entry, loading = find_checkout(config.name), str(config.entry), {}
     preprocess = stated_preprocess(config.transform)
@@ -94,9 +80,7 @@ def build(config: HubOptions, seed: int) -> Backbone:
         module, weights = _trained(checkout, config, seed), f"as {entry} loads them"
     else:
         weights = config.weights
-        if weights.startswith(("http:", "https:")):
-            raise WeightsError(f"model.weights={weights}: download the file and give its path.")
-        state = read_weights(Path(weights), config.checkpoint.sha256)
+        state = read_own_weights(weights, config.checkpoint)
         module = call_entry(checkout, entry, config.args, seed)
         loading = load_weights(module, state, weights, config.checkpoint.prefix)
     return Backbone(
@@ -176,9 +160,6 @@ LIBRARIES.register(
         "hub",
         "Models of torch.hub: a folder with hubconf.py, or owner/repo@COMMIT.",
         HubOptions,
-        build=build,
-        untrained=untrained,
-        names=tuple,
-        knows=lambda name: True,
+        LibraryFunctions(build=build, untrained=untrained, names=tuple, knows=lambda name: True),
     )
 )

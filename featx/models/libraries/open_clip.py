@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from featx.config import CheckpointConfig, ModelConfig, TransformConfig
 from featx.errors import ConfigError
-from featx.models.libraries.registry import LIBRARIES, library_member
+from featx.models.libraries.registry import LIBRARIES, LibraryFunctions, library_member
 
 if TYPE_CHECKING:
     import torch
@@ -110,10 +110,12 @@ LIBRARIES.register(
         "open_clip",
         "Image towers of CLIP models of open_clip: a name with a tag or a file, or a folder.",
         OpenClipOptions,
-        build=build,
-        untrained=untrained,
-        names=names,
-        knows=lambda name: True,  # also folders, and architectures that a program has added
+        LibraryFunctions(
+            build=build,
+            untrained=untrained,
+            names=names,
+            knows=lambda name: True,  # also folders, and architectures that a program has added
+        ),
         extra="clip",
     )
 )

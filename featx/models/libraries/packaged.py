@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from featx.config import ModelConfig
 from featx.errors import MissingExtraError, ModelError
-from featx.models.libraries.registry import LIBRARIES, library_member
+from featx.models.libraries.registry import LIBRARIES, LibraryFunctions, library_member
 
 if TYPE_CHECKING:
     import torch
@@ -158,11 +158,13 @@ LIBRARIES.register(
         "packaged",
         "EfficientNet-Lite0 with ImageNet weights from a Python package, which works offline.",
         ModelConfig,
-        build=build,
-        untrained=untrained,
-        names=lambda: (NAME,),
+        LibraryFunctions(
+            build=build,
+            untrained=untrained,
+            names=lambda: (NAME,),
+            weight_files=_weight_files,
+        ),
         auto_rank=0,
-        weight_files=_weight_files,
         extra="demo",
     )
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from featx.base import Member, Registry, for_options
 from featx.config import AUTO_LIBRARY, ModelConfig
@@ -87,18 +87,35 @@ LIBRARIES = _Libraries("model.library", "featx.models.libraries", "featx.models"
 """All model libraries by their names."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class LibraryFunctions(Generic[OptionsT]):
+    """The functions of a library, for its own options.
+
+    Attributes:
+        build: builds the backbone that such options describe, as `ModelLibrary.build`.
+        untrained: builds its module with random weights of a seed.
+        names: returns the names of its models without importing the library.
+        knows: whether it has a model of a name; None looks into `names`.
+        weight_files: returns the files whose content decides the weights, empty if the options and
+            the versions of packages decide them, or None. A finished store is recognised by them
+            before the model is built; without this function the model is built every time.
+    """
+
+    build: Callable[[OptionsT, int], Backbone]
+    untrained: Callable[[OptionsT, int], nn.Module]
+    names: Callable[[], Collection[str]]
+    knows: Callable[[str], bool] | None = None
+    weight_files: Callable[[OptionsT], Sequence[Path] | None] | None = None
+
+
 def library_member(
     name: str,
     help: str,
     options: type[OptionsT],
+    functions: LibraryFunctions[OptionsT],
     *,
-    build: Callable[[OptionsT, int], Backbone],
-    untrained: Callable[[OptionsT, int], nn.Module],
-    names: Callable[[], Collection[str]],
-    knows: Callable[[str], bool] | None = None,
     auto_rank: int | None = None,
     extra: str | None = None,
-    weight_files: Callable[[OptionsT], Sequence[Path] | None] | None = None,
 ) -> ModelLibrary:
     """Describe a library for `LIBRARIES.register` or for an entry point of `featx.models`.
 
@@ -108,28 +125,22 @@ def library_member(
         options: dataclass of its options, `ModelConfig` or a subclass whose field `library` has
             `name` as its default. The default of the field `name` is the model of `model=LIBRARY`;
             '' asks for model.name.
-        build: builds the backbone that such options describe.
-        untrained: builds its module with random weights.
-        names: returns the names of its models without importing the library.
-        knows: whether it has a model of a name; None looks into `names`.
+        functions: what the library does with such options.
         auto_rank: place among the libraries that `auto` asks; None leaves it out.
         extra: extra of featx that installs the packages it needs.
-        weight_files: returns the files whose content decides the weights, empty if the options and
-            the versions of packages decide them, or None. A finished store is recognised by them
-            before the model is built; None builds the model every time.
     """
-    member, maker = f"model.library={name}", "featx.config.model_options"
+    member, maker, names = f"model.library={name}", "featx.config.model_options", functions.names
     return ModelLibrary(
         name,
         help,
         None if options is ModelConfig else options,
         extra,
-        build=for_options(member, options, build, maker),
-        untrained=for_options(member, options, untrained, maker),
+        build=for_options(member, options, functions.build, maker),
+        untrained=for_options(member, options, functions.untrained, maker),
         names=names,
-        knows=knows or (lambda model: model in names()),
+        knows=functions.knows or (lambda model: model in names()),
         auto_rank=auto_rank,
-        weight_files=for_options(member, options, weight_files or _unknown_files, maker),
+        weight_files=for_options(member, options, functions.weight_files or _unknown_files, maker),
     )
 
 

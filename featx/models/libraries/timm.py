@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from featx.config import LibraryModelConfig
 from featx.errors import ConfigError, FeatxError, ModelError
-from featx.models.libraries.registry import LIBRARIES, library_member
+from featx.models.libraries.registry import LIBRARIES, LibraryFunctions, library_member
 from featx.models.model_names import registered_names
 from featx.models.timm_weights import (
     LOCAL,
@@ -410,11 +410,13 @@ LIBRARIES.register(
         "timm",
         "Models of timm, also of the Hugging Face Hub (hf-hub:owner/model).",
         TimmOptions,
-        build=build,
-        untrained=untrained,
-        names=lambda: registered_names("timm"),
-        knows=knows,
+        LibraryFunctions(
+            build=build,
+            untrained=untrained,
+            names=lambda: registered_names("timm"),
+            knows=knows,
+            weight_files=_weight_files,
+        ),
         auto_rank=2,
-        weight_files=_weight_files,
     )
 )

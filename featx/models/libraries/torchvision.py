@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlparse
 
 from featx.config import LibraryModelConfig
-from featx.errors import ConfigError, FeatxError, ModelError, WeightsError
-from featx.models.libraries.registry import LIBRARIES, library_member
+from featx.errors import ConfigError, FeatxError, ModelError, WeightsError, one_line
+from featx.models.libraries.registry import LIBRARIES, LibraryFunctions, library_member
 from featx.models.model_names import registered_names
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ def build(config: TorchvisionOptions, seed: int) -> Backbone:
             with seeded(seed), _own_downloads(name, file, sha256), _refused_args(config):
                 module = models.get_model(name, weights=entry, **_all_args(config))
         except RuntimeError as error:  # from load_state_dict in the builder
-            reason = " ".join(str(error).split())[:300]
+            reason = one_line(error)
             raise WeightsError(f"{file or entry} does not fit this model: {reason}") from error
         weights = file or str(entry)
     elif file is not None:
@@ -481,10 +481,12 @@ LIBRARIES.register(
         "torchvision",
         "Models of torchvision.",
         TorchvisionOptions,
-        build=build,
-        untrained=untrained,
-        names=lambda: registered_names("torchvision"),
+        LibraryFunctions(
+            build=build,
+            untrained=untrained,
+            names=lambda: registered_names("torchvision"),
+            weight_files=_weight_files,
+        ),
         auto_rank=1,
-        weight_files=_weight_files,
     )
 )

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from featx.config import ModelConfig, TransformConfig
 from featx.errors import ConfigError, ModelError, WeightsError
-from featx.models.libraries.registry import LIBRARIES, library_member
+from featx.models.libraries.registry import LIBRARIES, LibraryFunctions, library_member
 
 if TYPE_CHECKING:
     import torch
@@ -177,10 +177,7 @@ LIBRARIES.register(
         "Models of transformers: a folder with config.json, model.safetensors and "
         "preprocessor_config.json, or owner/model of the Hugging Face Hub.",
         TransformersOptions,
-        build=build,
-        untrained=untrained,
-        names=tuple,
-        knows=lambda name: True,
+        LibraryFunctions(build=build, untrained=untrained, names=tuple, knows=lambda name: True),
         extra="transformers",
     )
 )

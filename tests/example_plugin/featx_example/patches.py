@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from featx.config import ModelConfig, TransformConfig
 from featx.errors import ConfigError, WeightsError
-from featx.models import library_member
+from featx.models import LibraryFunctions, library_member
 
 if TYPE_CHECKING:
     from torch import nn
@@ -61,7 +61,5 @@ LIBRARY = library_member(
     "patches",
     "A convolution on patches with random weights.",
     PatchesOptions,
-    build=build,
-    untrained=untrained,
-    names=lambda: ("patches8", "patches16"),
+    LibraryFunctions(build=build, untrained=untrained, names=lambda: ("patches8", "patches16")),
 )

@@ -18,6 +18,7 @@ from featx.models import (
     hint,
     listed_models,
     read_catalogue,
+    search_families,
     search_models,
 )
 
@@ -58,7 +59,12 @@ def _overview(models: Sequence[CatalogueEntry], disk: WeightsOnDisk) -> tuple[di
         ("layers", command_text("job=layers", "model=resnet50")),
         ("when", "docs/backbones.md says which model fits which task"),
     ]
-    text = [facts(list(libraries.items())), _table(entries, disk), *_notes(entries), facts(search)]
+    text = [
+        facts(list(libraries.items())),
+        _table(entries, disk),
+        *_facts(_notes(entries)),
+        facts(search),
+    ]
     return summary, "\n\n".join(text)
 
 
@@ -81,22 +87,26 @@ def _search(
 ) -> tuple[dict[str, Any], str]:
     """Return the models that match a query, in JSON types and as text."""
     names = {entry.name for entry in models}
-    found = search_models(query, models)
+    found, families = search_models(query, models), search_families(query)
     said = "" if query in names else hint(query, names).strip()
     summary = {
         "query": query,
         "hint": said,
+        "families": families,
         "models": [_as_json(entry, disk) for entry in found],
     }
     wrapped = [facts([("", said)]).strip()] if said else []
+    notes = [("transformers", _families_text(families))] if families else []
     if not found:
-        near = "" if said else nearest(query, sorted(names))
-        return summary, "\n\n".join([*wrapped, f"No model matches {query!r}.{near}"])
+        near = "" if said or families else nearest(query, sorted(names))
+        lacking = f"No {'listed model' if families else 'model'} matches {query!r}.{near}"
+        return summary, "\n\n".join([*wrapped, lacking, *_facts(notes)])
     count = counted(len(found), "model matches", "models match")
     shown = found[:limit]
     more = f"; the first {limit} of them, all with models.limit={len(found)}"
     title = f"{count} {query!r}{more if len(found) > limit else ''}"
-    return summary, "\n\n".join([*wrapped, title, _table(shown, disk), *_notes(shown)])
+    notes = [*_notes(shown), *notes]
+    return summary, "\n\n".join([*wrapped, title, _table(shown, disk), *_facts(notes)])
 
 
 def _table(entries: Sequence[CatalogueEntry], disk: WeightsOnDisk) -> str:
@@ -133,7 +143,21 @@ def _as_json(entry: CatalogueEntry, disk: WeightsOnDisk) -> dict[str, Any]:
     }
 
 
-def _notes(entries: Sequence[CatalogueEntry]) -> list[str]:
+def _families_text(families: Sequence[str]) -> str:
+    """Return what to type for a model of some families of transformers."""
+    one = "family" if len(families) == 1 else "families"
+    return (
+        f"{one} {', '.join(families)}: model=transformers model.name=FOLDER, a folder of "
+        "save_pretrained, or owner/model of the Hugging Face Hub"
+    )
+
+
+def _facts(rows: Sequence[tuple[str, str]]) -> list[str]:
+    """Return rows as one paragraph; none without rows."""
+    return [facts(rows)] if rows else []
+
+
+def _notes(entries: Sequence[CatalogueEntry]) -> list[tuple[str, str]]:
     """Return what one has to know about the figures of some models."""
     rows = []
     listed = {entry.library for entry in entries if entry.in_file}
@@ -147,7 +171,7 @@ def _notes(entries: Sequence[CatalogueEntry]) -> list[str]:
         rows.append(("open_clip", "parameters are those of the image tower"))
     if any(not entry.in_file for entry in entries):
         rows.append((_NO_FIGURE, "not known here; job=layers model=NAME measures it"))
-    return [facts(rows)] if rows else []
+    return rows
 
 
 JOBS.register(

@@ -27,5 +27,6 @@ from .open_clip.text_classifier import text_classifier as text_classifier
 from .preprocessing import stated_preprocess as stated_preprocess
 from .search import RECOMMENDED as RECOMMENDED
 from .search import listed_models as listed_models
+from .search import search_families as search_families
 from .search import search_models as search_models
 from .weights_on_disk import WeightsOnDisk as WeightsOnDisk

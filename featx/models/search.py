@@ -7,8 +7,10 @@ from collections.abc import Collection, Iterable, Mapping
 from functools import cache
 
 from featx.models.catalogue import CatalogueEntry, read_catalogue
-from featx.models.known_names import KNOWN, plain
+from featx.models.known_models import known_models
+from featx.models.known_names import plain
 from featx.models.libraries import LIBRARIES
+from featx.models.transformers.families import FAMILIES
 
 RECOMMENDED = {
     "efficientnet_lite0": "packaged, works offline; fast on a CPU",
@@ -82,6 +84,20 @@ def search_models(query: str, models: Iterable[CatalogueEntry]) -> list[Catalogu
     return [entry for _, entry in sorted(ranked, key=lambda pair: pair[0])]
 
 
+def search_families(query: str) -> list[str]:
+    """Return the families of transformers that match a query.
+
+    Their models are in folders, and cannot be listed. Every word of the query has to occur in the
+    name of the family or in 'transformers'; case and separators do not count.
+
+    Args:
+        query: words, such as 'siglip'.
+    """
+    words = [word for word in map(plain, query.split()) if word]
+    texts = {family: plain(f"transformers {family}") for family in FAMILIES}
+    return [family for family, text in texts.items() if words and all(w in text for w in words)]
+
+
 def _tier(word: str, tokens: Collection[str]) -> int:
     """Return 0 if a word is one of the tokens, 1 if one of them begins with it, 2 otherwise."""
     if word in tokens:
@@ -93,7 +109,7 @@ def _tier(word: str, tokens: Collection[str]) -> int:
 def _other_names() -> Mapping[str, tuple[str, ...]]:
     """Return what one types after `model=` -> names that other programs have for the model."""
     found: dict[str, tuple[str, ...]] = {}
-    for model in KNOWN:
+    for model in known_models():
         for _, option in model.options:
             found[option] = (*found.get(option, ()), *model.names)
     return found

@@ -15,6 +15,7 @@ from tiny_model import run_job
 from featx.base import WIDTH
 from featx.errors import ConfigError
 from featx.models import RECOMMENDED
+from featx.models.transformers.families import FAMILIES
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -71,7 +72,8 @@ def test_the_limit_is_said_and_json_has_everything(capsys: pytest.CaptureFixture
     lines = text(capsys, query="vit", limit=3).splitlines()
     assert count > 300
     assert lines[0].startswith(f"{count} models match 'vit'; the first 3 of them")
-    assert len(lines) == 6, lines
+    table = lines[2 : lines.index("", 2)]
+    assert len(table) == 4, "a header and three models"
 
 
 def test_a_name_of_another_program_leads_to_the_right_one(
@@ -82,6 +84,16 @@ def test_a_name_of_another_program_leads_to_the_right_one(
     assert [e["model"] for e in found["models"]] == ["vit_base_patch14_dinov2.lvd142m"]
     shown = " ".join(text(capsys, query="facebook/dinov2-base").split())
     assert "model=transformers model.name=facebook/dinov2-base" in shown
+
+
+def test_families_of_transformers_are_found(capsys: pytest.CaptureFixture[str]) -> None:
+    """Their models are in folders, so that there is no line for each of them."""
+    assert result(capsys, query="siglip")["families"] == ["siglip", "siglip_vision_model"]
+    shown = " ".join(text(capsys, query="siglip").split())
+    assert "families siglip, siglip_vision_model: model=transformers model.name=FOLDER" in shown
+    assert text(capsys, query="MLCD").startswith("No listed model matches 'MLCD'.\n\n")
+    assert result(capsys, query="transformers")["families"] == sorted(FAMILIES)
+    assert result(capsys, query="siglip 384")["families"] == []
 
 
 def test_no_match_lists_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:

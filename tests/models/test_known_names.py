@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 
 from featx.config import model_options
-from featx.errors import ModelError
-from featx.models import registered_names, resolve_library
-from featx.models.known_names import KNOWN, KnownModel, hint
+from featx.errors import FeatxError, ModelError
+from featx.models import build_backbone, registered_names, resolve_library
+from featx.models.known_models import KnownModel, known_models
+from featx.models.known_names import hint
 
 
 def said_of(name: str) -> str:
@@ -76,6 +77,30 @@ def test_a_name_of_another_library(name: str, library: str, said: str) -> None:
     assert said in str(raised.value)
 
 
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"library": "transformers", "name": "dinov2_vits14"}, "facebook/dinov2-small."),
+        ({"library": "transformers", "name": "dinov2_vits14"}, "model=vit_small_patch14_dinov2.lv"),
+        ({"library": "transformers", "name": "resnet50"}, "torchvision has it: model=resnet50."),
+        ({"library": "transformers", "name": "ResNet-50"}, "otherwise: model=resnet50 (torchvis"),
+        ({"library": "open_clip", "name": "dinov2_vits14"}, "model=vit_small_patch14_dinov2.lvd1"),
+        ({"library": "hub", "name": "dinov2_vits14", "entry": "x"}, "model=vit_small_patch14_di"),
+        ({"library": "hub", "name": "ViT-B/32", "entry": "x"}, "model=open_clip model.name=ViT-B-"),
+    ],
+)
+def test_a_library_that_takes_any_name_says_who_has_it(options: dict[str, str], said: str) -> None:
+    """model=transformers, open_clip and hub find out that they lack a model as they open it."""
+    with pytest.raises(FeatxError) as raised:
+        build_backbone(model_options(**options), 0)
+    assert said in str(raised.value)
+
+
+def test_the_name_of_a_family_leads_to_transformers() -> None:
+    assert "siglip is a family of transformers: model=transformers model.name=" in said_of("siglip")
+    assert "family" not in said_of("siglipp")
+
+
 @pytest.mark.parametrize("name", ["a" * 5000, "~no_such_user/dinov2", "$x", "%", "-"])
 def test_odd_names_are_unknown_models_too(name: str) -> None:
     assert said_of(name).startswith("unknown model ")
@@ -112,12 +137,12 @@ def test_a_file_of_weights_is_an_option_of_its_own(tmp_path: Path) -> None:
 def test_no_name_of_another_program_is_a_name_of_a_library() -> None:
     """Otherwise featx would never get to the message."""
     names = registered_names("timm") | registered_names("torchvision")
-    assert [name for model in KNOWN for name in model.names if name in names] == []
-    every = [name for model in KNOWN for name in (model.original, model.hugging_face) if name]
+    assert [name for model in known_models() for name in model.names if name in names] == []
+    every = [x for model in known_models() for x in (model.original, model.hugging_face) if x]
     assert len(every) == len(set(every)) > 100
 
 
-@pytest.mark.parametrize("model", KNOWN, ids=lambda model: model.original or model.hugging_face)
+@pytest.mark.parametrize("model", known_models(), ids=lambda known: known.names[0])
 def test_every_suggestion_exists_and_the_same_weights_are_the_same(model: KnownModel) -> None:
     """timm's and open_clip's own tables name the file of the authors, or its copy on the hub."""
     import open_clip

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from featx.base import log_message
 from featx.errors import ModelError, one_line
+from featx.models.known_names import hint_elsewhere
 
 GITHUB = "https://github.com"
 
@@ -97,6 +98,7 @@ def find_checkout(name: str, server: str = GITHUB) -> Checkout:
         raise ModelError(
             f"model.name={name}: no such folder (looked in {Path.cwd()}). Expected a checkout "
             "with a hubconf.py, or owner/repo@COMMIT with the 40 hex digits of a commit on GitHub."
+            f"{hint_elsewhere(name)}"
         )
     checkout = Checkout(folder.absolute(), name)
     if not checkout.hubconf.is_file():

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 from featx.base import Member, Registry, for_options
 from featx.config import AUTO_LIBRARY, ModelConfig
 from featx.errors import ModelError, nearest
-from featx.models.known_names import hint
+from featx.models.known_names import hint, hint_of_family
 
 if TYPE_CHECKING:
     from torch import nn
@@ -169,7 +169,8 @@ def resolve_library(config: ModelConfig) -> ModelLibrary:
     if known := hint(config.name, names):
         raise ModelError(unknown + known)
     raise ModelError(
-        f"{unknown}{nearest(config.name, names)} job=models models.query=WORDS searches the names. "
+        f"{unknown}{nearest(config.name, names)}{hint_of_family(config.name)} job=models "
+        "models.query=WORDS searches the names. "
         "For your own module: model=custom model.factory=package.module:factory."
     )
 

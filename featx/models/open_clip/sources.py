@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from featx.errors import ConfigError, MissingExtraError, ModelError, WeightsError, nearest
 from featx.models.json_files import read_json
+from featx.models.known_names import hint_elsewhere
 
 if TYPE_CHECKING:
     from featx.models.libraries.open_clip import OpenClipOptions
@@ -131,7 +132,7 @@ def _of_name(open_clip: Any, config: OpenClipOptions) -> ClipSource:
     if known is None:
         raise ModelError(
             f"open_clip has no model {config.name!r}.{nearest(name, open_clip.list_models())} "
-            f"A folder needs {CONFIG}."
+            f"A folder needs {CONFIG}.{hint_elsewhere(config.name)}"
         )
     tags: list[str] = open_clip.list_pretrained_tags_by_model(name)
     weights = config.weights

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from featx.errors import ModelError, WeightsError, counted, first_line
 from featx.models.hugging_face import HUB_NAME, resolve_hub
 from featx.models.json_files import read_json
+from featx.models.known_names import hint_elsewhere
 
 if TYPE_CHECKING:
     import torch
@@ -69,7 +70,7 @@ def find_folder(name: str) -> Path:
     raise WeightsError(
         f"model.name={name}: there is no such folder (looked in {Path.cwd()}). Expected a folder "
         f"with {CONFIG}, {WEIGHTS} and {PROCESSORS[1]}, as save_pretrained of transformers writes "
-        "it, or owner/model of the Hugging Face Hub."
+        f"it, or owner/model of the Hugging Face Hub.{hint_elsewhere(name)}"
     )
 
 
@@ -98,7 +99,7 @@ def _download(name: str) -> Path:
             f"model.name={name}: there is no such folder (looked in {Path.cwd()}), the model is "
             f"not in {HF_HUB_CACHE}, and it cannot be downloaded from {ENDPOINT} ({reason}). On a "
             f"machine with internet access run `hf download {name} --local-dir FOLDER`, copy the "
-            "folder here, and give its path as model.name."
+            f"folder here, and give its path as model.name.{hint_elsewhere(name)}"
         ) from error
 
 

@@ -23,6 +23,7 @@ from featx.errors import ModelError, WeightsError
 from featx.images.preprocess import check_reference
 from featx.models import build_backbone
 from featx.models.base import Backbone, seeded, state_sha256
+from featx.models.libraries.timm import embedding_of
 
 
 def build(name: str, weights: str | None = "default", seed: int = 0) -> Backbone:
@@ -198,3 +199,14 @@ def test_a_model_of_other_than_three_channels_is_refused() -> None:
     module = timm.create_model("test_resnet", in_chans=1, pretrained_cfg_overlay=overlay)
     with pytest.raises(ModelError, match="takes 1 channels"):
         preprocess_of(module)
+
+
+def test_an_encoder_has_its_output_as_embedding() -> None:
+    """MobileNetV5's encoder is the one class of timm whose forward_head has no `pre_logits`."""
+
+    class Encoder(torch.nn.Flatten):
+        def forward_head(self, x: torch.Tensor) -> torch.Tensor:
+            raise NotImplementedError
+
+    x = torch.arange(24.0).reshape(2, 3, 2, 2)
+    assert torch.equal(embedding_of(Encoder()).compute(x), x.flatten(1))

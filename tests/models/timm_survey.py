@@ -111,6 +111,7 @@ MEMBERS = (
     _sized("mlp_mixer", "gmlp_ti16_224"),
     Member("mobilenetv3", "mobilenetv3_small_050"),
     Member("mobilenetv5", "mobilenetv5_base"),
+    Member("mobilenetv5", "mobilenetv5_300m_enc", options={"channel_multiplier": 0.25}),
     _sized("mobilevit", "mobilevit_xxs"),
     _sized("mvitv2", "mvitv2_tiny"),
     _sized("naflexvit", "naflexvit_base_patch16_parfac_gap"),

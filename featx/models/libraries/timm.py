@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -353,6 +354,9 @@ def embedding_of(module: Any) -> LibraryEmbedding:
     from featx.models.base import LibraryEmbedding
 
     def compute(x: torch.Tensor) -> Any:
+        # The encoder of MobileNetV5 lacks the argument that all other models of timm have.
+        if "pre_logits" not in inspect.signature(module.forward_head).parameters:
+            return module(x)
         try:
             return module.forward_head(module.forward_features(x), pre_logits=True)
         except NotImplementedError:  # an encoder without a classifier

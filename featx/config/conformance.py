@@ -8,7 +8,7 @@ from featx.config.checks import check_choice
 from featx.errors import ConfigError
 
 MAX_CONFORMANCE_IMAGES = 16
-"""Largest number of images that are compared; so many are read before every run anyway."""
+"""Largest number of images that are compared; so many are read before a long run anyway."""
 
 
 @dataclass

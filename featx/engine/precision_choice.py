@@ -17,6 +17,7 @@ from featx.base import may_have_bf16
 from featx.engine.compute import MIN_COSINE, MIN_SPEEDUP, Compute
 from featx.engine.engine import Engine, TimedRows
 from featx.engine.row_checks import row_cosines
+from featx.errors import counted
 
 _GLANCE_IMAGES = 2
 """Number of images of the first, short timing of a precision that may turn out to be far slower."""
@@ -107,7 +108,8 @@ class _Measurement:
                     self._repeat_unless_faster(precision)
                 if self._gain(precision, best) > MIN_SPEEDUP:
                     best = precision
-            reasons.append(_reason(precision, self._gain(precision, "fp32"), cosine))
+            gain = self._gain(precision, "fp32")
+            reasons.append(_reason(precision, gain, cosine, len(self._images)))
         return ChosenPrecision(best, "; ".join(reasons), self._measured[best])
 
     def _measure(self, precision: str, known: Mapping[str, torch.Tensor] | None = None) -> None:
@@ -181,17 +183,21 @@ class _Measurement:
         return self._measured[other].seconds / self._measured[precision].seconds
 
 
-def _reason(precision: str, gain: float, cosine: float) -> str:
+def _reason(precision: str, gain: float, cosine: float, num_images: int) -> str:
     """Describe why a precision is taken, or is not.
 
     Args:
         precision: name of the precision.
         gain: its speed divided by that of fp32.
         cosine: smallest cosine of a row to that of fp32.
+        num_images: number of images whose rows were compared.
     """
+    on_images = f"on {counted(num_images, 'image')}"
     if cosine < MIN_COSINE:
         # Rounded down: 0.99896 must not be shown as 0.999.
         shown = math.floor(1e5 * cosine) / 1e5
-        return f"{precision} {gain:.1f} times as fast, cosine {shown:.5f} < {MIN_COSINE}"
+        return (
+            f"{precision} {gain:.1f} times as fast, cosine {shown:.5f} < {MIN_COSINE} {on_images}"
+        )
     too_little = "" if gain >= MIN_SPEEDUP else f", and {MIN_SPEEDUP} is needed"
-    return f"{precision} {gain:.2f} times as fast{too_little}, cosine {cosine:.5f}"
+    return f"{precision} {gain:.2f} times as fast{too_little}, cosine {cosine:.5f} {on_images}"

@@ -33,6 +33,10 @@ if TYPE_CHECKING:
     from featx.pipeline.trial import TrialSpeed
 
 
+_FEWEST_TRIAL_IMAGES = 8
+"""Number of trial images of the shortest runs, as far as the data set has so many."""
+
+
 @dataclass
 class RunContext:
     """A run with all choices made.
@@ -157,7 +161,8 @@ def build_run_context(
         stack.enter_context(cpu_threads(batch_parallelism.calibration_threads(cpus, resume_state)))
         preprocess = model.engine.backbone.preprocess
         decoding = DecodeSettings.of_run(config, preprocess, listing, crash_list, resume_state)
-        trial = _load_trial_images(source, listing, decoding)
+        count = num_trial_images(len(listing), config.conformance.images)
+        trial = _load_trial_images(source, listing, decoding, count)
         context = _decide(request, model, _Images(source, listing, decoding, trial))
         stack.enter_context(cpu_threads(context.parallelism.threads))
         yield context
@@ -307,18 +312,41 @@ def _decide(request: _Request, model: _Model, images: _Images) -> RunContext:
     )
 
 
-def _load_trial_images(source: Source, listing: Listing, decoding: DecodeSettings) -> TrialImages:
+def num_trial_images(num_rows: int, num_compared: int) -> int:
+    """Number of trial images of a run, 8 to 16.
+
+    The trial passes over 16 images take longer than all passes of a run of 20. So a short run
+    measures on fewer images: a quarter of its own, as long as that is enough for the comparison
+    with the library's own path.
+
+    Args:
+        num_rows: number of rows of the run.
+        num_compared: option `conformance.images`.
+    """
+    from featx.engine import TRIAL_IMAGES
+
+    return min(TRIAL_IMAGES, max(_FEWEST_TRIAL_IMAGES, num_compared, num_rows // 4))
+
+
+def _load_trial_images(
+    source: Source, listing: Listing, decoding: DecodeSettings, count: int
+) -> TrialImages:
     """Load trial images, spread evenly over the data set, and time reading and decoding.
 
     Images in the crash list are decoded in a subprocess first, since the trial may include them.
+
+    Args:
+        source: source of the images.
+        listing: rows of the run.
+        decoding: how the run decodes.
+        count: largest number of images.
     """
     import torch
 
-    from featx.engine import TRIAL_IMAGES
     from featx.images import Loader
     from featx.pipeline.conformance_trial import TrialImages
 
-    rows = np.unique(np.linspace(0, len(listing) - 1, TRIAL_IMAGES).astype(int))
+    rows = np.unique(np.linspace(0, len(listing) - 1, count).astype(int))
     with Loader(source, listing, decoding, batch_size=1) as loader:
         loader.decode_crash_list()
         # This imports the decoders, which must not count as decoding time.
@@ -326,7 +354,7 @@ def _load_trial_images(source: Source, listing: Listing, decoding: DecodeSetting
         read, decode = loader.times.read, loader.times.decode
         each = zip(rows.tolist(), loader.each(rows.tolist()), strict=True)
         found = {row: image for row, image in each if image is not None}
-        count = max(1, len(found))
+        num_found = max(1, len(found))
         read_s, decode_s = loader.times.read - read, loader.times.decode - decode
         images = torch.stack([*found.values()]) if found else loader.load([])
-        return TrialImages([*found], images, read_s / count, decode_s / count)
+        return TrialImages([*found], images, read_s / num_found, decode_s / num_found)

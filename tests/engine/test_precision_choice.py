@@ -81,7 +81,7 @@ def chosen(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[ChosenPrecisi
 def test_the_faster_one_is_taken_with_its_rows_and_seconds(chosen: Any) -> None:
     found, engine = chosen(seconds={"fp32": 0.1, "bf16": 0.04})
     assert found.precision == "bf16"
-    assert found.reason == "bf16 2.50 times as fast, cosine 1.00000"
+    assert found.reason == "bf16 2.50 times as fast, cosine 1.00000 on 16 images"
     assert found.measured.seconds == pytest.approx(0.04)
     assert found.measured.rows["layer"].shape == (16, 2)
     whole = [precision for precision, size in engine.batches if size == 16]

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from tiny_model import extract
 
+from featx.pipeline.run_context import num_trial_images
 from featx.pipeline.run_summary import trial_rows
 from featx.pipeline.trial import LEAST_SHARE, Shortfall, TrialSpeed
 
@@ -15,6 +16,14 @@ pytestmark = pytest.mark.usefixtures("packing_in_process")
 
 IDLE = {"read": 0.0, "decode": 0.0, "wait": 0.0, "model": 0.0, "copy": 0.0, "write": 0.0}
 TRIAL = TrialSpeed(read_s=0.001, decode_s=0.004, model_s=0.1, threads=2, is_on_cpu=True)
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "num_compared", "count"),
+    [(1, 8, 8), (20, 8, 8), (20, 12, 12), (48, 8, 12), (64, 8, 16), (10**6, 8, 16), (20, 16, 16)],
+)
+def test_a_short_run_measures_on_fewer_images(num_rows: int, num_compared: int, count: int) -> None:
+    assert num_trial_images(num_rows, num_compared) == count
 
 
 @pytest.mark.parametrize(

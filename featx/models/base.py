@@ -274,27 +274,3 @@ def reset_weights(backbone: Backbone, fresh: nn.Module, seed: int) -> None:
     backbone.module.load_state_dict({name: new[name] for name in own})
     backbone.weights = f"{random_id(seed)}, reset from {backbone.weights}"
     backbone.weights_sha256 = state_sha256(backbone.module)
-
-
-def timm_stages(module: Any) -> tuple[str, ...] | None:
-    """Names of the stages in the feature_info of a timm model, or None if it has none.
-
-    Some of the names are no modules. The preset `stages` is refused for these, because modules that
-    look like stages may be parts of one.
-    """
-    info = getattr(module, "feature_info", None)
-    rows = getattr(info, "info", info) or []
-    names = tuple(row["module"] for row in rows if isinstance(row, dict) and row.get("module"))
-    return names or None
-
-
-def timm_classes(module: Any) -> tuple[str, ...]:
-    """Names of the logits of a timm model that was trained on ImageNet; otherwise empty."""
-    from timm.data.imagenet_info import ImageNetInfo, infer_imagenet_subset
-
-    subset = infer_imagenet_subset(module)
-    if subset is None:
-        return ()
-    info = ImageNetInfo(subset)
-    number: int = info.num_classes()  # type: ignore[no-untyped-call]
-    return tuple(info.index_to_description(i) for i in range(number))

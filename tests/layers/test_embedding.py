@@ -16,7 +16,7 @@ from featx.errors import LayerError
 from featx.layers.selection import select
 from featx.layers.trace import CapturePoint
 from featx.models.base import Backbone, LibraryEmbedding
-from featx.models.libraries.timm import embedding_of
+from featx.models.timm.backbone import embedding_of
 
 
 class Head(nn.Module):

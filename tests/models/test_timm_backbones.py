@@ -23,7 +23,7 @@ from featx.errors import ModelError, WeightsError
 from featx.images.preprocess import check_reference
 from featx.models import build_backbone
 from featx.models.base import Backbone, seeded, state_sha256
-from featx.models.libraries.timm import embedding_of
+from featx.models.timm.backbone import embedding_of
 
 
 def build(name: str, weights: str | None = "default", seed: int = 0) -> Backbone:
@@ -193,7 +193,7 @@ def test_register_tokens_are_counted() -> None:
 
 
 def test_a_model_of_other_than_three_channels_is_refused() -> None:
-    from featx.models.libraries.timm import preprocess_of
+    from featx.models.timm.backbone import preprocess_of
 
     overlay = {"input_size": (1, 160, 160)}
     module = timm.create_model("test_resnet", in_chans=1, pretrained_cfg_overlay=overlay)

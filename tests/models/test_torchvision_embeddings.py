@@ -18,7 +18,7 @@ from featx.errors import LayerError
 from featx.layers.selection import select
 from featx.models import build_backbone
 from featx.models.base import Backbone, seeded
-from featx.models.libraries.torchvision import classifier_of
+from featx.models.torchvision.creation import classifier_of
 
 LAST = {
     "alexnet": ("classifier.6", 64),

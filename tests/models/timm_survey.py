@@ -28,7 +28,7 @@ from featx.errors import FeatxError, LayerError, ReduceError
 from featx.layers.selection import select
 from featx.layers.trace import CapturePoint
 from featx.models.base import Backbone
-from featx.models.libraries.timm import wrap
+from featx.models.timm.backbone import wrap
 
 DOCS = Path(__file__).parents[2] / "docs" / "layers.md"
 BEGIN, END = "<!-- survey of timm: begin -->", "<!-- survey of timm: end -->"

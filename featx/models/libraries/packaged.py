@@ -68,8 +68,9 @@ def build(config: ModelConfig, seed: int) -> Backbone:
     from timm.data.transforms_factory import create_transform
 
     from featx.images import Preprocess
-    from featx.models.base import Backbone, random_id, timm_classes, timm_stages
+    from featx.models.base import Backbone, random_id
     from featx.models.checkpoint import load_weights, read_weights
+    from featx.models.timm.backbone import timm_classes, timm_stages
 
     module, loading = untrained(config, seed), {}
     if config.weights is None:

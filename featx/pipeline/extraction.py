@@ -36,7 +36,7 @@ from featx.pipeline.run_observer import RunObserver
 from featx.pipeline.run_summary import RunDescription, describe_run
 from featx.pipeline.run_target import RunTarget, StoreTarget
 from featx.storage import is_url, parse_path
-from featx.store import Heartbeat, StoreSession, layout, pack_in_child, packed_size_bound
+from featx.store import Heartbeat, StoreSession, layout, pack_parts, packed_size_bound
 from featx.types import Source
 
 Observe = Callable[[RunContext, StoreSession], RunObserver]
@@ -252,14 +252,15 @@ def _pack(config: Config, session: StoreSession) -> None:
             "the parts are kept: an object store has no disk to pack on. featx.open reads parts."
         )
         return
-    needed, free = packed_size_bound(session.stored_bytes()), session.disk.free_bytes()
+    stored_bytes = session.stored_bytes()
+    needed, free = packed_size_bound(stored_bytes), session.disk.free_bytes()
     if config.pack == "auto" and free < needed:
         log_message(
             f"the parts are kept: packing needs {needed} bytes and {free} are free. "
             "featx.open reads parts as well."
         )
         return
-    pack_in_child(session.root, session.lock)
+    pack_parts(session.root, session.lock, stored_bytes)
     session.after_packing()
 
 

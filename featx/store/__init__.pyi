@@ -41,7 +41,7 @@ from .manifest import Manifest as Manifest
 from .manifest import Run as Run
 from .manifest import load_manifest as load_manifest
 from .manifest import read_manifest as read_manifest
-from .pack import pack_in_child as pack_in_child
+from .pack import pack_parts as pack_parts
 from .pack import pack_store as pack_store
 from .pack import packed_size_bound as packed_size_bound
 from .part_builder import PartBuilder as PartBuilder

@@ -1,16 +1,20 @@
 """Packs the parts of a finished store into one plain features.h5, chunk by chunk.
 
-Packing runs in a process of its own (`python -m featx.store.pack FOLDER`): HDF5 can crash its
-process when a disk fails, and the run must survive that. Sources are only read; parts are deleted
-once the packed file is complete, checked and synced. If features.h5 already holds earlier runs, it
-is one more source, and the new file replaces it.
+HDF5 can crash its process when a disk fails, and the run must survive that. So a small file is
+built in memory, where no write fails, and a larger one in a process of its own (`python -m
+featx.store.pack FOLDER`). Sources are only read; parts are deleted once the packed file is
+complete, checked and synced. If features.h5 already holds earlier runs, it is one more source, and
+the new file replaces it.
 """
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +25,7 @@ import numpy.typing as npt
 
 from featx.base import module_command, module_environment
 from featx.errors import FeatxError, RunError, StoreError, counted
-from featx.storage import AtomicFolder, exclusive_lock
+from featx.storage import AtomicFolder, ReservedFile, exclusive_lock
 from featx.store import codecs, layout
 from featx.store.attribute_checksums import check_texts, seal_texts
 from featx.store.checksums import check_chunks, good_chunks
@@ -48,10 +52,36 @@ from featx.types import UNKNOWN_IMAGE, Failure, LayerSpec, Listing, Part, Status
 HEADROOM_BYTES = 16 << 20
 """Bytes to reserve beyond the size of the parts, for HDF5 metadata and other writers."""
 
+IN_MEMORY_BYTES = 8 << 20
+"""Largest size of the sources that are packed in memory. A process of its own takes as long to
+start as packing hundreds of megabytes."""
+
 
 def packed_size_bound(stored_bytes: int) -> int:
     """Bytes to reserve for the packed file; it is never larger than its sources."""
     return stored_bytes + stored_bytes // 50 + HEADROOM_BYTES
+
+
+def pack_parts(root: Path, lock: int, stored_bytes: int) -> None:
+    """Pack a store: in memory if it is small, otherwise in a child process.
+
+    Args:
+        root: folder of the store.
+        lock: file descriptor that holds the lock.
+        stored_bytes: bytes of the files to pack.
+
+    Raises:
+        RunError: packing failed. The parts are kept; damaged ones are in quarantine/.
+    """
+    if stored_bytes > IN_MEMORY_BYTES:
+        pack_in_child(root, lock)
+        return
+    try:
+        pack(root, in_memory=True)
+    except FeatxError as error:
+        raise _packing_failed(root, str(error)) from error
+    except OSError as error:
+        raise _packing_failed(root, f"{type(error).__name__}: {error}.") from error
 
 
 def pack_in_child(root: Path, lock: int) -> None:
@@ -75,11 +105,16 @@ def pack_in_child(root: Path, lock: int) -> None:
     )
     if done.returncode:
         reason = done.stderr.strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
-        raise RunError(
-            f"packing {root / layout.PACKED} failed: {reason[0]} The parts are still there and "
-            "featx.open reads them. Give the same command again to pack them, or pack=false to "
-            "leave them as they are."
-        )
+        raise _packing_failed(root, reason[0])
+
+
+def _packing_failed(root: Path, reason: str) -> RunError:
+    """Error for a store whose parts could not be packed."""
+    return RunError(
+        f"packing {root / layout.PACKED} failed: {reason} The parts are still there and "
+        "featx.open reads them. Give the same command again to pack them, or pack=false to "
+        "leave them as they are."
+    )
 
 
 def pack_store(root: Path) -> bool:
@@ -103,13 +138,14 @@ def pack_store(root: Path) -> bool:
         pieces = _pieces(root, manifest)
         new = [piece.path.name for piece in pieces] != [layout.PACKED]
         if new:
-            size = packed_size_bound(sum(piece.path.stat().st_size for piece in pieces))
+            stored_bytes = sum(piece.path.stat().st_size for piece in pieces)
+            size = packed_size_bound(stored_bytes)
             if (free := disk.free_bytes()) < size:
                 raise RunError(
                     f"packing {root} needs {size} bytes, but {free} are free. Free some space "
                     "and give the same command again; featx.open reads the parts as well."
                 )
-            pack_in_child(root, lock)
+            pack_parts(root, lock, stored_bytes)
         remove_parts(disk)
     return new
 
@@ -133,8 +169,12 @@ class _Piece:
     part: Part | None = None
 
 
-def pack(root: Path) -> None:
+def pack(root: Path, in_memory: bool = False) -> None:
     """Create features.h5 from the files of a store and check every chunk of it.
+
+    Args:
+        root: folder of the store.
+        in_memory: build the file in memory, so that HDF5 meets no error of the disk.
 
     Raises:
         StoreError: a part is missing or does not fit the others.
@@ -159,7 +199,7 @@ def pack(root: Path) -> None:
             "the store, on a file system without locks. Give the same command again."
         ) from error
     disk = AtomicFolder(root)
-    with disk.reserved(root / layout.PACKED, size, replace=True) as file:
+    with _file_of(disk, None if in_memory else size) as (file, read_at):
         try:
             with h5py.File(file, "w", libver=layout.LIBVER) as packed:
                 packing = _Packing(manifest, listing, packed)
@@ -168,13 +208,39 @@ def pack(root: Path) -> None:
                 packing.copy(pieces)
             # Read back before the file gets its name and the parts are deleted.
             with h5py.File(file, "r") as packed:
-                check_texts(packed, file.pread)
+                check_texts(packed, read_at)
                 check_chunks(packed)
         except layout.UNREADABLE as error:
             damaged = _set_damaged_aside(disk, pieces, manifest, listing)
             if isinstance(error, OSError) and not isinstance(error, StoreError) and not damaged:
                 raise  # the disk failed; no source is damaged
             raise StoreError(f"{error}{damaged}") from error
+
+
+@contextlib.contextmanager
+def _file_of(
+    disk: AtomicFolder, reserved: int | None
+) -> Iterator[tuple[ReservedFile | io.BytesIO, Callable[[int, int], bytes]]]:
+    """File object for the packed file, which gets its name when the block succeeds.
+
+    Args:
+        disk: folder of the store.
+        reserved: bytes to reserve on the disk; None for a file in memory, which is written whole.
+
+    Yields:
+        The file object, and a function (size, address) that reads bytes of it.
+
+    Raises:
+        RunError: the disk is full or fails; nothing is left behind.
+    """
+    path = disk.root / layout.PACKED
+    if reserved is not None:
+        with disk.reserved(path, reserved, replace=True) as file:
+            yield file, file.pread
+        return
+    buffer = io.BytesIO()
+    yield buffer, lambda size, address: bytes(buffer.getbuffer()[address : address + size])
+    disk.replace(path, buffer.getbuffer())
 
 
 def _pieces(root: Path, manifest: Manifest) -> list[_Piece]:

@@ -273,9 +273,15 @@ def test_other_arguments_of_a_factory_are_refused_but_those_without_effect(
     assert store.ok.all()
 
 
-def command(data: Path, hang: Path | None = None, out: str = "store") -> list[str]:
+def command(
+    data: Path, hang: Path | None = None, out: str = "store", pixels: int = 32
+) -> list[str]:
     """The command whose batches take at least 0.15 s."""
-    overrides = [text for text in COMMAND if not text.startswith("out=")]
+    overrides = [
+        re.sub(r"(resize|crop)=\d+", rf"\1={pixels}", text)
+        for text in COMMAND
+        if not text.startswith("out=")
+    ]
     arguments = "{pause_s: 0.15" + (f", hang: {hang}" if hang else "") + "}"
     return [
         sys.executable, "-m", "featx", *overrides,
@@ -300,10 +306,11 @@ def is_packing(process: subprocess.Popen[str]) -> bool:
     return False
 
 
-def assert_resumes_to_the_same(data: Path, out: str = "store") -> None:
+def assert_resumes_to_the_same(data: Path, out: str = "store", pixels: int = 32) -> None:
     """What an uninterrupted run in this process makes, bit for bit."""
-    whole = extract(data, out="uninterrupted", overwrite=True)
-    extract(data, out=out)
+    model = {**MODEL, "transform": {"resize": pixels, "crop": pixels}}
+    whole = extract(data, out="uninterrupted", overwrite=True, model=model)
+    extract(data, out=out, model=model)
     packed = Path(out, "features.h5")
     assert dataset_digests(packed) == dataset_digests(whole.root / "features.h5")
     assert temporary_files(Path(out)) == []
@@ -331,15 +338,19 @@ def test_a_batch_that_takes_long_is_cut_short(
     assert_resumes_to_the_same(photos)
 
 
+LARGE = 1280
+"""Pixels with which the parts are too large to be packed in memory."""
+
+
 @pytest.mark.slow
 def test_stopped_while_it_packs(photos: Path) -> None:
-    with running(command(photos)) as process:
+    with running(command(photos, pixels=LARGE)) as process:
         wait_until(lambda: is_packing(process), process)
         process.send_signal(signal.SIGTERM)
         code, printed, took = outcome(process)
     assert code == 143, printed
     assert took < 10
-    assert_resumes_to_the_same(photos)
+    assert_resumes_to_the_same(photos, pixels=LARGE)
 
 
 def kill(process: subprocess.Popen[str]) -> None:
@@ -356,16 +367,16 @@ def kill(process: subprocess.Popen[str]) -> None:
 @pytest.mark.slow
 def test_killed_after_a_part_and_again_while_it_packs(photos: Path) -> None:
     """The child that packs continues without a lock, while the next command is at work."""
-    with running(command(photos)) as process:
+    with running(command(photos, pixels=LARGE)) as process:
         wait_until(lambda: num_parts() >= 2, process)
         kill(process)
     half = featx.open("store")
     assert set(half.status.tolist()) == {0, 255}
     assert np.isfinite(half["conv"][half.ok]).all()
-    with running(command(photos)) as process:
+    with running(command(photos, pixels=LARGE)) as process:
         wait_until(lambda: is_packing(process), process)
         kill(process)
-    assert_resumes_to_the_same(photos)
+    assert_resumes_to_the_same(photos, pixels=LARGE)
 
 
 def stop_and_go(data: Path, moments: list[float], signals: list[signal.Signals]) -> list[int]:

@@ -24,7 +24,14 @@ from featx.storage.local_folder import AtomicFolder
 from featx.store import layout
 from featx.store.leftovers import leftover_bytes
 from featx.store.manifest import Manifest
-from featx.store.pack import check_chunks, pack, pack_store, packed_size_bound
+from featx.store.pack import (
+    IN_MEMORY_BYTES,
+    check_chunks,
+    pack,
+    pack_parts,
+    pack_store,
+    packed_size_bound,
+)
 from featx.store.reader import FeatureStore
 
 CODECS = ["none", "lzf", "gzip", "zstd", "blosc2"]
@@ -251,6 +258,54 @@ except RunError as error:
     print(error)
     sys.exit(7)
 """
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_a_file_packed_in_memory_has_the_same_bytes(tmp_path: Path, codec: str) -> None:
+    run = make_run(num_rows=29, part_rows=8, failed=[2, 17, 20], codec=codec)
+    for name in ("child", "memory"):
+        run.write(tmp_path / name)
+    pack(tmp_path / "child")
+    pack_parts(tmp_path / "memory", -1, IN_MEMORY_BYTES)
+    packed = [(tmp_path / name / "features.h5").read_bytes() for name in ("child", "memory")]
+    assert packed[0] == packed[1]
+
+
+def test_larger_parts_are_packed_in_a_child(
+    run: MadeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    children: list[Path] = []
+    monkeypatch.setattr("featx.store.pack.pack_in_child", lambda root, lock: children.append(root))
+    pack_parts(tmp_path, -1, IN_MEMORY_BYTES + 1)
+    assert children == [tmp_path]
+
+
+def test_a_full_disk_leaves_the_parts_of_a_small_store(
+    run: MadeRun, tmp_path: Path, without_retry_waits: None
+) -> None:
+    run.write(tmp_path)
+    before = part_files(tmp_path)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        with pytest.raises(RunError, match=r"features\.h5 failed.*featx\.open reads them"):
+            pack_parts(tmp_path, -1, 1000)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert part_files(tmp_path) == before
+    assert not (tmp_path / "features.h5").exists()
+    assert temporary_files(tmp_path) == []
+
+
+def test_a_damaged_part_of_a_small_store_goes_to_quarantine(run: MadeRun, tmp_path: Path) -> None:
+    run.write(tmp_path)
+    path = tmp_path / "parts" / "part-000001.h5"
+    with h5py.File(path, "r+") as file:
+        file["features/flat"][1] = 7
+    with pytest.raises(RunError, match=r"part-000001\.h5 is damaged.*moved to"):
+        pack_parts(tmp_path, -1, 1000)
+    assert list((tmp_path / "quarantine").iterdir())
+
 
 UNRESERVED = """
 import os, resource, sys

@@ -31,6 +31,7 @@ SMALL = {
     "peers": "--model resnet18 --images 16 --runs 1",
     "probe": "--rows 400 --features 16 --runs 1",
     "read": "--gigabytes 0.2 --runs 1",
+    "loader-overhead": "--images 512 --photos 8 --batch-size 16 --runs 1",
     "regressions": "HEAD HEAD --models resnet18 --precisions fp32 --images 8 --runs 1 --least 0",
     "roof": "--models resnet18 --batch-size 2 --runs 1",
     "scale": "--rows 1000 2000",

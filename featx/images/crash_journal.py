@@ -71,21 +71,10 @@ class InFlightJournal:
             self.close()
             raise
 
-    @contextlib.contextmanager
-    def recording(self, key: bytes) -> Iterator[None]:
-        """Record that the calling thread decodes the image with this key inside the block."""
+    def recording(self, key: bytes) -> _Recording:
+        """Context manager that records that the calling thread decodes the image with this key."""
         at = self._slot() if len(key) <= _SLOT_BYTES - _LENGTH.size else None
-        if at is None:
-            yield
-            return
-        first = at + _LENGTH.size
-        # First the key, then its length: a reader never sees a length whose key is incomplete.
-        self._memory[first : first + len(key)] = key
-        _LENGTH.pack_into(self._memory, at, len(key))
-        try:
-            yield
-        finally:
-            _LENGTH.pack_into(self._memory, at, 0)
+        return _Recording(self._memory, at, key)
 
     def close(self) -> None:
         """Remove the file, and the empty folders that were created for it.
@@ -106,6 +95,34 @@ class InFlightJournal:
             self._own.at = None if number is None else number * _SLOT_BYTES
         at: int | None = self._own.at
         return at
+
+
+class _Recording:
+    """Keeps a key in a slot of a journal inside a block; every image enters one.
+
+    Args:
+        memory: the mapped journal.
+        at: byte offset of the slot, or None if nothing is recorded.
+        key: key of the image.
+    """
+
+    __slots__ = ("_at", "_key", "_memory")
+
+    def __init__(self, memory: mmap.mmap, at: int | None, key: bytes) -> None:
+        self._memory = memory
+        self._at = at
+        self._key = key
+
+    def __enter__(self) -> None:
+        if self._at is not None:
+            first = self._at + _LENGTH.size
+            # First the key, then its length: a reader never sees a length whose key is incomplete.
+            self._memory[first : first + len(self._key)] = self._key
+            _LENGTH.pack_into(self._memory, self._at, len(self._key))
+
+    def __exit__(self, *error: object) -> None:
+        if self._at is not None:
+            _LENGTH.pack_into(self._memory, self._at, 0)
 
 
 def in_flight_keys(path: Path) -> set[bytes]:

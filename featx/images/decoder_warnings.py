@@ -16,7 +16,6 @@ import re
 import threading
 import warnings
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any
 
 from PIL import _imaging
@@ -51,23 +50,21 @@ class DecoderWarnings:
         self.counts: Counter[str] = Counter()
         self._lock = threading.Lock()
 
-    @contextlib.contextmanager
-    def collecting(self, key: bytes) -> Iterator[None]:
-        """Count the warnings of the calling thread in the block, and log new reasons.
+    def collecting(self, key: bytes) -> _Collecting:
+        """Context manager that counts the warnings of the calling thread, and logs new reasons.
 
         Args:
             key: key of the image that the thread decodes.
         """
-        before, _thread.messages = _thread.messages, []
-        try:
-            yield
-        finally:
-            messages, _thread.messages = _thread.messages, before
-            if messages:
-                self._add(key, messages)
+        return _Collecting(self, key)
 
-    def _add(self, key: bytes, messages: list[str]) -> None:
-        """Count each reason once per image, and log those that are new in this process."""
+    def add(self, key: bytes, messages: list[str]) -> None:
+        """Count each reason once per image, and log those that are new in this process.
+
+        Args:
+            key: key of the image.
+            messages: its warnings.
+        """
         found = {reason_of(message): message for message in reversed(messages)}
         with self._lock:
             new = []
@@ -95,6 +92,24 @@ class _Thread(threading.local):
 
 
 _thread = _Thread()
+
+
+class _Collecting:
+    """Collects the warnings of the calling thread inside a block; every image enters one."""
+
+    __slots__ = ("_before", "_key", "_warnings")
+
+    def __init__(self, warnings: DecoderWarnings, key: bytes) -> None:
+        self._warnings = warnings
+        self._key = key
+
+    def __enter__(self) -> None:
+        self._before, _thread.messages = _thread.messages, []
+
+    def __exit__(self, *error: object) -> None:
+        messages, _thread.messages = _thread.messages, self._before
+        if messages:
+            self._warnings.add(self._key, messages)
 
 
 def _take(message: str) -> bool:

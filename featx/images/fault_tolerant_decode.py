@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
@@ -27,6 +27,9 @@ from featx.images.subprocess_decode import decode_in_subprocess
 from featx.types import ImageFault, RegionSource, Source, Status
 
 T = TypeVar("T")
+
+_NOT_RECORDED: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+"""Takes the place of a recording in a journal."""
 
 _RETRY_WAITS_S = (0.1, 0.5, 2.0)
 """Seconds to wait before each repeated attempt to read an image."""
@@ -114,6 +117,17 @@ class FaultTolerantDecoder:
         """
         return self._threads.submit(work, *args)
 
+    def submit_group(
+        self, work: Callable[..., T], calls: Sequence[tuple[Any, ...]]
+    ) -> Future[list[T]]:
+        """Call `work` for several images, one after the other, in one of the threads.
+
+        Args:
+            work: function to call, which reads and decodes one image.
+            calls: its arguments, for each image.
+        """
+        return self._threads.submit_group(work, calls)
+
     def decode_crash_list(self, keys: Iterable[bytes]) -> None:
         """Decode the images that were in flight when a process died, each in a child process.
 
@@ -159,8 +173,7 @@ class FaultTolerantDecoder:
         image_key = self.image_key(key)
         if self._needs_subprocess(image_key):
             return Image.fromarray(self._decoded_in_subprocess(image_key, data))
-        with self._recorded(image_key):
-            return decode(data, self._policy, self._at_least)
+        return self._recorded(image_key, decode, data)
 
     def pixels(self, key: bytes, data: bytes) -> npt.NDArray[np.uint8]:
         """Decode the whole image of a row with `decode_pixels`; otherwise like `image`.
@@ -171,8 +184,7 @@ class FaultTolerantDecoder:
         image_key = self.image_key(key)
         if self._needs_subprocess(image_key):
             return self._decoded_in_subprocess(image_key, data)
-        with self._recorded(image_key):
-            return decode_pixels(data, self._policy, self._at_least)
+        return self._recorded(image_key, decode_pixels, data)
 
     def encoded(self, key: bytes, data: bytes) -> EncodedJpeg | None:
         """Prepare the image of a row for a GPU with `encoded_jpeg`; otherwise like `image`.
@@ -183,23 +195,18 @@ class FaultTolerantDecoder:
         image_key = self.image_key(key)
         if self._at_least is None or self._needs_subprocess(image_key):
             return None
-        with self._recorded(image_key):
-            return encoded_jpeg(data, self._policy, self._at_least)
+        return self._recorded(image_key, encoded_jpeg, data)
 
     def _needs_subprocess(self, image_key: bytes) -> bool:
         """Whether an image needs a child process: it hung before, or is on the crash list."""
         return self._threads.again or image_key in self._crash_list
 
-    @contextlib.contextmanager
-    def _recorded(self, image_key: bytes) -> Iterator[None]:
-        """Record that the calling thread decodes an image in the block, and limit its time."""
-        recording = (
-            contextlib.nullcontext()
-            if self._journal is None
-            else self._journal.recording(image_key)
-        )
+    def _recorded(self, image_key: bytes, decoder: Callable[..., T], data: bytes) -> T:
+        """Decode an image in the calling thread, recorded in the journal and limited in time."""
+        journal = self._journal
+        recording = _NOT_RECORDED if journal is None else journal.recording(image_key)
         with self.warnings.collecting(image_key), self._threads.watched(), recording:
-            yield
+            return decoder(data, self._policy, self._at_least)
 
     def _decoded_in_subprocess(self, image_key: bytes, data: bytes) -> npt.NDArray[np.uint8]:
         """(H, W, 3) uint8 from a child process; an image that crashes or hangs it is remembered."""

@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +23,7 @@ import torch
 from PIL import Image
 from torch.profiler import record_function
 
-from featx.base import ReplaceableThreadPool
+from featx.base import ReplaceableThreadPool, num_cpus
 from featx.errors import RunError
 from featx.images.decode import EncodedJpeg
 from featx.images.decode_settings import DecodeSettings
@@ -47,6 +48,13 @@ PREFETCH_BATCHES = 3
 
 AHEAD_ROWS = 64
 """Number of images that `Loader.each` loads ahead."""
+
+GROUP_ROWS = 8
+"""Largest number of images that one task of a thread loads, one after the other.
+
+Handing a task to a thread costs as much interpreter time as an image costs otherwise. Interpreter
+time limits a process with many threads, because only one of them runs Python at a time.
+"""
 
 NUM_CACHED_IMAGES = 2
 """Number of decoded images that are kept while boxes are cut from them; each takes up to 256 MiB.
@@ -95,6 +103,7 @@ class Loader:
         device: device of the model, or None for the CPU. For CUDA, batches are in page-locked
             memory, from which copies run asynchronously; if the GPU decodes a share, batches are
             already on it.
+        is_profiled: whether reading and decoding appear in the trace of torch's profiler.
 
     Attributes:
         times: seconds and bytes of the threads so far.
@@ -107,6 +116,7 @@ class Loader:
         decoding: DecodeSettings,
         batch_size: int,
         device: torch.device | None = None,
+        is_profiled: bool = False,
     ) -> None:
         self.times = LoaderTimes()
         self._listing = listing
@@ -125,6 +135,13 @@ class Loader:
         )
         self._cache_lock = threading.Lock()
         self._batch_size = batch_size
+        # A group must not be so large that threads find none: `batches` loads several batches.
+        share = (1 + PREFETCH_BATCHES) * batch_size // (4 * num_cpus())
+        self._group_rows = max(1, min(GROUP_ROWS, share))
+        # The profiler's function takes 7 µs even while nothing is profiled.
+        self._span: Callable[[str], contextlib.AbstractContextManager[object]] = (
+            record_function if is_profiled else _no_span
+        )
         self._pinned = device is not None and device.type == "cuda"
         self._device_decoder: DeviceDecoder | None = None
         if decoding.device_share is not None and device is not None:
@@ -196,8 +213,8 @@ class Loader:
         """
         waiting: deque[tuple[torch.Tensor, Future[EncodedJpeg | Failure | None]]] = deque()
         for row in rows:
-            place = torch.zeros((3, *self._decoding.preprocess.crop), dtype=self._dtype)
-            waiting.append((place, self._decoder.submit(self._fill, row, place)))
+            place = torch.empty((3, *self._decoding.preprocess.crop), dtype=self._dtype)
+            waiting.append((place, self._decoder.submit(self._fill, row, place.numpy())))
             if len(waiting) > AHEAD_ROWS:
                 yield _unless_failed(*waiting.popleft())
         while waiting:
@@ -227,49 +244,53 @@ class Loader:
             A function that waits for the batch and returns it.
         """
         shape = (self._batch_size, 3, *self._decoding.preprocess.crop)
-        images = torch.zeros(shape, dtype=self._dtype, pin_memory=self._pinned)
+        # Every image is written to its place, zeros if it fails, so only padding is cleared here.
+        images = torch.empty(shape, dtype=self._dtype, pin_memory=self._pinned)
+        images[count:].zero_()
         sums = np.full(count, NO_IMAGE, dtype=np.uint64)
         batch = Batch(images, start, count, [], sums)
-        if self._device_decoder is None:
-            filled = [
-                self._decoder.submit(self._fill, start + i, images[i], sums[i : i + 1])
-                for i in range(count)
-            ]
-            return functools.partial(_filled, batch, filled)
-        taken = [
-            self._decoder.submit(
-                self._fill, start + i, images[i], sums[i : i + 1], self._is_for_device(start + i)
-            )
+        places = images.numpy()
+        calls = [
+            (start + i, places[i], sums[i : i + 1], self._is_for_device(start + i))
             for i in range(count)
         ]
+        groups = [
+            self._decoder.submit_group(self._fill, calls[i : i + self._group_rows])
+            for i in range(0, count, self._group_rows)
+        ]
+        if self._device_decoder is None:
+            return functools.partial(_filled, batch, groups)
         # A thread of its own waits for the decoders and drives the GPU, so batches reach it in
         # order and the run loop is not held up.
-        return self._device_thread.submit(self._on_to_device, batch, taken).result
+        return self._device_thread.submit(self._on_to_device, batch, groups).result
 
     def _is_for_device(self, row: int) -> bool:
         """Whether the GPU decodes the image of a row, provided that it can."""
-        return self._regions is None and self._decoding.is_for_device(self._listing.keys[row])
+        if self._device_decoder is None or self._regions is not None:
+            return False
+        return self._decoding.is_for_device(self._listing.keys[row])
 
     def _on_to_device(
-        self, batch: Batch, taken: list[Future[EncodedJpeg | Failure | None]]
+        self, batch: Batch, groups: list[Future[list[EncodedJpeg | Failure | None]]]
     ) -> Batch:
         """Decode the images that were left for the GPU, and copy the whole batch there.
 
         Args:
             batch: batch whose CPU-decoded images are being filled in.
-            taken: results of `_fill` for its rows.
+            groups: results of `_fill` for its rows, in their order.
         """
         device = self._device_decoder
         assert device is not None, "decoding on the device needs one"
-        results = [future.result() for future in taken]
+        results = [result for group in groups for result in group.result()]
         encoded = {i: result for i, result in enumerate(results) if isinstance(result, EncodedJpeg)}
         started_at = time.perf_counter()
-        with device.own_stream(), record_function("decode on the device"):
+        with device.own_stream(), self._span("decode on the device"):
             crops = dict(zip(encoded, device.crops(list(encoded.values())), strict=True))
         took = time.perf_counter() - started_at
+        places = batch.images.numpy()
         here = [
             self._decoder.submit(
-                self._fill, batch.start + i, batch.images[i], None, False, encoded[i].data
+                self._fill, batch.start + i, places[i], None, False, encoded[i].data
             )
             for i, crop in crops.items()
             if crop is None
@@ -282,15 +303,15 @@ class Loader:
         with device.own_stream():
             batch.images = batch.images.to(device.device, non_blocking=True)
             if decoded:
-                places = torch.tensor(list(decoded), device=device.device)
-                batch.images.index_copy_(0, places, torch.stack(list(decoded.values())))
+                rows = torch.tensor(list(decoded), device=device.device)
+                batch.images.index_copy_(0, rows, torch.stack(list(decoded.values())))
         self.times.add(on_device=took + time.perf_counter() - started_at)
         return batch
 
     def _fill(
         self,
         row: int,
-        place: torch.Tensor,
+        place: npt.NDArray[Any],
         checksum: npt.NDArray[np.uint64] | None = None,
         for_device: bool = False,
         data: bytes | None = None,
@@ -299,7 +320,7 @@ class Loader:
 
         Args:
             row: row of the listing.
-            place: (3, H, W) tensor that takes the image; zero if it fails.
+            place: (3, H, W) array of the loader's dtype that takes the image; zero if it fails.
             checksum: (1,) array that takes the checksum of the encoded bytes, also of images that
                 cannot be decoded; None if it is not needed.
             for_device: whether to leave decoding to the GPU if it can.
@@ -317,7 +338,7 @@ class Loader:
         started_at = time.perf_counter()
         try:
             decoded_image, number = self._cached(key) or (None, NO_IMAGE)
-            with record_function("read"):
+            with self._span("read"):
                 if data is None:
                     data = b"" if decoded_image is not None else self._decoder.read(key)
                     num_bytes = len(data)
@@ -326,14 +347,15 @@ class Loader:
                 if checksum is not None:
                     checksum[0] = number
             read = time.perf_counter()
-            with record_function("decode"):
+            with self._span("decode"):
                 encoded = self._decoder.encoded(key, data) if for_device else None
                 if encoded is None:
                     if decoded_image is None:
                         decoded_image = self._decoded(key, data)
-                    place.copy_(self._prepare(key, decoded_image, number))
+                    # numpy copies in this thread; torch would start OpenMP threads for each one.
+                    np.copyto(place, self._prepare(key, decoded_image, number))
         except ImageFault as fault:
-            place.zero_()
+            place[...] = 0
             return Failure(row, key, fault.status, fault.error, str(fault))
         except MemoryError as error:
             # The machine, not the image: such a failure never becomes a row.
@@ -345,8 +367,8 @@ class Loader:
         self.times.add(read - started_at, time.perf_counter() - read, num_bytes)
         return encoded
 
-    def _prepare(self, key: bytes, decoded_image: DecodedImage, checksum: int) -> torch.Tensor:
-        """The image of a row in the size of the crop, uint8 or normalised float32.
+    def _prepare(self, key: bytes, decoded_image: DecodedImage, checksum: int) -> npt.NDArray[Any]:
+        """The image of a row in the size of the crop, (3, H, W) uint8 or normalised float32.
 
         Args:
             key: key of the row.
@@ -379,9 +401,14 @@ class Loader:
             )
         try:
             x = transformed()
-            if x.shape != expected:  # copy_ would broadcast one channel to three
-                raise ValueError(f"the transform gives {tuple(x.shape)}, expected {expected}")
-            return x
+            # copyto would broadcast one channel to three, and convert other numbers.
+            if x.shape != expected or x.dtype != self._dtype:
+                raise ValueError(
+                    f"the transform gives {tuple(x.shape)} {x.dtype}, expected {expected} "
+                    f"{self._dtype}"
+                )
+            pixels: npt.NDArray[Any] = x.numpy()
+            return pixels
         except MemoryError:
             raise
         except Exception as error:
@@ -411,9 +438,17 @@ class Loader:
         return self._decoder.pixels(key, data)
 
 
-def _filled(batch: Batch, futures: list[Future[EncodedJpeg | Failure | None]]) -> Batch:
+def _no_span(name: str) -> contextlib.AbstractContextManager[object]:
+    """Takes the place of the profiler's function in a run without a profile."""
+    return _NO_SPAN
+
+
+_NO_SPAN: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
+
+
+def _filled(batch: Batch, groups: list[Future[list[EncodedJpeg | Failure | None]]]) -> Batch:
     """Wait until all images of a batch are in their places."""
-    results = [future.result() for future in futures]
+    results = (result for group in groups for result in group.result())
     batch.failures = [result for result in results if isinstance(result, Failure)]
     return batch
 

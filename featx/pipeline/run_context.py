@@ -121,8 +121,8 @@ class RunContext:
         """Create a Loader for the images of the run; it is a context manager."""
         from featx.images import Loader  # imports torch
 
-        device = self.engine.device
-        return Loader(self.source, self.listing, self.decoding, batch_size, device)
+        device, profile = self.engine.device, self.config.profile
+        return Loader(self.source, self.listing, self.decoding, batch_size, device, profile)
 
 
 @contextlib.contextmanager

@@ -136,6 +136,20 @@ def relabelled(listing: Listing, names: Mapping[str, str | int], where: str) -> 
     return replace(listing, labels=table[listing.labels], classes=classes)
 
 
+def _read_to_end(descriptor: int, size: int) -> bytes:
+    """Read a file from its beginning, without a file object: that takes half of the time.
+
+    Args:
+        descriptor: descriptor of the file.
+        size: bytes that the file is expected to have; it may have grown or shrunk since.
+    """
+    data = os.read(descriptor, size + 1)
+    # A read ends early at a signal, and on some network file systems.
+    while len(data) != size and (more := os.read(descriptor, 1 << 20)):
+        data += more
+    return data
+
+
 def _in_order(found: Iterable[bytes]) -> npt.NDArray[np.bytes_]:
     """Sort keys bytewise.
 
@@ -259,8 +273,7 @@ class FolderSource:
                 raise ImageFault(Status.EMPTY, "the file has no bytes")
             if info.st_size > MAX_FILE_BYTES:
                 raise ImageFault(Status.TOO_LARGE, f"{info.st_size} bytes, over {MAX_FILE_BYTES}")
-            with open(descriptor, "rb", closefd=False) as file:
-                return file.read()
+            return _read_to_end(descriptor, info.st_size)
         finally:
             os.close(descriptor)
 

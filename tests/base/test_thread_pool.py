@@ -66,6 +66,63 @@ def test_a_call_that_hangs_is_made_again_elsewhere_and_the_others_continue() -> 
     assert late == []
 
 
+def test_a_group_is_made_in_order_by_one_thread_and_its_first_error_ends_it() -> None:
+    made = []
+
+    def work(a: int, b: int) -> float:
+        made.append((a, threading.get_ident()))
+        return a / b
+
+    with ReplaceableThreadPool(3, None, NAME) as threads:
+        groups = [threads.submit_group(work, [(i + j, 4) for j in range(5)]) for i in (0, 100)]
+        assert [group.result(10) for group in groups] == [
+            [(i + j) / 4 for j in range(5)] for i in (0, 100)
+        ]
+        assert len({thread for a, thread in made if a < 100}) == 1
+        assert [a for a, _ in made if a < 100] == list(range(5))
+        made.clear()
+        with pytest.raises(ZeroDivisionError):
+            threads.submit_group(work, [(7, 1), (8, 0), (9, 1)]).result(10)
+        assert [a for a, _ in made] == [7, 8]
+        assert threads.submit_group(work, []).result(10) == []
+
+
+def test_a_group_whose_call_hangs_is_resumed_at_that_call() -> None:
+    """The calls before it are not repeated, and only the one that hung is called `again`."""
+    wake, made = threading.Event(), []
+
+    def work(number: int) -> tuple[int, bool]:
+        made.append(number)
+        if number in (3, 4) and not threads.again:
+            with threads.watched():
+                wake.wait(20)
+        return number, threads.again
+
+    with ReplaceableThreadPool(1, 0.2, NAME) as threads:
+        group = threads.submit_group(work, [(number,) for number in range(8)])
+        results = group.result(10)
+        wake.set()
+    assert results == [(number, number in (3, 4)) for number in range(8)]
+    assert made == [0, 1, 2, 3, 3, 4, 4, 5, 6, 7]
+
+
+def test_the_end_of_the_pool_ends_a_group_after_its_current_call() -> None:
+    started, release, made = threading.Event(), threading.Event(), []
+
+    def work(number: int) -> None:
+        made.append(number)
+        started.set()
+        release.wait(10)
+
+    with ReplaceableThreadPool(1, None, NAME) as threads:
+        group = threads.submit_group(work, [(number,) for number in range(5)])
+        started.wait(10)
+        threading.Timer(0.1, release.set).start()
+    assert made == [0]
+    with pytest.raises(CancelledError):
+        group.result(0)
+
+
 def test_as_many_threads_as_before_when_all_were_given_up() -> None:
     wake, barrier = threading.Event(), threading.Barrier(3)
 

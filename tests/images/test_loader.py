@@ -6,11 +6,15 @@ import errno
 import gc
 import io
 import itertools
+import subprocess
+import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,6 +29,7 @@ from featx.images import fault_tolerant_decode
 from featx.images import loader as loader_module
 from featx.images.decode import ImagePolicy, decode
 from featx.images.decode_settings import DecodeSettings
+from featx.images.fault_tolerant_decode import FaultTolerantDecoder
 from featx.images.loader import PREFETCH_BATCHES, Loader
 from featx.images.preprocess import Preprocess
 from featx.sources.base import FolderSource
@@ -498,6 +503,55 @@ def test_a_consumer_that_asks_for_nothing_starts_nothing() -> None:
 
 
 # Threads
+
+
+@pytest.mark.parametrize(("cpus", "batch_size", "expected"), [(2, 16, 8), (64, 16, 1), (4, 1, 1)])
+def test_groups_of_images_leave_work_for_every_thread(
+    monkeypatch: pytest.MonkeyPatch, cpus: int, batch_size: int, expected: int
+) -> None:
+    groups: list[int] = []
+    submit_group = FaultTolerantDecoder.submit_group
+
+    def counted(self: FaultTolerantDecoder, work: Any, calls: Sequence[Any]) -> Future[Any]:
+        groups.append(len(calls))
+        return submit_group(self, work, calls)
+
+    monkeypatch.setattr("featx.images.loader.num_cpus", lambda: cpus)
+    monkeypatch.setattr(FaultTolerantDecoder, "submit_group", counted)
+    load_all(MemorySource(GOOD[:16]), parts_of(16, 16), batch_size=batch_size)
+    assert set(groups) == {expected}
+
+
+COUNT_THREADS = """
+import os, sys, threading, torch
+from pathlib import Path
+from featx.images import DecodeSettings, ImagePolicy, Loader, Preprocess
+from featx.sources import FolderSource
+from featx.types import Part
+
+torch.set_num_threads(8)
+def others():
+    return len(os.listdir("/proc/self/task")) - threading.active_count()
+preprocess = Preprocess(None, (224, 224), 256, "bilinear", (0, 0, 0), (1, 1, 1))
+settings = DecodeSettings(preprocess, ImagePolicy("apply", (255, 255, 255), 10**7))
+source = FolderSource(Path(sys.argv[1]))
+with Loader(source, source.listing(), settings, 4) as loader:
+    before = others()
+    for _, batch in loader.batches([Part(0, 0, 8)]):
+        assert batch.images.numpy().any() and not batch.failures
+        print(others() - before)
+"""
+"""Prints for each batch how many threads exist that Python has not started."""
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="counts threads by /proc")
+def test_threads_of_the_loader_start_no_threads_of_openmp(tmp_path: Path) -> None:
+    """Otherwise each starts as many threads as there are CPUs, 256 on 16 CPUs."""
+    for seed in range(8):
+        make_image(300, 400, seed=seed).save(tmp_path / f"{seed}.jpg")
+    command = [sys.executable, "-c", COUNT_THREADS, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.split() == ["0", "0"]
 
 
 def test_threads_live_as_long_as_the_context() -> None:

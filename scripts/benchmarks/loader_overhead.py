@@ -1,0 +1,148 @@
+"""Images per second that the loader hands over, with its own work alone and with real decoding."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import statistics
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+import torch
+
+from benchmarks.commands import Add
+from featx.base import keep_freed_memory
+from featx.images import DecodeSettings, ImagePolicy, Loader, Preprocess
+from featx.images.decode import jpeg_decoder
+from featx.jobs.bench.photos import make_photos
+from featx.sources import FolderSource
+from featx.types import Listing, Part, Source
+
+PIXELS = np.zeros((256, 256, 3), np.uint8)
+"""What takes the place of a decoded image."""
+
+CROP = torch.zeros((3, 224, 224), dtype=torch.uint8)
+"""What takes the place of a resized and cropped image."""
+
+
+@dataclass(frozen=True)
+class LoaderRate:
+    """What the loader hands over.
+
+    Attributes:
+        images_per_second: images handed over per second, by all threads.
+        microseconds: processor time per image, of all threads.
+    """
+
+    images_per_second: float
+    microseconds: float
+
+
+class NoFiles:
+    """Source of images that need no reading; their keys are their numbers."""
+
+    def __init__(self, num_rows: int) -> None:
+        self._num_rows = num_rows
+
+    def listing(self) -> Listing:
+        """Keys of all images, without labels."""
+        keys = np.array([b"%08d" % row for row in range(self._num_rows)], dtype=np.bytes_)
+        return Listing(keys, np.full(len(keys), -1, dtype=np.int64))
+
+    def read(self, key: bytes) -> bytes:
+        """A few bytes that are never decoded."""
+        return key
+
+
+class NoResize(Preprocess):
+    """Preprocessing that returns the same crop for every image."""
+
+    def crop_uint8(self, image: object) -> torch.Tensor:
+        """(3, 224, 224) uint8 of zeros."""
+        return CROP
+
+
+def _no_pixels(*arguments: object) -> np.ndarray:
+    """Takes the place of `decode_pixels`; a Mock would take longer than the loader."""
+    return PIXELS
+
+
+def measure(
+    source: Source, num_images: int, batch_size: int, is_empty: bool, timeout_s: float | None = 60.0
+) -> LoaderRate:
+    """Load all images once.
+
+    Args:
+        source: source of the images.
+        num_images: number of images to load, from the first on, with repeats.
+        batch_size: images per batch.
+        is_empty: whether decoding and resizing are replaced by nothing.
+        timeout_s: time limit of an image, as in a run; None for none.
+    """
+    listing = source.listing()
+    kind = NoResize if is_empty else Preprocess
+    preprocess = kind(
+        lambda image: CROP.float(), (224, 224), 256, "bilinear", (0.5,) * 3, (0.5,) * 3
+    )
+    policy = ImagePolicy("apply", (255, 255, 255), 1 << 28, jpeg=jpeg_decoder())
+    settings = DecodeSettings(preprocess, policy, timeout_s=timeout_s)
+    num_rows = len(listing.keys)
+    # A part has 4,096 rows, as parts of a run have many batches.
+    step = min(4096, num_rows)
+    parts = [
+        Part(number, start % num_rows, min(start % num_rows + step, num_rows))
+        for number, start in enumerate(range(0, num_images, step))
+    ]
+    nothing = "featx.images.fault_tolerant_decode.decode_pixels"
+    replaced = mock.patch(nothing, _no_pixels) if is_empty else contextlib.nullcontext()
+    with replaced, Loader(source, listing, settings, batch_size) as loader:
+        num_loaded = 0
+        begun, processor = time.perf_counter(), time.process_time()
+        for _, batch in loader.batches(parts):
+            num_loaded += batch.count
+        took, processor = time.perf_counter() - begun, time.process_time() - processor
+    return LoaderRate(num_loaded / took, 1e6 * processor / num_loaded)
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Print medians of some rounds; the two cases alternate."""
+    keep_freed_memory()  # as the command does
+    empty: list[LoaderRate] = []
+    real: list[LoaderRate] = []
+    with tempfile.TemporaryDirectory(prefix="featx-loader-") as name:
+        folder = Path(name, "photos")
+        make_photos(folder, arguments.photos)
+        photos = FolderSource(folder)
+        measure(photos, arguments.photos, arguments.batch_size, False)  # files, threads, kernels
+        for _ in range(arguments.runs):
+            nothing = NoFiles(arguments.images)
+            empty.append(measure(nothing, arguments.images, arguments.batch_size, True))
+            real.append(measure(photos, 4 * arguments.photos, arguments.batch_size, False))
+    for label, rates in (("nothing decoded", empty), (f"{arguments.photos} JPEGs", real)):
+        middle = LoaderRate(
+            statistics.median(rate.images_per_second for rate in rates),
+            statistics.median(rate.microseconds for rate in rates),
+        )
+        fastest = max(rate.images_per_second for rate in rates)
+        print(
+            f"{label:16} {middle.images_per_second:8.0f} images/s (fastest {fastest:.0f}), "
+            f"{middle.microseconds:7.1f} us of processor time per image, "
+            f"{1e6 / middle.microseconds:.0f} images/s and core"
+        )
+        if arguments.json:
+            print(json.dumps({"case": label, **asdict(middle)}))
+
+
+def add_commands(add: Add) -> None:
+    """Register this module's command, `loader-overhead`."""
+    command = add("loader-overhead", run)
+    command.add_argument("--images", type=int, default=40_000, help="images that cost nothing")
+    command.add_argument("--photos", type=int, default=500, help="JPEGs, loaded four times")
+    command.add_argument("--batch-size", type=int, default=256)
+    command.add_argument("--runs", type=int, default=5)
+    command.add_argument("--json", action="store_true", help="print each result as JSON as well")

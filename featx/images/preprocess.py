@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, overload
@@ -10,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 
+from featx.base import plain_tensors, synchronise
 from featx.errors import FeatxError, ModelError
 from featx.types import Box, ImageFault, Status
 
@@ -141,10 +143,8 @@ class Preprocess:
         """
         if self.channels == "bgr":
             x = x.flip(1)
-        std = torch.tensor(self.std, device=x.device).view(3, 1, 1)
-        mean = torch.tensor(self.mean, device=x.device).view(3, 1, 1)
-        # One multiplication and one subtraction in place: x / 255 / std - mean / std.
-        return x.float().mul_(1 / (255 * std)).sub_(mean / std)
+        scale, shift = _normalisation(self.mean, self.std, x.device)
+        return x.float().mul_(scale).sub_(shift)
 
     def as_uint8(self, x: torch.Tensor) -> torch.Tensor:
         """(3, H, W) image of the loader, uint8 or normalised, as RGB uint8 for display."""
@@ -154,6 +154,29 @@ class Preprocess:
         mean = torch.tensor(self.mean).view(3, 1, 1)
         pixels = ((x * std + mean) * 255).round().clamp(0, 255).to(torch.uint8)
         return pixels.flip(0) if self.channels == "bgr" else pixels
+
+
+@functools.cache
+def _normalisation(
+    mean: tuple[float, float, float], std: tuple[float, float, float], device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Factor and subtrahend of a normalisation: x / 255 / std - mean / std.
+
+    They stay on the device, because a copy from ordinary memory makes the device wait.
+
+    Args:
+        mean: mean per channel, of values in [0, 1].
+        std: standard deviation per channel, of values in [0, 1].
+        device: device of the images.
+
+    Returns:
+        (3, 1, 1) float32 tensors.
+    """
+    with plain_tensors():
+        stds, means = (torch.tensor(values).view(3, 1, 1) for values in (std, mean))
+        scale, shift = (1 / (255 * stds)).to(device), (means / stds).to(device)
+    synchronise(device)  # other streams use them as well
+    return scale, shift
 
 
 @overload

@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Collection, Iterator
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from featx.errors import LayerError, RunError
@@ -94,6 +92,9 @@ class OutputCollector:
         """(B, ...) values in the dtype of the store; records magnitudes for `underflow_rows`."""
         if self._dtype == torch.float16 and value.dtype != torch.float16:
             self._largest[name] = value.reshape(len(value), -1).abs().amax(1)
+        else:
+            # An earlier pass may have computed this layer in another precision.
+            self._largest.pop(name, None)
         return value.to(self._dtype)
 
     def copy_from_now_on(self) -> bool:
@@ -121,16 +122,15 @@ class OutputCollector:
         finally:
             self._dtype = stored
 
-    def underflow_rows(self) -> dict[str, npt.NDArray[np.bool_]]:
-        """dataset name -> (B,) bool: underflow rows of the last batch.
+    def underflow_rows(self) -> dict[str, torch.Tensor]:
+        """dataset name -> (B,) bool on the device: underflow rows of the last batch.
 
         Their largest magnitude is above 0 and below 6.1e-5, the smallest normal number of float16.
         Smaller values lose bits, and far smaller ones become 0.
         """
         smallest = torch.finfo(torch.float16).tiny
         return {
-            name: ((largest > 0) & (largest < smallest)).cpu().numpy()
-            for name, largest in self._largest.items()
+            name: (largest > 0) & (largest < smallest) for name, largest in self._largest.items()
         }
 
 

@@ -166,12 +166,10 @@ def compute_rows(context: RunContext, engine: Engine, batch: Batch) -> Rows:
     """
     from featx.engine import stored_bits
 
-    values = engine.run(batch.images, context.labels_of(batch))
-    failures = failures_of(context, engine, batch, values)
+    rows = engine.rows(batch.images, context.labels_of(batch))
+    failures = failures_of(context, engine, batch, rows.finite)
     failed = {failure.row for failure in failures}
     ok = [i for i in range(batch.count) if batch.start + i not in failed]
-    underflow_rows = Counter(
-        {name: int(rows[ok].sum()) for name, rows in engine.underflow_rows().items()}
-    )
-    features = {name: stored_bits(value[: batch.count]) for name, value in values.items()}
+    underflow_rows = Counter({name: int(small[ok].sum()) for name, small in rows.underflow.items()})
+    features = {name: stored_bits(value[: batch.count]) for name, value in rows.features.items()}
     return Rows(features, failures, underflow_rows, batch.checksums)

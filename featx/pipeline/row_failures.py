@@ -7,6 +7,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
+import numpy.typing as npt
+
 from featx.base import log_message
 from featx.config import Config
 from featx.errors import EXIT_TOO_MANY_FAILURES, NonFiniteError, TooManyFailuresError, counted
@@ -14,8 +17,6 @@ from featx.pipeline.run_context import RunContext
 from featx.types import Batch, Failure, Status
 
 if TYPE_CHECKING:
-    import torch
-
     from featx.engine import Engine
 
 EARLY_STOP_S = 60.0
@@ -23,7 +24,10 @@ EARLY_STOP_S = 60.0
 
 
 def failures_of(
-    context: RunContext, engine: Engine, batch: Batch, values: Mapping[str, torch.Tensor]
+    context: RunContext,
+    engine: Engine,
+    batch: Batch,
+    finite: Mapping[str, npt.NDArray[np.bool_]],
 ) -> list[Failure]:
     """Collect the failed rows of a batch: unreadable images and non-finite features.
 
@@ -31,19 +35,17 @@ def failures_of(
         context: run context.
         engine: engine that computed the batch.
         batch: n rows, followed by padding.
-        values: dataset name -> (B, ...) tensor on any device.
+        finite: dataset name -> (B,) whether a row has neither NaN nor infinity.
 
     Raises:
         NonFiniteError: a feature is NaN or infinite, and nonfinite=error.
     """
-    from featx.engine import finite_rows
-
     failures = list(batch.failures)
     failed = {failure.row for failure in failures}
-    for name, finite in finite_rows(values).items():
-        for i in range(batch.count):
+    for name, is_finite in finite.items():
+        for i in np.flatnonzero(~is_finite[: batch.count]).tolist():
             row = batch.start + i
-            if finite[i] or row in failed:
+            if row in failed:
                 continue
             failed.add(row)
             failures.append(_non_finite(context, engine, batch, row, name))

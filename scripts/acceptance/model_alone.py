@@ -114,7 +114,7 @@ def batch_sizes(settings: Settings) -> Mapping[str, Any]:
             with _engine(settings, job) as engine:
                 engine.configure_compute(Compute("bf16", False, True, size, fold_batchnorm=True))
                 x = _images(settings, job, size)
-                one = size * _rate(settings, lambda e=engine, x=x: e.run_on_device(x))
+                one = size * _rate(settings, lambda e=engine, x=x: e.rows(x, on_device=True))
                 row = {"model": job.name, "batch": size, "one stream": one}
                 if settings.device != "cpu":
                     row["two streams"] = _with_two_streams(engine, x)
@@ -132,14 +132,14 @@ def profile(settings: Settings) -> Mapping[str, Any]:
             )
             x = _images(settings, job, job.batch_size)
             for _ in range(2):
-                engine.run_on_device(x)
+                engine.rows(x, on_device=True)
             kinds = [torch.profiler.ProfilerActivity.CPU]
             if settings.device != "cpu":
                 kinds.append(torch.profiler.ProfilerActivity.CUDA)
             with torch.profiler.profile(activities=kinds) as found:
                 started_at = time.perf_counter()
                 for _ in range(3):
-                    engine.run_on_device(x)
+                    engine.rows(x, on_device=True)
                 _wait(settings)
                 seconds = time.perf_counter() - started_at
         kernels = [e for e in found.events() if "cuda" in str(e.device_type).lower()]
@@ -167,7 +167,7 @@ def _of_engine_and_loop(settings: Settings, job: Job, precision: str) -> dict[st
             Compute(precision, False, True, job.batch_size, fold_batchnorm=True)
         )
         for _ in range(1 if settings.dry_run else 3):
-            each = _rate(settings, lambda: engine.run_on_device(x))
+            each = _rate(settings, lambda: engine.rows(x, on_device=True))
             rates["featx"].append(job.batch_size * each)
             rates["bare loop"].append(job.batch_size * _rate(settings, bare))
     return rates
@@ -183,7 +183,7 @@ def _with_two_streams(engine: Engine, x: torch.Tensor) -> float:
         count = 0
         with replica.own_stream():
             while time.perf_counter() < ends_at:
-                replica.run_on_device(x)
+                replica.rows(x, on_device=True)
                 count += len(x)
         return count
 

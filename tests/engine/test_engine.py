@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
 from tiny_engine import CPU, FP32, backbone_of, bound, hooked, noise
 from torch import nn
 from zoo import ClampedNet, ResidualConvNet
@@ -16,7 +18,7 @@ import featx
 from featx.base.devices import choose_device, exact_cuda
 from featx.config import model_options
 from featx.engine.compute import Compute
-from featx.engine.row_checks import finite_rows, row_cosines
+from featx.engine.row_checks import finite_rows, largest_magnitudes, row_cosines
 from featx.errors import ConfigError, LayerError, ModelError, ReduceError, RunError
 from featx.layers.trace import CapturePoint
 from featx.models import build_backbone
@@ -316,13 +318,49 @@ def test_a_value_that_is_not_finite_is_found_and_explained(
     x = noise()
     x[2, 0, 0, 0] = 99
     with bound(backbone_of(Wild()), "fine", "layer", dtype=dtype) as engine:
-        values = engine.run(x)
-        finite = finite_rows(values)
-        assert finite["layer"].tolist() == [True, True, False, True]
-        assert finite["fine"].all()
+        rows = engine.rows(x)
+        assert rows.finite["layer"].tolist() == [True, True, False, True]
+        assert rows.finite["fine"].all()
         assert engine.explain(x, None, 2, "layer") == expected
         again = engine.run(x)["layer"]
     assert again.dtype == getattr(torch, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@given(
+    st.lists(
+        st.lists(st.floats(width=16, allow_nan=True, allow_infinity=True), min_size=3, max_size=3),
+        min_size=1,
+        max_size=5,
+    )
+)
+def test_finite_rows_are_those_without_nan_and_infinity(
+    dtype: torch.dtype, rows: list[list[float]]
+) -> None:
+    values = torch.tensor(rows, dtype=torch.float32).to(dtype).reshape(-1, 3, 1)
+    found = finite_rows({"x": values})["x"]
+    assert found.tolist() == torch.isfinite(values).flatten(1).all(1).tolist()
+
+
+def test_rows_without_values_are_finite() -> None:
+    assert largest_magnitudes(torch.ones(4, 0, 2)).tolist() == [0] * 4
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_checks_of_rows_belong_to_the_batch_and_the_precision_of_the_pass(on_device: bool) -> None:
+    """precision=auto computes in fp32 first; autocast then gives float16, which is not cast."""
+    module = nn.Sequential(nn.Conv2d(3, 2, 3))
+    nn.init.constant_(module[0].weight, 1e-6)
+    nn.init.zeros_(module[0].bias)
+    with bound(backbone_of(module), "0", dtype="float16") as engine:
+        rows = engine.rows(noise(), on_device=on_device)
+        assert rows.underflow["0"].tolist() == [True] * 4
+        assert set(rows.features) == set(rows.finite) == {"0"}
+        engine.configure_compute(Compute("fp16", False, False, 6))
+        more = torch.cat([noise(), noise()])[:6]
+        rows = engine.rows(more, on_device=on_device)
+        assert rows.finite["0"].tolist() == [True] * 6
+        assert rows.underflow == {}
 
 
 def test_the_pass_stops_after_the_last_executed_layer() -> None:

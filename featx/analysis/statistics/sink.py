@@ -76,8 +76,9 @@ class StatsSink:
 
     def compute(self, engine: Engine, batch: Batch) -> Values:
         """Compute the values of a batch on the device."""
-        values = engine.run_on_device(batch.images, self._context.labels_of(batch))
-        return values, failures_of(self._context, engine, batch, values)
+        labels = self._context.labels_of(batch)
+        rows = engine.rows(batch.images, labels, on_device=True)
+        return rows.features, failures_of(self._context, engine, batch, rows.finite)
 
     def take(self, part: Part, batch: Batch, computed: Callable[[], Values]) -> list[Failure]:
         """Add the next batch of a part.

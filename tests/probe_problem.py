@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -25,10 +27,18 @@ def blobs(
     return (x * np.geomspace(0.1, 10, width) + 3).astype(np.float32), y
 
 
-def write_store(root: Path, y: np.ndarray, **layers: np.ndarray) -> Path:
+def write_store(
+    root: Path,
+    y: np.ndarray,
+    columns: dict[str, np.ndarray] | None = None,
+    failed: Iterable[int] = (),
+    **layers: np.ndarray,
+) -> Path:
     """A packed store of these layers; classes are c0, c1, ..."""
     classes = [f"c{i}" for i in range(int(y.max()) + 1)]
-    return make_labelled(layers, y, classes).write(root, packed=True)
+    run = make_labelled(layers, y, classes, failed)
+    listing = replace(run.listing, columns=columns or {})
+    return replace(run, listing=listing).write(root, packed=True)
 
 
 def features_of(root: Path, x: np.ndarray, y: np.ndarray, memory_bytes: float = 1e9) -> Features:

@@ -85,13 +85,13 @@ def pack_in_process(patch: pytest.MonkeyPatch) -> None:
     patch.setattr("featx.pipeline.extraction.pack_parts", lambda root, lock, size: pack(root))
 
 
-def run_job(job: str, *, json: bool = False, **keys: Any) -> int:
+def run_job(job: str, *, json: bool = False, show: str | None = None, **keys: Any) -> int:
     """The exit code of a job as the command runs it; its errors come through."""
     if job == "verify":
         # Code is imported only where the command names it.
         keys = {"model": {key: MODEL[key] for key in ("name", "library", "factory")}, **keys}
     node = from_keywords(keys)
-    node.job.name, node.job.json = job, json
+    node.job.name, node.job.json, node.job.show = job, json, show
     config = from_omegaconf(node)
     jobs.check(config)
     return jobs.run(config, saved_yaml(node))

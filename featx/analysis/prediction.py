@@ -370,7 +370,7 @@ class _PredictionSink:
         stored = from_raw(features[self._spec.name], self._spec.dtype).astype(np.float32)
         width = self._head.weight.shape[1]
         x = as_vectors(torch.from_numpy(stored), self._pooled, width)
-        scores = self._head.scores(x.to(self._head.weight.device)).cpu().numpy()
+        scores = self._head.scores(x.to(self._head.weight.device)).numpy()
         failed = {failure.row: failure for failure in failures}
         for i in range(batch.count):
             if batch.start + i not in failed:

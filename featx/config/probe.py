@@ -40,6 +40,9 @@ class ProbeConfig:
     test_store: str | None = None
     """Another store whose rows are tested, with classes matched by name. All labelled rows of the
     first store are then for training."""
+    seeds: int | None = None
+    """Number of random splits, made with `seed` and the seeds that follow it, over which means and
+    standard deviations are given; for split=holdout and kfold."""
     validation_share: float = 0.2
     """Share of the training rows of each class on which probe.l2 and probe.k are chosen."""
     l2: float | None = None
@@ -80,6 +83,10 @@ class ProbeConfig:
             raise ConfigError(f"probe.folds={self.folds}: expected at least 2.")
         if self.l2 is not None and not 0 <= self.l2 < math.inf:
             raise ConfigError(f"probe.l2={self.l2}: expected a number of at least 0.")
+        if self.seeds is not None and self.seeds < 2:
+            raise ConfigError(
+                f"probe.seeds={self.seeds}: expected at least 2; `seed` chooses the split of one."
+            )
         for key in ("k", "draws", "epochs"):
             value = getattr(self, key)
             if value is not None and value < 1:
@@ -108,6 +115,11 @@ class ProbeConfig:
         ):
             if getattr(self, key) is not None and kind != owner:
                 raise ConfigError(f"probe.{key} has an effect with probe.split={owner} only.")
+        if self.seeds is not None and kind in ("column", "test_store"):
+            raise ConfigError(
+                f"probe.seeds={self.seeds}: the test rows are given, so that further seeds would "
+                "test the same rows. Use probe.split=holdout or kfold."
+            )
         if kind == "column" and bool(self.split_file) == bool(self.split_column):
             raise ConfigError(
                 "probe.split=column needs probe.split_file=FILE.csv with the columns key and split "

@@ -26,6 +26,7 @@ _SHOWN_CLASSES = 20
 _HEAD = ".safetensors"
 """Ending of the file of a head, which may be given instead of a store."""
 COLUMNS = ("key", "class", "probability", "status", "reason")
+"""First columns of predictions.csv; `score:CLASS` for each class follow."""
 
 
 def run(config: Config, config_yaml: str) -> int:
@@ -65,13 +66,31 @@ def _layer(config: Config) -> str | None:
 
 
 def predictions_csv(found: Predictions) -> bytes:
-    """Return the CSV file: one line per image, failed ones with their reason and no class."""
+    """Return the CSV file: one line per image, failed ones with their reason and no scores.
+
+    Scores have as many digits as float32 needs. With more than MAX_SCORES of them, the file has no
+    columns of single classes, which a message says.
+    """
+    from featx.analysis.probe import MAX_SCORES, SCORE
+
     buffer = io.StringIO()
     writer = csv.writer(buffer)
-    writer.writerow(COLUMNS)
-    for row in found.rows:
-        probability = "" if row.probability is None else f"{row.probability:.6f}"
-        writer.writerow([row.key, row.label or "", probability, row.status, row.reason])
+    with_scores = found.scores.size <= MAX_SCORES
+    if not with_scores:
+        log_message(
+            f"{PREDICTIONS_CSV} has no column per class: {len(found)} images x "
+            f"{len(found.classes)} classes are more than {MAX_SCORES} scores. "
+            "featx.predict(...).scores has them all."
+        )
+    names = [f"{SCORE}{name}" for name in found.classes] if with_scores else []
+    writer.writerow([*COLUMNS, *names])
+    for row, of_row in zip(found.rows, found.scores, strict=True):
+        best = of_row.max()
+        probability = "" if row.probability is None else str(best)
+        scores: list[str] = []
+        if with_scores:
+            scores = [""] * len(names) if row.label is None else [str(each) for each in of_row]
+        writer.writerow([row.key, row.label or "", probability, row.status, row.reason, *scores])
     return buffer.getvalue().encode("utf-8", "surrogateescape")
 
 

@@ -42,6 +42,8 @@ def run(config: Config, config_yaml: str) -> int:
 def _text(config: Config, result: dict[str, Any]) -> str:
     """Format the result for people: the answer, the table, what it rests on, and what follows."""
     parts = [_answer(result), _layers_table(config, result)]
+    if result["seeds"]:
+        parts = [_seeds_answer(result), _seeds_table(config, result), *parts]
     if config.job.show == "all":
         parts += [_details_table(config, result), *_paired_lines(result)]
     if config.probe.all_shots:
@@ -55,19 +57,82 @@ def _answer(result: dict[str, Any]) -> str:
     of_folds = ""
     if folds:
         of_folds = f", with the layer that each fold chose within training ({_counts(folds)})"
+    of_seed = f" of seed {result['split']['seed']}" if result["seeds"] else ""
     answer = (
-        f"Best layer: {result['layer']} ({result['method']}, chosen on validation rows). "
+        f"Best layer{of_seed}: {result['layer']} ({result['method']}, chosen on validation rows). "
         f"{percent_text(result['accuracy'])} of {result['rows']} test rows are right, 95 % "
         f"interval {_interval_text(result['interval'])} %{of_folds}."
     )
+    lines = [answer, *_comparison(result)]
+    return "\n".join(textwrap.fill(line, WIDTH) for line in lines)
+
+
+def _comparison(result: dict[str, Any]) -> list[str]:
+    """Return the difference to the most accurate other layer, and which layers may be as good."""
+    tests = result["paired_tests"]
+    if not tests:
+        return []
+    other, found = min(tests.items(), key=lambda test: test[1]["difference"])
+    lines = [_difference_text(result["layer"], other, found)]
     alike = [
-        f"{layer} (p = {found['p']:.2g})"
-        for layer, found in result["paired_tests"].items()
-        if found["p"] >= _SIGNIFICANT
+        f"{layer} (p = {found['p_holm']:.2g})"
+        for layer, found in tests.items()
+        if found["p_holm"] >= _SIGNIFICANT
     ]
-    more = f" and {len(alike) - _NAMED} more" if len(alike) > _NAMED else ""
-    doubt = [f"Not distinguishable from it: {', '.join(alike[:_NAMED])}{more}."] if alike else []
-    return "\n".join(textwrap.fill(line, WIDTH) for line in (answer, *doubt))
+    if alike:
+        more = f" and {len(alike) - _NAMED} more" if len(alike) > _NAMED else ""
+        lines.append(f"Not distinguishable from it: {', '.join(alike[:_NAMED])}{more}.")
+    return lines
+
+
+def _difference_text(first: str, second: str, found: dict[str, Any]) -> str:
+    """Say which of two is more accurate, and by how much: 'a better than b: +2.1 points, ...'."""
+    difference, (low, high) = found["difference"], found["interval"]
+    verb = "better than" if difference > 0 else "worse than" if difference < 0 else "equal to"
+    return (
+        f"{first} {verb} {second}: {100 * difference:+.1f} points, 95 % interval "
+        f"{100 * low:.1f} to {100 * high:.1f}."
+    )
+
+
+def _seeds_answer(result: dict[str, Any]) -> str:
+    """Return the accuracy over the splits of all seeds."""
+    about = result["seeds"]
+    found = about["chosen"]["accuracy"]
+    return textwrap.fill(
+        f"Over {len(about['seeds'])} splits {percent_text(found['mean'])} of the test rows are "
+        f"right, standard deviation {100 * found['std']:.1f} points, smallest "
+        f"{percent_text(found['min'])}, largest {percent_text(found['max'])}, with the layer that "
+        f"each split chose on validation rows ({_counts(about['layer_of_seeds'])}).",
+        WIDTH,
+    )
+
+
+def _seeds_table(config: Config, result: dict[str, Any]) -> str:
+    """Format a table of the accuracies over all splits, with one row per layer."""
+    about, methods, best = result["seeds"], config.probe.methods, result["layer"]
+    count = len(about["seeds"])
+    rows = []
+    for layer, found in about["layers"].items():
+        first = found[methods[0]]["accuracy"]
+        cells = [layer, _spread_text(first), _interval_text((first["min"], first["max"]))]
+        cells += [_spread_text(found[method]["accuracy"]) for method in methods[1:]]
+        if difference := about["differences"].get(layer):
+            points = -100 * difference["mean"]
+            better = sum(value < 0 for value in difference["values"])
+            cells += [f"{points:+.1f} ± {100 * difference['std']:.1f}", f"{better} of {count}"]
+        elif about["differences"]:
+            cells += ["best", "-"]
+        rows.append(cells)
+    header = ["layer", methods[0], "smallest - largest", *methods[1:]]
+    if about["differences"]:
+        header += [f"against\n{best if len(best) < 12 else 'best'}, points", "better in"]
+    return table(header, rows) + "\nMean ± standard deviation over the splits, in percent."
+
+
+def _spread_text(found: dict[str, Any]) -> str:
+    """Format mean and standard deviation of a share, in percent without the sign."""
+    return f"{100 * found['mean']:.1f} ± {100 * found['std']:.1f}"
 
 
 def _counts(layers: list[str]) -> str:
@@ -91,6 +156,8 @@ def _facts(config: Config, result: dict[str, Any]) -> list[tuple[str, str]]:
         ("split", _split_text(result["split"])),
         *([("groups", _groups_text(groups))] if groups else []),
         ("chance", _chance_text(result)),
+        ("metrics", _metrics_text(result)),
+        *([("over splits", _seeds_metrics_text(result))] if result["seeds"] else []),
     ]
     if folds := result.get("folds"):
         mean, std = percent_text(folds["mean"]), percent_text(folds["std"])
@@ -113,6 +180,57 @@ def _facts(config: Config, result: dict[str, Any]) -> list[tuple[str, str]]:
     if result["head"]:
         following.append(command_text("job=predict", f"store={shown_path(store)}", "data=./new"))
     return [*rows, ("next", "\n".join(following))]
+
+
+_METRICS = (
+    ("balanced accuracy", "balanced_accuracy"), ("top-5", "top5"), ("macro-F1", "macro_f1"),
+    ("AUROC", "auroc"), ("log-loss", "log_loss"), ("MCC", "mcc"), ("kappa", "kappa"),
+    ("ECE", "calibration_error"),
+)  # fmt: skip
+"""(name for people, name in probe.json) of the metrics beside the accuracy."""
+
+_SHARES = ("balanced_accuracy", "top5")
+"""Metrics that are printed in percent."""
+
+
+def _metric_text(name: str, value: float | None) -> str:
+    """Format a metric; '-' if it is not available."""
+    if value is None:
+        return "-"
+    return percent_text(value) if name in _SHARES else f"{value:.3f}"
+
+
+def _metrics_text(result: dict[str, Any]) -> str:
+    """Return the metrics of the best layer, and why others are not available."""
+    shown = [
+        f"{label} {_metric_text(name, result[name])}"
+        + (f" ({result['calibration_bins']} bins)" if name == "calibration_error" else "")
+        for label, name in _METRICS
+        if result[name] is not None
+    ]
+    lines = [", ".join(shown[i : i + 4]) for i in range(0, len(shown), 4)]
+    return "\n".join([*lines, *_not_available(result)])
+
+
+def _seeds_metrics_text(result: dict[str, Any]) -> str:
+    """Return mean and standard deviation over the splits of the metrics of the chosen layers."""
+    chosen = result["seeds"]["chosen"]
+    shown = []
+    for label, name in _METRICS:
+        if (found := chosen[name]) is not None:
+            factor, unit, digits = (100, " %", 1) if name in _SHARES else (1, "", 3)
+            mean, std = factor * found["mean"], factor * found["std"]
+            shown.append(f"{label} {mean:.{digits}f} ± {std:.{digits}f}{unit}")
+    return "\n".join(", ".join(shown[i : i + 3]) for i in range(0, len(shown), 3))
+
+
+def _not_available(about: dict[str, Any]) -> list[str]:
+    """Return one line per reason for which metrics are not available."""
+    names: dict[str, list[str]] = {}
+    for label, name in _METRICS:
+        if (reason := about["not_available"].get(name)) is not None:
+            names.setdefault(reason, []).append(label)
+    return [f"not available: {', '.join(of)}; {reason}" for reason, of in names.items()]
 
 
 def _chance_text(result: dict[str, Any]) -> str:
@@ -180,7 +298,7 @@ def _paired_lines(result: dict[str, Any]) -> list[str]:
     lines = [
         f"{layer}: {counted(found['first_only'] + found['second_only'], found['unit'])} for one of "
         f"them only, {found['first_only']} for {result['layer']} and {found['second_only']} for "
-        f"{layer}; p = {found['p']:.2g}"
+        f"{layer}; p = {found['p']:.2g}, corrected {found['p_holm']:.2g}"
         for layer, found in result["paired_tests"].items()
     ]
     return ["\n".join(textwrap.fill(line, WIDTH) for line in lines)] if lines else []
@@ -194,44 +312,53 @@ def _layers_table(config: Config, result: dict[str, Any]) -> str:
         cells = [layer, str(about["features"])]
         cells += [percent_text(about[method]["accuracy"]) for method in methods]
         cells.insert(3, _interval_text(about[methods[0]]["interval"]))
-        if tests:
-            cells.append(f"p = {tests[layer]['p']:.2g}" if layer in tests else "best")
+        if layer in tests:
+            low, high = (-100 * edge for edge in reversed(tests[layer]["interval"]))
+            cells += [
+                f"{-100 * tests[layer]['difference']:+.1f}",
+                f"{low:+.1f} to {high:+.1f}",
+                f"{tests[layer]['p_holm']:.2g}",
+            ]
+        elif tests:
+            cells += ["best", "", ""]
         rows.append(cells)
     header = ["layer", "width", methods[0], "95 % interval", *methods[1:]]
-    shown = table([*header, "against best"] if tests else header, rows)
-    if len(result["layers"]) > 1:
+    against = ["against\nbest", "95 % interval\nof difference", "p"] if tests else []
+    shown = table([*header, *against], rows)
+    if tests:
         shown += (
-            "\nThe interval of a line holds for a layer that was chosen beforehand, not for the "
-            "best one."
+            "\nThe first interval holds for a layer that was chosen beforehand, not for the best "
+            "one; p: exact\nMcNemar test, corrected for the number of layers (Holm)."
         )
     return shown
 
 
 def _details_table(config: Config, result: dict[str, Any]) -> str:
-    """Format a table with the settings and further scores of each layer and method."""
-    rows = []
+    """Format two tables with the settings and all metrics of each layer and method."""
+    settings, metrics, reasons = [], [], []
     for layer, about in result["layers"].items():
         for method in config.probe.methods:
             found = about[method]
             name = "k" if method == "knn" else "l2"
-            rows.append(
-                (
-                    layer,
-                    method,
-                    f"{name}={found[name]:g}",
-                    percent_text(found["validation_accuracy"]),
-                    _interval_text(found["interval"]),
-                    percent_text(found["balanced_accuracy"]),
-                    percent_text(found["top5"]),
-                    "-" if (error := found["calibration_error"]) is None else f"{error:.3f}",
-                    f"{found['seconds']:.1f}",
-                )
+            cells = (
+                f"{name}={found[name]:g}",
+                percent_text(found["validation_accuracy"]),
+                percent_text(found["accuracy"]),
+                _interval_text(found["interval"]),
+                f"{found['seconds']:.1f}",
             )
-    header = (
-        "layer", "method", "chosen", "validation", "95 % interval", "balanced", "top-5",
-        "calibration\nerror", "seconds",
-    )  # fmt: skip
-    return table(header, rows, left=2)
+            settings.append((layer, method, *cells))
+            values = [_metric_text(key, found[key]) for _, key in _METRICS]
+            metrics.append((layer, method, *values))
+            reasons += [f"{layer}, {method}, {line}" for line in _not_available(found)]
+    header = ("layer", "method", "chosen", "validation", "test", "95 % interval", "seconds")
+    names = [label.replace(" ", "\n") for label, _ in _METRICS]
+    shown = [
+        table(header, settings, left=2),
+        table(("layer", "method", *names), metrics, left=2),
+        *(textwrap.fill(line, WIDTH) for line in reasons),
+    ]
+    return "\n\n".join(shown[:2]) + "".join(f"\n{line}" for line in shown[2:])
 
 
 def _few_shot_table(config: Config, result: dict[str, Any]) -> str:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from featx.analysis.probe.metrics import Predictions
-from featx.analysis.probe.paired_tests import compare, sign_test
+from featx.analysis.probe.paired_tests import bootstrapped_difference, compare, holm, sign_test
 from featx.analysis.probe.row_predictions import RowPredictions, join_folds
 
 
@@ -30,7 +30,9 @@ def test_only_rows_that_differ_count() -> None:
     a = rows_with([True, True, True, True, False, False])
     b = rows_with([True, False, False, False, True, False])
     found = compare(a, b)
-    assert found == {"unit": "row", "first_only": 3, "second_only": 1, "p": 10 / 16}
+    assert (found["unit"], found["units"]) == ("row", 6)
+    assert (found["first_only"], found["second_only"], found["p"]) == (3, 1, 10 / 16)
+    assert found["difference"] == pytest.approx(4 / 6 - 2 / 6)
 
 
 def test_a_group_counts_once() -> None:
@@ -38,7 +40,10 @@ def test_a_group_counts_once() -> None:
     a = rows_with([True, True, True, True, False, False], groups)
     b = rows_with([False, False, False, False, True, False], groups)
     # Group 0 is for a; in group 1 each is right once; in group 2 neither is.
-    assert compare(a, b) == {"unit": "group", "first_only": 1, "second_only": 0, "p": 1.0}
+    found = compare(a, b)
+    assert (found["unit"], found["units"]) == ("group", 3)
+    assert (found["first_only"], found["second_only"], found["p"]) == (1, 0, 1.0)
+    assert found["difference"] == pytest.approx(4 / 6 - 1 / 6)
 
 
 def test_accuracy_on_some_of_the_rows() -> None:
@@ -59,3 +64,28 @@ def test_probabilities_are_those_of_the_true_and_the_predicted_class() -> None:
     assert found.p_predicted.tolist() == [0.7, 0.6, 0.7, 0.6]
     ridge = join_folds([Predictions(np.array([0, 1]), scores, False)])
     assert ridge.p_true is None
+
+
+def test_the_bootstrap_draws_groups_like_scipys() -> None:
+    """scipy draws groups with all their rows; here kinds of groups are drawn."""
+    stats = pytest.importorskip("scipy.stats", reason="scipy is the oracle; featx[demo] has it")
+    rng = np.random.default_rng(2)
+    sizes = rng.integers(1, 9, 60)
+    gains = rng.binomial(sizes, 0.4) - rng.binomial(sizes, 0.3)
+    expected = stats.bootstrap(
+        (gains, sizes),
+        lambda gained, rows, axis: gained.sum(axis) / rows.sum(axis),
+        paired=True, vectorized=True, n_resamples=20_000, method="percentile", rng=1,
+    ).confidence_interval  # fmt: skip
+    found = bootstrapped_difference(gains, sizes)
+    assert found == pytest.approx(tuple(expected), abs=0.006)
+    by_rows = bootstrapped_difference(np.repeat(1, 10), np.ones(10, np.int64))
+    assert by_rows == (1.0, 1.0)
+
+
+def test_holm_gives_the_numbers_of_r() -> None:
+    # p.adjust(p, "holm") of R 4.3
+    assert holm([0.01, 0.02, 0.03, 0.04, 0.05]) == pytest.approx([0.05, 0.08, 0.09, 0.09, 0.09])
+    assert holm([0.5, 0.001, 0.02]) == pytest.approx([0.5, 0.003, 0.04])
+    assert holm([0.9, 0.8]) == [1.0, 1.0]
+    assert holm([]) == []

@@ -74,6 +74,9 @@ def test_the_same_images_get_what_the_stores_rows_get(
     found = np.array([float(row["probability"]) for row in rows])
     assert found == pytest.approx(scores.max(1), abs=2e-6)
     assert [row["class"] for row in rows] == [probed.classes[i] for i in scores.argmax(1)]
+    columns = np.array([[float(row[f"score:{name}"]) for name in probed.classes] for row in rows])
+    assert columns == pytest.approx(scores, abs=2e-6)
+    assert (columns.max(1) == found).all()
 
 
 def test_the_page_shows_the_most_doubtful_images_first(
@@ -135,7 +138,7 @@ def test_an_image_that_fails_is_a_row_with_its_reason(
     rows = predict_job(data="fresh", code=3)
     assert [row["key"] for row in rows] == ["bad.png", "good.png"]
     assert rows[0]["status"] == "unsupported"
-    assert rows[0]["class"] == rows[0]["probability"] == ""
+    assert rows[0]["class"] == rows[0]["probability"] == rows[0]["score:cat"] == ""
     assert rows[0]["reason"]
     assert rows[1]["class"] in ("cat", "dog")
     said = capsys.readouterr()

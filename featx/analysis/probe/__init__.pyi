@@ -4,4 +4,6 @@ from .labelled_rows import layer_rows as layer_rows
 from .labelled_rows import output_folder as output_folder
 from .leakage import MIN_FEATURES as MIN_FEATURES
 from .leakage import NEAR_COSINE as NEAR_COSINE
+from .row_predictions import MAX_SCORES as MAX_SCORES
+from .row_predictions import SCORE as SCORE
 from .run import run_probe as run_probe

@@ -98,10 +98,15 @@ class Head:
     normalises: bool = False
 
     def scores(self, x: torch.Tensor) -> torch.Tensor:
-        """Compute (n, C) probabilities, or values of a regression, from (n, D) features."""
+        """Compute probabilities, or values of a regression, from (n, D) features.
+
+        Returns:
+            (n, C) float64 on the CPU; rows of probabilities sum to 1 with the precision of float64,
+            and none is 0 because float32 has no smaller number.
+        """
         if self.normalises:
             x = torch.nn.functional.normalize(x, dim=-1)
-        values = self.scaler(x) @ self.weight.T + self.bias
+        values = (self.scaler(x) @ self.weight.T + self.bias).cpu().double()
         return values.softmax(1) if self.probabilities else values
 
 
@@ -118,7 +123,7 @@ def scores_of(
     Returns:
         (n, C) float64.
     """
-    found = [head.scores(block).cpu().double() for _, block in features.blocks(places)]
+    found = [head.scores(block) for _, block in features.blocks(places)]
     scores: npt.NDArray[np.float64] = torch.cat(found).numpy()
     return scores
 

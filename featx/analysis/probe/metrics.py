@@ -1,4 +1,4 @@
-"""Metrics of predictions, from labels, scores and probabilities; uses numpy only."""
+"""Metrics of predictions, from labels, scores and probabilities."""
 
 from __future__ import annotations
 
@@ -9,6 +9,11 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+from featx.analysis.probe.library_metrics import LIBRARY_METRICS, classification_metrics
+
+METRICS = ("accuracy", "balanced_accuracy", "top5", "calibration_error", *LIBRARY_METRICS)
+"""Names in probe.json of the metrics that are one number each."""
 
 Z_95 = 1.959963984540054
 """Half the width of the 95 % interval of the standard normal distribution."""
@@ -57,9 +62,10 @@ def judged(predictions: Predictions) -> dict[str, Any]:
         rows; correct; accuracy; interval (95 %, Wilson); effective_rows (of the interval);
         balanced_accuracy (mean recall of the tested classes); top5 (None for five or fewer classes,
         where it has no meaning, and if fewer than five classes can be ranked); calibration_error
-        (None without probabilities); precision, recall and support (lists with one entry per class,
-        None for a class that was never predicted or never tested); and confusion: row i, column j
-        counts rows of class i that were predicted as j.
+        (None without probabilities) and calibration_bins; the metrics of `classification_metrics`;
+        not_available (name of each metric that is None -> reason); precision, recall and support
+        (lists with one entry per class, None for a class that was never predicted or never tested);
+        and confusion: row i, column j counts rows of class i that were predicted as j.
     """
     y, scores = predictions.y, predictions.scores
     num_classes = scores.shape[1]
@@ -71,6 +77,15 @@ def judged(predictions: Predictions) -> dict[str, Any]:
     tested = [value for value in recall if value is not None]
     effective = effective_rows(predictions.predicted == y, predictions.groups)
     ranked = num_classes if predictions.most_ranked is None else predictions.most_ranked
+    values, reasons = classification_metrics(
+        y, predictions.predicted, scores, predictions.probabilities
+    )
+    if num_classes <= TOP:
+        reasons["top5"] = f"there are {num_classes} classes"
+    elif ranked < TOP:
+        reasons["top5"] = f"k={ranked} neighbours rank fewer than {TOP} classes"
+    if not predictions.probabilities:
+        reasons["calibration_error"] = "the method gives no probabilities"
     return {
         "rows": len(y),
         "correct": correct,
@@ -78,8 +93,11 @@ def judged(predictions: Predictions) -> dict[str, Any]:
         "interval": list(wilson(correct / len(y), effective)),
         "effective_rows": effective,
         "balanced_accuracy": float(np.mean(tested)),
-        "top5": top_k(y, scores, TOP) if num_classes > TOP <= ranked else None,
+        "top5": None if "top5" in reasons else top_k(y, scores, TOP),
         "calibration_error": calibration_error(y, scores) if predictions.probabilities else None,
+        "calibration_bins": CALIBRATION_BINS,
+        **values,
+        "not_available": reasons,
         "precision": precision,
         "recall": recall,
         "support": support.tolist(),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,9 +15,35 @@ from featx.analysis.probe.metrics import Predictions, effective_rows, wilson
 from featx.analysis.probe.splits import Places, Split
 
 COLUMNS = (
-    "layer", "method", "fold", "split", "key", "true", "predicted", "p_true", "p_predicted",
+    "layer", "method", "seed", "fold", "split", "key", "group", "true", "predicted", "p_true",
+    "p_predicted", "near_duplicate",
 )  # fmt: skip
-"""Columns of predictions.csv."""
+"""First columns of predictions.csv; one column per class follows."""
+
+SCORE = "score:"
+"""Beginning of the name of the column of a class, which its name follows."""
+
+MAX_SCORES = 1 << 24
+"""Number of scores up to which predictions.csv has a column per class, about 300 MB."""
+
+
+@dataclass(frozen=True)
+class TestedSplits:
+    """Splits that one seed made, and the predictions for their test rows.
+
+    Attributes:
+        seed: the seed.
+        splits: one split, or one per fold.
+        groups: (N,) group of each place, or None if every row is a group of its own.
+        tested: (layer, method) -> predictions for the test rows of all splits.
+        near_duplicates: test place -> training place that is almost equal to it.
+    """
+
+    seed: int
+    splits: Sequence[Split]
+    groups: npt.NDArray[np.int64] | None
+    tested: Mapping[tuple[str, str], RowPredictions]
+    near_duplicates: Mapping[int, int]
 
 
 @dataclass(frozen=True)
@@ -30,6 +56,7 @@ class RowPredictions:
         p_true: (n,) probability of the true class in [0, 1], or None without probabilities.
         p_predicted: (n,) probability of the predicted class, or None without probabilities.
         groups: (n,) int64 group of each row, or None if every row is a group of its own.
+        scores: (n, C) score of each class, or None if there are too many to keep.
     """
 
     y: npt.NDArray[np.int64]
@@ -37,6 +64,7 @@ class RowPredictions:
     p_true: npt.NDArray[np.float64] | None
     p_predicted: npt.NDArray[np.float64] | None
     groups: npt.NDArray[np.int64] | None
+    scores: npt.NDArray[np.float64] | None = None
 
     @property
     def right(self) -> npt.NDArray[np.bool_]:
@@ -67,11 +95,12 @@ class RowPredictions:
         }
 
 
-def join_folds(folds: Sequence[Predictions]) -> RowPredictions:
+def join_folds(folds: Sequence[Predictions], keep_scores: bool = False) -> RowPredictions:
     """Join the predictions of all splits.
 
     Args:
         folds: predictions for the test rows of each split.
+        keep_scores: whether to keep the scores of all classes.
     """
     y = np.concatenate([each.y for each in folds])
     predicted = np.concatenate([each.predicted for each in folds])
@@ -82,55 +111,72 @@ def join_folds(folds: Sequence[Predictions]) -> RowPredictions:
         scores = [(each.scores, np.arange(len(each.y)), each) for each in folds]
         p_true = np.concatenate([found[rows, each.y] for found, rows, each in scores])
         p_predicted = np.concatenate([found[rows, each.predicted] for found, rows, each in scores])
-    joined = np.concatenate(groups) if groups else None
-    return RowPredictions(y, predicted, p_true, p_predicted, joined)
+    return RowPredictions(
+        y,
+        predicted,
+        p_true,
+        p_predicted,
+        np.concatenate(groups) if groups else None,
+        np.concatenate([each.scores for each in folds]) if keep_scores else None,
+    )
 
 
 def predictions_csv(
-    splits: Sequence[Split],
     keys: npt.NDArray[Any],
     y: npt.NDArray[np.int64],
     classes: Sequence[str],
-    tested: Mapping[tuple[str, str], RowPredictions],
+    of_seeds: Sequence[TestedSplits],
 ) -> bytes:
     """Return the file predictions.csv.
 
-    It has one line for each layer, method and test row. Rows that are in no test set come first,
-    in one line without a layer, so that the file names the split of every row.
+    It has one line for each seed, layer, method and test row. Rows that are in no test set of a
+    seed come before, in one line without a layer, so that the file names the split of every row.
+    Numbers are written such that they are read back without a difference.
 
     Args:
-        splits: one split, or one per fold.
         keys: (N,) key of each place.
         y: (N,) class of each place.
         classes: class names.
-        tested: (layer, method) -> predictions for the test rows of all splits.
+        of_seeds: splits and predictions of each seed; scores are in all of them or in none.
     """
     buffer = io.StringIO()
     writer = csv.writer(buffer)
-    writer.writerow(COLUMNS)
     names = list(classes)
-    for place, role in _never_tested(splits, len(y)):
-        writer.writerow(["", "", "", role, keys[place], names[y[place]], "", "", ""])
-    places = np.concatenate([split.test for split in splits])
-    test_keys = keys[places].tolist()
-    several = len(splits) > 1
-    fold_of = np.repeat(np.arange(1, len(splits) + 1), [len(split.test) for split in splits])
-    folds = fold_of.tolist() if several else [""] * len(places)
-    for (layer, method), rows in tested.items():
-        p_true, p_predicted = (
-            _texts(rows.p_true, len(places)),
-            _texts(rows.p_predicted, len(places)),
-        )
-        columns = zip(
-            folds, test_keys, rows.y.tolist(), rows.predicted.tolist(), p_true, p_predicted,
-            strict=True,
-        )  # fmt: skip
-        for fold, key, true, predicted, of_true, of_predicted in columns:
-            writer.writerow(
-                [layer, method, fold, "test", key, names[true], names[predicted], of_true,
-                 of_predicted]
-            )  # fmt: skip
+    kept = all(rows.scores is not None for each in of_seeds for rows in each.tested.values())
+    header = [f"{SCORE}{name}" for name in names] if kept else []
+    writer.writerow([*COLUMNS, *header])
+    for each in of_seeds:
+        for place, role in _never_tested(each.splits, len(y)):
+            group = "" if each.groups is None else int(each.groups[place])
+            line = ["", "", each.seed, "", role, keys[place], group, names[y[place]]]
+            writer.writerow([*line, "", "", "", "", *[""] * len(header)])
+        for layer, method in each.tested:
+            lines = _test_lines(each, keys, names, layer, method)
+            writer.writerows([layer, method, each.seed, *line] for line in lines)
     return buffer.getvalue().encode("utf-8", "surrogateescape")
+
+
+def _test_lines(
+    of_seed: TestedSplits, keys: npt.NDArray[Any], names: Sequence[str], layer: str, method: str
+) -> Iterator[list[Any]]:
+    """Yield the columns of each test row of one layer and method, beginning with the fold."""
+    splits, rows = of_seed.splits, of_seed.tested[layer, method]
+    places = np.concatenate([split.test for split in splits]).tolist()
+    folds = np.repeat(np.arange(1, len(splits) + 1), [len(split.test) for split in splits]).tolist()
+    for i, place in enumerate(places):
+        near = of_seed.near_duplicates.get(place)
+        yield [
+            folds[i] if len(splits) > 1 else "",
+            "test",
+            keys[place],
+            "" if rows.groups is None else int(rows.groups[i]),
+            names[rows.y[i]],
+            names[rows.predicted[i]],
+            "" if rows.p_true is None else float(rows.p_true[i]),
+            "" if rows.p_predicted is None else float(rows.p_predicted[i]),
+            "" if near is None else keys[near],
+            *(() if rows.scores is None else rows.scores[i].tolist()),
+        ]
 
 
 def _never_tested(splits: Sequence[Split], num_places: int) -> Iterator[tuple[int, str]]:
@@ -149,10 +195,3 @@ def _never_tested(splits: Sequence[Split], num_places: int) -> Iterator[tuple[in
     validation[chosen] = True
     for place in np.flatnonzero(used & ~tested).tolist():
         yield place, "validation" if validation[place] else "train"
-
-
-def _texts(values: npt.NDArray[np.float64] | None, count: int) -> Iterable[str]:
-    """Return probabilities with six digits, or empty texts if there are none."""
-    if values is None:
-        return [""] * count
-    return [f"{value:.6f}" for value in values.tolist()]

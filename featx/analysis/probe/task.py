@@ -29,6 +29,7 @@ class Task:
         y: (n,) class of each place, training rows first.
         groups: (n,) group of each place, or None if every row is a group of its own.
         splits: one split, or one per fold.
+        seed: seed of the splits.
         about: description of the splits as JSON types.
         notes: sentences about rows and classes that were left out or leak.
     """
@@ -38,6 +39,7 @@ class Task:
     y: npt.NDArray[np.int64]
     groups: npt.NDArray[np.int64] | None
     splits: list[Split]
+    seed: int
     about: dict[str, Any]
     notes: list[str]
 
@@ -111,7 +113,7 @@ def make_task(config: Config, store: FeatureStore, layers: Sequence[str]) -> Tas
         "validation_rows": [len(split.validation) for split in found],
         "test_rows": [len(split.test) for split in found],
     }
-    return Task(training, testing, y, groups, found, about, notes)
+    return Task(training, testing, y, groups, found, seed, about, notes)
 
 
 def _splits_of_one_store(

@@ -75,7 +75,7 @@ class Compared:
         unit: 'row' or 'group'.
         best_only: number of test rows or groups for the best layer.
         other_only: number for the other layer.
-        p: two-sided p-value.
+        p: two-sided p-value, corrected for the number of layers.
     """
 
     layer: str
@@ -281,7 +281,7 @@ def _compared(found: Mapping[str, Any]) -> tuple[Compared, ...]:
     tests = [
         Compared(
             str(layer), str(each["unit"]), int(each["first_only"]), int(each["second_only"]),
-            float(each["p"]),
+            float(each["p_holm"]),
         )
         for layer, each in found.items()
     ]  # fmt: skip

@@ -1,0 +1,217 @@
+"""Probe of one layer with all methods: fits, tests, metrics and the entry of probe.json."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from featx.analysis.probe import methods, splits
+from featx.analysis.probe.heads import Head
+from featx.analysis.probe.labelled_rows import Features, LayerRows, layer_rows
+from featx.analysis.probe.layer_choice import LayerChoice
+from featx.analysis.probe.leakage import NearDuplicates, near_duplicates, repeated_rows
+from featx.analysis.probe.logistic_regression import threads_for
+from featx.analysis.probe.metrics import Predictions, judged_folds, mean_and_spread
+from featx.analysis.probe.row_predictions import RowPredictions, join_folds
+from featx.analysis.probe.task import Task
+from featx.config import Config
+
+FEW_SHOT = "1 / rows, as scikit-learn's C=1"
+"""Text in probe.json for the penalty of few-shot fits."""
+
+
+@dataclass(frozen=True)
+class LayerProbe:
+    """Results of all methods on one layer.
+
+    Attributes:
+        about: the layer's entry in probe.json.
+        head: head of the first method that has one, or None.
+        tested: method -> predictions for the test rows.
+        near: near-duplicates of test rows, or None if this layer was not used to find them.
+    """
+
+    about: dict[str, Any]
+    head: Head | None
+    tested: dict[str, RowPredictions]
+    near: NearDuplicates | None
+
+
+@dataclass(frozen=True)
+class Extras:
+    """What a probe of a layer computes in addition to its metrics.
+
+    Attributes:
+        near_duplicates: whether to find near-duplicates of test rows with the vectors of the layer.
+        head: whether to fit a head for new images and the few-shot probes.
+        scores: whether to keep the scores of all classes.
+    """
+
+    near_duplicates: bool
+    head: bool
+    scores: bool
+
+
+def layer_features(config: Config, task: Task, layer: str, device: torch.device) -> Features:
+    """Return the vectors of a layer, training rows first."""
+    parts = [layer_rows(task.training, layer)]
+    if task.testing is not None:
+        parts.append(layer_rows(task.testing, layer))
+    return Features(parts, device, config.probe.memory_gib * (1 << 30))
+
+
+def probe_layer(
+    config: Config,
+    task: Task,
+    layer: str,
+    features: Features,
+    choice: LayerChoice,
+    extras: Extras,
+) -> LayerProbe:
+    """Probe one layer with all methods.
+
+    Args:
+        config: checked config with job=probe.
+        task: rows and splits.
+        layer: name of the layer.
+        features: its vectors.
+        choice: collects the layer's validation results with the first method.
+        extras: what to compute in addition to the metrics.
+    """
+    options = config.probe
+    problem = methods.Problem(features, task.y, len(task.training.classes), options, task.seed)
+    about: dict[str, Any] = {
+        "features": features.width,
+        "reduction": _reduction(features.parts[0]),
+        "streamed": features.whole is None,
+        "repeated_rows": repeated_rows(features, task.splits) if extras.head else None,
+    }
+    head, near = None, None
+    tested: dict[str, RowPredictions] = {}
+    with threads_for(len(features) * features.width, features.device):
+        if extras.near_duplicates:
+            near = near_duplicates(features, layer, task.splits)
+        for method in options.methods:
+            started_at = time.perf_counter()
+            fits = [methods.fit(problem, method, split) for split in task.splits]
+            folds = _tested(problem, method, task, fits)
+            if method == options.methods[0]:
+                choice.offer(layer, [each.validation for each in fits if each.validation], folds)
+            about[method], fitted = _entry(problem, method, task, fits, folds, extras)
+            about[method]["seconds"] = round(time.perf_counter() - started_at, 3)
+            tested[method] = join_folds(folds, extras.scores)
+            head = fitted if head is None else head
+    return LayerProbe(about, head, tested, near)
+
+
+def _reduction(rows: LayerRows) -> dict[str, Any]:
+    """Describe what the store holds of the layer, and how the probe makes vectors of it."""
+    attrs = rows.store[rows.layer].attrs
+    return {
+        "layer": str(attrs.get("layer", "")),
+        "capture": str(attrs.get("capture", "")),
+        "stored": str(attrs.get("reduce", "")),
+        "shape": list(rows.store[rows.layer].shape[1:]),
+        "then": rows.reduction,
+        "axes": list(rows.pooled or ()),
+    }
+
+
+def _tested(
+    problem: methods.Problem, method: str, task: Task, fits: Sequence[methods.Fitted]
+) -> list[Predictions]:
+    """Return the predictions for the test rows of each split."""
+    return [
+        Predictions(
+            problem.y[split.test],
+            fitted.scores(split.test),
+            method != "ridge",
+            None if task.groups is None else task.groups[split.test],
+            int(fitted.chosen) if method == "knn" else None,
+        )
+        for split, fitted in zip(task.splits, fits, strict=True)
+    ]
+
+
+def _entry(
+    problem: methods.Problem,
+    method: str,
+    task: Task,
+    fits: Sequence[methods.Fitted],
+    folds: Sequence[Predictions],
+    extras: Extras,
+) -> tuple[dict[str, Any], Head | None]:
+    """Return the entry of one method in probe.json, and the head or None.
+
+    Args:
+        problem: the layer.
+        method: 'linear', 'knn' or 'ridge'.
+        task: rows and splits.
+        fits: fitted probe of each split.
+        folds: its predictions for the test rows.
+        extras: what to compute in addition to the metrics.
+    """
+    name = methods.name_of_choice(method)
+    validation = [fitted.validation for fitted in fits if fitted.validation is not None]
+    about = judged_folds(folds)
+    about |= {
+        "validation_accuracy": float(np.mean([accuracy for accuracy, _ in validation])),
+        "validation_loss": float(np.mean([loss for _, loss in validation])),
+        name: fits[0].chosen,
+        "sweep": fits[0].sweep,
+        **fits[0].details,
+    }
+    notes = [
+        note if len(fits) == 1 else f"fold {number} of {len(fits)}: {note}"
+        for number, fitted in enumerate(fits, 1)
+        for note in fitted.notes
+    ]
+    head, fitted_on = fits[0].head, "train"
+    if len(fits) > 1:
+        chosen = float(statistics.median_low([fitted.chosen for fitted in fits]))
+        about |= {
+            name: chosen,
+            f"{name}_of_folds": [fitted.chosen for fitted in fits],
+            "sweep": [fitted.sweep for fitted in fits],
+        }
+        if head is not None and extras.head:
+            every = np.arange(len(task.training.rows))
+            final = methods.fit_as_chosen(problem, method, every, chosen)
+            head, fitted_on, notes = final.head, "all labelled rows", [*notes, *final.notes]
+            about |= final.details
+    if head is not None:
+        about["head_fitted_on"] = fitted_on
+    if problem.options.all_shots and extras.head:
+        about["few_shot"] = _few_shot(problem, method, task)
+    about["notes"] = list(dict.fromkeys(notes))
+    return about, head
+
+
+def _few_shot(problem: methods.Problem, method: str, task: Task) -> dict[str, Any]:
+    """Compute accuracies with few rows per class over several draws, with fixed settings."""
+    options = problem.options
+    given = options.k if method == "knn" else options.l2
+    found = {}
+    for shots in options.all_shots:
+        accuracies, rows = [], []
+        for draw in range(options.draws or 5):
+            split = task.splits[draw % len(task.splits)]
+            places = splits.few(problem.y, split.train, shots, draw, problem.seed)
+            chosen = given if given is not None else shots if method == "knn" else 1 / len(places)
+            fitted = methods.fit_as_chosen(problem, method, places, chosen)
+            scores = fitted.scores(split.test)
+            accuracies.append(float((scores.argmax(1) == problem.y[split.test]).mean()))
+            rows.append(len(places))
+        chosen_as = given if given is not None else "shots" if method == "knn" else FEW_SHOT
+        found[str(shots)] = {
+            **mean_and_spread(accuracies),
+            "rows": rows,
+            methods.name_of_choice(method): chosen_as,
+        }
+    return found

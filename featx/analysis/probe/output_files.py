@@ -1,0 +1,108 @@
+"""Files of a probe: probe.json, predictions.csv and one head per layer."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from featx.analysis.probe.heads import head_bytes, head_path
+from featx.analysis.probe.labelled_rows import output_folder
+from featx.analysis.probe.result import SeedProbe
+from featx.analysis.probe.row_predictions import TestedSplits, predictions_csv
+from featx.errors import ConfigError
+from featx.storage import open_folder
+from featx.store import FeatureStore, layout, load_manifest
+
+
+def write_probe(result: dict[str, Any], of_seeds: Sequence[SeedProbe]) -> None:
+    """Write the heads, the predictions and probe.json, and name the files in it.
+
+    Args:
+        result: contents of probe.json.
+        of_seeds: results of each seed. The heads are those of the first one.
+
+    Raises:
+        ConfigError: two layers would have the same file.
+    """
+    task, found = of_seeds[0].task, of_seeds[0].layers
+    store = task.training.store
+    folder = output_folder(store)
+    disk = open_folder(folder)
+    heads = {layer: each.head for layer, each in found.items() if each.head is not None}
+    predictions = folder / layout.PROBE_HEADS / layout.PROBE_PREDICTIONS
+    disk.make_folder(predictions.parent)
+    paths: dict[Path, str] = {}
+    # probe.json names the other files with their checksums, so it is written last.
+    for layer, head in heads.items():
+        path = head_path(folder, layer)
+        if path in paths:
+            raise ConfigError(
+                f"the heads of {paths[path]} and {layer} would have one file, {path}; probe them "
+                "one after the other with layers=."
+            )
+        paths[path] = layer
+        about = result["layers"][layer]
+        method = next(name for name in ("linear", "ridge") if name in about)
+        data = head_bytes(head, _about_head(store, result, layer, method))
+        disk.replace_unlocked(path, data)
+        about["head"] = {
+            "file": str(path.relative_to(folder)),
+            "method": method,
+            "sha256": hashlib.sha256(data).hexdigest(),
+        }
+    result["head"] = result["layers"][result["layer"]].get("head")
+    data = predictions_csv(
+        task.keys, task.y, result["classes"], [_tested_splits(each) for each in of_seeds]
+    )
+    disk.replace_unlocked(predictions, data)
+    result["predictions"] = {
+        "file": str(predictions.relative_to(folder)),
+        "sha256": hashlib.sha256(data).hexdigest(),
+    }
+    text = json.dumps(result, indent=1, ensure_ascii=False, allow_nan=False)
+    disk.replace_unlocked(folder / layout.PROBE, text.encode("utf-8", "surrogateescape") + b"\n")
+
+
+def _tested_splits(of_seed: SeedProbe) -> TestedSplits:
+    """Return the splits and predictions of a seed."""
+    task, layers = of_seed.task, of_seed.layers
+    tested = {
+        (layer, method): rows
+        for layer, each in layers.items()
+        for method, rows in each.tested.items()
+    }
+    near = next((each.near for each in layers.values() if each.near is not None), None)
+    pairs = () if near is None else zip(near.test.tolist(), near.training.tolist(), strict=True)
+    return TestedSplits(task.seed, task.splits, task.groups, tested, dict(pairs))
+
+
+def _about_head(
+    store: FeatureStore, result: dict[str, Any], layer: str, method: str
+) -> dict[str, Any]:
+    """Return the description that a head's file contains: how to use it, and its accuracy."""
+    about = result["layers"][layer]
+    manifest, _ = load_manifest(output_folder(store))
+    known = manifest is not None and manifest.digest == store.attrs["fingerprint"]
+    run = manifest.holder(layer) if manifest is not None and known else None
+    return {
+        "dataset": layer,
+        "method": method,
+        "l2": about[method]["l2"],
+        "fitted_on": about[method]["head_fitted_on"],
+        "accuracy": about[method]["accuracy"],
+        "reduction": about["reduction"],
+        "classes": result["classes"],
+        **{
+            name: result[name]
+            for name in ("store", "fingerprint", "model", "weights", "weights_sha256", "transform")
+        },
+        # How the layer was extracted, for prediction on new images. A merged file does not contain
+        # it.
+        "config": run.header.config if run else None,
+        "resolved": dict(run.resolved) if run else None,
+        "spec": next(asdict(spec) for spec in run.layers if spec.name == layer) if run else None,
+    }

@@ -1,0 +1,164 @@
+"""Contents of probe.json: the best layer first, then all layers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from featx.analysis.probe.layer_choice import LayerChoice, best_layer
+from featx.analysis.probe.layer_probe import LayerProbe
+from featx.analysis.probe.leakage import NEAR_COSINE
+from featx.analysis.probe.metrics import judged_folds
+from featx.analysis.probe.paired_tests import compare, holm
+from featx.analysis.probe.row_predictions import RowPredictions, join_folds
+from featx.analysis.probe.task import Task
+from featx.config import Config
+
+FORMAT = 1
+"""Version of the format of probe.json."""
+
+PAIRS_LISTED = 50
+"""Maximum number of pairs of near-duplicates that probe.json lists."""
+
+
+@dataclass(frozen=True)
+class Top:
+    """Numbers of the best layer of one seed with the first method.
+
+    Attributes:
+        layer: the layer with the highest validation accuracy.
+        about: its entry for the method. With several folds and layers its metrics are those of the
+            layers that the folds chose (nested validation), which `layer_of_folds` names.
+        tested: predictions that the metrics are of.
+    """
+
+    layer: str
+    about: dict[str, Any]
+    tested: RowPredictions
+
+
+@dataclass(frozen=True)
+class SeedProbe:
+    """Results of all layers with the splits of one seed.
+
+    Attributes:
+        task: rows and splits.
+        layers: layer -> results.
+        choice: layer that each fold chose.
+    """
+
+    task: Task
+    layers: dict[str, LayerProbe]
+    choice: LayerChoice
+
+    def top(self, method: str) -> Top:
+        """Return the numbers of the best layer.
+
+        Args:
+            method: method that chooses.
+        """
+        best = best_layer({layer: each.about for layer, each in self.layers.items()}, method)
+        about = self.layers[best].about[method]
+        if len(self.task.splits) == 1 or len(self.layers) == 1:
+            return Top(best, about, self.layers[best].tested[method])
+        chosen = self.choice.chosen
+        folds = [predictions for _, predictions in chosen]
+        nested = {"layer_of_folds": [layer for layer, _ in chosen], **judged_folds(folds)}
+        return Top(best, {**about, **nested}, join_folds(folds))
+
+
+def probe_result(config: Config, first: SeedProbe, seconds: float) -> dict[str, Any]:
+    """Assemble probe.json: the best layer first, then all layers.
+
+    Args:
+        config: checked config with job=probe.
+        first: results of the first seed, which are reported in full.
+        seconds: duration of the probe.
+    """
+    method = config.probe.methods[0]
+    task, found, top = first.task, first.layers, first.top(method)
+    store, best = task.training.store, top.layer
+    layers = {layer: each.about for layer, each in found.items()}
+    near = _near_duplicates_entry(task, found, top.tested)
+    notes = list(task.notes)
+    if count := layers[best]["repeated_rows"]:
+        notes.append(
+            f"{count} test rows have the same vector as a training row in {best}; these may be "
+            "the same images"
+        )
+    if near["rows"]:
+        notes.append(
+            f"{near['rows']} test rows have a near-duplicate among the training rows (cosine of "
+            f"{near['cosine']} or more of the standardised {near['layer']}): the accuracy may be "
+            "too high; probe.group_column keeps rows that belong together on one side"
+        )
+    return {
+        "featx_probe": FORMAT,
+        "store": str(store.root),
+        "fingerprint": str(store.attrs["fingerprint"]),
+        "model": str(store.attrs["model"]),
+        "weights": str(store.attrs["weights"]),
+        "weights_sha256": str(store.attrs["weights_sha256"]),
+        "transform": str(store.attrs["transform"]),
+        "layer": best,
+        "method": method,
+        **top.about,
+        "classes": list(task.training.classes),
+        "rows_labelled": len(task.training.rows),
+        "split": task.about,
+        "near_duplicates": near,
+        "paired_tests": _paired_tests(found, best, method),
+        "chosen_by": "validation_accuracy",
+        "notes_on_rows": notes,
+        "device": config.device,
+        "finished": time.strftime("%Y-%m-%d %H:%M:%S"),
+        "seconds_in_all": round(seconds, 3),
+        "layers": layers,
+    }
+
+
+def _paired_tests(
+    found: Mapping[str, LayerProbe], best: str, method: str
+) -> dict[str, dict[str, Any]]:
+    """Compare the best layer with each other one; p_holm is corrected for their number."""
+    tests = {
+        layer: compare(found[best].tested[method], each.tested[method])
+        for layer, each in found.items()
+        if layer != best
+    }
+    corrected = holm([test["p"] for test in tests.values()])
+    for test, p in zip(tests.values(), corrected, strict=True):
+        test["p_holm"] = p
+    return tests
+
+
+def _near_duplicates_entry(
+    task: Task, found: dict[str, LayerProbe], tested: RowPredictions
+) -> dict[str, Any]:
+    """Return the entry `near_duplicates` of probe.json.
+
+    Args:
+        task: rows and splits.
+        found: results of all layers, one of which has the near-duplicates.
+        tested: predictions of which the accuracy at the top of probe.json is.
+    """
+    near = next(each.near for each in found.values() if each.near is not None)
+    checked = near.not_checked is None
+    keys = task.keys
+    pairs = zip(near.test.tolist(), near.training.tolist(), near.cosines.tolist(), strict=True)
+    places = np.concatenate([split.test for split in task.splits])
+    return {
+        "layer": near.layer,
+        "cosine": NEAR_COSINE,
+        "rows": len(near.test) if checked else None,
+        "not_checked": near.not_checked,
+        "without": tested.accuracy_of(~np.isin(places, near.test)) if checked else None,
+        "pairs": [
+            {"test": str(keys[a]), "training": str(keys[b]), "cosine": round(cosine, 4)}
+            for a, b, cosine in list(pairs)[:PAIRS_LISTED]
+        ],
+    }

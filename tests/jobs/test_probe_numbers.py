@@ -1,0 +1,270 @@
+"""Every printed number of job=probe, computed again from predictions.csv with scikit-learn."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from probe_problem import blobs, write_store
+from scipy import stats
+from sklearn import metrics as oracle
+from sklearn.calibration import calibration_curve
+from tiny_model import run_job
+
+from featx.errors import ConfigError
+
+pytestmark = pytest.mark.usefixtures("in_tmp_path", "one_thread")
+
+Line = dict[str, str]
+
+
+def probe(show: str | None = None, store: str = "store", **options: Any) -> dict[str, Any]:
+    assert run_job("probe", store=store, device="cpu", probe=options, show=show) == 0
+    found: dict[str, Any] = json.loads(Path(store, "probe.json").read_text())
+    return found
+
+
+def lines(store: str = "store") -> list[Line]:
+    with Path(store, "probe/predictions.csv").open(encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def of_layer(layer: str, method: str, rows: list[Line]) -> list[Line]:
+    return [row for row in rows if (row["layer"], row["method"]) == (layer, method)]
+
+
+def recomputed(rows: list[Line], classes: list[str], probabilities: bool) -> dict[str, float]:
+    """The metrics of test rows, from the columns of the file and by scikit-learn only."""
+    true, predicted = ([row[name] for row in rows] for name in ("true", "predicted"))
+    scores = np.array([[float(row[f"score:{name}"]) for name in classes] for row in rows])
+    indicators = np.array([[name == each for name in classes] for each in true])
+    tested = indicators.any(0)
+    assert [classes[i] for i in scores.argmax(1)] == predicted
+    found = {
+        "accuracy": oracle.accuracy_score(true, predicted),
+        "balanced_accuracy": oracle.recall_score(
+            true, predicted, average="macro", labels=sorted(set(true))
+        ),
+        "macro_f1": oracle.f1_score(true, predicted, average="macro"),
+        "mcc": oracle.matthews_corrcoef(true, predicted),
+        "kappa": oracle.cohen_kappa_score(true, predicted),
+        "auroc": oracle.roc_auc_score(indicators[:, tested], scores[:, tested], average="macro"),
+    }
+    if len(classes) > 5:
+        number = [classes.index(name) for name in true]
+        found["top5"] = oracle.top_k_accuracy_score(
+            number, scores, k=5, labels=list(range(len(classes)))
+        )
+    if probabilities:
+        assert scores.sum(1) == pytest.approx(np.ones(len(rows)), abs=1e-12)
+        right, confidence = np.array(true) == np.array(predicted), scores.max(1)
+        share, middle = calibration_curve(right, confidence, n_bins=15, strategy="uniform")
+        bin_of = np.searchsorted(np.linspace(0, 1, 16)[1:-1], confidence)
+        sizes = np.bincount(bin_of, minlength=15)
+        found["calibration_error"] = (np.abs(share - middle) * sizes[sizes > 0]).sum() / len(rows)
+        if (scores[indicators] > 0).all():
+            found["log_loss"] = oracle.log_loss(true, scores, labels=classes)
+    return found
+
+
+@pytest.mark.parametrize("options", [{}, {"split": "kfold", "folds": 3}], ids=["holdout", "kfold"])
+def test_all_metrics_follow_from_the_predictions(options: dict[str, Any]) -> None:
+    x, y = blobs(300, num_classes=8, signal=0.5)
+    noise = np.random.default_rng(0).normal(size=x.shape).astype(np.float32)
+    write_store(Path("store"), y, good=x, noise=noise)
+    methods = ["linear", "knn", "ridge"]
+    found, rows = probe(method=methods, **options), lines()
+    for layer, about in found["layers"].items():
+        for method in methods:
+            mine = of_layer(layer, method, rows)
+            expected = recomputed(mine, found["classes"], method != "ridge")
+            got = {name: about[method][name] for name in expected}
+            top5 = expected.pop("top5"), got.pop("top5")
+            if method == "knn":  # scikit-learn takes the first of classes without a vote
+                assert about[method]["top5"] is None or top5[1] <= top5[0]
+            else:
+                assert top5[0] == pytest.approx(top5[1])
+            assert got == pytest.approx(expected, abs=1e-12), (layer, method)
+            missing = {name for name, value in about[method].items() if value is None}
+            missing &= {"macro_f1", "auroc", "log_loss", "mcc", "kappa", "top5"}
+            assert missing <= set(about[method]["not_available"])
+
+
+def test_printed_numbers_are_those_of_the_file(capsys: pytest.CaptureFixture[str]) -> None:
+    x, y = blobs(300, num_classes=8, signal=0.5)
+    write_store(Path("store"), y, good=x, odd=x[:, ::2])
+    found = probe(show="all")
+    out = capsys.readouterr().out
+    for layer in found["layers"]:
+        new = recomputed(of_layer(layer, "linear", lines()), found["classes"], True)
+        row = next(
+            line.split() for line in out.splitlines() if line.startswith(layer) and ". " not in line
+            and "linear" in line and "l2=" not in line
+        )  # fmt: skip
+        assert row[2:] == [
+            f"{100 * new['balanced_accuracy']:.1f}", "%", f"{100 * new['top5']:.1f}", "%",
+            *(f"{new[name]:.3f}" for name in ("macro_f1", "auroc", "log_loss", "mcc", "kappa")),
+            f"{new['calibration_error']:.3f}",
+        ]  # fmt: skip
+        assert f"{100 * new['accuracy']:.1f} %" in out
+    assert "(15 bins)" in out
+
+
+def test_groups_and_near_duplicates_are_in_the_file() -> None:
+    """The interval counts groups, and the accuracy without near-duplicates leaves rows out."""
+    rng = np.random.default_rng(3)
+    x, y = rng.normal(size=(200, 80)).astype(np.float32), np.arange(200) % 2
+    x[:, 0] += 2 * y
+    x[1::4] = x[0::4] + 0.01 * rng.normal(size=(50, 80)).astype(np.float32)
+    patient = np.arange(200) // 4
+    write_store(Path("store"), y, {"patient": patient}, x=x)
+    found = probe()
+    rows = of_layer("x", "linear", lines())
+    assert {row["group"] for row in rows} == {""}
+    kept = [row["true"] == row["predicted"] for row in rows if not row["near_duplicate"]]
+    near = found["near_duplicates"]
+    assert near["rows"] == len(rows) - len(kept) > 0
+    assert near["without"]["correct"] == sum(kept)
+    found = probe(group_column="patient")
+    rows = of_layer("x", "linear", lines())
+    right = np.array([row["true"] == row["predicted"] for row in rows])
+    group = np.array([int(row["group"]) for row in rows])
+    # The variance of a mean of clusters, as statsmodels' cluster-robust one: G/(G-1) sum r_g^2/n^2.
+    off = [(right[group == g] - right.mean()).sum() for g in np.unique(group)]
+    count = len(off)
+    variance = count / (count - 1) * np.square(off).sum() / len(rows) ** 2
+    effective = min(len(rows), right.mean() * (1 - right.mean()) / variance)
+    assert found["effective_rows"] == pytest.approx(effective)
+
+
+def test_a_file_with_too_many_scores_names_no_classes(monkeypatch: pytest.MonkeyPatch) -> None:
+    from featx.analysis.probe import run
+
+    x, y = blobs(90)
+    write_store(Path("store"), y, x=x)
+    monkeypatch.setattr(run, "MAX_SCORES", 18 * 3 - 1)
+    found = probe()
+    assert "no column per class" in found["notes_on_rows"][-1]
+    assert not [name for name in lines()[0] if name.startswith("score:")]
+    monkeypatch.setattr(run, "MAX_SCORES", 18 * 3)
+    probe()
+    assert "score:c2" in lines()[0]
+
+
+def test_without_scikit_learn_the_reason_is_given(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from featx.analysis.probe import library_metrics
+
+    x, y = blobs(90)
+    write_store(Path("store"), y, x=x)
+    monkeypatch.setattr(library_metrics, "has_scikit_learn", lambda: False)
+    found = probe()
+    assert found["auroc"] is found["mcc"] is None
+    assert "featx[evaluation]" in found["not_available"]["auroc"]
+    assert (
+        "not available: macro-F1, AUROC, log-loss, MCC, kappa; scikit-learn is not installed"
+        in (" ".join(capsys.readouterr().out.split()))
+    )
+
+
+def test_seeds_have_a_split_each_and_their_spread_follows_from_the_file(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    x, y = blobs(200, num_classes=4, signal=0.5)
+    write_store(Path("store"), y, even=x[:, ::2], odd=x[:, 1::2])
+    found = probe(seeds=4, method=["linear", "knn"])
+    out, rows, seeds = capsys.readouterr().out, lines(), found["seeds"]
+    assert seeds["seeds"] == [0, 1, 2, 3]
+    tested = {}
+    for seed in map(str, seeds["seeds"]):
+        mine = [row for row in rows if row["seed"] == seed]
+        roles = [row["split"] for row in mine if not row["layer"]]
+        assert (roles.count("train"), roles.count("validation")) == (128, 32)
+        tested[seed] = {row["key"] for row in mine if row["split"] == "test"}
+    assert len(set(map(frozenset, tested.values()))) == 4
+    accuracies: dict[str, list[float]] = {}
+    for layer, methods in seeds["layers"].items():
+        for method, metrics in methods.items():
+            each = [
+                recomputed(
+                    [row for row in of_layer(layer, method, rows) if row["seed"] == str(seed)],
+                    found["classes"],
+                    True,
+                )
+                for seed in range(4)
+            ]
+            for name in set(each[0]) & {"accuracy", "macro_f1", "auroc", "mcc", "log_loss"}:
+                values = [metric.get(name) for metric in each]
+                if metrics[name] is None:
+                    assert None in values
+                    continue
+                assert metrics[name]["values"] == pytest.approx(values)
+                assert metrics[name]["std"] == pytest.approx(np.std(values, ddof=1))
+                assert metrics[name]["min"] == pytest.approx(min(values))
+            accuracies.setdefault(layer, [metric["accuracy"] for metric in each])
+    (other,) = seeds["differences"]
+    expected = np.subtract(accuracies[found["layer"]], accuracies[other])
+    assert seeds["differences"][other]["values"] == pytest.approx(expected)
+    chosen = [accuracies[layer][i] for i, layer in enumerate(seeds["layer_of_seeds"])]
+    assert seeds["chosen"]["accuracy"]["mean"] == pytest.approx(np.mean(chosen))
+    assert out.startswith(f"Over 4 splits {100 * np.mean(chosen):.1f} % of the test rows are right")
+    assert f"standard deviation {100 * np.std(chosen, ddof=1):.1f} points" in out
+    # The first seed is a probe without the option.
+    alone = probe(method=["linear", "knn"])
+    assert alone["confusion"] == found["confusion"]
+    assert alone["seeds"] is None
+
+
+def test_seeds_of_one_split_are_refused() -> None:
+    x, y = blobs(60)
+    write_store(Path("store"), y, {"role": np.array([b"train", b"test"] * 30)}, x=x)
+    with pytest.raises(ConfigError, match="the test rows are given"):
+        probe(seeds=3, split="column", split_column="role")
+    with pytest.raises(ConfigError, match="expected at least 2"):
+        probe(seeds=1)
+
+
+def test_differences_of_layers_are_printed_with_their_interval(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    x, y = blobs(300, num_classes=4, signal=0.5)
+    write_store(Path("store"), y, whole=x, even=x[:, ::2], odd=x[:, 1::2])
+    found = probe()
+    out, rows, best = capsys.readouterr().out, lines(), found["layer"]
+    right = {
+        layer: np.array(
+            [row["true"] == row["predicted"] for row in of_layer(layer, "linear", rows)]
+        )
+        for layer in found["layers"]
+    }
+    tests = found["paired_tests"]
+    assert len(tests) == 2
+    p_values = [
+        stats.binomtest(
+            int((right[best] & ~right[layer]).sum()), int((right[best] != right[layer]).sum())
+        ).pvalue
+        for layer in tests
+    ]
+    # Two tests: the smaller p-value counts twice, and the larger one is not below it.
+    small = min(1.0, 2 * min(p_values))
+    for p, (layer, test) in zip(p_values, tests.items(), strict=True):
+        assert test["p"] == pytest.approx(p)
+        expected = small if p == min(p_values) else max(small, p)
+        assert test["p_holm"] == pytest.approx(expected)
+        gain = right[best].astype(int) - right[layer]
+        assert test["difference"] == pytest.approx(gain.mean())
+        oracle_interval = stats.bootstrap(
+            (gain,), np.mean, n_resamples=20_000, method="percentile", rng=1
+        ).confidence_interval
+        assert test["interval"] == pytest.approx(list(oracle_interval), abs=0.017)
+    nearest = min(tests, key=lambda layer: tests[layer]["difference"])
+    points, (low, high) = tests[nearest]["difference"], tests[nearest]["interval"]
+    assert (
+        f"{nearest}: {100 * points:+.1f} points, 95 % interval {100 * low:.1f} to {100 * high:.1f}."
+        in " ".join(out.split())
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import shlex
@@ -11,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from featx.base import end_process, is_echo, supervised
+from featx.base import end_process, is_echo, paused_collection, supervised
 
 if TYPE_CHECKING:
     from featx.cli import CommandLine
@@ -26,11 +27,29 @@ def main() -> None:
 
 def run_command() -> int:
     """Run what sys.argv asks for and return the exit code."""
+    with contextlib.ExitStack() as until_job:
+        until_job.enter_context(paused_collection())
+        return _run_command(until_job)
+
+
+def _run_command(until_job: contextlib.ExitStack) -> int:
+    """Run what sys.argv asks for.
+
+    Args:
+        until_job: closed when the config of the first job is composed.
+    """
     import hydra
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
 
-    from featx.base import defer_dynamo, discard_output, log_message, print_result, shipped
+    from featx.base import (
+        defer_dynamo,
+        discard_output,
+        log_message,
+        print_result,
+        shipped,
+        speed_up_imports,
+    )
     from featx.base.version import __version__
     from featx.cli import hydra_config, read_command_line
     from featx.errors import FeatxError
@@ -38,12 +57,14 @@ def run_command() -> int:
 
     debug = os.environ.get("FEATX_DEBUG") == "1"
     defer_dynamo()
+    speed_up_imports()
     # Hydra prints errors and exits by itself unless it is told to raise them.
     os.environ["HYDRA_FULL_ERROR"] = "1"
     logging.basicConfig(format="%(levelname)s %(message)s", level=logging.WARNING)
     codes: list[int] = []
 
     def one_job(node: Any) -> None:
+        until_job.close()
         codes.append(_exit_code_of(node, line, debug))
 
     signal.signal(signal.SIGINT, _interrupted)
@@ -59,9 +80,9 @@ def run_command() -> int:
             return 0
         hydra_config.register(JOBS, line.config_dirs)
         sys.argv = [typed[0], *line.arguments]
-        hydra.main(version_base="1.3", config_path=str(shipped("conf")), config_name="config")(
-            one_job
-        )()
+        of_hydra = {"config_path": str(shipped("conf")), "config_name": "config"}
+        with hydra_config.composed_once(line):
+            hydra.main(version_base="1.3", **of_hydra)(one_job)()
         sys.stdout.flush()
     except BrokenPipeError:
         discard_output()  # a reader may close the pipe before the end of the help (`-h | head`)

@@ -29,6 +29,8 @@ from .dispatch_mode import ObservingMode as ObservingMode
 from .families import declared_function as declared_function
 from .families import family as family
 from .families import family_options as family_options
+from .fast_imports import paused_collection as paused_collection
+from .fast_imports import speed_up_imports as speed_up_imports
 from .fingerprint import differences as differences
 from .fingerprint import digest as digest
 from .globs import glob_to_regex as glob_to_regex

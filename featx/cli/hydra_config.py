@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
 import yaml
 from hydra._internal.core_plugins.file_config_source import FileConfigSource
+from hydra._internal.hydra import Hydra
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.config_store import ConfigStore
 from hydra.core.object_type import ObjectType
@@ -20,7 +22,7 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import OmegaConf
 
 from featx.base import Member, Registry, family
-from featx.cli.overrides import is_path
+from featx.cli.overrides import CommandLine, is_path
 from featx.config import (
     Kind,
     config_schema,
@@ -282,6 +284,31 @@ def register(jobs: Registry[Any], config_dirs: Sequence[Path] = ()) -> None:
     _SearchPath.folders = tuple(config_dirs)
     for plugin in (AnyModel, Jobs, ConfigFiles, Presets, _SearchPath):
         Plugins.instance().register(plugin)
+
+
+@contextlib.contextmanager
+def composed_once(line: CommandLine) -> Iterator[None]:
+    """Let Hydra compose the config of a run once inside the block, if nothing sets hydra.mode.
+
+    Before each run, Hydra 1.3 composes the whole config only to read hydra.mode from it. Without a
+    mode it takes the one of the flags: a run, or several with -m.
+
+    Args:
+        line: arguments of the command.
+    """
+    if line.may_set_mode:
+        yield
+        return
+    read_mode = Hydra.get_mode
+
+    def no_mode(self: Hydra, config_name: str | None, overrides: list[str]) -> None:
+        """Replace `Hydra.get_mode` for a config that has no mode."""
+
+    Hydra.get_mode = no_mode  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Hydra.get_mode = read_mode  # type: ignore[method-assign]
 
 
 def help_text(jobs: Iterable[Member]) -> str:

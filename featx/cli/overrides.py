@@ -62,6 +62,14 @@ class CommandLine:
     wants_version: bool = False
     wants_help: bool = False
 
+    @property
+    def may_set_mode(self) -> bool:
+        """Whether hydra.mode may be set: by an option of Hydra, or in a file of the user."""
+        of_hydra = ("hydra", "--config", "-c", "--experimental")
+        return self.has_files or any(
+            argument.lstrip("+~").startswith(of_hydra) for argument in self.arguments
+        )
+
 
 def read_command_line(argv: Sequence[str]) -> CommandLine:
     """Translate the arguments of the command.

@@ -1,0 +1,89 @@
+"""Makes the imports of a command faster: no garbage collection meanwhile, and no triton.
+
+Almost everything that a package defines lives until the process ends. The cyclic garbage collector
+looks at it again and again while it is made, which is a fifth of the time of importing torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import sys
+from collections.abc import Iterator, Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
+from types import ModuleType
+
+_TORCH = "torch"
+_FLOP_COUNTER = "torch.utils.flop_counter"
+_TRITON = "triton.runtime.jit"
+
+
+@contextlib.contextmanager
+def paused_collection() -> Iterator[None]:
+    """Leave the garbage collector off inside the block; it never looks at older objects again.
+
+    For the process of a command only, whose objects at this time stay anyway: garbage in reference
+    cycles that exists when the block ends is never freed.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        if was_enabled:
+            gc.enable()
+
+
+def speed_up_imports() -> None:
+    """Import torch without garbage collection, and its formulas of FLOPs without triton.
+
+    To be called by a program before it starts threads and before it imports torch.
+    """
+    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Finder())
+
+
+class _Finder(MetaPathFinder):
+    """Finds the modules that are imported in another way."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Return the spec of one of the modules; None for all others."""
+        loaders = {_TORCH: _PausedLoader, _FLOP_COUNTER: _WithoutTriton}
+        if fullname not in loaders:
+            return None
+        spec = PathFinder.find_spec(fullname, path, target)
+        if spec is not None and type(spec.loader) is SourceFileLoader:
+            spec.loader = loaders[fullname](fullname, spec.loader.path)
+        return spec
+
+
+class _PausedLoader(SourceFileLoader):
+    """Executes a module, and so everything that it imports, without garbage collection."""
+
+    def exec_module(self, module: ModuleType) -> None:
+        with paused_collection():
+            super().exec_module(module)
+
+
+class _WithoutTriton(SourceFileLoader):
+    """Executes a module that needs the type of triton's kernels only to recognise them.
+
+    No kernel exists while triton is not imported, so a type without instances is as good.
+    """
+
+    def exec_module(self, module: ModuleType) -> None:
+        if _TRITON in sys.modules:
+            super().exec_module(module)
+            return
+        stand_in = ModuleType(_TRITON)
+        stand_in.JITFunction = type("JITFunction", (), {})  # type: ignore[attr-defined]
+        sys.modules[_TRITON] = stand_in
+        try:
+            super().exec_module(module)
+        finally:
+            if sys.modules.get(_TRITON) is stand_in:
+                del sys.modules[_TRITON]

@@ -21,7 +21,7 @@ from stub_worker import StubSpec
 
 from featx.config.run_config import Config
 from featx.errors import RunError, StoreLockedError, StoreMismatchError, TooManyFailuresError
-from featx.pipeline.executors.local import WorkerPool
+from featx.pipeline.executors.worker_pool import WorkerPool
 from featx.pipeline.stop_signals import Interrupted
 from featx.store.pack import pack
 
@@ -197,7 +197,7 @@ def test_a_worker_that_does_not_listen_is_ended_after_the_grace(
     work: Callable[..., WorkerPool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("featx.pipeline.stop_signals.GRACE_S", 1.0)
-    monkeypatch.setattr("featx.pipeline.executors.local.GRACE_S", 1.0)
+    monkeypatch.setattr("featx.pipeline.executors.worker_pool.GRACE_S", 1.0)
     threading.Timer(1.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
     started_at = time.monotonic()
     with pytest.raises(Interrupted):
@@ -210,7 +210,7 @@ import sys
 from pathlib import Path
 from made_store import make_run
 from stub_worker import StubSpec
-from featx.pipeline.executors.local import WorkerPool
+from featx.pipeline.executors.worker_pool import WorkerPool
 root, events, stub = map(Path, sys.argv[1:])
 run = make_run(num_rows=38, part_rows=4, failed=[2, 17])
 with run.session(root).hold() as session:

@@ -26,7 +26,7 @@ import featx as package
 from featx.base import take_cpus
 from featx.config.schema import from_keywords, from_omegaconf
 from featx.errors import ConfigError, MissingExtraError, RunError, StoreLockedError
-from featx.pipeline.executors import slurm, slurm_task
+from featx.pipeline.executors import slurm, slurm_array, slurm_task
 from featx.pipeline.executors.worker_spec import PickledWorkerSpec
 from featx.pipeline.executors.worker_stats import WorkerStats
 from featx.pipeline.feature_sink import StorePartTask
@@ -110,9 +110,10 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         core=SimpleNamespace(utils=utils),
         helpers=SimpleNamespace(DelayedSubmission=lambda task: task),
     )
+    monkeypatch.setattr(slurm_array, "submitit_module", lambda: module)
     monkeypatch.setattr(slurm, "submitit_module", lambda: module)
     monkeypatch.setattr(slurm_task, "submitit_module", lambda: module)
-    monkeypatch.setattr(slurm, "POLL_S", 0.01)
+    monkeypatch.setattr(slurm_array, "POLL_S", 0.01)
     yield made
     take_cpus(None)
 
@@ -125,7 +126,7 @@ def test_tasks_get_neighbouring_parts_and_give_the_same_datasets(
     extract(photos, out="alone", max_failures=5)
     monkeypatch.setattr("shutil.which", lambda name: "/usr/bin/srun")
     monkeypatch.setattr(slurm, "check_partition", checked.append)
-    monkeypatch.setattr(slurm, "SlurmQueue", lambda report: None)  # its jobs know themselves
+    monkeypatch.setattr(slurm_array, "SlurmQueue", lambda report: None)  # its jobs know themselves
     keys = {
         "name": "slurm", "workers": 3, "cpus": 1, "gres": "gpu:1", "partition": "short",
         "memory_gib": 3.0, "time_limit_min": 30,
@@ -216,10 +217,10 @@ def test_an_exception_in_a_task_ends_the_run_and_is_reported(
 def test_a_task_that_is_queued_again_does_what_is_missing() -> None:
     part_task = StorePartTask("float16", {}, frozenset(), b"")
     spec: Any = SimpleNamespace(root=Path.cwd(), part_task=part_task)
-    task = slurm.Task(PickledWorkerSpec(spec), "cpu", [Part(0, 0, 4)])
+    task = slurm_task.Task(PickledWorkerSpec(spec), "cpu", [Part(0, 0, 4)])
     Path("parts").mkdir()
     Path("parts/part-000000.h5").touch()
-    assert pickle.loads(pickle.dumps(task))() == slurm.TaskResult([], WorkerStats())
+    assert pickle.loads(pickle.dumps(task))() == slurm_task.TaskResult([], WorkerStats())
 
 
 def test_what_slurm_refuses_is_the_users_to_mend(photos: Path, cluster: Any) -> None:
@@ -234,9 +235,9 @@ def test_what_slurm_refuses_is_the_users_to_mend(photos: Path, cluster: Any) -> 
 def test_in_mid_run_a_controller_is_waited_for(
     photos: Path, cluster: Any, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(slurm, "SUBMIT_AGAIN_S", 0.05)
+    monkeypatch.setattr(slurm_array, "SUBMIT_AGAIN_S", 0.05)
     cluster.lose = 1
-    submit = slurm.JobArray._submit
+    submit = slurm_array.JobArray._submit
 
     def refused(self: Any, is_first: bool = False) -> None:
         if not is_first and not cluster.refusals and len(cluster.tasks) == 2:
@@ -244,7 +245,7 @@ def test_in_mid_run_a_controller_is_waited_for(
             cluster.tasks.append(None)
         submit(self, is_first)
 
-    monkeypatch.setattr(slurm.JobArray, "_submit", refused)
+    monkeypatch.setattr(slurm_array.JobArray, "_submit", refused)
     assert extract(photos, executor={**LOCAL, "workers": 2}).complete
     output = capfd.readouterr().err
     assert "does not answer (Socket timed out on send/recv operation); 3 parts are" in output
@@ -253,10 +254,10 @@ def test_in_mid_run_a_controller_is_waited_for(
 @pytest.fixture
 def running_task(
     photos: Path, cluster: Any, monkeypatch: pytest.MonkeyPatch
-) -> Callable[..., slurm.TaskResult]:
+) -> Callable[..., slurm_task.TaskResult]:
     """A task of all parts, run in this process; `event` happens when its third part is begun."""
 
-    def run(event: Callable[[], None], limit_s: float | None = None) -> slurm.TaskResult:
+    def run(event: Callable[[], None], limit_s: float | None = None) -> slurm_task.TaskResult:
         cluster.lose = 99
         with pytest.raises(RunError, match="NODE_FAIL"):
             extract(photos, executor={**LOCAL, "workers": 1})
@@ -270,7 +271,7 @@ def running_task(
             return take(self, part, batch, computed)
 
         monkeypatch.setattr(slurm_task.PartWorker, "take", taking)
-        result: slurm.TaskResult = task()
+        result: slurm_task.TaskResult = task()
         return result
 
     return run
@@ -278,7 +279,7 @@ def running_task(
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGUSR2])
 def test_a_task_that_is_told_to_end_returns_what_is_committed(
-    running_task: Callable[..., slurm.TaskResult],
+    running_task: Callable[..., slurm_task.TaskResult],
     monkeypatch: pytest.MonkeyPatch,
     signum: signal.Signals,
 ) -> None:
@@ -294,17 +295,17 @@ def test_a_task_that_is_told_to_end_returns_what_is_committed(
 
 @pytest.mark.slow
 def test_a_task_ends_by_its_own_clock_before_its_time_limit(
-    running_task: Callable[..., slurm.TaskResult], monkeypatch: pytest.MonkeyPatch
+    running_task: Callable[..., slurm_task.TaskResult], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(slurm_task, "is_driver_alive", lambda spec: True)
     monkeypatch.setattr(slurm_task, "seconds_left", lambda limit_s: limit_s)
     result = running_task(lambda: time.sleep(4), limit_s=3.0)
-    assert result.ended_by == slurm.TIME_LIMIT
+    assert result.ended_by == slurm_task.TIME_LIMIT
     assert len(result.results) < 6
 
 
 def test_without_a_driver_an_announcement_is_left_to_submitit(
-    running_task: Callable[..., slurm.TaskResult], monkeypatch: pytest.MonkeyPatch
+    running_task: Callable[..., slurm_task.TaskResult], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(slurm_task, "is_driver_alive", lambda spec: False)
     output: list[int] = []
@@ -321,15 +322,15 @@ def test_without_a_driver_an_announcement_is_left_to_submitit(
 def test_what_is_left_by_a_task_that_was_told_to_end_is_submitted_again(
     photos: Path, cluster: Any, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    call = slurm.Task.__call__
+    call = slurm_task.Task.__call__
 
-    def stopped(self: Any) -> slurm.TaskResult:
+    def stopped(self: Any) -> slurm_task.TaskResult:
         self._parts, output = self._parts[:1], len(self._parts) > 1
         result = call(self)
-        by = slurm.TIME_LIMIT if output else None
-        return slurm.TaskResult(result.results, result.worker_stats, by, "ready after 1 s")
+        by = slurm_task.TIME_LIMIT if output else None
+        return slurm_task.TaskResult(result.results, result.worker_stats, by, "ready after 1 s")
 
-    monkeypatch.setattr(slurm.Task, "__call__", stopped)
+    monkeypatch.setattr(slurm_task.Task, "__call__", stopped)
     assert extract(photos, executor={**LOCAL, "workers": 1}).complete
     assert [len(task._parts) for task in cluster.tasks] == [6, 5, 4, 3, 2, 1]
     output = capfd.readouterr().err
@@ -352,7 +353,7 @@ def test_whether_the_driver_lives_is_read_from_its_heartbeat(tmp_path: Path) -> 
 def test_a_task_that_never_commits_is_not_queued_again_for_ever(cluster: Any) -> None:
     part_task = StorePartTask("float16", {}, frozenset(), b"")
     spec: Any = SimpleNamespace(root=Path.cwd(), part_task=part_task)
-    task = slurm.Task(PickledWorkerSpec(spec), "cpu", [Part(0, 0, 4)])
+    task = slurm_task.Task(PickledWorkerSpec(spec), "cpu", [Part(0, 0, 4)])
     assert task.checkpoint() is task
     assert pickle.loads(pickle.dumps(task)).checkpoint() is not None
     task.checkpoint()
@@ -363,7 +364,7 @@ def test_a_task_that_never_commits_is_not_queued_again_for_ever(cluster: Any) ->
 def test_neighbours_stay_together_whatever_the_numbers() -> None:
     parts = [Part(index, index, index + 1) for index in range(10)]
     for count in (1, 3, 10, 99):
-        chunks = list(slurm._chunks(parts, count))
+        chunks = list(slurm_array._chunks(parts, count))
         assert [part for chunk in chunks for part in chunk] == parts
         assert len(chunks) == min(count, 10)
         assert max(map(len, chunks)) - min(map(len, chunks)) <= 1

@@ -2,6 +2,7 @@ from .chunk_check import Verify as Verify
 from .committed_parts import read_packed as read_packed
 from .compatibility import growth_refused as growth_refused
 from .compatibility import refuse_difference as refuse_difference
+from .damage_report import Report as Report
 from .dtypes import from_raw as from_raw
 from .failures import failures_csv as failures_csv
 from .hdf5_files import check_plain as check_plain
@@ -54,5 +55,4 @@ from .session import StoreSession as StoreSession
 from .session import missing_parts as missing_parts
 from .status import StoreStatus as StoreStatus
 from .status import store_status as store_status
-from .verification import Report as Report
 from .verification import check_store as check_store

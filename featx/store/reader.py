@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import itertools
 import os
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
@@ -18,11 +16,11 @@ from featx.errors import LayerError, StoreError, nearest
 from featx.storage import parse_path
 from featx.store import layout
 from featx.store.chunk_check import Verify, check_verify
-from featx.store.chunk_reader import ChunkRows
-from featx.store.contents import Segment, find_contents
+from featx.store.contents import find_contents
 from featx.store.description import describe_html, describe_text
-from featx.store.hdf5_files import Handles, OpenFile
+from featx.store.hdf5_files import Handles
 from featx.store.layer_array import LayerArray
+from featx.store.layer_rows import LayerRows
 from featx.types import UNKNOWN_IMAGE, Status
 
 
@@ -118,13 +116,9 @@ class FeatureStore:
         self._contents = find_contents(self.root, self._handles)
         self.complete = self._contents.complete
         self.attrs = self._contents.attrs
-        self._places: dict[str, tuple[list[Segment], npt.NDArray[np.int64]]] = {}
-        self._at_hand: dict[str, tuple[int, ChunkRows]] = {}  # layer -> process id, reader
+        self._rows = LayerRows(self.root, self._contents, self._handles)
         self.classes = self._contents.classes
         self.columns = self._contents.column_names
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_at_hand": {}}
 
     def __len__(self) -> int:
         return self._contents.num_rows
@@ -176,8 +170,7 @@ class FeatureStore:
     @property
     def num_rows_present(self) -> int:
         """Number of rows that the store holds so far, failed ones included."""
-        segments, _ = self._segments_of(self.layers[0])
-        return sum(segment.stop - segment.start for segment in segments)
+        return self._rows.num_present(self.layers[0])
 
     @cached_property
     def keys(self) -> npt.NDArray[np.str_]:
@@ -220,7 +213,7 @@ class FeatureStore:
         """Combine the status of all files; see `status`."""
         status = np.full(len(self), Status.ABSENT, dtype=np.uint8)
         for segment in self._contents.segments:
-            with self._open(segment) as opened:
+            with self._rows.open(segment) as opened:
                 found = opened.column(layout.STATUS, segment.stop - segment.start, "u")
             # A row that failed in one run has failed, whatever a later run made of it.
             before = status[segment.start : segment.stop]
@@ -241,7 +234,7 @@ class FeatureStore:
         """Combine the checksums of all files; see `image_checksums`."""
         checksums = np.full(len(self), UNKNOWN_IMAGE, dtype=np.uint64)
         for segment in self._contents.segments:
-            with self._open(segment) as opened:
+            with self._rows.open(segment) as opened:
                 num_rows = segment.stop - segment.start
                 found = opened.column(layout.IMAGE_CHECKSUM, num_rows, "u")
             before = checksums[segment.start : segment.stop]
@@ -284,7 +277,7 @@ class FeatureStore:
         """Row, exception and message of each failed row, from the first run in which it failed."""
         found: dict[int, tuple[int, bytes, bytes]] = {}
         for segment in self._contents.segments:
-            with self._open(segment) as opened:
+            with self._rows.open(segment) as opened:
                 if not opened.file.attrs.get("num_failures", 1):
                     continue
                 columns = [values.tolist() for values in opened.failures()]
@@ -340,31 +333,6 @@ class FeatureStore:
         with self._handles.use(self._contents.columns) as opened:
             return opened.column(name, len(self), kind)
 
-    @contextlib.contextmanager
-    def _open(self, segment: Segment) -> Iterator[OpenFile]:
-        """Open the file of a segment; refuse a file of another run or with other rows."""
-        with self._handles.use(segment.path) as opened:
-            if not opened.known:
-                attrs = opened.file.attrs
-                if attrs.get("fingerprint") != segment.identity:
-                    raise StoreError(
-                        f"{segment.path} belongs to another run than {self.root} did when it was "
-                        "opened."
-                    )
-                if attrs.get("start", 0) != segment.start:
-                    raise StoreError(f"{segment.path} holds the rows of another part.")
-                opened.known = True
-            yield opened
-
-    def _segments_of(self, layer: str) -> tuple[list[Segment], npt.NDArray[np.int64]]:
-        """Files with rows of a layer in ascending order, and the first row of each."""
-        if layer not in self._places:
-            there = [s for s in self._contents.segments if layer in s.layers]
-            there.sort(key=lambda segment: segment.start)
-            starts = np.array([segment.start for segment in there], dtype=np.int64)
-            self._places[layer] = there, starts
-        return self._places[layer]
-
     def _again_if_packed(self, read: Callable[[], T]) -> T:
         """Call `read`, and once more after a refresh if a part vanished due to packing.
 
@@ -398,91 +366,12 @@ class FeatureStore:
         Returns:
             (n, ...) array.
         """
-        return self._again_if_packed(lambda: self._read_rows(layer, rows))
+        return self._again_if_packed(lambda: self._rows.read(layer, rows))
 
     def _read_run(self, layer: str, start: int, stop: int) -> npt.NDArray[Any]:
         """Read rows [start, stop) of a layer, (n, ...); absent rows are NaN."""
-
-        def read() -> npt.NDArray[Any]:
-            if (chunks := self._whole(layer)) is None:
-                return self._read_rows(layer, np.arange(start, stop))
-            return chunks.take_run(start, stop - start)
-
-        return self._again_if_packed(read)
-
-    def _whole(self, layer: str) -> ChunkRows | None:
-        """Reader of a layer that lies in one file with all rows, or None for a layer in parts.
-
-        The reader is cached, as finding the open file takes several times as long as reading a row.
-        """
-        process, chunks = self._at_hand.get(layer, (0, None))
-        if chunks is not None and process == os.getpid() and not chunks.closed:
-            return chunks
-        segments, _ = self._segments_of(layer)
-        if len(segments) != 1 or segments[0].stop - segments[0].start != len(self):
-            return None
-        with self._open_rows(segments[0], layer) as chunks:
-            self._at_hand[layer] = os.getpid(), chunks
-        return chunks
-
-    def _read_rows(self, layer: str, rows: npt.NDArray[np.int64]) -> npt.NDArray[Any]:
-        """Read rows of a layer from one file or from several segments."""
-        if (chunks := self._whole(layer)) is not None:
-            return chunks.take(rows)
-        info = self._contents.layers[layer]
-        segments, starts = self._segments_of(layer)
-        out = np.empty((len(rows), *info.row_shape), dtype=info.dtype)
-        increasing = len(rows) < 2 or bool((rows[1:] >= rows[:-1]).all())
-        places = np.arange(len(rows)) if increasing else np.argsort(rows, kind="stable")
-        ordered = rows if increasing else rows[places]
-        # Sorted rows fall into consecutive groups, one for each segment.
-        nearest_segment = np.searchsorted(starts, ordered, side="right") - 1
-        edges = np.flatnonzero(np.diff(nearest_segment)) + 1
-        for low, high in itertools.pairwise([0, *edges.tolist(), len(ordered)]):
-            if low == high:
-                continue
-            self._fill(
-                layer, segments, int(nearest_segment[low]), ordered[low:high], places[low:high], out
-            )
-        return out
-
-    def _fill(
-        self,
-        layer: str,
-        segments: list[Segment],
-        number: int,
-        rows: npt.NDArray[np.int64],
-        places: npt.NDArray[np.int64],
-        out: npt.NDArray[Any],
-    ) -> None:
-        """Write sorted rows of a segment to their places of `out`; absent rows become NaN."""
-        if number < 0:
-            out[places] = np.nan
-            return
-        segment = segments[number]
-        inside = int(np.searchsorted(rows, segment.stop))
-        out[places[inside:]] = np.nan
-        if inside:
-            with self._open_rows(segment, layer) as chunks:
-                chunks.read(rows[:inside] - segment.start, out, places[:inside])
+        return self._again_if_packed(lambda: self._rows.read_run(layer, start, stop))
 
     def _chunk_rows(self, layer: str) -> int:
         """Rows per chunk in the first file of a layer."""
-
-        def read() -> int:
-            segments, _ = self._segments_of(layer)
-            if not segments:
-                return max(1, len(self))
-            with self._open(segments[0]) as opened:
-                chunks = opened.dataset(f"{layout.FEATURES}/{layer}").chunks
-            return int(chunks[0]) if chunks else max(1, len(self))
-
-        return self._again_if_packed(read)
-
-    @contextlib.contextmanager
-    def _open_rows(self, segment: Segment, layer: str) -> Iterator[ChunkRows]:
-        """Open the rows of a layer in one segment."""
-        info = self._contents.layers[layer]
-        shape = (segment.stop - segment.start, *info.row_shape)
-        with self._open(segment) as opened:
-            yield opened.rows(f"{layout.FEATURES}/{layer}", shape, info.dtype, segment.start)
+        return self._again_if_packed(lambda: self._rows.chunk_rows(layer))

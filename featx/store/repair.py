@@ -20,6 +20,7 @@ from featx.storage import AtomicFolder, open_folder
 from featx.store import layout
 from featx.store.checksums import check_chunks
 from featx.store.chunk_table import LOST_TEXT, DamagedFile
+from featx.store.damage_report import Report
 from featx.store.dtypes import from_raw, raw_dtype
 from featx.store.hdf5_files import damage_text, open_metadata
 from featx.store.leftovers import clear_leftovers
@@ -28,7 +29,6 @@ from featx.store.manifest import Manifest, Run, load_manifest, num_runs_of
 from featx.store.part_builder import PartBuilder
 from featx.store.part_files import part_path
 from featx.store.pieces import piece_path
-from featx.store.verification import Report
 from featx.types import UNKNOWN_IMAGE, Failure, Listing, Part, Status
 
 

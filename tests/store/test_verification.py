@@ -20,8 +20,9 @@ from featx.errors import StoreError
 from featx.storage.local_folder import AtomicFolder
 from featx.store import layout
 from featx.store.committed_parts import remove_parts
+from featx.store.damage_report import Damage, Report
 from featx.store.pack import pack
-from featx.store.verification import Damage, Report, check_store
+from featx.store.verification import check_store
 
 
 @pytest.fixture
@@ -419,7 +420,7 @@ def test_a_file_that_cannot_be_read_now_is_no_damage(
     def failing(path: Path, **options: Any) -> h5py.File:
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr("featx.store.verification.open_hdf5", failing)
+    monkeypatch.setattr("featx.store.file_checks.open_hdf5", failing)
     with pytest.raises(StoreError, match="When it can be read"):
         check_store(tmp_path)
 

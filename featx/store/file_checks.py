@@ -1,0 +1,235 @@
+"""Checks of one file of a store: attributes, columns, failures and every chunk of its layers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import numpy.typing as npt
+
+from featx.errors import StoreError
+from featx.store import layout
+from featx.store.checksums import chunks_with_verdict, classes_agree, failures_agree
+from featx.store.chunk_table import has_chunk_table
+from featx.store.damage_report import Damage, Report
+from featx.store.dtypes import from_raw, name_of
+from featx.store.hdf5_files import check_hard, check_plain, damage_text, open_hdf5
+from featx.store.listing import (
+    column_names,
+    is_column_type,
+    row_values,
+    same_values,
+)
+from featx.types import LayerSpec, Listing, Status, StoreHeader
+
+
+@dataclass(frozen=True)
+class ExpectedFile:
+    """What a file of the store must contain.
+
+    Attributes:
+        start: first row in the store.
+        stop: row after the last one.
+        header: header of the run.
+        identity: digest that the file must carry as its fingerprint.
+        codec: codec of the run.
+        specs: datasets of the file.
+        part: index of the part, or None for features.h5.
+        num_runs: number of runs that the file holds.
+    """
+
+    start: int
+    stop: int
+    header: StoreHeader
+    identity: str
+    codec: str
+    specs: tuple[LayerSpec, ...]
+    part: int | None
+    num_runs: int
+
+
+def check_file(path: Path, expected: ExpectedFile, listing: Listing | None, report: Report) -> None:
+    """Check one file with rows and record its damages."""
+    whole = (expected.start, expected.stop)
+    report.num_files += 1
+    try:
+        with open_hdf5(path) as file:
+            _check_attributes(path, file, expected, report)
+            status = _check_columns(path, file, expected, listing, report)
+            _check_failures(path, file, expected, status, report)
+            if not classes_agree(file):
+                what = f"/{layout.CLASSES} differs from its checksum"
+                report.damages.append(Damage(path, what))
+            if layout.CHUNK_TABLE in file and not has_chunk_table(path):
+                report.damages.append(Damage(path, f"/{layout.CHUNK_TABLE} is damaged"))
+            check_hard(file, layout.FEATURES)
+            names = {spec.name for spec in expected.specs}
+            for name in file[layout.FEATURES]:
+                if name not in names:
+                    report.damages.append(Damage(path, f"the store has no layer {name}"))
+            for spec in expected.specs:
+                _check_layer(path, file, spec, expected, status, report)
+    except layout.UNREADABLE as error:
+        report.damages.append(Damage(path, damage_text(path, error), *whole))
+
+
+def _check_attributes(path: Path, file: h5py.File, expected: ExpectedFile, report: Report) -> None:
+    """Check the root attributes; some identify the rows, the others only describe them."""
+    wanted = layout.root_attributes(
+        expected.header, expected.identity, complete=expected.part is None
+    )
+    wanted["codec"] = expected.codec
+    if expected.part is not None:
+        wanted |= {"part": expected.part, "start": expected.start}
+    for name, value in wanted.items():
+        # An empty value means that featx.json does not contain it.
+        if value != "" and (found := file.attrs.get(name)) != value:
+            of_rows = name in ("fingerprint", "complete", "part", "start")
+            rows = (expected.start, expected.stop) if of_rows else ()
+            what = f"its attribute {name} is {_short(found)}, expected {_short(value)}"
+            report.damages.append(Damage(path, what, *rows))
+
+
+def _short(value: object) -> str:
+    """Value as text of at most 80 characters, since a config may have a hundred lines."""
+    text = " ".join(str(value).split())
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def _check_columns(
+    path: Path, file: h5py.File, expected: ExpectedFile, listing: Listing | None, report: Report
+) -> npt.NDArray[np.uint8]:
+    """Compare /key, /label and /columns with the listing; return /status, (n,) uint8."""
+    rows = slice(expected.start, expected.stop)
+    num_rows = expected.stop - expected.start
+    columns: dict[str, npt.NDArray[Any]] = {}
+    if layout.COLUMNS in file:
+        check_hard(file, layout.COLUMNS)
+    given = [f"{layout.COLUMNS}/{name}" for name in column_names(file)]
+    kinds = {
+        layout.KEY: "S",
+        layout.LABEL: "<i8",
+        layout.STATUS: "u1",
+        layout.IMAGE_CHECKSUM: "<u8",
+    }
+    for name in (*kinds, *given):
+        found = check_plain(file, name)
+        kind = kinds.get(name)
+        right = is_column_type(found.dtype) if kind is None else kind in _kinds(found)
+        if found.shape != (num_rows,) or not right:
+            wanted = kind or "bytes, bool, int64 or float64"
+            raise StoreError(
+                f"/{name} is {found.shape} {found.dtype}, expected {num_rows} {wanted}"
+            )
+        chunks = []
+        for start, values, good in chunks_with_verdict(file, name):
+            chunks.append(values)
+            _count(report, values)
+            if not good:
+                # Without a valid status the rows are unusable; keys can be read from samples.h5.
+                length = len(values) if name == layout.STATUS else 0
+                first = expected.start + start
+                what = f"/{name} differs from its checksum at row {first}"
+                report.damages.append(Damage(path, what, first, first + length))
+        columns[name] = np.concatenate(chunks)
+    if listing is not None:
+        of_listing = row_values(listing)
+        if set(of_listing) - {layout.KEY, layout.LABEL} != set(given):
+            report.damages.append(Damage(path, f"/{layout.COLUMNS} are not those of the listing"))
+        for name in [name for name in of_listing if name in columns]:
+            if not same_values(columns[name], of_listing[name][rows]):
+                report.damages.append(Damage(path, f"/{name} is not that of the listing"))
+        check_plain(file, layout.CLASSES)
+        classes = layout.text_array(listing.classes).tolist()
+        found = file[layout.CLASSES][:].tolist()
+        # Rows that were added later may have added classes.
+        lacking = expected.stop == len(listing) and len(found) < len(classes)
+        if found != classes[: len(found)] or lacking:
+            report.damages.append(Damage(path, f"/{layout.CLASSES} is not that of the listing"))
+    status: npt.NDArray[np.uint8] = columns[layout.STATUS]
+    known = [int(s) for s in Status if s != Status.ABSENT]
+    for row in np.flatnonzero(~np.isin(status, known))[:1]:
+        first = expected.start + int(row)
+        what = f"row {first} has status {status[row]}, which no row of a file can have"
+        report.damages.append(Damage(path, what, first, first + 1))
+    return status
+
+
+def _kinds(dataset: h5py.Dataset) -> tuple[Any, ...]:
+    """Kind and dtype of a dataset; either may be what is expected."""
+    return dataset.dtype.kind, dataset.dtype
+
+
+def _check_failures(
+    path: Path,
+    file: h5py.File,
+    expected: ExpectedFile,
+    status: npt.NDArray[np.uint8],
+    report: Report,
+) -> None:
+    """Compare /failures with /status and with its checksum."""
+    failed = np.flatnonzero(status != Status.OK) + expected.start
+    columns = {}
+    for name in layout.FAILURE_COLUMNS:
+        columns[name] = check_plain(file, f"{layout.FAILURES}/{name}")[:]
+    found = columns["row"]
+    if not np.array_equal(found, failed) or len({len(values) for values in columns.values()}) > 1:
+        what = f"/failures names {len(found)} rows, /status {len(failed)}"
+        report.damages.append(Damage(path, what, expected.start, expected.stop))
+    # A reader that finds 0 here does not read /failures.
+    elif (count := file.attrs.get("num_failures")) != len(failed):
+        what = f"its attribute num_failures is {count}, /status names {len(failed)}"
+        report.damages.append(Damage(path, what, expected.start, expected.stop))
+    elif not failures_agree(file):
+        what = f"/{layout.FAILURES} differs from its checksum"
+        touched = (int(failed[0]), int(failed[-1]) + 1) if len(failed) else ()
+        report.damages.append(Damage(path, what, *touched))
+
+
+def _check_layer(
+    path: Path,
+    file: h5py.File,
+    spec: LayerSpec,
+    expected: ExpectedFile,
+    status: npt.NDArray[np.uint8],
+    report: Report,
+) -> None:
+    """Check every chunk of a layer: its checksum, values in ok rows, and NaN in failed rows."""
+    name = f"{layout.FEATURES}/{spec.name}"
+    dataset = check_plain(file, name)
+    shape = (expected.stop - expected.start, *spec.shape)
+    if dataset.shape != shape or name_of(dataset) != spec.dtype:
+        raise StoreError(
+            f"/{name} is {dataset.shape} {name_of(dataset)}, expected {shape} {spec.dtype}"
+        )
+    for attribute, value in layout.layer_attributes(spec).items():
+        if (found := dataset.attrs.get(attribute)) != value:
+            what = f"/{name} has {attribute} {found}, expected {value}"
+            report.damages.append(Damage(path, what))
+    for start, raw, good in chunks_with_verdict(file, name):
+        _count(report, raw)
+        first = expected.start + start
+        if not good:
+            what = f"/{name} differs from its checksum at row {first}"
+            report.damages.append(Damage(path, what, first, first + len(raw), spec.name))
+            continue
+        values = from_raw(raw, spec.dtype).reshape(len(raw), -1)
+        ok = status[start : start + len(raw)] == Status.OK
+        wrong = ok & ~np.isfinite(values).all(1)
+        if expected.num_runs == 1:
+            # With several runs, a row may have failed in another run than that of this layer.
+            wrong |= ~ok & ~np.isnan(values).all(1)
+        for row in np.flatnonzero(wrong)[:1]:
+            at = first + int(row)
+            said = Status(int(status[start + row])).label
+            what = f"/{name}: row {at} has status {said}, which contradicts its values"
+            report.damages.append(Damage(path, what, first, first + len(raw), spec.name))
+
+
+def _count(report: Report, values: npt.NDArray[Any]) -> None:
+    """Count a chunk that was compared."""
+    report.num_chunks += 1
+    report.num_bytes += values.nbytes

@@ -1,0 +1,154 @@
+"""Rows of the layers of a store, read from the files that hold them."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from featx.errors import StoreError
+from featx.store import layout
+from featx.store.chunk_reader import ChunkRows
+from featx.store.contents import Contents, Segment
+from featx.store.hdf5_files import Handles, OpenFile
+
+
+class LayerRows:
+    """Rows of all layers of a store whose files were found; absent rows are NaN.
+
+    Args:
+        root: folder or file of the store, for messages.
+        contents: its files.
+        handles: open files.
+    """
+
+    def __init__(self, root: Path, contents: Contents, handles: Handles) -> None:
+        self._root = root
+        self._contents = contents
+        self._handles = handles
+        self._places: dict[str, tuple[list[Segment], npt.NDArray[np.int64]]] = {}
+        self._at_hand: dict[str, tuple[int, ChunkRows]] = {}  # layer -> process id, reader
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_at_hand": {}}
+
+    def num_present(self, layer: str) -> int:
+        """Number of rows of a layer that are there."""
+        segments, _ = self._segments_of(layer)
+        return sum(segment.stop - segment.start for segment in segments)
+
+    def chunk_rows(self, layer: str) -> int:
+        """Rows per chunk in the first file of a layer."""
+        segments, _ = self._segments_of(layer)
+        num_rows = max(1, self._contents.num_rows)
+        if not segments:
+            return num_rows
+        with self.open(segments[0]) as opened:
+            chunks = opened.dataset(f"{layout.FEATURES}/{layer}").chunks
+        return int(chunks[0]) if chunks else num_rows
+
+    def read_run(self, layer: str, start: int, stop: int) -> npt.NDArray[Any]:
+        """Read rows [start, stop) of a layer, (n, ...)."""
+        if (chunks := self._whole(layer)) is None:
+            return self.read(layer, np.arange(start, stop))
+        return chunks.take_run(start, stop - start)
+
+    def _segments_of(self, layer: str) -> tuple[list[Segment], npt.NDArray[np.int64]]:
+        """Files with rows of a layer in ascending order, and the first row of each."""
+        if layer not in self._places:
+            there = [s for s in self._contents.segments if layer in s.layers]
+            there.sort(key=lambda segment: segment.start)
+            starts = np.array([segment.start for segment in there], dtype=np.int64)
+            self._places[layer] = there, starts
+        return self._places[layer]
+
+    def _whole(self, layer: str) -> ChunkRows | None:
+        """Reader of a layer that lies in one file with all rows, or None for a layer in parts.
+
+        The reader is cached, as finding the open file takes several times as long as reading a row.
+        """
+        process, chunks = self._at_hand.get(layer, (0, None))
+        if chunks is not None and process == os.getpid() and not chunks.closed:
+            return chunks
+        segments, _ = self._segments_of(layer)
+        if len(segments) != 1 or segments[0].stop - segments[0].start != self._contents.num_rows:
+            return None
+        with self._open_rows(segments[0], layer) as chunks:
+            self._at_hand[layer] = os.getpid(), chunks
+        return chunks
+
+    def read(self, layer: str, rows: npt.NDArray[np.int64]) -> npt.NDArray[Any]:
+        """Read rows of a layer, (n, ...), from one file or from several segments.
+
+        Args:
+            layer: name of the layer.
+            rows: (n,) rows in [0, N) in any order, repeats allowed.
+        """
+        if (chunks := self._whole(layer)) is not None:
+            return chunks.take(rows)
+        info = self._contents.layers[layer]
+        segments, starts = self._segments_of(layer)
+        out = np.empty((len(rows), *info.row_shape), dtype=info.dtype)
+        increasing = len(rows) < 2 or bool((rows[1:] >= rows[:-1]).all())
+        places = np.arange(len(rows)) if increasing else np.argsort(rows, kind="stable")
+        ordered = rows if increasing else rows[places]
+        # Sorted rows fall into consecutive groups, one for each segment.
+        nearest_segment = np.searchsorted(starts, ordered, side="right") - 1
+        edges = np.flatnonzero(np.diff(nearest_segment)) + 1
+        for low, high in itertools.pairwise([0, *edges.tolist(), len(ordered)]):
+            if low == high:
+                continue
+            self._fill(
+                layer, segments, int(nearest_segment[low]), ordered[low:high], places[low:high], out
+            )
+        return out
+
+    def _fill(
+        self,
+        layer: str,
+        segments: list[Segment],
+        number: int,
+        rows: npt.NDArray[np.int64],
+        places: npt.NDArray[np.int64],
+        out: npt.NDArray[Any],
+    ) -> None:
+        """Write sorted rows of a segment to their places of `out`; absent rows become NaN."""
+        if number < 0:
+            out[places] = np.nan
+            return
+        segment = segments[number]
+        inside = int(np.searchsorted(rows, segment.stop))
+        out[places[inside:]] = np.nan
+        if inside:
+            with self._open_rows(segment, layer) as chunks:
+                chunks.read(rows[:inside] - segment.start, out, places[:inside])
+
+    @contextlib.contextmanager
+    def open(self, segment: Segment) -> Iterator[OpenFile]:
+        """Open the file of a segment; refuse a file of another run or with other rows."""
+        with self._handles.use(segment.path) as opened:
+            if not opened.known:
+                attrs = opened.file.attrs
+                if attrs.get("fingerprint") != segment.identity:
+                    raise StoreError(
+                        f"{segment.path} belongs to another run than {self._root} did when it was "
+                        "opened."
+                    )
+                if attrs.get("start", 0) != segment.start:
+                    raise StoreError(f"{segment.path} holds the rows of another part.")
+                opened.known = True
+            yield opened
+
+    @contextlib.contextmanager
+    def _open_rows(self, segment: Segment, layer: str) -> Iterator[ChunkRows]:
+        """Open the rows of a layer in one segment."""
+        info = self._contents.layers[layer]
+        shape = (segment.stop - segment.start, *info.row_shape)
+        with self.open(segment) as opened:
+            yield opened.rows(f"{layout.FEATURES}/{layer}", shape, info.dtype, segment.start)

@@ -24,6 +24,7 @@ from PIL import AvifImagePlugin, Image, ImageColor, ImageFile, UnidentifiedImage
 from featx.base import ProcessSetting
 from featx.config import DataConfig
 from featx.errors import ConfigError
+from featx.images.jpeg_header import plain_jpeg_size
 from featx.images.rgb_conversion import to_rgb
 from featx.types import ImageFault, Status
 
@@ -271,6 +272,8 @@ def _decode(
     data: bytes, policy: ImagePolicy, at_least: int | None
 ) -> Image.Image | npt.NDArray[np.uint8]:
     """The image as Pillow's type, or as an array if simplejpeg has decoded it."""
+    if policy.jpeg == SIMPLEJPEG and (pixels := _plain_jpeg(data, policy, at_least)) is not None:
+        return pixels
     image = _open(data)
     width, height = image.size
     if width * height > policy.max_pixels:
@@ -293,6 +296,22 @@ def _decode(
     turn = _orientation(image) if policy.exif == "apply" else _TURN_BACK.get(turned, turned)
     rgb = to_rgb(image, policy.background)
     return rgb if turn == 1 else rgb.transpose(_TRANSPOSE[turn])
+
+
+def _plain_jpeg(
+    data: bytes, policy: ImagePolicy, at_least: int | None
+) -> npt.NDArray[np.uint8] | None:
+    """Decode a sound JPEG of full size whose header is in order, without Pillow.
+
+    Returns:
+        (H, W, 3) uint8, or None for images that need more than that.
+    """
+    size = plain_jpeg_size(data)
+    if size is None or size[0] * size[1] > policy.max_pixels:
+        return None
+    if at_least is not None and _far_larger(size, at_least):
+        return None
+    return _sound_jpeg(data, size)
 
 
 def _far_larger(size: tuple[int, int], at_least: int) -> bool:
@@ -323,16 +342,26 @@ def _is_reduced(image: Image.Image, at_least: int) -> bool:
 
 def _encoded(data: bytes, policy: ImagePolicy, at_least: int) -> EncodedJpeg | None:
     """`encoded_jpeg` without its boundary for exceptions."""
-    image = _open(data)
-    width, height = size = image.size
-    if image.format != "JPEG" or image.mode != "RGB" or min(size) < 8:
+    turn, image = 1, None
+    size = plain_jpeg_size(data) if policy.jpeg == SIMPLEJPEG else None
+    if size is None:
+        image = _open(data)
+        if image.format != "JPEG" or image.mode != "RGB":
+            return None
+        size = image.size
+        turn = _orientation(image) if policy.exif == "apply" else 1
+    width, height = size
+    if min(size) < 8 or width * height > min(policy.max_pixels, MAX_CODED_PIXELS):
         return None
-    if width * height > min(policy.max_pixels, MAX_CODED_PIXELS) or _far_larger(size, at_least):
+    if _far_larger(size, at_least):
         return None
-    turn = _orientation(image) if policy.exif == "apply" else 1
-    image.draft("RGB", (width // 8, height // 8))
-    eighth = _sound_jpeg(data, image.size) if policy.jpeg == SIMPLEJPEG else np.array(image)
-    if eighth is None or eighth.shape != (-(-height // 8), -(-width // 8), 3):
+    shrunk = -(-width // 8), -(-height // 8)
+    if image is None or policy.jpeg == SIMPLEJPEG:
+        eighth = _sound_jpeg(data, shrunk)
+    else:
+        image.draft("RGB", (width // 8, height // 8))
+        eighth = np.array(image)
+    if eighth is None or eighth.shape != (*reversed(shrunk), 3):
         return None
     return EncodedJpeg(data, size, turn, eighth)
 

@@ -63,6 +63,9 @@ NUM_CACHED_IMAGES = 2
 DecodedImage = Image.Image | npt.NDArray[np.uint8]
 """Upright RGB image: (H, W, 3) uint8 for the fast path, a Pillow image for the reference."""
 
+Groups = list[Future[list[EncodedJpeg | Failure | None]]]
+"""Results of `Loader._fill` for groups of images."""
+
 
 @dataclass
 class LoaderTimes:
@@ -250,19 +253,26 @@ class Loader:
         sums = np.full(count, NO_IMAGE, dtype=np.uint64)
         batch = Batch(images, start, count, [], sums)
         places = images.numpy()
-        calls = [
-            (start + i, places[i], sums[i : i + 1], self._is_for_device(start + i))
-            for i in range(count)
-        ]
-        groups = [
-            self._decoder.submit_group(self._fill, calls[i : i + self._group_rows])
-            for i in range(0, count, self._group_rows)
-        ]
+        for_device = [self._is_for_device(start + i) for i in range(count)]
+
+        def groups(indices: list[int], are_for_device: bool) -> Groups:
+            """Submit the images with these places in the batch, in groups."""
+            calls = [(start + i, places[i], sums[i : i + 1], are_for_device) for i in indices]
+            return [
+                self._decoder.submit_group(self._fill, calls[i : i + self._group_rows])
+                for i in range(0, len(calls), self._group_rows)
+            ]
+
         if self._device_decoder is None:
-            return functools.partial(_filled, batch, groups)
+            return functools.partial(_filled, batch, groups(list(range(count)), False))
+        # The images of the GPU come first: it decodes them while the CPUs decode the others.
+        taken = [i for i in range(count) if for_device[i]]
+        prepared = groups(taken, True)
+        others = groups([i for i in range(count) if not for_device[i]], False)
         # A thread of its own waits for the decoders and drives the GPU, so batches reach it in
         # order and the run loop is not held up.
-        return self._device_thread.submit(self._on_to_device, batch, groups).result
+        work = self._on_to_device, batch, taken, prepared, others
+        return self._device_thread.submit(*work).result
 
     def _is_for_device(self, row: int) -> bool:
         """Whether the GPU decodes the image of a row, provided that it can."""
@@ -271,18 +281,24 @@ class Loader:
         return self._decoding.is_for_device(self._listing.keys[row])
 
     def _on_to_device(
-        self, batch: Batch, groups: list[Future[list[EncodedJpeg | Failure | None]]]
+        self, batch: Batch, taken: list[int], prepared: Groups, others: Groups
     ) -> Batch:
         """Decode the images that were left for the GPU, and copy the whole batch there.
 
         Args:
             batch: batch whose CPU-decoded images are being filled in.
-            groups: results of `_fill` for its rows, in their order.
+            taken: places in the batch of the images that are for the GPU.
+            prepared: results of `_fill` for these, in their order.
+            others: results of `_fill` for the other images.
         """
         device = self._device_decoder
         assert device is not None, "decoding on the device needs one"
-        results = [result for group in groups for result in group.result()]
-        encoded = {i: result for i, result in enumerate(results) if isinstance(result, EncodedJpeg)}
+        results = _results(prepared)
+        encoded = {
+            i: result
+            for i, result in zip(taken, results, strict=True)
+            if isinstance(result, EncodedJpeg)
+        }
         started_at = time.perf_counter()
         with device.own_stream(), self._span("decode on the device"):
             crops = dict(zip(encoded, device.crops(list(encoded.values())), strict=True))
@@ -295,7 +311,7 @@ class Loader:
             for i, crop in crops.items()
             if crop is None
         ]
-        results += [future.result() for future in here]
+        results += [future.result() for future in here] + _results(others)
         failures = [result for result in results if isinstance(result, Failure)]
         batch.failures = sorted(failures, key=lambda failure: failure.row)
         started_at = time.perf_counter()
@@ -446,10 +462,14 @@ def _no_span(name: str) -> contextlib.AbstractContextManager[object]:
 _NO_SPAN: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
 
 
-def _filled(batch: Batch, groups: list[Future[list[EncodedJpeg | Failure | None]]]) -> Batch:
+def _results(groups: Groups) -> list[EncodedJpeg | Failure | None]:
+    """Wait for groups of images; returns the result of each image, in their order."""
+    return [result for group in groups for result in group.result()]
+
+
+def _filled(batch: Batch, groups: Groups) -> Batch:
     """Wait until all images of a batch are in their places."""
-    results = (result for group in groups for result in group.result())
-    batch.failures = [result for result in results if isinstance(result, Failure)]
+    batch.failures = [result for result in _results(groups) if isinstance(result, Failure)]
     return batch
 
 

@@ -15,7 +15,7 @@ from torch import nn
 from zoo import ClampedNet, ResidualConvNet
 
 import featx
-from featx.base.devices import choose_device, exact_cuda
+from featx.base.devices import choose_device
 from featx.config import model_options
 from featx.engine.compute import Compute
 from featx.engine.row_checks import finite_rows, largest_magnitudes, row_cosines
@@ -560,17 +560,6 @@ def test_an_overwriting_that_only_images_show_is_found_when_compiled() -> None:
         values = engine.run(x)
     assert torch.equal(values["layer"], x)
     assert values["clamp"].max() == 6
-
-
-def test_on_cuda_fp32_means_fp32_and_the_settings_come_back() -> None:
-    """The settings exist without a GPU; what they do to values is a test with the gpu marker."""
-    conv, matmul = torch.backends.cudnn.conv, torch.backends.cuda.matmul
-    before = conv.fp32_precision, matmul.fp32_precision, torch.backends.cudnn.deterministic
-    with exact_cuda:
-        assert (conv.fp32_precision, matmul.fp32_precision) == ("ieee", "ieee")
-        assert torch.backends.cudnn.deterministic
-    after = conv.fp32_precision, matmul.fp32_precision, torch.backends.cudnn.deterministic
-    assert after == before
 
 
 @pytest.mark.gpu

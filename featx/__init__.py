@@ -15,7 +15,7 @@ from featx.errors import FeatxError
 if TYPE_CHECKING:
     from featx.analysis.prediction import predict
     from featx.analysis.statistics.frechet import frechet_distance
-    from featx.analysis.statistics.stats_file import Statistics, open_stats
+    from featx.analysis.statistics.reader import Statistics, open_stats
     from featx.jobs.export import export_store
     from featx.jobs.extract import extract
     from featx.jobs.report import write_report
@@ -51,8 +51,8 @@ _HOME = {
     "export_store": "featx.jobs.export",
     "write_golden": "featx.models.golden",
     "write_report": "featx.jobs.report",
-    "open_stats": "featx.analysis.statistics.stats_file",
-    "Statistics": "featx.analysis.statistics.stats_file",
+    "open_stats": "featx.analysis.statistics.reader",
+    "Statistics": "featx.analysis.statistics.reader",
     "frechet_distance": "featx.analysis.statistics.frechet",
 }
 

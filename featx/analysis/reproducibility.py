@@ -266,7 +266,7 @@ def request_of(spec: LayerSpec, before: Config) -> ReduceConfig:
 
 def statistics_sha256(path: str, layer: str) -> str:
     """Return the SHA-256 of a layer's statistics; see `Moments.sha256`."""
-    from featx.analysis.statistics.stats_file import Statistics  # imports torch
+    from featx.analysis.statistics.reader import Statistics  # imports torch
 
     return Statistics(path)[layer].sha256
 

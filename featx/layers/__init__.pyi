@@ -3,11 +3,11 @@ from .attention import needs_plain_attention as needs_plain_attention
 from .attention import plain_attention as plain_attention
 from .capture_hooks import CaptureHooks as CaptureHooks
 from .capture_hooks import Copies as Copies
-from .capture_hooks import Expected as Expected
 from .capture_hooks import Keep as Keep
-from .capture_hooks import check_calls as check_calls
 from .embedding import is_exposed as is_exposed
 from .embedding import with_evidence as with_evidence
+from .expected_pass import Expected as Expected
+from .expected_pass import check_calls as check_calls
 from .forward_log import log_forward as log_forward
 from .gradient_target import logits_of as logits_of
 from .gradient_target import target_classes as target_classes

@@ -32,8 +32,8 @@ from featx.analysis.statistics.covariance import frechet_distance, principal_com
 from featx.analysis.statistics.moments import Moments, check_size
 from featx.analysis.statistics.moments_tree import MomentsTree
 from featx.analysis.statistics.part_moments import PartMoments, StatsLayer
+from featx.analysis.statistics.reader import open_stats
 from featx.analysis.statistics.session import MomentsOfParts
-from featx.analysis.statistics.stats_file import open_stats
 from featx.errors import (
     ConfigError,
     LayerError,
@@ -902,7 +902,7 @@ def test_any_flipped_bit_is_an_error(tmp_path: Path) -> None:
         import sys
         from pathlib import Path
         from featx.errors import StoreError, LayerError
-        from featx.analysis.statistics.stats_file import open_stats
+        from featx.analysis.statistics.reader import open_stats
         path = Path(sys.argv[1])
         data = path.read_bytes()
         def read():

@@ -25,8 +25,8 @@ from tiny_model import COMMAND, KEYS, MODEL, extract, run_job, write_image
 
 import featx
 from featx.analysis.statistics import target
+from featx.analysis.statistics.reader import Statistics
 from featx.analysis.statistics.session import MomentsOfParts
-from featx.analysis.statistics.stats_file import Statistics
 from featx.config.schema import from_keywords, from_omegaconf
 from featx.errors import ConfigError, NonFiniteError, StoreLockedError, StoreMismatchError
 from featx.pipeline.stop_signals import Interrupted

@@ -11,7 +11,8 @@ from torch import nn
 import featx
 from featx.base.nested_tensors import elements
 from featx.errors import LayerError, RunError
-from featx.layers.capture_hooks import CaptureHooks, Expected, StopForward
+from featx.layers.capture_hooks import CaptureHooks, StopForward
+from featx.layers.expected_pass import Expected
 from featx.layers.trace import CapturePoint
 from featx.layers.tracer import trace_forward
 from featx.models.base import state_sha256

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from featx.analysis.statistics import covariance
-from featx.analysis.statistics.stats_file import Statistics, open_stats
+from featx.analysis.statistics.reader import Statistics, open_stats
 from featx.errors import ConfigError, StoreMismatchError
 
 _SAME = ("layer", "capture", "target", "reduce", "row", "shape", "weights_sha256", "transform")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from featx.analysis.statistics.covariance import principal_components, whitening
-from featx.analysis.statistics.stats_file import Statistics
+from featx.analysis.statistics.reader import Statistics
 from featx.config import GRADIENTS, Config, ReduceConfig, make_reduce
 from featx.errors import ConfigError, ReduceError, StoreMismatchError
 from featx.layers import (

@@ -13,9 +13,10 @@ from featx.analysis.statistics.covariance import frechet_distance
 from featx.analysis.statistics.covariance import spread as spread_of
 from featx.analysis.statistics.frechet import refuse_other_values
 from featx.analysis.statistics.moments import Moments
+from featx.analysis.statistics.reader import Statistics
 from featx.analysis.statistics.session import FAILURES_CSV, MomentsOfParts, StatsSession
 from featx.analysis.statistics.sink import StatsPartTask, StatsSink, tree_of
-from featx.analysis.statistics.stats_file import PARTS_FOLDER, STATS_FILE, STATS_IMAGES, Statistics
+from featx.analysis.statistics.stats_file import PARTS_FOLDER, STATS_FILE, STATS_IMAGES
 from featx.analysis.statistics.target import StatsTarget
 from featx.base import log_message, shown_path, size_text
 from featx.config import Config

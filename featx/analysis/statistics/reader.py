@@ -1,0 +1,135 @@
+"""Reads a complete stats.h5, layer by layer."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import h5py
+
+from featx.analysis.statistics.moments import Moments
+from featx.analysis.statistics.stats_file import (
+    STATS_FILE,
+    attributes_of,
+    check_layer,
+    read_layer,
+    reading,
+)
+from featx.errors import StoreError
+
+
+def open_stats(path: str | Path) -> Statistics:
+    """Open the statistics that job=stats computed.
+
+    Args:
+        path: a stats.h5, or the folder that contains it.
+
+    Raises:
+        StoreError: the file is missing, incomplete, damaged, or of a newer format.
+    """
+    return Statistics(path)
+
+
+class Statistics(Mapping[str, Moments]):
+    """A complete stats.h5 as a mapping layer -> Moments; a layer is read when it is accessed.
+
+        stats = featx.open_stats("runs/photos")
+        stats["avgpool"].mean           # (D,) float64; .covariance(), .second_moment, .count
+
+    Args:
+        path: the file, or the folder that contains it.
+
+    Attributes:
+        path: path of the file.
+        attributes: root attributes: model, weights_sha256, transform, num_failed, ...
+        settings: everything that changes the values, by option name.
+
+    Raises:
+        StoreError: the file is missing, incomplete, damaged, or of a newer format.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        path = Path(path).expanduser()
+        self.path = path / STATS_FILE if path.is_dir() else path
+        if not self.path.is_file():
+            raise StoreError(f"there is no statistics file {self.path}. job=stats makes one.")
+        self._stamp = _stamp_of(self.path)
+        with reading(self.path) as file:
+            self.attributes = attributes_of(file)
+            self._layers = tuple(file["layers"])
+            _check_complete(self.path, self.attributes)
+            self.settings: dict[str, Any] = json.loads(self.attributes["settings"])
+
+    def __getitem__(self, layer: str) -> Moments:
+        return self.layer(layer)[0]
+
+    def __contains__(self, layer: object) -> bool:
+        return layer in self._layers
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._layers)
+
+    def __len__(self) -> int:
+        return len(self._layers)
+
+    def __repr__(self) -> str:
+        return f"Statistics({str(self.path)!r}, layers: {', '.join(self._layers)})"
+
+    def layer(self, name: str) -> tuple[Moments, dict[str, Any]]:
+        """Return the moments of a layer, and its description as `about` returns it.
+
+        Raises:
+            LayerError: there is no such layer.
+            StoreError: the file has changed since it was opened.
+        """
+        with self._reading() as file:
+            moments, attributes = read_layer(file, self.path, name, self.attributes)
+            return moments, self._joined(attributes)
+
+    def about(self, name: str) -> dict[str, Any]:
+        """Return the attributes of the file and of a layer: capture, reduce, shape, row, kind, ...
+
+        Raises:
+            LayerError: there is no such layer.
+            StoreError: the file has changed since it was opened.
+        """
+        with self._reading() as file:
+            check_layer(file, self.path, name)
+            return self._joined(attributes_of(file[f"layers/{name}"]))
+
+    @contextlib.contextmanager
+    def _reading(self) -> Iterator[h5py.File]:
+        """Open the file, whose checksum was verified by the constructor, if it is unchanged."""
+        if _stamp_of(self.path) != self._stamp:
+            raise StoreError(f"{self.path} has changed since it was opened; open it again.")
+        with reading(self.path, compare=False) as file:
+            yield file
+
+    def _joined(self, attributes: Mapping[str, Any]) -> dict[str, Any]:
+        """Merge the attributes of a layer, those of the file, and the gradient target."""
+        return {"target": self.settings.get("target"), **self.attributes, **attributes}
+
+
+def _stamp_of(path: Path) -> tuple[int, int, int] | None:
+    """Return inode, size and mtime, which change with a write; None if the file is gone."""
+    try:
+        stat = path.stat()
+    except OSError:
+        return None
+    return stat.st_ino, stat.st_size, stat.st_mtime_ns
+
+
+def _check_complete(path: Path, root: Mapping[str, Any]) -> None:
+    """Check that a file is the final one of a run.
+
+    Raises:
+        StoreError: it holds only a part of the rows.
+    """
+    if not root["complete"]:
+        raise StoreError(
+            f"{path} holds rows {root['start']} to {root['stop']} of a run that is not complete. "
+            "Its statistics will be in the file next to the folder."
+        )

@@ -1,0 +1,107 @@
+"""What an earlier forward pass did, with which later ones are compared."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from featx.errors import RunError
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What an earlier forward pass did; a pass that does anything else is an error.
+
+    Attributes:
+        fired: names of the captures in the order in which they fire, or None if not yet known.
+        operations: result of `Trace.operations_up_to` for the captures, or None to allow any.
+        calls: (module, kind of capture) -> number of calls of the module in a whole pass, or None
+            to allow any number. Not checked in passes that end early.
+        stop: whether to end the pass by an exception after the last of `fired`. Not used under
+            torch.compile, which removes unused computation itself, nor for gradients, which come
+            after the forward pass.
+    """
+
+    fired: Sequence[str] | None = None
+    operations: Sequence[str] | None = None
+    calls: Mapping[tuple[str, str], int] | None = None
+    stop: bool = False
+
+    def ends_after(self, fired: Sequence[str]) -> bool:
+        """Whether to end the pass now that the given captures have fired."""
+        return self.stop and self.fired is not None and len(fired) >= len(self.fired)
+
+    def check(
+        self,
+        fired: Sequence[str],
+        calls: Mapping[tuple[str, str], int],
+        done: Sequence[str],
+        num_done: int,
+    ) -> None:
+        """Compare a pass with the expected one.
+
+        Args:
+            fired: names of captures, in order.
+            calls: (module, kind of capture) -> number of calls of the module.
+            done: operations of the modules with a captured operation, in order.
+            num_done: length of `done` when the last captured operation had run.
+
+        Raises:
+            RunError: the passes differ.
+        """
+        if self.calls is not None and not self.stop:
+            check_calls(calls, self.calls)
+        missing = [name for name in self.fired or () if name not in fired]
+        if not missing:
+            self._check_operations(done, num_done)
+        if self.fired is not None and list(fired) != list(self.fired):
+            raise RunError(
+                f"the forward pass differs from the calibration pass: {missing or list(fired)} "
+                f"{'did not fire' if missing else 'fired'}, expected {list(self.fired)}. The model "
+                "runs different layers for different batches, so its rows are not reproducible."
+            )
+
+    def _check_operations(self, done: Sequence[str], num_done: int) -> None:
+        """Compare the operations up to the last captured one, and name the first difference."""
+        if self.operations is None or list(done[:num_done]) == list(self.operations):
+            return
+        done = done[: max(num_done, len(self.operations))]
+        pairs = itertools.zip_longest(done, self.operations, fillvalue="nothing")
+        instead, meant = next(pair for pair in pairs if pair[0] != pair[1])
+        raise RunError(
+            f"the forward pass differs from the calibration pass: {instead} ran, expected "
+            f"{meant}. The model runs different operations for different batches, so a name means "
+            "different operations and its rows are not reproducible."
+        )
+
+
+def check_calls(
+    calls: Mapping[tuple[str, str], int], expected: Mapping[tuple[str, str], int]
+) -> None:
+    """Compare the numbers of calls in two passes.
+
+    Args:
+        calls: (module, kind of capture) -> number of calls; a missing module was not called.
+        expected: the same for the earlier pass.
+
+    Raises:
+        RunError: a number differs.
+    """
+    for place, before in expected.items():
+        if (now := calls.get(place, 0)) != before:
+            raise RunError(
+                f"the layer {place[0]!r} is called {_times(now)} in a pass over images, and was "
+                f"called {_times(before)} in the first pass. The model runs different layers for "
+                "different batches, so the name means different calls and its rows are not "
+                "reproducible. Choose a layer that is called equally often for every image."
+            )
+
+
+def _times(count: int) -> str:
+    """A number of calls in words."""
+    return {0: "not at all", 1: "once"}.get(count, f"{count} times")
+
+
+ANYTHING = Expected()
+"""Expectation for a first pass: everything is allowed."""

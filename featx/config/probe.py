@@ -43,6 +43,12 @@ class ProbeConfig:
     seeds: int | None = None
     """Number of random splits, made with `seed` and the seeds that follow it, over which means and
     standard deviations are given; for split=holdout and kfold."""
+    bootstrap: int | None = None
+    """Number of resamples of the test rows, such as 1000, for intervals of all metrics of the best
+    layer; rows of a group are drawn together."""
+    compare_store: str | None = None
+    """Another probed store, whose best layer is compared with that of this one on the test rows
+    that both have."""
     validation_share: float = 0.2
     """Share of the training rows of each class on which probe.l2 and probe.k are chosen."""
     l2: float | None = None
@@ -86,6 +92,11 @@ class ProbeConfig:
         if self.seeds is not None and self.seeds < 2:
             raise ConfigError(
                 f"probe.seeds={self.seeds}: expected at least 2; `seed` chooses the split of one."
+            )
+        if self.bootstrap is not None and self.bootstrap < 100:
+            raise ConfigError(
+                f"probe.bootstrap={self.bootstrap}: expected at least 100 resamples; fewer do not "
+                "give the ends of a 95 % interval."
             )
         for key in ("k", "draws", "epochs"):
             value = getattr(self, key)

@@ -63,7 +63,7 @@ def _answer(result: dict[str, Any]) -> str:
         f"{percent_text(result['accuracy'])} of {result['rows']} test rows are right, 95 % "
         f"interval {_interval_text(result['interval'])} %{of_folds}."
     )
-    lines = [answer, *_comparison(result)]
+    lines = [answer, *_comparison(result), *_store_comparison(result)]
     return "\n".join(textwrap.fill(line, WIDTH) for line in lines)
 
 
@@ -83,6 +83,22 @@ def _comparison(result: dict[str, Any]) -> list[str]:
         more = f" and {len(alike) - _NAMED} more" if len(alike) > _NAMED else ""
         lines.append(f"Not distinguishable from it: {', '.join(alike[:_NAMED])}{more}.")
     return lines
+
+
+def _store_comparison(result: dict[str, Any]) -> list[str]:
+    """Return the difference to the other store, and how sure it is; nothing without one."""
+    found = result["compared_store"]
+    if found is None:
+        return []
+    names = (
+        f"{shown_path(result['store'])} ({result['layer']}, {result['method']})",
+        f"{shown_path(found['store'])} ({found['layer']}, {found['method']})",
+    )
+    left_out = f", {found['rows_left_out']} others left out" if found["rows_left_out"] else ""
+    return [
+        f"{_difference_text(*names, found)} {found['rows']} test rows of both{left_out}; exact "
+        f"McNemar test p = {found['p']:.2g}."
+    ]
 
 
 def _difference_text(first: str, second: str, found: dict[str, Any]) -> str:
@@ -157,6 +173,7 @@ def _facts(config: Config, result: dict[str, Any]) -> list[tuple[str, str]]:
         *([("groups", _groups_text(groups))] if groups else []),
         ("chance", _chance_text(result)),
         ("metrics", _metrics_text(result)),
+        *([("intervals", _intervals_text(result["bootstrap"]))] if result["bootstrap"] else []),
         *([("over splits", _seeds_metrics_text(result))] if result["seeds"] else []),
     ]
     if folds := result.get("folds"):
@@ -210,6 +227,25 @@ def _metrics_text(result: dict[str, Any]) -> str:
     ]
     lines = [", ".join(shown[i : i + 4]) for i in range(0, len(shown), 4)]
     return "\n".join([*lines, *_not_available(result)])
+
+
+def _intervals_text(bootstrap: dict[str, Any]) -> str:
+    """Return the bootstrap intervals of all metrics."""
+    shown = []
+    for label, name in (("accuracy", "accuracy"), *_METRICS):
+        if (interval := bootstrap["intervals"][name]) is None:
+            continue
+        low, high = interval
+        percent = name in ("accuracy", *_SHARES)
+        text = f"{_interval_text(interval)} %" if percent else f"{low:.3f} - {high:.3f}"
+        shown.append(f"{label} {text}")
+    lines = [", ".join(shown[i : i + 3]) for i in range(0, len(shown), 3)]
+    undefined = [
+        f"{count} resamples without {name} are left out of its interval"
+        for name, count in bootstrap["undefined"].items()
+    ]
+    about = f"95 %, {bootstrap['resamples']} resamples of {bootstrap['units']} {bootstrap['unit']}s"
+    return "\n".join([*lines, about, *undefined])
 
 
 def _seeds_metrics_text(result: dict[str, Any]) -> str:

@@ -15,7 +15,7 @@ from sklearn import metrics as oracle
 from sklearn.calibration import calibration_curve
 from tiny_model import run_job
 
-from featx.errors import ConfigError
+from featx.errors import ConfigError, DataError, StoreError, StoreMismatchError
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path", "one_thread")
 
@@ -268,3 +268,123 @@ def test_differences_of_layers_are_printed_with_their_interval(
         f"{nearest}: {100 * points:+.1f} points, 95 % interval {100 * low:.1f} to {100 * high:.1f}."
         in " ".join(out.split())
     )
+
+
+def test_bootstrap_intervals_of_all_metrics_are_scipys(capsys: pytest.CaptureFixture[str]) -> None:
+    x, y = blobs(160, num_classes=3, signal=0.4)
+    write_store(Path("store"), y, x=x)
+    found = probe(split="kfold", folds=2, bootstrap=400)
+    rows = of_layer("x", "linear", lines())
+    true, predicted = (np.array([row[name] for row in rows]) for name in ("true", "predicted"))
+    scores = np.array([[float(row[f"score:{name}"]) for name in found["classes"]] for row in rows])
+    number = np.array([found["classes"].index(name) for name in true])
+
+    def metrics(drawn: np.ndarray) -> list[float]:
+        drawn = drawn.astype(int)
+        return [
+            oracle.accuracy_score(true[drawn], predicted[drawn]),
+            oracle.f1_score(true[drawn], predicted[drawn], average="macro"),
+            oracle.matthews_corrcoef(true[drawn], predicted[drawn]),
+            oracle.roc_auc_score(number[drawn], scores[drawn], multi_class="ovr"),
+        ]
+
+    expected = stats.bootstrap(
+        (np.arange(len(rows)),), metrics, n_resamples=400, method="percentile", vectorized=False,
+        rng=0,
+    ).confidence_interval  # fmt: skip
+    entry = found["bootstrap"]
+    assert (entry["resamples"], entry["unit"], entry["units"]) == (400, "row", 160)
+    for i, name in enumerate(("accuracy", "macro_f1", "mcc", "auroc")):
+        low, high = entry["intervals"][name]
+        assert low == pytest.approx(expected.low[i], abs=0.025), name
+        assert high == pytest.approx(expected.high[i], abs=0.025), name
+    assert entry["intervals"]["top5"] is None
+    assert "400 resamples of 160 rows" in capsys.readouterr().out
+
+
+def test_bootstrap_draws_whole_groups() -> None:
+    """Rows of a group are copies, so that intervals are those of the groups, twice as wide."""
+    x, y = blobs(80, num_classes=2, signal=0.3)
+    copies = np.repeat(np.arange(80), 4)
+    write_store(Path("store"), y[copies], {"patient": copies}, x=x[copies])
+    widths = []
+    for options in ({"group_column": "patient"}, {}):
+        found = probe(split="kfold", folds=4, bootstrap=300, **options)["bootstrap"]
+        low, high = found["intervals"]["accuracy"]
+        widths.append((found["unit"], found["units"], high - low))
+    assert [width[:2] for width in widths] == [("group", 80), ("row", 320)]
+    assert widths[0][2] > 1.5 * widths[1][2]
+
+
+def test_a_metric_that_is_equal_in_all_resamples_has_no_interval() -> None:
+    x, y = blobs(80, num_classes=2, signal=20)
+    write_store(Path("store"), y, x=x)
+    found = probe(bootstrap=100)
+    assert found["accuracy"] == 1
+    assert found["bootstrap"]["intervals"]["accuracy"] is None
+    assert found["interval"][0] < 1
+
+
+@pytest.mark.parametrize("options", [{}, {"split": "kfold"}], ids=["holdout", "kfold"])
+def test_stores_are_compared_on_the_same_rows(
+    capsys: pytest.CaptureFixture[str], options: dict[str, Any]
+) -> None:
+    x, y = blobs(200, num_classes=4, signal=0.5)
+    write_store(Path("store"), y, x=x)
+    write_store(Path("other"), y, even=x[:, ::2], odd=x[:, 1::2])
+    with pytest.raises(StoreError, match="has no probe to compare with"):
+        probe(compare_store="other", **options)
+    theirs = probe(store="other", **options)
+    capsys.readouterr()
+    ours = probe(compare_store="other", **options)
+    out, found = " ".join(capsys.readouterr().out.split()), ours["compared_store"]
+    mine = {row["key"]: row["true"] == row["predicted"] for row in of_layer("x", "linear", lines())}
+    layers = theirs.get("layer_of_folds", [theirs["layer"]])
+    others = {
+        row["key"]: row["true"] == row["predicted"]
+        for row in lines("other")
+        if row["split"] == "test" and row["layer"] == layers[int(row["fold"] or 1) - 1]
+    }
+    assert set(mine) == set(others)
+    assert (found["rows"], found["rows_left_out"]) == (len(mine), 0)
+    assert found["accuracies"] == [ours["accuracy"], theirs["accuracy"]]
+    gain = np.array([int(mine[key]) - others[key] for key in mine])
+    assert found["difference"] == pytest.approx(gain.mean())
+    count = int((gain != 0).sum())
+    assert found["p"] == pytest.approx(stats.binomtest(int((gain > 0).sum()), count).pvalue)
+    low, high = found["interval"]
+    assert (
+        f"points, 95 % interval {100 * low:.1f} to {100 * high:.1f}. {len(mine)} test rows" in out
+    )
+    predictions = Path("other/probe/predictions.csv")
+    predictions.write_bytes(predictions.read_bytes().replace(b"c1", b"c2", 1))
+    with pytest.raises(StoreError, match="was changed"):
+        probe(compare_store="other", **options)
+
+
+def test_stores_of_other_rows_or_labels_are_not_compared() -> None:
+    x, y = blobs(100, num_classes=2)
+    write_store(Path("store"), y, x=x)
+    write_store(Path("relabelled"), 1 - y, x=x)
+    probe(store="relabelled")
+    with pytest.raises(StoreMismatchError, match=r"is of the class c\d in this store and of c"):
+        probe(compare_store="relabelled")
+    write_store(Path("reordered"), y, x=x)
+    probe(store="reordered", test_share=0.01)
+    with pytest.raises(DataError, match="has tested none of the 20 test rows"):
+        probe(compare_store="reordered", split="column", split_file=str(split_without("reordered")))
+
+
+def split_without(store: str) -> Path:
+    """A split file whose test rows are no test rows of a store."""
+    avoided = {row["key"] for row in lines(store) if row["split"] == "test"}
+    keys = [f"{i:05d}.jpg" for i in range(100)]
+    test = [key for key in keys if key not in avoided][:20]
+    text = "".join(f"{key},{'test' if key in test else 'train'}\n" for key in keys)
+    Path("split.csv").write_text("key,split\n" + text)
+    return Path("split.csv")
+
+
+def test_too_few_resamples_are_refused() -> None:
+    with pytest.raises(ConfigError, match="expected at least 100 resamples"):
+        probe(bootstrap=10)

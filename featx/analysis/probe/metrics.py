@@ -105,22 +105,26 @@ def judged(predictions: Predictions) -> dict[str, Any]:
     }
 
 
-def judged_folds(folds: Sequence[Predictions]) -> dict[str, Any]:
-    """Compute the metrics of the rows of all folds together; several folds add an entry `folds`.
-
-    Args:
-        folds: predictions on the test rows of each fold; no row is in two folds.
-    """
+def joined(folds: Sequence[Predictions]) -> Predictions:
+    """Join the predictions on the test rows of several folds."""
     ranked = [each.most_ranked for each in folds if each.most_ranked is not None]
     groups = [each.groups for each in folds if each.groups is not None]
-    together = Predictions(
+    return Predictions(
         np.concatenate([each.y for each in folds]),
         np.concatenate([each.scores for each in folds]),
         folds[0].probabilities,
         np.concatenate(groups) if groups else None,
         min(ranked, default=None),
     )
-    found = judged(together)
+
+
+def judged_folds(folds: Sequence[Predictions]) -> dict[str, Any]:
+    """Compute the metrics of the rows of all folds together; several folds add an entry `folds`.
+
+    Args:
+        folds: predictions on the test rows of each fold; no row is in two folds.
+    """
+    found = judged(joined(folds))
     if len(folds) > 1:
         found["folds"] = mean_and_spread([each.accuracy for each in folds])
     return found

@@ -8,15 +8,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 
 from featx.analysis.probe.labelled_rows import layer_rows
 from featx.analysis.probe.layer_choice import LayerChoice
 from featx.analysis.probe.layer_probe import Extras, layer_features, probe_layer
+from featx.analysis.probe.metric_intervals import bootstrap_entry
+from featx.analysis.probe.metrics import joined
 from featx.analysis.probe.output_files import write_probe
 from featx.analysis.probe.repeated_splits import seeds_entry
 from featx.analysis.probe.result import SeedProbe, probe_result
-from featx.analysis.probe.row_predictions import MAX_SCORES
+from featx.analysis.probe.row_predictions import MAX_SCORES, join_folds
+from featx.analysis.probe.store_comparison import OtherProbe, compared_store, read_probe
 from featx.analysis.probe.task import Task, make_task
 from featx.base import WIDTH, choose_device, exact_cuda, keep_freed_memory, percent_text
 from featx.config import Config
@@ -43,6 +47,8 @@ def run_probe(config: Config, log: Callable[[str], None]) -> dict[str, Any]:
     layers = matching_layers(store, config.layers)
     device = choose_device(config.device)
     seeds = range(config.seed, config.seed + (config.probe.seeds or 1))
+    # Read before the probe, so that a mistake is reported at once and store=compare_store works.
+    other = None if config.probe.compare_store is None else read_probe(config.probe.compare_store)
     tasks = [make_task(replace(config, seed=seed), store, layers) for seed in seeds]
     if device.type == "cpu":
         keep_freed_memory()
@@ -66,6 +72,7 @@ def run_probe(config: Config, log: Callable[[str], None]) -> dict[str, Any]:
             ) from error
         log(_line(layer, [each.layers[layer].about for each in of_seeds], config.probe.methods))
     result = probe_result(config, of_seeds[0], time.perf_counter() - started_at)
+    _add_comparisons(config, of_seeds[0], other, result)
     result["seeds"] = None if len(of_seeds) == 1 else seeds_entry(of_seeds, config.probe.methods)
     if not keeps_scores:
         result["notes_on_rows"].append(
@@ -74,6 +81,21 @@ def run_probe(config: Config, log: Callable[[str], None]) -> dict[str, Any]:
         )
     write_probe(result, of_seeds)
     return result
+
+
+def _add_comparisons(
+    config: Config, first: SeedProbe, other: OtherProbe | None, result: dict[str, Any]
+) -> None:
+    """Add the entries `bootstrap` and `compared_store` for the numbers at the top of probe.json."""
+    result["bootstrap"] = result["compared_store"] = None
+    folds = [predictions for _, predictions in first.choice.chosen]
+    if config.probe.bootstrap is not None:
+        result["bootstrap"] = bootstrap_entry(joined(folds), config.probe.bootstrap)
+    if other is not None:
+        places = np.concatenate([split.test for split in first.task.splits])
+        result["compared_store"] = compared_store(
+            other, join_folds(folds), first.task.keys[places], result["classes"]
+        )
 
 
 def _keeps_scores(config: Config, tasks: Sequence[Task], num_layers: int) -> bool:

@@ -1,0 +1,131 @@
+"""Paired comparison with the probe of another store on the same test rows (probe.compare_store)."""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import io
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from featx.analysis.probe.labelled_rows import output_folder
+from featx.analysis.probe.paired_tests import compare
+from featx.analysis.probe.row_predictions import RowPredictions
+from featx.errors import DataError, StoreError, StoreMismatchError
+from featx.store import FeatureStore, layout
+
+
+@dataclass(frozen=True)
+class OtherProbe:
+    """Predictions of the best layer of another store.
+
+    Attributes:
+        store: path of the store.
+        layer: its best layer.
+        method: method of the probe.
+        tested: key -> true and predicted class of each test row.
+    """
+
+    store: str
+    layer: str
+    method: str
+    tested: Mapping[str, tuple[str, str]]
+
+
+def read_probe(path: str) -> OtherProbe:
+    """Read the predictions of the best layer of a store, as its probe.json names it.
+
+    Args:
+        path: the store (probe.compare_store).
+
+    Raises:
+        StoreError: there is no probe of the store as it is, or its files do not fit together.
+    """
+    store = FeatureStore(path)
+    folder = output_folder(store)
+    again = f"python -m featx job=probe store={path} makes it."
+    try:
+        about = json.loads((folder / layout.PROBE).read_bytes().decode("utf-8", "surrogateescape"))
+        data = (folder / layout.PROBE_HEADS / layout.PROBE_PREDICTIONS).read_bytes()
+        if about["fingerprint"] != str(store.attrs["fingerprint"]):
+            raise StoreError(f"the probe in {folder} belongs to another state of it. {again}")
+        if about["predictions"]["sha256"] != hashlib.sha256(data).hexdigest():
+            raise StoreError(f"{layout.PROBE_PREDICTIONS} in {folder} was changed. {again}")
+        lines = csv.DictReader(io.StringIO(data.decode("utf-8", "surrogateescape"), newline=""))
+        tested = {
+            line["key"]: (line["true"], line["predicted"])
+            for line in lines
+            if _is_of_best_layer(line, about)
+        }
+        return OtherProbe(str(store.root), str(about["layer"]), str(about["method"]), tested)
+    except FileNotFoundError as error:
+        raise StoreError(f"{folder} has no probe to compare with: {again}") from error
+    except (LookupError, TypeError, ValueError) as error:
+        raise StoreError(f"the probe in {folder} cannot be read: {error!r}. {again}") from error
+
+
+def _is_of_best_layer(line: Mapping[str, str], about: Mapping[str, Any]) -> bool:
+    """Return whether a line has a prediction that the numbers at the top of probe.json count."""
+    if line["split"] != "test" or line["seed"] != str(about["split"]["seed"]):
+        return False
+    of_folds = about.get("layer_of_folds")
+    layer = about["layer"] if of_folds is None else of_folds[int(line["fold"]) - 1]
+    return bool(line["layer"] == layer and line["method"] == about["method"])
+
+
+def compared_store(
+    other: OtherProbe, ours: RowPredictions, keys: npt.NDArray[Any], classes: Sequence[str]
+) -> dict[str, Any]:
+    """Compare the predictions for the rows that both probes tested.
+
+    Args:
+        other: probe of the other store.
+        ours: predictions of this probe.
+        keys: (n,) key of each of its test rows.
+        classes: class names.
+
+    Returns:
+        store, layer and method of the other probe; rows, the number of rows that both tested;
+        rows_left_out, the number of test rows of this store that the other did not test; the
+        accuracies of both on these rows; and the entries of `paired_tests.compare`.
+
+    Raises:
+        DataError: no row is tested by both.
+        StoreMismatchError: a row has another label there.
+    """
+    known = np.array([str(key) in other.tested for key in keys.tolist()])
+    if not known.any():
+        raise DataError(
+            f"probe.compare_store={other.store} has tested none of the {len(keys)} test rows of "
+            "this probe. Probe both with the same rows, labels, seed and split; "
+            f"probe.split=column probe.split_file={other.store}/{layout.PROBE_HEADS}/"
+            f"{layout.PROBE_PREDICTIONS} takes the split of the other one."
+        )
+    rows = np.flatnonzero(known)
+    number = {name: i for i, name in enumerate(classes)}
+    theirs = [other.tested[str(key)] for key in keys[rows].tolist()]
+    for row, (true, _) in zip(rows.tolist(), theirs, strict=True):
+        if true != classes[ours.y[row]]:
+            raise StoreMismatchError(
+                f"{keys[row]} is of the class {classes[ours.y[row]]} in this store and of {true} "
+                f"in {other.store}; stores are compared on rows with the same labels."
+            )
+    # A class that this store does not have is a wrong prediction.
+    predicted = np.array([number.get(name, -1) for _, name in theirs])
+    groups = None if ours.groups is None else ours.groups[rows]
+    a = RowPredictions(ours.y[rows], ours.predicted[rows], None, None, groups)
+    b = RowPredictions(ours.y[rows], predicted, None, None, groups)
+    return {
+        "store": other.store,
+        "layer": other.layer,
+        "method": other.method,
+        "rows": len(rows),
+        "rows_left_out": len(keys) - len(rows),
+        "accuracies": [float(a.right.mean()), float(b.right.mean())],
+        **compare(a, b),
+    }

@@ -9,10 +9,17 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 from acceptance.photographs import large_folder
 from acceptance.steps import Settings, Step, featx
+
+if TYPE_CHECKING:
+    import torch
+
+    from featx.images import DecodeSettings
+    from featx.types import Listing, Source
 
 NAMES = 60_000
 """Names of JPEG files in the folder of the runs."""
@@ -39,17 +46,21 @@ GOALS = {
 """Job and number of processes -> images/s on one H100 with 16 cores, decode=fast."""
 
 
+SHARES_TRIED = (4, 8, 12, 16)
+"""Sixteenths of the images that the GPU decodes, beside the share that featx chooses."""
+
+
 def decoding(settings: Settings) -> Mapping[str, Any]:
-    """Images/s of reading, decoding and resizing alone, by one thread and by all."""
+    """Images/s of reading, decoding and resizing alone: by the CPU, and with shares of the GPU."""
     import torch
+    from benchmarks import loader_overhead
 
     from featx.base import num_cpus
     from featx.config import DataConfig
     from featx.config.schema import from_keywords, from_omegaconf
-    from featx.images import CrashList, DecodeSettings, Loader
+    from featx.images import CrashList, DecodeSettings, with_share
     from featx.models import build_backbone
     from featx.sources import open_source
-    from featx.types import Part
 
     folder = large_folder(settings, NAMES)
     config = from_omegaconf(from_keywords(
@@ -60,15 +71,44 @@ def decoding(settings: Settings) -> Mapping[str, Any]:
     listing = source.listing().head(64 if settings.dry_run else 12_000)
     preprocess = build_backbone(config.model, 0).preprocess
     decode = DecodeSettings.of_run(config, preprocess, listing, CrashList(None), None)
-    rows = []
-    parts = [Part(0, 0, len(listing))]
-    with Loader(source, listing, decode, 64, torch.device("cpu")) as loader:
+    device = torch.device(settings.device)
+    cpus = num_cpus()
+
+    num_empty = 512 if settings.dry_run else 100_000
+    empty = loader_overhead.measure(loader_overhead.NoFiles(num_empty), num_empty, 256, True)
+    rows = [
+        {"decoded by": "nothing", "images/s": empty.images_per_second},
+        {"decoded by": f"{cpus} CPU threads", "images/s": _rate(source, listing, decode, device)},
+    ]
+    rows[-1]["images/s and core"] = rows[-1]["images/s"] / cpus
+    chosen, found = with_share("gpu", source, listing, decode, device)
+    tried = {
+        share: _rate(source, listing, replace(decode, device_share=share), device)
+        for share in dict.fromkeys((*SHARES_TRIED, chosen.device_share))
+    }
+    rows += [{"decoded by": f"the GPU, {s} of 16", "images/s": r} for s, r in tried.items()]
+    rows[-1]["chosen"] = found["decode"]
+    best = max(tried.values())
+    return {
+        "rows": rows,
+        "goals": {
+            "one process hands over 15,000 images/s": empty.images_per_second >= 15_000,
+            "the chosen share is within 10 % of the best": (
+                tried[chosen.device_share] >= 0.9 * best
+            ),
+        },
+    }
+
+
+def _rate(source: Source, listing: Listing, decode: DecodeSettings, device: torch.device) -> float:
+    """Images/s of a loader whose batches nobody computes."""
+    from featx.images import Loader
+    from featx.types import Part
+
+    with Loader(source, listing, decode, 256, device) as loader:
         started_at = time.perf_counter()
-        count = sum(batch.count for _, batch in loader.batches(parts))
-        seconds = time.perf_counter() - started_at
-    rate = count / seconds
-    rows.append({"threads": num_cpus(), "images/s": rate, "images/s and core": rate / num_cpus()})
-    return {"rows": rows}
+        count = sum(batch.count for _, batch in loader.batches([Part(0, 0, len(listing))]))
+        return count / (time.perf_counter() - started_at)
 
 
 def runs(settings: Settings) -> Mapping[str, Any]:

@@ -122,6 +122,54 @@ def batch_sizes(settings: Settings) -> Mapping[str, Any]:
     return {"rows": rows}
 
 
+def prices(settings: Settings) -> Mapping[str, Any]:
+    """Images/s of the engine with settings that featx leaves off, or chooses by values only."""
+    cudnn: Any = torch.backends.cudnn
+    matmul: Any = torch.backends.cuda.matmul
+    rows = []
+    for job in DRY_JOBS[:1] if settings.dry_run else (JOBS[0], JOBS[2]):
+        size = job.batch_size
+        with _engine(settings, job) as engine:
+            x = _images(settings, job, size)
+
+            def rate(engine: Engine = engine, x: torch.Tensor = x) -> float:
+                return len(x) * _rate(settings, lambda: engine.rows(x, on_device=True))
+
+            row: dict[str, Any] = {"model": job.name}
+            for name, channels_last in (("fp32, channels last", True), ("fp32, contiguous", False)):
+                engine.configure_compute(Compute("fp32", False, channels_last, size, True))
+                row[name] = rate()
+            engine.configure_compute(Compute("bf16", False, True, size, True))
+            row["bf16"] = rate()
+            cudnn.benchmark = True
+            row["bf16, cudnn.benchmark"] = rate()
+            cudnn.benchmark = False
+            matmul.allow_bf16_reduced_precision_reduction = True
+            row["bf16, reduced sums"] = rate()
+            matmul.allow_bf16_reduced_precision_reduction = False
+            rows.append(row)
+    return {"rows": rows}
+
+
+def compiled(settings: Settings) -> Mapping[str, Any]:
+    """Images/s of the engine, eager and compiled, and the seconds of compiling."""
+    rows = []
+    for job in DRY_JOBS[:1] if settings.dry_run else (JOBS[0], JOBS[2]):
+        row: dict[str, Any] = {"model": job.name}
+        with _engine(settings, job) as engine:
+            x = _images(settings, job, job.batch_size)
+            for is_compiled in (False, True):
+                compute = Compute("bf16", is_compiled, True, job.batch_size, fold_batchnorm=True)
+                engine.configure_compute(compute)
+                started_at = time.perf_counter()
+                engine.rows(x, on_device=True)
+                row["seconds of compiling"] = time.perf_counter() - started_at
+                per_s = _rate(settings, lambda e=engine, x=x: e.rows(x, on_device=True))
+                row["compiled" if is_compiled else "eager"] = job.batch_size * per_s
+        rows.append(row)
+    return {"rows": rows}
+
+
 def profile(settings: Settings) -> Mapping[str, Any]:
     """Kernels of a pass, and the share of the time in which the device is idle."""
     rows = []
@@ -247,7 +295,9 @@ def _wait(settings: Settings) -> None:
 
 STEPS = (
     Step("roof", 60, roof),
-    Step("models", 330, models),
-    Step("batch-sizes", 120, batch_sizes),
-    Step("profile", 60, profile),
+    Step("models", 300, models),
+    Step("batch-sizes", 90, batch_sizes),
+    Step("profile", 50, profile),
+    Step("prices", 60, prices),
+    Step("compiled", 120, compiled),
 )

@@ -5,11 +5,13 @@ What they measure is not asserted anywhere; that they still measure is.
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -32,7 +34,8 @@ SMALL = {
     "probe": "--rows 400 --features 16 --runs 1",
     "read": "--gigabytes 0.2 --runs 1",
     "loader-overhead": "--images 512 --photos 8 --batch-size 16 --runs 1",
-    "regressions": "HEAD HEAD --models resnet18 --precisions fp32 --images 8 --runs 1 --least 0",
+    "regressions": "HEAD HEAD --models resnet18 --precisions fp32 --images 8 --runs 1 --least 0 "
+    "--commands",
     "roof": "--models resnet18 --batch-size 2 --runs 1",
     "scale": "--rows 1000 2000",
     "startup": "--images 8 --runs 1",
@@ -74,4 +77,93 @@ def test_a_commit_that_is_not_there() -> None:
 @pytest.mark.slow
 def test_a_slower_commit_gives_exit_code_1() -> None:
     small = SMALL["regressions"].replace("--least 0", "--least 100").split()
-    assert "SLOWER: resnet18 fp32" in benchmark("regressions", *small, code=1)
+    assert "SLOWER: resnet18 fp32: images_per_second" in benchmark("regressions", *small, code=1)
+
+
+@pytest.mark.slow
+def test_commands_of_two_commits_are_compared() -> None:
+    """The older commit cannot print its figures as JSON."""
+    known = subprocess.run(["git", "-C", REPOSITORY, "cat-file", "-e", "c74101a^{commit}"])
+    if known.returncode:
+        pytest.skip("a clone without history")
+    small = ["--runs", "1", "--least", "0", "--models", "--commands", "startup"]
+    printed = benchmark("regressions", "c74101a", "HEAD", *small)
+    assert "startup, before (c74101a): not there" in printed
+    assert re.search(r"a run of 20 images: seconds +not there -> +\d", printed)
+    assert re.search(r"\| \d+ \w+ \d{4} \| c74101a\.\.\w+ \| .* not there", printed)
+
+
+FIGURES = {
+    "a run: seconds": 6.0,
+    "resnet18 fp32: images_per_second": 40.0,
+    "vectors: of_memmap": 0.6,
+    "a run: peak_mib": 900.0,
+}
+REFERENCES = {"python": 5.0, "torch": 100.0}
+
+
+@pytest.fixture
+def last_figures(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(REPOSITORY / "scripts")
+    return importlib.import_module("benchmarks.last_figures")
+
+
+@pytest.mark.parametrize(
+    ("references", "changed", "below"),
+    [
+        ({}, {}, ""),
+        ({}, {"a run: seconds": 11.9, "vectors: of_memmap": 0.31}, ""),
+        ({}, {"a run: seconds": 12.1}, "a run: seconds"),
+        ({}, {"resnet18 fp32: images_per_second": 19.9}, "resnet18 fp32: images_per_second"),
+        ({}, {"vectors: of_memmap": 0.29}, "vectors: of_memmap"),
+        ({}, {"a run: peak_mib": 1801.0}, "a run: peak_mib"),
+        # A machine of a third of the speed makes no figure fail, and a fast one hides none.
+        ({"python": 5 / 3}, {"a run: seconds": 18.0}, ""),
+        ({"torch": 100 / 3}, {"resnet18 fp32: images_per_second": 13.3}, ""),
+        ({"python": 15.0}, {"a run: seconds": 4.1}, "a run: seconds"),
+        ({"torch": 33.0}, {"a run: seconds": 12.1}, "a run: seconds"),
+        ({}, {"a run: seconds": None}, "a run: seconds"),
+    ],
+)
+def test_the_short_form_fails_below_half_of_the_last_figures(
+    last_figures: ModuleType,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    references: dict[str, float],
+    changed: dict[str, float | None],
+    below: str,
+) -> None:
+    path = tmp_path / "last.json"
+    last_figures.Recorded("2026-11-23", "abc", "a machine", REFERENCES, FIGURES).write(path)
+    found = {name: value for name, value in {**FIGURES, **changed}.items() if value is not None}
+    turns = []
+
+    def measured() -> tuple[dict[str, float], dict[str, float]]:
+        turns.append(1)
+        return {**REFERENCES, **references}, found
+
+    if not below:
+        last_figures.check(path, measured=measured)
+        assert len(turns) == 1
+        return
+    with pytest.raises(SystemExit) as ended:
+        last_figures.check(path, measured=measured)
+    assert ended.value.code == 1
+    assert capsys.readouterr().out.endswith(f"BELOW 0.5 of the last figure: {below}\n")
+    assert len(turns) == 2, "measured again before it fails"
+
+
+def test_another_program_that_slowed_a_figure_down_makes_nothing_fail(
+    last_figures: ModuleType, tmp_path: Path
+) -> None:
+    path = tmp_path / "last.json"
+    last_figures.Recorded("2026-11-23", "abc", "a machine", REFERENCES, FIGURES).write(path)
+    turns = iter([{**FIGURES, "a run: seconds": 30.0}, FIGURES])
+    last_figures.check(path, measured=lambda: (REFERENCES, next(turns)))
+
+
+def test_the_recorded_figures_can_be_compared(last_figures: ModuleType) -> None:
+    recorded = last_figures.Recorded.read(last_figures.FILE)
+    shares = recorded.shares(recorded.references, recorded.figures)
+    assert set(shares.values()) == {1.0}
+    assert "a run of 20 images: seconds" in shares

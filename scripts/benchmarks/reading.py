@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.commands import COMMAND, Add
+from benchmarks.figures import print_figures
 from benchmarks.made_stores import made_rows, make_store, rectified_rows
 
 BATCH = 256
@@ -30,12 +31,15 @@ def in_turn(
     rows_each: int,
     runs: int,
     few: dict[str, int],
-) -> None:
+) -> float:
     """Time every way on the same questions, several runs in turn, and print rows per second.
 
     Args:
         ways: name -> reads the rows of one question; the first is what the others are compared to.
         few: a slow way's own number of questions.
+
+    Returns:
+        Speed of the last way divided by that of the first.
     """
     expected = next(iter(ways.values()))(questions[0])
     found: dict[str, list[float]] = {name: [] for name in ways}
@@ -54,10 +58,17 @@ def in_turn(
         spread = f"({min(figures):.0f} to {max(figures):.0f})"
         print(f"{title:34} {name:8} {middle:11.0f} rows/s {spread:24} {middle / reference:7.3f}")
         title = ""
+    return middle / reference
 
 
-def read_kind(folder: Path, kind: str, shape: tuple[int, ...], size: int, runs: int) -> None:
-    """One table: the rows of one shape, `size` bytes of them."""
+def read_kind(
+    folder: Path, kind: str, shape: tuple[int, ...], size: int, runs: int
+) -> dict[str, float]:
+    """One table: the rows of one shape, `size` bytes of them.
+
+    Returns:
+        What was read -> speed of featx divided by that of numpy's memmap.
+    """
     import h5py
 
     import featx
@@ -83,17 +94,22 @@ def read_kind(folder: Path, kind: str, shape: tuple[int, ...], size: int, runs: 
             return plain[unique.tolist()][places]
 
         print(f"\n{kind}: {num_rows} rows {shape} float16, {size / 1e9:.1f} GB; ratio to memmap")
+        found: dict[str, float] = {}
+        title = "single rows at random"
         singles = rng.integers(0, num_rows, 2000).tolist()
         ways = {"memmap": lambda i: np.array(mapped[i]), "h5py": plain.__getitem__}
         ways["featx"] = layer.__getitem__
-        in_turn("single rows at random", ways, singles, 1, runs, {"h5py": 200})
+        found[title] = in_turn(title, ways, singles, 1, runs, {"h5py": 200})
+        title = f"batches of {BATCH} at random"
         batches = [rng.integers(0, num_rows, BATCH) for _ in range(min(200, num_rows // BATCH))]
         ways = {"memmap": mapped.__getitem__, "h5py": plain_rows, "featx": layer.__getitem__}
-        in_turn(f"batches of {BATCH} at random", ways, batches, BATCH, runs, {"h5py": 2})
+        found[title] = in_turn(title, ways, batches, BATCH, runs, {"h5py": 2})
+        title = f"an epoch in order, {BATCH} at once"
         slices = [slice(i, i + BATCH) for i in range(0, num_rows - BATCH + 1, BATCH)]
         ways = {"memmap": lambda s: np.array(mapped[s]), "h5py": plain.__getitem__}
         ways["featx"] = layer.__getitem__
-        in_turn(f"an epoch in order, {BATCH} at once", ways, slices, BATCH, runs, {"h5py": 400})
+        found[title] = in_turn(title, ways, slices, BATCH, runs, {"h5py": 400})
+    return found
 
 
 def read(arguments: argparse.Namespace) -> None:
@@ -101,7 +117,10 @@ def read(arguments: argparse.Namespace) -> None:
     size = int(arguments.gigabytes * 1e9)
     for kind, shape in (("vectors", (2048,)), ("layer4 maps", (2048, 7, 7))):
         with tempfile.TemporaryDirectory(prefix="featx-read-", dir=arguments.folder) as folder:
-            read_kind(Path(folder), kind, shape, size, arguments.runs)
+            found = read_kind(Path(folder), kind, shape, size, arguments.runs)
+        if arguments.json:
+            for title, ratio in found.items():
+                print_figures(f"{kind}, {title}", of_memmap=ratio)
 
 
 def forget_pages(path: Path) -> None:
@@ -362,6 +381,7 @@ def add_commands(add: Add) -> None:
     one.add_argument("--gigabytes", type=float, default=2, help="of each kind of rows")
     one.add_argument("--runs", type=int, default=5)
     one.add_argument("--folder", help="where there is room for three times as much")
+    one.add_argument("--json", action="store_true", help="print the ratios to memmap as JSON too")
     one = add("checks", checks)
     one.add_argument("--gigabytes", type=float, default=1)
     one.add_argument("--codecs", nargs="+", default=["none", "lzf", "gzip", "zstd", "blosc2"])

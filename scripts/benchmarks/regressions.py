@@ -1,4 +1,4 @@
-"""Two commits in alternation: the same command, images and machine, once a round each."""
+"""Two commits in alternation: the same commands, images and machine, once a round each."""
 
 from __future__ import annotations
 
@@ -10,15 +10,40 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from benchmarks import last_figures
 from benchmarks.commands import Add
+from benchmarks.figures import Figure, read_figures
 from featx.jobs.bench.photos import make_photos
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 MODELS = ("resnet50", "vit_b_16", "vit_small_patch16_224", "convnext_tiny", "efficientnet_lite0")
+
+COMMANDS = {
+    "startup": ("--runs", "1", "--json"),
+    "read": ("--gigabytes", "0.5", "--runs", "3", "--json"),
+    "loader-overhead": ("--runs", "3", "--json"),
+}
+"""Commands of scripts/benchmark that are compared besides the models, with their options."""
+
+HISTORY = {
+    **{
+        model: [f"{model} {precision}: images_per_second" for precision in ("fp32", "bf16")]
+        for model in MODELS
+    },
+    "20 images": ["a run of 20 images: seconds"],
+    "finished store": ["the same on its finished store: seconds"],
+    "reader": ["vectors, batches of 256 at random: of_memmap"],
+    "loader": ["nothing decoded: microseconds"],
+}
+"""Columns of the table in docs/performance.md -> names of the figures in a cell."""
+
+_NOT_THERE = ("invalid choice", "unrecognized arguments")
+"""What argparse says of a command, or an option of it, that a commit does not have yet."""
 
 
 @dataclass
@@ -28,44 +53,45 @@ class Side:
     Attributes:
         name: as it was given.
         folder: its files.
-        rates: images a second, one for each round.
-        memory: MiB at the peak, one for each round.
+        values: figure -> values, one for each round.
     """
 
     name: str
     folder: Path
-    rates: list[float] = field(default_factory=list)
-    memory: list[float] = field(default_factory=list)
+    values: dict[Figure, list[float]] = field(default_factory=dict)
+
+    def add(self, found: dict[Figure, float]) -> None:
+        """Add the values of one round."""
+        for figure, value in found.items():
+            self.values.setdefault(figure, []).append(value)
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Images a second of two commits; exit code 1 where the second is slower, 2 where one fails."""
+    """Rates, start-up, reader and loader of two commits; exit code 1 where the second is slower."""
+    if arguments.short:
+        last_figures.check(Path(arguments.recorded), arguments.record)
+        return
+    if arguments.before is None:
+        print("regressions: expected a commit to compare with, or --short", file=sys.stderr)
+        raise SystemExit(2)
+    commits = arguments.before, arguments.after
     with (
         tempfile.TemporaryDirectory(prefix="featx-regressions-") as name,
-        worktrees(Path(name), arguments.before, arguments.after) as folders,
+        worktrees(Path(name), *commits) as folders,
     ):
-        photos = Path(name) / "photos"
-        if arguments.data is None:
-            make_photos(photos, arguments.images)
-        keys = [
-            "model.weights=null", "data=folder", f"data.root={arguments.data or photos}",
-            f"data.limit={arguments.images}", *arguments.keys,
-        ]  # fmt: skip
-        slower = []
-        for model in arguments.models:
-            for precision in arguments.precisions:
-                names = f"before ({arguments.before})", f"after ({arguments.after})"
-                sides = [Side(*pair) for pair in zip(names, folders, strict=True)]
-                chosen = [f"model={model}", f"precision={precision}", *keys]
-                for number in range(arguments.runs):
-                    for side in sides:
-                        measure(side, chosen, Path(name) / f"{model}-{precision}-{number}")
-                if told(f"{model} {precision}", *sides, arguments.least):
-                    slower.append(f"{model} {precision}")
+        sides = [
+            Side(f"{when} ({commit})", folder)
+            for when, commit, folder in zip(("before", "after"), commits, folders, strict=True)
+        ]
+        compare_models(sides, arguments, Path(name))
+        compare_commands(sides, arguments.commands, arguments.runs, Path(name))
+    figures = dict.fromkeys(figure for side in sides for figure in side.values)
+    slower = [figure.name for figure in figures if is_slower(figure, sides, arguments.least)]
+    print("\n" + history_row(sides, *map(short_name, commits)))
     if slower:
         print(f"SLOWER: {', '.join(slower)}")
         raise SystemExit(1)
-    print(f"no model is slower than {arguments.least} times {arguments.before}")
+    print(f"nothing is slower than {arguments.least} times {arguments.before}")
 
 
 @contextlib.contextmanager
@@ -82,62 +108,157 @@ def worktrees(folder: Path, *commits: str) -> Iterator[list[Path]]:
             _git("worktree", "remove", "--force", str(tree))
 
 
-def _git(*arguments: str) -> None:
+def _git(*arguments: str) -> str:
     done = subprocess.run(
         ["git", "-C", str(REPOSITORY), *arguments], capture_output=True, text=True, check=False
     )
     if done.returncode:
         print(f"git {' '.join(arguments)}: {done.stderr.strip()}", file=sys.stderr)
         raise SystemExit(2)
+    return done.stdout.strip()
 
 
-def measure(side: Side, keys: list[str], out: Path) -> None:
-    """Run the command with the files of one side, and note what its summary says."""
-    out = out.with_name(f"{out.name}-{side.folder.name}")
-    paths = [str(side.folder), *filter(None, [os.environ.get("PYTHONPATH")])]
-    done = subprocess.run(
-        [sys.executable, "-m", "featx", *keys, f"out={out}"],
-        cwd=out.parent,  # not a checkout, whose featx would be imported
+def short_name(commit: str) -> str:
+    """Abbreviated hash of a commit."""
+    return _git("rev-parse", "--short", commit)
+
+
+def compare_models(sides: Sequence[Side], arguments: argparse.Namespace, folder: Path) -> None:
+    """Run the command with each model, precision and side in turn."""
+    photos = folder / "photos"
+    if arguments.models and arguments.data is None:
+        make_photos(photos, arguments.images)
+    keys = [
+        "model.weights=null", "data=folder", f"data.root={arguments.data or photos}",
+        f"data.limit={arguments.images}", *arguments.keys,
+    ]  # fmt: skip
+    for model in arguments.models:
+        for precision in arguments.precisions:
+            chosen = [f"model={model}", f"precision={precision}", *keys]
+            for number in range(arguments.runs):
+                for side in sides:
+                    out = folder / f"{model}-{precision}-{number}-{side.folder.name}"
+                    side.add(measure(side.folder, chosen, out, f"{model} {precision}"))
+
+
+def measure(folder: Path, keys: list[str], out: Path, case: str) -> dict[Figure, float]:
+    """Run the command with the files of a commit.
+
+    Returns:
+        Images per second and peak memory, as its summary says.
+    """
+    done = _run([sys.executable, "-m", "featx", *keys, f"out={out}"], folder, out.parent)
+    if done.returncode:
+        print(f"{folder} failed with {' '.join(keys)}:\n{done.stderr}", file=sys.stderr)
+        raise SystemExit(2)
+    summary = json.loads((out / "summary.json").read_text())
+    print(f"  {case}: {summary['images_per_second']:.1f} images/s", flush=True)
+    return {
+        Figure(case, "images_per_second"): summary["images_per_second"],
+        Figure(case, "peak_mib"): summary["peak_memory_mib"],
+    }
+
+
+def _run(command: list[str], folder: Path, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """Run a command with the featx of a folder."""
+    paths = [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
+    # The current folder is no checkout, whose featx would be imported.
+    return subprocess.run(
+        command,
+        cwd=cwd,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
         capture_output=True,
         text=True,
         check=False,
     )
+
+
+def compare_commands(
+    sides: Sequence[Side], commands: Sequence[str], runs: int, folder: Path
+) -> None:
+    """Run commands of scripts/benchmark of each side in turn."""
+    for name in commands:
+        for _ in range(runs):
+            for side in sides:
+                found = command_figures(side.folder, [name, *COMMANDS[name]], folder)
+                print(f"  {name}, {side.name}: {'not there' if found is None else 'done'}")
+                side.add(found or {})
+
+
+def command_figures(folder: Path, command: list[str], cwd: Path) -> dict[Figure, float] | None:
+    """Figures of a command of scripts/benchmark of a commit.
+
+    Args:
+        folder: files of the commit.
+        command: name of the command, and options with --json.
+        cwd: folder that is no checkout.
+
+    Returns:
+        None if the commit does not have the command, or cannot print its figures as JSON.
+    """
+    done = _run([sys.executable, str(folder / "scripts" / "benchmark"), *command], folder, cwd)
+    if done.returncode == 2 and any(text in done.stderr for text in _NOT_THERE):
+        return None
     if done.returncode:
-        print(f"{side.name} failed with {' '.join(keys)}:\n{done.stderr}", file=sys.stderr)
+        print(f"{folder} failed with {' '.join(command)}:\n{done.stderr}", file=sys.stderr)
         raise SystemExit(2)
-    summary = json.loads((out / "summary.json").read_text())
-    side.rates.append(summary["images_per_second"])
-    side.memory.append(summary["peak_memory_mib"])
-    print(f"  {side.name}: {side.rates[-1]:.1f} images/s", flush=True)
+    return read_figures(done.stdout)
 
 
-def told(what: str, before: Side, after: Side, least: float) -> bool:
-    """Print the medians and the verdict; whether the second side is slower."""
-    ratios = [b / a for a, b in zip(before.rates, after.rates, strict=True)]
-    ratio = statistics.median(ratios)
-    memory = statistics.median(after.memory) / statistics.median(before.memory)
-    print(
-        f"{what:28} {statistics.median(before.rates):6.1f} -> "
-        f"{statistics.median(after.rates):6.1f} images/s, ratio {ratio:.2f} "
-        f"({min(ratios):.2f} to {max(ratios):.2f}), memory {memory:.2f} times: "
-        f"{'SLOWER' if ratio < least else 'not slower'}",
-        flush=True,
-    )
-    return ratio < least
+def ratios_of(figure: Figure, sides: Sequence[Side]) -> list[float]:
+    """How many times as good a figure is in each round; empty if a commit does not have it."""
+    before, after = (side.values.get(figure, []) for side in sides)
+    return [figure.speedup(*pair) for pair in zip(before, after, strict=False)]
+
+
+def is_slower(figure: Figure, sides: Sequence[Side], least: float) -> bool:
+    """Print the medians and the verdict of one figure.
+
+    Memory is printed but not judged: the allocator makes it differ by a tenth from run to run.
+    """
+    shown = [
+        f"{statistics.median(values):9.2f}" if values else "not there"
+        for values in (side.values.get(figure, []) for side in sides)
+    ]
+    text = f"{figure.name:58} {' -> '.join(shown)} {figure.of.unit}"
+    slower = False
+    if ratios := ratios_of(figure, sides):
+        ratio = statistics.median(ratios)
+        slower = ratio < least and figure.metric != "peak_mib"
+        text += f", {ratio:.2f} times as good ({min(ratios):.2f} to {max(ratios):.2f})"
+    print(text + (": SLOWER" if slower else ""), flush=True)
+    return slower
+
+
+def history_row(sides: Sequence[Side], before: str, after: str) -> str:
+    """Row for the table of docs/performance.md, whose columns are those of HISTORY."""
+    cells = [time.strftime("%d %B %Y").lstrip("0"), f"{before}..{after}", last_figures.machine()]
+    for names in HISTORY.values():
+        figures = [Figure.named(name) for name in names]
+        found = [ratios_of(figure, sides) for figure in figures]
+        is_asked = any(figure in side.values for figure in figures for side in sides)
+        shown = [f"{statistics.median(ratios):.2f}" for ratios in found if ratios]
+        cells.append(" / ".join(shown) or ("not there" if is_asked else ""))
+    return f"| {' | '.join(cells)} |"
 
 
 def add_commands(add: Add) -> None:
     """The command of scripts/benchmark that is measured here."""
     one = add("regressions", run)
-    one.add_argument("before", help="a commit, such as main~1")
+    one.add_argument("before", nargs="?", help="a commit, such as main~1")
     one.add_argument("after", nargs="?", default="HEAD", help="a commit; HEAD when not given")
     one.add_argument("--keys", nargs="+", default=[], help="of the command, as layers=stages")
-    one.add_argument("--models", nargs="+", default=MODELS, help="random weights")
+    one.add_argument("--models", nargs="*", default=MODELS, help="random weights")
     one.add_argument("--precisions", nargs="+", default=["fp32", "bf16"])
+    one.add_argument("--commands", nargs="*", default=[*COMMANDS], help="of scripts/benchmark")
     one.add_argument("--data", help="a folder of images; made-up photographs when not given")
     one.add_argument("--images", type=int, default=96)
     one.add_argument("--runs", type=int, default=3, help="rounds, with each commit once")
     one.add_argument(
         "--least", type=float, default=0.9, help="median ratio of the rounds that is not slower"
     )
+    one.add_argument(
+        "--short", action="store_true", help="compare the checkout with its last recorded figures"
+    )
+    one.add_argument("--recorded", default=last_figures.FILE, help="file of the recorded figures")
+    one.add_argument("--record", action="store_true", help="with --short: write that file anew")

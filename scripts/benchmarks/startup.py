@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import resource
 import statistics
@@ -14,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks.commands import Add
+from benchmarks.figures import print_figures
 from featx.jobs.bench.photos import make_photos
 
 
@@ -54,9 +56,11 @@ def run(arguments: argparse.Namespace) -> None:
         make_photos(folder / "photos", arguments.images)
         for path in (folder / "photos").rglob("*"):
             os.utime(path, (1e9, 1e9))  # images of this moment are compared by their bytes
+        measure(Command("bytecode", commands[0].arguments), folder, "before")
         for number in range(arguments.runs):
             for command in commands:
                 measure(command, folder, f"round-{number}")
+        summary = json.loads((folder / "round-0" / "summary.json").read_text())
     print(f"{'':34} wall-clock (range)     processor time")
     for command in commands:
         print(
@@ -64,16 +68,25 @@ def run(arguments: argparse.Namespace) -> None:
             f"({min(command.seconds):.2f} to {max(command.seconds):.2f}) "
             f"{statistics.median(command.processor):8.2f} s"
         )
+    if arguments.json:
+        for command in commands:
+            seconds = statistics.median(command.seconds)
+            processor = statistics.median(command.processor)
+            print_figures(command.name, seconds=seconds, processor_seconds=processor)
+        print_figures(commands[0].name, peak_mib=summary["peak_memory_mib"])
 
 
 def measure(command: Command, folder: Path, out: str) -> None:
     """Run a command in a folder, and note how long it takes."""
     line = [text.replace("OUT", out) for text in command.arguments]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    # An installed package has bytecode. Without it, each command would compile featx first.
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)
     before, begun = processor_seconds(), time.perf_counter()
     done = subprocess.run(
         [sys.executable, "-m", "featx", *line],
         cwd=folder,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        env=environment,
         capture_output=True,
         text=True,
         check=False,
@@ -96,3 +109,4 @@ def add_commands(add: Add) -> None:
     one.add_argument("--model", default="resnet18", help="random weights")
     one.add_argument("--images", type=int, default=20)
     one.add_argument("--runs", type=int, default=5, help="rounds, with each command once")
+    one.add_argument("--json", action="store_true", help="print the medians as JSON as well")

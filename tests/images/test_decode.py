@@ -551,9 +551,9 @@ def test_a_huge_image_is_refused_before_it_is_decoded(data: bytes) -> None:
         "from featx.types import ImageFault\n"
         "resource.setrlimit(resource.RLIMIT_AS, (2 << 30, 2 << 30))\n"
         "data = sys.stdin.buffer.read(); policy = ImagePolicy('apply', (0, 0, 0), 89478485)\n"
-        "started_at = time.perf_counter()\n"
+        "started_at = time.process_time()\n"
         "try: decode(data, policy)\n"
-        "except ImageFault as fault: print(fault.status.name, time.perf_counter() - started_at)"
+        "except ImageFault as fault: print(fault.status.name, time.process_time() - started_at)"
     )
     done = subprocess.run([sys.executable, "-c", program], input=data, capture_output=True)
     assert done.returncode == 0, done.stderr.decode()

@@ -17,7 +17,7 @@ import torch
 from featx.config.run_config import Config
 from featx.engine.batch_parallelism import BatchParallelism
 from featx.errors import RunError
-from featx.images.loader import LoaderTimes
+from featx.images.row_loader import LoaderTimes
 from featx.pipeline.loop import run_parts
 from featx.pipeline.run_observer import RunObserver
 from featx.pipeline.stop_signals import Interrupted

@@ -13,7 +13,8 @@ import pytest
 from PIL import Image
 
 from featx.config import DataConfig
-from featx.images.decode import ImagePolicy, decode
+from featx.images.decode import decode
+from featx.images.image_policy import ImagePolicy
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 SAMPLE = REPOSITORY / "data" / "sample"

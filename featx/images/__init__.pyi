@@ -1,13 +1,13 @@
 from .crash_journal import CrashList as CrashList
 from .crash_journal import was_decoding as was_decoding
-from .decode import PILLOW as PILLOW
-from .decode import ImagePolicy as ImagePolicy
 from .decode import is_decoded_reduced as is_decoded_reduced
 from .decode_settings import DecodeSettings as DecodeSettings
 from .fault_tolerant_decode import FaultTolerantDecoder as FaultTolerantDecoder
 from .fault_tolerant_decode import read_image as read_image
 from .gpu_decode_share import check_device as check_device
 from .gpu_decode_share import with_share as with_share
+from .image_policy import PILLOW as PILLOW
+from .image_policy import ImagePolicy as ImagePolicy
 from .loader import PREFETCH_BATCHES as PREFETCH_BATCHES
 from .loader import Loader as Loader
 from .preprocess import Preprocess as Preprocess

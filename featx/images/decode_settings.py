@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from featx.config import Config
 from featx.errors import ConfigError, require
 from featx.images.crash_journal import CrashList
-from featx.images.decode import PILLOW, ImagePolicy, heif_version, jpeg_decoder
+from featx.images.image_policy import PILLOW, ImagePolicy, heif_version, jpeg_decoder
 from featx.images.preprocess import Preprocess
 from featx.types import Listing, ResumeState
 

@@ -21,8 +21,9 @@ from PIL import Image
 from featx.base import ReplaceableThreadPool, num_cpus
 from featx.errors import RunError
 from featx.images.crash_journal import CrashList
-from featx.images.decode import EncodedJpeg, ImagePolicy, decode, decode_pixels, encoded_jpeg
+from featx.images.decode import EncodedJpeg, decode, decode_pixels, encoded_jpeg
 from featx.images.decoder_warnings import DecoderWarnings, decoder_warnings_redirected
+from featx.images.image_policy import ImagePolicy
 from featx.images.subprocess_decode import decode_in_subprocess
 from featx.types import ImageFault, RegionSource, Source, Status
 

@@ -20,7 +20,8 @@ from PIL import Image
 
 from featx.base import CRASHES, module_command, module_environment
 from featx.errors import RunError
-from featx.images.decode import ImagePolicy, decode_pixels
+from featx.images.decode import decode_pixels
+from featx.images.image_policy import ImagePolicy
 from featx.types import ImageFault, Status
 
 _READY = b"!"

@@ -18,7 +18,7 @@ import torch
 from benchmarks.commands import Add
 from featx.base import keep_freed_memory
 from featx.images import DecodeSettings, ImagePolicy, Loader, Preprocess
-from featx.images.decode import jpeg_decoder
+from featx.images.image_policy import jpeg_decoder
 from featx.jobs.bench.photos import make_photos
 from featx.sources import FolderSource
 from featx.types import Listing, Part, Source

@@ -27,7 +27,8 @@ def decode(arguments: argparse.Namespace) -> None:
     from PIL import Image
     from torchvision.transforms import v2
 
-    from featx.images.decode import SIMPLEJPEG, ImagePolicy, decode_pixels, encoded_jpeg
+    from featx.images.decode import decode_pixels, encoded_jpeg
+    from featx.images.image_policy import SIMPLEJPEG, ImagePolicy
     from featx.images.preprocess import Preprocess
     from featx.jobs.bench.photos import make_photos
 

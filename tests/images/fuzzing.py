@@ -26,7 +26,8 @@ from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from featx.images.decode import PILLOW, SIMPLEJPEG, ImagePolicy, decode_pixels
+from featx.images.decode import decode_pixels
+from featx.images.image_policy import PILLOW, SIMPLEJPEG, ImagePolicy
 from featx.types import ImageFault, Status
 
 POLICY = ImagePolicy("apply", (10, 20, 30), 89_478_485)

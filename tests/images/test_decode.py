@@ -24,15 +24,8 @@ from PIL import Image, ImageFile, ImageOps
 
 from featx.config import DataConfig
 from featx.errors import ConfigError
-from featx.images.decode import (
-    FORMATS,
-    PILLOW,
-    SIMPLEJPEG,
-    ImagePolicy,
-    decode,
-    decode_pixels,
-    jpeg_decoder,
-)
+from featx.images.decode import FORMATS, decode, decode_pixels
+from featx.images.image_policy import PILLOW, SIMPLEJPEG, ImagePolicy, jpeg_decoder
 from featx.images.rgb_conversion import to_rgb
 from featx.types import ImageFault, Status
 
@@ -446,7 +439,7 @@ def test_every_allowed_format_decodes_first_thing_in_a_fresh_process(kind: str) 
     options = {"save_all": True, "append_images": [image]} if kind == "MPO" else {}
     program = (
         "import sys; from concurrent.futures import ThreadPoolExecutor\n"
-        "from featx.images.decode import ImagePolicy, decode\n"
+        "from featx.images import ImagePolicy\nfrom featx.images.decode import decode\n"
         "data = sys.stdin.buffer.read(); policy = ImagePolicy('apply', (0, 0, 0), 10**6)\n"
         "with ThreadPoolExecutor(8) as threads:\n"
         "    found = list(threads.map(lambda _: decode(data, policy).tobytes(), range(8)))\n"
@@ -547,7 +540,8 @@ def huge_files() -> dict[str, bytes]:
 def test_a_huge_image_is_refused_before_it_is_decoded(data: bytes) -> None:
     """Within 2 GB of address space, where decoding it would need ten."""
     program = (
-        "import resource, sys, time; from featx.images.decode import ImagePolicy, decode\n"
+        "import resource, sys, time; from featx.images import ImagePolicy\n"
+        "from featx.images.decode import decode\n"
         "from featx.types import ImageFault\n"
         "resource.setrlimit(resource.RLIMIT_AS, (2 << 30, 2 << 30))\n"
         "data = sys.stdin.buffer.read(); policy = ImagePolicy('apply', (0, 0, 0), 89478485)\n"

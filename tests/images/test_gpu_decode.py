@@ -25,17 +25,11 @@ import featx
 from featx.errors import ConfigError, RunError
 from featx.images import gpu_decode
 from featx.images import gpu_decode_share as sharing
-from featx.images.decode import (
-    MAX_CODED_PIXELS,
-    SIMPLEJPEG,
-    EncodedJpeg,
-    ImagePolicy,
-    decode_pixels,
-    encoded_jpeg,
-)
+from featx.images.decode import MAX_CODED_PIXELS, EncodedJpeg, decode_pixels, encoded_jpeg
 from featx.images.decode_settings import SHARES, DecodeSettings
 from featx.images.gpu_decode import DeviceDecoder, turned
 from featx.images.gpu_decode_share import balanced, check_device, decode_share
+from featx.images.image_policy import SIMPLEJPEG, ImagePolicy
 from featx.images.loader import Loader
 from featx.images.preprocess import Preprocess
 from featx.types import Batch, Listing, Part, Status

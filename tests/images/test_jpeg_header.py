@@ -12,7 +12,8 @@ import pytest
 from PIL import Image
 
 from featx.images import decode
-from featx.images.decode import SIMPLEJPEG, ImagePolicy, decode_pixels
+from featx.images.decode import decode_pixels
+from featx.images.image_policy import SIMPLEJPEG, ImagePolicy
 from featx.images.jpeg_header import plain_jpeg_size
 from featx.types import ImageFault
 

@@ -27,9 +27,10 @@ from PIL import Image
 from featx.errors import RunError
 from featx.images import fault_tolerant_decode
 from featx.images import loader as loader_module
-from featx.images.decode import ImagePolicy, decode
+from featx.images.decode import decode
 from featx.images.decode_settings import DecodeSettings
 from featx.images.fault_tolerant_decode import FaultTolerantDecoder
+from featx.images.image_policy import ImagePolicy
 from featx.images.loader import PREFETCH_BATCHES, Loader
 from featx.images.preprocess import Preprocess
 from featx.sources.base import FolderSource

@@ -16,7 +16,8 @@ from PIL import AvifImagePlugin, Image
 from tiny_model import extract
 
 from featx.errors import ConfigError, StoreMismatchError
-from featx.images.decode import ImagePolicy, decode, decode_pixels, heif_version
+from featx.images.decode import decode, decode_pixels
+from featx.images.image_policy import ImagePolicy, heif_version
 from featx.sources.base import FolderSource
 from featx.types import ImageFault, Status
 
@@ -222,7 +223,7 @@ def test_a_store_resumes_with_its_version_or_says_so(
     assert extract(photos, pack=False).ok.all()
     version_of = heif_version.__globals__["version_of"]
     monkeypatch.setattr(
-        "featx.images.decode.version_of", lambda n: "9.9" if n == "pillow_heif" else version_of(n)
+        "featx.images.image_policy.version_of", lambda n: "9.9" if n == "pillow_heif" else version_of(n)
     )
     with pytest.raises(StoreMismatchError, match=r"version\.pillow_heif: .* now '9\.9'"):
         extract(photos, pack=False)

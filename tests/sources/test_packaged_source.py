@@ -9,7 +9,8 @@ import pytest
 
 from featx.config import DataConfig
 from featx.errors import MissingExtraError
-from featx.images.decode import ImagePolicy, decode
+from featx.images.decode import decode
+from featx.images.image_policy import ImagePolicy
 from featx.sources import open_source
 from featx.types import Source
 

@@ -10,7 +10,8 @@ from hypothesis.extra import numpy as arrays
 from PIL import Image
 
 from featx.config import DataConfig
-from featx.images.decode import ImagePolicy, decode
+from featx.images.decode import decode
+from featx.images.image_policy import ImagePolicy
 from featx.images.rgb_conversion import to_rgb
 from featx.sources.pixel_encoding import encode_array, encode_image, encode_pixels
 

@@ -2,7 +2,8 @@
 
     Source.listing() -> Listing                       which images, in which order
     Loader           -> Batch                         (B, 3, H, W) images and the failures of rows
-    Engine.run(Batch.images) -> {layer: (B, ...)}     reduced features in the store's dtype
+    Engine.rows(Batch.images) -> BatchRows            {layer: (B, ...)} reduced features in the
+                                                      store's dtype, and which are not finite
     PartBuilder      -> one committed Part            rows [start, stop) of the listing
     FeatureStore     -> rows, by position or by key
 

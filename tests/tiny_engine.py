@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from featx.config import make_reduce
-from featx.engine.compute import Compute
-from featx.engine.engine import Engine, TimedRows
+from featx.engine.compute import Compute, TimedRows
+from featx.engine.engine import Engine
 from featx.images.preprocess import Preprocess
 from featx.layers.capture_hooks import CaptureHooks, Copies
 from featx.layers.selection import select

@@ -5,12 +5,12 @@ from .batch_independence import Buffers as Buffers
 from .batch_independence import check_row as check_row
 from .batch_parallelism import BatchParallelism as BatchParallelism
 from .compute import COMPUTE_DTYPES as COMPUTE_DTYPES
+from .compute import BatchRows as BatchRows
 from .compute import Compute as Compute
 from .compute import Formats as Formats
+from .compute import TimedRows as TimedRows
 from .compute import spec_of as spec_of
-from .engine import BatchRows as BatchRows
 from .engine import Engine as Engine
-from .engine import TimedRows as TimedRows
 from .plain_path import plain_rows as plain_rows
 from .plain_path import why_not_plain as why_not_plain
 from .prepared_weights import PreparedWeights as PreparedWeights

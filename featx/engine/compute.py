@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from featx.layers import CapturePoint, StoredReduce
@@ -59,6 +61,35 @@ class Formats:
     channels_last: bool
     fold_batchnorm: bool
     values: Mapping[str, torch.Tensor] | None = None
+
+
+@dataclass(frozen=True)
+class TimedRows:
+    """Rows of a batch, and the time of a pass.
+
+    Attributes:
+        rows: dataset name -> (B, ...) on the CPU, in the dtype of the store.
+        seconds: seconds per image of the fastest pass.
+    """
+
+    rows: Mapping[str, torch.Tensor]
+    seconds: float
+
+
+@dataclass(frozen=True)
+class BatchRows:
+    """Rows of one batch, and what was found out about them.
+
+    Attributes:
+        features: dataset name -> (B, ...) in the dtype of the store.
+        finite: dataset name -> (B,) whether a row has neither NaN nor infinity.
+        underflow: dataset name -> (B,) whether a row is too small for float16; only datasets whose
+            rows are cast to float16.
+    """
+
+    features: dict[str, torch.Tensor]
+    finite: dict[str, npt.NDArray[np.bool_]]
+    underflow: dict[str, npt.NDArray[np.bool_]]
 
 
 def spec_of(

@@ -13,18 +13,22 @@ import logging
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import nn
 
 from featx.base import DeviceTimer, OwnStream, away, synchronise, to_cpu
 from featx.engine.attached_captures import AttachedCaptures, attach_captures, clone_captured
 from featx.engine.batch_independence import MovedRows, moved
-from featx.engine.compute import COMPUTE_DTYPES, Compute, Formats, spec_of
+from featx.engine.compute import (
+    COMPUTE_DTYPES,
+    BatchRows,
+    Compute,
+    Formats,
+    TimedRows,
+    spec_of,
+)
 from featx.engine.device_model import ATTACH_BATCH, DeviceModel
 from featx.engine.prepared_weights import PreparedWeights
 from featx.engine.row_checks import finite_rows, same_row
@@ -38,35 +42,6 @@ logger = logging.getLogger(__name__)
 
 _NO_THREAD = 0
 """Thread id for hooks that currently see no forward pass; no thread has this id."""
-
-
-@dataclass(frozen=True)
-class TimedRows:
-    """Rows of a batch, and the time of a pass.
-
-    Attributes:
-        rows: dataset name -> (B, ...) on the CPU, in the dtype of the store.
-        seconds: seconds per image of the fastest pass.
-    """
-
-    rows: Mapping[str, torch.Tensor]
-    seconds: float
-
-
-@dataclass(frozen=True)
-class BatchRows:
-    """Rows of one batch, and what was found out about them.
-
-    Attributes:
-        features: dataset name -> (B, ...) in the dtype of the store.
-        finite: dataset name -> (B,) whether a row has neither NaN nor infinity.
-        underflow: dataset name -> (B,) whether a row is too small for float16; only datasets whose
-            rows are cast to float16.
-    """
-
-    features: dict[str, torch.Tensor]
-    finite: dict[str, npt.NDArray[np.bool_]]
-    underflow: dict[str, npt.NDArray[np.bool_]]
 
 
 class Engine(DeviceModel):

@@ -11,8 +11,8 @@ import torch
 
 from featx.config.schema import from_keywords, from_omegaconf
 from featx.engine.auto_settings import AutoSettings
-from featx.engine.compute import Compute
-from featx.engine.engine import Engine, TimedRows
+from featx.engine.compute import Compute, TimedRows
+from featx.engine.engine import Engine
 from featx.errors import ConfigError, RunError
 
 CLOCK = "featx.engine.engine.time.perf_counter"

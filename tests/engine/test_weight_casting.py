@@ -19,8 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from zoo import ConvBatchNorm, with_statistics
 
 from featx.config import ReduceConfig
-from featx.engine.compute import COMPUTE_DTYPES, Compute
-from featx.engine.engine import Engine, TimedRows
+from featx.engine.compute import COMPUTE_DTYPES, Compute, TimedRows
+from featx.engine.engine import Engine
 from featx.engine.precision_choice import choose_precision
 from featx.engine.row_checks import row_cosines
 from featx.engine.weight_casting import CastableWeights, castable_weights, weights_cast

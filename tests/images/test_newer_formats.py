@@ -223,7 +223,8 @@ def test_a_store_resumes_with_its_version_or_says_so(
     assert extract(photos, pack=False).ok.all()
     version_of = heif_version.__globals__["version_of"]
     monkeypatch.setattr(
-        "featx.images.image_policy.version_of", lambda n: "9.9" if n == "pillow_heif" else version_of(n)
+        "featx.images.image_policy.version_of",
+        lambda n: "9.9" if n == "pillow_heif" else version_of(n),
     )
     with pytest.raises(StoreMismatchError, match=r"version\.pillow_heif: .* now '9\.9'"):
         extract(photos, pack=False)

@@ -44,12 +44,35 @@ def python_page() -> str:
 
 
 _COMMAND = re.compile(
-    r'<div class="highlight">'
-    r"(?=<pre[^>]*>(?:<span></span>)?<code>(?:python|pip|featx|eval|autoload) )"
+    r'<div class="(?=highlight"><pre[^>]*>(?:<span></span>)?'
+    r"<code>(?:python|pip|featx|eval|autoload|git|docker)(?: |<span))"
 )
-"""Beginning of a block of code whose first word is a command."""
+"""Beginning of a block of code whose first word is a command; the language sh has spans in it."""
+
+_TABLE = re.compile(r"<table>.*?</table>", re.DOTALL)
+_ROW = re.compile(r"<tr>.*?</tr>", re.DOTALL)
+_HEADER = re.compile(r"<th\b[^>]*>(.*?)</th>", re.DOTALL)
+_CELL = re.compile(r"<td\b")
+_TAG = re.compile(r"<[^>]+>")
+
+_STACKED_COLUMNS = 3
+"""Smallest number of columns of a table whose cells stand below each other on a phone."""
 
 
 def on_page_content(html: str, **kwargs: object) -> str:
-    """Mark blocks of commands, which docs/site.css wraps."""
-    return _COMMAND.sub('<div class="highlight command">', html)
+    """Mark what docs/site.css changes: blocks of commands wrap, wide tables stack on a phone."""
+    return _TABLE.sub(_with_labels, _COMMAND.sub('<div class="command ', html))
+
+
+def _with_labels(table: re.Match[str]) -> str:
+    """Return a table in which each cell carries the name of its column."""
+    text = table[0]
+    labels = [_TAG.sub("", header).strip() for header in _HEADER.findall(text)]
+    if len(labels) < _STACKED_COLUMNS:
+        return text
+
+    def labelled(row: re.Match[str]) -> str:
+        left = iter(labels)
+        return _CELL.sub(lambda cell: f'{cell[0]} data-label="{next(left, "")}"', row[0])
+
+    return _ROW.sub(labelled, text).replace("<table>", "<table data-stacked>", 1)

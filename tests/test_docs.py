@@ -195,6 +195,11 @@ def test_the_site_is_whole(tmp_path: Path) -> None:
     assert "python" in pages
     names = (tmp_path / "site" / "reference" / "python" / "index.html").read_text("utf-8")
     assert "whether every row of the listing is there" in names
+    presets = (tmp_path / "site" / "presets" / "index.html").read_text("utf-8")
+    assert presets.count("<table data-stacked>") == 1, "cells below each other on a phone"
+    assert presets.count('<td data-label="options">') == 3
+    plugins = (tmp_path / "site" / "plugins" / "index.html").read_text("utf-8")
+    assert "command highlight" in plugins, "commands wrap, also those in the language sh"
     fetched = re.findall(r'(?:src|href)="(https?://[^"]+\.(?:js|css|woff2?))"', names)
     assert fetched == [], "the site asks no other server for anything"
 

@@ -11,6 +11,7 @@ from featx.errors import ConfigError
 
 PROBES = ("linear", "knn", "ridge")
 SPLITS = ("holdout", "kfold", "column")
+TASKS = ("auto", "classification", "regression", "multilabel")
 
 
 @dataclass
@@ -32,8 +33,13 @@ class ProbeConfig:
     split_column: str | None = None
     """Column of the store (data.columns) with train, validation or test, for split=column."""
     label_column: str | None = None
-    """Column of the store (data.columns) to predict instead of its labels: text, whole numbers or
-    booleans."""
+    """Column of the store (data.columns) to predict instead of its labels."""
+    task: str = "auto"
+    """What probe.label_column holds: classification (classes), regression (numbers), or multilabel
+    (several labels a row, divided by probe.label_separator). auto takes fractional numbers as
+    numbers, and everything else, whole numbers included, as classes."""
+    label_separator: str | None = None
+    """Text between the labels of a row with probe.task=multilabel; a semicolon when not given."""
     group_column: str | None = None
     """Column of the store (data.columns), such as patient or slide, whose rows of equal value stay
     on one side of every split; boxes of an image and frames of a video always do."""
@@ -80,6 +86,18 @@ class ProbeConfig:
         if not self.methods or len(set(self.methods)) < len(self.methods):
             raise ConfigError(f"probe.method={self.method}: expected some of {', '.join(PROBES)}.")
         check_choice("probe.split", self.split, SPLITS)
+        check_choice("probe.task", self.task, TASKS)
+        if self.task in ("regression", "multilabel") and self.label_column is None:
+            raise ConfigError(
+                f"probe.task={self.task} needs probe.label_column=NAME, a column of the store; the "
+                "labels of a store are classes."
+            )
+        if self.label_separator is not None and self.task != "multilabel":
+            raise ConfigError(
+                "probe.label_separator has an effect with probe.task=multilabel only."
+            )
+        if self.label_separator == "":
+            raise ConfigError("probe.label_separator is empty: expected a text such as ';'.")
         self._check_owners()
         for key in ("test_share", "validation_share"):
             value = getattr(self, key)

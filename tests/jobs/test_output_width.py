@@ -56,6 +56,7 @@ CALLS: tuple[tuple[str, Mapping[str, Any], Mapping[str, Any]], ...] = (
     ("extract", RUN, {}),
     ("stats", {**RUN, "out": f"{STORE}/statistics"}, {}),
     ("probe", {"store": STORE, "probe": {"method": ["linear", "knn", "ridge"]}}, {"show": "all"}),
+    ("probe", {"store": STORE, "probe": {"seeds": 3, "bootstrap": 100}}, {"show": "all"}),
     ("probe", {"store": STORE, "probe": {"split": "kfold", "shots": [1, 2]}}, {}),
     ("predict", {"store": STORE, "data": PHOTOS, "out": f"{STORE}/new", **CODE}, {}),
     ("neighbors", {**ONE, "neighbors": {"key": "cat/000.png"}}, {}),

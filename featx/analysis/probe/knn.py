@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -57,6 +57,55 @@ def vote(
     Returns:
         k -> (len(queries), C) float64 whose rows sum to 1.
     """
+
+    def shares(weights: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        labels = torch.from_numpy(y).to(weights.device)[places]
+        votes = torch.zeros((len(labels), num_classes), dtype=weights.dtype, device=weights.device)
+        votes.scatter_add_(1, labels, weights)
+        return votes / votes.sum(1, keepdim=True)
+
+    return _weighted(features, bank, queries, ks, temperature, shares)
+
+
+def weighted_means(
+    features: Features,
+    bank: npt.NDArray[np.int64],
+    values: npt.NDArray[np.float64],
+    queries: npt.NDArray[np.int64],
+    ks: Sequence[int],
+    temperature: float = TEMPERATURE,
+) -> dict[int, npt.NDArray[np.float64]]:
+    """Compute the mean of the values of a query's k most similar rows, weighted as votes are.
+
+    Args:
+        features: vectors of all places.
+        bank: places whose values are averaged, increasing.
+        values: (len(features), T) values of each place.
+        queries: places to predict.
+        ks: numbers of neighbours, limited to the size of the bank.
+        temperature: T of the weights.
+
+    Returns:
+        k -> (len(queries), T) float64.
+    """
+
+    def means(weights: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        of_neighbours = torch.from_numpy(values).to(weights)[places]
+        total = weights.sum(1, keepdim=True)
+        return (weights[:, :, None] * of_neighbours).sum(1) / total
+
+    return _weighted(features, bank, queries, ks, temperature, means)
+
+
+def _weighted(
+    features: Features,
+    bank: npt.NDArray[np.int64],
+    queries: npt.NDArray[np.int64],
+    ks: Sequence[int],
+    temperature: float,
+    combine: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+) -> dict[int, npt.NDArray[np.float64]]:
+    """Combine the k nearest rows of each query by `combine(weights, places)`, both (n, k)."""
     largest = min(max(ks), len(bank))
     found: dict[int, list[torch.Tensor]] = {k: [] for k in ks}
     dtype = _needed_dtype(features, bank)
@@ -65,15 +114,12 @@ def vote(
     for start in range(0, len(queries), step):
         asked = queries[start : start + step]
         cosines, places = _nearest(features, bank, asked, largest, dtype)
-        labels = torch.from_numpy(y).to(cosines.device)[places]
         for k, parts in found.items():
             top = cosines[:, :k].double() if cosines.device.type != "mps" else cosines[:, :k]
             # Subtracting the largest exponent leaves the shares unchanged and avoids overflow.
             weights = ((top - top[:, :1]) / temperature).exp()
             weights = torch.where(torch.isfinite(top), weights, 0.0)  # -inf: no neighbour
-            votes = torch.zeros((len(asked), num_classes), dtype=weights.dtype, device=top.device)
-            votes.scatter_add_(1, labels[:, :k], weights)
-            parts.append((votes / votes.sum(1, keepdim=True)).cpu().double())
+            parts.append(combine(weights, places[:, :k]).cpu().double())
     return {k: torch.cat(parts).numpy() for k, parts in found.items()}
 
 

@@ -92,8 +92,8 @@ def _from(store: FeatureStore, column: str) -> tuple[npt.NDArray[np.int64], tupl
         known = ~np.isnan(values)
         if (values[known] != np.floor(values[known])).any():
             raise DataError(
-                f"probe.label_column={column} holds numbers that are not whole; expected text, "
-                "whole numbers or booleans."
+                f"probe.label_column={column} holds numbers that are not whole; classes are text, "
+                "whole numbers or booleans. probe.task=regression predicts the numbers."
             )
         names, numbers = np.unique(values[known].astype(np.int64), return_inverse=True)
     else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -320,3 +320,10 @@ def accuracy_and_loss(
     """
     loss = -log_probabilities[np.arange(len(y)), y].mean()
     return float((log_probabilities.argmax(1) == y).mean()), float(loss)
+
+
+def at_the_end(best: float, strengths: Sequence[float]) -> list[str]:
+    """Return a note if the best penalty is at an end of the grid: a better one may lie beyond."""
+    if len(strengths) == 1 or best not in (strengths[0], strengths[-1]):
+        return []
+    return [f"the best l2, {best:g}, is the last one of the grid on that side"]

@@ -134,7 +134,7 @@ def _linear(problem: Problem, split: Split) -> Fitted:
             for l2, found in zip(strengths, streamed.fits, strict=True)
         ]
     best = logistic_regression.best_trial(trials)
-    notes += _at_the_end(best.l2, strengths)
+    notes += logistic_regression.at_the_end(best.l2, strengths)
     again = fit_scaler(problem.features, split.train)
     fitted = _fit_linear(problem, split.train, again, best.l2, best.fit)
     return Fitted(
@@ -182,13 +182,6 @@ def _fit_linear(
         "converged": found.converged,
     }
     return _with_head(problem, head, l2, notes, details)
-
-
-def _at_the_end(best: float, strengths: Sequence[float]) -> list[str]:
-    """Return a note if the best penalty is at an end of the grid: a better one may lie beyond."""
-    if len(strengths) == 1 or best not in (strengths[0], strengths[-1]):
-        return []
-    return [f"the best l2, {best:g}, is the last one of the grid on that side"]
 
 
 _NO_VOTE = 1e-30
@@ -289,6 +282,6 @@ def _ridge(problem: Problem, split: Split) -> Fitted:
         trials.append({"l2": l2, "accuracy": accuracy, "loss": error})
     best = max(trials, key=lambda trial: (trial["accuracy"], -trial["loss"]))
     fitted = _with_head(problem, solved(split.train).head(best["l2"]), best["l2"])
-    notes = _at_the_end(best["l2"], strengths)
+    notes = logistic_regression.at_the_end(best["l2"], strengths)
     validation = best["accuracy"], best["loss"]
     return Fitted(fitted.scores, best["l2"], fitted.head, validation, trials, notes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -77,31 +78,71 @@ def solve(
     Raises:
         ConfigError: both rows and features exceed MAX_DIM.
     """
+    shares = np.bincount(y[places], minlength=num_classes) / len(places)
+    mean = torch.from_numpy(shares).to(float64_home(features.device))
+    return _solve(features, places, lambda span: _targets(y[span], mean), mean, scaler)
+
+
+def solve_values(
+    features: Features,
+    places: npt.NDArray[np.int64],
+    values: npt.NDArray[np.float64],
+    scaler: Scaler,
+) -> Solved:
+    """Decompose the normal equations for targets that are numbers.
+
+    Args:
+        features: vectors of all places.
+        places: places to fit on.
+        values: (len(features), T) targets of each place.
+        scaler: standardisation, fitted on `places`.
+
+    Raises:
+        ConfigError: both rows and features exceed MAX_DIM.
+    """
+    device = float64_home(features.device)
+    mean = torch.from_numpy(values[places].mean(0)).to(device)
+    return _solve(
+        features,
+        places,
+        lambda span: torch.from_numpy(values[span]).to(device) - mean,
+        mean,
+        scaler,
+    )
+
+
+def _solve(
+    features: Features,
+    places: npt.NDArray[np.int64],
+    targets: Callable[[npt.NDArray[np.int64]], torch.Tensor],
+    target_mean: torch.Tensor,
+    scaler: Scaler,
+) -> Solved:
+    """Decompose the normal equations; `targets` gives (n, T) targets minus their mean, (T,)."""
     count, width = len(places), features.width
     if min(count, width) > MAX_DIM:
         raise ConfigError(
-            f"probe.method=ridge needs a square matrix of the smaller one of {count} rows and "
-            f"{width} features; at most {MAX_DIM} are supported. Use probe.method=linear."
+            f"least squares needs a square matrix of the smaller one of {count} rows and "
+            f"{width} features; at most {MAX_DIM} are supported. Classes can be predicted with "
+            "probe.method=linear."
         )
     device = float64_home(features.device)
-    shares = np.bincount(y[places], minlength=num_classes) / count
-    target_mean = torch.from_numpy(shares).to(device)
     mean = torch.zeros(width, dtype=torch.float64, device=device)
     for _, block in features.blocks(places):
         mean += scaler(block).to(device).double().sum(dim=0) / count
     if width <= count:
         gram = torch.zeros((width, width), dtype=torch.float64, device=device)
-        towards = torch.zeros((width, num_classes), dtype=torch.float64, device=device)
+        towards = torch.zeros((width, len(target_mean)), dtype=torch.float64, device=device)
         for span, block in features.blocks(places):
             x = scaler(block).to(device).double() - mean
             gram += x.T @ x
-            towards += x.T @ _targets(y[span], target_mean)
+            towards += x.T @ targets(span)
         values, vectors = torch.linalg.eigh(gram / count)
         right = vectors.T @ (towards / count)
         return Solved(scaler, values.clamp(min=0), vectors, right, mean, target_mean)
     x = scaler(features.take(places)).to(device).double() - mean
     values, vectors = torch.linalg.eigh(x @ x.T / count)
-    right = vectors.T @ (_targets(y[places], target_mean) / count)
+    right = vectors.T @ (targets(places) / count)
     return Solved(scaler, values.clamp(min=0), x.T @ vectors, right, mean, target_mean)
 
 

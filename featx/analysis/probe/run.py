@@ -22,6 +22,8 @@ from featx.analysis.probe.result import SeedProbe, probe_result
 from featx.analysis.probe.row_predictions import MAX_SCORES, join_folds
 from featx.analysis.probe.store_comparison import OtherProbe, compared_store, read_probe
 from featx.analysis.probe.task import Task, make_task
+from featx.analysis.probe.value_probe import run_value_probe
+from featx.analysis.probe.values import task_kind
 from featx.base import WIDTH, choose_device, exact_cuda, keep_freed_memory, percent_text
 from featx.config import Config
 from featx.errors import RunError
@@ -44,6 +46,9 @@ def run_probe(config: Config, log: Callable[[str], None]) -> dict[str, Any]:
     """
     started_at = time.perf_counter()
     store = FeatureStore(config.place_of_store(), verify="rows")
+    kind = task_kind(store, config.probe)
+    if kind.name != "classification":
+        return run_value_probe(config, store, kind, log)
     layers = matching_layers(store, config.layers)
     device = choose_device(config.device)
     seeds = range(config.seed, config.seed + (config.probe.seeds or 1))
@@ -72,6 +77,7 @@ def run_probe(config: Config, log: Callable[[str], None]) -> dict[str, Any]:
             ) from error
         log(_line(layer, [each.layers[layer].about for each in of_seeds], config.probe.methods))
     result = probe_result(config, of_seeds[0], time.perf_counter() - started_at)
+    result |= {"task": kind.name, "task_reason": kind.reason}
     _add_comparisons(config, of_seeds[0], other, result)
     result["seeds"] = None if len(of_seeds) == 1 else seeds_entry(of_seeds, config.probe.methods)
     if not keeps_scores:

@@ -116,6 +116,59 @@ def make_task(config: Config, store: FeatureStore, layers: Sequence[str]) -> Tas
     return Task(training, testing, y, groups, found, seed, about, notes)
 
 
+@dataclass(frozen=True)
+class RowSplits:
+    """Splits of rows that have no classes.
+
+    Attributes:
+        groups: (n,) group of each row, or None if every row is a group of its own.
+        splits: one split, or one per fold.
+        about: description of the splits as JSON types.
+        notes: sentences about rows that were left out or leak.
+    """
+
+    groups: npt.NDArray[np.int64] | None
+    splits: list[Split]
+    about: dict[str, Any]
+    notes: list[str]
+
+
+def split_rows(config: Config, training: Labelled) -> RowSplits:
+    """Split rows of one store that have no classes, at random or as given.
+
+    Args:
+        config: checked config with job=probe.
+        training: rows, all of class 0.
+
+    Raises:
+        FeatxError: there are too few rows or groups.
+    """
+    options, notes = config.probe, list(training.notes)
+    grouped = row_groups(training, options.group_column)
+    groups = None if grouped is None or grouped.num_groups == len(training.y) else grouped.of_row
+    found, settings = _splits_of_one_store(config, training, groups, notes)
+    if options.split == "column" and grouped is not None:
+        notes += _divided(training, grouped, found[0])
+    for split in found:
+        if min(len(split.fit), len(split.validation), len(split.test)) == 0:
+            raise DataError(
+                f"{len(training.y)} rows with a value of {options.label_column} are too few to be "
+                "divided into training, validation and test rows."
+            )
+    about = {
+        "kind": options.split,
+        "label_column": options.label_column,
+        "validation_share": options.validation_share,
+        **settings,
+        "seed": config.seed,
+        "groups": None if grouped is None else grouped.as_dict(),
+        "fit": [len(split.fit) for split in found],
+        "validation_rows": [len(split.validation) for split in found],
+        "test_rows": [len(split.test) for split in found],
+    }
+    return RowSplits(groups, found, about, notes)
+
+
 def _splits_of_one_store(
     config: Config,
     training: Labelled,

@@ -190,6 +190,11 @@ def probes_of(store: FeatureStore) -> Probes:
         return Probes(f"{layout.PROBE} cannot be read: {error}.")
     try:
         note = ""
+        if (task := found["task"]) != "classification":
+            return Probes(
+                f"{layout.PROBE} is of a probe with probe.task={task}; the report shows results of "
+                "classification only."
+            )
         if found["fingerprint"] != str(store.attrs.get("fingerprint")):
             note = (
                 f"{layout.PROBE} belongs to another state of this store (its fingerprint differs). "

@@ -1,0 +1,93 @@
+"""Metrics of predicted numbers and of predicted labels, by scikit-learn and scipy."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from featx.analysis.probe.library_metrics import UndefinedMetricError, computed, has_scikit_learn
+from featx.errors import MissingExtraError
+
+REGRESSION_METRICS = ("r2", "mae", "spearman")
+MULTILABEL_METRICS = ("map", "macro_f1")
+
+THRESHOLD = 0.5
+"""Score from which a label counts as predicted in macro_f1."""
+
+Matrix = npt.NDArray[np.float64]
+
+
+def require_scikit_learn(task: str) -> None:
+    """Check that the metrics of a task can be computed.
+
+    Raises:
+        MissingExtraError: scikit-learn is not installed.
+    """
+    if not has_scikit_learn():
+        raise MissingExtraError(
+            f'probe.task={task} needs scikit-learn: pip install "featx[evaluation]".'
+        )
+
+
+def regression_metrics(
+    truth: Matrix, predicted: Matrix
+) -> tuple[dict[str, float | None], dict[str, str]]:
+    """Compute R2, the mean absolute error and Spearman's rank correlation.
+
+    Args:
+        truth: (n, 1) numbers.
+        predicted: (n, 1) numbers.
+
+    Returns:
+        name -> value, None if it is not available; and name -> reason for those.
+    """
+    from scipy.stats import spearmanr
+    from sklearn.metrics import mean_absolute_error, r2_score
+
+    a, b = truth[:, 0], predicted[:, 0]
+
+    def r2() -> float:
+        if np.ptp(a) == 0:
+            raise UndefinedMetricError("the test rows have a single value")
+        return float(r2_score(a, b))
+
+    def spearman() -> float:
+        if np.ptp(a) == 0 or np.ptp(b) == 0:
+            which = "have" if np.ptp(a) == 0 else "are predicted with"
+            raise UndefinedMetricError(f"the test rows {which} a single value")
+        return float(spearmanr(a, b).statistic)
+
+    return computed({"r2": r2, "mae": lambda: mean_absolute_error(a, b), "spearman": spearman})
+
+
+def multilabel_metrics(
+    truth: Matrix, predicted: Matrix
+) -> tuple[dict[str, float | None], dict[str, str]]:
+    """Compute mean average precision and macro-F1 over the labels that occur among the test rows.
+
+    Args:
+        truth: (n, T), 1 for each label of a row and 0 for others.
+        predicted: (n, T) scores in [0, 1].
+
+    Returns:
+        name -> value, None if it is not available; and name -> reason for those.
+    """
+    from sklearn.metrics import average_precision_score, f1_score
+
+    tested = np.flatnonzero(truth.any(0)).tolist()
+
+    def mean_average_precision() -> float:
+        return _mean([average_precision_score(truth[:, i], predicted[:, i]) for i in tested])
+
+    def macro_f1() -> float:
+        said = predicted >= THRESHOLD
+        return _mean([f1_score(truth[:, i] > 0, said[:, i], zero_division=0) for i in tested])
+
+    return computed({"map": mean_average_precision, "macro_f1": macro_f1})
+
+
+def _mean(of_labels: list[float]) -> float:
+    """Return the mean over the labels that are tested."""
+    if not of_labels:
+        raise UndefinedMetricError("no test row has a label")
+    return float(np.mean(of_labels))

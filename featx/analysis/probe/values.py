@@ -1,0 +1,154 @@
+"""Targets that are no classes: numbers (regression), or several labels of a row (multilabel)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from featx.analysis.probe.labelled_rows import Labelled
+from featx.config import ProbeConfig
+from featx.errors import DataError, StoreError, counted
+from featx.store import FeatureStore
+
+SEPARATOR = ";"
+"""Default text between the labels of a row."""
+
+MANY_NUMBERS = 20
+"""Number of different whole numbers from which a note says that they are taken as classes."""
+
+
+@dataclass(frozen=True)
+class TaskKind:
+    """What a probe predicts.
+
+    Attributes:
+        name: 'classification', 'regression' or 'multilabel'.
+        reason: how it was decided, for people.
+    """
+
+    name: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Values:
+    """Rows with their targets.
+
+    Attributes:
+        labelled: the rows, all of class 0.
+        values: (n, T) float64: numbers (T = 1), or 1 for each label of a row and 0 for others.
+        names: T names: the column, or the labels.
+    """
+
+    labelled: Labelled
+    values: npt.NDArray[np.float64]
+    names: tuple[str, ...]
+
+
+def task_kind(store: FeatureStore, options: ProbeConfig) -> TaskKind:
+    """Decide what the probe predicts (probe.task).
+
+    Whole numbers are often class numbers, so that auto never takes them as numbers.
+
+    Args:
+        store: the store.
+        options: option group `probe`.
+
+    Raises:
+        StoreError: the store has no such column.
+    """
+    if options.task != "auto":
+        return TaskKind(options.task, f"probe.task={options.task}")
+    if options.label_column is None:
+        return TaskKind("classification", "the labels of a store are classes")
+    column = options.label_column
+    values = store.column(column)
+    if values.dtype.kind == "U":
+        return TaskKind("classification", f"{column} holds text")
+    if values.dtype.kind == "f":
+        known = values[np.isfinite(values)]
+        if (known != np.floor(known)).any():
+            return TaskKind(
+                "regression",
+                f"{column} holds fractional numbers; probe.task=regression says so explicitly",
+            )
+        values = known
+    count = len(np.unique(values))
+    other = "; probe.task=regression predicts them as numbers" if count >= MANY_NUMBERS else ""
+    return TaskKind("classification", f"{column} holds {count} different whole numbers{other}")
+
+
+def valued_rows(store: FeatureStore, options: ProbeConfig, kind: TaskKind) -> Values:
+    """Select the rows that have a value and did not fail.
+
+    Args:
+        store: the store.
+        options: option group `probe`.
+        kind: 'regression' or 'multilabel'.
+
+    Raises:
+        StoreError: the store is incomplete or has no such column.
+        DataError: the column does not hold such values, or too few different ones.
+    """
+    if not store.complete:
+        raise StoreError(
+            f"{store.root} is not complete: {store.num_rows_present} of {len(store)} rows are "
+            "there. Complete it with the command that started it, then give this one again."
+        )
+    column = str(options.label_column)
+    found = store.column(column)
+    known = _known(found, column, kind)
+    rows = np.flatnonzero(store.ok & known)
+    if len(rows) < 2:
+        raise DataError(f"{store.root} has {counted(len(rows), 'row')} with a value of {column}.")
+    notes = []
+    if failed := int((~store.ok).sum()):
+        notes.append(f"{counted(failed, 'failed row is', 'failed rows are')} left out")
+    if missing := int((store.ok & ~known).sum()):
+        notes.append(f"{counted(missing, 'row')} without a value of {column} left out")
+    labelled = Labelled(store, rows, np.zeros(len(rows), np.int64), ("",), tuple(notes))
+    if kind.name == "regression":
+        values = found[rows].astype(np.float64)[:, None]
+        if np.ptp(values) == 0:
+            raise DataError(
+                f"{column} is {values[0, 0]:g} in all rows; there is nothing to predict."
+            )
+        return Values(labelled, values, (column,))
+    return _indicators(labelled, found[rows].tolist(), options.label_separator or SEPARATOR, column)
+
+
+def _known(found: npt.NDArray[np.generic], column: str, kind: TaskKind) -> npt.NDArray[np.bool_]:
+    """Return (N,) whether a row has a value.
+
+    Raises:
+        DataError: the column does not hold values of this kind.
+    """
+    if kind.name == "multilabel":
+        if found.dtype.kind != "U":
+            raise DataError(f"probe.task=multilabel: {column} holds numbers; expected text.")
+        known: npt.NDArray[np.bool_] = np.char.strip(found.astype(np.str_)) != ""
+        return known
+    if found.dtype.kind not in "fiub":
+        raise DataError(f"probe.task=regression: {column} holds text; expected numbers.")
+    numbers = found.astype(np.float64)
+    if np.isinf(numbers).any():
+        raise DataError(f"probe.task=regression: {column} holds infinite numbers.")
+    return ~np.isnan(numbers)
+
+
+def _indicators(labelled: Labelled, texts: list[str], separator: str, column: str) -> Values:
+    """Return a column for each label, with 1 in the rows that have it."""
+    lists = [{label.strip() for label in text.split(separator)} - {""} for text in texts]
+    names = tuple(sorted(set().union(*lists)))
+    if len(names) < 2:
+        raise DataError(
+            f"{column} has {counted(len(names), 'label')} divided by {separator!r}; "
+            "probe.task=multilabel needs two or more."
+        )
+    place = {name: i for i, name in enumerate(names)}
+    values = np.zeros((len(lists), len(names)))
+    for row, labels in enumerate(lists):
+        values[row, [place[label] for label in labels]] = 1
+    return Values(labelled, values, names)

@@ -1,0 +1,409 @@
+"""Printed result of job=probe for classes."""
+
+from __future__ import annotations
+
+import textwrap
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from featx.base import (
+    WIDTH,
+    command_text,
+    facts,
+    percent_text,
+    shown_path,
+    table,
+)
+from featx.config import Config
+from featx.errors import counted
+from featx.storage import parse_path
+from featx.store import layout
+
+_SIGNIFICANT = 0.05
+"""Smallest p of a paired test that leaves two layers undistinguished."""
+
+_NAMED = 3
+"""Number of layers, or pairs of classes, that a line names."""
+
+
+def classification_text(config: Config, result: dict[str, Any]) -> str:
+    """Format the result for people: the answer, the table, what it rests on, and what follows."""
+    parts = [_answer(result), _layers_table(config, result)]
+    if result["seeds"]:
+        parts = [_seeds_answer(result), _seeds_table(config, result), *parts]
+    if config.job.show == "all":
+        parts += [_details_table(config, result), *_paired_lines(result)]
+    if config.probe.all_shots:
+        parts.append(_few_shot_table(config, result))
+    return "\n\n".join([*parts, facts(_facts(config, result))])
+
+
+def _answer(result: dict[str, Any]) -> str:
+    """Return the best layer with its accuracy, and the layers that may be as good."""
+    folds = result.get("layer_of_folds")
+    of_folds = ""
+    if folds:
+        of_folds = f", with the layer that each fold chose within training ({_counts(folds)})"
+    of_seed = f" of seed {result['split']['seed']}" if result["seeds"] else ""
+    answer = (
+        f"Best layer{of_seed}: {result['layer']} ({result['method']}, chosen on validation rows). "
+        f"{percent_text(result['accuracy'])} of {result['rows']} test rows are right, 95 % "
+        f"interval {interval_text(result['interval'])} %{of_folds}."
+    )
+    lines = [answer, *_comparison(result), *_store_comparison(result)]
+    return "\n".join(textwrap.fill(line, WIDTH) for line in lines)
+
+
+def _comparison(result: dict[str, Any]) -> list[str]:
+    """Return the difference to the most accurate other layer, and which layers may be as good."""
+    tests = result["paired_tests"]
+    if not tests:
+        return []
+    other, found = min(tests.items(), key=lambda test: test[1]["difference"])
+    lines = [_difference_text(result["layer"], other, found)]
+    alike = [
+        f"{layer} (p = {found['p_holm']:.2g})"
+        for layer, found in tests.items()
+        if found["p_holm"] >= _SIGNIFICANT
+    ]
+    if alike:
+        more = f" and {len(alike) - _NAMED} more" if len(alike) > _NAMED else ""
+        lines.append(f"Not distinguishable from it: {', '.join(alike[:_NAMED])}{more}.")
+    return lines
+
+
+def _store_comparison(result: dict[str, Any]) -> list[str]:
+    """Return the difference to the other store, and how sure it is; nothing without one."""
+    found = result["compared_store"]
+    if found is None:
+        return []
+    names = (
+        f"{shown_path(result['store'])} ({result['layer']}, {result['method']})",
+        f"{shown_path(found['store'])} ({found['layer']}, {found['method']})",
+    )
+    left_out = f", {found['rows_left_out']} others left out" if found["rows_left_out"] else ""
+    return [
+        f"{_difference_text(*names, found)} {found['rows']} test rows of both{left_out}; exact "
+        f"McNemar test p = {found['p']:.2g}."
+    ]
+
+
+def _difference_text(first: str, second: str, found: dict[str, Any]) -> str:
+    """Say which of two is more accurate, and by how much: 'a better than b: +2.1 points, ...'."""
+    difference, (low, high) = found["difference"], found["interval"]
+    verb = "better than" if difference > 0 else "worse than" if difference < 0 else "equal to"
+    return (
+        f"{first} {verb} {second}: {100 * difference:+.1f} points, 95 % interval "
+        f"{100 * low:.1f} to {100 * high:.1f}."
+    )
+
+
+def _seeds_answer(result: dict[str, Any]) -> str:
+    """Return the accuracy over the splits of all seeds."""
+    about = result["seeds"]
+    found = about["chosen"]["accuracy"]
+    return textwrap.fill(
+        f"Over {len(about['seeds'])} splits {percent_text(found['mean'])} of the test rows are "
+        f"right, standard deviation {100 * found['std']:.1f} points, smallest "
+        f"{percent_text(found['min'])}, largest {percent_text(found['max'])}, with the layer that "
+        f"each split chose on validation rows ({_counts(about['layer_of_seeds'])}).",
+        WIDTH,
+    )
+
+
+def _seeds_table(config: Config, result: dict[str, Any]) -> str:
+    """Format a table of the accuracies over all splits, with one row per layer."""
+    about, methods, best = result["seeds"], config.probe.methods, result["layer"]
+    count = len(about["seeds"])
+    rows = []
+    for layer, found in about["layers"].items():
+        first = found[methods[0]]["accuracy"]
+        cells = [layer, _spread_text(first), interval_text((first["min"], first["max"]))]
+        cells += [_spread_text(found[method]["accuracy"]) for method in methods[1:]]
+        if difference := about["differences"].get(layer):
+            points = -100 * difference["mean"]
+            better = sum(value < 0 for value in difference["values"])
+            cells += [f"{points:+.1f} ± {100 * difference['std']:.1f}", f"{better} of {count}"]
+        elif about["differences"]:
+            cells += ["best", "-"]
+        rows.append(cells)
+    header = ["layer", methods[0], "smallest - largest", *methods[1:]]
+    if about["differences"]:
+        header += [f"against\n{best if len(best) < 12 else 'best'}, points", "better in"]
+    return table(header, rows) + "\nMean ± standard deviation over the splits, in percent."
+
+
+def _spread_text(found: dict[str, Any]) -> str:
+    """Format mean and standard deviation of a share, in percent without the sign."""
+    return f"{100 * found['mean']:.1f} ± {100 * found['std']:.1f}"
+
+
+def _task_text(result: dict[str, Any]) -> str:
+    """Return what is predicted, and how that was decided."""
+    return f"{result['task']}: {result['task_reason']}"
+
+
+def _counts(layers: list[str]) -> str:
+    """Return how many folds chose each layer."""
+    return ", ".join(f"{layer} in {count}" for layer, count in Counter(layers).items())
+
+
+def interval_text(interval: Sequence[float]) -> str:
+    """Return an interval of shares in percent, without the sign: '85.6 - 96.4'."""
+    low, high = (f"{100 * edge:.1f}" for edge in interval)
+    return f"{low} - {high}"
+
+
+def _facts(config: Config, result: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return (name, text) of what the accuracy rests on, of the files, and of what follows."""
+    store = parse_path(result["store"])
+    folder = store if store.is_dir() else store.parent
+    groups = result["split"]["groups"]
+    rows = [
+        *([("task", _task_text(result))] if config.probe.label_column else []),
+        ("rows", f"{result['rows_labelled']} labelled, {len(result['classes'])} classes"),
+        ("split", split_text(result["split"])),
+        *([("groups", groups_text(groups))] if groups else []),
+        ("chance", _chance_text(result)),
+        ("metrics", _metrics_text(result)),
+        *([("intervals", _intervals_text(result["bootstrap"]))] if result["bootstrap"] else []),
+        *([("over splits", _seeds_metrics_text(result))] if result["seeds"] else []),
+    ]
+    if folds := result.get("folds"):
+        mean, std = percent_text(folds["mean"]), percent_text(folds["std"])
+        rows.append(("folds", f"mean {mean}, standard deviation {std}"))
+    rows.append(("errors", _errors_text(result)))
+    rows.append(("duplicates", _near_text(result)))
+    notes = result["notes_on_rows"] + [
+        f"{layer}, {name}: {note}"
+        for layer, about in result["layers"].items()
+        for name in config.probe.methods
+        for note in about[name]["notes"]
+    ]
+    if notes:
+        shown = notes[:12] + ([f"and {len(notes) - 12} more, in probe.json"] if notes[12:] else [])
+        rows.append(("notes", "\n".join(shown)))
+    files = [layout.PROBE, result["predictions"]["file"]]
+    files += [result["head"]["file"]] if result["head"] else []
+    rows.append(("wrote", "\n".join([*files, f"in {shown_path(folder)}"])))
+    following = [command_text("job=report", f"store={shown_path(store)}")]
+    if result["head"]:
+        following.append(command_text("job=predict", f"store={shown_path(store)}", "data=./new"))
+    return [*rows, ("next", "\n".join(following))]
+
+
+_METRICS = (
+    ("balanced accuracy", "balanced_accuracy"), ("top-5", "top5"), ("macro-F1", "macro_f1"),
+    ("AUROC", "auroc"), ("log-loss", "log_loss"), ("MCC", "mcc"), ("kappa", "kappa"),
+    ("ECE", "calibration_error"),
+)  # fmt: skip
+"""(name for people, name in probe.json) of the metrics beside the accuracy."""
+
+_SHARES = ("balanced_accuracy", "top5")
+"""Metrics that are printed in percent."""
+
+
+def _metric_text(name: str, value: float | None) -> str:
+    """Format a metric; '-' if it is not available."""
+    if value is None:
+        return "-"
+    return percent_text(value) if name in _SHARES else f"{value:.3f}"
+
+
+def _metrics_text(result: dict[str, Any]) -> str:
+    """Return the metrics of the best layer, and why others are not available."""
+    shown = [
+        f"{label} {_metric_text(name, result[name])}"
+        + (f" ({result['calibration_bins']} bins)" if name == "calibration_error" else "")
+        for label, name in _METRICS
+        if result[name] is not None
+    ]
+    lines = [", ".join(shown[i : i + 4]) for i in range(0, len(shown), 4)]
+    return "\n".join([*lines, *_not_available(result)])
+
+
+def _intervals_text(bootstrap: dict[str, Any]) -> str:
+    """Return the bootstrap intervals of all metrics."""
+    shown = []
+    for label, name in (("accuracy", "accuracy"), *_METRICS):
+        if (interval := bootstrap["intervals"][name]) is None:
+            continue
+        low, high = interval
+        percent = name in ("accuracy", *_SHARES)
+        text = f"{interval_text(interval)} %" if percent else f"{low:.3f} - {high:.3f}"
+        shown.append(f"{label} {text}")
+    lines = [", ".join(shown[i : i + 3]) for i in range(0, len(shown), 3)]
+    undefined = [
+        f"{count} resamples without {name} are left out of its interval"
+        for name, count in bootstrap["undefined"].items()
+    ]
+    about = f"95 %, {bootstrap['resamples']} resamples of {bootstrap['units']} {bootstrap['unit']}s"
+    return "\n".join([*lines, about, *undefined])
+
+
+def _seeds_metrics_text(result: dict[str, Any]) -> str:
+    """Return mean and standard deviation over the splits of the metrics of the chosen layers."""
+    chosen = result["seeds"]["chosen"]
+    shown = []
+    for label, name in _METRICS:
+        if (found := chosen[name]) is not None:
+            factor, unit, digits = (100, " %", 1) if name in _SHARES else (1, "", 3)
+            mean, std = factor * found["mean"], factor * found["std"]
+            shown.append(f"{label} {mean:.{digits}f} ± {std:.{digits}f}{unit}")
+    return "\n".join(", ".join(shown[i : i + 3]) for i in range(0, len(shown), 3))
+
+
+def _not_available(about: dict[str, Any]) -> list[str]:
+    """Return one line per reason for which metrics are not available."""
+    names: dict[str, list[str]] = {}
+    for label, name in _METRICS:
+        if (reason := about["not_available"].get(name)) is not None:
+            names.setdefault(reason, []).append(label)
+    return [f"not available: {', '.join(of)}; {reason}" for reason, of in names.items()]
+
+
+def _chance_text(result: dict[str, Any]) -> str:
+    """Return the accuracy of guessing, and of always naming the most frequent class."""
+    support = [count for count in result["support"] if count is not None]
+    largest = percent_text(max(support) / max(1, sum(support)))
+    return f"{percent_text(1 / len(result['classes']))}, largest class {largest}"
+
+
+def _errors_text(result: dict[str, Any]) -> str:
+    """Return the number of wrong predictions, and the pairs of classes confused most."""
+    names, matrix = result["classes"], result["confusion"]
+    pairs = [
+        (count, names[i], names[j])
+        for i, row in enumerate(matrix)
+        for j, count in enumerate(row)
+        if i != j and count
+    ]
+    pairs.sort(key=lambda pair: -pair[0])
+    shown = [f"{true} as {said} {count}" for count, true, said in pairs[:_NAMED]]
+    more = [f"{len(pairs) - _NAMED} more pairs of classes"] if pairs[_NAMED:] else []
+    total = f"{sum(count for count, *_ in pairs)} of {result['rows']}"
+    return f"{total}: {', '.join([*shown, *more])}" if pairs else total
+
+
+def split_text(split: dict[str, Any]) -> str:
+    """Describe the kind of split and its sizes."""
+    kind = split["kind"]
+    sizes = (
+        f"{split['fit'][0]} fitted, {split['validation_rows'][0]} for validation, "
+        f"{split['test_rows'][0]} tested"
+    )
+    if kind == "kfold":
+        return f"{split['folds']} folds, each about {sizes}; seed {split['seed']}"
+    return f"{kind}, {sizes}; seed {split['seed']}"
+
+
+def groups_text(groups: dict[str, Any]) -> str:
+    """Describe which rows were kept together."""
+    return (
+        f"rows of one {groups['by']} stay on one side: "
+        f"{counted(groups['groups'], 'group')}, the largest of {counted(groups['largest'], 'row')}"
+    )
+
+
+def _near_text(result: dict[str, Any]) -> str:
+    """Describe how many test rows have a near-duplicate in training, or why it is unknown."""
+    near = result["near_duplicates"]
+    if near["rows"] is None:
+        return f"not looked for: {near['not_checked']}"
+    text = (
+        f"{near['rows']} of {result['rows']} test rows are like a training row (cosine "
+        f"{near['cosine']:g} of {near['layer']}, standardised)"
+    )
+    if near["rows"] and (others := near["without"]) is not None:
+        text += (
+            f";\nwithout them the accuracy is {percent_text(others['accuracy'])} "
+            f"({others['correct']} of {others['rows']})"
+        )
+    return text
+
+
+def _paired_lines(result: dict[str, Any]) -> list[str]:
+    """Describe, for each other layer, on how many test rows it differs from the best one."""
+    lines = [
+        f"{layer}: {counted(found['first_only'] + found['second_only'], found['unit'])} for one of "
+        f"them only, {found['first_only']} for {result['layer']} and {found['second_only']} for "
+        f"{layer}; p = {found['p']:.2g}, corrected {found['p_holm']:.2g}"
+        for layer, found in result["paired_tests"].items()
+    ]
+    return ["\n".join(textwrap.fill(line, WIDTH) for line in lines)] if lines else []
+
+
+def _layers_table(config: Config, result: dict[str, Any]) -> str:
+    """Format a table with one row per layer, in the order of the store."""
+    methods, tests = config.probe.methods, result["paired_tests"]
+    rows = []
+    for layer, about in result["layers"].items():
+        cells = [layer, str(about["features"])]
+        cells += [percent_text(about[method]["accuracy"]) for method in methods]
+        cells.insert(3, interval_text(about[methods[0]]["interval"]))
+        if layer in tests:
+            low, high = (-100 * edge for edge in reversed(tests[layer]["interval"]))
+            cells += [
+                f"{-100 * tests[layer]['difference']:+.1f}",
+                f"{low:+.1f} to {high:+.1f}",
+                f"{tests[layer]['p_holm']:.2g}",
+            ]
+        elif tests:
+            cells += ["best", "", ""]
+        rows.append(cells)
+    header = ["layer", "width", methods[0], "95 % interval", *methods[1:]]
+    against = ["against\nbest", "95 % interval\nof difference", "p"] if tests else []
+    shown = table([*header, *against], rows)
+    if tests:
+        shown += (
+            "\nThe first interval holds for a layer that was chosen beforehand, not for the best "
+            "one; p: exact\nMcNemar test, corrected for the number of layers (Holm)."
+        )
+    return shown
+
+
+def _details_table(config: Config, result: dict[str, Any]) -> str:
+    """Format two tables with the settings and all metrics of each layer and method."""
+    settings, metrics, reasons = [], [], []
+    for layer, about in result["layers"].items():
+        for method in config.probe.methods:
+            found = about[method]
+            name = "k" if method == "knn" else "l2"
+            cells = (
+                f"{name}={found[name]:g}",
+                percent_text(found["validation_accuracy"]),
+                percent_text(found["accuracy"]),
+                interval_text(found["interval"]),
+                f"{found['seconds']:.1f}",
+            )
+            settings.append((layer, method, *cells))
+            values = [_metric_text(key, found[key]) for _, key in _METRICS]
+            metrics.append((layer, method, *values))
+            reasons += [f"{layer}, {method}, {line}" for line in _not_available(found)]
+    header = ("layer", "method", "chosen", "validation", "test", "95 % interval", "seconds")
+    names = [label.replace(" ", "\n") for label, _ in _METRICS]
+    shown = [
+        table(header, settings, left=2),
+        table(("layer", "method", *names), metrics, left=2),
+        *(textwrap.fill(line, WIDTH) for line in reasons),
+    ]
+    return "\n\n".join(shown[:2]) + "".join(f"\n{line}" for line in shown[2:])
+
+
+def _few_shot_table(config: Config, result: dict[str, Any]) -> str:
+    """Format a table of the accuracies with few training rows per class."""
+    rows = []
+    for layer, about in result["layers"].items():
+        for method in config.probe.methods:
+            found = about[method]["few_shot"].values()
+            cells = [_mean_text(each) for each in found]
+            rows.append((layer, method, *cells))
+    header = ("layer", "method", *(f"{shots} a class" for shots in config.probe.all_shots))
+    return "Few-shot, mean ± standard deviation over the draws:\n" + table(header, rows, left=2)
+
+
+def _mean_text(found: dict[str, Any]) -> str:
+    """Format a mean, with the standard deviation if there is more than one draw."""
+    spread = "" if found["std"] is None else f" ± {100 * found['std']:.1f}"
+    return f"{100 * found['mean']:.1f}{spread} %"

@@ -1,0 +1,271 @@
+"""job=probe on numbers and on several labels of a row, against scikit-learn and scipy."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from probe_problem import blobs, write_store
+from scipy import stats
+from sklearn import metrics as oracle
+from sklearn.linear_model import LogisticRegression, Ridge
+from sklearn.preprocessing import StandardScaler
+from tiny_model import run_job
+
+import featx
+from featx.analysis import head_of_store
+from featx.base import WIDTH
+from featx.errors import ConfigError, DataError, StoreError
+from featx.export.report.probe_results import probes_of
+
+pytestmark = pytest.mark.usefixtures("in_tmp_path", "one_thread")
+
+X, Y = blobs(300, signal=0.35)
+RNG = np.random.default_rng(0)
+Z = (X - X.mean(0)) / X.std(0)
+AGE = 40 + 10 * Z[:, 0] - 5 * Z[:, 3] + 4 * RNG.normal(size=300)
+LABELS = Z[:, :4] + 0.7 * RNG.normal(size=(300, 4)) > 0.4
+NAMES = ["dog", "indoor", "night", "red"]
+TAGS = [";".join(np.array(NAMES)[row]) or "none" for row in LABELS]
+
+
+def probe(**options: Any) -> dict[str, Any]:
+    assert run_job("probe", store="store", device="cpu", probe=options) == 0
+    found: dict[str, Any] = json.loads(Path("store/probe.json").read_text())
+    return found
+
+
+def lines(method: str, layer: str = "x") -> list[dict[str, str]]:
+    with Path("store/probe/predictions.csv").open(encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file))
+    return [row for row in rows if (row["layer"], row["method"]) == (layer, method)]
+
+
+def store_with(**columns: Any) -> None:
+    made = {name: np.array(values) for name, values in columns.items()}
+    made = {
+        name: np.char.encode(values) if values.dtype.kind == "U" else values
+        for name, values in made.items()
+    }
+    write_store(Path("store"), Y, made, x=X, odd=X[:, 1::2])
+
+
+def test_numbers_are_ridge_regression_and_its_metrics(capsys: pytest.CaptureFixture[str]) -> None:
+    store_with(age=AGE)
+    found = probe(label_column="age", task="regression", method=["linear", "knn"])
+    out = capsys.readouterr().out
+    about = found["layers"]["x"]["linear"]
+    for method in ("linear", "knn"):
+        rows = lines(method)
+        true, predicted = (
+            np.array([float(row[name]) for row in rows]) for name in ("true", "predicted")
+        )
+        each = found["layers"]["x"][method]
+        assert each["r2"] == pytest.approx(oracle.r2_score(true, predicted))
+        assert each["mae"] == pytest.approx(oracle.mean_absolute_error(true, predicted))
+        assert each["spearman"] == pytest.approx(stats.spearmanr(true, predicted).statistic)
+    rows = lines("linear")
+    test = [int(row["key"].removesuffix(".jpg")) for row in rows]
+    assert [float(row["true"]) for row in rows] == AGE[test].tolist()
+    train = np.setdiff1d(np.arange(300), test)
+    scaler = StandardScaler().fit(X[train])
+    # mean |r|^2 + l2 |w|^2 is sum |r|^2 + n l2 |w|^2
+    fitted = Ridge(alpha=about["l2"] * len(train)).fit(scaler.transform(X[train]), AGE[train])
+    predicted = [float(row["predicted"]) for row in rows]
+    assert predicted == pytest.approx(fitted.predict(scaler.transform(X[test])), rel=1e-4)
+    assert about["l2"] == min(about["sweep"], key=lambda trial: trial["loss"])["l2"]
+    assert found["layer"] == "x"
+    assert out.startswith(
+        f"Best layer: x (linear, chosen on validation rows). R2 {about['r2']:.3f}"
+    )
+    low, high = found["interval"]
+    assert low < about["r2"] < high
+    expected = stats.bootstrap(
+        (np.array([float(row["true"]) for row in rows]), np.array(predicted)),
+        oracle.r2_score,
+        paired=True,
+        vectorized=False,
+        n_resamples=1000,
+        method="percentile",
+        rng=0,
+    ).confidence_interval
+    assert [low, high] == pytest.approx(list(expected), abs=0.03)
+    assert found["head"] is None
+
+
+def test_several_labels_are_one_logistic_regression_each() -> None:
+    store_with(tags=TAGS)
+    found = probe(label_column="tags", task="multilabel", method=["linear", "knn"])
+    names = [*NAMES[:2], "night", "none", "red"]
+    assert found["targets"] == names
+    for method in ("linear", "knn"):
+        rows, each = lines(method), found["layers"]["x"][method]
+        true, scores = (
+            np.array([[float(row[f"{what}{name}"]) for name in names] for row in rows])
+            for what in ("true:", "score:")
+        )
+        expected = oracle.average_precision_score(true, scores, average="macro")
+        assert each["map"] == pytest.approx(expected)
+        f1 = oracle.f1_score(true, scores >= 0.5, average="macro", zero_division=0)
+        assert each["macro_f1"] == pytest.approx(f1)
+    rows, l2 = lines("linear"), found["layers"]["x"]["linear"]["l2"]
+    test = [int(row["key"].removesuffix(".jpg")) for row in rows]
+    train = np.setdiff1d(np.arange(300), test)
+    scaler = StandardScaler().fit(X[train])
+    for name in names:
+        y = np.array([name in tags.split(";") for tags in TAGS])
+        fitted = LogisticRegression(C=1 / (l2 * len(train)), tol=1e-8, max_iter=5000)
+        fitted.fit(scaler.transform(X[train]), y[train])
+        expected = fitted.predict_proba(scaler.transform(X[test]))[:, 1]
+        assert [float(row[f"score:{name}"]) for row in rows] == pytest.approx(expected, abs=2e-4)
+
+
+def test_knn_averages_the_values_of_the_nearest_rows() -> None:
+    store_with(age=AGE)
+    probe(label_column="age", task="regression", method="knn", k=3, temperature=0.2)
+    rows = lines("knn")
+    test = [int(row["key"].removesuffix(".jpg")) for row in rows]
+    train = np.setdiff1d(np.arange(300), test)
+    unit = X / np.linalg.norm(X.astype(np.float64), axis=1, keepdims=True)
+    cosines = unit[test] @ unit[train].T
+    nearest = np.argsort(-cosines, axis=1)[:, :3]
+    weights = np.exp(np.take_along_axis(cosines, nearest, 1) / 0.2)
+    expected = (weights * AGE[train][nearest]).sum(1) / weights.sum(1)
+    assert [float(row["predicted"]) for row in rows] == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("values", "task", "said"),
+    [
+        (np.arange(300) % 10, "classification", "column holds 10 different whole numbers"),
+        ((np.arange(300) % 10).astype(float), "classification", "holds 10 different whole numbers"),
+        (np.arange(300) // 10, "classification", "probe.task=regression predicts them as numbers"),
+        (np.array(["a", "b", "c"])[Y], "classification", "column holds text"),
+        (AGE, "regression", "column holds fractional numbers"),
+    ],
+    ids=["digits", "whole floats", "ages", "text", "fractional"],
+)
+def test_auto_never_takes_whole_numbers_as_numbers(
+    values: np.ndarray, task: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store_with(column=values)
+    found = probe(label_column="column")
+    assert found["task"] == task
+    assert said in found["task_reason"]
+    out = " ".join(capsys.readouterr().out.split())
+    assert f"task {task}: {found['task_reason']}" in out
+
+
+def test_whole_numbers_are_predicted_as_numbers_on_request() -> None:
+    store_with(count=np.round(AGE).astype(np.int64))
+    found = probe(label_column="count", task="regression", split="kfold", folds=3)
+    assert found["r2"] > 0.5
+    assert sorted({row["fold"] for row in lines("linear")}) == ["1", "2", "3"]
+    assert len(lines("linear")) == 300
+    assert len(found["layer_of_folds"]) == 3
+
+
+def test_rows_without_a_value_and_groups() -> None:
+    age = AGE.copy()
+    age[5:9] = np.nan
+    store_with(age=age, patient=np.arange(300) // 3)
+    found = probe(label_column="age", group_column="patient")
+    assert found["rows_labelled"] == 296
+    assert "4 rows without a value of age left out" in found["notes_on_rows"]
+    tested = {row["group"] for row in lines("linear")}
+    keys = featx.open("store").keys
+    patients = {int(row["key"].removesuffix(".jpg")) // 3 for row in lines("linear")}
+    assert len(patients) == len(tested)
+    # Whole patients are tested: each patient's rows that have a value are all there.
+    there = {row["key"] for row in lines("linear")}
+    for patient in patients:
+        rows = [i for i in range(300) if i // 3 == patient and not np.isnan(age[i])]
+        assert {keys[i] for i in rows} <= there
+    assert found["unit"] == "group"
+
+
+def test_more_features_than_rows_and_constant_features() -> None:
+    wide = RNG.normal(size=(24, 100)).astype(np.float32)
+    wide[:, 7] = 3
+    write_store(Path("store"), Y[:24], {"age": wide[:, 0].astype(float)}, x=wide)
+    found = probe(label_column="age")
+    assert found["r2"] is not None
+    assert np.isfinite([float(row["predicted"]) for row in lines("linear")]).all()
+
+
+def test_a_label_without_test_rows_is_not_counted() -> None:
+    from featx.analysis.probe.value_metrics import multilabel_metrics, regression_metrics
+
+    truth = np.array([[1.0, 0, 0], [0, 0, 0], [1, 1, 0]])
+    scores = np.array([[0.9, 0.1, 0.3], [0.2, 0.6, 0.3], [0.8, 0.7, 0.3]])
+    found, reasons = multilabel_metrics(truth, scores)
+    assert found["map"] == 1.0
+    assert reasons == {}
+    assert found["macro_f1"] == pytest.approx((1 + 2 / 3) / 2)
+    found, reasons = multilabel_metrics(np.zeros((2, 2)), scores[:2, :2])
+    assert found == {"map": None, "macro_f1": None}
+    assert reasons["map"] == "no test row has a label"
+    found, reasons = regression_metrics(np.ones((3, 1)), np.array([[1.0], [2], [3]]))
+    assert (found["r2"], found["spearman"], found["mae"]) == (None, None, 1.0)
+    assert reasons["r2"] == "the test rows have a single value"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"task": "regression"}, r"needs probe\.label_column"),
+        ({"task": "number", "label_column": "age"}, "expected one of auto, classification"),
+        ({"label_separator": ","}, r"probe\.label_separator has an effect"),
+        ({"label_column": "age", "method": "ridge"}, "use linear, which is ridge regression"),
+        ({"label_column": "age", "seeds": 3}, r"probe\.seeds has an effect on classification only"),
+        ({"label_column": "age", "shots": [1]}, r"probe\.shots has an effect on classification"),
+    ],
+)
+def test_options_that_make_no_sense(options: dict[str, Any], message: str) -> None:
+    store_with(age=AGE)
+    with pytest.raises(ConfigError, match=message):
+        probe(**options)
+
+
+def test_columns_of_the_wrong_kind_are_refused() -> None:
+    store_with(age=AGE, tags=TAGS, same=np.ones(300), one=["a"] * 300)
+    for options, message in (
+        ({"label_column": "tags", "task": "regression"}, "tags holds text; expected numbers"),
+        ({"label_column": "age", "task": "multilabel"}, "age holds numbers; expected text"),
+        ({"label_column": "age", "task": "classification"}, "numbers that are not whole"),
+        ({"label_column": "same", "task": "regression"}, "same is 1 in all rows"),
+        ({"label_column": "one", "task": "multilabel"}, "one has 1 label divided by ';'"),
+    ):
+        with pytest.raises(DataError, match=message):
+            probe(**options)
+
+
+def test_without_scikit_learn_there_is_no_regression(monkeypatch: pytest.MonkeyPatch) -> None:
+    from featx.analysis.probe import value_metrics
+
+    store_with(age=AGE)
+    monkeypatch.setattr(value_metrics, "has_scikit_learn", lambda: False)
+    with pytest.raises(ImportError, match=r"featx\[evaluation\]"):
+        probe(label_column="age")
+
+
+@pytest.mark.parametrize("task", ["regression", "multilabel"])
+def test_the_result_fits_into_a_terminal_and_the_report_says_why_it_is_not_there(
+    task: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    column = "a_column_with_quite_a_long_name_of_" + task
+    long = "vision_tower.encoder.layers.encoder_layer_11.attention.out_proj"
+    values = AGE if task == "regression" else np.char.encode(np.array(TAGS))
+    write_store(Path("store"), Y, {column: values}, **{long: X, f"{long}.odd": X[:, 1::2]})
+    probe(label_column=column, task=task, method=["linear", "knn"], split="kfold", folds=2)
+    out = capsys.readouterr().out
+    assert [line for line in out.splitlines() if len(line) > WIDTH] == []
+    assert out.startswith("Best layer: ")
+    note = probes_of(featx.open("store")).note
+    assert f"probe.task={task}; the report shows results of classification only" in note
+    with pytest.raises(StoreError, match="it has none"):
+        head_of_store(Path("store"), None)

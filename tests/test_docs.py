@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tarfile
 import threading
+import tomllib
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -124,6 +125,20 @@ def test_shells_take_every_command_as_it_stands(page: Path) -> None:
     lines += re.findall(r"`(python -m featx [^`]*)`", text)
     unquoted = {line: re.sub(r"'[^']*'|\"[^\"]*\"", "", line) for line in lines}
     assert [line for line, rest in unquoted.items() if re.search(r"[\[\]*?{}]", rest)] == []
+
+
+def test_every_extra_that_is_named_exists() -> None:
+    """pip itself only warns of an extra that it does not know."""
+    texts = [*PAGES, *(REPOSITORY / "featx").rglob("*.py")]
+    named = {
+        extra
+        for path in texts
+        for extras in re.findall(r"(?:featx|\"\.)\[([a-z,]+)\]", path.read_text(encoding="utf-8"))
+        for extra in extras.split(",")
+    }
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))
+    assert {"demo", "transformers", "export"} <= named
+    assert named <= set(project["project"]["optional-dependencies"])
 
 
 def test_pages_have_commands() -> None:

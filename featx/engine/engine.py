@@ -377,17 +377,19 @@ class Engine(DeviceModel):
         with DeviceTimer(self.device) as timer:
             values = self._pass(self.normalised(images))
         finite, underflow = finite_rows(values), self._collector.underflow_rows()
-        checks = torch.stack([*finite.values(), *underflow.values()])
+        # MPS has no float64, so rows computed in it are on the CPU.
+        found = [each.to(self.device) for each in (*finite.values(), *underflow.values())]
+        checks = torch.stack(found)
         left = [] if on_device else list(values.values())
         *copied, checks = to_cpu([*left, checks], self.device)
         model_seconds = timer.seconds()
         self.model_seconds += model_seconds
         self.copy_seconds += max(0.0, time.perf_counter() - started_at - model_seconds)
-        found = iter(checks.numpy())
+        flags = iter(checks.numpy())
         return BatchRows(
             values if on_device else dict(zip(values, copied, strict=True)),
-            {name: next(found) for name in finite},
-            {name: next(found) for name in underflow},
+            {name: next(flags) for name in finite},
+            {name: next(flags) for name in underflow},
         )
 
     @contextlib.contextmanager

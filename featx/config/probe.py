@@ -11,6 +11,7 @@ from featx.errors import ConfigError
 
 PROBES = ("linear", "knn", "ridge")
 SPLITS = ("holdout", "kfold", "column")
+CALIBRATIONS = ("none", "temperature")
 TASKS = ("auto", "classification", "regression", "multilabel")
 
 
@@ -60,6 +61,9 @@ class ProbeConfig:
     l2: float | None = None
     """Strength of the L2 penalty of linear and ridge, relative to the mean loss; the best of
     several when not given."""
+    calibration: str = "none"
+    """Calibration of the probabilities of linear on the validation rows: none, or temperature,
+    which divides all logits by the number with the smallest loss."""
     k: int | None = None
     """Number of neighbours of knn; the best of several when not given."""
     temperature: float | None = None
@@ -87,6 +91,9 @@ class ProbeConfig:
             raise ConfigError(f"probe.method={self.method}: expected some of {', '.join(PROBES)}.")
         check_choice("probe.split", self.split, SPLITS)
         check_choice("probe.task", self.task, TASKS)
+        check_choice("probe.calibration", self.calibration, CALIBRATIONS)
+        if self.calibration != "none" and "linear" not in self.methods:
+            raise ConfigError("probe.calibration has an effect with probe.method=linear only.")
         if self.task in ("regression", "multilabel") and self.label_column is None:
             raise ConfigError(
                 f"probe.task={self.task} needs probe.label_column=NAME, a column of the store; the "

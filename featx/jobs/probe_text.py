@@ -167,6 +167,7 @@ def _facts(config: Config, result: dict[str, Any]) -> list[tuple[str, str]]:
         *([("groups", groups_text(groups))] if groups else []),
         ("chance", _chance_text(result)),
         ("metrics", _metrics_text(result)),
+        *([("calibration", calibration)] if (calibration := _calibration_text(result)) else []),
         *([("intervals", _intervals_text(result["bootstrap"]))] if result["bootstrap"] else []),
         *([("over splits", _seeds_metrics_text(result))] if result["seeds"] else []),
     ]
@@ -252,6 +253,12 @@ def _seeds_metrics_text(result: dict[str, Any]) -> str:
             mean, std = factor * found["mean"], factor * found["std"]
             shown.append(f"{label} {mean:.{digits}f} ± {std:.{digits}f}{unit}")
     return "\n".join(", ".join(shown[i : i + 3]) for i in range(0, len(shown), 3))
+
+
+def _calibration_text(result: dict[str, Any]) -> str:
+    """Return the temperature of the logits of the best layer; '' without one."""
+    temperature = result.get("calibration_temperature")
+    return "" if temperature is None else f"logits divided by {temperature:.3f} (validation rows)"
 
 
 def _not_available(about: dict[str, Any]) -> list[str]:

@@ -10,7 +10,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from featx.analysis.probe import knn, logistic_regression, minibatch_regression, ridge
+from featx.analysis.probe import (
+    knn,
+    logistic_regression,
+    minibatch_regression,
+    ridge,
+    temperature_scaling,
+)
 from featx.analysis.probe.heads import Head, Scaler, fit_scaler, scores_of
 from featx.analysis.probe.labelled_rows import Features
 from featx.analysis.probe.splits import Places, Split
@@ -114,11 +120,15 @@ def _linear(problem: Problem, split: Split) -> Fitted:
     scaler = fit_scaler(problem.features, split.fit)
     y = problem.y[split.validation]
 
+    def logits(found: logistic_regression.Fit) -> Scores:
+        """Return the logits of the validation rows."""
+        head = Head(scaler, found.weight, found.bias, probabilities=False)
+        return scores_of(head, problem.features, split.validation)
+
     def judge(found: logistic_regression.Fit) -> tuple[float, float]:
         """Return accuracy and loss of a fit on the validation rows."""
-        head = Head(scaler, found.weight, found.bias, probabilities=False)
-        logits = torch.from_numpy(scores_of(head, problem.features, split.validation))
-        return logistic_regression.accuracy_and_loss(y, logits.log_softmax(1).numpy())
+        log_p = torch.from_numpy(logits(found)).log_softmax(1).numpy()
+        return logistic_regression.accuracy_and_loss(y, log_p)
 
     notes: list[str] = []
     if problem.features.whole is not None:
@@ -137,6 +147,10 @@ def _linear(problem: Problem, split: Split) -> Fitted:
     notes += logistic_regression.at_the_end(best.l2, strengths)
     again = fit_scaler(problem.features, split.train)
     fitted = _fit_linear(problem, split.train, again, best.l2, best.fit)
+    if problem.options.calibration == "temperature":
+        temperature = temperature_scaling.fit_temperature(logits(best.fit), y)
+        notes += temperature_scaling.at_limit(temperature)
+        fitted = calibrated(problem, fitted, temperature)
     return Fitted(
         fitted.scores,
         best.l2,
@@ -146,6 +160,14 @@ def _linear(problem: Problem, split: Split) -> Fitted:
         notes + fitted.notes,
         fitted.details,
     )
+
+
+def calibrated(problem: Problem, fitted: Fitted, temperature: float) -> Fitted:
+    """Return a fitted linear probe with its logits divided by a temperature."""
+    assert fitted.head is not None
+    head = temperature_scaling.with_temperature(fitted.head, temperature)
+    details = {**fitted.details, "calibration_temperature": temperature}
+    return _with_head(problem, head, fitted.chosen, fitted.notes, details)
 
 
 def _fit_linear(

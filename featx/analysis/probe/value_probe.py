@@ -142,6 +142,8 @@ def _check(config: Config, kind: TaskKind) -> None:
                 f"probe.{name} has an effect on classification only; this is {kind.name} "
                 f"({kind.reason})."
             )
+    if config.probe.calibration != "none":
+        raise ConfigError(f"probe.calibration has an effect on classes only; this is {kind.name}.")
     if others := set(config.probe.methods) - set(METHODS):
         raise ConfigError(
             f"probe.method={', '.join(sorted(others))} predicts classes; with {kind.name} "

@@ -1,0 +1,58 @@
+"""Temperature scaling: one factor for all logits of a head, fitted on validation rows."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from featx.analysis.probe.heads import Head
+
+LOWEST, HIGHEST = 0.1, 10.0
+"""Limits of the temperature. If all validation rows are right, the loss falls with the temperature
+without end, which would make all probabilities 1."""
+
+_STEPS = 60
+"""Number of halvings of the interval, after which it is as small as float64 allows."""
+
+
+def fit_temperature(logits: npt.NDArray[np.float64], y: npt.NDArray[np.int64]) -> float:
+    """Return the temperature T in [LOWEST, HIGHEST] with the smallest cross-entropy.
+
+    The loss of softmax(logits / T) is convex in 1 / T, so the zero of its derivative, which is the
+    mean over rows of sum_k p_k z_k - z_y, is found by halving an interval. C. Guo et al., On
+    Calibration of Modern Neural Networks, ICML 2017.
+
+    Args:
+        logits: (n, C) logits of rows that the head was not fitted on.
+        y: (n,) true classes.
+    """
+    z = torch.from_numpy(logits)
+    own = z[torch.arange(len(z)), torch.from_numpy(y)]
+
+    def slope(inverse: float) -> float:
+        return float(((z * inverse).softmax(1) * z).sum(1).sub(own).mean())
+
+    low, high = 1 / HIGHEST, 1 / LOWEST
+    for _ in range(_STEPS):
+        middle = (low + high) / 2
+        low, high = (middle, high) if slope(middle) < 0 else (low, middle)
+    return min(HIGHEST, max(LOWEST, 2 / (low + high)))
+
+
+def at_limit(temperature: float) -> list[str]:
+    """Return a note if a temperature is one of the limits."""
+    if LOWEST * 1.001 < temperature < HIGHEST / 1.001:
+        return []
+    return [f"the calibration temperature, {temperature:g}, is at the limit of its range"]
+
+
+def with_temperature(head: Head, temperature: float) -> Head:
+    """Return a head whose logits are divided by a temperature."""
+    return Head(
+        head.scaler,
+        head.weight / temperature,
+        head.bias / temperature,
+        head.probabilities,
+        head.normalises,
+    )

@@ -68,7 +68,7 @@ def _neighbors_of_all(store: FeatureStore, config: Config) -> tuple[dict[str, An
     Returns:
         Result in JSON types, and as text.
     """
-    from featx.analysis.similarity import nearest_rows  # which imports torch
+    from featx.analysis.similarity import nearest_rows, retrieval_metrics  # which import torch
 
     layer, asked = only_layer(store, config.layers), config.neighbors
     disk = result_folder(store, config)
@@ -102,6 +102,10 @@ def _neighbors_of_all(store: FeatureStore, config: Config) -> tuple[dict[str, An
     else:
         disk.remove(disk.root / "neighbors.csv")
     same = _same_class(store, found)
+    # An approximate search misses rows, so that its ranking is not that of the layer.
+    ranked = None
+    if asked.recall is None:
+        ranked = retrieval_metrics(store, layer, found.metric, config.device)
     summary = {
         "layer": layer,
         "metric": found.metric,
@@ -110,6 +114,7 @@ def _neighbors_of_all(store: FeatureStore, config: Config) -> tuple[dict[str, An
         "exact": asked.recall in (None, 1),
         "index": None if index is None else index.about,
         "nearest_of_same_class": same,
+        "retrieval": ranked,
         "files": [str(path) for path in files],
     }
     rows = [
@@ -119,8 +124,10 @@ def _neighbors_of_all(store: FeatureStore, config: Config) -> tuple[dict[str, An
     ]
     if index is not None:
         rows.append(("found", _index_text(index)))
-    if same is not None:
+    if same is not None and ranked is None:  # recall@1 says the same
         rows.append(("same class", f"{same:.1%} of the nearest ones"))
+    if ranked is not None:
+        rows.append(("retrieval", _retrieval_text(ranked)))
     return summary, facts([*rows, ("files", "\n".join(map(str, files)))])
 
 
@@ -147,6 +154,19 @@ def _index_text(index: RowIndex) -> str:
         f"{index.recall:.2%} of the nearest rows, measured on {index.measured_on} rows by exact\n"
         f"search; {index.looked_at} of {index.lists} lists were looked at for each row"
     )
+
+
+def _retrieval_text(ranked: dict[str, Any]) -> str:
+    """Describe recall@k and mAP, and which rows they are about."""
+    shown = [f"recall@{k} {share:.1%}" for k, share in ranked["recall"].items()]
+    mean = ranked["map"]
+    shown.append(
+        f"mAP not available: {ranked['not_available']}" if mean is None else f"mAP {mean:.3f}"
+    )
+    text = f"{', '.join(shown)}\nof {ranked['queries']} labelled rows among all labelled ones"
+    if left_out := ranked["queries_left_out"]:
+        text += f"; {left_out} left out as the only ones of their class"
+    return text
 
 
 def _same_class(store: FeatureStore, found: Neighbours) -> float | None:

@@ -5,6 +5,7 @@ Only `RowIndex`, an index of faiss, is approximate: it misses some of the neares
 row_vectors.py                rows of a layer as vectors on a device
 nearest_neighbours.py         nearest rows by exact search
 faiss_index.py                nearest rows by an index, with a measured recall and in less time
+retrieval.py                  recall@k and mean average precision of the classes
 duplicates.py                 groups of near-duplicates
 representation_similarity.py  linear CKA and RSA between layers
 """

@@ -8,5 +8,6 @@ from .representation_similarity import LayerSimilarity as LayerSimilarity
 from .representation_similarity import layer_similarity as layer_similarity
 from .representation_similarity import linear_cka as linear_cka
 from .representation_similarity import rsa as rsa
+from .retrieval import retrieval_metrics as retrieval_metrics
 from .row_vectors import KEEP_BYTES as KEEP_BYTES
 from .row_vectors import Vectors as Vectors

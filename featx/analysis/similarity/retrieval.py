@@ -1,0 +1,113 @@
+"""Retrieval: how often the nearest rows of a row have its class, as recall@k and mAP."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from featx.analysis.similarity.row_vectors import Vectors
+from featx.base import choose_device, float64_home
+from featx.store import FeatureStore
+
+RECALL_AT = (1, 5, 10)
+"""Numbers k of the nearest rows among which recall@k looks for the class."""
+
+MAX_RANKED = 10_000
+"""Number of rows up to which mAP is computed, which sorts all rows for each of them."""
+
+_BLOCK_NUMBERS = 1 << 22
+"""Number of scores in memory at a time."""
+
+
+def retrieval_metrics(
+    store: FeatureStore, layer: str, metric: str, device: str
+) -> dict[str, Any] | None:
+    """Retrieve the other labelled rows for each labelled row, by nearness.
+
+    recall@k is the share of queries with a row of their class among the k nearest (H. Jegou et al.,
+    Product Quantization for Nearest Neighbor Search, TPAMI 2011); rows of other classes that are as
+    near count as nearer. mAP is the mean over queries of the average precision of their ranking, as
+    scikit-learn's label_ranking_average_precision_score. A query whose class has no other row is
+    left out, but is among the rows that others retrieve. With cosine, vectors of zeros come last.
+
+    Args:
+        store: open store.
+        layer: name of the layer; a map counts as one long vector.
+        metric: 'cosine' or 'euclidean'.
+        device: 'auto', 'cpu', 'cuda', ...
+
+    Returns:
+        queries; queries_left_out; recall, k -> share; map, None if it is not available, and
+        not_available, the reason or None. None if no class has two rows.
+    """
+    labels = np.asarray(store.labels)
+    rows = np.flatnonzero(store.ok & (labels >= 0))
+    labels = labels[rows]
+    counts = np.bincount(labels) if len(labels) else np.zeros(1, np.int64)
+    queries = np.flatnonzero(counts[labels] > 1)
+    if not len(queries):
+        return None
+    vectors = Vectors(
+        store, layer, choose_device(device), rows, unit=metric == "cosine", centre=True
+    )
+    reason = _why_no_map(len(rows))
+    ahead, precisions = [], []
+    block_rows = max(1, _BLOCK_NUMBERS // len(rows))
+    for start in range(0, len(queries), block_rows):
+        places = queries[start : start + block_rows]
+        scores, same = _ranking(vectors, labels, places)
+        nearest = np.where(same, scores, -np.inf).max(1, keepdims=True)
+        ahead.append(((scores >= nearest) & ~same).sum(1))
+        if reason is None:
+            precisions.append(len(places) * _mean_average_precision(same, scores))
+    before = np.concatenate(ahead)
+    return {
+        "queries": len(queries),
+        "queries_left_out": len(rows) - len(queries),
+        "recall": {str(k): float((before < k).mean()) for k in RECALL_AT if k < len(rows)},
+        "map": None if reason is not None else float(sum(precisions) / len(queries)),
+        "not_available": reason,
+    }
+
+
+def _why_no_map(num_rows: int) -> str | None:
+    """Return the reason why mAP is not computed, or None."""
+    if importlib.util.find_spec("sklearn") is None:
+        return 'scikit-learn is not installed: pip install "featx[evaluation]"'
+    if num_rows > MAX_RANKED:
+        return f"{num_rows} labelled rows are more than {MAX_RANKED}"
+    return None
+
+
+def _mean_average_precision(same: npt.NDArray[np.bool_], scores: npt.NDArray[np.float64]) -> float:
+    """Return the mean average precision of the rows of a block."""
+    from sklearn.metrics import label_ranking_average_precision_score
+
+    return float(label_ranking_average_precision_score(same, scores))
+
+
+def _ranking(
+    vectors: Vectors, labels: npt.NDArray[np.int64], places: npt.NDArray[np.int64]
+) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.bool_]]:
+    """Compute the nearness of all other rows to some rows, and whether they have the same class.
+
+    Returns:
+        (m, n - 1) negative squared distances, and (m, n - 1) bool.
+    """
+    asked = vectors.at(torch.from_numpy(places).to(vectors.device))
+    home = float64_home(vectors.device)
+    wide = asked.to(home).double()
+    squares = wide.square().sum(1, keepdim=True)
+    found = np.empty((len(places), len(vectors)))
+    for start, block in vectors.blocks(vectors.rows_of(64 << 20)):
+        other = block.to(home).double()
+        near = 2 * (wide @ other.T) - squares - other.square().sum(1)
+        found[:, start : start + len(block)] = near.cpu().numpy()
+    others = np.arange(len(vectors)) != places[:, None]
+    shape = (len(places), len(vectors) - 1)
+    same = labels[places][:, None] == labels
+    return found[others].reshape(shape), same[others].reshape(shape)

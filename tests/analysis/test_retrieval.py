@@ -1,0 +1,70 @@
+"""recall@k and mAP against sorting by hand and scikit-learn's average precision of each row."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from probe_problem import blobs, write_store
+from sklearn.metrics import average_precision_score
+
+import featx
+from featx.analysis.similarity import retrieval_metrics
+
+pytestmark = pytest.mark.usefixtures("in_tmp_path", "one_thread")
+
+
+def expected(x: np.ndarray, y: np.ndarray, metric: str) -> tuple[dict[str, float], float]:
+    """By one sort and one call for each row."""
+    x = x.astype(np.float64)
+    if metric == "cosine":
+        unit = x / np.linalg.norm(x, axis=1, keepdims=True)
+        scores = unit @ unit.T
+    else:
+        scores = -np.linalg.norm(x[:, None] - x, axis=2)
+    hits: dict[str, list[bool]] = {"1": [], "5": [], "10": []}
+    precisions = []
+    for i in range(len(x)):
+        others = np.delete(np.arange(len(x)), i)
+        same = y[others] == y[i]
+        if not same.any():
+            continue
+        ranked = same[np.argsort(-scores[i, others], kind="stable")]
+        for k, found in hits.items():
+            found.append(bool(ranked[: int(k)].any()))
+        precisions.append(average_precision_score(same, scores[i, others]))
+    return {k: float(np.mean(found)) for k, found in hits.items()}, float(np.mean(precisions))
+
+
+@pytest.mark.parametrize("metric", ["cosine", "euclidean"])
+def test_every_row_retrieves_its_class(metric: str) -> None:
+    x, y = blobs(120, num_classes=5, signal=0.3)
+    y[7] = 5  # the only row of its class
+    y[[3, 11]] = -1
+    failed = [20, 21]
+    write_store(Path("store"), y, failed=failed, x=x)
+    store = featx.open("store")
+    found = retrieval_metrics(store, "x", metric, "cpu")
+    assert found is not None
+    used = np.setdiff1d(np.flatnonzero(y >= 0), failed)
+    recall, mean = expected(x[used], y[used], metric)
+    assert found["recall"] == pytest.approx(recall)
+    assert found["map"] == pytest.approx(mean, abs=1e-6)
+    assert (found["queries"], found["queries_left_out"]) == (len(used) - 1, 1)
+
+
+def test_ties_count_against_the_class() -> None:
+    x = np.ones((4, 3), np.float32)
+    x[3] = [0, 1, 2]
+    write_store(Path("store"), np.array([0, 0, 1, 1]), x=x)
+    found = retrieval_metrics(featx.open("store"), "x", "euclidean", "cpu")
+    assert found is not None
+    # Rows 0 and 1 have row 2 as near as their class, row 2 has two, row 3 has two: none is first.
+    assert found["recall"] == {"1": 0.0}
+
+
+def test_without_two_rows_of_a_class_there_is_nothing_to_retrieve() -> None:
+    x, _ = blobs(5)
+    write_store(Path("store"), np.arange(5), x=x)
+    assert retrieval_metrics(featx.open("store"), "x", "cosine", "cpu") is None

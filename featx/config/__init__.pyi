@@ -8,6 +8,7 @@ from .attribute import MAX_PROJECTOR_IMAGES as MAX_PROJECTOR_IMAGES
 from .attribute import METHODS as METHODS
 from .attribute import OF_A_LAYER as OF_A_LAYER
 from .attribute import AttributeConfig as AttributeConfig
+from .checkpoint import CheckpointConfig as CheckpointConfig
 from .checks import MAY_BE_EMPTY as MAY_BE_EMPTY
 from .checks import NAMES as NAMES
 from .checks import check_choice as check_choice
@@ -26,14 +27,9 @@ from .job import ModelsConfig as ModelsConfig
 from .job import StatsConfig as StatsConfig
 from .job import VerifyConfig as VerifyConfig
 from .model import AUTO_LIBRARY as AUTO_LIBRARY
-from .model import INTERPOLATIONS as INTERPOLATIONS
-from .model import USUAL_CROP as USUAL_CROP
-from .model import USUAL_RESIZE as USUAL_RESIZE
-from .model import CheckpointConfig as CheckpointConfig
 from .model import CodeModelConfig as CodeModelConfig
 from .model import LibraryModelConfig as LibraryModelConfig
 from .model import ModelConfig as ModelConfig
-from .model import TransformConfig as TransformConfig
 from .model import UnpreparedModelConfig as UnpreparedModelConfig
 from .model import model_choice as model_choice
 from .model import model_options as model_options
@@ -71,4 +67,8 @@ from .similarity import METRICS as METRICS
 from .similarity import CkaConfig as CkaConfig
 from .similarity import DuplicatesConfig as DuplicatesConfig
 from .similarity import NeighborsConfig as NeighborsConfig
+from .transform import INTERPOLATIONS as INTERPOLATIONS
+from .transform import USUAL_CROP as USUAL_CROP
+from .transform import USUAL_RESIZE as USUAL_RESIZE
+from .transform import TransformConfig as TransformConfig
 from .zeroshot import ZeroshotConfig as ZeroshotConfig

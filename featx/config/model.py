@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Annotated, Any
+from typing import Any
 
 from featx.base import family
+from featx.config.checkpoint import CheckpointConfig
 from featx.config.checks import check_choice
 from featx.config.member_options import make_options
+from featx.config.transform import USUAL_CROP, USUAL_RESIZE, TransformConfig
 from featx.errors import ConfigError
 
 _LIBRARY = "model.library"
@@ -20,152 +21,6 @@ AUTO_LIBRARY = "auto"
 
 _WEIGHT_FILES = (".safetensors", ".pth", ".pt", ".th", ".bin")
 """File extensions by which `model.weights` is recognised as a file."""
-
-INTERPOLATIONS = ("nearest", "bilinear", "bicubic")
-
-
-USUAL_RESIZE, USUAL_CROP = 256, 224
-"""Shorter side after resizing and side of the crop in pixels, for models that bring neither."""
-
-_SIDES = "a whole number, a list of two, or null"
-
-
-@dataclass
-class TransformConfig:
-    """Preprocessing of the images; what is not given is that of the weights."""
-
-    resize: Annotated[Any, _SIDES] = None
-    """Shorter side in pixels after resizing, or [height,width], which may change the proportions;
-    null takes that of the weights, 256 with model=custom, hub and export."""
-    crop: Annotated[Any, _SIDES] = None
-    """Side of the square centre crop in pixels, or [height,width]; null takes the input size of the
-    model, 224 with model=custom, hub and export. Models of a library have model.input_size."""
-    mean: list[float] | None = None
-    """Mean of each channel (R, G, B), of values in [0, 1]; null takes that of the weights, that of
-    ImageNet with model=custom, hub and export."""
-    std: list[float] | None = None
-    """Standard deviation of each channel (R, G, B), of values in [0, 1]; null as for mean."""
-    interpolation: str | None = None
-    """Interpolation of resizing: nearest, bilinear or bicubic, with antialiasing; null takes that
-    of the weights, bilinear with model=custom, hub and export."""
-    offset: str | None = None
-    """Offset of a crop that would begin at half a pixel: round (torchvision, timm) or floor
-    (processors of transformers); null takes round."""
-
-    def __post_init__(self) -> None:
-        if self.interpolation is not None:
-            check_choice("model.transform.interpolation", self.interpolation, INTERPOLATIONS)
-        if self.offset is not None:
-            check_choice("model.transform.offset", self.offset, ("round", "floor"))
-        for key in ("resize", "crop"):
-            _check_side(key, getattr(self, key))
-        for key in ("mean", "std"):
-            value = getattr(self, key)
-            if value is not None and len(value) != 3:
-                raise ConfigError(f"model.transform.{key}: expected three numbers, one a channel.")
-        if self.std is not None and min(self.std) <= 0:
-            raise ConfigError(f"model.transform.std={self.std}: expected numbers above 0.")
-
-    def check_sizes(
-        self, resize: int | tuple[int, int] | None, crop: int | tuple[int, int]
-    ) -> None:
-        """Check that the crop lies within the resized image.
-
-        Args:
-            resize: value of `resize` if it is not given; None if the library resizes.
-            crop: value of `crop` if it is not given.
-
-        Raises:
-            ConfigError: it does not.
-        """
-        asked = resize if self.resize is None else self.resize
-        if asked is None:
-            return
-        sides = _both(crop if self.crop is None else self.crop)
-        if any(inner > outer for inner, outer in zip(sides, _both(asked), strict=True)):
-            raise ConfigError(
-                f"model.transform.crop={'x'.join(map(str, sides))}: expected at most "
-                f"model.transform.resize={asked} pixels; give both."
-            )
-
-
-def _both(side: int | Sequence[int]) -> tuple[int, int]:
-    """Return (height, width) of a side, or of a pair of sides."""
-    return (side, side) if isinstance(side, int) else (side[0], side[1])
-
-
-def _check_side(key: str, value: object) -> None:
-    """Check a size in pixels: a whole number, or a height and a width.
-
-    Raises:
-        ConfigError: it is neither.
-    """
-    sides = list(value) if isinstance(value, Sequence) and not isinstance(value, str) else [value]
-    if value is None or (
-        all(type(side) is int and side > 0 for side in sides)
-        and (len(sides) == 2 or not isinstance(value, Sequence))
-    ):
-        return
-    raise ConfigError(
-        f"model.transform.{key}={value}: expected a whole number of pixels, or [height,width]."
-    )
-
-
-@dataclass
-class CheckpointConfig:
-    """Which tensors of a file in `model.weights` are those of the model."""
-
-    prefix: str | None = None
-    """What stands before the names of the model in the file, such as 'teacher/backbone.', in which
-    '/' stands for nesting; null finds it, unless several state dicts fit."""
-    convert: str = "auto"
-    """Conversion of a file whose names are not those of the model: timm uses checkpoint_filter_fn
-    of the family (model=timm only), auto does so where the family has one, none refuses the
-    file."""
-    resample: bool = False
-    """Whether the conversion may interpolate position embeddings and patch embeddings of another
-    size, which changes the features."""
-    sha256: str | None = None
-    """SHA-256 that the file must have, in 64 hex digits; it is checked before the file is read."""
-
-    def __post_init__(self) -> None:
-        check_choice("model.checkpoint.convert", self.convert, ("auto", "none", "timm"))
-        if self.resample and self.convert == "none":
-            raise ConfigError(
-                "model.checkpoint.resample=true has no effect with convert=none: the conversion "
-                "is what resamples."
-            )
-        if self.sha256 is not None:
-            self.sha256 = self.sha256.lower()
-            if not re.fullmatch("[0-9a-f]{64}", self.sha256):
-                raise ConfigError(
-                    f"model.checkpoint.sha256={self.sha256}: expected the 64 hex digits that "
-                    "`sha256sum FILE` prints."
-                )
-
-    def check_effect(self, has_file: bool, is_converted: bool) -> None:
-        """Refuse options that would have no effect.
-
-        Args:
-            has_file: whether `model.weights` is a file of the user's own.
-            is_converted: whether the library of the model can convert the names of a file.
-
-        Raises:
-            ConfigError: an option would have no effect.
-        """
-        if not has_file and self != CheckpointConfig():
-            usual = CheckpointConfig()
-            keys = [f.name for f in fields(self) if getattr(self, f.name) != getattr(usual, f.name)]
-            raise ConfigError(
-                f"model.checkpoint.{keys[0]} has an effect with a file of your own in "
-                "model.weights only."
-            )
-        if not is_converted and (self.resample or self.convert == "timm"):
-            key = "resample" if self.resample else "convert"
-            raise ConfigError(
-                f"model.checkpoint.{key} has an effect with model=timm only, which has functions "
-                "that convert files."
-            )
 
 
 @dataclass

@@ -1,0 +1,66 @@
+"""Options of the group `model.checkpoint`."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, fields
+
+from featx.config.checks import check_choice
+from featx.errors import ConfigError
+
+
+@dataclass
+class CheckpointConfig:
+    """Which tensors of a file in `model.weights` are those of the model."""
+
+    prefix: str | None = None
+    """What stands before the names of the model in the file, such as 'teacher/backbone.', in which
+    '/' stands for nesting; null finds it, unless several state dicts fit."""
+    convert: str = "auto"
+    """Conversion of a file whose names are not those of the model: timm uses checkpoint_filter_fn
+    of the family (model=timm only), auto does so where the family has one, none refuses the
+    file."""
+    resample: bool = False
+    """Whether the conversion may interpolate position embeddings and patch embeddings of another
+    size, which changes the features."""
+    sha256: str | None = None
+    """SHA-256 that the file must have, in 64 hex digits; it is checked before the file is read."""
+
+    def __post_init__(self) -> None:
+        check_choice("model.checkpoint.convert", self.convert, ("auto", "none", "timm"))
+        if self.resample and self.convert == "none":
+            raise ConfigError(
+                "model.checkpoint.resample=true has no effect with convert=none: the conversion "
+                "is what resamples."
+            )
+        if self.sha256 is not None:
+            self.sha256 = self.sha256.lower()
+            if not re.fullmatch("[0-9a-f]{64}", self.sha256):
+                raise ConfigError(
+                    f"model.checkpoint.sha256={self.sha256}: expected the 64 hex digits that "
+                    "`sha256sum FILE` prints."
+                )
+
+    def check_effect(self, has_file: bool, is_converted: bool) -> None:
+        """Refuse options that would have no effect.
+
+        Args:
+            has_file: whether `model.weights` is a file of the user's own.
+            is_converted: whether the library of the model can convert the names of a file.
+
+        Raises:
+            ConfigError: an option would have no effect.
+        """
+        if not has_file and self != CheckpointConfig():
+            usual = CheckpointConfig()
+            keys = [f.name for f in fields(self) if getattr(self, f.name) != getattr(usual, f.name)]
+            raise ConfigError(
+                f"model.checkpoint.{keys[0]} has an effect with a file of your own in "
+                "model.weights only."
+            )
+        if not is_converted and (self.resample or self.convert == "timm"):
+            key = "resample" if self.resample else "convert"
+            raise ConfigError(
+                f"model.checkpoint.{key} has an effect with model=timm only, which has functions "
+                "that convert files."
+            )

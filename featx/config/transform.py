@@ -1,0 +1,98 @@
+"""Options of the group `model.transform`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from featx.config.checks import check_choice
+from featx.errors import ConfigError
+
+INTERPOLATIONS = ("nearest", "bilinear", "bicubic")
+
+USUAL_RESIZE, USUAL_CROP = 256, 224
+"""Shorter side after resizing and side of the crop in pixels, for models that bring neither."""
+
+_SIDES = "a whole number, a list of two, or null"
+
+
+@dataclass
+class TransformConfig:
+    """Preprocessing of the images; what is not given is that of the weights."""
+
+    resize: Annotated[Any, _SIDES] = None
+    """Shorter side in pixels after resizing, or [height,width], which may change the proportions;
+    null takes that of the weights, 256 with model=custom, hub and export."""
+    crop: Annotated[Any, _SIDES] = None
+    """Side of the square centre crop in pixels, or [height,width]; null takes the input size of the
+    model, 224 with model=custom, hub and export. Models of a library have model.input_size."""
+    mean: list[float] | None = None
+    """Mean of each channel (R, G, B), of values in [0, 1]; null takes that of the weights, that of
+    ImageNet with model=custom, hub and export."""
+    std: list[float] | None = None
+    """Standard deviation of each channel (R, G, B), of values in [0, 1]; null as for mean."""
+    interpolation: str | None = None
+    """Interpolation of resizing: nearest, bilinear or bicubic, with antialiasing; null takes that
+    of the weights, bilinear with model=custom, hub and export."""
+    offset: str | None = None
+    """Offset of a crop that would begin at half a pixel: round (torchvision, timm) or floor
+    (processors of transformers); null takes round."""
+
+    def __post_init__(self) -> None:
+        if self.interpolation is not None:
+            check_choice("model.transform.interpolation", self.interpolation, INTERPOLATIONS)
+        if self.offset is not None:
+            check_choice("model.transform.offset", self.offset, ("round", "floor"))
+        for key in ("resize", "crop"):
+            _check_side(key, getattr(self, key))
+        for key in ("mean", "std"):
+            value = getattr(self, key)
+            if value is not None and len(value) != 3:
+                raise ConfigError(f"model.transform.{key}: expected three numbers, one a channel.")
+        if self.std is not None and min(self.std) <= 0:
+            raise ConfigError(f"model.transform.std={self.std}: expected numbers above 0.")
+
+    def check_sizes(
+        self, resize: int | tuple[int, int] | None, crop: int | tuple[int, int]
+    ) -> None:
+        """Check that the crop lies within the resized image.
+
+        Args:
+            resize: value of `resize` if it is not given; None if the library resizes.
+            crop: value of `crop` if it is not given.
+
+        Raises:
+            ConfigError: it does not.
+        """
+        asked = resize if self.resize is None else self.resize
+        if asked is None:
+            return
+        sides = _both(crop if self.crop is None else self.crop)
+        if any(inner > outer for inner, outer in zip(sides, _both(asked), strict=True)):
+            raise ConfigError(
+                f"model.transform.crop={'x'.join(map(str, sides))}: expected at most "
+                f"model.transform.resize={asked} pixels; give both."
+            )
+
+
+def _both(side: int | Sequence[int]) -> tuple[int, int]:
+    """Return (height, width) of a side, or of a pair of sides."""
+    return (side, side) if isinstance(side, int) else (side[0], side[1])
+
+
+def _check_side(key: str, value: object) -> None:
+    """Check a size in pixels: a whole number, or a height and a width.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    sides = list(value) if isinstance(value, Sequence) and not isinstance(value, str) else [value]
+    if value is None or (
+        all(type(side) is int and side > 0 for side in sides)
+        and (len(sides) == 2 or not isinstance(value, Sequence))
+    ):
+        return
+    raise ConfigError(
+        f"model.transform.{key}={value}: expected a whole number of pixels, or [height,width]."
+    )

@@ -90,7 +90,7 @@ NOT_REACHED = {
     "verify": {"model", "reduce.name"},
 }
 
-LOOKED_AT = {"attribute": {"tensorboard"}, "stats": {"codec"}}
+LOOKED_AT = {"attribute": {"tensorboard"}, "plan": {"profile"}, "stats": {"codec"}}
 """Options that a job refuses, whose default it comes across in code that it shares."""
 
 

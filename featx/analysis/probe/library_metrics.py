@@ -87,14 +87,22 @@ def computed(
 
 
 def _auroc(y: npt.NDArray[np.int64], scores: npt.NDArray[np.float64]) -> float:
-    """Return the mean area under the ROC curve of each tested class against the others."""
-    from sklearn.metrics import roc_auc_score
+    """Return the mean area under the ROC curve of each tested class against the others.
 
-    tested = np.unique(y)
+    The area is Mann and Whitney's statistic, (R - m (m + 1) / 2) / (m (n - m)), with the sum R of
+    the ranks of the m rows of the class, ties sharing their mean rank. roc_auc_score gives the same
+    number, but takes 6 s for 10,000 rows of 1000 classes, because it builds every curve.
+    """
+    from scipy.stats import rankdata
+
+    tested, counts = np.unique(y, return_counts=True)
     if len(tested) < 2:
         raise UndefinedMetricError("all test rows are of one class")
-    # Indicators of classes take scores of any kind; labels would take probabilities only.
-    return float(np.mean([roc_auc_score(y == label, scores[:, label]) for label in tested]))
+    areas = []
+    for label, count in zip(tested.tolist(), counts.tolist(), strict=True):
+        ranks = rankdata(scores[:, label])[y == label]
+        areas.append((ranks.sum() - count * (count + 1) / 2) / (count * (len(y) - count)))
+    return float(np.mean(areas))
 
 
 def _log_loss(

@@ -64,6 +64,7 @@ from .schema import given_keywords as given_keywords
 from .schema import known_keys as known_keys
 from .schema import without_object as without_object
 from .similarity import METRICS as METRICS
+from .similarity import RSA_DISTANCES as RSA_DISTANCES
 from .similarity import CkaConfig as CkaConfig
 from .similarity import DuplicatesConfig as DuplicatesConfig
 from .similarity import NeighborsConfig as NeighborsConfig

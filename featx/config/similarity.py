@@ -8,6 +8,7 @@ from featx.config.checks import check_choice
 from featx.errors import ConfigError
 
 METRICS = ("cosine", "euclidean")
+RSA_DISTANCES = ("correlation", "cosine")
 
 
 @dataclass
@@ -63,7 +64,10 @@ class CkaConfig:
     null compares the layers of one store."""
     rows: int = 2000
     """Largest number of rows to compare; of more rows, random ones are chosen."""
+    rsa_distance: str = "correlation"
+    """Distance of two images in RSA: correlation, or cosine, which does not see a rotation."""
 
     def __post_init__(self) -> None:
+        check_choice("cka.rsa_distance", self.rsa_distance, RSA_DISTANCES)
         if self.rows < 4:
             raise ConfigError(f"cka.rows={self.rows}: expected at least 4.")

@@ -37,8 +37,9 @@ def run(config: Config, config_yaml: str) -> int:
             count += len(matching_layers(other, config.layers))
         progress.begin(count)
         found = layer_similarity(
-            store, other, config.layers, asked.rows, config.seed, config.device, progress.step
-        )
+            store, other, config.layers, asked.rows, config.seed, config.device, progress.step,
+            asked.rsa_distance,
+        )  # fmt: skip
     summary = {
         "store": str(store.root),
         "other_store": None if other is None else str(other.root),
@@ -47,6 +48,7 @@ def run(config: Config, config_yaml: str) -> int:
         "seed": config.seed,
         "layers": list(found.layers),
         "others": list(found.others),
+        "rsa_distance": found.rsa_distance,
         **{name: _as_json(values) for name, values in found.measures.items()},
     }
     path = disk.root / "layers.json"
@@ -82,13 +84,16 @@ def _tables(found: LayerSimilarity) -> list[str]:
             (layer, *(f"{value:.3f}" for value in row))
             for layer, row in zip(found.layers, values.tolist(), strict=True)
         ]
-        named = table((_TITLES[name], *found.others), cells)
+        title = _TITLES[name]
+        if name == "rsa":
+            title += f", {found.rsa_distance} distance"
+        named = table((title, *found.others), cells)
         if max(map(len, named.splitlines())) <= WIDTH:
             shown.append(named)
             continue
         numbers = [str(number) for number in range(1, len(found.others) + 1)]
         columns = [f"{number} {layer}" for number, layer in zip(numbers, found.others, strict=True)]
-        numbered = table((_TITLES[name], *numbers), cells)
+        numbered = table((title, *numbers), cells)
         shown.append("\n".join([numbered, "columns:", *columns]))
     return shown
 

@@ -256,6 +256,11 @@ def direct_rsa(x: np.ndarray, y: np.ndarray) -> float:
     return float(scipy.stats.spearmanr(*distances).statistic)
 
 
+def correlation_rsa(x: np.ndarray, y: np.ndarray) -> float:
+    distances = [scipy.spatial.distance.pdist(z, "correlation") for z in (x, y)]
+    return float(scipy.stats.spearmanr(*distances).statistic)
+
+
 def exact_rsa(x: np.ndarray, y: np.ndarray) -> float:
     """With cosines of 50 digits."""
 
@@ -288,7 +293,11 @@ class TestLayerSimilarity:
         x, y = matrices
         assert linear_cka(x, y) == pytest.approx(direct_cka(x, y), abs=1e-5)
         assert linear_cka(x, y, debiased=True) == pytest.approx(direct_debiased_cka(x, y), abs=1e-5)
-        assert rsa(x, y) == pytest.approx(direct_rsa(x, y), abs=1e-5)
+        assert rsa(x, y, "cosine") == pytest.approx(direct_rsa(x, y), abs=1e-5)
+        assert rsa(x, y) == pytest.approx(correlation_rsa(x, y), abs=1e-5)
+        assert abs(rsa(x, y) - rsa(x, y, "cosine")) > 0.01
+        with pytest.raises(ConfigError, match="expected one of correlation, cosine"):
+            rsa(x, y, "euclidean")
         assert 0.05 < direct_debiased_cka(x, y) < direct_cka(x, y) < 0.95
 
     def test_they_do_not_see_rotation_or_size(
@@ -296,7 +305,7 @@ class TestLayerSimilarity:
     ) -> None:
         x, y = matrices
         turned = 3 * x @ np.linalg.qr(np.random.default_rng(0).normal(size=(7, 7)))[0]
-        for measure in (linear_cka, rsa):
+        for measure in (linear_cka, lambda a, b: rsa(a, b, "cosine")):
             assert measure(x, turned) == pytest.approx(1, abs=1e-5)
             assert measure(turned, y) == pytest.approx(measure(x, y), abs=1e-5)
         assert linear_cka(x + 5, y) == pytest.approx(linear_cka(x, y), abs=1e-5)
@@ -312,14 +321,15 @@ class TestLayerSimilarity:
         debiased = linear_cka(away, y, debiased=True)
         assert debiased == pytest.approx(direct_debiased_cka(x, y), abs=1e-5)
         if offset < 1e9:  # where cosines are equal but for 1e-18, no float64 tells them apart
-            assert rsa(away, y) == pytest.approx(exact_rsa(away, y), abs=1e-4)
+            assert rsa(away, y, "cosine") == pytest.approx(exact_rsa(away, y), abs=1e-4)
+        assert rsa(away, y) == pytest.approx(correlation_rsa(x, y), abs=1e-4)
 
     @pytest.mark.usefixtures("blocks")
     def test_an_offset_in_a_store(self) -> None:
         rng = np.random.default_rng(0)
         a = rng.integers(-100, 100, size=(30, 6)).astype(np.float32)
         run = with_features(make_run(30, 16, {"a": (6,), "away": (6,)}), a=a, away=a + 1_000_000)
-        found = layer_similarity(write(run), device="cpu").measures
+        found = layer_similarity(write(run), device="cpu", rsa_distance="cosine").measures
         assert found["cka"][0, 1] == pytest.approx(1, abs=1e-5)
         assert found["cka_debiased"][0, 1] == pytest.approx(1, abs=1e-5)
         assert found["rsa"][0, 1] == pytest.approx(exact_rsa(a, a + 1e6), abs=1e-4)
@@ -328,7 +338,11 @@ class TestLayerSimilarity:
         sizes = np.random.default_rng(0).uniform(1, 9, size=(20, 1))
         y = np.random.default_rng(1).normal(size=(20, 5))
         for offset in (0, 7):
+            assert np.isnan(
+                rsa(sizes * np.array([1.0, 2, 3]) + offset * np.array([1, 2, 3]), y, "cosine")
+            )
             assert np.isnan(rsa(sizes * np.array([1.0, 2, 3]) + offset * np.array([1, 2, 3]), y))
+        assert np.isnan(rsa(sizes, y)), "a single value has no correlation"
 
     def test_rows_of_zeros_are_at_right_angles_to_all(self) -> None:
         x = np.random.default_rng(0).normal(size=(12, 4))
@@ -339,6 +353,16 @@ class TestLayerSimilarity:
         y = np.random.default_rng(1).normal(size=(12, 5))
         theirs = scipy.spatial.distance.pdist(y, "cosine")
         expected = scipy.stats.spearmanr(1 - cosines[pairs], theirs).statistic
+        assert rsa(x, y, "cosine") == pytest.approx(expected, abs=1e-5)
+
+    def test_rows_of_equal_values_are_uncorrelated_with_all(self) -> None:
+        x = np.random.default_rng(0).normal(size=(12, 4))
+        x[3], x[7] = 0.3, 5
+        with np.errstate(invalid="ignore"):
+            correlations = np.nan_to_num(np.corrcoef(x))
+        y = np.random.default_rng(1).normal(size=(12, 5))
+        theirs = scipy.spatial.distance.pdist(y, "correlation")
+        expected = scipy.stats.spearmanr(1 - correlations[np.triu_indices(12, 1)], theirs).statistic
         assert rsa(x, y) == pytest.approx(expected, abs=1e-5)
 
     def test_only_the_debiased_form_tells_noise_from_noise(self) -> None:
@@ -358,7 +382,7 @@ class TestLayerSimilarity:
         for name, direct in (
             ("cka", direct_cka),
             ("cka_debiased", direct_debiased_cka),
-            ("rsa", direct_rsa),
+            ("rsa", correlation_rsa),
         ):
             expected = [[direct(X[a], X[b]) for b in X] for a in X]
             assert np.allclose(found.measures[name], expected, atol=1e-5), name
@@ -380,7 +404,9 @@ class TestLayerSimilarity:
             listing=replace(listing, keys=keys, labels=np.append(listing.labels, -1)),
             features={"z": np.concatenate([turned, np.ones((1, 5))]).astype(np.float32)},
         )
-        found = layer_similarity(write(left), write(right, "other"), device="cpu")
+        found = layer_similarity(
+            write(left), write(right, "other"), device="cpu", rsa_distance="cosine"
+        )
         both = [row for i, row in enumerate(some.tolist()) if row not in FAILED and i != 1]
         assert found.num_common == found.num_rows == len(both)
         assert (found.layers, found.others) == (("a",), ("z",))

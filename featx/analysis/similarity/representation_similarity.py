@@ -7,8 +7,9 @@ another:
     debiased  the same with the U-centred matrices of Szekely and Rizzo (2014), which have a zero
               diagonal (Nguyen et al. 2021). If D is not small compared with n, CKA is near 1 for
               any two layers; the debiased form is not
-    RSA       Spearman's correlation of the cosine distances 1 - K_ij / sqrt(K_ii K_jj), i < j
-              (Kriegeskorte et al. 2008)
+    RSA       Spearman's correlation of the distances of all pairs of images: 1 minus Pearson's
+              correlation of their vectors (Kriegeskorte et al. 2008), or 1 minus their cosine,
+              which does not see a rotation of the features
 
 Each measure is the dot product of two unit vectors, one per layer, so the cost is one Gram matrix
 per layer, not per pair. Computation is in float64; the vectors of each layer are kept as float32.
@@ -26,6 +27,7 @@ import torch
 from featx.analysis.similarity import row_vectors as sizes
 from featx.analysis.similarity.row_vectors import Vectors
 from featx.base import choose_device, float64_home
+from featx.config import RSA_DISTANCES, check_choice
 from featx.errors import ConfigError
 from featx.store import FeatureStore, matching_layers
 
@@ -52,6 +54,7 @@ class LayerSimilarity:
         others: names of the layers of the columns.
         measures: 'cka', 'cka_debiased' and 'rsa' -> (layers, others) float64; NaN if a layer is the
             same for all images.
+        rsa_distance: distance of RSA, 'correlation' or 'cosine'.
         num_rows: number of images that were used.
         num_common: number of images that were available.
     """
@@ -59,6 +62,7 @@ class LayerSimilarity:
     layers: tuple[str, ...]
     others: tuple[str, ...]
     measures: dict[str, Matrix]
+    rsa_distance: str
     num_rows: int
     num_common: int
 
@@ -71,6 +75,7 @@ def layer_similarity(
     seed: int = 0,
     device: str = "auto",
     tell: Callable[[int], None] = lambda layers: None,
+    rsa_distance: str = "correlation",
 ) -> LayerSimilarity:
     """Compute CKA and RSA between the layers of a store, or between those of two stores.
 
@@ -83,11 +88,14 @@ def layer_similarity(
         seed: seed of the choice of images.
         device: 'auto', 'cpu', 'cuda', ...
         tell: called with 1 after every layer.
+        rsa_distance: distance of two images in RSA, 'correlation' or 'cosine'.
 
     Raises:
-        ConfigError: there are fewer than four common images, or only one layer.
+        ConfigError: the distance is unknown, there are fewer than four common images, or only one
+            layer.
         LayerError: one of the stores has no such layer.
     """
+    check_choice("cka.rsa_distance", rsa_distance, RSA_DISTANCES)
     rows, other_rows = _common_rows(store, other)
     if len(rows) < 4:
         raise ConfigError(f"{len(rows)} common images are ok; expected at least 4.")
@@ -99,9 +107,8 @@ def layer_similarity(
         """Compute the unit vectors of every layer of a store, one Gram matrix at a time."""
         found = {}
         for name in matching_layers(of, layers):
-            found[name] = list(
-                _signatures(*_centred_gram(Vectors(of, name, where, rows=at[chosen])))
-            )
+            products = _products(Vectors(of, name, where, rows=at[chosen]))
+            found[name] = list(_signatures(products, rsa_distance))
             tell(1)
         return found
 
@@ -116,7 +123,7 @@ def layer_similarity(
         name: np.array([[_dot(a[i], b[i]) for b in right.values()] for a in left.values()])
         for i, name in enumerate(MEASURES)
     }
-    return LayerSimilarity(tuple(left), tuple(right), measures, count, len(rows))
+    return LayerSimilarity(tuple(left), tuple(right), measures, rsa_distance, count, len(rows))
 
 
 def linear_cka(
@@ -133,14 +140,21 @@ def linear_cka(
     return _dot(_signatures_of(x)[which], _signatures_of(y)[which])
 
 
-def rsa(x: npt.NDArray[np.floating], y: npt.NDArray[np.floating]) -> float:
-    """Compute Spearman's correlation of the cosine distances within two matrices.
+def rsa(
+    x: npt.NDArray[np.floating], y: npt.NDArray[np.floating], distance: str = "correlation"
+) -> float:
+    """Compute Spearman's correlation of the distances of rows within two matrices.
 
     Args:
         x: (n, D), or any shape with n rows.
         y: (n, E), or any shape with n rows.
+        distance: 'correlation', 1 minus Pearson's correlation of two rows, or 'cosine'.
+
+    Raises:
+        ConfigError: the distance is unknown.
     """
-    return _dot(_signatures_of(x)[2], _signatures_of(y)[2])
+    check_choice("distance", distance, RSA_DISTANCES)
+    return _dot(_signatures_of(x, distance)[2], _signatures_of(y, distance)[2])
 
 
 def _common_rows(
@@ -162,53 +176,86 @@ def _common_rows(
     return rows[a[order]], others[b[order]]
 
 
-def _signatures_of(x: npt.NDArray[np.floating]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _signatures_of(
+    x: npt.NDArray[np.floating], distance: str = "correlation"
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Compute the unit vectors of CKA, debiased CKA and RSA for a matrix in memory."""
     flat = torch.from_numpy(np.asarray(x, np.float64).reshape(len(x), -1))
     mean = flat.mean(dim=0)
     centred = flat - mean
-    return _signatures(centred @ centred.T, centred @ mean, mean @ mean)
+    even = mean - mean.mean()
+    return _signatures(
+        _Products(
+            centred @ centred.T,
+            centred @ mean,
+            mean @ mean,
+            centred @ even,
+            even @ even,
+            centred.mean(dim=1) * flat.shape[1] ** 0.5,
+        ),
+        distance,
+    )
 
 
-def _centred_gram(vectors: Vectors) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Compute dot products of the rows minus their mean m: of all pairs, with m, and of m with m.
+@dataclass(frozen=True)
+class _Products:
+    """Dot products of the rows of a matrix minus their mean m, in float64.
 
     The mean is subtracted first, since a large common offset would leave only rounding errors.
 
-    Returns:
-        (n, n), (n,) and () float64.
+    Attributes:
+        gram: (n, n) products of all pairs.
+        along: (n,) products with m.
+        mean_square: () m with m.
+        along_even: (n,) products with m minus the mean of its values.
+        even_square: () that vector with itself.
+        row_means: (n,) mean of the values of each centred row times sqrt(D).
     """
+
+    gram: torch.Tensor
+    along: torch.Tensor
+    mean_square: torch.Tensor
+    along_even: torch.Tensor
+    even_square: torch.Tensor
+    row_means: torch.Tensor
+
+
+def _products(vectors: Vectors) -> _Products:
+    """Compute the products of the rows of a layer, in blocks."""
     n = len(vectors)
     step = max(1, vectors.rows_of(sizes.BLOCK_BYTES) // 2)
     mean = torch.zeros(vectors.width, dtype=torch.float64, device=vectors.device)
     for _, block in vectors.blocks(step):
         mean += block.double().sum(dim=0) / n
     gram = torch.empty((n, n), dtype=torch.float64, device=vectors.device)
-    along = torch.empty(n, dtype=torch.float64, device=vectors.device)
+    along, along_even, row_means = torch.empty((3, n), dtype=torch.float64, device=vectors.device)
+    even = mean - mean.mean()
     for start, block in vectors.blocks(step):
         wide = block.double() - mean
         along[start : start + len(block)] = wide @ mean
+        along_even[start : start + len(block)] = wide @ even
+        row_means[start : start + len(block)] = wide.mean(dim=1) * vectors.width**0.5
         for other in range(start, n, step):
             stop = min(n, other + step)
             products = wide @ (vectors.block(other, stop).double() - mean).T
             gram[start : start + len(block), other:stop] = products
             gram[other:stop, start : start + len(block)] = products.T
-    return gram, along, mean @ mean
+    return _Products(gram, along, mean @ mean, along_even, even @ even, row_means)
 
 
 def _signatures(
-    gram: torch.Tensor, along: torch.Tensor, mean_square: torch.Tensor
+    products: _Products, distance: str
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Compute the unit vectors of CKA, debiased CKA and RSA, float32 on the CPU.
 
     Args:
-        gram: (n, n) from `_centred_gram`.
-        along: (n,) from `_centred_gram`.
-        mean_square: () from `_centred_gram`.
+        products: products of the rows.
+        distance: distance of RSA, 'correlation' or 'cosine'.
 
     Returns:
         (n^2,), (n (n - 1) / 2,) and (n (n - 1) / 2,); NaN if all rows are the same.
     """
+    gram, mean_square = products.gram, products.mean_square
     n = len(gram)
     upper = torch.triu_indices(n, n, 1, device=gram.device)
     # All rows are the same up to rounding, relative to their size before centring.
@@ -221,14 +268,33 @@ def _signatures(
     sums = hollow.sum(dim=0)
     u_centred = hollow - (sums + sums[:, None]) / (n - 2) + hollow.sum() / ((n - 1) * (n - 2))
     debiased = _unit(u_centred[upper[0], upper[1]], gram.norm())
-    distances = _cosine_distances(gram, along, mean_square, upper)
+    if distance == "cosine":
+        distances = _cosine_distances(gram, products.along, mean_square, upper)
+    else:
+        distances = _correlation_distances(products, upper)
     ranks = average_ranks(distances.cpu().numpy())
     centred_ranks = torch.from_numpy(ranks - ranks.mean())
     return cka, debiased, _unit(centred_ranks, centred_ranks.new_tensor(float(len(ranks))))
 
 
+def _correlation_distances(products: _Products, upper: torch.Tensor) -> torch.Tensor:
+    """Compute 1 minus the correlation of pairs of rows, as `_cosine_distances` does.
+
+    It is the cosine distance of the rows minus the mean of their values. A row of equal values has
+    a correlation of 0 with all others.
+    """
+    means, own = products.row_means, products.gram.diagonal()
+    gram = products.gram - means[:, None] * means
+    rounding = _SAME_RANK * (own + products.even_square)
+    return _cosine_distances(gram, products.along_even, products.even_square, upper, rounding)
+
+
 def _cosine_distances(
-    gram: torch.Tensor, along: torch.Tensor, mean_square: torch.Tensor, upper: torch.Tensor
+    gram: torch.Tensor,
+    along: torch.Tensor,
+    mean_square: torch.Tensor,
+    upper: torch.Tensor,
+    rounding: torch.Tensor | float = 0.0,
 ) -> torch.Tensor:
     """Compute 1 - cos for pairs of rows, rounded so that nearly equal values are equal.
 
@@ -237,10 +303,11 @@ def _cosine_distances(
     The other form is as exact as |d|^2 / (2 |x| |y|), the larger of its terms.
 
     Args:
-        gram: (n, n) from `_centred_gram`.
-        along: (n,) from `_centred_gram`.
-        mean_square: () from `_centred_gram`.
+        gram: (n, n) products of the rows minus their mean.
+        along: (n,) products with the mean.
+        mean_square: () the mean with itself.
         upper: (2, p) pairs of rows.
+        rounding: squared length, of each row or of all, up to which a row is a vector of zeros.
 
     Returns:
         (p,) float64 whole numbers that have the order of the distances.
@@ -248,6 +315,7 @@ def _cosine_distances(
     i, j = upper
     own = gram.diagonal()
     squares = (own + 2 * along + mean_square).clamp_min(0)
+    squares = torch.where(squares > rounding, squares, 0.0)
     lengths = squares.sqrt()
     scale, sums = lengths[i] * lengths[j], lengths[i] + lengths[j]
     there = scale > 0

@@ -269,3 +269,11 @@ def test_the_result_fits_into_a_terminal_and_the_report_says_why_it_is_not_there
     assert f"probe.task={task}; the report shows results of classification only" in note
     with pytest.raises(StoreError, match="it has none"):
         head_of_store(Path("store"), None)
+
+
+def test_a_store_that_was_probed_for_numbers_is_not_compared() -> None:
+    store_with(age=AGE)
+    write_store(Path("classes"), Y, x=X)
+    probe(label_column="age")
+    with pytest.raises(StoreError, match=r"is of probe\.task=regression"):
+        run_job("probe", store="classes", device="cpu", probe={"compare_store": "store"})

@@ -52,6 +52,11 @@ def read_probe(path: str) -> OtherProbe:
     try:
         about = json.loads((folder / layout.PROBE).read_bytes().decode("utf-8", "surrogateescape"))
         data = (folder / layout.PROBE_HEADS / layout.PROBE_PREDICTIONS).read_bytes()
+        if about["task"] != "classification":
+            raise StoreError(
+                f"the probe in {folder} is of probe.task={about['task']}; stores are compared by "
+                "their predictions of classes. Probe it again for classes."
+            )
         if about["fingerprint"] != str(store.attrs["fingerprint"]):
             raise StoreError(f"the probe in {folder} belongs to another state of it. {again}")
         if about["predictions"]["sha256"] != hashlib.sha256(data).hexdigest():

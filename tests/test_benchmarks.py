@@ -166,4 +166,4 @@ def test_the_recorded_figures_can_be_compared(last_figures: ModuleType) -> None:
     recorded = last_figures.Recorded.read(last_figures.FILE)
     shares = recorded.shares(recorded.references, recorded.figures)
     assert set(shares.values()) == {1.0}
-    assert "a run of 20 images: seconds" in shares
+    assert "a run of 20 images: processor_seconds" in shares

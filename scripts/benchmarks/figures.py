@@ -25,6 +25,7 @@ class Metric:
 METRICS = {
     "images_per_second": Metric("images/s", True, "torch"),
     "microseconds": Metric("us an image", False, "python"),
+    "model_milliseconds": Metric("ms an image", False, "torch"),
     "of_memmap": Metric("of memmap", True, None),
     "peak_mib": Metric("MiB", False, None),
     "processor_seconds": Metric("s of processor time", False, "python"),

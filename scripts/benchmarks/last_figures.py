@@ -1,7 +1,9 @@
 """The last recorded figures, with which a checkout is compared in a few minutes.
 
 A slower machine is no regression. So two reference speeds of the machine are measured in the same
-run, without featx, and a figure is compared as a multiple of the one that it depends on.
+run, without featx, and a figure is compared as a multiple of the one that it depends on. Nor is
+another program one: what depends on the machine is measured in processor time, and runs on one CPU,
+where no thread waits for another.
 """
 
 from __future__ import annotations
@@ -9,7 +11,6 @@ from __future__ import annotations
 import json
 import os
 import platform
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -19,6 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from benchmarks.figures import Figure, read_figures
+from benchmarks.startup import processor_seconds
 from featx.jobs.bench.photos import make_photos
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -37,9 +39,13 @@ COMMANDS = {
 """Commands of scripts/benchmark in the short form, with their options."""
 
 MODEL = ("resnet18", "fp32")
-"""Model and precision whose rate is measured; every machine computes fp32."""
+"""Model and precision of which an image is measured; every machine computes fp32."""
 
-_IMAGES = 96
+_LEFT_OUT = ("images_per_second", "seconds")
+"""Figures of commands that other programs on the machine change."""
+
+_FEW, _MANY = 64, 192
+"""Numbers of images of two runs, whose difference is the time of the images alone."""
 
 
 @dataclass(frozen=True)
@@ -127,21 +133,21 @@ def check(path: Path, record: bool = False, measured: Callable[[], Measured] | N
 
 def measure() -> Measured:
     """Measure reference speeds of the machine, the best of all turns, and figures in turns."""
-    references: dict[str, float] = {}
+    best: dict[str, float] = {}
     figures: dict[str, float] = {}
+
+    def take_references() -> None:
+        for name, speed in (("python", python_speed()), ("torch", torch_speed())):
+            best[name] = max(best.get(name, 0.0), speed)
+
     with tempfile.TemporaryDirectory(prefix="featx-short-") as name:
         for command, options in COMMANDS.items():
-            _take_references(references)
+            take_references()
             figures |= _command_figures(command, *options, cwd=Path(name))
-        _take_references(references)
-        figures |= _rate(Path(name))
-        _take_references(references)
-    return references, figures
-
-
-def _take_references(best: dict[str, float]) -> None:
-    for name, speed in (("python", python_speed()), ("torch", torch_speed())):
-        best[name] = max(best.get(name, 0.0), speed)
+        take_references()
+        figures |= _time_of_an_image(Path(name))
+        take_references()
+    return best, figures
 
 
 def python_speed() -> float:
@@ -154,50 +160,50 @@ def python_speed() -> float:
 
 
 def torch_speed() -> float:
-    """GFLOP/s of a product of two matrices of 1024 x 1024, fp32, by all threads."""
+    """GFLOP of products of matrices of 1024 x 1024, fp32, per second of processor time."""
     import torch
 
+    torch.set_num_threads(1)
     a, b = torch.randn(1024, 1024), torch.randn(1024, 1024)
-    seconds = []
-    for _ in range(20):
-        begun = time.perf_counter()
+    torch.mm(a, b)
+    begun = time.process_time()
+    for _ in range(10):
         torch.mm(a, b)
-        seconds.append(time.perf_counter() - begun)
-    return 2 * 1024**3 / statistics.median(seconds) / 1e9
+    return 10 * 2 * 1024**3 / (time.process_time() - begun) / 1e9
 
 
 def _command_figures(command: str, *options: str, cwd: Path) -> dict[str, float]:
-    """Figures of a command of scripts/benchmark of this checkout.
-
-    Rates of the loader are left out: they depend on the number of cores in other ways than the
-    references do. Its processor time per image is kept.
-    """
-    found = read_figures(
-        _output([sys.executable, str(REPOSITORY / "scripts" / "benchmark"), command, *options], cwd)
-    )
-    return {
-        figure.name: value
-        for figure, value in found.items()
-        if figure.metric != "images_per_second"
-    }
+    """Figures of a command of scripts/benchmark of this checkout."""
+    script = str(REPOSITORY / "scripts" / "benchmark")
+    on_one_cpu = command != "read"  # whose ways are compared with each other
+    found = read_figures(_output([sys.executable, script, command, *options], cwd, on_one_cpu))
+    return {figure.name: value for figure, value in found.items() if figure.metric not in _LEFT_OUT}
 
 
-def _rate(folder: Path) -> dict[str, float]:
-    """Images per second of a run, with random weights."""
+def _time_of_an_image(folder: Path) -> dict[str, float]:
+    """Processor time of an image on one CPU, from file to store, with random weights."""
     model, precision = MODEL
-    make_photos(folder / "photos", _IMAGES)
-    _output(
-        [sys.executable, "-m", "featx", f"model={model}", f"precision={precision}",
-         "model.weights=null", "data=photos", "out=rate"],
-        folder,
-    )  # fmt: skip
-    summary = json.loads((folder / "rate" / "summary.json").read_text())
-    figure = Figure(f"{model} {precision}", "images_per_second")
-    return {figure.name: summary["images_per_second"]}
+    make_photos(folder / "photos", _MANY)
+    seconds = {}
+    for count in (_FEW, _MANY):
+        command = [
+            sys.executable, "-m", "featx", f"model={model}", f"precision={precision}",
+            "model.weights=null", "data=photos", f"data.limit={count}", f"out=first-{count}",
+        ]  # fmt: skip
+        before = processor_seconds()
+        _output(command, folder, on_one_cpu=True)
+        seconds[count] = processor_seconds() - before
+    each = 1e3 * (seconds[_MANY] - seconds[_FEW]) / (_MANY - _FEW)
+    return {Figure(f"{model} {precision}", "model_milliseconds").name: each}
 
 
-def _output(command: list[str], cwd: Path) -> str:
+def _output(command: list[str], cwd: Path, on_one_cpu: bool = False) -> str:
     """What a command of this checkout prints; exit code 2 if it fails."""
+
+    def take_one_cpu() -> None:
+        if hasattr(os, "sched_setaffinity"):
+            os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+
     print(f"  {' '.join(command[1:])}", flush=True)
     paths = [str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])]
     done = subprocess.run(
@@ -207,6 +213,7 @@ def _output(command: list[str], cwd: Path) -> str:
         capture_output=True,
         text=True,
         check=False,
+        preexec_fn=take_one_cpu if on_one_cpu else None,
     )
     if done.returncode:
         print(f"{' '.join(command)} failed:\n{done.stderr}", file=sys.stderr)

@@ -296,10 +296,10 @@ def composed_once(line: CommandLine) -> Iterator[None]:
     Args:
         line: arguments of the command.
     """
-    if line.may_set_mode:
+    read_mode = getattr(Hydra, "get_mode", None)  # not part of the interface of Hydra
+    if line.may_set_mode or read_mode is None:
         yield
         return
-    read_mode = Hydra.get_mode
 
     def no_mode(self: Hydra, config_name: str | None, overrides: list[str]) -> None:
         """Replace `Hydra.get_mode` for a config that has no mode."""

@@ -90,9 +90,12 @@ def _store_comparison(result: dict[str, Any]) -> list[str]:
 
 
 def _difference_text(first: str, second: str, found: dict[str, Any]) -> str:
-    """Say which of two is more accurate, and by how much: 'a better than b: +2.1 points, ...'."""
+    """Say by how much one is more accurate: 'a better than b: +2.1 points, ...'.
+
+    It is called better or worse only if the interval leaves no doubt which of them it is.
+    """
     difference, (low, high) = found["difference"], found["interval"]
-    verb = "better than" if difference > 0 else "worse than" if difference < 0 else "equal to"
+    verb = "better than" if low > 0 else "worse than" if high < 0 else "against"
     return (
         f"{first} {verb} {second}: {100 * difference:+.1f} points, 95 % interval "
         f"{100 * low:.1f} to {100 * high:.1f}."

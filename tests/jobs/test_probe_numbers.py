@@ -325,6 +325,20 @@ def test_a_metric_that_is_equal_in_all_resamples_has_no_interval() -> None:
     assert found["interval"][0] < 1
 
 
+@pytest.mark.parametrize(("width", "verb"), [(1, "better than"), (11, "against")])
+def test_a_layer_is_called_better_only_if_the_interval_excludes_zero(
+    capsys: pytest.CaptureFixture[str], width: int, verb: str
+) -> None:
+    """The second layer has the first `width` of the 12 informative numbers."""
+    x, y = blobs(300, num_classes=4, signal=0.5)
+    x = x[:, :12]
+    write_store(Path("store"), y, whole=x, few=x[:, :width])
+    found = probe()
+    (layer, test), out = *found["paired_tests"].items(), " ".join(capsys.readouterr().out.split())
+    assert (test["interval"][0] > 0) == (verb == "better than")
+    assert f"{found['layer']} {verb} {layer}: " in out
+
+
 @pytest.mark.parametrize("options", [{}, {"split": "kfold"}], ids=["holdout", "kfold"])
 def test_stores_are_compared_on_the_same_rows(
     capsys: pytest.CaptureFixture[str], options: dict[str, Any]

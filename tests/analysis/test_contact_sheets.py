@@ -38,6 +38,7 @@ def test_heat_shows_where_it_is() -> None:
     assert against[row, column, 2] > against[row, column, 0], "against is blue"
 
 
+@pytest.mark.slow
 def test_long_and_odd_names_stay_within_the_sheet() -> None:
     name = "a very long name / of ümläuts \udcff 漢字 " * 10
     tile = Tile(np.zeros((40, 60, 3), np.uint8), [np.ones((3, 4))], (name, name))

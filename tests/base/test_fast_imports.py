@@ -33,6 +33,7 @@ assert counter.get_total_flops() == 2 * 2 * 3 * 5
 """
 
 
+@pytest.mark.slow
 def test_torch_and_its_flops() -> None:
     subprocess.run([sys.executable, "-c", IMPORTS], check=True)
 

@@ -269,6 +269,7 @@ def test_a_table_that_went_and_an_odd_folder(photos: Path) -> None:
     assert "st\\xffre" in page.text
 
 
+@pytest.mark.slow
 def test_images_that_went_are_counted(photos: Path) -> None:
     extract(photos)
     (photos / "cat" / "000.png").unlink()
@@ -445,6 +446,7 @@ def images_of_errors() -> list[str]:
     return [without or "img" for without in found]
 
 
+@pytest.mark.slow
 def test_errors_of_another_store_show_their_images(
     photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -249,7 +249,8 @@ def test_a_probe_of_another_state_says_so() -> None:
         "calibration_error": None, "confusion": [[1, 1], [0, 1]],
     }  # fmt: skip
     said = {
-        **about, "layer": "flat", "method": "ridge", "fingerprint": "of then", "finished": "then",
+        **about, "task": "classification", "layer": "flat", "method": "ridge",
+        "fingerprint": "of then", "finished": "then",
         "classes": ["cat", "dog"], "notes_on_rows": [], "paired_tests": {},
         "split": {"kind": "holdout", "seed": 0, "fit": [5], "validation_rows": [2]},
         "near_duplicates": {"layer": "flat", "cosine": 0.9, "rows": None, "not_checked": "narrow",

@@ -226,6 +226,7 @@ def test_an_unfinished_store_is_refused_and_refreshed(
     assert same_values(after, extract(photos, out="whole", **LENIENT))
 
 
+@pytest.mark.slow
 def test_a_store_that_grows_is_refused_and_refreshed(photos: Path) -> None:
     extract(photos, **LENIENT)
     write_image(sorted_photos(photos)[1], 1000)
@@ -397,6 +398,7 @@ def write_parquet(path: Path, images: dict[str, bytes]) -> None:
     parquet.write_table(table, path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "write", "keys"),
     [

@@ -198,6 +198,7 @@ def test_new_images_are_refused_with_their_number_until_grow_is_given(photos: Pa
     assert PACKED.read_bytes() == before
 
 
+@pytest.mark.slow
 def test_new_rows_are_those_of_a_store_made_at_once(photos: Path) -> None:
     """To the last bit where the batches are the same: four rows a batch, new ones behind."""
     extract({"name": "folder", "root": str(photos), "limit": 8}, layers=["conv", "pool"])
@@ -220,6 +221,7 @@ def test_images_that_are_gone_are_named_and_nothing_is_lost(photos: Path) -> Non
     assert PACKED.read_bytes() == before
 
 
+@pytest.mark.slow
 def test_an_image_in_another_class_folder_is_another_image(photos: Path) -> None:
     extract(photos)
     shutil.move(photos / "cat" / "000.png", photos / "dog" / "000.png")
@@ -259,6 +261,7 @@ def test_rows_are_added_to_all_layers_or_to_none(
     assert [start for _, start in computed] == [8, 12, 16, 20]
 
 
+@pytest.mark.slow
 def test_growing_resumes_after_a_stop(photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from featx.store.session import StoreSession
 

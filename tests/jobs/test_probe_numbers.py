@@ -270,6 +270,7 @@ def test_differences_of_layers_are_printed_with_their_interval(
     )
 
 
+@pytest.mark.slow
 def test_bootstrap_intervals_of_all_metrics_are_scipys(capsys: pytest.CaptureFixture[str]) -> None:
     x, y = blobs(160, num_classes=3, signal=0.4)
     write_store(Path("store"), y, x=x)
@@ -302,6 +303,7 @@ def test_bootstrap_intervals_of_all_metrics_are_scipys(capsys: pytest.CaptureFix
     assert "400 resamples of 160 rows" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_bootstrap_draws_whole_groups() -> None:
     """Rows of a group are copies, so that intervals are those of the groups, twice as wide."""
     x, y = blobs(80, num_classes=2, signal=0.3)

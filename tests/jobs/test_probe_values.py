@@ -253,6 +253,7 @@ def test_without_scikit_learn_there_is_no_regression(monkeypatch: pytest.MonkeyP
         probe(label_column="age")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("task", ["regression", "multilabel"])
 def test_the_result_fits_into_a_terminal_and_the_report_says_why_it_is_not_there(
     task: str, capsys: pytest.CaptureFixture[str]

@@ -140,6 +140,7 @@ def test_a_truncated_packed_file_is_damage_and_is_computed_again(
     assert dataset_digests(Path("store/features.h5")) == before
 
 
+@pytest.mark.slow
 def test_a_flipped_byte_costs_one_part_of_one_layer(
     photos: Path, capsys: pytest.CaptureFixture[str], computed: list[tuple[frozenset[str], int]]
 ) -> None:

@@ -81,6 +81,7 @@ def test_the_right_model_passes(
     run(photos, "test_resnet", weights, "golden.npz")  # a resume compares nothing
 
 
+@pytest.mark.slow
 def test_weights_of_a_look_alike_are_refused(tmp_path: Path, photos: Path) -> None:
     """Same names and shapes, loaded strictly; padding and epsilon of BatchNorm are others."""
     right, wrong = "tf_efficientnet_lite0", "efficientnet_lite0"

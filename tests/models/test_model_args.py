@@ -123,6 +123,7 @@ def test_weights_that_lack_parameters_of_the_args_are_refused(pretrained: str) -
     assert before.__qualname__ == "Module.load_state_dict", "the method of torch is back"
 
 
+@pytest.mark.slow
 def test_torchvision_is_fed_the_size_that_it_is_built_for() -> None:
     backbone = build("resnet18", input_size=[320, 320])
     assert backbone.preprocess.crop == (320, 320)

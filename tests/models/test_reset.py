@@ -52,6 +52,7 @@ def made_up(module: nn.Module, path: Path) -> str:
     return str(path)
 
 
+@pytest.mark.slow
 def test_resnet18_with_a_file_of_weights(tmp_path: Path) -> None:
     untrained = build(name="resnet18", weights=None)
     file = made_up(untrained.module, tmp_path / "w.pth")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+
 import numpy as np
 import numpy.typing as npt
 
@@ -30,13 +32,14 @@ def require_scikit_learn(task: str) -> None:
 
 
 def regression_metrics(
-    truth: Matrix, predicted: Matrix
+    truth: Matrix, predicted: Matrix, only: str | None = None
 ) -> tuple[dict[str, float | None], dict[str, str]]:
     """Compute R2, the mean absolute error and Spearman's rank correlation.
 
     Args:
         truth: (n, 1) numbers.
         predicted: (n, 1) numbers.
+        only: name of the only metric to compute; None for all.
 
     Returns:
         name -> value, None if it is not available; and name -> reason for those.
@@ -57,17 +60,20 @@ def regression_metrics(
             raise UndefinedMetricError(f"the test rows {which} a single value")
         return float(spearmanr(a, b).statistic)
 
-    return computed({"r2": r2, "mae": lambda: mean_absolute_error(a, b), "spearman": spearman})
+    return _computed(
+        {"r2": r2, "mae": lambda: mean_absolute_error(a, b), "spearman": spearman}, only
+    )
 
 
 def multilabel_metrics(
-    truth: Matrix, predicted: Matrix
+    truth: Matrix, predicted: Matrix, only: str | None = None
 ) -> tuple[dict[str, float | None], dict[str, str]]:
     """Compute mean average precision and macro-F1 over the labels that occur among the test rows.
 
     Args:
         truth: (n, T), 1 for each label of a row and 0 for others.
         predicted: (n, T) scores in [0, 1].
+        only: as for `regression_metrics`.
 
     Returns:
         name -> value, None if it is not available; and name -> reason for those.
@@ -83,7 +89,21 @@ def multilabel_metrics(
         said = predicted >= THRESHOLD
         return _mean([f1_score(truth[:, i] > 0, said[:, i], zero_division=0) for i in tested])
 
-    return computed({"map": mean_average_precision, "macro_f1": macro_f1})
+    return _computed({"map": mean_average_precision, "macro_f1": macro_f1}, only)
+
+
+def _computed(
+    metrics: Mapping[str, Callable[[], float]], only: str | None
+) -> tuple[dict[str, float | None], dict[str, str]]:
+    """Compute all metrics, or one of them.
+
+    scikit-learn checks each of its arguments, which takes longer than the metric of a few rows;
+    these are correct by construction.
+    """
+    from sklearn import config_context
+
+    with config_context(assume_finite=True, skip_parameter_validation=True):
+        return computed(metrics if only is None else {only: metrics[only]})
 
 
 def _mean(of_labels: list[float]) -> float:

@@ -71,10 +71,18 @@ class ValueTask:
         """Names of the metrics; the first one is that of the answer."""
         return REGRESSION_METRICS if self.kind.name == "regression" else MULTILABEL_METRICS
 
-    def judge(self, places: npt.NDArray[np.int64], predicted: Matrix) -> dict[str, Any]:
-        """Compute the metrics of some places, with `not_available` for the others."""
+    def judge(
+        self, places: npt.NDArray[np.int64], predicted: Matrix, only: str | None = None
+    ) -> dict[str, Any]:
+        """Compute the metrics of some places, with `not_available` for the others.
+
+        Args:
+            places: (n,) places.
+            predicted: (n, T) predictions.
+            only: name of the only metric to compute; None for all.
+        """
         metrics = regression_metrics if self.kind.name == "regression" else multilabel_metrics
-        found, reasons = metrics(self.values.values[places], predicted)
+        found, reasons = metrics(self.values.values[places], predicted, only)
         return {**found, "not_available": reasons}
 
 
@@ -239,10 +247,10 @@ def _interval(task: ValueTask, predicted: Matrix) -> dict[str, Any]:
     order = np.argsort(of_row, kind="stable")
     units = np.split(order, np.cumsum(np.bincount(of_row))[:-1])
     rng = np.random.default_rng(0)  # the same numbers for the same predictions
-    found = []
+    found, first = [], task.metrics[0]
     for _ in range(RESAMPLES):
         drawn = np.concatenate([units[i] for i in rng.integers(len(units), size=len(units))])
-        found.append(task.judge(places[drawn], predicted[drawn])[task.metrics[0]])
+        found.append(task.judge(places[drawn], predicted[drawn], first)[first])
     interval = None
     if None not in found and len(set(found)) > 1:
         interval = np.quantile(found, [0.025, 0.975]).tolist()

@@ -361,8 +361,8 @@ def test_a_bug_in_the_model_names_worker_part_and_rows(photos: Path, job: str) -
     model = {**MODEL, "factory": "test_devices_of_workers:Raising"}
     keys = {**KEYS, "model": model, "executor": {"workers": 2}}
     Image.new("RGB", (40, 40), (255, 255, 255)).save(
-        photos / "cat" / "013.png"
-    )  # row 3, of no trial
+        photos / "cat" / "007.png"
+    )  # row 2, of no trial
     Path("bug").touch()
     with pytest.raises(ModelError) as failed:
         run_job(job, **keys, data=photos)

@@ -84,7 +84,6 @@ def measure(
         is_empty: whether decoding and resizing are replaced by nothing.
         timeout_s: time limit of an image, as in a run; None for none.
     """
-    keep_freed_memory()  # as the command does
     listing = source.listing()
     kind = NoResize if is_empty else Preprocess
     preprocess = kind(
@@ -112,6 +111,7 @@ def measure(
 
 def run(arguments: argparse.Namespace) -> None:
     """Print medians of some rounds; the two cases alternate."""
+    keep_freed_memory()  # as the command does, before any thread has memory of its own
     empty: list[LoaderRate] = []
     real: list[LoaderRate] = []
     with tempfile.TemporaryDirectory(prefix="featx-loader-") as name:

@@ -103,6 +103,7 @@ def test_a_whole_store(photos: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "unsafe-inline" not in str(policy).partition("script-src")[2]
 
 
+@pytest.mark.slow
 def test_the_errors_are_those_of_the_predictions(photos: Path) -> None:
     for i in range(40):  # images of noise, so that some are predicted wrong
         write_image(photos / ("cat", "dog")[i * 7 % 5 % 2] / f"noise{i}.png", 200 + i)

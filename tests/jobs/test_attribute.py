@@ -95,6 +95,7 @@ def test_a_resumed_run_computes_what_is_missing_and_ends_with_the_same_numbers(
     assert not Path("whole/sheets").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("in_tmp_path")
 @pytest.mark.parametrize(
     ("before", "now", "expected"),

@@ -44,6 +44,7 @@ def values_of(digests: Mapping[str, str]) -> dict[str, str]:
     return {name: digest for name, digest in digests.items() if not name.startswith("failures")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("packed", [True, False])
 def test_a_layer_more_is_computed_alone_and_equals_a_run_with_both(
     photos: Path, computed: list[tuple[frozenset[str], int]], packed: bool

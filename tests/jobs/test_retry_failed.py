@@ -48,6 +48,7 @@ def same_values(store: featx.FeatureStore, other: featx.FeatureStore) -> bool:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("pack", "dtype", "codec"),
     [(True, "float16", "none"), (True, "bfloat16", "zstd"), (False, "bfloat16", "none")],

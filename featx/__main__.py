@@ -42,15 +42,7 @@ def _run_command(until_job: contextlib.ExitStack) -> int:
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
 
-    from featx.base import (
-        defer_dynamo,
-        discard_output,
-        log_message,
-        print_result,
-        shipped,
-        speed_up_imports,
-    )
-    from featx.base.version import __version__
+    from featx.base import defer_dynamo, discard_output, log_message, shipped, speed_up_imports
     from featx.cli import hydra_config, read_command_line
     from featx.errors import FeatxError
     from featx.jobs import JOBS
@@ -72,11 +64,7 @@ def _run_command(until_job: contextlib.ExitStack) -> int:
     typed = sys.argv
     try:
         line = read_command_line(typed[1:])
-        if line.wants_version:
-            print_result(f"featx {__version__}")
-            return 0
-        if line.wants_help:
-            print_result(hydra_config.help_text(JOBS))
+        if _printed_information(line):
             return 0
         hydra_config.register(JOBS, line.config_dirs)
         sys.argv = [typed[0], *line.arguments]
@@ -99,6 +87,20 @@ def _run_command(until_job: contextlib.ExitStack) -> int:
     finally:
         sys.argv = typed
     return max(codes, default=0)
+
+
+def _printed_information(line: CommandLine) -> bool:
+    """Print the version or the help if the command line asks for it; returns whether it does."""
+    from featx.base import print_result
+    from featx.base.version import __version__
+    from featx.cli import hydra_config
+    from featx.jobs import JOBS
+
+    if line.wants_version:
+        print_result(f"featx {__version__}")
+    elif line.wants_help:
+        print_result(hydra_config.help_text(JOBS))
+    return line.wants_version or line.wants_help
 
 
 def _exit_code_of(node: Any, line: CommandLine, debug: bool) -> int:

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
+from importlib.machinery import SourceFileLoader
 from types import ModuleType
 from typing import Any
+
+from featx.base.module_loaders import use_loader
 
 _PACKAGES = ("timm", "torchvision")
 _USED = "torch._dynamo.utils"
@@ -27,23 +28,7 @@ def defer_dynamo() -> None:
     while they are imported, a stand-in for the module is in `sys.modules`, which other threads
     would find as well.
     """
-    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _Finder())
-
-
-class _Finder(MetaPathFinder):
-    """Finds the packages as Python does, with a loader that holds the stand-ins."""
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        """Return the spec of one of the packages; None for all other modules."""
-        if fullname not in _PACKAGES or _USED in sys.modules:
-            return None
-        spec = PathFinder.find_spec(fullname, path, target)
-        if spec is not None and type(spec.loader) is SourceFileLoader:
-            spec.loader = _Loader(fullname, spec.loader.path)
-        return spec
+    use_loader(_Loader, _PACKAGES)
 
 
 class _Loader(SourceFileLoader):

@@ -155,7 +155,7 @@ def to_cpu(values: Sequence[torch.Tensor], device: torch.device) -> list[torch.T
 class DeviceTimer:
     """Context manager that measures how long a device takes for the work of a block.
 
-    On CUDA, events on the stream of the calling thread take the time, and nobody waits for them.
+    On CUDA, events on the stream of the calling thread take the time, without synchronisation.
     On other devices the block ends when its work has ended.
 
     Args:

@@ -9,10 +9,11 @@ from __future__ import annotations
 import contextlib
 import gc
 import sys
-from collections.abc import Iterator, Sequence
-from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
+from collections.abc import Iterator
+from importlib.machinery import SourceFileLoader
 from types import ModuleType
+
+from featx.base.module_loaders import use_loader
 
 _TORCH = "torch"
 _FLOP_COUNTER = "torch.utils.flop_counter"
@@ -41,24 +42,8 @@ def speed_up_imports() -> None:
 
     To be called by a program before it starts threads and before it imports torch.
     """
-    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _Finder())
-
-
-class _Finder(MetaPathFinder):
-    """Finds the modules that are imported in another way."""
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        """Return the spec of one of the modules; None for all others."""
-        loaders = {_TORCH: _PausedLoader, _FLOP_COUNTER: _WithoutTriton}
-        if fullname not in loaders:
-            return None
-        spec = PathFinder.find_spec(fullname, path, target)
-        if spec is not None and type(spec.loader) is SourceFileLoader:
-            spec.loader = loaders[fullname](fullname, spec.loader.path)
-        return spec
+    use_loader(_PausedLoader, [_TORCH])
+    use_loader(_WithoutTriton, [_FLOP_COUNTER])
 
 
 class _PausedLoader(SourceFileLoader):

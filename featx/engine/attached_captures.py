@@ -161,17 +161,38 @@ def attach_captures(
     if score is not None and hooks.numbers is not None:
         with model.named_failure(x), torch.no_grad():
             check_same_score(hooks.numbers, score(model.module(x.clone())))
-    fired = captures.order or ()
-    check_gradients_arrive(captures.points, fired, target)
-    if model.traced is not None:
-        check_calls(calls, calls_in_trace(model.traced, calls))
-    check_fired(captures.points, fired)
+    _check_calls(model, captures, calls, target)
     collector = OutputCollector(store_dtype, copies.overwritten())
     _expect_rows(model, chosen, values, collector)
     num_bytes = sum(4 * value[0].numel() for value in values.values())
     captures = replace(captures, row_bytes=max(1, num_bytes))
     _check_rows(model, captures, score, x, values)
     return captures, collector
+
+
+def _check_calls(
+    model: DeviceModel,
+    captures: AttachedCaptures,
+    calls: Mapping[tuple[str, str], int],
+    target: str | int,
+) -> None:
+    """Check that every capture fired, as often as in the trace, and that gradients arrived.
+
+    Args:
+        model: model of the captures.
+        captures: captures in the order in which they fired.
+        calls: (module, kind of capture) -> number of calls in the trial pass.
+        target: gradient target.
+
+    Raises:
+        LayerError: a gradient did not arrive.
+        RunError: the model computes something other than in the trace.
+    """
+    fired = captures.order or ()
+    check_gradients_arrive(captures.points, fired, target)
+    if model.traced is not None:
+        check_calls(calls, calls_in_trace(model.traced, calls))
+    check_fired(captures.points, fired)
 
 
 def _expect_rows(

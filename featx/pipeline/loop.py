@@ -136,9 +136,8 @@ def run_parts(
                     commits.finish()  # an observer is notified of committed parts only
                     seconds = _seconds(loader, passes, batches.waited, commits.seconds)
                     observer.part_committed(part, seconds)
-                done, took = done_before + num_computed, time.perf_counter() - started_at
-                left_s = (parts.rows_asked - done) * took / num_computed
-                refuse_failures(context.config, parts.rows_failed, done, parts.rows_asked, left_s)
+                took = time.perf_counter() - started_at
+                _refuse_failures(context, parts, done_before, num_computed, took)
             progress.step(batch.count, len(failures), batches.last_wait)
             if timeline is not None:
                 timeline.step()
@@ -149,6 +148,26 @@ def run_parts(
     rows = parts.rows_done - done_before
     seconds = {**_seconds(loader, passes, batches.waited, commits.seconds), **sink.seconds}
     return _metrics(context, loader, seconds, took, rows, num_computed)
+
+
+def _refuse_failures(
+    context: RunContext, parts: PartSource, done_before: int, num_computed: int, took: float
+) -> None:
+    """Raise if too many images failed, and most of the work is still to be done.
+
+    Args:
+        context: run context.
+        parts: what is missing.
+        done_before: number of rows that were committed when the loop began.
+        num_computed: number of rows computed since then.
+        took: seconds since then.
+
+    Raises:
+        TooManyFailuresError: more images failed than max_failures allows, and much is left to do.
+    """
+    done = done_before + num_computed
+    left_s = (parts.rows_asked - done) * took / num_computed
+    refuse_failures(context.config, parts.rows_failed, done, parts.rows_asked, left_s)
 
 
 def _metrics(

@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from benchmarks.checkout import run_in_checkout
 from benchmarks.figures import Figure, read_figures
 from benchmarks.startup import processor_seconds
 from featx.jobs.bench.photos import make_photos
@@ -199,22 +200,8 @@ def _time_of_an_image(folder: Path) -> dict[str, float]:
 
 def _output(command: list[str], cwd: Path, on_one_cpu: bool = False) -> str:
     """What a command of this checkout prints; exit code 2 if it fails."""
-
-    def take_one_cpu() -> None:
-        if hasattr(os, "sched_setaffinity"):
-            os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
-
     print(f"  {' '.join(command[1:])}", flush=True)
-    paths = [str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])]
-    done = subprocess.run(
-        command,
-        cwd=cwd,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
-        capture_output=True,
-        text=True,
-        check=False,
-        preexec_fn=take_one_cpu if on_one_cpu else None,
-    )
+    done = run_in_checkout(command, REPOSITORY, cwd, on_one_cpu)
     if done.returncode:
         print(f"{' '.join(command)} failed:\n{done.stderr}", file=sys.stderr)
         raise SystemExit(2)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -16,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks import last_figures
+from benchmarks.checkout import run_in_checkout
 from benchmarks.commands import Add
 from benchmarks.figures import Figure, read_figures
 from featx.jobs.bench.photos import make_photos
@@ -147,7 +147,7 @@ def measure(folder: Path, keys: list[str], out: Path, case: str) -> dict[Figure,
     Returns:
         Images per second and peak memory, as its summary says.
     """
-    done = _run([sys.executable, "-m", "featx", *keys, f"out={out}"], folder, out.parent)
+    done = run_in_checkout([sys.executable, "-m", "featx", *keys, f"out={out}"], folder, out.parent)
     if done.returncode:
         print(f"{folder} failed with {' '.join(keys)}:\n{done.stderr}", file=sys.stderr)
         raise SystemExit(2)
@@ -157,20 +157,6 @@ def measure(folder: Path, keys: list[str], out: Path, case: str) -> dict[Figure,
         Figure(case, "images_per_second"): summary["images_per_second"],
         Figure(case, "peak_mib"): summary["peak_memory_mib"],
     }
-
-
-def _run(command: list[str], folder: Path, cwd: Path) -> subprocess.CompletedProcess[str]:
-    """Run a command with the featx of a folder."""
-    paths = [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
-    # The current folder is no checkout, whose featx would be imported.
-    return subprocess.run(
-        command,
-        cwd=cwd,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
 
 
 def compare_commands(
@@ -196,7 +182,9 @@ def command_figures(folder: Path, command: list[str], cwd: Path) -> dict[Figure,
     Returns:
         None if the commit does not have the command, or cannot print its figures as JSON.
     """
-    done = _run([sys.executable, str(folder / "scripts" / "benchmark"), *command], folder, cwd)
+    done = run_in_checkout(
+        [sys.executable, str(folder / "scripts" / "benchmark"), *command], folder, cwd
+    )
     if done.returncode == 2 and any(text in done.stderr for text in _NOT_THERE):
         return None
     if done.returncode:

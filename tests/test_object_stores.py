@@ -25,7 +25,7 @@ from featx.config.schema import from_keywords, from_omegaconf
 from featx.errors import ConfigError, ObjectStoreError, RunError, StoreError
 from featx.storage import durability, s3_client
 from featx.store import layout
-from featx.store.heartbeat import signs_of_life
+from featx.store.heartbeat import read_heartbeats
 from featx.store.verification import check_store
 from featx.torch import FeatureDataset
 
@@ -130,8 +130,10 @@ def test_a_worker_that_is_killed_is_replaced(images: Path, out: str) -> None:
     running = start(out, images, "executor.workers=2", stderr=subprocess.PIPE)
 
     def workers() -> list[int]:
-        signs = signs_of_life(place(out))
-        return [sign.values["pid"] for sign in signs if sign.values["what"].startswith("worker")]
+        records = read_heartbeats(place(out))
+        return [
+            record.values["pid"] for record in records if record.values["what"].startswith("worker")
+        ]
 
     while running.poll() is None and not (num_parts(out) and workers()):
         time.sleep(0.05)

@@ -11,11 +11,11 @@ from .hdf5_files import open_hdf5 as open_hdf5
 from .hdf5_files import open_metadata as open_metadata
 from .heartbeat import Heartbeat as Heartbeat
 from .heartbeat import HeartbeatRecord as HeartbeatRecord
-from .heartbeat import clear_sign as clear_sign
-from .heartbeat import clear_signs as clear_signs
+from .heartbeat import clear_heartbeat as clear_heartbeat
+from .heartbeat import clear_heartbeats as clear_heartbeats
+from .heartbeat import heartbeat_name as heartbeat_name
+from .heartbeat import read_heartbeats as read_heartbeats
 from .heartbeat import refuse_other_writers as refuse_other_writers
-from .heartbeat import sign_name as sign_name
-from .heartbeat import signs_of_life as signs_of_life
 from .image_states import UNSETTLED as UNSETTLED
 from .image_states import keep_image_states as keep_image_states
 from .image_states import read_image_states as read_image_states

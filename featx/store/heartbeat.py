@@ -42,7 +42,7 @@ class Heartbeat:
     Args:
         disk: writes to the store.
         what: role of the process, such as 'driver' or 'worker on cuda:0'.
-        driver: `sign_name` of the driver of this worker, or None for a process without driver.
+        driver: `heartbeat_name` of the driver of this worker, or None for a process without driver.
         outlives: whether the process continues when its driver dies, so that no other run may write
             before it ends.
     """
@@ -50,7 +50,7 @@ class Heartbeat:
     def __init__(
         self, disk: AtomicFolder, what: str, driver: str | None = None, outlives: bool = False
     ) -> None:
-        self._path = disk.root / layout.WORKERS / sign_name(os.getpid())
+        self._path = disk.root / layout.WORKERS / heartbeat_name(os.getpid())
         self._disk = disk
         self._values: dict[str, Any] = {
             "host": socket.gethostname(),
@@ -126,7 +126,7 @@ class HeartbeatRecord:
         return f"{self.values['what']} (pid {self.values['pid']} on {self.values['host']})"
 
 
-def signs_of_life(root: Path) -> Sequence[HeartbeatRecord]:
+def read_heartbeats(root: Path) -> Sequence[HeartbeatRecord]:
     """Read the heartbeats of all processes whose files exist."""
     found = []
     for path in sorted((root / layout.WORKERS).glob("*.json")):
@@ -139,7 +139,7 @@ def signs_of_life(root: Path) -> Sequence[HeartbeatRecord]:
     return found
 
 
-def clear_signs(disk: AtomicFolder, driver: str | None = None) -> None:
+def clear_heartbeats(disk: AtomicFolder, driver: str | None = None) -> None:
     """Delete the heartbeat files of other processes; only the holder of the store may do this.
 
     Recent files are deleted, too: drivers and their workers hold the lock while they live, on any
@@ -148,12 +148,12 @@ def clear_signs(disk: AtomicFolder, driver: str | None = None) -> None:
 
     Args:
         disk: writes to the store.
-        driver: `sign_name` of the driver that calls this, or None.
+        driver: `heartbeat_name` of the driver that calls this, or None.
     """
-    for sign in signs_of_life(disk.root):
-        ours = driver is not None and sign.values.get("driver") == driver
-        if disk.has_locks or not sign.alive or ours:
-            disk.forget(sign.path)
+    for record in read_heartbeats(disk.root):
+        ours = driver is not None and record.values.get("driver") == driver
+        if disk.has_locks or not record.alive or ours:
+            disk.forget(record.path)
 
 
 def refuse_other_writers(root: Path) -> list[HeartbeatRecord]:
@@ -165,23 +165,23 @@ def refuse_other_writers(root: Path) -> list[HeartbeatRecord]:
     Raises:
         StoreLockedError: a worker is alive that continues without its driver.
     """
-    alive = [sign for sign in signs_of_life(root) if sign.alive]
-    for sign in alive:
-        if sign.values.get("outlives"):
+    alive = [record for record in read_heartbeats(root) if record.alive]
+    for record in alive:
+        if record.values.get("outlives"):
             raise StoreLockedError(
-                f"{root} is being written by {sign.name}, which continues without its driver; its "
-                f"last heartbeat is {max(0, sign.age_s):.0f} s old. Wait until job=status shows "
+                f"{root} is being written by {record.name}, which continues without its driver; "
+                f"its last heartbeat is {max(0, record.age_s):.0f} s old. Wait until job=status shows "
                 "no process, cancel it, or choose another out=DIR."
             )
     return alive
 
 
-def clear_sign(disk: AtomicFolder, name: str) -> None:
-    """Delete the heartbeat file of a process that has ended, by its `sign_name`."""
+def clear_heartbeat(disk: AtomicFolder, name: str) -> None:
+    """Delete the heartbeat file of a process that has ended, by its `heartbeat_name`."""
     disk.forget(disk.root / layout.WORKERS / name)
 
 
-def sign_name(pid: int) -> str:
+def heartbeat_name(pid: int) -> str:
     """Name of the heartbeat file of a process on this machine, or in this container."""
     space = pid_namespace()
     return f"{socket.gethostname()}-{pid}{f'-{space}' if space else ''}.json"

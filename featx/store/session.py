@@ -25,7 +25,7 @@ from featx.store.compatibility import merge_manifest
 from featx.store.dtypes import nan, raw_dtype, read_raw
 from featx.store.failures import csv_rows, failures_csv, read_failures
 from featx.store.hdf5_files import damage_text, open_metadata
-from featx.store.heartbeat import SILENT_S, HeartbeatRecord, clear_signs, refuse_other_writers
+from featx.store.heartbeat import SILENT_S, HeartbeatRecord, clear_heartbeats, refuse_other_writers
 from featx.store.image_states import image_checksums_in, keep_image_states
 from featx.store.leftovers import clear_leftovers
 from featx.store.listing import compare_listing, listing_file
@@ -93,7 +93,7 @@ class StoreSession:
             before = self._restored()
             self.manifest = before or self.manifest
             # Only the holder of the store may delete what other processes have left.
-            clear_signs(self.disk)
+            clear_heartbeats(self.disk)
             clear_leftovers(self.disk)
             if before is not None:
                 self._parts.survey(before, self.listing)

@@ -12,7 +12,7 @@ from typing import Any
 
 from featx.errors import StoreError, counted
 from featx.store import layout
-from featx.store.heartbeat import HeartbeatRecord, signs_of_life
+from featx.store.heartbeat import HeartbeatRecord, read_heartbeats
 from featx.store.manifest import Run, load_manifest
 from featx.store.session import missing_parts
 
@@ -66,8 +66,8 @@ class StoreStatus:
         values = dict(vars(self))
         values |= {"root": str(self.root), "complete": self.complete}
         values["workers"] = [
-            {**sign.values, "age_s": round(sign.age_s, 1), "alive": sign.alive}
-            for sign in self.workers
+            {**record.values, "age_s": round(record.age_s, 1), "alive": record.alive}
+            for record in self.workers
         ]
         return values
 
@@ -86,8 +86,8 @@ def store_status(root: Path) -> StoreStatus:
     rows_left, parts_left = sum(map(len, lacking)), len({part.index for part in lacking})
     commits = _commits(root, manifest.runs)
     speed, per_part = _speed(commits)
-    workers = signs_of_life(root)
-    at_work = any(sign.alive for sign in workers)
+    workers = read_heartbeats(root)
+    at_work = any(record.alive for record in workers)
     return StoreStatus(
         root=root,
         rows=rows,
@@ -142,23 +142,23 @@ def _stuck(
 ) -> list[str]:
     """Sentences on what makes no progress by itself."""
     found = []
-    alive = [sign for sign in workers if sign.alive]
+    alive = [record for record in workers if record.alive]
     if parts_left and not alive:
         found.append(
             f"{counted(parts_left, 'part is', 'parts are')} missing and no process writes the "
             "store; the command that started it resumes it"
         )
-    computing = sum(sign.values.get("part") is not None for sign in alive)
-    for sign in workers:
-        name = sign.name
-        if not sign.alive:
-            found.append(f"{name}: last heartbeat {sign.age_s:.0f} s ago, its part is not done")
-        elif (since := sign.values.get("part_since")) is not None:
-            start, stop = sign.values["part_rows"]
+    computing = sum(record.values.get("part") is not None for record in alive)
+    for record in workers:
+        name = record.name
+        if not record.alive:
+            found.append(f"{name}: last heartbeat {record.age_s:.0f} s ago, its part is not done")
+        elif (since := record.values.get("part_since")) is not None:
+            start, stop = record.values["part_rows"]
             usual = (per_part or 0.0) * max(1, computing)
             if (takes := time.time() - since) > max(_STUCK_S, _STUCK_PARTS * usual):
                 found.append(
-                    f"{name} has been at part {sign.values['part']} (rows {start} to {stop - 1}) "
+                    f"{name} has been at part {record.values['part']} (rows {start} to {stop - 1}) "
                     f"for {takes:.0f} s; a part takes about {usual:.0f} s"
                 )
     return found

@@ -32,7 +32,7 @@ from featx.errors import ConfigError, MissingExtraError, RunError
 from featx.pipeline.executors import ray as ray_executor
 from featx.storage.s3_folder import S3Folder
 from featx.store import layout
-from featx.store.heartbeat import clear_signs, pid_namespace, signs_of_life
+from featx.store.heartbeat import clear_heartbeats, pid_namespace, read_heartbeats
 from featx.store.verification import check_store
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path", "one_thread", "packing_in_process")
@@ -250,8 +250,8 @@ def test_the_heartbeats_of_its_own_actors_are_removed_and_no_others(bucket: str)
         values = {"host": socket.gethostname(), "pid": pid, "pids": pid_namespace()}
         path = disk.root / layout.WORKERS / f"{pid}.json"
         disk.write_best_effort(path, json.dumps({**values, "what": "actor", "driver": driver}))
-    clear_signs(disk, "mine")
-    assert [sign.values["driver"] for sign in signs_of_life(disk.root)] == ["theirs"]
+    clear_heartbeats(disk, "mine")
+    assert [record.values["driver"] for record in read_heartbeats(disk.root)] == ["theirs"]
 
 
 # With Ray's own processes
@@ -335,8 +335,10 @@ def test_in_a_bucket_kills_cost_nothing_and_two_drivers_are_safe(
         return value
 
     def actors() -> list[int]:
-        signs = signs_of_life(place(out))
-        return [s.values["pid"] for s in signs if s.alive and s.values["what"].startswith("actor")]
+        records = read_heartbeats(place(out))
+        return [
+            s.values["pid"] for s in records if s.alive and s.values["what"].startswith("actor")
+        ]
 
     with subprocess.Popen(slow, env=environment, stderr=subprocess.DEVNULL, text=True) as process:
         wait_for(lambda: num_parts(out), process)

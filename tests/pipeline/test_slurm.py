@@ -33,7 +33,7 @@ from featx.pipeline.feature_sink import StorePartTask
 from featx.storage.local_folder import AtomicFolder
 from featx.storage.s3_folder import S3Folder
 from featx.store import layout
-from featx.store.heartbeat import Heartbeat, sign_name, signs_of_life
+from featx.store.heartbeat import Heartbeat, heartbeat_name, read_heartbeats
 from featx.store.verification import check_store
 from featx.types import Part
 
@@ -343,7 +343,7 @@ def test_what_is_left_by_a_task_that_was_told_to_end_is_submitted_again(
 
 
 def test_whether_the_driver_lives_is_read_from_its_heartbeat(tmp_path: Path) -> None:
-    spec: Any = SimpleNamespace(root=tmp_path, driver=sign_name(os.getpid()))
+    spec: Any = SimpleNamespace(root=tmp_path, driver=heartbeat_name(os.getpid()))
     assert not slurm_task.is_driver_alive(spec)
     with Heartbeat(AtomicFolder(tmp_path), "driver"):
         assert slurm_task.is_driver_alive(spec)
@@ -520,7 +520,7 @@ def test_killed_in_a_bucket_nothing_is_lost(
     more = ("executor.folder=jobs", f"out={out}")
 
     def tasks() -> list[int]:
-        return [s.values["pid"] for s in signs_of_life(place(out)) if s.values.get("outlives")]
+        return [s.values["pid"] for s in read_heartbeats(place(out)) if s.values.get("outlives")]
 
     with subprocess.Popen(command(*more), env=environment) as process:
         wait_for(lambda: num_parts(out), process)

@@ -93,7 +93,7 @@ def parts() -> list[Path]:
 
 
 def hosts_of(found: dict[str, Any]) -> set[str]:
-    return {sign["host"] for sign in found["workers"] if sign["alive"]}
+    return {record["host"] for record in found["workers"] if record["alive"]}
 
 
 def test_a_second_host_is_refused_sees_the_truth_and_resumes_when_the_first_is_lost(
@@ -111,7 +111,7 @@ def test_a_second_host_is_refused_sees_the_truth_and_resumes_when_the_first_is_l
         found = status_on("node-b")
         assert before <= found["parts_done"] < found["parts"] == 60
         assert hosts_of(found) == {"node-a"}
-        alive = [sign["what"] for sign in found["workers"] if sign["alive"]]
+        alive = [record["what"] for record in found["workers"] if record["alive"]]
         assert alive.count("worker on cpu") == 2
         first.kill()
     there = len(parts())

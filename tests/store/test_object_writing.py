@@ -22,7 +22,7 @@ from featx.storage.s3_file import fetched_ahead
 from featx.storage.s3_folder import S3Folder
 from featx.storage.s3_path import S3Path, parse_path
 from featx.store import layout
-from featx.store.heartbeat import Heartbeat, signs_of_life
+from featx.store.heartbeat import Heartbeat, read_heartbeats
 from featx.store.part_files import look_at_parts
 from featx.store.reader import FeatureStore
 from featx.store.repair import set_damage_aside
@@ -448,8 +448,8 @@ def test_overwrite_waits_until_nobody_writes(
     finished: S3Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with Heartbeat(S3Folder(finished), "driver"):
-        [sign] = signs_of_life(finished)
-        assert sign.alive
+        [record] = read_heartbeats(finished)
+        assert record.alive
         with (
             pytest.raises(StoreLockedError, match=r"written by driver .*Stop it"),
             RUN.session(finished).hold(overwrite=True),
@@ -458,7 +458,7 @@ def test_overwrite_waits_until_nobody_writes(
         with caplog.at_level(logging.WARNING), RUN.session(finished).hold():
             pass
         assert "is also being written by driver" in caplog.text
-    assert not signs_of_life(finished)
+    assert not read_heartbeats(finished)
     other = RUN.changed(precision="bf16")
     with other.session(finished).hold(overwrite=True) as session:
         assert len(session.missing()) == 3

@@ -19,7 +19,7 @@ from tiny_model import run_job
 from featx.errors import StoreError
 from featx.storage.local_folder import AtomicFolder
 from featx.store import heartbeat
-from featx.store.heartbeat import Heartbeat, pid_namespace, signs_of_life
+from featx.store.heartbeat import Heartbeat, pid_namespace, read_heartbeats
 from featx.store.pack import pack
 from featx.store.status import store_status
 from featx.types import Part
@@ -38,7 +38,9 @@ def committed_at(root: Path, ages_s: dict[int, float]) -> None:
         os.utime(root / "parts" / f"part-{index:06d}.h5", (then, then))
 
 
-def sign(root: Path, host: str = "elsewhere", pid: int = 1, age_s: float = 0, **more: Any) -> Path:
+def heartbeat_file(
+    root: Path, host: str = "elsewhere", pid: int = 1, age_s: float = 0, **more: Any
+) -> Path:
     """The file of a process, as it was last written so many seconds ago."""
     folder = root / "workers"
     folder.mkdir(exist_ok=True)
@@ -54,7 +56,7 @@ def sign(root: Path, host: str = "elsewhere", pid: int = 1, age_s: float = 0, **
 def test_rows_parts_speed_and_time_left(run: MadeRun, tmp_path: Path) -> None:
     run.write(tmp_path, [0, 1, 3])
     committed_at(tmp_path, {0: 30, 1: 20, 3: 10})
-    sign(tmp_path)
+    heartbeat_file(tmp_path)
     status = store_status(tmp_path)
     assert (status.rows, status.rows_done) == (37, 24)
     assert (status.parts, status.parts_done, status.complete) == (5, 3, False)
@@ -91,9 +93,9 @@ def test_a_packed_store_is_complete(run: MadeRun, tmp_path: Path) -> None:
 
 def test_recent_writers_are_alive_and_others_reported(run: MadeRun, tmp_path: Path) -> None:
     run.write(tmp_path, [0])
-    sign(tmp_path, pid=1, age_s=5)
-    sign(tmp_path, pid=2, age_s=100)
-    sign(tmp_path, pid=3, age_s=-20)  # the clock of its file server is ahead
+    heartbeat_file(tmp_path, pid=1, age_s=5)
+    heartbeat_file(tmp_path, pid=2, age_s=100)
+    heartbeat_file(tmp_path, pid=3, age_s=-20)  # the clock of its file server is ahead
     status = store_status(tmp_path)
     assert [worker.alive for worker in status.workers] == [True, False, True]
     assert len(status.stuck) == 1
@@ -107,12 +109,12 @@ def test_on_this_machine_a_process_that_is_gone_is_told_at_once(
     with subprocess.Popen([sys.executable, "-c", ""]) as process:
         process.wait()
     host, here = socket.gethostname(), pid_namespace()
-    sign(tmp_path, host, process.pid, pids=here)
-    sign(tmp_path, host, os.getpid(), pids=here)
+    heartbeat_file(tmp_path, host, process.pid, pids=here)
+    heartbeat_file(tmp_path, host, os.getpid(), pids=here)
     alive = {worker.values["pid"]: worker.alive for worker in store_status(tmp_path).workers}
     assert alive == {process.pid: False, os.getpid(): True}
     # In a container that has this host's name, the number means another process.
-    sign(tmp_path, host, process.pid, pids=7)
+    heartbeat_file(tmp_path, host, process.pid, pids=7)
     alive = {worker.values["pid"]: worker.alive for worker in store_status(tmp_path).workers}
     assert alive[process.pid]
 
@@ -121,8 +123,8 @@ def test_a_part_that_takes_far_longer_than_others_is_stuck(run: MadeRun, tmp_pat
     run.write(tmp_path, [0, 1])
     committed_at(tmp_path, {0: 700, 1: 690})
     at = {"part": 2, "part_rows": [16, 24]}
-    sign(tmp_path, pid=1, part_since=time.time() - 600, **at)
-    sign(tmp_path, pid=2, part_since=time.time() - 60, **at)
+    heartbeat_file(tmp_path, pid=1, part_since=time.time() - 600, **at)
+    heartbeat_file(tmp_path, pid=2, part_since=time.time() - 60, **at)
     (line,) = store_status(tmp_path).stuck
     assert "pid 1 on elsewhere) has been at part 2 (rows 16 to 23) for 600 s" in line
     assert "a part takes about 20 s" in line
@@ -136,10 +138,10 @@ def test_a_heartbeat_tells_what_is_done_and_leaves_nothing_behind(
         beat.begin(Part(3, 24, 32))
         beat.committed(Part(2, 16, 24))
         deadline = time.monotonic() + 10
-        while not (signs := signs_of_life(tmp_path)) or signs[0].values["part"] != 3:
+        while not (records := read_heartbeats(tmp_path)) or records[0].values["part"] != 3:
             assert time.monotonic() < deadline
             time.sleep(0.02)
-        (found,) = signs
+        (found,) = records
         assert found.alive
         assert found.values["part_rows"] == [24, 32]
         assert (found.values["parts"], found.values["rows"]) == (1, 8)
@@ -152,13 +154,13 @@ def test_a_folder_that_cannot_be_written_costs_the_heartbeat_only(tmp_path: Path
     (tmp_path / "workers").touch()  # a file where the folder should be
     with Heartbeat(AtomicFolder(tmp_path), "cpu") as beat:
         beat.begin(Part(0, 0, 8))
-    assert signs_of_life(tmp_path) == []
+    assert read_heartbeats(tmp_path) == []
 
 
 def test_who_holds_the_store_clears_away_those_before(run: MadeRun, tmp_path: Path) -> None:
     """Whoever wrote a moment ago, on whatever machine, had the lock and has it no more."""
     run.write(tmp_path, [0])
-    before = [sign(tmp_path, pid=1, age_s=100), sign(tmp_path, pid=2)]
+    before = [heartbeat_file(tmp_path, pid=1, age_s=100), heartbeat_file(tmp_path, pid=2)]
     with run.session(tmp_path).hold():
         assert not any(path.exists() for path in before)
 
@@ -176,10 +178,10 @@ def test_the_job_prints_text_or_json_and_takes_no_lock(
 
     if held:
         with run.session(tmp_path).hold():
-            sign(tmp_path, parts=2, last_commit=time.time() - 20)
+            heartbeat_file(tmp_path, parts=2, last_commit=time.time() - 20)
             both()
     else:
-        sign(tmp_path, parts=2, last_commit=time.time() - 20)
+        heartbeat_file(tmp_path, parts=2, last_commit=time.time() - 20)
         before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
         both()
         assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before

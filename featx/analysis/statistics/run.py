@@ -47,7 +47,7 @@ from featx.store import (
     WORKERS,
     Grid,
     Heartbeat,
-    clear_signs,
+    clear_heartbeats,
     keep_image_states,
     refuse_other_writers,
 )
@@ -125,7 +125,7 @@ class StatsOutput(RunOutput[StatsSession]):
             # With the lock held and no other writer alive, the remaining heartbeat files are of
             # dead processes.
             refuse_other_writers(self._out)
-            clear_signs(disk)
+            clear_heartbeats(disk)
             _clear(disk, self.config.overwrite)
             parts = MomentsOfParts(tree_of(context, self._target.layers, disk))
             parts.survey()

@@ -29,7 +29,7 @@ from featx.pipeline.executors.worker_spec import (
 from featx.pipeline.executors.worker_stats import PartResult, RunOutcome, WorkerStats
 from featx.pipeline.run_context import RunContext
 from featx.storage import open_folder
-from featx.store import Heartbeat, clear_sign, clear_signs, sign_name
+from featx.store import Heartbeat, clear_heartbeat, clear_heartbeats, heartbeat_name
 from featx.types import Part
 
 WAIT_S = 0.5
@@ -142,7 +142,7 @@ class Actor:
             self._stack.enter_context(heartbeat)
             context = self._stack.enter_context(worker_context(spec, self._device))
             self._worker = PartWorker(context, spec, self._results.append, heartbeat)
-        return sign_name(os.getpid())
+        return heartbeat_name(os.getpid())
 
     def compute(self, part: Part) -> tuple[list[PartResult], WorkerStats]:
         """Compute and commit a part.
@@ -219,7 +219,7 @@ class ActorPool(Scheduler[_ActorHandle]):
         for actor in self.workers:
             self._ray.kill(actor.ray_handle)
         # This covers actors that were not ready, whose heartbeat names are unknown here.
-        clear_signs(self.session.disk, self.spec.driver)
+        clear_heartbeats(self.session.disk, self.spec.driver)
 
     def _start_actor(self) -> None:
         """Start an actor; it gets a part when it is ready, which may have to wait for a node."""
@@ -263,7 +263,7 @@ class ActorPool(Scheduler[_ActorHandle]):
     def _replace(self, actor: _ActorHandle, reason: str) -> None:
         """Give the part of a dead actor to another one, or end the run after MAX_DEATHS deaths."""
         if actor.heartbeat is not None:
-            clear_sign(self.session.disk, actor.heartbeat)
+            clear_heartbeat(self.session.disk, actor.heartbeat)
         parts = self.remove_worker(actor)
         where = rows_text(parts)
         if self.count_death(parts) >= MAX_DEATHS:

@@ -22,7 +22,7 @@ from featx.pipeline.executors.worker_spec import Session, WorkerSpec
 from featx.pipeline.executors.worker_stats import RunOutcome
 from featx.pipeline.run_context import RunContext
 from featx.storage import AtomicFolder
-from featx.store import clear_signs, layout
+from featx.store import clear_heartbeats, layout
 
 _ENDLESS = 10**9
 """How often submitit may queue a task again after its time limit; `Task` has its own limit."""
@@ -130,7 +130,7 @@ def run(context: RunContext, session: Session, spec: WorkerSpec) -> RunOutcome:
     folder = _folder_of_tasks(options, session)
     executor = _executor(options, folder)
     outcome = JobArray(spec, context, session, folder, executor, options).run()
-    clear_signs(session.disk, spec.driver)  # killed tasks leave their heartbeat files behind
+    clear_heartbeats(session.disk, spec.driver)  # killed tasks leave their heartbeat files behind
     AtomicFolder(folder.parent).remove(folder)
     return outcome
 

@@ -25,7 +25,7 @@ from featx.pipeline.executors.worker_spec import PickledWorkerSpec, WorkerSpec, 
 from featx.pipeline.executors.worker_stats import PartResult, WorkerStats
 from featx.pipeline.stop_signals import Interrupted
 from featx.storage import open_folder
-from featx.store import Heartbeat, signs_of_life
+from featx.store import Heartbeat, read_heartbeats
 from featx.types import Part
 
 SIGNAL_DELAY_S = 90
@@ -190,10 +190,10 @@ def _end_margin_s(limit_s: float) -> float:
 def is_driver_alive(spec: WorkerSpec) -> bool:
     """Whether a driver is alive that submits again what a task leaves undone."""
     try:
-        signs = signs_of_life(spec.root)
+        records = read_heartbeats(spec.root)
     except OSError:
         return True  # the store cannot be read now
-    return any(sign.alive for sign in signs if sign.path.name == spec.driver)
+    return any(record.alive for record in records if record.path.name == spec.driver)
 
 
 def submitit_module() -> Any:

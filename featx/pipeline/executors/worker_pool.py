@@ -29,7 +29,7 @@ from featx.pipeline.executors.scheduler import MAX_DEATHS, RESUME_HINT, Schedule
 from featx.pipeline.executors.worker_spec import Session, WorkerSpec
 from featx.pipeline.executors.worker_stats import PartResult, WorkerStats
 from featx.pipeline.stop_signals import GRACE_S
-from featx.store import clear_sign, sign_name
+from featx.store import clear_heartbeat, heartbeat_name
 from featx.types import Part
 
 _LISTEN_S = 0.2
@@ -173,7 +173,7 @@ class WorkerPool(Scheduler[_Worker]):
             worker.process.wait()
             self._receive(worker)
             worker.close()
-            clear_sign(self.session.disk, sign_name(worker.process.pid))
+            clear_heartbeat(self.session.disk, heartbeat_name(worker.process.pid))
 
     def _start_worker(self, number: int, device: str) -> None:
         """Start a worker; it asks for parts once it has reported that it is ready."""
@@ -283,7 +283,7 @@ class WorkerPool(Scheduler[_Worker]):
             self._read_output(worker)
             parts = self.remove_worker(worker)
             worker.close()
-            clear_sign(self.session.disk, sign_name(worker.process.pid))
+            clear_heartbeat(self.session.disk, heartbeat_name(worker.process.pid))
             if not worker.is_finished and self._error is None:
                 self._replace(worker, parts)
 

@@ -26,7 +26,7 @@ from featx.pipeline.loop import BatchSink, PartSource
 from featx.pipeline.run_context import RunContext, build_run_context
 from featx.sources import open_source
 from featx.storage import AtomicFolder, s3_client
-from featx.store import Heartbeat, sign_name
+from featx.store import Heartbeat, heartbeat_name
 from featx.types import Failure, LayerSpec, Listing, Part, ResumeState, Source
 
 if TYPE_CHECKING:
@@ -187,7 +187,7 @@ def worker_spec(
     config = context.config
     return WorkerSpec(
         root=session.root.absolute(),
-        driver=sign_name(os.getpid()),
+        driver=heartbeat_name(os.getpid()),
         config=replace(config, executor=ExecutorConfig()),
         config_yaml=config_yaml,
         source=_picklable_source(context),

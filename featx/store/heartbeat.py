@@ -170,8 +170,8 @@ def refuse_other_writers(root: Path) -> list[HeartbeatRecord]:
         if record.values.get("outlives"):
             raise StoreLockedError(
                 f"{root} is being written by {record.name}, which continues without its driver; "
-                f"its last heartbeat is {max(0, record.age_s):.0f} s old. Wait until job=status shows "
-                "no process, cancel it, or choose another out=DIR."
+                f"its last heartbeat is {max(0, record.age_s):.0f} s old. Wait until job=status "
+                "shows no process, cancel it, or choose another out=DIR."
             )
     return alive
 

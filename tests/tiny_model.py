@@ -7,10 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from omegaconf import DictConfig
 from PIL import Image
 
 import featx
 from featx import jobs
+from featx.config import Config
 from featx.config.saved_config import saved_yaml
 from featx.config.schema import from_keywords, from_omegaconf
 from featx.store.pack import pack
@@ -90,8 +92,21 @@ def run_job(job: str, *, json: bool = False, show: str | None = None, **keys: An
     if job == "verify":
         # Code is imported only where the command names it.
         keys = {"model": {key: MODEL[key] for key in ("name", "library", "factory")}, **keys}
-    node = from_keywords(keys)
-    node.job.name, node.job.json, node.job.show = job, json, show
+    node = job_node(job, json=json, show=show, **keys)
     config = from_omegaconf(node)
     jobs.check(config)
     return jobs.run(config, saved_yaml(node))
+
+
+def job_node(job: str, *, json: bool = False, show: str | None = None, **keys: Any) -> DictConfig:
+    """The config of a job as the command composes it."""
+    node = from_keywords(keys)
+    node.job.name, node.job.json, node.job.show = job, json, show
+    return node
+
+
+def job_config(job: str, **keys: Any) -> Config:
+    """The checked config of a job."""
+    config = from_omegaconf(job_node(job, **keys))
+    jobs.check(config)
+    return config

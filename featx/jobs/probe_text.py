@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import textwrap
 from collections import Counter
-from collections.abc import Sequence
 from typing import Any
 
 from featx.base import (
@@ -13,10 +12,11 @@ from featx.base import (
     facts,
     percent_text,
     shown_path,
-    table,
 )
 from featx.config import Config
 from featx.errors import counted
+from featx.jobs.probe_metrics import interval_text, intervals_text, metrics_text, seeds_metrics_text
+from featx.jobs.probe_tables import details_table, few_shot_table, layers_table, seeds_table
 from featx.storage import parse_path
 from featx.store import layout
 
@@ -29,13 +29,13 @@ _NAMED = 3
 
 def classification_text(config: Config, result: dict[str, Any]) -> str:
     """Format the result for people: the answer, the table, what it rests on, and what follows."""
-    parts = [_answer(result), _layers_table(config, result)]
+    parts = [_answer(result), layers_table(config, result)]
     if result["seeds"]:
-        parts = [_seeds_answer(result), _seeds_table(config, result), *parts]
+        parts = [_seeds_answer(result), seeds_table(config, result), *parts]
     if config.job.show == "all":
-        parts += [_details_table(config, result), *_paired_lines(result)]
+        parts += [details_table(config, result), *_paired_lines(result)]
     if config.probe.all_shots:
-        parts.append(_few_shot_table(config, result))
+        parts.append(few_shot_table(config, result))
     return "\n\n".join([*parts, facts(_facts(config, result))])
 
 
@@ -115,33 +115,6 @@ def _seeds_answer(result: dict[str, Any]) -> str:
     )
 
 
-def _seeds_table(config: Config, result: dict[str, Any]) -> str:
-    """Format a table of the accuracies over all splits, with one row per layer."""
-    about, methods, best = result["seeds"], config.probe.methods, result["layer"]
-    count = len(about["seeds"])
-    rows = []
-    for layer, found in about["layers"].items():
-        first = found[methods[0]]["accuracy"]
-        cells = [layer, _spread_text(first), interval_text((first["min"], first["max"]))]
-        cells += [_spread_text(found[method]["accuracy"]) for method in methods[1:]]
-        if difference := about["differences"].get(layer):
-            points = -100 * difference["mean"]
-            better = sum(value < 0 for value in difference["values"])
-            cells += [f"{points:+.1f} ± {100 * difference['std']:.1f}", f"{better} of {count}"]
-        elif about["differences"]:
-            cells += ["best", "-"]
-        rows.append(cells)
-    header = ["layer", methods[0], "smallest - largest", *methods[1:]]
-    if about["differences"]:
-        header += [f"against\n{best if len(best) < 12 else 'best'}, points", "better in"]
-    return table(header, rows) + "\nMean ± standard deviation over the splits, in percent."
-
-
-def _spread_text(found: dict[str, Any]) -> str:
-    """Format mean and standard deviation of a share, in percent without the sign."""
-    return f"{100 * found['mean']:.1f} ± {100 * found['std']:.1f}"
-
-
 def _task_text(result: dict[str, Any]) -> str:
     """Return what is predicted, and how that was decided."""
     return f"{result['task']}: {result['task_reason']}"
@@ -150,12 +123,6 @@ def _task_text(result: dict[str, Any]) -> str:
 def _counts(layers: list[str]) -> str:
     """Return how many folds chose each layer."""
     return ", ".join(f"{layer} in {count}" for layer, count in Counter(layers).items())
-
-
-def interval_text(interval: Sequence[float]) -> str:
-    """Return an interval of shares in percent, without the sign: '85.6 - 96.4'."""
-    low, high = (f"{100 * edge:.1f}" for edge in interval)
-    return f"{low} - {high}"
 
 
 def _facts(config: Config, result: dict[str, Any]) -> list[tuple[str, str]]:
@@ -169,10 +136,10 @@ def _facts(config: Config, result: dict[str, Any]) -> list[tuple[str, str]]:
         ("split", split_text(result["split"])),
         *([("groups", groups_text(groups))] if groups else []),
         ("chance", _chance_text(result)),
-        ("metrics", _metrics_text(result)),
+        ("metrics", metrics_text(result)),
         *([("calibration", calibration)] if (calibration := _calibration_text(result)) else []),
-        *([("intervals", _intervals_text(result["bootstrap"]))] if result["bootstrap"] else []),
-        *([("over splits", _seeds_metrics_text(result))] if result["seeds"] else []),
+        *([("intervals", intervals_text(result["bootstrap"]))] if result["bootstrap"] else []),
+        *([("over splits", seeds_metrics_text(result))] if result["seeds"] else []),
     ]
     if folds := result.get("folds"):
         mean, std = percent_text(folds["mean"]), percent_text(folds["std"])
@@ -197,80 +164,10 @@ def _facts(config: Config, result: dict[str, Any]) -> list[tuple[str, str]]:
     return [*rows, ("next", "\n".join(following))]
 
 
-_METRICS = (
-    ("balanced accuracy", "balanced_accuracy"), ("top-5", "top5"), ("macro-F1", "macro_f1"),
-    ("AUROC", "auroc"), ("log-loss", "log_loss"), ("MCC", "mcc"), ("kappa", "kappa"),
-    ("ECE", "calibration_error"),
-)  # fmt: skip
-"""(name for people, name in probe.json) of the metrics beside the accuracy."""
-
-_SHARES = ("balanced_accuracy", "top5")
-"""Metrics that are printed in percent."""
-
-
-def _metric_text(name: str, value: float | None) -> str:
-    """Format a metric; '-' if it is not available."""
-    if value is None:
-        return "-"
-    return percent_text(value) if name in _SHARES else f"{value:.3f}"
-
-
-def _metrics_text(result: dict[str, Any]) -> str:
-    """Return the metrics of the best layer, and why others are not available."""
-    shown = [
-        f"{label} {_metric_text(name, result[name])}"
-        + (f" ({result['calibration_bins']} bins)" if name == "calibration_error" else "")
-        for label, name in _METRICS
-        if result[name] is not None
-    ]
-    lines = [", ".join(shown[i : i + 4]) for i in range(0, len(shown), 4)]
-    return "\n".join([*lines, *_not_available(result)])
-
-
-def _intervals_text(bootstrap: dict[str, Any]) -> str:
-    """Return the bootstrap intervals of all metrics."""
-    shown = []
-    for label, name in (("accuracy", "accuracy"), *_METRICS):
-        if (interval := bootstrap["intervals"][name]) is None:
-            continue
-        low, high = interval
-        percent = name in ("accuracy", *_SHARES)
-        text = f"{interval_text(interval)} %" if percent else f"{low:.3f} - {high:.3f}"
-        shown.append(f"{label} {text}")
-    lines = [", ".join(shown[i : i + 3]) for i in range(0, len(shown), 3)]
-    undefined = [
-        f"{count} resamples without {name} are left out of its interval"
-        for name, count in bootstrap["undefined"].items()
-    ]
-    about = f"95 %, {bootstrap['resamples']} resamples of {bootstrap['units']} {bootstrap['unit']}s"
-    return "\n".join([*lines, about, *undefined])
-
-
-def _seeds_metrics_text(result: dict[str, Any]) -> str:
-    """Return mean and standard deviation over the splits of the metrics of the chosen layers."""
-    chosen = result["seeds"]["chosen"]
-    shown = []
-    for label, name in _METRICS:
-        if (found := chosen[name]) is not None:
-            factor, unit, digits = (100, " %", 1) if name in _SHARES else (1, "", 3)
-            mean, std = factor * found["mean"], factor * found["std"]
-            shown.append(f"{label} {mean:.{digits}f} ± {std:.{digits}f}{unit}")
-    return "\n".join(", ".join(shown[i : i + 3]) for i in range(0, len(shown), 3))
-
-
 def _calibration_text(result: dict[str, Any]) -> str:
     """Return the temperature of the logits of the best layer; '' without one."""
     temperature = result.get("calibration_temperature")
     return "" if temperature is None else f"logits divided by {temperature:.3f} (validation rows)"
-
-
-def _not_available(about: dict[str, Any]) -> list[str]:
-    """Return one line per reason for which metrics are not available."""
-    names: dict[str, list[str]] = {}
-    for label, name in _METRICS:
-        if (reason := about["not_available"].get(name)) is not None:
-            names.setdefault(reason, []).append(label)
-    return [f"not available: {', '.join(of)}; {reason}" for reason, of in names.items()]
 
 
 def _chance_text(result: dict[str, Any]) -> str:
@@ -342,78 +239,3 @@ def _paired_lines(result: dict[str, Any]) -> list[str]:
         for layer, found in result["paired_tests"].items()
     ]
     return ["\n".join(textwrap.fill(line, WIDTH) for line in lines)] if lines else []
-
-
-def _layers_table(config: Config, result: dict[str, Any]) -> str:
-    """Format a table with one row per layer, in the order of the store."""
-    methods, tests = config.probe.methods, result["paired_tests"]
-    rows = []
-    for layer, about in result["layers"].items():
-        cells = [layer, str(about["features"])]
-        cells += [percent_text(about[method]["accuracy"]) for method in methods]
-        cells.insert(3, interval_text(about[methods[0]]["interval"]))
-        if layer in tests:
-            low, high = (-100 * edge for edge in reversed(tests[layer]["interval"]))
-            cells += [
-                f"{-100 * tests[layer]['difference']:+.1f}",
-                f"{low:+.1f} to {high:+.1f}",
-                f"{tests[layer]['p_holm']:.2g}",
-            ]
-        elif tests:
-            cells += ["best", "", ""]
-        rows.append(cells)
-    header = ["layer", "width", methods[0], "95 % interval", *methods[1:]]
-    against = ["against\nbest", "95 % interval\nof difference", "p"] if tests else []
-    shown = table([*header, *against], rows)
-    if tests:
-        shown += (
-            "\nThe first interval holds for a layer that was chosen beforehand, not for the best "
-            "one; p: exact\nMcNemar test, corrected for the number of layers (Holm)."
-        )
-    return shown
-
-
-def _details_table(config: Config, result: dict[str, Any]) -> str:
-    """Format two tables with the settings and all metrics of each layer and method."""
-    settings, metrics, reasons = [], [], []
-    for layer, about in result["layers"].items():
-        for method in config.probe.methods:
-            found = about[method]
-            name = "k" if method == "knn" else "l2"
-            cells = (
-                f"{name}={found[name]:g}",
-                percent_text(found["validation_accuracy"]),
-                percent_text(found["accuracy"]),
-                interval_text(found["interval"]),
-                f"{found['seconds']:.1f}",
-            )
-            settings.append((layer, method, *cells))
-            values = [_metric_text(key, found[key]) for _, key in _METRICS]
-            metrics.append((layer, method, *values))
-            reasons += [f"{layer}, {method}, {line}" for line in _not_available(found)]
-    header = ("layer", "method", "chosen", "validation", "test", "95 % interval", "seconds")
-    names = [label.replace(" ", "\n") for label, _ in _METRICS]
-    shown = [
-        table(header, settings, left=2),
-        table(("layer", "method", *names), metrics, left=2),
-        *(textwrap.fill(line, WIDTH) for line in reasons),
-    ]
-    return "\n\n".join(shown[:2]) + "".join(f"\n{line}" for line in shown[2:])
-
-
-def _few_shot_table(config: Config, result: dict[str, Any]) -> str:
-    """Format a table of the accuracies with few training rows per class."""
-    rows = []
-    for layer, about in result["layers"].items():
-        for method in config.probe.methods:
-            found = about[method]["few_shot"].values()
-            cells = [_mean_text(each) for each in found]
-            rows.append((layer, method, *cells))
-    header = ("layer", "method", *(f"{shots} a class" for shots in config.probe.all_shots))
-    return "Few-shot, mean ± standard deviation over the draws:\n" + table(header, rows, left=2)
-
-
-def _mean_text(found: dict[str, Any]) -> str:
-    """Format a mean, with the standard deviation if there is more than one draw."""
-    spread = "" if found["std"] is None else f" ± {100 * found['std']:.1f}"
-    return f"{100 * found['mean']:.1f}{spread} %"

@@ -7,7 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from featx.analysis.probe.splits import few, given, holdout, kfold, read_split_file
+from featx.analysis.probe.given_split import read_split_file
+from featx.analysis.probe.splits import few, given, holdout, kfold
 from featx.errors import DataError
 
 pytestmark = pytest.mark.usefixtures("one_thread")

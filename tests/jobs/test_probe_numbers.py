@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,9 @@ from probe_problem import blobs, write_store
 from scipy import stats
 from sklearn import metrics as oracle
 from sklearn.calibration import calibration_curve
-from tiny_model import run_job
+from tiny_model import job_config, run_job
 
+from featx.analysis.probe import run_probe
 from featx.errors import ConfigError, DataError, StoreError, StoreMismatchError
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path", "one_thread")
@@ -141,28 +143,23 @@ def test_groups_and_near_duplicates_are_in_the_file() -> None:
     assert found["effective_rows"] == pytest.approx(effective)
 
 
-def test_a_file_with_too_many_scores_names_no_classes(monkeypatch: pytest.MonkeyPatch) -> None:
-    from featx.analysis.probe import run
-
+def test_a_file_with_too_many_scores_names_no_classes() -> None:
     x, y = blobs(90)
     write_store(Path("store"), y, x=x)
-    monkeypatch.setattr(run, "MAX_SCORES", 18 * 3 - 1)
-    found = probe()
+    config = job_config("probe", store="store", device="cpu")
+    found = run_probe(config, print, max_scores=18 * 3 - 1)
     assert "no column per class" in found["notes_on_rows"][-1]
     assert not [name for name in lines()[0] if name.startswith("score:")]
-    monkeypatch.setattr(run, "MAX_SCORES", 18 * 3)
-    probe()
+    run_probe(config, print, max_scores=18 * 3)
     assert "score:c2" in lines()[0]
 
 
 def test_without_scikit_learn_the_reason_is_given(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from featx.analysis.probe import library_metrics
-
     x, y = blobs(90)
     write_store(Path("store"), y, x=x)
-    monkeypatch.setattr(library_metrics, "has_scikit_learn", lambda: False)
+    monkeypatch.setitem(sys.modules, "sklearn", None)  # as if it were not installed
     found = probe()
     assert found["auroc"] is found["mcc"] is None
     assert "featx[evaluation]" in found["not_available"]["auroc"]

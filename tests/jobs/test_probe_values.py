@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -245,10 +246,8 @@ def test_columns_of_the_wrong_kind_are_refused() -> None:
 
 
 def test_without_scikit_learn_there_is_no_regression(monkeypatch: pytest.MonkeyPatch) -> None:
-    from featx.analysis.probe import value_metrics
-
     store_with(age=AGE)
-    monkeypatch.setattr(value_metrics, "has_scikit_learn", lambda: False)
+    monkeypatch.setitem(sys.modules, "sklearn", None)  # as if it were not installed
     with pytest.raises(ImportError, match=r"featx\[evaluation\]"):
         probe(label_column="age")
 

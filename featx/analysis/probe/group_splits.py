@@ -73,6 +73,69 @@ def _contents(y: Numbers, groups: Numbers) -> _Contents:
     )
 
 
+class _Selection:
+    """Groups that are selected so far.
+
+    Args:
+        found: rows of each class in each group.
+        share: wanted share of the rows of each class.
+
+    Attributes:
+        chosen: (G,) whether a group is selected.
+        rows: (C,) selected rows of each class.
+        groups: (C,) selected groups that contain each class.
+    """
+
+    def __init__(self, found: _Contents, share: float) -> None:
+        self._found = found
+        self._wanted = share * found.rows_of_class
+        self.chosen = np.zeros(found.num_groups, dtype=bool)
+        self.rows = np.zeros(len(self._wanted))
+        self.groups = np.zeros(len(self._wanted), dtype=np.int64)
+
+    def improve(self, order: npt.NDArray[np.int64]) -> None:
+        """Add or remove single groups in an order, as long as that lowers the cost."""
+        for _ in range(_PASSES):
+            changed = False
+            for group, classes, counts in self._found.in_order(order):
+                if self.chosen[group]:
+                    better = (self.groups[classes] > 1).all() and self._cost(classes, -counts) < 0
+                else:
+                    better = self._may_come(classes) and self._cost(classes, counts) < 0
+                if better:
+                    self._turn(group, classes, counts)
+                    changed = True
+            if not changed:
+                break
+
+    def add_one_of(self, candidates: npt.NDArray[np.int64]) -> None:
+        """Add the group that costs least, the first of equal ones, if one may be added."""
+        options = [
+            (self._cost(classes, counts), place, group)
+            for place, (group, classes, counts) in enumerate(self._found.in_order(candidates))
+            if self._may_come(classes)
+        ]
+        if options:
+            group = min(options)[2]
+            self._turn(group, *self._found.of(group))
+
+    def _cost(self, classes: Numbers, counts: Numbers) -> float:
+        """Return by how much the cost changes with a group; negative counts remove it."""
+        more = counts * (2 * (self.rows[classes] - self._wanted[classes]) + counts)
+        return round(float((more / self._found.rows_of_class[classes] ** 2).sum()), 12)
+
+    def _may_come(self, classes: Numbers) -> bool:
+        """Return whether another group of each class remains outside the selection."""
+        return bool((self._found.groups_of_class[classes] - self.groups[classes] > 1).all())
+
+    def _turn(self, group: int, classes: Numbers, counts: Numbers) -> None:
+        """Add a group to the selection, or remove it."""
+        sign = -1 if self.chosen[group] else 1
+        self.chosen[group] = not self.chosen[group]
+        self.rows[classes] += sign * counts
+        self.groups[classes] += sign
+
+
 def share_of_groups(
     y: Numbers, groups: Numbers, share: float, rng: np.random.Generator
 ) -> npt.NDArray[np.bool_]:
@@ -90,53 +153,12 @@ def share_of_groups(
         (n,) bool, whether a place is selected.
     """
     found = _contents(y, groups)
-    wanted = share * found.rows_of_class
-    have = np.zeros(len(wanted))
-    inside = np.zeros(len(wanted), dtype=np.int64)  # chosen groups of each class
-    chosen = np.zeros(found.num_groups, dtype=bool)
-
-    def cost(classes: Numbers, counts: Numbers) -> float:
-        """Return by how much the cost changes with a group; negative counts remove it."""
-        more = counts * (2 * (have[classes] - wanted[classes]) + counts)
-        return round(float((more / found.rows_of_class[classes] ** 2).sum()), 12)
-
-    def may_come(classes: Numbers) -> bool:
-        """Return whether another group of each class remains outside the selection."""
-        return bool((found.groups_of_class[classes] - inside[classes] > 1).all())
-
-    def turn(group: int, classes: Numbers, counts: Numbers) -> None:
-        """Add a group to the selection, or remove it."""
-        sign = -1 if chosen[group] else 1
-        chosen[group] = not chosen[group]
-        have[classes] += sign * counts
-        inside[classes] += sign
-
-    order = rng.permutation(found.num_groups)
-    for _ in range(_PASSES):
-        changed = False
-        for group, classes, counts in found.in_order(order):
-            if chosen[group]:
-                better = (inside[classes] > 1).all() and cost(classes, -counts) < 0
-            else:
-                better = may_come(classes) and cost(classes, counts) < 0
-            if better:
-                turn(group, classes, counts)
-                changed = True
-        if not changed:
-            break
-    for label in np.flatnonzero((have == 0) & (found.groups_of_class > 1)).tolist():
-        if inside[label]:
-            continue  # selected together with an earlier class
-        with_label = rng.permutation(np.unique(found.local[y == label]))
-        options = [
-            (cost(classes, counts), place, group)
-            for place, (group, classes, counts) in enumerate(found.in_order(with_label))
-            if may_come(classes)
-        ]
-        if options:
-            group = min(options)[2]
-            turn(group, *found.of(group))
-    return chosen[found.local]
+    selection = _Selection(found, share)
+    selection.improve(rng.permutation(found.num_groups))
+    for label in np.flatnonzero((selection.rows == 0) & (found.groups_of_class > 1)).tolist():
+        if not selection.groups[label]:  # not selected together with an earlier class
+            selection.add_one_of(rng.permutation(np.unique(found.local[y == label])))
+    return selection.chosen[found.local]
 
 
 def fold_of_groups(y: Numbers, groups: Numbers, folds: int, rng: np.random.Generator) -> Numbers:

@@ -33,8 +33,7 @@ def write_probe(result: dict[str, Any], of_seeds: Sequence[SeedProbe]) -> None:
     folder = output_folder(store)
     disk = open_folder(folder)
     heads = {layer: each.head for layer, each in found.items() if each.head is not None}
-    predictions = folder / layout.PROBE_HEADS / layout.PROBE_PREDICTIONS
-    disk.make_folder(predictions.parent)
+    disk.make_folder(folder / layout.PROBE_HEADS)
     paths: dict[Path, str] = {}
     # probe.json names the other files with their checksums, so it is written last.
     for layer, head in heads.items():
@@ -58,10 +57,25 @@ def write_probe(result: dict[str, Any], of_seeds: Sequence[SeedProbe]) -> None:
     data = predictions_csv(
         task.keys, task.y, result["classes"], [_tested_splits(each) for each in of_seeds]
     )
-    disk.replace_unlocked(predictions, data)
+    write_result(store, result, data)
+
+
+def write_result(store: FeatureStore, result: dict[str, Any], predictions: bytes) -> None:
+    """Write predictions.csv, and probe.json, which names it with its checksum.
+
+    Args:
+        store: the store that was probed.
+        result: contents of probe.json; gets the entry `predictions`.
+        predictions: contents of predictions.csv.
+    """
+    folder = output_folder(store)
+    disk = open_folder(folder)
+    path = folder / layout.PROBE_HEADS / layout.PROBE_PREDICTIONS
+    disk.make_folder(path.parent)
+    disk.replace_unlocked(path, predictions)
     result["predictions"] = {
-        "file": str(predictions.relative_to(folder)),
-        "sha256": hashlib.sha256(data).hexdigest(),
+        "file": str(path.relative_to(folder)),
+        "sha256": hashlib.sha256(predictions).hexdigest(),
     }
     text = json.dumps(result, indent=1, ensure_ascii=False, allow_nan=False)
     disk.replace_unlocked(folder / layout.PROBE, text.encode("utf-8", "surrogateescape") + b"\n")

@@ -17,6 +17,7 @@ from featx.analysis.probe.paired_tests import compare, holm
 from featx.analysis.probe.row_predictions import RowPredictions, join_folds
 from featx.analysis.probe.task import Task
 from featx.config import Config
+from featx.store import FeatureStore
 
 FORMAT = 1
 """Version of the format of probe.json."""
@@ -71,6 +72,24 @@ class SeedProbe:
         return Top(best, {**about, **nested}, join_folds(folds))
 
 
+def store_entries(store: FeatureStore) -> dict[str, Any]:
+    """Return the entries of probe.json that say of which features it is."""
+    names = ("fingerprint", "model", "weights", "weights_sha256", "transform")
+    of_store = {name: str(store.attrs[name]) for name in names}
+    return {"featx_probe": FORMAT, "store": str(store.root), **of_store}
+
+
+def run_entries(config: Config, seconds: float) -> dict[str, Any]:
+    """Return the entries of probe.json about the run of the job.
+
+    Args:
+        config: checked config with job=probe.
+        seconds: duration of the probe.
+    """
+    finished = time.strftime("%Y-%m-%d %H:%M:%S")
+    return {"device": config.device, "finished": finished, "seconds_in_all": round(seconds, 3)}
+
+
 def probe_result(config: Config, first: SeedProbe, seconds: float) -> dict[str, Any]:
     """Assemble probe.json: the best layer first, then all layers.
 
@@ -97,13 +116,7 @@ def probe_result(config: Config, first: SeedProbe, seconds: float) -> dict[str, 
             "too high; probe.group_column keeps rows that belong together on one side"
         )
     return {
-        "featx_probe": FORMAT,
-        "store": str(store.root),
-        "fingerprint": str(store.attrs["fingerprint"]),
-        "model": str(store.attrs["model"]),
-        "weights": str(store.attrs["weights"]),
-        "weights_sha256": str(store.attrs["weights_sha256"]),
-        "transform": str(store.attrs["transform"]),
+        **store_entries(store),
         "layer": best,
         "method": method,
         **top.about,
@@ -114,9 +127,7 @@ def probe_result(config: Config, first: SeedProbe, seconds: float) -> dict[str, 
         "paired_tests": _paired_tests(found, best, method),
         "chosen_by": "validation_accuracy",
         "notes_on_rows": notes,
-        "device": config.device,
-        "finished": time.strftime("%Y-%m-%d %H:%M:%S"),
-        "seconds_in_all": round(seconds, 3),
+        **run_entries(config, seconds),
         "layers": layers,
     }
 

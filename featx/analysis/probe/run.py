@@ -30,13 +30,16 @@ from featx.errors import RunError
 from featx.store import FeatureStore, layout, matching_layers
 
 
-def run_probe(config: Config, log: Callable[[str], None]) -> dict[str, Any]:
+def run_probe(
+    config: Config, log: Callable[[str], None], max_scores: int = MAX_SCORES
+) -> dict[str, Any]:
     """Fit and test all probes that a config requests, and write probe.json, the predictions and
     the heads.
 
     Args:
         config: checked config with job=probe.
         log: called with a line of text after each layer.
+        max_scores: number of scores up to which predictions.csv has a column per class.
 
     Returns:
         contents of probe.json (docs/probe.md).
@@ -59,7 +62,7 @@ def run_probe(config: Config, log: Callable[[str], None]) -> dict[str, Any]:
         keep_freed_memory()
     of_seeds = [SeedProbe(task, {}, LayerChoice(len(task.splits))) for task in tasks]
     widest = max(layers, key=lambda layer: layer_rows(tasks[0].training, layer).width)
-    keeps_scores = _keeps_scores(config, tasks, len(layers))
+    keeps_scores = _num_scores(config, tasks, len(layers)) <= max_scores
     for layer in layers:
         try:
             with torch.no_grad(), exact_cuda:
@@ -83,7 +86,7 @@ def run_probe(config: Config, log: Callable[[str], None]) -> dict[str, Any]:
     if not keeps_scores:
         result["notes_on_rows"].append(
             f"{layout.PROBE_PREDICTIONS} has no column per class: it would have more than "
-            f"{MAX_SCORES} scores; AUROC and top-5 cannot be recomputed from it"
+            f"{max_scores} scores; AUROC and top-5 cannot be recomputed from it"
         )
     write_probe(result, of_seeds)
     return result
@@ -104,11 +107,10 @@ def _add_comparisons(
         )
 
 
-def _keeps_scores(config: Config, tasks: Sequence[Task], num_layers: int) -> bool:
-    """Return whether the scores of all classes are few enough to be kept and written."""
+def _num_scores(config: Config, tasks: Sequence[Task], num_layers: int) -> int:
+    """Return the number of scores of all classes, layers, methods and test rows."""
     rows = sum(len(split.test) for task in tasks for split in task.splits)
-    width = len(tasks[0].training.classes) * num_layers * len(config.probe.methods)
-    return rows * width <= MAX_SCORES
+    return rows * len(tasks[0].training.classes) * num_layers * len(config.probe.methods)
 
 
 def _line(layer: str, of_seeds: Sequence[dict[str, Any]], names: Sequence[str]) -> str:

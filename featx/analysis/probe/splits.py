@@ -6,11 +6,7 @@ of a store.
 
 from __future__ import annotations
 
-import csv
-from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,9 +15,6 @@ from featx.analysis.probe.group_splits import fold_of_groups, share_of_groups
 from featx.errors import DataError
 
 Places = npt.NDArray[np.int64]
-
-ROLES = {"train": "train", "test": "test", "validation": "validation", "val": "validation"}
-"""Texts that a split file or column may contain, and their meaning."""
 
 
 @dataclass(frozen=True)
@@ -157,68 +150,6 @@ def few(y: npt.NDArray[np.int64], train: Places, shots: int, draw: int, seed: in
         rng.permutation(train[y[train] == label])[:shots] for label in np.unique(y[train]).tolist()
     ]
     return np.sort(np.concatenate(found))
-
-
-def roles_of(said: npt.NDArray[Any], where: str) -> npt.NDArray[np.str_]:
-    """Parse a column of a store as roles.
-
-    Args:
-        said: (n,) values of the column.
-        where: origin of the column, for error messages.
-
-    Returns:
-        (n,) 'train', 'validation', 'test', or '' for an empty value.
-
-    Raises:
-        DataError: there is another value.
-    """
-    found = np.empty(len(said), dtype="U10")
-    for text in np.unique(said).tolist():
-        if text != "" and text not in ROLES:
-            raise DataError(f"{where} is {text!r}; expected train, validation or test.")
-        found[said == text] = ROLES.get(text, "")
-    return found
-
-
-def read_split_file(path: Path, keys: Sequence[str]) -> tuple[npt.NDArray[np.str_], int]:
-    """Read a CSV file with the columns `key` and `split`.
-
-    Args:
-        path: the file.
-        keys: n keys of the labelled rows.
-
-    Returns:
-        (n,) 'train', 'validation', 'test', or '' for a key that is not in the file; and the number
-        of keys in the file that are not among `keys`.
-
-    Raises:
-        DataError: the file is missing or malformed, or gives a key two roles.
-    """
-    try:
-        with path.open(encoding="utf-8", errors="surrogateescape", newline="") as file:
-            reader = csv.DictReader(file)
-            missing = {"key", "split"} - set(reader.fieldnames or ())
-            if missing:
-                raise DataError(
-                    f"probe.split_file={path} has no column {' and '.join(sorted(missing))}; its "
-                    f"first line is {','.join(reader.fieldnames or ())!r}."
-                )
-            said: dict[str, str] = {}
-            for line in reader:
-                key, role = line["key"], (line["split"] or "").strip()
-                if role not in ROLES:
-                    raise DataError(
-                        f"probe.split_file={path}, line {reader.line_num}: split is {role!r}, "
-                        "expected train, validation or test."
-                    )
-                if said.setdefault(key, ROLES[role]) != ROLES[role]:
-                    raise DataError(f"probe.split_file={path} names {key!r} for two splits.")
-    except OSError as error:
-        raise DataError(f"probe.split_file={path} cannot be read: {error.strerror}.") from error
-    except csv.Error as error:
-        raise DataError(f"probe.split_file={path} is no CSV file: {error}.") from error
-    roles = np.array([said.get(str(key), "") for key in keys], dtype=np.str_)
-    return roles, len(said.keys() - {str(key) for key in keys})
 
 
 def _with_validation(

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import csv
-import hashlib
 import io
-import json
 import textwrap
 import time
 from collections.abc import Callable, Mapping
@@ -16,10 +14,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from featx.analysis.probe.labelled_rows import Features, layer_rows, output_folder
+from featx.analysis.probe.labelled_rows import Features, layer_rows
 from featx.analysis.probe.logistic_regression import threads_for
+from featx.analysis.probe.output_files import write_result
+from featx.analysis.probe.result import run_entries, store_entries
 from featx.analysis.probe.row_predictions import SCORE
-from featx.analysis.probe.task import RowSplits, split_rows
+from featx.analysis.probe.row_splits import RowSplits, missing_group_notes, split_rows
 from featx.analysis.probe.value_methods import FittedValues, ValueProblem, fit_values
 from featx.analysis.probe.value_metrics import (
     MULTILABEL_METRICS,
@@ -31,9 +31,8 @@ from featx.analysis.probe.value_metrics import (
 from featx.analysis.probe.values import TaskKind, Values, valued_rows
 from featx.base import WIDTH, choose_device, exact_cuda
 from featx.config import Config
-from featx.errors import ConfigError
-from featx.storage import open_folder
-from featx.store import FeatureStore, layout, matching_layers
+from featx.errors import ConfigError, DataError
+from featx.store import FeatureStore, matching_layers
 
 METHODS = ("linear", "knn")
 """Methods that predict numbers and several labels."""
@@ -55,11 +54,13 @@ class ValueTask:
         kind: 'regression' or 'multilabel'.
         values: rows and targets.
         rows: splits.
+        seed: seed of the splits.
     """
 
     kind: TaskKind
     values: Values
     rows: RowSplits
+    seed: int
 
     @property
     def test_places(self) -> npt.NDArray[np.int64]:
@@ -108,7 +109,8 @@ def run_value_probe(
     layers = matching_layers(store, config.layers)
     device = choose_device(config.device)
     values = valued_rows(store, config.probe, kind)
-    task = ValueTask(kind, values, split_rows(config, values.labelled))
+    task = ValueTask(kind, values, split_rows(config, values.labelled), config.seed)
+    _check_splits(task, config)
     found: dict[str, dict[str, Any]] = {}
     fits: dict[tuple[str, str], list[FittedValues]] = {}
     for layer in layers:
@@ -125,9 +127,8 @@ def run_value_probe(
         ]
         text = f"{layer}: {features.width} features; {', '.join(shown)}"
         log(textwrap.fill(text, WIDTH, subsequent_indent="  "))
-    result = _result(config, store, task, found, fits)
-    result["seconds_in_all"] = round(time.perf_counter() - started_at, 3)
-    _write(store, task, result, fits)
+    result = _result(config, task, found, fits, time.perf_counter() - started_at)
+    write_result(store, result, _predictions_csv(task, fits))
     return result
 
 
@@ -159,6 +160,20 @@ def _check(config: Config, kind: TaskKind) -> None:
         )
 
 
+def _check_splits(task: ValueTask, config: Config) -> None:
+    """Check that no set of rows is empty.
+
+    Raises:
+        DataError: one is.
+    """
+    for split in task.rows.splits:
+        if min(len(split.fit), len(split.validation), len(split.test)) == 0:
+            raise DataError(
+                f"{len(task.values.values)} rows with a value of {config.probe.label_column} are "
+                "too few to be divided into training, validation and test rows."
+            )
+
+
 def _probe(
     config: Config, task: ValueTask, features: Features, method: str
 ) -> tuple[dict[str, Any], list[FittedValues]]:
@@ -188,10 +203,10 @@ def _probe(
 
 def _result(
     config: Config,
-    store: FeatureStore,
     task: ValueTask,
     found: dict[str, dict[str, Any]],
     fits: Mapping[tuple[str, str], list[FittedValues]],
+    seconds: float,
 ) -> dict[str, Any]:
     """Assemble probe.json.
 
@@ -208,15 +223,9 @@ def _result(
     if len(folds) > 1 and len(found) > 1:
         nested = {"layer_of_folds": chosen, **task.judge(task.test_places, predicted)}
     return {
-        "featx_probe": 1,
+        **store_entries(task.values.labelled.store),
         "task": task.kind.name,
         "task_reason": task.kind.reason,
-        "store": str(store.root),
-        "fingerprint": str(store.attrs["fingerprint"]),
-        "model": str(store.attrs["model"]),
-        "weights": str(store.attrs["weights"]),
-        "weights_sha256": str(store.attrs["weights_sha256"]),
-        "transform": str(store.attrs["transform"]),
         "layer": best,
         "method": method,
         **found[best][method],
@@ -224,11 +233,14 @@ def _result(
         **_interval(task, predicted),
         "targets": list(task.values.names),
         "rows_labelled": len(task.values.values),
-        "split": task.rows.about,
+        "split": task.rows.as_dict(config),
         "chosen_by": "validation_loss",
-        "notes_on_rows": task.rows.notes,
-        "device": config.device,
-        "finished": time.strftime("%Y-%m-%d %H:%M:%S"),
+        "notes_on_rows": [
+            *task.values.labelled.notes,
+            *task.rows.notes,
+            *missing_group_notes(task.rows, config.probe.group_column),
+        ],
+        **run_entries(config, seconds),
         "head": None,
         "layers": found,
     }
@@ -258,27 +270,6 @@ def _interval(task: ValueTask, predicted: Matrix) -> dict[str, Any]:
     return {"interval": interval, "resamples": RESAMPLES, "unit": unit, "units": len(units)}
 
 
-def _write(
-    store: FeatureStore,
-    task: ValueTask,
-    result: dict[str, Any],
-    fits: Mapping[tuple[str, str], list[FittedValues]],
-) -> None:
-    """Write predictions.csv, and probe.json, which names it with its checksum."""
-    folder = output_folder(store)
-    disk = open_folder(folder)
-    path = folder / layout.PROBE_HEADS / layout.PROBE_PREDICTIONS
-    disk.make_folder(path.parent)
-    data = _predictions_csv(task, fits)
-    disk.replace_unlocked(path, data)
-    result["predictions"] = {
-        "file": str(path.relative_to(folder)),
-        "sha256": hashlib.sha256(data).hexdigest(),
-    }
-    text = json.dumps(result, indent=1, ensure_ascii=False, allow_nan=False)
-    disk.replace_unlocked(folder / layout.PROBE, text.encode("utf-8", "surrogateescape") + b"\n")
-
-
 def _predictions_csv(task: ValueTask, fits: Mapping[tuple[str, str], list[FittedValues]]) -> bytes:
     """Return predictions.csv: one line for each layer, method and test row."""
     buffer = io.StringIO()
@@ -289,7 +280,7 @@ def _predictions_csv(task: ValueTask, fits: Mapping[tuple[str, str], list[Fitted
         columns = [f"{what}{name}" for what in ("true:", SCORE) for name in task.values.names]
     writer.writerow(["layer", "method", "seed", "fold", "split", "key", "group", *columns])
     labelled, groups = task.values.labelled, task.rows.groups
-    keys, seed = labelled.store.keys[labelled.rows], task.rows.about["seed"]
+    keys, seed = labelled.store.keys[labelled.rows], task.seed
     several = len(task.rows.splits) > 1
     for (layer, method), of_folds in fits.items():
         for fold, (split, fit) in enumerate(zip(task.rows.splits, of_folds, strict=True), 1):

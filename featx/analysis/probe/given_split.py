@@ -1,0 +1,131 @@
+"""Split that a column of the store or a CSV file states (probe.split=column)."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from featx.analysis.probe import splits
+from featx.analysis.probe.labelled_rows import Labelled
+from featx.analysis.probe.splits import Split
+from featx.config import Config
+from featx.errors import DataError, counted
+
+ROLES = {"train": "train", "test": "test", "validation": "validation", "val": "validation"}
+"""Texts that a split file or column may contain, and their meaning."""
+
+
+def given_split(
+    config: Config,
+    training: Labelled,
+    groups: npt.NDArray[np.int64] | None,
+    notes: list[str],
+) -> Split:
+    """Make a split from probe.split_column or probe.split_file.
+
+    Raises:
+        DataError: no row is for training, or none for testing.
+    """
+    keys = training.store.keys[training.rows]
+    if (column := config.probe.split_column) is not None:
+        where = f"probe.split_column={column}"
+        roles = roles_of(training.store.column(column)[training.rows], where)
+        if unnamed := int((roles == "").sum()):
+            notes.append(
+                counted(unnamed, "labelled row", "labelled rows")
+                + f" for which {column} is empty: left out"
+            )
+    else:
+        path = Path(config.probe.split_file or "").expanduser()
+        where = f"probe.split_file={path}"
+        roles, unknown = read_split_file(path, keys.tolist())
+        if unknown:
+            notes.append(
+                f"{counted(unknown, f'key of {path} is', f'keys of {path} are')} not among the "
+                "labelled rows of the store"
+            )
+        if unnamed := int((roles == "").sum()):
+            notes.append(f"{counted(unnamed, 'labelled row')} that {path} does not name: left out")
+    sides = {role: np.flatnonzero(roles == role) for role in ("train", "validation", "test")}
+    for role in ("train", "test"):
+        if not len(sides[role]):
+            raise DataError(
+                f"{where} names no labelled row of the store for {role}. Keys are those of the "
+                f"store, such as {keys[0]!r}."
+            )
+    return splits.given(
+        training.y,
+        sides["train"],
+        sides["validation"],
+        sides["test"],
+        config.probe.validation_share,
+        config.seed,
+        groups,
+    )
+
+
+def roles_of(said: npt.NDArray[Any], where: str) -> npt.NDArray[np.str_]:
+    """Parse a column of a store as roles.
+
+    Args:
+        said: (n,) values of the column.
+        where: origin of the column, for error messages.
+
+    Returns:
+        (n,) 'train', 'validation', 'test', or '' for an empty value.
+
+    Raises:
+        DataError: there is another value.
+    """
+    found = np.empty(len(said), dtype="U10")
+    for text in np.unique(said).tolist():
+        if text != "" and text not in ROLES:
+            raise DataError(f"{where} is {text!r}; expected train, validation or test.")
+        found[said == text] = ROLES.get(text, "")
+    return found
+
+
+def read_split_file(path: Path, keys: Sequence[str]) -> tuple[npt.NDArray[np.str_], int]:
+    """Read a CSV file with the columns `key` and `split`.
+
+    Args:
+        path: the file.
+        keys: n keys of the labelled rows.
+
+    Returns:
+        (n,) 'train', 'validation', 'test', or '' for a key that is not in the file; and the number
+        of keys in the file that are not among `keys`.
+
+    Raises:
+        DataError: the file is missing or malformed, or gives a key two roles.
+    """
+    try:
+        with path.open(encoding="utf-8", errors="surrogateescape", newline="") as file:
+            reader = csv.DictReader(file)
+            missing = {"key", "split"} - set(reader.fieldnames or ())
+            if missing:
+                raise DataError(
+                    f"probe.split_file={path} has no column {' and '.join(sorted(missing))}; its "
+                    f"first line is {','.join(reader.fieldnames or ())!r}."
+                )
+            said: dict[str, str] = {}
+            for line in reader:
+                key, role = line["key"], (line["split"] or "").strip()
+                if role not in ROLES:
+                    raise DataError(
+                        f"probe.split_file={path}, line {reader.line_num}: split is {role!r}, "
+                        "expected train, validation or test."
+                    )
+                if said.setdefault(key, ROLES[role]) != ROLES[role]:
+                    raise DataError(f"probe.split_file={path} names {key!r} for two splits.")
+    except OSError as error:
+        raise DataError(f"probe.split_file={path} cannot be read: {error.strerror}.") from error
+    except csv.Error as error:
+        raise DataError(f"probe.split_file={path} is no CSV file: {error}.") from error
+    roles = np.array([said.get(str(key), "") for key in keys], dtype=np.str_)
+    return roles, len(said.keys() - {str(key) for key in keys})

@@ -1,0 +1,115 @@
+"""Splits of the rows of one store: at random or as given, whole groups on one side."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from featx.analysis.probe import splits
+from featx.analysis.probe.given_split import given_split
+from featx.analysis.probe.groups import Groups, row_groups
+from featx.analysis.probe.labelled_rows import Labelled
+from featx.analysis.probe.split_checks import divided_by
+from featx.analysis.probe.splits import Split
+from featx.config import Config
+from featx.errors import counted
+
+
+@dataclass(frozen=True)
+class RowSplits:
+    """Splits of rows, and their description.
+
+    Attributes:
+        groups: (n,) group of each row, or None if every row is a group of its own.
+        splits: one split, or one per fold.
+        settings: entries of probe.json that only this kind of split has.
+        grouped: the groups and what they share, or None without groups.
+        notes: sentences about rows that were left out or leak.
+    """
+
+    groups: npt.NDArray[np.int64] | None
+    splits: list[Split]
+    settings: dict[str, Any]
+    grouped: Groups | None
+    notes: list[str]
+
+    def as_dict(self, config: Config) -> dict[str, Any]:
+        """Return the entry `split` of probe.json as JSON types."""
+        options = config.probe
+        column = {} if options.label_column is None else {"label_column": options.label_column}
+        return {
+            "kind": options.split,
+            **column,
+            "validation_share": options.validation_share,
+            **self.settings,
+            "seed": config.seed,
+            "groups": None if self.grouped is None else self.grouped.as_dict(),
+            "fit": [len(split.fit) for split in self.splits],
+            "validation_rows": [len(split.validation) for split in self.splits],
+            "test_rows": [len(split.test) for split in self.splits],
+        }
+
+
+def split_rows(config: Config, training: Labelled) -> RowSplits:
+    """Split the rows of one store, at random or as given.
+
+    Args:
+        config: checked config with job=probe.
+        training: rows; a random split divides each of their classes.
+
+    Raises:
+        FeatxError: there are too few rows or groups.
+    """
+    options, notes = config.probe, list[str]()
+    grouped = row_groups(training, options.group_column)
+    # Groups of a single row each have no effect on splits.
+    groups = None if grouped is None or grouped.num_groups == len(training.y) else grouped.of_row
+    found, settings = _splits(config, training, groups, notes)
+    if options.split == "column" and grouped is not None:
+        notes += divided_by(training, grouped, found[0])
+    return RowSplits(groups, found, settings, grouped, notes)
+
+
+def missing_group_notes(rows: RowSplits, column: str | None) -> list[str]:
+    """Return a note about rows without a value in the column of the groups."""
+    grouped = rows.grouped
+    if grouped is None or not grouped.num_missing:
+        return []
+    return [
+        f"{counted(grouped.num_missing, 'row has', 'rows have')} no value of {column}: each is "
+        "a group of its own"
+    ]
+
+
+def _splits(
+    config: Config,
+    training: Labelled,
+    groups: npt.NDArray[np.int64] | None,
+    notes: list[str],
+) -> tuple[list[Split], dict[str, Any]]:
+    """Make the splits that probe.split describes.
+
+    Args:
+        config: checked config.
+        training: labelled rows.
+        groups: (n,) group of each row, or None.
+        notes: list to which notes are added.
+
+    Returns:
+        the splits, and their settings for probe.json.
+    """
+    options, seed = config.probe, config.seed
+    if options.split == "column":
+        given = {key: getattr(options, key) for key in ("split_file", "split_column")}
+        named = {key: value for key, value in given.items() if value is not None}
+        return [given_split(config, training, groups, notes)], named
+    if options.split == "kfold":
+        folds = options.folds or 5
+        found = splits.kfold(training.y, folds, options.validation_share, seed, groups)
+        return found, {"folds": folds}
+    share = options.test_share or 0.2
+    found = [splits.holdout(training.y, share, options.validation_share, seed, groups)]
+    return found, {"test_share": share}

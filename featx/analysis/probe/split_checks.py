@@ -1,0 +1,90 @@
+"""Checks of splits, and notes about classes and groups that a split does not treat as usual."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from featx.analysis.probe.groups import Groups, divided_groups
+from featx.analysis.probe.labelled_rows import Labelled
+from featx.analysis.probe.splits import Split
+from featx.errors import DataError, counted
+
+
+def small_classes(
+    training: Labelled, groups: npt.NDArray[np.int64] | None, folds: int
+) -> list[str]:
+    """Return notes about classes with too few rows or groups to be tested."""
+    if groups is None:
+        if single := int((np.bincount(training.y) == 1).sum()):
+            return [f"{single} classes with a single row are trained on and never tested"]
+        return []
+    pairs = np.unique(np.stack([training.y, groups], axis=1), axis=0)
+    counts = np.bincount(pairs[:, 0])
+    notes = []
+    for few, text in (
+        (counts == 1, "lie in a single group: they are trained on and never tested"),
+        (
+            (counts > 1) & (counts < folds),
+            f"lie in fewer groups than the {folds} folds: they are not tested in every fold",
+        ),
+    ):
+        if few.any():
+            names = ", ".join(training.classes[label] for label in np.flatnonzero(few)[:5].tolist())
+            notes.append(f"{int(few.sum())} classes, such as {names}, {text}")
+    return notes
+
+
+def divided_by(training: Labelled, groups: Groups, split: Split) -> list[str]:
+    """Return notes about groups that a given split divides."""
+    notes = []
+    for some, others, between, effect in (
+        (split.test, split.train, "test and training", "the accuracy is too high"),
+        (split.validation, split.fit, "validation and training", "strengths are chosen too well"),
+    ):
+        divided = divided_groups(groups, some, others)
+        if len(divided):
+            rows = int(np.isin(groups.of_row[some], divided).sum())
+            key = training.store.keys[training.rows[np.isin(groups.of_row, divided)][0]]
+            notes.append(
+                f"the given split divides {counted(len(divided), 'group')} ({groups.by}) between "
+                f"{between} "
+                f"rows, such as that of {key}, with {rows} of {len(some)} rows: {effect}"
+            )
+    return notes
+
+
+def check_split(split: Split, y: npt.NDArray[np.int64], classes: Sequence[str], what: str) -> None:
+    """Check that a split can be used.
+
+    Args:
+        split: the split.
+        y: (n,) class of each place.
+        classes: class names.
+        what: 'row', or the kind of groups, for messages.
+
+    Raises:
+        DataError: a set is empty, or a class is tested but not trained on.
+    """
+    if not len(split.test):
+        raise DataError(
+            f"no row is left to test on: every class has a single {what}. A probe needs more "
+            f"{'images' if what == 'row' else 'groups of a class'}."
+        )
+    if not len(split.validation):
+        raise DataError(
+            f"no row is left to choose strengths on: every class has a single {what} to train on. "
+            f"A probe needs more {'images' if what == 'row' else 'groups'} of a class."
+        )
+    if len(np.unique(y[split.fit])) < 2:
+        raise DataError("the training rows are of one class only; a probe needs two or more.")
+    unseen = np.setdiff1d(y[split.test], y[split.train])
+    if len(unseen):
+        names = ", ".join(classes[label] for label in unseen[:5].tolist())
+        raise DataError(
+            f"{counted(len(unseen), 'class is', 'classes are')} tested and not trained on, such "
+            f"as {names}. Put rows of "
+            "them among the training rows, or leave them out."
+        )

@@ -1,0 +1,83 @@
+"""Metrics of a probe as printed text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from featx.base import percent_text
+
+METRICS = (
+    ("balanced accuracy", "balanced_accuracy"), ("top-5", "top5"), ("macro-F1", "macro_f1"),
+    ("AUROC", "auroc"), ("log-loss", "log_loss"), ("MCC", "mcc"), ("kappa", "kappa"),
+    ("ECE", "calibration_error"),
+)  # fmt: skip
+"""(name for people, name in probe.json) of all metrics but the accuracy, in printed order."""
+
+_SHARES = ("balanced_accuracy", "top5")
+"""Metrics that are printed in percent."""
+
+
+def metric_text(name: str, value: float | None) -> str:
+    """Format a metric; '-' if it is not available."""
+    if value is None:
+        return "-"
+    return percent_text(value) if name in _SHARES else f"{value:.3f}"
+
+
+def metrics_text(result: dict[str, Any]) -> str:
+    """Return the metrics of the best layer, and why others are not available."""
+    shown = [
+        f"{label} {metric_text(name, result[name])}"
+        + (f" ({result['calibration_bins']} bins)" if name == "calibration_error" else "")
+        for label, name in METRICS
+        if result[name] is not None
+    ]
+    lines = [", ".join(shown[i : i + 4]) for i in range(0, len(shown), 4)]
+    return "\n".join([*lines, *not_available(result)])
+
+
+def intervals_text(bootstrap: dict[str, Any]) -> str:
+    """Return the bootstrap intervals of all metrics."""
+    shown = []
+    for label, name in (("accuracy", "accuracy"), *METRICS):
+        if (interval := bootstrap["intervals"][name]) is None:
+            continue
+        low, high = interval
+        percent = name in ("accuracy", *_SHARES)
+        text = f"{interval_text(interval)} %" if percent else f"{low:.3f} - {high:.3f}"
+        shown.append(f"{label} {text}")
+    lines = [", ".join(shown[i : i + 3]) for i in range(0, len(shown), 3)]
+    undefined = [
+        f"{count} resamples without {name} are left out of its interval"
+        for name, count in bootstrap["undefined"].items()
+    ]
+    about = f"95 %, {bootstrap['resamples']} resamples of {bootstrap['units']} {bootstrap['unit']}s"
+    return "\n".join([*lines, about, *undefined])
+
+
+def seeds_metrics_text(result: dict[str, Any]) -> str:
+    """Return mean and standard deviation over the splits of the metrics of the chosen layers."""
+    chosen = result["seeds"]["chosen"]
+    shown = []
+    for label, name in METRICS:
+        if (found := chosen[name]) is not None:
+            factor, unit, digits = (100, " %", 1) if name in _SHARES else (1, "", 3)
+            mean, std = factor * found["mean"], factor * found["std"]
+            shown.append(f"{label} {mean:.{digits}f} ± {std:.{digits}f}{unit}")
+    return "\n".join(", ".join(shown[i : i + 3]) for i in range(0, len(shown), 3))
+
+
+def not_available(about: dict[str, Any]) -> list[str]:
+    """Return one line per reason for which metrics are not available."""
+    names: dict[str, list[str]] = {}
+    for label, name in METRICS:
+        if (reason := about["not_available"].get(name)) is not None:
+            names.setdefault(reason, []).append(label)
+    return [f"not available: {', '.join(of)}; {reason}" for reason, of in names.items()]
+
+
+def interval_text(interval: Sequence[float]) -> str:
+    """Return an interval of shares in percent, without the sign: '85.6 - 96.4'."""
+    low, high = (f"{100 * edge:.1f}" for edge in interval)
+    return f"{low} - {high}"

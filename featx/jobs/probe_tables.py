@@ -1,0 +1,112 @@
+"""Printed tables of job=probe for classes."""
+
+from __future__ import annotations
+
+import textwrap
+from typing import Any
+
+from featx.base import WIDTH, percent_text, table
+from featx.config import Config
+from featx.jobs.probe_metrics import METRICS, interval_text, metric_text, not_available
+
+
+def layers_table(config: Config, result: dict[str, Any]) -> str:
+    """Format a table with one row per layer, in the order of the store."""
+    methods, tests = config.probe.methods, result["paired_tests"]
+    rows = []
+    for layer, about in result["layers"].items():
+        cells = [layer, str(about["features"])]
+        cells += [percent_text(about[method]["accuracy"]) for method in methods]
+        cells.insert(3, interval_text(about[methods[0]]["interval"]))
+        if layer in tests:
+            low, high = (-100 * edge for edge in reversed(tests[layer]["interval"]))
+            cells += [
+                f"{-100 * tests[layer]['difference']:+.1f}",
+                f"{low:+.1f} to {high:+.1f}",
+                f"{tests[layer]['p_holm']:.2g}",
+            ]
+        elif tests:
+            cells += ["best", "", ""]
+        rows.append(cells)
+    header = ["layer", "width", methods[0], "95 % interval", *methods[1:]]
+    against = ["against\nbest", "95 % interval\nof difference", "p"] if tests else []
+    shown = table([*header, *against], rows)
+    if tests:
+        shown += (
+            "\nThe first interval holds for a layer that was chosen beforehand, not for the best "
+            "one; p: exact\nMcNemar test, corrected for the number of layers (Holm)."
+        )
+    return shown
+
+
+def seeds_table(config: Config, result: dict[str, Any]) -> str:
+    """Format a table of the accuracies over all splits, with one row per layer."""
+    about, methods, best = result["seeds"], config.probe.methods, result["layer"]
+    count = len(about["seeds"])
+    rows = []
+    for layer, found in about["layers"].items():
+        first = found[methods[0]]["accuracy"]
+        cells = [layer, _spread_text(first), interval_text((first["min"], first["max"]))]
+        cells += [_spread_text(found[method]["accuracy"]) for method in methods[1:]]
+        if difference := about["differences"].get(layer):
+            points = -100 * difference["mean"]
+            better = sum(value < 0 for value in difference["values"])
+            cells += [f"{points:+.1f} ± {100 * difference['std']:.1f}", f"{better} of {count}"]
+        elif about["differences"]:
+            cells += ["best", "-"]
+        rows.append(cells)
+    header = ["layer", methods[0], "smallest - largest", *methods[1:]]
+    if about["differences"]:
+        header += [f"against\n{best if len(best) < 12 else 'best'}, points", "better in"]
+    return table(header, rows) + "\nMean ± standard deviation over the splits, in percent."
+
+
+def _spread_text(found: dict[str, Any]) -> str:
+    """Format mean and standard deviation of a share, in percent without the sign."""
+    return f"{100 * found['mean']:.1f} ± {100 * found['std']:.1f}"
+
+
+def details_table(config: Config, result: dict[str, Any]) -> str:
+    """Format two tables with the settings and all metrics of each layer and method."""
+    settings, metrics, reasons = [], [], []
+    for layer, about in result["layers"].items():
+        for method in config.probe.methods:
+            found = about[method]
+            name = "k" if method == "knn" else "l2"
+            cells = (
+                f"{name}={found[name]:g}",
+                percent_text(found["validation_accuracy"]),
+                percent_text(found["accuracy"]),
+                interval_text(found["interval"]),
+                f"{found['seconds']:.1f}",
+            )
+            settings.append((layer, method, *cells))
+            values = [metric_text(key, found[key]) for _, key in METRICS]
+            metrics.append((layer, method, *values))
+            reasons += [f"{layer}, {method}, {line}" for line in not_available(found)]
+    header = ("layer", "method", "chosen", "validation", "test", "95 % interval", "seconds")
+    names = [label.replace(" ", "\n") for label, _ in METRICS]
+    shown = [
+        table(header, settings, left=2),
+        table(("layer", "method", *names), metrics, left=2),
+        *(textwrap.fill(line, WIDTH) for line in reasons),
+    ]
+    return "\n\n".join(shown[:2]) + "".join(f"\n{line}" for line in shown[2:])
+
+
+def few_shot_table(config: Config, result: dict[str, Any]) -> str:
+    """Format a table of the accuracies with few training rows per class."""
+    rows = []
+    for layer, about in result["layers"].items():
+        for method in config.probe.methods:
+            found = about[method]["few_shot"].values()
+            cells = [_mean_text(each) for each in found]
+            rows.append((layer, method, *cells))
+    header = ("layer", "method", *(f"{shots} a class" for shots in config.probe.all_shots))
+    return "Few-shot, mean ± standard deviation over the draws:\n" + table(header, rows, left=2)
+
+
+def _mean_text(found: dict[str, Any]) -> str:
+    """Format a mean, with the standard deviation if there is more than one draw."""
+    spread = "" if found["std"] is None else f" ± {100 * found['std']:.1f}"
+    return f"{100 * found['mean']:.1f}{spread} %"

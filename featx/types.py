@@ -292,6 +292,26 @@ class LayerSpec:
 
 
 @dataclass(frozen=True)
+class TokenGeometry:
+    """Places of the tokens of a layer in the input of the network.
+
+    Rows (T, C) are prefix tokens followed by patch tokens in row-major order. In a map, (C, H, W)
+    or (H, W, C), each position is a patch token.
+
+    Attributes:
+        prefix_tokens: number of class and register tokens before the patch tokens.
+        has_class_token: whether the first of them is a class token.
+        grid: (rows, columns) of the patch tokens.
+        input_size: (height, width) of the input of the network in pixels.
+    """
+
+    prefix_tokens: int
+    has_class_token: bool
+    grid: tuple[int, int]
+    input_size: tuple[int, int]
+
+
+@dataclass(frozen=True)
 class StoreHeader:
     """Header that every file of a run carries as root attributes.
 

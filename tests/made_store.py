@@ -25,7 +25,15 @@ from featx.store.manifest import Run
 from featx.store.pack import pack, pack_in_child
 from featx.store.part_builder import PartBuilder
 from featx.store.session import StoreSession
-from featx.types import Failure, LayerSpec, Listing, Part, Status, StoreHeader
+from featx.types import (
+    Failure,
+    LayerSpec,
+    Listing,
+    Part,
+    Status,
+    StoreHeader,
+    TokenGeometry,
+)
 
 
 def make_spec(name: str, shape: tuple[int, ...], dtype: str = "float32") -> LayerSpec:
@@ -62,13 +70,15 @@ class MadeRun:
     features: Mapping[str, np.ndarray]
     failures: tuple[Failure, ...] = ()
     resolved: Mapping[str, Any] = field(default_factory=dict)
+    tokens: Mapping[str, TokenGeometry] = field(default_factory=dict)
 
     @property
     def grid(self) -> layout.Grid:
         return layout.Grid(len(self.listing), self.part_rows)
 
     def as_run(self) -> Run:
-        return Run(self.header, self.specs, self.grid, self.codec, self.resolved)
+        settings = self.header, self.specs, self.grid, self.codec, self.resolved
+        return Run(*settings, tokens=self.tokens)
 
     def expected(self, name: str) -> np.ndarray:
         """What the store must give back: NaN in failed rows."""

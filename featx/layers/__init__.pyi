@@ -44,6 +44,7 @@ from .selection import Selection as Selection
 from .selection import named_point as named_point
 from .selection import select as select
 from .stages import find_stages as find_stages
+from .token_geometry import token_geometries as token_geometries
 from .trace import Call as Call
 from .trace import CapturePoint as CapturePoint
 from .trace import Operation as Operation

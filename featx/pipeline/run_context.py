@@ -82,6 +82,8 @@ class RunContext:
 
     def as_run(self) -> Run:
         """The whole listing and the requested layers, as an entry for the manifest of a store."""
+        from featx.layers import token_geometries  # imports torch
+
         policy, share = self.decoding.policy, self.decoding.device_share
         threads = self.parallelism.threads
         return Run(
@@ -97,6 +99,7 @@ class RunContext:
                 **({} if threads is None else {"threads": threads}),
             },
             conformance={} if self.conformance is None else self.conformance.found,
+            tokens=token_geometries(self.specs, self.engine.backbone),
         )
 
     def labels_of(self, batch: Batch) -> torch.Tensor | None:

@@ -16,6 +16,7 @@ from featx.store.hdf5_files import Handles, OpenFile, check_hard
 from featx.store.manifest import DamagedManifestError, Manifest, Run, load_manifest, num_runs_of
 from featx.store.part_files import part_path
 from featx.store.pieces import Pieces, piece_path
+from featx.store.token_geometry import geometry_values
 from featx.types import Part
 
 _LOOKS = 3
@@ -187,7 +188,11 @@ def _layer_info(opened: OpenFile, name: str, num_rows: int) -> LayerInfo:
             f"{opened.path}: {name} is {dataset.shape} {dataset.dtype}; expected floats, "
             f"{num_rows} rows."
         )
-    return LayerInfo(dataset.shape[1:], dataset.dtype, dict(dataset.attrs))
+    attrs = {
+        key: value.tolist() if isinstance(value, np.ndarray) else value
+        for key, value in dataset.attrs.items()
+    }
+    return LayerInfo(dataset.shape[1:], dataset.dtype, attrs)
 
 
 def _with_parts(
@@ -226,6 +231,7 @@ def _with_parts(
                 continue
             described = ("layer", "capture", "reduce", "compute_dtype")
             attrs = {name: getattr(spec, name) for name in described}
+            attrs |= geometry_values(run.tokens.get(spec.name))
             layers.setdefault(spec.name, LayerInfo(spec.shape, memory_dtype(spec.dtype), attrs))
     first = manifest.runs[0]
     attrs = {

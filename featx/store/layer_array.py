@@ -8,6 +8,9 @@ import numpy as np
 import numpy.typing as npt
 
 from featx.base import size_text
+from featx.errors import StoreError
+from featx.store.token_geometry import geometry_of
+from featx.types import TokenGeometry
 
 if TYPE_CHECKING:
     from featx.store.reader import FeatureStore
@@ -40,6 +43,14 @@ class LayerArray:
     def attrs(self) -> dict[str, Any]:
         """Attributes of the dataset, such as layer, capture, reduce and compute_dtype."""
         return dict(self._store._contents.layers[self.name].attrs)
+
+    @property
+    def tokens(self) -> TokenGeometry | None:
+        """Places of the tokens of a row; None if the layer has no tokens, or in older stores."""
+        try:
+            return geometry_of(self.attrs)
+        except (ValueError, TypeError) as error:
+            raise StoreError(f"{self._store.root}: layer {self.name}: {error}.") from error
 
     @property
     def ndim(self) -> int:

@@ -21,13 +21,20 @@ from featx.base import digest
 from featx.errors import StoreError
 from featx.store import layout
 from featx.store.hdf5_files import open_metadata
-from featx.types import ITEM_BYTES, LayerSpec, Part, StoreHeader
+from featx.store.token_geometry import geometry_of, geometry_values
+from featx.types import ITEM_BYTES, LayerSpec, Part, StoreHeader, TokenGeometry
 
 _NEEDED = ("fingerprint", "fingerprint_sha256", "num_rows", "part_rows", "codec", "layers")
 _HEADER = ("config", "model", "weights", "weights_sha256", "transform", "versions")
 
 _CONFORMANCE = "conformance"
 """Entry of a run with its comparison with the library's own path; stores made before lack it."""
+
+_TOKENS = "tokens"
+"""Entry of a run with the places of tokens.
+
+It is no part of `layers`, in which older releases refuse names that they do not know.
+"""
 
 _SUM = "sha256"
 """Entry with the SHA-256 of all other entries of featx.json."""
@@ -55,6 +62,7 @@ class Run:
         resolved: name -> value of every `auto`.
         conformance: comparison with the model library's own path, as JSON types; empty if there was
             none.
+        tokens: dataset name -> places of its tokens, for layers of tokens and maps.
     """
 
     header: StoreHeader
@@ -63,6 +71,7 @@ class Run:
     codec: str
     resolved: Mapping[str, Any]
     conformance: Mapping[str, Any] = field(default_factory=dict)
+    tokens: Mapping[str, TokenGeometry] = field(default_factory=dict)
 
     @cached_property
     def digest(self) -> str:
@@ -91,8 +100,14 @@ class Run:
             "layers": [asdict(spec) for spec in self.layers],
             "resolved": dict(self.resolved),
             **({_CONFORMANCE: dict(self.conformance)} if self.conformance else {}),
+            **({_TOKENS: self._token_entries} if self.tokens else {}),
             **{name: getattr(self.header, name) for name in _HEADER},
         }
+
+    @property
+    def _token_entries(self) -> dict[str, Any]:
+        """Places of tokens as JSON types."""
+        return {name: geometry_values(geometry) for name, geometry in self.tokens.items()}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Run:
@@ -119,6 +134,11 @@ class Run:
             codec=str(values["codec"]),
             resolved=values.get("resolved", {}),
             conformance=dict(values.get(_CONFORMANCE, {})),
+            tokens={
+                name: found
+                for name, entry in values.get(_TOKENS, {}).items()
+                if (found := geometry_of(entry)) is not None
+            },
         )
         if run.digest != values["fingerprint_sha256"]:
             raise ValueError("its fingerprint differs from the recorded sha256")
@@ -164,6 +184,11 @@ class Manifest:
     def layers(self) -> dict[str, LayerSpec]:
         """Every dataset of the store by name."""
         return {spec.name: spec for run in reversed(self.runs) for spec in run.layers}
+
+    @property
+    def tokens(self) -> dict[str, TokenGeometry]:
+        """Places of the tokens of every dataset that has any."""
+        return {name: places for run in reversed(self.runs) for name, places in run.tokens.items()}
 
     @property
     def digest(self) -> str:

@@ -365,7 +365,7 @@ class _Packing:
         grid = layout.Grid(self._num_rows, run.grid.part_rows)
         chunk_rows = grid.chunk_rows(spec.row_bytes, run.codec != "none")
         extent = Extent(self._num_rows, len(grid) * grid.slots, chunk_rows)
-        create_layer(self._packed, spec, extent, run.codec)
+        create_layer(self._packed, spec, extent, run.codec, run.tokens.get(spec.name))
         num_chunks = -(-self._num_rows // chunk_rows)
         self._sums[f"{layout.FEATURES}/{spec.name}"] = np.zeros(num_chunks, dtype=np.uint32)
 

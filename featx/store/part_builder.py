@@ -23,7 +23,8 @@ from featx.store.failures import write_failures
 from featx.store.filter_pipeline import Pipeline
 from featx.store.listing import make_groups, row_values, write_classes
 from featx.store.manifest import Run
-from featx.types import UNKNOWN_IMAGE, Failure, LayerSpec, Listing, Part, Status
+from featx.store.token_geometry import geometry_values
+from featx.types import UNKNOWN_IMAGE, Failure, LayerSpec, Listing, Part, Status, TokenGeometry
 
 
 class PartBuilder:
@@ -125,7 +126,8 @@ class PartBuilder:
             create_columns(file, columns, extent)
             for spec in self._specs.values():
                 chunk_rows = run.grid.chunk_rows(spec.row_bytes, run.codec != "none")
-                create_layer(file, spec, replace(extent, chunk_rows=chunk_rows), run.codec)
+                places = run.tokens.get(spec.name)
+                create_layer(file, spec, replace(extent, chunk_rows=chunk_rows), run.codec, places)
             # All texts are in the file now, and no rows yet, which could be mistaken for heaps.
             seal_texts(file, buffer)
             write_columns(file, columns)
@@ -171,7 +173,13 @@ class Extent:
     chunk_rows: int
 
 
-def create_layer(file: h5py.File, spec: LayerSpec, extent: Extent, codec: str) -> None:
+def create_layer(
+    file: h5py.File,
+    spec: LayerSpec,
+    extent: Extent,
+    codec: str,
+    tokens: TokenGeometry | None = None,
+) -> None:
     """Create an empty dataset for the rows of a layer, with its attributes.
 
     Args:
@@ -179,6 +187,7 @@ def create_layer(file: h5py.File, spec: LayerSpec, extent: Extent, codec: str) -
         spec: description of the dataset.
         extent: its length.
         codec: codec of the run.
+        tokens: places of its tokens, if it has any.
     """
     dataset = file.create_dataset(
         f"{layout.FEATURES}/{spec.name}",
@@ -189,7 +198,7 @@ def create_layer(file: h5py.File, spec: LayerSpec, extent: Extent, codec: str) -
         fillvalue=np.nan,
         **codecs.filters(codec),
     )
-    dataset.attrs.update(layout.layer_attributes(spec))
+    dataset.attrs.update({**layout.layer_attributes(spec), **geometry_values(tokens)})
 
 
 def _write_rows(dataset: h5py.Dataset, rows: npt.NDArray[Any]) -> None:

@@ -182,11 +182,20 @@ def _expected_packed(manifest: Manifest, num_runs: int) -> ExpectedFile:
         specs=tuple({s.name: s for run in reversed(runs) for s in run.layers}.values()),
         part=None,
         num_runs=num_runs,
+        tokens={name: run.tokens[name] for run in reversed(runs) for name in run.tokens},
     )
 
 
 def _expected_part(run: Run, part: Part) -> ExpectedFile:
     """What the file of a part or piece must contain."""
     return ExpectedFile(
-        part.start, part.stop, run.header, run.digest, run.codec, run.layers, part.index, 1
+        start=part.start,
+        stop=part.stop,
+        header=run.header,
+        identity=run.digest,
+        codec=run.codec,
+        specs=run.layers,
+        part=part.index,
+        num_runs=1,
+        tokens=run.tokens,
     )

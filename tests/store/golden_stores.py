@@ -13,11 +13,15 @@ from pathlib import Path
 import numpy as np
 from made_store import MadeRun, make_run
 
+from featx.types import TokenGeometry
+
 GOLDEN = Path(__file__).parent / "golden"
 CODECS = ("none", "lzf", "gzip", "zstd", "blosc2")
 DTYPES = ("float16", "float32", "bfloat16")
 PARTS = "parts"
 """Folder of the store that is not packed; those that are packed are named for their codec."""
+TOKENS = "tokens"
+"""Folder of the store with places of tokens."""
 
 
 def golden_run(codec: str) -> MadeRun:
@@ -37,12 +41,27 @@ def golden_run(codec: str) -> MadeRun:
     return replace(run, specs=tuple(specs), features=features).identified()
 
 
+def golden_tokens() -> MadeRun:
+    """A layer of two prefix tokens and a grid of 2 x 3, and a map, with the places of both."""
+    run = make_run(3, 2, {"map": (4, 2, 3), "tokens": (8, 2)}, "float16")
+    numbers = {
+        name: np.arange(rows.size).reshape(rows.shape) for name, rows in run.features.items()
+    }
+    places = {
+        "map": TokenGeometry(0, False, (2, 3), (32, 48)),
+        "tokens": TokenGeometry(2, True, (2, 3), (32, 48)),
+    }
+    features = {name: values.astype(np.float16) for name, values in numbers.items()}
+    return replace(run, features=features, tokens=places).identified()
+
+
 def main() -> None:
     """Write all golden stores."""
     shutil.rmtree(GOLDEN, ignore_errors=True)
     for codec in CODECS:
         golden_run(codec).finish(GOLDEN / codec, packed=True)
     golden_run("gzip").finish(GOLDEN / PARTS)
+    golden_tokens().finish(GOLDEN / TOKENS, packed=True)
     for path in [*GOLDEN.rglob("workers"), *GOLDEN.rglob("*.lock")]:
         shutil.rmtree(path) if path.is_dir() else path.unlink()
 

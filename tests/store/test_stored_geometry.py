@@ -1,0 +1,153 @@
+"""Places of tokens travel with a store: through parts, packing, later runs and older releases."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+from golden_stores import GOLDEN, TOKENS, golden_tokens
+from made_store import dataset_digests, edited, make_added, make_run
+
+import featx
+from featx.errors import StoreError
+from featx.store.manifest import read_manifest
+from featx.store.verification import check_store
+from featx.types import TokenGeometry
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+BEFORE = "de832e6"
+"""Last commit whose stores have no places of tokens."""
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_readers_find_them_in_parts_and_in_the_packed_file(tmp_path: Path, packed: bool) -> None:
+    run = golden_tokens()
+    root = run.copied(tmp_path / "store", packed=packed)
+    store = featx.open(root)
+    assert {name: store[name].tokens for name in store.layers} == run.tokens
+    assert store["tokens"].attrs["token_grid"] == [2, 3]
+    assert store["tokens"].attrs["prefix_tokens"] == 2
+    assert check_store(root).complete
+    assert make_run(3, 2).tokens == {}
+
+
+def test_h5py_alone_reads_them() -> None:
+    with h5py.File(GOLDEN / TOKENS / "features.h5") as file:
+        attrs = file["features/tokens"].attrs
+        assert attrs["prefix_tokens"] == 2
+        assert attrs["class_token"] == 1
+        assert attrs["token_grid"].tolist() == [2, 3]
+        assert attrs["input_size"].tolist() == [32, 48]
+
+
+def test_this_code_writes_the_golden_store(tmp_path: Path) -> None:
+    run = golden_tokens()
+    now = run.finish(tmp_path / "now", packed=True)
+    golden = GOLDEN / TOKENS
+    assert (golden / "featx.json").read_bytes() == (now / "featx.json").read_bytes()
+    manifest = read_manifest(golden)
+    assert manifest is not None
+    assert manifest.runs == (run.as_run(),)
+    for name in ("features.h5", "samples.h5"):
+        assert dataset_digests(golden / name) == dataset_digests(now / name)
+
+
+def test_a_layer_without_places_has_none(tmp_path: Path) -> None:
+    root = make_run(3, 2, {"x": (8, 2)}).copied(tmp_path / "store")
+    assert featx.open(root)["x"].tokens is None
+    assert "tokens" not in json.loads((root / "featx.json").read_text())
+
+
+def test_a_later_run_brings_those_of_its_layers(tmp_path: Path) -> None:
+    run = golden_tokens()
+    root = run.copied(tmp_path / "store", packed=True)
+    places = TokenGeometry(1, True, (2, 2), (32, 32))
+    added = replace(make_added(run, {"deep": (5, 2)}), tokens={"deep": places})
+    for packed in (False, True):
+        added.finish(root, packed=packed)
+        store = featx.open(root)
+        assert {name: store[name].tokens for name in store.layers} == {**run.tokens, "deep": places}
+    assert check_store(root).complete
+
+
+def test_verify_compares_them_with_the_manifest(tmp_path: Path) -> None:
+    root = golden_tokens().copied(tmp_path / "store", packed=True)
+    with edited(root / "features.h5") as file:
+        file["features/tokens"].attrs["prefix_tokens"] = 1
+    [damage] = check_store(root).damages
+    assert damage.what == "/features/tokens has prefix_tokens 1, expected 2"
+
+
+@pytest.mark.parametrize("grid", [[0, 3], [2, 3, 1]])
+def test_impossible_places_are_refused(tmp_path: Path, grid: list[int]) -> None:
+    root = golden_tokens().copied(tmp_path / "store", packed=True)
+    with edited(root / "features.h5") as file:
+        file["features/tokens"].attrs["token_grid"] = grid
+    with pytest.raises(StoreError, match="layer tokens"):
+        featx.open(root)["tokens"].tokens  # noqa: B018 - reading the property raises
+
+
+OLD_RELEASE = """
+import sys
+from made_store import make_run
+import featx
+from featx.store.verification import check_store
+from pathlib import Path
+from dataclasses import replace
+import numpy as np
+
+root = Path(sys.argv[1])
+made = make_run(3, 2, {"map": (4, 2, 3), "tokens": (8, 2)}, "float16")
+numbers = {name: np.arange(rows.size).reshape(rows.shape) for name, rows in made.features.items()}
+made = replace(made, features={k: v.astype(np.float16) for k, v in numbers.items()}).identified()
+made.finish(root, packed=True)
+store = featx.open(root)
+assert store.complete
+assert (store["tokens"][:] == made.features["tokens"]).all()
+assert check_store(root).complete
+print(featx.__file__)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parts", [0, 1, 2])
+def test_the_release_before_resumes_and_reads_such_a_store(tmp_path: Path, parts: int) -> None:
+    """In all stages: nothing computed, one part, and packed."""
+    known = subprocess.run(["git", "-C", REPOSITORY, "cat-file", "-e", f"{BEFORE}^{{commit}}"])
+    if known.returncode:
+        pytest.skip("a clone without history")
+    old = tmp_path / "old"
+    old.mkdir()
+    archive = subprocess.run(
+        ["git", "-C", REPOSITORY, "archive", BEFORE, "featx", "tests"],
+        capture_output=True,
+        check=True,
+    )
+    subprocess.run(["tar", "-x", "-C", old], input=archive.stdout, check=True)
+    if parts == 2:
+        root = Path(shutil.copytree(GOLDEN / TOKENS, tmp_path / "store"))
+    else:
+        root = golden_tokens().write(tmp_path / "store", range(parts))
+    paths = [str(old), str(old / "tests"), str(old / "tests" / "store")]
+    done = subprocess.run(
+        [sys.executable, "-c", OLD_RELEASE, str(root)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+        cwd=tmp_path,  # it comes first in the path
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(str(old))
+    places = featx.open(root)["tokens"].tokens
+    # An older release that packs writes no such attributes.
+    assert check_store(root).complete
+    assert places == (golden_tokens().tokens["tokens"] if parts == 2 else None)
+    assert np.array_equal(featx.open(root)["tokens"][:], golden_tokens().features["tokens"])

@@ -24,24 +24,26 @@ def layers_table(config: Config, result: dict[str, Any]) -> str:
                 f"{-100 * tests[layer]['difference']:+.1f}",
                 f"{low:+.1f} to {high:+.1f}",
                 f"{tests[layer]['p_holm']:.2g}",
+                _yes_or_no(tests[layer]["told_apart"]),
             ]
         elif tests:
-            cells += ["best", "", ""]
+            cells += ["best", "", "", ""]
         rows.append(cells)
     header = ["layer", "width", methods[0], "95 % interval", *methods[1:]]
-    against = ["against\nbest", "95 % interval\nof difference", "p"] if tests else []
+    against = ["against\nbest", "95 % interval\nof difference", "p", "told\napart"] if tests else []
     shown = table([*header, *against], rows)
     if tests:
         shown += (
             "\nThe first interval holds for a layer that was chosen beforehand, not for the best "
-            "one; p: exact\nMcNemar test, corrected for the number of layers (Holm)."
+            "one; p: exact\nMcNemar test, corrected for the number of layers (Holm); told apart: "
+            "p < 0.05, and the interval\nwith the same correction excludes 0."
         )
     return shown
 
 
 def seeds_table(config: Config, result: dict[str, Any]) -> str:
     """Format a table of the accuracies over all splits, with one row per layer."""
-    about, methods, best = result["seeds"], config.probe.methods, result["layer"]
+    about, methods, best = result["seeds"], config.probe.methods, result["seeds"]["layer"]
     count = len(about["seeds"])
     rows = []
     for layer, found in about["layers"].items():
@@ -51,14 +53,36 @@ def seeds_table(config: Config, result: dict[str, Any]) -> str:
         if difference := about["differences"].get(layer):
             points = -100 * difference["mean"]
             better = sum(value < 0 for value in difference["values"])
-            cells += [f"{points:+.1f} ± {100 * difference['std']:.1f}", f"{better} of {count}"]
+            p = difference["p_holm"]
+            cells += [
+                f"{points:+.1f} ± {100 * difference['std']:.1f}",
+                f"{better} of {count}",
+                "-" if p is None else f"{p:.2g}",
+                _yes_or_no(difference["told_apart"]),
+            ]
         elif about["differences"]:
-            cells += ["best", "-"]
+            cells += ["best", "", "", ""]
         rows.append(cells)
     header = ["layer", methods[0], "smallest - largest", *methods[1:]]
     if about["differences"]:
-        header += [f"against\n{best if len(best) < 12 else 'best'}, points", "better in"]
-    return table(header, rows) + "\nMean ± standard deviation over the splits, in percent."
+        header += [
+            f"against\n{best if len(best) < 12 else 'best'}, points",
+            "better in",
+            "p",
+            "told\napart",
+        ]
+    shown = table(header, rows) + "\nMean ± standard deviation over the splits, in percent."
+    if about["differences"]:
+        shown += (
+            " p: corrected resampled t-test (Nadeau and\nBengio, 2003), corrected for the number "
+            "of layers (Holm); told apart: p < 0.05."
+        )
+    return shown
+
+
+def _yes_or_no(value: bool | None) -> str:
+    """Return a truth value for people; '-' if it is unknown."""
+    return "-" if value is None else "yes" if value else "no"
 
 
 def _spread_text(found: dict[str, Any]) -> str:

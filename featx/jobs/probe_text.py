@@ -20,11 +20,11 @@ from featx.jobs.probe_tables import details_table, few_shot_table, layers_table,
 from featx.storage import parse_path
 from featx.store import layout
 
-_SIGNIFICANT = 0.05
-"""Smallest p of a paired test that leaves two layers undistinguished."""
-
 _NAMED = 3
-"""Number of layers, or pairs of classes, that a line names."""
+"""Number of pairs of classes that a line names."""
+
+_LAYERS_NAMED = 8
+"""Number of layers that a line names."""
 
 
 def classification_text(config: Config, result: dict[str, Any]) -> str:
@@ -51,7 +51,7 @@ def _answer(result: dict[str, Any]) -> str:
         f"{percent_text(result['accuracy'])} of {result['rows']} test rows are right, 95 % "
         f"interval {interval_text(result['interval'])} %{of_folds}."
     )
-    lines = [answer, *_comparison(result), *_store_comparison(result)]
+    lines = [answer, *_comparison(result), *_highest_on_test(result), *_store_comparison(result)]
     return "\n".join(textwrap.fill(line, WIDTH) for line in lines)
 
 
@@ -61,16 +61,41 @@ def _comparison(result: dict[str, Any]) -> list[str]:
     if not tests:
         return []
     other, found = min(tests.items(), key=lambda test: test[1]["difference"])
-    lines = [_difference_text(result["layer"], other, found)]
-    alike = [
-        f"{layer} (p = {found['p_holm']:.2g})"
-        for layer, found in tests.items()
-        if found["p_holm"] >= _SIGNIFICANT
+    return [
+        _difference_text(result["layer"], other, found),
+        *_alike_text(result["layer"], tests, f"the test {found['unit']}s"),
     ]
-    if alike:
-        more = f" and {len(alike) - _NAMED} more" if len(alike) > _NAMED else ""
-        lines.append(f"Not distinguishable from it: {', '.join(alike[:_NAMED])}{more}.")
-    return lines
+
+
+def _alike_text(best: str, tests: dict[str, Any], where: str) -> list[str]:
+    """Return which layers cannot be told apart from the best one; nothing if that is unknown.
+
+    Args:
+        best: the best layer.
+        tests: other layer -> its comparison with the best one.
+        where: what they are compared on.
+    """
+    if any(found["told_apart"] is None for found in tests.values()):
+        return []
+    alike = [layer for layer, found in tests.items() if not found["told_apart"]]
+    if not alike:
+        others = "The other layer" if len(tests) == 1 else f"All {len(tests)} other layers"
+        return [f"{others} can be told apart from {best} on {where} (p < 0.05, Holm)."]
+    named = ", ".join(alike[:_LAYERS_NAMED])
+    more = f" and {len(alike) - _LAYERS_NAMED} more" if alike[_LAYERS_NAMED:] else ""
+    return [f"Cannot be told apart from {best} on {where}: {named}{more}."]
+
+
+def _highest_on_test(result: dict[str, Any]) -> list[str]:
+    """Return the layer with the highest test accuracy if that is above the chosen layers'."""
+    found = result["layer_selection"]
+    if found is None or found["highest_on_test"]["accuracy"] <= found["accuracy"]["mean"]:
+        return []
+    highest = found["highest_on_test"]
+    return [
+        f"Highest on the test rows: {highest['layer']}, {percent_text(highest['accuracy'])}. Too "
+        "high as a result, because the test rows chose it."
+    ]
 
 
 def _store_comparison(result: dict[str, Any]) -> list[str]:
@@ -106,13 +131,14 @@ def _seeds_answer(result: dict[str, Any]) -> str:
     """Return the accuracy over the splits of all seeds."""
     about = result["seeds"]
     found = about["chosen"]["accuracy"]
-    return textwrap.fill(
+    answer = (
         f"Over {len(about['seeds'])} splits {percent_text(found['mean'])} of the test rows are "
         f"right, standard deviation {100 * found['std']:.1f} points, smallest "
         f"{percent_text(found['min'])}, largest {percent_text(found['max'])}, with the layer that "
-        f"each split chose on validation rows ({_counts(about['layer_of_seeds'])}).",
-        WIDTH,
+        f"each split chose on validation rows ({_counts(about['layer_of_seeds'])})."
     )
+    alike = _alike_text(about["layer"], about["differences"], "the splits")
+    return "\n".join(textwrap.fill(line, WIDTH) for line in [answer, *alike])
 
 
 def _task_text(result: dict[str, Any]) -> str:
@@ -121,8 +147,12 @@ def _task_text(result: dict[str, Any]) -> str:
 
 
 def _counts(layers: list[str]) -> str:
-    """Return how many folds chose each layer."""
-    return ", ".join(f"{layer} in {count}" for layer, count in Counter(layers).items())
+    """Return how many folds or seeds chose each layer, the most frequent first."""
+    counts = Counter(layers).most_common()
+    return ", ".join(
+        f"{layer} in {count}{'' if place else f' of {len(layers)}'}"
+        for place, (layer, count) in enumerate(counts)
+    )
 
 
 def _facts(config: Config, result: dict[str, Any]) -> list[tuple[str, str]]:

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import sys
+
 import numpy as np
 import pytest
+from scipy import stats
 
 from featx.analysis.probe.metrics import Predictions
-from featx.analysis.probe.paired_tests import bootstrapped_difference, compare, holm, sign_test
+from featx.analysis.probe.paired_tests import (
+    bootstrapped_difference,
+    compare,
+    compare_with_best,
+    holm,
+    holm_levels,
+    resampled_test,
+    sign_test,
+)
 from featx.analysis.probe.row_predictions import RowPredictions, join_folds
 
 
@@ -14,7 +25,6 @@ from featx.analysis.probe.row_predictions import RowPredictions, join_folds
     ("first", "second"), [(0, 0), (1, 0), (3, 2), (17, 3), (0, 40), (1000, 1100), (4000, 2)]
 )
 def test_the_sign_test_is_the_binomial_test_of_scipy(first: int, second: int) -> None:
-    stats = pytest.importorskip("scipy.stats", reason="scipy is the oracle; featx[demo] has it")
     expected = stats.binomtest(first, first + second).pvalue if first + second else 1.0
     assert sign_test(first, second) == pytest.approx(expected, rel=1e-9)
 
@@ -68,7 +78,6 @@ def test_probabilities_are_those_of_the_true_and_the_predicted_class() -> None:
 
 def test_the_bootstrap_draws_groups_like_scipys() -> None:
     """scipy draws groups with all their rows; here kinds of groups are drawn."""
-    stats = pytest.importorskip("scipy.stats", reason="scipy is the oracle; featx[demo] has it")
     rng = np.random.default_rng(2)
     sizes = rng.integers(1, 9, 60)
     gains = rng.binomial(sizes, 0.4) - rng.binomial(sizes, 0.3)
@@ -89,3 +98,40 @@ def test_holm_gives_the_numbers_of_r() -> None:
     assert holm([0.5, 0.001, 0.02]) == pytest.approx([0.5, 0.003, 0.04])
     assert holm([0.9, 0.8]) == [1.0, 1.0]
     assert holm([]) == []
+
+
+def test_layers_are_told_apart_by_corrected_intervals() -> None:
+    """The interval of the i-th smallest p-value has the level that Holm compares it with."""
+    rng = np.random.default_rng(0)
+    right = rng.random(400) < 0.8
+    others = {}
+    for name, flipped in (("far", 60), ("near", 14), ("same", 0)):
+        worse = right.copy()
+        worse[np.flatnonzero(right)[:flipped]] = False
+        others[name] = rows_with(worse.tolist())
+    found = compare_with_best(rows_with(right.tolist()), others)
+    assert [found[name]["told_apart"] for name in others] == [True, True, False]
+    gains = np.repeat([1, 0], [60, 340])
+    expected = bootstrapped_difference(gains, np.ones(400, np.int64), 0.05 / 3)
+    assert found["far"]["interval_holm"] == pytest.approx(expected)
+    assert holm_levels([0.5, 0.001, 0.02]) == pytest.approx([0.05, 0.05 / 3, 0.05 / 2])
+    wide, narrow = (found["far"][name] for name in ("interval_holm", "interval"))
+    assert wide[0] < narrow[0] < narrow[1] < wide[1]
+
+
+def test_the_resampled_test_keeps_its_level_where_the_plain_one_does_not() -> None:
+    """Means of overlapping halves of noise: the t-test of scipy finds too many differences."""
+    rng, found, plain = np.random.default_rng(1), 0, 0
+    for _ in range(300):
+        noise = rng.normal(size=50)
+        means = [noise[rng.permutation(50)[:25]].mean() for _ in range(20)]
+        found += (resampled_test(means, 1.0)[1] or 0.0) < 0.05
+        plain += stats.ttest_1samp(means, 0).pvalue < 0.05
+    assert found <= 0.1 * 300 < plain
+    assert resampled_test([0.1, 0.1], 0.25) == ((0.1, 0.1), 0.0)
+    assert resampled_test([0.0, 0.0], 0.25) == ((0.0, 0.0), 1.0)
+
+
+def test_without_scipy_the_resampled_test_has_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "scipy", None)  # as if it were not installed
+    assert resampled_test([0.1, 0.3], 0.25) == (None, None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 from probe_problem import blobs, write_store
+from sklearn.linear_model import LogisticRegression
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import StandardScaler
 from tiny_model import run_job
 
 from featx.analysis.probe.layer_choice import LayerChoice, best_layer
@@ -42,8 +46,8 @@ def test_each_fold_has_a_choice_of_its_own() -> None:
     choice.offer("a", [(0.8, 0.5), (0.9, 0.5)], [tested(0), tested(0)])
     choice.offer("b", [(0.9, 0.5), (0.9, 0.5)], [tested(1), tested(1)])
     choice.offer("c", [(0.9, 0.4), (0.1, 0.1)], [tested(1), tested(0)])
-    assert [layer for layer, _ in choice.chosen] == ["c", "a"]
-    assert [int(predictions.y[0]) for _, predictions in choice.chosen] == [1, 0]
+    assert [each.layer for each in choice.chosen] == ["c", "a"]
+    assert [int(each.predictions.y[0]) for each in choice.chosen] == [1, 0]
 
 
 def test_with_folds_the_top_is_nested_and_layers_are_their_own() -> None:
@@ -83,6 +87,93 @@ def test_knn_with_fewer_than_five_neighbours_has_no_top_five() -> None:
     renamed = 7 - y  # the alphabet the other way round
     write_store(Path("renamed"), renamed, x=x)
     assert probe("renamed", method="knn", k=5)["top5"] == pytest.approx(at_five["top5"], abs=0.1)
+
+
+def role_of_rows(layer: str) -> dict[str, np.ndarray]:
+    """Rows of each role in predictions.csv of a hold-out."""
+    with Path("store/probe/predictions.csv").open(encoding="utf-8", newline="") as file:
+        lines = list(csv.DictReader(file))
+    rows: dict[str, list[int]] = {"train": [], "validation": [], "test": []}
+    for line in lines:
+        if line["layer"] in ("", layer):
+            rows[line["split"]].append(int(line["key"].removesuffix(".jpg")))
+    return {role: np.array(places) for role, places in rows.items()}
+
+
+def accuracy_of(x: np.ndarray, y: np.ndarray, train: np.ndarray, test: np.ndarray) -> float:
+    fitted = make_pipeline(
+        StandardScaler(), LogisticRegression(C=1 / (0.1 * len(train)), tol=1e-8, max_iter=2000)
+    ).fit(x[train], y[train])
+    return float(fitted.score(x[test], y[test]))
+
+
+def test_the_layer_is_the_one_that_scikit_learn_chooses_on_the_validation_rows(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Layers of little signal: the highest test accuracy is not that of the chosen layer."""
+    x, y = blobs(300, width=60, num_classes=3, signal=0.15)
+    layers = {f"l{i}": x[:, 10 * i : 10 * i + 10] for i in range(6)}
+    write_store(Path("store"), y, **layers)
+    assert run_job("probe", store="store", device="cpu", probe={"l2": 0.1}) == 0
+    found = json.loads(Path("store/probe.json").read_text())
+    rows = role_of_rows("l0")
+    validation, test = {}, {}
+    for layer, values in layers.items():
+        train = np.sort(np.concatenate([rows["train"], rows["validation"]]))
+        validation[layer] = accuracy_of(values, y, rows["train"], rows["validation"])
+        test[layer] = accuracy_of(values, y, train, rows["test"])
+    selection = found["layer_selection"]
+    assert validation[found["layer"]] == max(validation.values())
+    (split,) = selection["splits"]
+    assert (split["seed"], split["fold"], split["layer"]) == (0, None, found["layer"])
+    assert split["validation_accuracy"] == pytest.approx(validation[found["layer"]])
+    assert split["accuracy"] == pytest.approx(test[found["layer"]]) == found["accuracy"]
+    highest = selection["highest_on_test"]
+    assert highest["accuracy"] == pytest.approx(max(test.values()))
+    assert test[highest["layer"]] > found["accuracy"]
+    out = " ".join(capsys.readouterr().out.split())
+    assert f"Highest on the test rows: {highest['layer']}, " in out
+
+
+@pytest.mark.parametrize(("options", "splits"), [({"split": "kfold", "folds": 3}, 6), ({}, 2)])
+def test_every_split_of_every_seed_chooses_for_itself(options: dict[str, Any], splits: int) -> None:
+    x, y = blobs(240, signal=0.35)
+    halves = {"even": x[:, ::2], "odd": x[:, 1::2], "late": x[:, 8:18]}
+    write_store(Path("store"), y, **halves)
+    found = probe(method="ridge", seeds=2, **options)
+    selection = found["layer_selection"]
+    assert len(selection["splits"]) == splits == sum(selection["counts"].values())
+    accuracies = [split["accuracy"] for split in selection["splits"]]
+    assert selection["accuracy"]["mean"] == pytest.approx(np.mean(accuracies))
+    first = [split for split in selection["splits"] if split["seed"] == 0]
+    if options:
+        assert [split["layer"] for split in first] == found["layer_of_folds"]
+        assert [split["accuracy"] for split in first] == found["folds"]["values"]
+    assert found["seeds"]["chosen"]["accuracy"]["mean"] == pytest.approx(
+        np.mean(accuracies), abs=0.01
+    )
+
+
+@pytest.mark.slow
+def test_the_choice_on_noise_has_the_accuracy_of_chance() -> None:
+    """40 layers of noise: the highest test accuracy is far above chance, the nested one is not."""
+    rng = np.random.default_rng(0)
+    layers = {f"l{i}": rng.normal(size=(100, 4)).astype(np.float32) for i in range(40)}
+    write_store(Path("store"), np.arange(100) % 2, **layers)
+    found = probe(method="ridge", l2=1, seeds=6)
+    selection = found["layer_selection"]
+    # 120 tests of chance 0.5: a standard deviation of 0.046.
+    assert selection["accuracy"]["mean"] == pytest.approx(0.5, abs=0.12)
+    assert selection["highest_on_test"]["accuracy"] > selection["accuracy"]["mean"] + 0.05
+    told_apart = [each["told_apart"] for each in found["seeds"]["differences"].values()]
+    assert sum(told_apart) <= 1
+
+
+def test_a_single_layer_needs_no_selection(capsys: pytest.CaptureFixture[str]) -> None:
+    x, y = blobs(90)
+    write_store(Path("store"), y, x=x)
+    assert probe()["layer_selection"] is None
+    assert "told apart" not in capsys.readouterr().out
 
 
 @pytest.mark.slow

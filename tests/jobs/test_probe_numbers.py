@@ -205,8 +205,17 @@ def test_seeds_have_a_split_each_and_their_spread_follows_from_the_file(
                 assert metrics[name]["min"] == pytest.approx(min(values))
             accuracies.setdefault(layer, [metric["accuracy"] for metric in each])
     (other,) = seeds["differences"]
-    expected = np.subtract(accuracies[found["layer"]], accuracies[other])
-    assert seeds["differences"][other]["values"] == pytest.approx(expected)
+    expected = np.subtract(accuracies[seeds["layer"]], accuracies[other])
+    difference = seeds["differences"][other]
+    assert difference["values"] == pytest.approx(expected)
+    # 4 splits with 40 test rows for 160 training rows: the variance of the mean is v (1/4 + 1/4).
+    error = np.std(expected, ddof=1) * np.sqrt(0.5)
+    assert difference["interval"] == pytest.approx(
+        stats.t.interval(0.95, 3, np.mean(expected), error)
+    )
+    p = 2 * stats.t.sf(abs(np.mean(expected)) / error, 3)
+    assert difference["p"] == difference["p_holm"] == pytest.approx(p)
+    assert difference["told_apart"] == (p < 0.05)
     chosen = [accuracies[layer][i] for i, layer in enumerate(seeds["layer_of_seeds"])]
     assert seeds["chosen"]["accuracy"]["mean"] == pytest.approx(np.mean(chosen))
     assert out.startswith(f"Over 4 splits {100 * np.mean(chosen):.1f} % of the test rows are right")

@@ -32,11 +32,17 @@ def _merit(accuracy: float, loss: float) -> tuple[float, float]:
 
 
 @dataclass(frozen=True)
-class _Chosen:
-    """Best layer of a fold so far, with its predictions on the test rows."""
+class Chosen:
+    """Layer that a fold chose.
 
-    merit: tuple[float, float]
+    Attributes:
+        layer: name of the layer.
+        merit: its accuracy on the validation rows, and the loss with a minus.
+        predictions: its predictions for the test rows.
+    """
+
     layer: str
+    merit: tuple[float, float]
     predictions: Predictions
 
 
@@ -54,7 +60,7 @@ class LayerChoice:
     """
 
     def __init__(self, num_folds: int) -> None:
-        self._best: list[_Chosen | None] = [None] * num_folds
+        self._best: list[Chosen | None] = [None] * num_folds
 
     def offer(
         self,
@@ -74,9 +80,9 @@ class LayerChoice:
         ):
             merit, best = _merit(accuracy, loss), self._best[fold]
             if best is None or merit > best.merit:
-                self._best[fold] = _Chosen(merit, layer, tested)
+                self._best[fold] = Chosen(layer, merit, tested)
 
     @property
-    def chosen(self) -> list[tuple[str, Predictions]]:
-        """Layer of each fold, with its predictions."""
-        return [(best.layer, best.predictions) for best in self._best if best is not None]
+    def chosen(self) -> list[Chosen]:
+        """Choice of each fold."""
+        return [best for best in self._best if best is not None]

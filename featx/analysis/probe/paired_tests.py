@@ -1,8 +1,10 @@
-"""Paired comparison of two classifiers on the same test rows."""
+"""Paired comparison of classifiers on the same test rows."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import importlib.util
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,6 +14,34 @@ from featx.analysis.probe.row_predictions import RowPredictions
 
 RESAMPLES = 10_000
 """Number of bootstrap resamples of an interval."""
+
+ALPHA = 0.05
+"""Probability of telling apart equally good classifiers, over all comparisons together."""
+
+
+def compare_with_best(
+    best: RowPredictions, others: Mapping[str, RowPredictions]
+) -> dict[str, dict[str, Any]]:
+    """Compare a classifier with each of several others.
+
+    Args:
+        best: test rows with the predictions of the classifier.
+        others: name -> the same rows in the same order, with the predictions of another one.
+
+    Returns:
+        name -> entries of `compare`; p_holm, p corrected for the number of others; interval_holm,
+        as wide as this correction asks: with confidence 1 - ALPHA / (m - i) for the i-th smallest
+        of m p-values, counted from 0; and told_apart, whether p_holm is below ALPHA and
+        interval_holm excludes 0.
+    """
+    tests = {name: compare(best, other) for name, other in others.items()}
+    p_values = [test["p"] for test in tests.values()]
+    corrected, levels = holm(p_values), holm_levels(p_values)
+    for (name, test), p, level in zip(tests.items(), corrected, levels, strict=True):
+        low, high = bootstrapped_difference(*_gains(best, others[name]), level)
+        test["p_holm"], test["interval_holm"] = p, [low, high]
+        test["told_apart"] = p < ALPHA and (low > 0 or high < 0)
+    return tests
 
 
 def compare(a: RowPredictions, b: RowPredictions) -> dict[str, Any]:
@@ -30,12 +60,7 @@ def compare(a: RowPredictions, b: RowPredictions) -> dict[str, Any]:
         `bootstrapped_difference`; first_only and second_only, the number of units that count for
         one of the two; and p, as returned by `sign_test`.
     """
-    gains = a.right.astype(np.int64) - b.right
-    sizes = np.ones_like(gains)
-    if a.groups is not None:
-        _, group_of = np.unique(a.groups, return_inverse=True)
-        sizes = np.bincount(group_of)
-        gains = np.bincount(group_of, weights=gains).round().astype(np.int64)
+    gains, sizes = _gains(a, b)
     first, second = int((gains > 0).sum()), int((gains < 0).sum())
     return {
         "unit": "row" if a.groups is None else "group",
@@ -48,10 +73,22 @@ def compare(a: RowPredictions, b: RowPredictions) -> dict[str, Any]:
     }
 
 
+def _gains(
+    a: RowPredictions, b: RowPredictions
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Return for each unit the right rows of `a` minus those of `b`, and its number of rows."""
+    gains = a.right.astype(np.int64) - b.right
+    if a.groups is None:
+        return gains, np.ones_like(gains)
+    _, group_of = np.unique(a.groups, return_inverse=True)
+    of_group = np.bincount(group_of, weights=gains).round().astype(np.int64)
+    return of_group, np.bincount(group_of)
+
+
 def bootstrapped_difference(
-    gains: npt.NDArray[np.int64], sizes: npt.NDArray[np.int64]
+    gains: npt.NDArray[np.int64], sizes: npt.NDArray[np.int64], alpha: float = ALPHA
 ) -> tuple[float, float]:
-    """Compute the 95 % percentile interval of a difference of accuracies by the paired bootstrap.
+    """Compute the percentile interval of a difference of accuracies by the paired bootstrap.
 
     Units are drawn with replacement, RESAMPLES times, each with both predictions of all its rows
     (B. Efron and R. Tibshirani, An Introduction to the Bootstrap, 1993, chapter 13). Units with
@@ -61,6 +98,7 @@ def bootstrapped_difference(
     Args:
         gains: (m,) for each unit, right rows of the first minus those of the second classifier.
         sizes: (m,) number of rows of each unit.
+        alpha: share of the resamples outside the interval.
 
     Returns:
         low and high, in [-1, 1].
@@ -69,7 +107,7 @@ def bootstrapped_difference(
     rng = np.random.default_rng(0)  # the same numbers for the same predictions
     drawn = rng.multinomial(len(gains), counts / len(gains), size=RESAMPLES)
     total, rows = (drawn @ kinds).T
-    low, high = np.quantile(total / rows, [0.025, 0.975])
+    low, high = np.quantile(total / rows, [alpha / 2, 1 - alpha / 2])
     return float(low), float(high)
 
 
@@ -91,6 +129,54 @@ def holm(p_values: Sequence[float]) -> list[float]:
         largest = max(largest, min(1.0, (len(p_values) - rank) * p_values[place]))
         corrected[place] = largest
     return corrected
+
+
+def holm_levels(p_values: Sequence[float]) -> list[float]:
+    """Return ALPHA / (m - i) for the i-th smallest of m p-values, counted from 0.
+
+    Holm's method compares each p-value with this level.
+
+    Args:
+        p_values: p-values of all tests of a family.
+
+    Returns:
+        the levels in the same order.
+    """
+    levels = [0.0] * len(p_values)
+    for rank, place in enumerate(sorted(range(len(p_values)), key=lambda i: p_values[i])):
+        levels[place] = ALPHA / (len(p_values) - rank)
+    return levels
+
+
+def resampled_test(
+    differences: Sequence[float], test_share: float, alpha: float = ALPHA
+) -> tuple[tuple[float, float] | None, float | None]:
+    """Test whether the mean of differences over several random splits is 0.
+
+    The training rows of the splits overlap, so that the variance v of J differences is too small
+    for that of their mean. The corrected resampled t-test takes v (1 / J + test_share) in place of
+    v / J, with J - 1 degrees of freedom (C. Nadeau and Y. Bengio, Inference for the Generalization
+    Error, Machine Learning 52, 2003; for repeated folds R. Bouckaert and E. Frank, PAKDD 2004).
+
+    Args:
+        differences: J differences of accuracies, one for each split, two or more.
+        test_share: number of test rows for each training row.
+        alpha: probability that the interval does not contain the mean.
+
+    Returns:
+        the interval of the mean, and the two-sided p; both None if scipy, which scikit-learn
+        brings, is not installed.
+    """
+    if importlib.util.find_spec("scipy") is None:
+        return None, None
+    from scipy.stats import t
+
+    count, mean = len(differences), float(np.mean(differences))
+    error = float(np.std(differences, ddof=1)) * math.sqrt(1 / count + test_share)
+    if error == 0:
+        return (mean, mean), 1.0 if mean == 0 else 0.0
+    half = error * float(t.ppf(1 - alpha / 2, count - 1))
+    return (mean - half, mean + half), 2 * float(t.sf(abs(mean) / error, count - 1))
 
 
 def sign_test(first: int, second: int) -> float:

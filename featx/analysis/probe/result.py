@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +12,7 @@ from featx.analysis.probe.layer_choice import LayerChoice, best_layer
 from featx.analysis.probe.layer_probe import LayerProbe
 from featx.analysis.probe.leakage import NEAR_COSINE
 from featx.analysis.probe.metrics import judged_folds
-from featx.analysis.probe.paired_tests import compare, holm
+from featx.analysis.probe.paired_tests import compare_with_best
 from featx.analysis.probe.row_predictions import RowPredictions, join_folds
 from featx.analysis.probe.task import Task
 from featx.config import Config
@@ -67,8 +66,8 @@ class SeedProbe:
         if len(self.task.splits) == 1 or len(self.layers) == 1:
             return Top(best, about, self.layers[best].tested[method])
         chosen = self.choice.chosen
-        folds = [predictions for _, predictions in chosen]
-        nested = {"layer_of_folds": [layer for layer, _ in chosen], **judged_folds(folds)}
+        folds = [each.predictions for each in chosen]
+        nested = {"layer_of_folds": [each.layer for each in chosen], **judged_folds(folds)}
         return Top(best, {**about, **nested}, join_folds(folds))
 
 
@@ -124,27 +123,15 @@ def probe_result(config: Config, first: SeedProbe, seconds: float) -> dict[str, 
         "rows_labelled": len(task.training.rows),
         "split": task.about,
         "near_duplicates": near,
-        "paired_tests": _paired_tests(found, best, method),
+        "paired_tests": compare_with_best(
+            found[best].tested[method],
+            {layer: each.tested[method] for layer, each in found.items() if layer != best},
+        ),
         "chosen_by": "validation_accuracy",
         "notes_on_rows": notes,
         **run_entries(config, seconds),
         "layers": layers,
     }
-
-
-def _paired_tests(
-    found: Mapping[str, LayerProbe], best: str, method: str
-) -> dict[str, dict[str, Any]]:
-    """Compare the best layer with each other one; p_holm is corrected for their number."""
-    tests = {
-        layer: compare(found[best].tested[method], each.tested[method])
-        for layer, each in found.items()
-        if layer != best
-    }
-    corrected = holm([test["p"] for test in tests.values()])
-    for test, p in zip(tests.values(), corrected, strict=True):
-        test["p_holm"] = p
-    return tests
 
 
 def _near_duplicates_entry(

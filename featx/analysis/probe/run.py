@@ -16,6 +16,7 @@ from featx.analysis.probe.layer_choice import LayerChoice
 from featx.analysis.probe.layer_probe import Extras, layer_features, probe_layer
 from featx.analysis.probe.metric_intervals import bootstrap_entry
 from featx.analysis.probe.metrics import joined
+from featx.analysis.probe.nested_selection import selection_entry
 from featx.analysis.probe.output_files import write_probe
 from featx.analysis.probe.repeated_splits import seeds_entry
 from featx.analysis.probe.result import SeedProbe, probe_result
@@ -82,6 +83,7 @@ def run_probe(
     result = probe_result(config, of_seeds[0], time.perf_counter() - started_at)
     result |= {"task": kind.name, "task_reason": kind.reason}
     _add_comparisons(config, of_seeds[0], other, result)
+    result["layer_selection"] = selection_entry(of_seeds, config.probe.methods[0])
     result["seeds"] = None if len(of_seeds) == 1 else seeds_entry(of_seeds, config.probe.methods)
     if not keeps_scores:
         result["notes_on_rows"].append(
@@ -97,7 +99,7 @@ def _add_comparisons(
 ) -> None:
     """Add the entries `bootstrap` and `compared_store` for the numbers at the top of probe.json."""
     result["bootstrap"] = result["compared_store"] = None
-    folds = [predictions for _, predictions in first.choice.chosen]
+    folds = [each.predictions for each in first.choice.chosen]
     if config.probe.bootstrap is not None:
         result["bootstrap"] = bootstrap_entry(joined(folds), config.probe.bootstrap)
     if other is not None:

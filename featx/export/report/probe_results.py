@@ -20,9 +20,6 @@ from featx.store import FeatureStore, layout
 
 _METHODS = ("linear", "knn", "ridge")
 
-ALPHA = 0.05
-"""p-value below which two layers count as different."""
-
 
 @dataclass(frozen=True)
 class Score:
@@ -76,6 +73,7 @@ class Compared:
         best_only: number of test rows or groups for the best layer.
         other_only: number for the other layer.
         p: two-sided p-value, corrected for the number of layers.
+        told_apart: whether the two layers differ by p and by the interval of the difference.
     """
 
     layer: str
@@ -83,11 +81,12 @@ class Compared:
     best_only: int
     other_only: int
     p: float
+    told_apart: bool
 
     @property
     def verdict(self) -> str:
-        """'equal' (not distinguishable), 'worse' or 'better', about the other layer."""
-        if self.p >= ALPHA:
+        """'equal' (cannot be told apart), 'worse' or 'better', about the other layer."""
+        if not self.told_apart:
             return "equal"
         return "worse" if self.best_only > self.other_only else "better"
 
@@ -286,7 +285,7 @@ def _compared(found: Mapping[str, Any]) -> tuple[Compared, ...]:
     tests = [
         Compared(
             str(layer), str(each["unit"]), int(each["first_only"]), int(each["second_only"]),
-            float(each["p_holm"]),
+            float(each["p_holm"]), bool(each["told_apart"]),
         )
         for layer, each in found.items()
     ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""A store in other forms: seven file formats, the HTML report, TensorBoard.
+"""A store in other forms: file formats, the HTML report, TensorBoard.
 
 In: a `FeatureStore` and the options of `export` or `report`. Out: files in a folder of their own.
 Names for others: those in `__init__.pyi`.

@@ -26,6 +26,9 @@ class File:
         start: first row of the selection that the file holds.
         stop: row after the last one.
         is_folder: whether the name is that of a folder.
+        reserved_bytes: largest size in bytes of a file that h5py writes, or None. HDF5 may crash
+            when a disk is full, so the space is reserved first, and `write` gets a file object for
+            h5py.
     """
 
     name: str
@@ -33,6 +36,7 @@ class File:
     start: int
     stop: int
     is_folder: bool = False
+    reserved_bytes: int | None = None
 
     def __len__(self) -> int:
         return self.stop - self.start
@@ -64,6 +68,14 @@ class Format(ABC):
         Args:
             out: folder of the export.
         """
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Options of the format that change the content of its files, as JSON types.
+
+        An existing export is continued with the same values only.
+        """
+        return {}
 
     @property
     def num_bytes(self) -> int:
@@ -101,6 +113,24 @@ class ShardedFormat(Format):
             ending: file name extension without a dot.
             row_bytes: bytes of one row in the file.
             write: function that writes rows [start, stop) of the selection to an open file.
+        """
+        ranges = self.ranges(row_bytes)
+        found = []
+        for number, (start, stop) in enumerate(ranges):
+            name = f"{stem}-{number:05d}-of-{len(ranges):05d}.{ending}"
+
+            # Default arguments bind start and stop of this iteration.
+            def fill(file: BinaryIO, start: int = start, stop: int = stop) -> None:
+                write(file, start, stop)
+
+            found.append(File(name, fill, start, stop))
+        return found
+
+    def ranges(self, row_bytes: float) -> list[tuple[int, int]]:
+        """Return start and stop of shards of about export.shard_gib; at least one.
+
+        Args:
+            row_bytes: bytes of one row in the file.
 
         Raises:
             FeatxError: the format is registered with other options.
@@ -110,18 +140,7 @@ class ShardedFormat(Format):
             raise FeatxError(f"export.format={options.format} was registered without ShardOptions.")
         num_rows = len(self.selection)
         each = max(1, int(options.shard_bytes / max(1.0, row_bytes)))
-        count = max(1, math.ceil(num_rows / each))
-        found = []
-        for number in range(count):
-            start, stop = number * each, min(num_rows, (number + 1) * each)
-            name = f"{stem}-{number:05d}-of-{count:05d}.{ending}"
-
-            # Default arguments bind start and stop of this iteration.
-            def fill(file: BinaryIO, start: int = start, stop: int = stop) -> None:
-                write(file, start, stop)
-
-            found.append(File(name, fill, start, stop))
-        return found
+        return [(start, min(num_rows, start + each)) for start in range(0, num_rows, each)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,9 +150,12 @@ class FormatMember(Member):
     Attributes:
         make: makes the format for rows, layers and a config, usually the class itself. Its options
             are `ShardOptions` for a `ShardedFormat`, else None or a subclass of `ExportConfig`.
+        holds_failed_rows: whether failed rows have a place in the format, with a status. Otherwise
+            they are left out, and the command says how many.
     """
 
     make: Callable[[Selection, Config], Format]
+    holds_failed_rows: bool = True
 
 
 FORMATS: Registry[FormatMember] = Registry("export.format", "featx.export", "featx.exports")
@@ -145,6 +167,42 @@ def literal(text: object) -> str:
     shown = str(text)
     plain = shown.isprintable() and '"' not in shown and "\\" not in shown
     return f'"{shown}"' if plain else repr(shown)
+
+
+def refuse_maps(selection: Selection, why: str) -> None:
+    """Check that every layer has one vector per row.
+
+    Args:
+        selection: rows and layers to export.
+        why: what the format holds, such as 'the projector shows vectors'.
+
+    Raises:
+        ConfigError: a layer holds maps or tokens.
+    """
+    maps = [name for name in selection.layers if len(selection.row_shape(name)) != 1]
+    if maps:
+        raise ConfigError(
+            f"{why}; {', '.join(maps)} hold maps. Name the layers you want with layers=[...], or "
+            "extract these with reduce=avg."
+        )
+
+
+def only_layer_of(selection: Selection, what: str) -> str:
+    """Return the layer of an export that has a single one.
+
+    Args:
+        selection: rows and layers to export.
+        what: option that holds one layer, such as 'export.format=clip_retrieval'.
+
+    Raises:
+        ConfigError: there are several.
+    """
+    if len(selection.layers) > 1:
+        raise ConfigError(
+            f"{what} holds one layer, and {len(selection.layers)} are selected: "
+            f"{', '.join(selection.layers)}. Name one with layers=[...]."
+        )
+    return selection.layers[0]
 
 
 def missing_extra(name: str, extra: str, what: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -40,20 +41,9 @@ class Npy(Format):
         return found
 
     def _layer(self, name: str) -> File:
-        """Return the file of a layer; rows are written block by block behind an .npy header."""
-        chosen, n = self.selection, len(self.selection)
-
-        def write(file: BinaryIO) -> None:
-            header = {
-                "descr": np.lib.format.dtype_to_descr(chosen.dtype(name)),
-                "fortran_order": False,
-                "shape": (n, *chosen.row_shape(name)),
-            }
-            np.lib.format.write_array_header_2_0(file, header)
-            for _, _, values in chosen.blocks(0, n, [name]):
-                file.write(values[name].data)
-
-        return File(f"features/{name}.npy", write, 0, n)
+        """Return the file of a layer."""
+        write = functools.partial(self.selection.write_npy, layer=name)
+        return File(f"features/{name}.npy", write, 0, len(self.selection))
 
     def opening(self, out: Path) -> str:
         """Return lines that load the arrays with numpy."""

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from featx.errors import ConfigError
-from featx.export.base import FORMATS, File, Format, FormatMember
+from featx.export.base import FORMATS, File, Format, FormatMember, refuse_maps
 from featx.export.tensorboard.projector import metadata_text, vectors_text
 from featx.types import Status
 
@@ -24,12 +24,7 @@ class Projector(Format):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         chosen = self.selection
-        maps = [name for name in chosen.layers if len(chosen.row_shape(name)) != 1]
-        if maps:
-            raise ConfigError(
-                f"the projector shows vectors; {', '.join(maps)} hold maps. Name the layers you "
-                "want with layers=[...], or extract these with reduce=avg."
-            )
+        refuse_maps(chosen, "the projector shows vectors")
         if (chosen.status != Status.OK).any():
             raise ConfigError(
                 "the projector cannot show rows without features. Leave them out with "

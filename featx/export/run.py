@@ -34,8 +34,9 @@ def run_export(config: Config) -> dict[str, Any]:
         config: checked config with job=export.
 
     Returns:
-        folder, format, layers, columns, rows, failures, files, bytes, seconds, already (whether the
-        export was complete before), and opening (lines of code that open it).
+        folder, format, layers, columns, rows, failures (failed rows that the export holds),
+        left_out (failed and missing rows that it does not hold), files, bytes, seconds, already
+        (whether the export was complete before), and opening (lines of code that open it).
 
     Raises:
         FeatxError: the store, the format or the folder is not suitable, or the disk failed.
@@ -51,14 +52,16 @@ def run_export(config: Config) -> dict[str, Any]:
     name = config.export.format
     out = config.out_beside(store.root, f"export-{name}")
     _refuse_other_folders(out)
-    rows = np.flatnonzero(store.ok) if config.export.ok_only else np.arange(len(store))
+    member = FORMATS.get(name)
+    ok_only = config.export.ok_only or not member.holds_failed_rows
+    rows = np.flatnonzero(store.ok) if ok_only else np.arange(len(store))
     if not len(rows):
         raise StoreError(f"{store.root} has no row that is ok: there is nothing to export.")
     layers = matching_layers(store, config.layers)
     disk = AtomicFolder(out)
     with CountProgress("B") as progress:
         chosen = Selection(store, layers, rows, progress.step)
-        written = FORMATS.get(name).make(chosen, config)
+        written = member.make(chosen, config)
         disk.make_folder(out)
         with exclusive_lock(out / layout.LOCK):
             return _write_all(disk, written, progress)
@@ -68,7 +71,7 @@ def _write_all(disk: AtomicFolder, written: Format, progress: CountProgress) -> 
     """Write the missing files; the caller holds the lock of the folder."""
     started_at = time.perf_counter()
     chosen, config, files = written.selection, written.config, written.files()
-    identity = _identity_of(chosen, config, files)
+    identity = _identity_of(written, files)
     _clear(disk, config.overwrite and not _was_overwriting(disk.root / RECORD, identity))
     record = _Record(disk, chosen, identity, files, config.overwrite)
     missing = record.missing()
@@ -90,6 +93,7 @@ def _write_all(disk: AtomicFolder, written: Format, progress: CountProgress) -> 
         "columns": list(chosen.columns),
         "rows": len(chosen),
         "failures": failed,
+        "left_out": len(chosen.store) - len(chosen),
         "files": len(files),
         "bytes": sum(record.sizes.values()),
         "seconds": time.perf_counter() - started_at,
@@ -128,15 +132,16 @@ def _clear(disk: AtomicFolder, overwrite: bool) -> None:
         disk.remove(record)
 
 
-def _identity_of(chosen: Selection, config: Config, files: list[File]) -> dict[str, Any]:
+def _identity_of(written: Format, files: list[File]) -> dict[str, Any]:
     """Return the description that two exports with the same content share.
 
     It is converted to JSON and back, so that tuples and NumPy numbers compare equal to those of a
     record.
     """
     identity = {
-        "format": config.export.format,
-        **chosen.identity,
+        "format": written.config.export.format,
+        **written.selection.identity,
+        **({"options": settings} if (settings := written.settings) else {}),
         "files": {file.name: [file.start, file.stop] for file in files},
     }
     found: dict[str, Any] = json.loads(json.dumps(identity))
@@ -284,6 +289,10 @@ def _write(disk: AtomicFolder, file: File) -> None:
         with disk.filled_folder(path) as folder:
             file.write(folder)
         return
+    if file.reserved_bytes is not None:
+        with disk.reserved(path, file.reserved_bytes, replace=True) as stream:
+            file.write(stream)
+        return
     with disk.streamed(path) as stream:
         file.write(stream)
 
@@ -326,12 +335,17 @@ def _short(value: object) -> str:
 
 def describe_export(summary: dict[str, Any]) -> str:
     """Format the result of `run_export` for people."""
-    failed = summary["failures"]
+    failed, left_out = summary["failures"], summary["left_out"]
+    about_rows = f"{summary['rows']}"
+    if failed:
+        about_rows += f", {failed} of them failed: NaN"
+    if left_out:
+        about_rows += f"; {counted(left_out, 'row', 'rows')} without features left out"
     rows = [
         ("format", summary["format"]),
         ("layers", ", ".join(summary["layers"])),
         *([("columns", ", ".join(columns))] if (columns := summary["columns"]) else []),
-        ("rows", f"{summary['rows']}" + (f", {failed} of them failed: NaN" if failed else "")),
+        ("rows", about_rows),
         ("files", f"{summary['files']}, {size_text(summary['bytes'])}"),
         (
             "seconds",

@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
@@ -166,6 +166,17 @@ class Selection:
             yield first, last, found
             self.on_bytes(sum(values.nbytes for values in found.values()))
 
+    def write_npy(self, file: BinaryIO, layer: str) -> None:
+        """Write all rows of a layer as an .npy file, block by block behind its header."""
+        header = {
+            "descr": np.lib.format.dtype_to_descr(self.dtype(layer)),
+            "fortran_order": False,
+            "shape": (len(self), *self.row_shape(layer)),
+        }
+        np.lib.format.write_array_header_2_0(file, header)
+        for _, _, values in self.blocks(0, len(self), [layer]):
+            file.write(values[layer].data)
+
     def _read(self, layer: str, start: int, stop: int) -> npt.NDArray[Any]:
         """Read rows [start, stop) of one layer as a contiguous array."""
         rows = self.rows[start:stop]
@@ -232,6 +243,17 @@ class Selection:
             listed.update(f"{name!r} {values.dtype.str} ".encode())
             listed.update(values.tobytes())
         return listed.hexdigest()
+
+
+def unit_rows(rows: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
+    """Divide (n, D) rows by their Euclidean length, in float32; rows of zeros stay zero."""
+    values = rows.astype(np.float32)
+    # Divided by the largest value first: squares of very large or small values leave float32.
+    largest = np.abs(values).max(axis=1, keepdims=True, initial=0)
+    values /= np.where(largest > 0, largest, 1)
+    length = np.linalg.norm(values, axis=1, keepdims=True)
+    values /= np.where(length > 0, length, 1)
+    return values
 
 
 def as_utf8(text: str) -> str:

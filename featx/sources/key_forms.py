@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import re
 
-_BOX = re.compile(rb"(.+)#\d+,\d+,\d+,\d+", re.DOTALL)
+from featx.types import Box
+
+_BOX = re.compile(rb"(.+)#(\d+),(\d+),(\d+),(\d+)", re.DOTALL)
 _FRAME = re.compile(rb"(.+)@\d{5,}\.\d{3}", re.DOTALL)
 
 
@@ -20,6 +22,15 @@ def box_key(image: bytes, x: int, y: int, width: int, height: int) -> bytes:
         x, y, width, height: the box in pixels.
     """
     return b"%s#%d,%d,%d,%d" % (image, x, y, width, height)
+
+
+def parsed_box_key(key: bytes) -> tuple[bytes, Box] | None:
+    """Return the key of the image and the box that a key of `box_key` names, or None for others."""
+    found = _BOX.fullmatch(key)
+    if found is None:
+        return None
+    x, y, width, height = map(int, found.groups()[1:])
+    return found[1], Box(x, y, width, height)
 
 
 def frame_key(video: bytes, time_s: float) -> bytes:

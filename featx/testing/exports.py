@@ -25,12 +25,15 @@ class ExportContract:
     Attributes:
         layers: layers of the store to export: 'stem' has rows of (8, 4, 4), 'head' of (4,).
         rtol: relative error of the values, for formats that write decimal text.
+        has_fixed_bytes: whether the same store gives the same bytes; not so for formats whose
+            library invents names or times.
         is_opened_by_code: whether `opening` returns Python code, and not a sentence for people who
             open the export with another program.
     """
 
     layers: tuple[str, ...] = ("stem", "head")
     rtol = 0.0
+    has_fixed_bytes = True
     is_opened_by_code = True
 
     @pytest.fixture(scope="class")
@@ -42,6 +45,10 @@ class ExportContract:
     def exported_rows(self, store: featx.FeatureStore) -> npt.NDArray[np.int64]:
         """Return the rows of the store that the format holds; all, also those that failed."""
         return np.arange(len(store))
+
+    def exported_values(self, rows: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """Return (n, ...) rows of the store as the format holds them; unchanged by default."""
+        return rows
 
     def read_rows(self, folder: Path, layer: str) -> npt.NDArray[Any]:
         """Return (n, ...) values of a layer in an export, read with the format's own library."""
@@ -78,7 +85,7 @@ class ExportContract:
         """A failed row is NaN and moves no other row."""
         for layer in self.layers:
             found = self.read_rows(exported, layer)
-            expected = store[layer][:][self.exported_rows(store)]
+            expected = self.exported_values(store[layer][:][self.exported_rows(store)])
             np.testing.assert_allclose(found.reshape(expected.shape), expected, rtol=self.rtol)
 
     def test_the_same_store_gives_the_same_files(
@@ -89,7 +96,11 @@ class ExportContract:
         tmp_path: Path,
     ) -> None:
         again = self._export(store, export_options, tmp_path / "out")
-        assert _digests(again) == _digests(exported)
+        if self.has_fixed_bytes:
+            assert _digests(again) == _digests(exported)
+        for layer in self.layers:
+            found = self.read_rows(again, layer)
+            np.testing.assert_array_equal(found, self.read_rows(exported, layer))
 
     def test_a_lost_file_is_written_again(
         self,
@@ -103,7 +114,13 @@ class ExportContract:
         before = _digests(out)
         lost = max(before)
         (out / lost).unlink()
-        assert _digests(self._export(store, export_options, out)) == before
+        after = _digests(self._export(store, export_options, out))
+        if self.has_fixed_bytes:
+            assert after == before
+        for layer in self.layers:
+            expected = self.exported_values(store[layer][:][self.exported_rows(store)])
+            found = self.read_rows(out, layer)
+            np.testing.assert_allclose(found.reshape(expected.shape), expected, rtol=self.rtol)
 
     def test_another_store_is_refused(
         self,

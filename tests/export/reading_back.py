@@ -171,6 +171,100 @@ def webdataset(out: Path) -> Table:
     )
 
 
+def _listed(layers: dict[str, np.ndarray], keys: list[str], **more: Any) -> Table:
+    """A table of a format that has neither status nor, unless given, row and label."""
+    return Table(keys, more.pop("rows", []), more.pop("labels", []), [], layers, **more)
+
+
+def clip_retrieval(out: Path) -> Table:
+    """As clip-retrieval and embedding_reader read it: files of both folders in sorted order."""
+    import pandas as pd
+
+    vectors = sorted((out / "img_emb").glob("*.npy"))
+    tables = [pd.read_parquet(path) for path in sorted((out / "metadata").glob("*.parquet"))]
+    arrays = [np.load(path) for path in vectors]
+    assert [len(array) for array in arrays] == [len(table) for table in tables]
+    assert all(array.dtype == np.float16 for array in arrays)
+    table = pd.concat(tables)
+    (layer,) = json.loads((out / "_export.json").read_text())["identity"]["layers"]
+    return _listed(
+        {layer: np.concatenate(arrays)},
+        table["image_path"].tolist(),
+        rows=table["row"].tolist(),
+        labels=table["label"].tolist(),
+        classes=table["class"].where(table["class"].notna(), None).tolist(),
+        files=[path.name for path in vectors],
+        columns={name: table[name].tolist() for name in table.columns[4:]},
+    )
+
+
+def faiss(out: Path) -> Table:
+    import faiss
+    import pandas as pd
+
+    keys = pd.read_parquet(out / "keys.parquet")
+    layers = {}
+    for path in out.glob("*.index"):
+        index = faiss.read_index(str(path))
+        layers[path.stem] = np.stack([index.reconstruct(row) for row in keys["row"].tolist()])
+    columns = {name: keys[name].tolist() for name in keys.columns[4:]}
+    rows, labels = keys["row"].tolist(), keys["label"].tolist()
+    return _listed(layers, keys["key"].tolist(), rows=rows, labels=labels, columns=columns)
+
+
+def hloc(out: Path) -> Table:
+    """A descriptor is the data set `global_descriptor` of the group that has the image's name."""
+    import h5py
+
+    layers, keys = {}, list[str]()
+    for path in out.glob("global-feats-*.h5"):
+        with h5py.File(path, "r", libver="latest") as file:
+            names: list[str] = []
+            file.visit(names.append)
+            keys = [name for name in names if "global_descriptor" in file[name]]
+            keys.sort(key=str.encode)
+            rows = [file[key]["global_descriptor"].__array__() for key in keys]
+        layers[path.stem.removeprefix("global-feats-")] = np.stack(rows)
+    return _listed(layers, keys)
+
+
+def thingsvision(out: Path) -> Table:
+    names = (out / "file_names.txt").read_text("utf-8").split("\n")
+    assert names.pop() == ""
+    layers = list(json.loads((out / "_export.json").read_text())["identity"]["layers"])
+    folders = [out] if len(layers) == 1 else [out / name for name in layers]
+    rows = [np.load(folder / "features.npy") for folder in folders]
+    return _listed(dict(zip(layers, rows, strict=True)), names)
+
+
+def trident(out: Path) -> Table:
+    """As TRIDENT reads features with coordinates; keys are slide and corner."""
+    import h5py
+
+    layers, keys = {}, list[str]()
+    for folder in out.glob("features_*"):
+        keys, rows = [], []
+        for path in sorted(folder.glob("*.h5")):
+            with h5py.File(path, "r") as file:
+                rows.append(file["features"][:])
+                corners = file["coords"][:].tolist()
+            keys += [f"{path.stem}#{x},{y}" for x, y in corners]
+        layers[folder.name.removeprefix("features_")] = np.concatenate(rows)
+    return _listed(layers, keys)
+
+
+def lance(out: Path) -> Table:
+    import lance
+
+    table = lance.dataset(str(out / "features.lance")).to_table()
+    listing = ("row", "key", "label", "class")
+    (name,) = [name for name in table.column_names if name not in listing]
+    column = table.column(name).combine_chunks()
+    rows, keys, labels, classes = (table.column(one).to_pylist() for one in listing)
+    values = column.flatten().to_numpy().reshape(len(table), -1)
+    return _listed({name: values}, keys, rows=rows, labels=labels, classes=classes)
+
+
 READERS = {
     "npy": npy,
     "parquet": parquet,
@@ -179,4 +273,10 @@ READERS = {
     "huggingface": huggingface,
     "projector": projector,
     "webdataset": webdataset,
+    "clip_retrieval": clip_retrieval,
+    "faiss": faiss,
+    "hloc": hloc,
+    "thingsvision": thingsvision,
+    "trident": trident,
+    "lance": lance,
 }

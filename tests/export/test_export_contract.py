@@ -12,6 +12,7 @@ from reading_back import READERS
 
 import featx
 from featx.testing import ExportContract
+from featx.testing.tiny_extraction import extract, write_images
 
 
 class _Format(ExportContract):
@@ -52,6 +53,87 @@ class TestHuggingFace(_Format):
 )
 class TestWebDataset(_Format):
     kind = "webdataset"
+
+
+class _Vectors(_Format):
+    """Formats of other tools: one vector per row, and no place for failed rows."""
+
+    layers = ("head",)
+
+    def exported_rows(self, store: featx.FeatureStore) -> np.ndarray:
+        return np.flatnonzero(store.ok)
+
+
+class _UnitVectors(_Vectors):
+    def exported_values(self, rows: np.ndarray) -> np.ndarray:
+        unit = rows.astype(np.float64)
+        return unit / np.sqrt((unit**2).sum(1, keepdims=True))
+
+
+class TestClipRetrieval(_UnitVectors):
+    kind = "clip_retrieval"
+    rtol = 1e-3
+
+
+class TestHloc(_UnitVectors):
+    kind = "hloc"
+    rtol = 1e-3
+
+
+class TestFaiss(_UnitVectors):
+    kind = "faiss"
+    rtol = 1e-6
+
+
+class TestThingsVision(_Vectors):
+    kind = "thingsvision"
+    layers = ("stem",)
+
+
+class TestTrident(_Vectors):
+    kind = "trident"
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def export_options(cls) -> Mapping[str, Any]:
+        return {"format": "trident", "magnification": 40, "clam": True}
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def store(cls, tmp_path_factory: pytest.TempPathFactory) -> featx.FeatureStore:
+        """Four tiles of each image; the keys of the second row of tiles come first."""
+        return cls.tiles(tmp_path_factory.mktemp("tiles"), (16, 4))
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def other_store(cls, tmp_path_factory: pytest.TempPathFactory) -> featx.FeatureStore:
+        return cls.tiles(tmp_path_factory.mktemp("other"), (4,))
+
+    @staticmethod
+    def tiles(folder: Path, corners: tuple[int, ...]) -> featx.FeatureStore:
+        images = write_images(folder / "images")
+        names = sorted(path.relative_to(images) for path in images.rglob("*.png"))
+        lines = [f"{name},{x},{y},24,24" for name in names for x in corners for y in corners]
+        (folder / "boxes.csv").write_text("\n".join(["path,x,y,width,height", *lines]))
+        data = {"name": "folder", "root": str(images), "boxes": str(folder / "boxes.csv")}
+        return extract(images, folder / "store", data=data, dtype="float32", max_failures=4)
+
+    def exported_rows(self, store: featx.FeatureStore) -> np.ndarray:
+        """Slides by name, their tiles by y and then x."""
+        rows = np.flatnonzero(store.ok)
+        at = [key.rpartition("#") for key in store.keys[rows]]
+        places = [(Path(image).stem, *map(int, box.split(",")[1::-1])) for image, _, box in at]
+        return rows[sorted(range(len(rows)), key=lambda i: places[i])]
+
+
+class TestLance(_Vectors):
+    kind = "lance"
+    has_fixed_bytes = False
+
+    @pytest.fixture(autouse=True, scope="class")
+    @classmethod
+    def _needs_lance(cls) -> None:
+        pytest.importorskip("lance", reason="pylance takes 200 MB, which dev does not install")
 
 
 class TestProjector(_Format):

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 from tiny_model import KEYS, MODEL, extract, pack_in_process, run_job, write_images
 
+from featx.config.export import ExportConfig
 from featx.config.member_options import option_owners
 from featx.config.model import ModelConfig
 from featx.config.options import Kind, option_types
@@ -103,6 +104,7 @@ _NO_JOBS = ("__post_init__", "__eq__", "_has_default_out", "_digest", "in_this_p
 _GROUPS = (
     *("data", "reduce", "executor", "probe", "attribute", "stats"),
     *(f"model.{name}" for name in option_owners("model.library", ModelConfig)),
+    *(f"export.{name}" for name in option_owners("export.format", ExportConfig)),
 )
 _OF_KINDS = {
     name

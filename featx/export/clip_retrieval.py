@@ -1,0 +1,117 @@
+"""export.format=clip_retrieval: shards of unit vectors and of metadata, as clip-retrieval has them.
+
+The layout is that of `clip_retrieval.clip_inference.writer`
+(https://github.com/rom1504/clip-retrieval); embedding_reader and autofaiss read it too.
+"""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from featx.errors import MissingExtraError
+from featx.export.base import (
+    FORMATS,
+    File,
+    FormatMember,
+    ShardedFormat,
+    ShardOptions,
+    literal,
+    missing_extra,
+    only_layer_of,
+    refuse_maps,
+)
+from featx.export.selection import unit_rows
+
+_COLUMNS = ("image_path", "row", "label", "class")
+"""Columns of the metadata other than those of the store."""
+
+
+class ClipRetrieval(ShardedFormat):
+    """img_emb/img_emb_<k>.npy with metadata/metadata_<k>.parquet.
+
+    Rows are divided by their Euclidean length in float32 and rounded to float16; a row of zeros
+    stays as it is. Readers sort the names of both folders, so k has leading zeros.
+
+    Raises:
+        ConfigError: several layers are selected, or the layer holds maps.
+        MissingExtraError: pyarrow is not installed.
+    """
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        what = "export.format=clip_retrieval"
+        self._layer = only_layer_of(self.selection, what)
+        refuse_maps(self.selection, "clip-retrieval holds one vector per image")
+        try:
+            import pyarrow.parquet  # noqa: F401
+        except ImportError as error:
+            raise MissingExtraError(missing_extra("pyarrow", "export", what)) from error
+        self._columns = self.selection.named_columns(_COLUMNS)
+
+    def files(self) -> list[File]:
+        """Return the shards, vectors before metadata."""
+        ranges = self.ranges(2 * self._width)
+        digits = len(str(len(ranges) - 1))
+        found = []
+        for number, (start, stop) in enumerate(ranges):
+            shard = f"{number:0{digits}d}"
+            for name, write in (
+                (f"img_emb/img_emb_{shard}.npy", self._write_vectors),
+                (f"metadata/metadata_{shard}.parquet", self._write_metadata),
+            ):
+                fill = functools.partial(write, start, stop)
+                found.append(File(name, fill, start, stop))
+        return found
+
+    @property
+    def _width(self) -> int:
+        """Number of values of one row."""
+        return self.selection.row_shape(self._layer)[0]
+
+    def _write_vectors(self, start: int, stop: int, file: BinaryIO) -> None:
+        """Write rows [start, stop) as (n, D) float16."""
+        shape = (stop - start, self._width)
+        header = {"descr": "<f2", "fortran_order": False, "shape": shape}
+        np.lib.format.write_array_header_1_0(file, header)
+        for _, _, values in self.selection.blocks(start, stop):
+            file.write(unit_rows(values[self._layer]).astype("<f2").data)
+
+    def _write_metadata(self, start: int, stop: int, file: BinaryIO) -> None:
+        """Write the table of rows [start, stop)."""
+        import pyarrow as pa
+        from pyarrow import parquet
+
+        chosen = self.selection
+        columns = {
+            "image_path": pa.array(chosen.key_texts(start, stop), pa.string()),
+            "row": pa.array(chosen.rows[start:stop]),
+            "label": pa.array(chosen.labels[start:stop]),
+            "class": pa.array(chosen.class_texts(start, stop), pa.string()),
+            **{name: pa.array(values[start:stop]) for name, values in self._columns.items()},
+        }
+        parquet.write_table(pa.table(columns), file)
+
+    def opening(self, out: Path) -> str:
+        """Return lines that read vectors and paths with embedding_reader."""
+        files = self.files()
+        return (
+            "import numpy as np, pandas as pd  # or embedding_reader, autofaiss, clip-retrieval\n"
+            f"X = np.load({literal(f'{out}/{files[0].name}')})\n"
+            f"paths = pd.read_parquet({literal(f'{out}/{files[1].name}')})['image_path']"
+        )
+
+
+FORMATS.register(
+    FormatMember(
+        "clip_retrieval",
+        "Unit vectors and metadata in the shards of clip-retrieval, for autofaiss as well.",
+        ShardOptions,
+        extra="export",
+        make=ClipRetrieval,
+        holds_failed_rows=False,
+    )
+)

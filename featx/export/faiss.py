@@ -1,0 +1,211 @@
+"""export.format=faiss: an index of faiss for each layer, whose ids are the rows of the store."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from featx.base import free_memory, size_text
+from featx.config import METRICS, ExportConfig, check_choice
+from featx.errors import ConfigError, FeatxError, MissingExtraError, RunError
+from featx.export.base import (
+    FORMATS,
+    File,
+    Format,
+    FormatMember,
+    literal,
+    missing_extra,
+    refuse_maps,
+)
+from featx.export.selection import about_text, unit_rows
+
+_COLUMNS = ("row", "key", "label", "class")
+"""Columns of keys.parquet other than those of the store."""
+
+_TRAINING_ROWS = 1 << 16
+"""Least number of rows to train on, if there are as many."""
+
+_ROWS_OF_A_LIST = 64
+"""Rows to train on for each list of an inverted file; faiss warns below 39."""
+
+_ID_BYTES = 8
+
+
+@dataclass
+class FaissOptions(ExportConfig):
+    """Options of export.format=faiss."""
+
+    index: str = "Flat"
+    """Index as a text of faiss.index_factory, such as Flat, SQfp16, HNSW32 or IVF4096,PQ64."""
+    metric: str = "cosine"
+    """Measure of nearness: cosine (unit vectors and inner product) or euclidean (squared)."""
+
+    def __post_init__(self) -> None:
+        check_choice("export.metric", self.metric, METRICS)
+
+
+class Faiss(Format):
+    """<layer>.index for each layer, and keys.parquet, which has a line for each id.
+
+    faiss holds a whole index in memory, here as in every program that reads it. Indices that are
+    trained see evenly spaced rows of the store, so that the same store gives the same index.
+
+    Raises:
+        ConfigError: a layer holds maps, or faiss does not know the index.
+        MissingExtraError: faiss or pyarrow is not installed.
+    """
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        options, what = self.config.export, "export.format=faiss"
+        if not isinstance(options, FaissOptions):
+            raise FeatxError(f"{what} was registered without FaissOptions.")
+        self._options = options
+        refuse_maps(self.selection, "an index of faiss holds vectors")
+        try:
+            import faiss
+        except ImportError as error:
+            raise MissingExtraError(missing_extra("faiss", "faiss", what)) from error
+        try:
+            import pyarrow.parquet  # noqa: F401
+        except ImportError as error:
+            raise MissingExtraError(missing_extra("pyarrow", "export", what)) from error
+        self._faiss: Any = faiss
+        self._columns = self.selection.named_columns(_COLUMNS)
+        for layer in self.selection.layers:
+            self._empty_index(layer)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Kind of index and metric."""
+        return {"index": self._options.index, "metric": self._options.metric}
+
+    def files(self) -> list[File]:
+        """Return one index per layer, and the map of keys."""
+        n = len(self.selection)
+        found = [
+            File(f"{layer}.index", functools.partial(self._write_index, layer), 0, n)
+            for layer in self.selection.layers
+        ]
+        return [*found, File("keys.parquet", self._write_keys, 0, n)]
+
+    def _empty_index(self, layer: str) -> Any:
+        """Make the index of a layer, without vectors.
+
+        Raises:
+            ConfigError: faiss does not know it, or it does not fit the number of values.
+        """
+        faiss, width = self._faiss, self.selection.row_shape(layer)[0]
+        cosine = self._options.metric == "cosine"
+        kind = faiss.METRIC_INNER_PRODUCT if cosine else faiss.METRIC_L2
+        try:
+            return faiss.index_factory(width, self._options.index, kind)
+        except RuntimeError as error:
+            reason = str(error).rpartition(": ")[2]
+            raise ConfigError(
+                f"export.index={self._options.index} is no index of faiss for the {width} values "
+                f"of {layer}: {reason}. Expected a text of faiss.index_factory, such as Flat."
+            ) from error
+
+    def _vectors(self, rows: Any) -> Any:
+        """Return (n, D) float32 rows as the index holds them."""
+        if self._options.metric == "cosine":
+            return unit_rows(rows)
+        return np.ascontiguousarray(rows, np.float32)
+
+    def _write_index(self, layer: str, file: BinaryIO) -> None:
+        """Build the index of a layer and write it."""
+        faiss, chosen = self._faiss, self.selection
+        index = self._empty_index(layer)
+        self._check_memory(index, layer)
+        if not index.is_trained:
+            index.train(self._training_rows(index, layer))
+        # Inverted files hold ids themselves. Other indices number their vectors, and are wrapped.
+        if faiss.try_extract_index_ivf(index) is None:
+            index = faiss.IndexIDMap2(index)
+        for start, stop, values in chosen.blocks(0, len(chosen), [layer]):
+            index.add_with_ids(self._vectors(values[layer]), chosen.rows[start:stop])
+        # An error of `file.write` must not pass through C++, so it is raised afterwards.
+        failures: list[OSError] = []
+
+        def write(data: bytes) -> int:
+            try:
+                if not failures:
+                    file.write(data)
+            except OSError as error:
+                failures.append(error)
+            return len(data)
+
+        faiss.write_index(index, faiss.PyCallbackIOWriter(write))
+        if failures:
+            raise failures[0]
+
+    def _training_rows(self, index: Any, layer: str) -> Any:
+        """Return evenly spaced vectors of a layer, as many as the training uses."""
+        lists = self._faiss.try_extract_index_ivf(index)
+        wanted = max(_TRAINING_ROWS, _ROWS_OF_A_LIST * (lists.nlist if lists is not None else 0))
+        n = len(self.selection)
+        places = np.unique(np.linspace(0, n - 1, min(n, wanted)).astype(np.int64))
+        sample = replace(self.selection, rows=self.selection.rows[places], on_bytes=lambda _: None)
+        blocks = sample.blocks(0, len(sample), [layer])
+        return np.concatenate([self._vectors(values[layer]) for _, _, values in blocks])
+
+    def _check_memory(self, index: Any, layer: str) -> None:
+        """Check that the memory holds the index, as far as its size is known.
+
+        Raises:
+            RunError: it does not.
+        """
+        free = free_memory()
+        try:
+            code_bytes = index.sa_code_size()
+        except RuntimeError:  # not known to graphs such as HNSW, which hold the vectors as they are
+            code_bytes = 4 * index.d
+        needed = len(self.selection) * (code_bytes + _ID_BYTES)
+        if free is not None and needed > free:
+            raise RunError(
+                f"the index of {layer} takes about {size_text(needed)}, and {size_text(free)} of "
+                "memory are free. Choose a smaller one, such as export.index=IVF4096,PQ64 or "
+                "SQfp16."
+            )
+
+    def _write_keys(self, file: BinaryIO) -> None:
+        """Write one line per id."""
+        import pyarrow as pa
+        from pyarrow import parquet
+
+        chosen, n = self.selection, len(self.selection)
+        columns = {
+            "row": pa.array(chosen.rows),
+            "key": pa.array(chosen.key_texts(0, n), pa.string()),
+            "label": pa.array(chosen.labels),
+            "class": pa.array(chosen.class_texts(0, n), pa.string()),
+            **{name: pa.array(values) for name, values in self._columns.items()},
+        }
+        about = {"featx": about_text(chosen), "metric": self._options.metric}
+        parquet.write_table(pa.table(columns).replace_schema_metadata(about), file)
+
+    def opening(self, out: Path) -> str:
+        """Return lines that read index and keys."""
+        layer = self.selection.layers[0]
+        return (
+            "import faiss, pandas as pd\n"
+            f"index = faiss.read_index({literal(f'{out}/{layer}.index')}, faiss.IO_FLAG_MMAP)\n"
+            f"keys = pd.read_parquet({literal(f'{out}/keys.parquet')}).set_index('row')['key']"
+        )
+
+
+FORMATS.register(
+    FormatMember(
+        "faiss",
+        "An index of faiss per layer, with a map from its ids to keys.",
+        FaissOptions,
+        extra="export,faiss",
+        make=Faiss,
+        holds_failed_rows=False,
+    )
+)

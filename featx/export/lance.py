@@ -1,0 +1,144 @@
+"""export.format=lance: Lance data sets of vectors, or of tokens with a row for each token."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from featx.errors import ConfigError, MissingExtraError
+from featx.export.base import FORMATS, File, Format, FormatMember, literal, missing_extra
+from featx.export.selection import about_text
+
+_COLUMNS = ("row", "position", "key", "label", "class")
+"""Columns other than layers and columns of the store."""
+
+_OTHER_ROW_BYTES = 128
+"""Approximate bytes of a row without its features."""
+
+
+class Lance(Format):
+    """features.lance with all layers of vectors, and <layer>.lance for each layer of tokens.
+
+    Vectors are columns of fixed-size lists named as their layers. A table of tokens has a line for
+    each token, with its `position` on the token axis.
+
+    Raises:
+        ConfigError: a layer holds maps.
+        MissingExtraError: pylance is not installed.
+    """
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        chosen = self.selection
+        maps = [name for name in chosen.layers if len(chosen.row_shape(name)) > 2]
+        if maps:
+            raise ConfigError(
+                f"a table of Lance has a vector or tokens per row; {', '.join(maps)} hold maps. "
+                "Name the layers you want with layers=[...]."
+            )
+        try:
+            import lance  # noqa: F401
+        except ImportError as error:
+            what = "export.format=lance"
+            raise MissingExtraError(missing_extra("pylance", "lance", what)) from error
+        self._columns = chosen.named_columns(_COLUMNS)
+        self._vectors = [name for name in chosen.layers if len(chosen.row_shape(name)) == 1]
+
+    @property
+    def num_bytes(self) -> int:
+        """Approximate size of the export in bytes."""
+        chosen = self.selection
+        tokens = (chosen.row_shape(name) for name in chosen.layers if name not in self._vectors)
+        lines = 1 + sum(shape[0] for shape in tokens)
+        return super().num_bytes + len(chosen) * lines * _OTHER_ROW_BYTES
+
+    def files(self) -> list[File]:
+        """Return the folders of the tables."""
+        chosen, n = self.selection, len(self.selection)
+        tables = {"features": self._vectors} if self._vectors else {}
+        tables |= {name: [name] for name in chosen.layers if name not in self._vectors}
+        return [
+            File(f"{name}.lance", functools.partial(self._write, layers), 0, n, is_folder=True)
+            for name, layers in tables.items()
+        ]
+
+    def _write(self, layers: list[str], folder: Path) -> None:
+        """Write the table of some layers into an empty folder."""
+        import lance
+        import pyarrow as pa
+
+        schema = self._schema(layers)
+        reader = pa.RecordBatchReader.from_batches(schema, self._batches(layers, schema))
+        lance.write_dataset(reader, str(folder), schema)
+
+    def _batches(self, layers: list[str], schema: Any) -> Iterator[Any]:
+        """Yield the record batches of a table."""
+        import pyarrow as pa
+
+        chosen = self.selection
+        shape = chosen.row_shape(layers[0])
+        num_tokens = shape[0] if len(shape) == 2 else None
+        repeat = num_tokens or 1
+        for start, stop, values in chosen.blocks(0, len(chosen), layers):
+            # One index per line of the table.
+            lines = np.repeat(np.arange(start, stop), repeat)
+            columns = {
+                "row": pa.array(chosen.rows[lines]),
+                "key": pa.array(chosen.key_texts(start, stop), pa.string()).take(
+                    pa.array(lines - start)
+                ),
+                "label": pa.array(chosen.labels[lines]),
+                "class": pa.array(chosen.class_texts(start, stop), pa.string()).take(
+                    pa.array(lines - start)
+                ),
+                **{name: pa.array(column[lines]) for name, column in self._columns.items()},
+            }
+            if num_tokens is not None:
+                positions = np.tile(np.arange(num_tokens, dtype=np.int32), stop - start)
+                columns["position"] = pa.array(positions)
+            for name in layers:
+                flat = pa.array(values[name].reshape(-1))
+                kind = schema.field(name).type
+                columns[name] = pa.FixedSizeListArray.from_arrays(flat, type=kind)
+            ordered = [columns[name] for name in schema.names]
+            yield pa.RecordBatch.from_arrays(ordered, schema=schema)
+
+    def _schema(self, layers: list[str]) -> Any:
+        """Return the Arrow schema of a table, with the origin of the rows in its metadata."""
+        import pyarrow as pa
+
+        chosen = self.selection
+        fields = [pa.field("row", pa.int64()), pa.field("key", pa.string())]
+        fields += [pa.field("label", pa.int64()), pa.field("class", pa.string())]
+        for name, column in self._columns.items():
+            fields.append(pa.field(name, pa.array(column[:1]).type))
+        if len(chosen.row_shape(layers[0])) == 2:
+            fields.append(pa.field("position", pa.int32()))
+        for name in layers:
+            kind = pa.from_numpy_dtype(chosen.dtype(name))
+            fields.append(pa.field(name, pa.list_(kind, chosen.row_shape(name)[-1])))
+        return pa.schema(fields, metadata={"featx": about_text(chosen)})
+
+    def opening(self, out: Path) -> str:
+        """Return lines that open the first table."""
+        first = self.files()[0].name
+        return (
+            "import lance\n"
+            f"table = lance.dataset({literal(f'{out}/{first}')})\n"
+            "table.take([0]).to_pylist()  # table.to_table(nearest={...}) searches"
+        )
+
+
+FORMATS.register(
+    FormatMember(
+        "lance",
+        "Lance tables of vectors, or of tokens with a row for each.",
+        extra="lance",
+        make=Lance,
+        holds_failed_rows=False,
+    )
+)

@@ -1,0 +1,367 @@
+"""export.format=trident: one HDF5 file per slide with features and coordinates of its tiles.
+
+The layout is that of TRIDENT (https://github.com/mahmoodlab/TRIDENT, `WSI.extract_patch_features`
+and `coords_to_h5`), and with export.clam=true that of CLAM (https://github.com/mahmoodlab/CLAM,
+`Generic_MIL_Dataset`) as well. A slide is the image whose boxes (data.boxes) are rows.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any, BinaryIO
+
+import h5py
+import numpy as np
+import numpy.typing as npt
+
+from featx.config import ExportConfig
+from featx.errors import ConfigError, FeatxError
+from featx.export.base import (
+    FORMATS,
+    File,
+    Format,
+    FormatMember,
+    literal,
+    only_layer_of,
+    refuse_maps,
+)
+from featx.export.selection import Selection, as_utf8
+from featx.sources import parsed_box_key
+from featx.types import Box
+
+_INDEX_BYTES = 256
+"""Largest share of a row in the chunk indices of both datasets, in bytes; HDF5 needs 60 to 164."""
+
+_HEADER_BYTES = 1 << 16
+"""Bytes reserved for the headers and attributes of a file."""
+
+_SIZES = ("level0_width", "level0_height")
+"""Columns of the store that become attributes of the coordinates, if they exist."""
+
+
+@dataclass
+class TridentOptions(ExportConfig):
+    """Options of export.format=trident."""
+
+    magnification: float | None = None
+    """Magnification of the whole images (level 0), such as 40. A store does not contain it; null
+    takes the column level0_magnification of the data set."""
+    target_magnification: float | None = None
+    """Magnification at which TRIDENT is told that the boxes were read; null is that of the whole
+    images. A box of 512 pixels at 40 is a patch of 256 at 20."""
+    overlap: int = 0
+    """Pixels by which neighbouring boxes overlap, at the target magnification."""
+    encoder: str | None = None
+    """Name of the encoder, such as uni_v1: files are written to features_<encoder>, where the slide
+    encoders of TRIDENT search them. null takes the name of the layer."""
+    clam: bool = False
+    """Also write h5_files and pt_files as CLAM reads them, in float32."""
+
+    def __post_init__(self) -> None:
+        for name in ("magnification", "target_magnification"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < math.inf:
+                raise ConfigError(f"export.{name}={value}: expected a number above 0.")
+        if self.overlap < 0:
+            raise ConfigError(f"export.overlap={self.overlap}: expected at least 0.")
+        if self.encoder is not None and "/" in self.encoder:
+            raise ConfigError(f"export.encoder={self.encoder}: expected a name without '/'.")
+
+
+@dataclass(frozen=True)
+class _Slide:
+    """Tiles of one image.
+
+    Attributes:
+        name: file name of the image without its ending.
+        places: (n,) int64 indices into the selection, increasing.
+        order: (n,) int64, position in the file of each of them; tiles are sorted by (y, x).
+        coords: (n, 2) int64 x and y of the top left corners in level-0 pixels, sorted.
+        attributes: attributes of the dataset `coords`.
+    """
+
+    name: str
+    places: npt.NDArray[np.int64]
+    order: npt.NDArray[np.int64]
+    coords: npt.NDArray[np.int64]
+    attributes: dict[str, Any]
+
+    @property
+    def bounds(self) -> tuple[int, int]:
+        """Range of the selection that contains all tiles."""
+        return int(self.places[0]), int(self.places[-1]) + 1
+
+
+class Trident(Format):
+    """features_<encoder>/<slide>.h5 for each layer and slide; with clam, h5_files and pt_files.
+
+    Raises:
+        ConfigError: rows are no boxes, the boxes of a slide differ in size or are no squares, the
+            magnification is unknown, or two slides have the same name.
+    """
+
+    def __init__(self, selection: Selection, *arguments: Any) -> None:
+        super().__init__(selection, *arguments)
+        options = self.config.export
+        if not isinstance(options, TridentOptions):
+            raise FeatxError("export.format=trident was registered without TridentOptions.")
+        self._options = options
+        refuse_maps(selection, "TRIDENT's files hold one vector per tile")
+        for asked in ("clam", "encoder"):
+            if getattr(options, asked):
+                only_layer_of(selection, f"export.{asked}")
+        self._slides = [
+            self._slide(image, places, boxes) for image, (places, boxes) in self._tiles().items()
+        ]
+        names = [slide.name for slide in self._slides]
+        if len(set(names)) < len(names):
+            twice = next(name for name in names if names.count(name) > 1)
+            raise ConfigError(
+                f"two slides are called {twice}. TRIDENT and CLAM find a slide by its file name "
+                "without folder and ending; rename one of the images."
+            )
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Magnifications and overlap, which are attributes of the files."""
+        options = self._options
+        return {
+            "magnification": options.magnification,
+            "target_magnification": options.target_magnification,
+            "overlap": options.overlap,
+        }
+
+    @property
+    def num_bytes(self) -> int:
+        """Approximate size of the export in bytes."""
+        size = super().num_bytes + _INDEX_BYTES * len(self.selection)
+        if self._options.clam:
+            size += 2 * 4 * len(self.selection) * self._width(self.selection.layers[0])
+        return size + _HEADER_BYTES * len(self._slides)
+
+    def files(self) -> list[File]:
+        """Return the files, slide by slide for each layer."""
+        found = []
+        for layer in self.selection.layers:
+            folder = f"features_{self._options.encoder or layer}"
+            dtype = self.selection.dtype(layer)
+            found += [self._h5_file(folder, layer, slide, dtype, True) for slide in self._slides]
+            if self._options.clam:
+                for slide in self._slides:
+                    plain = np.dtype(np.float32)
+                    found.append(self._h5_file("h5_files", layer, slide, plain, False))
+                    write = functools.partial(self._write_pt, slide, layer)
+                    found.append(File(f"pt_files/{slide.name}.pt", write, *slide.bounds))
+        return found
+
+    def _tiles(self) -> dict[bytes, tuple[list[int], list[Box]]]:
+        """Return the indices and boxes of the rows of each image.
+
+        Raises:
+            ConfigError: a row is no box.
+        """
+        found: dict[bytes, tuple[list[int], list[Box]]] = {}
+        for place, key in enumerate(self.selection.keys.tolist()):
+            parsed = parsed_box_key(key)
+            if parsed is None:
+                raise ConfigError(
+                    f"{os.fsdecode(key)} is a whole image, and TRIDENT's files hold tiles of "
+                    "slides. Extract boxes of the slides with data.boxes=FILE."
+                )
+            image, box = parsed
+            places, boxes = found.setdefault(image, ([], []))
+            places.append(place)
+            boxes.append(box)
+        return found
+
+    def _slide(self, image: bytes, places: list[int], boxes: list[Box]) -> _Slide:
+        """Return the tiles of an image in the order of its file."""
+        shown = as_utf8(os.fsdecode(image))
+        sizes = {(box.width, box.height) for box in boxes}
+        if len(sizes) > 1 or any(width != height for width, height in sizes):
+            some = ", ".join(f"{width} x {height}" for width, height in sorted(sizes)[:3])
+            raise ConfigError(
+                f"the boxes of {shown} are {some} pixels; TRIDENT has one patch size for a slide: "
+                "expected squares of equal size."
+            )
+        name = PurePosixPath(shown).stem
+        at = np.array([(box.x, box.y) for box in boxes], np.int64)
+        by_position = np.lexsort((at[:, 0], at[:, 1]))
+        order = np.empty(len(at), np.int64)
+        order[by_position] = np.arange(len(at))
+        chosen = np.array(places, np.int64)
+        attributes = self._attributes(shown, name, chosen, boxes[0].width)
+        return _Slide(name, chosen, order, at[by_position], attributes)
+
+    def _attributes(
+        self, image: str, name: str, places: npt.NDArray[np.int64], size: int
+    ) -> dict[str, Any]:
+        """Return the attributes of `coords`, as TRIDENT's `coords_to_h5` writes them.
+
+        Args:
+            image: key of the image, for messages.
+            name: name of the slide.
+            places: indices of its tiles.
+            size: side of its boxes in level-0 pixels.
+        """
+        options = self._options
+        level0 = options.magnification or self._value_of("level0_magnification", image, places)
+        if level0 is None:
+            raise ConfigError(
+                "TRIDENT needs the magnification of the slides, which a store does not contain. "
+                "Give it with export.magnification=40, or extract with a column "
+                "level0_magnification (data.columns)."
+            )
+        target = options.target_magnification or level0
+        patch = size * target / level0
+        if not patch.is_integer():
+            raise ConfigError(
+                f"boxes of {size} pixels at magnification {level0:g} are {patch:g} pixels at "
+                f"export.target_magnification={target:g}: expected a whole number."
+            )
+        sizes = {column: self._value_of(column, image, places) for column in _SIZES}
+        return {
+            "patch_size": int(patch),
+            "patch_size_level0": size,
+            "level0_magnification": _as_whole(level0),
+            "target_magnification": _as_whole(target),
+            "overlap": options.overlap,
+            "name": name,
+            **{column: int(value) for column, value in sizes.items() if value is not None},
+        }
+
+    def _value_of(self, column: str, image: str, places: npt.NDArray[np.int64]) -> float | None:
+        """Return the number of a slide in a column, or None if there is no such column.
+
+        Raises:
+            ConfigError: its tiles have different values, or it is no number above 0.
+        """
+        values = self.selection.columns.get(column)
+        if values is None:
+            return None
+        found = np.unique(values[places])
+        if len(found) > 1 or found.dtype.kind not in "if" or not found[0] > 0:
+            some = ", ".join(map(str, found[:3]))
+            raise ConfigError(
+                f"the column {column} of {image} holds {some}: expected one number above 0 for "
+                "all boxes of a slide."
+            )
+        return float(found[0])
+
+    def _h5_file(
+        self, folder: str, layer: str, slide: _Slide, dtype: np.dtype[Any], has_attributes: bool
+    ) -> File:
+        """Return the HDF5 file of a slide.
+
+        Args:
+            folder: folder of the file in the export.
+            layer: layer to write.
+            slide: tiles.
+            dtype: dtype of the features in the file.
+            has_attributes: whether the datasets have TRIDENT's attributes; CLAM's have none.
+        """
+        attributes: dict[str, dict[str, Any]] = {}
+        if has_attributes:
+            encoder = self._options.encoder or layer
+            attributes = {
+                "features": {"name": slide.name, "savetodir": folder, "encoder": encoder},
+                "coords": {**slide.attributes, "savetodir": folder},
+            }
+        write = functools.partial(self._write_h5, slide, layer, dtype, attributes)
+        row_bytes = self._width(layer) * dtype.itemsize + 16 + _INDEX_BYTES
+        reserved = len(slide.places) * row_bytes + _HEADER_BYTES
+        return File(f"{folder}/{slide.name}.h5", write, *slide.bounds, reserved_bytes=reserved)
+
+    def _write_h5(
+        self,
+        slide: _Slide,
+        layer: str,
+        dtype: np.dtype[Any],
+        attributes: dict[str, dict[str, Any]],
+        file: BinaryIO,
+    ) -> None:
+        """Write features and coordinates; arguments as of `_h5_file`."""
+        n, width = len(slide.places), self._width(layer)
+        with h5py.File(file, "w") as made:
+            # Chunks of one row and unlimited rows, as TRIDENT's save_h5 makes them. A chunk is
+            # written whole at its place, so that rows can be read in the order of the store.
+            features = made.create_dataset(
+                "features", (n, width), dtype, chunks=(1, width), maxshape=(None, width)
+            )
+            self._each_block(
+                slide,
+                layer,
+                dtype,
+                lambda places, rows: [
+                    features.id.write_direct_chunk((place, 0), row.tobytes())
+                    for place, row in zip(places.tolist(), rows, strict=True)
+                ],
+            )
+            coords = made.create_dataset("coords", (n, 2), "i8", chunks=(1, 2), maxshape=(None, 2))
+            coords[:] = slide.coords
+            for name, values in attributes.items():
+                made[name].attrs.update(values)
+
+    def _write_pt(self, slide: _Slide, layer: str, file: BinaryIO) -> None:
+        """Write the features of a slide as a float32 tensor; the slide is held in memory."""
+        import torch
+
+        dtype = np.dtype(np.float32)
+        rows = np.empty((len(slide.places), self._width(layer)), dtype)
+        self._each_block(slide, layer, dtype, rows.__setitem__)
+        torch.save(torch.from_numpy(rows), file)
+
+    def _each_block(
+        self,
+        slide: _Slide,
+        layer: str,
+        dtype: np.dtype[Any],
+        use: Callable[[npt.NDArray[np.int64], npt.NDArray[Any]], object],
+    ) -> None:
+        """Read the features of a slide in the order of the store.
+
+        Args:
+            slide: tiles.
+            layer: layer to read.
+            dtype: dtype of the rows that `use` gets.
+            use: function of (m,) positions in the file and (m, D) rows.
+        """
+        for start, stop, values in self.selection.blocks(*slide.bounds, [layer]):
+            first, last = np.searchsorted(slide.places, (start, stop))
+            rows = values[layer][slide.places[first:last] - start]
+            use(slide.order[first:last], rows.astype(dtype, copy=False))
+
+    def _width(self, layer: str) -> int:
+        """Return the number of values of one row."""
+        return self.selection.row_shape(layer)[0]
+
+    def opening(self, out: Path) -> str:
+        """Return lines that read the first slide as TRIDENT does."""
+        first = self.files()[0].name
+        return (
+            "import h5py\n"
+            f"with h5py.File({literal(f'{out}/{first}')}) as file:\n"
+            '    X, coords = file["features"][:], file["coords"][:]\n'
+            '    attributes = dict(file["coords"].attrs)'
+        )
+
+
+def _as_whole(number: float) -> int | float:
+    """Return a whole number as int, as TRIDENT writes magnifications."""
+    return int(number) if float(number).is_integer() else number
+
+
+FORMATS.register(
+    FormatMember(
+        "trident",
+        "HDF5 files of tiles and coordinates per slide, for TRIDENT and CLAM.",
+        TridentOptions,
+        make=Trident,
+        holds_failed_rows=False,
+    )
+)

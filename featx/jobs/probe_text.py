@@ -51,7 +51,8 @@ def _answer(result: dict[str, Any]) -> str:
         f"{percent_text(result['accuracy'])} of {result['rows']} test rows are right, 95 % "
         f"interval {interval_text(result['interval'])} %{of_folds}."
     )
-    lines = [answer, *_comparison(result), *_highest_on_test(result), *_store_comparison(result)]
+    highest = [] if result["seeds"] else _highest_on_test(result)
+    lines = [answer, *_comparison(result), *highest, *_store_comparison(result)]
     return "\n".join(textwrap.fill(line, WIDTH) for line in lines)
 
 
@@ -137,8 +138,9 @@ def _seeds_answer(result: dict[str, Any]) -> str:
         f"{percent_text(found['min'])}, largest {percent_text(found['max'])}, with the layer that "
         f"each split chose on validation rows ({_counts(about['layer_of_seeds'])})."
     )
-    alike = _alike_text(about["layer"], about["differences"], "the splits")
-    return "\n".join(textwrap.fill(line, WIDTH) for line in [answer, *alike])
+    alike = _alike_text(about["layer"], about["differences"], f"the {len(about['seeds'])} splits")
+    lines = [answer, *alike, *_highest_on_test(result)]
+    return "\n".join(textwrap.fill(line, WIDTH) for line in lines)
 
 
 def _task_text(result: dict[str, Any]) -> str:

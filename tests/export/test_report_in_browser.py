@@ -48,7 +48,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (root / "photos" / "odd.png").write_text("no image")
     store = str(root / "store")
     extract(root / "photos", layers=["conv", "deep"], out=store, max_failures=3)
-    run_job("probe", store=store, device="cpu", probe={"method": ["linear", "knn"], "shots": [2]})
+    run_job(
+        "probe",
+        store=store,
+        device="cpu",
+        probe={"method": ["linear", "knn"], "shots": [2], "seeds": 2},
+    )
     run_job("report", store=store, out=str(root / "report.html"), device="cpu")
     trusted = {name: MODEL[name] for name in ("name", "library", "factory")}
     run_job(

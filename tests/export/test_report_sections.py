@@ -246,12 +246,15 @@ def test_a_probe_of_another_state_says_so() -> None:
     assert "not as job=probe writes it" in probes_of(store).note
     about = {
         "rows": 3, "correct": 2, "accuracy": 2 / 3, "interval": [0.2, 0.9],
-        "calibration_error": None, "confusion": [[1, 1], [0, 1]],
+        "calibration_error": None, "confusion": [[1, 1], [0, 1]], "not_available": {},
+        **dict.fromkeys(("balanced_accuracy", "top5", "macro_f1", "auroc", "log_loss", "mcc",
+                         "kappa"), 0.5),
     }  # fmt: skip
     said = {
         **about, "task": "classification", "layer": "flat", "method": "ridge",
         "fingerprint": "of then", "finished": "then",
         "classes": ["cat", "dog"], "notes_on_rows": [], "paired_tests": {},
+        "bootstrap": None, "seeds": None,
         "split": {"kind": "holdout", "seed": 0, "fit": [5], "validation_rows": [2]},
         "near_duplicates": {"layer": "flat", "cosine": 0.9, "rows": None, "not_checked": "narrow",
                             "without": None, "pairs": []},
@@ -274,7 +277,7 @@ def test_a_probe_of_another_state_says_so() -> None:
     # The file that the page names must be that of this probe, and as job=probe writes it.
     Path("store/probe").mkdir()
     lines = Path("store/probe/predictions.csv")
-    lines.write_text("layer,method,fold,split\nflat,ridge,,test\n")
+    lines.write_text("layer,method,seed,fold,split\nflat,ridge,0,,test\n")
     named = {
         "file": "probe/predictions.csv", "sha256": hashlib.sha256(lines.read_bytes()).hexdigest(),
     }  # fmt: skip

@@ -254,7 +254,7 @@ def test_without_scikit_learn_there_is_no_regression(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.slow
 @pytest.mark.parametrize("task", ["regression", "multilabel"])
-def test_the_result_fits_into_a_terminal_and_the_report_says_why_it_is_not_there(
+def test_the_result_fits_into_a_terminal_and_the_report_has_it(
     task: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     column = "a_column_with_quite_a_long_name_of_" + task
@@ -265,8 +265,9 @@ def test_the_result_fits_into_a_terminal_and_the_report_says_why_it_is_not_there
     out = capsys.readouterr().out
     assert [line for line in out.splitlines() if len(line) > WIDTH] == []
     assert out.startswith("Best layer: ")
-    note = probes_of(featx.open("store")).note
-    assert f"probe.task={task}; the report shows results of classification only" in note
+    values = probes_of(featx.open("store")).values
+    assert values is not None
+    assert (values.task, values.column, len(values.layers)) == (task, column, 4)
     with pytest.raises(StoreError, match="it has none"):
         head_of_store(Path("store"), None)
 

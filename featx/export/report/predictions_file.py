@@ -71,6 +71,8 @@ def read_predictions(
 ) -> Predicted | None:
     """Read predictions.csv; None if it is missing or does not belong to probe.json.
 
+    With several seeds only the lines of the first one are used, of which probe.json has the split.
+
     Raises:
         LookupError, TypeError, ValueError, csv.Error: it is malformed.
     """
@@ -87,7 +89,10 @@ def read_predictions(
     wrong: dict[str, dict[int, str]] = {layer: {} for layer in found["layers"]}
     errors, confidences = [], []
     lines = csv.DictReader(io.StringIO(data.decode("utf-8", "surrogateescape"), newline=""))
+    first = str(found["split"]["seed"])
     for line in lines:
+        if line["seed"] != first:
+            continue
         test = line["split"] == "test"
         row = None if test and elsewhere else row_of.get(line["key"])
         if row is not None:

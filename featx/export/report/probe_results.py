@@ -14,7 +14,15 @@ import numpy as np
 import numpy.typing as npt
 
 from featx.analysis.probe import output_folder
+from featx.export.report.layer_comparison import (
+    Compared,
+    Difference,
+    comparisons,
+    differences_of,
+)
 from featx.export.report.predictions_file import Predicted, read_predictions
+from featx.export.report.probe_metrics import Metric, Repeated, metrics_of, repeated_of
+from featx.export.report.value_results import ValueResults, value_results
 from featx.export.selection import as_utf8
 from featx.store import FeatureStore, layout
 
@@ -51,6 +59,7 @@ class Probed:
         interval: its 95 % interval.
         calibration: calibration error.
         few: (rows per class, mean accuracy, standard deviation) of few-shot fits.
+        metrics: all metrics.
     """
 
     layer: str
@@ -61,34 +70,7 @@ class Probed:
     interval: tuple[float, float]
     calibration: float | None
     few: list[tuple[str, float, float | None]]
-
-
-@dataclass(frozen=True)
-class Compared:
-    """Paired comparison of the best layer with another one.
-
-    Attributes:
-        layer: the other layer.
-        unit: 'row' or 'group'.
-        best_only: number of test rows or groups for the best layer.
-        other_only: number for the other layer.
-        p: two-sided p-value, corrected for the number of layers.
-        told_apart: whether the two layers differ by p and by the interval of the difference.
-    """
-
-    layer: str
-    unit: str
-    best_only: int
-    other_only: int
-    p: float
-    told_apart: bool
-
-    @property
-    def verdict(self) -> str:
-        """'equal' (cannot be told apart), 'worse' or 'better', about the other layer."""
-        if not self.told_apart:
-            return "equal"
-        return "worse" if self.best_only > self.other_only else "better"
+    metrics: tuple[Metric, ...]
 
 
 @dataclass(frozen=True)
@@ -135,6 +117,10 @@ class Probes:
         classes: class names.
         confusion: (C, C) int64; row i, column j: rows of class i that were predicted as j.
         predicted: contents of predictions.csv, or None if it is missing or of another probe.
+        metrics: all metrics of the result.
+        repeated: accuracy over the splits of several seeds, or None.
+        repeated_differences: other layer -> its difference over these splits.
+        values: results of a probe of numbers or of several labels; all others are then empty.
     """
 
     note: str
@@ -155,6 +141,10 @@ class Probes:
     classes: tuple[str, ...] = ()
     confusion: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros((0, 0), np.int64))
     predicted: Predicted | None = None
+    metrics: tuple[Metric, ...] = ()
+    repeated: Repeated | None = None
+    repeated_differences: Mapping[str, Difference] = field(default_factory=dict)
+    values: ValueResults | None = None
 
     @property
     def chance(self) -> float:
@@ -189,15 +179,20 @@ def probes_of(store: FeatureStore) -> Probes:
         return Probes(f"{layout.PROBE} cannot be read: {error}.")
     try:
         note = ""
-        if (task := found["task"]) != "classification":
-            return Probes(
-                f"{layout.PROBE} is of a probe with probe.task={task}; the report shows results of "
-                "classification only."
-            )
         if found["fingerprint"] != str(store.attrs.get("fingerprint")):
             note = (
                 f"{layout.PROBE} belongs to another state of this store (its fingerprint differs). "
                 "The results below are of that state; run job=probe again."
+            )
+        if found["task"] != "classification":
+            values = value_results(found, folder)
+            return Probes(
+                note,
+                layer=values.layer,
+                split=_split_text(found["split"]),
+                finished=str(found["finished"]),
+                notes=values.notes,
+                values=values,
             )
         row_of = {str(key): row for row, key in enumerate(store.keys.tolist())}
         return _as_probes(found, note, folder, row_of)
@@ -224,11 +219,10 @@ def _as_probes(
         if method in about
     ]
     split, classes = found["split"], tuple(_utf8(name) for name in found["classes"])
-    kind, seed = str(split["kind"]), split.get("seed")
     confusion = np.array(found["confusion"], np.int64)
     if confusion.shape != (len(classes), len(classes)):
         raise ValueError(f"a confusion matrix of {confusion.shape} for {len(classes)} classes")
-    folds = int(split["folds"]) if kind == "kfold" else 0
+    folds = int(split["folds"]) if split["kind"] == "kfold" else 0
     return Probes(
         note=note,
         layer=best[0],
@@ -236,23 +230,34 @@ def _as_probes(
         score=_score(found),
         folds=folds,
         layer_of_folds=dict(Counter(map(str, found.get("layer_of_folds", ())))),
-        split=f"{folds} folds" if folds else _SPLITS.get(kind, kind) + f", seed {seed}",
+        split=_split_text(split),
         num_fit=int(split["fit"][0]),
         num_validation=int(split["validation_rows"][0]),
         finished=str(found["finished"]),
         notes=tuple(map(_utf8, found["notes_on_rows"])),
         results=tuple(results),
-        compared=_compared(found["paired_tests"]),
+        compared=comparisons(found["paired_tests"]),
         leaked=_leaked(found["near_duplicates"], row_of),
         calibration=_number(found["calibration_error"]),
         classes=classes,
         confusion=confusion,
         predicted=None if note else read_predictions(found, folder, row_of, best),
+        metrics=metrics_of(found, found),
+        repeated=repeated_of(found["seeds"]),
+        repeated_differences=differences_of(found["seeds"]),
     )
 
 
 _SPLITS = {"holdout": "hold-out", "column": "given split", "test_store": "another store"}
 """Kind of split -> its name for people."""
+
+
+def _split_text(split: Mapping[str, Any]) -> str:
+    """Return the kind of a split with its seed, or its number of folds."""
+    kind = str(split["kind"])
+    if kind == "kfold":
+        return f"{int(split['folds'])} folds"
+    return f"{_SPLITS.get(kind, kind)}, seed {split.get('seed')}"
 
 
 def _score(found: Mapping[str, Any]) -> Score:
@@ -277,19 +282,8 @@ def _probed(layer: str, method: str, of_layer: Mapping[str, Any], best: bool) ->
     return Probed(
         layer, method, best, int(of_layer["features"]), float(about["accuracy"]),
         (float(low), float(high)), _number(about["calibration_error"]), few,
+        metrics_of(about, None),
     )  # fmt: skip
-
-
-def _compared(found: Mapping[str, Any]) -> tuple[Compared, ...]:
-    """Convert the paired tests, the largest p-value first."""
-    tests = [
-        Compared(
-            str(layer), str(each["unit"]), int(each["first_only"]), int(each["second_only"]),
-            float(each["p_holm"]), bool(each["told_apart"]),
-        )
-        for layer, each in found.items()
-    ]  # fmt: skip
-    return tuple(sorted(tests, key=lambda each: -each.p))
 
 
 def _leaked(found: Mapping[str, Any], row_of: Mapping[str, int]) -> Leaked:

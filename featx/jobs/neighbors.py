@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -68,40 +69,12 @@ def _neighbors_of_all(store: FeatureStore, config: Config) -> tuple[dict[str, An
     Returns:
         Result in JSON types, and as text.
     """
-    from featx.analysis.similarity import nearest_rows, retrieval_metrics  # which import torch
+    from featx.analysis.similarity import retrieval_metrics  # which imports torch
 
     layer, asked = only_layer(store, config.layers), config.neighbors
-    disk = result_folder(store, config)
     index = None if asked.recall is None else _index(asked.recall, store, layer, config)
-    with CountProgress("rows") as progress:
-        progress.begin(int(store.ok.sum()))
-        if index is None:
-            found = nearest_rows(
-                store, layer, asked.k, asked.metric, None, config.device, progress.step
-            )
-        else:
-            found = index.nearest_rows(progress.step)
-    files = [disk.root / "neighbors.npz"]
-    with disk.streamed(files[0]) as file:
-        np.savez(
-            file,
-            row=found.rows,
-            neighbor=found.neighbours,
-            score=found.scores,
-            key=store.key_bytes[found.rows],
-            metric=np.array(found.metric),
-            layer=np.array(layer),
-            fingerprint=np.array(str(store.attrs.get("fingerprint", ""))),
-            recall=np.array(1.0 if index is None else index.recall),
-        )
-    if found.neighbours.size <= CSV_PAIRS:
-        files.append(disk.root / "neighbors.csv")
-        header = ("row", "key", "rank", "neighbor", "neighbor_key", found.metric)
-        with disk.streamed(files[1]) as file:
-            write_csv(file, header, _pairs(store, found))
-    else:
-        disk.remove(disk.root / "neighbors.csv")
-    same = _same_class(store, found)
+    found = _search(store, layer, index, config)
+    files = _write_files(store, layer, found, 1.0 if index is None else index.recall, config)
     # An approximate search misses rows, so that its ranking is not that of the layer.
     ranked = None
     if asked.recall is None:
@@ -113,22 +86,83 @@ def _neighbors_of_all(store: FeatureStore, config: Config) -> tuple[dict[str, An
         "k": found.neighbours.shape[1],
         "exact": asked.recall in (None, 1),
         "index": None if index is None else index.about,
-        "nearest_of_same_class": same,
+        "nearest_of_same_class": _same_class(store, found),
         "retrieval": ranked,
         "files": [str(path) for path in files],
     }
+    return summary, _text_of_all(summary, None if index is None else _index_text(index))
+
+
+def _search(store: FeatureStore, layer: str, index: RowIndex | None, config: Config) -> Neighbours:
+    """Find the neighbours of every row, exactly or with an index, and show the progress."""
+    from featx.analysis.similarity import nearest_rows  # which imports torch
+
+    asked = config.neighbors
+    with CountProgress("rows") as progress:
+        progress.begin(int(store.ok.sum()))
+        if index is not None:
+            return index.nearest_rows(progress.step)
+        return nearest_rows(store, layer, asked.k, asked.metric, None, config.device, progress.step)
+
+
+def _write_files(
+    store: FeatureStore, layer: str, found: Neighbours, recall: float, config: Config
+) -> list[Path]:
+    """Write neighbors.npz, and neighbors.csv for up to CSV_PAIRS pairs.
+
+    Args:
+        store: open store.
+        layer: its layer.
+        found: neighbours of all its rows.
+        recall: share of the nearest rows that they contain.
+        config: config of the command.
+
+    Returns:
+        The files.
+    """
+    disk = result_folder(store, config)
+    table_file, csv_file = disk.root / "neighbors.npz", disk.root / "neighbors.csv"
+    with disk.streamed(table_file) as file:
+        np.savez(
+            file,
+            row=found.rows,
+            neighbor=found.neighbours,
+            score=found.scores,
+            key=store.key_bytes[found.rows],
+            metric=np.array(found.metric),
+            layer=np.array(layer),
+            fingerprint=np.array(str(store.attrs.get("fingerprint", ""))),
+            recall=np.array(recall),
+        )
+    if found.neighbours.size > CSV_PAIRS:
+        disk.remove(csv_file)
+        return [table_file]
+    header = ("row", "key", "rank", "neighbor", "neighbor_key", found.metric)
+    with disk.streamed(csv_file) as file:
+        write_csv(file, header, _pairs(store, found))
+    return [table_file, csv_file]
+
+
+def _text_of_all(summary: dict[str, Any], index: str | None) -> str:
+    """Format the result for every row.
+
+    Args:
+        summary: the result in JSON types.
+        index: description of the index, or None without one.
+    """
+    same, ranked = summary["nearest_of_same_class"], summary["retrieval"]
     rows = [
-        ("layer", layer),
-        ("rows", f"{len(found.rows)}, {found.neighbours.shape[1]} nearest of each"),
-        ("metric", found.metric),
+        ("layer", summary["layer"]),
+        ("rows", f"{summary['rows']}, {summary['k']} nearest of each"),
+        ("metric", summary["metric"]),
     ]
     if index is not None:
-        rows.append(("found", _index_text(index)))
+        rows.append(("found", index))
     if same is not None and ranked is None:  # recall@1 says the same
         rows.append(("same class", f"{same:.1%} of the nearest ones"))
     if ranked is not None:
         rows.append(("retrieval", _retrieval_text(ranked)))
-    return summary, facts([*rows, ("files", "\n".join(map(str, files)))])
+    return facts([*rows, ("files", "\n".join(summary["files"]))])
 
 
 def _index(recall: float, store: FeatureStore, layer: str, config: Config) -> RowIndex:

@@ -1,23 +1,31 @@
-"""Similarity of rows and of layers of a store: exact and in blocks, on any device."""
+"""Similarity of rows, layers and data sets of stores, in blocks and on any device."""
 
 from featx.analysis.similarity import (
+    DataSetDistance,
     LayerSimilarity,
     Neighbours,
     RowIndex,
+    data_set_distance,
     duplicate_groups,
     layer_similarity,
     linear_cka,
     nearest_rows,
+    procrustes_distance,
     rsa,
+    svcca,
 )
 
 __all__ = [
+    "DataSetDistance",
     "LayerSimilarity",
     "Neighbours",
     "RowIndex",
+    "data_set_distance",
     "duplicate_groups",
     "layer_similarity",
     "linear_cka",
     "nearest_rows",
+    "procrustes_distance",
     "rsa",
+    "svcca",
 ]

@@ -47,9 +47,9 @@ MISTAKES = [
     (["+foo=1"], "unknown key 'foo'"),
     (
         ["job=extrct"],
-        "expected one of attribute, bench, cka, doctor, duplicates, export, extract, layers, "
-        "models, neighbors, pack, plan, predict, probe, report, stats, status, verify, zeroshot. "
-        "Nearest: extract",
+        "expected one of attribute, bench, cka, distance, doctor, duplicates, export, extract, "
+        "layers, models, neighbors, pack, plan, predict, probe, report, stats, status, verify, "
+        "zeroshot. Nearest: extract",
     ),
     (["model=resnet5O"], "Nearest: resnet50"),
     (["data=folder"], "data.root=DIR"),

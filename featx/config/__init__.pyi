@@ -63,9 +63,12 @@ from .schema import given_by_value as given_by_value
 from .schema import given_keywords as given_keywords
 from .schema import known_keys as known_keys
 from .schema import without_object as without_object
+from .similarity import MEASURES as MEASURES
 from .similarity import METRICS as METRICS
 from .similarity import RSA_DISTANCES as RSA_DISTANCES
+from .similarity import USUAL_MEASURES as USUAL_MEASURES
 from .similarity import CkaConfig as CkaConfig
+from .similarity import DistanceConfig as DistanceConfig
 from .similarity import DuplicatesConfig as DuplicatesConfig
 from .similarity import NeighborsConfig as NeighborsConfig
 from .transform import INTERPOLATIONS as INTERPOLATIONS

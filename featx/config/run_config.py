@@ -23,6 +23,7 @@ from featx.config import (
     CkaConfig,
     ConformanceConfig,
     DataConfig,
+    DistanceConfig,
     DuplicatesConfig,
     ExecutorConfig,
     ExportConfig,
@@ -188,6 +189,8 @@ class Config:
     """Near-duplicates that job=duplicates finds."""
     cka: CkaConfig = field(default_factory=CkaConfig)
     """Layers and rows that job=cka compares."""
+    distance: DistanceConfig = field(default_factory=DistanceConfig)
+    """Stores whose images job=distance compares."""
     zeroshot: ZeroshotConfig = field(default_factory=ZeroshotConfig)
     """Classifier of class names that job=zeroshot makes of the text tower of a CLIP model."""
     export: ExportConfig = field(default_factory=ExportConfig)

@@ -1,4 +1,4 @@
-"""job=cka: layer similarity by linear CKA and RSA."""
+"""job=cka: layer similarity by CKA, RSA, SVCCA and the Procrustes distance."""
 
 from __future__ import annotations
 
@@ -17,7 +17,13 @@ from featx.store import FeatureStore, matching_layers
 if TYPE_CHECKING:
     from featx.analysis.similarity import LayerSimilarity
 
-_TITLES = {"cka": "linear CKA", "cka_debiased": "linear CKA, debiased", "rsa": "RSA"}
+_TITLES = {
+    "cka": "linear CKA",
+    "cka_debiased": "linear CKA, debiased",
+    "rsa": "RSA",
+    "svcca": "SVCCA, 99% of the variance",
+    "procrustes": "Procrustes distance, squared",
+}
 
 
 def run(config: Config, config_yaml: str) -> int:
@@ -32,13 +38,10 @@ def run(config: Config, config_yaml: str) -> int:
     other = None if asked.other_store is None else FeatureStore(asked.other_store, verify="rows")
     disk = result_folder(store, config)
     with CountProgress("layers") as progress:
-        count = len(matching_layers(store, config.layers))
-        if other is not None:
-            count += len(matching_layers(other, config.layers))
-        progress.begin(count)
+        progress.begin(len(matching_layers(store, config.layers)))
         found = layer_similarity(
             store, other, config.layers, asked.rows, config.seed, config.device, progress.step,
-            asked.rsa_distance,
+            asked.rsa_distance, asked.chosen_measures,
         )  # fmt: skip
     summary = {
         "store": str(store.root),
@@ -48,7 +51,7 @@ def run(config: Config, config_yaml: str) -> int:
         "seed": config.seed,
         "layers": list(found.layers),
         "others": list(found.others),
-        "rsa_distance": found.rsa_distance,
+        "rsa_distance": found.rsa_distance if "rsa" in found.measures else None,
         **{name: _as_json(values) for name, values in found.measures.items()},
     }
     path = disk.root / "layers.json"
@@ -66,7 +69,7 @@ def run(config: Config, config_yaml: str) -> int:
 JOBS.register(
     Job(
         "cka",
-        "Compare the layers of one or two stores by linear CKA and RSA.",
+        "Compare the layers of one or two stores by CKA, RSA, SVCCA or the Procrustes distance.",
         CkaConfig,
         run=run,
         input=Input.STORE,

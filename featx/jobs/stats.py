@@ -91,7 +91,8 @@ def run(config: Config, config_yaml: str) -> int:
 
 _VALUES = ("layer", "rows", "features", "smallest", "largest", "mean", "std from", "to")
 _SPREAD = (
-    "layer", "total variance", "effective rank", "share of variance in\n10 / 50 / 100 directions",
+    "layer", "total variance", "participation\nratio", "\nRankMe",
+    "share of variance in\n10 / 50 / 100 directions",
 )  # fmt: skip
 
 
@@ -135,7 +136,7 @@ def _values(name: str, layer: dict[str, Any]) -> tuple[str, ...]:
 def _spread(name: str, layer: dict[str, Any]) -> tuple[str, ...]:
     """Return one row of the table of variances."""
     shares = [percent_text(share) for share in (layer["first"] or {}).values()]
-    numbers = (_number(layer[key]) for key in ("total_variance", "effective_rank"))
+    numbers = (_number(layer[key]) for key in ("total_variance", "participation_ratio", "rank_me"))
     return (name, *numbers, " / ".join(shares) or "-")
 
 

@@ -229,8 +229,7 @@ def _with_parts(
         for spec in run.layers:
             if spec.name in hidden:
                 continue
-            described = ("layer", "capture", "reduce", "compute_dtype")
-            attrs = {name: getattr(spec, name) for name in described}
+            attrs = layout.layer_attributes(spec)
             attrs |= geometry_values(run.tokens.get(spec.name))
             layers.setdefault(spec.name, LayerInfo(spec.shape, memory_dtype(spec.dtype), attrs))
     first = manifest.runs[0]

@@ -28,7 +28,7 @@ from made_store import make_header, make_spec
 
 from featx.analysis.statistics import moments as moments_module
 from featx.analysis.statistics import part_moments, stats_file
-from featx.analysis.statistics.covariance import frechet_distance, principal_components, whitening
+from featx.analysis.statistics.covariance import gaussian_distance, principal_components, whitening
 from featx.analysis.statistics.moments import Moments, check_size
 from featx.analysis.statistics.moments_tree import MomentsTree
 from featx.analysis.statistics.part_moments import PartMoments, StatsLayer
@@ -1013,14 +1013,14 @@ def test_impossible_requests_say_why() -> None:
     with pytest.raises(ConfigError, match="needs the full scatter"):
         principal_components(diagonal, 2)
     with pytest.raises(ConfigError, match="needs the full scatter"):
-        frechet_distance(diagonal, diagonal)
+        gaussian_distance(diagonal, diagonal)
     full = Moments.of(made_rows(10, 3))
     with pytest.raises(ConfigError, match="epsilon"):
         whitening(full, epsilon=-1)
     with pytest.raises(ConfigError, match="3 and 4 features"):
-        frechet_distance(full, Moments.of(made_rows(10, 4)))
+        gaussian_distance(full, Moments.of(made_rows(10, 4)))
     with pytest.raises(ConfigError, match="more than 1 rows"):
-        frechet_distance(full, Moments.of(made_rows(1, 3)))
+        gaussian_distance(full, Moments.of(made_rows(1, 3)))
     with pytest.raises(ReduceError, match="3 features does not fit"):
         principal_components(full, 2).apply(torch.ones(5, 4))
 
@@ -1063,16 +1063,16 @@ def gaussian(mean: Sequence[float], covariance: np.ndarray, count: int = 1001) -
 
 def test_frechet_distance_of_known_gaussians() -> None:
     # In one dimension: (m_a - m_b)^2 + (s_a - s_b)^2.
-    one = frechet_distance(gaussian([1], [[4]]), gaussian([4], [[25]]))
+    one = gaussian_distance(gaussian([1], [[4]]), gaussian([4], [[25]]))
     assert one == pytest.approx(9 + 9, rel=1e-12)
     # Where the covariances commute, the sum of these over the common axes.
     turn = np.linalg.qr(np.random.default_rng(0).normal(size=(3, 3)))[0]
     a, b = (turn @ np.diag(d) @ turn.T for d in ([1, 4, 9], [16, 4, 0]))
-    found = frechet_distance(gaussian([0, 0, 0], a), gaussian([1, 0, 2], b))
+    found = gaussian_distance(gaussian([0, 0, 0], a), gaussian([1, 0, 2], b))
     assert found == pytest.approx(5 + 9 + 0 + 9, rel=1e-7)
     # Only the mean differs, and the covariance is not regular.
     flat = np.outer([1, 2, 3], [1, 2, 3])
-    found = frechet_distance(gaussian([0, 0, 0], flat), gaussian([0, 3, 4], flat))
+    found = gaussian_distance(gaussian([0, 0, 0], flat), gaussian([0, 3, 4], flat))
     assert found == pytest.approx(25, rel=1e-7)
 
 
@@ -1083,7 +1083,7 @@ def test_frechet_distance_equals_the_root_of_the_product() -> None:
     a, b = np.cov(x.numpy(), rowvar=False), np.cov(y.numpy(), rowvar=False)
     shift = x.numpy().mean(0) - y.numpy().mean(0)
     expected = shift @ shift + np.trace(a + b - 2 * sqrtm(a @ b).real)
-    found = frechet_distance(Moments.of(x), Moments.of(y))
+    found = gaussian_distance(Moments.of(x), Moments.of(y))
     assert found == pytest.approx(expected, rel=1e-7)  # scipy's root has a condition of 1e10 here
     # The eigenvalues of the product in numbers of 60 digits, by mpmath.
     assert found == pytest.approx(21052.307060999880181, rel=1e-13)
@@ -1095,8 +1095,8 @@ def test_frechet_distance_with_fewer_rows_than_features() -> None:
     rng = np.random.default_rng(0)
     basis = np.linalg.qr(rng.normal(size=(200, 200)))[0][:, :30]
     x, y = rng.normal(size=(31, 30)) @ np.diag(np.linspace(1, 9, 30)), rng.normal(size=(31, 30))
-    inside = frechet_distance(Moments.of(torch.from_numpy(x)), Moments.of(torch.from_numpy(y)))
-    outside = frechet_distance(
+    inside = gaussian_distance(Moments.of(torch.from_numpy(x)), Moments.of(torch.from_numpy(y)))
+    outside = gaussian_distance(
         Moments.of(torch.from_numpy(x @ basis.T)), Moments.of(torch.from_numpy(y @ basis.T))
     )
     assert outside == pytest.approx(inside, rel=1e-10)
@@ -1113,10 +1113,10 @@ def test_frechet_distance_is_symmetric_and_zero_for_equals(
 ) -> None:
     a, b = (Moments.of(made_rows(n, dim, s)) for n, s in zip(sizes, seeds, strict=True))
     scale = float(a.variance().sum() + b.variance().sum())
-    assert frechet_distance(a, b) == pytest.approx(frechet_distance(b, a), abs=1e-10 * scale)
-    assert 0 <= frechet_distance(a, a) <= 1e-10 * scale
+    assert gaussian_distance(a, b) == pytest.approx(gaussian_distance(b, a), abs=1e-10 * scale)
+    assert 0 <= gaussian_distance(a, a) <= 1e-10 * scale
     shifted = replace(a, mean=a.mean + 2)
-    assert frechet_distance(a, shifted) == pytest.approx(4 * dim, rel=1e-12, abs=1e-10 * scale)
+    assert gaussian_distance(a, shifted) == pytest.approx(4 * dim, rel=1e-12, abs=1e-10 * scale)
 
 
 @pytest.mark.gpu

@@ -21,7 +21,7 @@ import featx
 from featx.analysis.similarity import duplicates as groups_of
 from featx.analysis.similarity import nearest_neighbours, row_vectors
 from featx.analysis.similarity.duplicates import cosines_to_first
-from featx.analysis.similarity.representation_similarity import average_ranks
+from featx.analysis.similarity.gram_measures import average_ranks
 from featx.errors import ConfigError, LayerError, StoreError
 from featx.jobs.similarity_files import write_csv
 from featx.similarity import duplicate_groups, layer_similarity, linear_cka, nearest_rows, rsa

@@ -65,6 +65,7 @@ CALLS = [
     Call("neighbors", {"store": "store", "layers": "conv", "out": "near"}),
     Call("duplicates", {"store": "store", "layers": "conv", "out": "near"}),
     Call("cka", {"store": "store", "out": "near"}),
+    Call("distance", {"store": "store", "distance": {"other_store": "store", "subsets": 2}}),
     Call("export", {"store": "store", "out": "exported"}),
     Call("export", {"store": "store", "export": {"format": "webdataset"}, "data": "photos"}),
     Call("verify", {"store": "store"}),

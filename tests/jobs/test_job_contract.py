@@ -86,6 +86,12 @@ class TestCka(_Job):
 
 
 @pytest.mark.slow
+class TestDistance(_Job):
+    name = "distance"
+    arguments = (*STORE, "distance.other_store=store", "distance.subsets=2")
+
+
+@pytest.mark.slow
 class TestDuplicates(_Job):
     name = "duplicates"
     arguments = (*STORE, "layers=head")

@@ -63,6 +63,7 @@ CALLS: tuple[tuple[str, Mapping[str, Any], Mapping[str, Any]], ...] = (
     ("neighbors", ONE, {}),
     ("duplicates", ONE, {}),
     ("cka", {"store": STORE}, {}),
+    ("distance", {"store": STORE, "distance": {"other_store": STORE, "subsets": 2}}, {}),
     ("status", {"store": STORE}, {}),
     ("verify", {"store": STORE, **CODE}, {}),
     ("report", {"store": STORE}, {}),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from tiny_model import run_job
 import featx
 from featx.errors import ConfigError
 from featx.jobs import neighbors
-from featx.similarity import nearest_rows
+from featx.similarity import data_set_distance, nearest_rows
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path")
 
@@ -115,6 +115,38 @@ def test_layers(store: featx.FeatureStore, capsys: pytest.CaptureFixture[str]) -
     assert json.loads(capsys.readouterr().out)["layers"] == ["map", "flat"]
 
 
+def test_measures_of_layers(store: featx.FeatureStore, capsys: pytest.CaptureFixture[str]) -> None:
+    ask("cka", layers=["flat", "map"])
+    assert "RSA, correlation distance" in capsys.readouterr().out
+    ask("cka", layers=["flat", "map"], measures=["svcca", "procrustes"])
+    output = capsys.readouterr().out
+    assert "SVCCA, 99% of the variance" in output
+    assert "Procrustes distance, squared" in output
+    found = json.loads(Path("store/cka/layers.json").read_text())
+    assert "cka" not in found
+    assert found["rsa_distance"] is None
+    assert np.diag(found["svcca"]) == pytest.approx(1)
+    assert np.diag(found["procrustes"]) == pytest.approx(0, abs=1e-9)
+
+
+def test_distance_of_two_stores(
+    store: featx.FeatureStore, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_run(20, 8).write(Path("other"))
+    ask("distance", json=True, layers=None, other_store="other", subsets=2)
+    summary = json.loads(capsys.readouterr().out)
+    assert [each["layer"] for each in summary["layers"]] == ["flat", "map"]
+    for each in summary["layers"]:
+        found = data_set_distance(
+            store, featx.open("other"), each["layer"], subsets=2, device="cpu"
+        )
+        assert each == asdict(found)
+    ask("distance", layers=None, other_store="other", subsets=2)
+    output = capsys.readouterr().out
+    assert "mean of 2 subsets of 20 rows of each store" in output
+    assert output.splitlines()[0].split()[:2] == ["layer", "Fréchet"]
+
+
 def test_an_index_says_what_it_found(
     store: featx.FeatureStore, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -154,6 +186,16 @@ def test_an_unfinished_store_says_so(capsys: pytest.CaptureFixture[str]) -> None
         ("duplicates", {"threshold": 1.5}, r"duplicates\.threshold=1\.5"),
         ("duplicates", {"layers": None}, r"name one layer with layers="),
         ("cka", {"rows": 3}, r"cka\.rows=3"),
+        (
+            "cka",
+            {"measures": ["cca"]},
+            r"cka\.measures=cca: expected one of cka, .* Nearest: svcca",
+        ),
+        ("cka", {"measures": []}, r"cka\.measures=\[\]: expected some of"),
+        ("cka", {"measures": "cka", "rsa_distance": "cosine"}, r"rsa_distance has an effect with"),
+        ("distance", {"subsets": 3}, r"needs distance\.other_store=DIR"),
+        ("distance", {"other_store": "store", "subsets": 0}, r"distance\.subsets=0"),
+        ("distance", {"other_store": "store", "subset_rows": 1}, r"distance\.subset_rows=1"),
     ],
 )
 def test_what_is_refused(

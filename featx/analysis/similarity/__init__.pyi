@@ -1,13 +1,17 @@
 from .duplicates import cosines_to_first as cosines_to_first
 from .duplicates import duplicate_groups as duplicate_groups
 from .faiss_index import RowIndex as RowIndex
+from .kid import DataSetDistance as DataSetDistance
+from .kid import data_set_distance as data_set_distance
 from .nearest_neighbours import Neighbours as Neighbours
 from .nearest_neighbours import nearest_among as nearest_among
 from .nearest_neighbours import nearest_rows as nearest_rows
 from .representation_similarity import LayerSimilarity as LayerSimilarity
 from .representation_similarity import layer_similarity as layer_similarity
 from .representation_similarity import linear_cka as linear_cka
+from .representation_similarity import procrustes_distance as procrustes_distance
 from .representation_similarity import rsa as rsa
+from .representation_similarity import svcca as svcca
 from .retrieval import retrieval_metrics as retrieval_metrics
 from .row_vectors import KEEP_BYTES as KEEP_BYTES
 from .row_vectors import Vectors as Vectors

@@ -1,18 +1,9 @@
-"""Layer similarity: linear CKA and RSA of two layers over the same images.
+"""Layer similarity: measures of two layers over the same images.
 
-With the Gram matrix K = X X^T of the vectors of a layer (n, D), one row per image, and L of
-another:
-
-    CKA       <HKH, HLH> / (|HKH| |HLH|), H = I - 1/n  (Kornblith et al. 2019)
-    debiased  the same with the U-centred matrices of Szekely and Rizzo (2014), which have a zero
-              diagonal (Nguyen et al. 2021). If D is not small compared with n, CKA is near 1 for
-              any two layers; the debiased form is not
-    RSA       Spearman's correlation of the distances of all pairs of images: 1 minus Pearson's
-              correlation of their vectors (Kriegeskorte et al. 2008), or 1 minus their cosine,
-              which does not see a rotation of the features
-
-Each measure is the dot product of two unit vectors, one per layer, so the cost is one Gram matrix
-per layer, not per pair. Computation is in float64; the vectors of each layer are kept as float32.
+gram_measures.py and cross_measures.py define them: CKA, debiased CKA and RSA from matrices of n x n
+values, one per layer, and CKA of more images, SVCCA and the Procrustes distance from one product of
+features per pair of layers. If the number of features is not small compared with that of images,
+CKA and SVCCA are near 1 for any two layers; debiased CKA is not.
 """
 
 from __future__ import annotations
@@ -24,25 +15,40 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from featx.analysis.similarity import row_vectors as sizes
+from featx.analysis.similarity.cross_measures import (
+    CentredRows,
+    LayerProducts,
+    centred_layer,
+    centred_matrix,
+    compare_products,
+    cross_product,
+    layer_products,
+)
+from featx.analysis.similarity.gram_measures import (
+    Matrix,
+    dot,
+    gram_products,
+    matrix_products,
+    signature,
+)
 from featx.analysis.similarity.row_vectors import Vectors
 from featx.base import choose_device, float64_home
-from featx.config import RSA_DISTANCES, check_choice
+from featx.config import MEASURES, RSA_DISTANCES, USUAL_MEASURES, check_choice
 from featx.errors import ConfigError
 from featx.store import FeatureStore, matching_layers
 
-MEASURES = ("cka", "cka_debiased", "rsa")
 ROWS = 2000
-"""Default number of images. The memory kept per layer grows with its square: 8 n^2 bytes, 32 MB."""
+"""Default number of images."""
 
-Matrix = npt.NDArray[np.float64]
+GRAM_ROWS = 4096
+"""Largest number of images for which CKA is computed from matrices of n x n values, which is faster
+for many layers; they take 134 MB a layer."""
 
-_SAME = 1e-28
-"""Ratio of squared norms below which centred rows count as rounding errors, so that all rows of the
-layer are the same: float64 has a relative error of 2e-16, and products have its square."""
+RSA_ROWS = 10_000
+"""Largest number of images for RSA, which needs such a matrix: 800 MB, and 200 MB kept a layer."""
 
-_SAME_RANK = 1e-12
-"""Difference of distances, relative to the largest, below which they share a rank."""
+_GRAM_MEASURES = ("cka", "cka_debiased", "rsa")
+"""Measures that a matrix of n x n values gives."""
 
 
 @dataclass(frozen=True)
@@ -52,8 +58,8 @@ class LayerSimilarity:
     Attributes:
         layers: names of the layers of the rows.
         others: names of the layers of the columns.
-        measures: 'cka', 'cka_debiased' and 'rsa' -> (layers, others) float64; NaN if a layer is the
-            same for all images.
+        measures: name of a measure -> (layers, others) float64; NaN if a layer is the same for all
+            images. 'procrustes' is a distance, 0 for layers that differ by a rotation and a factor.
         rsa_distance: distance of RSA, 'correlation' or 'cosine'.
         num_rows: number of images that were used.
         num_common: number of images that were available.
@@ -76,8 +82,9 @@ def layer_similarity(
     device: str = "auto",
     tell: Callable[[int], None] = lambda layers: None,
     rsa_distance: str = "correlation",
+    measures: Sequence[str] = USUAL_MEASURES,
 ) -> LayerSimilarity:
-    """Compute CKA and RSA between the layers of a store, or between those of two stores.
+    """Compare the layers of a store with each other, or with those of another store.
 
     Args:
         store: open store.
@@ -87,43 +94,42 @@ def layer_similarity(
         num_rows: number of random images, or all if there are fewer.
         seed: seed of the choice of images.
         device: 'auto', 'cpu', 'cuda', ...
-        tell: called with 1 after every layer.
+        tell: called with 1 after every layer of `store`.
         rsa_distance: distance of two images in RSA, 'correlation' or 'cosine'.
+        measures: some of 'cka', 'cka_debiased', 'rsa', 'svcca' and 'procrustes'.
 
     Raises:
-        ConfigError: the distance is unknown, there are fewer than four common images, or only one
-            layer.
+        ConfigError: a measure or the distance is unknown, there are fewer than four common images,
+            only one layer, too many images for RSA, or a layer is too wide for so many images.
         LayerError: one of the stores has no such layer.
     """
     check_choice("cka.rsa_distance", rsa_distance, RSA_DISTANCES)
+    for name in measures:
+        check_choice("cka.measures", name, MEASURES)
     rows, other_rows = _common_rows(store, other)
     if len(rows) < 4:
         raise ConfigError(f"{len(rows)} common images are ok; expected at least 4.")
     count = min(num_rows, len(rows))
     chosen = np.sort(np.random.default_rng(seed).permutation(len(rows))[:count])
     where = float64_home(choose_device(device))
-
-    def signatures(of: FeatureStore, at: npt.NDArray[np.int64]) -> dict[str, list[torch.Tensor]]:
-        """Compute the unit vectors of every layer of a store, one Gram matrix at a time."""
-        found = {}
-        for name in matching_layers(of, layers):
-            products = _products(Vectors(of, name, where, rows=at[chosen]))
-            found[name] = list(_signatures(products, rsa_distance))
-            tell(1)
-        return found
-
-    left = signatures(store, rows)
-    right = left if other is None else signatures(other, other_rows)
-    if other is None and len(left) < 2:
+    left = _Layers(store, rows[chosen], matching_layers(store, layers), where)
+    right = left
+    if other is not None:
+        right = _Layers(other, other_rows[chosen], matching_layers(other, layers), where)
+    elif len(left.names) < 2:
         raise ConfigError(
-            f"{store.root} has one layer to compare, {next(iter(left))}; name more with layers=, "
+            f"{store.root} has one layer to compare, {left.names[0]}; name more with layers=, "
             "or another store with cka.other_store=."
         )
-    measures = {
-        name: np.array([[_dot(a[i], b[i]) for b in right.values()] for a in left.values()])
-        for i, name in enumerate(MEASURES)
-    }
-    return LayerSimilarity(tuple(left), tuple(right), measures, rsa_distance, count, len(rows))
+    of_gram = [name for name in measures if _is_of_gram(name, count)]
+    of_cross = [name for name in measures if name not in of_gram]
+    found: dict[str, Matrix] = {}
+    if of_gram:
+        found |= _with_grams(left, right, of_gram, rsa_distance, _tell_nobody if of_cross else tell)
+    if of_cross:
+        found |= _with_products(left, right, of_cross, tell)
+    kept = {name: found[name] for name in measures}
+    return LayerSimilarity(left.names, right.names, kept, rsa_distance, count, len(rows))
 
 
 def linear_cka(
@@ -136,8 +142,9 @@ def linear_cka(
         y: (n, E), or any shape with n rows.
         debiased: whether to use the U-centred matrices.
     """
-    which = 1 if debiased else 0
-    return _dot(_signatures_of(x)[which], _signatures_of(y)[which])
+    _check_rows(x, y)
+    which = "cka_debiased" if debiased else "cka"
+    return dot(*(signature(matrix_products(z), which) for z in (x, y)))
 
 
 def rsa(
@@ -151,10 +158,160 @@ def rsa(
         distance: 'correlation', 1 minus Pearson's correlation of two rows, or 'cosine'.
 
     Raises:
-        ConfigError: the distance is unknown.
+        ConfigError: the distance is unknown, or the numbers of rows differ.
     """
     check_choice("distance", distance, RSA_DISTANCES)
-    return _dot(_signatures_of(x, distance)[2], _signatures_of(y, distance)[2])
+    _check_rows(x, y)
+    return dot(*(signature(matrix_products(z), "rsa", distance) for z in (x, y)))
+
+
+def svcca(x: npt.NDArray[np.floating], y: npt.NDArray[np.floating]) -> float:
+    """Compute the mean canonical correlation of the principal directions of two matrices.
+
+    Args:
+        x: (n, D), or any shape with n rows.
+        y: (n, E), or any shape with n rows.
+    """
+    return _of_matrices(x, y, "svcca")
+
+
+def procrustes_distance(x: npt.NDArray[np.floating], y: npt.NDArray[np.floating]) -> float:
+    """Compute the squared distance, from 0 to 2, of two centred matrices of Frobenius norm 1 after
+    the best rotation of one of them.
+
+    Args:
+        x: (n, D), or any shape with n rows.
+        y: (n, E), or any shape with n rows.
+    """
+    return _of_matrices(x, y, "procrustes")
+
+
+def _of_matrices(x: npt.NDArray[np.floating], y: npt.NDArray[np.floating], measure: str) -> float:
+    """Compute a measure of cross_measures.py for two matrices in memory."""
+    _check_rows(x, y)
+    one, other = centred_matrix(x), centred_matrix(y)
+    first, second = (layer_products(rows, [measure]) for rows in (one, other))
+    return compare_products(first, second, cross_product(one, other), [measure])[measure]
+
+
+def _check_rows(x: npt.NDArray[np.floating], y: npt.NDArray[np.floating]) -> None:
+    """Raise ConfigError unless two matrices have the same number of rows."""
+    if len(x) != len(y):
+        raise ConfigError(
+            f"the matrices have {len(x)} and {len(y)} rows; expected the same images in both."
+        )
+
+
+class _Layers:
+    """Layers of a store over some rows.
+
+    Args:
+        store: open store.
+        rows: (n,) int64 rows.
+        names: names of the layers.
+        device: device that computes.
+    """
+
+    def __init__(
+        self,
+        store: FeatureStore,
+        rows: npt.NDArray[np.int64],
+        names: tuple[str, ...],
+        device: torch.device,
+    ) -> None:
+        self.names = names
+        self._store, self._rows, self._device = store, rows, device
+        self._coordinates: dict[str, CentredRows] = {}
+
+    def vectors(self, name: str) -> Vectors:
+        """Open a layer; a small one is read into memory."""
+        return Vectors(self._store, name, self._device, rows=self._rows)
+
+    def centred(self, name: str) -> CentredRows:
+        """Open a layer as centred rows; coordinates, which take time, are computed once."""
+        if name in self._coordinates:
+            return self._coordinates[name]
+        vectors = self.vectors(name)
+        found = centred_layer(vectors)
+        if vectors.width > len(vectors):
+            self._coordinates[name] = found
+        return found
+
+
+def _tell_nobody(layers: int) -> None:
+    """Report no progress."""
+
+
+def _is_of_gram(measure: str, num_rows: int) -> bool:
+    """Return whether a measure is computed from matrices of n x n values.
+
+    Raises:
+        ConfigError: it must be, and there are too many images.
+    """
+    if measure == "rsa" and num_rows > RSA_ROWS:
+        raise ConfigError(
+            f"RSA of {num_rows} images compares {num_rows * (num_rows - 1) // 2} distances; at "
+            f"most {RSA_ROWS} images are taken. Give a smaller cka.rows, or leave rsa out: "
+            "cka.measures=[cka,cka_debiased]."
+        )
+    return measure == "rsa" or (measure in _GRAM_MEASURES and num_rows <= GRAM_ROWS)
+
+
+def _with_grams(
+    left: _Layers,
+    right: _Layers,
+    measures: Sequence[str],
+    rsa_distance: str,
+    tell: Callable[[int], None],
+) -> dict[str, Matrix]:
+    """Compute measures of gram_measures.py for all pairs of layers."""
+
+    def unit_vectors(layers: _Layers, tell: Callable[[int], None]) -> list[dict[str, torch.Tensor]]:
+        """Compute the unit vectors of every layer, one Gram matrix at a time."""
+        found = []
+        for name in layers.names:
+            products = gram_products(layers.vectors(name))
+            found.append(
+                {measure: signature(products, measure, rsa_distance) for measure in measures}
+            )
+            tell(1)
+        return found
+
+    others = None if right is left else unit_vectors(right, _tell_nobody)
+    ours = unit_vectors(left, tell)
+    return {
+        name: np.array([[dot(a[name], b[name]) for b in others or ours] for a in ours])
+        for name in measures
+    }
+
+
+def _with_products(
+    left: _Layers, right: _Layers, measures: Sequence[str], tell: Callable[[int], None]
+) -> dict[str, Matrix]:
+    """Compute measures of cross_measures.py for all pairs of layers.
+
+    The rows of two layers are in memory at a time, and coordinates of layers with more values than
+    rows.
+    """
+
+    def with_themselves(layers: _Layers) -> list[LayerProducts]:
+        return [layer_products(layers.centred(name), measures) for name in layers.names]
+
+    same = right is left
+    ours = with_themselves(left)
+    others = ours if same else with_themselves(right)
+    found = {name: np.full((len(ours), len(others)), np.nan) for name in measures}
+    for i, name in enumerate(left.names):
+        rows = left.centred(name)
+        for j in range(i if same else 0, len(others)):
+            product = cross_product(rows, right.centred(right.names[j]))
+            values = compare_products(ours[i], others[j], product, measures)
+            for measure, value in values.items():
+                found[measure][i, j] = value
+                if same:
+                    found[measure][j, i] = value
+        tell(1)
+    return found
 
 
 def _common_rows(
@@ -174,196 +331,3 @@ def _common_rows(
     )
     order = np.argsort(a)
     return rows[a[order]], others[b[order]]
-
-
-def _signatures_of(
-    x: npt.NDArray[np.floating], distance: str = "correlation"
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Compute the unit vectors of CKA, debiased CKA and RSA for a matrix in memory."""
-    flat = torch.from_numpy(np.asarray(x, np.float64).reshape(len(x), -1))
-    mean = flat.mean(dim=0)
-    centred = flat - mean
-    even = mean - mean.mean()
-    return _signatures(
-        _Products(
-            centred @ centred.T,
-            centred @ mean,
-            mean @ mean,
-            centred @ even,
-            even @ even,
-            centred.mean(dim=1) * flat.shape[1] ** 0.5,
-        ),
-        distance,
-    )
-
-
-@dataclass(frozen=True)
-class _Products:
-    """Dot products of the rows of a matrix minus their mean m, in float64.
-
-    The mean is subtracted first, since a large common offset would leave only rounding errors.
-
-    Attributes:
-        gram: (n, n) products of all pairs.
-        along: (n,) products with m.
-        mean_square: () m with m.
-        along_even: (n,) products with m minus the mean of its values.
-        even_square: () that vector with itself.
-        row_means: (n,) mean of the values of each centred row times sqrt(D).
-    """
-
-    gram: torch.Tensor
-    along: torch.Tensor
-    mean_square: torch.Tensor
-    along_even: torch.Tensor
-    even_square: torch.Tensor
-    row_means: torch.Tensor
-
-
-def _products(vectors: Vectors) -> _Products:
-    """Compute the products of the rows of a layer, in blocks."""
-    n = len(vectors)
-    step = max(1, vectors.rows_of(sizes.BLOCK_BYTES) // 2)
-    mean = torch.zeros(vectors.width, dtype=torch.float64, device=vectors.device)
-    for _, block in vectors.blocks(step):
-        mean += block.double().sum(dim=0) / n
-    gram = torch.empty((n, n), dtype=torch.float64, device=vectors.device)
-    along, along_even, row_means = torch.empty((3, n), dtype=torch.float64, device=vectors.device)
-    even = mean - mean.mean()
-    for start, block in vectors.blocks(step):
-        wide = block.double() - mean
-        along[start : start + len(block)] = wide @ mean
-        along_even[start : start + len(block)] = wide @ even
-        row_means[start : start + len(block)] = wide.mean(dim=1) * vectors.width**0.5
-        for other in range(start, n, step):
-            stop = min(n, other + step)
-            products = wide @ (vectors.block(other, stop).double() - mean).T
-            gram[start : start + len(block), other:stop] = products
-            gram[other:stop, start : start + len(block)] = products.T
-    return _Products(gram, along, mean @ mean, along_even, even @ even, row_means)
-
-
-def _signatures(
-    products: _Products, distance: str
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Compute the unit vectors of CKA, debiased CKA and RSA, float32 on the CPU.
-
-    Args:
-        products: products of the rows.
-        distance: distance of RSA, 'correlation' or 'cosine'.
-
-    Returns:
-        (n^2,), (n (n - 1) / 2,) and (n (n - 1) / 2,); NaN if all rows are the same.
-    """
-    gram, mean_square = products.gram, products.mean_square
-    n = len(gram)
-    upper = torch.triu_indices(n, n, 1, device=gram.device)
-    # All rows are the same up to rounding, relative to their size before centring.
-    if not gram.norm() > _SAME * (gram.norm() + n * mean_square):
-        nothing = torch.full((n * n,), torch.nan)
-        return nothing, nothing[: upper.shape[1]], nothing[: upper.shape[1]]
-    means = gram.mean(dim=0)  # nearly 0: the rounding error of centring
-    cka = _unit((gram - means - means[:, None] + gram.mean()).reshape(-1), gram.norm())
-    hollow = gram.clone().fill_diagonal_(0)
-    sums = hollow.sum(dim=0)
-    u_centred = hollow - (sums + sums[:, None]) / (n - 2) + hollow.sum() / ((n - 1) * (n - 2))
-    debiased = _unit(u_centred[upper[0], upper[1]], gram.norm())
-    if distance == "cosine":
-        distances = _cosine_distances(gram, products.along, mean_square, upper)
-    else:
-        distances = _correlation_distances(products, upper)
-    ranks = average_ranks(distances.cpu().numpy())
-    centred_ranks = torch.from_numpy(ranks - ranks.mean())
-    return cka, debiased, _unit(centred_ranks, centred_ranks.new_tensor(float(len(ranks))))
-
-
-def _correlation_distances(products: _Products, upper: torch.Tensor) -> torch.Tensor:
-    """Compute 1 minus the correlation of pairs of rows, as `_cosine_distances` does.
-
-    It is the cosine distance of the rows minus the mean of their values. A row of equal values has
-    a correlation of 0 with all others.
-    """
-    means, own = products.row_means, products.gram.diagonal()
-    gram = products.gram - means[:, None] * means
-    rounding = _SAME_RANK * (own + products.even_square)
-    return _cosine_distances(gram, products.along_even, products.even_square, upper, rounding)
-
-
-def _cosine_distances(
-    gram: torch.Tensor,
-    along: torch.Tensor,
-    mean_square: torch.Tensor,
-    upper: torch.Tensor,
-    rounding: torch.Tensor | float = 0.0,
-) -> torch.Tensor:
-    """Compute 1 - cos for pairs of rows, rounded so that nearly equal values are equal.
-
-    With d the difference of two rows x and y, 1 - cos = (|d|^2 - (|x| - |y|)^2) / (2 |x| |y|). For
-    rows that a common offset makes nearly parallel, 1 minus the cosine is dominated by rounding.
-    The other form is as exact as |d|^2 / (2 |x| |y|), the larger of its terms.
-
-    Args:
-        gram: (n, n) products of the rows minus their mean.
-        along: (n,) products with the mean.
-        mean_square: () the mean with itself.
-        upper: (2, p) pairs of rows.
-        rounding: squared length, of each row or of all, up to which a row is a vector of zeros.
-
-    Returns:
-        (p,) float64 whole numbers that have the order of the distances.
-    """
-    i, j = upper
-    own = gram.diagonal()
-    squares = (own + 2 * along + mean_square).clamp_min(0)
-    squares = torch.where(squares > rounding, squares, 0.0)
-    lengths = squares.sqrt()
-    scale, sums = lengths[i] * lengths[j], lengths[i] + lengths[j]
-    there = scale > 0
-    scale, sums = torch.where(there, scale, 1.0), torch.where(sums > 0, sums, 1.0)
-    difference = (own[i] + own[j] - 2 * gram[i, j]).clamp_min(0) / (2 * scale)
-    # |x| - |y| = (|x|^2 - |y|^2) / (|x| + |y|), without the squares of the mean.
-    shorter = ((own + 2 * along)[i] - (own + 2 * along)[j]) / sums
-    exact = difference - shorter.square() / (2 * scale)
-    plain = 1 - (gram[i, j] + along[i] + along[j] + mean_square) / scale
-    distances = torch.where(difference < 1, exact, plain)
-    # A vector of zeros has a cosine of 0 with all others.
-    distances = torch.where(there, distances, 1.0)
-    largest = float(torch.where(there, difference, 0.0).max().clamp_max(1)) or 1.0
-    return torch.round(distances / (_SAME_RANK * largest))
-
-
-def _unit(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """Normalise a vector to length 1.
-
-    Args:
-        x: vector of any length.
-        scale: magnitude of the numbers that x was computed from.
-
-    Returns:
-        float32 on the CPU; NaN if x consists of rounding errors.
-    """
-    length = x.norm()
-    if not length > 1e-12 * scale:
-        return torch.full(x.shape, torch.nan)
-    unit: torch.Tensor = (x / length).float().cpu()
-    return unit
-
-
-def _dot(a: torch.Tensor, b: torch.Tensor) -> float:
-    """Return the dot product of two vectors."""
-    return float(a @ b)
-
-
-def average_ranks(values: Matrix) -> Matrix:
-    """Rank values from 1; equal values get the mean of their ranks.
-
-    Args:
-        values: (m,) float64.
-    """
-    order = np.argsort(values, kind="stable")
-    ordered = values[order]
-    starts = np.flatnonzero(np.concatenate([[True], ordered[1:] != ordered[:-1]]))
-    counts = np.diff(np.append(starts, len(values)))
-    ranks = np.empty(len(values))
-    ranks[order] = np.repeat(starts + (counts + 1) / 2, counts)
-    return ranks

@@ -73,17 +73,17 @@ def spread(moments: Moments) -> dict[str, Any]:
 
     Returns:
         rows and features; mean (of the features' means), smallest and largest value; for two or
-        more rows: total_variance, std_min and std_max; for full moments effective_rank, which is
-        (sum L)^2 / sum L^2 of the principal variances L, and first, {10: share, 50: ..., 100: ...},
-        the share of the total variance in that many principal directions, for up to MAX_SPECTRUM
-        features. Unknown values are None.
+        more rows: total_variance, std_min and std_max; for full moments participation_ratio, which
+        is (sum L)^2 / sum L^2 of the principal variances L, and for up to MAX_SPECTRUM features
+        rank_me (see `rank_me`) and first, {10: share, 50: ..., 100: ...}, the share of the total
+        variance in that many principal directions. Unknown values are None.
     """
     known: dict[str, Any] = {
         "rows": moments.count,
         "features": moments.dim,
     }
     later = ("mean", "smallest", "largest", "total_variance", "std_min", "std_max")
-    known |= dict.fromkeys((*later, "effective_rank", "first"))
+    known |= dict.fromkeys((*later, "participation_ratio", "rank_me", "first"))
     if moments.count:
         known["mean"] = float(moments.mean.mean())
         known["smallest"] = float(moments.smallest.min())
@@ -96,15 +96,48 @@ def spread(moments: Moments) -> dict[str, Any]:
     if moments.kind == "full" and total > 0:
         entries = moments.scatter.ravel()
         trace = float(moments.scatter.diagonal().sum())
-        known["effective_rank"] = trace**2 / float(entries @ entries)
+        known["participation_ratio"] = trace**2 / float(entries @ entries)
         if moments.dim <= MAX_SPECTRUM:
             variances = torch.linalg.eigvalsh(moments.covariance().cpu()).flip(0).clamp_(min=0)
             shares = (variances.cumsum(0) / variances.sum()).tolist()
             known["first"] = {k: shares[k - 1] for k in (10, 50, 100) if k < moments.dim}
+            known["rank_me"] = rank_me(moments)
     return known
 
 
-def frechet_distance(a: Moments, b: Moments) -> float:
+def rank_me(moments: Moments) -> float | None:
+    """Compute RankMe, the effective rank of the matrix of all rows, which are not centred.
+
+        exp(-sum_k p_k log p_k),  p_k = s_k / sum_j s_j,  with the singular values s of X (n, D)
+
+    Q. Garrido, R. Balestriero, L. Najman, Y. LeCun, RankMe: Assessing the Downstream Performance of
+    Pretrained Self-Supervised Representations by Their Rank, ICML 2023, equation 1, after O. Roy
+    and M. Vetterli, The Effective Rank, EUSIPCO 2007. They add 1e-7 to each p against a logarithm
+    of 0; here 0 log 0 is 0. The singular values are roots of the eigenvalues of X^T X, of which
+    those below their rounding error count as 0.
+
+    Args:
+        moments: moments with the full scatter matrix.
+
+    Returns:
+        a number from 1 to min(n, D), or None if all rows are 0.
+
+    Raises:
+        ConfigError: the moments are diagonal.
+    """
+    moments.check_full("RankMe")
+    squares = torch.linalg.eigvalsh(moments.second_moment.cpu()).flip(0).clamp_(min=0)
+    floor = float(squares[0]) * moments.dim * torch.finfo(torch.float64).eps
+    squares[squares <= floor] = 0
+    squares[moments.count :] = 0
+    total = squares.sqrt().sum()
+    if not total > 0:
+        return None
+    shares = squares.sqrt() / total
+    return float(torch.special.entr(shares).sum().exp())
+
+
+def gaussian_distance(a: Moments, b: Moments) -> float:
     """Compute the squared Fréchet distance of two Gaussians with these means and covariances (FID).
 
         |mean_a - mean_b|^2 + tr(C_a + C_b - 2 (C_a C_b)^(1/2))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from featx.analysis.statistics import covariance
+from featx.analysis.statistics.covariance import gaussian_distance
 from featx.analysis.statistics.reader import Statistics, open_stats
 from featx.errors import ConfigError, StoreMismatchError
 
@@ -37,11 +37,11 @@ def frechet_distance(
     if layer is None:
         layer = _only_layer(a, b)
     refuse_other_values(a.about(layer), b.about(layer), f"{a.path} and {b.path}, {layer}")
-    return covariance.frechet_distance(a[layer], b[layer])
+    return gaussian_distance(a[layer], b[layer])
 
 
 def refuse_other_values(a: dict[str, Any], b: dict[str, Any], what: str) -> None:
-    """Check that two files describe the same values of a layer.
+    """Check that two files or stores hold the same values of a layer.
 
     Args:
         a: description as returned by `Statistics.about`.
@@ -57,8 +57,8 @@ def refuse_other_values(a: dict[str, Any], b: dict[str, Any], what: str) -> None
     ]
     if changed:
         raise StoreMismatchError(
-            f"{what}: these are statistics of different values, so a distance between them does "
-            "not compare the images:\n" + "\n".join(changed)
+            f"{what}: these are different values, so a distance between them does not compare "
+            "the images:\n" + "\n".join(changed)
         )
 
 

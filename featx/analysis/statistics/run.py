@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from featx.analysis.engine_specs import FEATURES
-from featx.analysis.statistics.covariance import frechet_distance
+from featx.analysis.statistics.covariance import gaussian_distance
 from featx.analysis.statistics.covariance import spread as spread_of
 from featx.analysis.statistics.frechet import refuse_other_values
 from featx.analysis.statistics.moments import Moments
@@ -285,4 +285,4 @@ def _summary(
 
 def _distance(a: Moments, b: Moments) -> float | None:
     """Return the Fréchet distance, or None if one of them has too few rows for a covariance."""
-    return frechet_distance(a, b) if min(a.count, b.count) > 1 else None
+    return gaussian_distance(a, b) if min(a.count, b.count) > 1 else None

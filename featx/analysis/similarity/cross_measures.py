@@ -1,0 +1,211 @@
+"""CKA, SVCCA and Procrustes distance of two layers from the products of their features.
+
+With the centred vectors X (n, D) of a layer, one row per image, and Y (n, E) of another:
+
+    CKA         |X^T Y|_F^2 / (|X^T X|_F |Y^T Y|_F)  (Kornblith et al. 2019)
+    debiased    h(X, Y) / sqrt(h(X, X) h(Y, Y)) with the unbiased HSIC of Song et al. 2012, equation
+                5, times n (n - 3). With k_i = |x_i|^2 and l_i = |y_i|^2, for centred vectors
+                h = |X^T Y|_F^2 - k.l + sum(k) sum(l) / ((n - 1) (n - 2)) - 2 k.l / (n - 2)
+    SVCCA       mean canonical correlation of the first principal directions of X and of Y that have
+                99% of the variance, over as many correlations as the smaller number of directions
+                (Raghu et al. 2017; the threshold of Kornblith et al. 2019)
+    Procrustes  min_Q |X / |X|_F - Y Q / |Y|_F|_F^2 = 2 - 2 |X^T Y|_* / (|X|_F |Y|_F) over
+                orthogonal Q, a squared distance from 0 to 2, with |.|_* the sum of the singular
+                values (Ding, Denain and Steinhardt 2021)
+
+None of these needs a matrix of n x n values, so that any number of images can be compared. All are
+unchanged by a rotation, so that a layer with D > n is replaced by the coordinates of its rows in n
+dimensions. Computation is in float64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from featx.analysis.similarity import row_vectors as sizes
+from featx.analysis.similarity.gram_measures import SAME, gram_products
+from featx.analysis.similarity.row_vectors import Vectors
+from featx.errors import ConfigError
+
+MAX_WIDTH = 8192
+"""Largest number of values of a layer in products of features, which take 512 MiB then."""
+
+VARIANCE = 0.99
+"""Share of the variance in the principal directions of SVCCA."""
+
+_ROUNDING = 1e-13
+"""Debiased HSIC of a layer with itself, relative to its CKA's, that counts as a rounding error."""
+
+
+@dataclass(frozen=True)
+class CentredRows:
+    """Rows minus their mean, read in blocks.
+
+    Attributes:
+        num_rows: n.
+        width: number of values of a row.
+        read: returns the rows [start, stop) as (m, width) float64.
+        mean_square: squared length of the mean that was subtracted.
+    """
+
+    num_rows: int
+    width: int
+    read: Callable[[int, int], torch.Tensor]
+    mean_square: float
+
+
+@dataclass(frozen=True)
+class LayerProducts:
+    """Products of a layer with itself.
+
+    Attributes:
+        squares: (n,) squared length of each centred row, k.
+        norm: |X^T X|_F, NaN if all rows are the same.
+        basis: (D, r) map to coordinates of variance 1 along the principal directions of SVCCA, or
+            None if SVCCA is not computed.
+    """
+
+    squares: torch.Tensor
+    norm: float
+    basis: torch.Tensor | None
+
+
+def centred_matrix(x: npt.NDArray[np.floating]) -> CentredRows:
+    """Return the rows of a matrix in memory, (n, D) or any shape with n rows."""
+    rows = torch.from_numpy(np.asarray(x, np.float64).reshape(len(x), -1))
+    mean = rows.mean(dim=0)
+    rows = rows - mean
+    square = float(mean @ mean)
+    return _in_memory(rows if rows.shape[1] <= len(x) else _coordinates(rows @ rows.T), square)
+
+
+def centred_layer(vectors: Vectors) -> CentredRows:
+    """Return the rows of a layer, or their coordinates if a row has more values than there are
+    rows."""
+    n = len(vectors)
+    if vectors.width > n:
+        products = gram_products(vectors)
+        return _in_memory(_coordinates(products.gram), float(products.mean_square))
+    if vectors.width > MAX_WIDTH:
+        raise ConfigError(
+            f"{vectors.layer} has {vectors.width} values a row; over {n} rows, layers of at most "
+            f"{MAX_WIDTH} are compared. Take fewer rows (cka.rows), or extract it with reduce=avg."
+        )
+    mean = torch.zeros(vectors.width, dtype=torch.float64, device=vectors.device)
+    for _, block in vectors.blocks(vectors.rows_of(sizes.BLOCK_BYTES // 2)):
+        mean += block.double().sum(dim=0) / n
+
+    def read(start: int, stop: int) -> torch.Tensor:
+        return vectors.block(start, stop).double() - mean
+
+    return CentredRows(n, vectors.width, read, float(mean @ mean))
+
+
+def layer_products(rows: CentredRows, measures: Collection[str]) -> LayerProducts:
+    """Compute the products of a layer with itself that some measures need."""
+    product, squares = cross_product(rows, rows), []
+    for start, stop in _spans(rows):
+        squares.append(rows.read(start, stop).square().sum(dim=1))
+    norm = float(product.norm())
+    if not norm > SAME * (norm + rows.num_rows * rows.mean_square):
+        return LayerProducts(torch.cat(squares), float("nan"), None)
+    basis = _basis(product) if "svcca" in measures else None
+    return LayerProducts(torch.cat(squares), norm, basis)
+
+
+def cross_product(x: CentredRows, y: CentredRows) -> torch.Tensor:
+    """Compute X^T Y, (D, E) float64, in blocks of rows."""
+    found: torch.Tensor | None = None
+    for start, stop in _spans(x, y):
+        one = x.read(start, stop)
+        product = one.T @ (one if x is y else y.read(start, stop))
+        found = product if found is None else found.add_(product)
+    assert found is not None
+    return found
+
+
+def compare_products(
+    x: LayerProducts, y: LayerProducts, product: torch.Tensor, measures: Collection[str]
+) -> dict[str, float]:
+    """Compute measures of two layers.
+
+    Args:
+        x: products of the first layer with itself.
+        y: products of the second one.
+        product: X^T Y.
+        measures: 'cka', 'cka_debiased', 'svcca', 'procrustes', or some of them.
+
+    Returns:
+        measure -> value, NaN if a layer is the same for all images.
+    """
+    if np.isnan(x.norm) or np.isnan(y.norm):
+        return dict.fromkeys(measures, float("nan"))
+    found = {}
+    for name in measures:
+        if name == "cka":
+            found[name] = float(product.square().sum()) / (x.norm * y.norm)
+        elif name == "cka_debiased":
+            found[name] = _debiased(x, y, float(product.square().sum()))
+        elif name == "svcca":
+            found[name] = _svcca(x, y, product)
+        else:
+            lengths = (x.squares.sum() * y.squares.sum()).sqrt()
+            found[name] = max(0.0, float(2 - 2 * torch.linalg.svdvals(product).sum() / lengths))
+    return found
+
+
+def _in_memory(rows: torch.Tensor, mean_square: float) -> CentredRows:
+    """Return rows that are in memory as they are."""
+    n, width = rows.shape
+    return CentredRows(n, width, lambda start, stop: rows[start:stop], mean_square)
+
+
+def _coordinates(gram: torch.Tensor) -> torch.Tensor:
+    """Return rows of n values with given products: U S of the eigenvalues U S^2 U^T."""
+    values, vectors = torch.linalg.eigh(gram)
+    coordinates: torch.Tensor = vectors * values.clamp_min(0).sqrt()
+    return coordinates
+
+
+def _spans(*of: CentredRows) -> Iterator[tuple[int, int]]:
+    """Yield the first and last row of blocks that fit into BLOCK_BYTES as float64."""
+    step = max(1, sizes.BLOCK_BYTES // (8 * max(rows.width for rows in of)))
+    for start in range(0, of[0].num_rows, step):
+        yield start, min(of[0].num_rows, start + step)
+
+
+def _basis(product: torch.Tensor) -> torch.Tensor:
+    """Return the principal directions with VARIANCE of the variance, scaled to length 1 / s."""
+    values, vectors = (found.flip(-1) for found in torch.linalg.eigh(product))
+    shares = values.clamp_min(0).cumsum(0) / values.clamp_min(0).sum()
+    count = int((shares < VARIANCE).sum()) + 1
+    basis: torch.Tensor = vectors[:, :count] / values[:count].sqrt()
+    return basis
+
+
+def _svcca(x: LayerProducts, y: LayerProducts, product: torch.Tensor) -> float:
+    """Return the mean canonical correlation of the bases of two layers."""
+    assert x.basis is not None
+    assert y.basis is not None
+    correlations = torch.linalg.svdvals(x.basis.T @ product @ y.basis)
+    return float(correlations.clamp_max(1).mean())
+
+
+def _debiased(x: LayerProducts, y: LayerProducts, square: float) -> float:
+    """Return the debiased CKA, given |X^T Y|_F^2."""
+
+    def hsic(a: LayerProducts, b: LayerProducts, square: float) -> float:
+        n = len(a.squares)
+        both = float(a.squares @ b.squares)
+        sums = float(a.squares.sum() * b.squares.sum())
+        return square - both + sums / ((n - 1) * (n - 2)) - 2 * both / (n - 2)
+
+    own = hsic(x, x, x.norm**2), hsic(y, y, y.norm**2)
+    if own[0] <= _ROUNDING * x.norm**2 or own[1] <= _ROUNDING * y.norm**2:
+        return float("nan")
+    return hsic(x, y, square) / float(np.sqrt(own[0] * own[1]))

@@ -1,0 +1,156 @@
+"""Distances between the images of two stores: KID and the squared Fréchet distance of a layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from featx.analysis.similarity import row_vectors as sizes
+from featx.analysis.similarity.row_vectors import Vectors
+from featx.analysis.statistics import (
+    MAX_SPECTRUM,
+    Moments,
+    gaussian_distance,
+    refuse_other_values,
+)
+from featx.base import choose_device, float64_home
+from featx.errors import ConfigError
+from featx.store import FeatureStore
+
+SUBSETS = 100
+"""Default number of subsets of KID, as in the published code."""
+
+SUBSET_ROWS = 1000
+"""Default number of rows of a subset of each store, as in the published code."""
+
+
+@dataclass(frozen=True)
+class DataSetDistance:
+    """Distances of two stores in a layer.
+
+    Attributes:
+        layer: name of the layer.
+        kid: mean of KID over the subsets, about 0 for images of one distribution, and as often
+            below.
+        kid_std: standard deviation over the subsets, 0 if a subset has all rows of both stores.
+        subset_rows: number of rows of each store in a subset.
+        frechet: squared Fréchet distance, or None if it is not computed.
+        not_available: reason why it is not, or None.
+        rows: number of rows of the first store.
+        other_rows: number of rows of the second one.
+    """
+
+    layer: str
+    kid: float
+    kid_std: float
+    subset_rows: int
+    frechet: float | None
+    not_available: str | None
+    rows: int
+    other_rows: int
+
+
+def data_set_distance(
+    store: FeatureStore,
+    other: FeatureStore,
+    layer: str,
+    subsets: int = SUBSETS,
+    subset_rows: int = SUBSET_ROWS,
+    seed: int = 0,
+    device: str = "auto",
+    tell: Callable[[int], None] = lambda subsets: None,
+) -> DataSetDistance:
+    """Compute how far the images of two stores are apart in a layer of the same model.
+
+    KID is the mean, over random subsets of both stores, of the unbiased estimate of the squared
+    maximum mean discrepancy with the kernel k(x, y) = (x.y / D + 1)^3 of vectors of D values:
+
+        sum_{i != j} (k(x_i, x_j) + k(y_i, y_j)) / (m (m - 1)) - 2 sum_{i, j} k(x_i, y_j) / m^2
+
+    M. Bińkowski et al., Demystifying MMD GANs, ICLR 2018. With the pool3 of the published Inception
+    model it is the KID of the literature, and the Fréchet distance the FID. The mean and the
+    subsets of m = 1000 rows are those of their code; a store with fewer rows gives all.
+
+    Args:
+        store: open store.
+        other: open store of the same model, usually of other images.
+        layer: name of the layer in both; a map counts as one long vector.
+        subsets: number of subsets.
+        subset_rows: largest number m of rows of each store in a subset.
+        seed: seed of the choice of rows.
+        device: 'auto', 'cpu', 'cuda', ...
+        tell: called with 1 after every subset.
+
+    Raises:
+        StoreMismatchError: weights, transforms or tensors of the layer differ.
+        ConfigError: a store has fewer than two rows that are ok.
+        LayerError: one of the stores has no such layer.
+    """
+    what = f"{store.root} and {other.root}, {layer}"
+    refuse_other_values(_values_of(store, layer), _values_of(other, layer), what)
+    where = float64_home(choose_device(device))
+    one, two = (Vectors(each, layer, where) for each in (store, other))
+    m = min(subset_rows, len(one), len(two))
+    if m < 2:
+        raise ConfigError(f"{what}: a distance needs two rows that are ok in each store.")
+    rng = np.random.default_rng(seed)
+    found = []
+    for _ in range(subsets):
+        x, y = (_rows(each, rng, m) for each in (one, two))
+        found.append(squared_discrepancy(x, y))
+        tell(1)
+    frechet, reason = _frechet(one, two)
+    return DataSetDistance(
+        layer, float(np.mean(found)), float(np.std(found)), m, frechet, reason, len(one), len(two)
+    )
+
+
+def squared_discrepancy(x: torch.Tensor, y: torch.Tensor) -> float:
+    """Compute the unbiased squared maximum mean discrepancy of (m, D) and (m, D) float64 rows."""
+
+    def kernel(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        products: torch.Tensor = (a @ b.T / x.shape[1] + 1) ** 3
+        return products
+
+    m = len(x)
+    within = 0.0
+    for rows in (x, y):
+        products = kernel(rows, rows)
+        within += float(products.sum() - products.diagonal().sum())
+    return within / (m * (m - 1)) - 2 * float(kernel(x, y).mean())
+
+
+def _rows(vectors: Vectors, rng: np.random.Generator, count: int) -> torch.Tensor:
+    """Return random rows without repetition, (count, D) float64."""
+    places = np.sort(rng.permutation(len(vectors))[:count])
+    return vectors.at(torch.from_numpy(places).to(vectors.device)).double()
+
+
+def _frechet(one: Vectors, two: Vectors) -> tuple[float | None, str | None]:
+    """Return the squared Fréchet distance of all rows, or None and the reason."""
+    if one.width > MAX_SPECTRUM:
+        return None, f"{one.width} features are more than {MAX_SPECTRUM}"
+    of_both = []
+    for vectors in (one, two):
+        moments = Moments.empty(vectors.width)
+        for _, block in vectors.blocks(vectors.rows_of(sizes.BLOCK_BYTES)):
+            moments.update(block.cpu())
+        of_both.append(moments)
+    return gaussian_distance(*of_both), None
+
+
+def _values_of(store: FeatureStore, layer: str) -> dict[str, Any]:
+    """Return what must be equal for a layer of two stores to hold the same kind of values."""
+    attrs = dict(store[layer].attrs)
+    names = ("layer", "capture", "target", "reduce")
+    of_layer = {
+        name: value.tolist() if isinstance(value, np.ndarray) else value
+        for name, value in attrs.items()
+        if name in names or name.startswith("reduce_")
+    }
+    root = {name: store.attrs.get(name) for name in ("weights_sha256", "transform")}
+    return {**of_layer, **root, "shape": tuple(store[layer].shape[1:])}

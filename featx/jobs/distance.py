@@ -1,0 +1,106 @@
+"""job=distance: KID and Fréchet distance between the images of two stores."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+from featx.base import CountProgress, facts, shown_path, table
+from featx.config import Config, DistanceConfig
+from featx.errors import ConfigError
+from featx.jobs.base import JOBS, Input, Job, print_summary
+from featx.jobs.similarity_files import open_input
+from featx.store import FeatureStore, matching_layers
+
+if TYPE_CHECKING:
+    from featx.analysis.similarity import DataSetDistance
+
+
+def run(config: Config, config_yaml: str) -> int:
+    """Compute the distances in every common layer and print them.
+
+    Returns:
+        The exit code 0.
+    """
+    from featx.analysis.similarity import data_set_distance  # which imports torch
+
+    asked = config.distance
+    store, other = open_input(config), FeatureStore(str(asked.other_store), verify="rows")
+    layers = _common_layers(store, other, config)
+    with CountProgress("subsets") as progress:
+        progress.begin(asked.subsets * len(layers))
+        found = [
+            data_set_distance(
+                store, other, layer, asked.subsets, asked.subset_rows, config.seed, config.device,
+                progress.step,
+            )
+            for layer in layers
+        ]  # fmt: skip
+    summary = {
+        "store": str(store.root),
+        "other_store": str(other.root),
+        "subsets": asked.subsets,
+        "seed": config.seed,
+        "layers": [asdict(each) for each in found],
+    }
+    rows = [
+        ("store", f"{shown_path(store.root)}, {found[0].rows} rows"),
+        ("other store", f"{shown_path(other.root)}, {found[0].other_rows} rows"),
+        ("KID", f"mean of {asked.subsets} subsets of {found[0].subset_rows} rows of each store"),
+        *((f"{each.layer}", f"no Fréchet distance: {each.not_available}")
+          for each in found if each.not_available is not None),
+    ]  # fmt: skip
+    print_summary(config, summary, f"{_table(found)}\n\n{facts(rows)}")
+    return 0
+
+
+def _common_layers(store: FeatureStore, other: FeatureStore, config: Config) -> list[str]:
+    """Return the layers to compare: those of `layers`, or all that both stores have.
+
+    Raises:
+        ConfigError: they have none in common.
+    """
+    layers = matching_layers(store, config.layers)
+    if config.layers is not None:
+        return [name for name in layers if matching_layers(other, name)]
+    common = [name for name in layers if name in other]
+    if not common:
+        raise ConfigError(
+            f"{store.root} has {', '.join(layers)} and {other.root} has {', '.join(other.layers)}: "
+            "expected a layer that both have."
+        )
+    return common
+
+
+def _table(found: list[DataSetDistance]) -> str:
+    """Format one line per layer."""
+    cells = [
+        (
+            each.layer,
+            "-" if each.frechet is None else f"{each.frechet:.4g}",
+            f"{each.kid:.4g}",
+            f"{each.kid_std:.2g}",
+        )
+        for each in found
+    ]
+    return table(("layer", "Fréchet distance, squared", "KID", "std over subsets"), cells)
+
+
+def _check(config: Config) -> None:
+    """Raise ConfigError unless the second store is named."""
+    if config.distance.other_store is None:
+        raise ConfigError("job=distance needs distance.other_store=DIR, the store to compare with.")
+
+
+JOBS.register(
+    Job(
+        "distance",
+        "Compare the images of two stores by KID and Fréchet distance.",
+        DistanceConfig,
+        run=run,
+        input=Input.STORE,
+        reads=("job.json", "layers", "device", "seed"),
+        why="it reads existing stores; `layers` selects their layers",
+        check=_check,
+    )
+)

@@ -47,7 +47,9 @@ from .process_setting import ProcessSetting as ProcessSetting
 from .progress import WAITING_SHARE as WAITING_SHARE
 from .progress import CountProgress as CountProgress
 from .progress import Progress as Progress
+from .progress import RunProgress as RunProgress
 from .progress import SilentProgress as SilentProgress
+from .progress import listening as listening
 from .registry import Member as Member
 from .registry import Registry as Registry
 from .registry import for_options as for_options

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass
 
 from tqdm.auto import tqdm
 
@@ -15,6 +19,47 @@ PLAIN_INTERVAL_S = 10.0
 
 WAITING_SHARE = 0.2
 """Share of the run time from which waiting for images is shown as the bottleneck."""
+
+
+@dataclass(frozen=True)
+class RunProgress:
+    """Progress of a run at one moment.
+
+    Attributes:
+        total: number of images of the run.
+        done: number of finished images, also those of earlier processes.
+        failures: number of images that failed since this process began.
+        images_per_second: images since this process began, by its time; 0 before the first.
+        waiting_s: seconds for which the device waited for images.
+    """
+
+    total: int
+    done: int
+    failures: int
+    images_per_second: float
+    waiting_s: float
+
+    @property
+    def seconds_left(self) -> float:
+        """Estimated remaining seconds; NaN if the speed is unknown."""
+        left = self.total - self.done
+        if not left:
+            return 0.0
+        return left / self.images_per_second if self.images_per_second else float("nan")
+
+
+_listener: ContextVar[Callable[[RunProgress], None] | None] = ContextVar("listener", default=None)
+"""Called by `Progress` after each batch."""
+
+
+@contextlib.contextmanager
+def listening(listener: Callable[[RunProgress], None] | None) -> Iterator[None]:
+    """Call a function after each batch of the runs in this block; None calls none."""
+    token = _listener.set(listener)
+    try:
+        yield
+    finally:
+        _listener.reset(token)
 
 
 class Progress:
@@ -33,11 +78,13 @@ class Progress:
         self._first = done
         self._failures = 0
         self._waiting = 0.0
+        self._listener = _listener.get()
         self._bar = tqdm(
             total=total, initial=done, unit=" images", disable=not self._has_bar, smoothing=0.1
         )
 
     def __enter__(self) -> Progress:
+        self._notify()
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -47,6 +94,12 @@ class Progress:
         """Start the clock: the time of the preparation before does not count."""
         self._started_at = self._last_line_at = time.perf_counter()
         self._bar.unpause()
+
+    def now(self) -> RunProgress:
+        """Return the progress at this moment."""
+        took = time.perf_counter() - self._started_at
+        rate = (self._done - self._first) / max(1e-9, took)
+        return RunProgress(self._total, self._done, self._failures, rate, self._waiting)
 
     def step(self, images: int, failures: int, waited_s: float) -> None:
         """Add a finished batch.
@@ -59,6 +112,7 @@ class Progress:
         self._done += images
         self._failures += failures
         self._waiting += waited_s
+        self._notify()
         share = self._waiting / max(1e-9, time.perf_counter() - self._started_at)
         stage = "reading images" if share > WAITING_SHARE else "the model"
         if self._has_bar:
@@ -66,24 +120,7 @@ class Progress:
             self._bar.update(images)
         elif time.perf_counter() - self._last_line_at > PLAIN_INTERVAL_S:
             self._last_line_at = time.perf_counter()
-            rate = (self._done - self._first) / (self._last_line_at - self._started_at)
-            left = (self._total - self._done) / rate if rate else float("nan")
-            if writes_json():
-                line = json_line(
-                    "info",
-                    event="progress",
-                    done=self._done,
-                    total=self._total,
-                    failures=self._failures,
-                    images_per_second=round(rate, 3),
-                    bound_by=stage,
-                )
-                print(line, file=sys.stderr, flush=True)
-                return
-            log_message(
-                f"{self._done} of {self._total} images, {rate:.1f} images/s, {time_text(left)} "
-                f"left, {self._failures} failed, bound by {stage}"
-            )
+            self._print_line(stage)
 
     def log(self, text: str) -> None:
         """Print a line about the run above the bar."""
@@ -91,6 +128,35 @@ class Progress:
             tqdm.write(text, file=sys.stderr)
         else:
             log_message(text)
+
+    def _notify(self) -> None:
+        """Call the listener, if there is one."""
+        if self._listener is not None:
+            self._listener(self.now())
+
+    def _print_line(self, stage: str) -> None:
+        """Print the progress as a line of text or JSON.
+
+        Args:
+            stage: what limits the speed.
+        """
+        now = self.now()
+        if writes_json():
+            line = json_line(
+                "info",
+                event="progress",
+                done=now.done,
+                total=now.total,
+                failures=now.failures,
+                images_per_second=round(now.images_per_second, 3),
+                bound_by=stage,
+            )
+            print(line, file=sys.stderr, flush=True)
+            return
+        log_message(
+            f"{now.done} of {now.total} images, {now.images_per_second:.1f} images/s, "
+            f"{time_text(now.seconds_left)} left, {now.failures} failed, bound by {stage}"
+        )
 
 
 class SilentProgress:

@@ -9,7 +9,7 @@ import itertools
 import re
 import textwrap
 import types
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, make_dataclass
 from types import MappingProxyType
 from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
@@ -30,7 +30,7 @@ def member_groups() -> dict[str, MemberGroup]:
 
     The option `codec` also selects a member, but is no group: codecs have no options.
     """
-    hints = get_type_hints(Config)
+    hints = _hints()
     found = {}
     for option in family_options():
         group = MemberGroup.of(option)
@@ -41,8 +41,13 @@ def member_groups() -> dict[str, MemberGroup]:
 
 def group_class(group: MemberGroup) -> type:
     """Return the dataclass that a group has in `Config`, with the options of all its members."""
-    found: type = get_type_hints(Config)[group.group]
-    return found
+    return _hints()[group.group]
+
+
+@functools.cache
+def _hints() -> Mapping[str, type]:
+    """Return the types of the fields of `Config`."""
+    return get_type_hints(Config)
 
 
 def refuse_given_of_others(config: Config, given: Iterable[str]) -> None:

@@ -48,6 +48,18 @@ class LogConfig:
 
     json: bool = False
     """Write one JSON object per line to stderr instead of text and a progress bar."""
+    metrics: str | None = None
+    """File for Prometheus, whose name ends in .prom: images done, failed and per second, and the
+    time left, rewritten every 10 s. The textfile collector of node_exporter reads it."""
+
+    def __post_init__(self) -> None:
+        if self.metrics is None:
+            return
+        if not self.metrics.endswith(".prom"):
+            raise ConfigError(
+                f"log.metrics={self.metrics}: the name has to end in .prom, because node_exporter "
+                "reads no other files."
+            )
 
 
 @dataclass

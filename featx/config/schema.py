@@ -30,10 +30,7 @@ if TYPE_CHECKING:
 @functools.cache
 def config_schema() -> DictConfig:
     """Return all options with their types and defaults; merging copies it."""
-    from omegaconf import OmegaConf
-
-    schema: DictConfig = OmegaConf.structured(config_class())
-    return schema
+    return _structured(config_class())  # type: ignore[arg-type]  # a class is hashable
 
 
 def known_keys() -> list[str]:
@@ -98,8 +95,17 @@ def _with_options_of_choice(node: DictConfig, group: MemberGroup) -> DictConfig:
     refuse_options_of_others(group, base, values)
     names = {f.name for f in fields(chosen)}
     own = {key: value for key, value in values.items() if key in names}
-    found: DictConfig = OmegaConf.merge(OmegaConf.structured(chosen), own)  # type: ignore[assignment]  # a structured node merges to a DictConfig
+    found: DictConfig = OmegaConf.merge(_structured(chosen), own)  # type: ignore[assignment]  # a structured node merges to a DictConfig
     return found
+
+
+@functools.cache
+def _structured(options: type) -> DictConfig:
+    """Return a dataclass with its defaults as a typed node; merging copies it."""
+    from omegaconf import OmegaConf
+
+    schema: DictConfig = OmegaConf.structured(options)
+    return schema
 
 
 def _refuse_added_keys(node: DictConfig, options: Any, prefix: str) -> None:

@@ -180,7 +180,7 @@ JOBS.register(
         AttributeConfig,
         run=run,
         input=Input.IMAGES,
-        reads=(*RUN_OPTIONS, "executor", "retry_failed", "refresh", "profile"),
+        reads=(*RUN_OPTIONS, "executor", "retry_failed", "refresh", "log.metrics", "profile"),
         ignores=("layers", "capture", "reduce"),
         why="attribute.method and attribute.layer say what is computed",
         makes_store=True,

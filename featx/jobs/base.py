@@ -39,7 +39,7 @@ RUN_OPTIONS = (
 CUSTOM_CODE = ("model.name", "model.library", "model.factory", "model.entry")
 """Options that allow a job to import the code that a store names; see docs/security.md."""
 
-_ALWAYS_READ = ("job.name", "log")
+_ALWAYS_READ = ("job.name", "log.json")
 """Options that every job reads."""
 
 

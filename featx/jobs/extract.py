@@ -70,7 +70,15 @@ JOBS.register(
         "Extract features of images into a store.",
         run=run,
         input=Input.IMAGES,
-        reads=(*RUN_OPTIONS, "executor", "retry_failed", "refresh", "tensorboard", "profile"),
+        reads=(
+            *RUN_OPTIONS,
+            "executor",
+            "retry_failed",
+            "refresh",
+            "log.metrics",
+            "tensorboard",
+            "profile",
+        ),
         makes_store=True,
     )
 )

@@ -151,7 +151,7 @@ JOBS.register(
         StatsConfig,
         run=run,
         input=Input.IMAGES,
-        reads=(*RUN_OPTIONS, "job.json", "executor", "refresh", "profile"),
+        reads=(*RUN_OPTIONS, "job.json", "executor", "refresh", "log.metrics", "profile"),
         ignores=("dtype", "codec", "pack", "grow"),
         why="statistics are computed in float64 from the layer's values; no features are stored",
     )

@@ -95,7 +95,7 @@ def _with_options_of_choice(node: DictConfig, group: MemberGroup) -> DictConfig:
     refuse_options_of_others(group, base, values)
     names = {f.name for f in fields(chosen)}
     own = {key: value for key, value in values.items() if key in names}
-    found: DictConfig = OmegaConf.merge(_structured(chosen), own)  # type: ignore[assignment]  # a structured node merges to a DictConfig
+    found: DictConfig = OmegaConf.merge(_structured(chosen), own)  # type: ignore[assignment, arg-type]  # a structured node merges to a DictConfig; a class is hashable
     return found
 
 

@@ -25,6 +25,7 @@ from .job import JobConfig as JobConfig
 from .job import LogConfig as LogConfig
 from .job import ModelsConfig as ModelsConfig
 from .job import StatsConfig as StatsConfig
+from .job import StatusConfig as StatusConfig
 from .job import VerifyConfig as VerifyConfig
 from .model import AUTO_LIBRARY as AUTO_LIBRARY
 from .model import CodeModelConfig as CodeModelConfig

@@ -63,6 +63,14 @@ class LogConfig:
 
 
 @dataclass
+class StatusConfig:
+    """Display of job=status."""
+
+    watch: bool = False
+    """Show the status again every 5 s until the run is complete."""
+
+
+@dataclass
 class StatsConfig:
     """Statistics that job=stats computes."""
 

@@ -36,6 +36,7 @@ from featx.config import (
     ReduceConfig,
     ReportConfig,
     StatsConfig,
+    StatusConfig,
     VerifyConfig,
     ZeroshotConfig,
     check_choice,
@@ -199,6 +200,8 @@ class Config:
     """Contents of the page of job=report."""
     models: ModelsConfig = field(default_factory=ModelsConfig)
     """Models that job=models looks for."""
+    status: StatusConfig = field(default_factory=StatusConfig)
+    """How job=status shows a run."""
     log: LogConfig = field(default_factory=LogConfig)
     """Messages of the command during a run."""
     bench: BenchConfig = field(default_factory=BenchConfig)

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
-from featx.base import facts, time_text
-from featx.config import Config
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from featx.base import facts, print_result, time_text
+from featx.config import Config, StatusConfig
 from featx.errors import StoreError, counted
 from featx.jobs.base import JOBS, Input, Job, print_summary
 from featx.store import HeartbeatRecord, StoreStatus, store_status
+
+INTERVAL_S = 5.0
+"""Seconds between two looks with status.watch=true."""
+
+_CLEAR = "\x1b[H\x1b[2J"
+"""Text that empties a terminal and moves the cursor to its top."""
 
 
 def run(config: Config, config_yaml: str) -> int:
@@ -14,12 +25,32 @@ def run(config: Config, config_yaml: str) -> int:
     root = config.place_of_store()
     if not root.is_dir():
         raise StoreError(f"there is no store at {root}; job=status takes the store's folder.")
-    status = store_status(root)
-    print_summary(config, status.as_dict(), _text(status))
+    for i, status in enumerate(statuses(root) if config.status.watch else [store_status(root)]):
+        if i and not config.job.json:
+            print_result(_CLEAR if sys.stdout.isatty() else "")
+        print_summary(config, status.as_dict(), status_text(status))
     return 0
 
 
-def _text(status: StoreStatus) -> str:
+def statuses(root: Path, sleep: Callable[[float], None] = time.sleep) -> Iterator[StoreStatus]:
+    """Read the status every INTERVAL_S seconds, the last time when the run has ended.
+
+    Args:
+        root: folder of the store.
+        sleep: waits for some seconds, as time.sleep does.
+    """
+    yield (status := store_status(root))
+    while not has_ended(status):
+        sleep(INTERVAL_S)
+        yield (status := store_status(root))
+
+
+def has_ended(status: StoreStatus) -> bool:
+    """Whether every part is committed and no process is at work, such as packing, any more."""
+    return status.complete and not any(record.alive for record in status.workers)
+
+
+def status_text(status: StoreStatus) -> str:
     """Format the status for people."""
     share = status.rows_done / status.rows if status.rows else 1.0
     rows = [
@@ -35,11 +66,22 @@ def _text(status: StoreStatus) -> str:
         rows.append(("left", "not known" if left is None else time_text(left)))
     if (age := status.last_commit_age_s) is not None:
         rows.append(("last part", f"{time_text(age)} ago"))
+    for driver in (record for record in status.workers if record.queue):
+        rows.append(("queue", _queue_text(driver)))
     if status.workers:
         rows.append(("workers", "\n".join(map(_worker_text, status.workers))))
     if status.stuck:
         rows.append(("stuck", "\n".join(status.stuck)))
     return facts(rows)
+
+
+def _queue_text(driver: HeartbeatRecord) -> str:
+    """Describe the tasks of a driver in the queue: '3 RUNNING, 5 PENDING (Resources)'."""
+    found = ", ".join(
+        f"{each.tasks} {each.state}" + (f" ({each.reason})" if each.reason else "")
+        for each in driver.queue
+    )
+    return found if driver.alive else f"{found}, {time_text(driver.age_s)} ago"
 
 
 def _worker_text(record: HeartbeatRecord) -> str:
@@ -57,6 +99,7 @@ JOBS.register(
     Job(
         "status",
         "Show the progress of a run, from any machine that sees its store.",
+        StatusConfig,
         run=run,
         input=Input.STORE_OR_OUT,
         reads=("job.json",),

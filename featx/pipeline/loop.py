@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Protocol
 
-from featx.base import Progress, SilentProgress, num_cpus
+from featx.base import Progress, SilentProgress, log_message, num_cpus
+from featx.errors import counted
 from featx.pipeline.bottleneck import bottleneck
 from featx.pipeline.forward_passes import ComputedT, Passes
 from featx.pipeline.row_failures import refuse_failures
@@ -125,6 +126,7 @@ def run_parts(
         batches = _Awaited(loader.batches(missing), passes.idle_share)
         for part, batch, computed in passes.each(batches):
             if stop:
+                _log_lost_rows(part, batch.start - part.start)
                 raise Interrupted(stop[0])
             commits.check()
             with span("batch"):
@@ -148,6 +150,15 @@ def run_parts(
     rows = parts.rows_done - done_before
     seconds = {**_seconds(loader, passes, batches.waited, commits.seconds), **sink.seconds}
     return _metrics(context, loader, seconds, took, rows, num_computed)
+
+
+def _log_lost_rows(part: Part, num_rows: int) -> None:
+    """Log how many computed rows a run loses that stops within a part."""
+    if num_rows:
+        log_message(
+            f"lost, because only complete parts are stored: {counted(num_rows, 'computed row')} "
+            f"of part {part.index}"
+        )
 
 
 def _refuse_failures(

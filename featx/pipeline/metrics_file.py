@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from featx.base import RunProgress, listening
 from featx.config import Config
 from featx.errors import ConfigError
-from featx.storage import AtomicFolder
+from featx.storage import AtomicFolder, is_url
 
 INTERVAL_S = 10.0
 """Seconds between two writes during a run."""
@@ -73,9 +73,15 @@ class MetricsFile:
             self._write()
             self._written_at = self._clock()
 
-    def end(self, succeeded: bool) -> None:
-        """Write the last progress, and how the run ended."""
-        self._values |= {"run_active": 0, "run_succeeded": int(succeeded)}
+    def end(self, rows: int | None) -> None:
+        """Write the last progress, and how the run ended.
+
+        Args:
+            rows: number of images of the run, all of them done; None if it ended with an error.
+        """
+        if rows is not None:
+            self._values |= {"images": rows, "images_done": rows}
+        self._values |= {"run_active": 0, "run_succeeded": int(rows is not None)}
         self._write()
 
     def _write(self) -> None:
@@ -92,25 +98,32 @@ class MetricsFile:
         AtomicFolder(self._path.parent).write_best_effort(self._path, text)
 
 
-@contextmanager
-def recorded_metrics(config: Config) -> Iterator[None]:
-    """Write the progress of the run in this block to `log.metrics`, if it is given.
+def with_metrics(config: Config, run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Run a job, and write its progress to `log.metrics` if that is given.
+
+    Args:
+        config: config of the job.
+        run: computes all images; returns the summary, with the number of images as 'rows'.
+
+    Returns:
+        what `run` returns.
 
     Raises:
         ConfigError: the folder of the file does not exist.
     """
     if config.log.metrics is None:
-        yield
-        return
-    file = MetricsFile(Path(config.log.metrics).absolute(), config.out)
+        return run()
+    out = config.out if is_url(config.out) else str(Path(config.out).absolute())
+    file = MetricsFile(Path(config.log.metrics).absolute(), out)
     file.begin()
-    succeeded = False
+    rows = None
     try:
         with listening(file.update):
-            yield
-        succeeded = True
+            summary = run()
+        rows = summary["rows"]
+        return summary
     finally:
-        file.end(succeeded)
+        file.end(rows)
 
 
 def _escaped(value: str) -> str:

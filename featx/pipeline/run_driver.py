@@ -20,7 +20,7 @@ from featx.pipeline.executors import check_executor, run_distributed
 from featx.pipeline.executors.worker_spec import PartSink, PartTask, Session
 from featx.pipeline.executors.worker_stats import RunOutcome
 from featx.pipeline.loop import run_parts
-from featx.pipeline.metrics_file import recorded_metrics
+from featx.pipeline.metrics_file import with_metrics
 from featx.pipeline.overwriting import OverwriteMark, resume_or_overwrite
 from featx.pipeline.row_failures import failures_text
 from featx.pipeline.run_context import RunContext, build_run_context
@@ -163,8 +163,7 @@ def drive_run(
     def run(config: Config) -> dict[str, Any]:
         return _run(output(config), config_yaml, engine_spec, mark)
 
-    with recorded_metrics(config):
-        return resume_or_overwrite(config, mark, run)
+    return with_metrics(config, lambda: resume_or_overwrite(config, mark, run))
 
 
 def _run(

@@ -9,13 +9,16 @@ from .hdf5_files import check_plain as check_plain
 from .hdf5_files import damage_text as damage_text
 from .hdf5_files import open_hdf5 as open_hdf5
 from .hdf5_files import open_metadata as open_metadata
+from .heartbeat import DRIVER as DRIVER
 from .heartbeat import Heartbeat as Heartbeat
 from .heartbeat import HeartbeatRecord as HeartbeatRecord
+from .heartbeat import QueueState as QueueState
 from .heartbeat import clear_heartbeat as clear_heartbeat
 from .heartbeat import clear_heartbeats as clear_heartbeats
 from .heartbeat import heartbeat_name as heartbeat_name
 from .heartbeat import read_heartbeats as read_heartbeats
 from .heartbeat import refuse_other_writers as refuse_other_writers
+from .heartbeat import report_lost_work as report_lost_work
 from .image_states import UNSETTLED as UNSETTLED
 from .image_states import keep_image_states as keep_image_states
 from .image_states import read_image_states as read_image_states

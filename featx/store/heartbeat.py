@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import socket
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,13 @@ from featx.storage import AtomicFolder
 from featx.store import layout
 from featx.types import Part
 
+logger = logging.getLogger(__name__)
+
 BEAT_S = 10.0
 """Seconds between two writes of the file."""
+
+DRIVER = "driver"
+"""Role of a process that computes nothing itself."""
 
 _FIRST_PID_NAMESPACE = 0xEFFFFFFC
 """Inode of the first pid namespace, PROC_PID_INIT_INO in the kernel's proc_ns.h."""
@@ -34,6 +40,21 @@ SILENT_S = 45.0
 
 They allow for clocks that differ by half a minute, and file systems that show changes late.
 """
+
+
+@dataclass(frozen=True)
+class QueueState:
+    """Tasks of a run that are in the same state in the queue of a scheduler.
+
+    Attributes:
+        tasks: number of tasks.
+        state: state as the scheduler names it, such as RUNNING or PENDING.
+        reason: why they wait, as the scheduler names it; '' for tasks that do not wait.
+    """
+
+    tasks: int
+    state: str
+    reason: str = ""
 
 
 class Heartbeat:
@@ -65,12 +86,13 @@ class Heartbeat:
             "parts": 0,
             "rows": 0,
             "last_commit": None,
+            "queue": [],
         }
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._beat, daemon=True, name="featx-heartbeat")
 
     def __enter__(self) -> Heartbeat:
-        self._write()
+        self.write()
         self._thread.start()
         return self
 
@@ -92,13 +114,17 @@ class Heartbeat:
         if self._values["part"] == part.index:
             self._values |= {"part": None, "part_since": None}
 
+    def set_queue(self, queue: Sequence[QueueState]) -> None:
+        """Record the states of the tasks that this driver has submitted to a scheduler."""
+        self._values["queue"] = [asdict(state) for state in queue]
+
     def _beat(self) -> None:
         """Write the file every BEAT_S seconds, in a thread."""
         while not self._ended.wait(BEAT_S):
-            self._write()
+            self.write()
 
-    def _write(self) -> None:
-        """Write the file; errors are ignored, so a full disk does not end the run."""
+    def write(self) -> None:
+        """Write the file now; errors are ignored, so a full disk does not end the run."""
         # This thread copies the values while others change them. Copying a dict is one operation
         # under the GIL, so at worst the file mixes the values of two moments.
         self._disk.write_best_effort(self._path, json.dumps({**self._values, "beat": time.time()}))
@@ -125,6 +151,11 @@ class HeartbeatRecord:
         """Role and location of the process: 'worker on cuda:0 (pid 12 on node7)'."""
         return f"{self.values['what']} (pid {self.values['pid']} on {self.values['host']})"
 
+    @property
+    def queue(self) -> list[QueueState]:
+        """States of the tasks that the process has submitted, as of its last write."""
+        return [QueueState(**state) for state in self.values.get("queue") or ()]
+
 
 def read_heartbeats(root: Path) -> Sequence[HeartbeatRecord]:
     """Read the heartbeats of all processes whose files exist."""
@@ -137,6 +168,26 @@ def read_heartbeats(root: Path) -> Sequence[HeartbeatRecord]:
             alive = age_s < SILENT_S and not (here and _is_gone(values["pid"]))
             found.append(HeartbeatRecord(path, values, age_s, alive))
     return found
+
+
+def report_lost_work(root: Path) -> None:
+    """Log what processes that were killed had not committed, from the files that they left."""
+    for record in read_heartbeats(root):
+        values = record.values
+        if record.alive or values["what"] == DRIVER:
+            continue
+        if values.get("part") is None:
+            logger.warning("%s was killed; rows that it had not committed are lost.", record.name)
+            continue
+        start, stop = values["part_rows"]
+        logger.warning(
+            "%s was killed while it computed part %d: up to %d rows, %.0f s of work, are computed "
+            "again.",
+            record.name,
+            values["part"],
+            stop - start,
+            max(0.0, values["beat"] - values["part_since"]),
+        )
 
 
 def clear_heartbeats(disk: AtomicFolder, driver: str | None = None) -> None:

@@ -25,7 +25,13 @@ from featx.store.compatibility import merge_manifest
 from featx.store.dtypes import nan, raw_dtype, read_raw
 from featx.store.failures import csv_rows, failures_csv, read_failures
 from featx.store.hdf5_files import damage_text, open_metadata
-from featx.store.heartbeat import SILENT_S, HeartbeatRecord, clear_heartbeats, refuse_other_writers
+from featx.store.heartbeat import (
+    SILENT_S,
+    HeartbeatRecord,
+    clear_heartbeats,
+    refuse_other_writers,
+    report_lost_work,
+)
 from featx.store.image_states import image_checksums_in, keep_image_states
 from featx.store.leftovers import clear_leftovers
 from featx.store.listing import compare_listing, listing_file
@@ -92,6 +98,7 @@ class StoreSession:
                 self._clear()
             before = self._restored()
             self.manifest = before or self.manifest
+            report_lost_work(self.root)
             # Only the holder of the store may delete what other processes have left.
             clear_heartbeats(self.disk)
             clear_leftovers(self.disk)

@@ -17,9 +17,10 @@ from made_store import MadeRun, make_run
 from tiny_model import run_job
 
 from featx.errors import StoreError
+from featx.jobs.status import statuses
 from featx.storage.local_folder import AtomicFolder
 from featx.store import heartbeat
-from featx.store.heartbeat import Heartbeat, pid_namespace, read_heartbeats
+from featx.store.heartbeat import Heartbeat, QueueState, pid_namespace, read_heartbeats
 from featx.store.pack import pack
 from featx.store.status import store_status
 from featx.types import Part
@@ -198,3 +199,65 @@ def test_no_store_is_reported(tmp_path: Path) -> None:
         run_job("status", store=str(tmp_path))
     with pytest.raises(StoreError, match="takes the store's folder"):
         run_job("status", store=str(tmp_path / "none"))
+
+
+def test_the_queue_of_a_scheduler_is_shown_with_its_reasons(
+    run: MadeRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run.write(tmp_path, [0])
+    (tmp_path / "workers").mkdir(exist_ok=True)
+    states = [QueueState(2, "PENDING", "Resources"), QueueState(3, "RUNNING")]
+    with Heartbeat(AtomicFolder(tmp_path), "driver") as heartbeat:
+        heartbeat.set_queue(states)
+        heartbeat.write()
+        assert store_status(tmp_path).workers[0].queue == states
+        assert run_job("status", store=str(tmp_path)) == 0
+        assert "queue      2 PENDING (Resources), 3 RUNNING\n" in capsys.readouterr().out
+        assert run_job("status", store=str(tmp_path), json=True) == 0
+        (worker,) = json.loads(capsys.readouterr().out)["workers"]
+        assert worker["queue"][0] == {"tasks": 2, "state": "PENDING", "reason": "Resources"}
+    heartbeat_file(tmp_path, what="driver", age_s=600, queue=[{"tasks": 1, "state": "RUNNING"}])
+    assert run_job("status", store=str(tmp_path)) == 0
+    assert "queue      1 RUNNING, 10 min ago\n" in capsys.readouterr().out
+
+
+def test_the_status_is_watched_until_the_run_has_ended(run: MadeRun, tmp_path: Path) -> None:
+    run.write(tmp_path, [0, 1])
+    path = heartbeat_file(tmp_path)
+    steps = [lambda: run.write(tmp_path), lambda: run.write(tmp_path), path.unlink]
+    slept: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        steps[len(slept) - 1]()
+        if len(slept) < 3:
+            heartbeat_file(tmp_path)  # the driver still packs
+
+    found = list(statuses(tmp_path, sleep))
+    assert [status.rows_done for status in found] == [16, 37, 37, 37]
+    assert slept == [5.0] * 3
+
+
+def test_a_resume_says_what_a_killed_process_had_not_committed(
+    run: MadeRun, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run.write(tmp_path, [0, 1])
+    now = time.time() - 100
+    at = {"part": 2, "part_rows": [16, 24], "part_since": now - 14, "beat": now}
+    heartbeat_file(tmp_path, pid=7, age_s=100, **at)
+    heartbeat_file(tmp_path, pid=8, age_s=100)
+    heartbeat_file(
+        tmp_path, pid=9, age_s=100, what="driver", queue=[vars(QueueState(1, "RUNNING"))]
+    )
+    with run.session(tmp_path).hold():
+        pass
+    assert [record.getMessage() for record in caplog.records] == [
+        "worker on cuda:0 (pid 7 on elsewhere) was killed while it computed part 2: up to 8 rows, "
+        "14 s of work, are computed again.",
+        "worker on cuda:0 (pid 8 on elsewhere) was killed; rows that it had not committed are "
+        "lost.",
+    ]
+    caplog.clear()
+    with run.session(tmp_path).hold():
+        pass
+    assert not caplog.records

@@ -50,6 +50,7 @@ from featx.store import (
     clear_heartbeats,
     keep_image_states,
     refuse_other_writers,
+    report_lost_work,
 )
 from featx.types import Failure, Source
 
@@ -125,6 +126,7 @@ class StatsOutput(RunOutput[StatsSession]):
             # With the lock held and no other writer alive, the remaining heartbeat files are of
             # dead processes.
             refuse_other_writers(self._out)
+            report_lost_work(self._out)
             clear_heartbeats(disk)
             _clear(disk, self.config.overwrite)
             parts = MomentsOfParts(tree_of(context, self._target.layers, disk))

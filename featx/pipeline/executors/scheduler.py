@@ -22,7 +22,7 @@ from featx.errors import TooManyFailuresError
 from featx.pipeline.executors.worker_spec import Session, WorkerSpec
 from featx.pipeline.executors.worker_stats import PartResult, ResultCollector, RunOutcome
 from featx.pipeline.stop_signals import Interrupted, stop_signals
-from featx.store import Heartbeat
+from featx.store import DRIVER, Heartbeat
 from featx.types import Part
 
 MAX_DEATHS = 3
@@ -51,9 +51,11 @@ class Scheduler(ABC, Generic[WorkerT]):
         num_workers: as given.
         collector: results and measurements of the workers so far.
         progress: progress bar of the run; set by `work`.
+        heartbeat: heartbeat of the driver; set by `run`.
     """
 
     progress: Progress
+    heartbeat: Heartbeat
 
     def __init__(
         self, spec: WorkerSpec, session: Session, parts: Sequence[Part], num_workers: int
@@ -104,7 +106,7 @@ class Scheduler(ABC, Generic[WorkerT]):
             TooManyFailuresError: more images failed than max_failures allows.
             Interrupted: SIGINT or SIGTERM arrived; complete parts are committed.
         """
-        with Heartbeat(self.session.disk, "driver"):
+        with Heartbeat(self.session.disk, DRIVER) as self.heartbeat:
             self.work()
         return self.collector.outcome(self.num_workers, self.spec)
 

@@ -14,6 +14,7 @@ from featx.pipeline.executors.scheduler import MAX_DEATHS, RESUME_HINT, Schedule
 from featx.pipeline.executors.slurm_queue import (
     SlurmQueue,
     TaskState,
+    counted_states,
     is_no_controller,
     last_line,
     no_controller,
@@ -160,6 +161,7 @@ class JobArray(Scheduler[Any]):
         # Listing the folder shows new files even if a network file system caches lookups of names.
         results = {path.name for path in self._folder.glob("*_result.pkl")}
         states = self._slurm.states([job.job_id for job in self.workers])
+        self.heartbeat.set_queue(counted_states(states.values()))
         ended: list[tuple[Any, TaskState | None]] = []
         for job in self.workers:
             if job.paths.result_pickle.name in results:

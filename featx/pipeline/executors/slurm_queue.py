@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 from featx.base import time_text
 from featx.errors import ConfigError, FeatxError, RunError, counted, nearest
+from featx.store import QueueState
 
 ASK_S = 10.0
 """Seconds between two requests about the tasks, to spare a controller that many people ask."""
@@ -142,6 +143,12 @@ class TaskState:
 
     def __str__(self) -> str:
         return f"{self.state}, {self.reason}" if self.state == FORGOTTEN else self.state
+
+
+def counted_states(states: Iterable[TaskState]) -> list[QueueState]:
+    """Count the tasks in each state, and with each reason for which they wait."""
+    counts = Counter((task.state, task.reason if _waits(task) else "") for task in states)
+    return [QueueState(count, state, reason) for (state, reason), count in sorted(counts.items())]
 
 
 class SlurmQueue:

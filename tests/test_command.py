@@ -213,7 +213,14 @@ def test_the_version_is_that_of_featx(featx: Featx) -> None:
     assert featx("--version").stdout == f"featx {package.__version__}\n"
 
 
-@pytest.mark.parametrize("flags", ["-h", "--cfg job", "--hydra-help"])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "-h",
+        pytest.param("--cfg job", marks=pytest.mark.slow),
+        pytest.param("--hydra-help", marks=pytest.mark.slow),
+    ],
+)
 def test_nobody_has_to_read_the_help_to_its_end(flags: str, tmp_path: Path) -> None:
     command = f"set -o pipefail; {sys.executable} -m featx {flags} | head -1"
     done = subprocess.run(
@@ -224,7 +231,7 @@ def test_nobody_has_to_read_the_help_to_its_end(flags: str, tmp_path: Path) -> N
     assert done.stdout.count("\n") == 1
 
 
-@pytest.mark.parametrize("shell", ["bash", "zsh"])
+@pytest.mark.parametrize("shell", ["bash", pytest.param("zsh", marks=pytest.mark.slow)])
 def test_odd_paths_arrive_from_a_shell(shell: str, tmp_path: Path) -> None:
     """Typed in single quotes, which every shell takes literally."""
     if shutil.which(shell) is None:

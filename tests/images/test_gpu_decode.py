@@ -331,7 +331,7 @@ def test_a_loader_that_is_left_early_ends_at_once() -> None:
     assert not [t for t in threading.enumerate() if t.name.startswith("featx-on-device")]
 
 
-@pytest.mark.parametrize("share", [1, 5, 16])
+@pytest.mark.parametrize("share", [pytest.param(1, marks=pytest.mark.slow), 5, 16])
 def test_the_key_decides_who_decodes(share: int, monkeypatch: pytest.MonkeyPatch) -> None:
     images = [encoded_image(seed % 4) for seed in range(128)]
     keys = EncodedImages(images).listing().keys

@@ -316,7 +316,7 @@ def test_a_transform_without_a_fast_path_takes_the_reference() -> None:
 # A decoder that hangs
 
 
-@pytest.mark.parametrize("reference", [False, True])
+@pytest.mark.parametrize("reference", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("fault", [None, ImageFault(Status.TIMEOUT, "too long", "TimeoutError")])
 def test_a_decoder_that_hangs_costs_no_neighbour(
     monkeypatch: pytest.MonkeyPatch, reference: bool, fault: ImageFault | None

@@ -139,7 +139,7 @@ def same_values(store: FeatureStore, other: FeatureStore) -> bool:
     ("pack", "aged"),
     [
         (True, False),
-        (False, True),
+        pytest.param(False, True, marks=pytest.mark.slow),
         pytest.param(True, True, marks=pytest.mark.slow),
         pytest.param(False, False, marks=pytest.mark.slow),
     ],
@@ -433,6 +433,7 @@ def test_a_container_that_was_written_again(
     assert same_values(after, extract(data, out="whole", **LENIENT))
 
 
+@pytest.mark.slow
 def test_a_list_tells_what_has_changed_in_it(photos: Path, compared: list[bytes]) -> None:
     paths = sorted_photos(photos)
     age(photos)
@@ -468,6 +469,7 @@ class Generated:
         return self.items[row]
 
 
+@pytest.mark.slow
 def test_a_data_set_of_a_class_is_compared_when_it_is_refreshed(photos: Path) -> None:
     data = Generated([np.asarray(Image.open(path)) for path in sorted_photos(photos)])
     store = extract(data, **LENIENT)
@@ -563,6 +565,7 @@ def test_a_repair_continues_if_another_image_has_changed(
     assert same_values(after, extract(photos, out="whole", **LENIENT))
 
 
+@pytest.mark.slow
 def test_a_damaged_checksum_costs_no_row(photos: Path, capfd: pytest.CaptureFixture[str]) -> None:
     before = extract(photos, **LENIENT)
     packed = Path("store/features.h5")

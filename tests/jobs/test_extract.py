@@ -135,6 +135,7 @@ def test_a_failed_image_changes_no_neighbour(photo_folder: Path, tmp_path: Path)
     assert damaged["pool"][rest].tobytes() == good["pool"][rest].tobytes()
 
 
+@pytest.mark.slow
 def test_every_way_to_cut_the_rows_gives_the_same_features(photo_folder: Path) -> None:
     reference = extract(photo_folder, out="a", dtype="float32", batch_size=32)
     for batch_size, part_rows in ((1, 1), (3, 8), (4, 4), (5, 16), (64, "auto")):

@@ -162,6 +162,7 @@ def test_a_part_of_each_of_two_runs_is_lost(photos: Path) -> None:
     assert dataset_digests(PACKED) == dataset_digests(whole.root / "features.h5")
 
 
+@pytest.mark.slow
 def test_a_layer_that_is_being_added_does_not_show_before_it_is_whole(photos: Path) -> None:
     extract(photos)
     extract(photos, layers=["conv", "pool"], pack=False)

@@ -73,6 +73,7 @@ def test_retried_rows_give_the_store_of_a_run_without_failures(
         assert len(list(csv.reader(file))) == 1
 
 
+@pytest.mark.slow
 def test_what_still_fails_stays_on_record(
     photos: Path, capfd: pytest.CaptureFixture[str], computed: list[Any]
 ) -> None:

@@ -163,7 +163,15 @@ def test_a_flipped_byte_costs_one_part_of_one_layer(
     assert look(capsys, verify={"reextract_rows": 21})[1]["reextracted"]["identical"] == 21
 
 
-@pytest.mark.parametrize("how", ["flipped", "truncated", "swapped", "gone"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        "flipped",
+        pytest.param("truncated", marks=pytest.mark.slow),
+        pytest.param("swapped", marks=pytest.mark.slow),
+        "gone",
+    ],
+)
 def test_a_damaged_part_of_a_store_in_parts_is_extracted_again(
     photos: Path,
     capsys: pytest.CaptureFixture[str],
@@ -238,7 +246,7 @@ def raises_runtime_error(*args: Any) -> None:
     raise RuntimeError
 
 
-@pytest.mark.parametrize("pack", [True, False])
+@pytest.mark.parametrize("pack", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", ["featx.json", "samples.h5"])
 @pytest.mark.parametrize("how", ["lost", pytest.param("damaged", marks=pytest.mark.slow)])
 def test_a_lost_manifest_or_listing_is_restored(

@@ -152,7 +152,7 @@ def test_a_packed_store_taken_apart_for_a_retry_keeps_them(tmp_path: Path) -> No
     assert dataset_digests(tmp_path / "features.h5") == packed
 
 
-@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("packed", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_layers_and_rows_that_are_added(tmp_path: Path, packed: bool) -> None:
     run = made()
     run.copied(tmp_path, packed=packed)

@@ -143,7 +143,8 @@ def campaign(tmp_path: Path, kind: str, codec: str, count: int, seed: int) -> No
     assert not problems, f"{len(problems)} of {count} flips:\n" + "\n".join(problems[:40])
 
 
-@pytest.mark.parametrize("kind", ["packed", pytest.param("unfinished", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["packed", "unfinished"])
 def test_some_flipped_bits_cost_no_other_row(tmp_path: Path, kind: str) -> None:
     campaign(tmp_path, kind, "none", 12, seed=1)
 

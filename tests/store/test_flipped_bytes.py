@@ -131,7 +131,7 @@ def check_flips(
 
 @pytest.mark.parametrize(
     "target",
-    [pytest.param(name, marks=[pytest.mark.slow] * (name == "samples.h5")) for name in TARGETS],
+    [pytest.param(name, marks=[pytest.mark.slow] * (name != "features.h5")) for name in TARGETS],
 )
 def test_a_sample_of_flipped_bytes(tmp_path: Path, target: str) -> None:
     check_flips(tmp_path, target, "none", num_meta=10, num_data=10)

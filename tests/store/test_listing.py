@@ -55,7 +55,7 @@ def grown_data_sets(draw: st.DrawFn) -> tuple[Listing, Listing, dict[bytes, str 
     )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(grown_data_sets())
 def test_known_rows_keep_their_places_and_every_row_its_label(
     case: tuple[Listing, Listing, dict[bytes, str | None]],

@@ -47,6 +47,7 @@ def begin_and_find_missing(run: MadeRun, root: Path) -> tuple[float, list[int]]:
         return time.perf_counter() - started_at, missing
 
 
+@pytest.mark.slow
 def test_a_hundred_thousand_rows_resume_at_once(tmp_path: Path) -> None:
     """A tenth of the promise; the whole of it takes long to build and is marked slow."""
     run = many_rows(ROWS // 10, 4096)

@@ -514,7 +514,8 @@ SYNCS: dict[str, Callable[[str], bool]] = {
 
 
 @pytest.mark.parametrize(
-    "synced", ["folder", "part", pytest.param("packed file", marks=pytest.mark.slow)]
+    "synced",
+    ["part", *(pytest.param(name, marks=pytest.mark.slow) for name in ("folder", "packed file"))],
 )
 def test_the_model_finds_what_a_missing_sync_loses(synced: str) -> None:
     """Else the tests above would prove nothing."""
@@ -530,6 +531,7 @@ def test_the_model_finds_what_a_missing_sync_loses(synced: str) -> None:
     assert recorded
 
 
+@pytest.mark.slow
 def test_the_model_finds_what_a_name_given_too_early_falsifies(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

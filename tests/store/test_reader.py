@@ -651,7 +651,7 @@ def read_in_child(store: FeatureStore, seed: int, queue: Any) -> None:
     queue.put((seed, read_rows(store, seed), store.status.tolist(), store.keys.tolist()))
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 def test_other_processes_read_the_same_rows(store: FeatureStore, run: MadeRun, method: str) -> None:
     """The files are open in the parent, which reads on while its children do."""

@@ -393,6 +393,7 @@ def test_a_sound_leftover_is_kept_and_an_unsound_one_makes_room(
     assert np.array_equal(FeatureStore(root)["flat"][:], run.expected("flat"), equal_nan=True)
 
 
+@pytest.mark.slow
 def test_layers_of_one_go_and_of_two_are_repaired_alike(run: MadeRun, tmp_path: Path) -> None:
     run = replace(run, failures=())
     added = make_added(run, {"deep": (7,)})

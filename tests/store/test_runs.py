@@ -72,8 +72,15 @@ def feature_digests(path: Path) -> dict[str, str]:
     return {name: value for name, value in found.items() if not name.startswith("checksums")}
 
 
-@pytest.mark.parametrize("packed_before", [True, False])
-@pytest.mark.parametrize("packed_after", [True, False])
+@pytest.mark.parametrize(
+    ("packed_before", "packed_after"),
+    [
+        (True, True),
+        (False, True),
+        pytest.param(True, False, marks=pytest.mark.slow),
+        pytest.param(False, False, marks=pytest.mark.slow),
+    ],
+)
 def test_layers_join_a_finished_store(
     first: MadeRun, tmp_path: Path, packed_before: bool, packed_after: bool
 ) -> None:
@@ -99,7 +106,7 @@ def test_packed_then_layers_then_packed_equals_one_go(first: MadeRun, tmp_path: 
     assert dataset_digests(root / "features.h5") == dataset_digests(whole / "features.h5")
 
 
-@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("packed", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_layer_shows_only_when_it_is_whole(first: MadeRun, tmp_path: Path, packed: bool) -> None:
     added = make_added(first, MORE, part_rows=4, failed=[5])
     first.copied(tmp_path, packed=packed)
@@ -127,9 +134,8 @@ GROWTHS = [
         codec,
         packed,
         marks=[] if (new_rows, part_rows, codec, packed) in {
-            (1, 8, "none", True), (7, 8, "gzip", True), (8, 4, "none", False),
-            (8, 8, "none", True), (100, 64, "gzip", True), (100, 8, "none", True),
-            (7, 64, "gzip", False),
+            (7, 8, "gzip", True), (8, 4, "none", False), (8, 8, "none", True),
+            (100, 64, "gzip", True),
         } else pytest.mark.slow,
     )
     for new_rows in (1, 7, 8, 100)
@@ -191,7 +197,7 @@ TOLD = [
     ("packing", "kill"),
     [
         ("always", True),
-        ("first only", True),
+        pytest.param("first only", True, marks=pytest.mark.slow),
         pytest.param("never", True, marks=pytest.mark.slow),
         pytest.param("at the end", True, marks=pytest.mark.slow),
         pytest.param("always", False, marks=pytest.mark.slow),

@@ -66,4 +66,5 @@ from .text import size_text as size_text
 from .text import table as table
 from .text import time_text as time_text
 from .thread_pool import ReplaceableThreadPool as ReplaceableThreadPool
+from .token_sample import sampled_positions as sampled_positions
 from .torchscript import refuse_scripted as refuse_scripted

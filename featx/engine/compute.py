@@ -93,7 +93,11 @@ class BatchRows:
 
 
 def spec_of(
-    point: CapturePoint, reduce: StoredReduce, value: torch.Tensor, compute_dtype: torch.dtype
+    point: CapturePoint,
+    reduce: StoredReduce,
+    value: torch.Tensor,
+    compute_dtype: torch.dtype,
+    bound_args: Mapping[str, float | str] | None = None,
 ) -> LayerSpec:
     """Description of the rows of one dataset.
 
@@ -102,13 +106,14 @@ def spec_of(
         reduce: reduction of the capture.
         value: (B, ...) rows in the dtype of the store.
         compute_dtype: dtype in which the layer computed them.
+        bound_args: parameters of the reduction that follow from the layer.
     """
     return LayerSpec(
         name=point.name,
         layer=point.layer,
         capture=point.capture,
         reduce=reduce.name,
-        reduce_args=reduce.args,
+        reduce_args={**reduce.args, **(bound_args or {})},
         shape=tuple(value.shape[1:]),
         dtype=str(value.dtype).removeprefix("torch."),
         compute_dtype=str(compute_dtype).removeprefix("torch."),

@@ -330,6 +330,8 @@ class Engine(DeviceModel):
         """The reason why the model cannot be compiled, or None if it can."""
         if self.takes_gradients:
             return "gradients are taken"
+        if self._collector.needs_keys:
+            return "tokens are sampled by the key of each image"
         return (
             "operations are captured"
             if any(point.operation for point in self._captures.points)
@@ -337,13 +339,17 @@ class Engine(DeviceModel):
         )
 
     def run(
-        self, images: torch.Tensor, labels: torch.Tensor | None = None
+        self,
+        images: torch.Tensor,
+        labels: torch.Tensor | None = None,
+        keys: Sequence[bytes] = (),
     ) -> dict[str, torch.Tensor]:
         """Compute the features of one batch and copy them to the CPU.
 
         Args:
             images: (B, 3, H, W), uint8 in [0, 255] or normalised float32.
             labels: (B,) int64 for gradient targets that need them, otherwise None.
+            keys: as for `rows`.
 
         Returns:
             dataset name -> (B, ...) in the dtype of the store.
@@ -352,10 +358,14 @@ class Engine(DeviceModel):
             ModelError: the forward pass fails.
             RunError: the forward pass differs from the earlier ones.
         """
-        return self.rows(images, labels).features
+        return self.rows(images, labels, keys=keys).features
 
     def rows(
-        self, images: torch.Tensor, labels: torch.Tensor | None = None, on_device: bool = False
+        self,
+        images: torch.Tensor,
+        labels: torch.Tensor | None = None,
+        on_device: bool = False,
+        keys: Sequence[bytes] = (),
     ) -> BatchRows:
         """Compute the features of one batch, and find rows that are not finite or too small.
 
@@ -367,12 +377,15 @@ class Engine(DeviceModel):
             labels: (B,) int64 for gradient targets that need them, otherwise None.
             on_device: whether the features stay on the device, where the next forward pass may
                 overwrite them.
+            keys: keys of the images, without padding, which reduce=sample depends on. Trial passes,
+                whose rows are compared with each other only, have none.
 
         Raises:
             ModelError: the forward pass fails.
             RunError: the forward pass differs from the earlier ones.
         """
         self._labels = labels
+        self._collector.keys = keys
         started_at = time.perf_counter()
         with DeviceTimer(self.device) as timer:
             values = self._pass(self.normalised(images))
@@ -407,7 +420,12 @@ class Engine(DeviceModel):
             yield self.module, x
 
     def explain(
-        self, images: torch.Tensor, labels: torch.Tensor | None, row: int, name: str
+        self,
+        images: torch.Tensor,
+        labels: torch.Tensor | None,
+        row: int,
+        name: str,
+        keys: Sequence[bytes] = (),
     ) -> str:
         """The reason why a stored row is not finite, from its values before the cast.
 
@@ -416,9 +434,10 @@ class Engine(DeviceModel):
             labels: (B,) int64, or None.
             row: position of the row in the batch.
             name: name of the dataset.
+            keys: as for `rows`.
         """
         with self._collector.uncast() as stored:
-            value = self.run(images, labels)[name][row].flatten()
+            value = self.run(images, labels, keys)[name][row].flatten()
         bad = value[~torch.isfinite(value)]
         if len(bad):
             return f"{bad[0].item()} in {self.compute.precision}"
@@ -437,7 +456,13 @@ class Engine(DeviceModel):
             values = self._hooks.forward(x)
         computed = self._collector.compute_dtypes
         return [
-            spec_of(point, reduce, values[point.name], computed[point.name])
+            spec_of(
+                point,
+                reduce,
+                values[point.name],
+                computed[point.name],
+                self._collector.bound_args(point.name),
+            )
             for point, reduce in chosen
         ]
 

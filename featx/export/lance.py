@@ -98,7 +98,10 @@ class Lance(Format):
                 **{name: pa.array(column[lines]) for name, column in self._columns.items()},
             }
             if num_tokens is not None:
-                positions = np.tile(np.arange(num_tokens, dtype=np.int32), stop - start)
+                if chosen.is_sampled(layers[0]):
+                    positions = chosen.positions(layers[0], start, stop).reshape(-1)
+                else:
+                    positions = np.tile(np.arange(num_tokens, dtype=np.int32), stop - start)
                 columns["position"] = pa.array(positions)
             for name in layers:
                 flat = pa.array(values[name].reshape(-1))

@@ -10,19 +10,22 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from featx.export.base import FORMATS, File, Format, FormatMember, literal
+from featx.export.selection import BLOCK_BYTES
 
 
 class Npy(Format):
     """One .npy file per layer and per column of the listing.
 
     The files are features/<layer>.npy, keys.npy (bytes), labels.npy, status.npy, rows.npy,
-    classes.json, and columns/<name>.npy for each column of the store, with texts as bytes.
+    classes.json, and columns/<name>.npy for each column of the store, with texts as bytes. Layers
+    of reduce=sample have positions/<layer>.npy as well, (n, k) int32.
     """
 
     def files(self) -> list[File]:
         """Return one file per layer and per column of the listing."""
         chosen, n = self.selection, len(self.selection)
         found = [self._layer(name) for name in chosen.layers]
+        found += [self._positions(name) for name in chosen.layers if chosen.is_sampled(name)]
         columns = {
             "keys": chosen.keys,
             "labels": chosen.labels,
@@ -44,6 +47,21 @@ class Npy(Format):
         """Return the file of a layer."""
         write = functools.partial(self.selection.write_npy, layer=name)
         return File(f"features/{name}.npy", write, 0, len(self.selection))
+
+    def _positions(self, name: str) -> File:
+        """Return the file of the positions of sampled tokens."""
+        chosen, n = self.selection, len(self.selection)
+
+        def write(file: BinaryIO) -> None:
+            shape = (n, chosen.row_shape(name)[0])
+            header = {"descr": "<i4", "fortran_order": False, "shape": shape}
+            np.lib.format.write_array_header_1_0(file, header)
+            step = max(1, BLOCK_BYTES // (8 * shape[1]))
+            for start in range(0, n, step):
+                found = chosen.positions(name, start, min(n, start + step))
+                file.write(found.astype("<i4").data)
+
+        return File(f"positions/{name}.npy", write, 0, n)
 
     def opening(self, out: Path) -> str:
         """Return lines that load the arrays with numpy."""

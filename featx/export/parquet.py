@@ -27,7 +27,10 @@ OTHER_ROW_BYTES = 128
 
 
 class Parquet(ShardedFormat):
-    """data/features-*.parquet; a map is one long list, with its shape in the metadata."""
+    """data/features-*.parquet; a map is one long list, with its shape in the metadata.
+
+    Layers of reduce=sample have a column <layer>.positions as well.
+    """
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -36,7 +39,10 @@ class Parquet(ShardedFormat):
         except ImportError as error:
             what = "export.format=parquet"
             raise MissingExtraError(missing_extra("pyarrow", "export", what)) from error
-        self._columns = self.selection.named_columns(COLUMNS)
+        chosen = self.selection
+        self._sampled = [name for name in chosen.layers if chosen.is_sampled(name)]
+        positions = [f"{name}.positions" for name in self._sampled]
+        self._columns = chosen.named_columns([*COLUMNS, *positions])
 
     def files(self) -> list[File]:
         """Return the shards."""
@@ -58,6 +64,13 @@ class Parquet(ShardedFormat):
                         pa.array(rows.reshape(-1)), type=schema.field(name).type
                     )
                     for name, rows in values.items()
+                ]
+                lists += [
+                    pa.FixedSizeListArray.from_arrays(
+                        pa.array(self.selection.positions(name, first, last).reshape(-1)),
+                        type=schema.field(f"{name}.positions").type,
+                    )
+                    for name in self._sampled
                 ]
                 table = pa.Table.from_arrays([*self._listing(first, last), *lists], schema=schema)
                 writer.write_table(table, row_group_size=last - first)
@@ -88,6 +101,9 @@ class Parquet(ShardedFormat):
             shape = self.selection.row_shape(name)
             kind = pa.list_(pa.from_numpy_dtype(self.selection.dtype(name)), math.prod(shape))
             fields.append(pa.field(name, kind, metadata={"shape": json.dumps(shape)}))
+        for name in self._sampled:
+            kind = pa.list_(pa.int32(), self.selection.row_shape(name)[0])
+            fields.append(pa.field(f"{name}.positions", kind))
         return pa.schema(fields, metadata={"featx": about_text(self.selection)})
 
     def opening(self, out: Path) -> str:

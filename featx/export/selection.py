@@ -119,6 +119,14 @@ class Selection:
             )
         return found
 
+    def is_sampled(self, layer: str) -> bool:
+        """Return whether the rows of a layer are tokens of reduce=sample, which have positions."""
+        return self.store[layer].attrs.get("reduce") == "sample"
+
+    def positions(self, layer: str, start: int, stop: int) -> npt.NDArray[np.int32]:
+        """Return (m, k) positions of the sampled tokens of rows [start, stop) of the selection."""
+        return self.store[layer].positions(self.rows[start:stop]).astype(np.int32)
+
     def row_shape(self, layer: str) -> tuple[int, ...]:
         """Return the shape of one row of a layer."""
         return self.store[layer].shape[1:]

@@ -34,6 +34,7 @@ from .reductions.projections import WhitenOptions as WhitenOptions
 from .reductions.registry import REDUCTIONS as REDUCTIONS
 from .reductions.registry import channel_axis as channel_axis
 from .reductions.registry import reduction as reduction
+from .reductions.row_layout import KeyedReduction as KeyedReduction
 from .reductions.row_layout import Reduction as Reduction
 from .reductions.row_layout import RowLayout as RowLayout
 from .reductions.row_layout import channels_last as channels_last

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 
 import torch
 
 from featx.errors import LayerError, RunError
 from featx.layers.reductions.registry import REDUCTIONS
-from featx.layers.reductions.row_layout import Reduction
+from featx.layers.reductions.row_layout import KeyedReduction, Reduction
 from featx.layers.trace import CapturePoint
 
 
@@ -23,11 +23,13 @@ class OutputCollector:
     Attributes:
         compiled: whether the forward pass is compiled.
         compute_dtypes: capture name -> dtype of the layer's tensor in the last pass.
+        keys: keys of the images of the next pass, for reductions that depend on them.
     """
 
     def __init__(self, dtype: torch.dtype, copied: Collection[str] = ()) -> None:
         self.compiled = False
         self.compute_dtypes: dict[str, torch.dtype] = {}
+        self.keys: Sequence[bytes] = ()
         self._dtype = dtype
         self._copied = set(copied)
         self._reductions: dict[str, Reduction] = {}
@@ -60,6 +62,16 @@ class OutputCollector:
         if REDUCTIONS.get(kind).is_view:
             self._views.add(point.name)
 
+    @property
+    def needs_keys(self) -> bool:
+        """Whether a reduction depends on the keys of the images."""
+        return any(isinstance(each, KeyedReduction) for each in self._reductions.values())
+
+    def bound_args(self, name: str) -> dict[str, float | str]:
+        """Parameters of the reduction of a capture that follow from its layer."""
+        reduction = self._reductions.get(name)
+        return reduction.bound_args if isinstance(reduction, KeyedReduction) else {}
+
     def keep(self, point: CapturePoint, tensor: torch.Tensor) -> torch.Tensor:
         """Reduce and cast a captured tensor.
 
@@ -74,7 +86,11 @@ class OutputCollector:
             )
         tensor = tensor.detach()  # drop the graph, if gradients are taken
         self.compute_dtypes[point.name] = tensor.dtype
-        reduced = self._reductions[point.name](tensor)
+        reduction = self._reductions[point.name]
+        if isinstance(reduction, KeyedReduction):
+            reduced = reduction(tensor, self.keys)
+        else:
+            reduced = reduction(tensor)
         stored = self.stored(point.name, reduced)
         if stored is not reduced or point.name not in self._views:
             return stored

@@ -10,7 +10,7 @@ from featx.base import plain_tensors
 from featx.config import ReduceConfig
 from featx.errors import ReduceError
 from featx.layers.reductions.registry import REDUCTIONS, channel_axis, reduction
-from featx.layers.reductions.row_layout import Reduction, RowLayout
+from featx.layers.reductions.row_layout import KeyedReduction, Reduction, RowLayout
 from featx.layers.trace import CapturePoint
 
 
@@ -97,6 +97,12 @@ class ProjectedReduce:
             ReduceError: the statistics belong to rows of another shape.
         """
         before = reduction(self.first, rows)
+        if isinstance(before, KeyedReduction):
+            raise ReduceError(
+                f"reduce={self.name} does not fit {rows.layer}: its statistics are of rows after "
+                f"reduce={self.first.name}, which depend on the key of the image. Take statistics "
+                "of positions after reduce=none."
+            )
         found = tuple(before(torch.zeros(1, *rows.shape)).shape[1:])
         if found != self.shape:
             raise ReduceError(

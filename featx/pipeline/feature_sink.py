@@ -166,7 +166,8 @@ def compute_rows(context: RunContext, engine: Engine, batch: Batch) -> Rows:
     """
     from featx.engine import stored_bits
 
-    rows = engine.rows(batch.images, context.labels_of(batch))
+    labels, keys = context.labels_of(batch), context.keys_of(batch)
+    rows = engine.rows(batch.images, labels, keys=keys)
     failures = failures_of(context, engine, batch, rows.finite)
     failed = {failure.row for failure in failures}
     ok = [i for i in range(batch.count) if batch.start + i not in failed]

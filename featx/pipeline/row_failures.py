@@ -60,7 +60,8 @@ def _non_finite(context: RunContext, engine: Engine, batch: Batch, row: int, lay
     """
     key = bytes(context.listing.keys[row])
     labels = context.labels_of(batch)
-    reason = engine.explain(batch.images, labels, row - batch.start, layer)
+    keys = context.keys_of(batch)
+    reason = engine.explain(batch.images, labels, row - batch.start, layer, keys)
     if context.config.nonfinite == "error":
         wide = context.specs[0].dtype == "float32"
         wider = "" if wide else "store larger values: dtype=float32; to "

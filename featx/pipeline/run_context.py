@@ -120,6 +120,11 @@ class RunContext:
         labels[: batch.count] = torch.from_numpy(here.copy())
         return labels
 
+    def keys_of(self, batch: Batch) -> list[bytes]:
+        """Keys of the rows of a batch, without padding."""
+        keys: list[bytes] = self.listing.keys[batch.start : batch.start + batch.count].tolist()
+        return keys
+
     def loader(self, batch_size: int) -> Loader:
         """Create a Loader for the images of the run; it is a context manager."""
         from featx.images import Loader  # imports torch

@@ -255,7 +255,8 @@ def _refuse_another_layer(
         layer=point.layer,
         capture=point.capture,
         reduce=reduce.name,
-        reduce_args=reduce.args,
+        # Parameters that follow from the layer are in the store only; the options name all others.
+        reduce_args={**before.reduce_args, **reduce.args},
         dtype=point.dtype or config.dtype,
     )
     line = stored.holder(point.name).header.fingerprint.get(f"layer.{point.name}")

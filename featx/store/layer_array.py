@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from featx.base import size_text
+from featx.base import sampled_positions, size_text
 from featx.errors import StoreError
 from featx.store.token_geometry import geometry_of
 from featx.types import TokenGeometry
@@ -51,6 +51,32 @@ class LayerArray:
             return geometry_of(self.attrs)
         except (ValueError, TypeError) as error:
             raise StoreError(f"{self._store.root}: layer {self.name}: {error}.") from error
+
+    def positions(self, rows: slice | npt.NDArray[np.int64] = slice(None)) -> npt.NDArray[np.int64]:
+        """Return the positions of the tokens of reduce=sample on the token axis of the layer.
+
+        They follow from the keys and the attributes of the layer; nothing is read from its rows.
+        Rows that failed have the positions that they would have had.
+
+        Args:
+            rows: slice or numbers of rows of the store.
+
+        Returns:
+            (n, k) int64, increasing in each row; token [i, j] of the layer was at position [i, j].
+
+        Raises:
+            StoreError: the tokens of the layer are not a sample.
+        """
+        attrs = self.attrs
+        if attrs.get("reduce") != "sample":
+            raise StoreError(
+                f"{self._store.root}: the rows of {self.name} are reduced by "
+                f"{attrs.get('reduce')}; only tokens of reduce=sample have positions."
+            )
+        keys = self._store.key_bytes[rows].tolist()
+        seed, candidates = int(attrs["reduce_seed"]), int(attrs["reduce_num_candidates"])
+        chosen = sampled_positions(keys, seed, candidates, int(attrs["reduce_k"]))
+        return chosen + int(attrs["reduce_first"])
 
     @property
     def ndim(self) -> int:

@@ -76,8 +76,8 @@ class StatsSink:
 
     def compute(self, engine: Engine, batch: Batch) -> Values:
         """Compute the values of a batch on the device."""
-        labels = self._context.labels_of(batch)
-        rows = engine.rows(batch.images, labels, on_device=True)
+        labels, keys = self._context.labels_of(batch), self._context.keys_of(batch)
+        rows = engine.rows(batch.images, labels, on_device=True, keys=keys)
         return rows.features, failures_of(self._context, engine, batch, rows.finite)
 
     def take(self, part: Part, batch: Batch, computed: Callable[[], Values]) -> list[Failure]:

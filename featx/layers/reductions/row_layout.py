@@ -6,7 +6,7 @@ follows from the proportions of the input. If they do not tell, the reduction is
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -17,6 +17,25 @@ if TYPE_CHECKING:
 
 Reduction: TypeAlias = "Callable[[torch.Tensor], torch.Tensor]"
 """Function from the layer's tensor, (B, ...), to the stored rows, (B, ...)."""
+
+
+class KeyedReduction:
+    """Reduction whose rows depend on the keys of the images as well as on the tensor."""
+
+    def __call__(self, x: torch.Tensor, keys: Sequence[bytes] = ()) -> torch.Tensor:
+        """Reduce a tensor.
+
+        Args:
+            x: (B, ...) tensor of the layer.
+            keys: keys of the first images of the batch; those of the others count as empty, as in
+                trial passes and for padding.
+        """
+        raise NotImplementedError
+
+    @property
+    def bound_args(self) -> dict[str, float | str]:
+        """Parameters that follow from the layer, recorded with those of the options."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)

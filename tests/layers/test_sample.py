@@ -1,0 +1,140 @@
+"""reduce=sample: tokens of a store are those of the unreduced layer at their positions."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import featx
+from featx.base import sampled_positions
+from featx.config import make_reduce
+from featx.errors import ConfigError, ReduceError, StoreError, StoreMismatchError
+from featx.layers import KeyedReduction, RowLayout, reduction
+from featx.testing.tiny_extraction import extract, options, write_images
+
+SAMPLE = {"name": "sample", "k": 5, "seed": 3}
+
+pytestmark = pytest.mark.usefixtures("in_tmp_path", "packing_in_process")
+
+
+def bound(shape: tuple[int, ...], prefix: int = 1, **options: Any) -> KeyedReduction:
+    found = reduction(make_reduce("sample", **options), RowLayout("layer", shape, (32, 32), prefix))
+    assert isinstance(found, KeyedReduction)
+    return found
+
+
+class TestFunction:
+    KEYS = (b"a.jpg", b"\xff.jpg", b"c/d.jpg")
+
+    def test_patches_are_gathered_without_class_and_register_tokens(self) -> None:
+        x = torch.randn(3, 18, 5)
+        found = bound((18, 5), prefix=2, k=3, seed=4)(x, self.KEYS)
+        at = sampled_positions(self.KEYS, 4, 16, 3) + 2
+        assert np.array_equal(found.numpy(), np.take_along_axis(x.numpy(), at[:, :, None], 1))
+
+    def test_all_tokens_may_be_chosen(self) -> None:
+        x = torch.randn(3, 17, 5)
+        assert torch.equal(bound((17, 5), k=17, candidates="all")(x, self.KEYS), x)
+        assert torch.equal(bound((17, 5), k=16)(x, self.KEYS), x[:, 1:])
+
+    @pytest.mark.parametrize("channels_last", [False, True])
+    def test_positions_of_a_map_are_in_row_major_order(self, channels_last: bool) -> None:
+        x = torch.randn(3, 6, 4, 4)
+        given = x.movedim(1, -1) if channels_last else x
+        found = bound(tuple(given.shape[1:]), k=5)(given, self.KEYS)
+        tokens = x.reshape(3, 6, 16).transpose(1, 2).numpy()
+        at = sampled_positions(self.KEYS, 0, 16, 5)
+        assert np.array_equal(found.numpy(), np.take_along_axis(tokens, at[:, :, None], 1))
+
+    def test_padding_has_no_key(self) -> None:
+        x = torch.randn(3, 17, 5)
+        found = bound((17, 5), k=3)(x, self.KEYS[:2])
+        assert torch.equal(found[:2], bound((17, 5), k=3)(x[:2], self.KEYS[:2]))
+
+    def test_what_does_not_fit_is_refused(self) -> None:
+        with pytest.raises(ReduceError, match=r"reduce\.k=17 is more than its 16 tokens"):
+            bound((17, 5), k=17)
+        with pytest.raises(ReduceError, match="not 1 prefix tokens and a grid"):
+            bound((16, 5), k=3)
+        with pytest.raises(ReduceError, match=r"shape \(5,\)"):
+            bound((5,), k=3)
+        with pytest.raises(ConfigError, match=r"reduce\.k=0"):
+            make_reduce("sample", k=0)
+        with pytest.raises(ConfigError, match=r"reduce\.candidates=patch: .*patches"):
+            make_reduce("sample", candidates="patch")
+
+
+def store_of(out: str, **options: Any) -> featx.FeatureStore:
+    """The maps (8, 4, 4) of the layer `stem` of six images, one of which fails."""
+    images = Path("images")
+    if not images.exists():
+        write_images(images)
+    keys = {"layers": ["stem"], "dtype": "float32", **options}
+    return extract(images, Path(out), **keys)
+
+
+class TestStores:
+    def test_rows_are_tokens_of_the_unreduced_layer(self) -> None:
+        whole, found = store_of("whole"), store_of("sampled", reduce=SAMPLE)
+        positions = found["stem"].positions()
+        assert positions.shape == (6, 5)
+        tokens = whole["stem"][:].reshape(6, 8, 16).transpose(0, 2, 1)
+        expected = np.take_along_axis(tokens, positions[:, :, None], 1)
+        assert np.array_equal(found["stem"][:], expected, equal_nan=True)
+        assert np.array_equal(positions[2:4], found["stem"].positions(slice(2, 4)))
+        with pytest.raises(StoreError, match=r"only tokens of reduce=sample"):
+            whole["stem"].positions()
+
+    @pytest.mark.parametrize("packed", [False, True])
+    def test_batches_resumes_and_packing_change_nothing(self, packed: bool) -> None:
+        expected = store_of("one", reduce=SAMPLE, batch_size=1, pack=packed)
+        again = store_of("many", reduce=SAMPLE, batch_size=4, part_rows=4)
+        assert np.array_equal(again["stem"].positions(), expected["stem"].positions())
+        np.testing.assert_allclose(again["stem"][:], expected["stem"][:], rtol=1e-5, atol=1e-6)
+        before = again["stem"][:]
+        next(Path("many/parts").glob("part-*0.h5")).unlink()
+        Path("many/summary.json").unlink()
+        resumed = store_of("many", reduce=SAMPLE, batch_size=4, part_rows=4)
+        assert np.array_equal(resumed["stem"][:], before, equal_nan=True)
+
+    def test_a_smaller_sample_is_within_a_larger_one(self) -> None:
+        few = store_of("few", reduce={**SAMPLE, "k": 2})
+        more = store_of("more", reduce=SAMPLE)
+        for a, b in zip(few["stem"].positions(), more["stem"].positions(), strict=True):
+            assert {*a.tolist()} <= {*b.tolist()}
+
+    @pytest.mark.parametrize("other", [{"k": 4}, {"seed": 4}, {"candidates": "all"}])
+    def test_another_sample_is_another_store(self, other: dict[str, Any]) -> None:
+        store_of("store", reduce=SAMPLE)
+        with pytest.raises(StoreMismatchError, match="sample"):
+            store_of("store", reduce={**SAMPLE, **other})
+
+    def test_exports_hold_the_positions(self) -> None:
+        import pyarrow.parquet as pq
+
+        found = store_of("store", reduce=SAMPLE)["stem"].positions()
+        for kind in ("npy", "parquet"):
+            featx.export_store(store="store", export={"format": kind}, out=kind)
+        assert np.array_equal(np.load("npy/positions/stem.npy"), found)
+        column = pq.read_table("parquet/data")["stem.positions"].to_pylist()
+        assert column == found.tolist()
+
+    def test_statistics_are_those_of_the_sampled_tokens(self) -> None:
+        rows = store_of("store", reduce=SAMPLE)["stem"][:]
+        asked = options(Path("images"), Path("stats"), layers=["stem"], reduce=SAMPLE)
+        given = {name: value for name, value in asked.items() if name not in ("pack", "dtype")}
+        found = featx.stats(**given, stats={"observation": "position"})
+        ok = ~np.isnan(rows).any((1, 2))
+        mean = rows[ok].reshape(-1, 8).astype(np.float64).mean(0)
+        np.testing.assert_allclose(found["stem"].mean, mean, rtol=1e-4, atol=1e-6)
+
+    @pytest.mark.slow
+    def test_two_workers_give_the_same_bits(self) -> None:
+        expected = store_of("one", reduce=SAMPLE)
+        executor = {"name": "local", "workers": 2}
+        found = store_of("two", reduce=SAMPLE, executor=executor)
+        assert np.array_equal(found["stem"][:], expected["stem"][:], equal_nan=True)

@@ -23,6 +23,8 @@ CASES = {
     "cls": (ReduceConfig("cls"), TOKENS),
     "patch_avg": (ReduceConfig("patch_avg"), TOKENS),
     "grid of a map": (make_reduce("grid", size=2), MAP),
+    "align of a map": (make_reduce("align", rows=5, columns=5, pool=3), MAP),
+    "align of tokens": (make_reduce("align", rows=5, columns=5), TOKENS),
     "sample of a map": (make_reduce("sample", k=5), MAP),
     "sample of tokens": (make_reduce("sample", k=5), TOKENS),
     "grid of tokens": (make_reduce("grid", size=2), TOKENS),

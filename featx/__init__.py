@@ -13,6 +13,7 @@ from featx.base.version import __version__
 from featx.errors import FeatxError
 
 if TYPE_CHECKING:
+    from featx.analysis.embedding import embed
     from featx.analysis.prediction import predict
     from featx.analysis.statistics.frechet import frechet_distance
     from featx.analysis.statistics.reader import Statistics, open_stats
@@ -30,6 +31,7 @@ __all__ = [
     "Statistics",
     "__version__",
     "capture",
+    "embed",
     "export_store",
     "extract",
     "frechet_distance",
@@ -46,6 +48,7 @@ _HOME = {
     "open": "featx.store.reader",
     "capture": "featx.layers.capture",
     "extract": "featx.jobs.extract",
+    "embed": "featx.analysis.embedding",
     "predict": "featx.analysis.prediction",
     "stats": "featx.jobs.stats",
     "export_store": "featx.jobs.export",

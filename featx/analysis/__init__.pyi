@@ -1,3 +1,4 @@
+from .embedding import embed_images as embed_images
 from .engine_specs import ATTRIBUTIONS as ATTRIBUTIONS
 from .engine_specs import FEATURES as FEATURES
 from .engine_specs import engine_spec as engine_spec

@@ -15,23 +15,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from featx.analysis.engine_specs import FEATURES, engine_spec
+from featx.analysis.engine_specs import FEATURES
+from featx.analysis.new_images import Extraction, NewImagesTarget, nothing_to_commit
 from featx.analysis.probe.heads import Head, read_head
 from featx.analysis.probe.labelled_rows import as_vectors
-from featx.analysis.reproducibility import refuse_unnamed_code, request_of
 from featx.config import (
     Config,
-    DataConfig,
     ModelConfig,
-    from_saved,
-    in_this_process,
     model_choice,
     model_options,
-    with_statistics_at,
 )
-from featx.errors import ConfigError, DataError, StoreError, StoreMismatchError
+from featx.errors import DataError, StoreError
 from featx.pipeline import (
-    PART_SECONDS,
     Rows,
     RunContext,
     RunMetrics,
@@ -41,12 +36,11 @@ from featx.pipeline import (
     run_parts,
 )
 from featx.sources import FolderOptions, FolderSource
-from featx.store import PART_BYTES, Grid, from_raw, layout
-from featx.types import Batch, Failure, LayerSpec, Listing, Part, ResumeState, Source
+from featx.store import Grid, from_raw, layout
+from featx.types import Batch, Failure, LayerSpec, Listing, Part, Source
 
 if TYPE_CHECKING:
     from featx.engine import Engine
-    from featx.layers import ChosenLayers
 
 
 @dataclass(frozen=True)
@@ -148,12 +142,13 @@ def run_prediction(config: Config, path: Path, files: Sequence[Path] | None = No
     from featx.base import choose_device
 
     head, about = read_head(path.expanduser(), choose_device(config.device))
-    spec = _spec_of(path, about)
-    again = _as_extracted(config, path, about, spec)
-    target = _PredictionTarget(again, spec.dtype, about["resolved"], files)
+    extraction = _extraction_of(path, about)
+    again = extraction.config_for(config, config.data)
+    again = replace(again, max_failures=config.max_failures)
+    target = NewImagesTarget(extraction, _lister(again, files))
     with contextlib.ExitStack() as stack:
         context = stack.enter_context(build_run_context(again, "", FEATURES, target))
-        _refuse_another_model(path, about, spec, context)
+        extraction.check(context)
         work = _PredictionSink(context, head, about)
         with torch.no_grad():
             figures = run_parts(context, work, work)
@@ -170,8 +165,8 @@ def run_prediction(config: Config, path: Path, files: Sequence[Path] | None = No
     return Predictions(rows, scores, classes, str(about["dataset"]), accuracy, figures)
 
 
-def _spec_of(path: Path, about: dict[str, Any]) -> LayerSpec:
-    """Return the description of the dataset that the head was fitted on.
+def _extraction_of(path: Path, about: dict[str, Any]) -> Extraction:
+    """Return how the features were extracted that the head was fitted on.
 
     Raises:
         StoreError: the head does not contain it.
@@ -181,79 +176,9 @@ def _spec_of(path: Path, about: dict[str, Any]) -> LayerSpec:
             f"{path} does not say how its features were extracted: the store it was fitted on had "
             "no featx.json. Probe the folder that job=extract made."
         )
-    return LayerSpec(**{**about["spec"], "shape": tuple(about["spec"]["shape"])})
-
-
-def _as_extracted(config: Config, path: Path, about: dict[str, Any], spec: LayerSpec) -> Config:
-    """Return the config of the run that extracted the head's layer, with other images.
-
-    Raises:
-        ConfigError: the run needs code that the command does not name, or read images in another
-            way.
-    """
-    before = with_statistics_at(from_saved(about["config"]), config.reduce.statistics_path)
-    if not engine_spec(before.job.name).captures_layers:
-        raise ConfigError(f"{path} was fitted on heat maps; job=predict does features only.")
-    refuse_unnamed_code(config, before, str(path))
-    return replace(
-        in_this_process(before),
-        job=replace(before.job, name="extract", json=False, show="shapes"),
-        data=_data_options(config.data, before.data),
-        device=config.device,
-        layers={spec.name: request_of(spec, before)},
-        capture="output",  # the name of the dataset includes the capture
-        precision=about["resolved"].get("precision", before.precision),
-        # The CPU decoders agree closely with the GPU decoder. This machine may have no GPU, and
-        # images are few.
-        decode="fast" if before.decode == "gpu" else before.decode,
-        max_failures=config.max_failures,
-        nonfinite="record",
-    )
-
-
-def _data_options(now: DataConfig, before: DataConfig) -> DataConfig:
-    """Return the options of the group `data` for the new images, read as those of the store.
-
-    Raises:
-        ConfigError: the command asks for another way.
-    """
-    policy = {key: getattr(before, key) for key in ("exif", "background", "max_pixels")}
-    for key, value in policy.items():
-        given = getattr(now, key)
-        if given not in (value, getattr(DataConfig(), key)):
-            raise ConfigError(
-                f"data.{key}={given}: the images of the store were read with {value}, and new ones "
-                "are read in the same way."
-            )
-    return replace(now, **policy)
-
-
-def _refuse_another_model(
-    path: Path, about: dict[str, Any], spec: LayerSpec, context: RunContext
-) -> None:
-    """Check that weights, transform and layer are those of the head.
-
-    Raises:
-        StoreMismatchError: they are not.
-    """
-    header, made = context.header, context.specs[0]
-    pairs = {
-        "weights_sha256": (about["weights_sha256"], header.weights_sha256),
-        "transform": (about["transform"], header.transform),
-        "layer": (spec.layer, made.layer),
-        "capture": (spec.capture, made.capture),
-        "reduce": ((spec.reduce, dict(spec.reduce_args)), (made.reduce, dict(made.reduce_args))),
-        "shape": (spec.shape, made.shape),
-    }
-    changed = [
-        f"  {key}: the head has {before!r}, now {now!r}"
-        for key, (before, now) in pairs.items()
-        if before != now
-    ]
-    if changed:
-        raise StoreMismatchError(
-            f"{path} does not fit what is extracted now:\n" + "\n".join(changed)
-        )
+    spec = LayerSpec(**{**about["spec"], "shape": tuple(about["spec"]["shape"])})
+    of_model = about["weights_sha256"], about["transform"]
+    return Extraction(str(path), about["config"], (spec,), about["resolved"], *of_model)
 
 
 def _key_of(file: Path) -> str:
@@ -261,57 +186,24 @@ def _key_of(file: Path) -> str:
     return str(file).lstrip("/")
 
 
-class _PredictionTarget:
-    """Run target: features of one layer for a head, which are not stored.
+def _lister(config: Config, files: Sequence[Path] | None) -> Callable[[], tuple[Source, Listing]]:
+    """Return a function that opens the source and lists the images.
 
     Args:
         config: config of the run.
-        dtype: dtype of the store that the head was fitted on.
-        resolved: `auto` values of that store.
         files: image files instead of a folder, or None.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        dtype: str,
-        resolved: dict[str, Any],
-        files: Sequence[Path] | None,
-    ) -> None:
-        self.dtype = dtype
-        self.settings: dict[str, Any] = {}
-        self.folder: Path | None = None
-        self._config = config
-        self._resolved = resolved
-        self._files = files
-
-    def list_images(self) -> tuple[Source, Listing]:
-        """Return the source and the listing.
-
-        Raises:
-            DataError: there are no images.
-        """
-        if self._files is None:
-            return list_images(self._config)
-        if not self._files:
+    def list_given() -> tuple[Source, Listing]:
+        if files is None:
+            return list_images(config)
+        if not files:
             raise DataError("images is empty: give a folder or the paths of image files.")
-        keys = sorted({os.fsencode(_key_of(file)) for file in self._files})
+        keys = sorted({os.fsencode(_key_of(file)) for file in files})
         labels = np.full(len(keys), -1, np.int64)
         return FolderSource(Path("/")), Listing(np.array(keys, dtype=np.bytes_), labels)
 
-    def unfinished(self, listing: Listing, chosen: ChosenLayers) -> ChosenLayers:
-        """Return the layers to compute: all."""
-        return chosen
-
-    def resume_state(self, names: set[str]) -> ResumeState | None:
-        """Return the settings of the store that the head was fitted on."""
-        return ResumeState(self._resolved, None, "the head's store was")
-
-    def part_limits(
-        self, engine: Engine, specs: Sequence[LayerSpec], work_s: float
-    ) -> tuple[float, float]:
-        """Return the maximum number of rows and of seconds per part."""
-        return PART_BYTES / max(1, specs[0].row_bytes), PART_SECONDS
+    return list_given
 
 
 class _PredictionSink:
@@ -382,7 +274,7 @@ class _PredictionSink:
     def finish_part(self) -> Callable[[], None]:
         """Count the rows of the part; there is nothing to commit."""
         self.rows_done = self._taken
-        return _nothing_to_commit
+        return nothing_to_commit
 
     def row(self, number: int, key: str, classes: Sequence[str]) -> Prediction:
         """Return the prediction for one row.
@@ -399,10 +291,6 @@ class _PredictionSink:
         best = int(scores.argmax())
         probability = float(scores[best]) if self._head.probabilities else None
         return Prediction(key, classes[best], probability, "ok")
-
-
-def _nothing_to_commit() -> None:
-    """Do nothing, since scores are only kept in memory."""
 
 
 def head_of_store(store: Path, layer: str | None) -> Path:

@@ -20,6 +20,9 @@ class NeighborsConfig:
 
     key: str | None = None
     """Key of one image, whose neighbours alone are found and printed; null takes every row."""
+    image: str | None = None
+    """Image file that is no row of the store: its features are computed by the model of the store,
+    and its neighbours alone are found and printed."""
     k: int = 10
     """Number of neighbours of each row."""
     metric: str = "cosine"
@@ -37,10 +40,16 @@ class NeighborsConfig:
             raise ConfigError(
                 f"neighbors.recall={self.recall}: expected a share above 0 and at most 1."
             )
-        if self.recall is not None and self.key is not None:
+        if self.key is not None and self.image is not None:
             raise ConfigError(
-                "neighbors.recall has no effect with neighbors.key: the neighbours of one row are "
-                "searched exactly."
+                "neighbors.key is a row of the store and neighbors.image an image that is none: "
+                "give one of them."
+            )
+        given = "key" if self.image is None else "image"
+        if self.recall is not None and getattr(self, given) is not None:
+            raise ConfigError(
+                f"neighbors.recall has no effect with neighbors.{given}: the neighbours of one "
+                "image are searched exactly."
             )
 
 

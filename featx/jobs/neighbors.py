@@ -1,4 +1,4 @@
-"""job=neighbors: the nearest neighbours of one row or of every row."""
+"""job=neighbors: the nearest neighbours of one row, of a new image or of every row."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 
 from featx.base import CountProgress, facts, log_message, table
 from featx.config import Config, NeighborsConfig
-from featx.jobs.base import JOBS, Input, Job, print_summary
+from featx.errors import DataError
+from featx.jobs.base import CUSTOM_CODE, JOBS, Input, Job, print_summary
 from featx.jobs.similarity_files import class_name, open_input, result_folder, write_csv
 from featx.store import FeatureStore, only_layer
 
@@ -27,8 +29,13 @@ def run(config: Config, config_yaml: str) -> int:
     Returns:
         The exit code 0.
     """
-    store, key = open_input(config), config.neighbors.key
-    found = _neighbors_of_all(store, config) if key is None else _neighbors_of(key, store, config)
+    store, asked = open_input(config), config.neighbors
+    if asked.image is not None:
+        found = _neighbors_of_image(asked.image, store, config)
+    elif asked.key is not None:
+        found = _neighbors_of(asked.key, store, config)
+    else:
+        found = _neighbors_of_all(store, config)
     print_summary(config, *found)
     return 0
 
@@ -43,7 +50,44 @@ def _neighbors_of(key: str, store: FeatureStore, config: Config) -> tuple[dict[s
 
     layer, metric = only_layer(store, config.layers), config.neighbors.metric
     found = nearest_rows(store, layer, config.neighbors.k, metric, key, config.device)
-    rows = found.neighbours[0].tolist()
+    row = int(found.rows[0])
+    summary = {"key": key, "row": row, "class": class_name(store, row), "layer": layer}
+    text = facts([("image", f"{key}  {class_name(store, row) or ''}"), ("layer", layer)])
+    nearest, shown = _ranked(store, found.neighbours[0], found.scores[0], metric)
+    return {**summary, "nearest": nearest}, f"{text}\n\n{shown}"
+
+
+def _neighbors_of_image(
+    image: str, store: FeatureStore, config: Config
+) -> tuple[dict[str, Any], str]:
+    """Find the neighbours of an image file that is no row.
+
+    Returns:
+        Result in JSON types, and as text.
+
+    Raises:
+        DataError: the image cannot be read.
+    """
+    from featx.analysis import embed_images
+    from featx.analysis.similarity import nearest_to  # both import torch
+
+    layer, asked = only_layer(store, config.layers), config.neighbors
+    embedding = embed_images(config, store, [image], [layer])
+    if embedding.failures:
+        raise DataError(f"{image}: {embedding.failures[0]}")
+    rows, scores = nearest_to(store, layer, embedding[layer], asked.k, asked.metric, config.device)
+    text = facts([("image", image), ("layer", layer)])
+    nearest, shown = _ranked(store, rows[0], scores[0], asked.metric)
+    return {"image": image, "layer": layer, "nearest": nearest}, f"{text}\n\n{shown}"
+
+
+def _ranked(
+    store: FeatureStore,
+    rows: npt.NDArray[np.int64],
+    scores: npt.NDArray[np.float32],
+    metric: str,
+) -> tuple[list[dict[str, Any]], str]:
+    """Describe the k nearest rows of one image, as JSON types and as a table."""
     nearest = [
         {
             "row": row,
@@ -51,16 +95,12 @@ def _neighbors_of(key: str, store: FeatureStore, config: Config) -> tuple[dict[s
             "class": class_name(store, row),
             metric: float(score),
         }
-        for row, score in zip(rows, found.scores[0], strict=True)
+        for row, score in zip(rows.tolist(), scores, strict=True)
     ]
-    row = int(found.rows[0])
-    summary = {"key": key, "row": row, "class": class_name(store, row), "layer": layer}
     cells = [
         (one["key"], one["class"] or "-", str(one["row"]), f"{one[metric]:.4f}") for one in nearest
     ]
-    text = facts([("image", f"{key}  {class_name(store, row) or ''}"), ("layer", layer)])
-    shown = table(("nearest", "class", "row", metric), cells, left=2)
-    return {**summary, "nearest": nearest}, f"{text}\n\n{shown}"
+    return nearest, table(("nearest", "class", "row", metric), cells, left=2)
 
 
 def _neighbors_of_all(store: FeatureStore, config: Config) -> tuple[dict[str, Any], str]:
@@ -220,14 +260,18 @@ def _pairs(store: FeatureStore, found: Neighbours) -> Iterable[tuple[Any, ...]]:
 
 
 def _reads_with(config: Config) -> Collection[str]:
-    """Return `seed` if an index is built, which samples rows."""
-    return () if config.neighbors.recall is None else ("seed",)
+    """Return `seed` if an index samples rows, and the code of the model if an image is computed."""
+    index = () if config.neighbors.recall is None else ("seed",)
+    if config.neighbors.image is None:
+        return index
+    code = () if config.model.code is None else CUSTOM_CODE
+    return (*index, *code, "reduce.name", "reduce.stats")
 
 
 JOBS.register(
     Job(
         "neighbors",
-        "Find the nearest neighbours of one row of a store, or of every row.",
+        "Find the nearest neighbours of a row of a store, of a new image, or of every row.",
         NeighborsConfig,
         run=run,
         input=Input.STORE,

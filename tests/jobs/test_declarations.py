@@ -63,6 +63,15 @@ CALLS = [
     Call("probe", {"out": "store", "device": "cpu", "probe": {"method": "knn", "k": 1}}),
     Call("predict", {"store": "probed", "data": "photos", "model": TRUSTED, "out": "p"}),
     Call("neighbors", {"store": "store", "layers": "conv", "out": "near"}),
+    Call(
+        "neighbors",
+        {
+            "store": "store",
+            "layers": "conv",
+            "model": TRUSTED,
+            "neighbors": {"image": "photos/cat/000.png"},
+        },
+    ),
     Call("duplicates", {"store": "store", "layers": "conv", "out": "near"}),
     Call("cka", {"store": "store", "out": "near"}),
     Call("distance", {"store": "store", "distance": {"other_store": "store", "subsets": 2}}),
@@ -90,6 +99,7 @@ NOT_REACHED = {
     # What a saved config says of these is compared with what they say.
     "predict": {"data", "model", "reduce.name"},
     "verify": {"model", "reduce.name"},
+    "neighbors": {"model", "reduce.name"},
 }
 
 LOOKED_AT = {"attribute": {"tensorboard"}, "plan": {"profile"}, "stats": {"codec"}}

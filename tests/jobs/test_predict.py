@@ -159,7 +159,7 @@ def test_another_model_is_refused(probed: featx.FeatureStore, photos: Path) -> N
     sha = str(probed.attrs["weights_sha256"]).encode()
     assert data.count(sha) == 1
     path.write_bytes(data.replace(sha, b"0" * 64))
-    with pytest.raises(StoreMismatchError, match="weights_sha256: the head has '0000"):
+    with pytest.raises(StoreMismatchError, match="weights_sha256: was '0000"):
         featx.predict(path, photos, model_factory="zoo:TwoStageConvNet")
     path.write_bytes(data[:-20])
     with pytest.raises(StoreError, match="cannot be read as a head"):

@@ -6,6 +6,7 @@ from .kid import data_set_distance as data_set_distance
 from .nearest_neighbours import Neighbours as Neighbours
 from .nearest_neighbours import nearest_among as nearest_among
 from .nearest_neighbours import nearest_rows as nearest_rows
+from .nearest_neighbours import nearest_to as nearest_to
 from .representation_similarity import LayerSimilarity as LayerSimilarity
 from .representation_similarity import layer_similarity as layer_similarity
 from .representation_similarity import linear_cka as linear_cka

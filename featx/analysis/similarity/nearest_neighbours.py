@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -108,13 +109,53 @@ def nearest_among(
     step = min(QUERIES, vectors.rows_of(sizes.BLOCK_BYTES))
     for start in range(0, len(places), step):
         queries = torch.from_numpy(places[start : start + step]).to(vectors.device)
-        best, best_scores = _nearest(vectors, queries, k, cosine)
+        best, best_scores = _nearest(vectors, vectors.at(queries), queries, k, cosine)
         found.append(best.cpu().numpy())
         scores.append(best_scores.cpu().numpy())
         tell(len(queries))
     return Neighbours(
         vectors.rows[places], vectors.rows[np.concatenate(found)], np.concatenate(scores), metric
     )
+
+
+def nearest_to(
+    store: FeatureStore,
+    layer: str,
+    features: npt.NDArray[Any],
+    k: int = 10,
+    metric: str = "cosine",
+    device: str = "auto",
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
+    """Find the k nearest rows of features that are not rows of the store; see `nearest_rows`.
+
+    Args:
+        store: open store.
+        layer: name of the layer.
+        features: (q, ...) finite rows of this layer, as `featx.embed` computes them.
+        k: number of neighbours, limited to the number of rows.
+        metric: 'cosine' or 'euclidean'.
+        device: 'auto', 'cpu', 'cuda', ...
+
+    Returns:
+        (q, k) int64 rows of the store and (q, k) float32 scores, the nearest first.
+
+    Raises:
+        ConfigError: the metric is unknown, or the features have another shape or are not finite.
+        LayerError: the store has no such layer.
+    """
+    check_choice("metric", metric, METRICS)
+    shape = tuple(store[layer].shape[1:])
+    if features.shape[1:] != shape or not np.isfinite(features).all():
+        raise ConfigError(
+            f"features have the shape {features.shape}; expected finite rows of the shape {shape}, "
+            f"as {layer} of {store.root} has them."
+        )
+    cosine = metric == "cosine"
+    vectors = Vectors(store, layer, choose_device(device), unit=cosine, centre=True)
+    x = vectors.prepared(features)
+    nobody = torch.full((len(x),), -1, dtype=torch.int64, device=vectors.device)
+    places, scores = _nearest(vectors, x, nobody, min(k, len(vectors)), cosine)
+    return vectors.rows[places.cpu().numpy()], scores.cpu().numpy()
 
 
 def row_of(store: FeatureStore, key: str) -> int:
@@ -141,7 +182,7 @@ def best_of_blocks(
     Args:
         scored: for each block the places of its candidates, (m,) int64 and increasing, and the
             scores, (q, m), which are overwritten.
-        own: (q,) place of each query, which is excluded from its neighbours.
+        own: (q,) place of each query, which is excluded from its neighbours; -1 if it has none.
         k: number of candidates to keep; all if there are fewer.
 
     Returns:
@@ -163,13 +204,18 @@ def best_of_blocks(
 
 
 def _nearest(
-    vectors: Vectors, queries: torch.Tensor, k: int, cosine: bool
+    vectors: Vectors, x: torch.Tensor, own: torch.Tensor, k: int, cosine: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (q, k) places and (q, k) scores of the rows nearest to those at (q,) places."""
-    x = vectors.at(queries)
-    block_rows = min(
-        vectors.rows_of(sizes.BLOCK_BYTES), max(1, sizes.BLOCK_BYTES // (4 * len(queries)))
-    )
+    """Return (q, k) places and (q, k) scores of the rows nearest to (q, D) vectors.
+
+    Args:
+        vectors: vectors that are searched.
+        x: (q, D) vectors, scaled and centred like these.
+        own: (q,) place of each, which is no neighbour of it; -1 if it is no row.
+        k: number of neighbours.
+        cosine: whether scores are cosines, else Euclidean distances.
+    """
+    block_rows = min(vectors.rows_of(sizes.BLOCK_BYTES), max(1, sizes.BLOCK_BYTES // (4 * len(x))))
 
     def scored() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yield the places of a block, and their scores; a larger score is nearer."""
@@ -183,7 +229,7 @@ def _nearest(
                 scores = torch.where(squares > _FAR_SQUARE, of_zeros, scores)
             yield torch.arange(start, start + len(block), device=x.device), scores
 
-    _, places = best_of_blocks(scored(), queries, k)
+    _, places = best_of_blocks(scored(), own, k)
     return in_order(vectors, x, places, cosine)
 
 

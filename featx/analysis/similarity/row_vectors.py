@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -106,29 +107,37 @@ class Vectors:
         if self._kept is not None:
             return self._kept[places]
         unique, back = torch.unique(places, return_inverse=True)
-        return self._prepared(self.rows[unique.cpu().numpy()])[back]
+        return self._read_rows(self.rows[unique.cpu().numpy()])[back]
 
-    def _read(self, start: int, stop: int) -> torch.Tensor:
-        """Read the vectors at consecutive places from the store."""
-        return self._prepared(self.rows[start:stop])
+    def prepared(self, rows: npt.NDArray[Any]) -> torch.Tensor:
+        """Scale and centre rows that need not be of the store, (m, ...), as those of the store.
 
-    def _prepared(self, rows: npt.NDArray[np.int64]) -> torch.Tensor:
-        """Read rows from the store, and scale and centre them."""
-        together = int(rows[-1]) - int(rows[0]) + 1 == len(rows)
-        read = self._features[slice(int(rows[0]), int(rows[-1]) + 1) if together else rows]
-        check_rows_present(self._store, self.layer, rows, read)
-        vectors = torch.from_numpy(read).to(self.device).to(torch.float32)
+        Returns:
+            (m, width) float32.
+        """
+        vectors = torch.from_numpy(rows).to(self.device).to(torch.float32)
         vectors = vectors.reshape(len(rows), self.width)
         if self._centre is not None:
             vectors = vectors - self._centre
         if self._unit_centre is not None:
             parts = torch.split(vectors, self.rows_of(_DOUBLES_BYTES))
-            vectors = torch.cat([self._off_centre(part) for part in parts])
-        elif self._unit:
+            return torch.cat([self._off_centre(part) for part in parts])
+        if self._unit:
             # Divided by the largest value first: squares of large numbers would overflow float32.
             vectors = vectors / vectors.abs().amax(1, keepdim=True).clamp_min(1e-30)
             vectors = vectors / _lengths(vectors).clamp_min(1e-30)
         return vectors
+
+    def _read(self, start: int, stop: int) -> torch.Tensor:
+        """Read the vectors at consecutive places from the store."""
+        return self._read_rows(self.rows[start:stop])
+
+    def _read_rows(self, rows: npt.NDArray[np.int64]) -> torch.Tensor:
+        """Read rows from the store, and scale and centre them."""
+        together = int(rows[-1]) - int(rows[0]) + 1 == len(rows)
+        read = self._features[slice(int(rows[0]), int(rows[-1]) + 1) if together else rows]
+        check_rows_present(self._store, self.layer, rows, read)
+        return self.prepared(read)
 
     def _off_centre(self, vectors: torch.Tensor) -> torch.Tensor:
         """Scale vectors to length 1 and subtract the centre, in float64.

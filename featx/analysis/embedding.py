@@ -1,0 +1,226 @@
+"""Features of new images by the model, layers and transform of a store.
+
+found = featx.embed(["new/1.jpg", pillow_image, array], store="runs/photos")
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from featx.analysis.engine_specs import FEATURES
+from featx.analysis.new_images import Extraction, NewImagesTarget, nothing_to_commit
+from featx.config import Config, DataConfig, ModelConfig, model_choice, model_options
+from featx.errors import DataError, StoreError
+from featx.pipeline import Rows, RunContext, build_run_context, compute_rows, run_parts
+from featx.sources import source_of
+from featx.store import FeatureStore, Grid, Run, from_raw, load_manifest, matching_layers
+from featx.types import Batch, Failure, Listing, Part, Source
+
+if TYPE_CHECKING:
+    from featx.engine import Engine
+
+
+@dataclass(frozen=True)
+class Embedding:
+    """Features of n new images, in their order.
+
+    Attributes:
+        features: layer -> (n, ...) array with the shape and dtype of the store's rows; NaN for an
+            image that failed.
+        ok: (n,) bool, whether an image has features.
+        failures: place of an image that failed -> status and reason.
+    """
+
+    features: Mapping[str, npt.NDArray[Any]]
+    ok: npt.NDArray[np.bool_]
+    failures: Mapping[int, str]
+
+    def __getitem__(self, layer: str) -> npt.NDArray[Any]:
+        """Return the features of a layer."""
+        return self.features[layer]
+
+    def __len__(self) -> int:
+        return len(self.ok)
+
+
+def embed(
+    images: Sequence[Any],
+    store: FeatureStore | str | os.PathLike[str],
+    layers: Sequence[str] | str | None = None,
+    device: str = "auto",
+    model_factory: str | None = None,
+) -> Embedding:
+    """Compute the features that a store would hold for some images.
+
+        found = featx.embed(["new/1.jpg"], store="runs/photos")
+        found["avgpool"]    # (1, 2048), to be compared with featx.open("runs/photos")["avgpool"]
+
+    The model is built as for the store: same weights (their SHA-256 is compared), preprocessing,
+    precision, batch size and reduction. Nothing is written.
+
+    Args:
+        images: paths of image files, Pillow images, arrays (H, W), (H, W, 1|3|4) or (1|3, H, W)
+            uint8, or encoded bytes. A Pillow image or an array is taken with the pixels it has; a
+            file is decoded as those of the store, so its row has the same bits as one of the store
+            on the same machine, batch size and number of threads.
+        store: open store or its path.
+        layers: names or globs; None for all layers.
+        device: as the option `device`.
+        model_factory: for a store of model=custom, the 'package.module:factory' of its model. It
+            must be given because featx imports no code that only a file names.
+
+    Returns:
+        The features, one row per image. An image that cannot be read or decoded has a failure.
+
+    Raises:
+        FeatxError: the store does not say how it was made, or its model is not available as it was.
+    """
+    if isinstance(images, str | bytes | os.PathLike) or not isinstance(images, Sequence):
+        raise DataError(
+            f"images is a {type(images).__name__}; expected a list of paths, Pillow images, arrays "
+            "or encoded bytes."
+        )
+    if not images:
+        raise DataError("images is empty: give at least one.")
+    opened = store if isinstance(store, FeatureStore) else FeatureStore(store)
+    config = Config(
+        model=ModelConfig()
+        if model_factory is None
+        else model_options(**model_choice("custom"), factory=model_factory),
+        device=device,
+    )
+    return embed_images(config, opened, list(images), matching_layers(opened, layers))
+
+
+def embed_images(
+    config: Config, store: FeatureStore, images: Sequence[Any], layers: Sequence[str]
+) -> Embedding:
+    """Compute features of images as `embed` does.
+
+    Args:
+        config: config of which the device and, for custom models, the model are used.
+        store: open store.
+        images: paths, Pillow images, arrays or encoded bytes.
+        layers: names of layers of the store.
+
+    Raises:
+        FeatxError: as for `embed`.
+    """
+    manifest, _ = load_manifest(store.root if store.root.is_dir() else store.root.parent)
+    if manifest is None or manifest.digest != store.attrs["fingerprint"]:
+        raise StoreError(
+            f"{store.root} does not say how its features were extracted: there is no featx.json "
+            "of it. Give the folder that job=extract made."
+        )
+    features: dict[str, npt.NDArray[Any]] = {}
+    failures: dict[int, str] = {}
+    names_of_run: dict[int, list[str]] = {}
+    runs = {id(run): run for run in manifest.runs}
+    for name in layers:
+        names_of_run.setdefault(id(manifest.holder(name)), []).append(name)
+    for number, names in names_of_run.items():
+        sink = _extract(config, str(store.root), runs[number], names, images)
+        features |= sink.features
+        failures |= sink.failures
+    ok = np.ones(len(images), bool)
+    ok[list(failures)] = False
+    for values in features.values():
+        values[~ok] = np.nan
+    return Embedding({name: features[name] for name in layers}, ok, dict(sorted(failures.items())))
+
+
+def _extract(
+    config: Config, what: str, run: Run, names: Sequence[str], images: Sequence[Any]
+) -> _EmbeddingSink:
+    """Compute the layers that one run of a store computed."""
+    import torch
+
+    extraction = Extraction.of_run(what, run, names)
+
+    def list_images() -> tuple[Source, Listing]:
+        source = source_of([_as_path(image) for image in images])
+        return source, source.listing()
+
+    target = NewImagesTarget(extraction, list_images)
+    again = extraction.config_for(config, DataConfig())
+    with build_run_context(again, "", FEATURES, target) as context:
+        extraction.check(context)
+        sink = _EmbeddingSink(context)
+        with torch.no_grad():
+            run_parts(context, sink, sink)
+    return sink
+
+
+def _as_path(image: Any) -> Any:
+    """Return the absolute path of a file, and any other image as it is."""
+    if isinstance(image, str | os.PathLike):
+        return Path(image).expanduser().absolute()
+    return image
+
+
+class _EmbeddingSink:
+    """Batch sink that keeps the features in memory.
+
+    Args:
+        context: the run.
+
+    Attributes:
+        features: layer -> (N, ...) array as the store gives it.
+        failures: row -> status and reason.
+        seconds: always empty, as there are no stages in addition to those of every run.
+        rows_done: number of rows in finished parts.
+    """
+
+    def __init__(self, context: RunContext) -> None:
+        self.features: dict[str, npt.NDArray[Any]] = {}
+        self.failures: dict[int, str] = {}
+        self.seconds: dict[str, float] = {}
+        self.rows_done = 0
+        self._context = context
+        self._dtypes = {spec.name: spec.dtype for spec in context.specs}
+        self._taken = 0
+
+    @property
+    def rows_asked(self) -> int:
+        """Number of rows of the run."""
+        return len(self._context.listing)
+
+    @property
+    def rows_failed(self) -> int:
+        """Always 0: a limit of failures would end the run and lose the rows in memory."""
+        return 0
+
+    def missing(self) -> list[Part]:
+        """Return all parts of the run."""
+        grid = Grid(self.rows_asked, self._context.part_rows)
+        return [grid.part(index) for index in range(len(grid))]
+
+    def compute(self, engine: Engine, batch: Batch) -> Rows:
+        """Compute the features of a batch."""
+        return compute_rows(self._context, engine, batch)
+
+    def take(self, part: Part, batch: Batch, computed: Callable[[], Rows]) -> list[Failure]:
+        """Keep the rows of a batch, and return its failures."""
+        rows = computed()
+        for name, values in rows.features.items():
+            stored = from_raw(values, self._dtypes[name])
+            if name not in self.features:
+                shape = (self.rows_asked, *stored.shape[1:])
+                self.features[name] = np.full(shape, np.nan, stored.dtype)
+            self.features[name][batch.start : batch.start + batch.count] = stored[: batch.count]
+        for failure in rows.failures:
+            self.failures[failure.row] = f"{failure.status.label}: {failure.message}"
+        self._taken += batch.count
+        return rows.failures
+
+    def finish_part(self) -> Callable[[], None]:
+        """Count the rows of the part; there is nothing to commit."""
+        self.rows_done = self._taken
+        return nothing_to_commit

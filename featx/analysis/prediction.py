@@ -260,8 +260,7 @@ class _PredictionSink:
         # Converted as if stored and read back, because the head was fitted on values in the store's
         # dtype.
         stored = from_raw(features[self._spec.name], self._spec.dtype).astype(np.float32)
-        width = self._head.weight.shape[1]
-        x = as_vectors(torch.from_numpy(stored), self._pooled, width)
+        x = as_vectors(torch.from_numpy(stored), self._pooled, self._head.row_width)
         scores = self._head.scores(x.to(self._head.weight.device)).numpy()
         failed = {failure.row: failure for failure in failures}
         for i in range(batch.count):

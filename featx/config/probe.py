@@ -9,7 +9,7 @@ from typing import Annotated, Any
 from featx.config.checks import NAMES, check_choice
 from featx.errors import ConfigError
 
-PROBES = ("linear", "knn", "ridge")
+PROBES = ("linear", "knn", "ridge", "attentive")
 SPLITS = ("holdout", "kfold", "column")
 CALIBRATIONS = ("none", "temperature")
 TASKS = ("auto", "classification", "regression", "multilabel")
@@ -20,8 +20,9 @@ class ProbeConfig:
     """Fit and test of the probe of job=probe."""
 
     method: Annotated[Any, NAMES] = "linear"
-    """Method of the probe: linear (logistic regression), knn or ridge, or a list of them, of which
-    the first chooses the best layer."""
+    """Method of the probe: linear (logistic regression), knn, ridge, or attentive (logistic
+    regression on tokens weighted by a learned query), or a list of them, of which the first chooses
+    the best layer."""
     split: str = "holdout"
     """Split into training and test rows: holdout (a share of each class is tested), kfold (each row
     is tested once), or column (as probe.split_column or probe.split_file says)."""
@@ -59,8 +60,8 @@ class ProbeConfig:
     validation_share: float = 0.2
     """Share of the training rows of each class on which probe.l2 and probe.k are chosen."""
     l2: float | None = None
-    """Strength of the L2 penalty of linear and ridge, relative to the mean loss; the best of
-    several when not given."""
+    """Strength of the L2 penalty of linear, ridge and attentive, relative to the mean loss; the
+    best of several when not given."""
     calibration: str = "none"
     """Calibration of the probabilities of linear on the validation rows: none, or temperature,
     which divides all logits by the number with the smallest loss."""
@@ -76,13 +77,14 @@ class ProbeConfig:
     memory_gib: float = 4.0
     """Memory in GiB for the rows of a layer and their standardised copy; a larger layer is
     streamed."""
-    epochs: int = 20
-    """Number of passes over the training rows of a layer that is streamed."""
-    learning_rate: float = 1e-3
-    """Learning rate of AdamW at the first step for a layer that is streamed; it falls to 0 along a
-    cosine."""
+    epochs: int | None = None
+    """Number of passes over the training rows of a layer that is streamed, and of attentive; when
+    not given 20, and for attentive more up to 1000 steps."""
+    learning_rate: float | None = None
+    """Learning rate of AdamW at the first step, which falls to 0 along a cosine; 0.001 for a layer
+    that is streamed and 0.01 for attentive when not given."""
     clip_norm: float = 1.0
-    """Largest norm of the gradients of a step for a layer that is streamed."""
+    """Largest norm of the gradients of a step for a layer that is streamed and for attentive."""
 
     def __post_init__(self) -> None:
         for method in self.methods:
@@ -162,7 +164,7 @@ class ProbeConfig:
                 "or probe.split_column=NAME, a column of the store; one of the two."
             )
         for key, owners in (
-            ("l2", ("linear", "ridge")),
+            ("l2", ("linear", "ridge", "attentive")),
             ("k", ("knn",)),
             ("temperature", ("knn",)),
         ):

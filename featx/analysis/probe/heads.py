@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import re
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import numpy.typing as npt
 import torch
 
 from featx.analysis.probe.labelled_rows import Features
+from featx.analysis.probe.tokens import TokenLayout, Tokens
 from featx.base import float64_home
 from featx.errors import StoreError
 from featx.storage import S3Path
@@ -23,6 +25,9 @@ from featx.store import layout
 
 FORMAT = 1
 """Version of the format of head files."""
+
+ATTENTION_FORMAT = 2
+"""Version of the files of heads with attention, which readers of version 1 would misread."""
 
 _NAMES = ("weight", "bias", "mean", "scale")
 """Tensors of a head file."""
@@ -46,13 +51,13 @@ class Scaler:
         return (x - self.mean).div_(self.scale)
 
 
-def fit_scaler(features: Features, places: npt.NDArray[np.int64]) -> Scaler:
+def fit_scaler(features: Features | Tokens, places: npt.NDArray[np.int64]) -> Scaler:
     """Compute mean and standard deviation of each feature over some places, in float64.
 
     Blocks are merged by Chan's formula: M = M_a + M_b + d^2 n_a n_b / n.
 
     Args:
-        features: vectors of all places.
+        features: vectors of all places, or their tokens, each of which counts as a vector.
         places: (n,) int64.
     """
     wide = float64_home(features.device)
@@ -78,17 +83,45 @@ def fit_scaler(features: Features, places: npt.NDArray[np.int64]) -> Scaler:
     return Scaler(mean.float().to(features.device), scale.float().to(features.device))
 
 
+def attended(tokens: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
+    """Average tokens with the weights softmax(tokens . query / sqrt(D)).
+
+    Args:
+        tokens: (n, T, D).
+        query: (D,).
+
+    Returns:
+        (n, D).
+    """
+    weights = (tokens @ query / math.sqrt(len(query))).softmax(1)
+    return torch.einsum("nt,ntd->nd", weights, tokens)
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Weighted average of the standardised tokens of a row.
+
+    Attributes:
+        query: (D,) float32 on the device.
+        layout: how the values of a row form tokens.
+    """
+
+    query: torch.Tensor
+    layout: TokenLayout
+
+
 @dataclass(frozen=True)
 class Head:
     """A classifier that is an affine map of standardised features.
 
     Attributes:
-        scaler: standardisation, fitted on the same rows.
+        scaler: standardisation, fitted on the same rows; of tokens if there is an attention.
         weight: (C, D) float32 on the device.
         bias: (C,) float32 on the device.
         probabilities: whether the softmax of the values gives probabilities (logistic regression,
             zero-shot classifiers).
         normalises: whether features are divided by their length first (zero-shot classifiers).
+        attention: average of the tokens of a row, or None if rows are vectors.
     """
 
     scaler: Scaler
@@ -96,9 +129,16 @@ class Head:
     bias: torch.Tensor
     probabilities: bool
     normalises: bool = False
+    attention: Attention | None = None
+
+    @property
+    def row_width(self) -> int:
+        """Number of values of a row: D, or T * D with attention."""
+        layout = None if self.attention is None else self.attention.layout
+        return self.weight.shape[1] if layout is None else layout.count * layout.width
 
     def scores(self, x: torch.Tensor) -> torch.Tensor:
-        """Compute probabilities, or values of a regression, from (n, D) features.
+        """Compute probabilities, or values of a regression, from (n, row_width) features.
 
         Returns:
             (n, C) float64 on the CPU; rows of probabilities sum to 1 with the precision of float64,
@@ -106,7 +146,12 @@ class Head:
         """
         if self.normalises:
             x = torch.nn.functional.normalize(x, dim=-1)
-        values = (self.scaler(x) @ self.weight.T + self.bias).cpu().double()
+        if self.attention is None:
+            pooled = self.scaler(x)
+        else:
+            tokens = self.scaler(self.attention.layout.tokens(x))
+            pooled = attended(tokens, self.attention.query)
+        values = (pooled @ self.weight.T + self.bias).cpu().double()
         return values.softmax(1) if self.probabilities else values
 
 
@@ -149,10 +194,13 @@ def head_bytes(head: Head, about: dict[str, Any]) -> bytes:
         "mean": head.scaler.mean,
         "scale": head.scaler.scale,
     }
-    kept = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
     about = {"featx_head": FORMAT, **about, "probabilities": head.probabilities}
     if head.normalises:
         about["normalises"] = True
+    if head.attention is not None:
+        tensors["query"] = head.attention.query
+        about |= {"featx_head": ATTENTION_FORMAT, "tokens": asdict(head.attention.layout)}
+    kept = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
     # A single entry: safetensors writes several entries in an order that changes from run to run.
     return bytes(save(kept, metadata={"featx": json.dumps(about, sort_keys=True)}))
 
@@ -184,9 +232,11 @@ def read_head(path: Path, device: torch.device) -> tuple[Head, dict[str, Any]]:
     try:
         with _on_disk(path) as local, safe_open(local, "pt") as file:
             about = json.loads((file.metadata() or {}).get("featx", "{}"))
-            if about.get("featx_head") != FORMAT:
+            version = about.get("featx_head")
+            if version not in (FORMAT, ATTENTION_FORMAT):
                 raise StoreError(f"{path} is no head that job=probe made, or of another version.")
-            tensors = {name: file.get_tensor(name).to(device) for name in _NAMES}
+            names = _NAMES if version == FORMAT else (*_NAMES, "query")
+            tensors = {name: file.get_tensor(name).to(device) for name in names}
     except FileNotFoundError as error:
         raise StoreError(f"there is no head at {path}: job=probe makes it.") from error
     except (OSError, SafetensorError, KeyError, ValueError) as error:
@@ -194,17 +244,36 @@ def read_head(path: Path, device: torch.device) -> tuple[Head, dict[str, Any]]:
             raise
         raise StoreError(f"{path} cannot be read as a head: {error}.") from error
     num_classes, width = tensors["weight"].shape if tensors["weight"].ndim == 2 else (0, 0)
-    shapes = {"bias": (num_classes,), "mean": (width,), "scale": (width,)}
+    shapes = {"bias": (num_classes,), **dict.fromkeys(("mean", "scale", "query"), (width,))}
     if len(about.get("classes", ())) != num_classes or any(
-        tuple(tensors[name].shape) != shape for name, shape in shapes.items()
+        tuple(tensors[name].shape) != shape for name, shape in shapes.items() if name in tensors
     ):
         raise StoreError(f"{path} is damaged: its tensors do not fit together.")
-    scaler = Scaler(tensors["mean"], tensors["scale"])
+    attention = None
+    if "query" in tensors:
+        layout = _token_layout(path, about)
+        if layout.width != width:
+            raise StoreError(f"{path} is damaged: its tensors do not fit its tokens.")
+        attention = Attention(tensors["query"], layout)
     head = Head(
-        scaler,
+        Scaler(tensors["mean"], tensors["scale"]),
         tensors["weight"],
         tensors["bias"],
         bool(about["probabilities"]),
         bool(about.get("normalises", False)),
+        attention,
     )
     return head, about
+
+
+def _token_layout(path: Path, about: dict[str, Any]) -> TokenLayout:
+    """Return the layout of the tokens that a head is for.
+
+    Raises:
+        StoreError: the description of the head does not have it.
+    """
+    try:
+        found = about["tokens"]
+        return TokenLayout(int(found["count"]), int(found["width"]), bool(found["channels_last"]))
+    except (KeyError, TypeError, ValueError) as error:
+        raise StoreError(f"{path} cannot be read as a head: its tokens are unknown.") from error

@@ -233,17 +233,39 @@ def layer_rows(labelled: Labelled, layer: str) -> LayerRows:
         return LayerRows(store, layer, labelled.rows, None, numbers)
     if len(shape) == 2:  # tokens (T, C), including the class token
         return LayerRows(store, layer, labelled.rows, (1,), shape[1])
-    crop = re.search(r"crop (\d+)x(\d+)", str(store.attrs.get("transform", "")))
-    if len(shape) != 3 or crop is None:
+    if len(shape) != 3:
         raise ReduceError(
             f"{layer} has rows of shape {shape}, {numbers} numbers: too many for a probe, and "
             "not a map that it could average. Extract it with a reduction, or leave it out with "
             "layers=."
         )
-    size = int(crop.group(1)), int(crop.group(2))
-    last = channels_last("averaging before a probe", RowLayout(layer, shape, size))
+    last = map_channels_last(store, layer, "averaging before a probe")
     axes, width = ((1, 2), shape[2]) if last else ((2, 3), shape[0])
     return LayerRows(store, layer, labelled.rows, axes, width)
+
+
+def map_channels_last(store: FeatureStore, layer: str, asked: str) -> bool:
+    """Return whether the rows of a layer are maps (H, W, C) instead of (C, H, W).
+
+    Args:
+        store: the store.
+        layer: name of a layer with three axes.
+        asked: what needs to know, for messages.
+
+    Raises:
+        ReduceError: their channel axis is unknown.
+    """
+    shape = store[layer].shape[1:]
+    transform = str(store.attrs.get("transform", ""))
+    crop = re.search(r"crop (\d+)x(\d+)", transform)
+    if crop is None:
+        raise ReduceError(
+            f"{asked} does not fit {layer}: the channel axis of its rows {shape} is unknown, "
+            f"because the transform of the store names no crop ({transform!r}). Extract it with a "
+            "reduction, or leave it out with layers=."
+        )
+    size = int(crop.group(1)), int(crop.group(2))
+    return channels_last(asked, RowLayout(layer, shape, size))
 
 
 class Features:

@@ -20,6 +20,7 @@ from featx.analysis.probe.logistic_regression import threads_for
 from featx.analysis.probe.metrics import Predictions, judged_folds, mean_and_spread
 from featx.analysis.probe.row_predictions import RowPredictions, join_folds
 from featx.analysis.probe.task import Task
+from featx.analysis.probe.tokens import Tokens, layer_tokens
 from featx.config import Config
 
 FEW_SHOT = "1 / rows, as scikit-learn's C=1"
@@ -33,12 +34,14 @@ class LayerProbe:
     Attributes:
         about: the layer's entry in probe.json.
         head: head of the first method that has one, or None.
+        head_method: that method, or None.
         tested: method -> predictions for the test rows.
         near: near-duplicates of test rows, or None if this layer was not used to find them.
     """
 
     about: dict[str, Any]
     head: Head | None
+    head_method: str | None
     tested: dict[str, RowPredictions]
     near: NearDuplicates | None
 
@@ -58,19 +61,41 @@ class Extras:
     scores: bool
 
 
-def layer_features(config: Config, task: Task, layer: str, device: torch.device) -> Features:
-    """Return the vectors of a layer, training rows first."""
-    parts = [layer_rows(task.training, layer)]
-    if task.testing is not None:
-        parts.append(layer_rows(task.testing, layer))
-    return Features(parts, device, config.probe.memory_gib * (1 << 30))
+@dataclass(frozen=True)
+class LayerFeatures:
+    """Rows of one layer, training rows first.
+
+    Attributes:
+        vectors: one vector for each row.
+        tokens: its tokens, or None without the attentive probe.
+    """
+
+    vectors: Features
+    tokens: Tokens | None
+
+    @property
+    def num_values(self) -> int:
+        """Number of values of all rows as the methods read them."""
+        read = self.vectors if self.tokens is None else self.tokens.features
+        return len(read) * read.width
+
+
+def layer_features(config: Config, task: Task, layer: str, device: torch.device) -> LayerFeatures:
+    """Open the rows of a layer; those that fit into probe.memory_gib are read."""
+    labelled = [each for each in (task.training, task.testing) if each is not None]
+    memory_bytes = config.probe.memory_gib * (1 << 30)
+    vectors = Features([layer_rows(each, layer) for each in labelled], device, memory_bytes)
+    tokens = None
+    if "attentive" in config.probe.methods:
+        tokens = layer_tokens(labelled, layer, device, memory_bytes)
+    return LayerFeatures(vectors, tokens)
 
 
 def probe_layer(
     config: Config,
     task: Task,
     layer: str,
-    features: Features,
+    features: LayerFeatures,
     choice: LayerChoice,
     extras: Extras,
 ) -> LayerProbe:
@@ -80,23 +105,25 @@ def probe_layer(
         config: checked config with job=probe.
         task: rows and splits.
         layer: name of the layer.
-        features: its vectors.
+        features: its vectors and tokens.
         choice: collects the layer's validation results with the first method.
         extras: what to compute in addition to the metrics.
     """
-    options = config.probe
-    problem = methods.Problem(features, task.y, len(task.training.classes), options, task.seed)
+    options, vectors = config.probe, features.vectors
+    problem = methods.Problem(
+        vectors, task.y, len(task.training.classes), options, task.seed, features.tokens
+    )
     about: dict[str, Any] = {
-        "features": features.width,
-        "reduction": _reduction(features.parts[0]),
-        "streamed": features.whole is None,
-        "repeated_rows": repeated_rows(features, task.splits) if extras.head else None,
+        "features": vectors.width,
+        "reduction": _reduction(vectors.parts[0]),
+        "streamed": vectors.whole is None,
+        "repeated_rows": repeated_rows(vectors, task.splits) if extras.head else None,
     }
-    head, near = None, None
+    head, head_method, near = None, None, None
     tested: dict[str, RowPredictions] = {}
-    with threads_for(len(features) * features.width, features.device):
+    with threads_for(features.num_values, vectors.device):
         if extras.near_duplicates:
-            near = near_duplicates(features, layer, task.splits)
+            near = near_duplicates(vectors, layer, task.splits)
         for method in options.methods:
             started_at = time.perf_counter()
             fits = [methods.fit(problem, method, split) for split in task.splits]
@@ -106,8 +133,9 @@ def probe_layer(
             about[method], fitted = _entry(problem, method, task, fits, folds, extras)
             about[method]["seconds"] = round(time.perf_counter() - started_at, 3)
             tested[method] = join_folds(folds, extras.scores)
-            head = fitted if head is None else head
-    return LayerProbe(about, head, tested, near)
+            if head is None and fitted is not None:
+                head, head_method = fitted, method
+    return LayerProbe(about, head, head_method, tested, near)
 
 
 def _reduction(rows: LayerRows) -> dict[str, Any]:
@@ -151,7 +179,7 @@ def _entry(
 
     Args:
         problem: the layer.
-        method: 'linear', 'knn' or 'ridge'.
+        method: 'linear', 'knn', 'ridge' or 'attentive'.
         task: rows and splits.
         fits: fitted probe of each split.
         folds: its predictions for the test rows.

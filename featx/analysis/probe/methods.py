@@ -1,9 +1,9 @@
-"""Linear, kNN and ridge probes behind one interface: choose a setting, then fit on all rows."""
+"""Probes behind one interface: choose a setting, then fit on all rows."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -11,6 +11,7 @@ import numpy.typing as npt
 import torch
 
 from featx.analysis.probe import (
+    attentive_regression,
     knn,
     logistic_regression,
     minibatch_regression,
@@ -20,6 +21,7 @@ from featx.analysis.probe import (
 from featx.analysis.probe.heads import Head, Scaler, fit_scaler, scores_of
 from featx.analysis.probe.labelled_rows import Features
 from featx.analysis.probe.splits import Places, Split
+from featx.analysis.probe.tokens import Tokens
 from featx.config import ProbeConfig
 
 Scores = npt.NDArray[np.float64]
@@ -35,6 +37,7 @@ class Problem:
         num_classes: C.
         options: option group `probe`.
         seed: seed of the order of mini-batches.
+        tokens: tokens of all places for the attentive probe, or None without it.
     """
 
     features: Features
@@ -42,6 +45,14 @@ class Problem:
     num_classes: int
     options: ProbeConfig
     seed: int
+    tokens: Tokens | None = None
+
+    @property
+    def schedule(self) -> minibatch_regression.Schedule:
+        """Length of trainings on mini-batches, and their learning rate for `linear`."""
+        options = self.options
+        rate = options.learning_rate or minibatch_regression.LEARNING_RATE
+        return minibatch_regression.Schedule(options.epochs, rate, options.clip_norm, self.seed)
 
     def labels(self, places: Places) -> torch.Tensor:
         """Return the classes of some places, (n,) int64 on the device."""
@@ -78,10 +89,11 @@ def fit(problem: Problem, method: str, split: Split) -> Fitted:
 
     Args:
         problem: layer and labels.
-        method: 'linear', 'knn' or 'ridge'.
+        method: 'linear', 'knn', 'ridge' or 'attentive'.
         split: places; `split.test` is not used.
     """
-    return {"linear": _linear, "knn": _knn, "ridge": _ridge}[method](problem, split)
+    fits = {"linear": _linear, "knn": _knn, "ridge": _ridge, "attentive": _attentive}
+    return fits[method](problem, split)
 
 
 def fit_as_chosen(problem: Problem, method: str, places: Places, chosen: float) -> Fitted:
@@ -92,12 +104,14 @@ def fit_as_chosen(problem: Problem, method: str, places: Places, chosen: float) 
 
     Args:
         problem: layer and labels.
-        method: 'linear', 'knn' or 'ridge'.
+        method: 'linear', 'knn', 'ridge' or 'attentive'.
         places: (n,) int64 places to fit on.
         chosen: l2 or k.
     """
     if method == "knn":
         return _voting(problem, places, int(chosen))
+    if method == "attentive":
+        return _fit_attentive(problem, places, chosen)
     scaler = fit_scaler(problem.features, places)
     if method == "ridge":
         solved = ridge.solve(problem.features, places, problem.y, problem.num_classes, scaler)
@@ -217,14 +231,10 @@ def _streamed(
     problem: Problem, places: Places, scaler: Scaler, strengths: Sequence[float]
 ) -> minibatch_regression.Streamed:
     """Fit logistic regression on mini-batches."""
-    options = problem.options
-    schedule = minibatch_regression.Schedule(
-        options.epochs, options.learning_rate, options.clip_norm, problem.seed
-    )
     rows = problem.features.parts[0]  # training rows are in the first store
     y = problem.y[: len(rows.rows)]
     return minibatch_regression.fit_streamed(
-        rows, places, y, problem.num_classes, scaler, strengths, schedule
+        rows, places, y, problem.num_classes, scaler, strengths, problem.schedule
     )
 
 
@@ -307,3 +317,70 @@ def _ridge(problem: Problem, split: Split) -> Fitted:
     notes = logistic_regression.at_the_end(best["l2"], strengths)
     validation = best["accuracy"], best["loss"]
     return Fitted(fitted.scores, best["l2"], fitted.head, validation, trials, notes)
+
+
+# ---------------------------------------------------------------------------- attentive
+
+
+def _attentive(problem: Problem, split: Split) -> Fitted:
+    """Attentive probe: logistic regression on tokens weighted by a learned query."""
+    given = problem.options.l2
+    strengths = logistic_regression.L2_GRID if given is None else (given,)
+    training = _attentive_training(problem, split.fit, strengths)
+    y = problem.y[split.validation]
+    trials = []
+    for l2, head in zip(strengths, training.heads, strict=True):
+        scores = scores_of(head, _tokens(problem).features, split.validation)
+        accuracy, loss = logistic_regression.accuracy_and_loss(
+            y, np.log(np.maximum(scores, _NO_VOTE))
+        )
+        trials.append({"l2": l2, "accuracy": accuracy, "loss": loss})
+    best = min(trials, key=lambda trial: trial["loss"])
+    fitted = _fit_attentive(problem, split.train, best["l2"])
+    notes = logistic_regression.at_the_end(best["l2"], strengths)
+    return Fitted(
+        fitted.scores,
+        best["l2"],
+        fitted.head,
+        (best["accuracy"], best["loss"]),
+        trials,
+        notes,
+        fitted.details,
+    )
+
+
+def _fit_attentive(problem: Problem, places: Places, l2: float) -> Fitted:
+    """Fit the attentive probe with a known penalty."""
+    tokens = _tokens(problem)
+    training = _attentive_training(problem, places, (l2,))
+    (head,) = training.heads
+    return Fitted(
+        lambda asked: scores_of(head, tokens.features, asked),
+        l2,
+        head,
+        details={
+            "solver": "adamw",
+            "iterations": training.num_steps,
+            "tokens": tokens.layout.count,
+            "tokens_streamed": tokens.features.whole is None,
+        },
+    )
+
+
+def _attentive_training(
+    problem: Problem, places: Places, strengths: Sequence[float]
+) -> attentive_regression.Training:
+    """Fit the attentive probe with several penalties."""
+    tokens = _tokens(problem)
+    rate = problem.options.learning_rate or attentive_regression.LEARNING_RATE
+    schedule = replace(problem.schedule, learning_rate=rate)
+    scaler = fit_scaler(tokens, places)
+    return attentive_regression.fit_attentive(
+        tokens, places, problem.y, problem.num_classes, scaler, strengths, schedule
+    )
+
+
+def _tokens(problem: Problem) -> Tokens:
+    """Return the tokens of the layer."""
+    assert problem.tokens is not None, "the probe checks the layers of an attentive probe"
+    return problem.tokens

@@ -11,15 +11,20 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Subset
 
 from featx.analysis import gradients
+from featx.analysis.probe.batches import StreamedBatches
 from featx.analysis.probe.heads import Scaler
 from featx.analysis.probe.labelled_rows import LayerRows
 from featx.analysis.probe.logistic_regression import Fit, threads_for
-from featx.torch import BlockShuffleSampler, FeatureDataset
 
 BATCH_ROWS = 256
+
+EPOCHS = 20
+"""Number of passes when probe.epochs is not given."""
+
+LEARNING_RATE = 1e-3
+"""Learning rate at the first step when probe.learning_rate is not given."""
 
 
 @dataclass(frozen=True)
@@ -27,13 +32,13 @@ class Schedule:
     """Length and learning rate of a training.
 
     Attributes:
-        epochs: number of passes over the rows.
+        epochs: number of passes over the rows, or None for the default.
         learning_rate: initial learning rate.
         clip_norm: limit of the L2 norm of a step's gradients.
         seed: seed of the order of rows.
     """
 
-    epochs: int
+    epochs: int | None
     learning_rate: float
     clip_norm: float
     seed: int
@@ -120,27 +125,23 @@ def fit_streamed(
         StoreError: a value of a row that did not fail is not finite.
     """
     device = scaler.mean.device
-    loader = _shuffled(rows, places, schedule.seed)
-    class_of = torch.full((len(rows.store),), -1, dtype=torch.int64)
-    class_of[torch.from_numpy(rows.rows)] = torch.from_numpy(y)
-
+    loader = StreamedBatches(rows, places, y, BATCH_ROWS, schedule.seed)
     model = _Candidates(len(strengths), rows.width, num_classes).to(device)
     optimizers = [
         torch.optim.AdamW(head.parameters(), lr=schedule.learning_rate, weight_decay=0.0)
         for head in model.heads
     ]
     penalties = torch.tensor(list(strengths), device=device)
-    num_steps = schedule.epochs * len(loader)
-    batches = itertools.chain.from_iterable(itertools.repeat(loader, schedule.epochs))
+    passes = schedule.epochs or EPOCHS
+    num_steps = passes * len(loader)
+    batches = itertools.chain.from_iterable(itertools.repeat(loader, passes))
     watched = gradients.watch(model, clip_norm=schedule.clip_norm, layers=[])
     # Callers disable gradients, which the other parts of a probe do not need.
     threads = threads_for(BATCH_ROWS * rows.width, device)
     with torch.enable_grad(), threads, watched as log:
-        for step, (values, numbers) in enumerate(batches):
-            vectors = rows.vectors(values)
-            rows.check(vectors, numbers.numpy())
-            x, labels = scaler(vectors.to(device)), class_of[numbers].to(device)
-            losses = model.objective(x, labels, penalties)
+        for step, (vectors, labels) in enumerate(batches):
+            x = scaler(vectors.to(device))
+            losses = model.objective(x, labels.to(device), penalties)
             model.zero_grad()
             torch.autograd.backward(losses.sum())
             _descend(optimizers, schedule.rate(step, num_steps))
@@ -157,33 +158,3 @@ def _descend(optimizers: Sequence[torch.optim.Optimizer], rate: float) -> None:
         for group in optimizer.param_groups:
             group["lr"] = rate
         optimizer.step()
-
-
-def _shuffled(
-    rows: LayerRows, places: npt.NDArray[np.int64], seed: int
-) -> DataLoader[tuple[torch.Tensor, int]]:
-    """Return a loader of batches of stored values and their rows, reordered in each epoch."""
-    dataset = FeatureDataset(rows.store.root, rows.layer)
-    items = np.searchsorted(dataset.rows, rows.rows[places])
-    sampler = BlockShuffleSampler(Subset(dataset, items.tolist()), seed=seed)
-    return DataLoader(_Numbered(dataset, items), batch_size=BATCH_ROWS, sampler=sampler)
-
-
-class _Numbered(torch.utils.data.Dataset[tuple[torch.Tensor, int]]):
-    """Dataset whose items are (feature, row of the store) instead of (feature, label)."""
-
-    def __init__(self, dataset: FeatureDataset, items: npt.NDArray[np.int64]) -> None:
-        self._dataset = dataset
-        self._items = items
-
-    def __len__(self) -> int:
-        return len(self._items)
-
-    def __getitems__(self, indices: Sequence[int]) -> list[tuple[torch.Tensor, int]]:
-        chosen = self._items[np.asarray(indices)]
-        found = self._dataset.__getitems__(chosen.tolist())
-        numbers = self._dataset.rows[chosen].tolist()
-        return [(value, number) for (value, _), number in zip(found, numbers, strict=True)]
-
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
-        return self.__getitems__([index])[0]

@@ -32,11 +32,12 @@ def write_probe(result: dict[str, Any], of_seeds: Sequence[SeedProbe]) -> None:
     store = task.training.store
     folder = output_folder(store)
     disk = open_folder(folder)
-    heads = {layer: each.head for layer, each in found.items() if each.head is not None}
     disk.make_folder(folder / layout.PROBE_HEADS)
     paths: dict[Path, str] = {}
     # probe.json names the other files with their checksums, so it is written last.
-    for layer, head in heads.items():
+    for layer, each in found.items():
+        if each.head is None or each.head_method is None:
+            continue
         path = head_path(folder, layer)
         if path in paths:
             raise ConfigError(
@@ -45,8 +46,8 @@ def write_probe(result: dict[str, Any], of_seeds: Sequence[SeedProbe]) -> None:
             )
         paths[path] = layer
         about = result["layers"][layer]
-        method = next(name for name in ("linear", "ridge") if name in about)
-        data = head_bytes(head, _about_head(store, result, layer, method))
+        method = each.head_method
+        data = head_bytes(each.head, _about_head(store, result, layer, method))
         disk.replace_unlocked(path, data)
         about["head"] = {
             "file": str(path.relative_to(folder)),
@@ -55,7 +56,7 @@ def write_probe(result: dict[str, Any], of_seeds: Sequence[SeedProbe]) -> None:
         }
     result["head"] = result["layers"][result["layer"]].get("head")
     data = predictions_csv(
-        task.keys, task.y, result["classes"], [_tested_splits(each) for each in of_seeds]
+        task.keys, task.y, result["classes"], [_tested_splits(of_seed) for of_seed in of_seeds]
     )
     write_result(store, result, data)
 
@@ -102,13 +103,16 @@ def _about_head(
     manifest, _ = load_manifest(output_folder(store))
     known = manifest is not None and manifest.digest == store.attrs["fingerprint"]
     run = manifest.holder(layer) if manifest is not None and known else None
+    reduction = about["reduction"]
+    if method == "attentive":  # which takes rows as they are stored
+        reduction = {**reduction, "then": "attention", "axes": []}
     return {
         "dataset": layer,
         "method": method,
         "l2": about[method]["l2"],
         "fitted_on": about[method]["head_fitted_on"],
         "accuracy": about[method]["accuracy"],
-        "reduction": about["reduction"],
+        "reduction": reduction,
         "classes": result["classes"],
         **{
             name: result[name]

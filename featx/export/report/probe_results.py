@@ -26,7 +26,7 @@ from featx.export.report.value_results import ValueResults, value_results
 from featx.export.selection import as_utf8
 from featx.store import FeatureStore, layout
 
-_METHODS = ("linear", "knn", "ridge")
+_METHODS = ("linear", "knn", "ridge", "attentive")
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Probed:
 
     Attributes:
         layer: name of the layer.
-        method: 'linear', 'knn' or 'ridge'.
+        method: 'linear', 'knn', 'ridge' or 'attentive'.
         best: whether this is the best layer with its method.
         width: number of values of the vector of a row.
         accuracy: accuracy on the test rows, in [0, 1].

@@ -1,0 +1,116 @@
+"""Tokens of a layer: what the attentive probe reads instead of vectors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from featx.analysis.probe.labelled_rows import Features, Labelled, LayerRows, map_channels_last
+from featx.errors import ConfigError
+from featx.store import FeatureStore
+
+
+@dataclass(frozen=True)
+class TokenLayout:
+    """How the values of a flattened row form tokens.
+
+    Attributes:
+        count: T, the number of tokens: positions of a map, or tokens including the class token.
+        width: D, the number of values of a token.
+        channels_last: whether the values of a token lie next to each other; those of a map (C, H,
+            W) do not.
+    """
+
+    count: int
+    width: int
+    channels_last: bool
+
+    def tokens(self, x: torch.Tensor) -> torch.Tensor:
+        """View flattened rows (n, T * D) as tokens (n, T, D)."""
+        if self.channels_last:
+            return x.reshape(len(x), self.count, self.width)
+        return x.reshape(len(x), self.width, self.count).transpose(1, 2)
+
+
+class Tokens:
+    """Tokens of one layer: those of the training rows, then those of another store's rows, if any.
+
+    Args:
+        layout: how a row forms tokens.
+        features: rows as flattened vectors of T * D values, in memory or streamed.
+    """
+
+    def __init__(self, layout: TokenLayout, features: Features) -> None:
+        self.layout = layout
+        self.features = features
+        self.device = features.device
+        self.width = layout.width
+
+    def blocks(
+        self, places: npt.NDArray[np.int64]
+    ) -> Iterator[tuple[npt.NDArray[np.int64], torch.Tensor]]:
+        """Yield the places of a block in order, and all their tokens, (n * T, D) float32."""
+        for span, block in self.features.blocks(places):
+            yield span, self.layout.tokens(block).reshape(-1, self.width)
+
+
+def token_layout(store: FeatureStore, layer: str) -> TokenLayout | None:
+    """Return how the rows of a layer form tokens, or None if a row is a single vector.
+
+    Args:
+        store: the store.
+        layer: a layer with rows (T, D), (C, H, W) or (H, W, C).
+
+    Raises:
+        ReduceError: the channel axis of a map is unknown.
+    """
+    shape = store[layer].shape[1:]
+    if len(shape) == 2:
+        found = TokenLayout(shape[0], shape[1], True)
+    elif len(shape) == 3 and map_channels_last(store, layer, "probe.method=attentive"):
+        found = TokenLayout(shape[0] * shape[1], shape[2], True)
+    elif len(shape) == 3:
+        found = TokenLayout(shape[1] * shape[2], shape[0], False)
+    else:
+        return None
+    return found if found.count > 1 else None
+
+
+def require_tokens(store: FeatureStore, layers: Sequence[str]) -> None:
+    """Check that every layer has tokens or a map.
+
+    Raises:
+        ConfigError: a layer has one vector a row.
+    """
+    without = [layer for layer in layers if token_layout(store, layer) is None]
+    if without:
+        others = [layer for layer in layers if layer not in without]
+        how = "Extract a layer with reduce=none, which keeps tokens and maps, or reduce=grid."
+        if others:
+            how = f"layers=[{','.join(others)}] leaves {'it' if len(without) == 1 else 'them'} out."
+        raise ConfigError(
+            f"probe.method=attentive needs tokens or maps, and {', '.join(without)} "
+            f"{'has' if len(without) == 1 else 'have'} one vector a row. {how}"
+        )
+
+
+def layer_tokens(
+    labelled: Sequence[Labelled], layer: str, device: torch.device, memory_bytes: float
+) -> Tokens:
+    """Return the tokens of a layer that has them.
+
+    Args:
+        labelled: rows of one or two stores.
+        layer: name of the layer.
+        device: device that computes.
+        memory_bytes: memory for the tokens and a copy, in bytes; more are streamed.
+    """
+    layout = token_layout(labelled[0].store, layer)
+    assert layout is not None, "require_tokens has been called"
+    width = layout.count * layout.width
+    parts = [LayerRows(each.store, layer, each.rows, None, width) for each in labelled]
+    return Tokens(layout, Features(parts, device, memory_bytes))

@@ -40,6 +40,7 @@ SMALL = {
     "scale": "--rows 1000 2000",
     "startup": "--images 8 --runs 1",
     "spread": "--images 32 --workers null 1 --runs 1",
+    "tokens": "--gigabytes 0.01 --runs 1 --batches 2 --memory-mib 4",
     "table": "--rows 1000 --runs 1",
 }
 

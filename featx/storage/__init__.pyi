@@ -1,4 +1,5 @@
 from .local_file import RawFile as RawFile
+from .local_file import is_local as is_local
 from .local_folder import TEMPORARY as TEMPORARY
 from .local_folder import AtomicFolder as AtomicFolder
 from .local_folder import exclusive_lock as exclusive_lock
@@ -10,3 +11,5 @@ from .s3_folder import open_folder as open_folder
 from .s3_path import S3Path as S3Path
 from .s3_path import is_url as is_url
 from .s3_path import parse_path as parse_path
+from .span_file import SpanFile as SpanFile
+from .span_file import reads_directly as reads_directly

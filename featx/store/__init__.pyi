@@ -58,4 +58,5 @@ from .session import StoreSession as StoreSession
 from .session import missing_parts as missing_parts
 from .status import StoreStatus as StoreStatus
 from .status import store_status as store_status
+from .token_reader import TokenReader as TokenReader
 from .verification import check_store as check_store

@@ -32,11 +32,14 @@ from featx.store.manifest import num_runs_of
 MAGIC = b"featx chunk table 1\n"
 """First bytes of the table; the length of the rest and its crc32 follow, 8 bytes each."""
 
-_CHUNK = np.dtype([("address", "<u8"), ("size", "<u8"), ("mask", "<u4"), ("crc", "<u4")])
+CHUNK = np.dtype([("address", "<u8"), ("size", "<u8"), ("mask", "<u4"), ("crc", "<u4")])
 """Entry of a chunk: address and size in the file, filter mask, checksum of the rows."""
 
 _WINDOW = 64 << 20
 """Size of the pieces in which a file is searched for the table, from its end."""
+
+_FIRST_WINDOW = 64 << 10
+"""Size of the first piece, in which the table of a whole part lies."""
 
 LOST_TEXT = b"lost with a damaged file"
 """Placeholder for an unknown exception or message of a failure."""
@@ -88,11 +91,11 @@ def _chunks_of(dataset: h5py.Dataset) -> npt.NDArray[Any]:
     """Addresses of the chunks in order; a dataset without chunks counts as one chunk."""
     if dataset.chunks is None:
         if not len(dataset):
-            return np.zeros(0, _CHUNK)
+            return np.zeros(0, CHUNK)
         size = dataset.id.get_storage_size()
-        return np.array([(dataset.id.get_offset(), size, 0, 0)], _CHUNK)
+        return np.array([(dataset.id.get_offset(), size, 0, 0)], CHUNK)
     step = dataset.chunks[0]
-    table = np.zeros(-(-len(dataset) // step), _CHUNK)
+    table = np.zeros(-(-len(dataset) // step), CHUNK)
     for number in range(dataset.id.get_num_chunks()):
         info = dataset.id.get_chunk_info(number)
         table[info.chunk_offset[0] // step] = (info.byte_offset, info.size, info.filter_mask, 0)
@@ -100,15 +103,15 @@ def _chunks_of(dataset: h5py.Dataset) -> npt.NDArray[Any]:
 
 
 @dataclass(frozen=True)
-class _Rows:
-    """Description of a dataset in the table.
+class TableRows:
+    """Description of a dataset in a chunk table.
 
     Attributes:
         shape: shape of the dataset.
         dtype: name of a number type of stores, or a numpy dtype string.
         chunk_rows: rows per chunk.
         filters: number and parameters of each filter.
-        table: (chunks,) entries of dtype _CHUNK.
+        table: (chunks,) entries with `address`, `size`, filter `mask` and checksum `crc`.
     """
 
     shape: tuple[int, ...]
@@ -164,10 +167,10 @@ class DamagedFile:
     def __init__(self, raw: S3File | WatchedFile, file: h5py.File | None) -> None:
         self._raw = raw
         self._file = file
-        self._tables: dict[str, _Rows] = {}
+        self._tables: dict[str, TableRows] = {}
         self.identity: str | None = None
         self.num_runs, self.start = 1, 0
-        if (found := _find_table(raw)) is not None:
+        if (found := find_table(raw)) is not None:
             header, self._tables = found
             self.identity = str(header["fingerprint"])
             self.num_runs, self.start = int(header["num_runs"]), int(header["start"])
@@ -265,7 +268,7 @@ class DamagedFile:
                 good[low - start : high - start] = True
         return FoundRows(values, good)
 
-    def _chunk(self, rows: _Rows, chunk: int) -> npt.NDArray[Any] | None:
+    def _chunk(self, rows: TableRows, chunk: int) -> npt.NDArray[Any] | None:
         """Rows of a chunk by the table, or None if they differ from their checksum."""
         entry = rows.table[chunk]
         stored = self._raw.pread(int(entry["size"]), int(entry["address"]))
@@ -301,7 +304,7 @@ def _damage_passed_over() -> Iterator[None]:
             raise
 
 
-def _decoded(rows: _Rows, stored: bytes, mask: int) -> bytes:
+def _decoded(rows: TableRows, stored: bytes, mask: int) -> bytes:
     """Decode a chunk; raises any error of reading damaged data."""
     shape = (rows.chunk_rows, *rows.shape[1:])
     if mask == (1 << len(rows.filters)) - 1:  # no filters, or all were skipped for this chunk
@@ -325,8 +328,15 @@ def _decoded(rows: _Rows, stored: bytes, mask: int) -> bytes:
         return bytes(np.ascontiguousarray(read_raw(dataset, 0, shape[0])).view(np.uint8).data)
 
 
-def _find_table(raw: S3File | WatchedFile) -> tuple[dict[str, Any], dict[str, _Rows]] | None:
-    """Header and datasets of the last complete table in a file, or None."""
+def find_table(raw: S3File | WatchedFile) -> tuple[dict[str, Any], dict[str, TableRows]] | None:
+    """Header and datasets of the last complete table in a file, or None.
+
+    Args:
+        raw: file object for bytes.
+
+    Returns:
+        `fingerprint`, `num_runs` and `start` of the file, and path -> description of each dataset.
+    """
     for at in _places_of_magic(raw):
         with contextlib.suppress(ValueError, LookupError, TypeError):
             head = raw.pread(len(MAGIC) + 16, at)
@@ -340,10 +350,10 @@ def _find_table(raw: S3File | WatchedFile) -> tuple[dict[str, Any], dict[str, _R
             header = json.loads(body[8 : 8 + length])
             begin, found = 8 + length, {}
             for about in header["datasets"]:
-                table = np.frombuffer(body, _CHUNK, about["chunks"], begin)
+                table = np.frombuffer(body, CHUNK, about["chunks"], begin)
                 begin += table.nbytes
                 filters = [(number, tuple(values)) for number, values in about["filters"]]
-                found[about["path"]] = _Rows(
+                found[about["path"]] = TableRows(
                     tuple(about["shape"]), about["dtype"], about["chunk_rows"], filters, table
                 )
             return header, found
@@ -352,18 +362,18 @@ def _find_table(raw: S3File | WatchedFile) -> tuple[dict[str, Any], dict[str, _R
 
 def _places_of_magic(raw: S3File | WatchedFile) -> Iterator[int]:
     """Addresses at which a table may start, from the end of the file."""
-    stop = raw.seek(0, io.SEEK_END)
+    stop, window = raw.seek(0, io.SEEK_END), _FIRST_WINDOW
     while stop > 0:
-        start = max(0, stop - _WINDOW)
+        start = max(0, stop - window)
         data = raw.pread(stop - start + len(MAGIC) - 1, start)
         at = data.rfind(MAGIC)
         while at >= 0:
             yield start + at
             at = data.rfind(MAGIC, 0, at + len(MAGIC) - 1)
-        stop = start
+        stop, window = start, _WINDOW
 
 
 def has_chunk_table(path: Path) -> bool:
     """Whether a file contains a complete chunk table."""
     with contextlib.closing(open_raw(path)) as raw:
-        return _find_table(raw) is not None
+        return find_table(raw) is not None

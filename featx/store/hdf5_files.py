@@ -99,7 +99,7 @@ class OpenFile:
         """
         dataset = self.dataset(path)
         values: npt.NDArray[Any] = dataset[:]
-        if (sums := self._checksums(path)) is None or not len(values):
+        if (sums := self.checksums(path)) is None or not len(values):
             return values
         step = int(dataset.chunks[0]) if dataset.chunks else len(values)
         found = layout.chunk_checksums(values, step)
@@ -109,7 +109,7 @@ class OpenFile:
             )
         return values
 
-    def _checksums(self, path: str) -> npt.NDArray[Any] | None:
+    def checksums(self, path: str) -> npt.NDArray[Any] | None:
         """Checksums of a dataset, or None if `verify` is False."""
         name = f"{layout.CHECKSUMS}/{path}"
         if self._verify is False:
@@ -124,7 +124,7 @@ class OpenFile:
             StoreError: they differ from their checksum.
         """
         columns = [self.dataset(f"{layout.FAILURES}/{n}")[:] for n in layout.FAILURE_COLUMNS]
-        sums = self._checksums(layout.FAILURES)
+        sums = self.checksums(layout.FAILURES)
         if sums is not None and sums.tolist() != [layout.failures_checksum(columns)]:
             raise StoreError(
                 f"{self.path}: /{layout.FAILURES} differs from its checksum. "
@@ -172,7 +172,7 @@ class OpenFile:
                     f"{self.path}: /{path} is {dataset.shape} {dataset.dtype}, expected "
                     f"{shape} {dtype}."
                 )
-            sums = self._checksums(path)
+            sums = self.checksums(path)
             check = None
             if sums is not None and dataset.chunks and dataset.size:
                 filtered = dataset.id.get_create_plist().get_nfilters() > 0

@@ -1,0 +1,156 @@
+"""Keyed delay: an order of tokens that is mixed well, read in blocks, and resumed exactly.
+
+The blocks of an epoch are permuted and cut into G segments. Each token of segment g leaves in
+output segment (g + d) mod G with a delay d that is uniform in [0, D). An output segment is permuted
+and cut into batches. All draws depend on (seed, epoch, rank, segment) alone, so that any output
+segment can be made again from the D segments before it.
+
+This mixes as the shuffle buffers of saev and dictionary_learning do, which exchange tokens with a
+reservoir at random, but those cannot be resumed: what is in the reservoir depends on all that was
+read before.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from featx.torch.token_selection import Ints, TokenBlocks
+
+DELAY = 32
+"""Largest number of output segments over which a segment is spread."""
+
+_BLOCKS, _DELAYS, _OUTPUT = range(3)
+"""Purposes of random numbers, a part of their seed."""
+
+
+@dataclass(frozen=True)
+class Extent:
+    """Sizes that an order is made of.
+
+    Attributes:
+        num_tokens: tokens of all ranks.
+        segment_tokens: largest number of tokens of a segment, but for the size of a block.
+        world_size: number of ranks.
+        batch_size: tokens of a batch.
+        drop_last: leave out a last batch with fewer tokens.
+    """
+
+    num_tokens: int
+    segment_tokens: int
+    world_size: int
+    batch_size: int
+    drop_last: bool
+
+    @property
+    def num_segments(self) -> int:
+        """Number of segments of a rank."""
+        return max(1, math.ceil(self.num_tokens / self.world_size / self.segment_tokens))
+
+    @property
+    def delay(self) -> int:
+        """Number of output segments over which a segment is spread."""
+        return min(DELAY, self.num_segments)
+
+    @property
+    def spread(self) -> float:
+        """Tokens of a rank from which those of an output segment are drawn."""
+        return self.delay * self.num_tokens / self.world_size / self.num_segments
+
+    @property
+    def held_tokens(self) -> int:
+        """Tokens that are held at most: those that wait, a segment that is read, and a batch."""
+        size = math.ceil(self.num_tokens / self.world_size / self.num_segments)
+        waiting = (self.delay + 1) / 2 * size
+        # The number that waits is a sum of D binomials; eight standard deviations.
+        noise = 8 * math.sqrt(self.delay * size / 4)
+        ahead = size if self.num_segments > 1 else 0
+        return math.ceil(waiting + noise) + ahead + self.batch_size
+
+
+class EpochOrder:
+    """Order of one epoch for one rank.
+
+    Args:
+        blocks: division of the tokens.
+        extent: sizes.
+        key: seed and epoch.
+        rank: number of this process among `extent.world_size`.
+        shuffled: permute blocks and tokens; otherwise everything is in the order of the store.
+    """
+
+    def __init__(
+        self,
+        blocks: TokenBlocks,
+        extent: Extent,
+        key: tuple[int, int],
+        rank: int,
+        shuffled: bool,
+    ) -> None:
+        self._blocks = blocks
+        self._extent = extent
+        self._key = key
+        self._rank = rank
+        self._shuffled = shuffled
+        self.num_segments = extent.num_segments
+        self.delay = extent.delay if shuffled else 1
+        order = np.argsort(self._draws(len(blocks), _BLOCKS, 0), kind="stable")
+        if not shuffled:
+            order = np.arange(len(blocks))
+        self._order = order
+        self._own = order[rank :: extent.world_size]
+
+    @cached_property
+    def rank_tokens(self) -> list[int]:
+        """Number of tokens of the blocks of each rank."""
+        start, stop = self._blocks.bounds(self._order)
+        ranks = range(self._extent.world_size)
+        return [int((stop - start)[rank :: len(ranks)].sum()) for rank in ranks]
+
+    @property
+    def num_batches(self) -> int:
+        """Number of batches, equal for all ranks: that of the rank with the fewest tokens."""
+        fewest, size = min(self.rank_tokens), self._extent.batch_size
+        return fewest // size if self._extent.drop_last else -(-fewest // size)
+
+    @property
+    def num_left_out(self) -> int:
+        """Number of tokens that come in no batch of any rank."""
+        given = self.num_batches * self._extent.batch_size
+        return sum(max(0, tokens - given) for tokens in self.rank_tokens)
+
+    def segment(self, number: int) -> tuple[Ints, npt.NDArray[np.int64]]:
+        """Tokens of a segment in the order of the store, and the delay of each.
+
+        Args:
+            number: segment, from 0 to `num_segments` - 1.
+        """
+        edges = np.linspace(0, len(self._own), self.num_segments + 1).astype(np.int64)
+        # In the order of the store: neighbours are read together, and disks move in one direction.
+        own = np.sort(self._own[edges[number] : edges[number + 1]])
+        tokens = self._blocks.tokens(own)
+        if self.delay == 1:
+            return tokens, np.zeros(len(tokens), np.int64)
+        high = self._draws(len(tokens), _DELAYS, number) >> np.uint64(32)
+        return tokens, ((high * np.uint64(self.delay)) >> np.uint64(32)).astype(np.int64)
+
+    def permutation(self, number: int, count: int) -> Ints:
+        """Order of the `count` tokens of an output segment."""
+        if not self._shuffled:
+            return np.arange(count)
+        return np.argsort(self._draws(count, _OUTPUT, number), kind="stable")
+
+    def _draws(self, count: int, purpose: int, number: int) -> npt.NDArray[np.uint64]:
+        """Random numbers that any release of numpy gives for the same key: raw bits of PCG64.
+
+        The methods of numpy's Generator may change between releases, which would change the rest
+        of an epoch that is resumed.
+        """
+        rank = 0 if purpose == _BLOCKS else self._rank
+        seed = np.random.SeedSequence([*self._key, purpose, rank, number])
+        raw: npt.NDArray[np.uint64] = np.random.PCG64(seed).random_raw(count)
+        return raw

@@ -1,0 +1,504 @@
+"""Single tokens of a store as batches for training, in an order that mixes images and resumes."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.utils.data import IterableDataset, get_worker_info
+
+from featx.base import num_cpus, sampled_positions
+from featx.errors import StoreError
+from featx.store import FeatureStore, TokenReader, Verify
+from featx.torch.keyed_delay import EpochOrder, Extent
+from featx.torch.token_plan import block_tokens, choose_blocks, effective_images, segment_tokens
+from featx.torch.token_pool import TokenPool
+from featx.torch.token_selection import Ints, TokenSelection, chosen_positions
+from featx.types import TokenGeometry
+
+_SAMPLED_KEYS = 4096
+"""Images whose sample is drawn at a time: a number for each token of each of them is in memory."""
+
+_DIRECT_THREADS = 16
+"""Threads that read past the page cache, where more requests at once are faster."""
+
+Batch = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class _Arguments:
+    """What decides which tokens come in which batch; a state is of no use for others."""
+
+    fingerprint: str
+    layer: str
+    tokens: str
+    batch_size: int
+    order: str
+    seed: int
+    blocks: tuple[int, int]
+    segments: int
+    drop_last: bool
+    rank: int
+    world_size: int
+
+
+class TokenDataset(IterableDataset[Batch]):
+    """Tokens of one layer of a store, as whole batches in a mixed order.
+
+    An item is a batch, a dict of tensors: `features` (B, C) in the dtype of the store, `row` (B,)
+    int64 row of the store, `position` (B,) int32 index on the token axis, `yx` (B, 2) int32 row and
+    column of the patch, -1 for class and register tokens, and `label` (B,) int64 class index of the
+    image, -1 without one. Positions of maps are tokens too. Failed rows never appear. Every chunk
+    is compared with its checksum when it is read first.
+
+    Use it as it is, or as `DataLoader(dataset, batch_size=None)`; it reads ahead in threads of its
+    own, so worker processes are of no use, and more than one is refused.
+
+    With order="shuffled" each token comes once an epoch. Blocks of adjacent tokens are read in a
+    random order, and each token waits a random time in a memory of fixed size (see
+    `featx.torch.keyed_delay`); `mixing` says how well that mixes. The order depends on the
+    arguments and the epoch alone. Each iteration uses the next epoch; `set_epoch` chooses it.
+
+    Args:
+        path: folder of the store, or its features.h5.
+        layer: name of the layer.
+        tokens: 'all', 'patches', 'cls', 'registers', or positions on the token axis.
+        per_image: number of tokens that are chosen of each image, by its key and `seed` alone;
+            None takes all of them.
+        rows: rows of the store to use, such as those of a split; None takes all that are ok.
+        batch_size: tokens of a batch.
+        order: 'shuffled', or 'stored' for the order of the store.
+        memory: bytes that may be held; more memory mixes better.
+        block: tokens that are read together; None takes as many as leave 0.8 of the tokens of a
+            batch of distinct images, at most a chunk of the store and at least 64 KiB.
+        seed: seed of the order and of `per_image`, 0 or above.
+        rank: number of this process in a distributed training, from 0.
+        world_size: number of processes, each of which gets other tokens.
+        drop_last: leave out the last batch of an epoch if it has fewer tokens.
+        prefix: number of class and register tokens, for stores that do not record it.
+        verify: as for `featx.open`; False compares nothing.
+        threads: number of threads that read; None suits the way of reading.
+        direct: read past the page cache; None does so for layers of more than half of the free
+            memory, if the file system allows it.
+
+    Attributes:
+        store: the store.
+        layer: name of the layer.
+        grid: (rows, columns) of the patch tokens, or None if unknown.
+
+    Raises:
+        StoreError: the store is damaged, or rows of the layer are no tokens.
+        ValueError: an argument does not fit the layer.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        layer: str,
+        tokens: str | Sequence[int] = "patches",
+        per_image: int | None = None,
+        rows: Sequence[int] | npt.NDArray[Any] | None = None,
+        batch_size: int = 4096,
+        order: Literal["shuffled", "stored"] = "shuffled",
+        memory: int = 2 << 30,
+        block: int | None = None,
+        seed: int = 0,
+        rank: int = 0,
+        world_size: int = 1,
+        drop_last: bool = True,
+        prefix: int | None = None,
+        verify: Verify = "chunks",
+        threads: int | None = None,
+        direct: bool | None = None,
+    ) -> None:
+        limits = {"batch_size": batch_size, "memory": memory, "world_size": world_size}
+        if threads is not None:
+            limits["threads"] = threads
+        if block is not None:
+            limits["block"] = block
+        for name, value in limits.items():
+            if value < 1:
+                raise ValueError(f"{name}={value}: expected at least 1.")
+        if order not in ("shuffled", "stored"):
+            raise ValueError(f"order={order!r}: expected 'shuffled' or 'stored'.")
+        if not 0 <= rank < world_size:
+            raise ValueError(f"rank={rank}: expected 0 to {world_size - 1}, as world_size says.")
+        self.store = FeatureStore(path, verify)
+        self.layer = layer
+        self.batch_size, self.seed, self.rank, self.drop_last = batch_size, seed, rank, drop_last
+        self._order, self._memory, self._threads = order, memory, threads
+        self._direct = direct
+        self._readers: dict[bool, tuple[int, TokenReader]] = {}
+        reader = self._reader()
+        self._places = _places(self.store, layer, prefix, reader.num_tokens)
+        self.grid = None if self._places is None else self._places.grid
+        chosen = chosen_positions(tokens, reader.num_tokens, self._places)
+        self._selection = _selection(self.store, rows, chosen, per_image, seed)
+        needed = math.ceil(len(self._selection) / world_size)
+        self._extent = Extent(
+            len(self._selection),
+            segment_tokens(memory, reader.token_bytes, needed),
+            world_size,
+            batch_size,
+            drop_last,
+        )
+        self._blocks, self._group = choose_blocks(self._selection, self._extent, reader, block)
+        # A segment is at least a block, where whole chunks or a given block exceed the memory.
+        size = max(self._extent.segment_tokens, block_tokens(self._blocks))
+        self._extent = replace(self._extent, segment_tokens=size)
+        if order == "shuffled" and block is None:
+            self._warn_of_little_mixing()
+        # Shared with a worker process of a DataLoader: the epoch of the next iteration, and the
+        # process that reads.
+        self._shared = torch.zeros(2, dtype=torch.int64)
+        self._shared.share_memory_()  # type: ignore[no-untyped-call]
+        self._position = (0, 0, 0, 0)  # epoch, batches, output segment, tokens taken of it
+        self._started = False
+
+    @property
+    def keys(self) -> npt.NDArray[np.str_]:
+        """(N,) str: key of each row of the store."""
+        return self.store.keys
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens of an epoch, of all ranks."""
+        return len(self._selection)
+
+    @property
+    def left_out(self) -> int:
+        """Tokens of the next epoch, of all ranks, that come in no batch.
+
+        Ranks give equally many batches, and with `drop_last` only whole ones.
+        """
+        return self._epoch_order(int(self._shared[0])).num_left_out
+
+    @cached_property
+    def mixing(self) -> dict[str, float]:
+        """How well batches are mixed, before anything is read.
+
+        `effective_images` is 1 / P(two tokens of a batch are of one image),
+        `distinct_images_in_batch` what follows for a batch, `held_bytes` the tokens that are held,
+        and `block_bytes` the size of a read.
+        """
+        held, tokens = self._extent.held_tokens, len(self._selection)
+        width, group = self._reader().token_bytes, self._group
+        sizes = {"held_bytes": held * width, "block_bytes": block_tokens(self._blocks) * width}
+        if self._order == "stored":
+            images = max(1.0, self.batch_size / self._selection.per_row)
+            return {"effective_images": images, "distinct_images_in_batch": images, **sizes}
+        images = effective_images(self._selection, self._extent, group[1])
+        size = min(self.batch_size, tokens)
+        return {
+            "effective_images": images,
+            "distinct_images_in_batch": images * -math.expm1(-size / images),
+            **sizes,
+        }
+
+    def patch_box(self, row: int, position: int) -> tuple[float, float, float, float]:
+        """Rectangle x0, y0, x1, y1 of a patch in the network's input, in pixels.
+
+        Args:
+            row: row of the store; all rows have the same patches.
+            position: position on the token axis.
+
+        Raises:
+            ValueError: the token is a class or register token, or its place is unknown.
+            IndexError: there is no such row or position.
+        """
+        reader = self._reader()
+        if not 0 <= row < len(self.store) or not 0 <= position < reader.num_tokens:
+            raise IndexError(
+                f"row {row}, position {position}: {self.layer} has {len(self.store)} rows of "
+                f"{reader.num_tokens} tokens."
+            )
+        places = self._places
+        if places is None or places.input_size == (0, 0) or position < places.prefix_tokens:
+            raise ValueError(f"position {position} of {self.layer} has no known place.")
+        y, x = divmod(position - places.prefix_tokens, places.grid[1])
+        height, width = (n / m for n, m in zip(places.input_size, places.grid, strict=True))
+        return x * width, y * height, (x + 1) * width, (y + 1) * height
+
+    def take(
+        self, row: Sequence[int] | npt.NDArray[Any], position: Sequence[int] | npt.NDArray[Any]
+    ) -> torch.Tensor:
+        """Read tokens in any order, (n, C) in the dtype of the store.
+
+        Args:
+            row: (n,) rows of the store; failed ones are refused.
+            position: (n,) positions on the token axis, or one for all rows.
+
+        Raises:
+            IndexError: there is no such row or position.
+            StoreError: a row failed or is damaged, or another run has changed the store.
+        """
+        rows, positions = np.broadcast_arrays(
+            np.asarray(row, np.int64), np.asarray(position, np.int64)
+        )
+        if rows.ndim != 1:
+            raise IndexError(f"rows and positions are lists, not arrays of shape {rows.shape}.")
+        reader = self._reader(is_random=True)
+        tokens = reader.take(rows, positions)
+        if (failed := ~self._ok[rows]).any():
+            raise StoreError(f"{self.store.root}: row {int(rows[failed][0])} is not ok.")
+        return _as_tensor(tokens, reader)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch of the next iteration, counted from 0, and start at its first batch."""
+        if epoch < 0:
+            raise ValueError(f"epoch={epoch}: expected 0 or above.")
+        self._shared[0] = epoch
+        self._position = (epoch, 0, 0, 0)
+
+    def __len__(self) -> int:
+        """Number of batches of the next epoch for this rank."""
+        return self._epoch_order(int(self._shared[0])).num_batches
+
+    def __iter__(self) -> Iterator[Batch]:
+        """Yield the batches of an epoch, or the rest of it after `load_state_dict`."""
+        _refuse_many_workers()
+        # As a generator, this runs with the first `next`: an iterator that is never used must not
+        # advance the epoch.
+        epoch = int(self._shared[0])
+        position = self._position
+        if position[0] != epoch:
+            position = (epoch, 0, 0, 0)
+        self._shared[0], self._shared[1] = epoch + 1, os.getpid()
+        self._started = True
+        yield from self._batches(*position)
+
+    def state_dict(self) -> dict[str, Any]:
+        """State after the batches so far, for `load_state_dict`: the rest of the epoch follows.
+
+        Raises:
+            ValueError: a worker process reads, whose state this process does not know.
+        """
+        reader = int(self._shared[1])
+        if reader and reader != os.getpid():
+            raise ValueError(
+                "the batches are read by a worker process of the DataLoader, and only it knows the "
+                "state. Use num_workers=0 (the dataset reads ahead in threads), or "
+                "torchdata's StatefulDataLoader."
+            )
+        epoch, batches, segment, offset = self._position
+        if not self._started:
+            epoch = int(self._shared[0])
+        return {
+            "epoch": epoch,
+            "batches": batches,
+            "segment": segment,
+            "offset": offset,
+            "arguments": asdict(self._arguments),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on after the batches that were given when the state was taken.
+
+        Raises:
+            ValueError: the state is of another store or of other arguments. At the start of an
+                epoch, `rank` and `world_size` may differ.
+        """
+        now = asdict(self._arguments)
+        before = {name: state["arguments"].get(name) for name in now}
+        ignored = set() if state["batches"] else {"rank", "world_size", "segments"}
+        # A state may come from JSON, which has lists only.
+        before["blocks"] = tuple(before["blocks"] or ())
+        changed = [
+            f"{name} {before[name]!r}, now {now[name]!r}"
+            for name in now
+            if before[name] != now[name] and name not in ignored
+        ]
+        if changed:
+            raise ValueError(
+                f"the state is of another order: {'; '.join(changed)}. Give the arguments with "
+                "which it was taken, or start an epoch anew by set_epoch."
+            )
+        self._shared[0] = int(state["epoch"])
+        names = ("epoch", "batches", "segment", "offset")
+        epoch, batches, segment, offset = (int(state[name]) for name in names)
+        self._position = (epoch, batches, segment, offset)
+        self._started = True
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state without open files."""
+        return {**self.__dict__, "_readers": {}}
+
+    @cached_property
+    def _ok(self) -> npt.NDArray[np.bool_]:
+        """(N,) whether a row holds features."""
+        return self.store.ok
+
+    @cached_property
+    def _arguments(self) -> _Arguments:
+        """What decides on the order."""
+        chosen = hashlib.sha256(self._selection.rows.tobytes())
+        chosen.update(self._selection.positions.tobytes())
+        return _Arguments(
+            fingerprint=str(self.store.attrs.get("fingerprint", "")),
+            layer=self.layer,
+            tokens=chosen.hexdigest(),
+            batch_size=self.batch_size,
+            order=self._order,
+            seed=self.seed,
+            blocks=self._group,
+            segments=self._extent.num_segments,
+            drop_last=self.drop_last,
+            rank=self.rank,
+            world_size=self._extent.world_size,
+        )
+
+    def _reader(self, is_random: bool = False) -> TokenReader:
+        """Reader of this process; the order reads without a map, whose pages would count."""
+        process, reader = self._readers.get(is_random, (0, None))
+        if reader is None or process != os.getpid():
+            reader = TokenReader(self.store, self.layer, self.store.verify, self._direct, is_random)
+            self._readers[is_random] = os.getpid(), reader
+        return reader
+
+    def _num_threads(self, reader: TokenReader) -> int:
+        """Number of threads that read."""
+        if self._threads is not None:
+            return self._threads
+        return _DIRECT_THREADS if reader.way == "direct" else max(2, num_cpus())
+
+    def _epoch_order(self, epoch: int) -> EpochOrder:
+        """Order of an epoch."""
+        shuffled = self._order == "shuffled"
+        return EpochOrder(self._blocks, self._extent, (self.seed, epoch), self.rank, shuffled)
+
+    def _batches(self, epoch: int, batches: int, segment: int, offset: int) -> Iterator[Batch]:
+        """Yield the batches of an epoch after the first `batches`."""
+        order, reader = self._epoch_order(epoch), self._reader()
+        left, size = order.num_batches - batches, self.batch_size
+        self._position = (epoch, batches, segment, offset)
+        with ThreadPoolExecutor(self._num_threads(reader), "featx-tokens") as threads:
+            held = self._extent.held_tokens
+            pool = TokenPool(reader, self._selection, order, held, threads)
+            try:
+                kept = np.zeros((2, 0), np.int64)
+                for number, output in enumerate(pool.outputs(segment), segment):
+                    # Tokens that a state has passed over are read, as others of their segments are
+                    # needed, and dropped here.
+                    given = offset if number == segment else 0
+                    pool.release(output[1][:given])
+                    rest = np.concatenate([kept, np.stack(output)[:, given:]], axis=1)
+                    consumed = given - kept.shape[1]
+                    last = number == order.num_segments - 1
+                    while left and (rest.shape[1] >= size or (last and rest.shape[1])):
+                        now, rest = rest[:, :size], rest[:, size:]
+                        batch = self._batch(now[0], pool.copy(now[1]), reader)
+                        pool.release(now[1])
+                        consumed += now.shape[1]
+                        left -= 1
+                        batches += 1
+                        self._position = (epoch, batches, number, consumed)
+                        if not left:
+                            self._position = (epoch + 1, 0, 0, 0)
+                        yield batch
+                    kept = rest
+                    if not left:
+                        return
+            finally:
+                pool.close()
+
+    def _batch(self, tokens: Ints, values: npt.NDArray[np.uint8], reader: TokenReader) -> Batch:
+        """Batch of some tokens."""
+        rows, positions = self._selection.locate(tokens)
+        yx = np.full((len(rows), 2), -1, np.int32)
+        if self._places is not None:
+            patch = positions - self._places.prefix_tokens
+            yx[:, 0], yx[:, 1] = np.divmod(patch, self._places.grid[1])
+            yx[patch < 0] = -1
+        return {
+            "features": _as_tensor(values, reader),
+            "row": torch.from_numpy(rows),
+            "position": torch.from_numpy(positions.astype(np.int32)),
+            "yx": torch.from_numpy(yx),
+            "label": torch.from_numpy(self.store.labels[rows]),
+        }
+
+    def _warn_of_little_mixing(self) -> None:
+        """Warn if too few images come together in a batch."""
+        found, wanted = self.mixing["distinct_images_in_batch"], 0.8 * self.batch_size
+        possible = min(wanted, 0.8 * len(self._selection.rows))
+        if found < possible and self._extent.num_segments > 1:
+            warnings.warn(
+                f"a batch of {self.batch_size} tokens has tokens of about {found:.0f} images. More "
+                f"memory mixes better: memory={self._memory} is given.",
+                stacklevel=3,
+            )
+
+
+def _as_tensor(values: npt.NDArray[Any], reader: TokenReader) -> torch.Tensor:
+    """Tokens as a tensor in the dtype of the store, (n, C)."""
+    bits = {"float16": np.float16, "float32": np.float32, "bfloat16": np.int16}[reader.dtype]
+    tensor = torch.from_numpy(values.view(bits).reshape(len(values), reader.channels))
+    return tensor.view(torch.bfloat16) if reader.dtype == "bfloat16" else tensor
+
+
+def _refuse_many_workers() -> None:
+    """Raise ValueError in a DataLoader with several worker processes."""
+    worker = get_worker_info()
+    if worker is not None and worker.num_workers > 1:
+        raise ValueError(
+            f"num_workers={worker.num_workers}: TokenDataset takes 0 or 1. It reads in threads of "
+            "its own; each worker would need a memory of its own, would give all tokens again, and "
+            "sending a batch to the training process costs more than reading it."
+        )
+
+
+def _places(
+    store: FeatureStore, layer: str, prefix: int | None, num_tokens: int
+) -> TokenGeometry | None:
+    """Places of the tokens: those that the store records, unless `prefix` is given."""
+    found = store[layer].tokens
+    if prefix is None:
+        return found
+    if not 0 <= prefix < num_tokens:
+        raise ValueError(f"prefix={prefix}: rows of {layer} have {num_tokens} tokens.")
+    if found is not None and found.prefix_tokens == prefix:
+        return found
+    side = math.isqrt(num_tokens - prefix)
+    if side * side != num_tokens - prefix:
+        raise ValueError(
+            f"prefix={prefix}: the {num_tokens - prefix} other tokens of {layer} form no square."
+        )
+    return TokenGeometry(prefix, prefix > 0, (side, side), (0, 0))
+
+
+def _selection(
+    store: FeatureStore,
+    rows: Sequence[int] | npt.NDArray[Any] | None,
+    positions: Ints,
+    per_image: int | None,
+    seed: int,
+) -> TokenSelection:
+    """Tokens of an epoch."""
+    ok = np.flatnonzero(store.ok)
+    if rows is not None:
+        asked = np.unique(np.asarray(rows, np.int64))
+        if len(asked) and (asked[0] < 0 or asked[-1] >= len(store)):
+            raise ValueError(f"rows: expected rows from 0 to {len(store) - 1} of the store.")
+        ok = np.intersect1d(ok, asked, assume_unique=True)
+    if not len(ok):
+        raise ValueError(f"{store.root}: none of the rows is ok, so there is no token.")
+    if per_image is None:
+        return TokenSelection(ok, positions)
+    if not 1 <= per_image <= len(positions):
+        raise ValueError(f"per_image={per_image}: expected 1 to {len(positions)} tokens.")
+    keys = store.key_bytes[ok].tolist()
+    sampled = [
+        sampled_positions(keys[first : first + _SAMPLED_KEYS], seed, len(positions), per_image)
+        for first in range(0, len(keys), _SAMPLED_KEYS)
+    ]
+    return TokenSelection(ok, positions[np.concatenate(sampled)])

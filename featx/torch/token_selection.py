@@ -1,0 +1,135 @@
+"""Tokens of an epoch: some positions of some rows, numbered in the order of the store."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from featx.types import TokenGeometry
+
+Ints: TypeAlias = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class TokenSelection:
+    """Tokens of an epoch; token i is position i % k of row i // k, k positions a row.
+
+    Attributes:
+        rows: (n,) ascending rows of the store.
+        positions: (k,) ascending positions of every row, or (n, k) of each row.
+    """
+
+    rows: Ints
+    positions: Ints
+
+    @property
+    def per_row(self) -> int:
+        """Number of tokens of a row."""
+        return int(self.positions.shape[-1])
+
+    def __len__(self) -> int:
+        return len(self.rows) * self.per_row
+
+    def locate(self, tokens: Ints) -> tuple[Ints, Ints]:
+        """Row of the store and position of each token, both (n,)."""
+        row, at = np.divmod(tokens, self.per_row)
+        of_one = self.positions.ndim == 1
+        return self.rows[row], self.positions[at] if of_one else self.positions[row, at]
+
+
+@dataclass(frozen=True)
+class TokenBlocks:
+    """Division of a selection into blocks of adjacent tokens, which are read together.
+
+    Attributes:
+        edges: (g + 1,) first row of each group of rows, as indices into the rows of the selection.
+        pieces: blocks of each group.
+        per_row: tokens of a row.
+    """
+
+    edges: Ints
+    pieces: int
+    per_row: int
+
+    @classmethod
+    def of(cls, selection: TokenSelection, rows: int, pieces: int) -> TokenBlocks:
+        """Divide a selection.
+
+        Args:
+            selection: tokens of an epoch.
+            rows: rows of the store in a group; groups are aligned with the rows of the store, as
+                its chunks are.
+            pieces: blocks that each group is cut into, of nearly equal size.
+        """
+        changes = np.flatnonzero(np.diff(selection.rows // rows)) + 1
+        edges = np.concatenate([[0], changes, [len(selection.rows)]]).astype(np.int64)
+        return cls(edges, pieces, selection.per_row)
+
+    def __len__(self) -> int:
+        return (len(self.edges) - 1) * self.pieces
+
+    def bounds(self, blocks: Ints) -> tuple[Ints, Ints]:
+        """First token of each block, and the token after its last one."""
+        group, piece = np.divmod(blocks, self.pieces)
+        first = self.edges[group] * self.per_row
+        count = self.edges[group + 1] * self.per_row - first
+        return first + piece * count // self.pieces, first + (piece + 1) * count // self.pieces
+
+    def tokens(self, blocks: Ints) -> Ints:
+        """Tokens of some blocks, one block after the other."""
+        start, stop = self.bounds(blocks)
+        counts = stop - start
+        ends = np.cumsum(counts)
+        total = int(ends[-1]) if len(ends) else 0
+        found: Ints = np.arange(total) + np.repeat(start - (ends - counts), counts)
+        return found
+
+
+def chosen_positions(
+    tokens: str | Sequence[int], num_tokens: int, places: TokenGeometry | None
+) -> Ints:
+    """Positions that the argument `tokens` of TokenDataset stands for.
+
+    Args:
+        tokens: 'all', 'patches', 'cls', 'registers', or positions.
+        num_tokens: tokens of a row.
+        places: what is known about them.
+
+    Raises:
+        ValueError: the rows have no such tokens.
+    """
+    if not isinstance(tokens, str):
+        found = np.unique(np.asarray(list(tokens), np.int64))
+        if not len(found) or found[0] < 0 or found[-1] >= num_tokens:
+            raise ValueError(
+                f"tokens={list(tokens)}: expected positions from 0 to {num_tokens - 1}."
+            )
+        return found
+    every = np.arange(num_tokens)
+    if tokens == "all":
+        return every
+    if tokens not in ("patches", "cls", "registers"):
+        raise ValueError(
+            f"tokens={tokens!r}: expected 'all', 'patches', 'cls', 'registers' or positions."
+        )
+    if places is None:
+        raise ValueError(
+            f"tokens={tokens!r}: the store does not record which tokens are patches. Give prefix=, "
+            "the number of class and register tokens of the model, or tokens='all'."
+        )
+    prefix, num_class = places.prefix_tokens, int(places.has_class_token)
+    found = {
+        "patches": every[prefix:],
+        "cls": every[:num_class],
+        "registers": every[num_class:prefix],
+    }[tokens]
+    if not len(found):
+        raise ValueError(
+            f"tokens={tokens!r}: this layer has none; it has {prefix} prefix tokens of which "
+            f"{num_class} is a class token, and {num_tokens - prefix} patch tokens."
+        )
+    return found

@@ -1,0 +1,407 @@
+"""Single tokens of a store as batches: each once, the right values, mixed, and resumed exactly."""
+
+from __future__ import annotations
+
+import json
+import math
+import pickle
+import subprocess
+import sys
+from collections.abc import Iterable
+from dataclasses import replace
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from made_store import MadeRun, make_run
+from torch.utils.data import DataLoader
+
+import featx
+from featx.errors import StoreError
+from featx.store import TokenReader
+from featx.torch import TokenDataset
+from featx.types import TokenGeometry
+
+pytestmark = pytest.mark.filterwarnings("ignore:a batch of")
+"""Little memory mixes little, as the dataset says."""
+
+PLACES = TokenGeometry(1, True, (4, 5), (40, 50))
+MAP = TokenGeometry(0, False, (3, 4), (30, 40))
+FAILED = (3, 77)
+T, C = 21, 16
+
+
+def token_run(num_rows: int = 200, codec: str = "none", dtype: str = "float16") -> MadeRun:
+    shapes = {"first": (6, 3, 4), "last": (3, 4, 6), "tokens": (T, C)}
+    run = make_run(num_rows, 64, shapes, dtype, codec, FAILED)
+    return replace(run, tokens={"tokens": PLACES, "first": MAP, "last": MAP})
+
+
+@pytest.fixture(scope="module")
+def run() -> MadeRun:
+    return token_run()
+
+
+@pytest.fixture(scope="module", params=["parts", "packed"])
+def root(request: pytest.FixtureRequest, run: MadeRun, tmp_path_factory: pytest.TempPathFactory):
+    return run.write(tmp_path_factory.mktemp("store"), packed=request.param == "packed")
+
+
+def dataset(root: Path, layer: str = "tokens", **arguments: Any) -> TokenDataset:
+    """All tokens in small batches, with less memory than the layer has bytes."""
+    usual = {"tokens": "all", "batch_size": 64, "memory": 40_000, "block": 7, "drop_last": False}
+    return TokenDataset(root, layer, **{**usual, **arguments})
+
+
+def as_tokens(run: MadeRun, layer: str) -> np.ndarray:
+    """Rows of a layer as (N, T, C)."""
+    rows = run.expected(layer)
+    if layer == "first":
+        rows = rows.transpose(0, 2, 3, 1)
+    return rows.reshape(len(rows), -1, C if layer == "tokens" else 6)
+
+
+def identities(batches: Iterable[dict[str, torch.Tensor]]) -> list[tuple[int, int]]:
+    """Row and position of every token."""
+    return [
+        pair
+        for batch in batches
+        for pair in zip(batch["row"].tolist(), batch["position"].tolist(), strict=True)
+    ]
+
+
+def assert_equal_batches(one: list[dict[str, torch.Tensor]], other: list[dict[str, Any]]) -> None:
+    assert len(one) == len(other)
+    for a, b in zip(one, other, strict=True):
+        assert a.keys() == b.keys()
+        assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.mark.parametrize("layer", ["tokens", "first", "last"])
+@pytest.mark.parametrize("direct", [False, True])
+def test_take_gives_the_values_of_the_layer(
+    root: Path, run: MadeRun, layer: str, direct: bool
+) -> None:
+    """`direct` is as False where the file system refuses it."""
+    expected = as_tokens(run, layer)
+    rng = np.random.default_rng(0)
+    rows = rng.choice(np.flatnonzero(run.status() == 0), 500)
+    positions = rng.integers(0, expected.shape[1], 500)
+    found = dataset(root, layer, direct=direct).take(rows, positions)
+    assert found.dtype == torch.float16
+    assert np.array_equal(found.numpy(), expected[rows, positions])
+
+
+@pytest.mark.parametrize("codec", ["gzip", "zstd", "lzf"])
+def test_compressed_layers(tmp_path: Path, codec: str) -> None:
+    run = token_run(100, codec)
+    data = dataset(run.copied(tmp_path / "store", packed=True))
+    expected = as_tokens(run, "tokens")
+    assert np.array_equal(data.take([5, 1, 5], 20).numpy(), expected[[5, 1, 5], 20])
+    batches = list(data)
+    assert len(set(identities(batches))) == 98 * T
+    for batch in batches:
+        values = expected[batch["row"].numpy(), batch["position"].numpy()]
+        assert np.array_equal(batch["features"].numpy(), values)
+
+
+def test_bfloat16_keeps_its_bits(tmp_path: Path) -> None:
+    run = make_run(9, 4, {"tokens": (5, 4)})
+    bits = np.arange(180, dtype=np.uint16).reshape(9, 5, 4) + 0x3F00
+    specs = tuple(replace(spec, dtype="bfloat16") for spec in run.specs)
+    root = replace(run, specs=specs, features={"tokens": bits}).finish(tmp_path / "store")
+    found = TokenDataset(root, "tokens", tokens="all").take([8, 0], [1, 4])
+    assert found.dtype == torch.bfloat16
+    assert np.array_equal(found.view(torch.int16).numpy().view(np.uint16), bits[[8, 0], [1, 4]])
+
+
+@pytest.mark.parametrize("order", ["shuffled", "stored"])
+@pytest.mark.parametrize("layer", ["tokens", "first"])
+def test_every_token_of_an_ok_row_comes_once(
+    root: Path, run: MadeRun, order: Any, layer: str
+) -> None:
+    expected = as_tokens(run, layer)
+    data = dataset(root, layer, order=order)
+    batches = list(data)
+    found = identities(batches)
+    per_row = expected.shape[1]
+    wanted = [(row, at) for row in range(200) if row not in FAILED for at in range(per_row)]
+    assert sorted(found) == wanted
+    assert (found == wanted) == (order == "stored")
+    for batch in batches:
+        rows, positions = batch["row"].numpy(), batch["position"].numpy()
+        assert np.array_equal(batch["features"].numpy(), expected[rows, positions])
+        assert np.array_equal(batch["label"].numpy(), run.listing.labels[rows])
+
+
+def test_a_batch_says_what_its_tokens_are(root: Path, run: MadeRun) -> None:
+    data = dataset(root, order="stored")
+    batch = next(iter(data))
+    assert {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in batch.items()} == {
+        "features": (torch.float16, (64, C)),
+        "row": (torch.int64, (64,)),
+        "position": (torch.int32, (64,)),
+        "yx": (torch.int32, (64, 2)),
+        "label": (torch.int64, (64,)),
+    }
+    assert batch["yx"][0].tolist() == [-1, -1]
+    assert batch["yx"][7].tolist() == [1, 1]
+    assert data.grid == (4, 5)
+    assert data.keys[3] == run.listing.keys[3].decode()
+    # Patch (1, 1) of 4 x 5 in 40 x 50 pixels.
+    assert data.patch_box(0, 7) == (10.0, 10.0, 20.0, 20.0)
+    with pytest.raises(ValueError, match="no known place"):
+        data.patch_box(0, 0)
+    with pytest.raises(IndexError):
+        data.patch_box(200, 1)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "positions"),
+    [("patches", range(1, 21)), ("cls", [0]), ("all", range(21)), ([5, 2], [2, 5])],
+)
+def test_which_tokens(root: Path, tokens: Any, positions: Iterable[int]) -> None:
+    found = {position for _, position in identities(dataset(root, tokens=tokens))}
+    assert found == set(positions)
+
+
+def test_some_rows_only(root: Path) -> None:
+    data = dataset(root, rows=[4, 3, 190], tokens="patches")
+    assert sorted(identities(data)) == [(row, at) for row in (4, 190) for at in range(1, 21)]
+
+
+def test_a_sample_of_each_image_depends_on_its_key_and_the_seed(root: Path, run: MadeRun) -> None:
+    def reference(key: bytes, k: int, seed: int) -> list[int]:
+        h = int.from_bytes(sha256(seed.to_bytes(8, "little") + key).digest()[:8], "little")
+        numbers = []
+        for i in range(20):
+            z = (h + (i + 1) * 0x9E3779B97F4A7C15) % 2**64
+            z = ((z ^ z >> 30) * 0xBF58476D1CE4E5B9) % 2**64
+            z = ((z ^ z >> 27) * 0x94D049BB133111EB) % 2**64
+            numbers.append((z ^ z >> 31, i))
+        return sorted(i for _, i in sorted(numbers)[:k])
+
+    keys = run.listing.keys.tolist()
+    found = set(identities(dataset(root, tokens="patches", per_image=3, seed=5)))
+    wanted = {
+        (row, 1 + at)
+        for row in range(200)
+        if row not in FAILED
+        for at in reference(keys[row], 3, 5)
+    }
+    assert found == wanted
+    assert set(identities(dataset(root, tokens="patches", per_image=2, seed=5))) < found
+
+
+def test_the_order_is_of_seed_and_epoch_and_not_of_threads(root: Path) -> None:
+    first = list(dataset(root, threads=1))
+    for threads, direct in ((4, False), (16, True)):
+        assert_equal_batches(first, list(dataset(root, threads=threads, direct=direct)))
+    data = dataset(root)
+    assert_equal_batches(first, list(data))
+    second = identities(data)
+    data.set_epoch(0)
+    assert_equal_batches(first, list(data))
+    orders = [identities(first), second, identities(dataset(root, seed=1))]
+    assert all(sorted(order) == sorted(orders[0]) for order in orders)
+    assert len({tuple(order) for order in orders}) == 3
+
+
+def test_parts_and_the_packed_file_give_the_same_batches(run: MadeRun, tmp_path: Path) -> None:
+    roots = [run.copied(tmp_path / name, packed=name == "packed") for name in ("packed", "parts")]
+    assert_equal_batches(*(list(dataset(root)) for root in roots))
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_ranks_give_disjoint_tokens_and_equally_many_batches(root: Path, drop_last: bool) -> None:
+    ranks = [
+        dataset(root, rank=rank, world_size=4, drop_last=drop_last, batch_size=100)
+        for rank in range(4)
+    ]
+    left_out = ranks[0].left_out
+    assert {data.left_out for data in ranks} == {left_out}
+    lengths = [len(data) for data in ranks]
+    batches = [list(data) for data in ranks]
+    assert [len(one) for one in batches] == lengths
+    assert len(set(lengths)) == 1
+    found = [pair for one in batches for pair in identities(one)]
+    assert len(found) == len(set(found)) == 198 * T - left_out
+
+
+@pytest.mark.parametrize("share", [0.0, 0.01, 0.37, 1.0])
+def test_the_rest_of_an_epoch_after_a_break(root: Path, share: float) -> None:
+    whole = list(dataset(root, batch_size=16))
+    count = min(len(whole) - 1, math.ceil(share * len(whole)))
+    broken = dataset(root, batch_size=16)
+    batches = iter(broken)
+    for _ in range(count):
+        next(batches)
+    state = json.loads(json.dumps(broken.state_dict()))
+    batches.close()
+    resumed = dataset(root, batch_size=16)
+    resumed.load_state_dict(state)
+    assert_equal_batches(list(resumed), whole[count:])
+    # The epoch after it is that of an unbroken training.
+    unbroken = dataset(root, batch_size=16)
+    unbroken.set_epoch(1)
+    assert_equal_batches(list(resumed), list(unbroken))
+
+
+IN_A_NEW_PROCESS = """
+import json, sys
+from featx.torch import TokenDataset
+data = TokenDataset(sys.argv[1], "tokens", tokens="all", batch_size=64, memory=40_000, block=7,
+                    drop_last=False)
+data.load_state_dict(json.loads(sys.argv[2]))
+print(json.dumps([[b["row"].tolist(), b["position"].tolist()] for b in data]))
+"""
+
+
+@pytest.mark.slow  # a process that imports torch
+def test_the_rest_of_an_epoch_in_a_new_process(root: Path) -> None:
+    data = dataset(root)
+    batches = iter(data)
+    for _ in range(20):
+        next(batches)
+    command = [sys.executable, "-W", "ignore", "-c", IN_A_NEW_PROCESS, str(root)]
+    done = subprocess.run(
+        [*command, json.dumps(data.state_dict())], capture_output=True, text=True, check=True
+    )
+    rest = [[batch["row"].tolist(), batch["position"].tolist()] for batch in batches]
+    assert json.loads(done.stdout) == rest
+
+
+def test_a_state_of_other_arguments_is_refused(root: Path) -> None:
+    data = dataset(root)
+    batches = iter(data)
+    next(batches)
+    state = data.state_dict()
+    for arguments in ({"seed": 1}, {"world_size": 2}, {"block": 21}, {"tokens": "patches"}):
+        with pytest.raises(ValueError, match=f"another order: .*{next(iter(arguments))[:5]}"):
+            dataset(root, **arguments).load_state_dict(state)
+    beginning = {**state, "batches": 0, "segment": 0, "offset": 0}
+    dataset(root, world_size=2, rank=1).load_state_dict(beginning)
+
+
+def test_a_data_loader(root: Path) -> None:
+    expected = list(dataset(root))
+    assert_equal_batches(list(DataLoader(dataset(root), batch_size=None)), expected)
+    with pytest.raises(ValueError, match="takes 0 or 1"):
+        list(DataLoader(dataset(root), batch_size=None, num_workers=2))
+
+
+@pytest.mark.slow  # starts processes
+def test_a_worker_process_takes_the_next_epoch_each_time(root: Path) -> None:
+    data = dataset(root)
+    loader = DataLoader(data, batch_size=None, num_workers=1)
+    here = dataset(root)
+    for _ in range(2):
+        assert_equal_batches(list(loader), list(here))
+    with pytest.raises(ValueError, match="only it knows the state"):
+        data.state_dict()
+
+
+def test_a_pickled_dataset_reads_the_same(root: Path) -> None:
+    data = dataset(root)
+    data.take([0], 0)
+    assert_equal_batches(list(pickle.loads(pickle.dumps(data))), list(data))
+
+
+@pytest.mark.parametrize("way", ["take", "epoch"])
+@pytest.mark.parametrize("direct", [False, True])
+def test_a_flipped_bit_is_an_error(tmp_path: Path, run: MadeRun, way: str, direct: bool) -> None:
+    root = run.copied(tmp_path / "store", packed=True)
+    path = root / "features.h5"
+    pattern = run.features["tokens"][10, 5].tobytes()
+    data = bytearray(path.read_bytes())
+    data[data.index(pattern)] ^= 1
+    path.write_bytes(data)
+    tokens = dataset(root, direct=direct)
+    with pytest.raises(StoreError, match=r"rows \d+ to \d+ differ from their checksum"):
+        # Another token of the same chunk: the chunk as a whole is compared.
+        _ = tokens.take([11], 0) if way == "take" else list(tokens)
+    unchecked = dataset(root, direct=direct, verify=False)
+    assert len(unchecked.take([11], 0)) == 1
+
+
+def test_failed_rows_and_absent_positions_are_refused(root: Path) -> None:
+    data = dataset(root)
+    with pytest.raises(StoreError, match="row 3 is not ok"):
+        data.take([4, 3], 0)
+    for rows, positions in (([200], [0]), ([-1], [0]), ([0], [T])):
+        with pytest.raises(IndexError, match="was asked for"):
+            data.take(rows, positions)
+    assert data.take([], []).shape == (0, C)
+
+
+def test_parts_that_are_packed_meanwhile(tmp_path: Path, run: MadeRun) -> None:
+    from made_store import pack_alone
+
+    root = run.copied(tmp_path / "store")
+    data = dataset(root)
+    expected = list(data)
+    pack_alone(root)
+    for path in (root / "parts").glob("*.h5"):
+        path.unlink()
+    data.set_epoch(0)
+    data._readers.clear()  # the files that this process has open stay readable
+    assert_equal_batches(list(data), expected)
+
+
+def test_arguments_that_do_not_fit(root: Path) -> None:
+    for arguments, message in (
+        ({"tokens": "registers"}, "this layer has none"),
+        ({"tokens": "odd"}, "expected 'all'"),
+        ({"tokens": [21]}, "positions from 0 to 20"),
+        ({"per_image": 22}, "1 to 21"),
+        ({"rows": [3]}, "none of the rows is ok"),
+        ({"rank": 1}, "rank=1"),
+        ({"threads": 0}, "threads=0"),
+        ({"order": "random"}, "'shuffled' or 'stored'"),
+        ({"prefix": 2}, "form no square"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            dataset(root, **arguments)
+
+
+def test_an_older_store_needs_the_number_of_prefix_tokens(tmp_path: Path) -> None:
+    root = make_run(9, 4, {"tokens": (5, 2), "map": (2, 3, 3)}).copied(tmp_path / "store")
+    with pytest.raises(ValueError, match="Give prefix="):
+        TokenDataset(root, "tokens")
+    data = TokenDataset(root, "tokens", prefix=1)
+    assert data.grid == (2, 2)
+    assert {position for _, position in identities(data)} == set()  # 36 tokens are no batch
+    with pytest.raises(StoreError, match="a map whose channels are known"):
+        TokenReader(featx.open(root), "map")
+
+
+def test_little_memory_for_the_mixing_is_a_warning(tmp_path: Path) -> None:
+    root = make_run(500, 256, {"tokens": (64, 64)}, "float16").finish(tmp_path / "store")
+    with pytest.warns(UserWarning, match="More memory mixes better"):
+        TokenDataset(root, "tokens", tokens="all", memory=200_000)
+
+
+def mixed_run(folder: Path, num_rows: int, num_tokens: int) -> Path:
+    """A store of tokens of one number."""
+    return make_run(num_rows, 1024, {"tokens": (num_tokens, 1)}, "float16").finish(folder)
+
+
+@pytest.mark.parametrize("block", [4, 16, 64])
+def test_the_mixing_that_is_promised_is_measured(tmp_path: Path, block: int) -> None:
+    root = mixed_run(tmp_path / "store", 2000, 64)
+    data = TokenDataset(root, "tokens", tokens="all", batch_size=256, memory=1_000_000, block=block)
+    assert data.mixing["held_bytes"] < 0.5 * len(data) * 256 * 2
+    pairs, same, distinct = 0, 0, []
+    for batch in data:
+        counts = np.unique(batch["row"].numpy(), return_counts=True)[1]
+        same += int((counts * (counts - 1)).sum())
+        pairs += 256 * 255
+        distinct.append(len(counts))
+    assert pairs / same == pytest.approx(data.mixing["effective_images"], rel=0.15)
+    expected = data.mixing["distinct_images_in_batch"]
+    ends = np.mean([*distinct[:5], *distinct[-5:]])
+    assert np.mean(distinct) == pytest.approx(expected, rel=0.05)
+    assert ends == pytest.approx(expected, rel=0.1), "no thin begin or end"

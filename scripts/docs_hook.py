@@ -39,7 +39,7 @@ def python_page() -> str:
     return (
         "# Every name\n\n`import featx` loads neither torch nor Hydra; each name loads what it "
         f"needs on first use.\n\n{listed}\n\n::: featx.torch.FeatureDataset\n\n"
-        "::: featx.torch.BlockShuffleSampler\n"
+        "::: featx.torch.BlockShuffleSampler\n\n::: featx.torch.TokenDataset\n"
     )
 
 

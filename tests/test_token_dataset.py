@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import pickle
+import re
 import subprocess
 import sys
 from collections.abc import Iterable
@@ -405,3 +406,19 @@ def test_the_mixing_that_is_promised_is_measured(tmp_path: Path, block: int) -> 
     ends = np.mean([*distinct[:5], *distinct[-5:]])
     assert np.mean(distinct) == pytest.approx(expected, rel=0.05)
     assert ends == pytest.approx(expected, rel=0.1), "no thin begin or end"
+
+
+def test_the_examples_of_the_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = (Path(__file__).parents[1] / "docs" / "tokens.md").read_text(encoding="utf-8")
+    examples = re.findall(r"^```python\n(.*?)^```", text, re.M | re.S)
+    places = TokenGeometry(1, True, (14, 14), (224, 224))
+    run = make_run(24, 8, {"blocks.11": (197, 8)}, "float16", failed=[1])
+    replace(run, tokens={"blocks.11": places}).finish(tmp_path / "runs" / "photos", packed=True)
+    monkeypatch.chdir(tmp_path)
+    found: dict[str, Any] = {}
+    for example in examples:
+        exec(example, found)
+    assert re.search(r"epoch 1: loss \d+\.\d+ over 1 batches", capsys.readouterr().out)
+    assert found["tokens"].shape == (3, 8)

@@ -29,11 +29,11 @@ def token_geometries(specs: Sequence[LayerSpec], backbone: Backbone) -> dict[str
 
 def _geometry_of(spec: LayerSpec, backbone: Backbone) -> TokenGeometry | None:
     """Return the places of the tokens of a dataset, or None if its shape does not tell them."""
-    if spec.capture not in _CAPTURES or spec.reduce not in ("none", "grid"):
+    if spec.capture not in _CAPTURES or spec.reduce not in ("none", "grid", "align"):
         return None
     size = backbone.preprocess.crop
     shape = spec.shape
-    if spec.reduce == "grid":  # (C, rows, columns), also of tokens
+    if spec.reduce != "none":  # (C, rows, columns), also of tokens
         return TokenGeometry(0, False, (shape[1], shape[2]), size)
     if len(shape) == 2:
         # Layers before the class token is added, such as the patch embedding, have no prefix.

@@ -109,6 +109,11 @@ class FaultTolerantDecoder:
     def __exit__(self, *error: object) -> None:
         self._stack.close()
 
+    @property
+    def is_repeated(self) -> bool:
+        """Whether the calling thread repeats a call that was given up because its decoder hung."""
+        return self._threads.again
+
     def submit(self, work: Callable[..., T], *args: Any) -> Future[T]:
         """Call `work`, which reads and decodes, in one of the threads.
 

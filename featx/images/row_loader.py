@@ -7,7 +7,6 @@ import functools
 import os
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,8 +22,10 @@ from featx.images.decode import EncodedJpeg
 from featx.images.decode_settings import DecodeSettings
 from featx.images.fault_tolerant_decode import FaultTolerantDecoder
 from featx.images.preprocess import cut_out
+from featx.images.whole_images import DecodedImage, WholeImage, WholeImages
 from featx.types import (
     NO_IMAGE,
+    Box,
     Failure,
     ImageFault,
     Listing,
@@ -33,13 +34,6 @@ from featx.types import (
     Status,
     image_checksum,
 )
-
-NUM_CACHED_IMAGES = 2
-"""Number of decoded images that are kept while boxes are cut from them; each takes up to 256 MiB.
-"""
-
-DecodedImage = Image.Image | npt.NDArray[np.uint8]
-"""Upright RGB image: (H, W, 3) uint8 for the fast path, a Pillow image for the reference."""
 
 
 @dataclass
@@ -105,10 +99,7 @@ class RowLoader:
         self._decoder = decoder
         self._times = times
         self._regions = source if isinstance(source, RegionSource) else None
-        self._cached_images: deque[tuple[bytes, tuple[DecodedImage, int]]] = deque(
-            maxlen=NUM_CACHED_IMAGES
-        )
-        self._cache_lock = threading.Lock()
+        self._whole_images = WholeImages()
 
     def fill(
         self,
@@ -136,26 +127,11 @@ class RowLoader:
             RunError: reading fails repeatedly, or memory is exhausted.
         """
         key = bytes(self._listing.keys[row])
-        num_bytes = 0
-        started_at = time.perf_counter()
         try:
-            decoded_image, number = self._cached(key) or (None, NO_IMAGE)
-            with self.span("read"):
-                if data is None:
-                    data = b"" if decoded_image is not None else self._decoder.read(key)
-                    num_bytes = len(data)
-                if decoded_image is None:
-                    number = image_checksum(data)
-                if checksum is not None:
-                    checksum[0] = number
-            read = time.perf_counter()
-            with self.span("decode"):
-                encoded = self._decoder.encoded(key, data) if for_device else None
-                if encoded is None:
-                    if decoded_image is None:
-                        decoded_image = self._decoded(key, data)
-                    # numpy copies in this thread; torch would start OpenMP threads for each one.
-                    np.copyto(place, self._prepare(key, decoded_image, number))
+            if self._regions is not None:
+                self._fill_box(key, self._regions.box(key), place, checksum)
+                return None
+            return self._fill_image(key, place, checksum, for_device, data)
         except ImageFault as fault:
             place[...] = 0
             return Failure(row, key, fault.status, fault.error, str(fault))
@@ -166,25 +142,85 @@ class RowLoader:
                 "and give the same command again. A smaller batch_size or data.max_pixels needs "
                 "less."
             ) from error
+
+    def _fill_image(
+        self,
+        key: bytes,
+        place: npt.NDArray[Any],
+        checksum: npt.NDArray[np.uint64] | None,
+        for_device: bool,
+        data: bytes | None,
+    ) -> EncodedJpeg | None:
+        """Load an image into its place; arguments and result as of `fill`.
+
+        Raises:
+            ImageFault: the image cannot be read, decoded or transformed.
+        """
+        started_at = time.perf_counter()
+        num_bytes = 0
+        with self.span("read"):
+            if data is None:
+                data = self._decoder.read(key)
+                num_bytes = len(data)
+            if checksum is not None:
+                checksum[0] = image_checksum(data)
+        read = time.perf_counter()
+        with self.span("decode"):
+            encoded = self._decoder.encoded(key, data) if for_device else None
+            if encoded is None:
+                # numpy copies in this thread; torch would start OpenMP threads for each one.
+                np.copyto(place, self._prepare(self._decoded(key, data)))
         self._times.add(read - started_at, time.perf_counter() - read, num_bytes)
         return encoded
 
-    def _prepare(self, key: bytes, decoded_image: DecodedImage, checksum: int) -> npt.NDArray[Any]:
+    def _fill_box(
+        self,
+        key: bytes,
+        box: Box,
+        place: npt.NDArray[Any],
+        checksum: npt.NDArray[np.uint64] | None,
+    ) -> None:
+        """Load a box of an image into its place; arguments as of `fill`.
+
+        Raises:
+            ImageFault: the image cannot be read or decoded, or the box lies outside it.
+        """
+        name, load = self._decoder.image_key(key), functools.partial(self._whole, key)
+        whole = self._whole_images.get(name, load, self._decoder.is_repeated)
+        if checksum is not None:
+            checksum[0] = whole.checksum
+        started_at = time.perf_counter()
+        with self.span("decode"):
+            np.copyto(place, self._prepare(cut_out(whole.image(), box)))
+        self._times.add(0, time.perf_counter() - started_at)
+
+    def _whole(self, key: bytes) -> WholeImage:
+        """Read and decode the image that the box of a row lies in."""
+        started_at = read = time.perf_counter()
+        number, num_bytes = NO_IMAGE, 0
+        try:
+            with self.span("read"):
+                data = self._decoder.read(key)
+                number, num_bytes = image_checksum(data), len(data)
+            read = time.perf_counter()
+            with self.span("decode"):
+                return WholeImage(number, self._decoded(key, data))
+        except ImageFault as fault:
+            return WholeImage(number, fault)
+        finally:
+            self._times.add(read - started_at, time.perf_counter() - read, num_bytes)
+
+    def _prepare(self, decoded_image: DecodedImage) -> npt.NDArray[Any]:
         """The image of a row in the size of the crop, (3, H, W) uint8 or normalised float32.
 
         Args:
-            key: key of the row.
-            decoded_image: whole decoded image.
-            checksum: checksum of its encoded bytes.
+            decoded_image: decoded image, or box of it.
 
         Raises:
-            ImageFault: the box is outside the image, the image is too long, or the transform fails.
+            ImageFault: the image is too long, or the transform fails.
         """
         resize = self._decoding.preprocess.resize
         expected = (3, *self._decoding.preprocess.crop)
-        if self._regions is not None:
-            self._cache(key, decoded_image, checksum)
-            decoded_image = cut_out(decoded_image, self._regions.box(key))
         if isinstance(decoded_image, Image.Image):
             width, height = decoded_image.size
             transformed = functools.partial(self._decoding.preprocess.reference, decoded_image)
@@ -219,19 +255,6 @@ class RowLoader:
             raise ImageFault(
                 Status.TRANSFORM_ERROR, str(error)[:200], type(error).__name__
             ) from error
-
-    def _cached(self, key: bytes) -> tuple[DecodedImage, int] | None:
-        """The decoded image whose box a row is and its checksum, if the image is still kept."""
-        if self._regions is None:
-            return None
-        with self._cache_lock:
-            return dict(self._cached_images).get(self._decoder.image_key(key))
-
-    def _cache(self, key: bytes, decoded_image: DecodedImage, checksum: int) -> None:
-        """Keep a decoded image for further boxes; the oldest one is dropped."""
-        with self._cache_lock:
-            if (name := self._decoder.image_key(key)) not in dict(self._cached_images):
-                self._cached_images.append((name, (decoded_image, checksum)))
 
     def _decoded(self, key: bytes, data: bytes) -> DecodedImage:
         """The whole image of a row, in the type that the transform takes."""

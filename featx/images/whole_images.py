@@ -1,0 +1,111 @@
+"""Decoded images from which boxes are cut; each is decoded once, by one thread."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+from PIL import Image
+
+from featx.types import ImageFault
+
+NUM_IMAGES = 2
+"""Number of decoded images that are kept while boxes are cut from them.
+
+Threads that are at the last boxes of one image and those at the first ones of the next both find
+theirs.
+"""
+
+DecodedImage = Image.Image | npt.NDArray[np.uint8]
+"""Upright RGB image: (H, W, 3) uint8 for the fast path, a Pillow image for the reference."""
+
+
+@dataclass(frozen=True)
+class WholeImage:
+    """An image that was read and decoded, or the reason why not, which holds for all its boxes.
+
+    Attributes:
+        checksum: checksum of the encoded bytes, or NO_IMAGE.
+        decoded: the image, or the fault.
+    """
+
+    checksum: int
+    decoded: DecodedImage | ImageFault
+
+    def image(self) -> DecodedImage:
+        """Return the image.
+
+        Raises:
+            ImageFault: it could not be read or decoded.
+        """
+        if isinstance(self.decoded, ImageFault):
+            fault = self.decoded
+            # A new one for each row, as each thread adds its own traceback.
+            raise ImageFault(fault.status, str(fault), fault.error)
+        return self.decoded
+
+
+class _Entry:
+    """An image that a thread loads while others wait for it."""
+
+    def __init__(self) -> None:
+        self.done = threading.Event()
+        self.whole: WholeImage | None = None
+        self.error: Exception | None = None
+
+
+class WholeImages:
+    """The last images of a loader, shared by its threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._entries: dict[bytes, _Entry] = {}
+
+    def get(self, name: bytes, load: Callable[[], WholeImage], is_repeated: bool) -> WholeImage:
+        """Return an image; the first thread that asks for it loads it, and others wait.
+
+        Two threads that decode the same image of 20,000 x 20,000 pixels would need twice its
+        memory.
+
+        Args:
+            name: key of the image.
+            load: reads and decodes it.
+            is_repeated: whether the calling thread repeats a call that was given up because it
+                hung. It does not wait, as the image may be the one that nobody else is loading.
+
+        Raises:
+            Exception: what `load` raised, in the thread that called it and in those that wait.
+        """
+        with self._lock:
+            entry = self._entries.get(name)
+            is_first = entry is None
+            if entry is None:
+                while len(self._entries) >= NUM_IMAGES:
+                    # Threads that cut boxes from a dropped image hold it until they are done.
+                    del self._entries[next(iter(self._entries))]
+                entry = self._entries[name] = _Entry()
+        if is_first or (is_repeated and not entry.done.is_set()):
+            try:
+                entry.whole = load()
+            except Exception as error:
+                entry.error = error
+                self._forget(name, entry)
+                raise
+            finally:
+                # A call that is given up ends with a BaseException: its repetition takes over.
+                if entry.whole is not None or entry.error is not None:
+                    entry.done.set()
+        entry.done.wait()
+        if entry.whole is None:
+            assert entry.error is not None, "an image is done without a result"
+            raise entry.error
+        return entry.whole
+
+    def _forget(self, name: bytes, entry: _Entry) -> None:
+        """Remove an image whose loading failed for a reason that does not lie in the image."""
+        with self._lock:
+            if self._entries.get(name) is entry:
+                del self._entries[name]

@@ -1,12 +1,35 @@
-"""Bootstrap intervals of all metrics, with whole groups drawn (probe.bootstrap)."""
+"""Bootstrap intervals of all metrics, with whole groups drawn (probe.bootstrap).
+
+A resample is a weight of each row, the number of times that it was drawn. The metrics of many
+resamples are computed together from these weights; tests compare them with those of `judged` for
+the drawn rows.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-from featx.analysis.probe.metrics import METRICS, Predictions, judged
+from featx.analysis.probe.metrics import (
+    CALIBRATION_BINS,
+    METRICS,
+    TOP,
+    Predictions,
+    calibration_bin,
+    judged,
+    within_top_k,
+)
+
+Matrix = npt.NDArray[np.float64]
+
+_BLOCK_NUMBERS = 1 << 22
+"""Largest number of weights that are held at a time: 32 MiB."""
+
+_EQUAL = 1e-12
+"""Difference of metrics, relative to the larger of the metric and 1, that counts as rounding."""
 
 
 def bootstrap_entry(predictions: Predictions, resamples: int) -> dict[str, Any]:
@@ -26,41 +49,158 @@ def bootstrap_entry(predictions: Predictions, resamples: int) -> dict[str, Any]:
         tells nothing about its error; and undefined, metric -> number of resamples that are left
         out because it is not defined in them, for metrics with such resamples.
     """
-    groups = predictions.groups
-    of_row = np.arange(len(predictions.y)) if groups is None else np.unique(groups, False, True)[1]
-    order = np.argsort(of_row, kind="stable")
-    units = np.split(order, np.cumsum(np.bincount(of_row))[:-1])
-    rng = np.random.default_rng(0)  # the same numbers for the same predictions
-    found: dict[str, list[float]] = {name: [] for name in METRICS}
-    for _ in range(resamples):
-        drawn = rng.integers(len(units), size=len(units))
-        rows = np.concatenate([units[i] for i in drawn.tolist()])
-        values = judged(
-            Predictions(
-                predictions.y[rows],
-                predictions.scores[rows],
-                predictions.probabilities,
-                None,
-                predictions.most_ranked,
-            )
-        )
-        for name, kept in found.items():
-            if values[name] is not None:
-                kept.append(values[name])
+    blocks = [resampled_metrics(predictions, each) for each in _weights(predictions, resamples)]
+    found = {name: np.concatenate([each[name] for each in blocks]) for name in METRICS}
     available = judged(predictions)
+    defined = {
+        name: values[~np.isnan(values)]
+        for name, values in found.items()
+        if available[name] is not None
+    }
+    groups = predictions.groups
     return {
         "resamples": resamples,
         "unit": "row" if groups is None else "group",
-        "units": len(units),
+        "units": len(predictions.y) if groups is None else len(np.unique(groups)),
         "intervals": {
-            name: np.quantile(kept, [0.025, 0.975]).tolist()
-            if available[name] is not None and len(set(kept)) > 1
+            name: np.quantile(defined[name], [0.025, 0.975]).tolist()
+            if name in defined and _differ(defined[name])
             else None
-            for name, kept in found.items()
+            for name in METRICS
         },
         "undefined": {
-            name: resamples - len(kept)
-            for name, kept in found.items()
-            if len(kept) < resamples and available[name] is not None
+            name: resamples - len(values)
+            for name, values in defined.items()
+            if len(values) < resamples
         },
     }
+
+
+def resampled_metrics(predictions: Predictions, weights: Matrix) -> dict[str, Matrix]:
+    """Compute the metrics of `judged` for rows with weights.
+
+    Args:
+        predictions: predictions for n rows.
+        weights: (b, n) whole numbers, how often each resample has each row.
+
+    Returns:
+        metric of METRICS -> (b,) values, NaN where it is not defined.
+    """
+    y, scores, predicted = predictions.y, predictions.scores, predictions.predicted
+    num_classes, total = scores.shape[1], weights.sum(1)
+    support = _by_group(weights, y, num_classes)
+    said = _by_group(weights, predicted, num_classes)
+    right = _by_group(weights * (predicted == y), y, num_classes)
+    nothing = np.full(len(weights), np.nan)
+    found = dict.fromkeys(METRICS, nothing)
+    found["accuracy"] = right.sum(1) / total
+    found["balanced_accuracy"] = _mean_where(right / np.maximum(support, 1), support > 0)
+    both = support + said
+    found["macro_f1"] = _mean_where(2 * right / np.maximum(both, 1), both > 0)
+    found |= _agreement(right.sum(1), support, said)
+    if num_classes > TOP and (predictions.most_ranked or num_classes) >= TOP:
+        found["top5"] = weights @ within_top_k(y, scores, TOP) / total
+    if predictions.probabilities:
+        gaps = weights * ((predicted == y) - scores.max(1))
+        by_bin = _by_group(gaps, calibration_bin(scores), CALIBRATION_BINS)
+        found["calibration_error"] = np.abs(by_bin).sum(1) / total
+        found["log_loss"] = _log_loss(y, scores, weights)
+    found["auroc"] = _auroc(y, scores, weights, support)
+    return found
+
+
+def _weights(predictions: Predictions, resamples: int) -> Iterator[Matrix]:
+    """Yield weights of resamples in blocks, (b, n) each.
+
+    The same predictions get the same resamples.
+    """
+    count, groups = len(predictions.y), predictions.groups
+    of_row = np.arange(count) if groups is None else np.unique(groups, False, True)[1]
+    units = int(of_row.max()) + 1
+    rng = np.random.default_rng(0)
+    step = max(1, _BLOCK_NUMBERS // count)
+    for start in range(0, resamples, step):
+        drawn = rng.integers(units, size=(min(step, resamples - start), units))
+        drawn += units * np.arange(len(drawn))[:, None]
+        times = np.bincount(drawn.ravel(), minlength=drawn.size).reshape(drawn.shape)
+        yield times[:, of_row].astype(np.float64)
+
+
+def _differ(values: Matrix) -> bool:
+    """Return whether values differ by more than rounding."""
+    if not len(values):
+        return False
+    return float(np.ptp(values)) > _EQUAL * max(1.0, float(np.abs(values).max()))
+
+
+def _by_group(values: Matrix, of_row: npt.NDArray[np.integer], count: int) -> Matrix:
+    """Sum (b, n) values over the rows of each group, (b, count)."""
+    order = np.argsort(of_row, kind="stable")
+    there, starts = np.unique(of_row[order], return_index=True)
+    sums = np.zeros((len(values), count))
+    sums[:, there] = np.add.reduceat(values[:, order], starts, axis=1)
+    return sums
+
+
+def _mean_where(values: Matrix, there: npt.NDArray[np.bool_]) -> Matrix:
+    """Return the mean of each row's values where there are some."""
+    mean: Matrix = (values * there).sum(1) / there.sum(1)
+    return mean
+
+
+def _agreement(right: Matrix, support: Matrix, said: Matrix) -> dict[str, Matrix]:
+    """Compute Matthews' correlation and Cohen's kappa from the margins of the confusion matrix.
+
+    With c of s rows right, t rows of a class and p predicted as it,
+
+        mcc   = (c s - sum t p) / sqrt((s^2 - sum p^2) (s^2 - sum t^2))
+        kappa = (c s - sum t p) / (s^2 - sum t p)
+
+    (J. Gorodkin, Comparing Two K-Category Assignments by a K-Category Correlation Coefficient,
+    2004). Both are undefined if all rows are of one class, mcc also if all are predicted as one.
+    """
+    square = support.sum(1) ** 2
+    chance = (support * said).sum(1)
+    above = right * support.sum(1) - chance
+    of_true, of_said = square - (support**2).sum(1), square - (said**2).sum(1)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        mcc = np.where((of_true > 0) & (of_said > 0), above / np.sqrt(of_true * of_said), np.nan)
+        kappa = np.where(of_true > 0, above / (square - chance), np.nan)
+    return {"mcc": mcc, "kappa": kappa}
+
+
+def _log_loss(y: npt.NDArray[np.int64], scores: Matrix, weights: Matrix) -> Matrix:
+    """Compute the mean of -log of the probability of the true class; NaN where it is infinite."""
+    own = scores[np.arange(len(y)), y]
+    smallest = np.finfo(np.float64).eps
+    losses = -np.log(np.clip(own, smallest, 1 - smallest))
+    found: Matrix = weights @ losses / weights.sum(1)
+    found[weights @ (own == 0) > 0] = np.nan
+    return found
+
+
+def _auroc(y: npt.NDArray[np.int64], scores: Matrix, weights: Matrix, support: Matrix) -> Matrix:
+    """Compute the mean area under the ROC curve of each tested class against the others.
+
+    The area is the share of pairs of a row of the class and one of the others in which the first
+    has the larger score, ties counting half. With the weights w of the m rows of the class and the
+    sum A of the weights of all rows with a smaller score, plus half of those with the same, it is
+    (sum w A - m^2 / 2) / (m (n - m)), since the pairs within the class sum to m^2 / 2.
+    """
+    total = support.sum(1)
+    areas = np.zeros(len(weights))
+    by_row = np.ascontiguousarray(weights.T)
+    below = np.zeros((len(y) + 1, len(weights)))
+    for label in np.unique(y).tolist():
+        order = np.argsort(scores[:, label])
+        ranked = scores[order, label]
+        np.cumsum(by_row[order], axis=0, out=below[1:])
+        own = np.flatnonzero(y == label)
+        first = np.searchsorted(ranked, scores[own, label], side="left")
+        last = np.searchsorted(ranked, scores[own, label], side="right")
+        sums = (by_row[own] * (below[first] + below[last])).sum(0) / 2
+        count = support[:, label]
+        pairs = count * (total - count)
+        areas += (sums - count**2 / 2) / np.where(pairs > 0, pairs, 1)
+    num_tested = (support > 0).sum(1)
+    return np.where(num_tested > 1, areas / num_tested, np.nan)

@@ -195,9 +195,17 @@ def top_k(y: npt.NDArray[np.int64], scores: npt.NDArray[np.float64], k: int) -> 
 
     Ties count against a row, so that classes without a vote do not win by their position.
     """
+    return float(within_top_k(y, scores, k).mean())
+
+
+def within_top_k(
+    y: npt.NDArray[np.int64], scores: npt.NDArray[np.float64], k: int
+) -> npt.NDArray[np.bool_]:
+    """Return whether each row counts in `top_k`, (n,)."""
     own = scores[np.arange(len(y)), y]
     others = (scores >= own[:, None]).sum(1) - 1
-    return float((others < k).mean())
+    within: npt.NDArray[np.bool_] = others < k
+    return within
 
 
 def calibration_error(
@@ -215,10 +223,17 @@ def calibration_error(
     """
     confidence = scores.max(1)
     right = scores.argmax(1) == y
-    edges = np.linspace(0, 1, bins + 1)[1:-1]
-    bin_of = np.searchsorted(edges, confidence, side="left")
-    gap = np.bincount(bin_of, weights=right - confidence, minlength=bins)
+    gap = np.bincount(calibration_bin(scores, bins), weights=right - confidence, minlength=bins)
     return float(np.abs(gap).sum() / len(y))
+
+
+def calibration_bin(
+    scores: npt.NDArray[np.float64], bins: int = CALIBRATION_BINS
+) -> npt.NDArray[np.int64]:
+    """Return the bin of `calibration_error` of each row, (n,)."""
+    edges = np.linspace(0, 1, bins + 1)[1:-1]
+    found: npt.NDArray[np.int64] = np.searchsorted(edges, scores.max(1), side="left")
+    return found
 
 
 def mean_and_spread(values: list[float]) -> dict[str, Any]:

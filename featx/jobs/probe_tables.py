@@ -24,7 +24,7 @@ def layers_table(config: Config, result: dict[str, Any]) -> str:
                 f"{-100 * tests[layer]['difference']:+.1f}",
                 f"{low:+.1f} to {high:+.1f}",
                 f"{tests[layer]['p_holm']:.2g}",
-                _yes_or_no(tests[layer]["told_apart"]),
+                yes_or_no(tests[layer]["told_apart"]),
             ]
         elif tests:
             cells += ["best", "", "", ""]
@@ -58,7 +58,7 @@ def seeds_table(config: Config, result: dict[str, Any]) -> str:
                 f"{points:+.1f} ± {100 * difference['std']:.1f}",
                 f"{better} of {count}",
                 "-" if p is None else f"{p:.2g}",
-                _yes_or_no(difference["told_apart"]),
+                yes_or_no(difference["told_apart"]),
             ]
         elif about["differences"]:
             cells += ["best", "", "", ""]
@@ -80,7 +80,7 @@ def seeds_table(config: Config, result: dict[str, Any]) -> str:
     return shown
 
 
-def _yes_or_no(value: bool | None) -> str:
+def yes_or_no(value: bool | None) -> str:
     """Return a truth value for people; '-' if it is unknown."""
     return "-" if value is None else "yes" if value else "no"
 

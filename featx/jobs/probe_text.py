@@ -44,7 +44,7 @@ def _answer(result: dict[str, Any]) -> str:
     folds = result.get("layer_of_folds")
     of_folds = ""
     if folds:
-        of_folds = f", with the layer that each fold chose within training ({_counts(folds)})"
+        of_folds = f", with the layer that each fold chose within training ({counts_text(folds)})"
     of_seed = f" of seed {result['split']['seed']}" if result["seeds"] else ""
     answer = (
         f"Best layer{of_seed}: {result['layer']} ({result['method']}, chosen on validation rows). "
@@ -64,11 +64,11 @@ def _comparison(result: dict[str, Any]) -> list[str]:
     other, found = min(tests.items(), key=lambda test: test[1]["difference"])
     return [
         _difference_text(result["layer"], other, found),
-        *_alike_text(result["layer"], tests, f"the test {found['unit']}s"),
+        *alike_text(result["layer"], tests, f"the test {found['unit']}s"),
     ]
 
 
-def _alike_text(best: str, tests: dict[str, Any], where: str) -> list[str]:
+def alike_text(best: str, tests: dict[str, Any], where: str) -> list[str]:
     """Return which layers cannot be told apart from the best one; nothing if that is unknown.
 
     Args:
@@ -76,7 +76,7 @@ def _alike_text(best: str, tests: dict[str, Any], where: str) -> list[str]:
         tests: other layer -> its comparison with the best one.
         where: what they are compared on.
     """
-    if any(found["told_apart"] is None for found in tests.values()):
+    if not tests or any(found["told_apart"] is None for found in tests.values()):
         return []
     alike = [layer for layer, found in tests.items() if not found["told_apart"]]
     if not alike:
@@ -136,9 +136,9 @@ def _seeds_answer(result: dict[str, Any]) -> str:
         f"Over {len(about['seeds'])} splits {percent_text(found['mean'])} of the test rows are "
         f"right, standard deviation {100 * found['std']:.1f} points, smallest "
         f"{percent_text(found['min'])}, largest {percent_text(found['max'])}, with the layer that "
-        f"each split chose on validation rows ({_counts(about['layer_of_seeds'])})."
+        f"each split chose on validation rows ({counts_text(about['layer_of_seeds'])})."
     )
-    alike = _alike_text(about["layer"], about["differences"], f"the {len(about['seeds'])} splits")
+    alike = alike_text(about["layer"], about["differences"], f"the {len(about['seeds'])} splits")
     lines = [answer, *alike, *_highest_on_test(result)]
     return "\n".join(textwrap.fill(line, WIDTH) for line in lines)
 
@@ -148,7 +148,7 @@ def _task_text(result: dict[str, Any]) -> str:
     return f"{result['task']}: {result['task_reason']}"
 
 
-def _counts(layers: list[str]) -> str:
+def counts_text(layers: list[str]) -> str:
     """Return how many folds or seeds chose each layer, the most frequent first."""
     counts = Counter(layers).most_common()
     return ", ".join(

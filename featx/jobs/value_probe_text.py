@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import textwrap
-from collections import Counter
 from typing import Any
 
 from featx.base import WIDTH, command_text, facts, shown_path, table
 from featx.config import Config
 from featx.errors import counted
-from featx.jobs.probe_text import groups_text, split_text
+from featx.jobs.probe_tables import yes_or_no
+from featx.jobs.probe_text import alike_text, counts_text, groups_text, split_text
 from featx.storage import parse_path
 from featx.store import layout
 
@@ -31,7 +31,10 @@ def values_text(config: Config, result: dict[str, Any]) -> str:
         if name in about[method]["not_available"]
     ]
     shown = [_layers_table(config, result), *(textwrap.fill(line, WIDTH) for line in reasons)]
-    return "\n\n".join([_answer(result), "\n".join(shown), facts(_facts(config, result))])
+    parts = [_answer(result), "\n".join(shown), facts(_facts(config, result))]
+    if result["seeds"]:
+        parts = [_seeds_answer(result), _seeds_table(config, result), *parts]
+    return "\n\n".join(parts)
 
 
 def _number(value: float | None) -> str:
@@ -49,13 +52,68 @@ def _answer(result: dict[str, Any]) -> str:
     more = ", ".join(f"{label} {_number(result[key])}" for label, key in others)
     folds = ""
     if chosen := result.get("layer_of_folds"):
-        counts = ", ".join(f"{layer} in {count}" for layer, count in Counter(chosen).items())
-        folds = f" Each fold chose its layer within training ({counts})."
+        folds = f" Each fold chose its layer within training ({counts_text(chosen)})."
+    of_seed = f" of seed {result['split']['seed']}" if result["seeds"] else ""
     return textwrap.fill(
-        f"Best layer: {result['layer']} ({result['method']}, chosen on validation rows). {first} "
-        f"{_number(result[name])}, {interval}; {more}; {result['rows']} test rows.{folds}",
+        f"Best layer{of_seed}: {result['layer']} ({result['method']}, chosen on validation rows). "
+        f"{first} {_number(result[name])}, {interval}; {more}; {result['rows']} test rows.{folds}",
         WIDTH,
     )
+
+
+def _seeds_answer(result: dict[str, Any]) -> str:
+    """Return the metrics over the splits of all seeds."""
+    about, (_, name) = result["seeds"], _METRICS[result["task"]][0]
+    shown = [
+        f"{label} {_spread_text(about['chosen'][key])}" for label, key in _METRICS[result["task"]]
+    ]
+    span = about["chosen"][name]
+    between = "" if span is None else f" (from {span['min']:.3f} to {span['max']:.3f})"
+    answer = (
+        f"Over {len(about['seeds'])} splits {shown[0]}{between}, {', '.join(shown[1:])}, with the "
+        "layer that each split chose on validation rows "
+        f"({counts_text(about['layer_of_seeds'])})."
+    )
+    alike = alike_text(
+        about["layer"], about["differences"] or {}, f"the {len(about['seeds'])} splits"
+    )
+    return "\n".join(textwrap.fill(line, WIDTH) for line in [answer, *alike])
+
+
+def _seeds_table(config: Config, result: dict[str, Any]) -> str:
+    """Format a table of the metrics over all splits, with one row per layer and method."""
+    metrics, about = _METRICS[result["task"]], result["seeds"]
+    rows = []
+    for layer, of_layer in about["layers"].items():
+        for method in config.probe.methods:
+            cells = [layer, method, *(_spread_text(of_layer[method][key]) for _, key in metrics)]
+            found = (about["differences"] or {}).get(layer)
+            if about["differences"] and method == config.probe.methods[0]:
+                cells += ["best", "", ""] if found is None else _difference_cells(found)
+            elif about["differences"]:
+                cells += ["", "", ""]
+            rows.append(cells)
+    header = ["layer", "method", *(label for label, _ in metrics)]
+    if about["differences"]:
+        header += [f"{metrics[0][0]} against\nbest", "p", "told\napart"]
+    shown = table(header, rows, left=2) + "\nMean ± standard deviation over the splits."
+    if about["differences"]:
+        shown += (
+            " p: corrected resampled t-test (Nadeau and Bengio,\n2003), corrected for the number "
+            "of layers (Holm); told apart: p < 0.05."
+        )
+    return shown
+
+
+def _difference_cells(found: dict[str, Any]) -> list[str]:
+    """Return the difference of a layer to the best one, its p, and whether they are told apart."""
+    p = "-" if found["p_holm"] is None else f"{found['p_holm']:.2g}"
+    return [f"{-found['mean']:+.3f} ± {found['std']:.3f}", p, yes_or_no(found["told_apart"])]
+
+
+def _spread_text(found: dict[str, Any] | None) -> str:
+    """Format mean and standard deviation; '-' if a metric is not available for every seed."""
+    return "-" if found is None else f"{found['mean']:.3f} ± {found['std']:.3f}"
 
 
 def _layers_table(config: Config, result: dict[str, Any]) -> str:

@@ -143,6 +143,29 @@ def test_groups_and_near_duplicates_are_in_the_file() -> None:
     assert found["effective_rows"] == pytest.approx(effective)
 
 
+def test_near_duplicates_are_those_of_the_split_of_each_seed() -> None:
+    rng = np.random.default_rng(3)
+    x, y = rng.normal(size=(100, 80)).astype(np.float32), np.arange(100) % 2
+    x[1::4] = x[0::4] + 0.01 * rng.normal(size=(25, 80)).astype(np.float32)
+    write_store(Path("store"), y, x=x, half=x[:, :40])
+    found = probe(seeds=2, method="ridge", l2=1)
+    unit = (x - x.mean(0)) / x.std(0)
+    unit /= np.linalg.norm(unit, axis=1, keepdims=True)
+    for seed in "01":
+        rows = [row for row in lines() if row["seed"] == seed]
+        test = [row for row in rows if (row["layer"], row["split"]) == ("half", "test")]
+        train = [int(row["key"].removesuffix(".jpg")) for row in rows if row["split"] != "test"]
+        near = 0
+        for row in test:
+            cosines = unit[train] @ unit[int(row["key"].removesuffix(".jpg"))]
+            expected = f"{train[int(cosines.argmax())]:05d}.jpg" if cosines.max() > 0.9 else ""
+            assert row["near_duplicate"] == expected
+            near += bool(expected)
+        assert near > 0
+        if seed == "0":
+            assert found["near_duplicates"]["rows"] == near
+
+
 def test_a_file_with_too_many_scores_names_no_classes() -> None:
     x, y = blobs(90)
     write_store(Path("store"), y, x=x)

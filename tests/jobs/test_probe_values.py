@@ -189,6 +189,38 @@ def test_rows_without_a_value_and_groups() -> None:
     assert found["unit"] == "group"
 
 
+def test_seeds_have_a_spread_and_differences_of_their_own(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    store_with(age=AGE)
+    found = probe(label_column="age", seeds=3, method=["linear", "knn"])
+    out, seeds = " ".join(capsys.readouterr().out.split()), found["seeds"]
+    assert seeds["seeds"] == [0, 1, 2]
+    values: dict[tuple[str, str], list[float]] = {}
+    for layer in ("x", "odd"):
+        for method in ("linear", "knn"):
+            for seed in "012":
+                rows = [row for row in lines(method, layer) if row["seed"] == seed]
+                true, said = (
+                    np.array([float(row[name]) for row in rows]) for name in ("true", "predicted")
+                )
+                values.setdefault((layer, method), []).append(oracle.r2_score(true, said))
+            entry = seeds["layers"][layer][method]["r2"]
+            assert entry["values"] == pytest.approx(values[layer, method])
+            assert entry["std"] == pytest.approx(np.std(values[layer, method], ddof=1))
+    assert (seeds["layer"], seeds["layer_of_seeds"]) == ("x", ["x"] * 3)
+    gain = np.subtract(values["x", "linear"], values["odd", "linear"])
+    error = np.std(gain, ddof=1) * np.sqrt(1 / 3 + 60 / 240)
+    p = 2 * stats.t.sf(gain.mean() / error, 2)
+    assert seeds["differences"]["odd"]["p"] == pytest.approx(p)
+    assert seeds["chosen"]["r2"]["mean"] == pytest.approx(np.mean(values["x", "linear"]))
+    assert out.startswith(f"Over 3 splits R2 {np.mean(values['x', 'linear']):.3f} ± ")
+    first = probe(label_column="age", method=["linear", "knn"])
+    assert first["seeds"] is None
+    assert first["r2"] == found["r2"]
+    assert first["interval"] == found["interval"]
+
+
 def test_more_features_than_rows_and_constant_features() -> None:
     wide = RNG.normal(size=(24, 100)).astype(np.float32)
     wide[:, 7] = 3
@@ -222,7 +254,6 @@ def test_a_label_without_test_rows_is_not_counted() -> None:
         ({"task": "number", "label_column": "age"}, "expected one of auto, classification"),
         ({"label_separator": ","}, r"probe\.label_separator has an effect"),
         ({"label_column": "age", "method": "ridge"}, "use linear, which is ridge regression"),
-        ({"label_column": "age", "seeds": 3}, r"probe\.seeds has an effect on classification only"),
         ({"label_column": "age", "shots": [1]}, r"probe\.shots has an effect on classification"),
     ],
 )

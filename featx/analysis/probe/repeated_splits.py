@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from featx.analysis.probe.metrics import METRICS, mean_and_spread
+from featx.analysis.probe.metrics import METRICS
 from featx.analysis.probe.nested_selection import split_accuracies
-from featx.analysis.probe.paired_tests import ALPHA, holm, resampled_test
 from featx.analysis.probe.result import SeedProbe
+from featx.analysis.probe.split_differences import SplitValues, differences, spread
 
 
 def seeds_entry(of_seeds: Sequence[SeedProbe], methods: Sequence[str]) -> dict[str, Any]:
@@ -24,7 +24,7 @@ def seeds_entry(of_seeds: Sequence[SeedProbe], methods: Sequence[str]) -> dict[s
         seeds; layer_of_seeds, the layer that each seed chose on its validation rows, and chosen,
         the metrics with it; layers -> method -> metrics; layer, the one with the highest mean
         accuracy on the validation rows of all seeds; and differences, other layer -> entry of
-        `_difference`. A metric is given by `_spread`.
+        `differences`. A metric is given by `spread`.
     """
     method = methods[0]
     tops = [each.top(method) for each in of_seeds]
@@ -38,6 +38,14 @@ def seeds_entry(of_seeds: Sequence[SeedProbe], methods: Sequence[str]) -> dict[s
         return round(float(np.mean(found)), 12)  # means may differ in their last bits
 
     best = max(layers, key=merit)
+    splits = [split for each in of_seeds for split in each.task.splits]
+    accuracies = {
+        layer: SplitValues(
+            [about["accuracy"] for about in values(layer, method)],
+            [value for each in of_seeds for value in split_accuracies(each, layer, method)],
+        )
+        for layer in layers
+    }
     return {
         "seeds": [each.task.seed for each in of_seeds],
         "layer_of_seeds": [top.layer for top in tops],
@@ -46,44 +54,8 @@ def seeds_entry(of_seeds: Sequence[SeedProbe], methods: Sequence[str]) -> dict[s
             layer: {name: _metrics(values(layer, name)) for name in methods} for layer in layers
         },
         "layer": best,
-        "differences": _differences(of_seeds, best, method),
+        "differences": differences(accuracies, best, splits),
     }
-
-
-def _differences(of_seeds: Sequence[SeedProbe], best: str, method: str) -> dict[str, Any]:
-    """Compare a layer with each other one over the splits of all seeds.
-
-    Args:
-        of_seeds: results of each seed.
-        best: the layer.
-        method: the method.
-
-    Returns:
-        other layer -> spread over the seeds of the accuracy of the best layer minus that of the
-        other one; interval and p of the mean over all splits, as returned by `resampled_test`;
-        p_holm, corrected for the number of layers; and told_apart, whether it is below ALPHA.
-        Without scipy the last four are None.
-    """
-    splits = [split for each in of_seeds for split in each.task.splits]
-    share = float(np.mean([len(split.test) / len(split.train) for split in splits]))
-    found: dict[str, Any] = {}
-    for layer in of_seeds[0].layers:
-        if layer == best:
-            continue
-        of_splits, differences = list[float](), list[float]()
-        for each in of_seeds:
-            mine, theirs = (split_accuracies(each, name, method) for name in (best, layer))
-            of_splits += [a - b for a, b in zip(mine, theirs, strict=True)]
-            ours, others = (each.layers[name].about[method]["accuracy"] for name in (best, layer))
-            differences.append(ours - others)
-        interval, p = resampled_test(of_splits, share)
-        found[layer] = {**_spread(differences), "interval": interval, "p": p}
-    p_values = [each["p"] for each in found.values()]
-    known = None not in p_values
-    corrected = holm(p_values) if known else p_values
-    for each, p in zip(found.values(), corrected, strict=True):
-        each["p_holm"], each["told_apart"] = p, p < ALPHA if known else None
-    return found
 
 
 def _metrics(of_seeds: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -91,10 +63,5 @@ def _metrics(of_seeds: Sequence[dict[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name in METRICS:
         values = [each[name] for each in of_seeds]
-        found[name] = None if None in values else _spread(values)
+        found[name] = None if None in values else spread(values)
     return found
-
-
-def _spread(values: list[float]) -> dict[str, Any]:
-    """Return mean, sample standard deviation, smallest and largest value, and the values."""
-    return {**mean_and_spread(values), "min": min(values), "max": max(values)}

@@ -73,7 +73,7 @@ def run_probe(
                 features = layer_features(config, tasks[0], layer, device)
                 for each in of_seeds:
                     first = each is of_seeds[0]
-                    extras = Extras(first and layer == widest, first, keeps_scores)
+                    extras = Extras(layer == widest, first, keeps_scores)
                     each.layers[layer] = probe_layer(
                         config, each.task, layer, features, each.choice, extras
                     )

@@ -6,12 +6,11 @@ import csv
 import io
 import textwrap
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from featx.analysis.probe.labelled_rows import Features, layer_rows
@@ -19,72 +18,17 @@ from featx.analysis.probe.logistic_regression import threads_for
 from featx.analysis.probe.output_files import write_result
 from featx.analysis.probe.result import run_entries, store_entries
 from featx.analysis.probe.row_predictions import SCORE
-from featx.analysis.probe.row_splits import RowSplits, missing_group_notes, split_rows
+from featx.analysis.probe.row_splits import missing_group_notes, split_rows
 from featx.analysis.probe.value_methods import FittedValues, ValueProblem, fit_values
-from featx.analysis.probe.value_metrics import (
-    MULTILABEL_METRICS,
-    REGRESSION_METRICS,
-    multilabel_metrics,
-    regression_metrics,
-    require_scikit_learn,
-)
-from featx.analysis.probe.values import TaskKind, Values, valued_rows
+from featx.analysis.probe.value_seeds import ValueSeed, value_seeds_entry
+from featx.analysis.probe.value_task import Matrix, ValueTask, check_options, check_splits
+from featx.analysis.probe.values import TaskKind, valued_rows
 from featx.base import WIDTH, choose_device, exact_cuda
 from featx.config import Config
-from featx.errors import ConfigError, DataError
 from featx.store import FeatureStore, matching_layers
-
-METHODS = ("linear", "knn")
-"""Methods that predict numbers and several labels."""
 
 RESAMPLES = 1000
 """Number of bootstrap resamples of the interval of the first metric."""
-
-_OF_CLASSES = ("test_store", "shots", "seeds", "bootstrap", "compare_store")
-"""Options that have an effect on classification only."""
-
-Matrix = npt.NDArray[np.float64]
-
-
-@dataclass(frozen=True)
-class ValueTask:
-    """Targets and splits, which are the same for all layers.
-
-    Attributes:
-        kind: 'regression' or 'multilabel'.
-        values: rows and targets.
-        rows: splits.
-        seed: seed of the splits.
-    """
-
-    kind: TaskKind
-    values: Values
-    rows: RowSplits
-    seed: int
-
-    @property
-    def test_places(self) -> npt.NDArray[np.int64]:
-        """(n,) test places of all splits, one after the other."""
-        return np.concatenate([split.test for split in self.rows.splits])
-
-    @property
-    def metrics(self) -> tuple[str, ...]:
-        """Names of the metrics; the first one is that of the answer."""
-        return REGRESSION_METRICS if self.kind.name == "regression" else MULTILABEL_METRICS
-
-    def judge(
-        self, places: npt.NDArray[np.int64], predicted: Matrix, only: str | None = None
-    ) -> dict[str, Any]:
-        """Compute the metrics of some places, with `not_available` for the others.
-
-        Args:
-            places: (n,) places.
-            predicted: (n, T) predictions.
-            only: name of the only metric to compute; None for all.
-        """
-        metrics = regression_metrics if self.kind.name == "regression" else multilabel_metrics
-        found, reasons = metrics(self.values.values[places], predicted, only)
-        return {**found, "not_available": reasons}
 
 
 def run_value_probe(
@@ -105,73 +49,44 @@ def run_value_probe(
         FeatxError: the store or the options do not allow such a probe.
     """
     started_at = time.perf_counter()
-    _check(config, kind)
+    check_options(config, kind)
     layers = matching_layers(store, config.layers)
     device = choose_device(config.device)
     values = valued_rows(store, config.probe, kind)
-    task = ValueTask(kind, values, split_rows(config, values.labelled), config.seed)
-    _check_splits(task, config)
-    found: dict[str, dict[str, Any]] = {}
-    fits: dict[tuple[str, str], list[FittedValues]] = {}
+    of_seeds = []
+    for seed in range(config.seed, config.seed + (config.probe.seeds or 1)):
+        rows = split_rows(replace(config, seed=seed), values.labelled)
+        task = ValueTask(kind, values, rows, seed)
+        check_splits(task, config)
+        of_seeds.append(ValueSeed(task, {}, {}))
     for layer in layers:
-        rows = layer_rows(values.labelled, layer)
         with torch.no_grad(), exact_cuda:
-            features = Features([rows], device, config.probe.memory_gib * (1 << 30))
-            found[layer] = {"features": features.width, "streamed": features.whole is None}
-            for method in config.probe.methods:
-                found[layer][method], fits[layer, method] = _probe(config, task, features, method)
-        shown = [
-            f"{method} {name} {_text(found[layer][method][name])}"
-            for method in config.probe.methods
-            for name in task.metrics[:1]
-        ]
-        text = f"{layer}: {features.width} features; {', '.join(shown)}"
-        log(textwrap.fill(text, WIDTH, subsequent_indent="  "))
-    result = _result(config, task, found, fits, time.perf_counter() - started_at)
-    write_result(store, result, _predictions_csv(task, fits))
+            stored = layer_rows(values.labelled, layer)
+            features = Features([stored], device, config.probe.memory_gib * (1 << 30))
+            for each in of_seeds:
+                about: dict[str, Any] = {"features": features.width}
+                about["streamed"] = features.whole is None
+                each.layers[layer] = about
+                for method in config.probe.methods:
+                    entry, fits = _probe(config, each.task, features, method)
+                    about[method], each.fits[layer, method] = entry, fits
+        log(_line(layer, of_seeds, config.probe.methods))
+    result = _result(config, of_seeds[0], time.perf_counter() - started_at)
+    several = len(of_seeds) > 1
+    result["seeds"] = value_seeds_entry(of_seeds, config.probe.methods) if several else None
+    write_result(store, result, _predictions_csv(of_seeds))
     return result
 
 
-def _text(value: float | None) -> str:
-    """Format a metric; '-' if it is not available."""
-    return "-" if value is None else f"{value:.3f}"
-
-
-def _check(config: Config, kind: TaskKind) -> None:
-    """Refuse options and methods of classification.
-
-    Raises:
-        ConfigError: there is one.
-        MissingExtraError: scikit-learn is not installed.
-    """
-    require_scikit_learn(kind.name)
-    for name in _OF_CLASSES:
-        if getattr(config.probe, name) is not None:
-            raise ConfigError(
-                f"probe.{name} has an effect on classification only; this is {kind.name} "
-                f"({kind.reason})."
-            )
-    if config.probe.calibration != "none":
-        raise ConfigError(f"probe.calibration has an effect on classes only; this is {kind.name}.")
-    if others := set(config.probe.methods) - set(METHODS):
-        raise ConfigError(
-            f"probe.method={', '.join(sorted(others))} predicts classes; with {kind.name} "
-            f"({kind.reason}) use linear, which is ridge regression for numbers, or knn."
-        )
-
-
-def _check_splits(task: ValueTask, config: Config) -> None:
-    """Check that no set of rows is empty.
-
-    Raises:
-        DataError: one is.
-    """
-    for split in task.rows.splits:
-        if min(len(split.fit), len(split.validation), len(split.test)) == 0:
-            raise DataError(
-                f"{len(task.values.values)} rows with a value of {config.probe.label_column} are "
-                "too few to be divided into training, validation and test rows."
-            )
+def _line(layer: str, of_seeds: Sequence[ValueSeed], methods: Sequence[str]) -> str:
+    """Return the line of text about a layer, with the mean of the first metric of all seeds."""
+    name, shown = of_seeds[0].task.metrics[0], []
+    for method in methods:
+        values = [each.layers[layer][method][name] for each in of_seeds]
+        mean = "-" if None in values else f"{np.mean(values):.3f}"
+        shown.append(f"{method} {name} {mean}")
+    text = f"{layer}: {of_seeds[0].layers[layer]['features']} features; {', '.join(shown)}"
+    return textwrap.fill(text, WIDTH, subsequent_indent="  ")
 
 
 def _probe(
@@ -201,36 +116,24 @@ def _probe(
     return about, fits
 
 
-def _result(
-    config: Config,
-    task: ValueTask,
-    found: dict[str, dict[str, Any]],
-    fits: Mapping[tuple[str, str], list[FittedValues]],
-    seconds: float,
-) -> dict[str, Any]:
+def _result(config: Config, first: ValueSeed, seconds: float) -> dict[str, Any]:
     """Assemble probe.json.
 
-    With several folds each chooses its layer on its own validation rows (nested validation).
+    Args:
+        config: checked config with job=probe.
+        first: results of the first seed, which are reported in full.
+        seconds: duration of the probe.
     """
-    method = config.probe.methods[0]
-    best = min(found, key=lambda layer: found[layer][method]["validation_loss"])
-    folds = range(len(task.rows.splits))
-    chosen = [
-        min(found, key=lambda layer: fits[layer, method][fold].validation_loss) for fold in folds
-    ]
-    predicted = np.concatenate([fits[chosen[fold], method][fold].predicted for fold in folds])
-    nested = {}
-    if len(folds) > 1 and len(found) > 1:
-        nested = {"layer_of_folds": chosen, **task.judge(task.test_places, predicted)}
+    task, method = first.task, config.probe.methods[0]
+    top = first.top(method)
     return {
         **store_entries(task.values.labelled.store),
         "task": task.kind.name,
         "task_reason": task.kind.reason,
-        "layer": best,
+        "layer": top.layer,
         "method": method,
-        **found[best][method],
-        **nested,
-        **_interval(task, predicted),
+        **top.about,
+        **_interval(task, top.predicted),
         "targets": list(task.values.names),
         "rows_labelled": len(task.values.values),
         "split": task.rows.as_dict(config),
@@ -242,7 +145,7 @@ def _result(
         ],
         **run_entries(config, seconds),
         "head": None,
-        "layers": found,
+        "layers": first.layers,
     }
 
 
@@ -270,22 +173,28 @@ def _interval(task: ValueTask, predicted: Matrix) -> dict[str, Any]:
     return {"interval": interval, "resamples": RESAMPLES, "unit": unit, "units": len(units)}
 
 
-def _predictions_csv(task: ValueTask, fits: Mapping[tuple[str, str], list[FittedValues]]) -> bytes:
-    """Return predictions.csv: one line for each layer, method and test row."""
+def _predictions_csv(of_seeds: Sequence[ValueSeed]) -> bytes:
+    """Return predictions.csv: one line for each seed, layer, method and test row."""
     buffer = io.StringIO()
     writer = csv.writer(buffer)
-    if task.kind.name == "regression":
+    first = of_seeds[0].task
+    if first.kind.name == "regression":
         columns = ["true", "predicted"]
     else:
-        columns = [f"{what}{name}" for what in ("true:", SCORE) for name in task.values.names]
+        columns = [f"{what}{name}" for what in ("true:", SCORE) for name in first.values.names]
     writer.writerow(["layer", "method", "seed", "fold", "split", "key", "group", *columns])
-    labelled, groups = task.values.labelled, task.rows.groups
-    keys, seed = labelled.store.keys[labelled.rows], task.seed
-    several = len(task.rows.splits) > 1
-    for (layer, method), of_folds in fits.items():
-        for fold, (split, fit) in enumerate(zip(task.rows.splits, of_folds, strict=True), 1):
-            for place, predicted in zip(split.test.tolist(), fit.predicted.tolist(), strict=True):
-                group = "" if groups is None else int(groups[place])
-                line = [layer, method, seed, fold if several else "", "test", keys[place], group]
-                writer.writerow([*line, *task.values.values[place].tolist(), *predicted])
+    for each in of_seeds:
+        for (layer, method), fits in each.fits.items():
+            writer.writerows([layer, method, *line] for line in _test_lines(each.task, fits))
     return buffer.getvalue().encode("utf-8", "surrogateescape")
+
+
+def _test_lines(task: ValueTask, fits: Sequence[FittedValues]) -> Iterator[list[Any]]:
+    """Yield the columns of each test row of one layer and method, beginning with the seed."""
+    labelled, groups = task.values.labelled, task.rows.groups
+    keys, several = labelled.store.keys[labelled.rows], len(task.rows.splits) > 1
+    for fold, (split, fit) in enumerate(zip(task.rows.splits, fits, strict=True), 1):
+        for place, predicted in zip(split.test.tolist(), fit.predicted.tolist(), strict=True):
+            group = "" if groups is None else int(groups[place])
+            line = [task.seed, fold if several else "", "test", keys[place], group]
+            yield [*line, *task.values.values[place].tolist(), *predicted]

@@ -86,6 +86,9 @@ class ValueResults:
         scatter: predicted against true numbers, or None.
         labels: results of each label; empty for numbers, or without predictions.csv.
         notes: notes of the job.
+        repeated: (name for people, mean and standard deviation) of the metrics over the splits of
+            several seeds; empty without.
+        num_seeds: number of these splits, or 0.
     """
 
     task: str
@@ -101,6 +104,8 @@ class ValueResults:
     scatter: Scatter | None
     labels: list[LabelResult]
     notes: tuple[str, ...]
+    repeated: list[tuple[str, str]]
+    num_seeds: int
 
 
 def value_results(found: Mapping[str, Any], folder: Path) -> ValueResults:
@@ -138,7 +143,21 @@ def value_results(found: Mapping[str, Any], folder: Path) -> ValueResults:
         scatter=_scatter(truth[:, 0], predicted[:, 0]) if numbers and len(truth) else None,
         labels=[] if numbers else _labels(found["targets"], truth, predicted),
         notes=tuple(as_utf8(str(note)) for note in found["notes_on_rows"]),
+        repeated=_repeated(found["seeds"], names),
+        num_seeds=0 if found["seeds"] is None else len(found["seeds"]["seeds"]),
     )
+
+
+def _repeated(seeds: Mapping[str, Any] | None, names: Mapping[str, str]) -> list[tuple[str, str]]:
+    """Return mean and standard deviation of the metrics over several splits."""
+    if seeds is None:
+        return []
+    found = {label: seeds["chosen"][name] for name, label in names.items()}
+    return [
+        (label, f"{float(each['mean']):.3f} ± {float(each['std']):.3f}")
+        for label, each in found.items()
+        if each is not None
+    ]
 
 
 def _values(about: Mapping[str, Any], names: Mapping[str, str]) -> list[str]:
@@ -172,7 +191,8 @@ def _predictions(
     truth, predicted = [], []
     for line in csv.DictReader(io.StringIO(data.decode("utf-8", "surrogateescape"), newline="")):
         layer = chosen[min(int(line["fold"] or 1), len(chosen)) - 1]
-        if (line["layer"], line["method"]) == (layer, found["method"]):
+        asked = layer, found["method"], str(found["split"]["seed"])
+        if (line["layer"], line["method"], line["seed"]) == asked:
             truth.append([float(line[name]) for name in columns])
             predicted.append([float(line[name]) for name in others])
     return (np.array(truth), np.array(predicted)) if truth else (empty, empty)

@@ -1,0 +1,126 @@
+"""Probes of numbers and labels: results of one seed, and their spread over several."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from featx.analysis.probe.split_differences import SplitValues, differences, spread
+from featx.analysis.probe.value_methods import FittedValues
+from featx.analysis.probe.value_task import Matrix, ValueTask
+
+
+@dataclass(frozen=True)
+class ValueTop:
+    """Numbers of the best layer of one seed with one method.
+
+    Attributes:
+        layer: layer with the smallest validation loss.
+        about: its entry for the method. With several folds and layers its metrics are those of the
+            layers that the folds chose (nested validation), which `layer_of_folds` names.
+        predicted: (n, T) predictions for the test rows that the metrics are of.
+    """
+
+    layer: str
+    about: dict[str, Any]
+    predicted: Matrix
+
+
+@dataclass(frozen=True)
+class ValueSeed:
+    """Results of all layers with the splits of one seed.
+
+    Attributes:
+        task: targets and splits.
+        layers: layer -> its entry in probe.json.
+        fits: (layer, method) -> fit of each split.
+    """
+
+    task: ValueTask
+    layers: dict[str, dict[str, Any]]
+    fits: dict[tuple[str, str], list[FittedValues]]
+
+    def top(self, method: str) -> ValueTop:
+        """Return the numbers of the best layer; each fold chooses on its own validation rows."""
+        best = min(self.layers, key=lambda layer: self.layers[layer][method]["validation_loss"])
+        folds = range(len(self.task.rows.splits))
+        chosen = [
+            min(self.layers, key=lambda layer: self.fits[layer, method][fold].validation_loss)
+            for fold in folds
+        ]
+        predicted = [self.fits[chosen[fold], method][fold].predicted for fold in folds]
+        rows, about = np.concatenate(predicted), self.layers[best][method]
+        if len(folds) > 1 and len(self.layers) > 1:
+            metrics = self.task.judge(self.task.test_places, rows)
+            about = {**about, "layer_of_folds": chosen, **metrics}
+        return ValueTop(best, about, rows)
+
+    def of_splits(self, layer: str, method: str) -> list[float | None]:
+        """Return the first metric of a layer on the test rows of each split."""
+        name = self.task.metrics[0]
+        pairs = zip(self.task.rows.splits, self.fits[layer, method], strict=True)
+        return [self.task.judge(split.test, fit.predicted, name)[name] for split, fit in pairs]
+
+
+def value_seeds_entry(of_seeds: Sequence[ValueSeed], methods: Sequence[str]) -> dict[str, Any]:
+    """Return the entry `seeds` of probe.json.
+
+    Args:
+        of_seeds: results of each seed, two or more.
+        methods: methods of the probe, of which the first one chooses the best layer.
+
+    Returns:
+        seeds; layer_of_seeds, the layer that each seed chose on its validation rows, and chosen,
+        the metrics with it; layers -> method -> metrics; layer, the one with the smallest mean loss
+        on the validation rows of all seeds; and differences of the first metric, as returned by
+        `differences`, None if it is not available in every split. A metric is given by `spread`.
+    """
+    first, method = of_seeds[0], methods[0]
+    names, layers = first.task.metrics, list(first.layers)
+    tops = [each.top(method) for each in of_seeds]
+
+    def values(layer: str, name: str) -> list[dict[str, Any]]:
+        return [each.layers[layer][name] for each in of_seeds]
+
+    def loss(layer: str) -> float:
+        return float(np.mean([about["validation_loss"] for about in values(layer, method)]))
+
+    best = min(layers, key=loss)
+    return {
+        "seeds": [each.task.seed for each in of_seeds],
+        "layer_of_seeds": [top.layer for top in tops],
+        "chosen": _metrics(names, [top.about for top in tops]),
+        "layers": {
+            layer: {name: _metrics(names, values(layer, name)) for name in methods}
+            for layer in layers
+        },
+        "layer": best,
+        "differences": _differences(of_seeds, best, method),
+    }
+
+
+def _metrics(names: Sequence[str], of_seeds: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the spread of each metric, None for one that is not available for every seed."""
+    found: dict[str, Any] = {}
+    for name in names:
+        values = [each[name] for each in of_seeds]
+        found[name] = None if None in values else spread(values)
+    return found
+
+
+def _differences(of_seeds: Sequence[ValueSeed], best: str, method: str) -> dict[str, Any] | None:
+    """Compare a layer with each other one by the first metric."""
+    name = of_seeds[0].task.metrics[0]
+    found = {}
+    for layer in of_seeds[0].layers:
+        in_all = [each.layers[layer][method][name] for each in of_seeds]
+        of_splits = [value for each in of_seeds for value in each.of_splits(layer, method)]
+        known = [value for value in of_splits if value is not None]
+        if None in in_all or len(known) < len(of_splits):
+            return None
+        found[layer] = SplitValues(in_all, known)
+    splits = [split for each in of_seeds for split in each.task.rows.splits]
+    return differences(found, best, splits)

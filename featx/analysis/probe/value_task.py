@@ -1,0 +1,107 @@
+"""Task of a probe of numbers or of several labels: targets, splits and metrics."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from featx.analysis.probe.row_splits import RowSplits
+from featx.analysis.probe.value_metrics import (
+    MULTILABEL_METRICS,
+    REGRESSION_METRICS,
+    multilabel_metrics,
+    regression_metrics,
+    require_scikit_learn,
+)
+from featx.analysis.probe.values import TaskKind, Values
+from featx.config import Config
+from featx.errors import ConfigError, DataError
+
+METHODS = ("linear", "knn")
+"""Methods that predict numbers and several labels."""
+
+_OF_CLASSES = ("test_store", "shots", "bootstrap", "compare_store")
+"""Options that have an effect on classification only."""
+
+Matrix = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class ValueTask:
+    """Targets and splits, which are the same for all layers.
+
+    Attributes:
+        kind: 'regression' or 'multilabel'.
+        values: rows and targets.
+        rows: splits.
+        seed: seed of the splits.
+    """
+
+    kind: TaskKind
+    values: Values
+    rows: RowSplits
+    seed: int
+
+    @property
+    def test_places(self) -> npt.NDArray[np.int64]:
+        """(n,) test places of all splits, one after the other."""
+        return np.concatenate([split.test for split in self.rows.splits])
+
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        """Names of the metrics; the first one is that of the answer."""
+        return REGRESSION_METRICS if self.kind.name == "regression" else MULTILABEL_METRICS
+
+    def judge(
+        self, places: npt.NDArray[np.int64], predicted: Matrix, only: str | None = None
+    ) -> dict[str, Any]:
+        """Compute the metrics of some places, with `not_available` for the others.
+
+        Args:
+            places: (n,) places.
+            predicted: (n, T) predictions.
+            only: name of the only metric to compute; None for all.
+        """
+        metrics = regression_metrics if self.kind.name == "regression" else multilabel_metrics
+        found, reasons = metrics(self.values.values[places], predicted, only)
+        return {**found, "not_available": reasons}
+
+
+def check_options(config: Config, kind: TaskKind) -> None:
+    """Refuse options and methods of classification.
+
+    Raises:
+        ConfigError: there is one.
+        MissingExtraError: scikit-learn is not installed.
+    """
+    require_scikit_learn(kind.name)
+    for name in _OF_CLASSES:
+        if getattr(config.probe, name) is not None:
+            raise ConfigError(
+                f"probe.{name} has an effect on classification only; this is {kind.name} "
+                f"({kind.reason})."
+            )
+    if config.probe.calibration != "none":
+        raise ConfigError(f"probe.calibration has an effect on classes only; this is {kind.name}.")
+    if others := set(config.probe.methods) - set(METHODS):
+        raise ConfigError(
+            f"probe.method={', '.join(sorted(others))} predicts classes; with {kind.name} "
+            f"({kind.reason}) use linear, which is ridge regression for numbers, or knn."
+        )
+
+
+def check_splits(task: ValueTask, config: Config) -> None:
+    """Check that no set of rows is empty.
+
+    Raises:
+        DataError: one is.
+    """
+    for split in task.rows.splits:
+        if min(len(split.fit), len(split.validation), len(split.test)) == 0:
+            raise DataError(
+                f"{len(task.values.values)} rows with a value of {config.probe.label_column} are "
+                "too few to be divided into training, validation and test rows."
+            )

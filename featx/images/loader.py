@@ -106,7 +106,10 @@ class Loader:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._stack.close()
+        try:
+            self._stack.close()
+        finally:
+            self._rows.close()
 
     @property
     def warnings(self) -> dict[str, int]:

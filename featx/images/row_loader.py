@@ -101,6 +101,10 @@ class RowLoader:
         self._regions = source if isinstance(source, RegionSource) else None
         self._whole_images = WholeImages()
 
+    def close(self) -> None:
+        """Drop the images that were kept for further boxes."""
+        self._whole_images.clear()
+
     def fill(
         self,
         row: int,

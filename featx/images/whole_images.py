@@ -104,6 +104,11 @@ class WholeImages:
             raise entry.error
         return entry.whole
 
+    def clear(self) -> None:
+        """Drop all images; called when no thread asks for one any more."""
+        with self._lock:
+            self._entries.clear()
+
     def _forget(self, name: bytes, entry: _Entry) -> None:
         """Remove an image whose loading failed for a reason that does not lie in the image."""
         with self._lock:

@@ -91,6 +91,7 @@ class ShardOptions(ExportConfig):
     """Largest size of one file in GiB, 1 when not given; for webdataset it is estimated."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.shard_gib is not None and not 0 < self.shard_gib < math.inf:
             raise ConfigError(f"export.shard_gib={self.shard_gib}: expected more than 0.")
 

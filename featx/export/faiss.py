@@ -45,6 +45,7 @@ class FaissOptions(ExportConfig):
     """Measure of nearness: cosine (unit vectors and inner product) or euclidean (squared)."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_choice("export.metric", self.metric, METRICS)
 
 

@@ -18,6 +18,7 @@ from featx.base import CountProgress, differences, facts, log_message, size_text
 from featx.config import Config
 from featx.errors import ConfigError, RunError, StoreError, StoreMismatchError, counted
 from featx.export.base import FORMATS, File, Format
+from featx.export.hub import check_push, push
 from featx.export.selection import Selection
 from featx.storage import TEMPORARY, AtomicFolder, exclusive_lock
 from featx.store import FeatureStore, layout, matching_layers
@@ -36,7 +37,8 @@ def run_export(config: Config) -> dict[str, Any]:
     Returns:
         folder, format, layers, columns, rows, failures (failed rows that the export holds),
         left_out (failed and missing rows that it does not hold), files, bytes, seconds, already
-        (whether the export was complete before), and opening (lines of code that open it).
+        (whether the export was complete before), pushed (URL of the repository, or None), and
+        opening (lines of code that open it).
 
     Raises:
         FeatxError: the store, the format or the folder is not suitable, or the disk failed.
@@ -58,6 +60,8 @@ def run_export(config: Config) -> dict[str, Any]:
     if not len(rows):
         raise StoreError(f"{store.root} has no row that is ok: there is nothing to export.")
     layers = matching_layers(store, config.layers)
+    if config.export.push is not None:
+        check_push()
     disk = AtomicFolder(out)
     with CountProgress("B") as progress:
         chosen = Selection(store, layers, rows, progress.step)
@@ -98,8 +102,15 @@ def _write_all(disk: AtomicFolder, written: Format, progress: CountProgress) -> 
         "bytes": sum(record.sizes.values()),
         "seconds": time.perf_counter() - started_at,
         "already": not missing,
+        "pushed": _pushed(disk.root, record, written),
         "opening": written.opening(disk.root),
     }
+
+
+def _pushed(folder: Path, record: _Record, written: Format) -> str | None:
+    """Upload a complete export if that is asked for; return the URL of the repository."""
+    repository = written.config.export.push
+    return None if repository is None else push(folder, record.sizes, repository, written)
 
 
 def _refuse_other_folders(out: Path) -> None:
@@ -352,5 +363,6 @@ def describe_export(summary: dict[str, Any]) -> str:
             "already complete" if summary["already"] else f"{summary['seconds']:.1f}",
         ),
         ("folder", summary["folder"]),
+        *([("pushed", summary["pushed"])] if summary["pushed"] else []),
     ]
     return f"{facts(rows)}\n\n{summary['opening']}"

@@ -5,11 +5,13 @@ from __future__ import annotations
 import csv
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from made_store import make_labelled
 from probe_problem import blobs, write_store
 from scipy import stats
 from sklearn import metrics as oracle
@@ -219,6 +221,36 @@ def test_seeds_have_a_spread_and_differences_of_their_own(
     assert first["seeds"] is None
     assert first["r2"] == found["r2"]
     assert first["interval"] == found["interval"]
+
+
+@pytest.mark.parametrize("task", ["regression", pytest.param("multilabel", marks=pytest.mark.slow)])
+def test_rows_of_another_store_are_tested(task: str) -> None:
+    half = slice(0, 200), slice(200, 300)
+    tags = np.array([*TAGS[:299], "dog;unseen"])
+    for number, (store, rows) in enumerate(zip(("store", "other"), half, strict=True)):
+        columns = {"age": AGE[rows], "tags": np.char.encode(tags[rows])}
+        run = make_labelled({"x": X[rows]}, Y[rows], ["c0", "c1", "c2"])
+        run = replace(run, listing=replace(run.listing, columns=columns))
+        run.changed(of=number).write(Path(store), packed=True)
+    column = "age" if task == "regression" else "tags"
+    found = probe(label_column=column, task=task, test_store="other", l2=0.01)
+    assert (found["rows"], found["split"]["kind"]) == (100, "test_store")
+    rows = lines("linear")
+    assert [row["key"] for row in rows] == [f"{i:05d}.jpg" for i in range(100)]
+    scaler = StandardScaler().fit(X[:200])
+    train, test = scaler.transform(X[:200]), scaler.transform(X[200:])
+    if task == "regression":
+        fitted = Ridge(alpha=0.01 * 200).fit(train, AGE[:200])
+        assert [float(row["true"]) for row in rows] == AGE[200:].tolist()
+        said = [float(row["predicted"]) for row in rows]
+        assert said == pytest.approx(fitted.predict(test), rel=1e-4)
+    else:
+        y = np.array(["dog" in text.split(";") for text in tags])
+        fitted = LogisticRegression(C=1 / (0.01 * 200), tol=1e-8).fit(train, y[:200])
+        said = [float(row["score:dog"]) for row in rows]
+        assert said == pytest.approx(fitted.predict_proba(test)[:, 1], abs=2e-4)
+        assert [float(row["true:dog"]) for row in rows] == y[200:].astype(float).tolist()
+        assert "1 label that no training row has, such as unseen" in str(found["notes_on_rows"])
 
 
 def test_more_features_than_rows_and_constant_features() -> None:

@@ -1,4 +1,4 @@
-"""Splits of the rows of one store: at random or as given, whole groups on one side."""
+"""Splits of rows: at random, as given, or with another store for the test; groups stay whole."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import numpy.typing as npt
 
 from featx.analysis.probe import splits
 from featx.analysis.probe.given_split import given_split
-from featx.analysis.probe.groups import Groups, row_groups
+from featx.analysis.probe.groups import Groups, row_groups, shared_with
 from featx.analysis.probe.labelled_rows import Labelled
+from featx.analysis.probe.other_store import with_groups_of
 from featx.analysis.probe.split_checks import divided_by
 from featx.analysis.probe.splits import Split
 from featx.config import Config
@@ -71,6 +72,26 @@ def split_rows(config: Config, training: Labelled) -> RowSplits:
     if options.split == "column" and grouped is not None:
         notes += divided_by(training, grouped, found[0])
     return RowSplits(groups, found, settings, grouped, notes)
+
+
+def tested_on_other(config: Config, training: Labelled, testing: Labelled) -> RowSplits:
+    """Return the split that trains on all rows of a store and tests all rows of another one.
+
+    Args:
+        config: checked config with job=probe and probe.test_store.
+        training: rows of the store.
+        testing: rows of the other store, with the same classes.
+    """
+    options, count = config.probe, len(training.y)
+    grouped = row_groups(training, options.group_column)
+    groups = None if grouped is None or grouped.num_groups == count else grouped.of_row
+    groups = with_groups_of(testing, options.group_column, groups, count)
+    y = np.concatenate([training.y, testing.y])
+    every, none, test = np.arange(count), np.empty(0, np.int64), np.arange(count, len(y))
+    found = splits.given(y, every, none, test, options.validation_share, config.seed, groups)
+    notes = [*testing.notes, *shared_with(training, testing, options.group_column)]
+    settings = {"kind": "test_store", "test_store": str(testing.store.root)}
+    return RowSplits(groups, [found], settings, grouped, notes)
 
 
 def missing_group_notes(rows: RowSplits, column: str | None) -> list[str]:

@@ -9,11 +9,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from featx.analysis.probe import splits
-from featx.analysis.probe.groups import row_groups, shared_with
 from featx.analysis.probe.labelled_rows import Labelled, labelled_rows, matched_by_name
-from featx.analysis.probe.other_store import open_other_store, with_groups_of
-from featx.analysis.probe.row_splits import RowSplits, missing_group_notes, split_rows
+from featx.analysis.probe.other_store import open_other_store
+from featx.analysis.probe.row_splits import missing_group_notes, split_rows, tested_on_other
 from featx.analysis.probe.split_checks import check_split, small_classes
 from featx.analysis.probe.splits import Split
 from featx.config import Config
@@ -81,7 +79,7 @@ def make_task(config: Config, store: FeatureStore, layers: Sequence[str]) -> Tas
         other = open_other_store(store, options.test_store, layers)
         testing = matched_by_name(labelled_rows(other, options.label_column), training.classes)
         y = np.concatenate([y, testing.y])
-        rows = _tested_on_other(config, training, testing)
+        rows = tested_on_other(config, training, testing)
     grouped = rows.grouped
     what = "row" if rows.groups is None or grouped is None else f"group ({grouped.by})"
     for split in rows.splits:
@@ -89,17 +87,3 @@ def make_task(config: Config, store: FeatureStore, layers: Sequence[str]) -> Tas
     notes = [*training.notes, *rows.notes, *missing_group_notes(rows, options.group_column)]
     about = rows.as_dict(config)
     return Task(training, testing, y, rows.groups, rows.splits, config.seed, about, notes)
-
-
-def _tested_on_other(config: Config, training: Labelled, testing: Labelled) -> RowSplits:
-    """Return the split that trains on all rows of a store and tests all rows of another one."""
-    options, count = config.probe, len(training.y)
-    grouped = row_groups(training, options.group_column)
-    groups = None if grouped is None or grouped.num_groups == count else grouped.of_row
-    groups = with_groups_of(testing, options.group_column, groups, count)
-    y = np.concatenate([training.y, testing.y])
-    every, none, test = np.arange(count), np.empty(0, np.int64), np.arange(count, len(y))
-    found = splits.given(y, every, none, test, options.validation_share, config.seed, groups)
-    notes = [*testing.notes, *shared_with(training, testing, options.group_column)]
-    settings = {"kind": "test_store", "test_store": str(testing.store.root)}
-    return RowSplits(groups, [found], settings, grouped, notes)

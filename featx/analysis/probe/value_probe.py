@@ -15,14 +15,15 @@ import torch
 
 from featx.analysis.probe.labelled_rows import Features, layer_rows
 from featx.analysis.probe.logistic_regression import threads_for
+from featx.analysis.probe.other_store import open_other_store
 from featx.analysis.probe.output_files import write_result
 from featx.analysis.probe.result import run_entries, store_entries
 from featx.analysis.probe.row_predictions import SCORE
-from featx.analysis.probe.row_splits import missing_group_notes, split_rows
+from featx.analysis.probe.row_splits import missing_group_notes, split_rows, tested_on_other
 from featx.analysis.probe.value_methods import FittedValues, ValueProblem, fit_values
 from featx.analysis.probe.value_seeds import ValueSeed, value_seeds_entry
 from featx.analysis.probe.value_task import Matrix, ValueTask, check_options, check_splits
-from featx.analysis.probe.values import TaskKind, valued_rows
+from featx.analysis.probe.values import TaskKind, Values, valued_rows
 from featx.base import WIDTH, choose_device, exact_cuda
 from featx.config import Config
 from featx.store import FeatureStore, matching_layers
@@ -52,17 +53,19 @@ def run_value_probe(
     check_options(config, kind)
     layers = matching_layers(store, config.layers)
     device = choose_device(config.device)
-    values = valued_rows(store, config.probe, kind)
+    values, testing = valued_rows(store, config.probe, kind), None
+    if config.probe.test_store is not None:
+        other = open_other_store(store, config.probe.test_store, layers)
+        testing = valued_rows(other, config.probe, kind, values.names)
     of_seeds = []
     for seed in range(config.seed, config.seed + (config.probe.seeds or 1)):
-        rows = split_rows(replace(config, seed=seed), values.labelled)
-        task = ValueTask(kind, values, rows, seed)
+        task = _task(replace(config, seed=seed), values, testing, kind)
         check_splits(task, config)
         of_seeds.append(ValueSeed(task, {}, {}))
     for layer in layers:
         with torch.no_grad(), exact_cuda:
-            stored = layer_rows(values.labelled, layer)
-            features = Features([stored], device, config.probe.memory_gib * (1 << 30))
+            stored = [layer_rows(each.labelled, layer) for each in of_seeds[0].task.stores]
+            features = Features(stored, device, config.probe.memory_gib * (1 << 30))
             for each in of_seeds:
                 about: dict[str, Any] = {"features": features.width}
                 about["streamed"] = features.whole is None
@@ -76,6 +79,15 @@ def run_value_probe(
     result["seeds"] = value_seeds_entry(of_seeds, config.probe.methods) if several else None
     write_result(store, result, _predictions_csv(of_seeds))
     return result
+
+
+def _task(config: Config, values: Values, testing: Values | None, kind: TaskKind) -> ValueTask:
+    """Return the task with the splits of a seed."""
+    if testing is None:
+        rows = split_rows(config, values.labelled)
+    else:
+        rows = tested_on_other(config, values.labelled, testing.labelled)
+    return ValueTask(kind, values, testing, rows, config.seed)
 
 
 def _line(layer: str, of_seeds: Sequence[ValueSeed], methods: Sequence[str]) -> str:
@@ -99,7 +111,7 @@ def _probe(
     """
     started_at = time.perf_counter()
     multilabel = task.kind.name == "multilabel"
-    problem = ValueProblem(features, task.values.values, multilabel, config.probe)
+    problem = ValueProblem(features, task.targets, multilabel, config.probe)
     with threads_for(len(features) * features.width, features.device):
         fits = [fit_values(problem, method, split) for split in task.rows.splits]
     places = task.test_places
@@ -139,7 +151,7 @@ def _result(config: Config, first: ValueSeed, seconds: float) -> dict[str, Any]:
         "split": task.rows.as_dict(config),
         "chosen_by": "validation_loss",
         "notes_on_rows": [
-            *task.values.labelled.notes,
+            *(note for each in task.stores for note in each.labelled.notes),
             *task.rows.notes,
             *missing_group_notes(task.rows, config.probe.group_column),
         ],
@@ -191,10 +203,10 @@ def _predictions_csv(of_seeds: Sequence[ValueSeed]) -> bytes:
 
 def _test_lines(task: ValueTask, fits: Sequence[FittedValues]) -> Iterator[list[Any]]:
     """Yield the columns of each test row of one layer and method, beginning with the seed."""
-    labelled, groups = task.values.labelled, task.rows.groups
-    keys, several = labelled.store.keys[labelled.rows], len(task.rows.splits) > 1
+    groups, keys, targets = task.rows.groups, task.keys, task.targets
+    several = len(task.rows.splits) > 1
     for fold, (split, fit) in enumerate(zip(task.rows.splits, fits, strict=True), 1):
         for place, predicted in zip(split.test.tolist(), fit.predicted.tolist(), strict=True):
             group = "" if groups is None else int(groups[place])
             line = [task.seed, fold if several else "", "test", keys[place], group]
-            yield [*line, *task.values.values[place].tolist(), *predicted]
+            yield [*line, *targets[place].tolist(), *predicted]

@@ -23,7 +23,7 @@ from featx.errors import ConfigError, DataError
 METHODS = ("linear", "knn")
 """Methods that predict numbers and several labels."""
 
-_OF_CLASSES = ("test_store", "shots", "bootstrap", "compare_store")
+_OF_CLASSES = ("shots", "bootstrap", "compare_store")
 """Options that have an effect on classification only."""
 
 Matrix = npt.NDArray[np.float64]
@@ -35,15 +35,33 @@ class ValueTask:
 
     Attributes:
         kind: 'regression' or 'multilabel'.
-        values: rows and targets.
+        values: rows of the store and their targets.
+        testing: rows of another store, or None if test rows come from the same store.
         rows: splits.
         seed: seed of the splits.
     """
 
     kind: TaskKind
     values: Values
+    testing: Values | None
     rows: RowSplits
     seed: int
+
+    @property
+    def stores(self) -> list[Values]:
+        """Rows of the store, then those of the other one, if any."""
+        return [self.values] if self.testing is None else [self.values, self.testing]
+
+    @property
+    def targets(self) -> Matrix:
+        """(N, T) targets of all places, training rows first."""
+        return np.concatenate([each.values for each in self.stores])
+
+    @property
+    def keys(self) -> npt.NDArray[np.str_]:
+        """(N,) key of each place."""
+        found = [each.labelled.store.keys[each.labelled.rows] for each in self.stores]
+        return np.concatenate(found)
 
     @property
     def test_places(self) -> npt.NDArray[np.int64]:
@@ -66,7 +84,7 @@ class ValueTask:
             only: name of the only metric to compute; None for all.
         """
         metrics = regression_metrics if self.kind.name == "regression" else multilabel_metrics
-        found, reasons = metrics(self.values.values[places], predicted, only)
+        found, reasons = metrics(self.targets[places], predicted, only)
         return {**found, "not_available": reasons}
 
 

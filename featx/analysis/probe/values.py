@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -80,13 +80,20 @@ def task_kind(store: FeatureStore, options: ProbeConfig) -> TaskKind:
     return TaskKind("classification", f"{column} holds {count} different whole numbers{other}")
 
 
-def valued_rows(store: FeatureStore, options: ProbeConfig, kind: TaskKind) -> Values:
+def valued_rows(
+    store: FeatureStore,
+    options: ProbeConfig,
+    kind: TaskKind,
+    names: tuple[str, ...] | None = None,
+) -> Values:
     """Select the rows that have a value and did not fail.
 
     Args:
         store: the store.
         options: option group `probe`.
         kind: 'regression' or 'multilabel'.
+        names: targets of the training rows for rows of probe.test_store, whose other labels are
+            left out; None for the training rows themselves.
 
     Raises:
         StoreError: the store is incomplete or has no such column.
@@ -101,7 +108,7 @@ def valued_rows(store: FeatureStore, options: ProbeConfig, kind: TaskKind) -> Va
     found = store.column(column)
     known = _known(found, column, kind)
     rows = np.flatnonzero(store.ok & known)
-    if len(rows) < 2:
+    if len(rows) < (2 if names is None else 1):
         raise DataError(f"{store.root} has {counted(len(rows), 'row')} with a value of {column}.")
     notes = []
     if failed := int((~store.ok).sum()):
@@ -111,12 +118,13 @@ def valued_rows(store: FeatureStore, options: ProbeConfig, kind: TaskKind) -> Va
     labelled = Labelled(store, rows, np.zeros(len(rows), np.int64), ("",), tuple(notes))
     if kind.name == "regression":
         values = found[rows].astype(np.float64)[:, None]
-        if np.ptp(values) == 0:
+        if names is None and np.ptp(values) == 0:
             raise DataError(
                 f"{column} is {values[0, 0]:g} in all rows; there is nothing to predict."
             )
         return Values(labelled, values, (column,))
-    return _indicators(labelled, found[rows].tolist(), options.label_separator or SEPARATOR, column)
+    separator = options.label_separator or SEPARATOR
+    return _indicators(labelled, found[rows].tolist(), separator, column, names)
 
 
 def _known(found: npt.NDArray[np.generic], column: str, kind: TaskKind) -> npt.NDArray[np.bool_]:
@@ -138,10 +146,26 @@ def _known(found: npt.NDArray[np.generic], column: str, kind: TaskKind) -> npt.N
     return ~np.isnan(numbers)
 
 
-def _indicators(labelled: Labelled, texts: list[str], separator: str, column: str) -> Values:
+def _indicators(
+    labelled: Labelled,
+    texts: list[str],
+    separator: str,
+    column: str,
+    names: tuple[str, ...] | None,
+) -> Values:
     """Return a column for each label, with 1 in the rows that have it."""
     lists = [{label.strip() for label in text.split(separator)} - {""} for text in texts]
-    names = tuple(sorted(set().union(*lists)))
+    every = set[str]().union(*lists)
+    if names is not None:
+        if unknown := sorted(every - set(names)):
+            note = (
+                f"probe.test_store: {counted(len(unknown), 'label')} that no training row has, "
+                f"such as {unknown[0]}: left out"
+            )
+            labelled = replace(labelled, notes=(*labelled.notes, note))
+        lists = [labels & set(names) for labels in lists]
+    else:
+        names = tuple(sorted(every))
     if len(names) < 2:
         raise DataError(
             f"{column} has {counted(len(names), 'label')} divided by {separator!r}; "

@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from tiny_model import MODEL, extract, run_job, write_image, write_images
 import featx
 from featx.errors import ConfigError, LayerError, MissingExtraError, StoreError
 from featx.export.report.html import as_json
+from featx.types import TokenGeometry
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path", "packing_in_process")
 
@@ -67,6 +69,24 @@ def data_of(file: str = "store/report.html") -> dict[str, Any]:
     assert found is not None
     values: dict[str, Any] = json.loads(found.group(1))
     return values
+
+
+def test_norms_of_tokens() -> None:
+    values = np.ones((9, 7, 3), np.float32)
+    values[:, 0] = 5  # the class token
+    values[2:5, 4] = 90  # the patch in the second row and the first column, in three images
+    run = make_run(9, 8, {"blocks": (7, 3), "flat": (4,)})
+    places = TokenGeometry(1, True, (2, 3), (32, 48))
+    made = {"blocks": values, "flat": run.features["flat"]}
+    replace(run, features=made, tokens={"blocks": places}).write(Path("store"))
+    page = report()
+    words = page.words[page.words.index("Norms of tokens") :]
+    # Median, 99 % quantile, largest, threshold; share of the 54 patch tokens, and of the images.
+    found = "1.732155.9155.91.7325.6 %33.3 %row 2, column 1class 8.66"
+    assert found in words
+    Path("store/report.html").unlink()
+    report(layers="flat")
+    assert "Norms of tokens" not in Path("store/report.html").read_text(encoding="utf-8")
 
 
 def test_a_whole_store(photos: Path, capsys: pytest.CaptureFixture[str]) -> None:

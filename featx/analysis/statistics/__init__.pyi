@@ -5,3 +5,5 @@ from .moments import Moments as Moments
 from .reader import Statistics as Statistics
 from .run import run_stats as run_stats
 from .session import FAILURES_CSV as FAILURES_CSV
+from .tokens import TokenNorms as TokenNorms
+from .tokens import token_norms as token_norms

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from featx.analysis.statistics import TokenNorms
 from featx.export.report.charts import (
     CLASSES_SHOWN,
     charted_layers,
@@ -54,6 +55,7 @@ class Page:
         speed: speed of the runs.
         reasons: failed rows by reason.
         statistics: statistics of each layer.
+        token_norms: norms of the tokens of each layer that has all of them.
         plots: embedding plots of each layer of `plotted`.
         neighbours: nearest neighbours in one layer, or None with fewer than two ok rows.
         duplicates: near-duplicates.
@@ -76,6 +78,7 @@ class Page:
     speed: Speed
     reasons: list[Reason]
     statistics: list[LayerStatistics]
+    token_norms: list[TokenNorms]
     plots: list[LayerPlot]
     neighbours: Neighbours | None
     duplicates: Duplicates

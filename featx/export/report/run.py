@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from featx.analysis.statistics import token_norms
 from featx.config import Config, DataConfig
 from featx.errors import FeatxError, MissingExtraError, StoreError, counted
 from featx.export.report.embedding_plots import (
@@ -138,6 +139,9 @@ def _contents(
         speed=speed_of(store),
         reasons=reasons,
         statistics=statistics,
+        token_norms=[
+            norms for layer in layers if (norms := token_norms(store, layer, rows)) is not None
+        ],
         plots=plots,
         neighbours=neighbours,
         duplicates=duplicates,

@@ -1,0 +1,131 @@
+"""Norms of tokens and of the positions of maps, and the patch tokens whose norm is an outlier."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from featx.store import FeatureStore, check_rows_present
+from featx.types import TokenGeometry
+
+BLOCK_BYTES = 64 << 20
+"""Bytes of float32 values that are read at a time."""
+
+FENCES = 3.0
+"""Distance of an outlier from the quartiles, in interquartile ranges: Tukey's outer fence."""
+
+
+@dataclass(frozen=True)
+class TokenNorms:
+    """L2 norms of the tokens of a layer over some images.
+
+    Vision transformers use some patch tokens of uniform background as memory: their norm is about
+    ten times that of the others, and they say little about their patch (T. Darcet, M. Oquab,
+    J. Mairal, P. Bojanowski, Vision Transformers Need Registers, ICLR 2024). That paper draws the
+    line by eye in the histogram of one model. Here a patch token is an outlier if its norm is above
+    Q3 + 3 (Q3 - Q1), with the quartiles of all patch tokens of the images (J. W. Tukey, Exploratory
+    Data Analysis, 1977).
+
+    Attributes:
+        layer: name of the layer.
+        num_images: number of images without NaN and infinite values.
+        grid: (rows, columns) of the patch tokens.
+        quantiles: minimum, lower quartile, median, upper quartile, 99 % quantile and maximum of the
+            norms of patch tokens.
+        prefix: the median norm of each prefix token, class token first.
+        has_class_token: whether the first prefix token is a class token.
+        threshold: norm above which a patch token is an outlier.
+        share: share of the patch tokens that are outliers, in [0, 1].
+        images: share of the images with at least one, in [0, 1].
+        by_position: (rows, columns) share of the images in which the token there is one.
+    """
+
+    layer: str
+    num_images: int
+    grid: tuple[int, int]
+    quantiles: tuple[float, float, float, float, float, float]
+    prefix: tuple[float, ...]
+    has_class_token: bool
+    threshold: float
+    share: float
+    images: float
+    by_position: npt.NDArray[np.float64]
+
+    @property
+    def most_frequent(self) -> tuple[int, int]:
+        """(row, column) of the patch that is an outlier most often, counted from 1."""
+        row, column = np.unravel_index(int(self.by_position.argmax()), self.grid)
+        return int(row) + 1, int(column) + 1
+
+
+def token_norms(store: FeatureStore, layer: str, rows: npt.NDArray[np.int64]) -> TokenNorms | None:
+    """Compute the norms of the tokens of a layer over some rows.
+
+    Args:
+        store: open store.
+        layer: name of the layer.
+        rows: (n,) int64 rows that did not fail, increasing.
+
+    Returns:
+        the norms, or None if the layer does not hold all its tokens or positions, as after
+        reduce=avg or in a store that does not record where they lie, or if no row is finite.
+    """
+    places = store[layer].tokens
+    if places is None:
+        return None
+    axis = _channel_axis(tuple(store[layer].shape[1:]), places)
+    if axis is None:
+        return None
+    norms = _norms(store, layer, rows, axis)
+    norms = norms[np.isfinite(norms).all(1)]
+    if not len(norms):
+        return None
+    prefix = places.prefix_tokens if axis == 2 and len(store[layer].shape) == 3 else 0
+    patches = norms[:, prefix:]
+    found = np.quantile(patches, [0, 0.25, 0.5, 0.75, 0.99, 1]).tolist()
+    threshold = found[3] + FENCES * (found[3] - found[1])
+    above = patches > threshold
+    return TokenNorms(
+        layer,
+        len(norms),
+        places.grid,
+        (found[0], found[1], found[2], found[3], found[4], found[5]),
+        tuple(np.median(norms[:, :prefix], axis=0).tolist()),
+        places.has_class_token and prefix > 0,
+        threshold,
+        float(above.mean()),
+        float(above.any(1).mean()),
+        above.mean(0).reshape(places.grid),
+    )
+
+
+def _channel_axis(shape: tuple[int, ...], places: TokenGeometry) -> int | None:
+    """Return the axis of (n, *shape) with the features, or None if not all tokens are there."""
+    height, width = places.grid
+    if len(shape) == 2 and shape[0] == places.prefix_tokens + height * width:
+        return 2
+    if len(shape) == 3 and shape[1:] == (height, width):
+        return 1
+    if len(shape) == 3 and shape[:2] == (height, width):
+        return 3
+    return None
+
+
+def _norms(
+    store: FeatureStore, layer: str, rows: npt.NDArray[np.int64], axis: int
+) -> npt.NDArray[np.float64]:
+    """Compute the (n, T) norms of the tokens or positions of some rows, in blocks."""
+    features = store[layer]
+    width = int(np.prod(features.shape[1:], dtype=np.int64))
+    step = max(1, BLOCK_BYTES // (4 * max(1, width)))
+    found = []
+    for start in range(0, len(rows), step):
+        asked = rows[start : start + step]
+        read = features[asked]
+        check_rows_present(store, layer, asked, read)
+        values = read.astype(np.float32, copy=False)
+        squares = np.square(values, dtype=np.float64).sum(axis=axis)
+        found.append(np.sqrt(squares).reshape(len(asked), -1))
+    return np.concatenate(found) if found else np.zeros((0, 0))

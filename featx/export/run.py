@@ -8,6 +8,7 @@ killed.
 from __future__ import annotations
 
 import json
+import math
 import time
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -23,6 +24,9 @@ from featx.export.selection import Selection
 from featx.storage import TEMPORARY, AtomicFolder, exclusive_lock
 from featx.store import FeatureStore, layout, matching_layers
 from featx.types import Status
+
+_SAVE_EVERY_S = 1.0
+"""Seconds between two saves of the record: it names all files, of which there may be thousands."""
 
 RECORD = "_export.json"
 """File that describes an export. Readers of Parquet folders ignore names with an underscore."""
@@ -200,6 +204,7 @@ class _Record:
         self._identity = identity
         self._overwrite = overwrite
         self._about = chosen.about
+        self._saved_at = -math.inf
         if self._path.exists():
             self._take_over()
 
@@ -231,9 +236,10 @@ class _Record:
         return found
 
     def note(self, file: File) -> None:
-        """Record that a file is complete."""
+        """Record that a file is complete; a kill within a second writes it again."""
         self.sizes[file.name] = _size(self._disk.root / file.name)
-        self._save(complete=False)
+        if time.monotonic() - self._saved_at > _SAVE_EVERY_S:
+            self._save(complete=False)
 
     def close(self) -> None:
         """Record that all files are complete."""
@@ -250,6 +256,7 @@ class _Record:
             "about": self._about,
         }
         self._disk.replace(self._path, json.dumps(found, indent=2).encode())
+        self._saved_at = time.monotonic()
 
 
 def _read(path: Path) -> dict[str, Any]:

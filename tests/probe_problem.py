@@ -11,7 +11,7 @@ import torch
 from made_store import make_labelled
 
 from featx.analysis.probe.labelled_rows import Features, labelled_rows, layer_rows
-from featx.analysis.probe.methods import Problem
+from featx.analysis.probe.problem import Problem
 from featx.config import ProbeConfig
 from featx.store.reader import FeatureStore
 

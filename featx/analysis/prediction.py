@@ -325,6 +325,6 @@ def head_of_store(store: Path, layer: str | None) -> Path:
     if head is None:
         raise StoreError(
             f"{path} has no head of {layer}; it has {', '.join(known) or 'none'}. Heads are made "
-            "by probe.method=linear or ridge, for classes."
+            "by probe.method=linear, ridge or attentive, for classes."
         )
     return folder / str(head["file"])

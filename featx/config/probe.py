@@ -170,7 +170,7 @@ class ProbeConfig:
         ):
             if getattr(self, key) is not None and not set(owners) & set(self.methods):
                 raise ConfigError(
-                    f"probe.{key} has an effect with probe.method={' or '.join(owners)} only."
+                    f"probe.{key} has an effect with probe.method={', '.join(owners)} only."
                 )
 
     def _check_shots(self) -> None:

@@ -334,7 +334,7 @@ def test_what_cannot_be_probed_is_reported(capsys: pytest.CaptureFixture[str]) -
         ({"test_share": 1.5}, "a share between 0 and 1"),
         ({"validation_share": 0.0}, "a share between 0 and 1"),
         ({"k": 5}, "probe.k has an effect with probe.method=knn only"),
-        ({"method": "knn", "l2": 0.1}, "probe.method=linear or ridge only"),
+        ({"method": "knn", "l2": 0.1}, "probe.method=linear, ridge, attentive only"),
         ({"method": "knn", "temperature": 0.0}, "a number above 0"),
         ({"shots": [0]}, "rows a class"),
         ({"draws": 3}, "probe.draws has an effect with probe.shots only"),

@@ -18,6 +18,7 @@ from featx.analysis.probe.layer_choice import LayerChoice
 from featx.analysis.probe.leakage import NearDuplicates, near_duplicates, repeated_rows
 from featx.analysis.probe.logistic_regression import threads_for
 from featx.analysis.probe.metrics import Predictions, judged_folds, mean_and_spread
+from featx.analysis.probe.problem import Fitted, Problem
 from featx.analysis.probe.row_predictions import RowPredictions, join_folds
 from featx.analysis.probe.task import Task
 from featx.analysis.probe.tokens import Tokens, layer_tokens
@@ -110,7 +111,7 @@ def probe_layer(
         extras: what to compute in addition to the metrics.
     """
     options, vectors = config.probe, features.vectors
-    problem = methods.Problem(
+    problem = Problem(
         vectors, task.y, len(task.training.classes), options, task.seed, features.tokens
     )
     about: dict[str, Any] = {
@@ -151,9 +152,7 @@ def _reduction(rows: LayerRows) -> dict[str, Any]:
     }
 
 
-def _tested(
-    problem: methods.Problem, method: str, task: Task, fits: Sequence[methods.Fitted]
-) -> list[Predictions]:
+def _tested(problem: Problem, method: str, task: Task, fits: Sequence[Fitted]) -> list[Predictions]:
     """Return the predictions for the test rows of each split."""
     return [
         Predictions(
@@ -168,10 +167,10 @@ def _tested(
 
 
 def _entry(
-    problem: methods.Problem,
+    problem: Problem,
     method: str,
     task: Task,
-    fits: Sequence[methods.Fitted],
+    fits: Sequence[Fitted],
     folds: Sequence[Predictions],
     extras: Extras,
 ) -> tuple[dict[str, Any], Head | None]:
@@ -225,7 +224,7 @@ def _entry(
     return about, head
 
 
-def _few_shot(problem: methods.Problem, method: str, task: Task) -> dict[str, Any]:
+def _few_shot(problem: Problem, method: str, task: Task) -> dict[str, Any]:
     """Compute accuracies with few rows per class over several draws, with fixed settings."""
     options = problem.options
     given = options.k if method == "knn" else options.l2

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from featx.analysis.probe import (
-    attentive_regression,
+    attentive_method,
     knn,
     logistic_regression,
     minibatch_regression,
@@ -19,69 +17,8 @@ from featx.analysis.probe import (
     temperature_scaling,
 )
 from featx.analysis.probe.heads import Head, Scaler, fit_scaler, scores_of
-from featx.analysis.probe.labelled_rows import Features
+from featx.analysis.probe.problem import NO_VOTE, Fitted, Problem, Scores
 from featx.analysis.probe.splits import Places, Split
-from featx.analysis.probe.tokens import Tokens
-from featx.config import ProbeConfig
-
-Scores = npt.NDArray[np.float64]
-
-
-@dataclass(frozen=True)
-class Problem:
-    """One layer and the labels to predict from it.
-
-    Attributes:
-        features: (N, D) vectors of all places.
-        y: (N,) class of each place.
-        num_classes: C.
-        options: option group `probe`.
-        seed: seed of the order of mini-batches.
-        tokens: tokens of all places for the attentive probe, or None without it.
-    """
-
-    features: Features
-    y: npt.NDArray[np.int64]
-    num_classes: int
-    options: ProbeConfig
-    seed: int
-    tokens: Tokens | None = None
-
-    @property
-    def schedule(self) -> minibatch_regression.Schedule:
-        """Length of trainings on mini-batches, and their learning rate for `linear`."""
-        options = self.options
-        rate = options.learning_rate or minibatch_regression.LEARNING_RATE
-        return minibatch_regression.Schedule(options.epochs, rate, options.clip_norm, self.seed)
-
-    def labels(self, places: Places) -> torch.Tensor:
-        """Return the classes of some places, (n,) int64 on the device."""
-        return torch.from_numpy(self.y[places]).to(self.features.device)
-
-
-@dataclass(frozen=True)
-class Fitted:
-    """A fitted probe.
-
-    Attributes:
-        scores: function places -> (n, C) scores, of which the largest is the prediction.
-        chosen: the chosen penalty or number of neighbours.
-        head: the head, or None for kNN.
-        validation: accuracy and mean loss of the choice on the validation rows, without which it
-            was fitted; the loss is cross-entropy, for ridge the squared error. None if nothing was
-            compared.
-        sweep: every setting that was tried, as JSON types.
-        notes: notes for the user.
-        details: details of the last fit, as JSON types.
-    """
-
-    scores: Callable[[Places], Scores]
-    chosen: float
-    head: Head | None = None
-    validation: tuple[float, float] | None = None
-    sweep: list[dict[str, Any]] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    details: dict[str, Any] = field(default_factory=dict)
 
 
 def fit(problem: Problem, method: str, split: Split) -> Fitted:
@@ -92,7 +29,7 @@ def fit(problem: Problem, method: str, split: Split) -> Fitted:
         method: 'linear', 'knn', 'ridge' or 'attentive'.
         split: places; `split.test` is not used.
     """
-    fits = {"linear": _linear, "knn": _knn, "ridge": _ridge, "attentive": _attentive}
+    fits = {"linear": _linear, "knn": _knn, "ridge": _ridge, "attentive": attentive_method.fit}
     return fits[method](problem, split)
 
 
@@ -111,7 +48,7 @@ def fit_as_chosen(problem: Problem, method: str, places: Places, chosen: float) 
     if method == "knn":
         return _voting(problem, places, int(chosen))
     if method == "attentive":
-        return _fit_attentive(problem, places, chosen)
+        return attentive_method.fit_as_chosen(problem, places, chosen)
     scaler = fit_scaler(problem.features, places)
     if method == "ridge":
         solved = ridge.solve(problem.features, places, problem.y, problem.num_classes, scaler)
@@ -220,9 +157,6 @@ def _fit_linear(
     return _with_head(problem, head, l2, notes, details)
 
 
-_NO_VOTE = 1e-30
-"""Share of a class without a vote in the loss, so that its logarithm is finite."""
-
 _SMALL_BYTES = 64 << 20
 """Size up to which rows of a streamed layer, mostly few-shot ones, are read into memory."""
 
@@ -270,7 +204,7 @@ def _knn(problem: Problem, split: Split) -> Fitted:
     trials = [
         {"k": k, "accuracy": accuracy, "loss": loss}
         for k, (accuracy, loss) in (
-            (k, logistic_regression.accuracy_and_loss(y, np.log(np.maximum(scores, _NO_VOTE))))
+            (k, logistic_regression.accuracy_and_loss(y, np.log(np.maximum(scores, NO_VOTE))))
             for k, scores in found.items()
         )
     ]
@@ -317,70 +251,3 @@ def _ridge(problem: Problem, split: Split) -> Fitted:
     notes = logistic_regression.at_the_end(best["l2"], strengths)
     validation = best["accuracy"], best["loss"]
     return Fitted(fitted.scores, best["l2"], fitted.head, validation, trials, notes)
-
-
-# ---------------------------------------------------------------------------- attentive
-
-
-def _attentive(problem: Problem, split: Split) -> Fitted:
-    """Attentive probe: logistic regression on tokens weighted by a learned query."""
-    given = problem.options.l2
-    strengths = logistic_regression.L2_GRID if given is None else (given,)
-    training = _attentive_training(problem, split.fit, strengths)
-    y = problem.y[split.validation]
-    trials = []
-    for l2, head in zip(strengths, training.heads, strict=True):
-        scores = scores_of(head, _tokens(problem).features, split.validation)
-        accuracy, loss = logistic_regression.accuracy_and_loss(
-            y, np.log(np.maximum(scores, _NO_VOTE))
-        )
-        trials.append({"l2": l2, "accuracy": accuracy, "loss": loss})
-    best = min(trials, key=lambda trial: trial["loss"])
-    fitted = _fit_attentive(problem, split.train, best["l2"])
-    notes = logistic_regression.at_the_end(best["l2"], strengths)
-    return Fitted(
-        fitted.scores,
-        best["l2"],
-        fitted.head,
-        (best["accuracy"], best["loss"]),
-        trials,
-        notes,
-        fitted.details,
-    )
-
-
-def _fit_attentive(problem: Problem, places: Places, l2: float) -> Fitted:
-    """Fit the attentive probe with a known penalty."""
-    tokens = _tokens(problem)
-    training = _attentive_training(problem, places, (l2,))
-    (head,) = training.heads
-    return Fitted(
-        lambda asked: scores_of(head, tokens.features, asked),
-        l2,
-        head,
-        details={
-            "solver": "adamw",
-            "iterations": training.num_steps,
-            "tokens": tokens.layout.count,
-            "tokens_streamed": tokens.features.whole is None,
-        },
-    )
-
-
-def _attentive_training(
-    problem: Problem, places: Places, strengths: Sequence[float]
-) -> attentive_regression.Training:
-    """Fit the attentive probe with several penalties."""
-    tokens = _tokens(problem)
-    rate = problem.options.learning_rate or attentive_regression.LEARNING_RATE
-    schedule = replace(problem.schedule, learning_rate=rate)
-    scaler = fit_scaler(tokens, places)
-    return attentive_regression.fit_attentive(
-        tokens, places, problem.y, problem.num_classes, scaler, strengths, schedule
-    )
-
-
-def _tokens(problem: Problem) -> Tokens:
-    """Return the tokens of the layer."""
-    assert problem.tokens is not None, "the probe checks the layers of an attentive probe"
-    return problem.tokens

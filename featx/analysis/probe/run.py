@@ -68,20 +68,8 @@ def run_probe(
     widest = max(layers, key=lambda layer: layer_rows(tasks[0].training, layer).width)
     keeps_scores = _num_scores(config, tasks, len(layers)) <= max_scores
     for layer in layers:
-        try:
-            with torch.no_grad(), exact_cuda:
-                features = layer_features(config, tasks[0], layer, device)
-                for each in of_seeds:
-                    first = each is of_seeds[0]
-                    extras = Extras(layer == widest, first, keeps_scores)
-                    each.layers[layer] = probe_layer(
-                        config, each.task, layer, features, each.choice, extras
-                    )
-        except torch.cuda.OutOfMemoryError as error:
-            raise RunError(
-                f"{layer} does not fit into the memory of {device}. Lower probe.memory_gib, so "
-                "that it is streamed, or use device=cpu."
-            ) from error
+        extras = Extras(layer == widest, True, keeps_scores)
+        _probe_layer(config, of_seeds, layer, device, extras)
         log(_line(layer, [each.layers[layer].about for each in of_seeds], config.probe.methods))
     result = probe_result(config, of_seeds[0], time.perf_counter() - started_at)
     result |= {"task": kind.name, "task_reason": kind.reason}
@@ -95,6 +83,40 @@ def run_probe(
         )
     write_probe(result, of_seeds)
     return result
+
+
+def _probe_layer(
+    config: Config,
+    of_seeds: Sequence[SeedProbe],
+    layer: str,
+    device: torch.device,
+    extras: Extras,
+) -> None:
+    """Probe a layer with the splits of all seeds.
+
+    Args:
+        config: checked config with job=probe.
+        of_seeds: results of each seed, to which those of the layer are added.
+        layer: name of the layer.
+        device: device that computes.
+        extras: what to compute with the first seed; others make no head.
+
+    Raises:
+        RunError: the layer does not fit into the memory of the device.
+    """
+    try:
+        with torch.no_grad(), exact_cuda:
+            features = layer_features(config, of_seeds[0].task, layer, device)
+            for each in of_seeds:
+                wanted = replace(extras, head=each is of_seeds[0])
+                each.layers[layer] = probe_layer(
+                    config, each.task, layer, features, each.choice, wanted
+                )
+    except torch.cuda.OutOfMemoryError as error:
+        raise RunError(
+            f"{layer} does not fit into the memory of {device}. Lower probe.memory_gib, so "
+            "that it is streamed, or use device=cpu."
+        ) from error
 
 
 def _add_comparisons(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +25,17 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 def scaled(x: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(StandardScaler().fit_transform(x).astype(np.float32))
+
+
+def test_a_fit_imports_no_compiler() -> None:
+    code = (
+        "import sys, torch\n"
+        "from featx.analysis.probe.logistic_regression import fit_logistic\n"
+        "rows, labels = torch.eye(6), torch.arange(6) % 3\n"
+        "assert fit_logistic(rows, labels, 3, 0.1, last=True).converged\n"
+        "assert 'torch._dynamo' not in sys.modules and 'sklearn' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_the_minimum_is_scikit_learns() -> None:

@@ -123,7 +123,7 @@ def fit_logistic(
         weight.copy_(start.weight)
         bias.copy_(start.bias)
     objective = _Objective(x, y, l2, weight, bias)
-    search = torch.optim.LBFGS(
+    search = _LBFGS(
         [weight, bias],
         max_iter=MAX_ITERATIONS,
         max_eval=2 * MAX_ITERATIONS,
@@ -142,6 +142,19 @@ def fit_logistic(
     gradient = max(float(weight.grad.abs().max()), float(bias.grad.abs().max()))
     iterations = int(search.state[weight].get("n_iter", 0))
     return Fit(weight.float(), bias.float(), gradient, gradient <= TOLERANCE, iterations)
+
+
+class _LBFGS(torch.optim.LBFGS):
+    """L-BFGS of torch, without the import of torch._dynamo, which takes about two seconds.
+
+    torch (2.14) imports it at the first call of `add_param_group`, only to exclude this method from
+    compiling; the function that it wraps is the same without this.
+    """
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of parameters, as `torch.optim.Optimizer.add_param_group` does."""
+        inherited = torch.optim.Optimizer.add_param_group
+        getattr(inherited, "__wrapped__", inherited)(self, param_group)
 
 
 class _Objective:

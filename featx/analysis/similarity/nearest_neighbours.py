@@ -153,8 +153,8 @@ def nearest_to(
     cosine = metric == "cosine"
     vectors = Vectors(store, layer, choose_device(device), unit=cosine, centre=True)
     x = vectors.prepared(features)
-    nobody = torch.full((len(x),), -1, dtype=torch.int64, device=vectors.device)
-    places, scores = _nearest(vectors, x, nobody, min(k, len(vectors)), cosine)
+    own = torch.full((len(x),), -1, dtype=torch.int64, device=vectors.device)
+    places, scores = _nearest(vectors, x, own, min(k, len(vectors)), cosine)
     return vectors.rows[places.cpu().numpy()], scores.cpu().numpy()
 
 

@@ -125,7 +125,7 @@ def layer_similarity(
     of_cross = [name for name in measures if name not in of_gram]
     found: dict[str, Matrix] = {}
     if of_gram:
-        found |= _with_grams(left, right, of_gram, rsa_distance, _tell_nobody if of_cross else tell)
+        found |= _with_grams(left, right, of_gram, rsa_distance, _tell_none if of_cross else tell)
     if of_cross:
         found |= _with_products(left, right, of_cross, tell)
     kept = {name: found[name] for name in measures}
@@ -238,7 +238,7 @@ class _Layers:
         return found
 
 
-def _tell_nobody(layers: int) -> None:
+def _tell_none(layers: int) -> None:
     """Report no progress."""
 
 
@@ -277,7 +277,7 @@ def _with_grams(
             tell(1)
         return found
 
-    others = None if right is left else unit_vectors(right, _tell_nobody)
+    others = None if right is left else unit_vectors(right, _tell_none)
     ours = unit_vectors(left, tell)
     return {
         name: np.array([[dot(a[name], b[name]) for b in others or ours] for a in ours])

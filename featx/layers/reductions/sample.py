@@ -14,7 +14,6 @@ from featx.layers.reductions.row_layout import (
     KeyedReduction,
     Reduction,
     RowLayout,
-    check_tokens,
     map_view,
     token_grid,
 )
@@ -134,13 +133,15 @@ def _of_tokens(config: SampleOptions, rows: RowLayout) -> TokenSample:
         ReduceError: patches are asked for, and the tokens are not prefix tokens and a grid.
     """
     prefix = rows.num_prefix_tokens if config.candidates == "patches" else 0
-    if config.candidates == "patches":
-        grid = check_tokens("sample", rows)
-    else:
-        grid = token_grid(rows.shape[0], rows.input_size, 0) or (0, 0)
-    return TokenSample(
-        lambda x: x, prefix, rows.shape[0] - prefix, grid, config.num_tokens, config.seed
-    )
+    grid = token_grid(rows.shape[0], rows.input_size, prefix)
+    if grid is None and config.candidates == "patches":
+        raise ReduceError(
+            f"reduce=sample does not fit {rows.layer}: its {rows.shape[0]} tokens are not {prefix} "
+            "prefix tokens and a grid of patches. Choose from all tokens with "
+            "reduce.candidates=all."
+        )
+    count = rows.shape[0] - prefix
+    return TokenSample(lambda x: x, prefix, count, grid or (0, 0), config.num_tokens, config.seed)
 
 
 REDUCTIONS.register(

@@ -260,25 +260,13 @@ class DamagedFile:
         step = rows.chunk_rows
         for chunk in range(start // step, -(-stop // step)):
             with _damage_passed_over():
-                if (found := self._chunk(rows, chunk)) is None:
+                if (found := _chunk(self._raw, rows, chunk)) is None:
                     continue
                 first = chunk * step
                 low, high = max(start, first), min(stop, first + len(found))
                 values[low - start : high - start] = found[low - first : high - first]
                 good[low - start : high - start] = True
         return FoundRows(values, good)
-
-    def _chunk(self, rows: TableRows, chunk: int) -> npt.NDArray[Any] | None:
-        """Rows of a chunk by the table, or None if they differ from their checksum."""
-        entry = rows.table[chunk]
-        stored = self._raw.pread(int(entry["size"]), int(entry["address"]))
-        data = _decoded(rows, stored, int(entry["mask"]))
-        count = min(rows.chunk_rows, rows.shape[0] - chunk * rows.chunk_rows)
-        row_bytes = rows.raw_dtype.itemsize * int(np.prod(rows.shape[1:], dtype=np.int64))
-        if layout.checksum(data[: count * row_bytes]) != int(entry["crc"]):
-            return None
-        values = np.frombuffer(data[: count * row_bytes], rows.raw_dtype)
-        return values.reshape(count, *rows.shape[1:])
 
     def _by_hdf5(self, name: str, start: int, stop: int) -> FoundRows | None:
         """Read rows by HDF5."""
@@ -302,6 +290,19 @@ def _damage_passed_over() -> Iterator[None]:
     except (StoreError, *layout.UNREADABLE) as error:
         if not layout.is_damage(error):
             raise
+
+
+def _chunk(raw: S3File | WatchedFile, rows: TableRows, chunk: int) -> npt.NDArray[Any] | None:
+    """Rows of a chunk by the table, or None if they differ from their checksum."""
+    entry = rows.table[chunk]
+    stored = raw.pread(int(entry["size"]), int(entry["address"]))
+    data = _decoded(rows, stored, int(entry["mask"]))
+    count = min(rows.chunk_rows, rows.shape[0] - chunk * rows.chunk_rows)
+    row_bytes = rows.raw_dtype.itemsize * int(np.prod(rows.shape[1:], dtype=np.int64))
+    if layout.checksum(data[: count * row_bytes]) != int(entry["crc"]):
+        return None
+    values = np.frombuffer(data[: count * row_bytes], rows.raw_dtype)
+    return values.reshape(count, *rows.shape[1:])
 
 
 def _decoded(rows: TableRows, stored: bytes, mask: int) -> bytes:
@@ -337,6 +338,50 @@ def find_table(raw: S3File | WatchedFile) -> tuple[dict[str, Any], dict[str, Tab
     Returns:
         `fingerprint`, `num_runs` and `start` of the file, and path -> description of each dataset.
     """
+    for header, body in _tables(raw):
+        with contextlib.suppress(ValueError, LookupError, TypeError):
+            return header, {
+                about["path"]: _rows_of(about, body, begin) for about, begin in _starts(header)
+            }
+    return None
+
+
+def column_by_table(
+    raw: S3File | WatchedFile, path: str, identity: str, start: int
+) -> npt.NDArray[Any] | None:
+    """Read a dataset of a file by its chunk table alone, a tenth of the time that HDF5 takes.
+
+    Args:
+        raw: file object for bytes.
+        path: path of the dataset, which has no filters.
+        identity: fingerprint that the file must carry.
+        start: first row that the file must have in the store.
+
+    Returns:
+        the values, each chunk compared with its checksum; None if they differ, or if the file has
+        no such table.
+    """
+    for header, body in _tables(raw):
+        with contextlib.suppress(ValueError, LookupError, TypeError):
+            if header["fingerprint"] != identity or header["start"] != start:
+                return None
+            for about, begin in _starts(header):
+                if about["path"] == path and not about["filters"]:
+                    rows = _rows_of(about, body, begin)
+                    chunks = [_chunk(raw, rows, chunk) for chunk in range(len(rows.table))]
+                    found = [values for values in chunks if values is not None]
+                    return np.concatenate(found) if found and len(found) == len(chunks) else None
+        break
+    return None
+
+
+def table_header(raw: S3File | WatchedFile) -> dict[str, Any] | None:
+    """Header of the chunk table of a file, or None if it has no complete table."""
+    return next((header for header, _ in _tables(raw)), None)
+
+
+def _tables(raw: S3File | WatchedFile) -> Iterator[tuple[dict[str, Any], bytes]]:
+    """Header and body of each complete table in a file, from its end."""
     for at in _places_of_magic(raw):
         with contextlib.suppress(ValueError, LookupError, TypeError):
             head = raw.pread(len(MAGIC) + 16, at)
@@ -347,17 +392,23 @@ def find_table(raw: S3File | WatchedFile) -> tuple[dict[str, Any], dict[str, Tab
             if zlib.crc32(body) != int.from_bytes(head[-8:], "little"):
                 continue
             length = int.from_bytes(body[:8], "little")
-            header = json.loads(body[8 : 8 + length])
-            begin, found = 8 + length, {}
-            for about in header["datasets"]:
-                table = np.frombuffer(body, CHUNK, about["chunks"], begin)
-                begin += table.nbytes
-                filters = [(number, tuple(values)) for number, values in about["filters"]]
-                found[about["path"]] = TableRows(
-                    tuple(about["shape"]), about["dtype"], about["chunk_rows"], filters, table
-                )
-            return header, found
-    return None
+            yield json.loads(body[8 : 8 + length]), body
+
+
+def _starts(header: dict[str, Any]) -> Iterator[tuple[dict[str, Any], int]]:
+    """Description of each dataset, and its place among the entries of a table."""
+    begin = 0
+    for about in header["datasets"]:
+        yield about, begin
+        begin += about["chunks"]
+
+
+def _rows_of(about: dict[str, Any], body: bytes, begin: int) -> TableRows:
+    """Description of a dataset with its chunks."""
+    first = 8 + int.from_bytes(body[:8], "little") + begin * CHUNK.itemsize
+    table = np.frombuffer(body, CHUNK, about["chunks"], first)
+    filters = [(number, tuple(values)) for number, values in about["filters"]]
+    return TableRows(tuple(about["shape"]), about["dtype"], about["chunk_rows"], filters, table)
 
 
 def _places_of_magic(raw: S3File | WatchedFile) -> Iterator[int]:

@@ -13,10 +13,15 @@ import numpy as np
 import numpy.typing as npt
 
 from featx.errors import StoreError
+from featx.storage import S3Path
 from featx.store import layout
 from featx.store.chunk_reader import ChunkRows
+from featx.store.chunk_table import column_by_table
 from featx.store.contents import Contents, Segment
-from featx.store.hdf5_files import Handles, OpenFile
+from featx.store.hdf5_files import Handles, OpenFile, open_raw
+
+_MANY_FILES = 1000
+"""Number of files of a store from which on their status is read without HDF5."""
 
 
 class LayerRows:
@@ -128,6 +133,23 @@ class LayerRows:
         if inside:
             with self._open_rows(segment, layer) as chunks:
                 chunks.read(rows[:inside] - segment.start, out, places[:inside])
+
+    def status_of(self, segment: Segment) -> npt.NDArray[np.uint8]:
+        """Status of the rows of a segment, (n,) uint8.
+
+        Of very many files the chunk tables are read, and HDF5 opens only those that their table
+        does not describe. Fewer files stay open, so that rows that are read later are of the same
+        moment.
+        """
+        count = segment.stop - segment.start
+        many = len(self._contents.segments) >= _MANY_FILES
+        if many and not isinstance(segment.path, S3Path):
+            with contextlib.closing(open_raw(segment.path)) as raw:
+                values = column_by_table(raw, layout.STATUS, segment.identity, segment.start)
+            if values is not None and values.shape == (count,) and values.dtype.kind == "u":
+                return values
+        with self.open(segment) as opened:
+            return opened.column(layout.STATUS, count, "u")
 
     @contextlib.contextmanager
     def open(self, segment: Segment) -> Iterator[OpenFile]:

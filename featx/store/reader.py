@@ -213,8 +213,7 @@ class FeatureStore:
         """Combine the status of all files; see `status`."""
         status = np.full(len(self), Status.ABSENT, dtype=np.uint8)
         for segment in self._contents.segments:
-            with self._rows.open(segment) as opened:
-                found = opened.column(layout.STATUS, segment.stop - segment.start, "u")
+            found = self._rows.status_of(segment)
             # A row that failed in one run has failed, whatever a later run made of it.
             before = status[segment.start : segment.stop]
             undecided = (before == Status.ABSENT) | (before == Status.OK)

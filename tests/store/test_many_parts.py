@@ -1,0 +1,100 @@
+"""Stores of very many parts: chunk tables are read in place of HDF5, and tell the same."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+from made_store import MadeRun, make_run
+
+import featx
+from featx.store.chunk_table import column_by_table
+from featx.store.hdf5_files import open_raw
+from featx.store.manifest import Manifest
+from featx.store.part_files import look_at_parts, part_path
+from featx.types import Part
+
+FAILED = (2, 9)
+
+
+@pytest.fixture
+def run() -> MadeRun:
+    return make_run(21, 4, {"x": (5,)}, failed=FAILED)
+
+
+def looks(root: Path, run: MadeRun, many: int) -> list[tuple[Part, str | None, list[int]]]:
+    made = run.as_run()
+    found = look_at_parts(root, Manifest((made,)), made.parts(), many)
+    return [(part, problem, [failure.row for failure in failed]) for part, problem, failed in found]
+
+
+def test_a_look_at_the_tables_tells_what_hdf5_tells(run: MadeRun, tmp_path: Path) -> None:
+    root = run.copied(tmp_path / "store")
+    by_tables = looks(root, run, many=1)
+    assert by_tables == looks(root, run, many=1000)
+    assert [row for _, _, rows in by_tables for row in rows] == list(FAILED)
+
+
+def test_files_that_are_not_those_parts(run: MadeRun, tmp_path: Path) -> None:
+    root = run.copied(tmp_path / "store")
+    other = run.changed(seed=5).finish(tmp_path / "other")
+    wider = make_run(21, 4, {"x": (6,)}).finish(tmp_path / "wider")
+    paths = [part_path(root, index) for index in range(6)]
+    paths[0].write_bytes(paths[1].read_bytes())
+    paths[2].write_bytes(part_path(other, 2).read_bytes())
+    paths[3].write_bytes(part_path(wider, 3).read_bytes())
+    paths[4].write_bytes(b"")
+    by_tables = looks(root, run, many=1)
+    assert by_tables == looks(root, run, many=1000)
+    assert [problem is None for _, problem, _ in by_tables] == [False, True, *[False] * 3, True]
+
+
+def test_a_file_cut_off_anywhere_is_found(run: MadeRun, tmp_path: Path) -> None:
+    root = run.copied(tmp_path / "store")
+    path = part_path(root, 5)
+    data = path.read_bytes()
+    for length in range(0, len(data), len(data) // 40):
+        path.write_bytes(data[:length])
+        assert looks(root, run, many=1)[5][1] is not None, length
+
+
+def status_by_table(path: Path, run: MadeRun, start: int) -> np.ndarray | None:
+    with contextlib.closing(open_raw(path)) as raw:
+        return column_by_table(raw, "status", run.as_run().digest, start)
+
+
+def test_the_status_by_the_table_is_that_of_hdf5(run: MadeRun, tmp_path: Path) -> None:
+    root = run.copied(tmp_path / "store")
+    for part in run.as_run().parts():
+        path = part_path(root, part.index)
+        found = status_by_table(path, run, part.start)
+        assert np.array_equal(found, run.status()[part.start : part.stop])
+        assert status_by_table(path, run, part.start + 1) is None
+        assert status_by_table(path, run.changed(seed=5), part.start) is None
+
+
+@pytest.mark.parametrize("where", ["table", "status"])
+def test_damage_is_left_to_hdf5(run: MadeRun, tmp_path: Path, where: str) -> None:
+    root = run.copied(tmp_path / "store")
+    path = part_path(root, 0)
+    with h5py.File(path) as file:
+        at = file["status"].id.get_chunk_info(0).byte_offset
+    data = bytearray(path.read_bytes())
+    data[at if where == "status" else data.rindex(b"featx chunk table 1\n") + 60] ^= 1
+    path.write_bytes(data)
+    assert status_by_table(path, run, 0) is None
+    assert looks(root, run, many=1) == looks(root, run, many=1000)
+
+
+@pytest.mark.slow
+def test_a_store_of_more_parts_than_stay_open(tmp_path: Path) -> None:
+    """Resumed and read by tables alone, from the part without failures to the one with."""
+    run = make_run(1100, 1, {"x": (2,)}, failed=[7, 1099])
+    root = run.finish(tmp_path / "store")
+    assert np.array_equal(featx.open(root).status, run.status())
+    with run.session(root).hold() as session:
+        assert session.missing() == []
+        assert [failure.row for failure in session.failures] == [7, 1099]

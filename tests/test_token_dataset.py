@@ -290,6 +290,10 @@ def test_a_state_of_other_arguments_is_refused(root: Path) -> None:
 def test_a_data_loader(root: Path) -> None:
     expected = list(dataset(root))
     assert_equal_batches(list(DataLoader(dataset(root), batch_size=None)), expected)
+
+
+@pytest.mark.slow  # starts processes
+def test_several_workers_are_refused(root: Path) -> None:
     with pytest.raises(ValueError, match="takes 0 or 1"):
         list(DataLoader(dataset(root), batch_size=None, num_workers=2))
 
@@ -374,7 +378,10 @@ def test_an_older_store_needs_the_number_of_prefix_tokens(tmp_path: Path) -> Non
         TokenDataset(root, "tokens")
     data = TokenDataset(root, "tokens", prefix=1)
     assert data.grid == (2, 2)
-    assert {position for _, position in identities(data)} == set()  # 36 tokens are no batch
+    with pytest.raises(ValueError, match="36 tokens of a rank are fewer than a batch of 4096"):
+        next(iter(data))
+    few = TokenDataset(root, "tokens", prefix=1, batch_size=6)
+    assert {position for _, position in identities(few)} == {1, 2, 3, 4}
     with pytest.raises(StoreError, match="a map whose channels are known"):
         TokenReader(featx.open(root), "map")
 

@@ -380,6 +380,11 @@ class TokenDataset(IterableDataset[Batch]):
         """Yield the batches of an epoch after the first `batches`."""
         order, reader = self._epoch_order(epoch), self._reader()
         left, size = order.num_batches - batches, self.batch_size
+        if not order.num_batches:
+            raise ValueError(
+                f"{min(order.rank_tokens)} tokens of a rank are fewer than a batch of {size}, and "
+                "drop_last leaves such a batch out. Give a smaller batch_size, or drop_last=False."
+            )
         self._position = (epoch, batches, segment, offset)
         with ThreadPoolExecutor(self._num_threads(reader), "featx-tokens") as threads:
             held = self._extent.held_tokens

@@ -342,6 +342,24 @@ def test_failed_rows_and_absent_positions_are_refused(root: Path) -> None:
     assert data.take([], []).shape == (0, C)
 
 
+def test_masks_choose_rows_and_positions(root: Path) -> None:
+    of_class, odd = np.arange(200) % 7 == 4, np.arange(T) % 2 == 1
+    data = dataset(root, rows=of_class, tokens=odd, drop_last=False)
+    by_number = dataset(
+        root, rows=np.flatnonzero(of_class), tokens=np.flatnonzero(odd), drop_last=False
+    )
+    expected = {(r, p) for r in np.flatnonzero(of_class) if r != 3 for p in np.flatnonzero(odd)}
+    assert set(identities(data)) == set(identities(by_number)) == expected
+    for row, position in (([True, False], [0, 0]), ([0.5], [0]), ([0], [1.0])):
+        with pytest.raises(IndexError, match="expected integers"):
+            data.take(row, position)  # type: ignore[arg-type]
+
+
+def test_a_state_of_something_else_is_refused(root: Path) -> None:
+    with pytest.raises(ValueError, match="not one that state_dict"):
+        dataset(root).load_state_dict({"epoch": 1})
+
+
 def test_parts_that_are_packed_meanwhile(tmp_path: Path, run: MadeRun) -> None:
     from made_store import pack_alone
 
@@ -360,7 +378,12 @@ def test_arguments_that_do_not_fit(root: Path) -> None:
     for arguments, message in (
         ({"tokens": "registers"}, "this layer has none"),
         ({"tokens": "odd"}, "expected 'all'"),
-        ({"tokens": [21]}, "positions from 0 to 20"),
+        ({"tokens": [21]}, "tokens: expected numbers from 0 to 20, and got 21"),
+        ({"tokens": [0.5]}, "tokens: expected a list of integers or a mask of 21"),
+        ({"rows": [True, False]}, "rows: expected a list of integers or a mask of 200"),
+        ({"rows": [1.5]}, "array of float64"),
+        ({"rows": [-1]}, "got -1"),
+        ({"seed": -1}, "seed=-1"),
         ({"per_image": 22}, "1 to 21"),
         ({"rows": [3]}, "none of the rows is ok"),
         ({"rank": 1}, "rank=1"),

@@ -80,7 +80,8 @@ def embed(
         The features, one row per image. An image that cannot be read or decoded has a failure.
 
     Raises:
-        FeatxError: the store does not say how it was made, or its model is not available as it was.
+        FeatxError: the store does not say how it was made, its model is not available as it was, or
+            a layer holds tokens that were chosen by key (reduce=sample).
     """
     if isinstance(images, str | bytes | os.PathLike) or not isinstance(images, Sequence):
         raise DataError(
@@ -119,6 +120,13 @@ def embed_images(
             f"{store.root} does not say how its features were extracted: there is no featx.json "
             "of it. Give the folder that job=extract made."
         )
+    for name in layers:
+        if store[name].attrs.get("reduce") == "sample":
+            raise StoreError(
+                f"{store.root}: the tokens of {name} were chosen by the key of each row "
+                "(reduce=sample). A new image has no key, so they would be other tokens than those "
+                "of a row. Name other layers, or extract the images to a store of their own."
+            )
     features: dict[str, npt.NDArray[Any]] = {}
     failures: dict[int, str] = {}
     names_of_run: dict[int, list[str]] = {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -244,8 +244,12 @@ def request_of(spec: LayerSpec, before: Config) -> ReduceConfig:
         StoreError: the statistics of a projection are not available any more.
     """
     args: dict[str, Any] = dict(spec.reduce_args)
-    if not REDUCTIONS.get(spec.reduce).needs_statistics:
-        return make_reduce(spec.reduce, **args)
+    member = REDUCTIONS.get(spec.reduce)
+    if not member.needs_statistics:
+        # The others follow from the layer (KeyedReduction.bound_args), and are compared with those
+        # of the new rows.
+        own = {option.name for option in fields(member.options or ReduceConfig)}
+        return make_reduce(spec.reduce, **{key: args[key] for key in args if key in own})
     identity = args["stats_sha256"]
     found = [r.statistics_path for _, r in layer_requests(before) if r.name == spec.reduce]
     notes = []

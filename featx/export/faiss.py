@@ -106,10 +106,10 @@ class Faiss(Format):
         try:
             return faiss.index_factory(width, self._options.index, kind)
         except RuntimeError as error:
-            reason = str(error).rpartition(": ")[2]
             raise ConfigError(
                 f"export.index={self._options.index} is no index of faiss for the {width} values "
-                f"of {layer}: {reason}. Expected a text of faiss.index_factory, such as Flat."
+                f"of {layer}: {_reason(error)}. Expected a text of faiss.index_factory, such as "
+                "Flat."
             ) from error
 
     def _vectors(self, rows: Any) -> Any:
@@ -123,13 +123,19 @@ class Faiss(Format):
         faiss, chosen = self._faiss, self.selection
         index = self._empty_index(layer)
         self._check_memory(index, layer)
-        if not index.is_trained:
-            index.train(self._training_rows(index, layer))
-        # Inverted files hold ids themselves. Other indices number their vectors, and are wrapped.
-        if faiss.try_extract_index_ivf(index) is None:
-            index = faiss.IndexIDMap2(index)
-        for start, stop, values in chosen.blocks(0, len(chosen), [layer]):
-            index.add_with_ids(self._vectors(values[layer]), chosen.rows[start:stop])
+        try:
+            if not index.is_trained:
+                index.train(self._training_rows(index, layer))
+            if not self._holds_ids(index):
+                index = faiss.IndexIDMap2(index)
+            for start, stop, values in chosen.blocks(0, len(chosen), [layer]):
+                index.add_with_ids(self._vectors(values[layer]), chosen.rows[start:stop])
+        except RuntimeError as error:
+            raise RunError(
+                f"faiss cannot build export.index={self._options.index} of the {len(chosen)} rows "
+                f"of {layer}: {_reason(error)}. Choose another index with overwrite=true, for few "
+                "rows export.index=Flat."
+            ) from error
         # An error of `file.write` must not pass through C++, so it is raised afterwards.
         failures: list[OSError] = []
 
@@ -144,6 +150,13 @@ class Faiss(Format):
         faiss.write_index(index, faiss.PyCallbackIOWriter(write))
         if failures:
             raise failures[0]
+
+    def _holds_ids(self, index: Any) -> bool:
+        """Return whether an index holds ids itself; others number their vectors."""
+        faiss = self._faiss
+        if isinstance(index, faiss.IndexPreTransform):
+            index = faiss.downcast_index(index.index)
+        return isinstance(index, faiss.IndexIVF | faiss.IndexIDMap)
 
     def _training_rows(self, index: Any, layer: str) -> Any:
         """Return evenly spaced vectors of a layer, as many as the training uses."""
@@ -198,6 +211,11 @@ class Faiss(Format):
             f"index = faiss.read_index({literal(f'{out}/{layer}.index')}, faiss.IO_FLAG_MMAP)\n"
             f"keys = pd.read_parquet({literal(f'{out}/keys.parquet')}).set_index('row')['key']"
         )
+
+
+def _reason(error: RuntimeError) -> str:
+    """Return the end of a message of faiss, which begins with the places in its source."""
+    return str(error).rpartition(": ")[2].strip()
 
 
 FORMATS.register(

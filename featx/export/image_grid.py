@@ -14,7 +14,7 @@ from featx.config import from_keywords, from_omegaconf
 from featx.errors import ConfigError, counted
 from featx.export.selection import as_utf8
 from featx.export.source_images import data_of_store
-from featx.store import FeatureStore
+from featx.store import FeatureStore, row_indices
 
 MAX_IMAGES = 100
 """Maximum number of images in a grid."""
@@ -117,7 +117,7 @@ def _chosen_rows(store: FeatureStore, rows: int | Sequence[int]) -> list[int]:
         count = min(max(0, int(rows)), MAX_IMAGES + 1, len(ok))
         found = ok[np.linspace(0, len(ok) - 1, count).astype(int)] if count else ok[:0]
     else:
-        found = np.arange(len(store))[np.asarray(rows, np.int64)]
+        found = row_indices(rows, len(store))[0]
     if not 0 < len(found) <= MAX_IMAGES:
         raise ConfigError(
             f"store.show({rows}): expected 1 to {MAX_IMAGES} rows of the {int(store.ok.sum())} ok "

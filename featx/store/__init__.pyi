@@ -24,6 +24,7 @@ from .image_states import keep_image_states as keep_image_states
 from .image_states import read_image_states as read_image_states
 from .image_states import stored_image_checksums as stored_image_checksums
 from .layer_array import LayerArray as LayerArray
+from .layer_array import row_indices as row_indices
 from .layer_selection import matching_layers as matching_layers
 from .layer_selection import only_layer as only_layer
 from .layout import LISTING as LISTING

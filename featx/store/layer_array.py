@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -52,14 +53,16 @@ class LayerArray:
         except (ValueError, TypeError) as error:
             raise StoreError(f"{self._store.root}: layer {self.name}: {error}.") from error
 
-    def positions(self, rows: slice | npt.NDArray[np.int64] = slice(None)) -> npt.NDArray[np.int64]:
+    def positions(
+        self, rows: slice | Sequence[int] | npt.NDArray[Any] = slice(None)
+    ) -> npt.NDArray[np.int64]:
         """Return the positions of the tokens of reduce=sample on the token axis of the layer.
 
         They follow from the keys and the attributes of the layer; nothing is read from its rows.
         Rows that failed have the positions that they would have had.
 
         Args:
-            rows: slice or numbers of rows of the store.
+            rows: slice, numbers, or a mask of rows of the store.
 
         Returns:
             (n, k) int64, increasing in each row; token [i, j] of the layer was at position [i, j].
@@ -73,7 +76,7 @@ class LayerArray:
                 f"{self._store.root}: the rows of {self.name} are reduced by "
                 f"{attrs.get('reduce')}; only tokens of reduce=sample have positions."
             )
-        keys = self._store.key_bytes[rows].tolist()
+        keys = self._store.key_bytes[row_indices(rows, len(self))[0]].tolist()
         seed, candidates = int(attrs["reduce_seed"]), int(attrs["reduce_num_candidates"])
         chosen = sampled_positions(keys, seed, candidates, int(attrs["reduce_k"]))
         return chosen + int(attrs["reduce_first"])
@@ -119,7 +122,7 @@ class LayerArray:
                 first = slice(None)
             else:
                 first, *rest = rest
-        rows, single = _row_indices(first, len(self))
+        rows, single = row_indices(first, len(self))
         read = self._store._read(self.name, rows)
         if not rest:
             return read[0] if single else read
@@ -139,7 +142,7 @@ class LayerArray:
         return self[:] if dtype is None else self[:].astype(dtype)
 
 
-def _row_indices(index: Any, length: int) -> tuple[npt.NDArray[np.int64], bool]:
+def row_indices(index: Any, length: int) -> tuple[npt.NDArray[np.int64], bool]:
     """Convert a row index to row numbers.
 
     Returns:

@@ -23,7 +23,7 @@ from featx.store import FeatureStore, TokenReader, Verify
 from featx.torch.keyed_delay import EpochOrder, Extent
 from featx.torch.token_plan import block_tokens, choose_blocks, effective_images, segment_tokens
 from featx.torch.token_pool import TokenPool
-from featx.torch.token_selection import Ints, TokenSelection, chosen_positions
+from featx.torch.token_selection import Ints, TokenSelection, chosen_positions, index_array
 from featx.types import TokenGeometry
 
 _SAMPLED_KEYS = 4096
@@ -72,10 +72,12 @@ class TokenDataset(IterableDataset[Batch]):
     Args:
         path: folder of the store, or its features.h5.
         layer: name of the layer.
-        tokens: 'all', 'patches', 'cls', 'registers', or positions on the token axis.
+        tokens: 'all', 'patches', 'cls', 'registers', or positions on the token axis, as a list or
+            as a mask.
         per_image: number of tokens that are chosen of each image, by its key and `seed` alone;
             None takes all of them.
-        rows: rows of the store to use, such as those of a split; None takes all that are ok.
+        rows: rows of the store to use, such as those of a split, as numbers or as a mask of all
+            rows; None takes all that are ok.
         batch_size: tokens of a batch.
         order: 'shuffled', or 'stored' for the order of the store.
         memory: bytes that may be held; more memory mixes better.
@@ -129,6 +131,8 @@ class TokenDataset(IterableDataset[Batch]):
         for name, value in limits.items():
             if value < 1:
                 raise ValueError(f"{name}={value}: expected at least 1.")
+        if seed < 0:
+            raise ValueError(f"seed={seed}: expected 0 or above.")
         if order not in ("shuffled", "stored"):
             raise ValueError(f"order={order!r}: expected 'shuffled' or 'stored'.")
         if not 0 <= rank < world_size:
@@ -140,6 +144,7 @@ class TokenDataset(IterableDataset[Batch]):
         self._direct = direct
         self._readers: dict[bool, tuple[int, TokenReader]] = {}
         reader = self._reader()
+        _refuse_places_of_sample(self.store, layer, tokens, prefix)
         self._places = _places(self.store, layer, prefix, reader.num_tokens)
         self.grid = None if self._places is None else self._places.grid
         chosen = chosen_positions(tokens, reader.num_tokens, self._places)
@@ -242,6 +247,10 @@ class TokenDataset(IterableDataset[Batch]):
             IndexError: there is no such row or position.
             StoreError: a row failed or is damaged, or another run has changed the store.
         """
+        for name, values in (("row", row), ("position", position)):
+            array = np.asarray(values)
+            if array.size and array.dtype.kind not in "iu":
+                raise IndexError(f"{name}: expected integers, and got values of {array.dtype}.")
         rows, positions = np.broadcast_arrays(
             np.asarray(row, np.int64), np.asarray(position, np.int64)
         )
@@ -308,6 +317,9 @@ class TokenDataset(IterableDataset[Batch]):
             ValueError: the state is of another store or of other arguments. At the start of an
                 epoch, `rank` and `world_size` may differ.
         """
+        names = ("epoch", "batches", "segment", "offset")
+        if not {"arguments", *names} <= {*state}:
+            raise ValueError("the state is not one that state_dict of a TokenDataset returned.")
         now = asdict(self._arguments)
         before = {name: state["arguments"].get(name) for name in now}
         ignored = set() if state["batches"] else {"rank", "world_size", "segments"}
@@ -324,7 +336,6 @@ class TokenDataset(IterableDataset[Batch]):
                 "which it was taken, or start an epoch anew by set_epoch."
             )
         self._shared[0] = int(state["epoch"])
-        names = ("epoch", "batches", "segment", "offset")
         epoch, batches, segment, offset = (int(state[name]) for name in names)
         self._position = (epoch, batches, segment, offset)
         self._started = True
@@ -462,6 +473,19 @@ def _refuse_many_workers() -> None:
         )
 
 
+def _refuse_places_of_sample(
+    store: FeatureStore, layer: str, tokens: str | Sequence[int], prefix: int | None
+) -> None:
+    """Raise ValueError if sampled tokens are asked for by their places, or as a grid."""
+    is_by_place = prefix is not None or (isinstance(tokens, str) and tokens != "all")
+    if is_by_place and store[layer].attrs.get("reduce") == "sample":
+        raise ValueError(
+            f"the tokens of {layer} are a sample of those of the model (reduce=sample) and no "
+            f"grid: give tokens='all' without prefix. store[{layer!r}].positions() has the place "
+            "of each in the layer."
+        )
+
+
 def _places(
     store: FeatureStore, layer: str, prefix: int | None, num_tokens: int
 ) -> TokenGeometry | None:
@@ -491,10 +515,7 @@ def _selection(
     """Tokens of an epoch."""
     ok = np.flatnonzero(store.ok)
     if rows is not None:
-        asked = np.unique(np.asarray(rows, np.int64))
-        if len(asked) and (asked[0] < 0 or asked[-1] >= len(store)):
-            raise ValueError(f"rows: expected rows from 0 to {len(store) - 1} of the store.")
-        ok = np.intersect1d(ok, asked, assume_unique=True)
+        ok = np.intersect1d(ok, index_array("rows", rows, len(store)), assume_unique=True)
     if not len(ok):
         raise ValueError(f"{store.root}: none of the rows is ok, so there is no token.")
     if per_image is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -89,13 +89,38 @@ class TokenBlocks:
         return found
 
 
+def index_array(name: str, values: Any, size: int) -> Ints:
+    """Distinct ascending indices of an axis, from a list of integers or a boolean mask.
+
+    Args:
+        name: what they are, for messages.
+        values: integers from 0 to `size` - 1, or `size` truth values.
+        size: length of the axis.
+
+    Raises:
+        ValueError: they are neither of these, such as fractions or a mask of another length.
+    """
+    array = np.asarray(values)
+    if array.dtype == np.bool_ and array.shape == (size,):
+        return np.flatnonzero(array)
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+        raise ValueError(
+            f"{name}: expected a list of integers or a mask of {size} truth values, and got an "
+            f"array of {array.dtype} with shape {array.shape}."
+        )
+    if array.size and (array.min() < 0 or array.max() >= size):
+        wrong = array[(array < 0) | (array >= size)][0]
+        raise ValueError(f"{name}: expected numbers from 0 to {size - 1}, and got {wrong}.")
+    return np.unique(array).astype(np.int64)
+
+
 def chosen_positions(
     tokens: str | Sequence[int], num_tokens: int, places: TokenGeometry | None
 ) -> Ints:
     """Positions that the argument `tokens` of TokenDataset stands for.
 
     Args:
-        tokens: 'all', 'patches', 'cls', 'registers', or positions.
+        tokens: 'all', 'patches', 'cls', 'registers', or positions or a mask of them.
         num_tokens: tokens of a row.
         places: what is known about them.
 
@@ -103,11 +128,9 @@ def chosen_positions(
         ValueError: the rows have no such tokens.
     """
     if not isinstance(tokens, str):
-        found = np.unique(np.asarray(list(tokens), np.int64))
-        if not len(found) or found[0] < 0 or found[-1] >= num_tokens:
-            raise ValueError(
-                f"tokens={list(tokens)}: expected positions from 0 to {num_tokens - 1}."
-            )
+        found = index_array("tokens", tokens, num_tokens)
+        if not len(found):
+            raise ValueError("tokens: expected at least one position.")
         return found
     every = np.arange(num_tokens)
     if tokens == "all":

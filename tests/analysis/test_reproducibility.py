@@ -59,6 +59,7 @@ def assert_untouched(capsys: pytest.CaptureFixture[str], rows: int = 21, **keys:
         pytest.param({"precision": "bf16"}, marks=pytest.mark.slow),
         {"layers": {"conv": "avg", "deep": {"name": "grid", "size": 2}, "embedding": "none"}},
         {"layers": ["*"], "reduce": "flatten", "pack": True},
+        {"layers": {"conv": {"name": "sample", "k": 3}, "embedding": "none"}},
         {"batch_size": "auto", "part_rows": "auto", "precision": "auto", "compile": "auto"},
     ],
     ids=lambda keys: "-".join(f"{key}={value}" for key, value in keys.items()),

@@ -73,6 +73,14 @@ def test_given_rows_may_have_failed_or_be_gone(store: featx.FeatureStore, photos
     assert [tile.row for tile in grid.tiles] == [rows[0], len(store) - 1, 2]
 
 
+def test_a_mask_chooses_rows(store: featx.FeatureStore) -> None:
+    mask = store.labels == 1
+    mask[5:-2] = False
+    assert [tile.row for tile in store.show(mask).tiles] == [len(store) - 2, len(store) - 1]
+    with pytest.raises(IndexError, match="rows are chosen by int"):
+        store.show([0.5])  # type: ignore[list-item]
+
+
 def test_images_elsewhere_are_found_with_data(store: featx.FeatureStore, photos: Path) -> None:
     photos.rename(photos.with_name("elsewhere"))
     assert 'store.show(10, data="DIR")' in repr(store.show(2))

@@ -20,7 +20,7 @@ from reading_back import READERS
 from tiny_model import run_job
 
 import featx
-from featx.errors import ConfigError, StoreMismatchError
+from featx.errors import ConfigError, RunError, StoreMismatchError
 from featx.export import selection
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path", "packing_in_process", "small_blocks")
@@ -116,7 +116,13 @@ class TestClipRetrieval:
 
 
 class TestFaiss:
-    @pytest.mark.parametrize("index", ["Flat", "SQfp16", "IVF4,Flat", "PCA4,IVF2,SQ8", "HNSW8"])
+    @pytest.mark.parametrize(
+        "index",
+        [
+            *("Flat", "SQfp16", "IVF4,Flat", "PCA4,IVF2,SQ8", "HNSW8"),
+            *("IDMap,Flat", "IVF4,SQfp16,RFlat"),
+        ],
+    )
     def test_ids_are_rows_of_the_store(self, index: str) -> None:
         faiss = pytest.importorskip("faiss")
         run = write_store(400)
@@ -156,6 +162,13 @@ class TestFaiss:
         with pytest.raises(ConfigError, match=r"export\.index=PQ7.*8 values of flat"):
             export("faiss", index="PQ7")
         assert not Path("out").exists()
+
+    def test_an_index_that_needs_more_rows_is_an_error_with_the_reason(self) -> None:
+        pytest.importorskip("faiss")
+        write_store()
+        with pytest.raises(RunError, match=r"IVF99,Flat of the 18 rows of flat: .*training points"):
+            export("faiss", index="IVF99,Flat")
+        export("faiss", overwrite=True)
 
     def test_another_index_or_metric_is_another_export(self) -> None:
         pytest.importorskip("faiss")

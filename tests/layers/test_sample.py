@@ -115,6 +115,27 @@ class TestStores:
         with pytest.raises(StoreMismatchError, match="sample"):
             store_of("store", reduce={**SAMPLE, **other})
 
+    def test_new_images_have_no_key_to_choose_by(self) -> None:
+        store_of("store", reduce=SAMPLE)
+        with pytest.raises(StoreError, match="A new image has no key"):
+            featx.embed([b""], "store")
+
+    def test_sampled_tokens_are_no_grid(self) -> None:
+        from featx.torch import TokenDataset
+
+        store_of("store", reduce={**SAMPLE, "k": 4})
+        for arguments in ({}, {"tokens": "cls"}, {"tokens": "all", "prefix": 0}):
+            with pytest.raises(ValueError, match="no grid: give tokens='all'"):
+                TokenDataset("store", "stem", **arguments)
+        assert TokenDataset("store", "stem", tokens="all").grid is None
+
+    def test_rows_of_positions_are_numbers_or_a_mask(self) -> None:
+        layer = store_of("store", reduce=SAMPLE)["stem"]
+        mask = np.arange(6) > 3
+        assert np.array_equal(layer.positions(mask), layer.positions()[4:])
+        with pytest.raises(IndexError, match="rows are chosen by"):
+            layer.positions([0.5])
+
     def test_exports_hold_the_positions(self) -> None:
         import pyarrow.parquet as pq
 
@@ -133,6 +154,8 @@ class TestStores:
         ok = ~np.isnan(rows).any((1, 2))
         mean = rows[ok].reshape(-1, 8).astype(np.float64).mean(0)
         np.testing.assert_allclose(found["stem"].mean, mean, rtol=1e-4, atol=1e-6)
+        with pytest.raises(ReduceError, match="tokens that reduce=sample chose"):
+            store_of("pca", reduce={"name": "pca", "k": 2, "stats": "stats"})
 
     @pytest.mark.slow
     def test_two_workers_give_the_same_bits(self) -> None:

@@ -90,8 +90,13 @@ def first_reduction(about: dict[str, Any]) -> ReduceConfig:
         about: description as returned by `Statistics.about`.
 
     Raises:
-        ReduceError: it is itself a projection.
+        ReduceError: it is itself a projection, or chooses tokens by key.
     """
+    if about["reduce"] == "sample":
+        raise ReduceError(
+            f"these statistics of {about['layer']} are of tokens that reduce=sample chose; a "
+            "projection cannot be applied after it. Take them of the layer itself."
+        )
     if REDUCTIONS.get(about["reduce"]).needs_statistics:
         raise ReduceError(
             f"these statistics of {about['layer']} are of projected values (reduce="

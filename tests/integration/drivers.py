@@ -11,7 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from conftest import with_path
-from tiny_model import COMMAND
+from made_store import dataset_digests, temporary_files
+from tiny_model import COMMAND, extract
 
 TESTS = Path(__file__).resolve().parent.parent
 
@@ -97,6 +98,18 @@ def driving(
         if driver.process.poll() is None:
             driver.process.kill()
         driver.process.wait()
+
+
+def alone(data: Path) -> dict[str, str]:
+    """The datasets of a run in this process; a pause has no effect on them."""
+    extract(data, out="alone")
+    return dataset_digests(Path("alone/features.h5"))
+
+
+def stored() -> dict[str, str]:
+    """The datasets of the run of `driving`, which leaves no temporary file."""
+    assert temporary_files(Path("store")) == []
+    return dataset_digests(Path("store/features.h5"))
 
 
 def free_ports(count: int) -> list[int]:

@@ -46,12 +46,15 @@ SelectTypeParameters=CR_Core
 MpiDefault=none
 ReturnToService=2
 SchedulerParameters=sched_interval=2,bf_interval=2
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
 KillWait=10
 SlurmdTimeout=20
 JobRequeue=1
 {nodes}
 PartitionName=main Nodes=n1,n2 Default=YES MaxTime=INFINITE State=UP
 PartitionName=brief Nodes=n1,n2 MaxTime=2 State=UP
+PartitionName=urgent Nodes=n1,n2 PriorityTier=10 PreemptMode=OFF State=UP
 """
 
 
@@ -178,6 +181,16 @@ def running_cluster(folder: Path) -> Iterator[SlurmCluster]:
         for name in reversed(list(cluster.processes)):
             cluster.stop(name)
         _end_steps(config)
+
+
+def processes_of_tasks(store: Path) -> list[int]:
+    """The Python processes that Slurm started for the tasks of a run."""
+    output = subprocess.run(
+        ["ps", "-ww", "-eo", "pid,args"], capture_output=True, text=True, check=True
+    )
+    folder = str((store / "jobs").absolute())
+    lines = [line for line in output.stdout.splitlines() if "submitit.core._submit" in line]
+    return [int(line.split()[0]) for line in lines if folder in line and "srun" not in line]
 
 
 def _end_steps(config: Path) -> None:

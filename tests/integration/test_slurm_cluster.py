@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from drivers import driving
-from made_store import dataset_digests, temporary_files
-from slurm_cluster import SlurmCluster, running_cluster
-from tiny_model import extract, write_images
+from drivers import alone, driving, stored
+from slurm_cluster import SlurmCluster, processes_of_tasks
+from tiny_model import write_images
 
 pytestmark = [
     pytest.mark.usefixtures("packing_in_process"),
@@ -22,40 +19,15 @@ pytestmark = [
     pytest.mark.usefixtures("in_tmp_path", "one_thread"),
 ]
 
+pytest_plugins = ["slurm_fixtures"]
+
 SLURM = ("executor=slurm", "executor.cpus=1")
-
-
-@pytest.fixture(scope="module")
-def shared_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
-    with running_cluster(tmp_path_factory.mktemp("slurm")) as cluster:
-        yield cluster
-
-
-@pytest.fixture
-def cluster(
-    shared_cluster: SlurmCluster, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[SlurmCluster]:
-    """A cluster whose queue is empty; the environment leads to it."""
-    shared_cluster.set_environment(monkeypatch)
-    yield shared_cluster
-    shared_cluster.clear()
-
-
-def alone(data: Path) -> dict[str, str]:
-    """The datasets of a run in this process; a pause has no effect on them."""
-    extract(data, out="alone")
-    return dataset_digests(Path("alone/features.h5"))
-
-
-def found() -> dict[str, str]:
-    assert temporary_files(Path("store")) == []
-    return dataset_digests(Path("store/features.h5"))
 
 
 def test_the_rows_are_those_of_a_local_run(photos: Path, cluster: SlurmCluster) -> None:
     with driving(*SLURM, "executor.workers=3") as driver:
         assert driver.finish() == 0, driver.said
-    assert found() == alone(photos)
+    assert stored() == alone(photos)
     assert "Slurm accounting storage is disabled" not in driver.said
     assert not Path("store/jobs").exists()
 
@@ -67,7 +39,7 @@ def test_a_task_that_is_cancelled_is_submitted_again(photos: Path, cluster: Slur
         line = driver.wait_for("submitted again", 60)
         assert driver.finish() == 0, driver.said
     assert "was told to end by SIGTERM" in line or "CANCELLED" in line
-    assert found() == alone(photos)
+    assert stored() == alone(photos)
 
 
 def test_a_task_that_is_cancelled_while_it_waits_is_submitted_again(
@@ -81,7 +53,7 @@ def test_a_task_that_is_cancelled_while_it_waits_is_submitted_again(
         # Slurm forgets at once a task of an array that never had a job of its own.
         assert "was lost (CANCELLED" in line or "to Slurm, last seen as PENDING" in line
         assert driver.finish() == 0, driver.said
-    assert found() == alone(photos)
+    assert stored() == alone(photos)
 
 
 def test_a_time_limit_shorter_than_the_work_is_no_end(
@@ -92,7 +64,7 @@ def test_a_time_limit_shorter_than_the_work_is_no_end(
         assert driver.finish(800) == 0, driver.said
     limits = driver.lines("reached its time limit (ready after")
     assert len(limits) >= 2, driver.said
-    assert found() == alone(photos)
+    assert stored() == alone(photos)
 
 
 def test_a_time_limit_shorter_than_a_part_says_what_to_change(
@@ -113,7 +85,7 @@ def test_a_wrong_partition_is_one_line(photos: Path, cluster: SlurmCluster) -> N
         assert driver.finish() == 2
     assert driver.said.strip() == (
         "executor.partition=mian: this cluster has no partition mian. Nearest: main. "
-        "It has: brief, main."
+        "It has: brief, main, urgent."
     )
     assert not Path("store").exists()
 
@@ -169,27 +141,17 @@ def test_a_controller_that_goes_away_in_mid_run_is_waited_for(
         finally:
             cluster.start("slurmctld")
         assert driver.finish() == 0, driver.said
-    assert found() == alone(photos)
+    assert stored() == alone(photos)
 
 
 def test_a_task_that_is_killed_says_its_state(photos: Path, cluster: SlurmCluster) -> None:
     with driving(*SLURM, "executor.workers=1", pause_s=2) as driver:
         driver.wait_for_parts(1)
-        pids = processes_of_tasks()
+        pids = processes_of_tasks(Path("store"))
         assert pids
         for pid in pids:
             os.kill(pid, signal.SIGKILL)
         line = driver.wait_for("submitted again", 60)
         assert "was lost (FAILED" in line
         assert driver.finish() == 0, driver.said
-    assert found() == alone(photos)
-
-
-def processes_of_tasks() -> list[int]:
-    """The Python processes that Slurm started for the tasks of this test."""
-    output = subprocess.run(
-        ["ps", "-ww", "-eo", "pid,args"], capture_output=True, text=True, check=True
-    )
-    folder = str(Path("store/jobs").absolute())
-    lines = [line for line in output.stdout.splitlines() if "submitit.core._submit" in line]
-    return [int(line.split()[0]) for line in lines if folder in line and "srun" not in line]
+    assert stored() == alone(photos)

@@ -1,0 +1,138 @@
+"""executor=slurm on a real Slurm: what happens to tasks, nodes and drivers, and the same rows."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from drivers import alone, driving, stored
+from slurm_cluster import SlurmCluster, processes_of_tasks
+
+pytestmark = [
+    pytest.mark.usefixtures("packing_in_process"),
+    pytest.mark.integration,
+    pytest.mark.timeout(900),
+    pytest.mark.usefixtures("in_tmp_path", "one_thread"),
+]
+
+pytest_plugins = ["slurm_fixtures"]
+
+SLURM = ("executor=slurm", "executor.cpus=1")
+
+
+def status() -> dict[str, Any]:
+    """What job=status prints as JSON."""
+    command = [sys.executable, "-m", "featx", "job=status", "store=store", "job.json=true"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def test_a_task_that_is_requeued_goes_on(photos: Path, cluster: SlurmCluster) -> None:
+    with driving(*SLURM, "executor.workers=2", pause_s=2) as driver:
+        driver.wait_for_parts(1)
+        cluster.ask("scontrol", "requeue", cluster.tasks("RUNNING")[-1])
+        assert driver.finish() == 0, driver.said
+    assert stored() == alone(photos)
+
+
+def test_tasks_that_are_preempted_go_on(photos: Path, cluster: SlurmCluster) -> None:
+    with driving(*SLURM, "executor.workers=4", pause_s=2) as driver:
+        driver.wait_for_parts(1)
+        # It needs both nodes, so that tasks of the run have to leave them.
+        cluster.ask(
+            "sbatch", "--partition=urgent", "--nodes=2", "--exclusive", "--output=/dev/null",
+            "--wrap=sleep 5",
+        )  # fmt: skip
+        assert driver.finish() == 0, driver.said
+    assert driver.lines("submitted again"), driver.said
+    assert stored() == alone(photos)
+
+
+def test_a_node_that_goes_down_costs_no_row(photos: Path, cluster: SlurmCluster) -> None:
+    with driving(*SLURM, "executor.workers=4", pause_s=2) as driver:
+        driver.wait_for_parts(1)
+        cluster.ask("scontrol", "update", "nodename=n2", "state=down", "reason=test")
+        try:
+            assert driver.finish() == 0, driver.said
+        finally:
+            # Refused if the node has returned to service by itself.
+            with contextlib.suppress(subprocess.CalledProcessError):
+                cluster.ask("scontrol", "update", "nodename=n2", "state=resume")
+    assert stored() == alone(photos)
+
+
+def test_a_driver_that_is_killed_is_started_again(photos: Path, cluster: SlurmCluster) -> None:
+    with driving(*SLURM, "executor.workers=2", pause_s=2) as driver:
+        driver.wait_for_parts(1)
+        driver.process.kill()
+    # The tasks continue without their driver, and nobody else may write meanwhile.
+    with driving(*SLURM, "executor.workers=2") as second:
+        assert second.finish() in (0, 1), second.said
+        refused = second.process.returncode == 1
+    if refused:
+        assert "continues without its driver" in second.said
+    deadline = time.monotonic() + 200
+    while processes_of_tasks(Path("store")) and time.monotonic() < deadline:
+        time.sleep(0.5)
+    with driving(*SLURM, "executor.workers=2") as third:
+        assert third.finish() == 0, third.said
+    assert stored() == alone(photos)
+
+
+def test_a_second_driver_is_refused_while_the_first_is_at_work(
+    photos: Path, cluster: SlurmCluster
+) -> None:
+    with driving(*SLURM, "executor.workers=1", pause_s=8) as first:
+        first.wait_for_parts(1)
+        with driving(*SLURM, "executor.workers=1") as second:
+            assert second.finish() == 1, second.said
+        assert "is being written by" in second.said
+        assert "Traceback" not in second.said
+        assert first.finish() == 0, first.said
+    assert stored() == alone(photos)
+
+
+def test_tasks_that_are_held_are_reported_until_they_are_released(
+    photos: Path, cluster: SlurmCluster
+) -> None:
+    with driving(*SLURM, "executor.workers=1", environment={"SBATCH_HOLD": "1"}) as driver:
+        driver.wait_for("submitted 1 task")
+        (task,) = cluster.tasks()
+        cluster.ask("scontrol", "hold", task.partition("_")[0])
+        line = driver.wait_for("wait in the queue", 120)
+        assert "JobHeld" in line
+        deadline = time.monotonic() + 30
+        while not (queue := [worker["queue"] for worker in status()["workers"]]) or not queue[0]:
+            assert time.monotonic() < deadline, queue
+            time.sleep(0.5)
+        assert queue[0][0]["state"] == "PENDING"
+        assert "JobHeld" in queue[0][0]["reason"]
+        cluster.ask("scontrol", "release", task.partition("_")[0])
+        assert driver.finish() == 0, driver.said
+    assert stored() == alone(photos)
+
+
+def test_a_driver_and_its_tasks_that_all_die_leave_a_store_that_resumes(
+    photos: Path, cluster: SlurmCluster
+) -> None:
+    with driving(*SLURM, "executor.workers=2", pause_s=2) as driver:
+        driver.wait_for_parts(2)
+        driver.process.kill()
+        for task in cluster.tasks():
+            cluster.ask("scancel", "--signal=KILL", "--full", task)
+        for pid in processes_of_tasks(Path("store")):
+            os.kill(pid, signal.SIGKILL)
+    cluster.clear()
+    time.sleep(46)  # until the heartbeats of the tasks are silent
+    with driving(*SLURM, "executor.workers=2") as second:
+        assert second.finish() == 0, second.said
+    assert stored() == alone(photos)

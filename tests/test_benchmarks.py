@@ -71,6 +71,7 @@ def test_a_command_gives_figures(name: str) -> None:
     assert re.search(r"\d", benchmark(name, *SMALL[name].split()))
 
 
+@pytest.mark.slow
 def test_a_commit_that_is_not_there() -> None:
     assert "git worktree add" in benchmark("regressions", "no-such-commit", code=2)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +55,8 @@ def push(folder: Path, names: Iterable[str], repository: str, written: Format) -
     operations: list[Any] = [
         CommitOperationAdd(path.relative_to(folder).as_posix(), path) for path in paths
     ]
-    operations.append(CommitOperationAdd(_CARD, _card(repository, written).encode()))
+    tables = [path.relative_to(folder).as_posix() for path in paths if path.suffix == ".parquet"]
+    operations.append(CommitOperationAdd(_CARD, _card(repository, written, tables).encode()))
     try:
         url = api.create_repo(repository, repo_type="dataset", private=True, exist_ok=True)
         message = f"Features of {written.selection.about['model']}, exported by featx"
@@ -76,12 +77,19 @@ def _files(path: Path) -> list[Path]:
     return [path]
 
 
-def _card(repository: str, written: Format) -> str:
-    """Return the text of the data set card: how to load the rows, and where they come from."""
+def _card(repository: str, written: Format, tables: Sequence[str]) -> str:
+    """Return the text of the data set card: how to load the rows, and where they come from.
+
+    Args:
+        repository: name of the repository.
+        written: format of the export.
+        tables: paths of its Parquet files. They are named one by one, because the repository may
+            still hold files of an earlier export with other rows.
+    """
     kind = written.config.export.format
     header: dict[str, Any] = {"tags": ["featx", "image-features"]}
     if kind == "parquet":
-        header["configs"] = [{"config_name": "default", "data_files": "data/*.parquet"}]
+        header["configs"] = [{"config_name": "default", "data_files": list(tables)}]
         lines = f'from datasets import load_dataset\n\nrows = load_dataset("{repository}")["train"]'
     else:
         lines = (

@@ -110,7 +110,8 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
         thread.start()
         monkeypatch.setenv("HF_ENDPOINT", server.url)
         monkeypatch.setenv("HF_TOKEN", "hf_made_up")
-        monkeypatch.setenv("HF_HUB_DISABLE_XET", "1")
+        # The variable HF_HUB_DISABLE_XET is read when huggingface_hub is imported.
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", True)
         yield server
         server.shutdown()
         thread.join()
@@ -140,6 +141,9 @@ def test_a_repository_gets_the_files_of_the_export_and_a_card(
     assert hub.created[0].get("visibility") == "private" or hub.created[0].get("private") is True
     header = yaml.safe_load(card.split("---")[1])
     assert ("configs" in header) == (kind == "parquet")
+    if kind == "parquet":  # not those of an earlier export with other files
+        (config,) = header["configs"]
+        assert config["data_files"] == sorted(hub.files)
     assert "toy" in card
     assert str(Path.cwd()) not in card
     assert f"{hub.url}/datasets/me/photos" in capsys.readouterr().out

@@ -130,6 +130,7 @@ def test_more_threads_than_slots_and_keys_longer_than_one(
         assert files(tmp_path) == []
 
 
+@pytest.mark.slow
 @given(content=st.binary(max_size=9000))
 def test_any_bytes_can_be_read_as_a_journal(
     tmp_path_factory: pytest.TempPathFactory, content: bytes

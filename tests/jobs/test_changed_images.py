@@ -212,6 +212,7 @@ def test_the_time_of_change_may_be_that_of_before(photos: Path) -> None:
         extract(photos, **LENIENT)
 
 
+@pytest.mark.slow
 def test_an_unfinished_store_is_refused_and_refreshed(
     photos: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -283,6 +284,7 @@ def test_layers_from_another_image_are_refused_at_the_end(
     assert same_values(after, extract(photos, out="whole", layers=["conv", "deep"]))
 
 
+@pytest.mark.slow
 def test_a_failed_image_that_was_mended_is_told_and_refreshed(
     photos: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -30,7 +30,9 @@ def probe(**options: Any) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("factor", [0.4, 1.0, 5.0])
+@pytest.mark.parametrize(
+    "factor", [0.4, *(pytest.param(each, marks=pytest.mark.slow) for each in (1.0, 5.0))]
+)
 def test_the_temperature_is_that_of_scipy_and_scikit_learn(factor: float) -> None:
     x, y = blobs(600, num_classes=4, signal=0.5)
     model = LogisticRegression(max_iter=2000).fit(x[:300], y[:300])

@@ -134,6 +134,7 @@ def test_a_store_that_another_process_writes_is_left_alone(
     assert part_times() == before
 
 
+@pytest.mark.slow
 def test_statistics_are_resumed_as_well(
     photos: Path, monkeypatch: pytest.MonkeyPatch, computed: list[Any]
 ) -> None:

@@ -24,6 +24,7 @@ def spans(path: Path) -> dict[str, list[dict[str, Any]]]:
     return found
 
 
+@pytest.mark.slow
 def test_the_stages_of_a_run_in_their_threads(
     photos: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -278,6 +278,7 @@ def test_other_options_of_the_group_go_with_the_object(photos: Path) -> None:
     assert statistics["conv"].count == 21
 
 
+@pytest.mark.slow
 def test_a_command_cannot_name_an_object(featx: Callable[..., Any]) -> None:
     done = featx("data.name=python")
     assert done.returncode == 2

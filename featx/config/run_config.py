@@ -49,11 +49,28 @@ from featx.types import ITEM_BYTES
 MAX_SEED = 2**32 - 1
 """Largest seed that all libraries accept."""
 
+MAX_PART_MIB = 4096
+"""Largest size of a part in MiB; an object store takes 5 GiB in one request."""
+
 
 def _check_auto_or_int(key: str, value: object) -> None:
     whole = isinstance(value, int) and not isinstance(value, bool) and value >= 1
     if value != "auto" and not whole:
         raise ConfigError(f"{key}={value}: expected auto or a whole number of at least 1.")
+
+
+def _check_part_mib(value: object, part_rows: object) -> None:
+    if value == "auto":
+        return
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MAX_PART_MIB:
+        raise ConfigError(
+            f"part_mib={value}: expected auto or a whole number of MiB from 1 to {MAX_PART_MIB}."
+        )
+    if part_rows != "auto":
+        raise ConfigError(
+            f"part_mib={value} has no effect with part_rows={part_rows}, which says the size of a "
+            "part already. Leave one of them out."
+        )
 
 
 def _check_auto_or_bool(key: str, value: object) -> None:
@@ -138,6 +155,9 @@ class Config:
     part_rows: Annotated[Any, "a whole number, or auto"] = "auto"
     """Number of rows per part, a power of two; auto derives it from bytes per row and measured
     speed."""
+    part_mib: Annotated[Any, "a whole number, or auto"] = "auto"
+    """Largest size of a part in MiB with part_rows=auto, 1 to 4096; auto is 256. A part is at most
+    a minute of work in any case, and a resume keeps the rows per part of its store."""
     codec: str = "none"
     """Compression of the stored chunks."""
     max_failures: Annotated[Any, "a share with a point, or a whole number"] = 0.01
@@ -157,7 +177,7 @@ class Config:
     job array. The last two come with extras: pip install "featx[ray]", "featx[slurm]"."""
     pack: Annotated[Any, "true, false or auto"] = "auto"
     """Pack the parts into one features.h5 at the end; auto does so if the store is on a disk that
-    has room; false keeps the parts."""
+    has room, and has at most 256 GiB; false keeps the parts."""
     tensorboard: Annotated[Any, "true, false, or a whole number"] = False
     """Write OUT/tensorboard: activations and timings of the run, the graph of the model, and a
     projector with 1000 images; a number sets the number of images."""
@@ -216,6 +236,7 @@ class Config:
         check_choice("nonfinite", self.nonfinite, ("error", "record"))
         _check_auto_or_int("batch_size", self.batch_size)
         _check_auto_or_int("part_rows", self.part_rows)
+        _check_part_mib(self.part_mib, self.part_rows)
         _check_auto_or_bool("compile", self.compile)
         _check_auto_or_bool("pack", self.pack)
         _check_tensorboard(self.tensorboard)

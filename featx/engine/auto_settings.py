@@ -132,8 +132,8 @@ class AutoSettings:
         """Number of rows per part: from the option, the resume state or the measured speed.
 
         Args:
-            most_rows: largest number of rows that fits into memory; a part holds one batch in any
-                case.
+            most_rows: largest number of rows by the size of a part in bytes; a part holds one batch
+                in any case.
             seconds: seconds of work that a part should take.
 
         Raises:
@@ -149,7 +149,10 @@ class AutoSettings:
                 )
             return rows
         if self._stored_part_rows is not None:
-            return int(self._stored_part_rows)
+            rows = int(self._stored_part_rows)
+            if self._config.part_mib != "auto":
+                self.choices["part_rows"] = f"{rows} (as {self._what} started)"
+            return rows
         by_time = seconds / max(1e-6, self.seconds_per_image or 0)
         rows = layout.power_of_two_at_most(min(most_rows, by_time))
         rows = max(rows, layout.power_of_two_at_least(batch_size))

@@ -31,7 +31,7 @@ FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 RUN_OPTIONS = (
     *("model", "data", "layers", "capture", "reduce", "target", "out", "precision", "dtype"),
     *("batch_size", "device", "compile", "fold_batchnorm", "decode", "part_rows", "codec"),
-    "conformance",
+    *("part_mib", "conformance"),
     *("max_failures", "nonfinite", "pack", "grow", "overwrite", "seed"),
 )
 """Options of what a run computes and stores. Each other option is read by the jobs that name it."""

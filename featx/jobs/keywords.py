@@ -26,6 +26,7 @@ class ExtractOptions(TypedDict, total=False):
     decode: str
     conformance: Mapping[str, Any]
     part_rows: int | str
+    part_mib: int | str
     codec: str
     max_failures: float | int
     retry_failed: bool

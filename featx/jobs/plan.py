@@ -19,7 +19,7 @@ from featx.pipeline import (
     layers_text,
 )
 from featx.storage import AtomicFolder, is_url, parse_path
-from featx.store import leftover_bytes, packed_size_bound
+from featx.store import LARGEST_PACKED_BYTES, leftover_bytes, packed_size_bound
 from featx.types import Part
 
 _TRIAL_BATCHES = 2
@@ -43,6 +43,8 @@ def _plan(config: Config, context: RunContext) -> dict[str, Any]:
     part = min(context.part_rows, num_rows) * context.row_bytes
     height, width = context.engine.backbone.preprocess.crop
     batch = compute.batch_size * 3 * height * width * 4
+    is_small = stored <= LARGEST_PACKED_BYTES
+    packs = config.pack is True or (config.pack == "auto" and is_small)
     return {
         "rows": num_rows,
         "layers": {
@@ -52,7 +54,7 @@ def _plan(config: Config, context: RunContext) -> dict[str, Any]:
         **compute.as_dict(),
         "part_rows": context.part_rows,
         "disk_needed": stored,
-        "disk_needed_while_packing": packed_size_bound(2 * stored),
+        "disk_needed_while_packing": packed_size_bound((1 + packs) * stored),
         "disk_free": None if is_url(config.out) else _free_bytes(parse_path(config.out)),
         "memory": context.engine.weight_bytes + 3 * part + 6 * batch,
         "images_per_second_model": 1 / context.trial.model_s,
@@ -116,7 +118,7 @@ def _disk_text(plan: dict[str, Any]) -> str:
     if plan["disk_free"] is None:
         return f"{needed}, in an object store"
     return (
-        f"{needed}, {size_text(plan['disk_needed_while_packing'])} while packing; "
+        f"{needed}, {size_text(plan['disk_needed_while_packing'])} at the peak; "
         f"{size_text(plan['disk_free'])} free"
     )
 

@@ -152,7 +152,7 @@ JOBS.register(
         run=run,
         input=Input.IMAGES,
         reads=(*RUN_OPTIONS, "job.json", "executor", "refresh", "log.metrics", "profile"),
-        ignores=("dtype", "codec", "pack", "grow"),
+        ignores=("dtype", "codec", "part_mib", "pack", "grow"),
         why="statistics are computed in float64 from the layer's values; no features are stored",
     )
 )

@@ -36,7 +36,7 @@ from featx.pipeline.run_observer import RunObserver
 from featx.pipeline.run_summary import RunDescription, describe_run
 from featx.pipeline.run_target import RunTarget, StoreTarget
 from featx.storage import is_url, parse_path
-from featx.store import Heartbeat, StoreSession, layout, pack_parts, packed_size_bound
+from featx.store import Heartbeat, StoreSession, layout, pack_parts, reason_to_keep_parts
 from featx.types import Source
 
 Observe = Callable[[RunContext, StoreSession], RunObserver]
@@ -253,12 +253,9 @@ def _pack(config: Config, session: StoreSession) -> None:
         )
         return
     stored_bytes = session.stored_bytes()
-    needed, free = packed_size_bound(stored_bytes), session.disk.free_bytes()
-    if config.pack == "auto" and free < needed:
-        log_message(
-            f"the parts are kept: packing needs {needed} bytes and {free} are free. "
-            "featx.open reads parts as well."
-        )
+    reason = reason_to_keep_parts(stored_bytes, session.disk.free_bytes())
+    if config.pack == "auto" and reason is not None:
+        log_message(f"the parts are kept: {reason}. featx.open reads parts as well.")
         return
     pack_parts(session.root, session.lock, stored_bytes)
     session.after_packing()

@@ -124,10 +124,12 @@ class StoreTarget:
     def part_limits(
         self, engine: Engine, specs: Sequence[LayerSpec], work_s: float
     ) -> tuple[float, float]:
-        """Limits by PART_BYTES, as a part is built in memory, and by `seconds_of_part`."""
+        """Limits by `part_mib`, or PART_BYTES if that is auto, and by `seconds_of_part`."""
         row_bytes = sum(spec.row_bytes for spec in specs)
         limit_s = self._config.executor.task_seconds
-        return PART_BYTES / max(1, row_bytes), seconds_of_part(work_s, limit_s)
+        part_mib = self._config.part_mib
+        part_bytes = PART_BYTES if part_mib == "auto" else int(part_mib) << 20
+        return part_bytes / max(1, row_bytes), seconds_of_part(work_s, limit_s)
 
 
 def seconds_of_part(work_s: float, limit_s: float | None = None) -> float:

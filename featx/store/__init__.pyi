@@ -46,9 +46,11 @@ from .manifest import Manifest as Manifest
 from .manifest import Run as Run
 from .manifest import load_manifest as load_manifest
 from .manifest import read_manifest as read_manifest
+from .pack import LARGEST_PACKED_BYTES as LARGEST_PACKED_BYTES
 from .pack import pack_parts as pack_parts
 from .pack import pack_store as pack_store
 from .pack import packed_size_bound as packed_size_bound
+from .pack import reason_to_keep_parts as reason_to_keep_parts
 from .part_builder import PartBuilder as PartBuilder
 from .part_files import part_names as part_names
 from .part_files import publish_part as publish_part

@@ -74,7 +74,7 @@ CHUNK_BYTES_COMPRESSED = 1 << 18
 """Target size of a compressed chunk before compression; one row decodes a whole chunk."""
 
 PART_BYTES = 256 << 20
-"""Largest size of a part with part_rows=auto, as a part is built in memory."""
+"""Largest size of a part with part_rows=auto and part_mib=auto."""
 
 COLUMN_CHUNK_ROWS = 1 << 14
 """Largest number of rows per chunk of key, label, status and the columns."""

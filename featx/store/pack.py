@@ -23,7 +23,7 @@ import h5py
 import numpy as np
 import numpy.typing as npt
 
-from featx.base import module_command, module_environment
+from featx.base import module_command, module_environment, size_text
 from featx.errors import FeatxError, RunError, StoreError, counted
 from featx.storage import AtomicFolder, ReservedFile, exclusive_lock
 from featx.store import codecs, layout
@@ -55,6 +55,29 @@ HEADROOM_BYTES = 16 << 20
 IN_MEMORY_BYTES = 8 << 20
 """Largest size of the sources that are packed in memory. A process of its own takes as long to
 start as packing hundreds of megabytes."""
+
+
+LARGEST_PACKED_BYTES = 256 << 30
+"""Largest size of a store that pack=auto packs. Parts are read as fast as a packed file, and beyond
+this size the copy takes minutes to hours and twice the disk."""
+
+
+def reason_to_keep_parts(stored_bytes: int, free_bytes: int) -> str | None:
+    """Say why pack=auto does not pack a store, or None if it does.
+
+    Args:
+        stored_bytes: bytes of the files to pack.
+        free_bytes: bytes that are free on the disk.
+    """
+    if stored_bytes > LARGEST_PACKED_BYTES:
+        return (
+            f"they are {size_text(stored_bytes)}, and pack=auto packs up to "
+            f"{size_text(LARGEST_PACKED_BYTES)}; pack=true packs larger stores, too"
+        )
+    needed = packed_size_bound(stored_bytes)
+    if free_bytes < needed:
+        return f"packing needs {needed} bytes and {free_bytes} are free"
+    return None
 
 
 def packed_size_bound(stored_bytes: int) -> int:

@@ -111,7 +111,13 @@ def test_a_key_without_effect_is_an_error() -> None:
     [
         *({"capture": "input"}, {"reduce": "avg"}, {"decode": "reference"}),
         *({"precision": "bf16"}, {"compile": True}, {"fold_batchnorm": False}, {"batch_size": 8}),
-        *({"part_rows": 64}, {"dtype": "float32"}, {"codec": "gzip"}, {"nonfinite": "record"}),
+        *(
+            {"part_rows": 64},
+            {"part_mib": 64},
+            {"dtype": "float32"},
+            {"codec": "gzip"},
+            {"nonfinite": "record"},
+        ),
         *({"max_failures": 3}, {"grow": True}),
     ],
     ids=lambda keys: next(iter(keys)),
@@ -124,6 +130,18 @@ def test_jobs_that_read_a_store_refuse_the_keys_of_making_one(
     config = from_omegaconf(node)
     with pytest.raises(ConfigError, match=rf"^{next(iter(keys))} has no effect with job={job}: "):
         jobs.check(config)
+
+
+@pytest.mark.parametrize("value", [0, -1, 4097, 1 << 40, 0.5, True, "large", None])
+def test_a_part_is_one_mib_to_four_gib(value: object) -> None:
+    with pytest.raises(ConfigError, match=r"part_mib=.*: expected auto or .* MiB from 1 to 4096"):
+        Config(part_mib=value)
+
+
+def test_two_sizes_of_a_part_exclude_each_other() -> None:
+    with pytest.raises(ConfigError, match="part_mib=512 has no effect with part_rows=64"):
+        Config(part_mib=512, part_rows=64)
+    assert Config(part_mib=4096).part_rows == "auto"
 
 
 def test_every_key_is_described() -> None:

@@ -93,7 +93,7 @@ NOT_REACHED = {
     "extract": {"executor", "target", "profile", "tensorboard", "retry_failed"},
     "attribute": {"executor", "profile", "retry_failed"},
     # The plan is that of the run the same options would make, with its checks.
-    "plan": {"pack", "max_failures", "executor", "target", "tensorboard", "grow"},
+    "plan": {"max_failures", "executor", "target", "tensorboard", "grow"},
     "stats": {"executor", "target", "profile", "stats.reference"},
     "export": {"export.incomplete"},
     # What a saved config says of these is compared with what they say.

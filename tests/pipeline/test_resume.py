@@ -429,6 +429,27 @@ def test_a_part_is_a_few_seconds_of_work_and_a_minute_in_long_runs(
     assert (most_rows, found) == (PART_BYTES / 4096, seconds)
 
 
+def test_the_size_of_a_part_is_chosen_when_a_store_is_started(
+    photos: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of_speed(monkeypatch, 1e-6)  # so fast that bytes limit a part, not seconds
+    wide = {**AUTO, "layers": ["conv"], "reduce": "none", "dtype": "float32", "pack": False}
+    for part_mib, part_rows in ((1, 2048), (3, 4096), ("auto", 1 << 19)):
+        extract(photos, out=f"store-{part_mib}", part_mib=part_mib, **wide)
+        manifest = Path(f"store-{part_mib}/featx.json").read_bytes()
+        assert json.loads(manifest)["part_rows"] == part_rows, part_mib
+    Path("store-1/parts/part-000000.h5").unlink()
+    assert extract(photos, out="store-1", part_mib=4096, **wide).complete
+    assert json.loads(Path("store-1/featx.json").read_bytes())["part_rows"] == 2048
+
+
+def test_the_size_of_a_part_is_a_limit_beside_the_minute() -> None:
+    target = StoreTarget(
+        from_omegaconf(from_keywords({**KEYS, "part_rows": "auto", "part_mib": 4096}))
+    )
+    assert target.part_limits(None, [make_spec("a", (1024,))], 10**6) == (1 << 20, 60)
+
+
 @pytest.mark.parametrize(
     ("executor", "seconds"),
     [

@@ -31,6 +31,7 @@ from featx.store.pack import (
     pack_parts,
     pack_store,
     packed_size_bound,
+    reason_to_keep_parts,
 )
 from featx.store.reader import FeatureStore
 
@@ -44,6 +45,17 @@ def part_files(root: Path) -> dict[str, bytes]:
 @pytest.fixture
 def run() -> MadeRun:
     return make_run(num_rows=29, part_rows=8, failed=[2, 17, 20])
+
+
+def test_auto_packs_up_to_256_gib_where_there_is_room() -> None:
+    limit, endless = 256 << 30, 1 << 60
+    assert reason_to_keep_parts(limit, endless) is None
+    assert "256.0 GiB, and pack=auto packs up to" in str(reason_to_keep_parts(limit + 1, endless))
+    needed = packed_size_bound(1000)
+    assert reason_to_keep_parts(1000, needed) is None
+    assert f"needs {needed} bytes and {needed - 1} are free" in str(
+        reason_to_keep_parts(1000, needed - 1)
+    )
 
 
 PLAIN_H5PY = """

@@ -96,6 +96,26 @@ def test_take_gives_the_values_of_the_layer(
     assert np.array_equal(found.numpy(), expected[rows, positions])
 
 
+@pytest.mark.parametrize("verify", ["chunks", False])
+@pytest.mark.parametrize("direct", [False, True])
+def test_tokens_far_and_near_are_read_by_ranges(tmp_path: Path, direct: bool, verify: Any) -> None:
+    """Longer than one range, with gaps within chunks and between them, packed and in parts."""
+    large = make_run(96, 32, {"tokens": (64, 1024)}, "float16")
+    expected = large.expected("tokens").reshape(-1, 1024)
+    rng = np.random.default_rng(0)
+    for packed in (False, True):
+        root = large.write(tmp_path / f"{packed}", packed=packed)
+        store = featx.open(root)
+        for count in (3, 40, 6000):
+            reader = TokenReader(store, "tokens", verify, direct, mapped=False)
+            for _ in range(2):  # chunks that are due, and chunks that are not
+                tokens = np.sort(rng.choice(len(expected), count, replace=False))
+                places = rng.permutation(count + 5)[:count]
+                out = np.zeros((count + 5, 2048), np.uint8)
+                reader.read_into(*np.divmod(tokens, 64), out, places)
+                np.testing.assert_array_equal(out[places].view(np.float16), expected[tokens])
+
+
 @pytest.mark.parametrize("codec", ["gzip", "zstd", "lzf"])
 def test_compressed_layers(tmp_path: Path, codec: str) -> None:
     run = token_run(100, codec)

@@ -20,6 +20,7 @@ import numpy.typing as npt
 from featx.errors import StoreError
 
 Bytes = npt.NDArray[np.uint8]
+Rows = npt.NDArray[np.int64]
 
 _ALIGN = 4096
 """Alignment of addresses, lengths and buffers; no common disk has larger blocks."""
@@ -74,16 +75,43 @@ class SpanFile:
             StoreError: the file ends before the range does.
             OSError: the file cannot be read now.
         """
-        start = at // _ALIGN * _ALIGN if self._direct else at
-        stop = -(-(at + size) // _ALIGN) * _ALIGN if self._direct else at + size
-        buffer = _buffer(stop - start)
-        done = 0
-        while done < at + size - start:
-            count = os.preadv(self._descriptor, [buffer[done : stop - start].data], start + done)
-            if count == 0:
-                raise StoreError(f"{self._label}: the file ends before byte {at + size}")
-            done += count
-        return buffer[at - start : at - start + size]
+        data, offset = self.read_ranges(np.array([at]), np.array([size]))
+        return data[int(offset[0]) : int(offset[0]) + size]
+
+    def read_ranges(self, at: Rows, size: Rows) -> tuple[Bytes, Rows]:
+        """Read several ranges of bytes, one after the other, into one buffer.
+
+        Args:
+            at: (n,) int64 address of the first byte of each range.
+            size: (n,) int64 number of bytes of each.
+
+        Returns:
+            a buffer of this thread, valid until the next call from it; (n,) int64 offset of each
+            range in it.
+
+        Raises:
+            StoreError: the file ends before a range does.
+            OSError: the file cannot be read now.
+        """
+        align = _ALIGN if self._direct else 1
+        start = at // align * align
+        length = -(-(at + size) // align) * align - start
+        stop = np.cumsum(length)
+        begin = stop - length
+        buffer = _buffer(int(stop[-1]) if len(stop) else 0)
+        view = buffer.data
+        needed = at + size - start
+        for address, low, high, least in zip(
+            start.tolist(), begin.tolist(), stop.tolist(), needed.tolist(), strict=True
+        ):
+            done = 0
+            while done < least:
+                count = os.preadv(self._descriptor, [view[low + done : high]], address + done)
+                if count == 0:
+                    raise StoreError(f"{self._label}: the file ends before byte {address + least}")
+                done += count
+        offset: Rows = begin + at - start
+        return buffer, offset
 
 
 def reads_directly(path: Path) -> bool:

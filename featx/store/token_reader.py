@@ -8,10 +8,7 @@ first byte, so a token is read without its image. Other layers are read by rows 
 from __future__ import annotations
 
 import ctypes
-import errno
-import resource
 import threading
-from collections import OrderedDict
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -20,13 +17,13 @@ import numpy.typing as npt
 
 from featx.base import free_memory
 from featx.errors import StoreError
-from featx.storage import RawFile, S3File, S3Path, SpanFile, is_local, reads_directly
-from featx.store import layout
+from featx.storage import S3Path, is_local, reads_directly
 from featx.store.chunk_cache import process
 from featx.store.chunk_check import Verify, check_verify, repair_hint
-from featx.store.chunk_places import ChunkPlaces, file_state
+from featx.store.chunk_places import ChunkPlaces
 from featx.store.dtypes import raw_dtype
-from featx.store.row_gather import gather, gather_into, runs
+from featx.store.row_gather import gather, gather_into
+from featx.store.token_files import TokenFiles, most_files
 
 if TYPE_CHECKING:
     from featx.store.reader import FeatureStore
@@ -43,10 +40,6 @@ _SPAN_BYTES = 4 << 20
 
 _PIECE_BYTES = 16 << 20
 """Bytes of rows that are held at a time where tokens are not read at their addresses."""
-
-_MAX_FILES = 128
-_SHARE_OF_LIMIT = 8
-"""Limits on the number of open files: _MAX_FILES, and 1/_SHARE_OF_LIMIT of that of the process."""
 
 
 class TokenReader:
@@ -108,7 +101,7 @@ class TokenReader:
         self.dtype, self.chunk_rows = places.dtype, places.chunk_rows
         self._token_bytes = self.channels * raw_dtype(self.dtype).itemsize
         self.way = _way(places, self._direct, self._mapped)
-        self._files = _Files(places, self.way)
+        self._files = TokenFiles(places, self.way)
 
     @property
     def token_bytes(self) -> int:
@@ -145,7 +138,7 @@ class TokenReader:
             return np.empty((0, self.channels), raw_dtype(self.dtype))
         self._check_range(rows, positions)
 
-        def read(files: _Files) -> npt.NDArray[Any]:
+        def read(files: TokenFiles) -> npt.NDArray[Any]:
             if self.way == "map" and not self._channels_first:
                 return self._gather(files, rows, positions)
             out = np.empty((len(rows), self.token_bytes), np.uint8)
@@ -184,7 +177,7 @@ class TokenReader:
                 wrong = values[(values < 0) | (values >= stop)][0]
                 raise IndexError(f"{self._layer} has {stop} {what}s; {what} {wrong} was asked for")
 
-    def _again_if_moved(self, work: Callable[[_Files], T]) -> T:
+    def _again_if_moved(self, work: Callable[[TokenFiles], T]) -> T:
         """Call `work`, and once more if the parts of the store were packed meanwhile."""
         files = self._files
         try:
@@ -195,7 +188,7 @@ class TokenReader:
                     self._open()
             return work(self._files)
 
-    def _gather(self, files: _Files, rows: Rows, positions: Rows) -> npt.NDArray[Any]:
+    def _gather(self, files: TokenFiles, rows: Rows, positions: Rows) -> npt.NDArray[Any]:
         """Gather tokens of mapped files, (n,) void."""
         places, width = files.places, self.token_bytes
         number, chunk, within = places.locate(rows)
@@ -215,7 +208,7 @@ class TokenReader:
         taken: npt.NDArray[Any] = items[at + (addresses[number] - lowest)]
         return taken
 
-    def _compare(self, files: _Files, chunks: Rows) -> None:
+    def _compare(self, files: TokenFiles, chunks: Rows) -> None:
         """Compare chunks of mapped files, unless that was done before."""
         if self._verify is False:
             return
@@ -231,7 +224,9 @@ class TokenReader:
 
         process().each(compare, due.tolist())
 
-    def _read(self, files: _Files, rows: Rows, positions: Rows, out: Bytes, places: Rows) -> None:
+    def _read(
+        self, files: TokenFiles, rows: Rows, positions: Rows, out: Bytes, places: Rows
+    ) -> None:
         """Read ascending tokens to their places, by the way of this layer."""
         if not self.reads_whole_rows:
             self._read_items(files, rows, positions * self.token_bytes, out, places)
@@ -254,7 +249,7 @@ class TokenReader:
         axes = (self.num_tokens, self.channels)
         return axes[::-1] if self._channels_first else axes
 
-    def _whole_rows(self, files: _Files, rows: Rows) -> Bytes:
+    def _whole_rows(self, files: TokenFiles, rows: Rows) -> Bytes:
         """Read distinct ascending rows, (n, row bytes)."""
         out = np.empty((len(rows), files.places.row_bytes), np.uint8)
         if self.way == "hdf5":
@@ -271,7 +266,7 @@ class TokenReader:
         self._read_items(files, rows, np.zeros(len(rows), np.int64), out, np.arange(len(rows)))
         return out
 
-    def _decoded(self, files: _Files, chunk: int) -> Bytes:
+    def _decoded(self, files: TokenFiles, chunk: int) -> Bytes:
         """Read and decode one chunk, and compare it unless that was done before."""
         number, address, size = files.place_of(chunk)
         segment = files.places.files[number].segment
@@ -286,7 +281,7 @@ class TokenReader:
         return data
 
     def _read_items(
-        self, files: _Files, rows: Rows, offsets: Rows, out: Bytes, places: Rows
+        self, files: TokenFiles, rows: Rows, offsets: Rows, out: Bytes, places: Rows
     ) -> None:
         """Read pieces of ascending rows, as long as the rows of `out`.
 
@@ -307,114 +302,53 @@ class TokenReader:
                 items = files.mapped(int(number[some[0]])).items(width)
                 gather_into(items, at[some], target, places[some])
             return
-        far = (at[1:] - at[:-1] > width + _GAP_BYTES) | (at[1:] < at[:-1])
-        far |= at[1:] // _SPAN_BYTES != at[:-1] // _SPAN_BYTES
-        for low, high in runs(~far & (number[1:] == number[:-1])):
-            self._read_span(files, chunk[low:high], at[low:high], target, places[low:high])
+        self._read_ranges(files, (number, chunk, at), target, places)
 
-    def _read_span(
-        self, files: _Files, chunk: Rows, at: Rows, target: npt.NDArray[Any], places: Rows
+    def _read_ranges(
+        self,
+        files: TokenFiles,
+        pieces: tuple[Rows, Rows, Rows],
+        target: npt.NDArray[np.void],
+        places: Rows,
     ) -> None:
-        """Read pieces that lie close to each other in one file, and the chunks that are due."""
-        found, width = files.places, target.itemsize
-        low, high = int(at[0]), int(at[-1]) + width
-        chunks = np.unique(chunk)
-        due = chunks[~found.compared[chunks]] if self._verify is not False else chunks[:0]
-        spans = {int(one): files.place_of(int(one)) for one in due}
-        for _, address, size in spans.values():
-            low, high = min(low, address), max(high, address + size)
-        data = files.span(files.place_of(int(chunk[0]))[0], low, high - low)
-        for one, (_, address, size) in spans.items():
-            files.compare(one, data[address - low : address - low + size])
-        items = np.ndarray((len(data) - width + 1,), f"V{width}", data.data, strides=(1,))
-        target[places] = items[at - low]
+        """Read pieces by ranges of files, in which near pieces are joined, and compare due chunks.
 
-
-class _Files:
-    """Open files of a layer; the least recently used ones are closed first.
-
-    Args:
-        places: addresses of the chunks.
-        way: as for TokenReader.
-
-    Attributes:
-        places: as above.
-    """
-
-    def __init__(self, places: ChunkPlaces, way: str) -> None:
-        self.places = places
-        self._way = way
-        self._lock = threading.Lock()
-        self._open: OrderedDict[int, RawFile | SpanFile | S3File] = OrderedDict()
-        self._most = most_files()
-
-    def place_of(self, chunk: int) -> tuple[int, int, int]:
-        """Number of the file, address and size of a chunk."""
-        places = self.places
-        return places.file_of(chunk), int(places.address[chunk]), int(places.size[chunk])
-
-    def mapped(self, number: int) -> RawFile:
-        """Mapped file."""
-        file = self._file(number)
-        assert isinstance(file, RawFile)
-        if file.size_now() < file.size:
-            path = self.places.files[number].segment.path
-            raise StoreError(f"{path}: the file had {file.size} bytes when it was opened.")
-        return file
-
-    def all_mapped(self) -> tuple[Rows, list[RawFile]]:
-        """Address of the map of each file, and the files, which must be kept while it is used."""
-        mapped = [self.mapped(number) for number in range(len(self.places.files))]
-        return np.array([file.address for file in mapped], np.int64), mapped
-
-    def span(self, number: int, at: int, size: int) -> Bytes:
-        """Read a range of a file; valid until the next call from this thread."""
-        file = self._file(number)
-        if isinstance(file, S3File):
-            data = np.empty(size, np.uint8)
-            file.read_into(data, at, str(self.places.files[number].segment.path))
-            return data
-        assert isinstance(file, SpanFile)
-        return file.read(at, size)
-
-    def compare(self, chunk: int, data: Bytes) -> None:
-        """Compare a decoded chunk with its checksum; raises StoreError if it differs."""
-        places = self.places
-        start, count = places.rows_of(chunk)
-        if layout.checksum(data[: count * places.row_bytes]) != int(places.sums[chunk]):
-            path = places.files[places.file_of(chunk)].segment.path
-            raise StoreError(
-                f"{path}: /{places.path}, rows {start} to {start + count - 1} differ from their "
-                f"checksum. {repair_hint(path)}"
-            )
-        places.compared[chunk] = True
-
-    def _file(self, number: int) -> RawFile | SpanFile | S3File:
-        """Open file, checked to be the one whose addresses are known."""
-        with self._lock:
-            if (file := self._open.get(number)) is not None:
-                self._open.move_to_end(number)
-                return file
-        known = self.places.files[number]
-        path = known.segment.path
-        if isinstance(path, S3Path):
-            opened: RawFile | SpanFile | S3File = S3File(path)
-        else:
-            spans = SpanFile(path, self._way == "direct")
-            if file_state(spans.fileno()) != known.state:
-                raise FileNotFoundError(errno.ENOENT, "replaced by another file", str(path))
-            opened = RawFile(spans.fileno(), may_map=True) if self._way == "map" else spans
-        with self._lock:
-            self._open[number] = opened
-            while len(self._open) > self._most:
-                self._open.popitem(last=False)
-        return opened
-
-
-def most_files() -> int:
-    """Number of files of a layer that a process keeps open."""
-    allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    return max(4, min(_MAX_FILES, allowed // _SHARE_OF_LIMIT))
+        Args:
+            files: open files.
+            pieces: (n,) number of the file, chunk, and address of each piece, in ascending order.
+            target: (m,) items as long as a piece.
+            places: (n,) indices into `target`.
+        """
+        (number, chunk, at), found, width = pieces, files.places, target.itemsize
+        is_due = np.zeros(len(at), np.bool_)
+        if self._verify is not False:
+            is_due = ~found.compared[chunk]
+        # A chunk that is due is read whole, so that no range ends within it.
+        begin = np.where(is_due, np.minimum(at, found.address[chunk]), at)
+        end = at + width
+        end[is_due] = np.maximum(end, found.address[chunk] + found.size[chunk])[is_due]
+        is_far = (at[1:] - at[:-1] > width + _GAP_BYTES) | (at[1:] < at[:-1])
+        is_far &= ~(is_due[1:] & (chunk[1:] == chunk[:-1]))
+        is_far |= begin[1:] // _SPAN_BYTES != begin[:-1] // _SPAN_BYTES
+        first = np.flatnonzero(np.concatenate([[True], is_far | (number[1:] != number[:-1])]))
+        last = np.append(first[1:], len(at))
+        low = np.minimum.reduceat(begin, first)
+        size = np.maximum.reduceat(end, first) - low
+        # Ranges of one file, of about _SPAN_BYTES in all, are read into one buffer.
+        buffer = np.cumsum(size) // _SPAN_BYTES
+        group = number[first] * (int(buffer[-1]) + 1) + buffer
+        for some in _split(np.arange(len(first)), group):
+            part = slice(int(first[some[0]]), int(last[some[-1]]))
+            data, offset = files.ranges(int(number[part.start]), low[some], size[some])
+            # Address in the buffer less that in the file, of each piece.
+            shift = np.repeat(offset - low[some], last[some] - first[some])
+            if is_due[part].any():
+                due = np.flatnonzero(is_due[part])
+                chunks, index = np.unique(chunk[part][due], return_index=True)
+                ahead = shift[due[index]]
+                files.compare_all(chunks, data, ahead)
+            items = np.ndarray((len(data) - width + 1,), f"V{width}", data.data, strides=(1,))
+            gather_into(items, at[part] + shift, target, places[part])
 
 
 def _way(places: ChunkPlaces, direct: bool | None, may_map: bool) -> str:

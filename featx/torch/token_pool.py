@@ -102,9 +102,12 @@ class TokenPool:
         wanted = (output >= first) & (output <= last)
         tokens, output = tokens[wanted], output[wanted]
         slots = self._allocate(len(tokens))
-        for which in np.unique(output).tolist():
-            leaves = output == which
-            self._waiting.setdefault(which, []).append((tokens[leaves], slots[leaves]))
+        # A stable sort of small integers takes linear time.
+        order = np.argsort((output - number).astype(np.uint8), kind="stable")
+        leaving = output[order]
+        for at in np.split(order, np.flatnonzero(leaving[1:] != leaving[:-1]) + 1):
+            if len(at):
+                self._waiting.setdefault(int(output[at[0]]), []).append((tokens[at], slots[at]))
         rows, positions = self._selection.locate(tokens)
         jobs = [
             self._threads.submit(

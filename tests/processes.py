@@ -11,6 +11,7 @@ import textwrap
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 
 def ended(pid: int, within_s: float = 5.0) -> bool:
@@ -70,7 +71,7 @@ def running(arguments: list[str]) -> Iterator[subprocess.Popen[str]]:
         process.communicate()
 
 
-def wait_until(condition: Callable[[], bool], process: subprocess.Popen[str]) -> None:
+def wait_until(condition: Callable[[], bool], process: subprocess.Popen[Any]) -> None:
     deadline = time.monotonic() + 120
     while not condition() and process.poll() is None:
         assert time.monotonic() < deadline, "it never happens"

@@ -54,7 +54,7 @@ _TAKEN = ("PreconditionFailed", "412")
 _WAIT = ("ConditionalRequestConflict", "OperationAborted", "SlowDown", "409", "503")
 _REFUSED = (
     "AccessDenied", "AllAccessDisabled", "InvalidAccessKeyId", "SignatureDoesNotMatch",
-    "ExpiredToken", "InvalidToken", "403", "401",
+    "ExpiredToken", "InvalidToken",
 )  # fmt: skip
 
 
@@ -302,7 +302,7 @@ def _meaning(response: dict[str, Any], url: str) -> OSError:
         return EmptyError(errno.EINVAL, text, url)
     if code in _WAIT or status >= 500:
         return ObjectStoreError(errno.EAGAIN, text, url)
-    if code in _REFUSED:
+    if code in _REFUSED or status in (401, 403):
         return ObjectStoreError(errno.EACCES, f"the server refuses it ({text})", url)
     if code == "NoSuchBucket":
         return ObjectStoreError(errno.ENODEV, f"there is no such bucket ({text})", url)
@@ -358,12 +358,20 @@ def read(bucket: str, key: str, span: tuple[int, int] | None = None, etag: str |
 
     Returns:
         the bytes, and the metadata of the whole object.
+
+    Raises:
+        TakenError: the object has another entity tag.
     """
     conditions = {} if etag is None else {"IfMatch": etag}
     if span is not None:
         conditions["Range"] = f"bytes={span[0]}-{span[1] - 1}"
     answer = request("get_object", Bucket=bucket, Key=key, **conditions)
     entry = _entry(answer, "ContentLength")
+    # Some servers ignore the condition of a GET and return the bytes of the new object.
+    if etag is not None and entry.etag != etag:
+        raise TakenError(
+            errno.EEXIST, f"it has the entity tag {entry.etag}", f"s3://{bucket}/{key}"
+        )
     if "ContentRange" in answer:
         total = int(answer["ContentRange"].rpartition("/")[2])
         entry = Entry(total, entry.etag, entry.modified)

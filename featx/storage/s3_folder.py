@@ -79,7 +79,11 @@ class S3Folder(AtomicFolder):
             found, entry = s3_client.read(*_of(path))
             if found == data:  # written by an earlier attempt whose answer was lost
                 return True
-            return found == before and _created(path, data, IfMatch=entry.etag)
+            if found != before:
+                return False
+            # botocore repeats a request whose answer was lost. The object has the new content then,
+            # and the server refuses the second request as it would after a write of someone else.
+            return _created(path, data, IfMatch=entry.etag) or s3_client.read(*_of(path))[0] == data
 
         return with_retries(path, compare_and_swap)
 
@@ -104,20 +108,33 @@ class S3Folder(AtomicFolder):
 
         Returns:
             path of the copy, or `folder` if another writer moved the object first.
+
+        Raises:
+            StoreError: the server ignores the condition of a deletion.
         """
 
-        def set_aside() -> Path:
+        def set_aside() -> Path | None:
             bucket, key = _of(path)
             try:
                 etag = s3_client.look(bucket, key).etag
                 target = folder / f"{path.name}.{etag.strip(chr(34))[:16]}"
                 s3_client.copy(bucket, key, _of(target)[1], etag)
+                if not _honours_deletions(target):
+                    return None
                 s3_client.delete(bucket, key, IfMatch=etag)
             except (FileNotFoundError, TakenError):
                 return folder  # another writer was quicker
             return target
 
-        return with_retries(path, set_aside)
+        moved = with_retries(path, set_aside)
+        if moved is None:
+            raise StoreError(
+                f"{path} is damaged, and the server ignores IfMatch of a DELETE request, without "
+                "which featx could delete what another writer has put in its place. When no other "
+                f"process writes this store, move {path} away yourself and give the same command "
+                "again."
+            )
+        return moved
 
     def remove(self, path: Path) -> None:
         """Delete an object, or all objects below a folder."""
@@ -156,10 +173,13 @@ class S3Folder(AtomicFolder):
         # The lock object exists now, so both conditions are false and a correct server refuses.
         for condition in ({"IfNoneMatch": "*"}, {"IfMatch": _NO_ETAG}):
             if _created(path, b"", **condition):
+                with contextlib.suppress(OSError):
+                    s3_client.delete(*_of(path))
                 raise StoreError(
                     f"{self.root}: the server ignores {next(iter(condition))} of a PUT request, "
-                    "without which two writers could damage the store. Use another object store, "
-                    "or write to out=DIR on a disk and copy the store when it is complete."
+                    "without which two writers could damage the store. Nothing was written. Use "
+                    "another object store, or write to out=DIR on a disk and copy the store when "
+                    "it is complete."
                 )
         descriptor = os.open(os.devnull, os.O_RDWR)
         try:
@@ -179,6 +199,19 @@ def _created(path: Path, data: bytes | memoryview, **condition: str) -> bool:
     except TakenError:
         return False
     return True
+
+
+def _honours_deletions(copy: Path) -> bool:
+    """Whether the server honours the condition of a deletion, tried on a copy that may be lost.
+
+    This is not checked at the start of a run, since only damaged objects are deleted with a
+    condition.
+    """
+    try:
+        s3_client.delete(*_of(copy), IfMatch=_NO_ETAG)
+    except TakenError:
+        return True
+    return False
 
 
 def _of(path: Path) -> tuple[str, str]:

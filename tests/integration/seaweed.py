@@ -16,12 +16,16 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from drivers import free_ports
 from object_server import environment
 
 from featx.storage import s3_client
+
+READER = {"AWS_ACCESS_KEY_ID": "id-of-a-reader", "AWS_SECRET_ACCESS_KEY": "secret-of-a-reader"}
+"""Credentials of an identity that may read and list only."""
 
 _SERVERS = ("master", "volume", "filer", "s3")
 
@@ -45,11 +49,14 @@ class SeaweedServer:
         self.url = f"http://127.0.0.1:{self._ports['s3.port']}"
         (folder / "data").mkdir(parents=True)
         given = environment(self.url)
-        credentials = {
-            "accessKey": given["AWS_ACCESS_KEY_ID"], "secretKey": given["AWS_SECRET_ACCESS_KEY"]
-        }  # fmt: skip
-        identity = {"name": "tester", "credentials": [credentials], "actions": ["Admin"]}
-        (folder / "s3.json").write_text(json.dumps({"identities": [identity]}))
+        self.allow(
+            _identity(given["AWS_ACCESS_KEY_ID"], given["AWS_SECRET_ACCESS_KEY"], "Admin"),
+            _identity(*READER.values(), "Read", "List"),
+        )
+
+    def allow(self, *identities: dict[str, Any]) -> None:
+        """Set who may do what from the next start on."""
+        (self._folder / "s3.json").write_text(json.dumps({"identities": identities}))
 
     def start(self) -> None:
         """Start it, with what it held before; returns when it answers."""
@@ -109,6 +116,11 @@ def bucket_on_seaweed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
             s3_client.request("create_bucket", Bucket="bucket")
         yield server
     s3_client.client.cache_clear()
+
+
+def _identity(key: str, secret: str, *actions: str) -> dict[str, Any]:
+    credentials = [{"accessKey": key, "secretKey": secret}]
+    return {"name": key, "credentials": credentials, "actions": actions}
 
 
 def _program() -> str:

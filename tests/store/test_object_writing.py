@@ -411,7 +411,47 @@ def test_a_server_that_ignores_a_condition_is_refused(
     root = next(places)
     with pytest.raises(StoreError, match=f"ignores {condition} of a PUT"):
         finish(RUN, root)
-    assert not (root / layout.DESCRIPTOR).exists()
+    assert not list(root.entries())
+
+
+def test_where_deletions_have_no_condition_damage_stays_until_the_user_moves_it(
+    finished: S3Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    part = finished / layout.PARTS / layout.part_name(1)
+    s3_client.write(part.bucket, part.key, b"damaged")
+    request = s3_client.request
+
+    def careless(operation: str, **parameters: Any) -> dict[str, Any]:
+        if operation == "delete_object":
+            parameters.pop("IfMatch", None)
+        return request(operation, **parameters)
+
+    monkeypatch.setattr(s3_client, "request", careless)
+    with pytest.raises(StoreError, match=r"part-000001.h5 is damaged, .* IfMatch of a DELETE"):
+        finish(RUN, finished)
+    assert part.read_bytes() == b"damaged"
+    s3_client.delete(part.bucket, part.key)
+    finish(RUN, finished)
+    check_store_of(RUN, finished)
+
+
+def test_layers_are_added_when_the_answer_to_the_change_is_lost(
+    finished: S3Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """botocore repeats such a request, and the server refuses the second one."""
+    request, lost = s3_client.request, []
+
+    def unheard(operation: str, **parameters: Any) -> dict[str, Any]:
+        if operation == "put_object" and "featx.json" in parameters["Key"]:
+            lost.append(request(operation, **parameters))
+        return request(operation, **parameters)
+
+    monkeypatch.setattr(s3_client, "request", unheard)
+    added = make_added(RUN, {"late": (7,)})
+    finish(added, finished)
+    assert len(lost) == 1
+    assert FeatureStore(finished)["late"][:].tobytes() == added.features["late"].tobytes()
+    assert check_store(finished).complete
 
 
 def test_a_server_that_asks_for_patience_is_asked_again(

@@ -1,0 +1,152 @@
+"""Stores on real S3 servers that refuse, spoil answers, or ignore conditions; two drivers."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from drivers import Driver, driving
+from faulty_proxy import FAULTS, error, faulty_proxy, some
+from object_server import environment, num_parts, place, rows_of
+from processes import wait_until
+from s3rver import CREDENTIALS, running_s3rver
+from seaweed import READER, SeaweedServer, bucket_on_seaweed
+from tiny_model import extract
+
+import featx
+from featx.storage import s3_client
+from featx.store.heartbeat import read_heartbeats
+from featx.store.verification import check_store
+
+pytestmark = [
+    pytest.mark.usefixtures("packing_in_process", "in_tmp_path", "one_thread"),
+    pytest.mark.integration,
+    pytest.mark.timeout(900),
+]
+
+OUT = "s3://bucket/run"
+
+
+@pytest.fixture
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SeaweedServer]:
+    with bucket_on_seaweed(tmp_path / "seaweed", monkeypatch) as running:
+        yield running
+
+
+def is_whole(photos: Path) -> None:
+    """Every row is that of a run to the disk, and nothing was damaged on the way."""
+    assert rows_of(featx.open(OUT)) == rows_of(extract(photos, out="alone"))
+    assert check_store(place(OUT)).complete
+    assert not list((place(OUT) / "quarantine").glob("*"))
+
+
+def last_line(driver: Driver) -> str:
+    """The last line of a command that failed without a traceback."""
+    assert "Traceback" not in driver.said
+    return driver.said.strip().splitlines()[-1]
+
+
+@pytest.mark.parametrize("more", [(), ("executor.workers=2",)])
+def test_spoilt_answers_of_every_kind_change_no_row(
+    photos: Path, server: SeaweedServer, more: tuple[str, ...]
+) -> None:
+    with faulty_proxy(server.url, some(list(FAULTS.values()), 0.2)) as proxy:
+        there = {"AWS_ENDPOINT_URL": proxy.url}
+        with driving(f"out={OUT}", *more, pause_s=0, environment=there) as driver:
+            assert driver.finish() == 0, driver.said
+        assert "Traceback" not in driver.said
+        assert len(proxy.seen) > 50
+    is_whole(photos)
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({"AWS_SECRET_ACCESS_KEY": "wrong"}, "SignatureDoesNotMatch"),
+        ({"AWS_ACCESS_KEY_ID": "nobody"}, "InvalidAccessKeyId"),
+        (READER, "AccessDenied"),
+    ],
+)
+def test_credentials_that_may_not_write_are_told_before_the_run(
+    photos: Path, server: SeaweedServer, given: dict[str, str], text: str
+) -> None:
+    with driving(f"out={OUT}", pause_s=0, environment=given) as driver:
+        assert driver.finish() == 2, driver.said
+    assert "the server refuses it" in last_line(driver)
+    assert OUT in last_line(driver)
+    assert text in last_line(driver) or "(403: Forbidden)" in last_line(driver)
+    assert not list(place(OUT).entries())
+
+
+def test_a_key_that_may_only_read_opens_a_store(
+    photos: Path, server: SeaweedServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    near = extract(photos, out="alone")
+    extract(photos, out=OUT)
+    for name, value in READER.items():
+        monkeypatch.setenv(name, value)
+    s3_client.client.cache_clear()
+    assert rows_of(featx.open(OUT)) == rows_of(near)
+
+
+def test_a_bucket_that_is_not_there_is_one_line(photos: Path, server: SeaweedServer) -> None:
+    with driving("out=s3://no-such-bucket/run", pause_s=0) as driver:
+        assert driver.finish() == 2, driver.said
+    assert "s3://no-such-bucket/run" in last_line(driver)
+    assert "there is no such bucket" in last_line(driver)
+
+
+def test_keys_that_are_withdrawn_in_mid_run_end_it_and_new_ones_resume_it(
+    photos: Path, server: SeaweedServer
+) -> None:
+    with faulty_proxy(server.url) as proxy:
+        there = {"AWS_ENDPOINT_URL": proxy.url}
+        with driving(f"out={OUT}", pause_s=1, environment=there) as driver:
+            wait_until(lambda: num_parts(OUT) > 1, driver.process)
+            proxy.spoil(lambda method, path: error(400, "ExpiredToken"))
+            assert driver.finish(60) == 1, driver.said
+    assert "Traceback" not in driver.said
+    *_, message, command = driver.said.strip().splitlines()
+    assert "ExpiredToken" in message
+    assert "Nothing committed is lost" in message
+    again = Driver(shlex.split(command)[3:], {})
+    assert again.finish() == 0, again.said
+    is_whole(photos)
+
+
+def test_two_drivers_with_workers_that_are_killed_give_the_same_rows(
+    photos: Path, server: SeaweedServer
+) -> None:
+    def workers() -> list[int]:
+        records = read_heartbeats(place(OUT))
+        kinds = [(record.values["what"], record.values["pid"]) for record in records]
+        return [pid for what, pid in kinds if what.startswith("worker")]
+
+    asked = (f"out={OUT}", "executor.workers=2", "device=cpu")
+    with driving(*asked, pause_s=1.5) as first, driving(*asked, pause_s=1.5) as second:
+        wait_until(lambda: num_parts(OUT) > 0 and len(workers()) > 1, first.process)
+        os.kill(workers()[0], signal.SIGKILL)
+        assert first.finish() == 0, first.said
+        assert second.finish() == 0, second.said
+    assert "was killed by SIGKILL" in first.said + second.said
+    is_whole(photos)
+
+
+def test_a_server_that_ignores_conditions_is_refused_and_nothing_is_left_there(
+    photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with running_s3rver(tmp_path / "s3rver") as url:
+        for name, value in {**environment(url), **CREDENTIALS}.items():
+            monkeypatch.setenv(name, value)
+        s3_client.client.cache_clear()
+        for more in ((), ("executor.workers=2",), ("overwrite=true",)):
+            with driving(f"out={OUT}", *more, pause_s=0) as driver:
+                assert driver.finish() == 2, driver.said
+            assert "ignores IfNoneMatch of a PUT request" in last_line(driver)
+            assert "Nothing was written" in last_line(driver)
+        assert not list(place("s3://bucket/run").entries())
+    s3_client.client.cache_clear()

@@ -1,0 +1,112 @@
+"""Runs into a bucket whose server answers with errors, too late, in part, or not at all."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from conftest import with_path
+from faulty_proxy import FAULTS, Fault, FaultyProxy, error, faulty_proxy, some
+from object_server import place, rows_of
+from tiny_model import COMMAND, extract, write_images
+
+import featx
+from featx.errors import RunError, StoreError
+from featx.storage import s3_client
+from featx.store.verification import check_store
+
+pytestmark = pytest.mark.usefixtures("in_tmp_path", "packing_in_process", "cache_folder")
+
+TESTS = Path(__file__).parent
+
+
+@pytest.fixture
+def proxy(bucket: str, s3_server: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyProxy]:
+    """A proxy in front of the server of `bucket`; the environment leads to it."""
+    with faulty_proxy(s3_server) as running:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", running.url)
+        s3_client.client.cache_clear()
+        yield running
+
+
+@pytest.fixture
+def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """botocore repeats a request at once."""
+    standard = pytest.importorskip("botocore.retries.standard")
+    monkeypatch.setattr(standard.ExponentialBackoff, "delay_amount", lambda self, context: 0.0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [kind for kind in FAULTS if kind != "late"])
+@pytest.mark.usefixtures("no_pauses")
+def test_a_share_of_all_answers_is_spoilt_and_the_rows_are_the_same(
+    tmp_path: Path, bucket: str, proxy: FaultyProxy, kind: str
+) -> None:
+    photos = write_images(tmp_path / "photos", 9)
+    near = extract(str(photos), layers=["conv", "pool"])
+    proxy.spoil(some([FAULTS[kind]], 0.3))
+    out = f"s3://{bucket}/run"
+    extract(str(photos), out=out)
+    far = extract(str(photos), layers=["conv", "pool"], out=out)
+    assert rows_of(far) == rows_of(near)
+    proxy.spoil(lambda method, path: None)
+    assert check_store(place(out)).complete
+    assert not list((place(out) / "quarantine").glob("*"))
+
+
+@pytest.mark.parametrize(
+    "code",
+    ["ExpiredToken", *(pytest.param(code, marks=pytest.mark.slow)
+                       for code in ("AccessDenied", "InvalidAccessKeyId", "RequestTimeTooSkewed"))],
+)  # fmt: skip
+def test_credentials_that_expire_in_mid_run_end_it_at_once(
+    tmp_path: Path, bucket: str, proxy: FaultyProxy, code: str
+) -> None:
+    photos = write_images(tmp_path / "photos", 13)
+    near = extract(str(photos))
+    out, parts = f"s3://{bucket}/run", []
+
+    def choose(method: str, path: str) -> Fault | None:
+        parts.extend([path] if method == "PUT" and "/parts/" in path else [])
+        return error(400 if code == "ExpiredToken" else 403, code) if len(parts) > 2 else None
+
+    proxy.spoil(choose)
+    with pytest.raises(RunError, match=rf"{code}.*Nothing committed is lost. When the") as ended:
+        extract(str(photos), out=out)
+    assert ended.value.exit_code == 1
+    proxy.spoil(lambda method, path: None)
+    assert rows_of(extract(str(photos), out=out)) == rows_of(near)
+
+
+@pytest.mark.parametrize("code", ["SignatureDoesNotMatch", "RequestTimeTooSkewed"])
+def test_a_server_that_refuses_everything_is_told_before_the_run(
+    photos: Path, bucket: str, proxy: FaultyProxy, code: str
+) -> None:
+    proxy.spoil(lambda method, path: error(403, code))
+    with pytest.raises(StoreError, match=f"s3://{bucket}/run.*: the server refuses it") as ended:
+        extract(str(photos), out=f"s3://{bucket}/run")
+    assert ended.value.exit_code == 2
+    proxy.spoil(lambda method, path: None)
+    assert not list(place(f"s3://{bucket}/run").entries())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", ["null", "2"])
+def test_the_command_survives_faults_of_every_kind(
+    photos: Path, bucket: str, proxy: FaultyProxy, workers: str
+) -> None:
+    near = extract(str(photos))
+    proxy.spoil(some(list(FAULTS.values()), 0.2))
+    out = f"s3://{bucket}/run"
+    command = [*COMMAND, "data=folder", f"data.root={photos}", f"executor.workers={workers}"]
+    done = subprocess.run(
+        [sys.executable, "-m", "featx", *command, f"out={out}"], env=with_path(TESTS),
+        capture_output=True, text=True, timeout=500, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+    proxy.spoil(lambda method, path: None)
+    assert rows_of(featx.open(out)) == rows_of(near)

@@ -8,6 +8,7 @@ help, documentation and tables are made from the registry.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import pkgutil
@@ -155,7 +156,7 @@ class Registry(Generic[MemberT]):
             folder = getattr(importlib.import_module(self._package), "__path__", ())
             for module in pkgutil.iter_modules(folder):
                 importlib.import_module(f"{self._package}.{module.name}")
-            for entry in self._entry_points():
+            for entry in self._entry_points:
                 if entry.name not in self._members:
                     try:
                         self._load(entry)
@@ -175,12 +176,16 @@ class Registry(Generic[MemberT]):
             importlib.import_module(f"{self._package}.{name}")
         if name in self._members:
             return
-        for entry in self._entry_points():
+        for entry in self._entry_points:
             if entry.name == name:
                 self._load(entry)
 
+    @functools.cached_property
     def _entry_points(self) -> tuple[EntryPoint, ...]:
-        """Return the entry points of other distributions for this family."""
+        """Entry points of other distributions for this family.
+
+        They are looked up once, because that reads the metadata of every installed distribution.
+        """
         return () if self._group is None else tuple(entry_points(group=self._group))
 
     def _load(self, entry: EntryPoint) -> None:

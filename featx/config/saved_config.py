@@ -12,7 +12,7 @@ from featx.config import DataConfig
 from featx.config.all_options import group_class, member_groups
 from featx.config.member_options import option_owners
 from featx.config.run_config import Config
-from featx.config.schema import config_schema, from_omegaconf
+from featx.config.schema import config_schema, default_values, from_omegaconf
 from featx.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -33,6 +33,8 @@ def from_saved(text: str) -> Config:
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
+    from featx.config import config_yaml
+
     def plain(part: Any) -> Any:
         if isinstance(part, Mapping):
             return {key: plain(value) for key, value in part.items()}
@@ -41,15 +43,36 @@ def from_saved(text: str) -> Config:
         return part.replace("${", r"\${") if isinstance(part, str) else part
 
     try:
-        found = plain(OmegaConf.to_container(OmegaConf.create(text), resolve=False))
+        found = plain(config_yaml.load(text))
         _leave_out_unread_transform(found)
         _check_members(found)
-        node = OmegaConf.merge(config_schema(), found)
+        node = OmegaConf.merge(config_schema(), _without_defaults(found, default_values()))
     except (OmegaConfBaseException, yaml.YAMLError, ValueError, TypeError) as error:
         raise ConfigError(
             f"the config that the store keeps cannot be read: {str(error).splitlines()[0]}"
         ) from error
     return from_omegaconf(node)  # type: ignore[arg-type]  # a structured node merges to a DictConfig
+
+
+def _without_defaults(found: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options that differ from their defaults; OmegaConf takes 0.1 ms to merge each.
+
+    Args:
+        found: saved options, groups of them as mappings.
+        defaults: the defaults in the same form.
+    """
+    different = {}
+    for key, value in found.items():
+        default = defaults.get(key)
+        if isinstance(value, Mapping) and isinstance(default, Mapping):
+            value = _without_defaults(value, default)
+            if not value:
+                continue
+        # The representation also tells 1, 1.0 and true apart.
+        elif key in defaults and repr(value) == repr(default):
+            continue
+        different[key] = value
+    return different
 
 
 def _leave_out_unread_transform(found: object) -> None:
@@ -120,7 +143,9 @@ def saved_yaml(node: DictConfig) -> str:
     Interpolations are resolved, except those that read the environment. Values of options such as
     token or password are left out, as is the query of a URL.
     """
-    from omegaconf import DictConfig, ListConfig, OmegaConf
+    from omegaconf import DictConfig, ListConfig
+
+    from featx.config import config_yaml
 
     def walk(part: Any) -> Any:
         if isinstance(part, DictConfig):
@@ -144,7 +169,7 @@ def saved_yaml(node: DictConfig) -> str:
     found = walk(node)
     for group, name in _unread_of_plugins(node):
         found[group].pop(name, None)
-    return OmegaConf.to_yaml(OmegaConf.create(found))
+    return config_yaml.dump(found)
 
 
 def _unread_of_plugins(node: DictConfig) -> list[tuple[str, str]]:

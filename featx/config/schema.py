@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import os
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from featx.base import family
@@ -33,6 +33,15 @@ def config_schema() -> DictConfig:
     return _structured(config_class())  # type: ignore[arg-type]  # a class is hashable
 
 
+@functools.cache
+def default_values() -> Mapping[str, Any]:
+    """Return the defaults of all options, groups of them as mappings; nothing is resolved."""
+    from omegaconf import OmegaConf
+
+    values: dict[str, Any] = OmegaConf.to_container(config_schema(), resolve=False)  # type: ignore[assignment]  # a structured node has texts as keys
+    return MappingProxyType(values)
+
+
 def known_keys() -> list[str]:
     """Return the dotted name of every option of the command: 'out', 'model.weights', ..."""
     names = [name for name in option_types() if not name.endswith(".name")]
@@ -52,16 +61,17 @@ def from_omegaconf(node: DictConfig) -> Config:
     from omegaconf.errors import OmegaConfBaseException
 
     _refuse_added_keys(node, all_options(), "")
-    node = copy.deepcopy(node)
-    OmegaConf.set_struct(node, False)
-    OmegaConf.set_readonly(node, False)
     try:
-        for group in member_groups().values():
-            node[group.group] = _with_options_of_choice(node[group.group], group)
-        values = OmegaConf.to_object(node)
+        chosen = {
+            group.group: _with_options_of_choice(node, group) for group in member_groups().values()
+        }
+        values: dict[str, Any] = {}
+        for f in fields(Config):
+            value = chosen[f.name] if f.name in chosen else node[f.name]
+            values[f.name] = OmegaConf.to_object(value) if OmegaConf.is_config(value) else value
     except OmegaConfBaseException as error:
         raise ConfigError(str(error).splitlines()[0]) from error
-    config = Config(**{f.name: getattr(values, f.name) for f in fields(Config)})
+    config = Config(**values)
     _refuse_empty_texts(config, "")
     return config
 
@@ -80,7 +90,7 @@ def _with_options_of_choice(node: DictConfig, group: MemberGroup) -> DictConfig:
     """Return the options of a group as those of the member that is chosen.
 
     Args:
-        node: options of all members.
+        node: all options of the command; it stays as it is.
         group: the group.
 
     Raises:
@@ -89,13 +99,18 @@ def _with_options_of_choice(node: DictConfig, group: MemberGroup) -> DictConfig:
     from omegaconf import OmegaConf
 
     base = group_class(group)
-    values: dict[str, Any] = OmegaConf.to_container(node, resolve=False)  # type: ignore[assignment]  # a structured node has texts as keys
-    values[group.selector] = node[group.selector]  # resolved, as the member is found by it
+    options = node[group.group]
+    values: dict[str, Any] = OmegaConf.to_container(options, resolve=False)  # type: ignore[assignment]  # a structured node has texts as keys
+    values[group.selector] = options[group.selector]  # resolved, as the member is found by it
     chosen: type[Any] = options_class(group.option, group.chosen(values), base)
     refuse_options_of_others(group, base, values)
     names = {f.name for f in fields(chosen)}
     own = {key: value for key, value in values.items() if key in names}
     found: DictConfig = OmegaConf.merge(_structured(chosen), own)  # type: ignore[assignment, arg-type]  # a structured node merges to a DictConfig; a class is hashable
+    # Interpolations such as ${out} are looked up in all options. Assigning `found` to `node` would
+    # do the same, but needs a deep copy of all options, which takes most of the time of a call.
+    found._set_parent(node)
+    found._set_key(group.group)
     return found
 
 

@@ -67,7 +67,8 @@ def embed(
 
     Args:
         images: paths of image files, Pillow images, arrays (H, W), (H, W, 1|3|4) or (1|3, H, W)
-            uint8, or encoded bytes. A Pillow image or an array is taken with the pixels it has; a
+            uint8, arrays of the numbers and channels that a store with model.transform.scale takes,
+            or encoded bytes. A Pillow image or an array is taken with the pixels it has; a
             file is decoded as those of the store, so its row has the same bits as one of the store
             on the same machine, batch size and number of threads.
         store: open store or its path.

@@ -73,6 +73,7 @@ from .similarity import DistanceConfig as DistanceConfig
 from .similarity import DuplicatesConfig as DuplicatesConfig
 from .similarity import NeighborsConfig as NeighborsConfig
 from .transform import INTERPOLATIONS as INTERPOLATIONS
+from .transform import OF_DTYPE as OF_DTYPE
 from .transform import USUAL_CROP as USUAL_CROP
 from .transform import USUAL_RESIZE as USUAL_RESIZE
 from .transform import TransformConfig as TransformConfig

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -14,7 +15,11 @@ INTERPOLATIONS = ("nearest", "bilinear", "bicubic")
 USUAL_RESIZE, USUAL_CROP = 256, 224
 """Shorter side after resizing and side of the crop in pixels, for models that bring neither."""
 
+OF_DTYPE = "dtype"
+"""Value of `scale` that takes the largest number of unsigned pixels as the divisor."""
+
 _SIDES = "a whole number, a list of two, or null"
+_SCALE = "a number, dtype, or null"
 
 
 @dataclass
@@ -29,7 +34,8 @@ class TransformConfig:
     model, 224 with model=custom, hub and export. Models of a library have model.input_size."""
     mean: list[float] | None = None
     """Mean of each channel (R, G, B), of values in [0, 1]; null takes that of the weights, that of
-    ImageNet with model=custom, hub and export."""
+    ImageNet with model=custom, hub and export. With scale one number a channel, of values after the
+    division."""
     std: list[float] | None = None
     """Standard deviation of each channel (R, G, B), of values in [0, 1]; null as for mean."""
     interpolation: str | None = None
@@ -38,6 +44,15 @@ class TransformConfig:
     offset: str | None = None
     """Offset of a crop that would begin at half a pixel: round (torchvision, timm) or floor
     (processors of transformers); null takes round."""
+    scale: Annotated[Any, _SCALE] = None
+    """Number by which pixels are divided, such as 65535 or 10000; images then keep their dtype and
+    channels until they are float32. dtype divides uint8 by 255 and uint16 by 65535, and refuses
+    other numbers. null reads every image as RGB of 8 bits."""
+    channels: int | None = None
+    """Number of channels of the images, with scale; null takes that of the model."""
+    bands: list[int] | None = None
+    """Channels that the model gets, in its order, counted from 0, with scale: [0,0,0] repeats grey
+    for a model of RGB images. null takes all."""
 
     def __post_init__(self) -> None:
         if self.interpolation is not None:
@@ -46,12 +61,66 @@ class TransformConfig:
             check_choice("model.transform.offset", self.offset, ("round", "floor"))
         for key in ("resize", "crop"):
             _check_side(key, getattr(self, key))
+        self._check_scale()
         for key in ("mean", "std"):
             value = getattr(self, key)
-            if value is not None and len(value) != 3:
-                raise ConfigError(f"model.transform.{key}: expected three numbers, one a channel.")
+            if value is not None and len(value) != 3 and (self.scale is None or not value):
+                raise ConfigError(
+                    f"model.transform.{key}: expected three numbers, one a channel (R, G, B). "
+                    "Images of other channels need model.transform.scale as well."
+                )
         if self.std is not None and min(self.std) <= 0:
             raise ConfigError(f"model.transform.std={self.std}: expected numbers above 0.")
+
+    def _check_scale(self) -> None:
+        """Check scale, channels and bands.
+
+        Raises:
+            ConfigError: a value is none of those expected, or has no effect.
+        """
+        if self.scale is None:
+            for key in ("channels", "bands"):
+                if getattr(self, key) is not None:
+                    raise ConfigError(
+                        f"model.transform.{key} has no effect without model.transform.scale: "
+                        "images are read as RGB of 8 bits. Give the number by which pixels are "
+                        "divided, such as model.transform.scale=65535, or dtype."
+                    )
+            return
+        is_number = type(self.scale) in (int, float) and 0 < self.scale < math.inf
+        if self.scale != OF_DTYPE and not is_number:
+            raise ConfigError(
+                f"model.transform.scale={self.scale}: expected a number above 0, by which pixels "
+                "are divided, or dtype (255 for uint8, 65535 for uint16)."
+            )
+        if self.interpolation == "nearest":
+            raise ConfigError(
+                "model.transform.interpolation=nearest: with model.transform.scale expected "
+                "bilinear or bicubic."
+            )
+        if self.channels is not None and self.channels < 1:
+            raise ConfigError(
+                f"model.transform.channels={self.channels}: expected a whole number of at least 1."
+            )
+        if self.bands is not None:
+            self._check_bands(self.bands)
+
+    def _check_bands(self, bands: Sequence[int]) -> None:
+        """Check the bands.
+
+        Raises:
+            ConfigError: channels is missing, or a band is none of them.
+        """
+        if self.channels is None:
+            raise ConfigError(
+                f"model.transform.bands={list(bands)} needs model.transform.channels, the number "
+                "of channels of the images, of which these are taken."
+            )
+        if not bands or not all(0 <= band < self.channels for band in bands):
+            raise ConfigError(
+                f"model.transform.bands={list(bands)}: expected numbers from 0 to "
+                f"{self.channels - 1}, as the images have {self.channels} channels."
+            )
 
     def check_sizes(
         self, resize: int | tuple[int, int] | None, crop: int | tuple[int, int]

@@ -274,7 +274,7 @@ class AutoSettings:
             (B, 3, H, W), the dtype of the images; uint8 if there are none.
         """
         if len(self._images) == 0:
-            shape = (size, 3, *self._engine.backbone.preprocess.crop)
+            shape = (size, *self._engine.backbone.preprocess.shape)
             return torch.full(shape, 127, dtype=torch.uint8)
         repeats = -(-size // len(self._images))
         return torch.cat([self._images] * repeats)[:size]

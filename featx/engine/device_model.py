@@ -123,7 +123,7 @@ class DeviceModel:
         Args:
             precision: 'fp32', 'bf16' or 'fp16'.
         """
-        pixels = 3 * math.prod(self.backbone.preprocess.crop)
+        pixels = math.prod(self.backbone.preprocess.shape)
         each = COMPUTE_DTYPES[precision].itemsize
         largest = 0
         if self.traced is not None:
@@ -153,7 +153,7 @@ class DeviceModel:
     def noise(self, batch_size: int) -> torch.Tensor:
         """(B, 3, H, W) float32 standard normal noise on the device, equal in every run."""
         generator = torch.Generator().manual_seed(0)
-        shape = (batch_size, 3, *self.backbone.preprocess.crop)
+        shape = (batch_size, *self.backbone.preprocess.shape)
         return torch.randn(shape, generator=generator).to(self.device)
 
     def trial_batch(self) -> torch.Tensor:
@@ -166,7 +166,7 @@ class DeviceModel:
 
     def regrouped(self, x: torch.Tensor) -> list[torch.Tensor]:
         """The batches of `regrouped` for `x`, with a black image and one of random 0 and 255."""
-        shape = 3, *self.backbone.preprocess.crop
+        shape = self.backbone.preprocess.shape
         generator = torch.Generator().manual_seed(1)
         loud = torch.randint(0, 2, shape, generator=generator, dtype=torch.uint8) * 255
         dark, loud = self.normalised(torch.stack([torch.zeros_like(loud), loud]))

@@ -10,6 +10,8 @@ from .image_policy import PILLOW as PILLOW
 from .image_policy import ImagePolicy as ImagePolicy
 from .loader import PREFETCH_BATCHES as PREFETCH_BATCHES
 from .loader import Loader as Loader
+from .pixel_scale import PixelFormatError as PixelFormatError
+from .pixel_scale import PixelScale as PixelScale
 from .preprocess import Preprocess as Preprocess
 from .preprocess import centre_crop as centre_crop
 from .preprocess import check_reference as check_reference

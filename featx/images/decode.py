@@ -1,6 +1,7 @@
 """Decoding of encoded bytes into an upright RGB image, or an ImageFault with the reason.
 
-This is the only module that names a decoder on the CPU; `gpu_decode` uses that of a GPU. Pillow
+This module and `array_decode` are the only ones that name a decoder on the CPU; `gpu_decode` uses
+that of a GPU. Pillow
 opens every image and decodes all unusual ones. Sound JPEGs are decoded by simplejpeg if it is
 installed, to equal pixels in less time. decode=fast decodes JPEGs that are far larger than needed
 at 1/2, 1/4 or 1/8 of their size, which libjpeg does while it decodes. HEIC is decoded by
@@ -15,14 +16,29 @@ import re
 import struct
 import zlib
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from PIL import AvifImagePlugin, Image, ImageFile, UnidentifiedImageError
 
 from featx.base import ProcessSetting
+from featx.images.array_decode import (
+    NPY,
+    check_array,
+    decode_deep_png,
+    decode_npy,
+    decode_tiff,
+    is_big_tiff,
+    is_deep_png,
+    is_tiff,
+    pillow_array,
+    turned,
+    why_not_rgb,
+)
 from featx.images.image_policy import PILLOW, SIMPLEJPEG, ImagePolicy
 from featx.images.jpeg_header import plain_jpeg_size
+from featx.images.pixel_scale import format_fault
 from featx.images.rgb_conversion import to_rgb
 from featx.types import ImageFault, Status
 
@@ -40,7 +56,7 @@ _HEIF = re.compile(rb"....ftyp(hei[cxms]|hev[cxms]|mif1|msf1)", re.DOTALL)
 """First bytes of HEVC in its container. The brands mif1 and msf1 may hold AVIF as well, which
 Pillow tries first."""
 
-_CUT_SHORT = re.compile(r"runcat|nd of file|outside of file bounds|Cannot read full")
+_CUT_SHORT = re.compile(r"runcat|nd of file|outside of file bounds|Cannot read full|too small")
 """Parts of the messages of decoders for files that end too early."""
 
 MAX_CODED_PIXELS = 1 << 22
@@ -125,7 +141,7 @@ def encoded_jpeg(data: bytes, policy: ImagePolicy, at_least: int) -> EncodedJpeg
         return None
 
 
-def decode_pixels(data: bytes, policy: ImagePolicy, at_least: int | None) -> npt.NDArray[np.uint8]:
+def decode_pixels(data: bytes, policy: ImagePolicy, at_least: int | None) -> npt.NDArray[Any]:
     """Decode an image as `decode` does, with the JPEG decoder of the policy.
 
     Args:
@@ -134,7 +150,7 @@ def decode_pixels(data: bytes, policy: ImagePolicy, at_least: int | None) -> npt
         at_least: as for `decode`.
 
     Returns:
-        (H, W, 3) uint8 RGB, upright.
+        (H, W, 3) uint8 RGB, upright; (H, W, channels) of any numbers if the policy has `channels`.
 
     Raises:
         ImageFault: the image cannot be decoded; its status names the reason.
@@ -166,7 +182,7 @@ def decode(data: bytes, policy: ImagePolicy, at_least: int | None = None) -> Ima
 
 def _decode_or_fault(
     data: bytes, policy: ImagePolicy, at_least: int | None
-) -> Image.Image | npt.NDArray[np.uint8]:
+) -> Image.Image | npt.NDArray[Any]:
     """Decode, and turn every exception but MemoryError into an ImageFault.
 
     Damaged files raise not only OSError but also ValueError, TypeError, SyntaxError, struct.error
@@ -174,6 +190,8 @@ def _decode_or_fault(
     """
     try:
         with _pillow_settings:
+            if policy.channels is not None:
+                return _decode_array(data, policy, policy.channels)
             return _decode(data, policy, at_least)
     except (ImageFault, MemoryError):
         raise
@@ -209,6 +227,46 @@ def _decode(
     turn = _orientation(image) if policy.exif == "apply" else _TURN_BACK.get(turned, turned)
     rgb = to_rgb(image, policy.background)
     return rgb if turn == 1 else rgb.transpose(_TRANSPOSE[turn])
+
+
+def _decode_array(data: bytes, policy: ImagePolicy, channels: int) -> npt.NDArray[Any]:
+    """(H, W, channels) with the numbers of the file, upright."""
+    if data.startswith(NPY):
+        return decode_npy(data, policy)
+    if is_big_tiff(data):
+        return _tifffile_array(data, policy)
+    try:
+        image = _open(data)
+    except UnidentifiedImageError:
+        if not is_tiff(data):
+            raise
+        return _tifffile_array(data, policy)
+    width, height = image.size
+    if width * height > policy.max_pixels:
+        raise ImageFault(Status.TOO_LARGE, f"{width} x {height} pixels, over {policy.max_pixels}")
+    if image.format == "PNG":
+        _check_png(data)
+    stored = _orientation(image) if image.format == "TIFF" else 1
+    # The channels may be pages of one channel each, of which Pillow reads the first.
+    is_stack = image.format == "TIFF" and channels > 1 == len(image.getbands())
+    array = None if is_stack and image.n_frames == channels else pillow_array(image)  # type: ignore[attr-defined]
+    if array is None and image.format == "TIFF":
+        return _tifffile_array(data, policy)
+    if array is None and is_deep_png(image):
+        array = decode_deep_png(data)
+    if array is None:
+        raise format_fault(
+            f"a {image.format} of mode {image.mode}, which cannot be read without a change of its "
+            "numbers"
+        )
+    turn = _orientation(image) if policy.exif == "apply" else _TURN_BACK.get(stored, stored)
+    return turned(check_array(array, channels), turn)
+
+
+def _tifffile_array(data: bytes, policy: ImagePolicy) -> npt.NDArray[Any]:
+    """(H, W, channels) of a TIFF that Pillow does not read as it is, upright."""
+    array, turn = decode_tiff(data, policy)
+    return turned(array, turn if policy.exif == "apply" else 1)
 
 
 def _plain_jpeg(
@@ -363,6 +421,8 @@ def _orientation(image: Image.Image) -> int:
 def _fault(data: bytes, error: Exception) -> ImageFault:
     """The fault that describes an exception of a decoder."""
     message = str(error).replace("\n", " ")[:200] or "no message"
+    if isinstance(error, UnidentifiedImageError) and (why := why_not_rgb(data)) is not None:
+        return format_fault(why)
     if isinstance(error, Image.DecompressionBombError):
         status = Status.TOO_LARGE
     elif isinstance(error, UnidentifiedImageError):

@@ -27,7 +27,8 @@ class DecodeSettings:
         preprocess: transform of the backbone.
         policy: treatment of orientation, transparency and size.
         reference: whether the library's own transform is used instead of the fast path on uint8;
-            always true for a transform that the fast path cannot follow.
+            always true for a transform that the fast path cannot follow. With a scale both paths
+            are the same, in float32.
         timeout_s: seconds after which decoding an image is given up and repeated in a child
             process, where the image fails after the same time; None for no limit.
         crash_list: crash list, whose images are decoded in child processes, and the place of the
@@ -70,6 +71,12 @@ class DecodeSettings:
                 decode=gpu is requested for a transform that only its library can do.
         """
         reference = config.decode == "reference" or not preprocess.has_fast_path
+        scale = preprocess.scale
+        if config.decode == "gpu" and scale is not None:
+            raise ConfigError(
+                "decode=gpu: images with model.transform.scale are decoded on the CPU. Use "
+                "decode=fast."
+            )
         if config.decode == "gpu" and reference:
             raise ConfigError(
                 "decode=gpu: only the library of these weights can run their transform, on the "
@@ -80,6 +87,7 @@ class DecodeSettings:
             ImagePolicy.from_config(config.data),
             jpeg=PILLOW if reference else jpeg_decoder(before.get("jpeg", PILLOW)),
             heif=heif_version(listing.keys, before.get("heif"), new=resume_state is None),
+            channels=None if scale is None else scale.channels,
         )
         share = before.get("gpu_share") if config.decode == "gpu" else None
         return cls(preprocess, policy, reference, config.data.timeout_s, crash_list, share)

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
@@ -181,12 +180,8 @@ class FaultTolerantDecoder:
             return Image.fromarray(self._decoded_in_subprocess(image_key, data))
         return self._recorded(image_key, decode, data)
 
-    def pixels(self, key: bytes, data: bytes) -> npt.NDArray[np.uint8]:
-        """Decode the whole image of a row with `decode_pixels`; otherwise like `image`.
-
-        Returns:
-            (H, W, 3) uint8 RGB.
-        """
+    def pixels(self, key: bytes, data: bytes) -> npt.NDArray[Any]:
+        """Decode the whole image of a row with `decode_pixels`; otherwise like `image`."""
         image_key = self.image_key(key)
         if self._needs_subprocess(image_key):
             return self._decoded_in_subprocess(image_key, data)
@@ -214,8 +209,8 @@ class FaultTolerantDecoder:
         with self.warnings.collecting(image_key), self._threads.watched(), recording:
             return decoder(data, self._policy, self._at_least)
 
-    def _decoded_in_subprocess(self, image_key: bytes, data: bytes) -> npt.NDArray[np.uint8]:
-        """(H, W, 3) uint8 from a child process; an image that crashes or hangs it is remembered."""
+    def _decoded_in_subprocess(self, image_key: bytes, data: bytes) -> npt.NDArray[Any]:
+        """Pixels from a child process; an image that crashes or hangs it is remembered."""
         try:
             return decode_in_subprocess(data, self._policy, self._at_least, self._timeout_s)
         except ImageFault as fault:

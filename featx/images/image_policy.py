@@ -31,6 +31,8 @@ class ImagePolicy:
         max_pixels: number of pixels above which an image is refused before it is decoded.
         jpeg: decoder of JPEGs for `decode_pixels`, PILLOW or SIMPLEJPEG; both give equal pixels.
         heif: version of pillow-heif that the store requires, or None.
+        channels: number of channels of images that keep their numbers, for model.transform.scale;
+            None for RGB of 8 bits.
     """
 
     exif: str
@@ -38,6 +40,7 @@ class ImagePolicy:
     max_pixels: int
     jpeg: str = PILLOW
     heif: str | None = None
+    channels: int | None = None
 
     @classmethod
     def from_config(cls, config: DataConfig) -> ImagePolicy:

@@ -123,7 +123,7 @@ class Loader:
             parts: parts to load.
 
         Yields:
-            The part and one of its batches, (B, 3, H, W). The last batch of a part is filled up
+            The part and one of its batches, (B, C, H, W). The last batch of a part is filled up
             with zeros.
 
         Raises:
@@ -149,24 +149,29 @@ class Loader:
         """Load some rows as one tensor.
 
         Returns:
-            (n, 3, H, W), uint8 or normalised float32, without failed images; n may be 0.
+            (n, C, H, W), uint8 or normalised float32, without failed images; n may be 0.
         """
         found = [image for image in self.each(rows) if image is not None]
-        none = torch.zeros((0, 3, *self._decoding.preprocess.crop), dtype=self._rows.dtype)
+        none = torch.zeros((0, *self._decoding.preprocess.shape), dtype=self._rows.dtype)
         return torch.stack(found) if found else none
 
     def each(self, rows: Iterable[int]) -> Iterator[torch.Tensor | None]:
         """Load the image of each row in order.
 
         Yields:
-            (3, H, W) uint8 or normalised float32, or None if the image fails.
+            (C, H, W) uint8 or normalised float32, or None if the image fails.
 
         Raises:
             RunError: reading images fails repeatedly, or memory is exhausted.
         """
+        for found in self.results(rows):
+            yield None if isinstance(found, Failure) else found
+
+    def results(self, rows: Iterable[int]) -> Iterator[torch.Tensor | Failure]:
+        """Load the image of each row in order, or yield its failure; otherwise like `each`."""
         waiting: deque[tuple[torch.Tensor, Future[EncodedJpeg | Failure | None]]] = deque()
         for row in rows:
-            place = torch.empty((3, *self._decoding.preprocess.crop), dtype=self._rows.dtype)
+            place = torch.empty(self._decoding.preprocess.shape, dtype=self._rows.dtype)
             waiting.append((place, self._decoder.submit(self._rows.fill, row, place.numpy())))
             if len(waiting) > AHEAD_ROWS:
                 yield _unless_failed(*waiting.popleft())
@@ -191,7 +196,7 @@ class Loader:
         Returns:
             A function that waits for the batch and returns it.
         """
-        shape = (self._batch_size, 3, *self._decoding.preprocess.crop)
+        shape = (self._batch_size, *self._decoding.preprocess.shape)
         # Every image is written to its place, zeros if it fails, so only padding is cleared here.
         images = torch.empty(shape, dtype=self._rows.dtype, pin_memory=self._pinned)
         images[count:].zero_()
@@ -283,6 +288,7 @@ def _filled(batch: Batch, groups: Groups) -> Batch:
 
 def _unless_failed(
     image: torch.Tensor, result: Future[EncodedJpeg | Failure | None]
-) -> torch.Tensor | None:
-    """The image after waiting for its result, or None if it failed."""
-    return image if result.result() is None else None
+) -> torch.Tensor | Failure:
+    """The image after waiting for its result, or its failure."""
+    found = result.result()
+    return found if isinstance(found, Failure) else image

@@ -5,18 +5,19 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from PIL import Image
 
 from featx.base import plain_tensors, synchronise
 from featx.errors import FeatxError, ModelError
+from featx.images.pixel_scale import PixelScale
 from featx.types import Box, ImageFault, Status
 
 if TYPE_CHECKING:
-    import numpy as np
     import numpy.typing as npt
 
 
@@ -37,20 +38,30 @@ class Preprocess:
             timm; half to even) or 'floor' (processors of transformers).
         channels: order of the channels of the backbone's input: 'rgb', or 'bgr' (MobileViT of
             transformers). Images of the loader in uint8 are always RGB.
+        scale: how the numbers of images become those of the model; None for RGB of 8 bits. With a
+            scale, `crop_array` is the whole transform, and there is no reference.
     """
 
     reference: Callable[[Image.Image], torch.Tensor]
     crop: tuple[int, int]
     resize: int | tuple[int, int] | None
     interpolation: str
-    mean: tuple[float, float, float]
-    std: tuple[float, float, float]
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
     offset: Literal["round", "floor"] = "round"
     channels: Literal["rgb", "bgr"] = "rgb"
+    scale: PixelScale | None = None
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """(C, H, W) of an image of the backbone's input."""
+        return len(self.mean), *self.crop
 
     @property
     def has_fast_path(self) -> bool:
         """Whether the fast path on uint8 can reproduce the transform."""
+        if self.scale is not None:
+            return False
         return self.resize is not None and self.interpolation in ("bilinear", "bicubic")
 
     @property
@@ -66,10 +77,46 @@ class Preprocess:
             resize = f"resize to {self.resize[0]}x{self.resize[1]}"
         offset = "" if self.offset == "round" else f" {self.offset}"
         channels = "" if self.channels == "rgb" else f"{self.channels}, "
+        scale = "" if self.scale is None else self.scale.describe()
         return (
-            f"{resize} {self.interpolation} antialias, crop {height}x{width}{offset}, {channels}"
-            f"mean {list(self.mean)}, std {list(self.std)}"
+            f"{scale}{resize} {self.interpolation} antialias, crop {height}x{width}{offset}, "
+            f"{channels}mean {list(self.mean)}, std {list(self.std)}"
         )
+
+    def crop_array(self, image: npt.NDArray[Any]) -> torch.Tensor:
+        """Resize and crop an image of the loader, on the CPU.
+
+        Args:
+            image: (H, W, 3) uint8 RGB; with a scale (H, W, channels) of any numbers.
+
+        Returns:
+            (C, *crop): uint8 as of `crop_uint8`; with a scale normalised float32.
+
+        Raises:
+            ImageFault: with a scale, a pixel is not finite.
+        """
+        return self.crop_uint8(image) if self.scale is None else self._crop_scaled(image)
+
+    def _crop_scaled(self, image: npt.NDArray[Any]) -> torch.Tensor:
+        """Divide, resize, crop and normalise in float32; arguments as of `crop_array`.
+
+        These are the steps of torchvision on a tensor: bicubic values are not limited to the range
+        of the pixels.
+        """
+        assert self.scale is not None
+        pixels = np.ascontiguousarray(self.scale.scaled(image).transpose(2, 0, 1))
+        x = torch.from_numpy(pixels)[None]
+        if self.channels == "bgr":
+            x = x.flip(1)
+        size = self._resized_size(x)
+        if tuple(x.shape[2:]) != size:
+            x = self._interpolated(x, size)
+        x = centre_crop(x[0], self.crop, self.offset)
+        mean, std = (
+            torch.tensor(values, dtype=torch.float32).view(-1, 1, 1)
+            for values in (self.mean, self.std)
+        )
+        return (x - mean).div_(std)
 
     def crop_uint8(self, image: npt.NDArray[np.uint8]) -> torch.Tensor:
         """Resize to `resize` and crop the centre, on the CPU.
@@ -136,10 +183,10 @@ class Preprocess:
         """Normalise images for the backbone, on their device.
 
         Args:
-            x: (B, 3, H, W) uint8 in [0, 255], RGB.
+            x: (B, C, H, W) uint8 in [0, 255], RGB.
 
         Returns:
-            (B, 3, H, W) float32, in the order of `channels`.
+            (B, C, H, W) float32, in the order of `channels`.
         """
         if self.channels == "bgr":
             x = x.flip(1)
@@ -147,18 +194,23 @@ class Preprocess:
         return x.float().mul_(scale).sub_(shift)
 
     def as_uint8(self, x: torch.Tensor) -> torch.Tensor:
-        """(3, H, W) image of the loader, uint8 or normalised, as RGB uint8 for display."""
+        """(C, H, W) image of the loader, uint8 or normalised, as (3, H, W) uint8 RGB for display.
+
+        Of other numbers of channels than three the first one is shown as grey.
+        """
         if x.dtype == torch.uint8:
             return x
-        std = torch.tensor(self.std).view(3, 1, 1)
-        mean = torch.tensor(self.mean).view(3, 1, 1)
+        std = torch.tensor(self.std).view(-1, 1, 1)
+        mean = torch.tensor(self.mean).view(-1, 1, 1)
         pixels = ((x * std + mean) * 255).round().clamp(0, 255).to(torch.uint8)
+        if len(pixels) != 3:
+            return pixels[:1].expand(3, -1, -1)
         return pixels.flip(0) if self.channels == "bgr" else pixels
 
 
 @functools.cache
 def _normalisation(
-    mean: tuple[float, float, float], std: tuple[float, float, float], device: torch.device
+    mean: tuple[float, ...], std: tuple[float, ...], device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Factor and subtrahend of a normalisation: x / 255 / std - mean / std.
 
@@ -170,10 +222,10 @@ def _normalisation(
         device: device of the images.
 
     Returns:
-        (3, 1, 1) float32 tensors.
+        (C, 1, 1) float32 tensors.
     """
     with plain_tensors():
-        stds, means = (torch.tensor(values).view(3, 1, 1) for values in (std, mean))
+        stds, means = (torch.tensor(values).view(-1, 1, 1) for values in (std, mean))
         scale, shift = (1 / (255 * stds)).to(device), (means / stds).to(device)
     synchronise(device)  # other streams use them as well
     return scale, shift
@@ -184,16 +236,14 @@ def cut_out(decoded: Image.Image, box: Box) -> Image.Image: ...
 
 
 @overload
-def cut_out(decoded: npt.NDArray[np.uint8], box: Box) -> npt.NDArray[np.uint8]: ...
+def cut_out(decoded: npt.NDArray[Any], box: Box) -> npt.NDArray[Any]: ...
 
 
-def cut_out(
-    decoded: Image.Image | npt.NDArray[np.uint8], box: Box
-) -> Image.Image | npt.NDArray[np.uint8]:
+def cut_out(decoded: Image.Image | npt.NDArray[Any], box: Box) -> Image.Image | npt.NDArray[Any]:
     """Cut a box out of an upright image.
 
     Args:
-        decoded: (H, W, 3) uint8, or a Pillow image.
+        decoded: (H, W, C), or a Pillow image.
         box: pixels to cut out.
 
     Returns:
@@ -260,9 +310,13 @@ def centre_crop(
 def check_reference(preprocess: Preprocess) -> None:
     """Run the reference transform once on a grey image.
 
+    A transform with a scale has none.
+
     Raises:
         ModelError: the result is not (3, *crop) float32.
     """
+    if preprocess.scale is not None:
+        return
     height, width = preprocess.crop
     x = preprocess.reference(Image.new("RGB", (width + 37, height + 11), (127, 127, 127)))
     if x.shape != (3, height, width) or x.dtype != torch.float32:

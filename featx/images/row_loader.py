@@ -117,7 +117,7 @@ class RowLoader:
 
         Args:
             row: row of the listing.
-            place: (3, H, W) array of the loader's dtype that takes the image; zero if it fails.
+            place: (C, H, W) array of the loader's dtype that takes the image; zero if it fails.
             checksum: (1,) array that takes the checksum of the encoded bytes, also of images that
                 cannot be decoded; None if it is not needed.
             for_device: whether to leave decoding to the GPU if it can.
@@ -215,7 +215,7 @@ class RowLoader:
             self._times.add(read - started_at, time.perf_counter() - read, num_bytes)
 
     def _prepare(self, decoded_image: DecodedImage) -> npt.NDArray[Any]:
-        """The image of a row in the size of the crop, (3, H, W) uint8 or normalised float32.
+        """The image of a row in the size of the crop, (C, H, W) uint8 or normalised float32.
 
         Args:
             decoded_image: decoded image, or box of it.
@@ -224,13 +224,13 @@ class RowLoader:
             ImageFault: the image is too long, or the transform fails.
         """
         resize = self._decoding.preprocess.resize
-        expected = (3, *self._decoding.preprocess.crop)
+        expected = self._decoding.preprocess.shape
         if isinstance(decoded_image, Image.Image):
             width, height = decoded_image.size
             transformed = functools.partial(self._decoding.preprocess.reference, decoded_image)
         else:
             height, width, _ = decoded_image.shape
-            transformed = functools.partial(self._decoding.preprocess.crop_uint8, decoded_image)
+            transformed = functools.partial(self._decoding.preprocess.crop_array, decoded_image)
         short, long = sorted((width, height))
         # After resizing the shorter side, the longer one has resize * long / short pixels: a very
         # long image would exceed the memory that max_pixels allows.
@@ -251,7 +251,7 @@ class RowLoader:
                 )
             pixels: npt.NDArray[Any] = x.numpy()
             return pixels
-        except MemoryError:
+        except (MemoryError, ImageFault):
             raise
         except Exception as error:
             if "allocate memory" in str(error) or "enough memory" in str(error):
@@ -262,7 +262,7 @@ class RowLoader:
 
     def _decoded(self, key: bytes, data: bytes) -> DecodedImage:
         """The whole image of a row, in the type that the transform takes."""
-        if self._decoding.reference:
+        if self._decoding.reference and self._decoding.policy.channels is None:
             return self._decoder.image(key, data)
         return self._decoder.pixels(key, data)
 

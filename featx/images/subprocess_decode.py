@@ -33,7 +33,7 @@ _SPARE_S = 60
 
 def decode_in_subprocess(
     data: bytes, policy: ImagePolicy, at_least: int | None, limit_s: float | None
-) -> npt.NDArray[np.uint8]:
+) -> npt.NDArray[Any]:
     """Decode an image in a child process, to the same pixels as `decode_pixels`.
 
     Args:
@@ -43,7 +43,7 @@ def decode_in_subprocess(
         limit_s: seconds that decoding may take, or None for no limit.
 
     Returns:
-        (H, W, 3) uint8 RGB.
+        As `decode_pixels`.
 
     Raises:
         ImageFault: the image cannot be decoded; its status names the reason, also if the child
@@ -86,7 +86,7 @@ def decode_in_subprocess(
     )
 
 
-def _pixels_of(answer: bytes) -> npt.NDArray[np.uint8]:
+def _pixels_of(answer: bytes) -> npt.NDArray[Any]:
     """The pixels in the answer of a child.
 
     Raises:
@@ -96,7 +96,7 @@ def _pixels_of(answer: bytes) -> npt.NDArray[np.uint8]:
     found = json.loads(line)
     if "status" in found:
         raise ImageFault(Status(found["status"]), found["message"], found["error"])
-    return np.frombuffer(bytearray(pixels), np.uint8).reshape(found["shape"])
+    return np.frombuffer(bytearray(pixels), found["dtype"]).reshape(found["shape"])
 
 
 def _policy_of(values: Mapping[str, Any]) -> ImagePolicy:
@@ -111,7 +111,7 @@ def _answer(request: Mapping[str, Any], data: bytes) -> tuple[dict[str, Any], by
         pixels = decode_pixels(data, _policy_of(request["policy"]), request["at_least"])
     except ImageFault as fault:
         return {"status": fault.status, "message": str(fault), "error": fault.error}, b""
-    return {"shape": pixels.shape}, pixels.tobytes()
+    return {"shape": pixels.shape, "dtype": pixels.dtype.str}, pixels.tobytes()
 
 
 def main() -> None:

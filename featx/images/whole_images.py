@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
@@ -19,8 +19,9 @@ Threads that are at the last boxes of one image and those at the first ones of t
 theirs.
 """
 
-DecodedImage = Image.Image | npt.NDArray[np.uint8]
-"""Upright RGB image: (H, W, 3) uint8 for the fast path, a Pillow image for the reference."""
+DecodedImage = Image.Image | npt.NDArray[Any]
+"""Upright image: (H, W, 3) uint8 RGB for the fast path, a Pillow image for the reference, and
+(H, W, channels) of any numbers for a transform with a scale."""
 
 
 @dataclass(frozen=True)

@@ -131,6 +131,7 @@ def _decoders(config: Config) -> tuple[str, str]:
         ("simplejpeg", "JPEG", "jpeg"),
         ("pillow-heif", "HEIC", "heif"),
         ("torchcodec", "video", "video"),
+        ("tifffile", "TIFF of several bands", "channels"),
     ):
         version = _version_of(package)
         if version is None:

@@ -78,7 +78,7 @@ def run(config: Config, config_yaml: str) -> int:
     shown, text = _listed(config, engine, traced, profiled, show)
     name = engine.backbone.name
     parts = [
-        title(name, traced, (3, *engine.backbone.preprocess.crop)),
+        title(name, traced, engine.backbone.preprocess.shape),
         layer_table(shown, show, device.type == "cuda"),
         facts([*text, *heading[1:]]),
     ]

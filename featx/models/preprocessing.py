@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -10,9 +11,9 @@ from PIL import Image
 from torchvision.transforms import InterpolationMode
 from torchvision.transforms import functional as TF
 
-from featx.config import INTERPOLATIONS, USUAL_CROP, USUAL_RESIZE, TransformConfig
-from featx.errors import ConfigError
-from featx.images import Preprocess, centre_crop
+from featx.config import INTERPOLATIONS, OF_DTYPE, USUAL_CROP, USUAL_RESIZE, TransformConfig
+from featx.errors import ConfigError, counted
+from featx.images import PixelScale, Preprocess, centre_crop
 
 _MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 """Mean and standard deviation of the channels of ImageNet."""
@@ -22,7 +23,8 @@ def stated_preprocess(config: TransformConfig) -> Preprocess:
     """Return the transform that options state for a model that brings none.
 
     Raises:
-        ConfigError: the crop is larger than the resized image.
+        ConfigError: the crop is larger than the resized image, or mean and standard deviation are
+            not those of the channels.
     """
     config.check_sizes(USUAL_RESIZE, USUAL_CROP)
     crop = USUAL_CROP if config.crop is None else config.crop
@@ -87,7 +89,7 @@ def _stated(config: TransformConfig, resize: int | tuple[int, int], own: Preproc
     offset = own.offset
     if config.offset is not None:
         offset = "floor" if config.offset == "floor" else "round"
-    return pillow_preprocess(
+    stated = pillow_preprocess(
         resize=resize,
         crop=own.crop,
         interpolation=config.interpolation or own.interpolation,
@@ -96,6 +98,47 @@ def _stated(config: TransformConfig, resize: int | tuple[int, int], own: Preproc
         offset=offset,
         channels=own.channels,
     )
+    return stated if config.scale is None else _scaled(config, stated)
+
+
+def _scaled(config: TransformConfig, stated: Preprocess) -> Preprocess:
+    """Return a transform for images that keep their numbers, as `config.scale` asks.
+
+    Args:
+        config: options `model.transform`, with a scale.
+        stated: the same transform for RGB images.
+
+    Raises:
+        ConfigError: mean and standard deviation are not those of the channels, or the library
+            resizes in a way that float32 images cannot follow.
+    """
+    given = len(stated.mean) if config.channels is None else config.channels
+    num = given if config.bands is None else len(config.bands)
+    for key, value in (("mean", stated.mean), ("std", stated.std)):
+        if len(value) != num:
+            numbers = ",".join(["0.5"] * num)
+            raise ConfigError(
+                f"model.transform.{key} has {counted(len(value), 'number')} and the model gets "
+                f"{counted(num, 'channel')} of the images. Give one number a channel, of values "
+                f"after the division, such as 'model.transform.{key}=[{numbers}]'; "
+                "model.transform.channels and model.transform.bands say which channels those are."
+            )
+    if stated.interpolation not in ("bilinear", "bicubic"):
+        raise ConfigError(
+            f"model.transform.scale: these weights ask for the interpolation "
+            f"{stated.interpolation}. Give model.transform.interpolation=bilinear or bicubic as "
+            "well."
+        )
+
+    def reference(image: Image.Image) -> torch.Tensor:
+        raise ConfigError(
+            "model.transform.scale: this needs RGB images of 8 bits, and the model takes images "
+            "with a stated scale."
+        )
+
+    divisor = None if config.scale == OF_DTYPE else float(config.scale)
+    bands = None if config.bands is None else tuple(config.bands)
+    return replace(stated, reference=reference, scale=PixelScale(divisor, given, bands))
 
 
 def pillow_preprocess(
@@ -127,8 +170,8 @@ def pillow_preprocess(
         crop=crop,
         resize=resize,
         interpolation=interpolation,
-        mean=(mean[0], mean[1], mean[2]),
-        std=(std[0], std[1], std[2]),
+        mean=tuple(mean),
+        std=tuple(std),
         offset=offset,
         channels=channels,
     )

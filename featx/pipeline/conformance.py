@@ -139,7 +139,7 @@ def pixel_differences(
         other: the same shape.
         std: standard deviation by which both were divided, of values in [0, 1].
     """
-    levels = (one - other).abs() * torch.tensor(std).view(3, 1, 1) * 255
+    levels = (one - other).abs() * torch.tensor(std).view(-1, 1, 1) * 255
     return PixelDifferences(levels.flatten(1).amax(1), levels.flatten(1).mean(1))
 
 

@@ -6,7 +6,8 @@ Checks are ordered by cost: errors that need no model are raised before a model 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -14,13 +15,14 @@ import numpy as np
 
 from featx.base import keep_freed_memory, resident_memory
 from featx.config import Config
+from featx.errors import DataError, counted
 from featx.images import CrashList, ImagePolicy
 from featx.models import build_backbone, resolve_library
 from featx.pipeline.engine_spec import EngineSpec
 from featx.pipeline.provenance import fingerprint, header
 from featx.pipeline.run_target import RunTarget, StoreTarget
 from featx.store import Grid, Run, codecs
-from featx.types import Batch, LayerSpec, Listing, ResumeState, Source, StoreHeader
+from featx.types import Batch, Failure, LayerSpec, Listing, ResumeState, Source, StoreHeader
 
 if TYPE_CHECKING:
     import torch
@@ -348,6 +350,9 @@ def _load_trial_images(
         listing: rows of the run.
         decoding: how the run decodes.
         count: largest number of images.
+
+    Raises:
+        DataError: all of them have other numbers or channels than the model takes.
     """
     import torch
 
@@ -360,9 +365,29 @@ def _load_trial_images(
         # This imports the decoders, which must not count as decoding time.
         loader.load(rows[:1].tolist())
         read, decode = loader.times.read, loader.times.decode
-        each = zip(rows.tolist(), loader.each(rows.tolist()), strict=True)
-        found = {row: image for row, image in each if image is not None}
+        results = list(loader.results(rows.tolist()))
+        failures = [each for each in results if isinstance(each, Failure)]
+        each = zip(rows.tolist(), results, strict=True)
+        found = {row: image for row, image in each if not isinstance(image, Failure)}
+        if not found:
+            _refuse_pixel_format(failures)
         num_found = max(1, len(found))
         read_s, decode_s = loader.times.read - read, loader.times.decode - decode
         images = torch.stack([*found.values()]) if found else loader.load([])
         return TrialImages([*found], images, read_s / num_found, decode_s / num_found)
+
+
+def _refuse_pixel_format(failures: Sequence[Failure]) -> None:
+    """Refuse a data set if its dtype or channels are the reason why no trial image can be used.
+
+    Raises:
+        DataError: they are.
+    """
+    from featx.images import PixelFormatError
+
+    if all(failure.error == PixelFormatError.__name__ for failure in failures):
+        first = failures[0]
+        raise DataError(
+            f"none of {counted(len(failures), 'image')} that were tried fits the model. "
+            f"{os.fsdecode(first.key)}: {first.message}."
+        )

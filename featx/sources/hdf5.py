@@ -21,7 +21,7 @@ from featx.config import DataConfig
 from featx.errors import ConfigError, DataError, StoreError
 from featx.sources.base import MAX_FILE_BYTES, state_of_files
 from featx.sources.labels import Labels, from_names, from_numbers
-from featx.sources.pixel_encoding import encode_pixels
+from featx.sources.pixel_encoding import encode_numbers, encode_pixels
 from featx.sources.registry import SOURCES, source_member
 from featx.sources.row_keys import numbered_keys, row_of, sampled_content_tags
 from featx.store import check_plain, codecs, layout, open_hdf5
@@ -60,8 +60,9 @@ class Hdf5Source:
 
     Args:
         file: HDF5 file.
-        dataset: name of a dataset: (N, H, W, 3|1), (N, 3|1, H, W) or (N, H, W) uint8 pixels; or
-            (N,) encoded images, as variable-length uint8 or as fixed-length bytes padded with
+        dataset: name of a dataset: (N, H, W, 3|1), (N, 3|1, H, W) or (N, H, W) uint8 pixels; other
+            numbers or channels (N, H, W), (N, H, W, C) or (N, C, H, W), for model.transform.scale;
+            or (N,) encoded images, as variable-length uint8 or as fixed-length bytes padded with
             zeros.
         labels: name of a dataset (N,) of whole numbers or text, or None for no labels.
     """
@@ -91,7 +92,7 @@ class Hdf5Source:
         return Listing(numbered_keys(count), labels, classes, {}, content_tags)
 
     def read(self, key: bytes) -> bytes:
-        """Read one row as an encoded image; pixels become a PPM or PGM.
+        """Read one row as an encoded image; pixels become a PPM or PGM, or a file of numpy.save.
 
         Raises:
             ImageFault: the row is damaged or empty.
@@ -112,6 +113,8 @@ class Hdf5Source:
                 type(error).__name__,
             ) from error
         if self._images.ndim > 1:
+            if not _is_rgb(self._images):
+                return encode_numbers(value[0])
             pixels = value[0].transpose(1, 2, 0) if self._first_channels else value[0]
             return encode_pixels(pixels)
         # Fixed-length bytes are read as uint8: numpy strips trailing zeros of an 'S' value, which
@@ -199,19 +202,27 @@ def _channels_come_first(images: h5py.Dataset, where: str) -> bool:
         return False
     expected = (
         "(N, H, W, 3|1), (N, 3|1, H, W) or (N, H, W) uint8, or (N,) encoded bytes as uint8 of "
-        "variable length or as fixed-length bytes"
+        "variable length or as fixed-length bytes; with model.transform.scale any numbers "
+        "(N, H, W), (N, H, W, C) or (N, C, H, W)"
     )
-    if images.ndim not in (3, 4) or dtype != np.uint8:
+    if images.ndim not in (3, 4) or dtype.kind not in "biuf":
         raise DataError(f"{where} is {shape} {dtype}; expected {expected}.")
     if int(np.prod(shape[1:])) > MAX_FILE_BYTES:
         raise DataError(f"{where} is {shape}: over {MAX_FILE_BYTES} bytes an image.")
-    if images.ndim == 3:
+    if images.ndim == 3 or not _is_rgb(images):
         return False
     last, first = shape[3] in (1, 3), shape[1] in (1, 3)
-    if last == first:
-        why = "the channels may come first or last" if last else "no axis has 1 or 3 channels"
+    if last and first:
+        why = "the channels may come first or last"
         raise DataError(f"{where} is {shape}: {why}; expected {expected}.")
     return first
+
+
+def _is_rgb(images: h5py.Dataset) -> bool:
+    """Whether rows are images of 8 bits with 1 or 3 channels; others are read as numbers."""
+    if images.dtype != np.uint8:
+        return False
+    return images.ndim == 3 or images.shape[3] in (1, 3) or images.shape[1] in (1, 3)
 
 
 SOURCES.register(

@@ -2,7 +2,7 @@
 
 A binary PPM or PGM is a line of text before the pixels, so writing and reading it copies the pixels
 once. Images that these formats cannot represent (transparency, palettes, 16 bits, an orientation)
-become PNG or TIFF.
+become PNG or TIFF, and arrays of other numbers or channels files of `numpy.save`.
 """
 
 from __future__ import annotations
@@ -44,16 +44,40 @@ def encode_array(array: npt.NDArray[Any]) -> bytes:
     """Encode an array in any layout that data sets use.
 
     Args:
-        array: uint8 of shape (H, W), (H, W, 1|3|4) or (1|3, H, W); four channels are RGBA.
+        array: uint8 of shape (H, W), (H, W, 1|3|4) or (1|3, H, W), four channels being RGBA; or
+            other numbers or channels (H, W), (H, W, C) or (C, H, W), which become a file of
+            `numpy.save`, for `model.transform.scale`.
 
     Raises:
-        ValueError: as for `encode_pixels`.
+        ValueError: it is no image.
     """
     if array.ndim == 3 and array.shape[2] == 4 and array.dtype == np.uint8:
         return encode_image(Image.fromarray(array, "RGBA"))
-    if array.ndim == 3 and array.shape[0] in (1, 3) and array.shape[2] not in (1, 3):
+    if array.dtype != np.uint8:
+        return encode_numbers(array)
+    if array.ndim == 3 and array.shape[2] not in (1, 3):
+        if array.shape[0] not in (1, 3):
+            return encode_numbers(array)
         array = array.transpose(1, 2, 0)
     return encode_pixels(array)
+
+
+def encode_numbers(array: npt.NDArray[Any]) -> bytes:
+    """Encode an array as `numpy.save` does, in little-endian order.
+
+    Raises:
+        ValueError: it does not have two or three axes, is empty, or holds no numbers.
+    """
+    if array.ndim not in (2, 3) or not array.size or array.dtype.kind not in "biuf":
+        raise ValueError(
+            f"the array is {array.shape} {array.dtype}; expected numbers (H, W), (H, W, C) or "
+            "(C, H, W)"
+        )
+    file = io.BytesIO()
+    little = array.astype(array.dtype.newbyteorder("<"), order="C", copy=False)
+    # Another version of the header would be another checksum of the same image.
+    np.lib.format.write_array(file, little, version=(1, 0), allow_pickle=False)
+    return file.getvalue()
 
 
 def encode_image(image: Image.Image) -> bytes:

@@ -71,8 +71,8 @@ def source_of_object(given: Any) -> Source:
 class MapSource:
     """A map-style data set whose items are (image, label) or an image alone.
 
-    An image is a Pillow image, an array (H, W), (H, W, 1|3|4) or (1|3, H, W) uint8, encoded bytes,
-    or the path of a file. Labels come from `dataset.targets`, else from `dataset.labels`, else from
+    An image is a Pillow image, an array as for `encode_array`, encoded bytes, or the path of a
+    file. Labels come from `dataset.targets`, else from `dataset.labels`, else from
     every item, which is then read once before the run (only the first item if it has no label).
     Keys are `dataset.keys` if that is a list of str or bytes, else row numbers.
 

@@ -82,7 +82,7 @@ def test_a_size_that_is_not_square() -> None:
     [
         ({"args": {"img_size": 448}}, r"model\.input_size=\[HEIGHT,WIDTH\] sets"),
         ({"args": {"pretrained": True}}, r"model\.args\.pretrained cannot be given"),
-        ({"args": {"in_chans": 1}}, "3 channels"),
+        ({"args": {"in_chans": 1}}, r"Give model\.transform\.scale.*mean=\[0\.5\]'"),
         ({"args": {"checkpoint_path": "x.pth"}}, r"model\.weights=PATH"),
         ({"args": {"glubal_pool": "avg"}}, "unexpected keyword argument 'glubal_pool'"),
         ({"input_size": [448]}, r"expected \[height, width\]"),

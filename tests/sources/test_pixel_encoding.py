@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -37,9 +39,19 @@ def test_arrays_of_other_layouts() -> None:
     np.testing.assert_array_equal(pixels_of(encode_array(pixels[:, ::-1])), pixels[:, ::-1])
     clear = np.dstack([pixels, np.zeros((7, 8), np.uint8)])
     assert (pixels_of(encode_array(clear)) == (255, 99, 71)).all()
-    for wrong in (pixels / 255, pixels[0, 0], pixels[:0], np.zeros((7, 8, 5), np.uint8)):
-        with pytest.raises(ValueError, match="pixels are"):
+    for wrong in (pixels[0, 0], pixels[:0], pixels[:, :, 0] * 1j, np.array([["a"]])):
+        with pytest.raises(ValueError, match=r"pixels are|expected numbers"):
             encode_array(wrong)
+
+
+@pytest.mark.parametrize("dtype", ["uint8", ">u2", "int16", "float32", "float64"])
+def test_other_numbers_and_channels_become_a_file_of_numpy(dtype: str) -> None:
+    values = np.random.default_rng(0).uniform(0, 200, (7, 8, 5)).astype(dtype)
+    for array in (values, values.transpose(2, 0, 1), values[::2, ::-1]):
+        found = np.load(io.BytesIO(encode_array(array)), allow_pickle=False)
+        np.testing.assert_array_equal(found, array)
+    assert encode_array(values) == encode_array(values.copy(order="F"))
+    assert encode_array(values) == encode_array(values.astype(values.dtype.newbyteorder("<")))
 
 
 def rgba_image() -> Image.Image:

@@ -42,6 +42,12 @@ def _check(config: Config) -> None:
             f"capture={config.capture}: job=bench captures no gradients, because the script that "
             "featx is measured against computes none."
         )
+    transform = getattr(config.model, "transform", None)  # that of a model of no library is fixed
+    if transform is not None and transform.scale is not None:
+        raise ConfigError(
+            f"model.transform.scale={transform.scale}: job=bench compares images of RGB, which the "
+            "script reads that featx is measured against."
+        )
     if config.data.boxes is not None:
         raise ConfigError(
             f"data.boxes={config.data.boxes} has no effect with job=bench: the script that featx "

@@ -78,7 +78,7 @@ def run_tutorial(config: Config, folder: Path) -> Measurement:
     device = choose_device(config.device)
     backbone = build_backbone(config.model, config.seed)
     module = backbone.module.to(device)
-    noise = torch.randn(2, 3, *backbone.preprocess.crop, device=device)
+    noise = torch.randn(2, *backbone.preprocess.shape, device=device)
     requests, traced = layer_requests(config), trace_forward(module, noise)
     if "embedding" in dict(requests):
         traced = with_evidence(traced, module, noise, backbone.embedding)
@@ -90,7 +90,7 @@ def run_tutorial(config: Config, folder: Path) -> Measurement:
     paths = [root / os.fsdecode(bytes(key)) for key in listing.keys]
     images = ImageFiles(paths[: config.data.limit], backbone.preprocess.reference)
     with torch.no_grad():
-        module(torch.zeros(32, 3, *backbone.preprocess.crop, device=device))
+        module(torch.zeros(32, *backbone.preprocess.shape, device=device))
     seconds, features = extract(
         module, point.module, point.capture == "input", images, device, num_cpus(), folder / "x.h5"
     )

@@ -54,12 +54,30 @@ class TimmOptions(LibraryModelConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.refuse_args(_REFUSED_ARGS)
-        if self.args.get("in_chans", 3) != 3:
-            raise ConfigError("model.args.in_chans: featx reads RGB images, which have 3 channels.")
+        self._check_channels()
         if "img_size" in self.args:
             raise ConfigError(
                 "model.args.img_size cannot be given: model.input_size=[HEIGHT,WIDTH] sets the "
                 "size of the model and of its images together."
+            )
+
+    def _check_channels(self) -> None:
+        """Check that the transform makes images of the channels that the model takes.
+
+        Raises:
+            ConfigError: it does not.
+        """
+        num = self.args.get("in_chans", 3)
+        if num == 3:
+            return
+        mean, std = self.transform.mean or (), self.transform.std or ()
+        if self.transform.scale is None or not len(mean) == len(std) == num:
+            values = ",".join(["0.5"] * num) if type(num) is int else "..."
+            raise ConfigError(
+                f"model.args.in_chans={num}: images are RGB of 8 bits, unless the options say how "
+                "their numbers become those of the model. Give model.transform.scale, such as "
+                "65535, and mean and standard deviation of each channel, of values after the "
+                f"division: 'model.transform.mean=[{values}]' 'model.transform.std=[{values}]'."
             )
 
 
@@ -95,7 +113,8 @@ def build(config: TimmOptions, seed: int) -> Backbone:
     else:
         module = create_pretrained(timm, name, config, seed)
         origin = f"timm {module.pretrained_cfg.get('tag') or 'default'}"
-    backbone = wrap(module, f"timm/{name}", origin, size)
+    is_rgb = config.transform.scale is None
+    backbone = wrap(module, f"timm/{name}", origin, size, is_rgb)
     backbone.preprocess = changed_preprocess(backbone.preprocess, config.transform)
     is_pretrained = file is None and config.weights is not None
     backbone.classes = timm_classes(module) if is_pretrained and module.num_classes else ()

@@ -16,7 +16,11 @@ if TYPE_CHECKING:
 
 
 def wrap(
-    module: torch.nn.Module, name: str, weights: str, size: tuple[int, int] | None = None
+    module: torch.nn.Module,
+    name: str,
+    weights: str,
+    size: tuple[int, int] | None = None,
+    is_rgb: bool = True,
 ) -> Backbone:
     """Make a backbone of a timm model, with its preprocessing, embedding and stages.
 
@@ -25,6 +29,7 @@ def wrap(
         name: library and model.
         weights: description of the weights.
         size: as for `preprocess_of`.
+        is_rgb: as for `preprocess_of`.
     """
     from featx.models.base import Backbone
 
@@ -32,7 +37,7 @@ def wrap(
         module=module,
         name=name,
         weights=weights,
-        preprocess=preprocess_of(module, size),
+        preprocess=preprocess_of(module, size, is_rgb),
         num_prefix_tokens=int(getattr(module, "num_prefix_tokens", 0)),
         has_class_token=any(
             name.rpartition(".")[2] == "cls_token" for name, _ in module.named_parameters()
@@ -43,16 +48,19 @@ def wrap(
     )
 
 
-def preprocess_of(module: torch.nn.Module, size: tuple[int, int] | None = None) -> Preprocess:
+def preprocess_of(
+    module: torch.nn.Module, size: tuple[int, int] | None = None, is_rgb: bool = True
+) -> Preprocess:
     """timm's evaluation transform for the weights of a module.
 
     Args:
         module: model of timm.
         size: (height, width) of the images in pixels, with the share of the centre that the weights
             ask for; None takes the size of the weights.
+        is_rgb: whether the images are RGB of 8 bits; otherwise options state the channels.
 
     Raises:
-        ModelError: the model does not take three channels.
+        ModelError: the images are RGB, and the model does not take three channels.
     """
     from timm.data.config import resolve_model_data_config
     from timm.data.transforms_factory import create_transform
@@ -62,8 +70,11 @@ def preprocess_of(module: torch.nn.Module, size: tuple[int, int] | None = None) 
     asked = {} if size is None else {"input_size": (3, *size)}
     data: dict[str, Any] = resolve_model_data_config(module, asked)  # type: ignore[no-untyped-call]
     channels, height, width = data["input_size"]
-    if channels != 3:
-        raise ModelError(f"this model takes {channels} channels; featx reads RGB images.")
+    if is_rgb and channels != 3:
+        raise ModelError(
+            f"this model takes {channels} channels, and images are RGB of 8 bits, unless "
+            "model.transform.scale, mean and std say otherwise."
+        )
     # timm resizes in four ways, and the fast path follows two of them. Borders, and sizes that are
     # not square but keep the proportions of the image, are left to timm.
     scaled = math.floor(height / data["crop_pct"]), math.floor(width / data["crop_pct"])

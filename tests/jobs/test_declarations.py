@@ -237,6 +237,7 @@ def test_a_job_accepts_what_it_reads_and_refuses_the_rest(
         ("predict", {"store": "store", "batch_size": "auto"}, "batch_size has no effect"),
         ("layers", {"reduce": "avg"}, "reduce has no effect with job=layers"),
         ("bench", {"out": "x"}, "out has no effect with job=bench"),
+        ("bench", {"model": {"args": {}, "transform": {"scale": 1}}}, "job=bench compares images"),
         ("extract", {"probe": {"k": None}}, r"probe\.k has an effect with job=probe only"),
     ],
 )

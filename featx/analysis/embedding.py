@@ -6,25 +6,22 @@ found = featx.embed(["new/1.jpg", pillow_image, array], store="runs/photos")
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from featx.analysis.engine_specs import FEATURES
-from featx.analysis.new_images import Extraction, NewImagesTarget, nothing_to_commit
+from featx.analysis.new_images import Extraction, NewImagesSink, NewImagesTarget
 from featx.config import Config, DataConfig, ModelConfig, model_choice, model_options
 from featx.errors import DataError, StoreError
-from featx.pipeline import Rows, RunContext, build_run_context, compute_rows, run_parts
+from featx.pipeline import RunContext, build_run_context, run_parts
 from featx.sources import source_of
-from featx.store import FeatureStore, Grid, Run, from_raw, load_manifest, matching_layers
-from featx.types import Batch, Failure, Listing, Part, Source
-
-if TYPE_CHECKING:
-    from featx.engine import Engine
+from featx.store import FeatureStore, Run, load_manifest, matching_layers
+from featx.types import Batch, Listing, Source
 
 
 @dataclass(frozen=True)
@@ -137,7 +134,10 @@ def embed_images(
     for number, names in names_of_run.items():
         sink = _extract(config, str(store.root), runs[number], names, images)
         features |= sink.features
-        failures |= sink.failures
+        failures |= {
+            row: f"{failure.status.label}: {failure.message}"
+            for row, failure in sink.failures.items()
+        }
     ok = np.ones(len(images), bool)
     ok[list(failures)] = False
     for values in features.values():
@@ -174,62 +174,24 @@ def _as_path(image: Any) -> Any:
     return image
 
 
-class _EmbeddingSink:
-    """Batch sink that keeps the features in memory.
+class _EmbeddingSink(NewImagesSink):
+    """Batch sink that keeps the features.
 
     Args:
         context: the run.
 
     Attributes:
         features: layer -> (N, ...) array as the store gives it.
-        failures: row -> status and reason.
-        seconds: always empty, as there are no stages in addition to those of every run.
-        rows_done: number of rows in finished parts.
     """
 
     def __init__(self, context: RunContext) -> None:
+        super().__init__(context)
         self.features: dict[str, npt.NDArray[Any]] = {}
-        self.failures: dict[int, str] = {}
-        self.seconds: dict[str, float] = {}
-        self.rows_done = 0
-        self._context = context
-        self._dtypes = {spec.name: spec.dtype for spec in context.specs}
-        self._taken = 0
 
-    @property
-    def rows_asked(self) -> int:
-        """Number of rows of the run."""
-        return len(self._context.listing)
-
-    @property
-    def rows_failed(self) -> int:
-        """Always 0: a limit of failures would end the run and lose the rows in memory."""
-        return 0
-
-    def missing(self) -> list[Part]:
-        """Return all parts of the run."""
-        grid = Grid(self.rows_asked, self._context.part_rows)
-        return [grid.part(index) for index in range(len(grid))]
-
-    def compute(self, engine: Engine, batch: Batch) -> Rows:
-        """Compute the features of a batch."""
-        return compute_rows(self._context, engine, batch)
-
-    def take(self, part: Part, batch: Batch, computed: Callable[[], Rows]) -> list[Failure]:
-        """Keep the rows of a batch, and return its failures."""
-        rows = computed()
-        for name, values in rows.features.items():
-            stored = from_raw(values, self._dtypes[name])
+    def keep(self, batch: Batch, features: Mapping[str, npt.NDArray[Any]]) -> None:
+        """Keep the rows of a batch."""
+        for name, values in features.items():
             if name not in self.features:
-                shape = (self.rows_asked, *stored.shape[1:])
-                self.features[name] = np.full(shape, np.nan, stored.dtype)
-            self.features[name][batch.start : batch.start + batch.count] = stored[: batch.count]
-        for failure in rows.failures:
-            self.failures[failure.row] = f"{failure.status.label}: {failure.message}"
-        self._taken += batch.count
-        return rows.failures
-
-    def finish_part(self) -> Callable[[], None]:
-        """Count the rows of the part; there is nothing to commit."""
-        self.rows_done = self._taken
-        return nothing_to_commit
+                shape = (self.rows_asked, *values.shape[1:])
+                self.features[name] = np.full(shape, np.nan, values.dtype)
+            self.features[name][batch.start : batch.start + batch.count] = values[: batch.count]

@@ -5,18 +5,21 @@ Used by `featx.embed`, by job=neighbors for an image that is no row, and by job=
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy.typing as npt
+
 from featx.analysis.engine_specs import engine_spec
 from featx.analysis.reproducibility import refuse_unnamed_code, request_of
 from featx.config import Config, DataConfig, from_saved, in_this_process, with_statistics_at
 from featx.errors import ConfigError, StoreMismatchError
-from featx.pipeline import PART_SECONDS, RunContext
-from featx.store import PART_BYTES, Run
-from featx.types import LayerSpec, Listing, ResumeState, Source
+from featx.pipeline import PART_SECONDS, Rows, RunContext, compute_rows
+from featx.store import PART_BYTES, Grid, Run, from_raw
+from featx.types import Batch, Failure, LayerSpec, Listing, Part, ResumeState, Source
 
 if TYPE_CHECKING:
     from featx.engine import Engine
@@ -171,5 +174,74 @@ class NewImagesTarget:
         return PART_BYTES / max(1, sum(spec.row_bytes for spec in specs)), PART_SECONDS
 
 
-def nothing_to_commit() -> None:
+class NewImagesSink(ABC):
+    """Batch sink that keeps what is made of new images in memory; subclasses say what.
+
+    Args:
+        context: the run.
+
+    Attributes:
+        failures: row -> failure of an image.
+        seconds: always empty, as there are no stages in addition to those of every run.
+        rows_done: number of rows in finished parts.
+    """
+
+    def __init__(self, context: RunContext) -> None:
+        self.failures: dict[int, Failure] = {}
+        self.seconds: dict[str, float] = {}
+        self.rows_done = 0
+        self._context = context
+        self._taken = 0
+
+    @abstractmethod
+    def keep(self, batch: Batch, features: Mapping[str, npt.NDArray[Any]]) -> None:
+        """Keep the rows of a batch.
+
+        Args:
+            batch: images and their rows.
+            features: layer -> (B, ...) rows in the dtype of the store; those of a failed image
+                have no meaning.
+        """
+
+    @property
+    def rows_asked(self) -> int:
+        """Number of rows of the run."""
+        return len(self._context.listing)
+
+    @property
+    def rows_failed(self) -> int:
+        """Always 0: a limit of failures would end the run and lose the rows in memory."""
+        return 0
+
+    def missing(self) -> list[Part]:
+        """Return all parts of the run."""
+        grid = Grid(self.rows_asked, self._context.part_rows)
+        return [grid.part(index) for index in range(len(grid))]
+
+    def compute(self, engine: Engine, batch: Batch) -> Rows:
+        """Compute the features of a batch."""
+        return compute_rows(self._context, engine, batch)
+
+    def take(self, part: Part, batch: Batch, computed: Callable[[], Rows]) -> list[Failure]:
+        """Keep the rows of a batch, and return its failures."""
+        rows = computed()
+        # As if stored and read back, so that results agree with those of the store's rows.
+        self.keep(
+            batch,
+            {
+                spec.name: from_raw(rows.features[spec.name], spec.dtype)
+                for spec in self._context.specs
+            },
+        )
+        self.failures |= {failure.row: failure for failure in rows.failures}
+        self._taken += batch.count
+        return rows.failures
+
+    def finish_part(self) -> Callable[[], None]:
+        """Count the rows of the part; there is nothing to commit."""
+        self.rows_done = self._taken
+        return _nothing_to_commit
+
+
+def _nothing_to_commit() -> None:
     """Do nothing, since results are only kept in memory."""

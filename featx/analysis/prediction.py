@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from featx.analysis.engine_specs import FEATURES
-from featx.analysis.new_images import Extraction, NewImagesTarget, nothing_to_commit
+from featx.analysis.new_images import Extraction, NewImagesSink, NewImagesTarget
 from featx.analysis.probe.heads import Head, read_head
 from featx.analysis.probe.labelled_rows import as_vectors
 from featx.config import (
@@ -27,20 +27,15 @@ from featx.config import (
 )
 from featx.errors import DataError, StoreError
 from featx.pipeline import (
-    Rows,
     RunContext,
     RunMetrics,
     build_run_context,
-    compute_rows,
     list_images,
     run_parts,
 )
 from featx.sources import FolderOptions, FolderSource
-from featx.store import Grid, from_raw, layout
-from featx.types import Batch, Failure, LayerSpec, Listing, Part, Source
-
-if TYPE_CHECKING:
-    from featx.engine import Engine
+from featx.store import layout
+from featx.types import Batch, LayerSpec, Listing, Source
 
 
 @dataclass(frozen=True)
@@ -160,6 +155,7 @@ def run_prediction(config: Config, path: Path, files: Sequence[Path] | None = No
         keys = [f"/{key}" for key in keys]
     classes = tuple(about["classes"])
     rows = [work.row(i, keys[i], classes) for i in order]
+    work.scores[list(work.failures)] = np.nan
     scores = work.scores[list(order)]
     accuracy = float("nan") if about["accuracy"] is None else float(about["accuracy"])
     return Predictions(rows, scores, classes, str(about["dataset"]), accuracy, figures)
@@ -206,8 +202,8 @@ def _lister(config: Config, files: Sequence[Path] | None) -> Callable[[], tuple[
     return list_given
 
 
-class _PredictionSink:
-    """Batch sink that applies the head to every batch and keeps the scores in memory.
+class _PredictionSink(NewImagesSink):
+    """Batch sink that applies the head to every batch and keeps the scores.
 
     Args:
         context: the run.
@@ -216,64 +212,23 @@ class _PredictionSink:
 
     Attributes:
         scores: (N, C) float32, NaN for an image that failed.
-        seconds: always empty, as there are no stages in addition to those of every run.
-        rows_done: number of rows in finished parts.
     """
 
     def __init__(self, context: RunContext, head: Head, about: dict[str, Any]) -> None:
-        spec = context.specs[0]
-        self.seconds: dict[str, float] = {}
-        self.scores = np.full((len(context.listing), len(head.bias)), np.nan, np.float32)
-        self.rows_done = 0
-        self._context = context
+        super().__init__(context)
+        self.scores = np.full((self.rows_asked, len(head.bias)), np.nan, np.float32)
         self._head = head
-        self._spec = spec
+        self._layer = context.specs[0].name
         self._pooled = tuple(about["reduction"]["axes"]) or None
-        self._failures: dict[int, Failure] = {}
-        self._taken = 0
 
-    @property
-    def rows_asked(self) -> int:
-        """Number of rows of the run."""
-        return len(self._context.listing)
-
-    @property
-    def rows_failed(self) -> int:
-        """Always 0: a limit of failures would end the run and lose the scores in memory."""
-        return 0  # scores lie in memory: ending early would lose them
-
-    def missing(self) -> list[Part]:
-        """Return all parts of the run."""
-        grid = Grid(self.rows_asked, self._context.part_rows)
-        return [grid.part(index) for index in range(len(grid))]
-
-    def compute(self, engine: Engine, batch: Batch) -> Rows:
-        """Compute the features of a batch."""
-        return compute_rows(self._context, engine, batch)
-
-    def take(self, part: Part, batch: Batch, computed: Callable[[], Rows]) -> list[Failure]:
-        """Score the rows of a batch, and return its failures."""
+    def keep(self, batch: Batch, features: Mapping[str, npt.NDArray[Any]]) -> None:
+        """Score the rows of a batch."""
         import torch
 
-        rows = computed()
-        features, failures = rows.features, rows.failures
-        # Converted as if stored and read back, because the head was fitted on values in the store's
-        # dtype.
-        stored = from_raw(features[self._spec.name], self._spec.dtype).astype(np.float32)
+        stored = features[self._layer].astype(np.float32)
         x = as_vectors(torch.from_numpy(stored), self._pooled, self._head.row_width)
         scores = self._head.scores(x.to(self._head.weight.device)).numpy()
-        failed = {failure.row: failure for failure in failures}
-        for i in range(batch.count):
-            if batch.start + i not in failed:
-                self.scores[batch.start + i] = scores[i]
-        self._failures |= failed
-        self._taken += batch.count
-        return failures
-
-    def finish_part(self) -> Callable[[], None]:
-        """Count the rows of the part; there is nothing to commit."""
-        self.rows_done = self._taken
-        return nothing_to_commit
+        self.scores[batch.start : batch.start + batch.count] = scores[: batch.count]
 
     def row(self, number: int, key: str, classes: Sequence[str]) -> Prediction:
         """Return the prediction for one row.
@@ -283,7 +238,7 @@ class _PredictionSink:
             key: its key.
             classes: C class names.
         """
-        failure = self._failures.get(number)
+        failure = self.failures.get(number)
         if failure is not None:
             return Prediction(key, None, None, failure.status.label, failure.message)
         scores = self.scores[number]

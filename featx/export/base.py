@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -11,7 +12,7 @@ from typing import Any, BinaryIO
 
 from featx.base import Member, Registry
 from featx.config import Config, ExportConfig
-from featx.errors import ConfigError, FeatxError
+from featx.errors import ConfigError, FeatxError, MissingExtraError
 from featx.export.selection import Selection
 
 
@@ -206,12 +207,20 @@ def only_layer_of(selection: Selection, what: str) -> str:
     return selection.layers[0]
 
 
-def missing_extra(name: str, extra: str, what: str) -> str:
-    """Return the error message for a format whose package is not installed.
+def require(module: str, name: str, extra: str, what: str) -> Any:
+    """Import and return a module of a package that not every installation has.
 
     Args:
-        name: name of the package.
+        module: name of the module.
+        name: name of its package.
         extra: extra of featx that installs it.
         what: what needs the package.
+
+    Raises:
+        MissingExtraError: the package is not installed.
     """
-    return f'{what} needs the package {name}: pip install "featx[{extra}]".'
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        message = f'{what} needs the package {name}: pip install "featx[{extra}]".'
+        raise MissingExtraError(message) from error

@@ -12,7 +12,6 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from featx.errors import MissingExtraError
 from featx.export.base import (
     FORMATS,
     File,
@@ -20,9 +19,9 @@ from featx.export.base import (
     ShardedFormat,
     ShardOptions,
     literal,
-    missing_extra,
     only_layer_of,
     refuse_maps,
+    require,
 )
 from featx.export.selection import unit_rows
 
@@ -46,10 +45,7 @@ class ClipRetrieval(ShardedFormat):
         what = "export.format=clip_retrieval"
         self._layer = only_layer_of(self.selection, what)
         refuse_maps(self.selection, "clip-retrieval holds one vector per image")
-        try:
-            import pyarrow.parquet  # noqa: F401
-        except ImportError as error:
-            raise MissingExtraError(missing_extra("pyarrow", "export", what)) from error
+        require("pyarrow.parquet", "pyarrow", "export", what)
         self._columns = self.selection.named_columns(_COLUMNS)
 
     def files(self) -> list[File]:

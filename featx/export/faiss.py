@@ -11,15 +11,15 @@ import numpy as np
 
 from featx.base import free_memory, size_text
 from featx.config import METRICS, ExportConfig, check_choice
-from featx.errors import ConfigError, FeatxError, MissingExtraError, RunError
+from featx.errors import ConfigError, FeatxError, RunError
 from featx.export.base import (
     FORMATS,
     File,
     Format,
     FormatMember,
     literal,
-    missing_extra,
     refuse_maps,
+    require,
 )
 from featx.export.selection import about_text, unit_rows
 
@@ -67,15 +67,8 @@ class Faiss(Format):
             raise FeatxError(f"{what} was registered without FaissOptions.")
         self._options = options
         refuse_maps(self.selection, "an index of faiss holds vectors")
-        try:
-            import faiss
-        except ImportError as error:
-            raise MissingExtraError(missing_extra("faiss", "faiss", what)) from error
-        try:
-            import pyarrow.parquet  # noqa: F401
-        except ImportError as error:
-            raise MissingExtraError(missing_extra("pyarrow", "export", what)) from error
-        self._faiss: Any = faiss
+        self._faiss = require("faiss", "faiss", "faiss", what)
+        require("pyarrow.parquet", "pyarrow", "export", what)
         self._columns = self.selection.named_columns(_COLUMNS)
         for layer in self.selection.layers:
             self._empty_index(layer)

@@ -9,8 +9,8 @@ from typing import Any
 
 import yaml
 
-from featx.errors import MissingExtraError, RunError
-from featx.export.base import Format, missing_extra
+from featx.errors import RunError
+from featx.export.base import Format, require
 
 _CARD = "README.md"
 
@@ -21,12 +21,7 @@ def check_push() -> None:
     Raises:
         MissingExtraError: it is not.
     """
-    try:
-        import huggingface_hub  # noqa: F401
-    except ImportError as error:
-        raise MissingExtraError(
-            missing_extra("huggingface_hub", "huggingface", "export.push")
-        ) from error
+    require("huggingface_hub", "huggingface_hub", "huggingface", "export.push")
 
 
 def push(folder: Path, names: Iterable[str], repository: str, written: Format) -> str:

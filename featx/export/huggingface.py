@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from featx.base import digest
-from featx.errors import MissingExtraError
 from featx.export.base import (
     FORMATS,
     File,
@@ -15,7 +14,7 @@ from featx.export.base import (
     ShardedFormat,
     ShardOptions,
     literal,
-    missing_extra,
+    require,
 )
 
 _COLUMNS = ("key", "row", "label", "status")
@@ -34,11 +33,7 @@ class HuggingFace(ShardedFormat):
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        try:
-            import datasets  # noqa: F401
-        except ImportError as error:
-            what = "export.format=huggingface"
-            raise MissingExtraError(missing_extra("datasets", "huggingface", what)) from error
+        require("datasets", "datasets", "huggingface", "export.format=huggingface")
         self._columns = self.selection.named_columns(_COLUMNS)
 
     def files(self) -> list[File]:

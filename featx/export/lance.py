@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from featx.errors import ConfigError, MissingExtraError
-from featx.export.base import FORMATS, File, Format, FormatMember, literal, missing_extra
+from featx.errors import ConfigError
+from featx.export.base import FORMATS, File, Format, FormatMember, literal, require
 from featx.export.selection import about_text
 
 _COLUMNS = ("row", "position", "key", "label", "class")
@@ -40,11 +40,7 @@ class Lance(Format):
                 f"a table of Lance has a vector or tokens per row; {', '.join(maps)} hold maps. "
                 "Name the layers you want with layers=[...]."
             )
-        try:
-            import lance  # noqa: F401
-        except ImportError as error:
-            what = "export.format=lance"
-            raise MissingExtraError(missing_extra("pylance", "lance", what)) from error
+        require("lance", "pylance", "lance", "export.format=lance")
         self._columns = chosen.named_columns(_COLUMNS)
         self._vectors = [name for name in chosen.layers if len(chosen.row_shape(name)) == 1]
 

@@ -7,7 +7,6 @@ import math
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from featx.errors import MissingExtraError
 from featx.export.base import (
     FORMATS,
     File,
@@ -15,7 +14,7 @@ from featx.export.base import (
     ShardedFormat,
     ShardOptions,
     literal,
-    missing_extra,
+    require,
 )
 from featx.export.selection import about_text
 
@@ -34,11 +33,7 @@ class Parquet(ShardedFormat):
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        try:
-            import pyarrow.parquet  # noqa: F401
-        except ImportError as error:
-            what = "export.format=parquet"
-            raise MissingExtraError(missing_extra("pyarrow", "export", what)) from error
+        require("pyarrow.parquet", "pyarrow", "export", "export.format=parquet")
         chosen = self.selection
         self._sampled = [name for name in chosen.layers if chosen.is_sampled(name)]
         positions = [f"{name}.positions" for name in self._sampled]

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from featx.errors import ConfigError, MissingExtraError
-from featx.export.base import FORMATS, File, Format, FormatMember, literal, missing_extra
+from featx.errors import ConfigError
+from featx.export.base import FORMATS, File, Format, FormatMember, literal, require
 
 _NAME = "features.zarr"
 _OWN_FILE = "zarr.json"
@@ -32,12 +32,7 @@ class Zarr(Format):
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        try:
-            import zarr  # noqa: F401
-        except ImportError as error:
-            raise MissingExtraError(
-                missing_extra("zarr", "export", "export.format=zarr")
-            ) from error
+        require("zarr", "zarr", "export", "export.format=zarr")
         if _OWN_FILE in self.selection.columns:
             raise ConfigError(
                 f"zarr has a file {_OWN_FILE} in each of its folders, so it cannot hold a column "

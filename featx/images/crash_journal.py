@@ -169,7 +169,7 @@ def journal_folder(folder: Path) -> Path:
 
 
 class CrashList:
-    """Images of one run that have crashed or hung a decoder; child processes decode them.
+    """Images of one run that have crashed a decoder or made it hang; child processes decode them.
 
     Args:
         folder: folder of the run, which holds journals and crash list. None if the job writes to no

@@ -157,15 +157,23 @@ def refuse_difference(root: Path, before: Mapping[str, Any], now: Mapping[str, A
     changed = differences(before, now)
     if not changed:
         return
-    lines = []
-    for key, old, new in changed:
-        if isinstance(old, Mapping) and isinstance(new, Mapping):
-            inner = differences(old, new)
-            lines += [f"  {key}, {k}: the store has {o!r}, now {n!r}" for k, o, n in inner]
-        else:
-            lines.append(f"  {key}: the store has {old!r}, now {new!r}")
+    # The fingerprint restates all of a layer as one text, which is of use only if nothing else
+    # shows the difference.
+    of_layers = {key.removeprefix("layer ") for key, *_ in changed if key.startswith("layer ")}
+    restated = {f"layer.{name}" for name in of_layers}
+    lines = [line for entry in changed if entry[0] not in restated for line in _lines_of(*entry)]
     raise StoreMismatchError(
         f"{root} was started with other settings:\n" + "\n".join(lines) + "\n"
         "Features of both would be mixed. Give the settings of the store to resume it, out=DIR "
         "for a new store, or overwrite=true to delete this one."
     )
+
+
+def _lines_of(key: str, old: Any, new: Any) -> list[str]:
+    """Lines of a message about one difference; those of nested settings name each that differs."""
+    if not (isinstance(old, Mapping) and isinstance(new, Mapping)):
+        return [f"  {key}: the store has {old!r}, now {new!r}"]
+    inner = differences(old, new)
+    if len(inner) > 1:
+        inner = [entry for entry in inner if entry[0] != "as"]
+    return [line for name, *values in inner for line in _lines_of(f"{key}, {name}", *values)]

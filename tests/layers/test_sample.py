@@ -112,8 +112,10 @@ class TestStores:
     @pytest.mark.parametrize("other", [{"k": 4}, {"seed": 4}, {"candidates": "all"}])
     def test_another_sample_is_another_store(self, other: dict[str, Any]) -> None:
         store_of("store", reduce=SAMPLE)
-        with pytest.raises(StoreMismatchError, match="sample"):
+        name = next(iter(other))
+        with pytest.raises(StoreMismatchError, match=f"layer stem, reduce_args, {name}:") as error:
             store_of("store", reduce={**SAMPLE, **other})
+        assert str(error.value).count("the store has") == 1 + (name == "k")  # and the shape
 
     def test_new_images_have_no_key_to_choose_by(self) -> None:
         store_of("store", reduce=SAMPLE)

@@ -17,17 +17,18 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from featx.base import num_cpus, sampled_positions
+from featx.base import num_cpus
 from featx.errors import StoreError
 from featx.store import FeatureStore, TokenReader, Verify
 from featx.torch.keyed_delay import EpochOrder, Extent
 from featx.torch.token_plan import block_tokens, choose_blocks, effective_images, segment_tokens
 from featx.torch.token_pool import TokenPool
-from featx.torch.token_selection import Ints, TokenSelection, chosen_positions, index_array
-from featx.types import TokenGeometry
-
-_SAMPLED_KEYS = 4096
-"""Images whose sample is drawn at a time: a number for each token of each of them is in memory."""
+from featx.torch.token_selection import (
+    Ints,
+    chosen_positions,
+    select_tokens,
+    token_places,
+)
 
 _DIRECT_THREADS = 16
 """Threads that read past the page cache, where more requests at once are faster."""
@@ -144,11 +145,10 @@ class TokenDataset(IterableDataset[Batch]):
         self._direct = direct
         self._readers: dict[bool, tuple[int, TokenReader]] = {}
         reader = self._reader()
-        _refuse_places_of_sample(self.store, layer, tokens, prefix)
-        self._places = _places(self.store, layer, prefix, reader.num_tokens)
+        self._places = token_places(self.store, layer, tokens, prefix, reader.num_tokens)
         self.grid = None if self._places is None else self._places.grid
         chosen = chosen_positions(tokens, reader.num_tokens, self._places)
-        self._selection = _selection(self.store, rows, chosen, per_image, seed)
+        self._selection = select_tokens(self.store, rows, chosen, per_image, seed)
         needed = math.ceil(len(self._selection) / world_size)
         self._extent = Extent(
             len(self._selection),
@@ -471,60 +471,3 @@ def _refuse_many_workers() -> None:
             "its own; each worker would need a memory of its own, would give all tokens again, and "
             "sending a batch to the training process costs more than reading it."
         )
-
-
-def _refuse_places_of_sample(
-    store: FeatureStore, layer: str, tokens: str | Sequence[int], prefix: int | None
-) -> None:
-    """Raise ValueError if sampled tokens are asked for by their places, or as a grid."""
-    is_by_place = prefix is not None or (isinstance(tokens, str) and tokens != "all")
-    if is_by_place and store[layer].attrs.get("reduce") == "sample":
-        raise ValueError(
-            f"the tokens of {layer} are a sample of those of the model (reduce=sample) and no "
-            f"grid: give tokens='all' without prefix. store[{layer!r}].positions() has the place "
-            "of each in the layer."
-        )
-
-
-def _places(
-    store: FeatureStore, layer: str, prefix: int | None, num_tokens: int
-) -> TokenGeometry | None:
-    """Places of the tokens: those that the store records, unless `prefix` is given."""
-    found = store[layer].tokens
-    if prefix is None:
-        return found
-    if not 0 <= prefix < num_tokens:
-        raise ValueError(f"prefix={prefix}: rows of {layer} have {num_tokens} tokens.")
-    if found is not None and found.prefix_tokens == prefix:
-        return found
-    side = math.isqrt(num_tokens - prefix)
-    if side * side != num_tokens - prefix:
-        raise ValueError(
-            f"prefix={prefix}: the {num_tokens - prefix} other tokens of {layer} form no square."
-        )
-    return TokenGeometry(prefix, prefix > 0, (side, side), (0, 0))
-
-
-def _selection(
-    store: FeatureStore,
-    rows: Sequence[int] | npt.NDArray[Any] | None,
-    positions: Ints,
-    per_image: int | None,
-    seed: int,
-) -> TokenSelection:
-    """Tokens of an epoch."""
-    ok = np.flatnonzero(store.ok)
-    if rows is not None:
-        ok = np.intersect1d(ok, index_array("rows", rows, len(store)), assume_unique=True)
-    if not len(ok):
-        raise ValueError(f"{store.root}: none of the rows is ok, so there is no token.")
-    if per_image is None:
-        return TokenSelection(ok, positions)
-    if not 1 <= per_image <= len(positions):
-        raise ValueError(f"per_image={per_image}: expected 1 to {len(positions)} tokens.")
-    keys = store.key_bytes[ok].tolist()
-    sampled = [
-        sampled_positions(keys[first : first + _SAMPLED_KEYS], seed, len(positions), per_image)
-        for first in range(0, len(keys), _SAMPLED_KEYS)
-    ]
-    return TokenSelection(ok, positions[np.concatenate(sampled)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -9,9 +10,14 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from featx.base import sampled_positions
+from featx.store import FeatureStore
 from featx.types import TokenGeometry
 
 Ints: TypeAlias = npt.NDArray[np.int64]
+
+_SAMPLED_KEYS = 4096
+"""Images whose sample is drawn at a time: a number for each token of each of them is in memory."""
 
 
 @dataclass(frozen=True)
@@ -156,3 +162,88 @@ def chosen_positions(
             f"{num_class} is a class token, and {num_tokens - prefix} patch tokens."
         )
     return found
+
+
+def token_places(
+    store: FeatureStore,
+    layer: str,
+    tokens: str | Sequence[int],
+    prefix: int | None,
+    num_tokens: int,
+) -> TokenGeometry | None:
+    """Places of the tokens: those that the store records, unless `prefix` is given.
+
+    Args:
+        store: open store.
+        layer: name of the layer.
+        tokens: argument of TokenDataset.
+        prefix: number of class and register tokens; the others must form a square.
+        num_tokens: tokens of a row.
+
+    Raises:
+        ValueError: they form no square, or are a sample and are asked for by their places.
+    """
+    _refuse_places_of_sample(store, layer, tokens, prefix)
+    found = store[layer].tokens
+    if prefix is None:
+        return found
+    if not 0 <= prefix < num_tokens:
+        raise ValueError(f"prefix={prefix}: rows of {layer} have {num_tokens} tokens.")
+    if found is not None and found.prefix_tokens == prefix:
+        return found
+    side = math.isqrt(num_tokens - prefix)
+    if side * side != num_tokens - prefix:
+        raise ValueError(
+            f"prefix={prefix}: the {num_tokens - prefix} other tokens of {layer} form no square."
+        )
+    return TokenGeometry(prefix, prefix > 0, (side, side), (0, 0))
+
+
+def select_tokens(
+    store: FeatureStore,
+    rows: Sequence[int] | npt.NDArray[Any] | None,
+    positions: Ints,
+    per_image: int | None,
+    seed: int,
+) -> TokenSelection:
+    """Tokens of an epoch.
+
+    Args:
+        store: open store.
+        rows: rows to use, as numbers or as a mask of all rows; None takes all that are ok.
+        positions: (k,) positions on the token axis.
+        per_image: number of tokens that are chosen of each image, by its key and `seed`; None
+            takes all `positions`.
+        seed: seed of that choice.
+
+    Raises:
+        ValueError: no row is ok, or an argument does not fit the layer.
+    """
+    ok = np.flatnonzero(store.ok)
+    if rows is not None:
+        ok = np.intersect1d(ok, index_array("rows", rows, len(store)), assume_unique=True)
+    if not len(ok):
+        raise ValueError(f"{store.root}: none of the rows is ok, so there is no token.")
+    if per_image is None:
+        return TokenSelection(ok, positions)
+    if not 1 <= per_image <= len(positions):
+        raise ValueError(f"per_image={per_image}: expected 1 to {len(positions)} tokens.")
+    keys = store.key_bytes[ok].tolist()
+    sampled = [
+        sampled_positions(keys[first : first + _SAMPLED_KEYS], seed, len(positions), per_image)
+        for first in range(0, len(keys), _SAMPLED_KEYS)
+    ]
+    return TokenSelection(ok, positions[np.concatenate(sampled)])
+
+
+def _refuse_places_of_sample(
+    store: FeatureStore, layer: str, tokens: str | Sequence[int], prefix: int | None
+) -> None:
+    """Raise ValueError if sampled tokens are asked for by their places, or as a grid."""
+    is_by_place = prefix is not None or (isinstance(tokens, str) and tokens != "all")
+    if is_by_place and store[layer].attrs.get("reduce") == "sample":
+        raise ValueError(
+            f"the tokens of {layer} are a sample of those of the model (reduce=sample) and no "
+            f"grid: give tokens='all' without prefix. store[{layer!r}].positions() has the place "
+            "of each in the layer."
+        )

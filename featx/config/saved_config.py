@@ -128,6 +128,10 @@ def data_of_saved(saved: Config, asked: DataConfig, what: str) -> DataConfig:
 _SECRET = re.compile(r"(^|_)(key|token|secret|password|passwd|credential)s?($|_)", re.IGNORECASE)
 
 
+_WITHOUT_SECRETS = ("layers", "reduce")
+"""Options whose names are names of layers and parameters of reductions, such as tokens."""
+
+
 _SIGNED = re.compile(r"(\w://[^?]*)\?.*", re.DOTALL)
 """A URL with a query, in which a signed URL carries its secret."""
 
@@ -147,26 +151,29 @@ def saved_yaml(node: DictConfig) -> str:
 
     from featx.config import config_yaml
 
-    def walk(part: Any) -> Any:
+    def walk(part: Any, may_hold_secrets: bool) -> Any:
         if isinstance(part, DictConfig):
             if part._is_none() or part._is_missing():
                 return None
-            return {
-                str(key): "(redacted)" if found is not None and is_secret(str(key)) else found
-                for key, found in ((key, value(part, key)) for key in part)
-            }
-        return [value(part, i) for i in range(len(part))]
+            found = {}
+            for key in part:
+                may = may_hold_secrets and not (part is node and key in _WITHOUT_SECRETS)
+                kept = value(part, key, may)
+                hidden = may and kept is not None and is_secret(str(key))
+                found[str(key)] = "(redacted)" if hidden else kept
+            return found
+        return [value(part, i, may_hold_secrets) for i in range(len(part))]
 
-    def value(part: Any, key: Any) -> Any:
+    def value(part: Any, key: Any, may_hold_secrets: bool) -> Any:
         raw = part._get_node(key)._value()
         if isinstance(raw, str) and "${" in raw and "env" in raw:
             return raw
         inner = part[key]
         if isinstance(inner, DictConfig | ListConfig):
-            return walk(inner)
+            return walk(inner, may_hold_secrets)
         return _SIGNED.sub(r"\1?(redacted)", inner) if isinstance(inner, str) else inner
 
-    found = walk(node)
+    found = walk(node, may_hold_secrets=True)
     for group, name in _unread_of_plugins(node):
         found[group].pop(name, None)
     return config_yaml.dump(found)

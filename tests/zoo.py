@@ -135,3 +135,25 @@ def vision_transformer(**options: Any) -> nn.Module:
     for block in model.blocks:
         block.attn.qkv.weight.data *= 50  # attention far from uniform
     return model.eval()
+
+
+class PatchColours(nn.Module):
+    """maps: (3, 8, 8) mean colours of patches of an image of 32 by 32 pixels; tokens: (66, 3) the
+    same behind two tokens of the whole image, rows first.
+    """
+
+    num_prefix_tokens = 2
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maps = nn.AvgPool2d(4)
+        self.tokens = _Prefixed()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.tokens(self.maps(x)).mean(1)
+
+
+class _Prefixed(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        tokens = x.flatten(2).transpose(1, 2)
+        return torch.cat([tokens.mean(1, keepdim=True).expand(-1, 2, -1) + 9, tokens], 1)

@@ -42,6 +42,14 @@ class ProbeConfig:
     numbers, and everything else, whole numbers included, as classes."""
     label_separator: str | None = None
     """Text between the labels of a row with probe.task=multilabel; a semicolon when not given."""
+    masks: str | None = None
+    """Folder with a mask for each image, a PNG of class numbers with the key of the image and the
+    ending .png. The linear probe then predicts the class of each pixel from the tokens or the map
+    of a layer."""
+    ignore: int | None = 255
+    """Number of the pixels of probe.masks that count as unlabelled, or null for none."""
+    mask_classes: str | None = None
+    """Text file with the names of the classes of probe.masks, one a line, the first of number 0."""
     group_column: str | None = None
     """Column of the store (data.columns), such as patient or slide, whose rows of equal value stay
     on one side of every split; boxes of an image and frames of a video always do."""
@@ -108,6 +116,7 @@ class ProbeConfig:
         if self.label_separator == "":
             raise ConfigError("probe.label_separator is empty: expected a text such as ';'.")
         self._check_owners()
+        self._check_masks()
         for key in ("test_share", "validation_share"):
             value = getattr(self, key)
             if value is not None and not 0 < value < 1:
@@ -172,6 +181,32 @@ class ProbeConfig:
                 raise ConfigError(
                     f"probe.{key} has an effect with probe.method={', '.join(owners)} only."
                 )
+
+    def _check_masks(self) -> None:
+        """Refuse options that do not go together with masks."""
+        if self.masks is None:
+            if self.mask_classes is not None or self.ignore != ProbeConfig.ignore:
+                key = "mask_classes" if self.mask_classes is not None else "ignore"
+                raise ConfigError(f"probe.{key} has an effect with probe.masks=DIR only.")
+            return
+        if self.ignore is not None and not 0 <= self.ignore < 1 << 16:
+            raise ConfigError(
+                f"probe.ignore={self.ignore}: expected a number from 0 to 65535, or null."
+            )
+        if self.task != "auto":
+            raise ConfigError(
+                f"probe.task={self.task}: with probe.masks the classes of pixels are predicted; "
+                "leave probe.task out."
+            )
+        if self.methods != ("linear",):
+            raise ConfigError("probe.masks has an effect with probe.method=linear alone.")
+        if self.calibration != "none":
+            raise ConfigError(
+                "probe.calibration has an effect on classes of images only, not with probe.masks."
+            )
+        for key in ("label_column", "test_store", "seeds", "bootstrap", "compare_store", "shots"):
+            if getattr(self, key) is not None:
+                raise ConfigError(f"probe.{key} has no effect with probe.masks; leave it out.")
 
     def _check_shots(self) -> None:
         whole = [isinstance(n, int) and not isinstance(n, bool) and n >= 1 for n in self.all_shots]

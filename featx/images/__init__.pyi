@@ -1,5 +1,6 @@
 from .crash_journal import CrashList as CrashList
 from .crash_journal import was_decoding as was_decoding
+from .decode import image_sizes as image_sizes
 from .decode import is_decoded_reduced as is_decoded_reduced
 from .decode_settings import DecodeSettings as DecodeSettings
 from .fault_tolerant_decode import FaultTolerantDecoder as FaultTolerantDecoder
@@ -8,6 +9,8 @@ from .gpu_decode_share import check_device as check_device
 from .gpu_decode_share import with_share as with_share
 from .image_policy import PILLOW as PILLOW
 from .image_policy import ImagePolicy as ImagePolicy
+from .label_maps import LabelTransform as LabelTransform
+from .label_maps import read_label_map as read_label_map
 from .loader import PREFETCH_BATCHES as PREFETCH_BATCHES
 from .loader import Loader as Loader
 from .pixel_scale import PixelFormatError as PixelFormatError

@@ -76,6 +76,12 @@ _TRANSPOSE = {
 }
 """EXIF orientation -> operation that turns the image upright."""
 
+_FIRST_TRANSPOSED = 5
+"""EXIF orientation from which height and width are exchanged."""
+
+_PLAIN_HEADERS = ("JPEG", "MPO", "PNG", "WEBP", "BMP", "GIF", "PPM")
+"""Formats whose header has the size of the pixels as stored, before they are turned upright."""
+
 _TURN_BACK = {6: 8, 8: 6}
 """EXIF orientation -> the inverse one, for those that are not their own inverse."""
 
@@ -180,6 +186,52 @@ def decode(data: bytes, policy: ImagePolicy, at_least: int | None = None) -> Ima
     return image
 
 
+def image_sizes(
+    data: bytes, policy: ImagePolicy, at_least: int | None
+) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Size of an image in its file, and as `decode` returns it; pixels are decoded if necessary.
+
+    Args:
+        data: encoded bytes.
+        policy: treatment of orientation, transparency and size.
+        at_least: as for `decode`.
+
+    Returns:
+        (height, width) of the upright image at full size, and (height, width) after decoding, which
+        are smaller for a JPEG that is decoded at a fraction of its size.
+
+    Raises:
+        ImageFault: the image cannot be read.
+    """
+    try:
+        with _pillow_settings:
+            return _sizes(data, policy, at_least)
+    except (ImageFault, MemoryError):
+        raise
+    except Exception as error:
+        raise _fault(data, error) from error
+
+
+def _sizes(
+    data: bytes, policy: ImagePolicy, at_least: int | None
+) -> tuple[tuple[int, int], tuple[int, int]]:
+    """`image_sizes` without its boundary for exceptions."""
+    image = _open(data)
+    if image.format not in _PLAIN_HEADERS:
+        decoded = _decode(data, replace(policy, jpeg=PILLOW), None)
+        assert isinstance(decoded, Image.Image)
+        width, height = decoded.size
+        return (height, width), (height, width)
+    full = image.size
+    _draft(image, at_least)
+    turn = _orientation(image) if policy.exif == "apply" else 1
+    width, height = full
+    columns, rows = image.size
+    if turn >= _FIRST_TRANSPOSED:
+        return (width, height), (columns, rows)
+    return (height, width), (rows, columns)
+
+
 def _decode_or_fault(
     data: bytes, policy: ImagePolicy, at_least: int | None
 ) -> Image.Image | npt.NDArray[Any]:
@@ -210,12 +262,9 @@ def _decode(
     if width * height > policy.max_pixels:
         raise ImageFault(Status.TOO_LARGE, f"{width} x {height} pixels, over {policy.max_pixels}")
     if image.format == "PNG":
-        _check_png(data)
+        check_png(data)
         _mend_transparency(image)
-    # `draft` of a HEIC image would return its thumbnail.
-    if at_least is not None and _is_reduced(image, at_least):
-        scale = 2 * at_least / min(width, height)
-        image.draft("RGB", (int(width * scale), int(height * scale)))
+    _draft(image, at_least)
     if policy.jpeg == SIMPLEJPEG and image.format == "JPEG" and image.mode == "RGB":
         turn = _orientation(image) if policy.exif == "apply" else 1
         if turn == 1 and (pixels := _sound_jpeg(data, image.size)) is not None:
@@ -245,7 +294,7 @@ def _decode_array(data: bytes, policy: ImagePolicy, channels: int) -> npt.NDArra
     if width * height > policy.max_pixels:
         raise ImageFault(Status.TOO_LARGE, f"{width} x {height} pixels, over {policy.max_pixels}")
     if image.format == "PNG":
-        _check_png(data)
+        check_png(data)
     stored = _orientation(image) if image.format == "TIFF" else 1
     # The channels may be pages of one channel each, of which Pillow reads the first.
     is_stack = image.format == "TIFF" and channels > 1 == len(image.getbands())
@@ -267,6 +316,15 @@ def _tifffile_array(data: bytes, policy: ImagePolicy) -> npt.NDArray[Any]:
     """(H, W, channels) of a TIFF that Pillow does not read as it is, upright."""
     array, turn = decode_tiff(data, policy)
     return turned(array, turn if policy.exif == "apply" else 1)
+
+
+def _draft(image: ImageFile.ImageFile, at_least: int | None) -> None:
+    """Let a JPEG that is far larger than needed be decoded at a fraction of its size."""
+    # `draft` of a HEIC image would return its thumbnail.
+    if at_least is not None and _is_reduced(image, at_least):
+        width, height = image.size
+        scale = 2 * at_least / min(width, height)
+        image.draft("RGB", (int(width * scale), int(height * scale)))
 
 
 def _plain_jpeg(
@@ -376,7 +434,7 @@ def _sound_jpeg(data: bytes, size: tuple[int, int]) -> npt.NDArray[np.uint8] | N
     return pixels if pixels.shape == (height, width, 3) else None
 
 
-def _check_png(data: bytes) -> None:
+def check_png(data: bytes) -> None:
     """Verify the checksums of the pixel data of a PNG, which Pillow does not.
 
     Raises:

@@ -165,13 +165,7 @@ class Preprocess:
         """
         if self.resize is None:
             raise FeatxError("the fast path was asked of a transform that has none.")
-        if isinstance(self.resize, tuple):
-            return self.resize
-        height, width = x.shape[2:]
-        short = min(height, width)
-        if short == self.resize:
-            return height, width
-        return max(1, self.resize * height // short), max(1, self.resize * width // short)
+        return resized_size(self.resize, x.shape[2], x.shape[3])
 
     def _interpolated(self, x: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
         """(N, 3, H, W) images resized to (height, width) with antialiasing."""
@@ -264,6 +258,22 @@ def cut_out(decoded: Image.Image | npt.NDArray[Any], box: Box) -> Image.Image | 
     if isinstance(decoded, Image.Image):
         return decoded.crop((box.x, box.y, right, bottom))
     return decoded[box.y : bottom, box.x : right].copy()
+
+
+def resized_size(resize: int | tuple[int, int], height: int, width: int) -> tuple[int, int]:
+    """Height and width of an image after resizing.
+
+    Args:
+        resize: shorter side, or (height, width), in pixels.
+        height: height before, in pixels.
+        width: width before.
+    """
+    if isinstance(resize, tuple):
+        return resize
+    short = min(height, width)
+    if short == resize:
+        return height, width
+    return max(1, resize * height // short), max(1, resize * width // short)
 
 
 def _rows_first(x: torch.Tensor, size: tuple[int, int]) -> bool:

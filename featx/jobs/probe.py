@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from featx.base import log_message
 from featx.config import Config, ProbeConfig
 from featx.errors import ConfigError
 from featx.jobs.base import JOBS, Input, Job, print_summary
 from featx.jobs.probe_text import classification_text
+from featx.jobs.segmentation_text import segmentation_text
 from featx.jobs.value_probe_text import values_text
 
 
@@ -16,9 +19,14 @@ def run(config: Config, config_yaml: str) -> int:
     from featx.analysis.probe import run_probe  # which imports torch
 
     result = run_probe(config, log_message)
-    formatted = classification_text if result["task"] == "classification" else values_text
-    print_summary(config, result, formatted(config, result))
+    formatted = {"classification": classification_text, "segmentation": segmentation_text}
+    print_summary(config, result, formatted.get(result["task"], values_text)(config, result))
     return 0
+
+
+def _reads_with(config: Config) -> Collection[str]:
+    """Return the options of where the images are, whose sizes are compared with their masks."""
+    return () if config.probe.masks is None else ("data.name", "data.root")
 
 
 def _check(config: Config) -> None:
@@ -40,6 +48,7 @@ JOBS.register(
         input=Input.STORE_OR_OUT,
         reads=("job.json", "job.show", "layers", "device", "seed"),
         why="it reads an existing store; `layers` selects its layers",
+        reads_with=_reads_with,
         check=_check,
     )
 )

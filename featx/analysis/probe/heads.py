@@ -10,14 +10,14 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from featx.analysis.probe.labelled_rows import Features
-from featx.analysis.probe.tokens import TokenLayout, Tokens
+from featx.analysis.probe.tokens import TokenLayout
 from featx.base import float64_home
 from featx.errors import StoreError
 from featx.storage import S3Path
@@ -51,7 +51,24 @@ class Scaler:
         return (x - self.mean).div_(self.scale)
 
 
-def fit_scaler(features: Features | Tokens, places: npt.NDArray[np.int64]) -> Scaler:
+class Vectors(Protocol):
+    """Vectors that a standardisation is fitted on."""
+
+    @property
+    def width(self) -> int:
+        """D, the number of values of a vector."""
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the blocks."""
+
+    def blocks(
+        self, places: npt.NDArray[np.int64]
+    ) -> Iterator[tuple[npt.NDArray[np.int64], torch.Tensor]]:
+        """Yield the places of a block, and their vectors, (n, D) float32."""
+
+
+def fit_scaler(features: Vectors, places: npt.NDArray[np.int64]) -> Scaler:
     """Compute mean and standard deviation of each feature over some places, in float64.
 
     Blocks are merged by Chan's formula: M = M_a + M_b + d^2 n_a n_b / n.

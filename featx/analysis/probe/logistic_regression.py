@@ -12,6 +12,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from featx.analysis.probe.regression_targets import ClassTargets, CountTargets, Targets
+
 L2_GRID = (10.0, 1.0, 1e-1, 1e-2, 1e-3, 1e-4, 1e-5, 1e-6)
 """Penalties to try, the strongest first, so that each fit starts close to its minimum."""
 
@@ -101,12 +103,15 @@ def fit_logistic(
 ) -> Fit:
     """Minimise mean cross-entropy + l2/2 |weight|^2 on a matrix in memory.
 
+    A row has one class, or counts of several: with counts t the loss is -sum t log p / sum t over
+    all rows and classes, as if each row stood there once for each thing that was counted in it.
+
     The matrix and its products stay float32. Losses, probabilities and the search are in float64 if
     the device supports it, so that line searches near the minimum do not fail because of rounding.
 
     Args:
         x: (n, D) float32, standardised.
-        y: (n,) int64 on the same device.
+        y: (n,) int64 classes, or (n, C) float32 counts, on the same device.
         num_classes: C.
         l2: strength of the penalty.
         start: initial weights, or None for zeros.
@@ -122,7 +127,8 @@ def fit_logistic(
     if start is not None:
         weight.copy_(start.weight)
         bias.copy_(start.bias)
-    objective = _Objective(x, y, l2, weight, bias)
+    targets = ClassTargets(y) if y.ndim == 1 else CountTargets(y, wide)
+    objective = _Objective(x, targets, l2, weight, bias)
     search = _LBFGS(
         [weight, bias],
         max_iter=MAX_ITERATIONS,
@@ -182,21 +188,25 @@ class _Objective:
 
     Args:
         x: (n, D), float32 or in the dtype of the weights.
-        y: (n,) int64.
+        targets: classes of the rows, or counts of them.
         l2: strength of the penalty.
         weight: (C, D).
         bias: (C,).
     """
 
     def __init__(
-        self, x: torch.Tensor, y: torch.Tensor, l2: float, weight: torch.Tensor, bias: torch.Tensor
+        self,
+        x: torch.Tensor,
+        targets: Targets,
+        l2: float,
+        weight: torch.Tensor,
+        bias: torch.Tensor,
     ) -> None:
         self._x = x
-        self._y = y
+        self._targets = targets
         self._l2 = l2
         self._weight = weight
         self._bias = bias
-        self._rows = torch.arange(len(x), device=x.device)
         self._known: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
 
     def __call__(self) -> torch.Tensor:
@@ -204,16 +214,15 @@ class _Objective:
 
         Computing gradients without autograd needs neither a graph nor a second copy of the logits.
         """
-        x, y, weight, wide = self._x, self._y, self._weight, self._weight.dtype
+        x, weight, wide = self._x, self._weight, self._weight.dtype
         if self._known is not None:
             known_weight, known_bias, loss = self._known
             if torch.equal(known_weight, weight) and torch.equal(known_bias, self._bias):
                 return loss
         logits = _product(x, weight.to(x.dtype).T).to(wide) + self._bias
         log_p = logits - logits.logsumexp(1, keepdim=True)
-        loss = -log_p[self._rows, y].mean() + self._l2 / 2 * weight.square().sum()
-        residual = log_p.exp_()
-        residual[self._rows, y] -= 1
+        loss = self._targets.loss(log_p) + self._l2 / 2 * weight.square().sum()
+        residual = self._targets.residual(log_p.exp_())
         residual /= len(x)
         weight.grad = _product(residual.to(x.dtype).T, x).to(wide) + self._l2 * weight
         self._bias.grad = residual.sum(0)
@@ -233,7 +242,7 @@ class _Objective:
         def hessian(v: torch.Tensor) -> torch.Tensor:
             """Multiply the Hessian with (C, D + 1) weights and bias."""
             logits = x @ v[:, :-1].T + v[:, -1]
-            s = p * (logits - (p * logits).sum(1, keepdim=True)) / count
+            s = self._targets.weighted(p * (logits - (p * logits).sum(1, keepdim=True))) / count
             return torch.cat([s.T @ x + self._l2 * v[:, :-1], s.sum(0)[:, None]], dim=1)
 
         assert self._weight.grad is not None
@@ -333,7 +342,7 @@ def sweep(
 
     Args:
         x: (n, D) float32 rows to fit on.
-        y: (n,) int64 classes.
+        y: (n,) int64 classes, or (n, C) float32 counts of them.
         num_classes: C.
         strengths: penalties in falling order.
         judge: function fit -> accuracy and loss on the validation rows.

@@ -21,9 +21,10 @@ from featx.analysis.probe.output_files import write_probe
 from featx.analysis.probe.repeated_splits import seeds_entry
 from featx.analysis.probe.result import SeedProbe, probe_result
 from featx.analysis.probe.row_predictions import MAX_SCORES, join_folds
+from featx.analysis.probe.segmentation_probe import run_segmentation_probe
 from featx.analysis.probe.store_comparison import OtherProbe, compared_store, read_probe
 from featx.analysis.probe.task import Task, make_task
-from featx.analysis.probe.tokens import require_tokens
+from featx.analysis.probe.tokens import ATTENTIVE, require_tokens
 from featx.analysis.probe.value_probe import run_value_probe
 from featx.analysis.probe.values import task_kind
 from featx.base import WIDTH, choose_device, exact_cuda, keep_freed_memory, percent_text
@@ -52,11 +53,13 @@ def run_probe(
     started_at = time.perf_counter()
     store = FeatureStore(config.place_of_store(), verify="rows")
     kind = task_kind(store, config.probe)
+    if kind.name == "segmentation":
+        return run_segmentation_probe(config, store, kind, log)
     if kind.name != "classification":
         return run_value_probe(config, store, kind, log)
     layers = matching_layers(store, config.layers)
     if "attentive" in config.probe.methods:
-        require_tokens(store, layers)
+        require_tokens(store, layers, ATTENTIVE)
     device = choose_device(config.device)
     seeds = range(config.seed, config.seed + (config.probe.seeds or 1))
     # Read before the probe, so that a mistake is reported at once and store=compare_store works.

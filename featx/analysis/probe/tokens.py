@@ -13,6 +13,9 @@ from featx.analysis.probe.labelled_rows import Features, Labelled, LayerRows, ma
 from featx.errors import ConfigError
 from featx.store import FeatureStore
 
+ATTENTIVE = "probe.method=attentive"
+"""Name of the attentive probe in messages."""
+
 
 @dataclass(frozen=True)
 class TokenLayout:
@@ -58,12 +61,13 @@ class Tokens:
             yield span, self.layout.tokens(block).reshape(-1, self.width)
 
 
-def token_layout(store: FeatureStore, layer: str) -> TokenLayout | None:
+def token_layout(store: FeatureStore, layer: str, asked: str) -> TokenLayout | None:
     """Return how the rows of a layer form tokens, or None if a row is a single vector.
 
     Args:
         store: the store.
         layer: a layer with rows (T, D), (C, H, W) or (H, W, C).
+        asked: option that needs to know, for messages.
 
     Raises:
         ReduceError: the channel axis of a map is unknown.
@@ -71,7 +75,7 @@ def token_layout(store: FeatureStore, layer: str) -> TokenLayout | None:
     shape = store[layer].shape[1:]
     if len(shape) == 2:
         found = TokenLayout(shape[0], shape[1], True)
-    elif len(shape) == 3 and map_channels_last(store, layer, "probe.method=attentive"):
+    elif len(shape) == 3 and map_channels_last(store, layer, asked):
         found = TokenLayout(shape[0] * shape[1], shape[2], True)
     elif len(shape) == 3:
         found = TokenLayout(shape[1] * shape[2], shape[0], False)
@@ -80,20 +84,25 @@ def token_layout(store: FeatureStore, layer: str) -> TokenLayout | None:
     return found if found.count > 1 else None
 
 
-def require_tokens(store: FeatureStore, layers: Sequence[str]) -> None:
+def require_tokens(store: FeatureStore, layers: Sequence[str], asked: str) -> None:
     """Check that every layer has tokens or a map.
+
+    Args:
+        store: the store.
+        layers: names of the layers.
+        asked: option that needs them, for messages.
 
     Raises:
         ConfigError: a layer has one vector a row.
     """
-    without = [layer for layer in layers if token_layout(store, layer) is None]
+    without = [layer for layer in layers if token_layout(store, layer, asked) is None]
     if without:
         others = [layer for layer in layers if layer not in without]
         how = "Extract a layer with reduce=none, which keeps tokens and maps, or reduce=grid."
         if others:
             how = f"layers=[{','.join(others)}] leaves {'it' if len(without) == 1 else 'them'} out."
         raise ConfigError(
-            f"probe.method=attentive needs tokens or maps, and {', '.join(without)} "
+            f"{asked} needs tokens or maps, and {', '.join(without)} "
             f"{'has' if len(without) == 1 else 'have'} one vector a row. {how}"
         )
 
@@ -101,7 +110,7 @@ def require_tokens(store: FeatureStore, layers: Sequence[str]) -> None:
 def layer_tokens(
     labelled: Sequence[Labelled], layer: str, device: torch.device, memory_bytes: float
 ) -> Tokens:
-    """Return the tokens of a layer that has them.
+    """Return the tokens of a layer that has them, as `require_tokens` has checked.
 
     Args:
         labelled: rows of one or two stores.
@@ -109,7 +118,7 @@ def layer_tokens(
         device: device that computes.
         memory_bytes: memory for the tokens and a copy, in bytes; more are streamed.
     """
-    layout = token_layout(labelled[0].store, layer)
+    layout = token_layout(labelled[0].store, layer, ATTENTIVE)
     assert layout is not None, "require_tokens has been called"
     width = layout.count * layout.width
     parts = [LayerRows(each.store, layer, each.rows, None, width) for each in labelled]

@@ -24,7 +24,7 @@ class TaskKind:
     """What a probe predicts.
 
     Attributes:
-        name: 'classification', 'regression' or 'multilabel'.
+        name: 'classification', 'regression', 'multilabel' or 'segmentation'.
         reason: how it was decided, for people.
     """
 
@@ -59,6 +59,8 @@ def task_kind(store: FeatureStore, options: ProbeConfig) -> TaskKind:
     Raises:
         StoreError: the store has no such column.
     """
+    if options.masks is not None:
+        return TaskKind("segmentation", "probe.masks has classes of pixels")
     if options.task != "auto":
         return TaskKind(options.task, f"probe.task={options.task}")
     if options.label_column is None:

@@ -22,6 +22,7 @@ from featx.export.report.layer_comparison import (
 )
 from featx.export.report.predictions_file import Predicted, read_predictions
 from featx.export.report.probe_metrics import Metric, Repeated, metrics_of, repeated_of
+from featx.export.report.segmentation_results import SegmentationResults, segmentation_results
 from featx.export.report.value_results import ValueResults, value_results
 from featx.export.selection import as_utf8
 from featx.store import FeatureStore, layout
@@ -121,6 +122,7 @@ class Probes:
         repeated: accuracy over the splits of several seeds, or None.
         repeated_differences: other layer -> its difference over these splits.
         values: results of a probe of numbers or of several labels; all others are then empty.
+        segmentation: results of a probe of the classes of pixels; all others are then empty.
     """
 
     note: str
@@ -145,6 +147,7 @@ class Probes:
     repeated: Repeated | None = None
     repeated_differences: Mapping[str, Difference] = field(default_factory=dict)
     values: ValueResults | None = None
+    segmentation: SegmentationResults | None = None
 
     @property
     def chance(self) -> float:
@@ -185,14 +188,17 @@ def probes_of(store: FeatureStore) -> Probes:
                 "The results below are of that state; run job=probe again."
             )
         if found["task"] != "classification":
-            values = value_results(found, folder)
+            of_pixels = found["task"] == "segmentation"
+            values = None if of_pixels else value_results(found, folder)
+            segmentation = segmentation_results(found) if of_pixels else None
             return Probes(
                 note,
-                layer=values.layer,
+                layer=_utf8(found["layer"]),
                 split=_split_text(found["split"]),
                 finished=str(found["finished"]),
-                notes=values.notes,
+                notes=tuple(map(_utf8, found["notes_on_rows"])),
                 values=values,
+                segmentation=segmentation,
             )
         row_of = {str(key): row for row, key in enumerate(store.keys.tolist())}
         return _as_probes(found, note, folder, row_of)

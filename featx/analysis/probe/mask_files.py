@@ -1,0 +1,252 @@
+"""Files of masks: each is found by the key of its image, and goes the way of that image."""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import groupby
+from pathlib import Path, PurePosixPath
+
+import numpy as np
+import numpy.typing as npt
+
+from featx.config import Config, data_of_saved, from_saved
+from featx.errors import ConfigError, StoreError
+from featx.images import ImagePolicy, LabelTransform, image_sizes, read_image, read_label_map
+from featx.sources import open_source, origin_of, parsed_box_key
+from featx.store import FeatureStore
+from featx.types import UNKNOWN_IMAGE, ImageFault, Source, image_checksum
+
+
+@dataclass(frozen=True)
+class MaskSettings:
+    """How the masks of a store are found and read.
+
+    Attributes:
+        store: the store.
+        source: its images, not the boxes of them, whose sizes are compared with those of the masks.
+        folder: folder of the masks.
+        transform: resize and crop of the images.
+        policy: treatment of the orientation of the images.
+        at_least: pixels of the shorter side at which far larger JPEGs were decoded, or None.
+        ignore: number of pixels without a label, or None.
+        names: names of the classes, or empty if they are not given.
+    """
+
+    store: FeatureStore
+    source: Source
+    folder: Path
+    transform: LabelTransform
+    policy: ImagePolicy
+    at_least: int | None
+    ignore: int | None
+    names: tuple[str, ...]
+
+
+class _UnusableMaskError(Exception):
+    """Raised with the reason why a row has no usable mask."""
+
+
+@dataclass(frozen=True)
+class PackedMask:
+    """Mask of a row.
+
+    Attributes:
+        data: as in `Masks.packed`.
+        numbers: class numbers in it, increasing.
+    """
+
+    data: bytes
+    numbers: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class MaskedImage:
+    """Image of one row, or of several if they are boxes.
+
+    Attributes:
+        key: key of the image.
+        is_frame: whether it is a frame of a video; `key` is then that of the video.
+        rows: rows of the store.
+        row_keys: their keys.
+        checksum: checksum of the encoded bytes, or UNKNOWN_IMAGE.
+    """
+
+    key: bytes
+    is_frame: bool
+    rows: list[int]
+    row_keys: tuple[bytes, ...]
+    checksum: int
+
+
+def mask_settings(config: Config, store: FeatureStore) -> MaskSettings:
+    """Find out how the images of a store were read and transformed.
+
+    Raises:
+        ConfigError: there is no such folder or file.
+        StoreError: the store does not say where its images are, or its transform has no fast path.
+    """
+    options = config.probe
+    folder = Path(str(options.masks)).expanduser()
+    if not folder.is_dir():
+        raise ConfigError(f"probe.masks={options.masks}: there is no such folder.")
+    text = str(store.attrs.get("transform", ""))
+    transform = LabelTransform.of_description(text)
+    if transform is None:
+        raise StoreError(
+            f"probe.masks: the transform of {store.root} ({text!r}) cannot be applied to masks. It "
+            "has to be a resize and a centre crop of 8-bit images by featx's fast path."
+        )
+    try:
+        saved = from_saved(str(store.attrs.get("config", "")))
+    except ConfigError as error:
+        raise StoreError(f"{store.root} does not record where its images are: {error}") from error
+    data = data_of_saved(saved, config.data, str(store.root))
+    if data.root is not None and "://" not in data.root and not Path(data.root).exists():
+        raise StoreError(
+            f"probe.masks: the images of {store.root} are not at {data.root}. Their sizes are "
+            "compared with those of the masks: say where they are now with data.root=."
+        )
+    resize = transform.resize
+    fast = None if saved.decode == "reference" else resize
+    at_least = max(fast) if isinstance(fast, tuple) else fast
+    return MaskSettings(
+        store,
+        open_source(replace(data, boxes=None)),
+        folder,
+        transform,
+        ImagePolicy.from_config(data),
+        None if data.boxes is not None else at_least,  # as of FaultTolerantDecoder
+        options.ignore,
+        () if options.mask_classes is None else _class_names(options.mask_classes),
+    )
+
+
+def _class_names(path: str) -> tuple[str, ...]:
+    """Read the names of the classes.
+
+    Raises:
+        ConfigError: the file cannot be read, or has an empty or a repeated line.
+    """
+    try:
+        text = Path(path).expanduser().read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"probe.mask_classes={path} cannot be read: {error}.") from error
+    names = tuple(line.strip() for line in text.splitlines())
+    if "" in names or len(set(names)) < len(names):
+        raise ConfigError(
+            f"probe.mask_classes={path}: expected one name a line, all different and none empty."
+        )
+    return names
+
+
+def masked_images(store: FeatureStore) -> Iterator[MaskedImage]:
+    """Yield the images of the rows that did not fail."""
+    keys, checksums = store.key_bytes.tolist(), store.image_checksums
+
+    def origin(row: int) -> tuple[bytes, str | None]:
+        return origin_of(keys[row])
+
+    for (key, kind), found in groupby(np.flatnonzero(store.ok).tolist(), origin):
+        rows = list(found)
+        names = tuple(keys[row] for row in rows)
+        yield MaskedImage(key, kind == "video", rows, names, int(checksums[rows[0]]))
+
+
+def masks_of_image(
+    settings: MaskSettings, image: MaskedImage
+) -> list[tuple[int, PackedMask] | tuple[int, str]]:
+    """Read the mask of an image for each of its rows.
+
+    Returns:
+        (row, mask on the crop, or the reason why there is none).
+
+    Raises:
+        RunError: the images cannot be read now.
+        OSError: the masks cannot be read now.
+    """
+    found: list[tuple[int, PackedMask] | tuple[int, str]] = []
+    try:
+        labels, size = _label_map(settings, image)
+    except (_UnusableMaskError, ImageFault) as error:
+        return [(row, str(error)) for row in image.rows]
+    for row, key in zip(image.rows, image.row_keys, strict=True):
+        try:
+            found.append((row, _on_crop(settings, labels, size, key)))
+        except _UnusableMaskError as error:
+            found.append((row, str(error)))
+    return found
+
+
+def _label_map(
+    settings: MaskSettings, image: MaskedImage
+) -> tuple[npt.NDArray[np.integer], tuple[int, int]]:
+    """Read the mask of an image and compare its size with that of the image.
+
+    Returns:
+        (H, W) numbers, and (height, width) of the image as it was decoded.
+
+    Raises:
+        ImageFault, _UnusableMaskError: the image or the mask cannot be used.
+    """
+    if image.is_frame:
+        raise _UnusableMaskError("frames of videos have no masks")
+    name = PurePosixPath(os.fsdecode(image.key)).with_suffix(".png")
+    if name.is_absolute() or ".." in name.parts:
+        raise _UnusableMaskError("its key leads out of the folder of the masks")
+    try:
+        data = (settings.folder / name).read_bytes()
+    except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
+        raise _UnusableMaskError(f"there is no mask {name}") from None
+    try:
+        labels = read_label_map(data, settings.policy.max_pixels)
+    except ImageFault as fault:
+        raise _UnusableMaskError(f"mask {name}: {fault}") from fault
+    encoded = read_image(settings.source, image.key)
+    if image.checksum not in (UNKNOWN_IMAGE, image_checksum(encoded)):
+        raise _UnusableMaskError("the image has changed since its features were extracted")
+    full, decoded = image_sizes(encoded, settings.policy, settings.at_least)
+    if labels.shape != full:
+        raise _UnusableMaskError(
+            f"mask {name} is of {labels.shape[1]} x {labels.shape[0]} pixels, and the upright "
+            f"image of {full[1]} x {full[0]}"
+        )
+    return labels, decoded
+
+
+def _on_crop(
+    settings: MaskSettings, labels: npt.NDArray[np.integer], size: tuple[int, int], key: bytes
+) -> PackedMask:
+    """Return the mask of a row on the crop.
+
+    Args:
+        settings: how masks are read.
+        labels: (H, W) numbers of the image.
+        size: (height, width) of the image as it was decoded.
+        key: key of the row, which names its box if it has one.
+
+    Raises:
+        _UnusableMaskError: it has no label, or a class without a name.
+    """
+    if (found := parsed_box_key(key)) is not None:
+        box = found[1]
+        labels = labels[box.y : box.y + box.height, box.x : box.x + box.width]
+        size = (box.height, box.width)
+        if labels.shape != size:
+            raise _UnusableMaskError("its box reaches outside the image")
+    mask = settings.transform.on_crop(labels, size)
+    if settings.ignore is not None:
+        mask[mask == settings.ignore] = -1
+    numbers = [number for number in np.unique(mask).tolist() if number >= 0]
+    if not numbers:
+        raise _UnusableMaskError(
+            f"all pixels of its crop are ignored (probe.ignore={settings.ignore})"
+        )
+    if settings.names and numbers[-1] >= len(settings.names):
+        raise _UnusableMaskError(
+            f"its mask has the class number {numbers[-1]}, and probe.mask_classes names 0 to "
+            f"{len(settings.names) - 1}"
+        )
+    return PackedMask(zlib.compress(mask.tobytes(), 1), tuple(numbers))

@@ -25,8 +25,10 @@ from featx.pipeline import finished_run
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path", "packing_in_process")
 
+MODEL = {"name": "test_vit", "input_size": [32, 32]}
+
 KEYS: dict[str, Any] = {
-    "model": {"name": "test_vit", "weights": "vit.pth"},
+    "model": {**MODEL, "weights": "vit.pth"},
     "precision": "fp32",
     "batch_size": 4,
     "out": "store",
@@ -61,7 +63,7 @@ def photos() -> Path:
 def extract(photos: Path, built: list[str]) -> Extract:
     """A function that runs the command on a finished store and returns if a model was built."""
     torch.manual_seed(0)
-    torch.save(timm.create_model("test_vit").state_dict(), "vit.pth")
+    torch.save(timm.create_model("test_vit", img_size=32).state_dict(), "vit.pth")
 
     def again(**keys: Any) -> bool:
         del built[:]
@@ -130,8 +132,8 @@ def test_options_without_effect_on_values_are_free(extract: Extract) -> None:
         {"grow": True},
         {"overwrite": True},
         {"tensorboard": True},
-        {"model": {"name": "test_vit", "weights": None}},
-        {"model": {"name": "test_vit", "weights": "vit.pth", "init": "reset"}},
+        {"model": {**MODEL, "weights": None}},
+        {"model": {**MODEL, "weights": "vit.pth", "init": "reset"}},
         {"data": {"name": "folder", "root": "photos", "limit": 6}},
     ],
     ids=str,
@@ -150,7 +152,7 @@ def replace_weights() -> None:
     torch.manual_seed(1)
     other = Path("other/vit.pth")
     other.parent.mkdir()
-    torch.save(timm.create_model("test_vit").state_dict(), other)
+    torch.save(timm.create_model("test_vit", img_size=32).state_dict(), other)
     os.utime(other, ns=(found.st_atime_ns, found.st_mtime_ns))
     assert other.stat().st_size == found.st_size
     other.replace("vit.pth")
@@ -221,7 +223,7 @@ def test_the_store_of_another_command_is_not_taken_for_its_own(extract: Extract)
     """Its summary is copied, and the command is the same but for the weights."""
     torch.manual_seed(1)
     Path("vit.pth").rename("mine.pth")
-    torch.save(timm.create_model("test_vit").state_dict(), "vit.pth")
+    torch.save(timm.create_model("test_vit", img_size=32).state_dict(), "vit.pth")
     assert extract(out="second")
     shutil.copy("store/summary.json", "second/summary.json")
     shutil.rmtree("store")
@@ -261,7 +263,8 @@ def test_failed_rows_decide_the_exit_code(extract: Extract) -> None:
         subprocess.run(
             [
                 *(sys.executable, "-m", "featx", "data=photos", "out=failing", "model=test_vit"),
-                *("model.weights=vit.pth", "precision=fp32", "batch_size=4", f"max_failures={n}"),
+                *("model.weights=vit.pth", "model.input_size=[32,32]", "precision=fp32"),
+                *("batch_size=4", f"max_failures={n}"),
             ],
             capture_output=True,
             check=False,
@@ -280,7 +283,7 @@ def test_a_model_of_the_users_code_is_always_built(photos: Path, built: list[str
 
 
 def test_statistics_of_a_reduction_may_be_written_again(photos: Path, built: list[str]) -> None:
-    keys = {**KEYS, "model": {"name": "test_vit", "weights": None}, "data": str(photos)}
+    keys = {**KEYS, "model": {**MODEL, "weights": None}, "data": str(photos)}
     featx.stats(**{**keys, "out": "stats"})
     del built[:]
     for _ in range(2):
@@ -306,7 +309,7 @@ def test_a_growing_store_is_known_again(extract: Extract, photos: Path) -> None:
 def test_the_command_imports_no_torch(extract: Extract, photos: Path) -> None:
     command = [
         *(sys.executable, "-X", "importtime", "-m", "featx", "data=photos", "out=made"),
-        *("model=test_vit", "model.weights=vit.pth"),
+        *("model=test_vit", "model.weights=vit.pth", "model.input_size=[32,32]"),
     ]
     runs = [subprocess.run(command, capture_output=True, text=True, check=True) for _ in range(2)]
     imported = [{line.split("|")[-1].strip() for line in run.stderr.splitlines()} for run in runs]

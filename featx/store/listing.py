@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -152,11 +151,8 @@ def _agrees(file: h5py.File, name: str) -> bool:
     path = f"{layout.CHECKSUMS}/{name}"
     if not len(file[name]):
         return True
-    crc = 0
-    for start in range(0, len(file[name]), _COMPARED_ROWS):
-        values = np.ascontiguousarray(file[name][start : start + _COMPARED_ROWS])
-        crc = zlib.crc32(values.view(np.uint8).data, crc)
-    return bool(file[path][:].tolist() == [crc])
+    values = np.ascontiguousarray(file[name][:])
+    return bool(file[path][:].tolist() == [layout.checksum(values)])
 
 
 def read_listing(root: Path, num_rows: int, identity: str | None = None) -> Listing | None:

@@ -119,6 +119,24 @@ def test_the_digest_sees_every_key_label_class_and_their_order() -> None:
     assert listing_identity(listing).startswith("9 rows, sha256 ")
 
 
+@pytest.mark.parametrize("num_rows", [10, 40_000])
+def test_a_long_listing_agrees_with_its_checksums_and_a_flipped_bit_does_not(
+    num_rows: int, tmp_path: Path
+) -> None:
+    """Checksums of 64 KiB and more are folded, and those of shorter columns are not."""
+    keys = np.array([b"%09d.jpg" % row for row in range(num_rows)])
+    listing = Listing(keys, np.zeros(num_rows, np.int64), ("ant",))
+    path = tmp_path / "samples.h5"
+    path.write_bytes(listing_file(listing))
+    assert compare_listing(path, listing) == (num_rows, None)
+    with h5py.File(path, "r+") as file:
+        file["checksums/label"][0] ^= 1
+    assert compare_listing(path, listing) == (
+        num_rows,
+        "its dataset /label differs from its checksum",
+    )
+
+
 def test_what_is_written_is_read_with_unusual_bytes(tmp_path: Path) -> None:
     keys = np.array([b"a\xff.jpg", "ü.jpg".encode(), b"z z\n.jpg"])
     listing = Listing(keys, np.array([0, -1, 1]), ("dög", os.fsdecode(b"\xfe")))

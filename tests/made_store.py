@@ -60,7 +60,10 @@ def make_listing(num_rows: int) -> Listing:
 
 @dataclass(frozen=True)
 class MadeRun:
-    """One run with all its rows; `features` holds what the engine would hand over."""
+    """One run with all its rows; `features` holds what the engine would hand over.
+
+    With `streamed` the rows of its parts go to the disk as they come, however small a part is.
+    """
 
     listing: Listing
     specs: tuple[LayerSpec, ...]
@@ -71,6 +74,7 @@ class MadeRun:
     failures: tuple[Failure, ...] = ()
     resolved: Mapping[str, Any] = field(default_factory=dict)
     tokens: Mapping[str, TokenGeometry] = field(default_factory=dict)
+    streamed: bool = False
 
     @property
     def grid(self) -> layout.Grid:
@@ -97,7 +101,15 @@ class MadeRun:
 
     def builder(self, part: Part, batch: int | None = None) -> PartBuilder:
         """A part with all its rows, added in batches."""
-        builder = PartBuilder(part, self.specs)
+        return self._filled(PartBuilder(part, self.specs), batch)
+
+    def part_of(self, session: StoreSession, part: Part, batch: int | None = None) -> PartBuilder:
+        """A part of a session with all its rows, added in batches."""
+        least = 0 if self.streamed else 1 << 60
+        return self._filled(session.part_builder(part, self.specs, least), batch)
+
+    def _filled(self, builder: PartBuilder, batch: int | None) -> PartBuilder:
+        part = builder.part
         batch = batch or len(part)
         for start in range(part.start, part.stop, batch):
             stop = min(start + batch, part.stop)
@@ -126,7 +138,7 @@ class MadeRun:
         with session.hold():
             order = range(len(self.grid)) if parts is None else parts
             for index in order:
-                session.commit(self.builder(self.grid.part(index)))
+                session.commit(self.part_of(session, self.grid.part(index)))
             if packed:
                 pack(root)
                 session.after_packing()
@@ -138,7 +150,7 @@ class MadeRun:
         """Commit what the session says is missing, or the first parts of it; then pack."""
         with self.session(root, grow).hold() as session:
             for part in session.missing()[:at_most]:
-                session.commit(self.builder(part))
+                session.commit(self.part_of(session, part))
             if packed and not session.packed:
                 pack(root)
                 session.after_packing()

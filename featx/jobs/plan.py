@@ -19,7 +19,7 @@ from featx.pipeline import (
     layers_text,
 )
 from featx.storage import AtomicFolder, is_url, parse_path
-from featx.store import LARGEST_PACKED_BYTES, leftover_bytes, packed_size_bound
+from featx.store import LARGEST_PACKED_BYTES, is_streamed, leftover_bytes, packed_size_bound
 from featx.types import Part
 
 _TRIAL_BATCHES = 2
@@ -41,6 +41,8 @@ def _plan(config: Config, context: RunContext) -> dict[str, Any]:
     stored = context.row_bytes * num_rows
     compute = context.engine.compute
     part = min(context.part_rows, num_rows) * context.row_bytes
+    # One part is filled while the one before it is built and held as a file.
+    held = 0 if is_streamed(parse_path(config.out), config.codec, part) else 3 * part
     height, width = context.engine.backbone.preprocess.crop
     batch = compute.batch_size * 3 * height * width * 4
     is_small = stored <= LARGEST_PACKED_BYTES
@@ -56,7 +58,7 @@ def _plan(config: Config, context: RunContext) -> dict[str, Any]:
         "disk_needed": stored,
         "disk_needed_while_packing": packed_size_bound((1 + packs) * stored),
         "disk_free": None if is_url(config.out) else _free_bytes(parse_path(config.out)),
-        "memory": context.engine.weight_bytes + 3 * part + 6 * batch,
+        "memory": context.engine.weight_bytes + held + 6 * batch,
         "images_per_second_model": 1 / context.trial.model_s,
         "images_per_second_read": 1 / seconds_read if seconds_read else None,
         "seconds": num_rows * max(context.trial.model_s, seconds_read or 0.0),

@@ -22,12 +22,13 @@ from featx.store import (
     Manifest,
     PartBuilder,
     layout,
+    part_builder,
     part_names,
     publish_part,
     read_listing,
     read_manifest,
 )
-from featx.types import Batch, Failure, Listing, Part
+from featx.types import Batch, Failure, LayerSpec, Listing, Part
 
 if TYPE_CHECKING:
     from featx.engine import Engine
@@ -56,6 +57,7 @@ class FeatureSink:
 
     Args:
         context: run context.
+        begin: begins a part with some datasets.
         commit: commits a part; returns the failures of the part that the store holds afterwards,
             which another process may have committed first.
         heartbeat: heartbeat that records the current part.
@@ -69,12 +71,14 @@ class FeatureSink:
     def __init__(
         self,
         context: RunContext,
+        begin: Callable[[Part, Sequence[LayerSpec]], PartBuilder],
         commit: Callable[[PartBuilder], Sequence[Failure]],
         heartbeat: Heartbeat,
         observer: RunObserver | None = None,
     ) -> None:
         self.underflow_rows: Counter[str] = Counter()
         self.seconds: dict[str, float] = {}
+        self._begin = begin
         self._commit = commit
         self._heartbeat = heartbeat
         self._observer = observer or RunObserver()
@@ -88,7 +92,7 @@ class FeatureSink:
     def take(self, part: Part, batch: Batch, computed: Callable[[], Rows]) -> list[Failure]:
         """Add the next batch to the current part; return the failures of its rows."""
         if self._builder is None:
-            self._builder = PartBuilder(part, self._context.specs)
+            self._builder = self._begin(part, self._context.specs)
             self._heartbeat.begin(part)
         rows = computed()
         self._builder.add(batch.start, rows.features, rows.failures, rows.checksums)
@@ -147,10 +151,13 @@ class StorePartTask:
         """Create the sink that computes the parts and commits each of them to the store."""
         disk, manifest = open_folder(root), Manifest.from_json(self.manifest, root)
 
+        def begin(part: Part, specs: Sequence[LayerSpec]) -> PartBuilder:
+            return part_builder(disk, part, specs, manifest, context.listing)
+
         def publish(builder: PartBuilder) -> Sequence[Failure]:
             return publish_part(disk, builder, manifest, context.listing)
 
-        return FeatureSink(context, publish, heartbeat)
+        return FeatureSink(context, begin, publish, heartbeat)
 
 
 def compute_rows(context: RunContext, engine: Engine, batch: Batch) -> Rows:

@@ -13,3 +13,4 @@ from .s3_path import is_url as is_url
 from .s3_path import parse_path as parse_path
 from .span_file import SpanFile as SpanFile
 from .span_file import reads_directly as reads_directly
+from .unfinished_file import UnfinishedFile as UnfinishedFile

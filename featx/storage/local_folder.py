@@ -25,6 +25,7 @@ from typing import BinaryIO
 from featx.errors import FeatxError, RunError, StoreError, StoreLockedError
 from featx.storage.durability import failed, with_retries, write_all
 from featx.storage.reserved_file import ReservedFile
+from featx.storage.unfinished_file import UnfinishedFile
 
 TEMPORARY = ".tmp-"
 """Prefix of the names of temporary files and folders."""
@@ -203,6 +204,20 @@ class AtomicFolder:
         except OSError as error:
             raise failed(path, error) from error
 
+    def unfinished(self, path: Path) -> UnfinishedFile:
+        """Begin a file that is written at any address and gets its name at the end.
+
+        Args:
+            path: final name; its folder exists.
+
+        Raises:
+            RunError: the disk is full or fails.
+        """
+        temporary = self._temporary_name(path)
+        return with_retries(
+            path, lambda: UnfinishedFile(path, temporary, self._link, self.sync_folder)
+        )
+
     @contextlib.contextmanager
     def streamed(self, path: Path) -> Iterator[BinaryIO]:
         """File of any size, written sequentially; it replaces `path` when the block succeeds.
@@ -253,7 +268,7 @@ class AtomicFolder:
         Raises:
             RunError: the disk is full or fails, or `path` is a folder with files.
         """
-        temporary = path.parent / f"{TEMPORARY}{path.name}.{os.getpid()}.{time.monotonic_ns()}"
+        temporary = self._temporary_name(path)
         try:
             try:
                 temporary.mkdir()
@@ -332,11 +347,15 @@ class AtomicFolder:
     @contextlib.contextmanager
     def _temporary(self, path: Path) -> Iterator[Path]:
         """Name for a temporary file beside `path`; if the file exists at the end, it is deleted."""
-        temporary = path.parent / f"{TEMPORARY}{path.name}.{os.getpid()}.{time.monotonic_ns()}"
+        temporary = self._temporary_name(path)
         try:
             yield temporary
         finally:
             temporary.unlink(missing_ok=True)
+
+    def _temporary_name(self, path: Path) -> Path:
+        """New name beside `path`."""
+        return path.parent / f"{TEMPORARY}{path.name}.{os.getpid()}.{time.monotonic_ns()}"
 
     def _remove_dead(self, path: Path) -> None:
         """Delete temporary files for a path whose writers are dead, and so hold no lock on them."""

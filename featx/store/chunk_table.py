@@ -61,7 +61,7 @@ def write_chunk_table(file: h5py.File, identity: str, num_runs: int, start: int)
     about, tables = [], []
     for path in [*row_datasets(file), *failures]:
         dataset = file[path]
-        table = _chunks_of(dataset)
+        table = chunks_of(dataset)
         if dataset.chunks:
             table["crc"] = file[f"{layout.CHECKSUMS}/{path}"][:]
         elif len(table):
@@ -87,7 +87,7 @@ def write_chunk_table(file: h5py.File, identity: str, num_runs: int, start: int)
     file[layout.CHUNK_TABLE] = np.frombuffer(head + body, np.uint8)
 
 
-def _chunks_of(dataset: h5py.Dataset) -> npt.NDArray[Any]:
+def chunks_of(dataset: h5py.Dataset) -> npt.NDArray[Any]:
     """Addresses of the chunks in order; a dataset without chunks counts as one chunk."""
     if dataset.chunks is None:
         if not len(dataset):
@@ -96,9 +96,11 @@ def _chunks_of(dataset: h5py.Dataset) -> npt.NDArray[Any]:
         return np.array([(dataset.id.get_offset(), size, 0, 0)], CHUNK)
     step = dataset.chunks[0]
     table = np.zeros(-(-len(dataset) // step), CHUNK)
-    for number in range(dataset.id.get_num_chunks()):
-        info = dataset.id.get_chunk_info(number)
-        table[info.chunk_offset[0] // step] = (info.byte_offset, info.size, info.filter_mask, 0)
+    rest = (0,) * (dataset.ndim - 1)
+    for number in range(len(table)):
+        # get_chunk_info(number) walks over all chunks before it: 1.4 s for 4096 chunks.
+        info = dataset.id.get_chunk_info_by_coord((number * step, *rest))
+        table[number] = (info.byte_offset, info.size, info.filter_mask, 0)
     return table
 
 

@@ -6,6 +6,7 @@ import io
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import h5py
@@ -14,11 +15,12 @@ import numpy.typing as npt
 
 from featx.base import num_cpus
 from featx.errors import require
-from featx.storage import reads_back_differently
+from featx.storage import AtomicFolder, reads_back_differently
 from featx.store import codecs, layout
 from featx.store.attribute_checksums import check_texts, seal_texts
+from featx.store.checksums import chunks_with_verdict
 from featx.store.chunk_table import write_chunk_table
-from featx.store.dtypes import hdf5_type, nan, raw_dtype, read_raw, write_raw
+from featx.store.dtypes import hdf5_type, nan, raw_dtype, write_raw
 from featx.store.failures import write_failures
 from featx.store.filter_pipeline import Pipeline
 from featx.store.listing import make_groups, row_values, write_classes
@@ -45,14 +47,16 @@ class PartBuilder:
         self.part = part
         self.failures: list[Failure] = []
         self._specs = {spec.name: spec for spec in specs}
-        self._features = {
-            spec.name: np.full(
-                (len(part), *spec.shape), nan(spec.dtype), dtype=raw_dtype(spec.dtype)
-            )
-            for spec in specs
-        }
         self._status = np.full(len(part), Status.ABSENT, dtype=np.uint8)
         self._checksums = np.full(len(part), UNKNOWN_IMAGE, dtype=np.uint64)
+        self._features = self._empty_features()
+
+    def _empty_features(self) -> dict[str, npt.NDArray[Any]]:
+        """Arrays for the rows of each dataset."""
+        return {
+            name: np.full((len(self.part), *spec.shape), nan(spec.dtype), raw_dtype(spec.dtype))
+            for name, spec in self._specs.items()
+        }
 
     def add(
         self,
@@ -74,25 +78,62 @@ class PartBuilder:
         count = len(next(iter(features.values())))
         require(first >= 0, "a batch begins before its part")
         require(first + count <= len(self.part), "a batch crosses a part")
-        require(set(features) == set(self._features), "a layer is missing")
+        require(set(features) == set(self._specs), "a layer is missing")
         require((self._status[first : first + count] == Status.ABSENT).all(), "rows came twice")
         self._status[first : first + count] = Status.OK
         if checksums is not None:
             self._checksums[first : first + count] = checksums
         for name, rows in features.items():
-            stored = self._features[name]
+            spec = self._specs[name]
             # numpy would silently broadcast one row over the others, or cast 1e6 to infinity.
-            require(rows.shape == (count, *stored.shape[1:]), f"{name} has shape {rows.shape}")
-            require(rows.dtype == stored.dtype, f"{name} is {rows.dtype}")
-            stored[first : first + count] = rows
+            require(rows.shape == (count, *spec.shape), f"{name} has shape {rows.shape}")
+            require(rows.dtype == raw_dtype(spec.dtype), f"{name} is {rows.dtype}")
         for failure in failures:
             row = failure.row - self.part.start
             require(first <= row < first + count, "a failure outside its batch")
             require(failure.status not in (Status.OK, Status.ABSENT), "a failure without a reason")
             self._status[row] = failure.status
-            for name, stored in self._features.items():
-                stored[row] = nan(self._specs[name].dtype)
+        failed = [failure.row - self.part.start - first for failure in failures]
+        for name, rows in features.items():
+            self._put(name, first, rows, failed)
         self.failures.extend(failures)
+
+    def _put(self, name: str, first: int, rows: npt.NDArray[Any], failed: list[int]) -> None:
+        """Keep rows of a dataset.
+
+        Args:
+            name: name of the dataset.
+            first: place of the first row in the part.
+            rows: (n, ...) values; the caller may use the array again afterwards.
+            failed: places among the rows of those that failed, which become NaN.
+        """
+        stored = self._features[name]
+        stored[first : first + len(rows)] = rows
+        for place in failed:
+            stored[first + place] = nan(self._specs[name].dtype)
+
+    def publish(
+        self, disk: AtomicFolder, path: Path, run: Run, listing: Listing, manifest: bytes
+    ) -> bool:
+        """Commit the part under its final name.
+
+        Args:
+            disk: writes to the store.
+            path: final name.
+            run: run that the part belongs to.
+            listing: listing of the whole store.
+            manifest: content of featx.json.
+
+        Returns:
+            whether the file was created. If not, the name was taken, and the existing file is kept.
+
+        Raises:
+            RunError: the disk is full or fails, or the file reads back differently.
+        """
+        return disk.publish(path, self.build(run, listing, manifest))
+
+    def discard(self) -> None:
+        """Delete what a part that is not published has on the disk."""
 
     def build(self, run: Run, listing: Listing, manifest: bytes) -> memoryview:
         """Build the HDF5 file in memory and check it.
@@ -108,14 +149,37 @@ class PartBuilder:
         Raises:
             RunError: the file reads back differently.
         """
-        require(Status.ABSENT not in self._status, "a row of the part never arrived")
+        self._require_all_rows()
         buffer = io.BytesIO()
+        columns = self._columns(listing)
+        self._fill(buffer, columns, run, listing, manifest)
+        with h5py.File(buffer, "r") as file:
+            check_texts(file, lambda size, at: bytes(buffer.getbuffer()[at : at + size]))
+            for path, length in self._lengths(columns).items():
+                self._check_chunks(file, path, length)
+        return buffer.getbuffer()
+
+    def _require_all_rows(self) -> None:
+        require(Status.ABSENT not in self._status, "a row of the part never arrived")
+
+    def _columns(self, listing: Listing) -> dict[str, npt.NDArray[Any]]:
+        """Dataset path -> values of the part, for all datasets but the layers."""
         rows = slice(self.part.start, self.part.stop)
-        columns = {
+        return {
             **{path: values[rows] for path, values in row_values(listing).items()},
             layout.STATUS: self._status,
             layout.IMAGE_CHECKSUM: self._checksums,
         }
+
+    def _fill(
+        self,
+        buffer: io.RawIOBase | io.BytesIO,
+        columns: Mapping[str, npt.NDArray[Any]],
+        run: Run,
+        listing: Listing,
+        manifest: bytes,
+    ) -> None:
+        """Write the HDF5 file into a file object in memory."""
         with h5py.File(buffer, "w", libver=layout.LIBVER) as file:
             file.attrs.update(layout.root_attributes(run.header, run.digest, complete=False))
             file.attrs.update(part=self.part.index, start=self.part.start, codec=run.codec)
@@ -131,31 +195,31 @@ class PartBuilder:
             # All texts are in the file now, and no rows yet, which could be mistaken for heaps.
             seal_texts(file, buffer)
             write_columns(file, columns)
-            for name, values in self._features.items():
-                dataset = file[f"{layout.FEATURES}/{name}"]
-                _write_rows(dataset, values)
-                sums = layout.chunk_checksums(values, dataset.chunks[0])
+            for name in self._specs:
+                sums = self._write_layer(file[f"{layout.FEATURES}/{name}"], name)
                 file[f"{layout.CHECKSUMS}/{layout.FEATURES}/{name}"] = sums
             file.attrs[layout.MANIFEST] = np.bytes_(manifest)
             write_classes(file, listing.classes)
             write_failures(file, self.failures)
             write_chunk_table(file, run.digest, 1, self.part.start)
-        self._check(buffer, columns)
-        return buffer.getbuffer()
 
-    def _check(self, buffer: io.BytesIO, columns: Mapping[str, npt.NDArray[Any]]) -> None:
-        """Read the file back and compare every dataset with what was written."""
-        features = {f"{layout.FEATURES}/{name}": rows for name, rows in self._features.items()}
-        with h5py.File(buffer, "r") as file:
-            check_texts(file, lambda size, at: bytes(buffer.getbuffer()[at : at + size]))
-            for path, values in {**columns, **features}.items():
-                dataset = file[path]
-                found = read_raw(dataset, 0, len(dataset))
-                sums = layout.chunk_checksums(found, dataset.chunks[0])
-                stored = file[f"{layout.CHECKSUMS}/{path}"][:]
-                if dataset.shape != values.shape or sums.tolist() != stored.tolist():
-                    name = layout.part_name(self.part.index)
-                    raise reads_back_differently(f"{layout.PARTS}/{name}", path)
+    def _write_layer(self, dataset: h5py.Dataset, name: str) -> npt.NDArray[np.uint32]:
+        """Write all rows of a layer; return the checksums of its chunks."""
+        values = self._features[name]
+        write_rows(dataset, values)
+        return layout.chunk_checksums(values, dataset.chunks[0])
+
+    def _lengths(self, columns: Mapping[str, npt.NDArray[Any]]) -> dict[str, tuple[int, ...]]:
+        """Dataset path -> shape that it must have."""
+        layers = {f"{layout.FEATURES}/{name}": rows for name, rows in self._features.items()}
+        return {path: values.shape for path, values in {**columns, **layers}.items()}
+
+    def _check_chunks(self, file: h5py.File, path: str, shape: tuple[int, ...]) -> None:
+        """Read a dataset back, chunk by chunk, and compare it with its checksums."""
+        is_good = all(good for _, _, good in chunks_with_verdict(file, path))
+        if file[path].shape != shape or not is_good:
+            name = layout.part_name(self.part.index)
+            raise reads_back_differently(f"{layout.PARTS}/{name}", path)
 
 
 @dataclass(frozen=True)
@@ -201,7 +265,7 @@ def create_layer(
     dataset.attrs.update({**layout.layer_attributes(spec), **geometry_values(tokens)})
 
 
-def _write_rows(dataset: h5py.Dataset, rows: npt.NDArray[Any]) -> None:
+def write_rows(dataset: h5py.Dataset, rows: npt.NDArray[Any]) -> None:
     """Fill a dataset; chunks are compressed in several threads.
 
     h5py compresses under one lock; without it, two threads write half as fast again.

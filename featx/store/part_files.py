@@ -12,7 +12,7 @@ import h5py
 import numpy as np
 
 from featx.errors import RunError, StoreError
-from featx.storage import AtomicFolder, S3File, fetched_ahead
+from featx.storage import AtomicFolder, S3File, fetched_ahead, is_url
 from featx.store import layout
 from featx.store.checksums import check_chunks
 from featx.store.chunk_table import table_header
@@ -21,6 +21,7 @@ from featx.store.failures import read_failures
 from featx.store.hdf5_files import damage_text, open_metadata, open_raw
 from featx.store.manifest import Manifest, Run
 from featx.store.part_builder import PartBuilder
+from featx.store.streamed_part import StreamedPart
 from featx.types import Failure, LayerSpec, Listing, Part
 
 _END_OF_FILE = 28
@@ -28,6 +29,10 @@ _END_OF_FILE = 28
 
 _MANY_PARTS = 1000
 """Number of parts from which on a resume reads their chunk tables only."""
+
+STREAMED_BYTES = 64 << 20
+"""Least size of a part whose rows are written to the disk as they come. A smaller one is built in
+memory, so that a write that fails can be repeated."""
 
 
 def part_path(root: Path, index: int) -> Path:
@@ -38,6 +43,50 @@ def part_path(root: Path, index: int) -> Path:
 def part_names(root: Path) -> set[str]:
     """File names of the parts in a store."""
     return {path.name for path in (root / layout.PARTS).glob(layout.PART_GLOB)}
+
+
+def is_streamed(
+    root: Path, codec: str, num_bytes: int, streamed_bytes: int = STREAMED_BYTES
+) -> bool:
+    """Whether the rows of a part are written to the disk as they come, and not held in memory.
+
+    Args:
+        root: folder of the store; parts in an object store are built in memory.
+        codec: codec of the run; compressed parts are built in memory, as the places of their chunks
+            are not known before the last one.
+        num_bytes: bytes of the rows of the part.
+        streamed_bytes: least size of a part that is streamed.
+    """
+    return codec == "none" and num_bytes >= streamed_bytes and not is_url(root)
+
+
+def part_builder(
+    disk: AtomicFolder,
+    part: Part,
+    specs: Sequence[LayerSpec],
+    manifest: Manifest,
+    listing: Listing,
+    streamed_bytes: int = STREAMED_BYTES,
+) -> PartBuilder:
+    """Begin a part, to which rows are added in order.
+
+    Args:
+        disk: writes to the store.
+        part: rows of the part.
+        specs: datasets of the part.
+        manifest: manifest of the store.
+        listing: listing of the whole store.
+        streamed_bytes: least size of a part that is streamed; see `is_streamed`.
+
+    Raises:
+        RunError: the disk is full or fails.
+    """
+    run = manifest.run_of(part)
+    num_bytes = len(part) * sum(spec.row_bytes for spec in specs)
+    if not is_streamed(disk.root, run.codec, num_bytes, streamed_bytes):
+        return PartBuilder(part, specs)
+    file = disk.unfinished(part_path(disk.root, part.index))
+    return StreamedPart(part, specs, file, run, listing, manifest.to_json())
 
 
 def publish_part(
@@ -60,7 +109,7 @@ def publish_part(
     """
     run = manifest.run_of(builder.part)
     path = part_path(disk.root, builder.part.index)
-    if disk.publish(path, builder.build(run, listing, manifest.to_json())):
+    if builder.publish(disk, path, run, listing, manifest.to_json()):
         return builder.failures
     problem, failures = look_at_part(path, builder.part, run)
     if problem is not None:

@@ -38,14 +38,16 @@ from featx.store.listing import compare_listing, listing_file
 from featx.store.manifest import Manifest, Run, load_manifest, num_runs_of, read_manifest
 from featx.store.part_builder import PartBuilder
 from featx.store.part_files import (
+    STREAMED_BYTES,
     arrived_parts,
+    part_builder,
     part_names,
     part_path,
     publish_part,
 )
 from featx.store.pieces import Pieces, piece_path
 from featx.store.repair import take_apart
-from featx.types import UNKNOWN_IMAGE, Failure, Listing, Part
+from featx.types import UNKNOWN_IMAGE, Failure, LayerSpec, Listing, Part
 
 logger = logging.getLogger(__name__)
 
@@ -75,6 +77,7 @@ class StoreSession:
         self._grow = grow
         self._asked = asked
         self.manifest = Manifest((asked,))
+        self._begun: set[PartBuilder] = set()  # not committed yet
         self._manifest_before = b""  # featx.json as it was read, for compare_and_swap
 
     @contextlib.contextmanager
@@ -112,7 +115,12 @@ class StoreSession:
             if not self.packed:
                 self.disk.make_folder(self.root / layout.PARTS)
             self.write_failures()  # a killed run may have lost lines, as `append` does not sync
-            yield self
+            try:
+                yield self
+            finally:
+                for builder in self._begun:
+                    builder.discard()
+                self._begun.clear()
 
     @property
     def packed(self) -> bool:
@@ -161,9 +169,21 @@ class StoreSession:
         gaps = () if part.index in self._parts.indices else self._parts.pieces.gaps(part)
         return [row for gap in gaps for row in range(gap.start, gap.stop)]
 
+    def part_builder(
+        self, part: Part, specs: Sequence[LayerSpec], streamed_bytes: int = STREAMED_BYTES
+    ) -> PartBuilder:
+        """Begin a part of the store; see `part_files.part_builder`.
+
+        A part that is not committed when the store is released is given up.
+        """
+        builder = part_builder(self.disk, part, specs, self.manifest, self.listing, streamed_bytes)
+        self._begun.add(builder)
+        return builder
+
     def commit(self, builder: PartBuilder) -> Sequence[Failure]:
         """Commit a part; return the failures of the part that the store holds then."""
         failures = publish_part(self.disk, builder, self.manifest, self.listing)
+        self._begun.discard(builder)
         self.committed(builder.part, failures)
         return failures
 

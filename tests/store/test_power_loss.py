@@ -57,7 +57,7 @@ class Command:
         with session.hold(self.overwrite):
             acknowledge("started")
             for part in session.missing():
-                session.commit(run.builder(part))
+                session.commit(run.part_of(session, part, 1))
                 acknowledge("part", part.start, part.stop)
             if session.whole and not session.packed:
                 pack(root)
@@ -135,6 +135,7 @@ BEFORE_GROWING = identified(first_rows(GROWN, 6))
 OTHER_IMAGES = replace(SMALL, features={name: -rows for name, rows in SMALL.features.items()})
 SCENARIOS = {
     "a run from nothing": Scenario(Command(SMALL)),
+    "a run of streamed parts": Scenario(Command(replace(SMALL, streamed=True))),
     "rows added": Scenario(Command(GROWN, grow=True), (Command(BEFORE_GROWING),)),
     "a layer added": Scenario(Command(only(SMALL, "map")), (Command(only(SMALL, "flat")),)),
     "overwritten with other settings": Scenario(

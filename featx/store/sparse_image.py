@@ -1,0 +1,91 @@
+"""HDF5 file in memory that holds everything but large areas of zeros."""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Iterator
+from typing import Any
+
+_PAGE = 1 << 16
+
+
+class SparseImage(io.RawIOBase):
+    """File object for h5py whose pages of zeros take no memory.
+
+    The rows of a large part are written to it as zeros, so that HDF5 lays out the file, while the
+    real rows are on the disk already.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._pages: dict[int, bytearray] = {}
+        self._size = 0
+        self._position = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def writable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._size}[whence]
+        self._position = base + offset
+        return self._position
+
+    def tell(self) -> int:
+        return self._position
+
+    def truncate(self, size: int | None = None) -> int:
+        self._size = self._position if size is None else size
+        return self._size
+
+    def readinto(self, buffer: Any) -> int:
+        view = memoryview(buffer).cast("B")
+        count = max(0, min(len(view), self._size - self._position))
+        for at, page, begin, length in _spans(self._position, count):
+            held = self._pages.get(page)
+            view[at : at + length] = (
+                bytes(length) if held is None else memoryview(held)[begin : begin + length]
+            )
+        self._position += count
+        return count
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        for at, page, begin, length in _spans(self._position, len(view)):
+            piece = view[at : at + length]
+            if page not in self._pages:
+                if piece.tobytes() == _ZEROS[:length]:
+                    continue
+                self._pages[page] = bytearray(_PAGE)
+            self._pages[page][begin : begin + length] = piece
+        self._position += len(view)
+        self._size = max(self._size, self._position)
+        return len(view)
+
+    def pread(self, size: int, address: int) -> bytes:
+        """Read bytes at an address; fewer at the end of the file."""
+        self.seek(address)
+        return self.read(size) or b""
+
+
+_ZEROS = bytes(_PAGE)
+
+
+def _spans(start: int, count: int) -> Iterator[tuple[int, int, int, int]]:
+    """Divide `count` bytes from `start` on by pages.
+
+    Yields:
+        place among the bytes, number of the page, place in the page, and length.
+    """
+    at = 0
+    while at < count:
+        page, begin = divmod(start + at, _PAGE)
+        length = min(_PAGE - begin, count - at)
+        yield at, page, begin, length
+        at += length

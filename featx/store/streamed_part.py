@@ -1,0 +1,207 @@
+"""Part whose rows go to the disk as they come, so that its memory does not grow with its size."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import numpy.typing as npt
+
+from featx.errors import RunError, require
+from featx.storage import AtomicFolder, UnfinishedFile
+from featx.store import layout
+from featx.store.attribute_checksums import check_texts
+from featx.store.chunk_table import chunks_of
+from featx.store.dtypes import nan, raw_dtype, write_raw
+from featx.store.manifest import Run
+from featx.store.part_builder import PartBuilder
+from featx.store.sparse_image import SparseImage
+from featx.types import LayerSpec, Listing, Part
+
+_ZERO_BYTES = 8 << 20
+"""Bytes of zeros that are written to an image at once."""
+
+
+class StreamedPart(PartBuilder):
+    """Part whose chunks are written to their final places in a temporary file.
+
+    HDF5 writes the file twice into a `SparseImage`, with zeros for the rows: at the start, which
+    tells where each chunk will lie, and at the end with all columns and checksums. What the image
+    holds then is written around the rows. So the file has the bytes of one that is built in memory,
+    HDF5 holds no handle on a real file, and a failing disk never meets HDF5.
+
+    Rows have to arrive in order, and the layers have no codec.
+
+    Args:
+        part: rows of the part.
+        specs: datasets of the part.
+        file: temporary file of the part.
+        run: run that the part belongs to.
+        listing: listing of the whole store.
+        manifest: content of featx.json.
+    """
+
+    def __init__(
+        self,
+        part: Part,
+        specs: Sequence[LayerSpec],
+        file: UnfinishedFile,
+        run: Run,
+        listing: Listing,
+        manifest: bytes,
+    ) -> None:
+        super().__init__(part, specs)
+        self._file = file
+        self._buffer = bytearray()
+        self._layers = {spec.name: _Chunks(spec, len(part), file) for spec in specs}
+        try:
+            self._lay_out(run, listing, manifest)
+        except BaseException:
+            self.discard()
+            raise
+
+    def publish(
+        self, disk: AtomicFolder, path: Path, run: Run, listing: Listing, manifest: bytes
+    ) -> bool:
+        """Commit the part under its final name; see `PartBuilder.publish`."""
+        self._require_all_rows()
+        require(path == self._file.path, "the part was begun under another name")
+        before = {name: chunks.addresses for name, chunks in self._layers.items()}
+        image = self._lay_out(run, listing, manifest)
+        for name, chunks in self._layers.items():
+            require(chunks.addresses == before[name], f"the chunks of {name} have moved")
+        for start, stop in self._gaps(image):
+            self._file.write(image.pread(stop - start, start), start)
+        return self._file.publish(lambda: self._compare(image))
+
+    def discard(self) -> None:
+        """Delete the temporary file, unless the part was published."""
+        self._file.discard()
+
+    def _empty_features(self) -> dict[str, npt.NDArray[Any]]:
+        return {}  # the rows lie on the disk
+
+    def _put(self, name: str, first: int, rows: npt.NDArray[Any], failed: list[int]) -> None:
+        if failed:
+            rows = rows.copy()
+            rows[failed] = nan(self._specs[name].dtype)
+        self._layers[name].put(first, rows)
+
+    def _lay_out(self, run: Run, listing: Listing, manifest: bytes) -> SparseImage:
+        """Let HDF5 write the file with zeros for rows; check it, and note where the chunks lie.
+
+        Returns:
+            the file without the rows.
+        """
+        image, columns = SparseImage(), self._columns(listing)
+        self._fill(image, columns, run, listing, manifest)
+        with h5py.File(image, "r") as file:
+            check_texts(file, image.pread)
+            for path, values in columns.items():
+                self._check_chunks(file, path, values.shape)
+            for name, chunks in self._layers.items():
+                dataset = file[f"{layout.FEATURES}/{name}"]
+                chunks.step = dataset.chunks[0]
+                chunks.addresses = chunks_of(dataset)["address"].tolist()
+        return image
+
+    def _write_layer(self, dataset: h5py.Dataset, name: str) -> npt.NDArray[np.uint32]:
+        num_rows, step = len(dataset), dataset.chunks[0]
+        row_bytes = self._specs[name].row_bytes
+        count = min(num_rows, step * max(1, _ZERO_BYTES // max(1, step * row_bytes)))
+        zeros = np.zeros((count, *dataset.shape[1:]), raw_dtype(self._specs[name].dtype))
+        for start in range(0, num_rows, count):
+            write_raw(dataset, start, zeros[: num_rows - start])
+        sums = self._layers[name].sums
+        return np.array([sums.get(i, 0) for i in range(-(-num_rows // step))], np.uint32)
+
+    def _gaps(self, image: SparseImage) -> Iterator[tuple[int, int]]:
+        """Areas of the file without rows, in order: address and end."""
+        extents = sorted(extent for chunks in self._layers.values() for extent in chunks.extents())
+        at = 0
+        for address, size in extents:
+            if address > at:
+                yield at, address
+            at = address + size
+        size = image.seek(0, io.SEEK_END)
+        if size > at:
+            yield at, size
+
+    def _compare(self, image: SparseImage) -> None:
+        """Read the temporary file, and compare it with the image and the checksums.
+
+        Raises:
+            RunError: the disk fails, or gives other bytes.
+        """
+        for start, stop in self._gaps(image):
+            if self._found(start, stop - start) != image.pread(stop - start, start):
+                raise self._differs("the description of its datasets")
+        for name, chunks in self._layers.items():
+            for number, (address, size) in enumerate(chunks.extents()):
+                if layout.checksum(self._found(address, size)) != chunks.sums[number]:
+                    raise self._differs(f"/{layout.FEATURES}/{name}")
+
+    def _found(self, address: int, size: int) -> bytearray:
+        """Bytes of the temporary file, in a buffer that the next call uses again."""
+        if len(self._buffer) != size:
+            self._buffer = bytearray(size)
+        count = self._file.read_into(memoryview(self._buffer), address)
+        return self._buffer if count == size else bytearray()
+
+    def _differs(self, what: str) -> RunError:
+        return RunError(
+            f"{self._file.path} was not written: reading {what} back from the disk gives other "
+            "bytes. Nothing committed is lost. Check the disk and the memory of this machine, and "
+            "give the same command again."
+        )
+
+
+class _Chunks:
+    """Rows of one layer, which are written chunk by chunk.
+
+    Args:
+        spec: dataset.
+        num_rows: number of rows.
+        file: file that they are written to.
+
+    Attributes:
+        step: rows per chunk.
+        addresses: where each chunk lies in the file.
+        sums: chunk -> checksum, of the chunks that are written.
+    """
+
+    def __init__(self, spec: LayerSpec, num_rows: int, file: UnfinishedFile) -> None:
+        self.step = 1
+        self.addresses: list[int] = []
+        self.sums: dict[int, int] = {}
+        self._spec = spec
+        self._num_rows = num_rows
+        self._file = file
+        self._stop = 0  # row after the last one that arrived
+        self._begun: list[npt.NDArray[Any]] = []  # rows of a chunk that is not complete
+
+    def extents(self) -> Iterator[tuple[int, int]]:
+        """Address and bytes of the rows of each chunk; the padding of the last is not counted."""
+        for number, address in enumerate(self.addresses):
+            rows = min(self.step, self._num_rows - number * self.step)
+            yield address, rows * self._spec.row_bytes
+
+    def put(self, first: int, rows: npt.NDArray[Any]) -> None:
+        """Add the next rows; those of an incomplete chunk are copied."""
+        require(first == self._stop, "the rows of a streamed part have to arrive in order")
+        while len(rows):
+            number, begun = divmod(self._stop, self.step)
+            stop = min((number + 1) * self.step, self._num_rows)
+            some, rows = rows[: stop - self._stop], rows[stop - self._stop :]
+            self._stop += len(some)
+            if self._stop < stop:
+                self._begun.append(some.copy())
+                continue
+            chunk = np.concatenate([*self._begun, some]) if begun else np.ascontiguousarray(some)
+            self._begun = []
+            self.sums[number] = layout.checksum(chunk)
+            self._file.write(chunk.reshape(-1).view(np.uint8).data, self.addresses[number])

@@ -1,0 +1,307 @@
+"""Parts whose rows go to the disk as they come: the same bytes, and nothing lost or left behind."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import with_path
+from made_store import MadeRun, dataset_digests, make_run, temporary_files
+from system_calls import Calls, watched
+
+from featx.errors import FeatxError, RunError
+from featx.store.part_builder import PartBuilder
+from featx.store.reader import FeatureStore
+from featx.store.verification import check_store
+
+pytestmark = pytest.mark.usefixtures("without_retry_waits")
+
+RUNS: dict[str, dict[str, Any]] = {
+    "tiny": {"num_rows": 21, "part_rows": 8, "failed": [2, 17]},
+    "small chunks": {"num_rows": 600, "part_rows": 512, "shapes": {"a": (1024,), "b": (3, 5, 5)}},
+    "one chunk": {"num_rows": 100, "part_rows": 128, "shapes": {"a": (7,), "b": ()}},
+    "tokens": {"num_rows": 5, "part_rows": 4, "shapes": {"tokens": (197, 768)}, "failed": [4]},
+    "float32": {"num_rows": 40, "part_rows": 64, "shapes": {"a": (90_000,)}, "dtype": "float32"},
+    "rows of more than a chunk": {"num_rows": 3, "part_rows": 2, "shapes": {"a": (700_000,)}},
+}
+
+
+def written(run: MadeRun, root: Path, batch: int) -> dict[str, bytes]:
+    """Content of all files of parts, each filled in batches."""
+    with run.session(root).hold() as session:
+        for part in session.missing():
+            builder = run.part_of(session, part, batch)
+            assert (type(builder) is PartBuilder) != run.streamed
+            session.commit(builder)
+    assert temporary_files(root) == []
+    return {path.name: path.read_bytes() for path in sorted((root / "parts").iterdir())}
+
+
+@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("batch", [1, 3, 4096])
+def test_the_bytes_are_those_of_a_part_built_in_memory(
+    name: str, batch: int, tmp_path: Path
+) -> None:
+    run = make_run(**RUNS[name])
+    in_memory = written(run, tmp_path / "memory", batch)
+    assert written(replace(run, streamed=True), tmp_path / "streamed", batch) == in_memory
+
+
+def test_bfloat16_keeps_its_bits(tmp_path: Path) -> None:
+    run = make_run(9, 4, {"x": (5, 4)})
+    bits = np.arange(180, dtype=np.uint16).reshape(9, 5, 4) + 0x3F00
+    specs = tuple(replace(spec, dtype="bfloat16") for spec in run.specs)
+    run = replace(run, specs=specs, features={"x": bits})
+    in_memory = written(run, tmp_path / "memory", 2)
+    assert written(replace(run, streamed=True), tmp_path / "streamed", 2) == in_memory
+
+
+def test_verify_finds_nothing_and_readers_read_it(tmp_path: Path) -> None:
+    run = replace(make_run(**RUNS["tiny"]), streamed=True)
+    root = run.finish(tmp_path / "store")
+    assert check_store(root).complete
+    store = FeatureStore(root)
+    for name in run.features:
+        assert store[name][:].tobytes() == run.expected(name).tobytes()
+
+
+def test_the_rows_handed_over_are_not_kept(tmp_path: Path) -> None:
+    """The engine may use its buffers again, also those of rows of an incomplete chunk."""
+    run = make_run(6, 8, {"x": (3,)})
+    with run.session(tmp_path / "store").hold() as session:
+        [part] = session.missing()
+        builder = session.part_builder(part, run.specs, streamed_bytes=0)
+        for row in range(6):
+            values = run.features["x"][row : row + 1].copy()
+            builder.add(row, {"x": values}, [])
+            values[:] = 0
+        session.commit(builder)
+    assert np.array_equal(FeatureStore(tmp_path / "store")["x"][:], run.features["x"])
+
+
+def test_rows_out_of_order_are_refused(tmp_path: Path) -> None:
+    run = make_run(8, 8, {"x": (3,)})
+    with run.session(tmp_path / "store").hold() as session:
+        builder = session.part_builder(session.missing()[0], run.specs, streamed_bytes=0)
+        with pytest.raises(AssertionError, match="in order"):
+            builder.add(4, {"x": run.features["x"][4:]}, [])
+
+
+def test_small_parts_and_those_with_a_codec_are_built_in_memory(tmp_path: Path) -> None:
+    for codec in ("none", "gzip"):
+        run = make_run(8, 8, {"x": (1024, 32)}, codec=codec)
+        num_bytes = 8 * 1024 * 32 * 4
+        with run.session(tmp_path / codec).hold() as session:
+            [part] = session.missing()
+            for least, is_streamed in ((num_bytes, codec == "none"), (num_bytes + 1, False)):
+                builder = session.part_builder(part, run.specs, least)
+                assert (type(builder) is PartBuilder) != is_streamed
+        assert temporary_files(tmp_path) == []
+
+
+def test_a_part_that_is_given_up_leaves_nothing(tmp_path: Path) -> None:
+    run = replace(make_run(8, 4, {"x": (3,)}), streamed=True)
+    root = tmp_path / "store"
+
+    def stop_in_the_second_part() -> None:
+        with run.session(root).hold() as session:
+            first, second = session.missing()
+            session.commit(run.part_of(session, first))
+            run.part_of(session, second)
+            assert len(temporary_files(root)) == 1
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        stop_in_the_second_part()
+    assert temporary_files(root) == []
+    assert FeatureStore(root).status.tolist() == [0] * 4 + [255] * 4
+
+
+def test_another_process_was_first(tmp_path: Path) -> None:
+    run = replace(make_run(4, 4, {"x": (3,)}, failed=[1]), streamed=True)
+    root = tmp_path / "store"
+    with run.session(root).hold() as session:
+        [part] = session.missing()
+        mine = run.part_of(session, part)
+        session.commit(run.part_of(session, part))
+        kept = session.part_path(0).stat().st_ino
+        assert [failure.row for failure in session.commit(mine)] == [1]
+        assert session.part_path(0).stat().st_ino == kept
+    assert temporary_files(root) == []
+
+
+@pytest.mark.parametrize("at", [0, 0.3, 0.9])
+def test_a_disk_that_gives_back_other_bytes_is_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: float
+) -> None:
+    run = replace(make_run(8, 8, {"x": (10_000,)}), streamed=True)
+    sync = os.fsync
+
+    def flip_and_sync(descriptor: int) -> None:
+        sync(descriptor)
+        if ".tmp-part" in str(Path(f"/proc/self/fd/{descriptor}").readlink()):
+            place = int(at * os.fstat(descriptor).st_size)
+            [byte] = os.pread(descriptor, 1, place)
+            os.pwrite(descriptor, bytes([byte ^ 4]), place)
+
+    root = tmp_path / "store"
+    with run.session(root).hold() as session:
+        builder = run.part_of(session, session.missing()[0])
+        monkeypatch.setattr(os, "fsync", flip_and_sync)
+        with pytest.raises(RunError, match=r"was not written: reading .* back from the disk"):
+            session.commit(builder)
+    monkeypatch.undo()
+    assert list((root / "parts").iterdir()) == []
+    run.finish(root)
+    assert check_store(root).complete
+
+
+@pytest.fixture
+def quick() -> Iterator[Path]:
+    """A folder in memory where there is one: very many stores are made, and each is synced."""
+    memory = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as name:
+        yield Path(name)
+
+
+SMALL = replace(make_run(10, 4, {"a": (3,), "b": (2, 2)}, failed=[5]), streamed=True)
+ERRORS = (errno.ENOSPC, errno.EIO, errno.EACCES)
+
+
+def fail_everywhere(work: Path, step: int, lasting: bool) -> int:
+    """Fail call after call of a run; how many failures were met."""
+    expected = dataset_digests(SMALL.finish(work / "whole", packed=True) / "features.h5")
+    for count, fail_at in enumerate(itertools.count(1, step)):
+        root, error = work / "store", ERRORS[count % len(ERRORS)]
+        shutil.rmtree(root, ignore_errors=True)
+        with watched(Calls(root, fail_at, error, spare=("unlink",), lasting=lasting)) as calls:
+            try:
+                SMALL.finish(root)
+                message = None
+            except FeatxError as failure:
+                message = str(failure)
+        if message is not None:
+            assert os.strerror(error) in message, calls.failed
+            assert str(root) in message
+        assert not lasting or calls.untouched or temporary_files(root) == []
+        SMALL.finish(root, packed=True)
+        assert dataset_digests(root / "features.h5") == expected
+        assert temporary_files(root) == []
+        if calls.untouched:
+            return count
+    raise AssertionError("unreachable")
+
+
+@pytest.mark.parametrize("lasting", [False, True])
+def test_whichever_call_fails_the_run_says_so_and_resumes(quick: Path, lasting: bool) -> None:
+    assert fail_everywhere(quick, step=17, lasting=lasting) > 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lasting", [False, True])
+def test_every_single_call_may_fail(quick: Path, lasting: bool) -> None:
+    assert fail_everywhere(quick, step=1, lasting=lasting) > 30
+
+
+KILLED = """
+import json, sys
+from dataclasses import replace
+from pathlib import Path
+from made_store import make_run
+run = replace(make_run(**json.loads(sys.argv[2])), streamed=True)
+print("ready", flush=True)
+with run.session(Path(sys.argv[1])).hold() as session:
+    for part in session.missing():
+        session.commit(run.part_of(session, part, 2))
+        print(part.index, flush=True)
+"""
+
+KILL_RUN: dict[str, Any] = {
+    "num_rows": 96, "part_rows": 8, "shapes": {"a": (40_000,), "b": (3, 7)}, "failed": [5, 40]
+}  # fmt: skip
+
+
+def kill_at_random(work: Path, times: int, most_s: float) -> None:
+    """Kill a run again and again; what it said to be committed is there, and never anything else.
+
+    Args:
+        work: folder.
+        times: number of kills.
+        most_s: maximum number of seconds of work before a kill.
+    """
+    run, draw = make_run(**KILL_RUN), random.Random(7)
+    root, said = work / "store", set()
+    for _ in range(times):
+        command = [sys.executable, "-c", KILLED, str(root), json.dumps(KILL_RUN)]
+        environment = with_path(Path(__file__).parents[2], Path(__file__).parents[1])
+        with subprocess.Popen(
+            command, stdout=subprocess.PIPE, text=True, env=environment
+        ) as process:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "ready\n"
+            time.sleep(draw.uniform(0, most_s))
+            process.send_signal(signal.SIGKILL)
+            said |= {int(line) for line in process.stdout if line.endswith("\n")}
+        if not (root / "featx.json").exists():
+            continue
+        store = FeatureStore(root)
+        status = store.status
+        there = status != 255
+        for index in said:
+            assert there[8 * index : 8 * index + 8].all(), f"part {index} was committed and is gone"
+        for name in run.features:
+            assert np.array_equal(store[name][:][there], run.expected(name)[there], equal_nan=True)
+        if there.all():  # begun again, so that every kill meets a run
+            shutil.rmtree(root)
+            said.clear()
+    run.finish(root)
+    assert check_store(root).complete
+    assert temporary_files(root) == []
+
+
+def test_a_kill_loses_no_committed_part(quick: Path) -> None:
+    kill_at_random(quick, times=3, most_s=0.15)
+
+
+@pytest.mark.slow
+def test_200_kills_lose_no_committed_part(tmp_path: Path) -> None:
+    kill_at_random(tmp_path, times=200, most_s=0.3)
+
+
+LARGE_PART = """
+import sys
+from pathlib import Path
+sys.path.insert(0, "scripts")
+from benchmarks.part_sizes import commit_one
+commit_one(Path(sys.argv[1]), int(sys.argv[2]), "none")
+"""
+
+
+@pytest.mark.slow
+def test_a_part_of_2_gib_takes_little_memory(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", LARGE_PART, str(tmp_path), "2048"],
+        cwd=Path(__file__).parents[2],
+        env=with_path(Path(__file__).parents[2]),
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    found = json.loads(done.stdout)
+    assert found["mib"] > 2000
+    assert found["peak_mib"] < 400

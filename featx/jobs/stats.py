@@ -110,6 +110,9 @@ def _text(summary: dict[str, Any]) -> str:
         table(_VALUES, [_values(name, layer) for name, layer in layers]),
         table(_SPREAD, [_spread(name, layer) for name, layer in layers]),
     ]
+    norms = [(name, layer["token_norms"]) for name, layer in layers if layer["token_norms"]]
+    if norms:
+        shown.append(_norms_table(norms))
     distances = [
         f"Fréchet distance of {layer}: {_number(distance)}"
         for layer, distance in summary["frechet"].items()
@@ -138,6 +141,31 @@ def _spread(name: str, layer: dict[str, Any]) -> tuple[str, ...]:
     shares = [percent_text(share) for share in (layer["first"] or {}).values()]
     numbers = (_number(layer[key]) for key in ("total_variance", "participation_ratio", "rank_me"))
     return (name, *numbers, " / ".join(shares) or "-")
+
+
+def _norms_table(layers: list[tuple[str, dict[str, Any]]]) -> str:
+    """Format a table of the norms of tokens, with one row per layer."""
+    rows = [
+        (
+            name,
+            "{} x {}".format(*norms["grid"]),
+            *(_number(norms[key]) for key in ("median", "p99", "largest", "threshold")),
+            f"{_number(100 * norms['share'])} %",
+            ", ".join(_number(each["mean"]) for each in norms["prefix"]) or "-",
+        )
+        for name, norms in layers
+    ]
+    header = (
+        "layer",
+        "patches",
+        "norm of patches:\nmedian",
+        "99 %",
+        "largest",
+        "outlier\nfrom",
+        "share of\noutliers",
+        "norm of\nprefix tokens",
+    )
+    return table(header, rows)
 
 
 def _number(value: float | None) -> str:

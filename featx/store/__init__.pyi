@@ -63,5 +63,7 @@ from .session import StoreSession as StoreSession
 from .session import missing_parts as missing_parts
 from .status import StoreStatus as StoreStatus
 from .status import store_status as store_status
+from .token_geometry import geometry_of as geometry_of
+from .token_geometry import geometry_values as geometry_values
 from .token_reader import TokenReader as TokenReader
 from .verification import check_store as check_store

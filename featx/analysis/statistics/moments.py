@@ -10,7 +10,7 @@ import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -18,6 +18,9 @@ import torch
 from featx.base import float64_home, plain_tensors
 from featx.errors import ConfigError, NonFiniteError
 from featx.store import layout
+
+if TYPE_CHECKING:
+    from featx.analysis.statistics.position_norms import PositionNorms
 
 KINDS = ("full", "diagonal")
 
@@ -39,6 +42,7 @@ class Moments:
             or its diagonal (D,).
         smallest: (D,) float64 minimum of each feature; infinity if n is 0.
         largest: (D,) float64 maximum of each feature; -infinity if n is 0.
+        norms: norms of the tokens of the same images, if the layer has tokens; else None.
     """
 
     count: int
@@ -46,6 +50,7 @@ class Moments:
     scatter: torch.Tensor
     smallest: torch.Tensor
     largest: torch.Tensor
+    norms: PositionNorms | None = None
 
     @classmethod
     def empty(cls, dim: int, kind: str = "full", device: torch.device | str = "cpu") -> Moments:
@@ -119,6 +124,9 @@ class Moments:
             return self
         if self.count == 0:
             return other
+        norms = None
+        if self.norms is not None and other.norms is not None:
+            norms = self.norms.merge(other.norms)
         count = self.count + other.count
         difference = other.mean.to(self.mean.device) - self.mean
         # outer(d, d) is exactly symmetric, while (w d) d^T is not because of rounding.
@@ -130,6 +138,7 @@ class Moments:
             scatter,
             torch.minimum(self.smallest, other.smallest.to(scatter.device)),
             torch.maximum(self.largest, other.largest.to(scatter.device)),
+            norms,
         )
 
     @property

@@ -27,7 +27,7 @@ from featx.analysis.statistics.moments import (
 from featx.base import plain_tensors
 from featx.errors import ConfigError, require
 from featx.store import layout
-from featx.types import LayerSpec, Part
+from featx.types import LayerSpec, Part, TokenGeometry
 
 LEAF_ROWS = 256
 """Rows of the listing per leaf of the tree; fewer if rows are large."""
@@ -42,6 +42,7 @@ class StatsLayer:
         kind: 'full' or 'diagonal'.
         positions: None if the flattened tensor of an image is one observation; P if each of its P
             spatial positions or tokens is one.
+        tokens: places of the tokens or positions whose norms are taken as well, or None.
 
     Raises:
         ConfigError: the scatter matrix would be too large, or the shape does not have P positions.
@@ -50,6 +51,7 @@ class StatsLayer:
     spec: LayerSpec
     kind: str = "full"
     positions: int | None = None
+    tokens: TokenGeometry | None = None
 
     def __post_init__(self) -> None:
         if self.positions is not None and math.prod(self.spec.shape) % self.positions:

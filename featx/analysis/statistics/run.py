@@ -13,6 +13,7 @@ from featx.analysis.statistics.covariance import gaussian_distance
 from featx.analysis.statistics.covariance import spread as spread_of
 from featx.analysis.statistics.frechet import refuse_other_values
 from featx.analysis.statistics.moments import Moments
+from featx.analysis.statistics.position_norms import norms_summary
 from featx.analysis.statistics.reader import Statistics
 from featx.analysis.statistics.session import FAILURES_CSV, MomentsOfParts, StatsSession
 from featx.analysis.statistics.sink import StatsPartTask, StatsSink, tree_of
@@ -269,7 +270,8 @@ def _summary(
     layers, distances = {}, {}
     for name in statistics:
         moments = statistics[name]
-        layers[name] = spread_of(moments)
+        norms = None if moments.norms is None else norms_summary(moments.norms)
+        layers[name] = {**spread_of(moments), "token_norms": norms}
         if reference is not None and name in reference:
             distances[name] = _distance(moments, reference[name])
     figures = outcome.figures

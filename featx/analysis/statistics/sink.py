@@ -6,7 +6,7 @@ import functools
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,7 @@ import numpy.typing as npt
 from featx.analysis.statistics.moments import Moments
 from featx.analysis.statistics.moments_tree import MomentsTree, spans_in
 from featx.analysis.statistics.part_moments import PartMoments, StatsLayer
+from featx.analysis.statistics.position_norms import PartNorms
 from featx.analysis.statistics.stats_file import PARTS_FOLDER, STATS_FILE, stored_resume_state
 from featx.base import differences, synchronise, used_here
 from featx.errors import InternalError, RunError
@@ -71,6 +72,7 @@ class StatsSink:
         self._heartbeat = heartbeat
         self._part: Part | None = None
         self._moments: dict[str, PartMoments] = {}
+        self._norms: dict[str, PartNorms] = {}
         self._failures: list[Failure] = []
         self._checksums = np.empty(0, dtype=np.uint64)
 
@@ -95,6 +97,11 @@ class StatsSink:
             self._part, self._failures = part, []
             self._checksums = np.full(len(part), UNKNOWN_IMAGE, dtype=np.uint64)
             self._moments = {layer.spec.name: PartMoments(part, layer) for layer in self._layers}
+            self._norms = {
+                layer.spec.name: PartNorms(part, layer)
+                for layer in self._layers
+                if layer.tokens is not None
+            }
             self._heartbeat.begin(part)
         values, failures = computed()
         # The values may come from another CUDA stream: their memory must not be reused before the
@@ -107,6 +114,8 @@ class StatsSink:
             axis = self._axes.get(name)
             rows = rows if axis is None else positions_last(rows, axis)
             moments.add(batch.start, rows, failed)
+        for name, norms in self._norms.items():
+            norms.add(batch.start, values[name], batch.count, failed)
         synchronise(self._context.engine.device)
         self.seconds["statistics"] += time.perf_counter() - started_at
         self._failures += failures
@@ -124,9 +133,11 @@ class StatsSink:
         if self._part is None:
             raise InternalError("no batch of a part was taken")
         found = {name: moments.finish() for name, moments in self._moments.items()}
+        for name, norms in self._norms.items():
+            found[name] = replace(found[name], norms=norms.finish())
         synchronise(self._context.engine.device)  # another thread, with its own stream, commits
         part, failures, checksums = self._part, self._failures, self._checksums
-        self._part, self._moments, self._failures = None, {}, []
+        self._part, self._moments, self._norms, self._failures = None, {}, {}, []
         return functools.partial(self._commit_part, part, failures, found, checksums)
 
     def _commit_part(

@@ -1,6 +1,7 @@
 """Format of a statistics file, stats.h5 or a part of it.
 
 /layers/<name>/count, mean, scatter, smallest, largest   moments of a layer, with its attributes
+/layers/<name>/norms/mean, ..., largest, histogram       norms of its tokens, if it has any
 /failures/row, key, status, error, message               images that were left out
 /image_checksum                                          of the image of each row, as in a store
 """
@@ -23,7 +24,15 @@ import numpy.typing as npt
 import torch
 
 from featx.analysis.statistics.moments import Moments
+from featx.analysis.statistics.norms_group import (
+    NORM_ARRAYS,
+    NORMS,
+    are_equal_norms,
+    read_norms,
+    write_norms,
+)
 from featx.analysis.statistics.part_moments import StatsLayer
+from featx.analysis.statistics.position_norms import PositionNorms
 from featx.errors import LayerError, StoreError, nearest
 from featx.storage import reads_back_differently
 from featx.store import check_plain, damage_text, layout, open_metadata
@@ -119,6 +128,8 @@ def file_bytes(
             for key in _ARRAYS:
                 if not torch.equal(getattr(read, key), getattr(moments[name], key).cpu()):
                     raise reads_back_differently(path, name)
+            if not are_equal_norms(read.norms, moments[name].norms):
+                raise reads_back_differently(path, name)
         if len(read_failures(file, path, root)) != len(failures):
             raise reads_back_differently(path, layout.FAILURES)
         if not np.array_equal(read_checksums(file, path, root), checksums):
@@ -135,6 +146,8 @@ def _write_layer(group: h5py.Group, layer: StatsLayer, moments: Moments) -> None
     for key in _ARRAYS:
         group.create_dataset(key, data=getattr(moments, key).cpu().numpy())
     group.attrs.update(layer.attributes)
+    if moments.norms is not None:
+        write_norms(group.create_group(NORMS), moments.norms)
 
 
 def _write_failures(group: h5py.Group, failures: Sequence[Failure]) -> None:
@@ -284,11 +297,11 @@ def read_layer(
     if {array.dtype for array in arrays.values()} != {np.dtype(np.float64)}:
         raise DamagedError(f"{path}: the moments of {name} are not float64.")
     tensors = {key: torch.from_numpy(array) for key, array in arrays.items()}
-    moments = Moments(int(datasets["count"][()]), **tensors)
+    count, each = int(datasets["count"][()]), attributes["rows_per_image"]
+    moments = Moments(count, **tensors, norms=_read_norms(file, path, name, count // each))
     if moments.kind != attributes["kind"] or set(moments.scatter.shape) != {moments.dim}:
         raise DamagedError(f"{path}: {name} has moments of shape {tuple(moments.scatter.shape)}.")
     images = root["stop"] - root["start"] - root["num_failed"]
-    each = attributes["rows_per_image"]
     found = (moments.count, moments.dim * each)
     if found != (images * each, math.prod(attributes["shape"])):
         raise DamagedError(
@@ -300,6 +313,30 @@ def read_layer(
     if moments.count and not all(tensor.isfinite().all() for tensor in tensors.values()):
         raise DamagedError(f"{path}: the moments of {name} are not finite.")
     return moments, attributes
+
+
+def _read_norms(file: h5py.File, path: Path, name: str, count: int) -> PositionNorms | None:
+    """Read the norms of the tokens of a layer.
+
+    Args:
+        file: open file.
+        path: its path, for error messages.
+        name: name of the layer.
+        count: number of images.
+
+    Returns:
+        the norms, or None if the file has none, as for vectors and in files of earlier versions.
+
+    Raises:
+        DamagedError: they do not match the layer.
+    """
+    group = f"layers/{name}/{NORMS}"
+    if NORMS not in file[f"layers/{name}"]:
+        return None
+    try:
+        return read_norms(_plain(file, path, group, NORM_ARRAYS), attributes_of(file[group]), count)
+    except (ValueError, TypeError) as error:
+        raise DamagedError(f"{path}: the norms of {name}: {error}.") from error
 
 
 @dataclass(frozen=True)

@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 from featx.analysis.statistics.part_moments import StatsLayer
 from featx.analysis.statistics.stats_file import stored_resume_state
+from featx.analysis.statistics.tokens import feature_axis
 from featx.config import Config
 from featx.errors import ConfigError
 from featx.images import PILLOW
-from featx.layers import RowLayout, channel_axis
+from featx.layers import RowLayout, channel_axis, token_geometries
 from featx.pipeline import check_out, list_images, seconds_of_part
 from featx.store import marks_digest
-from featx.types import LayerSpec, Listing, ResumeState, Source
+from featx.types import LayerSpec, Listing, ResumeState, Source, TokenGeometry
 
 if TYPE_CHECKING:
     from featx.engine import Engine
@@ -110,7 +111,9 @@ class StatsTarget:
             ConfigError: a matrix would be too large, or stats.observation=position has no effect.
             ReduceError: the positions of a layer are unknown.
         """
-        self.layers = [self._layer(spec, engine.backbone.preprocess.crop) for spec in specs]
+        places = token_geometries(specs, engine.backbone)
+        size = engine.backbone.preprocess.crop
+        self.layers = [self._layer(spec, size, places.get(spec.name)) for spec in specs]
         if self._config.stats.observation == "position" and not self.axes:
             raise ConfigError(
                 "stats.observation=position has no effect: the rows of these layers are vectors. "
@@ -122,11 +125,15 @@ class StatsTarget:
         seconds = seconds_of_part(work_s, self._config.executor.task_seconds)
         return float("inf"), max(seconds, commit_s / COMMIT_SHARE)
 
-    def _layer(self, spec: LayerSpec, input_size: tuple[int, int]) -> StatsLayer:
+    def _layer(
+        self, spec: LayerSpec, input_size: tuple[int, int], places: TokenGeometry | None = None
+    ) -> StatsLayer:
         """Describe one layer, and record the axis of its features."""
         positions = None
         if self._config.stats.observation == "position" and len(spec.shape) > 1:
             axis = channel_axis(spec.reduce, RowLayout(spec.name, spec.shape, input_size))
             self.axes[spec.name] = axis
             positions = math.prod(spec.shape) // spec.shape[axis - 1]
-        return StatsLayer(spec, self._config.stats.covariance, positions)
+        if places is not None and feature_axis(tuple(spec.shape), places) is None:
+            places = None
+        return StatsLayer(spec, self._config.stats.covariance, positions, places)

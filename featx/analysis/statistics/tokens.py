@@ -75,7 +75,7 @@ def token_norms(store: FeatureStore, layer: str, rows: npt.NDArray[np.int64]) ->
     places = store[layer].tokens
     if places is None:
         return None
-    axis = _channel_axis(tuple(store[layer].shape[1:]), places)
+    axis = feature_axis(tuple(store[layer].shape[1:]), places)
     if axis is None:
         return None
     norms = _norms(store, layer, rows, axis)
@@ -101,7 +101,7 @@ def token_norms(store: FeatureStore, layer: str, rows: npt.NDArray[np.int64]) ->
     )
 
 
-def _channel_axis(shape: tuple[int, ...], places: TokenGeometry) -> int | None:
+def feature_axis(shape: tuple[int, ...], places: TokenGeometry) -> int | None:
     """Return the axis of (n, *shape) with the features, or None if not all tokens are there."""
     height, width = places.grid
     if len(shape) == 2 and shape[0] == places.prefix_tokens + height * width:

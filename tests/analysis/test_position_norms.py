@@ -1,0 +1,210 @@
+"""Norms of tokens in job=stats, against numpy on the whole matrix, in any order of the work."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+import torch
+from made_store import make_spec
+from PIL import Image
+from tiny_model import KEYS, MODEL, extract, run_job
+
+import featx
+from featx.analysis.statistics import Statistics, token_norms
+from featx.analysis.statistics.norms_group import are_equal_norms, read_norms, write_norms
+from featx.analysis.statistics.part_moments import StatsLayer
+from featx.analysis.statistics.position_norms import (
+    EDGES,
+    NUM_BINS,
+    PartNorms,
+    PositionNorms,
+    norms_summary,
+)
+from featx.base import WIDTH
+from featx.types import Part, TokenGeometry
+
+pytestmark = pytest.mark.usefixtures("in_tmp_path", "packing_in_process")
+
+PLACES = TokenGeometry(3, True, (4, 5), (64, 80))
+ROWS = np.arange(10)
+PATCHES = {**MODEL, "name": "patches", "factory": "zoo:PatchColours"}
+
+
+def layer_of(shape: tuple[int, ...], places: TokenGeometry = PLACES) -> StatsLayer:
+    return StatsLayer(make_spec("x", shape), "diagonal", tokens=places)
+
+
+def norms_of(
+    values: np.ndarray, cuts: Sequence[int] = (), failed: Sequence[int] = (), batch: int = 4
+) -> PositionNorms:
+    """Norms of rows in parts [0, cut), [cut, ...), ..., each in batches with padding."""
+    edges, found = [0, *cuts, len(values)], None
+    layer = layer_of(
+        values.shape[1:], PLACES if values.ndim == 3 else replace(PLACES, prefix_tokens=0)
+    )
+    for index, (start, stop) in enumerate(itertools.pairwise(edges)):
+        part = PartNorms(Part(index, start, stop), layer)
+        for first in range(start, stop, batch):
+            count = min(batch, stop - first)
+            padded = np.full((batch, *values.shape[1:]), 7, np.float32)
+            padded[:count] = values[first : first + count]
+            inside = [row for row in failed if first <= row < first + count]
+            part.add(first, torch.from_numpy(padded), count, inside)
+        norms = part.finish()
+        found = norms if found is None else found.merge(norms)
+    assert found is not None
+    return found
+
+
+def made(num_rows: int = 40) -> np.ndarray:
+    """Tokens with a large class token, and one patch that is an outlier in some images."""
+    values = np.random.default_rng(0).normal(size=(num_rows, 23, 6)) + 2
+    values[:, 0] *= 20
+    values[4:16, 3 + 7] *= 40
+    return values.astype(np.float32)
+
+
+@pytest.mark.parametrize("axis", [2, 1, 3])
+def test_norms_are_those_of_numpy(axis: int) -> None:
+    values, prefix = made(), 3
+    if axis != 2:
+        patches = values[:, 3:].reshape(-1, 4, 5, 6)
+        values, prefix = (patches.transpose(0, 3, 1, 2) if axis == 1 else patches), 0
+    found = norms_of(values, failed=[5, 17])
+    kept = np.delete(values, [5, 17], 0).astype(np.float64)
+    norms = np.linalg.norm(kept, axis=axis).reshape(len(kept), -1)
+    moments = found.positions
+    assert moments.count == 38
+    assert moments.mean.numpy() == pytest.approx(norms.mean(0), rel=1e-12)
+    assert moments.std(0).numpy() == pytest.approx(norms.std(0), rel=1e-9)
+    assert moments.largest.numpy() == pytest.approx(norms.max(0), rel=1e-12)
+    patches = norms[:, prefix:].ravel()
+    expected = np.histogram(patches, [0, *EDGES, np.inf])[0]
+    assert np.array_equal(found.histogram, expected)
+    for share in (0.25, 0.5, 0.75, 0.99):
+        exact = np.quantile(patches, share, method="inverted_cdf")
+        assert exact <= found.quantile(share) <= exact * 2 ** (1 / 64)
+    low, high = (found.quantile(share) for share in (0.25, 0.75))
+    fence = high + 3 * (high - low)
+    assert fence <= found.threshold <= fence * 2 ** (1 / 64)
+    assert found.outliers == (patches >= found.threshold).sum() == 11
+    about = norms_summary(found)
+    assert about is not None
+    assert about["share"] == 11 / patches.size
+    assert about["largest"] == pytest.approx(patches.max())
+    assert (about["largest_mean"]["row"], about["largest_mean"]["column"]) == (2, 3)
+    assert len(about["prefix"]) == prefix
+    if prefix:
+        assert about["prefix"][0]["mean"] == pytest.approx(norms[:, 0].mean())
+        assert about["prefix"][0]["std"] == pytest.approx(norms[:, 0].std())
+
+
+@pytest.mark.parametrize("batch", [1, 3, 16])
+def test_batches_change_no_bit_and_parts_no_count(batch: int) -> None:
+    whole, found = norms_of(made()), norms_of(made(), batch=batch)
+    parts = norms_of(made(), (16, 32), batch=batch)
+    for name in ("mean", "scatter", "smallest", "largest"):
+        expected = getattr(whole.positions, name)
+        assert torch.equal(getattr(found.positions, name), expected)
+        assert torch.allclose(getattr(parts.positions, name), expected, rtol=1e-12)
+    assert np.array_equal(whole.histogram, found.histogram)
+    assert np.array_equal(whole.histogram, parts.histogram)
+
+
+def test_ends_of_the_histogram() -> None:
+    values = np.zeros((3, 23, 6), np.float32)
+    values[1] = 1e-20
+    values[2] = 3e30
+    found = norms_of(values)
+    assert (found.histogram[0], found.histogram[-1]) == (40, 20)
+    assert found.quantile(0.5) == EDGES[0]
+    assert found.quantile(1) == EDGES[-1]
+    equal = norms_of(np.ones((4, 23, 6), np.float32))
+    assert equal.outliers == 0
+    none = PartNorms(Part(0, 0, 2), layer_of((23, 6)))
+    none.add(0, torch.zeros(2, 23, 6), 2, [0, 1])
+    assert norms_summary(none.finish()) is None
+
+
+def images(count: int = 20) -> None:
+    Path("photos").mkdir()
+    rng = np.random.default_rng(0)
+    for i in range(count):
+        pixels = rng.integers(0, 255, (32, 32, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(f"photos/{i:03d}.png")
+
+
+def take(**keys: Any) -> Statistics:
+    options = {**KEYS, "model": PATCHES, "layers": ["tokens"], "reduce": "none", **keys}
+    return featx.stats(data="photos", stats={"covariance": "diagonal"}, **options)
+
+
+def test_the_job_writes_and_prints_them(capsys: pytest.CaptureFixture[str]) -> None:
+    images(10)
+    data = {"name": "folder", "root": "photos"}
+    keys = {**KEYS, "model": PATCHES, "layers": ["tokens", "maps"], "data": data}
+    given = {"reduce": {"name": "none"}, "stats": {"covariance": "diagonal"}}
+    assert run_job("stats", **keys, **given) == 0
+    out = capsys.readouterr().out
+    assert "share of" in out
+    assert "prefix tokens" in out
+    assert all(len(line) <= WIDTH for line in out.splitlines())
+    store = extract("photos", model=PATCHES, layers={"tokens": "none", "maps": "none"}, out="other")
+    for layer, prefix in (("tokens", 2), ("maps", 0)):
+        norms, expected = featx.open_stats("store")[layer].norms, token_norms(store, layer, ROWS)
+        assert norms is not None
+        assert expected is not None
+        about = norms_summary(norms)
+        assert about is not None
+        assert about["grid"] == [8, 8]
+        assert about["median"] == pytest.approx(expected.quantiles[2], rel=0.02)
+        assert about["largest"] == pytest.approx(expected.quantiles[5], rel=1e-3)
+        assert len(about["prefix"]) == prefix
+        assert f"{about['largest']:.4g}" in out
+    by_hand = np.linalg.norm(store["maps"][:].astype(np.float64), axis=1).reshape(10, -1)
+    assert norms.positions.mean.numpy() == pytest.approx(by_hand.mean(0), rel=1e-3)
+
+
+def test_runs_with_other_batches_have_the_same_numbers() -> None:
+    images()
+    whole, again = take(out="whole"), take(out="again", batch_size=3)
+    assert are_equal_norms(whole["tokens"].norms, again["tokens"].norms)
+    with h5py.File("whole/stats.h5") as file:
+        group = file["layers/tokens/norms"]
+        assert set(group) == {"mean", "scatter", "smallest", "largest", "histogram"}
+        assert group.attrs["prefix_tokens"] == 2
+        assert group["histogram"][()].sum() == 20 * 64
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "said"),
+    [
+        ("mean", np.zeros(4), "mean does not have 23 float64 numbers"),
+        ("histogram", np.zeros(9, np.int64), "int64 numbers"),
+        ("histogram", np.zeros(NUM_BINS, np.int64), "not that of 40 images"),
+        ("largest", np.full(23, np.nan), "not finite"),
+    ],
+)
+def test_norms_that_do_not_fit_are_damage(name: str, values: np.ndarray, said: str) -> None:
+    norms = norms_of(made())
+    with h5py.File("x.h5", "w") as file:
+        write_norms(file, norms)
+        assert are_equal_norms(read_norms(file, dict(file.attrs), 40), norms)
+        del file[name]
+        file[name] = values
+        with pytest.raises(ValueError, match=said):
+            read_norms(file, dict(file.attrs), 40)
+
+
+def test_pooled_tokens_have_none() -> None:
+    images(6)
+    assert take(out="pooled", reduce="avg")["tokens"].norms is None
+    with h5py.File("pooled/stats.h5") as file:
+        assert "norms" not in file["layers/tokens"]

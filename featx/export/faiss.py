@@ -129,6 +129,7 @@ class Faiss(Format):
                 f"of {layer}: {_reason(error)}. Choose another index with overwrite=true, for few "
                 "rows export.index=Flat."
             ) from error
+        self._check_complete(index, layer)
         # An error of `file.write` must not pass through C++, so it is raised afterwards.
         failures: list[OSError] = []
 
@@ -143,6 +144,25 @@ class Faiss(Format):
         faiss.write_index(index, faiss.PyCallbackIOWriter(write))
         if failures:
             raise failures[0]
+
+    def _check_complete(self, index: Any, layer: str) -> None:
+        """Check that an index holds every row.
+
+        An inverted file leaves out, without an error, a vector that is near to none of its lists:
+        all of them if it has no list, and one whose squares overflow float32.
+
+        Raises:
+            RunError: it holds fewer.
+        """
+        found, wanted = index.ntotal, len(self.selection)
+        if (lists := self._faiss.try_extract_index_ivf(index)) is not None:
+            found = min(found, lists.invlists.compute_ntotal())
+        if found != wanted:
+            raise RunError(
+                f"export.index={self._options.index} took {found} of the {wanted} rows of {layer}, "
+                "because the others are near to none of its lists. Choose another index with "
+                "overwrite=true, such as export.index=Flat."
+            )
 
     def _holds_ids(self, index: Any) -> bool:
         """Return whether an index holds ids itself; others number their vectors."""

@@ -16,6 +16,12 @@ from featx.export.selection import about_text
 _COLUMNS = ("row", "position", "key", "label", "class")
 """Columns other than layers and columns of the store."""
 
+_RESERVED = (
+    *("_rowid", "_rowaddr", "_rowoffset"),
+    *("_row_created_at_version", "_row_last_updated_at_version"),
+)
+"""Names that Lance has for columns of its own."""
+
 _OTHER_ROW_BYTES = 128
 """Approximate bytes of a row without its features."""
 
@@ -23,11 +29,12 @@ _OTHER_ROW_BYTES = 128
 class Lance(Format):
     """features.lance with all layers of vectors, and <layer>.lance for each layer of tokens.
 
-    Vectors are columns of fixed-size lists named as their layers. A table of tokens has a line for
-    each token, with its `position` on the token axis.
+    Vectors are columns of fixed-size lists named as their layers, with "_" for each dot, which
+    Lance reads as a path into a struct. A table of tokens has a line for each token, with its
+    `position` on the token axis.
 
     Raises:
-        ConfigError: a layer holds maps.
+        ConfigError: a layer holds maps, or two columns would have the same name.
         MissingExtraError: pylance is not installed.
     """
 
@@ -41,7 +48,9 @@ class Lance(Format):
                 "Name the layers you want with layers=[...]."
             )
         require("lance", "pylance", "lance", "export.format=lance")
-        self._columns = chosen.named_columns(_COLUMNS)
+        columns = chosen.named_columns((*_COLUMNS, *_RESERVED))
+        _check_distinct([*_COLUMNS, *columns, *chosen.layers])
+        self._columns = {_field_name(name): values for name, values in columns.items()}
         self._vectors = [name for name in chosen.layers if len(chosen.row_shape(name)) == 1]
 
     @property
@@ -101,8 +110,9 @@ class Lance(Format):
                 columns["position"] = pa.array(positions)
             for name in layers:
                 flat = pa.array(values[name].reshape(-1))
-                kind = schema.field(name).type
-                columns[name] = pa.FixedSizeListArray.from_arrays(flat, type=kind)
+                field = _field_name(name)
+                kind = schema.field(field).type
+                columns[field] = pa.FixedSizeListArray.from_arrays(flat, type=kind)
             ordered = [columns[name] for name in schema.names]
             yield pa.RecordBatch.from_arrays(ordered, schema=schema)
 
@@ -119,7 +129,7 @@ class Lance(Format):
             fields.append(pa.field("position", pa.int32()))
         for name in layers:
             kind = pa.from_numpy_dtype(chosen.dtype(name))
-            fields.append(pa.field(name, pa.list_(kind, chosen.row_shape(name)[-1])))
+            fields.append(pa.field(_field_name(name), pa.list_(kind, chosen.row_shape(name)[-1])))
         return pa.schema(fields, metadata={"featx": about_text(chosen)})
 
     def opening(self, out: Path) -> str:
@@ -130,6 +140,27 @@ class Lance(Format):
             f"table = lance.dataset({literal(f'{out}/{first}')})\n"
             "table.take([0]).to_pylist()  # table.to_table(nearest={...}) searches"
         )
+
+
+def _field_name(name: str) -> str:
+    """Return the name that a layer or a column of the store has in a table of Lance."""
+    return name.replace(".", "_")
+
+
+def _check_distinct(names: list[str]) -> None:
+    """Check that layers and columns have different names in a table.
+
+    Raises:
+        ConfigError: two have the same.
+    """
+    owners: dict[str, str] = {}
+    for name in names:
+        other = owners.setdefault(_field_name(name), name)
+        if other != name:
+            raise ConfigError(
+                f"Lance has no dots in names, so {other} and {name} would both be the column "
+                f"{_field_name(name)}. Name the layers you want with layers=[...]."
+            )
 
 
 FORMATS.register(

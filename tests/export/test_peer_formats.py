@@ -170,6 +170,15 @@ class TestFaiss:
             export("faiss", index="IVF99,Flat")
         export("faiss", overwrite=True)
 
+    @pytest.mark.parametrize("index", ["IVF0,Flat", "IDMap,IVF0,Flat"])
+    def test_an_index_that_leaves_out_rows_is_an_error(self, index: str) -> None:
+        """faiss itself calls it an index of 18 rows."""
+        pytest.importorskip("faiss")
+        write_store()
+        with pytest.raises(RunError, match=rf"{index} took 0 of the 18 rows of flat"):
+            export("faiss", index=index)
+        assert not list(Path("out").glob("*.index"))
+
     def test_another_index_or_metric_is_another_export(self) -> None:
         pytest.importorskip("faiss")
         write_store()
@@ -389,3 +398,23 @@ class TestLance:
         nearest = vectors.to_table(nearest={"column": "flat", "q": asked, "k": 1})
         assert nearest["row"].to_pylist() == [5]
         assert featx.open("store").key_bytes[5].decode() == nearest["key"].to_pylist()[0]
+
+    def test_dots_and_reserved_names_are_replaced(self) -> None:
+        lance = pytest.importorskip("lance", reason="pylance takes 200 MB, which dev lacks")
+        run = make_run(5, 4, {"blocks.6": (2,), "blocks.7:input": (3, 4)}, dtype="float32")
+        columns = {"site.name": np.array(list("abcde"), "S"), "_rowid": np.arange(5)[::-1]}
+        with_keys(run, run.listing.keys.tolist(), **columns).write(Path("store"))
+        out = export("lance")
+        vectors = lance.dataset(str(out / "features.lance")).to_table()
+        assert vectors["blocks_6"].to_pylist() == run.features["blocks.6"].tolist()
+        assert vectors["site_name"].to_pylist() == ["a", "b", "c", "d", "e"]
+        assert vectors["column__rowid"].to_pylist() == [4, 3, 2, 1, 0]
+        tokens = lance.dataset(str(out / "blocks.7:input.lance")).to_table()
+        expected = run.features["blocks.7:input"][1, 1].tolist()
+        assert tokens["blocks_7:input"].to_pylist()[4] == expected
+
+    def test_names_that_differ_by_dots_only_are_refused(self) -> None:
+        pytest.importorskip("lance", reason="pylance takes 200 MB, which dev lacks")
+        make_run(5, 4, {"a.b": (2,), "a_b": (2,)}).write(Path("store"))
+        with pytest.raises(ConfigError, match=r"a\.b and a_b would both be the column a_b"):
+            export("lance")

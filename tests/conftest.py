@@ -6,7 +6,7 @@ import gc
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,13 @@ def with_path(*folders: Path) -> dict[str, str]:
     """This process's environment, with folders in front of the others that Python looks into."""
     places = [*map(str, folders), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(places)}
+
+
+def slow_except(values: Iterable[Any], *kept: object) -> list[Any]:
+    """Parameters of a test, all of them slow but those to keep in the default suite."""
+    return [
+        value if value in kept else pytest.param(value, marks=pytest.mark.slow) for value in values
+    ]
 
 
 def make_image(width: int, height: int, seed: int = 0) -> Image.Image:

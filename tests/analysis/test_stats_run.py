@@ -82,7 +82,11 @@ def assert_moments_of(statistics: Statistics, layer: str, x: np.ndarray) -> None
             {"observation": "position"},
         ),
         ({"layers": {"conv": "gem", "deep": "flatten"}}, {"covariance": "diagonal"}),
-        ({"layers": {"conv": {"name": "grid", "size": 2}}}, {"observation": "position"}),
+        pytest.param(
+            {"layers": {"conv": {"name": "grid", "size": 2}}},
+            {"observation": "position"},
+            marks=pytest.mark.slow,
+        ),
         ({"layers": ["conv"], "capture": "grad_output", "target": "label"}, {}),
     ],
 )

@@ -36,7 +36,11 @@ print(json.dumps([code, modes]))
     [
         (["job=status", "store=nope"], ["RunMode.RUN"]),
         (["-m", "job=status", "store=nope,neither"], ["RunMode.MULTIRUN"]),
-        (["job=status", "store=nope", "hydra.mode=MULTIRUN"], ["RunMode.MULTIRUN"] * 2),
+        pytest.param(
+            ["job=status", "store=nope", "hydra.mode=MULTIRUN"],
+            ["RunMode.MULTIRUN"] * 2,
+            marks=pytest.mark.slow,
+        ),
         (["--config-dir", ".", "job=status", "store=nope"], ["None", "RunMode.RUN"]),
     ],
 )

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from conftest import slow_except
 from timm.layers import BatchNormAct2d
 from tiny_engine import backbone_of, bound
 from tiny_model import KEYS, extract
@@ -146,7 +147,9 @@ def facts(module: nn.Module) -> object:
 
 
 @pytest.mark.usefixtures("in_tmp_path")
-@pytest.mark.parametrize("name", HOOKED)
+@pytest.mark.parametrize(
+    "name", slow_except(HOOKED, "prune the norm", "weight_norm", "a user's hook")
+)
 def test_weights_that_a_hook_makes_are_computed_as_they_stand(name: str, photos: Path) -> None:
     """And the module comes back as it was, also from a run that fails on its way."""
     module = Hooked(name).train()

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import make_image
+from conftest import make_image, slow_except
 from PIL import Image, ImageFile, ImageOps
 
 from featx.config import DataConfig
@@ -432,7 +432,7 @@ def test_an_apng_with_a_still_image_and_an_animation() -> None:
 # Formats
 
 
-@pytest.mark.parametrize("kind", [*FORMATS, "MPO"])
+@pytest.mark.parametrize("kind", slow_except([*FORMATS, "MPO"], "JPEG", "WEBP", "TIFF", "MPO"))
 def test_every_allowed_format_decodes_first_thing_in_a_fresh_process(kind: str) -> None:
     """Pillow registers its plug-ins late; which came first must not matter, nor in which thread."""
     image = make_image(40, 30)

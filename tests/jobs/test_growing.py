@@ -72,10 +72,10 @@ def test_a_layer_more_is_computed_alone_and_equals_a_run_with_both(
     "layers",
     [
         ["conv"],
-        ["conv", "pool"],
+        pytest.param(["conv", "pool"], marks=pytest.mark.slow),
         {"conv": "none"},
         "all",
-        ["pool", "conv"],
+        pytest.param(["pool", "conv"], marks=pytest.mark.slow),
     ],
 )
 def test_what_is_there_already_is_not_done_again(
@@ -93,10 +93,22 @@ def test_what_is_there_already_is_not_done_again(
     ("keys", "message"),
     [
         ({"reduce": "avg"}, "layer conv, reduce: the store has 'none', now 'avg'"),
-        ({"precision": "bf16"}, "precision: the store has 'fp32', now 'bf16'"),
-        ({"dtype": "float32"}, "layer conv, dtype: the store has 'float16', now 'float32'"),
+        pytest.param(
+            {"precision": "bf16"},
+            "precision: the store has 'fp32', now 'bf16'",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            {"dtype": "float32"},
+            "layer conv, dtype: the store has 'float16', now 'float32'",
+            marks=pytest.mark.slow,
+        ),
         ({"layers": ["pool"], "precision": "bf16"}, "precision: the store has 'fp32', now 'bf16'"),
-        ({"layers": ["pool"], "decode": "reference"}, "decode: the store has 'fast', now 'ref"),
+        pytest.param(
+            {"layers": ["pool"], "decode": "reference"},
+            "decode: the store has 'fast', now 'ref",
+            marks=pytest.mark.slow,
+        ),
         ({"layers": ["pool"], "batch_size": 2}, "batch_size: the store has 4, now 2"),
     ],
 )

@@ -82,8 +82,8 @@ def test_rows_that_are_alike_are_told_apart_where_groups_are_unknown(split: dict
     ("keys", "columns", "options", "by", "split"),
     [
         (BOXES, {}, {}, "image", SPLITS[0]),
-        (BOXES, {}, {}, "image", SPLITS[1]),
-        (BOXES, {}, {}, "image", SPLITS[2]),
+        pytest.param(BOXES, {}, {}, "image", SPLITS[1], marks=pytest.mark.slow),
+        pytest.param(BOXES, {}, {}, "image", SPLITS[2], marks=pytest.mark.slow),
         (FRAMES, {}, {}, "video", SPLITS[1]),
         (None, PATIENTS, {"group_column": "patient"}, "patient", SPLITS[2]),
     ],

@@ -144,10 +144,25 @@ def test_knn_averages_the_values_of_the_nearest_rows() -> None:
 @pytest.mark.parametrize(
     ("values", "task", "said"),
     [
-        (np.arange(300) % 10, "classification", "column holds 10 different whole numbers"),
+        pytest.param(
+            np.arange(300) % 10,
+            "classification",
+            "column holds 10 different whole numbers",
+            marks=pytest.mark.slow,
+        ),
         ((np.arange(300) % 10).astype(float), "classification", "holds 10 different whole numbers"),
-        (np.arange(300) // 10, "classification", "probe.task=regression predicts them as numbers"),
-        (np.array(["a", "b", "c"])[Y], "classification", "column holds text"),
+        pytest.param(
+            np.arange(300) // 10,
+            "classification",
+            "probe.task=regression predicts them as numbers",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            np.array(["a", "b", "c"])[Y],
+            "classification",
+            "column holds text",
+            marks=pytest.mark.slow,
+        ),
         (AGE, "regression", "column holds fractional numbers"),
     ],
     ids=["digits", "whole floats", "ages", "text", "fractional"],

@@ -45,6 +45,7 @@ PROBE_HEADS = "probe"
 ZEROSHOT = "zeroshot.json"
 ZEROSHOT_HEADS = "zeroshot"
 PROBE_PREDICTIONS = "predictions.csv"
+PROBE_FEW_SHOT = "few_shot.csv"
 
 FEATURES = "features"
 CHECKSUMS = "checksums"

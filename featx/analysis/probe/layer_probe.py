@@ -11,21 +11,19 @@ from typing import Any
 import numpy as np
 import torch
 
-from featx.analysis.probe import methods, splits
+from featx.analysis.probe import methods
+from featx.analysis.probe.few_shot import Draw, few_shot
 from featx.analysis.probe.heads import Head
 from featx.analysis.probe.labelled_rows import Features, LayerRows, layer_rows
 from featx.analysis.probe.layer_choice import LayerChoice
 from featx.analysis.probe.leakage import NearDuplicates, near_duplicates, repeated_rows
 from featx.analysis.probe.logistic_regression import threads_for
-from featx.analysis.probe.metrics import Predictions, judged_folds, mean_and_spread
+from featx.analysis.probe.metrics import Predictions, judged_folds
 from featx.analysis.probe.problem import Fitted, Problem
 from featx.analysis.probe.row_predictions import RowPredictions, join_folds
 from featx.analysis.probe.task import Task
 from featx.analysis.probe.tokens import Tokens, layer_tokens
 from featx.config import Config
-
-FEW_SHOT = "1 / rows, as scikit-learn's C=1"
-"""Text in probe.json for the penalty of few-shot fits."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +36,7 @@ class LayerProbe:
         head_method: that method, or None.
         tested: method -> predictions for the test rows.
         near: near-duplicates of test rows, or None if this layer was not used to find them.
+        few_shot: method -> draws of its few-shot probes; empty without them.
     """
 
     about: dict[str, Any]
@@ -45,6 +44,7 @@ class LayerProbe:
     head_method: str | None
     tested: dict[str, RowPredictions]
     near: NearDuplicates | None
+    few_shot: dict[str, list[Draw]]
 
 
 @dataclass(frozen=True)
@@ -122,6 +122,7 @@ def probe_layer(
     }
     head, head_method, near = None, None, None
     tested: dict[str, RowPredictions] = {}
+    draws: dict[str, list[Draw]] = {}
     with threads_for(features.num_values, vectors.device):
         if extras.near_duplicates:
             near = near_duplicates(vectors, layer, task.splits)
@@ -131,12 +132,14 @@ def probe_layer(
             folds = _tested(problem, method, task, fits)
             if method == options.methods[0]:
                 choice.offer(layer, [each.validation for each in fits if each.validation], folds)
-            about[method], fitted = _entry(problem, method, task, fits, folds, extras)
+            about[method], fitted, found = _entry(problem, method, task, fits, folds, extras)
+            if found:
+                draws[method] = found
             about[method]["seconds"] = round(time.perf_counter() - started_at, 3)
             tested[method] = join_folds(folds, extras.scores)
             if head is None and fitted is not None:
                 head, head_method = fitted, method
-    return LayerProbe(about, head, head_method, tested, near)
+    return LayerProbe(about, head, head_method, tested, near, draws)
 
 
 def _reduction(rows: LayerRows) -> dict[str, Any]:
@@ -173,8 +176,8 @@ def _entry(
     fits: Sequence[Fitted],
     folds: Sequence[Predictions],
     extras: Extras,
-) -> tuple[dict[str, Any], Head | None]:
-    """Return the entry of one method in probe.json, and the head or None.
+) -> tuple[dict[str, Any], Head | None, list[Draw]]:
+    """Return the entry of one method in probe.json, the head or None, and the few-shot draws.
 
     Args:
         problem: the layer.
@@ -218,31 +221,8 @@ def _entry(
             about |= final.details
     if head is not None:
         about["head_fitted_on"] = fitted_on
+    draws = list[Draw]()
     if problem.options.all_shots and extras.head:
-        about["few_shot"] = _few_shot(problem, method, task)
+        about["few_shot"], draws = few_shot(problem, method, task)
     about["notes"] = list(dict.fromkeys(notes))
-    return about, head
-
-
-def _few_shot(problem: Problem, method: str, task: Task) -> dict[str, Any]:
-    """Compute accuracies with few rows per class over several draws, with fixed settings."""
-    options = problem.options
-    given = options.k if method == "knn" else options.l2
-    found = {}
-    for shots in options.all_shots:
-        accuracies, rows = [], []
-        for draw in range(options.draws or 5):
-            split = task.splits[draw % len(task.splits)]
-            places = splits.few(problem.y, split.train, shots, draw, problem.seed)
-            chosen = given if given is not None else shots if method == "knn" else 1 / len(places)
-            fitted = methods.fit_as_chosen(problem, method, places, chosen)
-            scores = fitted.scores(split.test)
-            accuracies.append(float((scores.argmax(1) == problem.y[split.test]).mean()))
-            rows.append(len(places))
-        chosen_as = given if given is not None else "shots" if method == "knn" else FEW_SHOT
-        found[str(shots)] = {
-            **mean_and_spread(accuracies),
-            "rows": rows,
-            methods.name_of_choice(method): chosen_as,
-        }
-    return found
+    return about, head, draws

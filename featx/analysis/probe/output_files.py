@@ -9,6 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from featx.analysis.probe.few_shot import few_shot_csv
 from featx.analysis.probe.heads import head_bytes, head_path
 from featx.analysis.probe.labelled_rows import output_folder
 from featx.analysis.probe.result import SeedProbe
@@ -54,11 +55,28 @@ def write_probe(result: dict[str, Any], of_seeds: Sequence[SeedProbe]) -> None:
             "method": method,
             "sha256": hashlib.sha256(data).hexdigest(),
         }
+    _write_few_shot(result, of_seeds[0])
     result["head"] = result["layers"][result["layer"]].get("head")
     data = predictions_csv(
         task.keys, task.y, result["classes"], [_tested_splits(of_seed) for of_seed in of_seeds]
     )
     write_result(store, result, data)
+
+
+def _write_few_shot(result: dict[str, Any], first: SeedProbe) -> None:
+    """Write few_shot.csv if there were such probes, and name it in `few_shot_predictions`."""
+    draws = {
+        (layer, method): found
+        for layer, each in first.layers.items()
+        for method, found in each.few_shot.items()
+    }
+    if not draws:
+        return
+    folder = output_folder(first.task.training.store)
+    path = folder / layout.PROBE_HEADS / layout.PROBE_FEW_SHOT
+    data = few_shot_csv(first.task, result["classes"], draws)
+    open_folder(folder).replace_unlocked(path, data)
+    result["few_shot_predictions"] = _named(path, folder, data)
 
 
 def write_result(store: FeatureStore, result: dict[str, Any], predictions: bytes) -> None:
@@ -74,12 +92,17 @@ def write_result(store: FeatureStore, result: dict[str, Any], predictions: bytes
     path = folder / layout.PROBE_HEADS / layout.PROBE_PREDICTIONS
     disk.make_folder(path.parent)
     disk.replace_unlocked(path, predictions)
-    result["predictions"] = {
-        "file": str(path.relative_to(folder)),
-        "sha256": hashlib.sha256(predictions).hexdigest(),
-    }
+    result["predictions"] = _named(path, folder, predictions)
     text = json.dumps(result, indent=1, ensure_ascii=False, allow_nan=False)
     disk.replace_unlocked(folder / layout.PROBE, text.encode("utf-8", "surrogateescape") + b"\n")
+
+
+def _named(path: Path, folder: Path, data: bytes) -> dict[str, str]:
+    """Return the entry of probe.json that names a file, relative to its folder."""
+    return {
+        "file": str(path.relative_to(folder)),
+        "sha256": hashlib.sha256(data).hexdigest(),
+    }
 
 
 def _tested_splits(of_seed: SeedProbe) -> TestedSplits:

@@ -1,0 +1,112 @@
+"""Probes with few training rows per class: accuracies over several draws, and the file of them."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from featx.analysis.probe import methods, splits
+from featx.analysis.probe.metrics import mean_and_spread
+from featx.analysis.probe.problem import Problem
+from featx.analysis.probe.splits import Places
+from featx.analysis.probe.task import Task
+
+FEW_SHOT = "1 / rows, as scikit-learn's C=1"
+"""Text in probe.json for the penalty of few-shot fits."""
+
+COLUMNS = ("layer", "method", "seed", "shots", "draw", "fold", "split", "key", "true", "predicted")
+"""Columns of few_shot.csv."""
+
+
+@dataclass(frozen=True)
+class Draw:
+    """Fit on one random choice of training rows.
+
+    Attributes:
+        shots: maximum number of rows per class.
+        number: number of the choice, from 0.
+        fold: index of the split whose test rows are predicted.
+        train: places that were trained on.
+        test: (n,) places that are predicted.
+        predicted: (n,) predicted classes.
+    """
+
+    shots: int
+    number: int
+    fold: int
+    train: Places
+    test: Places
+    predicted: npt.NDArray[np.int64]
+
+
+def few_shot(problem: Problem, method: str, task: Task) -> tuple[dict[str, Any], list[Draw]]:
+    """Fit with few rows per class over several draws, with fixed settings.
+
+    Args:
+        problem: the layer.
+        method: 'linear', 'knn', 'ridge' or 'attentive'.
+        task: rows and splits.
+
+    Returns:
+        entry `few_shot` of probe.json, by number of rows; and all draws.
+    """
+    options, found, draws = problem.options, {}, list[Draw]()
+    given = options.k if method == "knn" else options.l2
+    for shots in options.all_shots:
+        accuracies, rows = [], []
+        for number in range(options.draws or 5):
+            fold = number % len(task.splits)
+            split = task.splits[fold]
+            places = splits.few(problem.y, split.train, shots, number, problem.seed)
+            chosen = given if given is not None else shots if method == "knn" else 1 / len(places)
+            fitted = methods.fit_as_chosen(problem, method, places, chosen)
+            predicted = fitted.scores(split.test).argmax(1)
+            accuracies.append(float((predicted == problem.y[split.test]).mean()))
+            rows.append(len(places))
+            draws.append(Draw(shots, number, fold, places, split.test, predicted))
+        chosen_as = given if given is not None else "shots" if method == "knn" else FEW_SHOT
+        found[str(shots)] = {
+            **mean_and_spread(accuracies),
+            "rows": rows,
+            methods.name_of_choice(method): chosen_as,
+        }
+    return found, draws
+
+
+def few_shot_csv(
+    task: Task, classes: Sequence[str], tested: Mapping[tuple[str, str], Sequence[Draw]]
+) -> bytes:
+    """Return the file few_shot.csv.
+
+    The training rows of a draw are the same for all layers and methods and have one line each,
+    without a layer; each test row has a line for each layer and method.
+
+    Args:
+        task: rows and splits.
+        classes: class names.
+        tested: (layer, method) -> its draws, the same ones for all.
+    """
+    buffer = io.StringIO()
+    writer = csv.writer(buffer)
+    writer.writerow(COLUMNS)
+    keys, several = task.keys, len(task.splits) > 1
+
+    def start(draw: Draw) -> list[Any]:
+        return [task.seed, draw.shots, draw.number + 1, draw.fold + 1 if several else ""]
+
+    for draw in next(iter(tested.values())):
+        for place in draw.train.tolist():
+            line = ["", "", *start(draw), "train", keys[place], classes[task.y[place]], ""]
+            writer.writerow(line)
+    for (layer, method), draws in tested.items():
+        for draw in draws:
+            for place, said in zip(draw.test.tolist(), draw.predicted.tolist(), strict=True):
+                line = [layer, method, *start(draw), "test", keys[place]]
+                writer.writerow([*line, classes[task.y[place]], classes[said]])
+    return buffer.getvalue().encode("utf-8", "surrogateescape")

@@ -1,0 +1,67 @@
+"""Few-shot probes: every printed number follows from few_shot.csv, also by fits of scikit-learn."""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from probe_problem import blobs, write_store
+from sklearn.linear_model import LogisticRegression
+from sklearn.preprocessing import StandardScaler
+from tiny_model import run_job
+
+pytestmark = pytest.mark.usefixtures("in_tmp_path", "one_thread")
+
+X, Y = blobs(90, signal=0.3)
+
+
+def probe(**options: Any) -> dict[str, Any]:
+    assert run_job("probe", store="store", device="cpu", probe=options) == 0
+    found: dict[str, Any] = json.loads(Path("store/probe.json").read_text())
+    return found
+
+
+@pytest.mark.parametrize("split", [{}, {"split": "kfold", "folds": 3}])
+def test_accuracies_follow_from_the_rows_of_each_draw(split: dict[str, Any]) -> None:
+    write_store(Path("store"), Y, x=X, half=X[:, :9])
+    found = probe(method=["linear", "knn"], shots=[2, 5], draws=4, **split)
+    data = Path("store/probe/few_shot.csv").read_bytes()
+    named = found["few_shot_predictions"]
+    assert named["file"] == "probe/few_shot.csv"
+    assert named["sha256"] == hashlib.sha256(data).hexdigest()
+    rows = list(csv.DictReader(data.decode().splitlines()))
+    for layer, x in (("x", X), ("half", X[:, :9])):
+        for method in ("linear", "knn"):
+            for shots in ("2", "5"):
+                about = found["layers"][layer][method]["few_shot"][shots]
+                accuracies = []
+                for draw in range(1, 5):
+                    same = [r for r in rows if (r["shots"], r["draw"]) == (shots, str(draw))]
+                    train = [int(r["key"][:5]) for r in same if r["split"] == "train"]
+                    of_layer = [r for r in same if (r["layer"], r["method"]) == (layer, method)]
+                    test = [int(r["key"][:5]) for r in of_layer]
+                    assert {r["split"] for r in of_layer} == {"test"}
+                    assert not set(train) & set(test)
+                    assert np.bincount(Y[train]).max() == int(shots)
+                    assert [r["true"] for r in of_layer] == [f"c{Y[i]}" for i in test]
+                    assert len(train) == about["rows"][draw - 1]
+                    accuracies.append(np.mean([r["true"] == r["predicted"] for r in of_layer]))
+                    if method == "linear":
+                        scaler = StandardScaler().fit(x[train])
+                        oracle = LogisticRegression(C=1, tol=1e-8, max_iter=5000)
+                        oracle.fit(scaler.transform(x[train]), Y[train])
+                        said = oracle.predict(scaler.transform(x[test]))
+                        assert [r["predicted"] for r in of_layer] == [f"c{i}" for i in said]
+                assert about["mean"] == pytest.approx(np.mean(accuracies), abs=1e-12)
+                assert about["std"] == pytest.approx(np.std(accuracies, ddof=1), abs=1e-12)
+
+
+def test_without_shots_there_is_no_such_file() -> None:
+    write_store(Path("store"), Y, x=X)
+    assert "few_shot_predictions" not in probe()
+    assert not Path("store/probe/few_shot.csv").exists()

@@ -15,7 +15,7 @@ from torch import nn
 from featx.analysis.probe.batches import Batches, MemoryBatches, StreamedBatches
 from featx.analysis.probe.heads import Attention, Head, Scaler
 from featx.analysis.probe.logistic_regression import threads_for
-from featx.analysis.probe.minibatch_regression import EPOCHS, Schedule
+from featx.analysis.probe.minibatch_regression import EPOCHS, Schedule, penalised_losses
 from featx.analysis.probe.tokens import Tokens
 from featx.errors import RunError
 
@@ -63,10 +63,8 @@ class _Candidates(nn.Module):
         weights = (tokens @ self.query.T / math.sqrt(tokens.shape[2])).softmax(1)
         pooled = torch.einsum("bts,btd->sbd", weights, tokens)
         logits = torch.baddbmm(self.bias[:, None], pooled, self.weight.transpose(1, 2))
-        every = labels.expand(len(logits), -1)
-        losses = nn.functional.cross_entropy(logits.transpose(1, 2), every, reduction="none")
         squares = self.weight.square().sum((1, 2)) + self.query.square().sum(1)
-        return losses.mean(1) + penalties / 2 * squares
+        return penalised_losses(logits, labels, squares, penalties)
 
     def clip(self, norm: float, step: int) -> None:
         """Limit the norm of the gradient of each classifier.

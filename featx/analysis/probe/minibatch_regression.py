@@ -91,9 +91,23 @@ class _Candidates(nn.Module):
             labels: (B,) classes.
             penalties: (S,).
         """
-        losses = [nn.functional.cross_entropy(each, labels) for each in self(x)]
-        squares = [head.weight.square().sum() for head in self.heads]
-        return torch.stack(losses) + penalties / 2 * torch.stack(squares)
+        squares = torch.stack([head.weight.square().sum() for head in self.heads])
+        return penalised_losses(self(x), labels, squares, penalties)
+
+
+def penalised_losses(
+    logits: torch.Tensor, labels: torch.Tensor, squares: torch.Tensor, penalties: torch.Tensor
+) -> torch.Tensor:
+    """Compute mean cross-entropy + penalty/2 squares of several classifiers, (S,).
+
+    Args:
+        logits: (S, B, C).
+        labels: (B,) classes.
+        squares: (S,) sums of the squares of the penalised weights.
+        penalties: (S,).
+    """
+    losses = torch.stack([nn.functional.cross_entropy(each, labels) for each in logits])
+    return losses + penalties / 2 * squares
 
 
 def fit_streamed(

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import slow_except
+from conftest import slow_except, with_path
 from made_store import MadeRun, make_run
 from torch.utils.data import DataLoader
 
@@ -25,6 +25,8 @@ import featx
 from featx.errors import StoreError
 from featx.store import TokenReader
 from featx.torch import TokenDataset
+from featx.torch.keyed_delay import EpochOrder, Extent
+from featx.torch.token_selection import TokenBlocks, TokenSelection
 from featx.types import TokenGeometry
 
 pytestmark = pytest.mark.filterwarnings("ignore:a batch of")
@@ -457,6 +459,44 @@ def test_the_mixing_that_is_promised_is_measured(tmp_path: Path, block: int) -> 
     ends = np.mean([*distinct[:5], *distinct[-5:]])
     assert np.mean(distinct) == pytest.approx(expected, rel=0.05)
     assert ends == pytest.approx(expected, rel=0.1), "no thin begin or end"
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_tokens_of_ranks_are_those_of_their_blocks(world_size: int) -> None:
+    """Of more blocks than are counted at once."""
+    selection = TokenSelection(np.arange(300_001), np.arange(5))
+    blocks = TokenBlocks.of(selection, 1, 2)
+    extent = Extent(len(selection), 100_000, world_size, 64, False)
+    sizes = []
+    for rank in range(world_size):
+        order = EpochOrder(blocks, extent, (0, 0), rank, True)
+        numbers = range(order.num_segments)
+        sizes.append(sum(len(order.segment(number)[0]) for number in numbers))
+        assert sum(order.rank_tokens) == len(selection)
+    assert order.rank_tokens == sizes
+
+
+EPOCH_OF_A_STORE = """
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+sys.path.insert(0, "scripts")
+from benchmarks.tokens import one_epoch
+one_epoch(SimpleNamespace(one=sys.argv[1], memory_mib=int(sys.argv[2])))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("memory_mib", [64, 512])
+def test_an_epoch_of_a_million_tokens_holds_what_it_may(tmp_path: Path, memory_mib: int) -> None:
+    run = make_run(5076, 512, {"layer": (197, 768)}, "float16")
+    root = run.finish(tmp_path / "store")
+    command = [sys.executable, "-c", EPOCH_OF_A_STORE, str(root), str(memory_mib)]
+    repository = Path(__file__).parents[1]
+    done = subprocess.run(
+        command, cwd=repository, env=with_path(repository), stdout=subprocess.PIPE, check=True
+    )
+    assert json.loads(done.stdout) < 1.25 * memory_mib + 64
 
 
 def test_the_examples_of_the_page(

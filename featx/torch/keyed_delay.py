@@ -24,6 +24,9 @@ from featx.torch.token_selection import Ints, TokenBlocks
 DELAY = 32
 """Largest number of output segments over which a segment is spread."""
 
+_COUNTED_BLOCKS = 1 << 18
+"""Number of blocks whose tokens are counted at once."""
+
 _BLOCKS, _DELAYS, _OUTPUT = range(3)
 """Purposes of random numbers, a part of their seed."""
 
@@ -107,9 +110,14 @@ class EpochOrder:
     @cached_property
     def rank_tokens(self) -> list[int]:
         """Number of tokens of the blocks of each rank."""
-        start, stop = self._blocks.bounds(self._order)
         ranks = range(self._extent.world_size)
-        return [int((stop - start)[rank :: len(ranks)].sum()) for rank in ranks]
+        found = [0] * len(ranks)
+        # An epoch of 10^9 tokens has 10^7 blocks, so their bounds are not all held at once.
+        for begin in range(0, len(self._order), _COUNTED_BLOCKS):
+            start, stop = self._blocks.bounds(self._order[begin : begin + _COUNTED_BLOCKS])
+            for rank in ranks:
+                found[rank] += int((stop - start)[(rank - begin) % len(ranks) :: len(ranks)].sum())
+        return found
 
     @property
     def num_batches(self) -> int:

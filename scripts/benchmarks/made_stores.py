@@ -71,14 +71,12 @@ def make_run(
 
 def write_parts(session: StoreSession, rows: Rows = made_rows) -> None:
     """Commit what a session lacks of its one layer, part by part."""
-    from featx.store.part_builder import PartBuilder
-
     [run] = session.manifest.runs
     [spec] = run.layers
     pieces = rows(run.grid.num_rows, spec.shape)
     left = np.zeros((0, *spec.shape), np.float16)
     for part in session.missing():
-        builder = PartBuilder(part, [spec])
+        builder = session.part_builder(part, [spec])
         at = part.start
         while at < part.stop:
             left = left if len(left) else next(pieces)

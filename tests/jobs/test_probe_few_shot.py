@@ -61,7 +61,9 @@ def test_accuracies_follow_from_the_rows_of_each_draw(split: dict[str, Any]) -> 
                 assert about["std"] == pytest.approx(np.std(accuracies, ddof=1), abs=1e-12)
 
 
-def test_without_shots_there_is_no_such_file() -> None:
+def test_a_probe_without_shots_removes_the_file_of_an_earlier_one() -> None:
     write_store(Path("store"), Y, x=X)
+    probe(shots=1, draws=1)
+    assert Path("store/probe/few_shot.csv").exists()
     assert "few_shot_predictions" not in probe()
     assert not Path("store/probe/few_shot.csv").exists()

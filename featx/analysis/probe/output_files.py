@@ -92,6 +92,8 @@ def write_result(store: FeatureStore, result: dict[str, Any], predictions: bytes
     path = folder / layout.PROBE_HEADS / layout.PROBE_PREDICTIONS
     disk.make_folder(path.parent)
     disk.replace_unlocked(path, predictions)
+    if "few_shot_predictions" not in result:  # the file of an earlier probe
+        disk.remove(path.with_name(layout.PROBE_FEW_SHOT))
     result["predictions"] = _named(path, folder, predictions)
     text = json.dumps(result, indent=1, ensure_ascii=False, allow_nan=False)
     disk.replace_unlocked(folder / layout.PROBE, text.encode("utf-8", "surrogateescape") + b"\n")

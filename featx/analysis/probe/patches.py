@@ -166,7 +166,7 @@ class _Slices:
 def check_memory(patches: Patches, layer: str, num_rows: int, memory_gib: float) -> None:
     """Check that the patches to train on fit into memory.
 
-    The tokens are float32. Logits, probabilities and counts take 36 bytes for each class.
+    The tokens are float32. Logits, probabilities and counts take 40 bytes for each class.
 
     Args:
         patches: patches of a layer.
@@ -178,7 +178,7 @@ def check_memory(patches: Patches, layer: str, num_rows: int, memory_gib: float)
         ConfigError: they do not.
     """
     count = num_rows * patches.per_row
-    needed = count * (4 * patches.width + 36 * patches.num_classes) / (1 << 30)
+    needed = count * (4 * patches.width + 40 * patches.num_classes) / (1 << 30)
     if needed > memory_gib:
         raise ConfigError(
             f"probe.masks: {layer} has {count} patches of {num_rows} images to train on, of "

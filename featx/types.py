@@ -163,6 +163,14 @@ class RegionSource(Protocol):
         """Box of a row."""
 
 
+@runtime_checkable
+class BoxReader(Protocol):
+    """Source of images that reads boxes of them without decoding the whole image."""
+
+    def read_box(self, image_key: bytes, box: Box) -> bytes:
+        """Read a box as an encoded image of its size; raises as `Source.read`."""
+
+
 class ImageFault(Exception):  # noqa: N818 - it is recorded, not reported as an error
     """Raised if an image cannot become a row; the loader records it as a failure.
 

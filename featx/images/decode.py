@@ -161,8 +161,34 @@ def decode_pixels(data: bytes, policy: ImagePolicy, at_least: int | None) -> npt
     Raises:
         ImageFault: the image cannot be decoded; its status names the reason.
     """
-    image = _decode_or_fault(data, policy, at_least)
+    image = decode_whole(data, policy, at_least)
     return image if isinstance(image, np.ndarray) else np.array(image)
+
+
+def decode_whole(
+    data: bytes, policy: ImagePolicy, at_least: int | None
+) -> Image.Image | npt.NDArray[Any]:
+    """Decode an image as `decode_pixels` does, without a copy of what Pillow has decoded.
+
+    Args:
+        data: encoded bytes.
+        policy: treatment of orientation, transparency and size.
+        at_least: as for `decode`.
+
+    Raises:
+        ImageFault: the image cannot be decoded; its status names the reason.
+    """
+    # Damaged files raise not only OSError but also ValueError, TypeError, SyntaxError, struct.error
+    # and others, so the boundary around one image catches Exception.
+    try:
+        with _pillow_settings:
+            if policy.channels is not None:
+                return _decode_array(data, policy, policy.channels)
+            return _decode(data, policy, at_least)
+    except (ImageFault, MemoryError):
+        raise
+    except Exception as error:
+        raise _fault(data, error) from error
 
 
 def decode(data: bytes, policy: ImagePolicy, at_least: int | None = None) -> Image.Image:
@@ -181,7 +207,7 @@ def decode(data: bytes, policy: ImagePolicy, at_least: int | None = None) -> Ima
     Raises:
         ImageFault: the image cannot be decoded; its status names the reason.
     """
-    image = _decode_or_fault(data, replace(policy, jpeg=PILLOW), at_least)
+    image = decode_whole(data, replace(policy, jpeg=PILLOW), at_least)
     assert isinstance(image, Image.Image)
     return image
 
@@ -230,25 +256,6 @@ def _sizes(
     if turn >= _FIRST_TRANSPOSED:
         return (width, height), (columns, rows)
     return (height, width), (rows, columns)
-
-
-def _decode_or_fault(
-    data: bytes, policy: ImagePolicy, at_least: int | None
-) -> Image.Image | npt.NDArray[Any]:
-    """Decode, and turn every exception but MemoryError into an ImageFault.
-
-    Damaged files raise not only OSError but also ValueError, TypeError, SyntaxError, struct.error
-    and others, so the boundary around one image catches Exception.
-    """
-    try:
-        with _pillow_settings:
-            if policy.channels is not None:
-                return _decode_array(data, policy, policy.channels)
-            return _decode(data, policy, at_least)
-    except (ImageFault, MemoryError):
-        raise
-    except Exception as error:
-        raise _fault(data, error) from error
 
 
 def _decode(

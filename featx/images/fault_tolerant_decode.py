@@ -20,7 +20,13 @@ from PIL import Image
 from featx.base import ReplaceableThreadPool, num_cpus
 from featx.errors import RunError
 from featx.images.crash_journal import CrashList
-from featx.images.decode import EncodedJpeg, decode, decode_pixels, encoded_jpeg
+from featx.images.decode import (
+    EncodedJpeg,
+    decode,
+    decode_pixels,
+    decode_whole,
+    encoded_jpeg,
+)
 from featx.images.decoder_warnings import DecoderWarnings, decoder_warnings_redirected
 from featx.images.image_policy import ImagePolicy
 from featx.images.subprocess_decode import decode_in_subprocess
@@ -186,6 +192,13 @@ class FaultTolerantDecoder:
         if self._needs_subprocess(image_key):
             return self._decoded_in_subprocess(image_key, data)
         return self._recorded(image_key, decode_pixels, data)
+
+    def whole(self, key: bytes, data: bytes) -> Image.Image | npt.NDArray[Any]:
+        """Decode the image of which a row is a box with `decode_whole`; otherwise like `image`."""
+        image_key = self.image_key(key)
+        if self._needs_subprocess(image_key):
+            return self._decoded_in_subprocess(image_key, data)
+        return self._recorded(image_key, decode_whole, data)
 
     def encoded(self, key: bytes, data: bytes) -> EncodedJpeg | None:
         """Prepare the image of a row for a GPU with `encoded_jpeg`; otherwise like `image`.

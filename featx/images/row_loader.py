@@ -195,7 +195,8 @@ class RowLoader:
             checksum[0] = whole.checksum
         started_at = time.perf_counter()
         with self.span("decode"):
-            np.copyto(place, self._prepare(cut_out(whole.image(), box)))
+            cut = cut_out(whole.image(), box)
+            np.copyto(place, self._prepare(self._as_the_transform_takes(cut)))
         self._times.add(0, time.perf_counter() - started_at)
 
     def _whole(self, key: bytes) -> WholeImage:
@@ -208,7 +209,7 @@ class RowLoader:
                 number, num_bytes = image_checksum(data), len(data)
             read = time.perf_counter()
             with self.span("decode"):
-                return WholeImage(number, self._decoded(key, data))
+                return WholeImage(number, self._decoder.whole(key, data))
         except ImageFault as fault:
             return WholeImage(number, fault)
         finally:
@@ -259,6 +260,17 @@ class RowLoader:
             raise ImageFault(
                 Status.TRANSFORM_ERROR, str(error)[:200], type(error).__name__
             ) from error
+
+    def _as_the_transform_takes(self, box: DecodedImage) -> DecodedImage:
+        """A box of an image, in the type that the transform takes.
+
+        The whole image stays in the type of its decoder: a copy of 20,000 x 20,000 pixels would
+        need 1.2 GB more.
+        """
+        takes_pillow = self._decoding.reference and self._decoding.policy.channels is None
+        if takes_pillow:
+            return box if isinstance(box, Image.Image) else Image.fromarray(box)
+        return np.array(box) if isinstance(box, Image.Image) else box
 
     def _decoded(self, key: bytes, data: bytes) -> DecodedImage:
         """The whole image of a row, in the type that the transform takes."""

@@ -20,8 +20,8 @@ theirs.
 """
 
 DecodedImage = Image.Image | npt.NDArray[Any]
-"""Upright image: (H, W, 3) uint8 RGB for the fast path, a Pillow image for the reference, and
-(H, W, channels) of any numbers for a transform with a scale."""
+"""Upright image: a Pillow image, (H, W, 3) uint8 RGB, or (H, W, channels) of any numbers for a
+transform with a scale. The fast path takes arrays, the reference Pillow images."""
 
 
 @dataclass(frozen=True)

@@ -132,6 +132,7 @@ def _decoders(config: Config) -> tuple[str, str]:
         ("pillow-heif", "HEIC", "heif"),
         ("torchcodec", "video", "video"),
         ("tifffile", "TIFF of several bands", "channels"),
+        ("openslide-python", "slides", "slides"),
     ):
         version = _version_of(package)
         if version is None:

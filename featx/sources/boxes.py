@@ -18,7 +18,7 @@ from featx.errors import DataError, counted
 from featx.sources.key_forms import box_key
 from featx.sources.labels import from_names, renumbered
 from featx.sources.row_keys import doubles
-from featx.types import Box, Listing, Source, Stateful
+from featx.types import Box, BoxReader, Listing, Source, Stateful
 
 COLUMNS = ("path", "x", "y", "width", "height")
 """Required columns of the table. A column `label` is optional."""
@@ -165,3 +165,22 @@ class BoxedSource:
                 )
             image_key = os.fsencode(line["path"])
             yield _Line(image_key, box_key(image_key, *map(int, numbers)), line.get("label"))
+
+
+class ReadBoxes:
+    """Boxes that their source reads one by one, so that each row is an image of its own.
+
+    Args:
+        boxed: the table of boxes.
+        reader: source that reads boxes.
+    """
+
+    def __init__(self, boxed: BoxedSource, reader: BoxReader) -> None:
+        self._boxed = boxed
+        self._reader = reader
+        self.listing = boxed.listing
+        self.states = boxed.states
+
+    def read(self, key: bytes) -> bytes:
+        """Read the box of a row as an encoded image. Raises as `Source.read` does."""
+        return self._reader.read_box(self._boxed.image_key(key), self._boxed.box(key))

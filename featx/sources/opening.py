@@ -7,7 +7,7 @@ from pathlib import Path
 
 from featx.config import DataConfig
 from featx.sources.registry import SOURCES
-from featx.types import Source
+from featx.types import BoxReader, Source
 
 
 def open_source(config: DataConfig) -> Source:
@@ -28,13 +28,15 @@ def with_boxes(source: Source, config: DataConfig) -> Source:
     """Apply the option data.boxes to a source.
 
     Returns:
-        a `BoxedSource` with one row per box, or `source` itself if data.boxes is not set.
+        a `BoxedSource`, or a `ReadBoxes` if the source reads boxes itself, with one row per box; or
+        `source` itself if data.boxes is not set.
     """
     if config.boxes is None:
         return source
-    from featx.sources.boxes import BoxedSource
+    from featx.sources.boxes import BoxedSource, ReadBoxes
 
-    return BoxedSource(source, Path(config.boxes).expanduser())
+    boxed = BoxedSource(source, Path(config.boxes).expanduser())
+    return ReadBoxes(boxed, source) if isinstance(source, BoxReader) else boxed
 
 
 def source_of(given: object) -> Source:

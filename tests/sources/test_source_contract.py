@@ -47,6 +47,22 @@ def boxes() -> dict[str, Any]:
     return {"name": "folder", "root": "written", "boxes": "boxes.csv"}
 
 
+def slides() -> dict[str, Any]:
+    """Tiled TIFFs, of which one is broken and one is empty."""
+    pytest.importorskip("openslide", reason="OpenSlide is not installed")
+    tifffile = pytest.importorskip("tifffile", reason="tifffile is not installed")
+    pixels = np.random.default_rng(0).integers(0, 256, (90, 70, 3), dtype=np.uint8)
+    names = ["a/0.tif", "a/1.tif", "b/2.tif", "b/3.tif"]
+    for name in names:
+        Path("slides", name).parent.mkdir(parents=True, exist_ok=True)
+        tifffile.imwrite(Path("slides", name), pixels, photometric="rgb", tile=(32, 32))
+    Path("slides", names[1]).write_bytes(b"")
+    Path("slides", names[2]).write_bytes(Path("slides", names[2]).read_bytes()[:9000])
+    lines = [f"{name},{x},0,20,80" for name in names for x in (0, 40)]
+    Path("boxes.csv").write_text("\n".join(["path,x,y,width,height", *lines]))
+    return {"name": "slides", "root": "slides", "boxes": "boxes.csv"}
+
+
 def webdataset() -> dict[str, Any]:
     items = list(encoded_images().items())
     write_tar(Path("shards/0.tar"), dict(items[:3]))
@@ -103,7 +119,7 @@ def textiles() -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     "data",
-    [folder, boxes, webdataset, table, parquet, hdf5, huggingface, sample, textiles],
+    [folder, boxes, slides, webdataset, table, parquet, hdf5, huggingface, sample, textiles],
     ids=lambda make: make.__name__,
 )
 class TestSourcesOfOptions(SourceContract):

@@ -1,0 +1,194 @@
+"""Source data=slides: boxes of whole-slide images and tiled TIFFs, read by OpenSlide.
+
+A slide has up to 10^10 pixels, so it is never read as a whole: a row is a box of data.boxes, whose
+pixels are read from the tiles that it touches.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from featx.errors import ConfigError, MissingExtraError
+from featx.sources.base import FolderSource, endings
+from featx.sources.options import FileOptions
+from featx.sources.pixel_encoding import encode_image
+from featx.sources.registry import SOURCES, source_member
+from featx.types import Box, ImageFault, Listing, Source, Status
+
+if TYPE_CHECKING:
+    from openslide import OpenSlide, OpenSlideCache
+    from PIL import Image
+
+EXTENSIONS = frozenset(b".svs .ndpi .tif .tiff .vms .vmu .scn .mrxs .svslide .bif .czi".split())
+"""File name extensions that count as slides, compared without regard to case. The content is
+checked only when a slide is opened."""
+
+_NUM_OPEN = 4
+"""Number of slides that stay open; rows in the order of their keys need one or two."""
+
+
+_CACHE_BYTES = 128 << 20
+"""Size of the cache of decoded tiles, for all slides together. Rows go down a column of boxes, and
+each tile should be decoded once: OpenSlide's own 32 MiB hold 32 tiles of 512 x 512 pixels."""
+
+
+@dataclass
+class SlideOptions(FileOptions):
+    """Options of data=slides."""
+
+    root_help: ClassVar[str] = "data.root=DIR, the folder of your slides"
+
+    name: str = "slides"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.boxes is None:
+            raise ConfigError(
+                "data=slides needs data.boxes=FILE.csv, the boxes of the slides that become rows: "
+                "path,x,y,width,height in pixels of level 0."
+            )
+
+
+def open_source(config: SlideOptions) -> Source:
+    """Open the slides below the folder data.root.
+
+    Raises:
+        MissingExtraError: OpenSlide is not installed.
+    """
+    if find_spec("openslide") is None:
+        raise MissingExtraError('data=slides needs OpenSlide: pip install "featx[slides]".')
+    return SlideSource(config)
+
+
+class SlideSource:
+    """Slides below a folder, of which boxes are read; the first sub-folder is the label.
+
+    Args:
+        config: options of the group `data` for the path, extensions, links and limit of pixels.
+    """
+
+    def __init__(self, config: SlideOptions) -> None:
+        extensions = EXTENSIONS if config.extensions is None else endings(config.extensions)
+        self._folder = FolderSource(config.path, config.follow_links, extensions, what="slides")
+        self._max_pixels = config.max_pixels
+        self._lock = threading.Lock()
+        self._open: dict[bytes, OpenSlide] = {}
+        self._cache: OpenSlideCache | None = None
+
+    def listing(self) -> Listing:
+        """List the slides. Raises DataError as `FolderSource.listing` does."""
+        return self._folder.listing()
+
+    def read(self, key: bytes) -> bytes:
+        """Refuse to read a slide as a whole.
+
+        Raises:
+            ImageFault: always.
+        """
+        raise ImageFault(Status.TOO_LARGE, "a slide is read in boxes only (data.boxes)")
+
+    def read_box(self, image_key: bytes, box: Box) -> bytes:
+        """Read a box of level 0, as PPM, or as PNG with alpha if a pixel is transparent.
+
+        Raises:
+            ImageFault: the slide is missing or OpenSlide cannot read it, or the box is too large or
+                reaches outside.
+            OSError: the disk or mount fails.
+        """
+        if box.width * box.height > self._max_pixels:
+            raise ImageFault(
+                Status.TOO_LARGE, f"{box.width} x {box.height} pixels, over {self._max_pixels}"
+            )
+        from openslide import OpenSlideError, OpenSlideUnsupportedFormatError
+
+        try:
+            try:
+                image = _region(self._slide(image_key), box)
+            except OpenSlideError:
+                # After an error every call of this object fails, also those of other threads, whose
+                # boxes may be sound. So each is read again by an object of its own.
+                self._forget(image_key)
+                image = _region(self._opened(image_key), box)
+        except OpenSlideError as error:
+            is_unknown = isinstance(error, OpenSlideUnsupportedFormatError)
+            raise ImageFault(
+                Status.UNSUPPORTED if is_unknown else Status.DECODE_ERROR,
+                f"{str(error)[:200]}{'; a TIFF has to be tiled' if is_unknown else ''}",
+                type(error).__name__,
+            ) from error
+        is_opaque = image.getchannel("A").getextrema() == (255, 255)
+        return encode_image(image.convert("RGB") if is_opaque else image)
+
+    def states(self, keys: npt.NDArray[np.bytes_]) -> npt.NDArray[np.void]:
+        """Return the states of the files of some slides."""
+        return self._folder.states(keys)
+
+    def _slide(self, key: bytes) -> OpenSlide:
+        """The open slide of a key; several threads may read from it at the same time."""
+        with self._lock:
+            slide = self._open.get(key)
+            if slide is None:
+                slide = self._opened(key)
+                while len(self._open) >= _NUM_OPEN:
+                    # Not closed: another thread may be reading from it. The last reference does.
+                    del self._open[next(iter(self._open))]
+                self._open[key] = slide
+            return slide
+
+    def _opened(self, key: bytes) -> OpenSlide:
+        """A slide that was opened now.
+
+        Raises:
+            ImageFault: there is no such file.
+            OSError: the folder is gone.
+        """
+        from openslide import OpenSlide, OpenSlideCache
+
+        path = os.path.join(self._folder.root, os.fsdecode(key))
+        if not os.path.isfile(path):  # noqa: PTH113 - unusual bytes
+            self._folder.check_root()
+            raise ImageFault(Status.MISSING, "no such file", "FileNotFoundError")
+        slide = OpenSlide(path)
+        if self._cache is None:
+            self._cache = OpenSlideCache(_CACHE_BYTES)
+        slide.set_cache(self._cache)
+        return slide
+
+    def _forget(self, key: bytes) -> None:
+        """Open a slide again when it is needed next."""
+        with self._lock:
+            self._open.pop(key, None)
+
+
+def _region(slide: OpenSlide, box: Box) -> Image.Image:
+    """A box of level 0 of a slide, mode RGBA.
+
+    Raises:
+        ImageFault: it reaches outside the slide.
+        OpenSlideError: it cannot be read.
+    """
+    width, height = slide.dimensions
+    if box.x + box.width > width or box.y + box.height > height:
+        raise ImageFault(
+            Status.TRANSFORM_ERROR, f"the box reaches outside the slide of {width} x {height}"
+        )
+    image: Image.Image = slide.read_region((box.x, box.y), 0, (box.width, box.height))
+    return image
+
+
+SOURCES.register(
+    source_member(
+        "slides",
+        "Boxes of whole-slide images and tiled TIFFs, read by OpenSlide.",
+        SlideOptions,
+        open_source,
+        extra="slides",
+    )
+)

@@ -28,8 +28,13 @@ def probe(arguments: argparse.Namespace) -> None:
     y = rng.integers(0, arguments.classes, total)
     centres = rng.normal(size=(arguments.classes, arguments.features)).astype(np.float32)
     x = rng.normal(size=(total, arguments.features)).astype(np.float32)
-    x *= np.geomspace(1, 0.05, arguments.features, dtype=np.float32)  # as features are: uneven
-    x += arguments.signal * centres[y]
+    if arguments.condition == 1:
+        x *= np.geomspace(1, 0.05, arguments.features, dtype=np.float32)
+        x += arguments.signal * centres[y]
+    else:  # correlated, as features of networks are
+        x += arguments.signal * centres[y]
+        x *= np.geomspace(1, arguments.condition**-0.5, arguments.features, dtype=np.float32)
+        x = x @ np.linalg.qr(rng.normal(size=(arguments.features,) * 2))[0].astype(np.float32)
     fitted, tested = slice(0, arguments.rows), slice(arguments.rows, total)
     mean, scale = x[fitted].mean(0), x[fitted].std(0)
     x -= mean
@@ -140,6 +145,10 @@ def add_commands(add: Add) -> None:
     one.add_argument("--classes", type=int, default=10)
     one.add_argument("--signal", type=float, default=0.05, help="spread of the classes' centres")
     one.add_argument("--l2", type=float, default=1e-3)
+    one.add_argument(
+        "--condition", type=float, default=1, help="ratio of the features' largest and smallest "
+        "variance after a rotation; 1 for features that are not correlated",
+    )  # fmt: skip
     one.add_argument("--runs", type=int, default=1)
     one = add("nearest", nearest)
     one.add_argument("--rows", type=int, default=100_000)

@@ -6,12 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
-from featx.analysis.probe.logistic_regression import (
-    EXACT_NUMBERS,
-    FINAL_TOLERANCE,
-    MAX_ITERATIONS,
-    threads_for,
-)
+from featx.analysis.probe.lbfgs import MAX_ITERATIONS
+from featx.analysis.probe.logistic_regression import EXACT_NUMBERS, FINAL_TOLERANCE
+from featx.analysis.probe.matrix_products import threads_for
 from featx.base import float64_home
 
 

@@ -17,7 +17,7 @@ from featx.analysis.probe.heads import Head
 from featx.analysis.probe.labelled_rows import Features, LayerRows, layer_rows
 from featx.analysis.probe.layer_choice import LayerChoice
 from featx.analysis.probe.leakage import NearDuplicates, near_duplicates, repeated_rows
-from featx.analysis.probe.logistic_regression import threads_for
+from featx.analysis.probe.matrix_products import threads_for
 from featx.analysis.probe.metrics import Predictions, judged_folds
 from featx.analysis.probe.problem import Fitted, Problem
 from featx.analysis.probe.row_predictions import RowPredictions, join_folds

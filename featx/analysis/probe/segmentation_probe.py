@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from featx.analysis.probe.logistic_regression import threads_for
 from featx.analysis.probe.masks import Masks, read_masks
+from featx.analysis.probe.matrix_products import threads_for
 from featx.analysis.probe.output_files import write_result
 from featx.analysis.probe.patches import Patches, check_memory, require_patches
 from featx.analysis.probe.result import run_entries, store_entries

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from featx.analysis.probe.labelled_rows import Features, layer_rows
-from featx.analysis.probe.logistic_regression import threads_for
+from featx.analysis.probe.matrix_products import threads_for
 from featx.analysis.probe.other_store import open_other_store
 from featx.analysis.probe.output_files import write_result
 from featx.analysis.probe.result import run_entries, store_entries

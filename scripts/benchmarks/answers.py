@@ -23,33 +23,23 @@ def probe(arguments: argparse.Namespace) -> None:
 
     from featx.analysis.probe.logistic_regression import TOLERANCE, fit_logistic
 
-    rng = np.random.default_rng(0)
-    total = arguments.rows + arguments.rows // 5
-    y = rng.integers(0, arguments.classes, total)
-    centres = rng.normal(size=(arguments.classes, arguments.features)).astype(np.float32)
-    x = rng.normal(size=(total, arguments.features)).astype(np.float32)
-    if arguments.condition == 1:
-        x *= np.geomspace(1, 0.05, arguments.features, dtype=np.float32)
-        x += arguments.signal * centres[y]
-    else:  # correlated, as features of networks are
-        x += arguments.signal * centres[y]
-        x *= np.geomspace(1, arguments.condition**-0.5, arguments.features, dtype=np.float32)
-        x = x @ np.linalg.qr(rng.normal(size=(arguments.features,) * 2))[0].astype(np.float32)
-    fitted, tested = slice(0, arguments.rows), slice(arguments.rows, total)
+    x, y = positions_of(arguments) if arguments.store else made_problem(arguments)
+    num_rows, num_classes = len(x) * 5 // 6, int(y.max()) + 1
+    fitted, tested = slice(0, num_rows), slice(num_rows, len(x))
     mean, scale = x[fitted].mean(0), x[fitted].std(0)
     x -= mean
-    x /= scale
+    x /= np.maximum(scale, 1e-6)
 
     def by_featx() -> np.ndarray:
         with torch.no_grad():
             rows = torch.from_numpy(x[fitted])
             labels = torch.from_numpy(y[fitted])
-            fit = fit_logistic(rows, labels, arguments.classes, arguments.l2)
+            fit = fit_logistic(rows, labels, num_classes, arguments.l2)
         print(f"  featx: {fit.iterations} iterations, gradient {fit.gradient:.2g}")
         return (x[tested] @ fit.weight.numpy().T + fit.bias.numpy()).argmax(1)
 
     def by_sklearn() -> np.ndarray:
-        strength = 1 / (arguments.l2 * arguments.rows)
+        strength = 1 / (arguments.l2 * num_rows)
         fit = LogisticRegression(C=strength, tol=TOLERANCE, max_iter=1000)
         fit.fit(x[fitted], y[fitted])
         print(f"  scikit-learn: {int(fit.n_iter_.max())} iterations")
@@ -65,10 +55,41 @@ def probe(arguments: argparse.Namespace) -> None:
             print(f"  {name}: {found[name][-1]:.1f} s, accuracy {right:.4f}", flush=True)
     ratios = [b / a for a, b in zip(*found.values(), strict=True)]
     print(
-        f"{arguments.rows} x {arguments.features}, {arguments.classes} classes, l2 "
+        f"{num_rows} x {x.shape[1]}, {num_classes} classes, l2 "
         f"{arguments.l2:g}: scikit-learn takes {statistics.median(ratios):.2f} times as long "
         f"({min(ratios):.2f} to {max(ratios):.2f})"
     )
+
+
+def made_problem(arguments: argparse.Namespace) -> tuple[np.ndarray, np.ndarray]:
+    """Made-up features and classes."""
+    rng = np.random.default_rng(0)
+    total = arguments.rows + arguments.rows // 5
+    y = rng.integers(0, arguments.classes, total)
+    centres = rng.normal(size=(arguments.classes, arguments.features)).astype(np.float32)
+    x = rng.normal(size=(total, arguments.features)).astype(np.float32)
+    if arguments.condition == 1:
+        x *= np.geomspace(1, 0.05, arguments.features, dtype=np.float32)
+        x += arguments.signal * centres[y]
+    else:  # correlated, as features of networks are
+        x += arguments.signal * centres[y]
+        x *= np.geomspace(1, arguments.condition**-0.5, arguments.features, dtype=np.float32)
+        x = x @ np.linalg.qr(rng.normal(size=(arguments.features,) * 2))[0].astype(np.float32)
+    return x, y
+
+
+def positions_of(arguments: argparse.Namespace) -> tuple[np.ndarray, np.ndarray]:
+    """Positions of a store's maps or tokens in a random order, with the classes of their images."""
+    import featx
+    from featx.torch import TokenDataset
+
+    dataset = TokenDataset(
+        arguments.store, featx.open(arguments.store).layers[0], batch_size=1, drop_last=False
+    )
+    count = min(dataset.num_tokens, arguments.rows * 6 // 5)
+    chosen = np.random.default_rng(0).permutation(dataset.num_tokens)[:count]
+    rows, positions = np.divmod(chosen, dataset.num_tokens // len(dataset.store))
+    return dataset.take(rows, positions).float().numpy(), dataset.store.labels[rows]
 
 
 def nearest(arguments: argparse.Namespace) -> None:
@@ -145,6 +166,9 @@ def add_commands(add: Add) -> None:
     one.add_argument("--classes", type=int, default=10)
     one.add_argument("--signal", type=float, default=0.05, help="spread of the classes' centres")
     one.add_argument("--l2", type=float, default=1e-3)
+    one.add_argument(
+        "--store", help="store whose first layer's positions are the rows, instead of made-up ones"
+    )
     one.add_argument(
         "--condition", type=float, default=1, help="ratio of the features' largest and smallest "
         "variance after a rotation; 1 for features that are not correlated",

@@ -260,17 +260,21 @@ def _check_places(config: Config, job: Job) -> None:
         return
     if not job.makes_store:
         raise ConfigError(
-            f"out={config.out}: job={job.name} writes to a disk only; choose a folder."
+            f"out={config.out}: job={job.name} writes to a disk only, because it changes files and "
+            "merges them under a lock, and an object store has no locks. Choose a folder, and copy "
+            "it when it is done."
         )
+    grows = "its files grow during the run, and objects cannot"
+    deletes = "it deletes the parts that it has packed, and an object store has no lock for that"
     given = {
-        "pack=true": config.pack is True,
-        "profile=true": config.profile,
-        "tensorboard": config.tensorboard is not False,
+        "pack=true": (config.pack is True, deletes),
+        "profile=true": (config.profile, grows),
+        "tensorboard": (config.tensorboard is not False, grows),
     }
-    for key in (key for key, is_given in given.items() if is_given):
+    for key, reason in ((key, reason) for key, (is_given, reason) in given.items() if is_given):
         raise ConfigError(
-            f"{key} needs a store on a disk, and out={config.out} lies in an object store. Leave "
-            "it out, or choose a folder and copy the store when it is done."
+            f"{key} needs a store on a disk, and out={config.out} lies in an object store: "
+            f"{reason}. Leave it out, or choose a folder and copy the store when it is done."
         )
     if config.executor.name == "slurm" and config.executor.shared_folder is None:
         raise ConfigError(

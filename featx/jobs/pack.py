@@ -31,8 +31,9 @@ def _check(config: Config) -> None:
     root = config.store or config.out
     if is_url(root):
         raise ConfigError(
-            f"{root} lies in an object store, and packing needs a disk: copy the store there, pack "
-            "it, and copy it back."
+            f"{root} lies in an object store, and packing needs a disk: it deletes the parts that "
+            "it has packed, and an object store has no lock for that. Copy the store to a disk, "
+            "pack it, and copy it back."
         )
 
 

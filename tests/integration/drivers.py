@@ -24,6 +24,7 @@ class Driver:
         arguments: of the command.
         environment: variables beside those of this process.
         program: what Python runs, featx's own command when not given.
+        within: command that starts Python, such as nsenter with its options.
     """
 
     def __init__(
@@ -31,11 +32,12 @@ class Driver:
         arguments: Sequence[str],
         environment: Mapping[str, str],
         program: Sequence[str] = ("-m", "featx"),
+        within: Sequence[str] = (),
     ) -> None:
         self._log = Path(f"driver-{time.monotonic_ns()}.log")
         with self._log.open("wb") as log:
             self.process = subprocess.Popen(
-                [sys.executable, *program, *arguments],
+                [*within, sys.executable, *program, *arguments],
                 env={**with_path(TESTS), "OMP_NUM_THREADS": "1", **environment},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -80,6 +82,7 @@ def driving(
     pause_s: float = 0.5,
     environment: Mapping[str, str] | None = None,
     program: Sequence[str] = ("-m", "featx"),
+    within: Sequence[str] = (),
 ) -> Iterator[Driver]:
     """A run of the tiny model, ended with the block.
 
@@ -89,9 +92,10 @@ def driving(
         pause_s: how long every forward pass takes, also those of the trial.
         environment: variables beside those of this process.
         program: what Python runs.
+        within: command that starts Python.
     """
     arguments = [*COMMAND, "data=folder", f"data.root={data}", f"+model.args.pause_s={pause_s}"]
-    driver = Driver([*arguments, *overrides], environment or {}, program)
+    driver = Driver([*arguments, *overrides], environment or {}, program, within)
     try:
         yield driver
     finally:

@@ -1,7 +1,7 @@
 """A Slurm cluster of two nodes on this machine: munged, slurmctld and two slurmd, all of our own.
 
 Everything listens on the loopback interface, and keeps its key, socket, state and logs in one
-folder. There is no accounting: what sacct would tell has to come from squeue. About ten seconds to
+folder. Without accounting, what sacct would tell has to come from squeue. About ten seconds to
 idle.
 """
 
@@ -15,7 +15,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -23,6 +23,9 @@ import pytest
 from drivers import free_ports
 
 NODES = ("n1", "n2")
+SLURM = ("executor=slurm", "executor.cpus=1")
+"""Options of the command for this cluster."""
+
 COMMANDS = ("munged", "slurmctld", "slurmd", "sbatch", "squeue", "scancel", "scontrol", "sinfo")
 
 _CONFIG = """\
@@ -44,6 +47,7 @@ JobAcctGatherType=jobacct_gather/none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 MpiDefault=none
+CommunicationParameters=NoInAddrAny,NoCtldInAddrAny
 ReturnToService=2
 SchedulerParameters=sched_interval=2,bf_interval=2
 PreemptType=preempt/partition_prio
@@ -137,9 +141,18 @@ class SlurmCluster:
         self.wait_until_idle()
 
 
+Accounting = Callable[[Path], contextlib.AbstractContextManager[str]]
+"""Starts a database in the folder of a cluster; gives the lines of slurm.conf that lead to it."""
+
+
 @contextlib.contextmanager
-def running_cluster(folder: Path) -> Iterator[SlurmCluster]:
-    """A cluster as long as the block runs. Skips where Slurm is not installed."""
+def running_cluster(folder: Path, accounting: Accounting | None = None) -> Iterator[SlurmCluster]:
+    """A cluster as long as the block runs. Skips where Slurm is not installed.
+
+    Args:
+        folder: of its files.
+        accounting: its database, or None for a cluster without one.
+    """
     if lacking := [name for name in COMMANDS if shutil.which(name) is None]:
         pytest.skip(
             f"{', '.join(lacking)}: not found; "
@@ -161,26 +174,34 @@ def running_cluster(folder: Path) -> Iterator[SlurmCluster]:
         for node, port in zip(NODES, ports[1:], strict=True)
     )
     config = folder / "slurm.conf"
-    config.write_text(
-        _CONFIG.format(host=host, controller_port=ports[0], folder=folder, nodes=nodes)
-    )
+    text = _CONFIG.format(host=host, controller_port=ports[0], folder=folder, nodes=nodes)
+    config.write_text(text)
     cluster = SlurmCluster(folder, {"SLURM_CONF": str(config)})
-    try:
+    with contextlib.ExitStack() as stack:
+        stack.callback(_end_steps, config)
         cluster.start("munged")
+        stack.callback(cluster.stop, "munged")
         deadline = time.monotonic() + 30
         while not (folder / "munge.socket").exists():
             assert time.monotonic() < deadline, _tail(folder / "munged.log")
             time.sleep(0.1)
+        if accounting is not None:
+            config.write_text(text + stack.enter_context(accounting(folder)))
+            cluster.ask("sacctmgr", "--immediate", "add", "cluster", "featx")
+        stack.callback(_stop, cluster)
         for name in ("slurmctld", *NODES):
             cluster.start(name)
         cluster.wait_until_idle()
         yield cluster
-    finally:
-        with contextlib.suppress(AssertionError, subprocess.SubprocessError):
-            cluster.clear()  # a daemon that stops leaves the steps of its jobs behind
-        for name in reversed(list(cluster.processes)):
+
+
+def _stop(cluster: SlurmCluster) -> None:
+    """Cancel what is left and stop the controller and the nodes, before their database ends."""
+    with contextlib.suppress(AssertionError, subprocess.SubprocessError):
+        cluster.clear()  # a daemon that stops leaves the steps of its jobs behind
+    for name in (*NODES, "slurmctld"):
+        if name in cluster.processes:
             cluster.stop(name)
-        _end_steps(config)
 
 
 def processes_of_tasks(store: Path) -> list[int]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shlex
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,7 @@ from faulty_proxy import FAULTS, error, faulty_proxy, some
 from object_server import environment, num_parts, place, rows_of
 from processes import wait_until
 from s3rver import CREDENTIALS, running_s3rver
-from seaweed import READER, SeaweedServer, bucket_on_seaweed
+from seaweed import READER, SeaweedServer
 from tiny_model import extract
 
 import featx
@@ -28,13 +27,9 @@ pytestmark = [
     pytest.mark.timeout(900),
 ]
 
+pytest_plugins = ["seaweed_fixtures"]
+
 OUT = "s3://bucket/run"
-
-
-@pytest.fixture
-def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SeaweedServer]:
-    with bucket_on_seaweed(tmp_path / "seaweed", monkeypatch) as running:
-        yield running
 
 
 def is_whole(photos: Path) -> None:

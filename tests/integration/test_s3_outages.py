@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import shlex
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from drivers import Driver, driving
 from object_server import num_parts, place, rows_of
-from seaweed import SeaweedServer, bucket_on_seaweed
+from seaweed import SeaweedServer
 from slurm_cluster import running_cluster
 from tiny_model import extract
 
@@ -24,18 +23,14 @@ pytestmark = [
     pytest.mark.usefixtures("in_tmp_path", "one_thread"),
 ]
 
+pytest_plugins = ["seaweed_fixtures"]
+
 IMPATIENT = (
     "-c",
     "from featx import __main__; from featx.storage import s3_client; s3_client.PATIENCE_S = 15; "
     "__main__.main()",
 )
 """featx's command that waits for 15 s only."""
-
-
-@pytest.fixture
-def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SeaweedServer]:
-    with bucket_on_seaweed(tmp_path / "seaweed", monkeypatch) as running:
-        yield running
 
 
 OUT = "s3://bucket/run"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from drivers import alone, driving, stored
-from slurm_cluster import SlurmCluster, processes_of_tasks
+from slurm_cluster import SLURM, SlurmCluster, processes_of_tasks
 from tiny_model import write_images
 
 pytestmark = [
@@ -20,8 +20,6 @@ pytestmark = [
 ]
 
 pytest_plugins = ["slurm_fixtures"]
-
-SLURM = ("executor=slurm", "executor.cpus=1")
 
 
 def test_the_rows_are_those_of_a_local_run(photos: Path, cluster: SlurmCluster) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from drivers import alone, driving, stored
-from slurm_cluster import SlurmCluster, processes_of_tasks
+from slurm_cluster import SLURM, SlurmCluster, processes_of_tasks
 
 pytestmark = [
     pytest.mark.usefixtures("packing_in_process"),
@@ -24,8 +24,6 @@ pytestmark = [
 ]
 
 pytest_plugins = ["slurm_fixtures"]
-
-SLURM = ("executor=slurm", "executor.cpus=1")
 
 
 def status() -> dict[str, Any]:

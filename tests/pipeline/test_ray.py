@@ -62,6 +62,7 @@ class MadeRay:
     Attributes:
         actors: that were started, with what they were asked for.
         die_at: part -> how many actors die at it.
+        delay_s: how long it takes to wait for a result.
     """
 
     exceptions = SimpleNamespace(RayError=RayError, RayTaskError=RayTaskError)
@@ -71,6 +72,7 @@ class MadeRay:
         self.killed: list[Any] = []
         self.asked: dict[str, Any] = {}
         self.die_at: dict[int, int] = {}
+        self.delay_s = 0.0
 
     def is_initialized(self) -> bool:
         return True
@@ -109,6 +111,7 @@ class MadeRay:
         return compute
 
     def wait(self, calls: list[Any], num_returns: int, timeout: float) -> tuple[list[Any], Any]:
+        time.sleep(self.delay_s)
         return calls[:num_returns], calls[num_returns:]
 
     def get(self, call: Call) -> Any:
@@ -128,7 +131,7 @@ class Call:
 @pytest.fixture
 def ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[MadeRay]:
     made = MadeRay()
-    monkeypatch.setattr(ray_executor, "_ray", lambda: made)
+    monkeypatch.setattr(ray_executor, "ray_module", lambda: made)
     yield made
     for actor in made.actors:
         actor.close()
@@ -175,6 +178,24 @@ def test_a_part_that_takes_its_actors_with_it_ends_the_run(photos: Path, ray: Ma
         extract(photos, executor="ray")
     ray.die_at = {}
     assert extract(photos, executor="ray").complete
+
+
+def test_the_loss_of_the_head_ends_the_run_which_resumes_later(
+    photos: Path, ray: MadeRay, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    extract(photos, out="alone")
+    with socket.create_server(("127.0.0.1", 0)) as head:
+        address = f"127.0.0.1:{head.getsockname()[1]}"
+    context = SimpleNamespace(gcs_address=address)
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: context, raising=False)
+    monkeypatch.setattr("featx.pipeline.executors.ray_cluster.HEAD_LOST_S", 0.0)
+    monkeypatch.setattr("featx.pipeline.executors.ray_cluster._HEAD_CHECK_S", 0.01)
+    ray.delay_s = 0.02
+    with pytest.raises(RunError, match=r"the head of the Ray cluster at .* start the cluster"):
+        extract(photos, executor="ray")
+    context.gcs_address = ""
+    assert extract(photos, executor="ray").complete
+    assert digests("store") == digests("alone")
 
 
 def test_an_exception_in_an_actor_names_its_part(

@@ -8,16 +8,20 @@ is computed again.
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
-import socket
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from featx.config import Config, ExecutorConfig
-from featx.errors import ConfigError, FeatxError, InternalError, MissingExtraError, RunError
+from featx.errors import FeatxError, InternalError, RunError
 from featx.pipeline.executors.part_worker import PartWorker, add_worker_context, rows_text
+from featx.pipeline.executors.ray_cluster import (
+    HeadWatch,
+    address_in_use,
+    check_cluster,
+    connected,
+    ray_module,
+)
 from featx.pipeline.executors.registry import EXECUTORS, Executor
 from featx.pipeline.executors.scheduler import MAX_DEATHS, RESUME_HINT, Scheduler
 from featx.pipeline.executors.worker_spec import (
@@ -35,9 +39,6 @@ from featx.types import Part
 WAIT_S = 0.5
 """Seconds to wait for results before signals are checked again."""
 
-CONNECT_S = 10.0
-"""Seconds to wait for an answer at executor.address."""
-
 
 def check(config: Config) -> None:
     """Check that Ray is installed and that its cluster answers.
@@ -46,13 +47,9 @@ def check(config: Config) -> None:
         MissingExtraError: Ray is not installed.
         ConfigError: no cluster answers at executor.address.
     """
-    _ray()
-    host, _, port = (_options(config).address or "").removeprefix("ray://").rpartition(":")
-    if host and port.isdigit():  # Ray itself would retry for many minutes
-        try:
-            socket.create_connection((host, int(port)), CONNECT_S).close()
-        except OSError as error:
-            raise _no_cluster(config, error) from error
+    ray = ray_module()
+    if (address := _options(config).address) is not None:
+        check_cluster(ray, address)
 
 
 def run(context: RunContext, session: Session, spec: WorkerSpec) -> RunOutcome:
@@ -70,7 +67,7 @@ def run(context: RunContext, session: Session, spec: WorkerSpec) -> RunOutcome:
         RunError: an actor failed; the message names its part and rows.
         Interrupted: SIGINT or SIGTERM arrived; complete parts are committed.
     """
-    with _cluster(context.config) as ray:
+    with connected(ray_module(), _options(context.config).address) as ray:
         return ActorPool(ray, spec, context, session).run()
 
 
@@ -202,6 +199,7 @@ class ActorPool(Scheduler[_ActorHandle]):
         # Reference to a pending result -> actor, and its part or None until the actor is ready.
         self._calls: dict[Any, tuple[_ActorHandle, Part | None]] = {}
         self._idle: list[_ActorHandle] = []
+        self._head = HeadWatch(address_in_use(ray, options.address))
 
     def start(self) -> None:
         """Start the actors."""
@@ -209,7 +207,12 @@ class ActorPool(Scheduler[_ActorHandle]):
             self._start_actor()
 
     def handle_events(self) -> None:
-        """Wait up to WAIT_S seconds for the result of a call, and handle it."""
+        """Wait up to WAIT_S seconds for the result of a call, and handle it.
+
+        Raises:
+            RunError: the head of the cluster has not answered for HEAD_LOST_S seconds.
+        """
+        self._head.check()
         ended, _ = self._ray.wait(list(self._calls), num_returns=1, timeout=WAIT_S)
         for reference in ended:
             self._handle_result(reference)
@@ -274,51 +277,3 @@ class ActorPool(Scheduler[_ActorHandle]):
             self._assign_next(self._idle.pop())  # a full cluster may have no room for a new actor
         else:
             self._start_actor()
-
-
-@contextlib.contextmanager
-def _cluster(config: Config) -> Iterator[Any]:
-    """Connect Ray to the cluster of the config, or start one on this machine.
-
-    A connection of the caller is used as it is and stays open.
-    """
-    ray = _ray()
-    is_ours = not ray.is_initialized()
-    if is_ours:
-        address = _options(config).address
-        try:
-            ray.init(
-                address=address or "local",
-                log_to_driver=False,
-                logging_level=logging.ERROR,
-                **({} if address else {"include_dashboard": False}),
-            )
-        except (ConnectionError, ValueError, RuntimeError) as error:
-            raise _no_cluster(config, error) from error
-    try:
-        yield ray
-    finally:
-        if is_ours:
-            ray.shutdown()
-
-
-def _no_cluster(config: Config, error: Exception) -> ConfigError:
-    """Error for an address at which no cluster answers."""
-    reason = (str(error).splitlines() or [type(error).__name__])[0]
-    return ConfigError(
-        f"executor.address={_options(config).address}: no Ray cluster answers there ({reason}). "
-        "Leave it out to start one on this machine."
-    )
-
-
-def _ray() -> Any:
-    """Import Ray.
-
-    Raises:
-        MissingExtraError: Ray is not installed.
-    """
-    try:
-        import ray
-    except ImportError as error:
-        raise MissingExtraError('executor=ray needs Ray: pip install "featx[ray]".') from error
-    return ray

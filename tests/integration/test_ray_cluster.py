@@ -26,7 +26,6 @@ NOISE = (
     "rpc_client",
     "raylet",
     "network_util",
-    "WARNING",
     "core_worker",
 )
 """What Ray's own lines contain."""

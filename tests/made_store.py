@@ -106,7 +106,7 @@ class MadeRun:
     def part_of(self, session: StoreSession, part: Part, batch: int | None = None) -> PartBuilder:
         """A part of a session with all its rows, added in batches."""
         least = 0 if self.streamed else 1 << 60
-        return self._filled(session.part_builder(part, self.specs, least), batch)
+        return self._filled(session.begin_part(part, self.specs, least), batch)
 
     def _filled(self, builder: PartBuilder, batch: int | None) -> PartBuilder:
         part = builder.part

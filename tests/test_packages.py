@@ -31,6 +31,13 @@ def test_every_exported_name_can_be_imported(stub: Path) -> None:
         package.no_such_name  # noqa: B018
 
 
+@pytest.mark.parametrize("stub", STUBS, ids=package_of)
+def test_no_exported_name_is_that_of_a_module(stub: Path) -> None:
+    """Importing the module would set the attribute of the package, and hide the exported name."""
+    modules = {path.stem for path in stub.parent.iterdir() if path.stem.isidentifier()}
+    assert not modules & {*importlib.import_module(package_of(stub)).__all__}
+
+
 def test_other_packages_import_from_the_package() -> None:
     found = []
     for path in sorted(ROOT.rglob("*.py")):

@@ -171,7 +171,7 @@ class StoreOutput(RunOutput[StoreSession]):
         observer: RunObserver,
     ) -> FeatureSink:
         """Return the sink that builds parts of the store."""
-        return FeatureSink(context, session.part_builder, session.commit, heartbeat, observer)
+        return FeatureSink(context, session.begin_part, session.commit, heartbeat, observer)
 
     def part_task(self, context: RunContext, session: StoreSession) -> StorePartTask:
         """Return the part task of workers."""

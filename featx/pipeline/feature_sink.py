@@ -21,8 +21,8 @@ from featx.store import (
     Heartbeat,
     Manifest,
     PartBuilder,
+    begin_part,
     layout,
-    part_builder,
     part_names,
     publish_part,
     read_listing,
@@ -152,7 +152,7 @@ class StorePartTask:
         disk, manifest = open_folder(root), Manifest.from_json(self.manifest, root)
 
         def begin(part: Part, specs: Sequence[LayerSpec]) -> PartBuilder:
-            return part_builder(disk, part, specs, manifest, context.listing)
+            return begin_part(disk, part, specs, manifest, context.listing)
 
         def publish(builder: PartBuilder) -> Sequence[Failure]:
             return publish_part(disk, builder, manifest, context.listing)

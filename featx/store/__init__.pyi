@@ -52,8 +52,8 @@ from .pack import pack_store as pack_store
 from .pack import packed_size_bound as packed_size_bound
 from .pack import reason_to_keep_parts as reason_to_keep_parts
 from .part_builder import PartBuilder as PartBuilder
+from .part_files import begin_part as begin_part
 from .part_files import is_streamed as is_streamed
-from .part_files import part_builder as part_builder
 from .part_files import part_names as part_names
 from .part_files import publish_part as publish_part
 from .reader import FeatureStore as FeatureStore

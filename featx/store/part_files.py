@@ -60,7 +60,7 @@ def is_streamed(
     return codec == "none" and num_bytes >= streamed_bytes and not is_url(root)
 
 
-def part_builder(
+def begin_part(
     disk: AtomicFolder,
     part: Part,
     specs: Sequence[LayerSpec],

@@ -40,7 +40,7 @@ from featx.store.part_builder import PartBuilder
 from featx.store.part_files import (
     STREAMED_BYTES,
     arrived_parts,
-    part_builder,
+    begin_part,
     part_names,
     part_path,
     publish_part,
@@ -169,14 +169,14 @@ class StoreSession:
         gaps = () if part.index in self._parts.indices else self._parts.pieces.gaps(part)
         return [row for gap in gaps for row in range(gap.start, gap.stop)]
 
-    def part_builder(
+    def begin_part(
         self, part: Part, specs: Sequence[LayerSpec], streamed_bytes: int = STREAMED_BYTES
     ) -> PartBuilder:
-        """Begin a part of the store; see `part_files.part_builder`.
+        """Begin a part of the store; see `part_files.begin_part`.
 
         A part that is not committed when the store is released is given up.
         """
-        builder = part_builder(self.disk, part, specs, self.manifest, self.listing, streamed_bytes)
+        builder = begin_part(self.disk, part, specs, self.manifest, self.listing, streamed_bytes)
         self._begun.add(builder)
         return builder
 

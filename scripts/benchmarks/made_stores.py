@@ -76,7 +76,7 @@ def write_parts(session: StoreSession, rows: Rows = made_rows) -> None:
     pieces = rows(run.grid.num_rows, spec.shape)
     left = np.zeros((0, *spec.shape), np.float16)
     for part in session.missing():
-        builder = session.part_builder(part, [spec])
+        builder = session.begin_part(part, [spec])
         at = part.start
         while at < part.stop:
             left = left if len(left) else next(pieces)

@@ -47,7 +47,7 @@ def commit_one(folder: Path, mib: int, codec: str) -> None:
         peak_mib(begin=True)
         before, begun, busy = peak_mib(), time.perf_counter(), time.process_time()
         [part] = session.missing()
-        builder = session.part_builder(part, run.layers)
+        builder = session.begin_part(part, run.layers)
         for start in range(0, num_rows, BATCH):
             builder.add(start, {"layer": batch[: num_rows - start]}, [])
         session.commit(builder)
@@ -111,7 +111,7 @@ def many_parts(arguments: argparse.Namespace) -> None:
         def write() -> None:
             with (session := StoreSession(root, run, listing)).hold():
                 for part in session.missing():
-                    builder = session.part_builder(part, run.layers)
+                    builder = session.begin_part(part, run.layers)
                     builder.add(part.start, {"layer": values[: len(part)]}, [])
                     session.commit(builder)
 

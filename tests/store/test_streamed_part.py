@@ -85,7 +85,7 @@ def test_the_rows_handed_over_are_not_kept(tmp_path: Path) -> None:
     run = make_run(6, 8, {"x": (3,)})
     with run.session(tmp_path / "store").hold() as session:
         [part] = session.missing()
-        builder = session.part_builder(part, run.specs, streamed_bytes=0)
+        builder = session.begin_part(part, run.specs, streamed_bytes=0)
         for row in range(6):
             values = run.features["x"][row : row + 1].copy()
             builder.add(row, {"x": values}, [])
@@ -97,7 +97,7 @@ def test_the_rows_handed_over_are_not_kept(tmp_path: Path) -> None:
 def test_rows_out_of_order_are_refused(tmp_path: Path) -> None:
     run = make_run(8, 8, {"x": (3,)})
     with run.session(tmp_path / "store").hold() as session:
-        builder = session.part_builder(session.missing()[0], run.specs, streamed_bytes=0)
+        builder = session.begin_part(session.missing()[0], run.specs, streamed_bytes=0)
         with pytest.raises(AssertionError, match="in order"):
             builder.add(4, {"x": run.features["x"][4:]}, [])
 
@@ -109,7 +109,7 @@ def test_small_parts_and_those_with_a_codec_are_built_in_memory(tmp_path: Path) 
         with run.session(tmp_path / codec).hold() as session:
             [part] = session.missing()
             for least, is_streamed in ((num_bytes, codec == "none"), (num_bytes + 1, False)):
-                builder = session.part_builder(part, run.specs, least)
+                builder = session.begin_part(part, run.specs, least)
                 assert (type(builder) is PartBuilder) != is_streamed
         assert temporary_files(tmp_path) == []
 

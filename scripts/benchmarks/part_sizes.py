@@ -18,6 +18,7 @@ import numpy as np
 
 from benchmarks.commands import COMMAND, Add
 from benchmarks.made_stores import made_rows, make_run
+from benchmarks.reading import forget_pages
 from benchmarks.spreading import peak_mib
 
 SHAPE = (197, 768)
@@ -121,6 +122,9 @@ def many_parts(arguments: argparse.Namespace) -> None:
 
         timed("all parts committed", write)
         timed("resume", resume)
+        for file in (root / "parts").iterdir():
+            forget_pages(file)
+        timed("resume, nothing in the page cache", resume)
         timed("job=status", lambda: store_status(root))
         timed("featx.open", lambda: featx.open(root))
         timed("status of all rows", lambda: featx.open(root).status)

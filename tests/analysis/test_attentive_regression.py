@@ -154,9 +154,26 @@ def test_a_head_file_has_the_attention(tmp_path: Path) -> None:
     assert (
         scores_of(again, tokens.features, places) == scores_of(head, tokens.features, places)
     ).all()
-    path.write_bytes(path.read_bytes().replace(b'\\"width\\": 6', b'\\"width\\": 9'))
+    assert head.attention is not None
+    wider = replace(head.attention, layout=replace(head.attention.layout, width=9))
+    path.write_bytes(head_bytes(replace(head, attention=wider), {"classes": ["a", "b"]}))
     with pytest.raises(StoreError, match="do not fit its tokens"):
         read_head(path, torch.device("cpu"))
+
+
+def test_no_flipped_bit_of_a_head_file_is_read(tmp_path: Path) -> None:
+    x, y = marked(40)
+    (head,) = trained(tokens_of(x, y), y, 1e-2, places=30).heads
+    path = tmp_path / "head.safetensors"
+    data = head_bytes(head, {"classes": ["a", "b"]})
+    path.write_bytes(data)
+    read_head(path, torch.device("cpu"))
+    for place in range(0, len(data), 5):
+        flipped = bytearray(data)
+        flipped[place] ^= 1 << place % 8
+        path.write_bytes(flipped)
+        with pytest.raises(StoreError):
+            read_head(path, torch.device("cpu"))
 
 
 def test_a_gradient_that_is_not_finite_ends_the_training() -> None:

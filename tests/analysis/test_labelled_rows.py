@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -32,6 +33,17 @@ def test_failed_and_unlabelled_rows_are_left_out_and_said(tmp_path: Path) -> Non
         "1 row without a label is left out",
         "classes without a row, left out: 1",
     )
+
+
+def test_whole_numbers_of_any_size_are_classes_of_their_own(tmp_path: Path) -> None:
+    made = make_labelled({"x": np.ones((6, 2))}, [-1] * 6, [])
+    values = np.array([1e19, 2e19, -1e19, np.nan, 7.0, np.inf])
+    listing = replace(made.listing, columns={"code": values})
+    found = labelled_rows(
+        FeatureStore(replace(made, listing=listing).write(tmp_path / "s")), "code"
+    )
+    assert found.classes == (str(-(10**19)), "7", str(10**19), str(2 * 10**19), "inf")
+    assert found.y.tolist() == [2, 3, 0, 1, 4]
 
 
 def test_an_incomplete_store_and_one_without_labels_are_refused(tmp_path: Path) -> None:

@@ -11,10 +11,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from safetensors.numpy import load_file
 from tiny_model import MODEL, extract, run_job, write_image, write_images
 
 import featx
+from featx.analysis.probe.heads import head_bytes, read_head
 from featx.errors import ConfigError, DataError, StoreError, StoreMismatchError
 from featx.export.report.prediction_page import most_doubtful
 
@@ -156,13 +158,16 @@ def test_code_that_a_file_names_is_not_imported(probed: featx.FeatureStore, phot
 def test_another_model_is_refused(probed: featx.FeatureStore, photos: Path) -> None:
     path = Path("store/probe/pool.safetensors")
     data = path.read_bytes()
-    sha = str(probed.attrs["weights_sha256"]).encode()
-    assert data.count(sha) == 1
-    path.write_bytes(data.replace(sha, b"0" * 64))
+    head, about = read_head(path, torch.device("cpu"))
+    assert about["weights_sha256"] == probed.attrs["weights_sha256"]
+    path.write_bytes(head_bytes(head, {**about, "weights_sha256": "0" * 64}))
     with pytest.raises(StoreMismatchError, match="weights_sha256: was '0000"):
         featx.predict(path, photos, model_factory="zoo:TwoStageConvNet")
     path.write_bytes(data[:-20])
     with pytest.raises(StoreError, match="cannot be read as a head"):
+        featx.predict(path, photos, model_factory="zoo:TwoStageConvNet")
+    path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    with pytest.raises(StoreError, match=r"so it is damaged\. Make it again: job=probe"):
         featx.predict(path, photos, model_factory="zoo:TwoStageConvNet")
     path.unlink()
     with pytest.raises(StoreError, match="there is no head at"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import math
 import re
@@ -31,6 +32,11 @@ ATTENTION_FORMAT = 2
 
 _NAMES = ("weight", "bias", "mean", "scale")
 """Tensors of a head file."""
+
+_AGAIN = "Make it again: job=probe, or job=zeroshot."
+
+_CHECKSUM = "sha256"
+"""Entry of the description of a head for the checksum of its other entries and its tensors."""
 
 
 @dataclass(frozen=True)
@@ -201,7 +207,7 @@ def head_bytes(head: Head, about: dict[str, Any]) -> bytes:
     Args:
         head: the head.
         about: description that is needed to use the head, as JSON types; stored as the metadata
-            entry `featx`.
+            entry `featx`, with a checksum of description and tensors.
     """
     from safetensors.torch import save
 
@@ -218,8 +224,25 @@ def head_bytes(head: Head, about: dict[str, Any]) -> bytes:
         tensors["query"] = head.attention.query
         about |= {"featx_head": ATTENTION_FORMAT, "tokens": asdict(head.attention.layout)}
     kept = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
+    about = json.loads(json.dumps(about))
+    about[_CHECKSUM] = _checksum(about, kept)
     # A single entry: safetensors writes several entries in an order that changes from run to run.
     return bytes(save(kept, metadata={"featx": json.dumps(about, sort_keys=True)}))
+
+
+def _checksum(about: dict[str, Any], tensors: dict[str, torch.Tensor]) -> str:
+    """Return the SHA-256 of a head.
+
+    Args:
+        about: its description, as read from JSON, without the checksum.
+        tensors: tensors of the head on the CPU, contiguous.
+    """
+    digest = hashlib.sha256(json.dumps(about, sort_keys=True).encode())
+    for name in sorted(tensors):
+        values = tensors[name].numpy()
+        digest.update(f"{name} {values.dtype} {values.shape}".encode())
+        digest.update(values.tobytes())
+    return digest.hexdigest()
 
 
 @contextlib.contextmanager
@@ -253,13 +276,19 @@ def read_head(path: Path, device: torch.device) -> tuple[Head, dict[str, Any]]:
             if version not in (FORMAT, ATTENTION_FORMAT):
                 raise StoreError(f"{path} is no head that job=probe made, or of another version.")
             names = _NAMES if version == FORMAT else (*_NAMES, "query")
-            tensors = {name: file.get_tensor(name).to(device) for name in names}
+            tensors = {name: file.get_tensor(name) for name in names}
     except FileNotFoundError as error:
         raise StoreError(f"there is no head at {path}: job=probe makes it.") from error
     except (OSError, SafetensorError, KeyError, ValueError) as error:
         if isinstance(error, StoreError):
             raise
-        raise StoreError(f"{path} cannot be read as a head: {error}.") from error
+        raise StoreError(f"{path} cannot be read as a head: {error}. {_AGAIN}") from error
+    if about.pop(_CHECKSUM, None) != _checksum(about, tensors):
+        raise StoreError(
+            f"{path} does not have the checksum with which it was written, so it is damaged. "
+            f"{_AGAIN}"
+        )
+    tensors = {name: tensor.to(device) for name, tensor in tensors.items()}
     num_classes, width = tensors["weight"].shape if tensors["weight"].ndim == 2 else (0, 0)
     shapes = {"bias": (num_classes,), **dict.fromkeys(("mean", "scale", "query"), (width,))}
     if len(about.get("classes", ())) != num_classes or any(

@@ -95,13 +95,16 @@ def _from(store: FeatureStore, column: str) -> tuple[npt.NDArray[np.int64], tupl
                 f"probe.label_column={column} holds numbers that are not whole; classes are text, "
                 "whole numbers or booleans. probe.task=regression predicts the numbers."
             )
-        names, numbers = np.unique(values[known].astype(np.int64), return_inverse=True)
+        # Python's whole numbers have no limit: int64 would make one class of all beyond 2^63.
+        found, numbers = np.unique(values[known], return_inverse=True)
+        names = [int(value) if np.isfinite(value) else value for value in found.tolist()]
     else:
         known = values != "" if values.dtype.kind == "U" else np.ones(len(values), dtype=bool)
-        names, numbers = np.unique(values[known], return_inverse=True)
+        found, numbers = np.unique(values[known], return_inverse=True)
+        names = found.tolist()
     labels = np.full(len(values), -1, dtype=np.int64)
     labels[known] = numbers
-    return labels, tuple(str(name) for name in names.tolist())
+    return labels, tuple(str(name) for name in names)
 
 
 def matched_by_name(test: Labelled, classes: tuple[str, ...]) -> Labelled:

@@ -57,11 +57,10 @@ def test_a_share_of_all_answers_is_spoilt_and_the_rows_are_the_same(
     assert not list((place(out) / "quarantine").glob("*"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "code",
-    ["ExpiredToken", *(pytest.param(code, marks=pytest.mark.slow)
-                       for code in ("AccessDenied", "InvalidAccessKeyId", "RequestTimeTooSkewed"))],
-)  # fmt: skip
+    "code", ["ExpiredToken", "AccessDenied", "InvalidAccessKeyId", "RequestTimeTooSkewed"]
+)
 def test_credentials_that_expire_in_mid_run_end_it_at_once(
     tmp_path: Path, bucket: str, proxy: FaultyProxy, code: str
 ) -> None:

@@ -379,8 +379,9 @@ def test_masks_choose_rows_and_positions(root: Path) -> None:
 
 
 def test_a_state_of_something_else_is_refused(root: Path) -> None:
-    with pytest.raises(ValueError, match="not one that state_dict"):
-        dataset(root).load_state_dict({"epoch": 1})
+    for state in ({"epoch": 1}, None):
+        with pytest.raises(ValueError, match="not one that state_dict"):
+            dataset(root).load_state_dict(state)  # type: ignore[arg-type]
 
 
 def test_parts_that_are_packed_meanwhile(tmp_path: Path, run: MadeRun) -> None:
@@ -411,6 +412,7 @@ def test_arguments_that_do_not_fit(root: Path) -> None:
         ({"rows": [3]}, "none of the rows is ok"),
         ({"rank": 1}, "rank=1"),
         ({"threads": 0}, "threads=0"),
+        ({"batch_size": 1.5}, "batch_size=1.5: expected a whole number"),
         ({"order": "random"}, "'shuffled' or 'stored'"),
         ({"prefix": 2}, "form no square"),
     ):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -17,6 +16,9 @@ USUAL_RESIZE, USUAL_CROP = 256, 224
 
 OF_DTYPE = "dtype"
 """Value of `scale` that takes the largest number of unsigned pixels as the divisor."""
+
+_FLOAT32 = (1e-37, 1e38)
+"""Range of divisors that are neither 0 nor infinite in the float32 of pixels."""
 
 _SIDES = "a whole number, a list of two, or null"
 _SCALE = "a number, dtype, or null"
@@ -87,11 +89,12 @@ class TransformConfig:
                         "divided, such as model.transform.scale=65535, or dtype."
                     )
             return
-        is_number = type(self.scale) in (int, float) and 0 < self.scale < math.inf
+        low, high = _FLOAT32
+        is_number = type(self.scale) in (int, float) and low <= self.scale <= high
         if self.scale != OF_DTYPE and not is_number:
             raise ConfigError(
                 f"model.transform.scale={self.scale}: expected a number above 0, by which pixels "
-                "are divided, or dtype (255 for uint8, 65535 for uint16)."
+                f"are divided ({low:g} to {high:g}), or dtype (255 for uint8, 65535 for uint16)."
             )
         if self.interpolation == "nearest":
             raise ConfigError(

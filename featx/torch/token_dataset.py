@@ -130,8 +130,8 @@ class TokenDataset(IterableDataset[Batch]):
         if block is not None:
             limits["block"] = block
         for name, value in limits.items():
-            if value < 1:
-                raise ValueError(f"{name}={value}: expected at least 1.")
+            if not isinstance(value, int | np.integer) or value < 1:
+                raise ValueError(f"{name}={value!r}: expected a whole number of at least 1.")
         if seed < 0:
             raise ValueError(f"seed={seed}: expected 0 or above.")
         if order not in ("shuffled", "stored"):
@@ -318,7 +318,7 @@ class TokenDataset(IterableDataset[Batch]):
                 epoch, `rank` and `world_size` may differ.
         """
         names = ("epoch", "batches", "segment", "offset")
-        if not {"arguments", *names} <= {*state}:
+        if not isinstance(state, Mapping) or not {"arguments", *names} <= {*state}:
             raise ValueError("the state is not one that state_dict of a TokenDataset returned.")
         now = asdict(self._arguments)
         before = {name: state["arguments"].get(name) for name in now}

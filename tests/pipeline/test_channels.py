@@ -193,6 +193,7 @@ def test_a_model_and_images_of_other_channels_are_an_error_at_the_start(here: Pa
         ({"scale": 0}, "number above 0"),
         ({"scale": "auto"}, "number above 0.*or dtype"),
         ({"scale": True}, "number above 0"),
+        ({"scale": 1e-320}, "number above 0.*1e-37 to 1e.38"),
         ({"channels": 5}, "no effect without model.transform.scale"),
         ({"scale": 1, "bands": [0]}, r"needs model\.transform\.channels"),
         ({"scale": 1, "bands": [5], "channels": 5}, "numbers from 0 to 4"),

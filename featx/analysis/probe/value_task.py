@@ -105,9 +105,10 @@ def check_options(config: Config, kind: TaskKind) -> None:
     if config.probe.calibration != "none":
         raise ConfigError(f"probe.calibration has an effect on classes only; this is {kind.name}.")
     if others := set(config.probe.methods) - set(METHODS):
+        linear = "ridge" if kind.name == "regression" else "logistic"
         raise ConfigError(
             f"probe.method={', '.join(sorted(others))} predicts classes; with {kind.name} "
-            f"({kind.reason}) use linear, which is ridge regression for numbers, or knn."
+            f"({kind.reason}) use linear, which is {linear} regression here, or knn."
         )
 
 

@@ -10,11 +10,19 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+import pytest
 from conftest import with_path
 from made_store import dataset_digests, temporary_files
 from tiny_model import COMMAND, extract
 
 TESTS = Path(__file__).resolve().parent.parent
+
+SYSTEM_TEST = [
+    pytest.mark.integration,
+    pytest.mark.timeout(900),
+    pytest.mark.usefixtures("packing_in_process", "in_tmp_path", "one_thread"),
+]
+"""Value of `pytestmark` in a module that runs the command on a real cluster or object server."""
 
 
 class Driver:

@@ -8,15 +8,11 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
-from drivers import Driver, alone, driving, stored
+from drivers import SYSTEM_TEST, Driver, alone, driving, stored
 from ray_cluster import RayCluster, running_ray
 from tiny_model import write_images
 
-pytestmark = [
-    pytest.mark.integration,
-    pytest.mark.timeout(900),
-    pytest.mark.usefixtures("packing_in_process", "in_tmp_path", "one_thread"),
-]
+pytestmark = SYSTEM_TEST
 
 RAY = ("executor=ray", "executor.address=auto")
 

@@ -8,7 +8,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from drivers import Driver, driving
+from drivers import SYSTEM_TEST, Driver, driving
 from faulty_proxy import FAULTS, error, faulty_proxy, some
 from object_server import environment, num_parts, place, rows_of
 from processes import wait_until
@@ -21,11 +21,7 @@ from featx.storage import s3_client
 from featx.store.heartbeat import read_heartbeats
 from featx.store.verification import check_store
 
-pytestmark = [
-    pytest.mark.usefixtures("packing_in_process", "in_tmp_path", "one_thread"),
-    pytest.mark.integration,
-    pytest.mark.timeout(900),
-]
+pytestmark = SYSTEM_TEST
 
 pytest_plugins = ["seaweed_fixtures"]
 

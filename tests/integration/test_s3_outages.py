@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
-from drivers import Driver, driving
+from drivers import SYSTEM_TEST, Driver, driving
 from object_server import num_parts, place, rows_of
 from seaweed import SeaweedServer
 from slurm_cluster import running_cluster
@@ -16,12 +16,7 @@ from tiny_model import extract
 import featx
 from featx.store.verification import check_store
 
-pytestmark = [
-    pytest.mark.usefixtures("packing_in_process"),
-    pytest.mark.integration,
-    pytest.mark.timeout(900),
-    pytest.mark.usefixtures("in_tmp_path", "one_thread"),
-]
+pytestmark = SYSTEM_TEST
 
 pytest_plugins = ["seaweed_fixtures"]
 

@@ -8,15 +8,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from drivers import alone, driving, stored
+from drivers import SYSTEM_TEST, alone, driving, stored
 from slurm_accounting import running_accounting
 from slurm_cluster import SLURM, SlurmCluster, processes_of_tasks, running_cluster
 
-pytestmark = [
-    pytest.mark.integration,
-    pytest.mark.timeout(900),
-    pytest.mark.usefixtures("packing_in_process", "in_tmp_path", "one_thread"),
-]
+pytestmark = SYSTEM_TEST
 
 pytest_plugins = ["slurm_fixtures"]
 

@@ -7,17 +7,11 @@ import signal
 import time
 from pathlib import Path
 
-import pytest
-from drivers import alone, driving, stored
+from drivers import SYSTEM_TEST, alone, driving, stored
 from slurm_cluster import SLURM, SlurmCluster, processes_of_tasks
 from tiny_model import write_images
 
-pytestmark = [
-    pytest.mark.usefixtures("packing_in_process"),
-    pytest.mark.integration,
-    pytest.mark.timeout(900),
-    pytest.mark.usefixtures("in_tmp_path", "one_thread"),
-]
+pytestmark = SYSTEM_TEST
 
 pytest_plugins = ["slurm_fixtures"]
 

@@ -12,16 +12,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-import pytest
-from drivers import alone, driving, stored
+from drivers import SYSTEM_TEST, alone, driving, stored
 from slurm_cluster import SLURM, SlurmCluster, processes_of_tasks
 
-pytestmark = [
-    pytest.mark.usefixtures("packing_in_process"),
-    pytest.mark.integration,
-    pytest.mark.timeout(900),
-    pytest.mark.usefixtures("in_tmp_path", "one_thread"),
-]
+pytestmark = SYSTEM_TEST
 
 pytest_plugins = ["slurm_fixtures"]
 

@@ -4,6 +4,7 @@ from .local_folder import TEMPORARY as TEMPORARY
 from .local_folder import AtomicFolder as AtomicFolder
 from .local_folder import exclusive_lock as exclusive_lock
 from .local_folder import reads_back_differently as reads_back_differently
+from .positioned_file import PositionedFile as PositionedFile
 from .reserved_file import ReservedFile as ReservedFile
 from .s3_file import S3File as S3File
 from .s3_file import fetched_ahead as fetched_ahead

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import errno
-import io
 import os
 from typing import Any
 
 from featx.storage.durability import write_all
+from featx.storage.positioned_file import PositionedFile
 
 
-class ReservedFile(io.RawIOBase):
+class ReservedFile(PositionedFile):
     """File object for h5py over reserved space, so that writes cannot run out of it.
 
     HDF5 sees the logical size, while the file on disk keeps the reserved size until `finish`. HDF5
@@ -29,32 +29,16 @@ class ReservedFile(io.RawIOBase):
         super().__init__()
         self._descriptor = descriptor
         self._reserved = size
-        self._size = 0
-        self._position = 0
         self._failure: OSError | None = None  # first error of a write, raised by `raise_failure`
         if hasattr(os, "posix_fallocate"):  # not on macOS, where a full disk shows on writing
             os.posix_fallocate(descriptor, 0, max(1, size))
 
-    def readable(self) -> bool:
-        return True
-
     def writable(self) -> bool:
         return True
 
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._size}[whence]
-        self._position = base + offset
-        return self._position
-
-    def tell(self) -> int:
-        return self._position
-
     def readinto(self, buffer: Any) -> int:
         view = memoryview(buffer).cast("B")
-        wanted = max(0, min(len(view), self._size - self._position))
+        wanted = max(0, min(len(view), self.size - self._position))
         data = os.pread(self._descriptor, wanted, self._position)
         view[: len(data)] = data
         self._position += len(data)
@@ -77,12 +61,12 @@ class ReservedFile(io.RawIOBase):
             except OSError as error:
                 self._failure = error
         self._position = end
-        self._size = max(self._size, end)
+        self.size = max(self.size, end)
         return len(view)
 
     def truncate(self, size: int | None = None) -> int:
-        self._size = self._position if size is None else size
-        return self._size
+        self.size = self._position if size is None else size
+        return self.size
 
     def raise_failure(self) -> None:
         """Raise the error of the first failed write, if any."""
@@ -95,5 +79,5 @@ class ReservedFile(io.RawIOBase):
     def finish(self) -> None:
         """Release unused space and sync the content."""
         self.raise_failure()
-        os.ftruncate(self._descriptor, self._size)
+        os.ftruncate(self._descriptor, self.size)
         os.fsync(self._descriptor)

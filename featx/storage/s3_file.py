@@ -8,7 +8,6 @@ ranges close to each other are merged.
 from __future__ import annotations
 
 import errno
-import io
 import itertools
 import os
 import threading
@@ -23,6 +22,7 @@ import numpy.typing as npt
 
 from featx.errors import ObjectStoreError, StoreError
 from featx.storage import s3_client
+from featx.storage.positioned_file import PositionedFile
 from featx.storage.s3_path import S3Path
 
 Bytes = npt.NDArray[np.uint8]
@@ -43,7 +43,7 @@ _FILES_AHEAD = 2 * s3_client.CONNECTIONS
 """Number of files to prefetch beyond the current one; each takes at most 2 MiB."""
 
 
-class S3File(io.RawIOBase):
+class S3File(PositionedFile):
     """Object as it was when it was opened; reads fail if it has been replaced since.
 
     Args:
@@ -67,7 +67,6 @@ class S3File(io.RawIOBase):
         super().__init__()
         self.error: OSError | None = None
         self._path = path
-        self._position = 0
         self._lock = threading.Lock()
         self._blocks: OrderedDict[int, bytes] = OrderedDict()
         try:
@@ -79,20 +78,6 @@ class S3File(io.RawIOBase):
         for block in sorted(ahead):
             if block and block * BLOCK_BYTES < self.size:
                 self._keep(block, block)
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._position
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self.size}[whence]
-        self._position = base + offset
-        return self._position
 
     def readinto(self, buffer: Any) -> int:
         view = memoryview(buffer).cast("B")

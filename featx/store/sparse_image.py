@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import io
-import os
 from collections.abc import Iterator
 from typing import Any
+
+from featx.storage import PositionedFile
 
 _PAGE = 1 << 16
 
 
-class SparseImage(io.RawIOBase):
+class SparseImage(PositionedFile):
     """File object for h5py whose pages of zeros take no memory.
 
     The rows of a large part are written to it as zeros, so that HDF5 lays out the file, while the
@@ -20,33 +20,22 @@ class SparseImage(io.RawIOBase):
     def __init__(self) -> None:
         super().__init__()
         self._pages: dict[int, bytearray] = {}
-        self._size = 0
-        self._position = 0
-
-    def readable(self) -> bool:
-        return True
 
     def writable(self) -> bool:
         return True
 
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._size}[whence]
-        self._position = base + offset
-        return self._position
-
-    def tell(self) -> int:
-        return self._position
-
     def truncate(self, size: int | None = None) -> int:
-        self._size = self._position if size is None else size
-        return self._size
+        self.size = self._position if size is None else size
+        last, end = divmod(self.size, _PAGE)
+        for page in [page for page in self._pages if page > last or (page == last and not end)]:
+            del self._pages[page]
+        if last in self._pages:
+            self._pages[last][end:] = bytes(_PAGE - end)  # a file that grows again has zeros here
+        return self.size
 
     def readinto(self, buffer: Any) -> int:
         view = memoryview(buffer).cast("B")
-        count = max(0, min(len(view), self._size - self._position))
+        count = max(0, min(len(view), self.size - self._position))
         for at, page, begin, length in _spans(self._position, count):
             held = self._pages.get(page)
             view[at : at + length] = (
@@ -65,7 +54,7 @@ class SparseImage(io.RawIOBase):
                 self._pages[page] = bytearray(_PAGE)
             self._pages[page][begin : begin + length] = piece
         self._position += len(view)
-        self._size = max(self._size, self._position)
+        self.size = max(self.size, self._position)
         return len(view)
 
     def pread(self, size: int, address: int) -> bytes:

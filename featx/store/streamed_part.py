@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -127,9 +126,8 @@ class StreamedPart(PartBuilder):
             if address > at:
                 yield at, address
             at = address + size
-        size = image.seek(0, io.SEEK_END)
-        if size > at:
-            yield at, size
+        if image.size > at:
+            yield at, image.size
 
     def _compare(self, image: SparseImage) -> None:
         """Read the temporary file, and compare it with the image and the checksums.

@@ -32,7 +32,7 @@ from featx.images.gpu_decode_share import balanced, check_device, decode_share
 from featx.images.image_policy import SIMPLEJPEG, ImagePolicy
 from featx.images.loader import Loader
 from featx.images.preprocess import Preprocess
-from featx.types import Batch, Listing, Part, Status
+from featx.types import Batch, Failure, Listing, Part, Status
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:The image decoding and encoding capabilities of TorchVision:DeprecationWarning"
@@ -319,6 +319,21 @@ def test_odd_images_of_the_shared_data_have_the_verdicts_of_the_cpu(shared_data:
     for one, other in zip(here, there, strict=True):
         assert one.failures == other.failures
         assert all(near(a, b) for a, b in zip(other.images, one.images, strict=True))
+
+
+def test_single_rows_are_decoded_by_the_cpu_and_are_never_left_encoded() -> None:
+    images = [encoded_image(seed) for seed in range(3)]
+    source = EncodedImages([*images, b"no image"])
+    decoding = DecodeSettings(PREPROCESS, POLICY, device_share=SHARES)
+    with Loader(source, source.listing(), decoding, 4, CPU) as loader:
+        results, each = list(loader.results(range(4))), list(loader.each(range(4)))
+    assert isinstance(results.pop(), Failure)
+    assert each.pop() is None
+    for found in (results, each):
+        assert all(
+            isinstance(image, torch.Tensor) and torch.equal(image, on_cpu(data))
+            for image, data in zip(found, images, strict=True)
+        )
 
 
 def test_a_loader_that_is_left_early_ends_at_once() -> None:

@@ -295,3 +295,12 @@ def test_every_block_of_the_reading_page_runs(
     assert isinstance(store, featx.FeatureStore)
     assert np.array_equal(store["avgpool"][:], run.expected("avgpool"), equal_nan=True)
     assert "0." in capsys.readouterr().out  # the score
+
+
+def test_arguments_that_are_no_numbers(root: Path) -> None:
+    sampler = BlockShuffleSampler(FeatureDataset(root, "flat"))
+    with pytest.raises(ValueError, match="epoch='x': expected a whole number of at least 0"):
+        sampler.set_epoch("x")  # type: ignore[arg-type]
+    for name, value, least in (("block_rows", 0, 1), ("window", 1.5, 1), ("seed", -1, 0)):
+        with pytest.raises(ValueError, match=f"{name}={value}: expected .* of at least {least}"):
+            BlockShuffleSampler(FeatureDataset(root, "flat"), **{name: value})

@@ -411,6 +411,8 @@ def test_arguments_that_do_not_fit(root: Path) -> None:
         ({"per_image": 22}, "1 to 21"),
         ({"rows": [3]}, "none of the rows is ok"),
         ({"rank": 1}, "rank=1"),
+        ({"world_size": 10**15}, "world_size=1000000000000000: expected at most 4158, the number"),
+        ({"direct": "x"}, "direct='x': expected True, False, or None"),
         ({"threads": 0}, "threads=0"),
         ({"batch_size": 1.5}, "batch_size=1.5: expected a whole number"),
         ({"order": "random"}, "'shuffled' or 'stored'"),
@@ -461,6 +463,18 @@ def test_the_mixing_that_is_promised_is_measured(tmp_path: Path, block: int) -> 
     ends = np.mean([*distinct[:5], *distinct[-5:]])
     assert np.mean(distinct) == pytest.approx(expected, rel=0.05)
     assert ends == pytest.approx(expected, rel=0.1), "no thin begin or end"
+
+
+def test_an_epoch_is_a_whole_number(root: Path) -> None:
+    for epoch in ("x", -1, 1.5):
+        with pytest.raises(ValueError, match=f"epoch={epoch!r}: expected a whole number of at"):
+            dataset(root).set_epoch(epoch)
+
+
+def test_so_many_ranks_that_none_has_a_batch_are_refused_at_once(root: Path) -> None:
+    many = dataset(root, per_image=1, world_size=198, drop_last=True)
+    with pytest.raises(ValueError, match="drop_last leaves such a batch out"):
+        next(iter(many))
 
 
 @pytest.mark.parametrize("world_size", [1, 3])

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from featx.base import free_memory
-from featx.errors import StoreError
+from featx.errors import ConfigError, StoreError
 from featx.storage import S3Path, is_local, reads_directly
 from featx.store.chunk_cache import process
 from featx.store.chunk_check import Verify, check_verify, repair_hint
@@ -67,6 +67,7 @@ class TokenReader:
         chunk_rows: rows of a chunk, which are compared together.
 
     Raises:
+        ConfigError: `verify` or `direct` has no value of these.
         LayerError: there is no such layer.
         StoreError: its rows are no tokens, or its files are damaged.
     """
@@ -80,6 +81,10 @@ class TokenReader:
         mapped: bool = True,
     ) -> None:
         check_verify(verify)
+        if direct not in (None, True, False):
+            raise ConfigError(
+                f"direct={direct!r}: expected True, False, or None for what suits the layer."
+            )
         self._store, self._layer, self._verify = store, layer, verify
         self._fingerprint = store.attrs.get("fingerprint")
         self.num_tokens, self.channels, self._channels_first = _shape_of_tokens(store, layer)

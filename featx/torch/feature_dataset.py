@@ -16,6 +16,7 @@ from torch.utils.data import Dataset, Sampler, Subset
 
 from featx.errors import StoreError
 from featx.store import FeatureStore, LayerArray, Verify, check_rows_present
+from featx.torch.argument_checks import check_whole_number
 
 BLOCK_BYTES = 256 << 10
 """Target size of a block in bytes, if `block_rows` is not given.
@@ -147,8 +148,8 @@ class BlockShuffleSampler(Sampler[int]):
         seed: seed of the order.
 
     Raises:
-        ValueError: `block_rows` or `window` is below 1, or is missing for an object other than a
-            FeatureDataset.
+        ValueError: `block_rows`, `window` or `seed` is no whole number in its range, or one of the
+            first two is missing for an object other than a FeatureDataset.
     """
 
     def __init__(
@@ -168,8 +169,9 @@ class BlockShuffleSampler(Sampler[int]):
         if block_rows is None or window is None:
             kind = type(data_source).__name__
             raise ValueError(f"block_rows and window are needed: how large a row of a {kind} is?")
-        if block_rows < 1 or window < 1:
-            raise ValueError(f"block_rows={block_rows} and window={window} must be at least 1")
+        check_whole_number("block_rows", block_rows, 1)
+        check_whole_number("window", window, 1)
+        check_whole_number("seed", seed, 0)
         self.block_rows = block_rows
         self.window = window
         self.seed = seed
@@ -183,7 +185,12 @@ class BlockShuffleSampler(Sampler[int]):
             dataset.keep_blocks(block_rows, window)
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch of the next iteration, counted from 0."""
+        """Choose the epoch of the next iteration, counted from 0.
+
+        Raises:
+            ValueError: it is no whole number of at least 0.
+        """
+        check_whole_number("epoch", epoch, 0)
         self._epoch = epoch
 
     def __len__(self) -> int:

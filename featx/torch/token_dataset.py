@@ -20,6 +20,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from featx.base import num_cpus
 from featx.errors import StoreError
 from featx.store import FeatureStore, TokenReader, Verify
+from featx.torch.argument_checks import check_whole_number
 from featx.torch.keyed_delay import EpochOrder, Extent
 from featx.torch.token_plan import block_tokens, choose_blocks, effective_images, segment_tokens
 from featx.torch.token_pool import TokenPool
@@ -124,16 +125,15 @@ class TokenDataset(IterableDataset[Batch]):
         threads: int | None = None,
         direct: bool | None = None,
     ) -> None:
-        limits = {"batch_size": batch_size, "memory": memory, "world_size": world_size}
-        if threads is not None:
-            limits["threads"] = threads
-        if block is not None:
-            limits["block"] = block
-        for name, value in limits.items():
-            if not isinstance(value, int | np.integer) or value < 1:
-                raise ValueError(f"{name}={value!r}: expected a whole number of at least 1.")
-        if seed < 0:
-            raise ValueError(f"seed={seed}: expected 0 or above.")
+        _check_numbers(
+            1,
+            batch_size=batch_size,
+            memory=memory,
+            world_size=world_size,
+            block=block,
+            threads=threads,
+        )
+        _check_numbers(0, seed=seed, rank=rank)
         if order not in ("shuffled", "stored"):
             raise ValueError(f"order={order!r}: expected 'shuffled' or 'stored'.")
         if not 0 <= rank < world_size:
@@ -149,6 +149,11 @@ class TokenDataset(IterableDataset[Batch]):
         self.grid = None if self._places is None else self._places.grid
         chosen = chosen_positions(tokens, reader.num_tokens, self._places)
         self._selection = select_tokens(self.store, rows, chosen, per_image, seed)
+        if world_size > len(self._selection):
+            raise ValueError(
+                f"world_size={world_size}: expected at most {len(self._selection)}, the number of "
+                "tokens, so that every rank has one."
+            )
         needed = math.ceil(len(self._selection) / world_size)
         self._extent = Extent(
             len(self._selection),
@@ -264,8 +269,7 @@ class TokenDataset(IterableDataset[Batch]):
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch of the next iteration, counted from 0, and start at its first batch."""
-        if epoch < 0:
-            raise ValueError(f"epoch={epoch}: expected 0 or above.")
+        check_whole_number("epoch", epoch, 0)
         self._shared[0] = epoch
         self._position = (epoch, 0, 0, 0)
 
@@ -460,6 +464,13 @@ def _as_tensor(values: npt.NDArray[Any], reader: TokenReader) -> torch.Tensor:
     bits = {"float16": np.float16, "float32": np.float32, "bfloat16": np.int16}[reader.dtype]
     tensor = torch.from_numpy(values.view(bits).reshape(len(values), reader.channels))
     return tensor.view(torch.bfloat16) if reader.dtype == "bfloat16" else tensor
+
+
+def _check_numbers(least: int, **arguments: int | None) -> None:
+    """Raise ValueError unless each argument is a whole number of at least `least`, or None."""
+    for name, value in arguments.items():
+        if value is not None:
+            check_whole_number(name, value, least)
 
 
 def _refuse_many_workers() -> None:

@@ -101,15 +101,21 @@ class Progress:
         rate = (self._done - self._first) / max(1e-9, took)
         return RunProgress(self._total, self._done, self._failures, rate, self._waiting)
 
-    def step(self, images: int, failures: int, waited_s: float) -> None:
+    def step(self, images: int, failures: int, waited_s: float, is_earlier: bool = False) -> None:
         """Add a finished batch.
 
         Args:
             images: number of images.
             failures: number of images that failed.
             waited_s: seconds for which the device waited for images.
+            is_earlier: whether they were computed before the clock was started, so that they do
+                not count for the speed.
         """
         self._done += images
+        if is_earlier:
+            self._first += images
+            if self._has_bar:
+                self._bar.initial += images
         self._failures += failures
         self._waiting += waited_s
         self._notify()

@@ -24,7 +24,10 @@ def run(config: Config, config_yaml: str) -> int:
     """Print the progress of the run and its workers; returns the exit code 0."""
     root = config.place_of_store()
     if not root.is_dir():
-        raise StoreError(f"there is no store at {root}; job=status takes the store's folder.")
+        raise StoreError(
+            f"there is no store at {root}; job=status takes the store's folder. A run that "
+            "has just begun makes it when its model is ready."
+        )
     for i, status in enumerate(statuses(root) if config.status.watch else [store_status(root)]):
         if i and not config.job.json:
             print_result(_CLEAR if sys.stdout.isatty() else "")

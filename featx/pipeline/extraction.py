@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +36,15 @@ from featx.pipeline.run_observer import RunObserver
 from featx.pipeline.run_summary import RunDescription, describe_run
 from featx.pipeline.run_target import RunTarget, StoreTarget
 from featx.storage import is_url, parse_path
-from featx.store import Heartbeat, StoreSession, layout, pack_parts, reason_to_keep_parts
-from featx.types import Source
+from featx.store import (
+    Heartbeat,
+    PartBuilder,
+    StoreSession,
+    layout,
+    pack_parts,
+    reason_to_keep_parts,
+)
+from featx.types import Failure, Source
 
 Observe = Callable[[RunContext, StoreSession], RunObserver]
 """Creates the observer of a run from its context and its open write session."""
@@ -171,7 +178,13 @@ class StoreOutput(RunOutput[StoreSession]):
         observer: RunObserver,
     ) -> FeatureSink:
         """Return the sink that builds parts of the store."""
-        return FeatureSink(context, session.begin_part, session.commit, heartbeat, observer)
+
+        def commit(builder: PartBuilder) -> Sequence[Failure]:
+            failures = session.commit(builder)
+            heartbeat.set_failures(session.rows_failed)
+            return failures
+
+        return FeatureSink(context, session.begin_part, commit, heartbeat, observer)
 
     def part_task(self, context: RunContext, session: StoreSession) -> StorePartTask:
         """Return the part task of workers."""

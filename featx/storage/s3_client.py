@@ -51,7 +51,10 @@ _QUIET_S = 60.0
 # reports their HTTP status instead of a code.
 _MISSING = ("NoSuchKey", "404", "NotFound")
 _TAKEN = ("PreconditionFailed", "412")
-_WAIT = ("ConditionalRequestConflict", "OperationAborted", "SlowDown", "409", "503")
+_WAIT = (
+    "ConditionalRequestConflict", "OperationAborted", "SlowDown", "TooManyRequests", "Throttling",
+    "ThrottlingException", "RequestLimitExceeded", "RequestTimeout", "409", "429", "503",
+)  # fmt: skip
 _REFUSED = (
     "AccessDenied", "AllAccessDisabled", "InvalidAccessKeyId", "SignatureDoesNotMatch",
     "ExpiredToken", "InvalidToken",

@@ -86,9 +86,11 @@ class Heartbeat:
             "parts": 0,
             "rows": 0,
             "last_commit": None,
+            "failures": None,
             "queue": [],
         }
-        self._ended = threading.Event()
+        self._ended = False
+        self._due = threading.Event()  # set to end the pause before the next write
         self._thread = threading.Thread(target=self._beat, daemon=True, name="featx-heartbeat")
 
     def __enter__(self) -> Heartbeat:
@@ -97,7 +99,8 @@ class Heartbeat:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._ended.set()
+        self._ended = True
+        self._due.set()
         self._thread.join()
         self._disk.forget(self._path)
 
@@ -114,13 +117,26 @@ class Heartbeat:
         if self._values["part"] == part.index:
             self._values |= {"part": None, "part_since": None}
 
+    def set_failures(self, count: int) -> None:
+        """Record the number of failed rows of the store, as far as this process knows them."""
+        self._values["failures"] = count
+
     def set_queue(self, queue: Sequence[QueueState]) -> None:
-        """Record the states of the tasks that this driver has submitted to a scheduler."""
-        self._values["queue"] = [asdict(state) for state in queue]
+        """Record the states of the tasks that this driver has submitted to a scheduler.
+
+        If they have changed, they are written soon, so that job=status does not show old ones.
+        """
+        before, self._values["queue"] = self._values["queue"], [asdict(state) for state in queue]
+        if self._values["queue"] != before:
+            self._due.set()
 
     def _beat(self) -> None:
-        """Write the file every BEAT_S seconds, in a thread."""
-        while not self._ended.wait(BEAT_S):
+        """Write the file every BEAT_S seconds, or when a write is due, in a thread."""
+        while True:
+            self._due.wait(BEAT_S)
+            self._due.clear()
+            if self._ended:
+                return
             self.write()
 
     def write(self) -> None:

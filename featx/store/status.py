@@ -38,7 +38,7 @@ class StoreStatus:
         seconds_left: estimated remaining seconds; None if no process is at work or the speed is
             unknown.
         last_commit_age_s: seconds since the last commit; None if the folder has no parts.
-        failures: number of failed rows.
+        failures: number of failed rows, in a bucket as of the last heartbeat of the driver.
         workers: heartbeats of the processes.
         stuck: one sentence for each thing that makes no progress.
     """
@@ -98,7 +98,7 @@ def store_status(root: Path) -> StoreStatus:
         rows_per_second=speed,
         seconds_left=rows_left / speed if speed and at_work and rows_left else None,
         last_commit_age_s=time.time() - commits[-1][0] if commits else None,
-        failures=_num_failures(root),
+        failures=_num_failures(root, workers),
         workers=workers,
         stuck=_stuck(workers, parts_left, per_part),
     )
@@ -127,14 +127,17 @@ def _speed(commits: Sequence[tuple[float, int]]) -> tuple[float | None, float | 
     return sum(rows for _, rows in lately[1:]) / took, took / (len(lately) - 1)
 
 
-def _num_failures(root: Path) -> int:
-    """Number of rows in failures.csv."""
-    try:
+def _num_failures(root: Path, workers: Sequence[HeartbeatRecord]) -> int:
+    """Number of rows in failures.csv, or in the heartbeats if these know of more.
+
+    Objects in a bucket cannot grow, so failures.csv does not change there during a run.
+    """
+    known = [record.values.get("failures") or 0 for record in workers]
+    with contextlib.suppress(FileNotFoundError):
         path = root / layout.FAILURES_CSV
         with path.open(encoding="utf-8", errors="replace", newline="") as file:
-            return max(0, sum(1 for _ in csv.reader(file)) - 1)
-    except FileNotFoundError:
-        return 0
+            known.append(sum(1 for _ in csv.reader(file)) - 1)
+    return max(0, *known, 0)
 
 
 def _stuck(
@@ -152,11 +155,14 @@ def _stuck(
     for record in workers:
         name = record.name
         if not record.alive:
-            found.append(f"{name}: last heartbeat {record.age_s:.0f} s ago, its part is not done")
+            undone = ", its part is not done" if record.values.get("part") is not None else ""
+            found.append(f"{name}: last heartbeat {record.age_s:.0f} s ago{undone}")
         elif (since := record.values.get("part_since")) is not None:
             start, stop = record.values["part_rows"]
             usual = (per_part or 0.0) * max(1, computing)
-            if (takes := time.time() - since) > max(_STUCK_S, _STUCK_PARTS * usual):
+            # Both times are of the clock of the worker, which may differ from that of this machine.
+            takes = record.values["beat"] + record.age_s - since
+            if takes > max(_STUCK_S, _STUCK_PARTS * usual):
                 found.append(
                     f"{name} has been at part {record.values['part']} (rows {start} to {stop - 1}) "
                     f"for {takes:.0f} s; a part takes about {usual:.0f} s"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import subprocess
 from collections.abc import Callable, Iterator
 
@@ -123,3 +124,17 @@ def test_the_commands_errors_are_objects_with_log_json(
     (line,) = done.stderr.splitlines()
     assert json.loads(line)["level"] == "error"
     assert "unknown model 'resnet5O'" in json.loads(line)["message"]
+
+
+def test_images_from_before_the_clock_was_started_do_not_count_for_the_speed() -> None:
+    found: list[progress.RunProgress] = []
+    with progress.listening(found.append), Progress(100, 10) as shown:
+        shown.begin()
+        shown.step(20, 1, 0.0, is_earlier=True)
+        assert (found[-1].done, found[-1].failures, found[-1].images_per_second) == (30, 1, 0)
+        assert math.isnan(found[-1].seconds_left)
+        shown.step(5, 0, 0.0)
+        now = found[-1]
+    assert now.done == 35
+    assert now.images_per_second > 0
+    assert now.seconds_left == pytest.approx(65 / now.images_per_second)

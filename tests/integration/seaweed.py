@@ -65,6 +65,8 @@ class SeaweedServer:
             self._program, "server", f"-dir={self._folder}/data", "-ip=127.0.0.1",
             "-ip.bind=127.0.0.1", "-s3", f"-s3.config={self._folder}/s3.json", *ports,
             "-master.telemetry=false", "-master.volumeSizeLimitMB=64", "-volume.max=16",
+            # Both have a fixed port otherwise, and a second server of the machine would end.
+            "-s3.port.iceberg=0", "-s3.port.lance=0",
         ]  # fmt: skip
         with (self._folder / "log").open("ab") as log:
             self._process = subprocess.Popen(

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import threading
+from pathlib import Path
+
 import pytest
+from tiny_model import MODEL, extract
 
 from featx.config.run_config import Config
 from featx.pipeline.row_failures import exit_code
+from featx.store import heartbeat
+from featx.store.heartbeat import read_heartbeats
 
 
 @pytest.mark.parametrize(
@@ -23,3 +29,23 @@ def test_more_failures_than_are_allowed_or_nothing_else(
     code = exit_code(Config(max_failures=allowed), rows, failed, "See there.")
     assert code == (0 if said is None else 3)
     assert capsys.readouterr().err.splitlines() == ([] if said is None else [said])
+
+
+@pytest.mark.usefixtures("in_tmp_path", "packing_in_process")
+def test_the_heartbeat_of_a_run_counts_them(photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (photos / "cat" / "000.png").write_bytes(b"no image")
+    monkeypatch.setattr(heartbeat, "BEAT_S", 0.1)
+    seen, ended = {None}, threading.Event()
+
+    def look() -> None:
+        while not ended.wait(0.05):
+            seen.update(record.values["failures"] for record in read_heartbeats(Path("store")))
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    try:
+        extract(photos, model={**MODEL, "args": {"pause_s": 0.1}})
+    finally:
+        ended.set()
+        thread.join()
+    assert seen == {None, 1}

@@ -54,6 +54,9 @@ class FakeExecutor(Scheduler[str]):
         spec: Any = SimpleNamespace(config=Config(max_failures=max_failures))
         made: Any = session
         super().__init__(spec, made, PARTS, num_workers=2)
+        self.told_failures: list[int] = []
+        heartbeat: Any = SimpleNamespace(set_failures=self.told_failures.append)
+        self.heartbeat = heartbeat
         self.events: deque[Callable[[], object]] = deque()
         self.ended: list[str] | None = None
 
@@ -73,8 +76,10 @@ class FakeExecutor(Scheduler[str]):
             self.assign(worker, part)
         return part
 
-    def commit(self, part: Part, failures: Sequence[Failure] = ()) -> None:
-        self.part_committed(PartResult(part, failures, {}, 1.0, 0.5))
+    def commit(
+        self, part: Part, failures: Sequence[Failure] = (), is_earlier: bool = False
+    ) -> None:
+        self.part_committed(PartResult(part, failures, {}, 1.0, 0.5), is_earlier)
 
 
 @pytest.fixture
@@ -99,6 +104,26 @@ def test_a_run_ends_with_its_last_part_and_ends_its_workers(
     assert pool.ended == ["a", "b"]
     assert pool.collector.rows == 20
     assert pool.collector.has_started
+
+
+def test_parts_that_were_found_first_count_for_failures_but_not_for_the_speed(
+    pool: FakeExecutor,
+) -> None:
+    failure = Failure(1, b"1", Status.EMPTY, "ImageFault", "empty")
+    rates: list[float] = []
+
+    def find() -> None:
+        pool.commit(PARTS[0], [failure], is_earlier=True)
+        rates.append(pool.progress.now().images_per_second)
+        pool.commit(PARTS[1])
+        rates.append(pool.progress.now().images_per_second)
+        raise RunError("enough")
+
+    pool.events.append(find)
+    with pytest.raises(RunError, match="enough"):
+        pool.work()
+    assert pool.told_failures == [1, 1]
+    assert rates[0] == 0 < rates[1]
 
 
 def test_a_part_belongs_to_its_worker_until_it_is_committed(pool: FakeExecutor) -> None:

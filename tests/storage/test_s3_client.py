@@ -50,6 +50,16 @@ UNREACHABLE = botocore.EndpointConnectionError(endpoint_url="http://there")
 BUSY = botocore.ClientError(
     {"Error": {"Code": "InternalError"}, "ResponseMetadata": {"HTTPStatusCode": 500}}, "HeadObject"
 )
+THROTTLED = botocore.ClientError(
+    {"Error": {"Code": "TooManyRequests"}, "ResponseMetadata": {"HTTPStatusCode": 429}},
+    "PutObject",
+)
+THROTTLED_HEAD = botocore.ClientError(
+    {"Error": {"Code": "429"}, "ResponseMetadata": {"HTTPStatusCode": 429}}, "HeadObject"
+)
+CUT_OFF = botocore.ClientError(
+    {"Error": {"Code": "RequestTimeout"}, "ResponseMetadata": {"HTTPStatusCode": 400}}, "PutObject"
+)
 REFUSED = botocore.ClientError(
     {"Error": {"Code": "ExpiredToken"}, "ResponseMetadata": {"HTTPStatusCode": 400}}, "HeadObject"
 )
@@ -64,6 +74,17 @@ def server(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> S
     monkeypatch.setattr(s3_client, "_LONGEST_PAUSE_S", 0.05)
     monkeypatch.setattr(s3_client.random, "uniform", lambda low, high: 0.05)
     return made
+
+
+@pytest.mark.parametrize("server", [THROTTLED, THROTTLED_HEAD, CUT_OFF], indirect=True)
+def test_a_server_that_limits_its_clients_is_waited_for(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(s3_client.time, "sleep", lambda seconds: None)
+    server.down = 2 * s3_client.ATTEMPTS
+    with s3_client.waiting_limit(60):
+        assert s3_client.look("bucket", "key").size == 1
+    assert server.made == 2 * s3_client.ATTEMPTS + 1
 
 
 @pytest.mark.parametrize("server", [UNREACHABLE, BUSY], indirect=True)

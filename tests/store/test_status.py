@@ -131,6 +131,28 @@ def test_a_part_that_takes_far_longer_than_others_is_stuck(run: MadeRun, tmp_pat
     assert "a part takes about 20 s" in line
 
 
+def test_a_worker_whose_clock_is_wrong_is_not_stuck(run: MadeRun, tmp_path: Path) -> None:
+    run.write(tmp_path, [0, 1])
+    committed_at(tmp_path, {0: 40, 1: 20})
+    for pid, off_by_s in enumerate((-3600, 3600), 1):
+        clock = {"part_since": time.time() + off_by_s - 5, "beat": time.time() + off_by_s}
+        heartbeat_file(tmp_path, pid=pid, part=2, part_rows=[16, 24], **clock)
+    assert store_status(tmp_path).stuck == []
+    stuck = {"part_since": time.time() + 3000, "beat": time.time() + 3600}
+    heartbeat_file(tmp_path, pid=3, part=3, part_rows=[24, 32], **stuck)
+    (line,) = store_status(tmp_path).stuck
+    assert "pid 3 on elsewhere) has been at part 3 (rows 24 to 31) for 600 s" in line
+
+
+def test_failures_that_only_the_driver_knows_are_counted(run: MadeRun, tmp_path: Path) -> None:
+    run.write(tmp_path, [0])
+    there = store_status(tmp_path).failures
+    heartbeat_file(tmp_path, pid=1)
+    assert store_status(tmp_path).failures == there
+    heartbeat_file(tmp_path, pid=2, what="driver", failures=there + 3)
+    assert store_status(tmp_path).failures == there + 3
+
+
 def test_a_heartbeat_tells_what_is_done_and_leaves_nothing_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

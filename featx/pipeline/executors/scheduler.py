@@ -176,9 +176,11 @@ class Scheduler(ABC, Generic[WorkerT]):
         if holder is not None:
             self._assigned[holder].pop(part.index, None)
         self.session.committed(part, failures)
+        self.heartbeat.set_failures(self.session.rows_failed)
         self.worker_ready()
         self.collector.add(result, is_earlier)
-        self.progress.step(len(part), len(failures), result.waited_s / self.num_workers)
+        waited_s = result.waited_s / self.num_workers
+        self.progress.step(len(part), len(failures), waited_s, is_earlier)
         try:
             self.collector.refuse_failures(self.spec, self.session)
         except TooManyFailuresError as error:

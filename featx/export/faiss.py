@@ -11,7 +11,7 @@ import numpy as np
 
 from featx.base import free_memory, size_text
 from featx.config import METRICS, ExportConfig, check_choice
-from featx.errors import ConfigError, FeatxError, RunError
+from featx.errors import ConfigError, FeatxError, RunError, counted
 from featx.export.base import (
     FORMATS,
     File,
@@ -21,6 +21,7 @@ from featx.export.base import (
     refuse_maps,
     require,
 )
+from featx.export.faiss_training import least_training_rows
 from featx.export.selection import about_text, unit_rows
 
 _COLUMNS = ("row", "key", "label", "class")
@@ -56,7 +57,8 @@ class Faiss(Format):
     trained see evenly spaced rows of the store, so that the same store gives the same index.
 
     Raises:
-        ConfigError: a layer holds maps, or faiss does not know the index.
+        ConfigError: a layer holds maps, faiss does not know the index, or there are too few rows to
+            train it.
         MissingExtraError: faiss or pyarrow is not installed.
     """
 
@@ -71,7 +73,7 @@ class Faiss(Format):
         require("pyarrow.parquet", "pyarrow", "export", what)
         self._columns = self.selection.named_columns(_COLUMNS)
         for layer in self.selection.layers:
-            self._empty_index(layer)
+            self._check_training(self._empty_index(layer), layer)
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -104,6 +106,21 @@ class Faiss(Format):
                 f"of {layer}: {_reason(error)}. Expected a text of faiss.index_factory, such as "
                 "Flat."
             ) from error
+
+    def _check_training(self, index: Any, layer: str) -> None:
+        """Check that there are enough rows to train the index of a layer.
+
+        Raises:
+            ConfigError: there are fewer.
+        """
+        rows, least = len(self.selection), least_training_rows(self._faiss, index)
+        if not index.is_trained and rows < least:
+            raise ConfigError(
+                f"export.index={self._options.index} of {layer} is trained on {least} rows or "
+                f"more, and {counted(rows, 'row is', 'rows are')} selected. Choose an index with "
+                "fewer lists or shorter codes, or one without training, such as export.index=Flat "
+                "or HNSW32."
+            )
 
     def _vectors(self, rows: Any) -> Any:
         """Return (n, D) float32 rows as the index holds them."""

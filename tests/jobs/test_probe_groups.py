@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -75,6 +76,20 @@ def test_rows_that_are_alike_are_told_apart_where_groups_are_unknown(split: dict
     leaking = probe("leaking", **split)
     assert leaking["accuracy"] > 0.95
     assert leaking["split"]["groups"] is None
+
+
+def test_few_shot_lines_begin_with_the_columns_of_the_predictions() -> None:
+    run_with(BOXES).write(Path("store"), packed=True)
+    probe(method="ridge", shots=[1], draws=2)
+    files = [Path("store/probe") / name for name in ("predictions.csv", "few_shot.csv")]
+    predictions, few_shot = ([*csv.DictReader(file.read_text().splitlines())] for file in files)
+    shared = ["layer", "method", "seed", "fold", "split", "key", "group", "true", "predicted"]
+    assert [*few_shot[0]] == [*shared, "shots", "draw"]
+    assert [*predictions[0]][: len(shared)] == shared
+    group_of = {line["key"]: line["group"] for line in predictions}
+    assert len({*group_of.values()}) == GROUPS
+    assert all(line["group"] == group_of[line["key"]] for line in few_shot)
+    assert {line["draw"] for line in few_shot} == {"1", "2"}
 
 
 # Each split with one kind of groups, and each kind of groups with one split.

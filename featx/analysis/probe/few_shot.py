@@ -20,8 +20,11 @@ from featx.analysis.probe.task import Task
 FEW_SHOT = "1 / rows, as scikit-learn's C=1"
 """Text in probe.json for the penalty of few-shot fits."""
 
-COLUMNS = ("layer", "method", "seed", "shots", "draw", "fold", "split", "key", "true", "predicted")
-"""Columns of few_shot.csv."""
+COLUMNS = (
+    "layer", "method", "seed", "fold", "split", "key", "group", "true", "predicted",
+    "shots", "draw",
+)  # fmt: skip
+"""Columns of few_shot.csv: the first nine of predictions.csv, then the draw."""
 
 
 @dataclass(frozen=True)
@@ -95,18 +98,20 @@ def few_shot_csv(
     buffer = io.StringIO()
     writer = csv.writer(buffer)
     writer.writerow(COLUMNS)
-    keys, several = task.keys, len(task.splits) > 1
+    several = len(task.splits) > 1
 
-    def start(draw: Draw) -> list[Any]:
-        return [task.seed, draw.shots, draw.number + 1, draw.fold + 1 if several else ""]
+    def line(draw: Draw, split: str, place: int, predicted: str) -> list[Any]:
+        """Columns after layer and method."""
+        group = "" if task.groups is None else int(task.groups[place])
+        true = task.keys[place], group, classes[task.y[place]]
+        fold = draw.fold + 1 if several else ""
+        return [task.seed, fold, split, *true, predicted, draw.shots, draw.number + 1]
 
     for draw in next(iter(tested.values())):
         for place in draw.train.tolist():
-            line = ["", "", *start(draw), "train", keys[place], classes[task.y[place]], ""]
-            writer.writerow(line)
+            writer.writerow(["", "", *line(draw, "train", place, "")])
     for (layer, method), draws in tested.items():
         for draw in draws:
             for place, said in zip(draw.test.tolist(), draw.predicted.tolist(), strict=True):
-                line = [layer, method, *start(draw), "test", keys[place]]
-                writer.writerow([*line, classes[task.y[place]], classes[said]])
+                writer.writerow([layer, method, *line(draw, "test", place, classes[said])])
     return buffer.getvalue().encode("utf-8", "surrogateescape")

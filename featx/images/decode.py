@@ -1,11 +1,10 @@
 """Decoding of encoded bytes into an upright RGB image, or an ImageFault with the reason.
 
 This module and `array_decode` are the only ones that name a decoder on the CPU; `gpu_decode` uses
-that of a GPU. Pillow
-opens every image and decodes all unusual ones. Sound JPEGs are decoded by simplejpeg if it is
-installed, to equal pixels in less time. decode=fast decodes JPEGs that are far larger than needed
-at 1/2, 1/4 or 1/8 of their size, which libjpeg does while it decodes. HEIC is decoded by
-pillow-heif if it is installed.
+that of a GPU. Pillow opens every image and decodes all unusual ones. simplejpeg, if it is
+installed, decodes sound JPEGs to the same pixels in less time. decode=fast decodes JPEGs that are
+far larger than needed at 1/2, 1/4 or 1/8 of their size, which libjpeg does while it decodes.
+pillow-heif, if it is installed, decodes HEIC.
 """
 
 from __future__ import annotations

@@ -346,7 +346,7 @@ class AtomicFolder:
 
     @contextlib.contextmanager
     def _temporary(self, path: Path) -> Iterator[Path]:
-        """Name for a temporary file beside `path`; if the file exists at the end, it is deleted."""
+        """Temporary name in the folder of `path`; a file with this name is deleted at the end."""
         temporary = self._temporary_name(path)
         try:
             yield temporary
@@ -354,7 +354,7 @@ class AtomicFolder:
             temporary.unlink(missing_ok=True)
 
     def _temporary_name(self, path: Path) -> Path:
-        """New name beside `path`."""
+        """New temporary name in the folder of `path`."""
         return path.parent / f"{TEMPORARY}{path.name}.{os.getpid()}.{time.monotonic_ns()}"
 
     def _remove_dead(self, path: Path) -> None:

@@ -13,7 +13,7 @@ from featx.storage.durability import failed, with_retries, write_all
 
 
 class UnfinishedFile:
-    """Temporary file beside its final name, open for writing at any address.
+    """Temporary file in the folder of its final name, open for writing at any address.
 
     It is deleted if it is not published: by `discard`, or when the object is collected or the
     interpreter ends. Made by `AtomicFolder.unfinished`.

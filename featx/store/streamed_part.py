@@ -68,7 +68,7 @@ class StreamedPart(PartBuilder):
     ) -> bool:
         """Commit the part under its final name; see `PartBuilder.publish`."""
         self._require_all_rows()
-        require(path == self._file.path, "the part was begun under another name")
+        require(path == self._file.path, "the part was started under another name")
         before = {name: chunks.addresses for name, chunks in self._layers.items()}
         image = self._lay_out(run, listing, manifest)
         for name, chunks in self._layers.items():
@@ -180,7 +180,7 @@ class _Chunks:
         self._num_rows = num_rows
         self._file = file
         self._stop = 0  # row after the last one that arrived
-        self._begun: list[npt.NDArray[Any]] = []  # rows of a chunk that is not complete
+        self._waiting: list[npt.NDArray[Any]] = []  # rows of a chunk that is not complete
 
     def extents(self) -> Iterator[tuple[int, int]]:
         """Address and bytes of the rows of each chunk; the padding of the last is not counted."""
@@ -192,14 +192,18 @@ class _Chunks:
         """Add the next rows; those of an incomplete chunk are copied."""
         require(first == self._stop, "the rows of a streamed part have to arrive in order")
         while len(rows):
-            number, begun = divmod(self._stop, self.step)
+            number, num_waiting = divmod(self._stop, self.step)
             stop = min((number + 1) * self.step, self._num_rows)
             some, rows = rows[: stop - self._stop], rows[stop - self._stop :]
             self._stop += len(some)
             if self._stop < stop:
-                self._begun.append(some.copy())
+                self._waiting.append(some.copy())
                 continue
-            chunk = np.concatenate([*self._begun, some]) if begun else np.ascontiguousarray(some)
-            self._begun = []
+            chunk = (
+                np.concatenate([*self._waiting, some])
+                if num_waiting
+                else np.ascontiguousarray(some)
+            )
+            self._waiting = []
             self.sums[number] = layout.checksum(chunk)
             self._file.write(chunk.reshape(-1).view(np.uint8).data, self.addresses[number])

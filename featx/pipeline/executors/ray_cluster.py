@@ -88,7 +88,7 @@ def _connect(address: str, limit_s: float) -> None:
     """Open and close a connection to host:port; do nothing for a text of another form.
 
     Raises:
-        OSError: nobody answers there.
+        OSError: no process accepts connections at this address.
     """
     host, _, port = address.rpartition(":")
     if host and port.isdigit():

@@ -17,7 +17,7 @@ from typing import Any
 import h5py
 import numpy as np
 
-from featx.storage.local_folder import exclusive_lock
+from featx.storage.folder_lock import exclusive_lock
 from featx.store import layout
 from featx.store.attribute_checksums import seal_texts
 from featx.store.listing import in_stored_order, listing_identity

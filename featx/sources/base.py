@@ -102,14 +102,20 @@ def tag_of(content: object) -> int:
     return int.from_bytes(blake2b(repr(content).encode(), digest_size=8).digest(), "little") >> 1
 
 
-def endings(extensions: Iterable[str] | None) -> frozenset[bytes]:
+def endings(
+    extensions: Iterable[str] | None, usual: frozenset[bytes] = EXTENSIONS
+) -> frozenset[bytes]:
     """Convert the option data.extensions to lower-case extensions with a leading dot.
 
+    Args:
+        extensions: the option.
+        usual: extensions of the source, which it lists if the option is None.
+
     Returns:
-        the extensions as bytes; `EXTENSIONS` if the option is None.
+        the extensions as bytes.
     """
     if extensions is None:
-        return EXTENSIONS
+        return usual
     return frozenset(os.fsencode("." + ending.lower().lstrip(".")) for ending in extensions)
 
 

@@ -9,17 +9,16 @@ from __future__ import annotations
 import os
 import threading
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
-from featx.errors import ConfigError, MissingExtraError
+from featx.errors import ConfigError
 from featx.sources.base import FolderSource, endings
 from featx.sources.options import FileOptions
 from featx.sources.pixel_encoding import encode_image
-from featx.sources.registry import SOURCES, source_member
+from featx.sources.registry import SOURCES, require_package, source_member
 from featx.types import Box, ImageFault, Listing, Source, Status
 
 if TYPE_CHECKING:
@@ -62,8 +61,7 @@ def open_source(config: SlideOptions) -> Source:
     Raises:
         MissingExtraError: OpenSlide is not installed.
     """
-    if find_spec("openslide") is None:
-        raise MissingExtraError('data=slides needs OpenSlide: pip install "featx[slides]".')
+    require_package("slides", "openslide", "OpenSlide")
     return SlideSource(config)
 
 
@@ -75,7 +73,7 @@ class SlideSource:
     """
 
     def __init__(self, config: SlideOptions) -> None:
-        extensions = EXTENSIONS if config.extensions is None else endings(config.extensions)
+        extensions = endings(config.extensions, EXTENSIONS)
         self._folder = FolderSource(config.path, config.follow_links, extensions, what="slides")
         self._max_pixels = config.max_pixels
         self._lock = threading.Lock()

@@ -9,17 +9,16 @@ import errno
 import math
 import os
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
-from featx.errors import ConfigError, DataError, MissingExtraError
+from featx.errors import ConfigError, DataError
 from featx.sources.base import FolderSource, endings
 from featx.sources.key_forms import frame_key
 from featx.sources.options import FileOptions
-from featx.sources.registry import SOURCES, source_member
+from featx.sources.registry import SOURCES, require_package, source_member
 from featx.sources.video_reader import FrameReader
 from featx.types import ImageFault, Listing, Source, Status
 
@@ -50,8 +49,7 @@ def open_source(config: VideoOptions) -> Source:
     Raises:
         MissingExtraError: torchcodec is not installed.
     """
-    if find_spec("torchcodec") is None:
-        raise MissingExtraError('data=video needs torchcodec: pip install "featx[video]".')
+    require_package("video", "torchcodec", "torchcodec")
     return VideoSource(config)
 
 
@@ -68,7 +66,7 @@ class VideoSource:
     def __init__(self, config: VideoOptions) -> None:
         root = config.path
         self._file = root if root.is_file() else None
-        extensions = EXTENSIONS if config.extensions is None else endings(config.extensions)
+        extensions = endings(config.extensions, EXTENSIONS)
         self._folder = FolderSource(
             root.parent if self._file else root, config.follow_links, extensions, what="videos"
         )

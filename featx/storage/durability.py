@@ -1,4 +1,4 @@
-"""Retries of failed writes, and the error that explains a write that keeps failing."""
+"""Writes and syncs of a disk, their retries, and the error of a write that keeps failing."""
 
 from __future__ import annotations
 
@@ -38,6 +38,23 @@ def write_all(descriptor: int, data: bytes | memoryview, offset: int) -> None:
         if count == 0:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         written += count
+
+
+def sync_folder(folder: Path) -> None:
+    """Sync the entries of a folder, so that new names in it survive a power failure.
+
+    Raises:
+        OSError: the disk fails.
+    """
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        # Some network file systems cannot sync folders; nothing more can be done there.
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+    finally:
+        os.close(descriptor)
 
 
 def with_retries(path: Path, write: Callable[[], T]) -> T:

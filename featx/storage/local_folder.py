@@ -1,9 +1,9 @@
 """Atomic writes to the folder of a store on a local or network disk.
 
-Every system call that changes a store is in this module. A file appears under its final name only
-when it is complete and on disk: it is written under a temporary name, synced, linked, and then its
-folder is synced. After `AtomicFolder.publish` returns, the file survives a crash of the process
-and of the machine, as far as fsync keeps its promise.
+Every system call that changes a store is in this package, nearly all of them in this module. A
+file appears under its final name only when it is complete and on disk: it is written under a
+temporary name, synced, linked, and then its folder is synced. After `AtomicFolder.publish` returns,
+the file survives a crash of the process and of the machine, as far as fsync keeps its promise.
 """
 
 from __future__ import annotations
@@ -13,17 +13,16 @@ import errno
 import fcntl
 import glob
 import itertools
-import json
 import os
 import shutil
-import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from featx.errors import FeatxError, RunError, StoreError, StoreLockedError
-from featx.storage.durability import failed, with_retries, write_all
+from featx.errors import FeatxError, RunError, StoreError
+from featx.storage.durability import failed, sync_folder, with_retries, write_all
+from featx.storage.folder_lock import exclusive_lock
 from featx.storage.reserved_file import ReservedFile
 from featx.storage.unfinished_file import UnfinishedFile
 
@@ -323,15 +322,7 @@ class AtomicFolder:
 
     def sync_folder(self, folder: Path) -> None:
         """Sync the entries of a folder, so that new names in it survive a power failure."""
-        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(descriptor)
-        except OSError as error:
-            # Some network file systems cannot sync folders; nothing more can be done there.
-            if error.errno not in (errno.EINVAL, errno.ENOTSUP):
-                raise
-        finally:
-            os.close(descriptor)
+        sync_folder(folder)
 
     def locked(self, path: Path) -> contextlib.AbstractContextManager[int]:
         """Hold the exclusive lock of the store within the block; see `exclusive_lock`."""
@@ -400,69 +391,6 @@ def _lock_as_alive(file: BinaryIO) -> None:
     """
     with contextlib.suppress(OSError):
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-
-
-@contextlib.contextmanager
-def exclusive_lock(path: Path) -> Iterator[int]:
-    """Hold an exclusive lock on the store within the block.
-
-    Args:
-        path: lock file.
-
-    Yields:
-        file descriptor that holds the lock; processes that inherit it hold the lock as well.
-
-    Raises:
-        StoreLockedError: another process holds the lock; the message names it.
-        StoreError: the folder is not writable, or its file system has no locks.
-    """
-    try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-    except OSError as error:
-        raise StoreError(
-            f"cannot write to {path.parent}: {error.strerror}. Choose another out=DIR."
-        ) from error
-    try:
-        try:
-            # flock belongs to the open file, not to the process: a worker that inherits the
-            # descriptor holds the lock too, also after its driver was killed.
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            holder = os.read(descriptor, 4096).decode(errors="replace").strip()
-            raise StoreLockedError(
-                f"{path.parent} is being written by another process: {holder or 'unknown'}. "
-                "Wait for it, stop it, or choose another out=DIR."
-            ) from error
-        except OSError as error:
-            raise StoreError(
-                f"{path.parent} cannot be locked: {error.strerror}. Choose an out=DIR on a disk "
-                "that has file locks."
-            ) from error
-        holder_text = json.dumps(
-            {
-                "pid": os.getpid(),
-                "host": socket.gethostname(),
-                "since": time.strftime("%Y-%m-%d %H:%M:%S"),
-            }
-        )
-        _note_holder(descriptor, holder_text)
-        try:
-            # Names that a killed holder created may not be synced yet, and this run relies on them.
-            AtomicFolder(path.parent).sync_folder(path.parent)
-        except OSError as error:
-            raise failed(path.parent, error) from error
-        yield descriptor
-        _note_holder(descriptor, "")
-    finally:
-        with contextlib.suppress(OSError):  # no data of the store was written through it
-            os.close(descriptor)
-
-
-def _note_holder(descriptor: int, text: str) -> None:
-    """Write into the lock file who holds it; only for people, so errors are ignored."""
-    with contextlib.suppress(OSError):
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, text.encode(), 0)
 
 
 def reads_back_differently(path: Path | str, dataset: str) -> RunError:

@@ -30,7 +30,7 @@ from featx.analysis.statistics.session import MomentsOfParts
 from featx.config.schema import from_keywords, from_omegaconf
 from featx.errors import ConfigError, NonFiniteError, StoreLockedError, StoreMismatchError
 from featx.pipeline.stop_signals import Interrupted
-from featx.storage.local_folder import exclusive_lock
+from featx.storage.folder_lock import exclusive_lock
 from featx.types import image_checksum
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path", "packing_in_process")

@@ -22,7 +22,8 @@ import featx
 from featx.errors import ConfigError, RunError, StoreError, StoreLockedError, StoreMismatchError
 from featx.export import selection
 from featx.export.parquet import Parquet
-from featx.storage.local_folder import AtomicFolder, exclusive_lock
+from featx.storage.folder_lock import exclusive_lock
+from featx.storage.local_folder import AtomicFolder
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path", "without_retry_waits", "small_blocks")
 

@@ -270,7 +270,7 @@ def test_an_interrupted_run_keeps_its_parts(
 
 
 def test_a_second_writer_is_refused(photo_folder: Path, tmp_path: Path) -> None:
-    from featx.storage.local_folder import exclusive_lock
+    from featx.storage.folder_lock import exclusive_lock
 
     (tmp_path / "store").mkdir()
     with (

@@ -127,7 +127,7 @@ def test_a_store_that_another_process_writes_is_left_alone(
 ) -> None:
     stopped_after(2, monkeypatch, photos, overwrite=True)
     before = part_times()
-    from featx.storage.local_folder import exclusive_lock
+    from featx.storage.folder_lock import exclusive_lock
 
     with exclusive_lock(Path("store/.lock")), pytest.raises(StoreLockedError):
         extract(photos, overwrite=True)

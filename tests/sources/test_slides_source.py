@@ -26,7 +26,7 @@ def test_what_the_options_need(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(ConfigError, match=r"needs data\.boxes=FILE\.csv"):
         SlideOptions(root="slides")
     options = SlideOptions(root="slides", boxes="boxes.csv")
-    monkeypatch.setattr("featx.sources.slides.find_spec", lambda name: None)
+    monkeypatch.setattr("featx.sources.registry.find_spec", lambda name: None)
     with pytest.raises(MissingExtraError, match=r'pip install "featx\[slides\]"'):
         open_source(options)
 

@@ -20,7 +20,8 @@ from system_calls import Calls, watched
 
 from featx.errors import RunError, StoreError, StoreLockedError
 from featx.storage.durability import write_all
-from featx.storage.local_folder import AtomicFolder, exclusive_lock
+from featx.storage.folder_lock import exclusive_lock
+from featx.storage.local_folder import AtomicFolder
 from featx.storage.reserved_file import ReservedFile
 
 pytestmark = pytest.mark.usefixtures("without_retry_waits")
@@ -286,7 +287,7 @@ class TestReservedFile:
 
 HOLD = """
 import sys, pathlib
-from featx.storage.local_folder import exclusive_lock
+from featx.storage.folder_lock import exclusive_lock
 with exclusive_lock(pathlib.Path(sys.argv[1])):
     print("held", flush=True)
     sys.stdin.read()

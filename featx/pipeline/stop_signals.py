@@ -8,7 +8,7 @@ import threading
 from collections.abc import Iterator
 
 from featx.base import is_echo, log_message
-from featx.storage import s3_client
+from featx.storage import s3_outage
 
 GRACE_S = 5.0
 """Seconds that a batch may still take after SIGINT or SIGTERM before it is cut short."""
@@ -55,7 +55,7 @@ def stop_signals() -> Iterator[list[int]]:
     def cut_short(signum: int, frame: object) -> None:
         if stop:
             # The end of the run waits for the commit, which may wait for S3.
-            s3_client.stop_waiting()
+            s3_outage.stop_waiting()
             raise Interrupted(stop[0])
 
     handlers = {signal.SIGINT: note, signal.SIGTERM: note, signal.SIGALRM: cut_short}

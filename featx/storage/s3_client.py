@@ -5,19 +5,15 @@ region and endpoint come from where AWS tools look for them (AWS_* in the enviro
 role of the machine); featx does not ask for, keep or print credentials.
 
 If the server does not answer, readers and starting runs get an error at once; a run in progress
-waits, see `waiting_limit`.
+waits, see `s3_outage.waiting_limit`.
 """
 
 from __future__ import annotations
 
-import contextlib
-import contextvars
 import errno
 import functools
-import logging
 import os
 import random
-import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -25,6 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from featx.errors import MissingExtraError, ObjectStoreError
+from featx.storage import s3_outage
 
 CONNECTIONS = 16
 """Number of concurrent requests of one process."""
@@ -35,17 +32,8 @@ ATTEMPTS = 4
 A request is repeated if it gets no answer, or one that asks to retry.
 """
 
-PATIENCE_S = 600.0
-"""Seconds that a run waits for a server that does not answer or is overloaded."""
-
 _LONGEST_PAUSE_S = 20.0
 """Longest pause in seconds between two attempts during an outage."""
-
-_SLICE_S = 0.5
-"""Interval in seconds at which waiting threads check whether the run was told to stop."""
-
-_QUIET_S = 60.0
-"""Least seconds between two reports of an outage."""
 
 # Error codes of S3 by what they mean for the caller. HEAD requests have no body, so botocore
 # reports their HTTP status instead of a code.
@@ -59,9 +47,6 @@ _REFUSED = (
     "AccessDenied", "AllAccessDisabled", "InvalidAccessKeyId", "SignatureDoesNotMatch",
     "ExpiredToken", "InvalidToken",
 )  # fmt: skip
-
-
-logger = logging.getLogger(__name__)
 
 
 class TakenError(OSError):
@@ -87,123 +72,6 @@ class Entry:
     modified: float
 
 
-class _Outage:
-    """Whether the server answers this process now; shared by all threads."""
-
-    def __init__(self) -> None:
-        self._limits: dict[object, float] = {}  # running `waiting_limit` -> its seconds
-        self._lock = threading.Lock()
-        self._began: float | None = None  # first failed request since the last answer
-        self._reported: float | None = None  # last report of an outage
-        self._is_reported = self._stopped = False
-
-    @property
-    def limit_s(self) -> float:
-        """Seconds that a request waits for the server; 0 outside of `waiting_limit`."""
-        limits = list(self._limits.values())
-        return limits[-1] if limits else 0.0
-
-    def start(self, limit_s: float) -> object:
-        """Set how many seconds requests wait from now on, until `end` of the returned object.
-
-        Several runs of one process may start and end in any order.
-        """
-        run = object()
-        self._limits[run], self._stopped = limit_s, False
-        return run
-
-    def end(self, run: object) -> None:
-        """Forget a limit that `start` has set."""
-        del self._limits[run]
-
-    def stop(self) -> None:
-        """End every wait; takes no lock, so a signal handler may call it."""
-        self._stopped = True
-
-    def answered(self) -> None:
-        """Record that a request got an answer; report the end of a reported outage."""
-        if self._began is None:
-            return
-        with self._lock:
-            # Checked again under the lock: only one of several threads reports the end.
-            began, self._began = self._began, None
-            was_reported, self._is_reported = self._is_reported, False
-        if began is not None and was_reported:
-            logger.warning("the object store answers again after %.0f s", time.monotonic() - began)
-
-    def wait(self, error: ObjectStoreError, since: float, pause_s: float) -> bool:
-        """Pause before a request is repeated.
-
-        Args:
-            error: error of the last attempt.
-            since: time of the first failure of this request, by time.monotonic.
-            pause_s: longest pause in seconds.
-
-        Returns:
-            false if the time limit is over or the run was told to stop, otherwise True.
-        """
-        now = time.monotonic()
-        with self._lock:
-            if self._began is None:
-                self._began = since
-            left_s = min(since, self._began) + self.limit_s - now
-            if left_s <= 0 or self._stopped:
-                return False
-            is_new = not self._is_reported and (
-                self._reported is None or now - self._reported > _QUIET_S
-            )
-            if is_new:
-                self._is_reported, self._reported = True, now
-        if is_new:
-            logger.warning(
-                "%s The run waits until the object store answers, at most %.0f s; nothing "
-                "committed is lost.", error, self.limit_s,
-            )  # fmt: skip
-        until = now + min(pause_s, left_s)
-        while (left_s := until - time.monotonic()) > 0:
-            if self._stopped:
-                return False
-            time.sleep(min(left_s, _SLICE_S))
-        return True
-
-
-_outage = _Outage()
-_waits = contextvars.ContextVar("waits", default=True)
-
-
-@contextlib.contextmanager
-def waiting_limit(limit_s: float | None = None) -> Iterator[None]:
-    """Make the requests of this process wait for a server that does not answer.
-
-    A run uses this, since an error would cost its work. The log gets one line when it starts to
-    wait, and one when the server answers again.
-
-    Args:
-        limit_s: seconds from the first failed request; None for PATIENCE_S.
-    """
-    outage = _outage
-    run = outage.start(PATIENCE_S if limit_s is None else limit_s)
-    try:
-        yield
-    finally:
-        outage.end(run)
-
-
-@contextlib.contextmanager
-def without_waiting() -> Iterator[None]:
-    """Make the requests of this thread fail at once, for writes that are useless later."""
-    token = _waits.set(False)
-    try:
-        yield
-    finally:
-        _waits.reset(token)
-
-
-def stop_waiting() -> None:
-    """Make all waiting requests fail now; a signal handler may call this."""
-    _outage.stop()
-
-
 def request(operation: str, **parameters: Any) -> dict[str, Any]:
     """Perform one request.
 
@@ -219,7 +87,7 @@ def request(operation: str, **parameters: Any) -> dict[str, Any]:
         TakenError: the condition of the request does not hold.
         EmptyError: the range starts behind the end of the object.
         ObjectStoreError: the server refuses the request, has no such bucket, or does not answer;
-            within `waiting_limit` only after the time limit.
+            within `s3_outage.waiting_limit` only after the time limit.
     """
     own = client(os.getpid())  # raises an error with the name of a missing extra
     url = f"s3://{parameters['Bucket']}/{parameters.get('Key', parameters.get('Prefix', ''))}"
@@ -230,19 +98,19 @@ def request(operation: str, **parameters: Any) -> dict[str, Any]:
             answer = _asked(own, operation, parameters, url)
         except ObjectStoreError as error:
             if error.errno != errno.EAGAIN:
-                _outage.answered()
+                s3_outage.answered()
                 raise
             since = time.monotonic() if since is None else since
             # The jitter keeps the workers of a cluster from repeating their requests all at once.
             pause = pause_s * random.uniform(0.5, 1.0)
-            if not (_outage.limit_s and _waits.get() and _outage.wait(error, since, pause)):
+            if not s3_outage.wait(error, since, pause):
                 raise
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
         except OSError:
-            _outage.answered()
+            s3_outage.answered()
             raise
         else:
-            _outage.answered()
+            s3_outage.answered()
             return answer
 
 

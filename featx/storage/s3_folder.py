@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from featx.errors import ObjectStoreError, StoreError
-from featx.storage import s3_client
+from featx.storage import s3_client, s3_outage
 from featx.storage.durability import failed, with_retries
 from featx.storage.local_folder import AtomicFolder
 from featx.storage.s3_client import TakenError
@@ -92,12 +92,12 @@ class S3Folder(AtomicFolder):
 
     def write_best_effort(self, path: Path, text: str) -> None:
         """Create or replace an object that only informs people; errors are ignored."""
-        with s3_client.without_waiting(), contextlib.suppress(OSError):
+        with s3_outage.without_waiting(), contextlib.suppress(OSError):
             _created(path, text.encode())
 
     def forget(self, path: Path) -> None:
         """Delete an object written by `write_best_effort`."""
-        with s3_client.without_waiting(), contextlib.suppress(OSError):
+        with s3_outage.without_waiting(), contextlib.suppress(OSError):
             s3_client.delete(*_of(path))
 
     def set_aside(self, path: Path, folder: Path) -> Path:
@@ -183,7 +183,7 @@ class S3Folder(AtomicFolder):
                 )
         descriptor = os.open(os.devnull, os.O_RDWR)
         try:
-            with s3_client.waiting_limit():
+            with s3_outage.waiting_limit():
                 yield descriptor
         except ObjectStoreError as error:
             # The location was valid at the start, so this is a failure of the run (exit code 1).

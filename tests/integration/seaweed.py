@@ -22,7 +22,7 @@ import pytest
 from drivers import free_ports
 from object_server import environment
 
-from featx.storage import s3_client
+from featx.storage import s3_client, s3_outage
 
 READER = {"AWS_ACCESS_KEY_ID": "id-of-a-reader", "AWS_SECRET_ACCESS_KEY": "secret-of-a-reader"}
 """Credentials of an identity that may read and list only."""
@@ -114,7 +114,7 @@ def bucket_on_seaweed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
         for name, value in environment(server.url).items():
             monkeypatch.setenv(name, value)
         s3_client.client.cache_clear()
-        with s3_client.waiting_limit(60):
+        with s3_outage.waiting_limit(60):
             s3_client.request("create_bucket", Bucket="bucket")
         yield server
     s3_client.client.cache_clear()

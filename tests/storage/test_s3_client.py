@@ -12,7 +12,7 @@ import pytest
 from object_server import MemoryServer, place
 
 from featx.errors import ObjectStoreError, StorageError
-from featx.storage import s3_client
+from featx.storage import s3_client, s3_outage
 from featx.storage.s3_folder import S3Folder
 
 pytestmark = pytest.mark.usefixtures("without_retry_waits")
@@ -69,8 +69,8 @@ REFUSED = botocore.ClientError(
 def server(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Server:
     made = Server(getattr(request, "param", UNREACHABLE))
     monkeypatch.setattr(s3_client, "client", lambda process: made)
-    monkeypatch.setattr(s3_client, "_outage", s3_client._Outage())
-    monkeypatch.setattr(s3_client, "_SLICE_S", 0.01)
+    monkeypatch.setattr(s3_outage, "_outage", s3_outage.Outage())
+    monkeypatch.setattr(s3_outage, "_SLICE_S", 0.01)
     monkeypatch.setattr(s3_client, "_LONGEST_PAUSE_S", 0.05)
     monkeypatch.setattr(s3_client.random, "uniform", lambda low, high: 0.05)
     return made
@@ -82,7 +82,7 @@ def test_a_server_that_limits_its_clients_is_waited_for(
 ) -> None:
     monkeypatch.setattr(s3_client.time, "sleep", lambda seconds: None)
     server.down = 2 * s3_client.ATTEMPTS
-    with s3_client.waiting_limit(60):
+    with s3_outage.waiting_limit(60):
         assert s3_client.look("bucket", "key").size == 1
     assert server.made == 2 * s3_client.ATTEMPTS + 1
 
@@ -90,7 +90,7 @@ def test_a_server_that_limits_its_clients_is_waited_for(
 @pytest.mark.parametrize("server", [UNREACHABLE, BUSY], indirect=True)
 def test_a_run_waits_and_says_so_once(server: Server, caplog: pytest.LogCaptureFixture) -> None:
     server.down = 5
-    with s3_client.waiting_limit(60):
+    with s3_outage.waiting_limit(60):
         assert s3_client.look("bucket", "key").size == 1
     assert [record.levelno for record in caplog.records] == [logging.WARNING] * 2
     waits, answers = (record.getMessage() for record in caplog.records)
@@ -114,7 +114,7 @@ def test_who_only_reads_is_told_at_once(server: Server, caplog: pytest.LogCaptur
 def test_what_is_refused_is_not_waited_for(server: Server) -> None:
     server.down = True
     with (
-        s3_client.waiting_limit(60),
+        s3_outage.waiting_limit(60),
         pytest.raises(ObjectStoreError, match=r"refuses it \(ExpiredToken"),
     ):
         s3_client.look("bucket", "key")
@@ -123,7 +123,7 @@ def test_what_is_refused_is_not_waited_for(server: Server) -> None:
 
 def test_when_the_limit_is_over_nobody_waits_again(server: Server) -> None:
     server.down = True
-    with s3_client.waiting_limit(0.3):
+    with s3_outage.waiting_limit(0.3):
         began = time.monotonic()
         with pytest.raises(ObjectStoreError):
             s3_client.look("bucket", "key")
@@ -140,7 +140,7 @@ def test_when_the_limit_is_over_nobody_waits_again(server: Server) -> None:
 
 def test_heartbeats_do_not_wait(server: Server) -> None:
     server.down = True
-    with s3_client.waiting_limit(60), s3_client.without_waiting(), pytest.raises(ObjectStoreError):
+    with s3_outage.waiting_limit(60), s3_outage.without_waiting(), pytest.raises(ObjectStoreError):
         s3_client.look("bucket", "key")
 
 
@@ -154,23 +154,23 @@ def test_a_run_that_is_stopped_waits_no_longer(server: Server) -> None:
         except ObjectStoreError as error:
             failed.append(error)
 
-    with s3_client.waiting_limit(60):
+    with s3_outage.waiting_limit(60):
         thread = threading.Thread(target=look)
         thread.start()
         time.sleep(0.1)
         assert not failed
-        s3_client.stop_waiting()
+        s3_outage.stop_waiting()
         thread.join(10)
     assert failed
     server.down = 2
-    with s3_client.waiting_limit(60):
+    with s3_outage.waiting_limit(60):
         assert s3_client.look("bucket", "key").size == 1
 
 
 def test_a_server_that_comes_and_goes_is_no_flood_of_lines(
     server: Server, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with s3_client.waiting_limit(60):
+    with s3_outage.waiting_limit(60):
         for _ in range(20):
             server.down = 2
             s3_client.look("bucket", "key")
@@ -192,7 +192,7 @@ def test_in_mid_run_an_outage_is_no_mistake_of_the_user(monkeypatch: pytest.Monk
 def test_runs_that_end_in_another_order_leave_no_patience(server: Server) -> None:
     """Two runs in threads of one process, of which the first one ends first."""
     server.down = True
-    first, second = s3_client.waiting_limit(60), s3_client.waiting_limit(60)
+    first, second = s3_outage.waiting_limit(60), s3_outage.waiting_limit(60)
     first.__enter__()
     second.__enter__()
     first.__exit__(None, None, None)

@@ -17,7 +17,7 @@ from made_store import MadeRun, make_added, make_run
 from object_server import MemoryServer, RequestLog, upload
 
 from featx.errors import ObjectStoreError, RunError, StoreError, StoreLockedError
-from featx.storage import durability, s3_client, s3_file
+from featx.storage import durability, s3_client, s3_file, s3_outage
 from featx.storage.s3_file import fetched_ahead
 from featx.storage.s3_folder import S3Folder
 from featx.storage.s3_path import S3Path, parse_path
@@ -71,7 +71,7 @@ class Faulty:
 def quick_retries(monkeypatch: pytest.MonkeyPatch) -> None:
     """Failed writes are retried twice, at once; a server that does not answer is not waited for."""
     monkeypatch.setattr(durability, "RETRY_WAITS_S", (0, 0))
-    monkeypatch.setattr(s3_client, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(s3_outage, "PATIENCE_S", 0.0)
 
 
 def check_store_of(run: MadeRun, root: Path) -> None:

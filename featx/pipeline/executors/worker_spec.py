@@ -25,7 +25,7 @@ from featx.pipeline.forward_passes import ComputedT
 from featx.pipeline.loop import BatchSink, PartSource
 from featx.pipeline.run_context import RunContext, build_run_context
 from featx.sources import open_source
-from featx.storage import AtomicFolder, s3_client
+from featx.storage import AtomicFolder, s3_outage
 from featx.store import Heartbeat, heartbeat_name
 from featx.types import Failure, LayerSpec, Listing, Part, ResumeState, Source
 
@@ -290,7 +290,7 @@ def worker_context(spec: WorkerSpec, device: str) -> Iterator[RunContext]:
         FeatxError: the model or the data set is not available to this process.
     """
     # The driver has written to the store already, so an outage of an object store is temporary.
-    with s3_client.waiting_limit():
+    with s3_outage.waiting_limit():
         take_cpus(spec.cpus)
         spec.part_task.check(spec.root, spec.fingerprint)
         config = replace(spec.config, device=device)

@@ -258,7 +258,14 @@ def store_exit_code(config: Config, summary: dict[str, Any]) -> int:
 
 def _pack(config: Config, session: StoreSession) -> None:
     """Pack the parts into one features.h5, if the config asks for it and there is room."""
-    if session.packed or not session.whole or _is_mixed(session) or config.pack is False:
+    if session.packed or not session.whole:
+        return
+    mixed = _mixed_rows(session)
+    _check_mixed_rows_failed(session, mixed)
+    if mixed:
+        _log_mixed_rows(session, len(mixed))
+        return
+    if config.pack is False:
         return
     if is_url(session.root):
         log_message(
@@ -274,28 +281,34 @@ def _pack(config: Config, session: StoreSession) -> None:
     session.after_packing()
 
 
-def _is_mixed(session: StoreSession) -> bool:
-    """Whether layers of some failed rows were computed from different images; reports them.
+def _mixed_rows(session: StoreSession) -> list[int]:
+    """Rows whose layers were computed from different images in different runs."""
+    if len(session.manifest.runs) == 1:
+        return []
+    rows: list[int] = rows_of_two_images(session.root, session.manifest).tolist()
+    return rows
 
-    Raises:
-        StoreMismatchError: the same holds for rows that have not failed.
-    """
-    runs = session.manifest.runs
-    if len(runs) == 1:
-        return False
-    mixed = rows_of_two_images(session.root, session.manifest).tolist()
-    if not mixed:
-        return False
+
+def _check_mixed_rows_failed(session: StoreSession, mixed: list[int]) -> None:
+    """Raise a StoreMismatchError if a row of `mixed` has not failed."""
     failed = {failure.row for failure in session.failures}
-    layers = dict.fromkeys(f"layers=[{','.join(sorted(run.names))}]" for run in runs)
     if ok := [row for row in mixed if row not in failed]:
-        keys = session.listing.keys
-        what = refresh_text(list(layers))
-        raise StoreMismatchError(changed_images_text(session.root, keys, ok, what))
+        what = refresh_text(_layers_options(session))
+        raise StoreMismatchError(changed_images_text(session.root, session.listing.keys, ok, what))
+
+
+def _log_mixed_rows(session: StoreSession, num_mixed: int) -> None:
+    """Log why the parts are kept: failed images were mended for some of the layers only."""
     log_message(
         f"the parts are kept: "
-        f"{counted(len(mixed), 'failed image has', 'failed images have')} been mended for some "
+        f"{counted(num_mixed, 'failed image has', 'failed images have')} been mended for some "
         "layers only. "
-        f"retry_failed=true with each of {' and '.join(layers)} computes the others.\n"
+        f"retry_failed=true with each of {' and '.join(_layers_options(session))} computes the "
+        "others.\n"
     )
-    return True
+
+
+def _layers_options(session: StoreSession) -> list[str]:
+    """The option `layers` of each run of the store, without repeats."""
+    runs = session.manifest.runs
+    return list(dict.fromkeys(f"layers=[{','.join(sorted(run.names))}]" for run in runs))

@@ -97,9 +97,11 @@ class CommittedParts:
                 found.append(part)
         for part, problem, failures in look_at_parts(self._root, manifest, found):
             self.add_failures(failures)
-            if problem is None or self._keeps_every_row(
-                part_path(self._root, part.index), part, problem, manifest, listing
-            ):
+            is_whole = problem is None
+            if problem is not None:
+                path = part_path(self._root, part.index)
+                is_whole = self._replace_damaged(path, part, problem, manifest, listing)
+            if is_whole:
                 self.indices.add(part.index)
         self._survey_pieces(manifest, listing)
 
@@ -116,7 +118,7 @@ class CommittedParts:
                 problem, failures = look_at_part(path, piece, run, compare=True)
                 self.add_failures(failures)
                 if problem is not None:
-                    self._keeps_every_row(path, piece, problem, manifest, listing)
+                    self._replace_damaged(path, piece, problem, manifest, listing)
         self.pieces = Pieces.in_store(self._root)
 
     def _survey_packed(self, path: Path, manifest: Manifest, listing: Listing) -> None:
@@ -132,10 +134,10 @@ class CommittedParts:
         for run in manifest.runs[:num_runs]:
             self.indices.update(part.index for part in run.parts())
 
-    def _keeps_every_row(
+    def _replace_damaged(
         self, path: Path, part: Part, problem: str, manifest: Manifest, listing: Listing
     ) -> bool:
-        """Move a damaged part or piece to quarantine and keep its good rows.
+        """Move a damaged part or piece to quarantine and write its good rows to new files.
 
         Returns:
             whether all of its rows are good, so that an equal file has taken its place.

@@ -343,6 +343,22 @@ def open_metadata(path: Path, opened: Callable[[], S3File] | None = None) -> Ite
             raise failed or error from error
 
 
+def raise_unless_damage(path: Path, error: Exception) -> None:
+    """Raise if an error does not show that a file is damaged.
+
+    Args:
+        path: path of the file.
+        error: one of layout.UNREADABLE.
+
+    Raises:
+        StoreError: the error is no damage: the file cannot be read now.
+    """
+    if not layout.is_damage(error):
+        raise StoreError(
+            f"cannot read {path}: {error}. When it can be read, give the same command again."
+        ) from error
+
+
 def damage_text(path: Path, error: Exception) -> str:
     """Describe an error that shows damage of a file.
 
@@ -356,10 +372,7 @@ def damage_text(path: Path, error: Exception) -> str:
     Raises:
         StoreError: the error is no damage: the file cannot be read now.
     """
-    if not layout.is_damage(error):
-        raise StoreError(
-            f"cannot read {path}: {error}. When it can be read, give the same command again."
-        ) from error
+    raise_unless_damage(path, error)
     return f"it cannot be read ({error})"
 
 

@@ -17,7 +17,7 @@ from featx.errors import StoreError
 from featx.storage import AtomicFolder, fetched_ahead
 from featx.store import layout
 from featx.store.checksums import chunks_with_verdict
-from featx.store.hdf5_files import damage_text, open_metadata
+from featx.store.hdf5_files import open_metadata, raise_unless_damage
 from featx.store.manifest import Manifest, num_runs_of
 from featx.store.part_files import part_names, part_path
 from featx.store.pieces import Pieces, piece_path
@@ -121,7 +121,7 @@ def stored_image_checksums(
                 num_packed = min(num_runs_of(file), len(manifest.runs))
                 of_all = image_checksums_in(file)
         except layout.UNREADABLE as error:
-            damage_text(packed, error)
+            raise_unless_damage(packed, error)
         else:
             for run, (sums, there) in zip(manifest.runs[:num_packed], found, strict=False):
                 of_run = of_all[run.grid.first_row : run.grid.stop_row]
@@ -142,7 +142,7 @@ def stored_image_checksums(
             with open_metadata(path, opened) as file:
                 found[number][0][rows] = image_checksums_in(file, 0, len(part))
         except layout.UNREADABLE as error:
-            damage_text(path, error)
+            raise_unless_damage(path, error)
             continue
         found[number][1][rows] = True
     return found

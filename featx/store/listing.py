@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from featx.errors import StoreMismatchError, counted
 from featx.store import layout
-from featx.store.hdf5_files import damage_text, open_metadata
+from featx.store.hdf5_files import damage_text, open_metadata, raise_unless_damage
 from featx.types import Listing
 
 _COMPARED_ROWS = 1 << 18
@@ -195,7 +195,7 @@ def listing_in(path: Path, num_rows: int) -> Listing | None:
     except FileNotFoundError:
         return None
     except layout.UNREADABLE as error:
-        damage_text(path, error)
+        raise_unless_damage(path, error)
         return None
     sound = len(keys) == len(labels) == num_rows and (keys.dtype.kind, labels.dtype) == ("S", "<i8")
     sound = sound and all(
@@ -232,7 +232,7 @@ def _from_parts(root: Path, num_rows: int) -> Listing | None:
             with open_metadata(path) as file:
                 start, count = int(file.attrs["start"]), len(file[layout.KEY])
         except layout.UNREADABLE as error:
-            damage_text(path, error)
+            raise_unless_damage(path, error)
             continue
         if (piece := listing_in(path, count)) is not None:
             pieces.append((start, piece))

@@ -22,7 +22,7 @@ from featx.store.checksums import check_chunks
 from featx.store.chunk_table import LOST_TEXT, DamagedFile
 from featx.store.damage_report import Report
 from featx.store.dtypes import from_raw, raw_dtype
-from featx.store.hdf5_files import damage_text, open_metadata
+from featx.store.hdf5_files import damage_text, open_metadata, raise_unless_damage
 from featx.store.leftovers import clear_leftovers
 from featx.store.listing import listing_file, listing_identity, read_listing
 from featx.store.manifest import Manifest, Run, load_manifest, num_runs_of
@@ -230,7 +230,7 @@ def _damaged_file(path: Path) -> Iterator[DamagedFile]:
     except FeatxError:
         raise
     except OSError as error:
-        damage_text(path, error)  # raises StoreError if the file cannot be read now
+        raise_unless_damage(path, error)
         raise
 
 

@@ -26,7 +26,7 @@ class ProjectionOptions(ReduceConfig):
         super().__post_init__()
         if self.k is not None and self.k <= 0:
             raise ConfigError(f"reduce.k={self.k}: expected a number above 0.")
-        _ = self.statistics_path
+        self._check_statistics_path()
 
     @property
     def statistics_path(self) -> str:
@@ -35,11 +35,15 @@ class ProjectionOptions(ReduceConfig):
         Raises:
             ConfigError: it is not given.
         """
+        self._check_statistics_path()
+        return str(self.stats)
+
+    def _check_statistics_path(self) -> None:
+        """Raise a ConfigError if the path of the statistics is not given."""
         if not self.stats:
             raise ConfigError(
                 f"reduce={self.name} needs reduce.stats=FILE, the stats.h5 that job=stats made."
             )
-        return self.stats
 
     def with_statistics_path(self, path: str) -> ProjectionOptions:
         """Return a copy that reads the statistics from another path."""

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from featx.errors import DataError, counted
 from featx.sources.key_forms import box_key
 from featx.sources.labels import from_names, renumbered
-from featx.sources.row_keys import doubles
+from featx.sources.row_keys import duplicate_keys
 from featx.types import Box, BoxReader, Listing, Source, Stateful
 
 COLUMNS = ("path", "x", "y", "width", "height")
@@ -67,7 +67,7 @@ class BoxedSource:
         keys = np.array([line.key for line in lines], dtype=np.bytes_)
         order = np.argsort(keys, kind="stable")
         keys = keys[order]
-        if twice := doubles(keys):
+        if twice := duplicate_keys(keys):
             shown = ", ".join(os.fsdecode(key) for key in twice)
             raise DataError(f"data.boxes={self._file} has some boxes more than once: {shown}.")
         image_keys = np.array([lines[i].image_key for i in order], dtype=np.bytes_)

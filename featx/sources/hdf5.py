@@ -23,7 +23,7 @@ from featx.sources.base import MAX_FILE_BYTES, state_of_files
 from featx.sources.labels import Labels, from_names, from_numbers
 from featx.sources.pixel_encoding import encode_numbers, encode_pixels
 from featx.sources.registry import SOURCES, source_member
-from featx.sources.row_keys import numbered_keys, row_of, sampled_content_tags
+from featx.sources.row_keys import numbered_keys, parse_numbered_key, sampled_content_tags
 from featx.store import check_plain, codecs, layout, open_hdf5
 from featx.types import ImageFault, Listing, Source, Status
 
@@ -101,7 +101,7 @@ class Hdf5Source:
         with self._lock:
             if self._images is None:
                 self.listing()
-        row = row_of(key)
+        row = parse_numbered_key(key)
         try:
             value = self._images[row : row + 1]
         except layout.UNREADABLE as error:

@@ -16,7 +16,7 @@ from featx.sources.base import FolderSource, of_other_paths, state_of_files, tag
 from featx.sources.labels import Labels, named, of_any_kind
 from featx.sources.options import ColumnOptions
 from featx.sources.registry import SOURCES, source_member
-from featx.sources.row_keys import numbered_keys, row_of
+from featx.sources.row_keys import numbered_keys, parse_numbered_key
 from featx.types import ImageFault, Listing, Source, Status
 
 _PREFIX = "row-"
@@ -113,7 +113,7 @@ class HuggingFaceSource:
             OSError: the disk or mount fails.
         """
         with self._lock:
-            value = self._images[row_of(key, _PREFIX)][self._column]
+            value = self._images[parse_numbered_key(key, _PREFIX)][self._column]
         if not value or not (value.get("bytes") or value.get("path")):
             raise ImageFault(Status.EMPTY, "the row has no image")
         if data := value.get("bytes"):
@@ -128,7 +128,7 @@ class HuggingFaceSource:
         """
         files = [file["filename"] for file in self._dataset.cache_files]
         states = state_of_files(files, len(keys), tag_of(self._dataset._fingerprint))
-        rows = np.array([row_of(key, _PREFIX) for key in keys.tolist()])
+        rows = np.array([parse_numbered_key(key, _PREFIX) for key in keys.tolist()])
         paths = self._paths(rows)
         own = np.flatnonzero([path is not None for path in paths])
         if len(own):

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from featx.errors import DataError
 from featx.sources.base import state_of_files
-from featx.sources.row_keys import row_of_key, rows_of
+from featx.sources.row_keys import find_row, find_rows
 from featx.types import ImageFault, Status
 
 KEPT_BYTES = 512 << 20
@@ -84,7 +84,7 @@ class ImageColumn:
             ImageFault: the row has no bytes, or its row group is damaged.
             OSError: the file cannot be read at the moment, or has changed since the listing.
         """
-        row = int(self._rows[row_of_key(self._keys, key)])
+        row = int(self._rows[find_row(self._keys, key)])
         number = int(np.searchsorted(self._starts, row, side="right")) - 1
         value = self._group(number)[row - int(self._starts[number])]
         if value.type.num_fields and value.is_valid:
@@ -101,7 +101,7 @@ class ImageColumn:
             (n,) IMAGE_STATE.
         """
         of_files = np.concatenate([state_of_files([file], 1) for file in self._files])
-        rows = self._rows[rows_of(self._keys, keys)]
+        rows = self._rows[find_rows(self._keys, keys)]
         groups = np.searchsorted(self._starts, rows, side="right") - 1
         states: npt.NDArray[np.void] = of_files[np.array(self._places)[groups, 0]]
         return states

@@ -17,7 +17,7 @@ from featx.sources.base import FolderSource, of_other_paths
 from featx.sources.labels import Labels, named, of_any_kind
 from featx.sources.pixel_encoding import encode_array, encode_image
 from featx.sources.registry import SOURCES, source_member
-from featx.sources.row_keys import doubles, numbered_keys, row_of_key, rows_of
+from featx.sources.row_keys import duplicate_keys, find_row, find_rows, numbered_keys
 from featx.sources.table_columns import check_columns
 from featx.types import (
     IMAGE_STATE,
@@ -111,7 +111,7 @@ class MapSource:
         labels, classes = self._labels_of(count)
         order = np.argsort(keys, kind="stable")
         self._keys = keys[order]
-        if twice := doubles(self._keys):
+        if twice := duplicate_keys(self._keys):
             shown = ", ".join(os.fsdecode(key) for key in twice)
             raise DataError(f"dataset.keys has some more than once: {shown}. Rows need their own.")
         self._rows = order
@@ -130,7 +130,7 @@ class MapSource:
                 self.listing()
         assert self._keys is not None
         assert self._rows is not None
-        row = int(self._rows[row_of_key(self._keys, key)])
+        row = int(self._rows[find_row(self._keys, key)])
         # The user's own code may raise anything; it is recorded as a failure of this row.
         try:
             with self._lock:
@@ -171,7 +171,7 @@ class MapSource:
         assert self._rows is not None
         states = np.full(len(keys), UNTOLD)
         paths: dict[int, bytes] = {}
-        for place, row in enumerate(self._rows[rows_of(self._keys, keys)].tolist()):
+        for place, row in enumerate(self._rows[find_rows(self._keys, keys)].tolist()):
             try:
                 image = _split(self._dataset[row])[0]
                 if isinstance(image, ImageFile.ImageFile):

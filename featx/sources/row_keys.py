@@ -36,8 +36,8 @@ def numbered_keys(count: int, prefix: str = "") -> npt.NDArray[np.bytes_]:
     return keys
 
 
-def row_of(key: bytes, prefix: str = "") -> int:
-    """Return the row of a numbered key."""
+def parse_numbered_key(key: bytes, prefix: str = "") -> int:
+    """Return the row number that a numbered key holds."""
     return int(key[len(prefix) :])
 
 
@@ -61,7 +61,7 @@ def sampled_content_tags(count: int, read: Callable[[int], bytes]) -> npt.NDArra
     return content_tags
 
 
-def row_of_key(keys: npt.NDArray[np.bytes_], key: bytes) -> int:
+def find_row(keys: npt.NDArray[np.bytes_], key: bytes) -> int:
     """Find the row of a key.
 
     Args:
@@ -78,7 +78,7 @@ def row_of_key(keys: npt.NDArray[np.bytes_], key: bytes) -> int:
     return row
 
 
-def rows_of(keys: npt.NDArray[np.bytes_], some: npt.NDArray[np.bytes_]) -> npt.NDArray[np.int64]:
+def find_rows(keys: npt.NDArray[np.bytes_], some: npt.NDArray[np.bytes_]) -> npt.NDArray[np.int64]:
     """Find the rows of several keys, all of which must be in the listing.
 
     Args:
@@ -92,7 +92,7 @@ def rows_of(keys: npt.NDArray[np.bytes_], some: npt.NDArray[np.bytes_]) -> npt.N
     return rows
 
 
-def doubles(keys: npt.NDArray[np.bytes_], most: int = 5) -> list[bytes]:
+def duplicate_keys(keys: npt.NDArray[np.bytes_], most: int = 5) -> list[bytes]:
     """Return some duplicate keys.
 
     Args:

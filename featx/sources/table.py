@@ -25,7 +25,7 @@ from featx.sources.options import ColumnOptions
 from featx.sources.parquet_images import ImageColumn, footer_content_tags
 from featx.sources.path_patterns import base_of, is_pattern
 from featx.sources.registry import SOURCES, source_member
-from featx.sources.row_keys import doubles, numbered_keys
+from featx.sources.row_keys import duplicate_keys, numbered_keys
 from featx.sources.table_columns import column_values, text_bytes
 from featx.sources.table_files import Csv, Parquet, Table, find_tables
 from featx.types import Listing, Source
@@ -160,7 +160,7 @@ class TableSource:
         if not (keys[1:] > keys[:-1]).all():
             order = np.argsort(keys, kind="stable")
         keys = keys[order]
-        if twice := doubles(keys):
+        if twice := duplicate_keys(keys):
             shown = ", ".join(os.fsdecode(key) for key in twice)
             raise DataError(
                 f"{self._where}: {column} has some paths more than once: {shown}. A key stands for "

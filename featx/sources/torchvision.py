@@ -22,7 +22,12 @@ from featx.sources.labels import Labels, named
 from featx.sources.options import LinkOptions
 from featx.sources.pixel_encoding import encode_pixels
 from featx.sources.registry import SOURCES, source_member
-from featx.sources.row_keys import doubles, numbered_keys, row_of, sampled_content_tags
+from featx.sources.row_keys import (
+    duplicate_keys,
+    numbered_keys,
+    parse_numbered_key,
+    sampled_content_tags,
+)
 from featx.types import UNTOLD, Listing, Source
 
 
@@ -155,12 +160,14 @@ class _Pixels:
 
     def read(self, key: bytes) -> bytes:
         """Encode the pixels of one row as PPM or PGM."""
-        return encode_pixels(self._pixels[row_of(key)])
+        return encode_pixels(self._pixels[parse_numbered_key(key)])
 
     def states(self, keys: npt.NDArray[np.bytes_]) -> npt.NDArray[np.void]:
         """Return states whose tag is the CRC-32 of the pixels of the row."""
         states = np.full(len(keys), UNTOLD)
-        states["tag"] = [zlib.crc32(self._pixels[row_of(key)].tobytes()) for key in keys.tolist()]
+        states["tag"] = [
+            zlib.crc32(self._pixels[parse_numbered_key(key)].tobytes()) for key in keys.tolist()
+        ]
         return states
 
 
@@ -183,7 +190,7 @@ class _Files:
         self._keys, self._labels, self._classes = keys[order], labels[0][order], labels[1]
         self._folder = folder
         self.states = folder.states
-        if twice := doubles(self._keys):
+        if twice := duplicate_keys(self._keys):
             raise DataError(f"{folder.root} names {os.fsdecode(twice[0])} more than once.")
 
     def listing(self) -> Listing:

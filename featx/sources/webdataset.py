@@ -25,7 +25,7 @@ from featx.sources.gzip_window import DAMAGE, GzipWindow
 from featx.sources.labels import Labels, from_names, from_numbers
 from featx.sources.options import FileOptions
 from featx.sources.registry import SOURCES, source_member
-from featx.sources.row_keys import row_of_key, rows_of
+from featx.sources.row_keys import find_row, find_rows
 from featx.sources.tar_index import NO_LABEL, TarIndex, index_of
 from featx.sources.tar_shards import Shard, find_shards
 from featx.types import UNTOLD, ImageFault, Listing, Source, Status
@@ -113,7 +113,7 @@ class ShardSource:
                 f"no images in the {len(self._shards)} shards of {self._root}. "
                 f"Left out: {left_out or 'nothing'}."
             )
-        keys, labels, classes = self._columns()
+        keys, labels, classes = self._index_rows()
         return Listing(keys, labels, classes, dict(skipped), self._places[2])
 
     def read(self, key: bytes) -> bytes:
@@ -127,7 +127,7 @@ class ShardSource:
         with self._lock:
             if not len(self._keys):
                 self.listing()
-        row = row_of_key(self._keys, key)
+        row = find_row(self._keys, key)
         number, offset, size = (int(column[row]) for column in self._places)
         shard, index = self._shards[number], self._indexes[number]
         if size == _CUT_SIZE:
@@ -150,7 +150,7 @@ class ShardSource:
         Returns:
             (n,) IMAGE_STATE.
         """
-        shards, offsets, sizes = self._places[:, rows_of(self._keys, keys)]
+        shards, offsets, sizes = self._places[:, find_rows(self._keys, keys)]
         versions = np.array([tag_of((shard.version, shard.size)) for shard in self._shards])
         states = np.full(len(keys), UNTOLD)
         states["size"], states["tag"] = sizes, versions[shards] ^ offsets
@@ -182,7 +182,7 @@ class ShardSource:
                 error
             )
 
-    def _columns(self) -> tuple[npt.NDArray[np.bytes_], npt.NDArray[np.int64], tuple[str, ...]]:
+    def _index_rows(self) -> tuple[npt.NDArray[np.bytes_], npt.NDArray[np.int64], tuple[str, ...]]:
         """Combine the indexes of all shards, sorted bytewise by key.
 
         Positions stay in `_places` (3, N): shard, offset and size of every row.

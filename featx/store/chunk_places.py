@@ -19,7 +19,7 @@ from featx.errors import StoreError
 from featx.storage import S3File
 from featx.store import codecs, layout
 from featx.store.chunk_index import ChunkIndex
-from featx.store.chunk_table import CHUNK, TableRows, find_table
+from featx.store.chunk_table import CHUNK, DatasetEntry, find_table
 from featx.store.dtypes import name_of
 from featx.store.filter_pipeline import Pipeline
 from featx.store.hdf5_files import open_raw
@@ -78,20 +78,22 @@ class ChunkPlaces:
         self.path = f"{layout.FEATURES}/{layer}"
         self._row_shape = store[layer].shape[1:]
         segments, starts = store._rows._segments_of(layer)
-        files, found = list[LayerFile](), list[TableRows]()
+        files, entries = list[LayerFile](), list[DatasetEntry]()
         for segment in segments:
-            rows, state = self._rows_of(store, segment)
-            found.append(rows)
+            entry, state = self._entry_of(store, segment)
+            entries.append(entry)
             # All parts of a run share one pipeline.
-            alike = found[0].filters == rows.filters and found[0].chunk_rows == rows.chunk_rows
-            pipeline = files[0].pipeline if files and alike else _pipeline(rows)
+            alike = (
+                entries[0].filters == entry.filters and entries[0].chunk_rows == entry.chunk_rows
+            )
+            pipeline = files[0].pipeline if files and alike else _pipeline(entry)
             files.append(LayerFile(segment, pipeline, state))
         if not files:
             raise StoreError(f"{store.root} has no rows of {layer} yet.")
         self.files: tuple[LayerFile, ...] = tuple(files)
-        self.dtype = found[0].dtype
-        self.row_bytes = _row_bytes(found[0])
-        table = np.concatenate([rows.table for rows in found])
+        self.dtype = entries[0].dtype
+        self.row_bytes = _row_bytes(entries[0])
+        table = np.concatenate([entry.table for entry in entries])
         self.address, self.size, self.mask = (
             table[name].astype(np.int64) for name in ("address", "size", "mask")
         )
@@ -99,8 +101,8 @@ class ChunkPlaces:
         self.compared = np.zeros(len(table), np.bool_)
         self._starts: Rows = starts
         self._stops = np.array([file.segment.stop for file in files], np.int64)
-        self._chunk_rows = np.array([rows.chunk_rows for rows in found], np.int64)
-        counts = np.array([len(rows.table) for rows in found], np.int64)
+        self._chunk_rows = np.array([entry.chunk_rows for entry in entries], np.int64)
+        counts = np.array([len(entry.table) for entry in entries], np.int64)
         self._first_chunk: Rows = np.cumsum(counts) - counts
 
     def locate(self, rows: Rows) -> tuple[Rows, Rows, Rows]:
@@ -143,34 +145,34 @@ class ChunkPlaces:
         """Whether all filters are known, so that chunks are decoded without HDF5."""
         return all(file.pipeline.supported for file in self.files)
 
-    def _rows_of(self, store: FeatureStore, segment: Segment) -> tuple[TableRows, FileState]:
+    def _entry_of(self, store: FeatureStore, segment: Segment) -> tuple[DatasetEntry, FileState]:
         """Chunks of a layer in one file, and the state of the file."""
         with contextlib.closing(open_raw(segment.path)) as raw:
             size = raw.seek(0, os.SEEK_END)
             state = None if isinstance(raw, S3File) else file_state(raw.fileno())
-            rows = None
-            if (found := find_table(raw)) is not None:
-                header, datasets = found
+            entry = None
+            if (header_and_entries := find_table(raw)) is not None:
+                header, entries = header_and_entries
                 if header["fingerprint"] != segment.identity or header["start"] != segment.start:
                     raise StoreError(
                         f"{segment.path} belongs to another run than {store.root} did when it was "
                         "opened."
                     )
-                rows = datasets.get(self.path)
-        if rows is None:
-            rows = self._rows_by_hdf5(store, segment, size)
+                entry = entries.get(self.path)
+        if entry is None:
+            entry = self._entry_by_hdf5(store, segment, size)
         count = segment.stop - segment.start
-        if rows.shape != (count, *self._row_shape) or not _fits(rows, size):
+        if entry.shape != (count, *self._row_shape) or not _fits(entry, size):
             raise StoreError(f"{segment.path}: the chunk table of /{self.path} is impossible.")
-        return rows, state
+        return entry, state
 
-    def _rows_by_hdf5(self, store: FeatureStore, segment: Segment, size: int) -> TableRows:
+    def _entry_by_hdf5(self, store: FeatureStore, segment: Segment, size: int) -> DatasetEntry:
         """Chunks of a layer in a file whose chunk table is damaged, from HDF5."""
         with store._rows.open(segment) as opened:
             dataset = opened.dataset(self.path)
             properties = dataset.id.get_create_plist()
-            found = [properties.get_filter(i) for i in range(properties.get_nfilters())]
-            filters = [(number, tuple(values)) for number, _, values, _ in found]
+            filter_infos = [properties.get_filter(i) for i in range(properties.get_nfilters())]
+            filters = [(number, tuple(values)) for number, _, values, _ in filter_infos]
             count = -(-len(dataset) // dataset.chunks[0])
             index = ChunkIndex(dataset, f"{segment.path}: {self.path}", Pipeline.of(dataset), size)
             index.find(np.arange(count))
@@ -179,7 +181,7 @@ class ChunkPlaces:
             if (sums := opened.checksums(self.path)) is not None:
                 table["crc"] = sums
             step = int(dataset.chunks[0])
-            return TableRows(dataset.shape, name_of(dataset), step, filters, table)
+            return DatasetEntry(dataset.shape, name_of(dataset), step, filters, table)
 
 
 def file_state(descriptor: int) -> FileState:
@@ -188,24 +190,24 @@ def file_state(descriptor: int) -> FileState:
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
-def _row_bytes(rows: TableRows) -> int:
+def _row_bytes(entry: DatasetEntry) -> int:
     """Bytes of a decoded row."""
-    return int(np.prod(rows.shape[1:], dtype=np.int64)) * rows.raw_dtype.itemsize
+    return int(np.prod(entry.shape[1:], dtype=np.int64)) * entry.raw_dtype.itemsize
 
 
-def _pipeline(rows: TableRows) -> Pipeline:
+def _pipeline(entry: DatasetEntry) -> Pipeline:
     """Filters of a dataset; the plug-in is loaded if one of them needs it."""
-    if any(number > _LZF for number, _ in rows.filters):
+    if any(number > _LZF for number, _ in entry.filters):
         codecs.load_plugin()
-    return Pipeline(rows.filters, rows.chunk_rows * _row_bytes(rows))
+    return Pipeline(entry.filters, entry.chunk_rows * _row_bytes(entry))
 
 
-def _fits(rows: TableRows, file_size: int) -> bool:
+def _fits(entry: DatasetEntry, file_size: int) -> bool:
     """Whether the chunks of a table are as many as they should be and lie in the file."""
-    if len(rows.table) != -(-rows.shape[0] // rows.chunk_rows):
+    if len(entry.table) != -(-entry.shape[0] // entry.chunk_rows):
         return False
-    address, size = rows.table["address"], rows.table["size"]
+    address, size = entry.table["address"], entry.table["size"]
     if (size > file_size).any() or (address > file_size - size).any():
         return False
-    chunk_bytes = rows.chunk_rows * _row_bytes(rows)
-    return bool(rows.filters) or bool((size == chunk_bytes).all())
+    chunk_bytes = entry.chunk_rows * _row_bytes(entry)
+    return bool(entry.filters) or bool((size == chunk_bytes).all())

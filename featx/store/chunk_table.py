@@ -105,8 +105,8 @@ def chunks_of(dataset: h5py.Dataset) -> npt.NDArray[Any]:
 
 
 @dataclass(frozen=True)
-class TableRows:
-    """Description of a dataset in a chunk table.
+class DatasetEntry:
+    """Entry of a dataset in a chunk table.
 
     Attributes:
         shape: shape of the dataset.
@@ -169,11 +169,11 @@ class DamagedFile:
     def __init__(self, raw: S3File | WatchedFile, file: h5py.File | None) -> None:
         self._raw = raw
         self._file = file
-        self._tables: dict[str, TableRows] = {}
+        self._entries: dict[str, DatasetEntry] = {}
         self.identity: str | None = None
         self.num_runs, self.start = 1, 0
-        if (found := find_table(raw)) is not None:
-            header, self._tables = found
+        if (header_and_entries := find_table(raw)) is not None:
+            header, self._entries = header_and_entries
             self.identity = str(header["fingerprint"])
             self.num_runs, self.start = int(header["num_runs"]), int(header["start"])
 
@@ -194,13 +194,13 @@ class DamagedFile:
                     raise
             raw = open_raw(path)
             stack.callback(raw.close)
-            found = cls(raw, file)
-            if found.identity is None and file is not None:
+            damaged = cls(raw, file)
+            if damaged.identity is None and file is not None:
                 with contextlib.suppress(*layout.UNREADABLE):
-                    found.identity = str(file.attrs["fingerprint"])
-                    found.start = int(file.attrs.get("start", 0))
-                    found.num_runs = num_runs_of(file)
-            yield found
+                    damaged.identity = str(file.attrs["fingerprint"])
+                    damaged.start = int(file.attrs.get("start", 0))
+                    damaged.num_runs = num_runs_of(file)
+            yield damaged
 
     def rows(self, name: str, start: int, stop: int) -> FoundRows | None:
         """Read rows [start, stop) of a dataset.
@@ -216,23 +216,23 @@ class DamagedFile:
         Raises:
             OSError: with errno, if the file cannot be read now.
         """
-        found = None
+        rows = None
         for read in (self._by_table, self._by_hdf5):
             with _damage_passed_over():
-                again = read(name, start, stop)
-                found = again if found is None else found.completed(again)
-            if found is not None and found.good.all():
+                read_rows = read(name, start, stop)
+                rows = read_rows if rows is None else rows.completed(read_rows)
+            if rows is not None and rows.good.all():
                 break
-        return found
+        return rows
 
     def failures(self) -> dict[int, tuple[bytes, bytes]] | None:
         """Row -> exception and message of all failed rows, or None if the rows are unknown."""
         names = [f"{layout.FAILURES}/{name}" for name in layout.FAILURE_COLUMNS]
         with _damage_passed_over():
-            count = self._tables[names[0]].shape[0]
+            count = self._entries[names[0]].shape[0]
             rows, errors, messages = (self._all_by_table(name, count) for name in names)
             if rows is None:  # the status column tells the same rows
-                [num_rows] = self._tables[layout.STATUS].shape
+                [num_rows] = self._entries[layout.STATUS].shape
                 status = self._all_by_table(layout.STATUS, num_rows)
                 rows = None if status is None else np.flatnonzero(status) + self.start
             if rows is not None and len(rows) == count:
@@ -249,24 +249,24 @@ class DamagedFile:
 
     def _all_by_table(self, name: str, count: int) -> npt.NDArray[Any] | None:
         """First `count` rows of a dataset by the table, or None unless all of them are good."""
-        found = self._by_table(name, 0, count)
-        return found.values if found is not None and found.good.all() else None
+        rows = self._by_table(name, 0, count)
+        return rows.values if rows is not None and rows.good.all() else None
 
     def _by_table(self, name: str, start: int, stop: int) -> FoundRows | None:
         """Read rows by the chunk table."""
-        rows = self._tables.get(name)
-        if rows is None or stop > rows.shape[0]:
+        entry = self._entries.get(name)
+        if entry is None or stop > entry.shape[0]:
             return None
-        values = np.zeros((stop - start, *rows.shape[1:]), rows.raw_dtype)
+        values = np.zeros((stop - start, *entry.shape[1:]), entry.raw_dtype)
         good = np.zeros(stop - start, np.bool_)
-        step = rows.chunk_rows
+        step = entry.chunk_rows
         for chunk in range(start // step, -(-stop // step)):
             with _damage_passed_over():
-                if (found := _chunk(self._raw, rows, chunk)) is None:
+                if (chunk_values := _chunk(self._raw, entry, chunk)) is None:
                     continue
                 first = chunk * step
-                low, high = max(start, first), min(stop, first + len(found))
-                values[low - start : high - start] = found[low - first : high - first]
+                low, high = max(start, first), min(stop, first + len(chunk_values))
+                values[low - start : high - start] = chunk_values[low - first : high - first]
                 good[low - start : high - start] = True
         return FoundRows(values, good)
 
@@ -275,13 +275,13 @@ class DamagedFile:
         if self._file is None or stop > len(self._file[name]):
             return None
         step = self._file[name].chunks[0]
-        found, verdicts = [], []
+        blocks, verdicts = [], []
         for first, values, good in chunks_with_verdict(self._file, name, start // step * step):
             if first >= stop:
                 break
-            found.append(values[max(0, start - first) : stop - first])
-            verdicts.append(np.full(len(found[-1]), good))
-        return FoundRows(np.concatenate(found), np.concatenate(verdicts))
+            blocks.append(values[max(0, start - first) : stop - first])
+            verdicts.append(np.full(len(blocks[-1]), good))
+        return FoundRows(np.concatenate(blocks), np.concatenate(verdicts))
 
 
 @contextlib.contextmanager
@@ -294,44 +294,46 @@ def _damage_passed_over() -> Iterator[None]:
             raise
 
 
-def _chunk(raw: S3File | WatchedFile, rows: TableRows, chunk: int) -> npt.NDArray[Any] | None:
+def _chunk(raw: S3File | WatchedFile, entry: DatasetEntry, chunk: int) -> npt.NDArray[Any] | None:
     """Rows of a chunk by the table, or None if they differ from their checksum."""
-    entry = rows.table[chunk]
-    stored = raw.pread(int(entry["size"]), int(entry["address"]))
-    data = _decoded(rows, stored, int(entry["mask"]))
-    count = min(rows.chunk_rows, rows.shape[0] - chunk * rows.chunk_rows)
-    row_bytes = rows.raw_dtype.itemsize * int(np.prod(rows.shape[1:], dtype=np.int64))
-    if layout.checksum(data[: count * row_bytes]) != int(entry["crc"]):
+    chunk_entry = entry.table[chunk]
+    stored = raw.pread(int(chunk_entry["size"]), int(chunk_entry["address"]))
+    data = _decoded(entry, stored, int(chunk_entry["mask"]))
+    count = min(entry.chunk_rows, entry.shape[0] - chunk * entry.chunk_rows)
+    row_bytes = entry.raw_dtype.itemsize * int(np.prod(entry.shape[1:], dtype=np.int64))
+    if layout.checksum(data[: count * row_bytes]) != int(chunk_entry["crc"]):
         return None
-    values = np.frombuffer(data[: count * row_bytes], rows.raw_dtype)
-    return values.reshape(count, *rows.shape[1:])
+    values = np.frombuffer(data[: count * row_bytes], entry.raw_dtype)
+    return values.reshape(count, *entry.shape[1:])
 
 
-def _decoded(rows: TableRows, stored: bytes, mask: int) -> bytes:
+def _decoded(entry: DatasetEntry, stored: bytes, mask: int) -> bytes:
     """Decode a chunk; raises any error of reading damaged data."""
-    shape = (rows.chunk_rows, *rows.shape[1:])
-    if mask == (1 << len(rows.filters)) - 1:  # no filters, or all were skipped for this chunk
+    shape = (entry.chunk_rows, *entry.shape[1:])
+    if mask == (1 << len(entry.filters)) - 1:  # no filters, or all were skipped for this chunk
         return stored
-    if rows.filters[-1][0] > _LZF:
+    if entry.filters[-1][0] > _LZF:
         codecs.load_plugin()
-    chunk_bytes = int(np.prod(shape, dtype=np.int64)) * rows.raw_dtype.itemsize
-    pipeline = Pipeline(rows.filters, chunk_bytes)
+    chunk_bytes = int(np.prod(shape, dtype=np.int64)) * entry.raw_dtype.itemsize
+    pipeline = Pipeline(entry.filters, chunk_bytes)
     if pipeline.supported:
         return pipeline.decode(stored, mask).tobytes()
     # Only HDF5 knows this filter, so it reads a file in memory that holds this one chunk.
     with h5py.File(io.BytesIO(), "w", libver=layout.LIBVER) as file:
         properties = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
         properties.set_chunk(shape)
-        for number, values in rows.filters:
+        for number, values in entry.filters:
             properties.set_filter(number, h5py.h5z.FLAG_MANDATORY, values)
-        kind = hdf5_type(rows.dtype) if rows.dtype in NAMES else h5py.h5t.py_create(rows.raw_dtype)
+        kind = (
+            hdf5_type(entry.dtype) if entry.dtype in NAMES else h5py.h5t.py_create(entry.raw_dtype)
+        )
         space = h5py.h5s.create_simple(shape)
         dataset = h5py.Dataset(h5py.h5d.create(file.id, b"x", kind, space, properties))
         dataset.id.write_direct_chunk((0,) * len(shape), stored, mask)
         return bytes(np.ascontiguousarray(read_raw(dataset, 0, shape[0])).view(np.uint8).data)
 
 
-def find_table(raw: S3File | WatchedFile) -> tuple[dict[str, Any], dict[str, TableRows]] | None:
+def find_table(raw: S3File | WatchedFile) -> tuple[dict[str, Any], dict[str, DatasetEntry]] | None:
     """Header and datasets of the last complete table in a file, or None.
 
     Args:
@@ -343,7 +345,8 @@ def find_table(raw: S3File | WatchedFile) -> tuple[dict[str, Any], dict[str, Tab
     for header, body in _tables(raw):
         with contextlib.suppress(ValueError, LookupError, TypeError):
             return header, {
-                about["path"]: _rows_of(about, body, begin) for about, begin in _starts(header)
+                about["path"]: _entry_of(about, body, first_chunk)
+                for about, first_chunk in _first_chunks(header)
             }
     return None
 
@@ -367,12 +370,12 @@ def column_by_table(
         with contextlib.suppress(ValueError, LookupError, TypeError):
             if header["fingerprint"] != identity or header["start"] != start:
                 return None
-            for about, begin in _starts(header):
+            for about, first_chunk in _first_chunks(header):
                 if about["path"] == path and not about["filters"]:
-                    rows = _rows_of(about, body, begin)
-                    chunks = [_chunk(raw, rows, chunk) for chunk in range(len(rows.table))]
-                    found = [values for values in chunks if values is not None]
-                    return np.concatenate(found) if found and len(found) == len(chunks) else None
+                    entry = _entry_of(about, body, first_chunk)
+                    chunks = [_chunk(raw, entry, chunk) for chunk in range(len(entry.table))]
+                    sound = [values for values in chunks if values is not None]
+                    return np.concatenate(sound) if sound and len(sound) == len(chunks) else None
         break
     return None
 
@@ -397,20 +400,20 @@ def _tables(raw: S3File | WatchedFile) -> Iterator[tuple[dict[str, Any], bytes]]
             yield json.loads(body[8 : 8 + length]), body
 
 
-def _starts(header: dict[str, Any]) -> Iterator[tuple[dict[str, Any], int]]:
+def _first_chunks(header: dict[str, Any]) -> Iterator[tuple[dict[str, Any], int]]:
     """Description of each dataset, and its place among the entries of a table."""
-    begin = 0
+    first_chunk = 0
     for about in header["datasets"]:
-        yield about, begin
-        begin += about["chunks"]
+        yield about, first_chunk
+        first_chunk += about["chunks"]
 
 
-def _rows_of(about: dict[str, Any], body: bytes, begin: int) -> TableRows:
+def _entry_of(about: dict[str, Any], body: bytes, first_chunk: int) -> DatasetEntry:
     """Description of a dataset with its chunks."""
-    first = 8 + int.from_bytes(body[:8], "little") + begin * CHUNK.itemsize
-    table = np.frombuffer(body, CHUNK, about["chunks"], first)
+    offset = 8 + int.from_bytes(body[:8], "little") + first_chunk * CHUNK.itemsize
+    table = np.frombuffer(body, CHUNK, about["chunks"], offset)
     filters = [(number, tuple(values)) for number, values in about["filters"]]
-    return TableRows(tuple(about["shape"]), about["dtype"], about["chunk_rows"], filters, table)
+    return DatasetEntry(tuple(about["shape"]), about["dtype"], about["chunk_rows"], filters, table)
 
 
 def _places_of_magic(raw: S3File | WatchedFile) -> Iterator[int]:

@@ -38,7 +38,7 @@ from .machine import free_memory as free_memory
 from .machine import num_cpus as num_cpus
 from .machine import resident_memory as resident_memory
 from .machine import take_cpus as take_cpus
-from .nested_tensors import Path as Path
+from .nested_tensors import ElementPath as ElementPath
 from .nested_tensors import elements as elements
 from .nested_tensors import shapes_of as shapes_of
 from .paths import shipped as shipped

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-Path = tuple[str | int, ...]
+ElementPath = tuple[str | int, ...]
 """Keys and indices that lead to an element of a nested value; () for the value itself."""
 
 
-def elements(value: Any) -> dict[Path, torch.Tensor]:
+def elements(value: Any) -> dict[ElementPath, torch.Tensor]:
     """Path -> tensor for every tensor in nested mappings, tuples and lists."""
     if isinstance(value, torch.Tensor):
         return {(): value}
@@ -24,6 +24,6 @@ def elements(value: Any) -> dict[Path, torch.Tensor]:
     return {(step, *way): x for step, part in items for way, x in elements(part).items()}
 
 
-def shapes_of(value: Any) -> dict[Path, tuple[int, ...]]:
+def shapes_of(value: Any) -> dict[ElementPath, tuple[int, ...]]:
     """Path -> shape for every tensor in a nested value."""
     return {path: tuple(x.shape) for path, x in elements(value).items()}

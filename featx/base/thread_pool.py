@@ -38,9 +38,9 @@ class _Task:
         calls: its arguments, for each call.
         is_group: whether the future receives the list of results, not the result of the only call.
         results: results of the calls that have ended.
-        is_repeated: whether a call of this task was given up in another thread, which has left the
-            remaining calls to this one.
-        again: whether the current call is the one that was given up.
+        is_retry_of_task: whether a call of this task was given up in another thread, which has left
+            the remaining calls to this one.
+        is_retry_of_call: whether the current call is the one that was given up.
         thread: thread that makes the calls.
         since: time (monotonic) at which the current call entered its watched section; None outside
             it.
@@ -52,8 +52,8 @@ class _Task:
     calls: Sequence[tuple[Any, ...]]
     is_group: bool = True
     results: list[Any] = field(default_factory=list)
-    is_repeated: bool = False
-    again: bool = False
+    is_retry_of_task: bool = False
+    is_retry_of_call: bool = False
     thread: threading.Thread | None = None
     since: float | None = None
     given_up: bool = False
@@ -97,8 +97,8 @@ class ReplaceableThreadPool:
     """A thread pool that survives calls that never return; a context manager.
 
     If a call stays in its `watched` section for longer than `limit_s`, its thread is abandoned, a
-    new one takes its place, and the call is repeated once with `again` true. Threads are daemons,
-    so an abandoned one does not keep the process alive.
+    new one takes its place, and the call is repeated once with `is_retry_of_call` true. Threads are
+    daemons, so an abandoned one does not keep the process alive.
 
     Args:
         count: number of threads.
@@ -149,9 +149,9 @@ class ReplaceableThreadPool:
             threading.Thread(target=_joined, args=(left, limit_s), name=name).start()
 
     @property
-    def again(self) -> bool:
+    def is_retry_of_call(self) -> bool:
         """Whether the call of the calling thread was given up in another thread before."""
-        return self._own.task is not None and self._own.task.again
+        return self._own.task is not None and self._own.task.is_retry_of_call
 
     def submit(self, work: Callable[..., T], *args: Any) -> Future[T]:
         """Call `work` in a thread of the pool.
@@ -204,7 +204,7 @@ class ReplaceableThreadPool:
         with contextlib.suppress(_GivenUp):
             while (task := self._queue.get()) is not None:
                 # The future of a repeated task is already in the state "running".
-                if task.is_repeated or task.future.set_running_or_notify_cancel():
+                if task.is_retry_of_task or task.future.set_running_or_notify_cancel():
                     self._call(task)
 
     def _call(self, task: _Task) -> None:
@@ -217,7 +217,7 @@ class ReplaceableThreadPool:
                 if task.results and self._closing.is_set():
                     raise CancelledError
                 task.results.append(task.work(*args))
-                task.again = False
+                task.is_retry_of_call = False
         except _GivenUp:
             raise
         except BaseException as error:  # noqa: BLE001 - raised where the result is asked for
@@ -254,8 +254,8 @@ class ReplaceableThreadPool:
                 task.calls,
                 task.is_group,
                 task.results,
-                is_repeated=True,
-                again=True,
+                is_retry_of_task=True,
+                is_retry_of_call=True,
             )
         )
 

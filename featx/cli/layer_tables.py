@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from featx.base import WIDTH, Path, size_text, table
+from featx.base import WIDTH, ElementPath, size_text, table
 from featx.layers import Call, Operation, Trace, element_name
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ def layer_rows(
 
 
 def operation_rows(
-    each: Operation, batch_size: int, item_bytes: int, given: Mapping[Path, Values]
+    each: Operation, batch_size: int, item_bytes: int, given: Mapping[ElementPath, Values]
 ) -> list[dict[str, Any]]:
     """Return the rows of operations that belong to no module; hooks do not time these.
 
@@ -105,7 +105,7 @@ def operation_rows(
     ]
 
 
-def _name(traced: Trace, call: Call, kind: str, path: Path) -> str:
+def _name(traced: Trace, call: Call, kind: str, path: ElementPath) -> str:
     """Return the name for the option `layers` of a tensor of a call."""
     stem = traced.call_name(call)
     element = "" if len(call.tensors(kind)) == 1 else element_name(path)
@@ -116,7 +116,7 @@ def _row_bytes(shape: tuple[int, ...], item_bytes: int) -> int:
     return int(np.prod(shape[1:], dtype=np.int64)) * item_bytes
 
 
-def _measured(profiled: Profile | None, call: Call, kind: str, path: Path) -> dict[str, Any]:
+def _measured(profiled: Profile | None, call: Call, kind: str, path: ElementPath) -> dict[str, Any]:
     """Return the measurements of one tensor of a call by their JSON keys."""
     key = call.module, call.number
     times = profiled.times if profiled else None

@@ -1,7 +1,7 @@
 from .attached_captures import AttachedCaptures as AttachedCaptures
 from .auto_settings import TRIAL_IMAGES as TRIAL_IMAGES
 from .auto_settings import AutoSettings as AutoSettings
-from .batch_independence import Buffers as Buffers
+from .batch_independence import BufferSnapshot as BufferSnapshot
 from .batch_independence import check_row as check_row
 from .batch_parallelism import BatchParallelism as BatchParallelism
 from .compute import COMPUTE_DTYPES as COMPUTE_DTYPES

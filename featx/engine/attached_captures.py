@@ -1,19 +1,19 @@
-"""Captures that were fixed and checked on a model, and the hooks of its later forward passes."""
+"""Captures that were decided and checked on a model, and the hooks of its later forward passes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from featx.engine.batch_independence import (
-    Buffers,
+    BufferSnapshot,
     ValueReads,
     check_among_copies,
-    check_among_others,
+    check_regrouped,
 )
 from featx.engine.capture_checks import (
     calls_in_trace,
@@ -58,26 +58,23 @@ class AttachedCaptures:
         order: their names in the order in which they fire; None if not yet known.
         operations: operations of the trace up to the last capture, which every pass must repeat;
             None if there is no trace or no operation.
-        calls: (name, capture) of each hooked module -> number of its calls. It is None unless a
-            forward pass reads tensor values, on which its control flow may depend.
+        follows_data: whether a forward pass reads tensor values, on which its control flow may
+            depend. Such a pass runs to its end, and its calls are counted.
+        num_calls: (name, capture) of each hooked module -> number of its calls in the first pass.
         row_bytes: bytes of all captured tensors of one image in float32.
     """
 
     points: tuple[CapturePoint, ...] = ()
     order: tuple[str, ...] | None = None
     operations: Sequence[str] | None = None
-    calls: Mapping[tuple[str, str], int] | None = None
+    follows_data: bool = False
+    num_calls: Mapping[tuple[str, str], int] = field(default_factory=dict)
     row_bytes: int = 1
 
     @property
     def takes_gradients(self) -> bool:
         """Whether any capture is a gradient, which rules out early exit and compilation."""
         return any(point.is_gradient for point in self.points)
-
-    @property
-    def follows_data(self) -> bool:
-        """Whether a forward pass reads tensor values, on which its control flow may depend."""
-        return self.calls is not None
 
     @property
     def num_compared(self) -> int:
@@ -93,9 +90,11 @@ class AttachedCaptures:
             module: module that is hooked.
             keep: function that is called with each captured tensor.
             score: gradient target; None unless gradients are captured.
-            stop: whether a pass may end after the last capture; it never does if calls are counted.
+            stop: whether a pass may end after the last capture; it never does if the control flow
+                follows the data.
         """
-        expected = Expected(self.order, self.operations, self.calls, stop and self.calls is None)
+        num_calls = self.num_calls if self.follows_data else None
+        expected = Expected(self.order, self.operations, num_calls, stop and num_calls is None)
         return CaptureHooks(module, self.points, keep, expected, score)
 
     def score(self, target: str | int, labels: Callable[[], torch.Tensor | None]) -> Score | None:
@@ -116,7 +115,7 @@ def attach_captures(
     store_dtype: torch.dtype,
     target: str | int,
 ) -> tuple[AttachedCaptures, OutputCollector]:
-    """Fix captures: find those that need a copy, their row shapes, and where a pass may end.
+    """Decide captures: find those that need a copy, their row shapes, and where a pass may end.
 
     The rows of the trial images are checked to depend on their own image only; noise replaces
     missing images.
@@ -152,16 +151,16 @@ def attach_captures(
     # Copies of x, for a model may write to its input.
     with model.named_failure(x), torch.no_grad(), hooks, reads.watching():
         values = hooks.forward(x.clone())
-        captures = replace(captures, order=tuple(hooks.fired))
-        calls = hooks.num_calls
-    if reads.seen:
-        # The control flow may depend on the data, so every pass runs to its end and calls are
-        # counted.
-        captures = replace(captures, calls=calls)
+        captures = replace(
+            captures,
+            order=tuple(hooks.fired),
+            follows_data=reads.seen,
+            num_calls=hooks.num_calls,
+        )
     if score is not None and hooks.numbers is not None:
         with model.named_failure(x), torch.no_grad():
             check_same_score(hooks.numbers, score(model.module(x.clone())))
-    _check_calls(model, captures, calls, target)
+    _check_calls(model, captures, target)
     collector = OutputCollector(store_dtype, copies.overwritten())
     _expect_rows(model, chosen, values, collector)
     num_bytes = sum(4 * value[0].numel() for value in values.values())
@@ -173,15 +172,13 @@ def attach_captures(
 def _check_calls(
     model: DeviceModel,
     captures: AttachedCaptures,
-    calls: Mapping[tuple[str, str], int],
     target: str | int,
 ) -> None:
     """Check that every capture fired, as often as in the trace, and that gradients arrived.
 
     Args:
         model: model of the captures.
-        captures: captures in the order in which they fired.
-        calls: (module, kind of capture) -> number of calls in the trial pass.
+        captures: captures, with the order and the calls of the trial pass.
         target: gradient target.
 
     Raises:
@@ -191,7 +188,7 @@ def _check_calls(
     fired = captures.order or ()
     check_gradients_arrive(captures.points, fired, target)
     if model.traced is not None:
-        check_calls(calls, calls_in_trace(model.traced, calls))
+        check_calls(captures.num_calls, calls_in_trace(model.traced, captures.num_calls))
     check_fired(captures.points, fired)
 
 
@@ -238,10 +235,10 @@ def _check_rows(
         x: (ATTACH_BATCH, 3, H, W) normalised images.
         values: dataset name -> (ATTACH_BATCH, ...) captured tensors of `x`.
     """
-    buffers = Buffers(model.module)
+    buffers = BufferSnapshot(model.module)
     hooks = captures.hooks(model.module, clone_captured, score, stop=True)
     with model.named_failure(x), torch.no_grad(), hooks:
-        check_among_others(hooks.forward, model.regrouped(x), values)
+        check_regrouped(hooks.forward, model.regrouped(x), values)
     buffers.check()
     if captures.follows_data and model.trial_images is not None:
         num = max(ATTACH_BATCH, captures.num_compared)

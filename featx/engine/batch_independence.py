@@ -16,12 +16,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from featx.base import ObservingMode
-from featx.engine.row_checks import same_row
+from featx.engine.row_checks import row_tolerance
 from featx.errors import ModelError
 
 _TOLERANCE = {"fp32": 1.0, "fp16": 8.0, "bf16": 64.0}
 """Precision -> tolerance for a row computed at another position of the batch, as a multiple of
-`same_row`.
+`row_tolerance`.
 
 Kernels of one shape have so far given equal bits at every position. The tolerance allows for a
 kernel that does not, which moves a value by a few units in the last place: 2^-11 in fp16, 2^-8 in
@@ -35,7 +35,9 @@ _READERS = frozenset({"tolist", "numpy", "__array__"})
 """Methods of a tensor that read its values without an operation that a dispatch mode sees."""
 
 
-def regrouped(x: torch.Tensor, dark: torch.Tensor, loud: torch.Tensor) -> list[torch.Tensor]:
+def regrouped(
+    x: torch.Tensor, black: torch.Tensor, random_image: torch.Tensor
+) -> list[torch.Tensor]:
     """Batches in which the first image of `x` is the last one, among other neighbours.
 
     The first batch surrounds it with copies of itself, the second with images that change any
@@ -44,25 +46,26 @@ def regrouped(x: torch.Tensor, dark: torch.Tensor, loud: torch.Tensor) -> list[t
 
     Args:
         x: (B, 3, H, W) normalised images.
-        dark: (3, H, W) normalised image whose pixels are all 0, as in padding.
-        loud: (3, H, W) normalised image whose pixels are 0 or 255 at random.
+        black: (3, H, W) normalised image whose pixels are all 0, as in padding.
+        random_image: (3, H, W) normalised image whose pixels are 0 or 255 at random.
 
     Returns:
         Two batches of shape (B, 3, H, W).
     """
     among_copies = x[:1].repeat(len(x), 1, 1, 1)
-    among_others = torch.stack([*([loud, dark] * len(x))[: len(x) - 1], x[0]])
+    among_others = torch.stack([*([random_image, black] * len(x))[: len(x) - 1], x[0]])
     return [among_copies, among_others]
 
 
-def moved(images: torch.Tensor) -> tuple[torch.Tensor, list[tuple[int, int]]]:
-    """A batch of the same size that holds two of the images at other positions, among other images.
+def moved_batch(images: torch.Tensor) -> tuple[torch.Tensor, list[tuple[int, int]]]:
+    """Make a batch that holds two of the images at other positions, among other images.
 
     Args:
         images: (B, 3, H, W) uint8 in [0, 255], or normalised float32.
 
     Returns:
-        The batch, and pairs (position in `images`, position in the batch) of the images in both.
+        The batch, of the same size, and pairs (position in `images`, position in the batch) of the
+        images in both.
     """
     num = len(images)
     kept = list(range(0, num, max(2, num // 2)))[:2]
@@ -72,7 +75,7 @@ def moved(images: torch.Tensor) -> tuple[torch.Tensor, list[tuple[int, int]]]:
     return others.roll(1, 0), [(place, (place + 1) % num) for place in kept]
 
 
-def check_among_others(
+def check_regrouped(
     forward: Forward, batches: Sequence[torch.Tensor], values: Mapping[str, torch.Tensor]
 ) -> None:
     """Check that the row of an image depends neither on other images nor on its position.
@@ -86,9 +89,9 @@ def check_among_others(
         ModelError: a row differs.
     """
     for batch in batches:
-        again = forward(batch)
+        other_values = forward(batch)
         for name, value in values.items():
-            check_row(name, value[0], again[name][-1])
+            check_row(name, value[0], other_values[name][-1])
 
 
 def check_among_copies(forward: Forward, images: torch.Tensor) -> None:
@@ -112,25 +115,25 @@ def check_among_copies(forward: Forward, images: torch.Tensor) -> None:
 
 
 def check_row(
-    name: str, row: torch.Tensor, again: torch.Tensor, rounding: float = 0.0, scale: float = 1.0
+    name: str, row: torch.Tensor, other: torch.Tensor, rounding: float = 0.0, scale: float = 1.0
 ) -> None:
     """Compare a row with the row of the same image in another batch.
 
     Args:
         name: name of the dataset, for the message.
         row: values of the image in one batch, of any shape.
-        again: values of the same image in another batch, of the same shape.
+        other: values of the same image in another batch, of the same shape.
         rounding: absolute tolerance that is always allowed, in the unit of the row.
-        scale: factor on the tolerance of `same_row`, which is added to `rounding`.
+        scale: factor on the tolerance of `row_tolerance`, which is added to `rounding`.
 
     Raises:
         ModelError: the rows differ by more than the tolerance.
     """
-    row, again = row.cpu().double(), again.cpu().double()  # MPS has no float64
-    close = scale * same_row(row) + rounding
-    if not torch.allclose(row, again, rtol=0, atol=close, equal_nan=True):
+    row, other = row.cpu().double(), other.cpu().double()  # MPS has no float64
+    tolerance = scale * row_tolerance(row) + rounding
+    if not torch.allclose(row, other, rtol=0, atol=tolerance, equal_nan=True):
         raise ModelError(
-            f"{name}: the row of an image changes by {(row - again).abs().max():.2g} with the "
+            f"{name}: the row of an image changes by {(row - other).abs().max():.2g} with the "
             "other images of its batch, with its position in the batch, or from one pass to the "
             "next. Possible causes are dropout or batch statistics in eval mode, a scale of the "
             "whole batch in dynamic quantisation, or sorting. Rows would not be reproducible: "
@@ -139,7 +142,7 @@ def check_row(
 
 
 class MovedRows:
-    """Compares the rows of a batch with those of the batch that `moved` makes of it.
+    """Compares the rows of a batch with those of the batch that `moved_batch` makes of it.
 
     Args:
         precision: 'fp32', 'fp16' or 'bf16', the precision of the forward passes.
@@ -167,11 +170,11 @@ class MovedRows:
             self._rows = rows
             return
         for name, before in self._rows.items():
-            for row, again in zip(before, rows[name], strict=True):
-                check_row(name, row, again, scale=self._scale)
+            for row, other in zip(before, rows[name], strict=True):
+                check_row(name, row, other, scale=self._scale)
 
 
-class Buffers:
+class BufferSnapshot:
     """Copies of the buffers of a module, to find those that a pass in eval mode changes.
 
     Create it after a first forward pass: buffers that are filled in that pass, such as tables of

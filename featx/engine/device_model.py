@@ -168,6 +168,7 @@ class DeviceModel:
         """The batches of `regrouped` for `x`, with a black image and one of random 0 and 255."""
         shape = self.backbone.preprocess.shape
         generator = torch.Generator().manual_seed(1)
-        loud = torch.randint(0, 2, shape, generator=generator, dtype=torch.uint8) * 255
-        dark, loud = self.normalised(torch.stack([torch.zeros_like(loud), loud]))
-        return regrouped(x, dark, loud)
+        random_image = torch.randint(0, 2, shape, generator=generator, dtype=torch.uint8) * 255
+        pixels = torch.stack([torch.zeros_like(random_image), random_image])
+        black, random_image = self.normalised(pixels)
+        return regrouped(x, black, random_image)

@@ -20,7 +20,7 @@ from torch import nn
 
 from featx.base import DeviceTimer, OwnStream, away, synchronise, to_cpu
 from featx.engine.attached_captures import AttachedCaptures, attach_captures, clone_captured
-from featx.engine.batch_independence import MovedRows, moved
+from featx.engine.batch_independence import MovedRows, moved_batch
 from featx.engine.compute import (
     COMPUTE_DTYPES,
     BatchRows,
@@ -31,7 +31,7 @@ from featx.engine.compute import (
 )
 from featx.engine.device_model import ATTACH_BATCH, DeviceModel
 from featx.engine.prepared_weights import PreparedWeights
-from featx.engine.row_checks import finite_rows, same_row
+from featx.engine.row_checks import finite_rows, row_tolerance
 from featx.engine.weight_casting import Captured
 from featx.errors import ModelError, RunError, require
 from featx.layers import CaptureHooks, CapturePoint, Keep, OutputCollector, StoredReduce
@@ -239,7 +239,7 @@ class Engine(DeviceModel):
         """
         return self.takes_gradients or all(
             torch.allclose(
-                row.double(), same.double(), rtol=0, atol=0.1 * same_row(row), equal_nan=True
+                row.double(), same.double(), rtol=0, atol=0.1 * row_tolerance(row), equal_nan=True
             )
             for name in plain
             for row, same in zip(plain[name].cpu(), values[name].cpu(), strict=True)
@@ -493,7 +493,7 @@ class Engine(DeviceModel):
             ModelError: the row of an image depends on its position or on other images.
         """
         fastest, rows = float("inf"), known
-        others, places = moved(images)
+        others, places = moved_batch(images)
         compared = MovedRows(self.compute.precision, places)
         if known is not None:
             compared.check(known)

@@ -26,15 +26,15 @@ _UNCHANGED = ("none", "flatten")
 Chosen = Sequence[tuple[CapturePoint, StoredReduce]]
 
 
-def why_not_plain(point: CapturePoint, reduce: StoredReduce) -> str:
-    """Reason why rows have no counterpart on the plain path; '' if they have one."""
+def why_not_plain(point: CapturePoint, reduce: StoredReduce) -> str | None:
+    """Reason why rows have no counterpart on the plain path; None if they have one."""
     if point.operation:
         return "operations have no hook of PyTorch"
     if point.capture not in _HOOKED:
         return f"{point.capture} has no hook of PyTorch"
     if REDUCTIONS.get(reduce.name).needs_statistics:
         return f"reduce={reduce.name} may enlarge differences"
-    return ""
+    return None
 
 
 def plain_rows(model: DeviceModel, chosen: Chosen, x: torch.Tensor) -> dict[str, torch.Tensor]:

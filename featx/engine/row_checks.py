@@ -9,7 +9,7 @@ import numpy.typing as npt
 import torch
 
 
-def same_row(row: torch.Tensor) -> float:
+def row_tolerance(row: torch.Tensor) -> float:
     """Tolerance for one row in two passes: 1e-3 of its largest finite magnitude, 0 without any."""
     finite = row[torch.isfinite(row)]
     return 1e-3 * float(finite.abs().max()) if len(finite) else 0.0

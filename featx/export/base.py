@@ -207,7 +207,7 @@ def only_layer_of(selection: Selection, what: str) -> str:
     return selection.layers[0]
 
 
-def require(module: str, name: str, extra: str, what: str) -> Any:
+def import_extra(module: str, name: str, extra: str, what: str) -> Any:
     """Import and return a module of a package that not every installation has.
 
     Args:

@@ -18,10 +18,10 @@ from featx.export.base import (
     FormatMember,
     ShardedFormat,
     ShardOptions,
+    import_extra,
     literal,
     only_layer_of,
     refuse_maps,
-    require,
 )
 from featx.export.selection import unit_rows
 
@@ -45,7 +45,7 @@ class ClipRetrieval(ShardedFormat):
         what = "export.format=clip_retrieval"
         self._layer = only_layer_of(self.selection, what)
         refuse_maps(self.selection, "clip-retrieval holds one vector per image")
-        require("pyarrow.parquet", "pyarrow", "export", what)
+        import_extra("pyarrow.parquet", "pyarrow", "export", what)
         self._columns = self.selection.named_columns(_COLUMNS)
 
     def files(self) -> list[File]:

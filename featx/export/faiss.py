@@ -17,9 +17,9 @@ from featx.export.base import (
     File,
     Format,
     FormatMember,
+    import_extra,
     literal,
     refuse_maps,
-    require,
 )
 from featx.export.faiss_training import least_training_rows
 from featx.export.selection import about_text, unit_rows
@@ -69,8 +69,8 @@ class Faiss(Format):
             raise FeatxError(f"{what} was registered without FaissOptions.")
         self._options = options
         refuse_maps(self.selection, "an index of faiss holds vectors")
-        self._faiss = require("faiss", "faiss", "faiss", what)
-        require("pyarrow.parquet", "pyarrow", "export", what)
+        self._faiss = import_extra("faiss", "faiss", "faiss", what)
+        import_extra("pyarrow.parquet", "pyarrow", "export", what)
         self._columns = self.selection.named_columns(_COLUMNS)
         for layer in self.selection.layers:
             self._check_training(self._empty_index(layer), layer)

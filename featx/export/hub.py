@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from featx.errors import RunError
-from featx.export.base import Format, require
+from featx.export.base import Format, import_extra
 
 _CARD = "README.md"
 
@@ -21,7 +21,7 @@ def check_push() -> None:
     Raises:
         MissingExtraError: it is not.
     """
-    require("huggingface_hub", "huggingface_hub", "huggingface", "export.push")
+    import_extra("huggingface_hub", "huggingface_hub", "huggingface", "export.push")
 
 
 def push(folder: Path, names: Iterable[str], repository: str, written: Format) -> str:

@@ -13,8 +13,8 @@ from featx.export.base import (
     FormatMember,
     ShardedFormat,
     ShardOptions,
+    import_extra,
     literal,
-    require,
 )
 
 _COLUMNS = ("key", "row", "label", "status")
@@ -33,7 +33,7 @@ class HuggingFace(ShardedFormat):
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        require("datasets", "datasets", "huggingface", "export.format=huggingface")
+        import_extra("datasets", "datasets", "huggingface", "export.format=huggingface")
         self._columns = self.selection.named_columns(_COLUMNS)
 
     def files(self) -> list[File]:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from featx.errors import ConfigError
-from featx.export.base import FORMATS, File, Format, FormatMember, literal, require
+from featx.export.base import FORMATS, File, Format, FormatMember, import_extra, literal
 from featx.export.selection import about_text
 
 _COLUMNS = ("row", "position", "key", "label", "class")
@@ -47,7 +47,7 @@ class Lance(Format):
                 f"a table of Lance has a vector or tokens per row; {', '.join(maps)} hold maps. "
                 "Name the layers you want with layers=[...]."
             )
-        require("lance", "pylance", "lance", "export.format=lance")
+        import_extra("lance", "pylance", "lance", "export.format=lance")
         columns = chosen.named_columns((*_COLUMNS, *_RESERVED))
         _check_distinct([*_COLUMNS, *columns, *chosen.layers])
         self._columns = {_field_name(name): values for name, values in columns.items()}

@@ -13,8 +13,8 @@ from featx.export.base import (
     FormatMember,
     ShardedFormat,
     ShardOptions,
+    import_extra,
     literal,
-    require,
 )
 from featx.export.selection import about_text
 
@@ -33,7 +33,7 @@ class Parquet(ShardedFormat):
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        require("pyarrow.parquet", "pyarrow", "export", "export.format=parquet")
+        import_extra("pyarrow.parquet", "pyarrow", "export", "export.format=parquet")
         chosen = self.selection
         self._sampled = [name for name in chosen.layers if chosen.is_sampled(name)]
         positions = [f"{name}.positions" for name in self._sampled]

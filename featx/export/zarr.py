@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from featx.errors import ConfigError
-from featx.export.base import FORMATS, File, Format, FormatMember, literal, require
+from featx.export.base import FORMATS, File, Format, FormatMember, import_extra, literal
 
 _NAME = "features.zarr"
 _OWN_FILE = "zarr.json"
@@ -32,7 +32,7 @@ class Zarr(Format):
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        require("zarr", "zarr", "export", "export.format=zarr")
+        import_extra("zarr", "zarr", "export", "export.format=zarr")
         if _OWN_FILE in self.selection.columns:
             raise ConfigError(
                 f"zarr has a file {_OWN_FILE} in each of its folders, so it cannot hold a column "

@@ -115,9 +115,9 @@ class FaultTolerantDecoder:
         self._stack.close()
 
     @property
-    def is_repeated(self) -> bool:
+    def is_retry(self) -> bool:
         """Whether the calling thread repeats a call that was given up because its decoder hung."""
-        return self._threads.again
+        return self._threads.is_retry_of_call
 
     def submit(self, work: Callable[..., T], *args: Any) -> Future[T]:
         """Call `work`, which reads and decodes, in one of the threads.
@@ -171,7 +171,7 @@ class FaultTolerantDecoder:
         """
         return read_image(self._source, key)
 
-    def image(self, key: bytes, data: bytes) -> Image.Image:
+    def decode_image(self, key: bytes, data: bytes) -> Image.Image:
         """Decode the whole image of a row with `decode`; call it in a thread of this decoder.
 
         Args:
@@ -186,22 +186,22 @@ class FaultTolerantDecoder:
             return Image.fromarray(self._decoded_in_subprocess(image_key, data))
         return self._recorded(image_key, decode, data)
 
-    def pixels(self, key: bytes, data: bytes) -> npt.NDArray[Any]:
-        """Decode the whole image of a row with `decode_pixels`; otherwise like `image`."""
+    def decode_array(self, key: bytes, data: bytes) -> npt.NDArray[Any]:
+        """Decode the whole image of a row with `decode_pixels`; otherwise like `decode_image`."""
         image_key = self.image_key(key)
         if self._needs_subprocess(image_key):
             return self._decoded_in_subprocess(image_key, data)
         return self._recorded(image_key, decode_pixels, data)
 
-    def whole(self, key: bytes, data: bytes) -> Image.Image | npt.NDArray[Any]:
-        """Decode the image of which a row is a box with `decode_whole`; otherwise like `image`."""
+    def decode_whole_image(self, key: bytes, data: bytes) -> Image.Image | npt.NDArray[Any]:
+        """Decode the image of which a row is a box by `decode_whole`, else like `decode_image`."""
         image_key = self.image_key(key)
         if self._needs_subprocess(image_key):
             return self._decoded_in_subprocess(image_key, data)
         return self._recorded(image_key, decode_whole, data)
 
-    def encoded(self, key: bytes, data: bytes) -> EncodedJpeg | None:
-        """Prepare the image of a row for a GPU with `encoded_jpeg`; otherwise like `image`.
+    def prepare_encoded(self, key: bytes, data: bytes) -> EncodedJpeg | None:
+        """Prepare the image of a row for a GPU with `encoded_jpeg`; otherwise like `decode_image`.
 
         Returns:
             The JPEG, or None if the image has to be decoded on the CPU.
@@ -213,7 +213,7 @@ class FaultTolerantDecoder:
 
     def _needs_subprocess(self, image_key: bytes) -> bool:
         """Whether an image needs a child process: it hung before, or is on the crash list."""
-        return self._threads.again or image_key in self._crash_list
+        return self._threads.is_retry_of_call or image_key in self._crash_list
 
     def _recorded(self, image_key: bytes, decoder: Callable[..., T], data: bytes) -> T:
         """Decode an image in the calling thread, recorded in the journal and limited in time."""

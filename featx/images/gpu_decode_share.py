@@ -144,7 +144,7 @@ def _some_encoded(source: Source, listing: Listing, decoding: DecodeSettings) ->
 
         def encoded(key: bytes) -> EncodedJpeg | None:
             with contextlib.suppress(ImageFault):  # the run reports it
-                return decoder.encoded(key, decoder.read(key))
+                return decoder.prepare_encoded(key, decoder.read(key))
             return None
 
         found = [decoder.submit(encoded, key) for key in keys]

@@ -170,7 +170,7 @@ class RowLoader:
                 checksum[0] = image_checksum(data)
         read = time.perf_counter()
         with self.span("decode"):
-            encoded = self._decoder.encoded(key, data) if for_device else None
+            encoded = self._decoder.prepare_encoded(key, data) if for_device else None
             if encoded is None:
                 # numpy copies in this thread; torch would start OpenMP threads for each one.
                 np.copyto(place, self._prepare(self._decoded(key, data)))
@@ -190,7 +190,7 @@ class RowLoader:
             ImageFault: the image cannot be read or decoded, or the box lies outside it.
         """
         name, load = self._decoder.image_key(key), functools.partial(self._whole, key)
-        whole = self._whole_images.get(name, load, self._decoder.is_repeated)
+        whole = self._whole_images.get(name, load, self._decoder.is_retry)
         if checksum is not None:
             checksum[0] = whole.checksum
         started_at = time.perf_counter()
@@ -209,7 +209,7 @@ class RowLoader:
                 number, num_bytes = image_checksum(data), len(data)
             read = time.perf_counter()
             with self.span("decode"):
-                return WholeImage(number, self._decoder.whole(key, data))
+                return WholeImage(number, self._decoder.decode_whole_image(key, data))
         except ImageFault as fault:
             return WholeImage(number, fault)
         finally:
@@ -275,8 +275,8 @@ class RowLoader:
     def _decoded(self, key: bytes, data: bytes) -> DecodedImage:
         """The whole image of a row, in the type that the transform takes."""
         if self._decoding.reference and self._decoding.policy.channels is None:
-            return self._decoder.image(key, data)
-        return self._decoder.pixels(key, data)
+            return self._decoder.decode_image(key, data)
+        return self._decoder.decode_array(key, data)
 
 
 def _no_span(name: str) -> contextlib.AbstractContextManager[object]:

@@ -65,7 +65,7 @@ class WholeImages:
         self._lock = threading.Lock()
         self._entries: dict[bytes, _Entry] = {}
 
-    def get(self, name: bytes, load: Callable[[], WholeImage], is_repeated: bool) -> WholeImage:
+    def get(self, name: bytes, load: Callable[[], WholeImage], is_retry: bool) -> WholeImage:
         """Return an image; the first thread that asks for it loads it, and others wait.
 
         Two threads that decode the same image of 20,000 x 20,000 pixels would need twice its
@@ -74,7 +74,7 @@ class WholeImages:
         Args:
             name: key of the image.
             load: reads and decodes it.
-            is_repeated: whether the calling thread repeats a call that was given up because it
+            is_retry: whether the calling thread repeats a call that was given up because it
                 hung. It does not wait, as the image may be the one that nobody else is loading.
 
         Raises:
@@ -88,7 +88,7 @@ class WholeImages:
                     # Threads that cut boxes from a dropped image hold it until they are done.
                     del self._entries[next(iter(self._entries))]
                 entry = self._entries[name] = _Entry()
-        if is_first or (is_repeated and not entry.done.is_set()):
+        if is_first or (is_retry and not entry.done.is_set()):
             try:
                 entry.whole = load()
             except Exception as error:

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from featx.base import Path, elements
+from featx.base import ElementPath, elements
 from featx.errors import LayerError
 from featx.layers.operations import OperationRecorder, unwatched
 from featx.layers.selection import last_linear
@@ -144,7 +144,7 @@ class _Match:
     module: str
     capture: str
     number: int
-    path: Path
+    path: ElementPath
     operation: str
     is_vector: bool
     rank: tuple[bool, bool, bool, int]

@@ -16,7 +16,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
-from featx.base import Path
+from featx.base import ElementPath
 from featx.config import CAPTURES, PRESETS
 from featx.errors import LayerError, nearest
 from featx.layers.trace import CapturePoint
@@ -66,7 +66,7 @@ def parse_capture_point(
     return CapturePoint(with_capture(name, capture), module, capture, call, path)
 
 
-def parse_operation(request: str) -> tuple[str, str, Path] | None:
+def parse_operation(request: str) -> tuple[str, str, ElementPath] | None:
     """Parse the name of an operation.
 
     'blk.chunk[1]:grad_output' becomes ('blk.chunk', 'grad_output', (1,)).

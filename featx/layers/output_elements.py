@@ -7,12 +7,14 @@ from typing import Any
 
 import torch
 
-from featx.base import Path, elements, shapes_of
+from featx.base import ElementPath, elements, shapes_of
 from featx.errors import LayerError
 from featx.layers.trace import CapturePoint, element_name
 
 
-def pick_path(request: str, elements: Mapping[Path, tuple[int, ...]], path: Path) -> Path:
+def pick_path(
+    request: str, elements: Mapping[ElementPath, tuple[int, ...]], path: ElementPath
+) -> ElementPath:
     """Path to the one tensor that is meant; () means the only tensor there is.
 
     Args:
@@ -40,7 +42,7 @@ def pick_path(request: str, elements: Mapping[Path, tuple[int, ...]], path: Path
     )
 
 
-def path_to(value: Any, point: CapturePoint) -> Path:
+def path_to(value: Any, point: CapturePoint) -> ElementPath:
     """Path to the tensor of a nested value that a capture point means.
 
     Raises:
@@ -60,7 +62,7 @@ def pick(value: Any, point: CapturePoint) -> torch.Tensor:
     return elements(value)[path_to(value, point)]
 
 
-def with_element(value: Any, path: Path, new: torch.Tensor) -> Any:
+def with_element(value: Any, path: ElementPath, new: torch.Tensor) -> Any:
     """A nested value with one tensor replaced; the containers around it are copied."""
     if not path:
         return new

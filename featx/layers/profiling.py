@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from featx.base import Path, elements, synchronise
+from featx.base import ElementPath, elements, synchronise
 from featx.layers.call_hooks import OpenCall, every_call
 from featx.layers.operations import OperationRecorder, unwatched
 
@@ -58,8 +58,8 @@ class CallValues:
         outputs: path into the output -> values.
     """
 
-    inputs: Mapping[Path, Values]
-    outputs: Mapping[Path, Values]
+    inputs: Mapping[ElementPath, Values]
+    outputs: Mapping[ElementPath, Values]
 
     @property
     def nonfinite(self) -> int:
@@ -145,14 +145,14 @@ def measure_values(module: nn.Module, x: torch.Tensor) -> dict[CallKey, CallValu
     return found
 
 
-def measure_operations(module: nn.Module, x: torch.Tensor) -> dict[str, dict[Path, Values]]:
+def measure_operations(module: nn.Module, x: torch.Tensor) -> dict[str, dict[ElementPath, Values]]:
     """Summarise the results of all operations in one forward pass, by name and path.
 
     Args:
         module: model in eval mode.
         x: (B, 3, H, W) normalised images on the device of the module.
     """
-    found: dict[str, dict[Path, Values]] = {}
+    found: dict[str, dict[ElementPath, Values]] = {}
 
     def seen(name: str, module: str, function: Any, result: Any) -> None:
         with unwatched():
@@ -330,7 +330,7 @@ class Profile:
     """
 
     values: Mapping[CallKey, CallValues]
-    operations: Mapping[str, Mapping[Path, Values]]
+    operations: Mapping[str, Mapping[ElementPath, Values]]
     times: Times | None
     memory: Mapping[CallKey, Memory]
 

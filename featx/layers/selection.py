@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from featx.base import Path, glob_to_regex
+from featx.base import ElementPath, glob_to_regex
 from featx.config import PRESETS, ReduceConfig
 from featx.errors import ConfigError, LayerError, nearest
 from featx.layers.layer_names import (
@@ -299,7 +299,10 @@ def _meant(name: str, trace: Trace) -> str:
 
 
 def _check_element(
-    request: str, elements: Mapping[Path, tuple[int, ...]], path: Path, batch_size: int
+    request: str,
+    elements: Mapping[ElementPath, tuple[int, ...]],
+    path: ElementPath,
+    batch_size: int,
 ) -> None:
     """Check that an element exists and that its first dimension is the batch."""
     shape = elements[pick_path(request, elements, path)]

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 from featx.config import GRADIENTS, PRESETS
 
 if TYPE_CHECKING:
-    from featx.base import Path
+    from featx.base import ElementPath
 
 
-def element_name(path: Path) -> str:
+def element_name(path: ElementPath) -> str:
     """Name of an element of a nested value: ('hidden', 0) -> '.hidden[0]'."""
     return "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in path)
 
@@ -37,7 +37,7 @@ class CapturePoint:
     module: str
     capture: str = "output"
     call: int | None = None
-    path: Path = ()
+    path: ElementPath = ()
     operation: str = ""
     dtype: str | None = None
 
@@ -75,12 +75,12 @@ class Call:
     is_leaf: bool
     is_linear: bool
     num_parameters: int
-    outputs: Mapping[Path, tuple[int, ...]]
-    inputs: Mapping[Path, tuple[int, ...]]
+    outputs: Mapping[ElementPath, tuple[int, ...]]
+    inputs: Mapping[ElementPath, tuple[int, ...]]
     mflops: float = 0.0
-    attention: Mapping[Path, tuple[int, ...]] = field(default_factory=dict)
+    attention: Mapping[ElementPath, tuple[int, ...]] = field(default_factory=dict)
 
-    def tensors(self, capture: str) -> Mapping[Path, tuple[int, ...]]:
+    def tensors(self, capture: str) -> Mapping[ElementPath, tuple[int, ...]]:
         """Path -> shape of the tensors that a kind of capture finds in this call."""
         if capture == "attention":
             return self.attention
@@ -104,7 +104,7 @@ class Operation:
     name: str
     module: str
     function: str
-    outputs: Mapping[Path, tuple[int, ...]]
+    outputs: Mapping[ElementPath, tuple[int, ...]]
     num_calls_before: int
     is_returned: bool
 

@@ -39,8 +39,8 @@ def test_calls_are_made_and_their_errors_are_raised() -> None:
         assert [future.result() for future in futures] == [i / 4 for i in range(100)]
         with pytest.raises(ZeroDivisionError):
             threads.submit(divide, 1, 0).result()
-        assert threads.submit(lambda: threads.again).result() is False
-        assert threads.again is False
+        assert threads.submit(lambda: threads.is_retry_of_call).result() is False
+        assert threads.is_retry_of_call is False
         assert len(alive()) == 3
     assert alive() == []
 
@@ -50,11 +50,11 @@ def test_a_call_that_hangs_is_made_again_elsewhere_and_the_others_continue() -> 
     wake, late = threading.Event(), []
 
     def work(number: int) -> tuple[int, bool]:
-        if number == 3 and not threads.again:
+        if number == 3 and not threads.is_retry_of_call:
             with threads.watched():
                 wake.wait(20)
             late.append(number)
-        return number, threads.again
+        return number, threads.is_retry_of_call
 
     with ReplaceableThreadPool(2, 0.2, NAME) as threads:
         futures = [threads.submit(work, number) for number in range(50)]
@@ -88,15 +88,15 @@ def test_a_group_is_made_in_order_by_one_thread_and_its_first_error_ends_it() ->
 
 
 def test_a_group_whose_call_hangs_is_resumed_at_that_call() -> None:
-    """The calls before it are not repeated, and only the one that hung is called `again`."""
+    """The calls before it are not repeated, and only the one that hung is called a retry."""
     wake, made = threading.Event(), []
 
     def work(number: int) -> tuple[int, bool]:
         made.append(number)
-        if number in (3, 4) and not threads.again:
+        if number in (3, 4) and not threads.is_retry_of_call:
             with threads.watched():
                 wake.wait(20)
-        return number, threads.again
+        return number, threads.is_retry_of_call
 
     with ReplaceableThreadPool(1, 0.2, NAME) as threads:
         group = threads.submit_group(work, [(number,) for number in range(8)])
@@ -127,10 +127,10 @@ def test_as_many_threads_as_before_when_all_were_given_up() -> None:
     wake, barrier = threading.Event(), threading.Barrier(3)
 
     def work() -> bool:
-        if not threads.again:
+        if not threads.is_retry_of_call:
             with threads.watched():
                 wake.wait(20)
-        return threads.again
+        return threads.is_retry_of_call
 
     with ReplaceableThreadPool(3, 0.1, NAME) as threads:
         assert [f.result(10) for f in [threads.submit(work) for _ in range(3)]] == [True] * 3
@@ -146,7 +146,7 @@ def test_only_the_watched_section_counts() -> None:
         with threads.watched():
             pass
         time.sleep(0.4)
-        return threads.again
+        return threads.is_retry_of_call
 
     with ReplaceableThreadPool(1, 0.1, NAME) as threads:
         assert threads.submit(work).result(10) is False
@@ -156,7 +156,7 @@ def test_no_limit_waits() -> None:
     def work() -> bool:
         with threads.watched():
             time.sleep(0.3)
-        return threads.again
+        return threads.is_retry_of_call
 
     with ReplaceableThreadPool(1, None, NAME) as threads:
         assert threads.submit(work).result(10) is False
@@ -193,7 +193,7 @@ def test_a_process_ends_with_a_thread_left_behind() -> None:
         "import ctypes\n"
         "from featx.base.thread_pool import ReplaceableThreadPool\n"
         "def work():\n"
-        "    if threads.again: return 'again'\n"
+        "    if threads.is_retry_of_call: return 'again'\n"
         "    with threads.watched(): ctypes.CDLL(None).sleep(1000)\n"
         "with ReplaceableThreadPool(2, 0.2, 'x') as threads: print(threads.submit(work).result(20))"
     )

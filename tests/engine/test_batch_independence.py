@@ -20,7 +20,7 @@ from tiny_model import KEYS, extract, write_images
 from torch import nn
 
 import featx
-from featx.engine.batch_independence import MovedRows, ValueReads, moved
+from featx.engine.batch_independence import MovedRows, ValueReads, moved_batch
 from featx.engine.compute import Compute
 from featx.engine.engine import Engine
 from featx.errors import FeatxError, ModelError, RunError
@@ -326,7 +326,7 @@ def test_timed_passes_compare_rows_at_the_precision_of_the_run() -> None:
 
 
 def test_moved_images() -> None:
-    batch, places = moved(IMAGES)
+    batch, places = moved_batch(IMAGES)
     assert len(batch) == 16
     assert len(places) == 2
     for before, after in places:
@@ -334,7 +334,7 @@ def test_moved_images() -> None:
         assert torch.equal(batch[after], IMAGES[before])
     assert sum(any(torch.equal(a, b) for b in IMAGES) for a in batch) == 2
     for count in (1, 2, 3):
-        batch, places = moved(IMAGES[:count])
+        batch, places = moved_batch(IMAGES[:count])
         assert len(batch) == count
         assert all(torch.equal(batch[b], IMAGES[a]) for a, b in places)
     rows = MovedRows("fp32", [(0, 1)])

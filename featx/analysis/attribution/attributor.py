@@ -34,7 +34,7 @@ from featx.config import BY_CAPTUM, OF_A_LAYER, AttributeConfig, ReduceConfig
 from featx.engine import (
     COMPUTE_DTYPES,
     AttachedCaptures,
-    Buffers,
+    BufferSnapshot,
     Compute,
     Engine,
     Formats,
@@ -212,7 +212,7 @@ class Attributor(Engine):
                 self._to_map = self._map_of_layer(x)
             self.configure_compute(Compute("fp32", False, False, len(x)))
             values = self._pass(x)
-            buffers = Buffers(self.module)
+            buffers = BufferSnapshot(self.module)
             again = self._pass(self.regrouped(x)[-1])
             buffers.check()
             # Occlusion is a small difference of large logits, so the tolerance is relative to the

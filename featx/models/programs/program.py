@@ -281,7 +281,7 @@ def _refuse_train_mode(program: ExportedProgram, path: Path) -> None:
         for module in program.graph_module.modules()
         if isinstance(module, torch.fx.GraphModule)
         for node in module.graph.nodes
-        if node.op == "call_function" and (reason := _train_mode(node))
+        if node.op == "call_function" and (reason := _train_mode_problem(node))
     ]
     changed = program.graph_signature.buffers_to_mutate.values()
     reasons += [f"the buffer {name} (changed by every call)" for name in changed]
@@ -294,23 +294,26 @@ def _refuse_train_mode(program: ExportedProgram, path: Path) -> None:
         )
 
 
-def _train_mode(node: torch.fx.Node) -> str:
-    """Reason why a node is one of train mode; '' if it is not."""
+def _train_mode_problem(node: torch.fx.Node) -> str | None:
+    """Reason why a node is one of train mode; None if it is not."""
     operator = node.target
     if not isinstance(operator, torch._ops.OpOverload):
-        return ""
-    given = dict(zip((each.name for each in operator._schema.arguments), node.args, strict=False))
-    given.update(node.kwargs)
+        return None
+    arguments = dict(
+        zip((each.name for each in operator._schema.arguments), node.args, strict=False)
+    )
+    arguments.update(node.kwargs)
     # BatchNorm without running statistics is the same in both modes: NFNets standardise weights by
     # it. If it takes the statistics of images, the engine refuses it, as for any model.
-    is_same = given.get("running_mean", operator) is None
-    if any(given.get(name) is True for name in _TRAINING) and not is_same:
+    is_same = arguments.get("running_mean", operator) is None
+    if any(arguments.get(name) is True for name in _TRAINING) and not is_same:
         return "train=True"
     is_random = torch.Tag.nondeterministic_seeded in operator.tags
-    if not is_random or _TRAINING & given.keys() or given.get("dropout_p", 1.0) == 0.0:
-        return ""
+    if not is_random or _TRAINING & arguments.keys() or arguments.get("dropout_p", 1.0) == 0.0:
+        return None
     defaults = {each.name: each.default_value for each in operator._schema.arguments}
-    return "" if defaults.get("dropout_p") == 0.0 and "dropout_p" not in given else "random"
+    is_off = defaults.get("dropout_p") == 0.0 and "dropout_p" not in arguments
+    return None if is_off else "random"
 
 
 def _short(node: torch.fx.Node) -> str:

@@ -22,6 +22,7 @@ SMALL = {
     "codecs": "--images 8 --megabytes 1 --codecs none zstd --runs 1",
     "commit": "--mib 4 8",
     "copies": "--models resnet18 --runs 1",
+    "crops": f"{REPOSITORY}/data/sample /dev/null --boxes 2",
     "decode": "--images 4 --runs 1",
     "depth": "--model resnet18 --images 16 --runs 1",
     "first-row": "--images 64 --runs 1",

@@ -6,6 +6,7 @@ rows = featx.predict("runs/photos/probe/avgpool.safetensors", images="new/")
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,7 +18,13 @@ import numpy.typing as npt
 
 from featx.analysis.engine_specs import FEATURES
 from featx.analysis.new_images import Extraction, NewImagesSink, NewImagesTarget
-from featx.analysis.probe.heads import Head, read_head
+from featx.analysis.probe.heads import (
+    CLASSIFICATION,
+    MULTILABEL,
+    REGRESSION,
+    Head,
+    read_head,
+)
 from featx.analysis.probe.labelled_rows import as_vectors
 from featx.config import (
     Config,
@@ -37,6 +44,9 @@ from featx.sources import FolderOptions, FolderSource
 from featx.store import layout
 from featx.types import Batch, LayerSpec, Listing, Source
 
+_LABEL_SCORE = 0.5
+"""Probability from which a label counts as predicted, as in the macro-F1 of job=probe."""
+
 
 @dataclass(frozen=True)
 class Prediction:
@@ -44,11 +54,13 @@ class Prediction:
 
     Attributes:
         key: key of the image as listed; for single files, the path.
-        label: name of the most likely class, or None if the image failed.
-        probability: probability of that class in [0, 1]; None if the image failed or the head has
+        label: name of the most likely class; None if the image failed, or for other heads.
+        probability: probability of that class in [0, 1]; None without a class or if the head has
             no probabilities (ridge).
         status: 'ok', or the kind of failure.
         reason: message of the failure, or ''.
+        labels: for a head of several labels, those with a probability of 0.5 or more.
+        value: for a head of numbers, the number; None if the image failed or for other heads.
     """
 
     key: str
@@ -56,6 +68,8 @@ class Prediction:
     probability: float | None
     status: str
     reason: str = ""
+    labels: tuple[str, ...] = ()
+    value: float | None = None
 
 
 @dataclass(frozen=True)
@@ -65,11 +79,12 @@ class Predictions:
     Attributes:
         rows: one `Prediction` per image.
         scores: (n, C) float32; NaN for an image that failed.
-        classes: C class names.
+        classes: C names of classes or labels, or that of the column of numbers.
         layer: layer of the head.
         accuracy: accuracy of the head on the test rows of its probe, or on the labelled rows of the
-            store for a zero-shot head, in [0, 1]; NaN if it is not known.
+            store for a zero-shot head, in [0, 1]; NaN if it is not known or for other tasks.
         figures: measurements of the run.
+        task: 'classification', 'regression' or 'multilabel'.
     """
 
     rows: list[Prediction]
@@ -78,6 +93,7 @@ class Predictions:
     layer: str
     accuracy: float
     figures: RunMetrics
+    task: str = CLASSIFICATION
 
     def __iter__(self) -> Iterator[Prediction]:
         return iter(self.rows)
@@ -92,7 +108,7 @@ def predict(
     device: str = "auto",
     model_factory: str | None = None,
 ) -> Predictions:
-    """Classify images with a head of job=probe or job=zeroshot.
+    """Predict classes, labels or numbers of images with a head of job=probe or job=zeroshot.
 
     Args:
         head: .safetensors file that one of them wrote.
@@ -122,7 +138,7 @@ def predict(
 
 
 def run_prediction(config: Config, path: Path, files: Sequence[Path] | None = None) -> Predictions:
-    """Classify the images of `config.data` with the head in `path`.
+    """Predict classes, labels or numbers of the images of `config.data` with the head in `path`.
 
     Args:
         config: config of which the data, device, seed and, for custom models, the model are used.
@@ -158,7 +174,7 @@ def run_prediction(config: Config, path: Path, files: Sequence[Path] | None = No
     work.scores[list(work.failures)] = np.nan
     scores = work.scores[list(order)]
     accuracy = float("nan") if about["accuracy"] is None else float(about["accuracy"])
-    return Predictions(rows, scores, classes, str(about["dataset"]), accuracy, figures)
+    return Predictions(rows, scores, classes, str(about["dataset"]), accuracy, figures, head.task)
 
 
 def _extraction_of(path: Path, about: dict[str, Any]) -> Extraction:
@@ -236,12 +252,17 @@ class _PredictionSink(NewImagesSink):
         Args:
             number: row of the listing.
             key: its key.
-            classes: C class names.
+            classes: C names of classes or labels.
         """
         failure = self.failures.get(number)
         if failure is not None:
             return Prediction(key, None, None, failure.status.label, failure.message)
         scores = self.scores[number]
+        if self._head.task == REGRESSION:
+            return Prediction(key, None, None, "ok", value=float(scores[0]))
+        if self._head.task == MULTILABEL:
+            labels = tuple(classes[i] for i in np.flatnonzero(scores >= _LABEL_SCORE).tolist())
+            return Prediction(key, None, None, "ok", labels=labels)
         best = int(scores.argmax())
         probability = float(scores[best]) if self._head.probabilities else None
         return Prediction(key, classes[best], probability, "ok")
@@ -278,8 +299,28 @@ def head_of_store(store: Path, layer: str | None) -> Path:
     except (OSError, ValueError, KeyError, AttributeError) as error:
         raise StoreError(f"{path} cannot be read: {error}. job=probe writes it again.") from error
     if head is None:
+        reason = "Heads are made by probe.method=linear, ridge or attentive."
+        if result.get("task") == "segmentation":
+            reason = "Probes of probe.masks write none: their result is a class for each pixel."
         raise StoreError(
-            f"{path} has no head of {layer}; it has {', '.join(known) or 'none'}. Heads are made "
-            "by probe.method=linear, ridge or attentive, for classes."
+            f"{path} has no head of {layer}; it has {', '.join(known) or 'none'}. {reason}"
         )
-    return folder / str(head["file"])
+    return _checked_head(path, folder / str(head["file"]), str(head["sha256"]))
+
+
+def _checked_head(probe: Path, path: Path, sha256: str) -> Path:
+    """Return the file of a head if it is the one that a probe.json names.
+
+    Raises:
+        StoreError: the file is of another probe.
+    """
+    try:
+        found = hashlib.sha256(path.read_bytes()).hexdigest()
+    except FileNotFoundError:
+        return path  # read_head reports it
+    if found != sha256:
+        raise StoreError(
+            f"{path} is not the head that {probe} names with its SHA-256: it is damaged or was "
+            "replaced, or a probe was interrupted before it wrote probe.json. Run job=probe again."
+        )
+    return path

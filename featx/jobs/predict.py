@@ -1,4 +1,4 @@
-"""job=predict: classes of new images by the head of a probe, as a CSV file and an HTML page."""
+"""job=predict: classes, labels or numbers of new images by the head of a probe."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import numpy.typing as npt
+
 from featx.base import facts, log_message, shown_path, table
 from featx.config import Config
 from featx.errors import ConfigError, counted
@@ -17,20 +20,27 @@ from featx.pipeline import exit_code, trial_rows
 from featx.storage import AtomicFolder
 
 if TYPE_CHECKING:
-    from featx.analysis import Predictions
+    from featx.analysis import Prediction, Predictions
 
 PREDICTIONS_CSV, PREDICTIONS_HTML = "predictions.csv", "predictions.html"
+_SEPARATOR = ";"
+"""Text between the labels of an image in predictions.csv."""
+
 _SHOWN_CLASSES = 20
 """Number of classes that the printed table names, the most frequent first."""
 
 _HEAD = ".safetensors"
 """Ending of the file of a head, which may be given instead of a store."""
-COLUMNS = ("key", "class", "probability", "status", "reason")
-"""First columns of predictions.csv; `score:CLASS` for each class follow."""
+_PREDICTED = {
+    "classification": ("class", "probability"),
+    "multilabel": ("labels",),
+    "regression": ("predicted",),
+}
+"""Task -> columns of predictions.csv between `key` and `status`."""
 
 
 def run(config: Config, config_yaml: str) -> int:
-    """Classify the images, write the files and print a summary; returns the exit code."""
+    """Predict the images, write the files and print a summary; returns the exit code."""
     from featx.analysis import head_of_store, run_prediction  # which import torch
     from featx.export.report import render_predictions
 
@@ -42,8 +52,13 @@ def run(config: Config, config_yaml: str) -> int:
     disk.make_folder(disk.root)
     path = disk.root / PREDICTIONS_CSV
     disk.replace_unlocked(path, predictions_csv(found))
-    page = disk.root / PREDICTIONS_HTML
-    disk.replace_unlocked(page, render_predictions(found, config.data, page.parent.name).encode())
+    page: Path | None = disk.root / PREDICTIONS_HTML
+    if found.task == "classification":
+        html = render_predictions(found, config.data, disk.root.name)
+        disk.replace_unlocked(disk.root / PREDICTIONS_HTML, html.encode())
+    else:
+        disk.remove(disk.root / PREDICTIONS_HTML)  # the page of an earlier run
+        page = None
     summary = _summary(found, path, page)
     print_summary(config, summary, _text(summary))
     return exit_code(
@@ -75,39 +90,58 @@ def predictions_csv(found: Predictions) -> bytes:
 
     buffer = io.StringIO()
     writer = csv.writer(buffer)
-    with_scores = found.scores.size <= MAX_SCORES
-    if not with_scores:
+    with_scores = found.scores.size <= MAX_SCORES and found.task != "regression"
+    if found.scores.size > MAX_SCORES and found.task != "regression":
         log_message(
             f"{PREDICTIONS_CSV} has no column per class: {len(found)} images x "
             f"{len(found.classes)} classes are more than {MAX_SCORES} scores. "
             "featx.predict(...).scores has them all."
         )
     names = [f"{SCORE}{name}" for name in found.classes] if with_scores else []
-    writer.writerow([*COLUMNS, *names])
+    writer.writerow(["key", *_PREDICTED[found.task], "status", "reason", *names])
     for row, of_row in zip(found.rows, found.scores, strict=True):
-        best = of_row.max()
-        probability = "" if row.probability is None else str(best)
         scores: list[str] = []
         if with_scores:
-            scores = [""] * len(names) if row.label is None else [str(each) for each in of_row]
-        writer.writerow([row.key, row.label or "", probability, row.status, row.reason, *scores])
+            scores = [""] * len(names) if np.isnan(of_row).any() else [str(each) for each in of_row]
+        predicted = _predicted(found.task, row, of_row)
+        writer.writerow([row.key, *predicted, row.status, row.reason, *scores])
     return buffer.getvalue().encode("utf-8", "surrogateescape")
 
 
-def _summary(found: Predictions, path: Path, page: Path) -> dict[str, Any]:
+def _predicted(task: str, row: Prediction, scores: npt.NDArray[np.float32]) -> list[str]:
+    """Return the columns of what was predicted for an image, empty ones if it failed."""
+    if task == "regression":
+        return ["" if row.value is None else str(scores[0])]
+    if task == "multilabel":
+        return [_SEPARATOR.join(row.labels)]
+    return [row.label or "", "" if row.probability is None else str(scores.max())]
+
+
+def _summary(found: Predictions, path: Path, page: Path | None) -> dict[str, Any]:
     """Return counts and speed in JSON types."""
     counts = Counter(row.label for row in found.rows if row.label is not None)
+    counts.update(label for row in found.rows for label in row.labels)
+    values = [row.value for row in found.rows if row.value is not None]
     figures = found.figures.as_dict()
     speed = (
         "images_per_second", "trial_images_per_second", "share_of_trial", "below_trial",
     )  # fmt: skip
     return {
         "rows": len(found),
-        "failures": len(found) - sum(counts.values()),
+        "failures": sum(row.status != "ok" for row in found.rows),
+        "task": found.task,
         "classes": dict(counts.most_common()),
+        "values": {
+            "column": found.classes[0],
+            "min": min(values),
+            "mean": sum(values) / len(values),
+            "max": max(values),
+        }
+        if values
+        else None,
         **{name: figures[name] for name in speed},
         "file": str(path),
-        "page": str(page),
+        "page": None if page is None else str(page),
     }
 
 
@@ -122,8 +156,14 @@ def _text(summary: dict[str, Any]) -> str:
         rest = sum(list(summary["classes"].values())[_SHOWN_CLASSES:])
         cells = [*cells[:_SHOWN_CLASSES], (f"{len(cells) - _SHOWN_CLASSES} others", str(rest))]
     if cells:
-        parts.append(table(("class", "images"), cells))
-    files = [shown_path(summary["file"]), f"{shown_path(summary['page'])}  doubtful images first"]
+        what = "label" if summary["task"] == "multilabel" else "class"
+        parts.append(table((what, "images"), cells))
+    if values := summary["values"]:
+        cells = [(name, f"{values[name]:.6g}") for name in ("min", "mean", "max")]
+        parts.append(table((f"predicted {values['column']}", ""), cells))
+    files = [shown_path(summary["file"])]
+    if summary["page"] is not None:
+        files.append(f"{shown_path(summary['page'])}  doubtful images first")
     parts.append(facts([*trial_rows(summary), ("wrote", "\n".join(files))]))
     return "\n\n".join(parts)
 
@@ -146,7 +186,7 @@ def _reads_with(config: Config) -> Collection[str]:
 JOBS.register(
     Job(
         "predict",
-        "Classify new images with the head that job=probe or job=zeroshot made.",
+        "Predict new images with the head that job=probe or job=zeroshot made.",
         run=run,
         input=Input.STORE,
         reads=(

@@ -159,7 +159,11 @@ def _facts(config: Config, result: dict[str, Any]) -> list[tuple[str, str]]:
         drawn = f"{result['resamples']} bootstrap resamples of {result['units']} {result['unit']}s"
         rows.append(("interval", drawn))
     rows += [("notes", "\n".join(notes))] if notes else []
-    files = "\n".join([layout.PROBE, result["predictions"]["file"]])
+    files = [layout.PROBE, result["predictions"]["file"]]
+    following = [command_text("job=report", f"store={shown_path(store)}")]
+    if result["head"]:
+        files.append(result["head"]["file"])
+        following.append(command_text("job=predict", f"store={shown_path(store)}", "data=./new"))
     folder = store if store.is_dir() else store.parent
-    rows.append(("wrote", f"{files}\nin {shown_path(folder)}"))
-    return [*rows, ("next", command_text("job=report", f"store={shown_path(store)}"))]
+    rows.append(("wrote", "\n".join([*files, f"in {shown_path(folder)}"])))
+    return [*rows, ("next", "\n".join(following))]

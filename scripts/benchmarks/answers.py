@@ -79,17 +79,47 @@ def made_problem(arguments: argparse.Namespace) -> tuple[np.ndarray, np.ndarray]
 
 
 def positions_of(arguments: argparse.Namespace) -> tuple[np.ndarray, np.ndarray]:
-    """Positions of a store's maps or tokens in a random order, with the classes of their images."""
+    """Positions of the maps or tokens of a store in a random order, with the classes of their rows.
+
+    The values of all layers at a position are joined; `reduce=align` gives layers the same grid.
+    """
     import featx
     from featx.torch import TokenDataset
 
-    dataset = TokenDataset(
-        arguments.store, featx.open(arguments.store).layers[0], batch_size=1, drop_last=False
-    )
-    count = min(dataset.num_tokens, arguments.rows * 6 // 5)
-    chosen = np.random.default_rng(0).permutation(dataset.num_tokens)[:count]
-    rows, positions = np.divmod(chosen, dataset.num_tokens // len(dataset.store))
-    return dataset.take(rows, positions).float().numpy(), dataset.store.labels[rows]
+    layers = featx.open(arguments.store).layers
+    datasets = [
+        TokenDataset(arguments.store, name, batch_size=1, drop_last=False) for name in layers
+    ]
+    total, num_rows = datasets[0].num_tokens, len(datasets[0].store)
+    if any(each.num_tokens != total for each in datasets):
+        raise SystemExit(f"the layers of {arguments.store} have different numbers of positions")
+    count = min(total, arguments.rows * 6 // 5)
+    chosen = np.random.default_rng(0).permutation(total)[:count]
+    rows, positions = np.divmod(chosen, total // num_rows)
+    x = np.concatenate([each.take(rows, positions).float().numpy() for each in datasets], axis=1)
+    return x, datasets[0].store.labels[rows]
+
+
+def crops(arguments: argparse.Namespace) -> None:
+    """Boxes of 100 images as a table for data.boxes; the class of a box is its image."""
+    from PIL import Image
+
+    rng = np.random.default_rng(0)
+    every = sorted(arguments.folder.rglob("*.jpg"))
+    lines = ["path,x,y,width,height,label"]
+    for number, place in enumerate(np.linspace(0, len(every) - 1, 100).astype(int)):
+        with Image.open(every[place]) as image:
+            width, height = image.size
+        boxes: list[str] = []
+        while len(boxes) < arguments.boxes:
+            side = int(rng.integers(min(96, width, height), min(width, height) + 1))
+            left, top = rng.integers(width - side + 1), rng.integers(height - side + 1)
+            if (box := f"{left},{top},{side},{side}") not in boxes:
+                boxes.append(box)
+        key = every[place].relative_to(arguments.folder)
+        lines += [f"{key},{box},image{number:03d}" for box in boxes]
+    arguments.table.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    print(f"{arguments.table}: {len(lines) - 1} boxes")
 
 
 def nearest(arguments: argparse.Namespace) -> None:
@@ -166,14 +196,16 @@ def add_commands(add: Add) -> None:
     one.add_argument("--classes", type=int, default=10)
     one.add_argument("--signal", type=float, default=0.05, help="spread of the classes' centres")
     one.add_argument("--l2", type=float, default=1e-3)
-    one.add_argument(
-        "--store", help="store whose first layer's positions are the rows, instead of made-up ones"
-    )
+    one.add_argument("--store", help="store whose positions are the rows, instead of made-up ones")
     one.add_argument(
         "--condition", type=float, default=1, help="ratio of the features' largest and smallest "
         "variance after a rotation; 1 for features that are not correlated",
     )  # fmt: skip
     one.add_argument("--runs", type=int, default=1)
+    one = add("crops", crops)
+    one.add_argument("folder", type=Path, help="folder of JPEG images")
+    one.add_argument("table", type=Path, help="CSV file to write")
+    one.add_argument("--boxes", type=int, default=13, help="boxes of each image")
     one = add("nearest", nearest)
     one.add_argument("--rows", type=int, default=100_000)
     one.add_argument("--features", type=int, default=512)

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 
 import torch
 
-from featx.analysis.probe.lbfgs import MAX_ITERATIONS
 from featx.analysis.probe.logistic_regression import EXACT_NUMBERS, FINAL_TOLERANCE
 from featx.analysis.probe.matrix_products import threads_for
+from featx.analysis.probe.penalised_objective import PenalisedObjective
+from featx.analysis.probe.preconditioner import SecondMoments, minimise
 from featx.base import float64_home
 
 
@@ -28,54 +29,70 @@ class BinaryFit:
     gradient: float
     iterations: int
 
-    def probabilities(self, x: torch.Tensor) -> torch.Tensor:
-        """Compute the (n, T) float64 probability of each label from (n, D) features."""
-        return (x.to(self.weight) @ self.weight.T + self.bias).sigmoid()
+
+class BinaryObjective(PenalisedObjective):
+    """Sum over labels of mean binary cross-entropy, + l2/2 |weight|^2.
+
+    Args:
+        x: (n, D), float32 or in the dtype of the weights.
+        targets: (n, T) in the dtype of the weights, 1 or 0.
+        l2: strength of the penalty.
+        weight: (T, D).
+        bias: (T,).
+    """
+
+    def __init__(
+        self,
+        x: torch.Tensor,
+        targets: torch.Tensor,
+        l2: float,
+        weight: torch.Tensor,
+        bias: torch.Tensor,
+    ) -> None:
+        super().__init__(x, l2, weight, bias)
+        self._targets = targets
+
+    def loss_and_residual(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `PenalisedObjective`."""
+        losses = torch.nn.functional.binary_cross_entropy_with_logits(
+            logits, self._targets, reduction="sum"
+        )
+        return losses / len(logits), logits.sigmoid_().sub_(self._targets)
+
+    def activation(self, logits: torch.Tensor) -> torch.Tensor:
+        """See `PenalisedObjective`."""
+        return logits.sigmoid()
 
 
-def fit_binary(
-    x: torch.Tensor, targets: torch.Tensor, l2: float, start: BinaryFit | None = None
-) -> BinaryFit:
-    """Minimise the loss of all labels together, which is the minimum for each of them.
+class LabelledMatrix:
+    """Rows with several labels, on which several penalties are fitted.
 
     Args:
         x: (n, D) float32, standardised.
         targets: (n, T), 1 or 0.
-        l2: strength of the penalty; scikit-learn's C is 1 / (l2 n).
-        start: initial weights, or None for zeros.
     """
-    home = float64_home(x.device)
-    x = x.to(home).double() if x.numel() <= EXACT_NUMBERS else x.to(home)
-    targets = targets.to(home).double()
-    weight = torch.zeros((targets.shape[1], x.shape[1]), dtype=torch.float64, device=home)
-    bias = torch.zeros(targets.shape[1], dtype=torch.float64, device=home)
-    if start is not None:
-        weight.copy_(start.weight)
-        bias.copy_(start.bias)
-    search = torch.optim.LBFGS(
-        [weight, bias],
-        max_iter=MAX_ITERATIONS,
-        max_eval=2 * MAX_ITERATIONS,
-        tolerance_grad=FINAL_TOLERANCE,
-        tolerance_change=1e-14,
-        history_size=10,
-        line_search_fn="strong_wolfe",
-    )
 
-    def objective() -> torch.Tensor:
-        """Compute the loss, and its gradient in weight.grad and bias.grad."""
-        logits = (x @ weight.to(x.dtype).T).double() + bias
-        losses = torch.nn.functional.binary_cross_entropy_with_logits(
-            logits, targets, reduction="none"
-        )
-        residual = (logits.sigmoid() - targets) / len(x)
-        weight.grad = (residual.to(x.dtype).T @ x).double() + l2 * weight
-        bias.grad = residual.sum(0)
-        return losses.sum(1).mean() + l2 / 2 * weight.square().sum()
+    def __init__(self, x: torch.Tensor, targets: torch.Tensor) -> None:
+        home = float64_home(x.device)
+        self._x = x.to(home).double() if x.numel() <= EXACT_NUMBERS else x.to(home)
+        self._targets = targets.to(home).double()
+        self._moments = SecondMoments(self._x)
 
-    with threads_for(x.numel(), x.device):
-        search.step(objective)  # type: ignore[no-untyped-call]
-        objective()
-    gradients = [each.grad.abs().max() for each in (weight, bias) if each.grad is not None]
-    iterations = int(search.state[weight].get("n_iter", 0))
-    return BinaryFit(weight, bias, float(max(gradients)), iterations)
+    def fit(self, l2: float, start: BinaryFit | None = None) -> BinaryFit:
+        """Minimise the loss of all labels together, which is the minimum for each of them.
+
+        Args:
+            l2: strength of the penalty; scikit-learn's C is 1 / (l2 n).
+            start: initial weights, or None for zeros.
+        """
+        x, targets = self._x, self._targets
+        weight = torch.zeros((targets.shape[1], x.shape[1]), dtype=torch.float64, device=x.device)
+        bias = torch.zeros(targets.shape[1], dtype=torch.float64, device=x.device)
+        if start is not None:
+            weight.copy_(start.weight)
+            bias.copy_(start.bias)
+        objective = BinaryObjective(x, targets, l2, weight, bias)
+        with threads_for(x.numel(), x.device):
+            iterations = minimise(objective, self._moments, FINAL_TOLERANCE)
+            objective()
+        return BinaryFit(weight, bias, objective.gradient, iterations)

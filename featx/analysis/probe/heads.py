@@ -30,6 +30,12 @@ FORMAT = 1
 ATTENTION_FORMAT = 2
 """Version of the files of heads with attention, which readers of version 1 would misread."""
 
+TASK_FORMAT = 3
+"""Version of the files of heads of numbers and labels, which readers of version 1 would misread."""
+
+CLASSIFICATION, REGRESSION, MULTILABEL = "classification", "regression", "multilabel"
+"""Tasks of heads."""
+
 _NAMES = ("weight", "bias", "mean", "scale")
 """Tensors of a head file."""
 
@@ -135,16 +141,18 @@ class Attention:
 
 @dataclass(frozen=True)
 class Head:
-    """A classifier that is an affine map of standardised features.
+    """A probe that is an affine map of standardised features.
 
     Attributes:
         scaler: standardisation, fitted on the same rows; of tokens if there is an attention.
         weight: (C, D) float32 on the device.
         bias: (C,) float32 on the device.
         probabilities: whether the softmax of the values gives probabilities (logistic regression,
-            zero-shot classifiers).
+            zero-shot classifiers); for several labels, the sigmoid of each.
         normalises: whether features are divided by their length first (zero-shot classifiers).
         attention: average of the tokens of a row, or None if rows are vectors.
+        task: 'classification'; 'regression', whose values are numbers; or 'multilabel', whose
+            values are logits of labels that do not exclude each other.
     """
 
     scaler: Scaler
@@ -153,6 +161,7 @@ class Head:
     probabilities: bool
     normalises: bool = False
     attention: Attention | None = None
+    task: str = CLASSIFICATION
 
     @property
     def row_width(self) -> int:
@@ -164,8 +173,8 @@ class Head:
         """Compute probabilities, or values of a regression, from (n, row_width) features.
 
         Returns:
-            (n, C) float64 on the CPU; rows of probabilities sum to 1 with the precision of float64,
-            and none is 0 because float32 has no smaller number.
+            (n, C) float64 on the CPU; rows of probabilities of classes sum to 1 with the precision
+            of float64, and none is 0 because float32 has no smaller number.
         """
         if self.normalises:
             x = torch.nn.functional.normalize(x, dim=-1)
@@ -175,7 +184,9 @@ class Head:
             tokens = self.scaler(self.attention.layout.tokens(x))
             pooled = attended(tokens, self.attention.query)
         values = (pooled @ self.weight.T + self.bias).cpu().double()
-        return values.softmax(1) if self.probabilities else values
+        if not self.probabilities:
+            return values
+        return values.sigmoid() if self.task == MULTILABEL else values.softmax(1)
 
 
 def scores_of(
@@ -223,6 +234,8 @@ def head_bytes(head: Head, about: dict[str, Any]) -> bytes:
     if head.attention is not None:
         tensors["query"] = head.attention.query
         about |= {"featx_head": ATTENTION_FORMAT, "tokens": asdict(head.attention.layout)}
+    if head.task != CLASSIFICATION:
+        about |= {"featx_head": TASK_FORMAT, "task": head.task}
     kept = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
     about = json.loads(json.dumps(about))
     about[_CHECKSUM] = _checksum(about, kept)
@@ -273,9 +286,9 @@ def read_head(path: Path, device: torch.device) -> tuple[Head, dict[str, Any]]:
         with _on_disk(path) as local, safe_open(local, "pt") as file:
             about = json.loads((file.metadata() or {}).get("featx", "{}"))
             version = about.get("featx_head")
-            if version not in (FORMAT, ATTENTION_FORMAT):
+            if version not in (FORMAT, ATTENTION_FORMAT, TASK_FORMAT):
                 raise StoreError(f"{path} is no head that job=probe made, or of another version.")
-            names = _NAMES if version == FORMAT else (*_NAMES, "query")
+            names = (*_NAMES, "query") if version == ATTENTION_FORMAT else _NAMES
             tensors = {name: file.get_tensor(name) for name in names}
     except FileNotFoundError as error:
         raise StoreError(f"there is no head at {path}: job=probe makes it.") from error
@@ -308,6 +321,7 @@ def read_head(path: Path, device: torch.device) -> tuple[Head, dict[str, Any]]:
         bool(about["probabilities"]),
         bool(about.get("normalises", False)),
         attention,
+        str(about["task"]) if version == TASK_FORMAT else CLASSIFICATION,
     )
     return head, about
 

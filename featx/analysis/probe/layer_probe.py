@@ -116,7 +116,7 @@ def probe_layer(
     )
     about: dict[str, Any] = {
         "features": vectors.width,
-        "reduction": _reduction(vectors.parts[0]),
+        "reduction": reduction_entry(vectors.parts[0]),
         "streamed": vectors.whole is None,
         "repeated_rows": repeated_rows(vectors, task.splits) if extras.head else None,
     }
@@ -142,7 +142,7 @@ def probe_layer(
     return LayerProbe(about, head, head_method, tested, near, draws)
 
 
-def _reduction(rows: LayerRows) -> dict[str, Any]:
+def reduction_entry(rows: LayerRows) -> dict[str, Any]:
     """Describe what the store holds of the layer, and how the probe makes vectors of it."""
     attrs = rows.store[rows.layer].attrs
     return {

@@ -10,10 +10,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from featx.analysis.probe.lbfgs import LBFGS, MAX_ITERATIONS
 from featx.analysis.probe.matrix_products import threads_for
 from featx.analysis.probe.newton import finish_by_newton
-from featx.analysis.probe.preconditioner import PreconditionedObjective, SecondMoments
+from featx.analysis.probe.preconditioner import SecondMoments, minimise
 from featx.analysis.probe.regression_targets import ClassTargets, CountTargets
 from featx.analysis.probe.softmax_objective import SoftmaxObjective
 
@@ -120,7 +119,7 @@ def fit_logistic(
     targets = ClassTargets(y) if y.ndim == 1 else CountTargets(y, wide)
     objective = SoftmaxObjective(x, targets, l2, weight, bias)
     with threads_for(x.numel(), device):
-        iterations = _search(
+        iterations = minimise(
             objective, moments or SecondMoments(x), FINAL_TOLERANCE if exact else TOLERANCE
         )
         if exact:
@@ -128,28 +127,6 @@ def fit_logistic(
         objective()
     gradient = objective.gradient
     return Fit(weight.float(), bias.float(), gradient, gradient <= TOLERANCE, iterations)
-
-
-def _search(objective: SoftmaxObjective, moments: SecondMoments, tolerance: float) -> int:
-    """Minimise an objective by L-BFGS, with a preconditioner if the search is long.
-
-    Returns:
-        number of iterations.
-    """
-    evaluations = moments.evaluations_before(len(objective.bias))
-    iterations = 0
-    if evaluations != 0:
-        limit = 2 * MAX_ITERATIONS if evaluations is None else evaluations
-        search = LBFGS([objective.weight, objective.bias], tolerance, limit)
-        search.minimise(objective)
-        iterations = search.iterations
-        objective()
-        if evaluations is None or objective.gradient <= tolerance:
-            return iterations
-    preconditioned = PreconditionedObjective(objective, moments)
-    search = LBFGS(preconditioned.parameters, 0.0, 2 * MAX_ITERATIONS)
-    search.minimise_until(preconditioned, lambda: objective.gradient <= tolerance)
-    return iterations + search.iterations
 
 
 def sweep(

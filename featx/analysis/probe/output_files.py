@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from featx.analysis.probe.few_shot import few_shot_csv
-from featx.analysis.probe.heads import head_bytes, head_path
+from featx.analysis.probe.heads import Head, head_bytes, head_path
 from featx.analysis.probe.labelled_rows import output_folder
 from featx.analysis.probe.result import SeedProbe
 from featx.analysis.probe.row_predictions import TestedSplits, predictions_csv
@@ -31,14 +31,38 @@ def write_probe(result: dict[str, Any], of_seeds: Sequence[SeedProbe]) -> None:
     """
     task, found = of_seeds[0].task, of_seeds[0].layers
     store = task.training.store
+    # probe.json names the other files with their checksums, so it is written last.
+    heads = {layer: (each.head, each.head_method) for layer, each in found.items()}
+    write_heads(
+        store,
+        result,
+        {layer: (head, method) for layer, (head, method) in heads.items() if head and method},
+    )
+    _write_few_shot(result, of_seeds[0])
+    data = predictions_csv(
+        task.keys, task.y, result["classes"], [_tested_splits(of_seed) for of_seed in of_seeds]
+    )
+    write_result(store, result, data)
+
+
+def write_heads(
+    store: FeatureStore, result: dict[str, Any], heads: Mapping[str, tuple[Head, str]]
+) -> None:
+    """Write the heads, and name each in the entry of its layer and that of the best one at the top.
+
+    Args:
+        store: the store that was probed.
+        result: contents of probe.json, without the entry `head`.
+        heads: layer -> head and method.
+
+    Raises:
+        ConfigError: two layers would have the same file.
+    """
     folder = output_folder(store)
     disk = open_folder(folder)
     disk.make_folder(folder / layout.PROBE_HEADS)
     paths: dict[Path, str] = {}
-    # probe.json names the other files with their checksums, so it is written last.
-    for layer, each in found.items():
-        if each.head is None or each.head_method is None:
-            continue
+    for layer, (head, method) in heads.items():
         path = head_path(folder, layer)
         if path in paths:
             raise ConfigError(
@@ -46,21 +70,14 @@ def write_probe(result: dict[str, Any], of_seeds: Sequence[SeedProbe]) -> None:
                 "one after the other with layers=."
             )
         paths[path] = layer
-        about = result["layers"][layer]
-        method = each.head_method
-        data = head_bytes(each.head, _about_head(store, result, layer, method))
+        data = head_bytes(head, _about_head(store, result, layer, method))
         disk.replace_unlocked(path, data)
-        about["head"] = {
+        result["layers"][layer]["head"] = {
             "file": str(path.relative_to(folder)),
             "method": method,
             "sha256": hashlib.sha256(data).hexdigest(),
         }
-    _write_few_shot(result, of_seeds[0])
     result["head"] = result["layers"][result["layer"]].get("head")
-    data = predictions_csv(
-        task.keys, task.y, result["classes"], [_tested_splits(of_seed) for of_seed in of_seeds]
-    )
-    write_result(store, result, data)
 
 
 def _write_few_shot(result: dict[str, Any], first: SeedProbe) -> None:
@@ -134,11 +151,11 @@ def _about_head(
     return {
         "dataset": layer,
         "method": method,
-        "l2": about[method]["l2"],
+        "l2": about[method].get("head_l2", about[method]["l2"]),
         "fitted_on": about[method]["head_fitted_on"],
-        "accuracy": about[method]["accuracy"],
+        "accuracy": about[method].get("accuracy"),
         "reduction": reduction,
-        "classes": result["classes"],
+        "classes": result["targets"] if "targets" in result else result["classes"],
         **{
             name: result[name]
             for name in ("store", "fingerprint", "model", "weights", "weights_sha256", "transform")

@@ -1,4 +1,4 @@
-"""Change of variables in which a logistic regression needs fewer iterations.
+"""Search for the minimum of a logistic regression, in variables that need few iterations.
 
 With probabilities p, the Hessian of the mean cross-entropy is about a G + l2 I for each class,
 where G is the matrix of second moments of the features and a the mean of p (1 - p). This is the
@@ -17,8 +17,9 @@ from functools import cached_property
 
 import torch
 
+from featx.analysis.probe.lbfgs import LBFGS, MAX_ITERATIONS
 from featx.analysis.probe.matrix_products import product
-from featx.analysis.probe.softmax_objective import SoftmaxObjective
+from featx.analysis.probe.penalised_objective import PenalisedObjective
 
 _MAX_FEATURES = 4096
 """Number of features up to which the factors are made: two matrices of 128 MiB."""
@@ -77,7 +78,7 @@ class PreconditionedObjective:
         parameters: variables of the search.
     """
 
-    def __init__(self, objective: SoftmaxObjective, moments: SecondMoments) -> None:
+    def __init__(self, objective: PenalisedObjective, moments: SecondMoments) -> None:
         self._objective = objective
         weight = objective.weight
         curvature = max(1e-12, objective.mean_curvature())
@@ -115,3 +116,30 @@ def _lower_factor(matrix: torch.Tensor, l2: float) -> torch.Tensor:
         if not failed:
             return lower
         l2 *= 10
+
+
+def minimise(objective: PenalisedObjective, moments: SecondMoments, tolerance: float) -> int:
+    """Minimise an objective by L-BFGS, with a preconditioner if the search is long.
+
+    Args:
+        objective: objective at the initial weights, which are changed in place.
+        moments: second moments of its features.
+        tolerance: largest entry of the gradient at which the search ends.
+
+    Returns:
+        number of iterations.
+    """
+    evaluations = moments.evaluations_before(len(objective.bias))
+    iterations = 0
+    if evaluations != 0:
+        limit = 2 * MAX_ITERATIONS if evaluations is None else evaluations
+        search = LBFGS([objective.weight, objective.bias], tolerance, limit)
+        search.minimise(objective)
+        iterations = search.iterations
+        objective()
+        if evaluations is None or objective.gradient <= tolerance:
+            return iterations
+    preconditioned = PreconditionedObjective(objective, moments)
+    search = LBFGS(preconditioned.parameters, 0.0, 2 * MAX_ITERATIONS)
+    search.minimise_until(preconditioned, lambda: objective.gradient <= tolerance)
+    return iterations + search.iterations

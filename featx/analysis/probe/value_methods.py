@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -11,8 +10,15 @@ import numpy.typing as npt
 import torch
 
 from featx.analysis.probe import knn, logistic_regression, ridge
-from featx.analysis.probe.binary_regression import BinaryFit, fit_binary
-from featx.analysis.probe.heads import Scaler, fit_scaler, scores_of
+from featx.analysis.probe.binary_regression import BinaryFit, LabelledMatrix
+from featx.analysis.probe.heads import (
+    MULTILABEL,
+    REGRESSION,
+    Head,
+    Scaler,
+    fit_scaler,
+    scores_of,
+)
 from featx.analysis.probe.labelled_rows import Features
 from featx.analysis.probe.splits import Places, Split
 from featx.config import ProbeConfig
@@ -48,6 +54,7 @@ class FittedValues:
         validation_loss: loss of the choice on the validation rows, without which it was fitted.
         sweep: every setting that was tried, as JSON types.
         notes: notes for the user.
+        head: the head, or None for kNN.
     """
 
     predicted: Matrix
@@ -55,6 +62,7 @@ class FittedValues:
     validation_loss: float
     sweep: list[dict[str, Any]]
     notes: list[str]
+    head: Head | None
 
 
 def fit_values(problem: ValueProblem, method: str, split: Split) -> FittedValues:
@@ -72,6 +80,22 @@ def fit_values(problem: ValueProblem, method: str, split: Split) -> FittedValues
     return (_labels if problem.multilabel else _numbers)(problem, split)
 
 
+def fit_head(problem: ValueProblem, places: Places, l2: float) -> tuple[Head, list[str]]:
+    """Fit linear on some places with a known penalty.
+
+    Args:
+        problem: layer and targets.
+        places: (n,) int64 places to fit on.
+        l2: penalty.
+
+    Returns:
+        the head, and notes for the user.
+    """
+    if problem.multilabel:
+        return _fit_labels(problem, places, l2)
+    return _number_head(problem, places, l2), []
+
+
 def _knn(problem: ValueProblem, split: Split) -> FittedValues:
     """Predict the weighted mean of the k nearest rows."""
     options, features = problem.options, problem.features
@@ -86,18 +110,15 @@ def _knn(problem: ValueProblem, split: Split) -> FittedValues:
     sweep = [{"k": k, "loss": _squared_error(truth, values)} for k, values in found.items()]
     best = min(sweep, key=lambda trial: trial["loss"])
     k = int(best["k"])
-    return FittedValues(means(split.train, split.test, (k,))[k], k, best["loss"], sweep, [])
+    predicted = means(split.train, split.test, (k,))[k]
+    return FittedValues(predicted, k, best["loss"], sweep, [], None)
 
 
 def _numbers(problem: ValueProblem, split: Split) -> FittedValues:
     """Predict numbers by ridge regression."""
     features, options = problem.features, problem.options
     strengths = ridge.STRENGTHS if options.l2 is None else (options.l2,)
-
-    def solved(places: Places) -> ridge.Solved:
-        return ridge.solve_values(features, places, problem.values, fit_scaler(features, places))
-
-    on_fit, truth = solved(split.fit), problem.values[split.validation]
+    on_fit, truth = _solved(problem, split.fit), problem.values[split.validation]
     sweep = [
         {
             "l2": l2,
@@ -106,57 +127,84 @@ def _numbers(problem: ValueProblem, split: Split) -> FittedValues:
         for l2 in strengths
     ]
     best = min(sweep, key=lambda trial: trial["loss"])
-    predicted = scores_of(solved(split.train).head(best["l2"]), features, split.test)
+    head = _number_head(problem, split.train, best["l2"])
+    predicted = scores_of(head, features, split.test)
     notes = logistic_regression.at_the_end(best["l2"], strengths)
-    return FittedValues(predicted, best["l2"], best["loss"], sweep, notes)
+    return FittedValues(predicted, best["l2"], best["loss"], sweep, notes, head)
+
+
+def _solved(problem: ValueProblem, places: Places) -> ridge.Solved:
+    """Decompose the normal equations of some places."""
+    features = problem.features
+    return ridge.solve_values(features, places, problem.values, fit_scaler(features, places))
+
+
+def _number_head(problem: ValueProblem, places: Places, l2: float) -> Head:
+    """Fit numbers with a known penalty."""
+    return replace(_solved(problem, places).head(l2), task=REGRESSION)
 
 
 def _labels(problem: ValueProblem, split: Split) -> FittedValues:
     """Predict the probability of each label by logistic regression."""
     features, options = problem.features, problem.options
-    if features.whole is None:
-        raise ConfigError(
-            "probe.task=multilabel fits layers in memory only: raise probe.memory_gib above "
-            f"{8 * len(features) * features.width / (1 << 30):.1f}, or use probe.method=knn."
-        )
     strengths = logistic_regression.L2_GRID if options.l2 is None else (options.l2,)
-    scaler = fit_scaler(features, split.fit)
-    x, targets = scaler(features.take(split.fit)), torch.from_numpy(problem.values[split.fit])
+    scaler, rows = _labelled_matrix(problem, split.fit)
     truth = torch.from_numpy(problem.values[split.validation])
     trials: list[tuple[float, float, BinaryFit]] = []
     risen = 0
     for l2 in strengths:
-        fit = fit_binary(x, targets, l2, trials[-1][2] if trials else None)
-        p = torch.from_numpy(_probabilities(fit, features, scaler, split.validation))
+        fit = rows.fit(l2, trials[-1][2] if trials else None)
+        p = torch.from_numpy(scores_of(_label_head(scaler, fit), features, split.validation))
         loss = float(torch.nn.functional.binary_cross_entropy(p, truth, reduction="sum")) / len(p)
         risen = risen + 1 if trials and loss > trials[-1][1] else 0
         trials.append((l2, loss, fit))
         if risen == logistic_regression.PATIENCE:
             break
+    del rows
     best, best_loss, start = min(trials, key=lambda trial: trial[1])
-    scaler = fit_scaler(features, split.train)
-    x, targets = scaler(features.take(split.train)), torch.from_numpy(problem.values[split.train])
-    final = fit_binary(x, targets, best, start)
-    notes = logistic_regression.at_the_end(best, strengths)
-    if final.gradient > logistic_regression.TOLERANCE:
-        notes.append(
-            f"l2={best:g}: L-BFGS has not converged in {final.iterations} iterations (largest "
-            f"entry of the gradient {final.gradient:.2g})"
-        )
+    head, notes = _fit_labels(problem, split.train, best, start)
+    notes = [*logistic_regression.at_the_end(best, strengths), *notes]
     sweep = [{"l2": l2, "loss": loss} for l2, loss, _ in trials]
-    predicted = _probabilities(final, features, scaler, split.test)
-    return FittedValues(predicted, best, best_loss, sweep, notes)
+    predicted = scores_of(head, features, split.test)
+    return FittedValues(predicted, best, best_loss, sweep, notes, head)
 
 
-def _probabilities(fit: BinaryFit, features: Features, scaler: Scaler, places: Places) -> Matrix:
-    """Compute the (n, T) probabilities of the labels at some places."""
+def _fit_labels(
+    problem: ValueProblem, places: Places, l2: float, start: BinaryFit | None = None
+) -> tuple[Head, list[str]]:
+    """Fit labels with a known penalty; returns the head, and a note unless it converged."""
+    scaler, rows = _labelled_matrix(problem, places)
+    fit = rows.fit(l2, start)
+    notes = []
+    if fit.gradient > logistic_regression.TOLERANCE:
+        notes.append(
+            f"l2={l2:g}: L-BFGS has not converged in {fit.iterations} iterations (largest entry of "
+            f"the gradient {fit.gradient:.2g})"
+        )
+    return _label_head(scaler, fit), notes
 
-    def blocks() -> Iterator[torch.Tensor]:
-        for _, block in features.blocks(places):
-            yield fit.probabilities(scaler(block)).cpu()
 
-    found: Matrix = torch.cat(list(blocks())).numpy()
-    return found
+def _labelled_matrix(problem: ValueProblem, places: Places) -> tuple[Scaler, LabelledMatrix]:
+    """Return the standardisation of some places, and their standardised rows with their labels.
+
+    Raises:
+        ConfigError: the layer does not fit into memory.
+    """
+    features = problem.features
+    if features.whole is None:
+        raise ConfigError(
+            "probe.task=multilabel fits layers in memory only: raise probe.memory_gib above "
+            f"{8 * len(features) * features.width / (1 << 30):.1f}, or use probe.method=knn."
+        )
+    scaler = fit_scaler(features, places)
+    targets = torch.from_numpy(problem.values[places])
+    return scaler, LabelledMatrix(scaler(features.take(places)), targets)
+
+
+def _label_head(scaler: Scaler, fit: BinaryFit) -> Head:
+    """Return the head of a fit."""
+    weight, bias = (each.float().to(scaler.mean.device) for each in (fit.weight, fit.bias))
+    return Head(scaler, weight, bias, probabilities=True, task=MULTILABEL)
 
 
 def _squared_error(truth: Matrix, predicted: Matrix) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import statistics
 import textwrap
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -13,14 +14,16 @@ from typing import Any
 import numpy as np
 import torch
 
+from featx.analysis.probe.heads import Head
 from featx.analysis.probe.labelled_rows import Features, layer_rows
+from featx.analysis.probe.layer_probe import reduction_entry
 from featx.analysis.probe.matrix_products import threads_for
 from featx.analysis.probe.other_store import open_other_store
-from featx.analysis.probe.output_files import write_result
+from featx.analysis.probe.output_files import write_heads, write_result
 from featx.analysis.probe.result import run_entries, store_entries
 from featx.analysis.probe.row_predictions import SCORE
 from featx.analysis.probe.row_splits import missing_group_notes, split_rows, tested_on_other
-from featx.analysis.probe.value_methods import FittedValues, ValueProblem, fit_values
+from featx.analysis.probe.value_methods import FittedValues, ValueProblem, fit_head, fit_values
 from featx.analysis.probe.value_seeds import ValueSeed, value_seeds_entry
 from featx.analysis.probe.value_task import Matrix, ValueTask, check_options, check_splits
 from featx.analysis.probe.values import TaskKind, Values, valued_rows
@@ -35,7 +38,7 @@ RESAMPLES = 1000
 def run_value_probe(
     config: Config, store: FeatureStore, kind: TaskKind, log: Callable[[str], None]
 ) -> dict[str, Any]:
-    """Fit and test the probes, and write probe.json and the predictions; heads are not written.
+    """Fit and test the probes, and write probe.json, the predictions and the heads.
 
     Args:
         config: checked config with job=probe.
@@ -61,22 +64,28 @@ def run_value_probe(
     for seed in range(config.seed, config.seed + (config.probe.seeds or 1)):
         task = _task(replace(config, seed=seed), values, testing, kind)
         check_splits(task, config)
-        of_seeds.append(ValueSeed(task, {}, {}))
+        of_seeds.append(ValueSeed(task, {}, {}, {}))
     for layer in layers:
         with torch.no_grad(), exact_cuda:
             stored = [layer_rows(each.labelled, layer) for each in of_seeds[0].task.stores]
             features = Features(stored, device, config.probe.memory_gib * (1 << 30))
             for each in of_seeds:
-                about: dict[str, Any] = {"features": features.width}
-                about["streamed"] = features.whole is None
-                each.layers[layer] = about
+                each.layers[layer] = {
+                    "features": features.width,
+                    "reduction": reduction_entry(stored[0]),
+                    "streamed": features.whole is None,
+                }
                 for method in config.probe.methods:
-                    entry, fits = _probe(config, each.task, features, method)
-                    about[method], each.fits[layer, method] = entry, fits
+                    fits = _probe(config, each, features, layer, method)
+                    if method == "linear" and each is of_seeds[0]:
+                        each.heads[layer] = _head(config, each, features, layer, fits)
         log(_line(layer, of_seeds, config.probe.methods))
     result = _result(config, of_seeds[0], time.perf_counter() - started_at)
     several = len(of_seeds) > 1
     result["seeds"] = value_seeds_entry(of_seeds, config.probe.methods) if several else None
+    write_heads(
+        store, result, {layer: (head, "linear") for layer, head in of_seeds[0].heads.items()}
+    )
     write_result(store, result, _predictions_csv(of_seeds))
     return result
 
@@ -101,22 +110,24 @@ def _line(layer: str, of_seeds: Sequence[ValueSeed], methods: Sequence[str]) -> 
     return textwrap.fill(text, WIDTH, subsequent_indent="  ")
 
 
-def _probe(
-    config: Config, task: ValueTask, features: Features, method: str
-) -> tuple[dict[str, Any], list[FittedValues]]:
-    """Probe one layer with one method.
+def _problem(config: Config, task: ValueTask, features: Features) -> ValueProblem:
+    """Return the problem of a layer."""
+    return ValueProblem(features, task.targets, task.kind.name == "multilabel", config.probe)
 
-    Returns:
-        the entry in probe.json, and the fits of all splits.
-    """
+
+def _probe(
+    config: Config, of_seed: ValueSeed, features: Features, layer: str, method: str
+) -> list[FittedValues]:
+    """Probe one layer with one method, add the entry to the seed, and return the fits."""
     started_at = time.perf_counter()
-    multilabel = task.kind.name == "multilabel"
-    problem = ValueProblem(features, task.targets, multilabel, config.probe)
+    task = of_seed.task
+    problem = _problem(config, task, features)
     with threads_for(len(features) * features.width, features.device):
         fits = [fit_values(problem, method, split) for split in task.rows.splits]
     places = task.test_places
     name = "k" if method == "knn" else "l2"
-    about = {
+    of_seed.fits[layer, method] = fits
+    of_seed.layers[layer][method] = {
         "rows": len(places),
         **task.judge(places, np.concatenate([fit.predicted for fit in fits])),
         "validation_loss": float(np.mean([fit.validation_loss for fit in fits])),
@@ -125,7 +136,28 @@ def _probe(
         "notes": list(dict.fromkeys(note for fit in fits for note in fit.notes)),
         "seconds": round(time.perf_counter() - started_at, 3),
     }
-    return about, fits
+    return fits
+
+
+def _head(
+    config: Config,
+    of_seed: ValueSeed,
+    features: Features,
+    layer: str,
+    fits: Sequence[FittedValues],
+) -> Head:
+    """Return the head for new images: with several folds, one that is fitted on all of them."""
+    about = of_seed.layers[layer]["linear"]
+    if len(fits) == 1 and fits[0].head is not None:
+        about["head_fitted_on"] = "train"
+        return fits[0].head
+    l2 = float(statistics.median_low([fit.chosen for fit in fits]))
+    every = np.arange(len(of_seed.task.values.values))
+    with threads_for(len(features) * features.width, features.device):
+        head, notes = fit_head(_problem(config, of_seed.task, features), every, l2)
+    about |= {"head_fitted_on": "all labelled rows", "head_l2": l2}
+    about["notes"] = list(dict.fromkeys([*about["notes"], *notes]))
+    return head
 
 
 def _result(config: Config, first: ValueSeed, seconds: float) -> dict[str, Any]:
@@ -156,7 +188,6 @@ def _result(config: Config, first: ValueSeed, seconds: float) -> dict[str, Any]:
             *missing_group_notes(task.rows, config.probe.group_column),
         ],
         **run_entries(config, seconds),
-        "head": None,
         "layers": first.layers,
     }
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from featx.analysis.probe.heads import Head
 from featx.analysis.probe.split_differences import SplitValues, differences, spread
 from featx.analysis.probe.value_methods import FittedValues
 from featx.analysis.probe.value_task import Matrix, ValueTask
@@ -37,11 +38,14 @@ class ValueSeed:
         task: targets and splits.
         layers: layer -> its entry in probe.json.
         fits: (layer, method) -> fit of each split.
+        heads: layer -> head for new images, of the method linear; empty for other seeds than the
+            first one.
     """
 
     task: ValueTask
     layers: dict[str, dict[str, Any]]
     fits: dict[tuple[str, str], list[FittedValues]]
+    heads: dict[str, Head]
 
     def top(self, method: str) -> ValueTop:
         """Return the numbers of the best layer; each fold chooses on its own validation rows."""

@@ -39,6 +39,7 @@ from featx.images.image_policy import PILLOW, SIMPLEJPEG, ImagePolicy
 from featx.images.jpeg_header import plain_jpeg_size
 from featx.images.pixel_scale import format_fault
 from featx.images.rgb_conversion import to_rgb
+from featx.images.tiff_blocks import TiffBlocks, tiff_blocks
 from featx.types import ImageFault, Status
 
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "DIB", "GIF", "TIFF", "PPM", "AVIF")
@@ -188,6 +189,30 @@ def decode_whole(
         raise
     except Exception as error:
         raise _fault(data, error) from error
+
+
+def decode_for_boxes(
+    data: bytes, policy: ImagePolicy, at_least: int | None
+) -> Image.Image | npt.NDArray[Any] | TiffBlocks:
+    """Decode an image of which boxes are cut, as `decode_whole` does.
+
+    The tiles of a large TIFF are left for `TiffBlocks.cut`; its strips are decoded one after the
+    other, without Pillow's 4 bytes for each pixel of the whole.
+
+    Args:
+        data: encoded bytes.
+        policy: treatment of orientation, transparency and size.
+        at_least: as for `decode`.
+
+    Raises:
+        ImageFault: the image cannot be decoded; its status names the reason.
+    """
+    blocks = None
+    if is_tiff(data):
+        blocks = tiff_blocks(data, policy, lambda block: decode_whole(block, policy, None))
+    if blocks is None:
+        return decode_whole(data, policy, at_least)
+    return blocks if blocks.is_lazy else blocks.whole()
 
 
 def decode(data: bytes, policy: ImagePolicy, at_least: int | None = None) -> Image.Image:

@@ -23,14 +23,16 @@ from featx.images.crash_journal import CrashList
 from featx.images.decode import (
     EncodedJpeg,
     decode,
+    decode_for_boxes,
     decode_pixels,
-    decode_whole,
     encoded_jpeg,
 )
 from featx.images.decoder_warnings import DecoderWarnings, decoder_warnings_redirected
 from featx.images.image_policy import ImagePolicy
+from featx.images.preprocess import cut_out
 from featx.images.subprocess_decode import decode_in_subprocess
-from featx.types import ImageFault, RegionSource, Source, Status
+from featx.images.tiff_blocks import TiffBlocks
+from featx.types import Box, ImageFault, RegionSource, Source, Status
 
 T = TypeVar("T")
 
@@ -193,12 +195,29 @@ class FaultTolerantDecoder:
             return self._decoded_in_subprocess(image_key, data)
         return self._recorded(image_key, decode_pixels, data)
 
-    def decode_whole_image(self, key: bytes, data: bytes) -> Image.Image | npt.NDArray[Any]:
-        """Decode the image of which a row is a box by `decode_whole`, else like `decode_image`."""
+    def decode_whole_image(
+        self, key: bytes, data: bytes
+    ) -> Image.Image | npt.NDArray[Any] | TiffBlocks:
+        """Decode the image of which a row is a box by `decode_for_boxes`, like `decode_image`."""
         image_key = self.image_key(key)
         if self._needs_subprocess(image_key):
             return self._decoded_in_subprocess(image_key, data)
-        return self._recorded(image_key, decode_whole, data)
+        return self._recorded(image_key, decode_for_boxes, data)
+
+    def cut(
+        self, key: bytes, decoded: Image.Image | npt.NDArray[Any] | TiffBlocks, box: Box
+    ) -> Image.Image | npt.NDArray[Any]:
+        """Cut a box out of a result of `decode_whole_image`; blocks of the box are decoded.
+
+        Raises:
+            ImageFault: the box reaches outside the image, or cannot be decoded.
+        """
+        if not isinstance(decoded, TiffBlocks):
+            return cut_out(decoded, box)
+        image_key = self.image_key(key)
+        if self._needs_subprocess(image_key):
+            return cut_out(self._decoded_in_subprocess(image_key, decoded.data), box)
+        return self._recorded(image_key, lambda *_: decoded.cut(box), decoded.data)
 
     def prepare_encoded(self, key: bytes, data: bytes) -> EncodedJpeg | None:
         """Prepare the image of a row for a GPU with `encoded_jpeg`; otherwise like `decode_image`.

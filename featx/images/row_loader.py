@@ -17,11 +17,11 @@ import torch
 from PIL import Image
 from torch.profiler import record_function
 
+from featx.base import return_freed_memory
 from featx.errors import RunError
 from featx.images.decode import EncodedJpeg
 from featx.images.decode_settings import DecodeSettings
 from featx.images.fault_tolerant_decode import FaultTolerantDecoder
-from featx.images.preprocess import cut_out
 from featx.images.whole_images import DecodedImage, WholeImage, WholeImages
 from featx.types import (
     NO_IMAGE,
@@ -34,6 +34,10 @@ from featx.types import (
     Status,
     image_checksum,
 )
+
+_LARGE_BYTES = 8 << 20
+"""Least size of an encoded image, out of which boxes are cut, from which on the allocator returns
+freed memory to the kernel: its blocks are large, and the next ones may not fit into their place."""
 
 
 @dataclass
@@ -100,10 +104,12 @@ class RowLoader:
         self._times = times
         self._regions = source if isinstance(source, RegionSource) else None
         self._whole_images = WholeImages()
+        self._had_large = False  # whether an image of _LARGE_BYTES was read for its boxes
 
     def close(self) -> None:
         """Drop the images that were kept for further boxes."""
         self._whole_images.clear()
+        self._return_memory()
 
     def fill(
         self,
@@ -195,7 +201,7 @@ class RowLoader:
             checksum[0] = whole.checksum
         started_at = time.perf_counter()
         with self.span("decode"):
-            cut = cut_out(whole.image(), box)
+            cut = self._decoder.cut(key, whole.image(), box)
             np.copyto(place, self._prepare(self._as_the_transform_takes(cut)))
         self._times.add(0, time.perf_counter() - started_at)
 
@@ -208,12 +214,22 @@ class RowLoader:
                 data = self._decoder.read(key)
                 number, num_bytes = image_checksum(data), len(data)
             read = time.perf_counter()
+            self._had_large |= num_bytes >= _LARGE_BYTES
+            self._return_memory()
             with self.span("decode"):
-                return WholeImage(number, self._decoder.decode_whole_image(key, data))
+                decoded = self._decoder.decode_whole_image(key, data)
+            del data  # TiffBlocks keep it
+            self._return_memory()
+            return WholeImage(number, decoded)
         except ImageFault as fault:
             return WholeImage(number, fault)
         finally:
             self._times.add(read - started_at, time.perf_counter() - read, num_bytes)
+
+    def _return_memory(self) -> None:
+        """Return freed memory to the kernel, if large images were read for their boxes."""
+        if self._had_large:
+            return_freed_memory()
 
     def _prepare(self, decoded_image: DecodedImage) -> npt.NDArray[Any]:
         """The image of a row in the size of the crop, (C, H, W) uint8 or normalised float32.

@@ -10,6 +10,7 @@ from typing import Any
 import numpy.typing as npt
 from PIL import Image
 
+from featx.images.tiff_blocks import TiffBlocks
 from featx.types import ImageFault
 
 NUM_IMAGES = 2
@@ -30,13 +31,13 @@ class WholeImage:
 
     Attributes:
         checksum: checksum of the encoded bytes, or NO_IMAGE.
-        decoded: the image, or the fault.
+        decoded: the image, the blocks of a large TIFF, or the fault.
     """
 
     checksum: int
-    decoded: DecodedImage | ImageFault
+    decoded: DecodedImage | TiffBlocks | ImageFault
 
-    def image(self) -> DecodedImage:
+    def image(self) -> DecodedImage | TiffBlocks:
         """Return the image.
 
         Raises:

@@ -17,10 +17,13 @@ class Codec(Member):
     Attributes:
         filters: makes the keyword arguments of h5py's `create_dataset`.
         needs_plugin: whether readers need the package hdf5plugin.
+        is_streamed: whether large parts are written as their rows come, for which the filters have
+            to be known without HDF5 (`filter_pipeline`).
     """
 
     filters: Callable[[], dict[str, Any]]
     needs_plugin: bool = False
+    is_streamed: bool = True
 
 
 CODECS: Registry[Codec] = Registry("codec", "featx.store.codecs")
@@ -63,7 +66,9 @@ def _blosc2() -> dict[str, Any]:
 
 # Only gzip and blosc2 shuffle bytes: sparse feature maps compress worse with it.
 CODECS.register(Codec("none", "No compression.", filters=dict))
-CODECS.register(Codec("lzf", "Fast and weak.", filters=lambda: {"compression": "lzf"}))
+CODECS.register(
+    Codec("lzf", "Fast and weak.", filters=lambda: {"compression": "lzf"}, is_streamed=False)
+)
 CODECS.register(
     Codec(
         "gzip",

@@ -16,6 +16,8 @@ from featx.storage import AtomicFolder, S3File, fetched_ahead, is_url
 from featx.store import layout
 from featx.store.checksums import check_chunks
 from featx.store.chunk_table import table_header
+from featx.store.codecs import CODECS
+from featx.store.compressed_part import CompressedPart, pipelines_of
 from featx.store.dtypes import memory_dtype
 from featx.store.failures import read_failures
 from featx.store.hdf5_files import damage_text, open_metadata, open_raw
@@ -52,12 +54,11 @@ def is_streamed(
 
     Args:
         root: folder of the store; parts in an object store are built in memory.
-        codec: codec of the run; compressed parts are built in memory, as the places of their chunks
-            are not known before the last one.
+        codec: codec of the run; parts with lzf, which only HDF5 encodes, are built in memory.
         num_bytes: bytes of the rows of the part.
         streamed_bytes: least size of a part that is streamed.
     """
-    return codec == "none" and num_bytes >= streamed_bytes and not is_url(root)
+    return CODECS.get(codec).is_streamed and num_bytes >= streamed_bytes and not is_url(root)
 
 
 def begin_part(
@@ -85,8 +86,15 @@ def begin_part(
     num_bytes = len(part) * sum(spec.row_bytes for spec in specs)
     if not is_streamed(disk.root, run.codec, num_bytes, streamed_bytes):
         return PartBuilder(part, specs)
-    file = disk.unfinished(part_path(disk.root, part.index))
-    return StreamedPart(part, specs, file, run, listing, manifest.to_json())
+    path = part_path(disk.root, part.index)
+    if run.codec == "none":
+        file = disk.unfinished(path)
+        return StreamedPart(part, specs, file, run, listing, manifest.to_json())
+    pipelines = pipelines_of(run, specs)
+    if pipelines is None:  # a release of hdf5plugin whose filters can be reached by HDF5 only
+        return PartBuilder(part, specs)
+    file, spool = disk.unfinished(path), disk.unfinished(path)
+    return CompressedPart(part, specs, file, spool, pipelines, run, listing, manifest.to_json())
 
 
 def publish_part(

@@ -33,7 +33,7 @@ class StreamedPart(PartBuilder):
     holds then is written around the rows. So the file has the bytes of one that is built in memory,
     HDF5 holds no handle on a real file, and a failing disk never meets HDF5.
 
-    Rows have to arrive in order, and the layers have no codec.
+    Rows have to arrive in order. For layers with a codec see `CompressedPart`.
 
     Args:
         part: rows of the part.
@@ -56,12 +56,18 @@ class StreamedPart(PartBuilder):
         super().__init__(part, specs)
         self._file = file
         self._buffer = bytearray()
-        self._layers = {spec.name: _Chunks(spec, len(part), file) for spec in specs}
+        self._layers: dict[str, Chunks] = {
+            spec.name: Chunks(spec, len(part), file) for spec in specs
+        }
         try:
-            self._lay_out(run, listing, manifest)
+            self._begin(run, listing, manifest)
         except BaseException:
             self.discard()
             raise
+
+    def _begin(self, run: Run, listing: Listing, manifest: bytes) -> None:
+        """Find out where the chunks will lie."""
+        self._lay_out(run, listing, manifest)
 
     def publish(
         self, disk: AtomicFolder, path: Path, run: Run, listing: Listing, manifest: bytes
@@ -69,13 +75,18 @@ class StreamedPart(PartBuilder):
         """Commit the part under its final name; see `PartBuilder.publish`."""
         self._require_all_rows()
         require(path == self._file.path, "the part was started under another name")
+        image = self._end(run, listing, manifest)
+        for start, stop in self._gaps(image):
+            self._file.write(image.pread(stop - start, start), start)
+        return self._file.publish(lambda: self._compare(image))
+
+    def _end(self, run: Run, listing: Listing, manifest: bytes) -> SparseImage:
+        """Lay out the complete file, whose chunks are in their places; return what is not rows."""
         before = {name: chunks.addresses for name, chunks in self._layers.items()}
         image = self._lay_out(run, listing, manifest)
         for name, chunks in self._layers.items():
             require(chunks.addresses == before[name], f"the chunks of {name} have moved")
-        for start, stop in self._gaps(image):
-            self._file.write(image.pread(stop - start, start), start)
-        return self._file.publish(lambda: self._compare(image))
+        return image
 
     def discard(self) -> None:
         """Delete the temporary file, unless the part was published."""
@@ -140,7 +151,7 @@ class StreamedPart(PartBuilder):
                 raise self._differs("the description of its datasets")
         for name, chunks in self._layers.items():
             for number, (address, size) in enumerate(chunks.extents()):
-                if layout.checksum(self._found(address, size)) != chunks.sums[number]:
+                if not chunks.is_intact(number, self._found(address, size)):
                     raise self._differs(f"/{layout.FEATURES}/{name}")
 
     def _found(self, address: int, size: int) -> bytearray:
@@ -158,8 +169,8 @@ class StreamedPart(PartBuilder):
         )
 
 
-class _Chunks:
-    """Rows of one layer, which are written chunk by chunk.
+class Chunks:
+    """Rows of one layer, which are written chunk by chunk to their final places.
 
     Args:
         spec: dataset.
@@ -206,4 +217,12 @@ class _Chunks:
             )
             self._waiting = []
             self.sums[number] = layout.checksum(chunk)
-            self._file.write(chunk.reshape(-1).view(np.uint8).data, self.addresses[number])
+            self._store(number, chunk)
+
+    def is_intact(self, number: int, found: bytes | bytearray) -> bool:
+        """Whether the bytes of a chunk, read back, are those of its rows."""
+        return layout.checksum(found) == self.sums[number]
+
+    def _store(self, number: int, chunk: npt.NDArray[Any]) -> None:
+        """Write a complete chunk, of which the caller changes nothing before the next one."""
+        self._file.write(chunk.reshape(-1).view(np.uint8).data, self.addresses[number])

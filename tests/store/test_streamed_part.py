@@ -25,12 +25,14 @@ from made_store import MadeRun, dataset_digests, make_run, temporary_files
 from system_calls import Calls, watched
 
 from featx.errors import FeatxError, RunError
+from featx.storage import UnfinishedFile
 from featx.store.part_builder import PartBuilder
 from featx.store.reader import FeatureStore
 from featx.store.verification import check_store
 
 pytestmark = pytest.mark.usefixtures("without_retry_waits")
 
+CODECS = ("none", "gzip")
 RUNS: dict[str, dict[str, Any]] = {
     "tiny": {"num_rows": 21, "part_rows": 8, "failed": [2, 17]},
     "small chunks": {"num_rows": 600, "part_rows": 512, "shapes": {"a": (1024,), "b": (3, 5, 5)}},
@@ -62,6 +64,14 @@ def test_the_bytes_are_those_of_a_part_built_in_memory(
     assert written(replace(run, streamed=True), tmp_path / "streamed", batch) == in_memory
 
 
+@pytest.mark.parametrize("codec", ["gzip", "zstd", "blosc2"])
+@pytest.mark.parametrize("name", ["tiny", "small chunks", "one chunk", "tokens"])
+def test_the_bytes_of_a_compressed_part_too(name: str, codec: str, tmp_path: Path) -> None:
+    run = make_run(**RUNS[name], codec=codec)
+    in_memory = written(run, tmp_path / "memory", 3)
+    assert written(replace(run, streamed=True), tmp_path / "streamed", 3) == in_memory
+
+
 def test_bfloat16_keeps_its_bits(tmp_path: Path) -> None:
     run = make_run(9, 4, {"x": (5, 4)})
     bits = np.arange(180, dtype=np.uint16).reshape(9, 5, 4) + 0x3F00
@@ -71,8 +81,9 @@ def test_bfloat16_keeps_its_bits(tmp_path: Path) -> None:
     assert written(replace(run, streamed=True), tmp_path / "streamed", 2) == in_memory
 
 
-def test_verify_finds_nothing_and_readers_read_it(tmp_path: Path) -> None:
-    run = replace(make_run(**RUNS["tiny"]), streamed=True)
+@pytest.mark.parametrize("codec", CODECS)
+def test_verify_finds_nothing_and_readers_read_it(tmp_path: Path, codec: str) -> None:
+    run = replace(make_run(**RUNS["tiny"], codec=codec), streamed=True)
     root = run.finish(tmp_path / "store")
     assert check_store(root).complete
     store = FeatureStore(root)
@@ -80,9 +91,10 @@ def test_verify_finds_nothing_and_readers_read_it(tmp_path: Path) -> None:
         assert store[name][:].tobytes() == run.expected(name).tobytes()
 
 
-def test_the_rows_handed_over_are_not_kept(tmp_path: Path) -> None:
+@pytest.mark.parametrize("codec", CODECS)
+def test_the_rows_handed_over_are_not_kept(tmp_path: Path, codec: str) -> None:
     """The engine may use its buffers again, also those of rows of an incomplete chunk."""
-    run = make_run(6, 8, {"x": (3,)})
+    run = make_run(6, 8, {"x": (3,)}, codec=codec)
     with run.session(tmp_path / "store").hold() as session:
         [part] = session.missing()
         builder = session.begin_part(part, run.specs, streamed_bytes=0)
@@ -102,20 +114,21 @@ def test_rows_out_of_order_are_refused(tmp_path: Path) -> None:
             builder.add(4, {"x": run.features["x"][4:]}, [])
 
 
-def test_small_parts_and_those_with_a_codec_are_built_in_memory(tmp_path: Path) -> None:
-    for codec in ("none", "gzip"):
+def test_small_parts_and_those_with_lzf_are_built_in_memory(tmp_path: Path) -> None:
+    for codec in ("none", "gzip", "lzf"):
         run = make_run(8, 8, {"x": (1024, 32)}, codec=codec)
         num_bytes = 8 * 1024 * 32 * 4
         with run.session(tmp_path / codec).hold() as session:
             [part] = session.missing()
-            for least, is_streamed in ((num_bytes, codec == "none"), (num_bytes + 1, False)):
+            for least, is_streamed in ((num_bytes, codec != "lzf"), (num_bytes + 1, False)):
                 builder = session.begin_part(part, run.specs, least)
                 assert (type(builder) is PartBuilder) != is_streamed
         assert temporary_files(tmp_path) == []
 
 
-def test_a_part_that_is_given_up_leaves_nothing(tmp_path: Path) -> None:
-    run = replace(make_run(8, 4, {"x": (3,)}), streamed=True)
+@pytest.mark.parametrize("codec", CODECS)
+def test_a_part_that_is_given_up_leaves_nothing(tmp_path: Path, codec: str) -> None:
+    run = replace(make_run(8, 4, {"x": (3,)}, codec=codec), streamed=True)
     root = tmp_path / "store"
 
     def stop_in_the_second_part() -> None:
@@ -123,7 +136,7 @@ def test_a_part_that_is_given_up_leaves_nothing(tmp_path: Path) -> None:
             first, second = session.missing()
             session.commit(run.part_of(session, first))
             run.part_of(session, second)
-            assert len(temporary_files(root)) == 1
+            assert len(temporary_files(root)) == (1 if codec == "none" else 2)
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -132,8 +145,9 @@ def test_a_part_that_is_given_up_leaves_nothing(tmp_path: Path) -> None:
     assert FeatureStore(root).status.tolist() == [0] * 4 + [255] * 4
 
 
-def test_another_process_was_first(tmp_path: Path) -> None:
-    run = replace(make_run(4, 4, {"x": (3,)}, failed=[1]), streamed=True)
+@pytest.mark.parametrize("codec", CODECS)
+def test_another_process_was_first(tmp_path: Path, codec: str) -> None:
+    run = replace(make_run(4, 4, {"x": (3,)}, failed=[1], codec=codec), streamed=True)
     root = tmp_path / "store"
     with run.session(root).hold() as session:
         [part] = session.missing()
@@ -145,11 +159,12 @@ def test_another_process_was_first(tmp_path: Path) -> None:
     assert temporary_files(root) == []
 
 
+@pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("at", [0, 0.3, 0.9])
 def test_a_disk_that_gives_back_other_bytes_is_noticed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: float
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: float, codec: str
 ) -> None:
-    run = replace(make_run(8, 8, {"x": (10_000,)}), streamed=True)
+    run = replace(make_run(8, 8, {"x": (10_000,)}, codec=codec), streamed=True)
     sync = os.fsync
 
     def flip_and_sync(descriptor: int) -> None:
@@ -171,6 +186,40 @@ def test_a_disk_that_gives_back_other_bytes_is_noticed(
     assert check_store(root).complete
 
 
+def test_a_spool_that_gives_back_other_bytes_is_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = replace(make_run(8, 8, {"x": (10_000,)}, codec="gzip"), streamed=True)
+    read = UnfinishedFile.read_into
+
+    def flipped(self: UnfinishedFile, buffer: memoryview, address: int) -> int:
+        count = read(self, buffer, address)
+        if address:  # not the start of the part, which is compared as it is
+            buffer[len(buffer) // 2] ^= 4
+        return count
+
+    root = tmp_path / "store"
+    with run.session(root).hold() as session:
+        builder = run.part_of(session, session.missing()[0])
+        with monkeypatch.context() as patched:
+            patched.setattr(UnfinishedFile, "read_into", flipped)
+            patched.setattr(UnfinishedFile, "publish", publish_soundly(read))
+            with pytest.raises(RunError, match="was not written"):
+                session.commit(builder)
+    assert list((root / "parts").iterdir()) == []
+
+
+def publish_soundly(read: Any) -> Any:
+    """`UnfinishedFile.publish` with sound reads: only what came before was wrong."""
+    publish = UnfinishedFile.publish
+
+    def sound(self: UnfinishedFile, check: Any) -> bool:
+        UnfinishedFile.read_into = read  # type: ignore[method-assign]
+        return publish(self, check)
+
+    return sound
+
+
 @pytest.fixture
 def quick() -> Iterator[Path]:
     """A folder in memory where there is one: very many stores are made, and each is synced."""
@@ -183,15 +232,16 @@ SMALL = replace(make_run(10, 4, {"a": (3,), "b": (2, 2)}, failed=[5]), streamed=
 ERRORS = (errno.ENOSPC, errno.EIO, errno.EACCES)
 
 
-def fail_everywhere(work: Path, step: int, lasting: bool) -> int:
+def fail_everywhere(work: Path, step: int, lasting: bool, codec: str) -> int:
     """Fail call after call of a run; how many failures were met."""
-    expected = dataset_digests(SMALL.finish(work / "whole", packed=True) / "features.h5")
+    run = replace(SMALL, codec=codec)
+    expected = dataset_digests(run.finish(work / "whole", packed=True) / "features.h5")
     for count, fail_at in enumerate(itertools.count(1, step)):
         root, error = work / "store", ERRORS[count % len(ERRORS)]
         shutil.rmtree(root, ignore_errors=True)
         with watched(Calls(root, fail_at, error, spare=("unlink",), lasting=lasting)) as calls:
             try:
-                SMALL.finish(root)
+                run.finish(root)
                 message = None
             except FeatxError as failure:
                 message = str(failure)
@@ -199,7 +249,7 @@ def fail_everywhere(work: Path, step: int, lasting: bool) -> int:
             assert os.strerror(error) in message, calls.failed
             assert str(root) in message
         assert not lasting or calls.untouched or temporary_files(root) == []
-        SMALL.finish(root, packed=True)
+        run.finish(root, packed=True)
         assert dataset_digests(root / "features.h5") == expected
         assert temporary_files(root) == []
         if calls.untouched:
@@ -207,15 +257,19 @@ def fail_everywhere(work: Path, step: int, lasting: bool) -> int:
     raise AssertionError("unreachable")
 
 
+@pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("lasting", [False, True])
-def test_whichever_call_fails_the_run_says_so_and_resumes(quick: Path, lasting: bool) -> None:
-    assert fail_everywhere(quick, step=17, lasting=lasting) > 2
+def test_whichever_call_fails_the_run_says_so_and_resumes(
+    quick: Path, lasting: bool, codec: str
+) -> None:
+    assert fail_everywhere(quick, 17, lasting, codec) > 2
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("lasting", [False, True])
-def test_every_single_call_may_fail(quick: Path, lasting: bool) -> None:
-    assert fail_everywhere(quick, step=1, lasting=lasting) > 30
+def test_every_single_call_may_fail(quick: Path, lasting: bool, codec: str) -> None:
+    assert fail_everywhere(quick, 1, lasting, codec) > 30
 
 
 KILLED = """
@@ -236,18 +290,20 @@ KILL_RUN: dict[str, Any] = {
 }  # fmt: skip
 
 
-def kill_at_random(work: Path, times: int, most_s: float) -> None:
+def kill_at_random(work: Path, times: int, most_s: float, codec: str) -> None:
     """Kill a run again and again; what it said to be committed is there, and never anything else.
 
     Args:
         work: folder.
         times: number of kills.
         most_s: maximum number of seconds of work before a kill.
+        codec: codec of the parts.
     """
-    run, draw = make_run(**KILL_RUN), random.Random(7)
+    settings = {**KILL_RUN, "codec": codec}
+    run, draw = make_run(**settings), random.Random(7)
     root, said = work / "store", set()
     for _ in range(times):
-        command = [sys.executable, "-c", KILLED, str(root), json.dumps(KILL_RUN)]
+        command = [sys.executable, "-c", KILLED, str(root), json.dumps(settings)]
         environment = with_path(Path(__file__).parents[2], Path(__file__).parents[1])
         with subprocess.Popen(
             command, stdout=subprocess.PIPE, text=True, env=environment
@@ -275,12 +331,13 @@ def kill_at_random(work: Path, times: int, most_s: float) -> None:
 
 
 def test_a_kill_loses_no_committed_part(quick: Path) -> None:
-    kill_at_random(quick, times=3, most_s=0.15)
+    kill_at_random(quick, times=3, most_s=0.15, codec="gzip")
 
 
 @pytest.mark.slow
-def test_200_kills_lose_no_committed_part(tmp_path: Path) -> None:
-    kill_at_random(tmp_path, times=200, most_s=0.3)
+@pytest.mark.parametrize("codec", CODECS)
+def test_200_kills_lose_no_committed_part(tmp_path: Path, codec: str) -> None:
+    kill_at_random(tmp_path, times=200, most_s=0.3, codec=codec)
 
 
 LARGE_PART = """
@@ -288,14 +345,15 @@ import sys
 from pathlib import Path
 sys.path.insert(0, "scripts")
 from benchmarks.part_sizes import commit_one
-commit_one(Path(sys.argv[1]), int(sys.argv[2]), "none")
+commit_one(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
 """
 
 
 @pytest.mark.slow
-def test_a_part_of_2_gib_takes_little_memory(tmp_path: Path) -> None:
+@pytest.mark.parametrize("codec", ["none", "zstd"])
+def test_a_part_of_2_gib_takes_little_memory(tmp_path: Path, codec: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", LARGE_PART, str(tmp_path), "2048"],
+        [sys.executable, "-c", LARGE_PART, str(tmp_path), "2048", codec],
         cwd=Path(__file__).parents[2],
         env=with_path(Path(__file__).parents[2]),
         stdout=subprocess.PIPE,

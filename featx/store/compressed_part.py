@@ -146,7 +146,7 @@ class _CompressedChunks(Chunks):
         self.starts: list[int] = []
         self._pipeline = pipeline
         self._spool = spool
-        self._waiting: deque[Future[bytes]] = deque()
+        self._futures: deque[Future[bytes]] = deque()
         self._threads: ThreadPoolExecutor | None = None
 
     def extents(self) -> Iterator[tuple[int, int]]:
@@ -175,13 +175,13 @@ class _CompressedChunks(Chunks):
         # as the caller may use its rows again.
         data = np.zeros(self._pipeline.chunk_bytes, np.uint8)
         data[: self._bytes_of(number)] = chunk.reshape(-1).view(np.uint8)
-        self._waiting.append(self._threads.submit(self._pipeline.encode, data))
+        self._futures.append(self._threads.submit(self._pipeline.encode, data))
         self._take(2 * num_cpus())
 
     def _take(self, most: int) -> None:
         """Spool chunks in their order, until at most `most` are still being compressed."""
-        while len(self._waiting) > most:
-            data = self._waiting.popleft().result()
+        while len(self._futures) > most:
+            data = self._futures.popleft().result()
             self.starts.append(self._spool.append(data))
             self.sizes.append(len(data))
 

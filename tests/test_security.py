@@ -72,9 +72,13 @@ def test_no_key_and_no_line_trusts_code_of_a_hub() -> None:
         "eval(",
         "exec(",
     )
+    # Unparsing all files takes seconds.
+    with_a_word = re.compile(
+        r"\b(hub|hydra|eval|exec|load_state_dict_from_url|trust_remote_code|weights_only)\b"
+    )
     for path in (REPOSITORY / "featx").rglob("*.py"):
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-        for node in ast.walk(tree):
+        source = path.read_text(encoding="utf-8")
+        for node in ast.walk(ast.parse(source)) if with_a_word.search(source) else ():
             if isinstance(node, ast.Call | ast.Attribute):
                 text = ast.unparse(node)
                 assert not text.startswith(calls), f"{path}: {text}"

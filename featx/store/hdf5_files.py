@@ -407,15 +407,23 @@ def check_plain(file: h5py.File, path: str) -> h5py.Dataset:
         StoreError: it is missing, a link, virtual, external, or impossibly large.
     """
     check_hard(file, path)
-    dataset = file[path]
-    if not isinstance(dataset, h5py.Dataset) or dataset.is_virtual or dataset.external:
+    # file[path], is_virtual and external would look up the path and the settings once each: a
+    # command opens hundreds of datasets.
+    found = h5py.h5o.open(file.id, path.encode())
+    plain = isinstance(found, h5py.h5d.DatasetID)
+    settings = found.get_create_plist() if plain else None
+    if (
+        settings is None
+        or settings.get_layout() == h5py.h5d.VIRTUAL
+        or settings.get_external_count()
+    ):
         raise StoreError(f"{file.filename}: /{path} is no plain dataset; refused.")
-    size = dataset.size * dataset.id.get_type().get_size()  # a bfloat16 reads as float32
-    filtered = dataset.id.get_create_plist().get_nfilters() > 0
-    if size > dataset.id.get_storage_size() * (_MAX_COMPRESSION if filtered else 1):
+    dataset = h5py.Dataset(found, readonly=file.mode == "r")
+    size = dataset.size * found.get_type().get_size()  # a bfloat16 reads as float32
+    stored = found.get_storage_size()
+    if size > stored * (_MAX_COMPRESSION if settings.get_nfilters() else 1):
         raise StoreError(
-            f"{file.filename}: /{path} claims {size} bytes, the file holds "
-            f"{dataset.id.get_storage_size()} of it; refused."
+            f"{file.filename}: /{path} claims {size} bytes, the file holds {stored} of it; refused."
         )
     return dataset
 
@@ -425,8 +433,11 @@ def check_hard(file: h5py.File, path: str) -> None:
     where = ""
     for name in path.split("/"):
         where = f"{where}/{name}".lstrip("/")
-        link = file.get(where, getlink=True)
-        if link is None:
-            raise StoreError(f"{file.filename} has no /{where}.")
-        if not isinstance(link, h5py.HardLink):
+        try:
+            link = file.id.links.get_info(where.encode())
+        except RuntimeError as error:  # HDF5 has no type of error for a name that does not exist
+            if where in file:
+                raise
+            raise StoreError(f"{file.filename} has no /{where}.") from error
+        if link.type != h5py.h5l.TYPE_HARD:
             raise StoreError(f"{file.filename}: /{where} links to another object; refused.")

@@ -16,7 +16,7 @@ import timm
 import torch
 from conftest import make_image
 from tiny_model import extract as extract_custom
-from tiny_model import write_image, write_images
+from tiny_model import pack_in_process, write_image, write_images
 
 import featx
 from featx.errors import FeatxError, StoreMismatchError
@@ -37,41 +37,87 @@ KEYS: dict[str, Any] = {
 Extract = Callable[..., bool]
 
 
-@pytest.fixture
-def built(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Names of the models that were built."""
+def note_built(patch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the models that are built from now on."""
     names: list[str] = []
 
     def build(config: Any, seed: int) -> Any:
         names.append(config.name)
         return build_backbone(config, seed)
 
-    monkeypatch.setattr("featx.pipeline.run_context.build_backbone", build)
+    patch.setattr("featx.pipeline.run_context.build_backbone", build)
     return names
 
 
 @pytest.fixture
-def photos() -> Path:
-    """Images that were written a minute ago, so that their times stand for their bytes."""
+def built(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the models that were built."""
+    return note_built(monkeypatch)
+
+
+def write_photos() -> Path:
+    """Write images to ./photos, a minute old, so that their times stand for their bytes."""
     root = write_images(Path("photos"), 6)
     for path in root.rglob("*.png"):
         age(path)
     return root
 
 
+def write_weights(path: str = "vit.pth", seed: int = 0) -> None:
+    torch.manual_seed(seed)
+    torch.save(timm.create_model("test_vit", img_size=32).state_dict(), path)
+
+
+def command(names: list[str]) -> Extract:
+    """A function that runs the command and returns if a model was built; `names` are the built."""
+
+    def again(**keys: Any) -> bool:
+        del names[:]
+        featx.extract(**{**KEYS, "data": "photos", **keys})
+        return bool(names)
+
+    return again
+
+
+@pytest.fixture
+def photos() -> Path:
+    return write_photos()
+
+
 @pytest.fixture
 def extract(photos: Path, built: list[str]) -> Extract:
     """A function that runs the command on a finished store and returns if a model was built."""
-    torch.manual_seed(0)
-    torch.save(timm.create_model("test_vit", img_size=32).state_dict(), "vit.pth")
-
-    def again(**keys: Any) -> bool:
-        del built[:]
-        featx.extract(**{**KEYS, "data": str(photos), **keys})
-        return bool(built)
-
+    write_weights()
+    again = command(built)
     assert again(), "the first run builds it"
     return again
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with images and weights, which no test changes, and the store of the command."""
+    root = tmp_path_factory.mktemp("inputs")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(root)
+        pack_in_process(patch)
+        write_photos()
+        write_weights()
+        assert command(note_built(patch))(), "the first run builds it"
+    (root / "store").rename(root / "finished")
+    return root
+
+
+@pytest.fixture
+def extract_again(inputs: Path, monkeypatch: pytest.MonkeyPatch, built: list[str]) -> Extract:
+    """As `extract`, for tests that change nothing but the store: a copy of it is the finished one.
+
+    The times and inodes of images and weights are part of what the command recognises, so these are
+    the same files in every test.
+    """
+    monkeypatch.chdir(inputs)
+    shutil.rmtree("store", ignore_errors=True)
+    shutil.copytree("finished", "store")
+    return command(built)
 
 
 def age(path: Path, seconds: int = 60) -> None:
@@ -98,11 +144,11 @@ def files(root: Path) -> dict[str, tuple[int, bytes]]:
 
 
 def test_nothing_is_built_written_or_changed(
-    extract: Extract, capsys: pytest.CaptureFixture[str]
+    extract_again: Extract, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = files(Path("store"))
     capsys.readouterr()
-    assert not extract()
+    assert not extract_again()
     assert files(Path("store")) == before
     printed = capsys.readouterr()
     assert "6 of 6 rows are there already" in printed.err
@@ -111,10 +157,10 @@ def test_nothing_is_built_written_or_changed(
     assert "nothing was left to do" in printed.out
 
 
-def test_options_without_effect_on_values_are_free(extract: Extract) -> None:
-    assert not extract(max_failures=3)
-    assert not extract(executor={"name": "local", "workers": 2})
-    assert not extract(data={"name": "folder", "root": "photos"})
+def test_options_without_effect_on_values_are_free(extract_again: Extract) -> None:
+    assert not extract_again(max_failures=3)
+    assert not extract_again(executor={"name": "local", "workers": 2})
+    assert not extract_again(data={"name": "folder", "root": "photos"})
 
 
 @pytest.mark.parametrize(
@@ -139,20 +185,19 @@ def test_options_without_effect_on_values_are_free(extract: Extract) -> None:
     ids=str,
 )
 def test_other_options_build_the_model(
-    extract: Extract, keys: dict[str, Any], built: list[str]
+    extract_again: Extract, keys: dict[str, Any], built: list[str]
 ) -> None:
     try:
-        assert extract(**keys)
+        assert extract_again(**keys)
     except FeatxError:
         assert built, "it is refused because of what the model is, as before"
 
 
 def replace_weights() -> None:
     found = Path("vit.pth").stat()
-    torch.manual_seed(1)
     other = Path("other/vit.pth")
     other.parent.mkdir()
-    torch.save(timm.create_model("test_vit", img_size=32).state_dict(), other)
+    write_weights(str(other), seed=1)
     os.utime(other, ns=(found.st_atime_ns, found.st_mtime_ns))
     assert other.stat().st_size == found.st_size
     other.replace("vit.pth")
@@ -168,9 +213,12 @@ def restore_summary(change: Callable[[dict[str, Any]], object]) -> Callable[[], 
     return damage
 
 
-DOUBTS: dict[str, Callable[[], object]] = {
+DOUBTS_OF_INPUTS: dict[str, Callable[[], object]] = {
     "weights touched": lambda: age(Path("vit.pth")),
     "image touched": lambda: age(sorted(Path("photos").rglob("*.png"))[0]),
+}
+
+DOUBTS_OF_THE_STORE: dict[str, Callable[[], object]] = {
     "states lost": lambda: Path("store/images.h5").unlink(),
     "listing lost": lambda: Path("store/samples.h5").unlink(),
     "listing damaged": lambda: flip(Path("store/samples.h5"), -40),
@@ -186,14 +234,23 @@ DOUBTS: dict[str, Callable[[], object]] = {
 }
 
 
-@pytest.mark.parametrize("doubt", DOUBTS)
-def test_any_doubt_builds_the_model_and_the_next_time_it_is_known(
-    extract: Extract, doubt: str
-) -> None:
-    DOUBTS[doubt]()
+def check_doubt(extract: Extract, doubt: Callable[[], object]) -> None:
+    """Any doubt builds the model, and the next time the store is known."""
+    doubt()
     assert extract()
     assert not extract()
     assert len(featx.open("store")["embedding"][:]) == 6
+
+
+@pytest.mark.parametrize("doubt", DOUBTS_OF_INPUTS)
+def test_a_doubt_of_the_inputs_builds_the_model_once(extract: Extract, doubt: str) -> None:
+    check_doubt(extract, DOUBTS_OF_INPUTS[doubt])
+
+
+@pytest.mark.parametrize("doubt", DOUBTS_OF_THE_STORE)
+def test_a_doubt_of_the_store_builds_the_model_once(extract_again: Extract, doubt: str) -> None:
+    assert not extract_again(), "without the doubt it is known"
+    check_doubt(extract_again, DOUBTS_OF_THE_STORE[doubt])
 
 
 def test_other_weights_of_the_same_size_and_time_are_refused(extract: Extract) -> None:
@@ -221,9 +278,8 @@ def test_new_images_are_refused_and_gone_ones_as_well(extract: Extract) -> None:
 
 def test_the_store_of_another_command_is_not_taken_for_its_own(extract: Extract) -> None:
     """Its summary is copied, and the command is the same but for the weights."""
-    torch.manual_seed(1)
     Path("vit.pth").rename("mine.pth")
-    torch.save(timm.create_model("test_vit", img_size=32).state_dict(), "vit.pth")
+    write_weights(seed=1)
     assert extract(out="second")
     shutil.copy("store/summary.json", "second/summary.json")
     shutil.rmtree("store")
@@ -232,13 +288,13 @@ def test_the_store_of_another_command_is_not_taken_for_its_own(extract: Extract)
 
 
 def test_other_versions_build_the_model(
-    extract: Extract, monkeypatch: pytest.MonkeyPatch, built: list[str]
+    extract_again: Extract, monkeypatch: pytest.MonkeyPatch, built: list[str]
 ) -> None:
     real = finished_run.version_of
     monkeypatch.setattr(
         finished_run, "version_of", lambda name: "0.1" if name == "pillow" else real(name)
     )
-    assert extract()
+    assert extract_again()
 
 
 def test_failed_rows_are_told(extract: Extract, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""Metrics of predicted numbers and of predicted labels, by scikit-learn and scipy."""
+"""Metrics of predicted numbers and of predicted labels."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ def regression_metrics(
         name -> value, None if it is not available; and name -> reason for those.
     """
     from scipy.stats import spearmanr
-    from sklearn.metrics import mean_absolute_error, r2_score
+    from sklearn.metrics import mean_absolute_error
 
     a, b = truth[:, 0], predicted[:, 0]
 
     def r2() -> float:
         if np.ptp(a) == 0:
             raise UndefinedMetricError("the test rows have a single value")
-        return float(r2_score(a, b))
+        return float(1 - np.square(a - b).sum() / np.square(a - a.mean()).sum())
 
     def spearman() -> float:
         if np.ptp(a) == 0 or np.ptp(b) == 0:
@@ -78,18 +78,35 @@ def multilabel_metrics(
     Returns:
         name -> value, None if it is not available; and name -> reason for those.
     """
-    from sklearn.metrics import average_precision_score, f1_score
+    from sklearn.metrics import f1_score
 
     tested = np.flatnonzero(truth.any(0)).tolist()
 
     def mean_average_precision() -> float:
-        return _mean([average_precision_score(truth[:, i], predicted[:, i]) for i in tested])
+        return _mean([_average_precision(truth[:, i], predicted[:, i]) for i in tested])
 
     def macro_f1() -> float:
         said = predicted >= THRESHOLD
         return _mean([f1_score(truth[:, i] > 0, said[:, i], zero_division=0) for i in tested])
 
     return _computed({"map": mean_average_precision, "macro_f1": macro_f1}, only)
+
+
+def _average_precision(truth: Matrix, scores: Matrix) -> float:
+    """Return the average precision of one label, sum_k (R_k - R_(k-1)) P_k.
+
+    P_k and R_k are precision and recall of the rows with a score of at least the k-th largest of
+    the distinct scores. average_precision_score gives the same number in ten times the time, and
+    the interval of a probe needs it for 1000 resamples of each label.
+
+    Args:
+        truth: (n,) 1 for rows with the label, of which there is one at least, and 0 for others.
+        scores: (n,) scores.
+    """
+    order = np.argsort(-scores)
+    ends = np.append(np.flatnonzero(np.diff(scores[order])), len(order) - 1)
+    found = np.cumsum(truth[order])[ends]
+    return float((np.diff(found, prepend=0) * found / (ends + 1)).sum() / found[-1])
 
 
 def _computed(

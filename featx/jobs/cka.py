@@ -40,9 +40,16 @@ def run(config: Config, config_yaml: str) -> int:
     with CountProgress("layers") as progress:
         progress.begin(len(matching_layers(store, config.layers)))
         found = layer_similarity(
-            store, other, config.layers, asked.rows, config.seed, config.device, progress.step,
-            asked.rsa_distance, asked.chosen_measures,
-        )  # fmt: skip
+            store,
+            other,
+            config.layers,
+            num_rows=asked.rows,
+            seed=config.seed,
+            device=config.device,
+            tell=progress.step,
+            rsa_distance=asked.rsa_distance,
+            measures=asked.chosen_measures,
+        )
     summary = {
         "store": str(store.root),
         "other_store": None if other is None else str(other.root),

@@ -31,11 +31,17 @@ def run(config: Config, config_yaml: str) -> int:
         progress.begin(asked.subsets * len(layers))
         found = [
             data_set_distance(
-                store, other, layer, asked.subsets, asked.subset_rows, config.seed, config.device,
-                progress.step,
+                store,
+                other,
+                layer,
+                subsets=asked.subsets,
+                subset_rows=asked.subset_rows,
+                seed=config.seed,
+                device=config.device,
+                tell=progress.step,
             )
             for layer in layers
-        ]  # fmt: skip
+        ]
     summary = {
         "store": str(store.root),
         "other_store": str(other.root),

@@ -64,6 +64,21 @@ class TrialImages:
 
 
 @dataclass(frozen=True)
+class RunImages:
+    """Images of a run, and how it decodes them.
+
+    Attributes:
+        source: source of the images.
+        listing: rows of the run.
+        decoding: how the run decodes.
+    """
+
+    source: Source
+    listing: Listing
+    decoding: DecodeSettings
+
+
+@dataclass(frozen=True)
 class PlainPath:
     """What the library's own path makes of some trial images.
 
@@ -86,9 +101,7 @@ def take_plain_path(
     config: Config,
     engine: Engine,
     chosen: ChosenLayers,
-    source: Source,
-    listing: Listing,
-    decoding: DecodeSettings,
+    images: RunImages,
     trial: TrialImages,
 ) -> PlainPath:
     """Send trial images through the library's own transform and forward pass.
@@ -99,31 +112,16 @@ def take_plain_path(
         config: checked config.
         engine: engine with its captures attached.
         chosen: captures and the reduction of each; none for values that are no captures.
-        source: source of the images.
-        listing: rows of the run.
-        decoding: how the run decodes.
+        images: images of the run.
         trial: trial images, of which some are taken.
     """
     why_not = {point.name: why for point, how in chosen if (why := why_not_plain(point, how))}
     compared = [pair for pair in chosen if pair[0].name not in why_not]
-    numbers = _spread(len(trial.rows), config.conformance.images)
-    if decoding.reference:
-        pixels = trial.images[numbers]
-    else:
-        # Pillow needs 4 bytes a pixel. An image from which boxes are cut may have so many that this
-        # decides the memory of the run; that the decoders agree is left to tests there.
-        jpeg = decoding.policy.jpeg if isinstance(source, RegionSource) else PILLOW
-        policy = replace(decoding.policy, jpeg=jpeg)
-        settings = replace(decoding, policy=policy, reference=True, device_share=None)
-        with Loader(source, listing, settings, batch_size=1) as loader:
-            found = list(loader.each([trial.rows[i] for i in numbers]))
-        numbers = [i for i, x in zip(numbers, found, strict=True) if x is not None]
-        good = [x for x in found if x is not None]
-        pixels = torch.stack(good) if good else trial.images[:0].float()
+    numbers, pixels = _library_pixels(config, images, trial)
     if not compared or not numbers:
         return PlainPath(numbers, pixels, {}, {}, why_not)
     own = engine.normalised(pixels[: engine.num_compared])
-    if decoding.reference:
+    if images.decoding.reference:
         rows = _plain_rows(config, engine, compared, own)
         return PlainPath(numbers, pixels, rows, rows, why_not)
     here = engine.normalised(trial.images[numbers[: min(_FORWARD_IMAGES, engine.num_compared)]])
@@ -132,6 +130,30 @@ def take_plain_path(
     same = {name: values[: len(here)] for name, values in rows.items()}
     end_to_end = {name: values[len(here) :] for name, values in rows.items()}
     return PlainPath(numbers, pixels, same, end_to_end, why_not)
+
+
+def _library_pixels(
+    config: Config, images: RunImages, trial: TrialImages
+) -> tuple[list[int], torch.Tensor]:
+    """Send some trial images through the library's own transform.
+
+    Returns:
+        numbers of the images among the trial images, without those that fail, and their pixels.
+    """
+    decoding, source = images.decoding, images.source
+    numbers = _spread(len(trial.rows), config.conformance.images)
+    if decoding.reference:
+        return numbers, trial.images[numbers]
+    # Pillow needs 4 bytes a pixel. An image from which boxes are cut may have so many that this
+    # decides the memory of the run; that the decoders agree is left to tests there.
+    jpeg = decoding.policy.jpeg if isinstance(source, RegionSource) else PILLOW
+    policy = replace(decoding.policy, jpeg=jpeg)
+    settings = replace(decoding, policy=policy, reference=True, device_share=None)
+    with Loader(source, images.listing, settings, batch_size=1) as loader:
+        found = list(loader.each([trial.rows[i] for i in numbers]))
+    numbers = [i for i, x in zip(numbers, found, strict=True) if x is not None]
+    good = [x for x in found if x is not None]
+    return numbers, torch.stack(good) if good else trial.images[:0].float()
 
 
 def _spread(number: int, wanted: int) -> list[int]:
@@ -160,9 +182,7 @@ def compare_with_plain_path(
     trial: TrialImages,
     trial_rows: Mapping[str, torch.Tensor] | None,
     specs: Sequence[LayerSpec],
-    source: Source,
-    listing: Listing,
-    decoding: DecodeSettings,
+    images: RunImages,
 ) -> Conformance:
     """Compare the engine at the settings of the run with the plain path.
 
@@ -172,19 +192,18 @@ def compare_with_plain_path(
         trial: trial images.
         trial_rows: rows of all trial images at these settings, if they are known.
         specs: datasets of the run.
-        source: source of the images.
-        listing: rows of the run.
-        decoding: how the run decodes.
+        images: images of the run.
     """
     rows = _engine_rows(engine, plain, trial, trial_rows)
     # A class index or a count jumps where pixels hardly differ.
     whole = {spec.name for spec in specs if "int" in spec.compute_dtype}
     preprocess = engine.backbone.preprocess
     pixels = None
-    if not decoding.reference:
-        images = engine.normalised(trial.images[plain.numbers]).cpu()
-        pixels = pixel_differences(images, plain.pixels, preprocess.std)
-    keys = [bytes(listing.keys[trial.rows[i]]) for i in plain.numbers]
+    if not images.decoding.reference:
+        ours = engine.normalised(trial.images[plain.numbers]).cpu()
+        pixels = pixel_differences(ours, plain.pixels, preprocess.std)
+    source = images.source
+    keys = [bytes(images.listing.keys[trial.rows[i]]) for i in plain.numbers]
     resize = preprocess.resize
 
     def is_reduced(number: int) -> bool:
@@ -251,7 +270,7 @@ class Comparison:
     Attributes:
         config: checked config.
         engine: engine of the run.
-        of_images: source, rows of the run, and how it decodes.
+        images: images of the run.
         trial: trial images.
         plain: what the library's own path gave; None if the run compares none.
         golden: differences to `model.golden`; None without it.
@@ -259,7 +278,7 @@ class Comparison:
 
     config: Config
     engine: Engine
-    of_images: tuple[Source, Listing, DecodeSettings]
+    images: RunImages
     trial: TrialImages
     plain: PlainPath | None
     golden: Mapping[str, Any] | None
@@ -282,7 +301,7 @@ class Comparison:
         judged = None
         if self.plain is not None:
             judged = compare_with_plain_path(
-                self.engine, self.plain, self.trial, trial_rows, specs, *self.of_images
+                self.engine, self.plain, self.trial, trial_rows, specs, self.images
             )
             enforce(judged, self.config.conformance.mode)
         if self.golden is not None:
@@ -294,7 +313,7 @@ def begin_comparison(
     config: Config,
     engine: Engine,
     chosen: ChosenLayers,
-    of_images: tuple[Source, Listing, DecodeSettings],
+    images: RunImages,
     trial: TrialImages,
     resume_state: ResumeState | None,
 ) -> Comparison:
@@ -304,7 +323,7 @@ def begin_comparison(
         config: checked config.
         engine: engine with its captures attached, and no settings configured yet.
         chosen: captures and the reduction of each; none for values that are no captures.
-        of_images: source, rows of the run, and how it decodes.
+        images: images of the run.
         trial: trial images.
         resume_state: resume state, or None for a new run.
 
@@ -317,8 +336,8 @@ def begin_comparison(
     if is_new and config.model.golden is not None:
         golden = check_golden(engine, chosen, config.model.golden)
     if is_new and config.conformance.mode != "off":
-        plain = take_plain_path(config, engine, chosen, *of_images, trial)
-    return Comparison(config, engine, of_images, trial, plain, golden)
+        plain = take_plain_path(config, engine, chosen, images, trial)
+    return Comparison(config, engine, images, trial, plain, golden)
 
 
 def enforce(conformance: Conformance, mode: str) -> None:

@@ -6,7 +6,8 @@ import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING, Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
 
 from featx.base import Progress, SilentProgress, log_message, num_cpus
 from featx.errors import counted
@@ -124,6 +125,7 @@ def run_parts(
         Passes(context, sink.compute) as passes,
     ):
         batches = _Awaited(loader.batches(missing), passes.idle_share)
+        stages = _Stages(loader, passes, batches, commits)
         for part, batch, computed in passes.each(batches):
             if stop:
                 _log_lost_rows(part, batch.start - part.start)
@@ -134,10 +136,7 @@ def run_parts(
             num_computed += batch.count
             if batch.start + batch.count == part.stop:
                 commits.begin(sink.finish_part())
-                if observer is not None and observer.wants_parts:
-                    commits.finish()  # an observer is notified of committed parts only
-                    seconds = _seconds(loader, passes, batches.waited, commits.seconds)
-                    observer.part_committed(part, seconds)
+                _notify(observer, part, stages)
                 took = time.perf_counter() - started_at
                 _refuse_failures(context, parts, done_before, num_computed, took)
             progress.step(batch.count, len(failures), batches.last_wait)
@@ -148,8 +147,15 @@ def run_parts(
             raise Interrupted(stop[0])
     took = time.perf_counter() - started_at
     rows = parts.rows_done - done_before
-    seconds = {**_seconds(loader, passes, batches.waited, commits.seconds), **sink.seconds}
+    seconds = {**stages.seconds(), **sink.seconds}
     return _metrics(context, loader, seconds, took, rows, num_computed)
+
+
+def _notify(observer: RunObserver | None, part: Part, stages: _Stages) -> None:
+    """Notify an observer that wants it of a part, after waiting for its commit."""
+    if observer is not None and observer.wants_parts:
+        stages.commits.finish()  # an observer is notified of committed parts only
+        observer.part_committed(part, stages.seconds())
 
 
 def _log_lost_rows(part: Part, num_rows: int) -> None:
@@ -316,17 +322,31 @@ def _timeline(
     return Timeline(disk, context.engine.device)
 
 
-def _seconds(
-    loader: Loader, passes: Passes[ComputedT], waited: float, written: float
-) -> dict[str, float]:
-    """Busy seconds so far; stage -> seconds."""
-    on_device = loader.times.on_device
-    return {
-        "read": loader.times.read,
-        "decode": loader.times.decode,
-        **({"decode_on_device": on_device} if on_device else {}),
-        "wait": waited,
-        "model": passes.model_seconds,
-        "copy": passes.copy_seconds,
-        "write": written,
-    }
+@dataclass(frozen=True)
+class _Stages:
+    """Stages of the loop, which measure their busy seconds.
+
+    Attributes:
+        loader: loader of the run.
+        passes: forward passes.
+        batches: batches of the loader, which measures how long engines wait for them.
+        commits: commits of parts.
+    """
+
+    loader: Loader
+    passes: Passes[Any]
+    batches: _Awaited
+    commits: _Commits
+
+    def seconds(self) -> dict[str, float]:
+        """Busy seconds so far; stage -> seconds."""
+        times = self.loader.times
+        return {
+            "read": times.read,
+            "decode": times.decode,
+            **({"decode_on_device": times.on_device} if times.on_device else {}),
+            "wait": self.batches.waited,
+            "model": self.passes.model_seconds,
+            "copy": self.passes.copy_seconds,
+            "write": self.commits.seconds,
+        }

@@ -280,15 +280,15 @@ def _decide(request: _Request, model: _Model, images: _Images) -> RunContext:
     """
     from featx.engine import AutoSettings, batch_parallelism
     from featx.images import with_share
-    from featx.pipeline.conformance_trial import begin_comparison
+    from featx.pipeline.conformance_trial import RunImages, begin_comparison
 
     config, engine, resume_state = request.config, model.engine, model.resume_state
     source, listing, trial = images.source, images.listing, images.trial
     engine.trial_images = trial.images
     engine.attach_captures(model.chosen)
     captured = model.chosen if request.spec.captures_layers else []
-    of_images = source, listing, images.decoding
-    comparison = begin_comparison(config, engine, captured, of_images, trial, resume_state)
+    compared = RunImages(source, listing, images.decoding)
+    comparison = begin_comparison(config, engine, captured, compared, trial, resume_state)
     device = model.devices[0]
     decoding, why_share = with_share(config.decode, source, listing, images.decoding, device)
     auto_settings = AutoSettings(config, engine, trial.images, len(listing), resume_state)

@@ -32,6 +32,7 @@ from featx.layers import select
 from featx.models import Backbone, build_backbone
 from featx.pipeline import (
     Conformance,
+    RunImages,
     TrialImages,
     compare_with_plain_path,
     enforce,
@@ -104,12 +105,12 @@ def compared(
         traced = engine.trace(layers)
         chosen = select(requests, traced, backbone.classifier, backbone.stages).chosen
         engine.attach_captures(chosen)
-        of_images = source, listing, decoding
-        plain = take_plain_path(config, engine, chosen, *of_images, trial)
+        images = RunImages(source, listing, decoding)
+        plain = take_plain_path(config, engine, chosen, images, trial)
         engine.configure_compute(compute)
         change(engine)
         specs = engine.specs(chosen)
-        return compare_with_plain_path(engine, plain, trial, None, specs, *of_images)
+        return compare_with_plain_path(engine, plain, trial, None, specs, images)
 
 
 @pytest.fixture(scope="module")

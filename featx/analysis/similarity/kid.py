@@ -58,6 +58,7 @@ def data_set_distance(
     store: FeatureStore,
     other: FeatureStore,
     layer: str,
+    *,
     subsets: int = SUBSETS,
     subset_rows: int = SUBSET_ROWS,
     seed: int = 0,

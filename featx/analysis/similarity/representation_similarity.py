@@ -77,6 +77,7 @@ def layer_similarity(
     store: FeatureStore,
     other: FeatureStore | None = None,
     layers: Sequence[str] | str | None = None,
+    *,
     num_rows: int = ROWS,
     seed: int = 0,
     device: str = "auto",

@@ -52,7 +52,9 @@ def similarity_of(
             layers, [], [], 0, "There is only one layer, so none can be compared."
         )
     try:
-        found = layer_similarity(store, None, layers, min(rows, ROWS), seed, device)
+        found = layer_similarity(
+            store, None, layers, num_rows=min(rows, ROWS), seed=seed, device=device
+        )
     except ConfigError as error:
         return LayerSimilaritySection(layers, [], [], 0, str(error))
 

@@ -175,7 +175,7 @@ class NewImagesTarget:
 
 
 class NewImagesSink(ABC):
-    """Batch sink that keeps what is made of new images in memory; subclasses say what.
+    """Batch sink that keeps the values of new images in memory; subclasses compute them.
 
     Args:
         context: the run.

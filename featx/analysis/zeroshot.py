@@ -179,7 +179,7 @@ def _head(made: TextClassifier) -> Head:
 
 
 def _accuracy(store: FeatureStore, head: Head, classes: Sequence[str]) -> dict[str, Any]:
-    """Return the accuracy over the rows of a store whose class the head knows.
+    """Return the accuracy over the rows of a store whose class the head has.
 
     Returns:
         `rows`, their number; `accuracy` and `chance`, the share of the most frequent class; both

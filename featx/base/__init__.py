@@ -1,4 +1,4 @@
-"""Helpers that know nothing of features: machine limits, devices, console, processes, text.
+"""Helpers without reference to features: machine limits, devices, console, processes, text.
 
 In: numbers, texts, paths and tensors. Out: the same; messages go to stderr, results to stdout.
 Names for others: those in `__init__.pyi`.

@@ -76,7 +76,7 @@ def choose_devices(
 
 @contextlib.contextmanager
 def away(module: torch.nn.Module, device: torch.device) -> Iterator[None]:
-    """Move a module off its CUDA device inside the block, to free the memory there."""
+    """Move a module off its CUDA device inside the block, to free the memory of the device."""
     if device.type == "cuda":
         module.cpu()
         torch.cuda.empty_cache()

@@ -1,8 +1,8 @@
 """Names of a package that are imported from its modules on first use (PEP 562).
 
-The names stand in the file `__init__.pyi` of the package, as in SPEC 1 of Scientific Python: type
-checkers and editors read it, and `lazy_exports` reads it here. So `from featx.engine import Engine`
-imports torch, and `import featx.engine` does not.
+The names are listed in the file `__init__.pyi` of the package, as in SPEC 1 of Scientific Python:
+type checkers and editors read it, and `lazy_exports` reads it here. So
+`from featx.engine import Engine` imports torch, and `import featx.engine` does not.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def lazy_exports(
 
     Args:
         package: `__name__` of the package.
-        file: `__file__` of the package; the stub lies beside it.
+        file: `__file__` of the package; the stub is in the same folder.
     """
     stub = ast.parse(Path(file).with_suffix(".pyi").read_text(encoding="utf-8"))
     module_of = {

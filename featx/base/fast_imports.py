@@ -1,4 +1,4 @@
-"""Makes the imports of a command faster: no garbage collection meanwhile, and no triton.
+"""Faster imports of a command: without garbage collection, and without triton.
 
 Almost everything that a package defines lives until the process ends. The cyclic garbage collector
 looks at it again and again while it is made, which is a fifth of the time of importing torch.

@@ -9,7 +9,7 @@ from pathlib import Path
 def shipped(name: str) -> Path:
     """Path of a folder that is installed with featx.
 
-    In a wheel it is inside the package; in a checkout and an editable install beside it.
+    In a wheel it is inside the package; in a checkout and an editable install, next to it.
 
     Args:
         name: 'conf' or 'data'.

@@ -1,8 +1,8 @@
 """A thread pool that replaces threads whose call hangs.
 
-A thread cannot be ended from outside, so a thread that hangs in a decoder is left to itself and a
-new one takes its place. Handing a call to a thread costs about 20 µs of the interpreter's time, so
-short calls are handed over in groups.
+A thread cannot be ended from outside, so a thread that hangs in a decoder is abandoned and
+replaced by a new one. Handing a call to a thread costs about 20 µs of the interpreter's time, so
+short calls are submitted in groups.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Outline of a model: the modules that job=layers lists when not all of them are wanted."""
+"""Outline of a model: the modules that job=layers lists instead of all of them."""
 
 from __future__ import annotations
 

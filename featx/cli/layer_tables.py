@@ -230,7 +230,7 @@ def title(name: str, traced: Trace, input_shape: Sequence[int]) -> str:
 
 
 def remarks(show: str, traced: Trace, profiled: Profile) -> list[tuple[str, str]]:
-    """Return (name, text) of what a reader of the table has to know about the pass."""
+    """Return remarks about the pass below the table, each as (name, text)."""
     from featx.layers import first_nonfinite
 
     found = []

@@ -1,8 +1,8 @@
 """The options: one dataclass for each group, with its defaults, checks and documentation.
 
 In: options from YAML, the command line or Python. Out: a checked `run_config.Config`, which holds
-one dataclass of each group. A default stands at its field and nowhere else; members of families,
-such as sources, have their own options beside them.
+one dataclass of each group. A default is written at its field and nowhere else; the options
+of a member of a family, such as a source, are in the file of that member.
 Names for others: those in `__init__.pyi`.
 """
 

@@ -17,7 +17,7 @@ OBJECT_SOURCE = "python"
 class DataConfig:
     """Where the images are, and how unusual ones are treated.
 
-    A source with options of its own has them in a subclass beside it, such as
+    A source with options of its own has them in a subclass in its own module, such as
     `featx.sources.folder.FolderOptions`.
 
     Attributes:

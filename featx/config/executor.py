@@ -12,7 +12,7 @@ from featx.errors import ConfigError
 class ExecutorConfig:
     """Where the parts of a run are computed.
 
-    An executor with options of its own has them in a subclass beside it, such as
+    An executor with options of its own has them in a subclass in its own module, such as
     `featx.pipeline.executors.slurm.SlurmOptions`, which overrides the properties below.
     """
 

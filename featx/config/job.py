@@ -9,7 +9,7 @@ from featx.config.checks import check_choice
 from featx.errors import ConfigError
 
 VIEWS_OF_LAYERS = ("shapes", "cost", "values", "all", "watch")
-"""Values of job.show with job=layers; job=probe knows `all` besides its default."""
+"""Values of job.show with job=layers; job=probe accepts `all` in addition to its default."""
 
 
 @dataclass

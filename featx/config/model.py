@@ -27,7 +27,7 @@ _WEIGHT_FILES = (".safetensors", ".pth", ".pt", ".th", ".bin")
 class ModelConfig:
     """Backbone and its weights.
 
-    A library with options of its own has them in a subclass beside it, such as
+    A library with options of its own has them in a subclass in its own module, such as
     `featx.models.libraries.custom.CustomOptions`.
     """
 

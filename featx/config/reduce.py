@@ -13,7 +13,7 @@ from featx.errors import FeatxError
 class ReduceConfig:
     """Reduction of a captured tensor to the stored row.
 
-    A reduction with options of its own has them in a subclass beside it, such as
+    A reduction with options of its own has them in a subclass in its own module, such as
     `featx.layers.reductions.pooling.GemOptions`; `make_reduce` finds it.
     """
 

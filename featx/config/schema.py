@@ -124,7 +124,7 @@ def _structured(options: type) -> DictConfig:
 
 
 def _refuse_added_keys(node: DictConfig, options: Any, prefix: str) -> None:
-    """Refuse what Hydra's `+key=value` adds and no field knows; it would have no effect.
+    """Refuse options that `+key=value` of Hydra adds and that no field has: they have no effect.
 
     Args:
         node: options of the command.

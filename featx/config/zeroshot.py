@@ -9,7 +9,7 @@ from featx.errors import ConfigError
 
 @dataclass
 class ZeroshotConfig:
-    """Classifier of class names that job=zeroshot makes of the text tower of a CLIP model."""
+    """Classifier of class names that job=zeroshot builds from the text tower of a CLIP model."""
 
     classes: str | None = None
     """Names of the classes as the texts have them: a text file with one a line, or a .json file

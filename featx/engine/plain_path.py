@@ -66,7 +66,7 @@ def plain_rows(model: DeviceModel, chosen: Chosen, x: torch.Tensor) -> dict[str,
 
 
 def _are_embeddings(chosen: Chosen) -> bool:
-    """Whether only the embedding is asked for, as it is."""
+    """Whether the embedding without a reduction is the only requested layer."""
     return all(point.name == "embedding" and r.name in _UNCHANGED for point, r in chosen)
 
 

@@ -111,7 +111,7 @@ def image_grid(
 
 
 def _chosen_rows(store: FeatureStore, rows: int | Sequence[int]) -> list[int]:
-    """Return the rows to show: those given, or as many as asked for, evenly spaced."""
+    """Return the rows to show: the given rows, or the given number of rows, evenly spaced."""
     if isinstance(rows, int | np.integer):
         ok = np.flatnonzero(store.ok)
         count = min(max(0, int(rows)), MAX_IMAGES + 1, len(ok))

@@ -112,7 +112,7 @@ def _write_all(disk: AtomicFolder, written: Format, progress: CountProgress) -> 
 
 
 def _pushed(folder: Path, record: _Record, written: Format) -> str | None:
-    """Upload a complete export if that is asked for; return the URL of the repository."""
+    """Upload a complete export if `export.push` is set; return the URL of the repository."""
     repository = written.config.export.push
     return None if repository is None else push(folder, record.sizes, repository, written)
 

@@ -2,8 +2,8 @@
 
 A folder of TIFF files can cause several warnings per image. Pillow warns through `warnings` and
 `logging`; libtiff writes to stderr itself unless it is given handlers. All three are redirected
-while a decoder of featx is open, for the threads that decode for it. Warnings of other threads go
-where they went before.
+while a decoder of featx is open, for the threads that decode for it. Warnings of other threads are
+not redirected.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class _Collecting:
 
 
 def _take(message: str) -> bool:
-    """Collect a warning if the calling thread decodes for featx, and say whether it does."""
+    """Collect a warning if the calling thread decodes for featx; return whether it does."""
     if _thread.messages is None:
         return False
     _thread.messages.append(" ".join(message.split()))

@@ -233,7 +233,7 @@ class Loader:
     def _on_to_device(
         self, batch: Batch, taken: list[int], prepared: Groups, others: Groups
     ) -> Batch:
-        """Decode the images that were left for the GPU, and copy the whole batch there.
+        """Decode the images of the GPU's share, and copy the whole batch to the device.
 
         Args:
             batch: batch whose CPU-decoded images are being filled in.

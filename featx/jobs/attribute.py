@@ -108,7 +108,7 @@ def _tiles(
     methods: list[str],
     rows: list[int],
 ) -> list[Tile]:
-    """Return the rows with the crops that the model saw, without images that are gone now."""
+    """Return the rows with the crops that the model saw, without images that were deleted since."""
     tiles = []
     for row in rows:
         images = loader.load([row])

@@ -1,4 +1,4 @@
-"""job=doctor: what featx finds on this machine, and what to do about what is missing."""
+"""job=doctor: report on this machine, with advice about missing parts."""
 
 from __future__ import annotations
 

@@ -142,7 +142,7 @@ def _row_name(point: CapturePoint) -> str:
 def _listed(
     config: Config, engine: Engine, traced: Trace, profiled: Profile, show: str
 ) -> tuple[list[dict[str, Any]], list[tuple[str, str]]]:
-    """Return the rows of the table, and (name, text) of what one has to know about them."""
+    """Return the rows of the table, and remarks about them, each as (name, text)."""
     from featx.cli import last_stage, layer_rows, outline, remarks, usage
 
     rows = _rows(config, engine, traced, profiled)

@@ -1,4 +1,4 @@
-"""job=models: the models that can be named, with their figures, and what other names mean."""
+"""job=models: the models that can be named, with their figures, and advice for other names."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def _facts(rows: Sequence[tuple[str, str]]) -> list[str]:
 
 
 def _notes(entries: Sequence[CatalogueEntry]) -> list[tuple[str, str]]:
-    """Return what one has to know about the figures of some models."""
+    """Return remarks about the figures of some models."""
     rows = []
     listed = {entry.library for entry in entries if entry.in_file}
     for library, version in read_catalogue().versions.items():

@@ -1,4 +1,4 @@
-"""What an earlier forward pass did, with which later ones are compared."""
+"""Record of an earlier forward pass, with which later passes are compared."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ class Values:
 
 @dataclass(frozen=True)
 class CallValues:
-    """Values of the tensors that go into a call and come out of it, at that moment.
+    """Values of the input and output tensors of a call, at the time of the call.
 
     Attributes:
         inputs: path into the arguments -> values.

@@ -1,4 +1,4 @@
-"""Places of the tokens of a stored layer, from the shape of its rows and what the model says."""
+"""Places of the tokens of a stored layer, from the shape of its rows and the model."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def token_geometries(specs: Sequence[LayerSpec], backbone: Backbone) -> dict[str
 
 
 def _geometry_of(spec: LayerSpec, backbone: Backbone) -> TokenGeometry | None:
-    """Return the places of the tokens of a dataset, or None if its shape does not tell them."""
+    """Return the places of the tokens of a dataset, or None if its shape is ambiguous."""
     if spec.capture not in _CAPTURES or spec.reduce not in ("none", "grid", "align"):
         return None
     size = backbone.preprocess.crop

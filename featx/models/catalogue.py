@@ -1,4 +1,4 @@
-"""What featx knows of the models of torchvision, timm and open_clip without importing them.
+"""Facts about the models of torchvision, timm and open_clip, read without importing these.
 
 The figures are in catalogue.tsv, which scripts/model_catalogue makes from the libraries.
 """

@@ -26,7 +26,7 @@ COUNTER = "num_batches_tracked"
 and in files converted to float16 it may be infinite."""
 
 TRAINING_ONLY = ("mask_token", "decoder_")
-"""Beginnings of the names of parameters beside a model that only its training reads."""
+"""Beginnings of the names of parameters that only the training of a model reads."""
 
 CONSTANTS = (
     "relative_position_index",

@@ -127,7 +127,7 @@ def spellings(name: str, names: Iterable[str]) -> list[str]:
 
 
 def _of_other_library(name: str) -> Iterator[str]:
-    """Yield what to type for a name of a library that was not asked."""
+    """Yield the options to type for a name of a library other than the selected one."""
     for entry in read_catalogue().entries:
         if entry.library != "open_clip" and name in (entry.full_name, entry.name):
             yield f"{entry.library} has it: model={entry.option}."

@@ -46,7 +46,7 @@ class WeightsOnDisk:
     clip: Path = Path("~/.cache/clip")
 
     def size_of(self, entry: CatalogueEntry) -> int | None:
-        """Return the size of the weights of a model in bytes, or None if they are not here."""
+        """Return the size of the weights of a model in bytes; None if they are absent."""
         return sum(file.stat().st_size for file in self._files_of(entry)) or None
 
     def transformers_models(self) -> list[CatalogueEntry]:
@@ -64,7 +64,7 @@ class WeightsOnDisk:
         return found
 
     def _files_of(self, entry: CatalogueEntry) -> Iterable[Path]:
-        """Return the files of the weights of a model that are here."""
+        """Return the files of the weights of a model that are on this machine."""
         if entry.library == "packaged":
             return _packaged()
         if entry.library == "transformers":

@@ -80,7 +80,7 @@ class RunImages:
 
 @dataclass(frozen=True)
 class PlainPath:
-    """What the library's own path makes of some trial images.
+    """Pixels and rows of some trial images by the library's own path.
 
     Attributes:
         numbers: numbers of the images among the trial images.

@@ -160,7 +160,7 @@ class StoreOutput(RunOutput[StoreSession]):
         return describe_run(context, ("store", f"{shown_path(session.root)}, {state}"))
 
     def observer(self, context: RunContext, session: StoreSession) -> RunObserver:
-        """Return the observer that the job has asked for."""
+        """Return the observer of the job."""
         return RunObserver() if self._observe is None else self._observe(context, session)
 
     def update_rows(self, context: RunContext, session: StoreSession) -> None:

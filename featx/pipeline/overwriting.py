@@ -1,8 +1,8 @@
 """Resume of runs that overwrite=true started: the same command resumes instead of deleting.
 
-A marker file beside the parts holds a digest of the command. It is written before the first part
-and deleted when everything is complete, so a killed process leaves it behind, however it ends. A
-finished store has no marker, and overwrite=true deletes the store.
+A marker file in the folder of the parts holds a digest of the command. It is written before the
+first part and deleted when everything is complete, so a killed process leaves it behind, however it
+ends. A finished store has no marker, and overwrite=true deletes the store.
 """
 
 from __future__ import annotations

@@ -180,7 +180,7 @@ def build_run_context(
 
 @dataclass(frozen=True)
 class _Request:
-    """What a run was asked for; see the arguments of `build_run_context`."""
+    """Request for a run; see the arguments of `build_run_context`."""
 
     config: Config
     config_yaml: str

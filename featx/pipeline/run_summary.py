@@ -23,7 +23,7 @@ _SHOWN_LAYERS = 20
 """Number of datasets that are listed before a run."""
 
 _INDENT = len("precision  ")
-"""Width of the names beside a description, where lines of layers begin."""
+"""Width of the names before a description, where lines of layers begin."""
 
 _DIGITS = 8
 """Number of digits of a checksum that are shown to people."""
@@ -225,7 +225,7 @@ def trial_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def describe_end(summary: Mapping[str, Any], out: str, using: Sequence[str] = ()) -> str:
-    """Describe a run that has ended: what is there, what limited it, and what one does next.
+    """Describe a finished run: its output, its bottleneck, and the next command.
 
     Args:
         summary: content of summary.json.

@@ -73,7 +73,7 @@ class GzipWindow:
                 raise
 
     def _advance(self, offset: int, length: int) -> bytes:
-        """Decompress up to the end of the requested bytes and return them; the lock is held."""
+        """Decompress to the end of the requested bytes and return them; the caller has the lock."""
         if offset < self._start:
             self._begin()
         while self._end < offset + length:

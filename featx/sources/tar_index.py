@@ -65,7 +65,7 @@ class TarIndex:
 
 
 def index_of(shard: Shard, endings: frozenset[bytes]) -> TarIndex:
-    """Return the index of a shard in its current state, from the cache if it is there.
+    """Return the index of a shard in its current state, from the cache if possible.
 
     Args:
         shard: the shard.

@@ -185,7 +185,7 @@ class ChunkPlaces:
 
 
 def file_state(descriptor: int) -> FileState:
-    """State of an open file, which tells whether another file has taken its name."""
+    """State of an open file, which differs after another file has taken its name."""
     status = os.fstat(descriptor)
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 

@@ -111,7 +111,7 @@ class Pipeline:
 
 
 def _stage(number: int, values: tuple[int, ...], chunk_bytes: int) -> _Stage | None:
-    """Filter for an HDF5 filter number and parameters, or None if it is not known here."""
+    """Filter for an HDF5 filter number and parameters, or None if featx does not implement it."""
     if number == _DEFLATE and len(values) == 1 and values[0] <= 9:
         return _Deflate(values[0])
     if number == _SHUFFLE and len(values) == 1 and values[0] > 0:

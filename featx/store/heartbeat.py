@@ -118,7 +118,7 @@ class Heartbeat:
             self._values |= {"part": None, "part_since": None}
 
     def set_failures(self, count: int) -> None:
-        """Record the number of failed rows of the store, as far as this process knows them."""
+        """Record the number of failed rows of the store, as counted by this process."""
         self._values["failures"] = count
 
     def set_queue(self, queue: Sequence[QueueState]) -> None:

@@ -44,7 +44,7 @@ class LayerRows:
         return {**self.__dict__, "_at_hand": {}}
 
     def num_present(self, layer: str) -> int:
-        """Number of rows of a layer that are there."""
+        """Number of rows of a layer that are stored."""
         segments, _ = self._segments_of(layer)
         return sum(segment.stop - segment.start for segment in segments)
 

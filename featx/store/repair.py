@@ -115,7 +115,7 @@ def take_apart(root: Path, manifest: Manifest, listing: Listing) -> None:
 
 
 def is_of(listing: Listing | None, manifest: Manifest) -> TypeGuard[Listing]:
-    """Whether a listing is the one the store was made with, as far as the manifest tells."""
+    """Whether the manifest allows that a listing is the one that the store was made with."""
     return listing is not None and manifest.listing_identity in (None, listing_identity(listing))
 
 

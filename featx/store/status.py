@@ -143,7 +143,7 @@ def _num_failures(root: Path, workers: Sequence[HeartbeatRecord]) -> int:
 def _stuck(
     workers: Sequence[HeartbeatRecord], parts_left: int, per_part: float | None
 ) -> list[str]:
-    """Sentences on what makes no progress by itself."""
+    """Sentences about states that need an action of the user to progress."""
     found = []
     alive = [record for record in workers if record.alive]
     if parts_left and not alive:

@@ -23,7 +23,7 @@ def geometry_values(geometry: TokenGeometry | None) -> dict[str, Any]:
 
 
 def geometry_of(values: Mapping[str, Any]) -> TokenGeometry | None:
-    """Token geometry from its entries, or None if they are not there.
+    """Token geometry from its entries, or None if they are missing.
 
     Args:
         values: attributes of a dataset, or an entry of featx.json; other names are ignored.

@@ -30,7 +30,7 @@ class JobContract:
 
     @pytest.fixture
     def overrides(self, folder: Path) -> Sequence[str]:
-        """Arguments of the command beside job=NAME."""
+        """Arguments of the command in addition to job=NAME."""
         raise NotImplementedError("override the fixture `overrides`: it returns the arguments")
 
     @pytest.fixture(scope="class")

@@ -42,7 +42,7 @@ class ReductionContract:
     def test_a_row_does_not_depend_on_the_other_rows(
         self, reduction: Reduction, rows: torch.Tensor
     ) -> None:
-        """Batches are cut anew when a run is resumed; the values must stay the same."""
+        """A resumed run has other batches; the values must stay the same."""
         together = reduction(rows)
         for number in range(len(rows)):
             alone = reduction(rows[number : number + 1])

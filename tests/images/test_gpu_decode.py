@@ -1,4 +1,4 @@
-"""Images decoded on the device: the CPU's crops, the CPU's verdicts, whatever is beside them.
+"""Images decoded on the device: crops and failures of the CPU, whatever else is in the batch.
 
 torchvision decodes with libjpeg where the device is the CPU, so all but nvJPEG itself is tried
 here; the tests with CUDA are marked.

@@ -1,4 +1,4 @@
-"""The loader: every row in its own place, every failure said, memory and threads bounded."""
+"""The loader: every row in its own place, every failure recorded, memory and threads bounded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run beside its trial: what was promised, and the stage that kept it from that."""
+"""A run compared with its trial: the predicted speed, and the stage that prevented it."""
 
 from __future__ import annotations
 

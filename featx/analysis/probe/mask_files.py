@@ -1,4 +1,4 @@
-"""Files of masks: each is found by the key of its image, and goes the way of that image."""
+"""Files of masks: found by the keys of the images, and resized and cropped as these are."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a method of a probe gets, and what it returns."""
+"""Problem that a method of a probe solves, and the result of a fit."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ class SeedProbe:
 
 
 def store_entries(store: FeatureStore) -> dict[str, Any]:
-    """Return the entries of probe.json that say of which features it is."""
+    """Return the entries of probe.json that identify the features of the probe."""
     names = ("fingerprint", "model", "weights", "weights_sha256", "transform")
     of_store = {name: str(store.attrs[name]) for name in names}
     return {"featx_probe": FORMAT, "store": str(store.root), **of_store}

@@ -185,7 +185,7 @@ def _eigen(moments: Moments, what: str) -> tuple[torch.Tensor, torch.Tensor]:
 def _check_k(
     moments: Moments, variances: torch.Tensor, k: int, needs_variance: bool = True
 ) -> None:
-    """Check that there are k directions and, if required, that they have variance.
+    """Check that k directions exist and, if required, that they have variance.
 
     Raises:
         ConfigError: there are not.

@@ -187,7 +187,7 @@ class Moments:
         return self.variance(ddof).sqrt()
 
     def check_full(self, what: str) -> None:
-        """Check that the full scatter matrix is there.
+        """Check that the full scatter matrix was computed.
 
         Raises:
             ConfigError: the moments are diagonal.
@@ -229,7 +229,7 @@ def check_size(dim: int, kind: str, what: str = "a row") -> None:
 
 
 def float64_on(device: torch.device) -> dict[str, Any]:
-    """Return the options of a float64 tensor on a device, or on the CPU without float64 there."""
+    """Return the options of a float64 tensor on a device, or on the CPU if it has no float64."""
     return {"dtype": torch.float64, "device": float64_home(device)}
 
 

@@ -102,7 +102,7 @@ def token_norms(store: FeatureStore, layer: str, rows: npt.NDArray[np.int64]) ->
 
 
 def feature_axis(shape: tuple[int, ...], places: TokenGeometry) -> int | None:
-    """Return the axis of (n, *shape) with the features, or None if not all tokens are there."""
+    """Return the axis of (n, *shape) with the features, or None unless the shape has all tokens."""
     height, width = places.grid
     if len(shape) == 2 and shape[0] == places.prefix_tokens + height * width:
         return 2

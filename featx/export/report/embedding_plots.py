@@ -48,7 +48,7 @@ class RowVectors:
 
 @dataclass(frozen=True)
 class LayerPlot:
-    """Embedding plot of one layer, and what its vectors tell.
+    """Embedding plot of one layer, and measurements of its vectors.
 
     Attributes:
         name: name of the dataset.

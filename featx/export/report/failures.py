@@ -117,6 +117,6 @@ def reasons_of(store: FeatureStore) -> list[Reason]:
 
 
 def _label(store: FeatureStore, row: int) -> str:
-    """Return the label of a row's status, also of a status that this featx does not know."""
+    """Return the label of a row's status, also of a status that a later version of featx wrote."""
     value = int(store.status[row])
     return Status(value).label if value in set(Status) else f"status {value}"

@@ -71,7 +71,7 @@ def _config_to_measure(config: Config, folder: Path) -> Config:
 
 
 def _measured(config: Config, config_yaml: str, folder: Path) -> dict[str, Any]:
-    """Run every contender once per round, in turn, and then each stage alone."""
+    """Run every contender once per round, in turn, and then each stage separately."""
     exact = replace(config, precision="fp32")
     variants = {
         "featx": config,

@@ -1,4 +1,4 @@
-"""Photographs for measurements: 500 x 375 JPEGs cut from the two that scikit-learn contains."""
+"""Photographs for measurements: 500 x 375 JPEGs cut from the two photographs of scikit-learn."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ class ExportOptions(UnpreparedModelConfig):
 
 
 def build(config: ExportOptions, seed: int) -> Backbone:
-    """Open a program, and compare the module that is made of it with the program itself.
+    """Open a program, and compare the module built from it with the program itself.
 
     Args:
         config: file and preprocessing.

@@ -109,7 +109,7 @@ def heads_of(module: torch.nn.Module, name: str) -> tuple[str, ...]:
 
 
 def _all_args(config: LibraryModelConfig) -> dict[str, Any]:
-    """Return model.args with the input size, for the builders that are told it."""
+    """Return model.args with the input size, for the builders that take it."""
     side = None if config.input_size is None else config.input_size[0]
     if side is not None and config.name.startswith("vit_"):
         return {**config.args, "image_size": side}

@@ -239,7 +239,7 @@ def _weight_files(folder: Path) -> list[Path]:
 
 
 def _check_dtypes(state: Mapping[str, torch.Tensor], folder: Path) -> None:
-    """Refuse quantised values, which need a scale that the names do not tell.
+    """Refuse quantised values, which need a scale that the names do not give.
 
     Raises:
         WeightsError: there are some.

@@ -1,4 +1,4 @@
-"""Tasks of a Slurm job array as the driver sees them: submitted, watched, and submitted again."""
+"""Tasks of a Slurm job array as the driver sees them: submitted, observed, and submitted again."""
 
 from __future__ import annotations
 

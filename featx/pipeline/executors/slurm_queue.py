@@ -95,7 +95,7 @@ def check_partition(partition: str | None) -> None:
 
 
 def no_controller(output: str) -> FeatxError:
-    """Error for a cluster that cannot be asked, from what its command printed."""
+    """Error for a controller that does not answer, from the output of the command."""
     if is_no_controller(output):
         return RunError(
             f"the controller of Slurm does not answer ({last_line(output)}). Nothing was "

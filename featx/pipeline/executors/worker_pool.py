@@ -130,7 +130,7 @@ class WorkerPool(Scheduler[_Worker]):
             self._start_worker(number, device)
 
     def is_active(self) -> bool:
-        """Whether a worker lives; after an error, for GRACE_S seconds only."""
+        """Whether a worker is alive; after an error, for GRACE_S seconds only."""
         is_late = self._error is not None and time.monotonic() > self._deadline
         return bool(self.workers) and not is_late
 
@@ -185,7 +185,7 @@ class WorkerPool(Scheduler[_Worker]):
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
-                # A worker inherits the lock: no other run can start while a worker still lives.
+                # A worker inherits the lock: no other run can start while a worker is alive.
                 pass_fds=(theirs.fileno(), self.session.lock),
                 process_group=0,  # Ctrl-C in the terminal reaches the driver only
             )
@@ -260,7 +260,7 @@ class WorkerPool(Scheduler[_Worker]):
         return self.next_part()
 
     def _send_part(self, worker: _Worker, part: Part | None) -> None:
-        """Send a part, or None, to a worker that asked for one."""
+        """Send a part, or None, to a worker that requested one."""
         if part is not None:
             self.assign(worker, part)
         with contextlib.suppress(OSError):  # a dead worker is handled in `_look_after`

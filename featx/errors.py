@@ -19,8 +19,8 @@
         └── GradientAlarm               gradients explode, vanish, or are not finite (gradients)
     InternalError (AssertionError)      a bug in featx
 
-Errors up to StoreError can be fixed by the user and end the command with exit code 2; RunError
-ends it with exit code 1.
+All but RunError and InternalError can be fixed by the user and end the command with exit code 2;
+RunError ends it with exit code 1.
 """
 
 from __future__ import annotations

@@ -325,7 +325,7 @@ class StoreHeader:
 
     Attributes:
         fingerprint: name -> value (JSON types) of every setting that changes values.
-        config: config as the user wrote it, YAML.
+        config: composed config as YAML, without secrets.
         model: name of the backbone.
         weights: name of its weights.
         weights_sha256: SHA-256 of its parameters.

@@ -42,7 +42,7 @@ PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]
 NOT_RUN = {
     "model.init=reset": "weights that the library has to download",
     "https://": "a server",
-    "experiment=my_run": "weights of a library; tests/cli/test_presets.py has presets",
+    "experiment=my_run": "weights of a library; tests/cli/test_experiments.py has experiments",
     "s3://": "a bucket",
     "/mnt/photos": "a disk of somebody's",
     "CIFAR10": "a data set that torchvision has to download",
@@ -88,12 +88,12 @@ def snippets_of(page: Path) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```", text, re.M | re.S)
 
 
-def write_presets(page: Path) -> None:
-    """Write the presets of a page, YAML blocks that begin with the name of their file, here."""
+def write_experiments(page: Path) -> None:
+    """Write the experiments of a page, YAML blocks that begin with the name of their file, here."""
     text = page.read_text(encoding="utf-8")
-    for name, preset in re.findall(r"^```yaml\n# (conf/\S+)\n(.*?)^```", text, re.M | re.S):
+    for name, text_of_file in re.findall(r"^```yaml\n# (conf/\S+)\n(.*?)^```", text, re.M | re.S):
         Path(name).parent.mkdir(parents=True, exist_ok=True)
-        Path(name).write_text(preset, encoding="utf-8")
+        Path(name).write_text(text_of_file, encoding="utf-8")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
@@ -101,7 +101,7 @@ def test_every_command_is_one(page: Path, tmp_path: Path, monkeypatch: pytest.Mo
     from hydra import compose, initialize_config_dir
 
     monkeypatch.chdir(tmp_path)
-    write_presets(page)
+    write_experiments(page)
     featx_compose.register(jobs.JOBS)
     lines = commands_of(page)
     with initialize_config_dir(str(shipped("conf")), version_base="1.3"):
@@ -210,9 +210,9 @@ def test_the_site_is_whole(tmp_path: Path) -> None:
     assert "python" in pages
     names = (tmp_path / "site" / "reference" / "python" / "index.html").read_text("utf-8")
     assert "whether every row of the listing is there" in names
-    presets = (tmp_path / "site" / "presets" / "index.html").read_text("utf-8")
-    assert presets.count("<table data-stacked>") == 1, "cells below each other on a phone"
-    assert presets.count('<td data-label="options">') == 3
+    experiments = (tmp_path / "site" / "experiments" / "index.html").read_text("utf-8")
+    assert experiments.count("<table data-stacked>") == 1, "cells below each other on a phone"
+    assert experiments.count('<td data-label="options">') == 3
     plugins = (tmp_path / "site" / "plugins" / "index.html").read_text("utf-8")
     assert "command highlight" in plugins, "commands wrap, also those in the language sh"
     fetched = re.findall(r'(?:src|href)="(https?://[^"]+\.(?:js|css|woff2?))"', names)

@@ -34,11 +34,11 @@ from featx.config import (
 )
 from featx.errors import ConfigError, nearest
 
-PRESETS = "experiment"
-"""Group of presets: `experiment=NAME` reads experiment/NAME.yaml."""
+EXPERIMENTS = "experiment"
+"""Group of experiments: `experiment=NAME` reads experiment/NAME.yaml."""
 
 USER_CONF = Path("conf")
-"""Folder below the current one whose presets are found without --config-dir."""
+"""Folder below the current one whose experiments are found without --config-dir."""
 
 _STR = "tag:yaml.org,2002:str"
 _NULL = "tag:yaml.org,2002:null"
@@ -119,7 +119,7 @@ class ConfigFiles(FileConfigSource):
 
     def load_config(self, config_path: str) -> ConfigResult:
         group = config_path.rpartition("/")[0].replace("/", ".")
-        return self._options(config_path, "_global_" if group == PRESETS else group)
+        return self._options(config_path, "_global_" if group == EXPERIMENTS else group)
 
     def _options(self, config_path: str, package: str) -> ConfigResult:
         """Read a file of options.
@@ -127,7 +127,7 @@ class ConfigFiles(FileConfigSource):
         Args:
             config_path: path below the folder.
             package: group of the options in the file if its header names none: '' for a primary
-                config, '_global_' for a preset.
+                config, '_global_' for an experiment.
 
         Raises:
             ConfigError: the file is no YAML, or a key in it is wrong.
@@ -194,12 +194,12 @@ def _name_choices(tree: yaml.MappingNode, is_primary: bool) -> None:
 
     Args:
         tree: a file of options; changed in place.
-        is_primary: whether the file stands for conf/config.yaml, and is no preset beside it.
+        is_primary: whether the file replaces conf/config.yaml; False for an experiment.
     """
     if any(key.value == "defaults" for key, _ in tree.value):
         return
     choices = ["config"] if is_primary else []
-    slash = "" if is_primary else "/"  # in a preset, a name without one is a group below its own
+    slash = "" if is_primary else "/"  # in an experiment, a name without one is a group below its own
     for entry in list(tree.value):
         key, value = entry
         option = option_types().get(str(key.value))
@@ -229,25 +229,25 @@ def _name_choices(tree: yaml.MappingNode, is_primary: bool) -> None:
     tree.value = [*added.value, *tree.value]
 
 
-class Presets(ConfigFiles):
-    """Presets of the user, `experiment/NAME.yaml` in a folder: files of options like those above.
+class Experiments(ConfigFiles):
+    """Experiments of the user, `experiment/NAME.yaml` in a folder: files of options like those above.
 
     Nothing else in the folder is read. These sources come first in Hydra's search path, so that
-    the user's preset of a name takes precedence over that of featx.
+    the user's experiment of a name takes precedence over that of featx.
     """
 
     @staticmethod
     def scheme() -> str:
-        return "presets"
+        return "experiments"
 
     def available(self) -> bool:
-        return (Path(self.path) / PRESETS).is_dir()
+        return (Path(self.path) / EXPERIMENTS).is_dir()
 
     def is_group(self, config_path: str) -> bool:
-        return config_path.rstrip("/") == PRESETS and super().is_group(config_path)
+        return config_path.rstrip("/") == EXPERIMENTS and super().is_group(config_path)
 
     def is_config(self, config_path: str) -> bool:
-        return config_path.startswith(f"{PRESETS}/") and super().is_config(config_path)
+        return config_path.startswith(f"{EXPERIMENTS}/") and super().is_config(config_path)
 
     def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
         return super().list(config_path, results_filter) if self.is_group(config_path) else []
@@ -260,7 +260,7 @@ class _SearchPath(SearchPathPlugin):
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
         for folder in (USER_CONF.absolute(), *reversed(self.folders)):
-            search_path.prepend("command-line", f"{Presets.scheme()}://{folder}")
+            search_path.prepend("command-line", f"{Experiments.scheme()}://{folder}")
         for folder in self.folders:
             search_path.append("command-line", f"{ConfigFiles.scheme()}://{folder}")
         search_path.append("featx", f"{Jobs.scheme()}://")
@@ -282,7 +282,7 @@ def register(jobs: Registry[Any], config_dirs: Sequence[Path] = ()) -> None:
                 store.store(group=group.group, name=member.name, node={"name": member.name})
     Jobs.registry = jobs
     _SearchPath.folders = tuple(config_dirs)
-    for plugin in (AnyModel, Jobs, ConfigFiles, Presets, _SearchPath):
+    for plugin in (AnyModel, Jobs, ConfigFiles, Experiments, _SearchPath):
         Plugins.instance().register(plugin)
 
 
@@ -388,7 +388,7 @@ def explain(error: Exception) -> ConfigError:
 
 _OF_ONES_OWN = {
     "data": " For a folder: its path, such as data=./photos.",
-    PRESETS: " A preset of your own is conf/experiment/{0}.yaml, or experiment/{0}.yaml in the "
+    EXPERIMENTS: " An experiment of your own is conf/experiment/{0}.yaml, or experiment/{0}.yaml in the "
     "folder of --config-dir.",
 }
 """Group -> what a choice can be besides the names that exist."""

@@ -38,8 +38,8 @@ def layer_rows(
 
     Args:
         traced: one forward pass.
-        item_bytes: of one stored number.
-        kinds: of capture.
+        item_bytes: bytes of one stored number.
+        kinds: kinds of capture to list.
         profiled: what was measured; what was not is None in the rows.
         modules: names of the modules to list, without operations; None lists everything.
     """
@@ -82,9 +82,9 @@ def operation_rows(
 
     Args:
         each: the operation.
-        batch_size: of the trace.
-        item_bytes: of one stored number.
-        given: what was measured of its tensors.
+        batch_size: batch size of the trace.
+        item_bytes: bytes of one stored number.
+        given: values that were measured for its tensors.
     """
     single = len(each.outputs) == 1
     return [

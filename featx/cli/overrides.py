@@ -28,8 +28,8 @@ _FLAGS = (
     *("--multirun", "-m", "--shell-completion", "-sc", *_WITH_VALUE),
 )
 
-_PRESETS = "experiment"
-"""Group of presets: `experiment=NAME` reads experiment/NAME.yaml."""
+_EXPERIMENTS = "experiment"
+"""Group of experiments: `experiment=NAME` reads experiment/NAME.yaml."""
 
 _OVERRIDE = re.compile(r"(?P<sign>\+\+|\+)?(?P<key>[A-Za-z_][\w./@-]*)=(?P<value>.*)", re.DOTALL)
 _QUOTED = re.compile(r""""(?:\\"|[^"])*"|'(?:\\'|[^'])*'""", re.DOTALL)
@@ -107,7 +107,7 @@ def read_command_line(argv: Sequence[str]) -> CommandLine:
         arguments += _translated(override, is_multirun, config_dirs, given)
     wants_version = "--version" in arguments
     wants_help = "--help" in arguments or "-h" in arguments
-    has_files = bool(config_dirs) or any(_is_preset(override) for override in overrides)
+    has_files = bool(config_dirs) or any(_is_experiment(override) for override in overrides)
     return CommandLine(
         argv, arguments, frozenset(given), config_dirs, has_files, wants_version, wants_help
     )
@@ -143,18 +143,18 @@ def _unknown_flag(argument: str) -> str:
 def _key_of(override: str) -> str | None:
     """Return the dotted name of the option that an override sets.
 
-    None for options of Hydra and for presets, which are no options of a run.
+    None for options of Hydra and for experiments, which are no options of a run.
     """
     found = _OVERRIDE.fullmatch(override)
-    if found is None or found["key"].split(".")[0].split("/")[0] in ("hydra", _PRESETS):
+    if found is None or found["key"].split(".")[0].split("/")[0] in ("hydra", _EXPERIMENTS):
         return None
     return found["key"]
 
 
-def _is_preset(override: str) -> bool:
-    """Return whether an override names a preset."""
+def _is_experiment(override: str) -> bool:
+    """Return whether an override names an experiment."""
     found = _OVERRIDE.fullmatch(override)
-    return found is not None and found["key"] == _PRESETS
+    return found is not None and found["key"] == _EXPERIMENTS
 
 
 def _last_of_each(overrides: Sequence[str]) -> list[str]:
@@ -180,9 +180,9 @@ def _translated(
     if found is None:
         raise ConfigError(_no_override(override))
     sign, value = found["sign"] or "", found["value"]
-    if _is_preset(override):
+    if _is_experiment(override):
         # Hydra's documentation writes +experiment=NAME, which is for groups without a default.
-        return [_group(_PRESETS, "", value, is_multirun)]
+        return [_group(_EXPERIMENTS, "", value, is_multirun)]
     if (key := _key_of(override)) is None:
         return [override]
     option = option_types().get(key)

@@ -4,6 +4,7 @@ from .all_options import member_groups as member_groups
 from .all_options import refuse_given_of_others as refuse_given_of_others
 from .attribute import BASELINES as BASELINES
 from .attribute import BY_CAPTUM as BY_CAPTUM
+from .attribute import DEFAULT_BASELINE as DEFAULT_BASELINE
 from .attribute import MAX_PROJECTOR_IMAGES as MAX_PROJECTOR_IMAGES
 from .attribute import METHODS as METHODS
 from .attribute import OF_A_LAYER as OF_A_LAYER

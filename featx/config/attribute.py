@@ -19,6 +19,9 @@ METHODS = (
 OF_A_LAYER = ("gradcam", "guided_gradcam")
 BY_CAPTUM = ("integrated_gradients", "occlusion")
 BASELINES = ("black", "mean", "blur")
+DEFAULT_BASELINE = "mean"
+DEFAULT_STEPS = 32
+"""Points between baseline and image; the fields are None so that a value without effect shows."""
 MAX_PROJECTOR_IMAGES = 1 << 14
 """Largest number of images in TensorBoard's projector: sprites of 64 pixels on a sheet of 8192
 pixels, which browsers can show."""
@@ -95,9 +98,9 @@ class AttributeConfig:
         """Return the options that change the values of a method, with defaults; not the layer."""
         settings: dict[str, Any] = {}
         if method == "integrated_gradients":
-            settings["steps"] = self.steps or 32
+            settings["steps"] = self.steps or DEFAULT_STEPS
         if method == "occlusion":
             settings |= {"window": self.window, "stride": self.stride}
         if method in BY_CAPTUM:
-            settings["baseline"] = self.baseline or "mean"
+            settings["baseline"] = self.baseline or DEFAULT_BASELINE
         return settings

@@ -145,7 +145,7 @@ def saved_yaml(node: DictConfig) -> str:
     """Return the config as YAML for a store.
 
     Interpolations are resolved, except those that read the environment. Values of options such as
-    token or password are left out, as is the query of a URL.
+    token or password are replaced by "(redacted)", and so is the query of a URL.
     """
     from omegaconf import DictConfig, ListConfig
 
@@ -166,7 +166,7 @@ def saved_yaml(node: DictConfig) -> str:
 
     def value(part: Any, key: Any, may_hold_secrets: bool) -> Any:
         raw = part._get_node(key)._value()
-        if isinstance(raw, str) and "${" in raw and "env" in raw:
+        if isinstance(raw, str) and "${" in raw and "env" in raw:  # its value may be a secret
             return raw
         inner = part[key]
         if isinstance(inner, DictConfig | ListConfig):

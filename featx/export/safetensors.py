@@ -27,6 +27,9 @@ _NAMES = {
 }
 """Name of a NumPy dtype -> name in safetensors."""
 
+_LISTING_BYTES = 8 + 8 + 1
+"""Bytes of the row number, label and status of a row."""
+
 _TAKEN = ("row", "label", "status", "key", "__metadata__")
 """Names that no column and no layer can have."""
 
@@ -45,7 +48,7 @@ class Safetensors(ShardedFormat):
 
     def files(self) -> list[File]:
         """Return the shards."""
-        row_bytes = self.selection.row_bytes() + 17 + self.selection.keys.dtype.itemsize
+        row_bytes = self.selection.row_bytes() + _LISTING_BYTES + self.selection.keys.dtype.itemsize
         row_bytes += sum(values.dtype.itemsize for values in self._columns.values())
         return self.shards("features", "safetensors", row_bytes, self._write)
 

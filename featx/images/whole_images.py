@@ -76,7 +76,7 @@ class WholeImages:
             name: key of the image.
             load: reads and decodes it.
             is_retry: whether the calling thread repeats a call that was given up because it
-                hung. It does not wait, as the image may be the one that nobody else is loading.
+                hung. It loads the image itself, since the thread that was loading it hangs.
 
         Raises:
             Exception: what `load` raised, in the thread that called it and in those that wait.

@@ -62,7 +62,7 @@ def run_extraction(
 
     Args:
         config: checked config.
-        config_yaml: config as the user wrote it; the store keeps this text.
+        config_yaml: composed config as YAML, without secrets; the store keeps this text.
         engine_spec: how to build the engine that computes the rows.
         known_rows_only: ignore images that the store does not contain yet.
         observe: creates the observer of the run.
@@ -88,7 +88,7 @@ class StoreOutput(RunOutput[StoreSession]):
 
     Args:
         config: checked config.
-        config_yaml: config as the user wrote it.
+        config_yaml: composed config as YAML, without secrets.
         known_rows_only: ignore images that the store does not contain yet, and warn about changed
             images instead of raising.
         observe: creates the observer of the run.

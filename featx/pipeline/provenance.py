@@ -100,7 +100,7 @@ def header(config_yaml: str, backbone: Backbone, settings: dict[str, Any]) -> St
     """Header of a run, which every file of the store records.
 
     Args:
-        config_yaml: config as the user wrote it.
+        config_yaml: composed config as YAML, without secrets.
         backbone: backbone of the run.
         settings: fingerprint.
     """

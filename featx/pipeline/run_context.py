@@ -145,7 +145,7 @@ def build_run_context(
 
     Args:
         config: checked config.
-        config_yaml: config as the user wrote it; the store keeps this text.
+        config_yaml: composed config as YAML, without secrets; the store keeps this text.
         spec: how to build the engine that computes the rows.
         target: run target; None stands for the store in `out`, to which nothing is written then.
 

@@ -146,7 +146,7 @@ def drive_run(
 
     Args:
         config: checked config.
-        config_yaml: config as the user wrote it.
+        config_yaml: composed config as YAML, without secrets.
         engine_spec: how to build the engine that computes the rows.
         mark: marker of a run with overwrite=true.
         output: returns the output of a run with a config, which has overwrite=false if the same

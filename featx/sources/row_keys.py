@@ -42,7 +42,9 @@ def parse_numbered_key(key: bytes, prefix: str = "") -> int:
 
 
 def sampled_content_tags(count: int, read: Callable[[int], bytes]) -> npt.NDArray[np.int64]:
-    """Compute content tags for a data set without cheap ones: checksums of rows 0, 1, 2, 4, 8, ...
+    """Compute the content tags of a data set that has no sizes or times of files.
+
+    They are checksums of the rows 0, 1, 2, 4, 8, ...
 
     The sampled rows do not depend on `count`, so a data set that has grown keeps its tags.
 

@@ -141,7 +141,7 @@ class SlideSource:
             return slide
 
     def _opened(self, key: bytes) -> OpenSlide:
-        """A slide that was opened now.
+        """Open a slide.
 
         Raises:
             ImageFault: there is no such file.

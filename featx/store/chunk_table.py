@@ -312,7 +312,7 @@ def _decoded(entry: DatasetEntry, stored: bytes, mask: int) -> bytes:
     shape = (entry.chunk_rows, *entry.shape[1:])
     if mask == (1 << len(entry.filters)) - 1:  # no filters, or all were skipped for this chunk
         return stored
-    if entry.filters[-1][0] > _LZF:
+    if entry.filters[-1][0] > _LZF:  # the filters of larger numbers are plug-ins
         codecs.load_plugin()
     chunk_bytes = int(np.prod(shape, dtype=np.int64)) * entry.raw_dtype.itemsize
     pipeline = Pipeline(entry.filters, chunk_bytes)

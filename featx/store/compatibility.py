@@ -130,7 +130,7 @@ def _common(run: Run, also: Sequence[str]) -> dict[str, Any]:
 def _of_layer(run: Run, name: str) -> dict[str, Any]:
     """Settings that change the values of one layer only."""
     spec = next(spec for spec in run.layers if spec.name == name)
-    return {**asdict(spec), "as": run.header.fingerprint.get(f"layer.{name}")}
+    return {**asdict(spec), "fingerprint_entry": run.header.fingerprint.get(f"layer.{name}")}
 
 
 def _listed(names: Iterable[str]) -> str:
@@ -175,5 +175,5 @@ def _lines_of(key: str, old: Any, new: Any) -> list[str]:
         return [f"  {key}: the store has {old!r}, now {new!r}"]
     inner = differences(old, new)
     if len(inner) > 1:
-        inner = [entry for entry in inner if entry[0] != "as"]
+        inner = [entry for entry in inner if entry[0] != "fingerprint_entry"]
     return [line for name, *values in inner for line in _lines_of(f"{key}, {name}", *values)]

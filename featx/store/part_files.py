@@ -230,8 +230,8 @@ def look_at_part(
                 return problem, ()
             if compare:
                 check_chunks(file)
-            failed = attrs.get("num_failures", 1)
-            return None, read_failures(file) if failed else ()
+            may_hold_failures = attrs.get("num_failures") != 0  # an absent number is unknown
+            return None, read_failures(file) if may_hold_failures else ()
     except layout.UNREADABLE as error:
         return damage_text(path, error), ()
 

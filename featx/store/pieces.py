@@ -22,8 +22,8 @@ class Pieces:
     def __init__(self, names: Iterable[str] = ()) -> None:
         self._pieces: dict[int, list[Part]] = {}
         found = [piece for piece in map(layout.piece_of, names) if piece is not None]
-        # Of two pieces that overlap, the longer one was damaged: a repair made the shorter one from
-        # it and was killed before it moved the longer one to quarantine.
+        # A repair writes a shorter piece from a damaged one, and then moves the damaged one to
+        # quarantine. If it is killed in between, both exist, and the shorter one is sound.
         for piece in sorted(found, key=lambda piece: (len(piece), piece.start)):
             others = self._pieces.setdefault(piece.index, [])
             overlaps = any(p.start < piece.stop and piece.start < p.stop for p in others)

@@ -1,4 +1,4 @@
-"""Shell completion as docs/presets.md installs it, in real shells."""
+"""Shell completion as docs/experiments.md installs it, in real shells."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("in_tmp_path")]
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-PAGE = (REPOSITORY / "docs" / "presets.md").read_text(encoding="utf-8")
+PAGE = (REPOSITORY / "docs" / "experiments.md").read_text(encoding="utf-8")
 INSTALL = 'eval "$(featx --shell-completion install=bash)"'
 
 IN_BASH = """

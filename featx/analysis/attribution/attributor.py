@@ -30,7 +30,7 @@ from featx.analysis.attribution.captum_methods import (
 )
 from featx.analysis.attribution.gradcam import grad_cam, kept_output, map_view
 from featx.analysis.attribution.guided_backpropagation import check_rectifiers, guided_rectifiers
-from featx.config import BY_CAPTUM, OF_A_LAYER, AttributeConfig, ReduceConfig
+from featx.config import BY_CAPTUM, DEFAULT_BASELINE, OF_A_LAYER, AttributeConfig, ReduceConfig
 from featx.engine import (
     COMPUTE_DTYPES,
     AttachedCaptures,
@@ -405,8 +405,8 @@ class Attributor(Engine):
                 check_positions(self.module, [(point, to_map)], x)
 
     def _baseline(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the baseline that attribute.baseline names, 'mean' by default."""
-        return baseline(self._options.baseline or "mean", x, self.backbone.preprocess.normalise)
+        """Return the baseline that attribute.baseline names, or the default one."""
+        return baseline(self._options.baseline or DEFAULT_BASELINE, x, self.backbone.preprocess.normalise)
 
     def feature_maps(self, images: torch.Tensor) -> torch.Tensor:
         """Compute the output of the layer attribute.feature_map_layer for some images.

@@ -34,8 +34,8 @@ class DataSetDistance:
 
     Attributes:
         layer: name of the layer.
-        kid: mean of KID over the subsets, about 0 for images of one distribution, and as often
-            below.
+        kid: mean of KID over the subsets, near 0 for images of one distribution, where it is
+            negative as often as positive.
         kid_std: standard deviation over the subsets, 0 if a subset has all rows of both stores.
         subset_rows: number of rows of each store in a subset.
         frechet: squared Fréchet distance, or None if it is not computed.

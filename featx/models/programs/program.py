@@ -305,7 +305,7 @@ def _train_mode_problem(node: torch.fx.Node) -> str | None:
     arguments.update(node.kwargs)
     # BatchNorm without running statistics is the same in both modes: NFNets standardise weights by
     # it. If it takes the statistics of images, the engine refuses it, as for any model.
-    is_same = arguments.get("running_mean", operator) is None
+    is_same = "running_mean" in arguments and arguments["running_mean"] is None
     if any(arguments.get(name) is True for name in _TRAINING) and not is_same:
         return "train=True"
     is_random = torch.Tag.nondeterministic_seeded in operator.tags

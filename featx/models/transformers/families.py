@@ -1,7 +1,7 @@
 """What `embedding`, `cls`, `patch_avg` and `stages` mean in the families of transformers.
 
 A family is a `model_type` of config.json. Most families have their own way from tokens or maps to
-one vector, and none of them can be seen in shapes: the embedding of a ViT is its class token, that
+one vector, which the shapes of tensors do not show: the embedding of a ViT is its class token, that
 of a SigLIP the output of a pooling head, that of an I-JEPA a mean. tests/models/
 transformers_survey.py compares this table with plain calls of transformers.
 """
@@ -36,7 +36,7 @@ _EMBEDDINGS: dict[str, Callable[[Mapping[str, Any]], torch.Tensor]] = {
 
 @dataclass(frozen=True)
 class Family:
-    """What the presets mean in the models of one `model_type`.
+    """What the layer presets mean in the models of one `model_type`.
 
     Attributes:
         embedding: a key of `_EMBEDDINGS`.
@@ -44,8 +44,9 @@ class Family:
         registers: option of config.json with the number of register tokens, which come next.
         has_class_token: whether the first token is one class token.
         stages: module list whose members are the stages; None finds them from shapes.
-        blocks: module list inside each stage whose last member gives the map of the stage, where
-            the stage itself goes on to shrink it; '' if the members of a stage are its blocks.
+        blocks: name of the module list inside each stage whose last member gives the map of the
+            stage, for stages that downsample after their blocks; '' if the stage is that list;
+            None takes the output of the stage.
         model: name of the class that reads `pixel_values`, if it is not the one of AutoModel.
         config: name of the class of its configuration, if it is not the one of the folder.
         takes_any_size: whether the model takes images of another size than config.json states.
@@ -149,7 +150,7 @@ FAMILIES = {
     "vit_mae": Family(FIRST_TOKEN, prefix=1, stages="layers", model="ViTModel", config="ViTConfig"),
     "vit_msn": _VIT,
 }
-"""model_type of config.json -> what the presets mean."""
+"""model_type of config.json -> what the layer presets mean."""
 
 REFUSED = {
     "imagegpt": "it reads indices of colours",
@@ -168,13 +169,13 @@ REFUSED = {
 
 
 def family_of(model_type: str) -> Family:
-    """Return what the presets mean in a family.
+    """Return what the layer presets mean in a family.
 
     A family that is not in the table is one whose model returns `pooler_output`; nothing is known
     about its tokens.
 
     Args:
-        model_type: of config.json.
+        model_type: `model_type` in config.json.
 
     Raises:
         ModelError: featx refuses the family.

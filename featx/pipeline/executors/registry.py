@@ -54,7 +54,7 @@ def run_distributed(
         context: run context.
         session: write session of the store or statistics.
         part_task: part task of the workers.
-        config_yaml: config as the user wrote it.
+        config_yaml: composed config as YAML, without secrets.
 
     Raises:
         FeatxError: a worker failed; the message names it, the part and its rows.

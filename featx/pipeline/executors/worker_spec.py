@@ -147,7 +147,7 @@ class WorkerSpec:
         root: absolute path of the store or statistics.
         driver: name of the heartbeat file of the driver.
         config: config of the run; each worker puts its own device into it.
-        config_yaml: config as the user wrote it.
+        config_yaml: composed config as YAML, without secrets.
         source: data set, or None if it cannot be pickled and the worker opens that of the config.
         engine_spec: how to build the engine.
         part_task: part task: what is computed and where it is committed.
@@ -179,7 +179,7 @@ def worker_spec(
         context: run context of the driver.
         session: write session of the store or statistics.
         part_task: part task of the workers.
-        config_yaml: config as the user wrote it.
+        config_yaml: composed config as YAML, without secrets.
 
     Raises:
         ConfigError: the data set is a Python object that cannot be pickled.

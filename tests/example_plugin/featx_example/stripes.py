@@ -9,7 +9,7 @@ from PIL import Image
 from featx.config import DataConfig
 from featx.errors import ConfigError
 from featx.sources import source_member
-from featx.types import Listing
+from featx.types import ImageFault, Listing, Status
 
 
 @dataclass
@@ -39,6 +39,8 @@ class Stripes:
 
     def read(self, key: bytes) -> bytes:
         """Draw one image and return it as PNG."""
+        if int(key) > 64:
+            raise ImageFault(Status.MISSING, f"the image has no stripe of {int(key)} pixels")
         row = np.arange(64) // int(key) % 2 * 255
         pixels = np.broadcast_to(row[None, :, None], (64, 64, 3)).astype(np.uint8)
         file = io.BytesIO()

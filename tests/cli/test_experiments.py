@@ -1,4 +1,4 @@
-"""experiment=NAME: presets of featx and of the user, which take the checks of the command line."""
+"""experiment=NAME: experiments of featx and of the user, which take the checks of the command line."""
 
 from __future__ import annotations
 
@@ -55,13 +55,13 @@ def write(text: str, folder: str = "conf", name: str = "my_run") -> Path:
 
 
 @pytest.mark.parametrize("name", [path.stem for path in shipped("conf").glob("experiment/*.yaml")])
-def test_presets_of_featx_can_be_run(name: str) -> None:
+def test_experiments_of_featx_can_be_run(name: str) -> None:
     changed = typed(f"experiment={name}")
     assert changed != typed()
     assert typed(f"+experiment={name}") == changed  # as Hydra's documentation writes it
 
 
-def test_what_the_presets_of_featx_say() -> None:
+def test_what_the_experiments_of_featx_say() -> None:
     exact = typed("experiment=exact")
     assert (exact.decode, exact.precision, exact.dtype) == ("reference", "fp32", "float32")
     assert typed("experiment=compare_layers").layers == {"stages": "avg", "embedding": "none"}
@@ -69,7 +69,7 @@ def test_what_the_presets_of_featx_say() -> None:
 
 
 @pytest.mark.parametrize("folder", ["conf", "elsewhere"])
-def test_a_preset_of_ones_own_reads_as_the_command_line(folder: str) -> None:
+def test_an_experiment_of_ones_own_reads_as_the_command_line(folder: str) -> None:
     write(MINE, folder)
     where = () if folder == "conf" else ("--config-dir", folder)
     found = typed(*where, "experiment=my_run")
@@ -82,7 +82,7 @@ def test_a_preset_of_ones_own_reads_as_the_command_line(folder: str) -> None:
     assert other.data.root == "./photos"
 
 
-def test_ones_own_preset_precedes_that_of_featx_and_config_dir_both() -> None:
+def test_ones_own_experiment_precedes_that_of_featx_and_config_dir_both() -> None:
     write("seed: 1\n", name="exact")
     assert typed("experiment=exact").seed == 1
     write("seed: 2\n", "elsewhere", name="exact")
@@ -91,7 +91,7 @@ def test_ones_own_preset_precedes_that_of_featx_and_config_dir_both() -> None:
     assert typed("experiment=2024_01").model.name == "resnet18"
 
 
-def test_a_preset_of_hydras_form() -> None:
+def test_an_experiment_of_hydras_form() -> None:
     write(
         "# @package _global_\ndefaults:\n  - override /model: resnet18\n  - override /reduce: gem\n"
         "reduce: {p: 4}\n"
@@ -111,13 +111,13 @@ def test_a_preset_of_hydras_form() -> None:
         ("out: [a\n", r"experiment/my_run\.yaml is no YAML"),
     ],
 )
-def test_a_preset_takes_the_checks_of_the_command_line(text: str, message: str) -> None:
+def test_an_experiment_takes_the_checks_of_the_command_line(text: str, message: str) -> None:
     write(text)
     with pytest.raises(ConfigError, match=message):
         typed("experiment=my_run")
 
 
-def test_an_unknown_preset_says_where_presets_are() -> None:
+def test_an_unknown_experiment_says_where_experiments_are() -> None:
     write(MINE)
     with pytest.raises(ConfigError, match=r"my_rum: expected one of .*exact, my_run.* Nearest: "):
         typed("experiment=my_rum")
@@ -136,7 +136,7 @@ def featx_command(*argv: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
-def test_the_command_with_presets(photos: Path) -> None:
+def test_the_command_with_experiments(photos: Path) -> None:
     write("model: {name: resnet18, weights: null}\nprecision: fp32\nout: a\nlayers: [avgpool]\n")
     done = featx_command("experiment=my_run", f"data={photos}", "log.json=true")
     assert done.returncode == 0, done.stderr
@@ -150,7 +150,7 @@ def test_the_command_with_presets(photos: Path) -> None:
     assert "Traceback" not in wrong.stderr
 
 
-def test_several_presets_are_several_runs() -> None:
+def test_several_experiments_are_several_runs() -> None:
     line = read_command_line(["-m", "experiment=exact,web_images", "seed=1"])
     assert 'experiment="exact","web_images"' in line.arguments
     assert line.has_files

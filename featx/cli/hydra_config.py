@@ -199,7 +199,9 @@ def _name_choices(tree: yaml.MappingNode, is_primary: bool) -> None:
     if any(key.value == "defaults" for key, _ in tree.value):
         return
     choices = ["config"] if is_primary else []
-    slash = "" if is_primary else "/"  # in an experiment, a name without one is a group below its own
+    slash = (
+        "" if is_primary else "/"
+    )  # in an experiment, a name without one is a group below its own
     for entry in list(tree.value):
         key, value = entry
         option = option_types().get(str(key.value))
@@ -230,7 +232,7 @@ def _name_choices(tree: yaml.MappingNode, is_primary: bool) -> None:
 
 
 class Experiments(ConfigFiles):
-    """Experiments of the user, `experiment/NAME.yaml` in a folder: files of options like those above.
+    """Experiments of the user: files `experiment/NAME.yaml` in a folder, with options as above.
 
     Nothing else in the folder is read. These sources come first in Hydra's search path, so that
     the user's experiment of a name takes precedence over that of featx.
@@ -388,8 +390,8 @@ def explain(error: Exception) -> ConfigError:
 
 _OF_ONES_OWN = {
     "data": " For a folder: its path, such as data=./photos.",
-    EXPERIMENTS: " An experiment of your own is conf/experiment/{0}.yaml, or experiment/{0}.yaml in the "
-    "folder of --config-dir.",
+    EXPERIMENTS: " An experiment of your own is conf/experiment/{0}.yaml, or "
+    "experiment/{0}.yaml in the folder of --config-dir.",
 }
 """Group -> what a choice can be besides the names that exist."""
 

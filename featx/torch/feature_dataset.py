@@ -168,7 +168,9 @@ class BlockShuffleSampler(Sampler[int]):
                 window = max(1, WINDOW_BYTES // (row_bytes * max(1, block_rows)))
         if block_rows is None or window is None:
             kind = type(data_source).__name__
-            raise ValueError(f"give block_rows and window, since the row size of a {kind} is unknown.")
+            raise ValueError(
+                f"give block_rows and window, since the row size of a {kind} is unknown."
+            )
         check_whole_number("block_rows", block_rows, 1)
         check_whole_number("window", window, 1)
         check_whole_number("seed", seed, 0)

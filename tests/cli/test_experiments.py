@@ -1,4 +1,4 @@
-"""experiment=NAME: experiments of featx and of the user, which take the checks of the command line."""
+"""experiment=NAME: experiments of featx and of users, with the checks of the command line."""
 
 from __future__ import annotations
 

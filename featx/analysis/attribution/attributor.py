@@ -406,7 +406,9 @@ class Attributor(Engine):
 
     def _baseline(self, x: torch.Tensor) -> torch.Tensor:
         """Return the baseline that attribute.baseline names, or the default one."""
-        return baseline(self._options.baseline or DEFAULT_BASELINE, x, self.backbone.preprocess.normalise)
+        return baseline(
+            self._options.baseline or DEFAULT_BASELINE, x, self.backbone.preprocess.normalise
+        )
 
     def feature_maps(self, images: torch.Tensor) -> torch.Tensor:
         """Compute the output of the layer attribute.feature_map_layer for some images.

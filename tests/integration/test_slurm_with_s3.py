@@ -1,0 +1,108 @@
+"""executor=slurm on a real Slurm with a store on a real S3 server: what ends drivers and tasks."""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from pathlib import Path
+
+import pytest
+from conftest import with_path
+from drivers import SYSTEM_TEST, TESTS, driving
+from faulty_proxy import error, faulty_proxy
+from object_server import num_parts, place, rows_of
+from processes import wait_until
+from seaweed import SeaweedServer
+from slurm_cluster import SLURM, SlurmCluster
+from tiny_model import extract
+
+import featx
+from featx.store.heartbeat import read_heartbeats
+from featx.store.verification import check_store
+
+pytestmark = SYSTEM_TEST
+
+pytest_plugins = ["seaweed_fixtures", "slurm_fixtures"]
+
+OUT = "s3://bucket/run"
+GIVEN = (f"out={OUT}", *SLURM, "executor.workers=3", "executor.folder=jobs")
+
+CLOCK = """
+import os, time
+if os.environ.get("SLURMD_NODENAME") == "n2":
+    real, off_s = time.time, float(os.environ["CLOCK_IS_OFF_BY"])
+    time.time = lambda: real() + off_s
+"""
+"""sitecustomize of a node whose clock is wrong."""
+
+
+def is_whole(photos: Path) -> None:
+    """Every row is that of a run to the disk."""
+    assert rows_of(featx.open(OUT)) == rows_of(extract(photos, out="alone"))
+    assert check_store(place(OUT)).complete
+
+
+def wait_for_silence() -> None:
+    """Wait until no process writes the store, as a user does with job=status."""
+    deadline = time.monotonic() + 200
+    while any(record.alive for record in read_heartbeats(place(OUT))):
+        assert time.monotonic() < deadline, "a task does not end"
+        time.sleep(1)
+
+
+def test_drivers_that_are_killed_at_any_time(
+    photos: Path, server: SeaweedServer, cluster: SlurmCluster
+) -> None:
+    rng = random.Random(os.getpid())
+    for number in range(4):
+        with driving(*GIVEN, pause_s=2) as driver:
+            deadline = time.monotonic() + rng.uniform(3, 40)
+            while driver.process.poll() is None and time.monotonic() < deadline:
+                time.sleep(0.1)
+            code = driver.process.poll()
+        # It was killed, is done, or was refused because tasks of the one before are alive.
+        assert code in (None, 0, 2), driver.said
+        assert code != 2 or "continues without its driver" in driver.said
+        if number % 2:
+            wait_for_silence()
+    wait_for_silence()
+    with driving(*GIVEN, pause_s=0) as driver:
+        assert driver.finish() == 0, driver.said
+    is_whole(photos)
+
+
+def test_keys_that_expire_end_the_driver_and_its_tasks(
+    photos: Path, server: SeaweedServer, cluster: SlurmCluster
+) -> None:
+    with faulty_proxy(server.url) as proxy:
+        there = {"AWS_ENDPOINT_URL": proxy.url}
+        with driving(*GIVEN, pause_s=3, environment=there) as driver:
+            wait_until(lambda: num_parts(OUT) > 0, driver.process)
+            proxy.spoil(lambda method, path: error(400, "ExpiredToken"))
+            assert driver.finish(60) == 1, driver.said
+        assert "ExpiredToken" in driver.said
+        assert "Nothing committed is lost" in driver.said
+        deadline = time.monotonic() + 60
+        while cluster.tasks():
+            assert time.monotonic() < deadline, "a task continues without its keys"
+            time.sleep(0.5)
+    wait_for_silence()
+    with driving(*GIVEN, pause_s=0) as driver:
+        assert driver.finish() == 0, driver.said
+    assert "rows are there already" in driver.said
+    is_whole(photos)
+
+
+@pytest.mark.parametrize("off_by_s", [3600, -3600])
+def test_a_node_whose_clock_is_wrong(
+    tmp_path: Path, photos: Path, server: SeaweedServer, cluster: SlurmCluster, off_by_s: int
+) -> None:
+    (tmp_path / "clock").mkdir()
+    (tmp_path / "clock" / "sitecustomize.py").write_text(CLOCK)
+    there = {**with_path(tmp_path / "clock", TESTS), "CLOCK_IS_OFF_BY": str(off_by_s)}
+    more = ("executor.workers=4", "executor.time_limit_min=4")
+    with driving(*GIVEN, *more, pause_s=2, environment=there) as driver:
+        assert driver.finish() == 0, driver.said
+    assert not driver.lines("submitted again"), driver.said
+    is_whole(photos)

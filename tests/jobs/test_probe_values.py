@@ -127,6 +127,16 @@ def test_several_labels_are_one_logistic_regression_each() -> None:
         assert [float(row[f"score:{name}"]) for row in rows] == pytest.approx(expected, abs=2e-4)
 
 
+def test_labels_that_a_split_cannot_learn_are_named() -> None:
+    tags = ["a;b" if i % 2 else "b" for i in range(300)]
+    tags[4] += ";rare"
+    store_with(tags=tags)
+    found = probe(label_column="tags", task="multilabel", method="knn", split="kfold", folds=2)
+    [note] = [note for note in found["notes_on_rows"] if "nothing is learnt" in note]
+    assert note.startswith("2 labels are in none or in all of the training rows of a split")
+    assert note.endswith(": b, rare")
+
+
 def test_knn_averages_the_values_of_the_nearest_rows() -> None:
     store_with(age=AGE)
     probe(label_column="age", task="regression", method="knn", k=3, temperature=0.2)

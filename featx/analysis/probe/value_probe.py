@@ -25,7 +25,13 @@ from featx.analysis.probe.row_predictions import SCORE
 from featx.analysis.probe.row_splits import missing_group_notes, split_rows, tested_on_other
 from featx.analysis.probe.value_methods import FittedValues, ValueProblem, fit_head, fit_values
 from featx.analysis.probe.value_seeds import ValueSeed, value_seeds_entry
-from featx.analysis.probe.value_task import Matrix, ValueTask, check_options, check_splits
+from featx.analysis.probe.value_task import (
+    Matrix,
+    ValueTask,
+    check_options,
+    check_splits,
+    untrained_label_notes,
+)
 from featx.analysis.probe.values import TaskKind, Values, valued_rows
 from featx.base import WIDTH, choose_device, exact_cuda
 from featx.config import Config
@@ -186,6 +192,7 @@ def _result(config: Config, first: ValueSeed, seconds: float) -> dict[str, Any]:
             *(note for each in task.stores for note in each.labelled.notes),
             *task.rows.notes,
             *missing_group_notes(task.rows, config.probe.group_column),
+            *untrained_label_notes(task),
         ],
         **run_entries(config, seconds),
         "layers": first.layers,

@@ -18,13 +18,16 @@ from featx.analysis.probe.value_metrics import (
 )
 from featx.analysis.probe.values import TaskKind, Values
 from featx.config import Config
-from featx.errors import ConfigError, DataError
+from featx.errors import ConfigError, DataError, counted
 
 METHODS = ("linear", "knn")
 """Methods that predict numbers and several labels."""
 
 _OF_CLASSES = ("shots", "bootstrap", "compare_store")
 """Options that have an effect on classification only."""
+
+_NAMED = 5
+"""Number of labels that a note names."""
 
 Matrix = npt.NDArray[np.float64]
 
@@ -124,3 +127,23 @@ def check_splits(task: ValueTask, config: Config) -> None:
                 f"{len(task.values.values)} rows with a value of {config.probe.label_column} are "
                 "too few to be divided into training, validation and test rows."
             )
+
+
+def untrained_label_notes(task: ValueTask) -> list[str]:
+    """Return a note about labels of which a split has no example, or no counterexample, to fit on.
+
+    Their logistic regression has no minimum, and their probabilities say nothing.
+    """
+    if task.kind.name != "multilabel":
+        return []
+    shares = np.stack([task.targets[split.train].mean(0) for split in task.rows.splits])
+    unknown = np.flatnonzero(((shares == 0) | (shares == 1)).any(0)).tolist()
+    if not unknown:
+        return []
+    more = f" and {len(unknown) - _NAMED} more" if unknown[_NAMED:] else ""
+    names = ", ".join(task.values.names[i] for i in unknown[:_NAMED]) + more
+    what = counted(len(unknown), "label is", "labels are")
+    return [
+        f"{what} in none or in all of the training rows of a split, so that nothing is learnt "
+        f"about them there: {names}"
+    ]

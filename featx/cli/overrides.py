@@ -182,7 +182,7 @@ def _translated(
     sign, value = found["sign"] or "", found["value"]
     if _is_experiment(override):
         # Hydra's documentation writes +experiment=NAME, which is for groups without a default.
-        return [_group(_EXPERIMENTS, "", value, is_multirun)]
+        return [_format_group(_EXPERIMENTS, "", value, is_multirun)]
     if (key := _key_of(override)) is None:
         return [override]
     option = option_types().get(key)
@@ -199,8 +199,8 @@ def _translated(
     if option is None:
         return [override]
     if option.kind is Kind.GROUP:
-        return [_group(key, sign, value, is_multirun)]
-    return [f"{sign}{key}={_value(key, value, option, is_multirun)}"]
+        return [_format_group(key, sign, value, is_multirun)]
+    return [f"{sign}{key}={_format_value(key, value, option, is_multirun)}"]
 
 
 def _takes_any_key(key: str) -> bool:
@@ -233,7 +233,7 @@ def _no_override(argument: str) -> str:
     return f"cannot read {argument!r}: options are given as key=value.{hint}"
 
 
-def _group(key: str, sign: str, value: str, is_multirun: bool) -> str:
+def _format_group(key: str, sign: str, value: str, is_multirun: bool) -> str:
     """Return the choice of a group: one name, or several with -m."""
     if not value or value == "null":
         raise ConfigError(f"{key}={value}: expected a name; leave {key} out for its default.")
@@ -244,10 +244,10 @@ def _group(key: str, sign: str, value: str, is_multirun: bool) -> str:
         )
     if is_multirun and _SWEEP.fullmatch(value):
         return f"{sign}{key}={value}"
-    return f"{sign}{key}=" + ",".join(_text(piece) for piece in _pieces(value))
+    return f"{sign}{key}=" + ",".join(_format_text(piece) for piece in _pieces(value))
 
 
-def _value(key: str, value: str, option: OptionType, is_multirun: bool) -> str:
+def _format_value(key: str, value: str, option: OptionType, is_multirun: bool) -> str:
     """Return the value of an option in the grammar of Hydra."""
     if value == "null" and not option.is_optional:
         raise ConfigError(
@@ -258,8 +258,8 @@ def _value(key: str, value: str, option: OptionType, is_multirun: bool) -> str:
         return value
     if option.kind is Kind.TEXT:
         if is_multirun:
-            return ",".join(map(_text, _pieces(value)))
-        return _text(value)
+            return ",".join(map(_format_text, _pieces(value)))
+        return _format_text(value)
     if option.kind in (Kind.NAMES, Kind.TEXTS):
         pieces = _pieces(value)
         if len(pieces) > 1 and not is_multirun:
@@ -269,7 +269,7 @@ def _value(key: str, value: str, option: OptionType, is_multirun: bool) -> str:
             )
         if option.kind is Kind.TEXTS and any(not piece.startswith("[") for piece in pieces):
             raise ConfigError(f"{key}={value}: expected a list: '{key}=[{value}]'.")
-        return ",".join(_names(key, piece) for piece in pieces)
+        return ",".join(_format_names(key, piece) for piece in pieces)
     if value == "None" and option.is_optional:
         return "null"  # as Python writes it; no other value of such an option is text
     if not is_multirun and "," in value and len(_pieces(value)) > 1:
@@ -280,20 +280,20 @@ def _value(key: str, value: str, option: OptionType, is_multirun: bool) -> str:
     return value
 
 
-def _names(key: str, value: str) -> str:
+def _format_names(key: str, value: str) -> str:
     """Return a text, or a list or mapping of texts, in the grammar of Hydra."""
     if value.startswith("[") and _closed(value):
         elements = _pieces(value[1:-1]) if value[1:-1].strip() else []
         if elements and not elements[-1].strip():
             elements.pop()  # [a,b,]
-        return "[" + ",".join(_text(element.strip()) for element in elements) + "]"
+        return "[" + ",".join(_format_text(element.strip()) for element in elements) + "]"
     if value.startswith("{") and _closed(value):
         entries = _pieces(value[1:-1]) if value[1:-1].strip() else []
-        return "{" + ",".join(_entry(key, entry.strip()) for entry in entries) + "}"
-    return value if value[:1] in ("[", "{") else _text(value)
+        return "{" + ",".join(_format_entry(key, entry.strip()) for entry in entries) + "}"
+    return value if value[:1] in ("[", "{") else _format_text(value)
 
 
-def _entry(key: str, entry: str) -> str:
+def _format_entry(key: str, entry: str) -> str:
     """Return an entry `name: value`; the last colon outside of brackets separates the two."""
     colons = [i for i in _outside(entry) if entry[i] == ":"]
     if not colons:
@@ -308,22 +308,22 @@ def _entry(key: str, entry: str) -> str:
             f"'{key}=[{name}]'."
         )
     name = re.sub(r"([\\()\[\]{}:=, \t])", r"\\\1", name)
-    return f"{name}: {_reduction(key, value)}"
+    return f"{name}: {_format_reduction(key, value)}"
 
 
-def _reduction(key: str, value: str) -> str:
+def _format_reduction(key: str, value: str) -> str:
     """Return the value of a layer: a text, or options of `reduce` as a mapping."""
     if not value.startswith("{") or not _closed(value):
-        return _text(value)
+        return _format_text(value)
     shown = []
     for entry in _pieces(value[1:-1]):
         name, colon, inner = entry.partition(":")
         option = option_types().get(f"reduce.{name.strip()}", OptionType(Kind.OTHER))
-        shown.append(name + colon + _value(f"{key}: {name}", inner.strip(), option, False))
+        shown.append(name + colon + _format_value(f"{key}: {name}", inner.strip(), option, False))
     return "{" + ",".join(shown) + "}"
 
 
-def _text(value: str) -> str:
+def _format_text(value: str) -> str:
     """Return a text in quotes for Hydra, without the quotes that may have been typed around it."""
     return value if _QUOTED.fullmatch(value) else _quoted(value)
 

@@ -88,16 +88,16 @@ def _hooked(module: nn.Module, chosen: Chosen, x: torch.Tensor) -> dict[str, tor
 
 
 def _hook(
-    target: nn.Module, point: CapturePoint, keep: Callable[[CapturePoint, Any], None]
+    module: nn.Module, point: CapturePoint, keep: Callable[[CapturePoint, Any], None]
 ) -> torch.utils.hooks.RemovableHandle:
     """Register a hook that keeps the input or the output of a module."""
     if point.capture == "output":
-        return target.register_forward_hook(lambda _module, _args, output: keep(point, output))
+        return module.register_forward_hook(lambda _module, _args, output: keep(point, output))
 
     def before(_module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
         keep(point, [*args, *kwargs.values()])
 
-    return target.register_forward_pre_hook(before, with_kwargs=True)
+    return module.register_forward_pre_hook(before, with_kwargs=True)
 
 
 @contextlib.contextmanager

@@ -91,7 +91,7 @@ def _write_all(disk: AtomicFolder, written: Format, progress: CountProgress) -> 
     for file in missing:
         _write(disk, file)
         # Recorded only when the file is in place; a kill in between writes the file again.
-        record.note(file)
+        record.add(file)
     record.close()
     failed = int((chosen.status != Status.OK).sum())
     return {
@@ -235,7 +235,7 @@ class _Record:
             self._save(complete=False)
         return found
 
-    def note(self, file: File) -> None:
+    def add(self, file: File) -> None:
         """Record that a file is complete; a kill within a second writes it again."""
         self.sizes[file.name] = _size(self._disk.root / file.name)
         if time.monotonic() - self._saved_at > _SAVE_EVERY_S:

@@ -61,14 +61,14 @@ def plain_attention(module: nn.Module, names: Sequence[str]) -> Iterator[None]:
         module: the model.
         names: dotted names of modules with `fused_attn`.
     """
-    targets: list[Any] = [module.get_submodule(name) for name in names]
+    modules: list[Any] = [module.get_submodule(name) for name in names]
     try:
-        for target in targets:
-            target.fused_attn = False
+        for fused in modules:
+            fused.fused_attn = False
         yield
     finally:
-        for target in targets:
-            target.fused_attn = True
+        for fused in modules:
+            fused.fused_attn = True
 
 
 def _dropout(module: nn.Module) -> nn.Module | None:

@@ -16,15 +16,15 @@ class OpenCall:
 
     Attributes:
         name: first dotted name of the module, '' for the model itself.
-        target: the module.
+        module: the module.
         parent: the enclosing call, or None for the model itself.
-        note: value that the `begin` callback stores for the `end` callback.
+        data: value that the `begin` callback stores for the `end` callback.
     """
 
     name: str
-    target: nn.Module
+    module: nn.Module
     parent: OpenCall | None
-    note: Any = None
+    data: Any = None
 
     @property
     def depth(self) -> int:
@@ -34,14 +34,14 @@ class OpenCall:
 
 @contextlib.contextmanager
 def every_call(
-    module: nn.Module,
+    model: nn.Module,
     begin: Callable[[OpenCall, list[Any]], None],
     end: Callable[[OpenCall, int, Any], None],
 ) -> Iterator[list[OpenCall]]:
     """Report each call of each module inside the block; the hooks are removed at its end.
 
     Args:
-        module: the model; the block runs one forward pass.
+        model: the model; the block runs one forward pass.
         begin: called before each call with (the call, its arguments).
         end: called after it with (the call, its number among the calls of the module, from 1, its
             output).
@@ -54,22 +54,22 @@ def every_call(
     ended: dict[str, int] = {}
 
     def hooks_of(name: str) -> tuple[Any, Any]:
-        def before(target: nn.Module, args: Any, kwargs: Any) -> None:
-            call = OpenCall(name, target, going_on[-1] if going_on else None)
+        def before(module: nn.Module, args: Any, kwargs: Any) -> None:
+            call = OpenCall(name, module, going_on[-1] if going_on else None)
             going_on.append(call)
             begin(call, [*args, *kwargs.values()])
 
-        def after(target: nn.Module, args: Any, output: Any) -> None:
+        def after(module: nn.Module, args: Any, output: Any) -> None:
             ended[name] = ended.get(name, 0) + 1
-            while (call := going_on.pop()).target is not target:
+            while (call := going_on.pop()).module is not module:
                 pass  # the model caught an exception from this inner call
             end(call, ended[name], output)
 
         return before, after
 
     with contextlib.ExitStack() as handles:
-        for name, target in module.named_modules():
+        for name, submodule in model.named_modules():
             before, after = hooks_of(name)
-            handles.callback(target.register_forward_pre_hook(before, with_kwargs=True).remove)
-            handles.callback(target.register_forward_hook(after).remove)
+            handles.callback(submodule.register_forward_pre_hook(before, with_kwargs=True).remove)
+            handles.callback(submodule.register_forward_hook(after).remove)
         yield going_on

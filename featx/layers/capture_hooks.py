@@ -155,24 +155,24 @@ class CaptureHooks:
         for (identity, capture), points in sorted(
             self._points.items(), key=lambda item: item[0][1] != "attention"
         ):
-            target = self._by_id[identity]
+            hooked = self._by_id[identity]
             key = identity, capture
             if capture == "attention":
                 take = functools.partial(self._take, key, points)
-                self._handles += weight_hooks(points[0].module, target, take)
+                self._handles += weight_hooks(points[0].module, hooked, take)
                 continue
             if capture == "input":
                 hook: Any = self._input_hook(key, points)
-                handle = target.register_forward_pre_hook(of_module(target, hook), with_kwargs=True)
+                handle = hooked.register_forward_pre_hook(of_module(hooked, hook), with_kwargs=True)
             elif capture == "grad_input":
                 hook = self._grad_input_hook(key, points)
-                handle = target.register_forward_pre_hook(of_module(target, hook), with_kwargs=True)
+                handle = hooked.register_forward_pre_hook(of_module(hooked, hook), with_kwargs=True)
             elif capture == "grad_output":
                 hook = self._grad_output_hook(key, points)
-                handle = target.register_forward_hook(of_module(target, hook))
+                handle = hooked.register_forward_hook(of_module(hooked, hook))
             else:
                 hook = self._output_hook(key, points)
-                handle = target.register_forward_hook(of_module(target, hook))
+                handle = hooked.register_forward_hook(of_module(hooked, hook))
             self._handles.append(handle)
 
     def __exit__(self, *error: object) -> None:

@@ -63,19 +63,19 @@ class _Lines:
         synchronise(self._device)
         started_at = time.perf_counter()
         outer = call.parent
-        if outer is not None and not outer.note.opened:
-            outer.note.opened = True
+        if outer is not None and not outer.data.opened:
+            outer.data.opened = True
             self._log(f"{self._head(outer, outer.name)} -> ...")
-        call.note = _Note(_shapes(inputs), any(_bad(t) for t in elements(inputs).values()))
+        call.data = _CallState(_shapes(inputs), any(_bad(t) for t in elements(inputs).values()))
         ended = time.perf_counter()
         self._telling_s += ended - started_at
-        call.note.started_at = ended - self._telling_s
+        call.data.started_at = ended - self._telling_s
 
     def end(self, call: OpenCall, number: int, output: Any) -> None:
         """Write the line of a call."""
         synchronise(self._device)
         ended = time.perf_counter()
-        milliseconds = 1e3 * (ended - self._telling_s - call.note.started_at)
+        milliseconds = 1e3 * (ended - self._telling_s - call.data.started_at)
         name = f"{call.name}@{number}" if number > 1 else call.name
         found = elements(output)
         dtypes = ", ".join(
@@ -95,8 +95,8 @@ class _Lines:
     def _head(self, call: OpenCall, name: str) -> str:
         """Name, class and input shapes of a call, indented by depth."""
         indented = "  " * max(0, call.depth - 1) + (name or _WHOLE)
-        kind = type(call.target).__name__
-        return f"{indented:<{self._name_width}}  {kind:<{self._type_width}}  {call.note.shapes}"
+        kind = type(call.module).__name__
+        return f"{indented:<{self._name_width}}  {kind:<{self._type_width}}  {call.data.shapes}"
 
     def _alarm(self, call: OpenCall, output: Any) -> str:
         """Number of non-finite values in an output, and whether the input had some; or ''."""
@@ -105,12 +105,12 @@ class _Lines:
             return ""
         text = f"  {bad:,} NOT FINITE"
         if self._all_finite:
-            text += ", as some of its input" if call.note.bad_input else ", the first"
+            text += ", as some of its input" if call.data.bad_input else ", the first"
         self._all_finite = False
         return text
 
 
-class _Note:
+class _CallState:
     """State of a call between its start and its end.
 
     Attributes:
@@ -151,7 +151,7 @@ def _failure_text(going_on: list[OpenCall], error: Exception) -> str:
     where = [f for f in frames if not f.filename.startswith(library)][-1]
     message = " ".join(str(error).split())
     return (
-        f"the pass failed in {call.name or _WHOLE} ({type(call.target).__name__})"
+        f"the pass failed in {call.name or _WHOLE} ({type(call.module).__name__})"
         f"{', inside ' + ', '.join(outer) if outer else ''}: {type(error).__name__}: {message} "
         f"({where.filename}, line {where.lineno}). The lines above show the output of every layer "
         "before it."

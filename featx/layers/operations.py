@@ -43,7 +43,7 @@ _AS_OPERATOR = {"div": "truediv", "remainder": "mod", "and": "and_", "or": "or_"
 which torch.fx uses."""
 
 
-def of_module(target: nn.Module, hook: Callable[..., Any]) -> Callable[..., Any]:
+def of_module(hooked: nn.Module, hook: Callable[..., Any]) -> Callable[..., Any]:
     """A hook that runs for one module only, and not for its deep copies.
 
     A deep copy of a model has the hooks of the original, which would capture the passes of the
@@ -51,12 +51,12 @@ def of_module(target: nn.Module, hook: Callable[..., Any]) -> Callable[..., Any]
     would copy the object, with all captured tensors.
 
     Args:
-        target: the module.
+        hooked: the module.
         hook: the hook; its first argument is the module.
     """
 
     def checked(module: nn.Module, *args: Any) -> Any:
-        return hook(module, *args) if module is target else None
+        return hook(module, *args) if module is hooked else None
 
     return checked
 

@@ -134,11 +134,11 @@ def measure_values(module: nn.Module, x: torch.Tensor) -> dict[CallKey, CallValu
     found: dict[CallKey, CallValues] = {}
 
     def begin(call: OpenCall, inputs: list[Any]) -> None:
-        call.note = {path: summarise(t) for path, t in elements(inputs).items()}
+        call.data = {path: summarise(t) for path, t in elements(inputs).items()}
 
     def end(call: OpenCall, number: int, output: Any) -> None:
         outputs = {path: summarise(t) for path, t in elements(output).items()}
-        found[call.name, number] = CallValues(call.note, outputs)
+        found[call.name, number] = CallValues(call.data, outputs)
 
     with every_call(module, begin, end):
         module(x.clone())
@@ -236,14 +236,14 @@ def _timed_pass(
     spans: dict[CallKey, _Span] = {}
 
     def begin(call: OpenCall, inputs: list[Any]) -> None:
-        call.note = _Span()
-        call.note.started_at = mark()
+        call.data = _Span()
+        call.data.started_at = mark()
 
     def end(call: OpenCall, number: int, output: Any) -> None:
-        call.note.ended = mark()
-        spans[call.name, number] = call.note
+        call.data.ended = mark()
+        spans[call.name, number] = call.data
         if call.parent is not None:
-            call.parent.note.inside.append(call.note)
+            call.parent.data.inside.append(call.data)
 
     with every_call(module, begin, end):
         module(x)
@@ -295,13 +295,13 @@ def measure_memory(module: nn.Module, x: torch.Tensor) -> dict[CallKey, Memory]:
         peak = torch.cuda.max_memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
         while call is not None:
-            call.note[1] = max(call.note[1], peak)
+            call.data[1] = max(call.data[1], peak)
             call = call.parent
 
     def begin(call: OpenCall, inputs: list[Any]) -> None:
         if device.type == "cuda":
             note_peak(call.parent)
-            call.note = [torch.cuda.memory_allocated(device)] * 2
+            call.data = [torch.cuda.memory_allocated(device)] * 2
 
     def end(call: OpenCall, number: int, output: Any) -> None:
         output_bytes = sum(t.numel() * t.element_size() for t in elements(output).values())
@@ -309,7 +309,7 @@ def measure_memory(module: nn.Module, x: torch.Tensor) -> dict[CallKey, Memory]:
             found[call.name, number] = Memory(output_bytes)
             return
         note_peak(call)
-        before, peak = call.note
+        before, peak = call.data
         added = torch.cuda.memory_allocated(device) - before
         found[call.name, number] = Memory(output_bytes, added, peak - before)
 

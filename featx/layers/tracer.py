@@ -38,8 +38,8 @@ def trace_forward(module: nn.Module, x: torch.Tensor) -> Trace:
     handles = []
     try:
         handles += watch.attach()
-        for name, target in module.named_modules():
-            handles += calls.attach(name, target, operations.returned)
+        for name, submodule in module.named_modules():
+            handles += calls.attach(name, submodule, operations.returned)
         # Fused attention kernels hide their operations from the FLOP counter.
         with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), counter, watch:
             module(x)
@@ -94,13 +94,13 @@ class _Calls:
         self._weights = WeightShapes()
 
     def attach(
-        self, name: str, target: nn.Module, returned: Callable[[str, Any], None]
+        self, name: str, hooked: nn.Module, returned: Callable[[str, Any], None]
     ) -> list[RemovableHandle]:
         """Attach hooks that record the calls of a module.
 
         Args:
             name: first dotted name of the module.
-            target: the module.
+            hooked: the module.
             returned: called with (name, output) when a call ends.
 
         Returns:
@@ -115,9 +115,9 @@ class _Calls:
             self._add(name, module, args, kwargs, output)
 
         return [
-            *self._weights.attach(target),
-            target.register_forward_pre_hook(before),
-            target.register_forward_hook(after, with_kwargs=True),
+            *self._weights.attach(hooked),
+            hooked.register_forward_pre_hook(before),
+            hooked.register_forward_hook(after, with_kwargs=True),
         ]
 
     def _add(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:

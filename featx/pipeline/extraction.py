@@ -75,12 +75,12 @@ def run_extraction(
         FeatxError: the config or the store does not fit, or the run failed.
         Interrupted: SIGINT or SIGTERM arrived; complete parts are committed.
     """
-    mark = OverwriteMark(parse_path(config.out) / layout.OVERWRITING, config, source is None)
+    marker = OverwriteMark(parse_path(config.out) / layout.OVERWRITING, config, source is None)
 
     def output(config: Config) -> StoreOutput:
         return StoreOutput(config, config_yaml, known_rows_only, observe, source)
 
-    return drive_run(config, config_yaml, engine_spec, mark, output)
+    return drive_run(config, config_yaml, engine_spec, marker, output)
 
 
 class StoreOutput(RunOutput[StoreSession]):

@@ -17,7 +17,7 @@ from featx.pipeline.row_failures import refuse_failures
 from featx.pipeline.run_context import RunContext
 from featx.pipeline.run_metrics import RunMetrics
 from featx.pipeline.run_observer import RunObserver
-from featx.pipeline.stop_signals import Interrupted, stop_signals
+from featx.pipeline.stop_signals import stop_signals
 from featx.types import Batch, Failure, Part
 
 if TYPE_CHECKING:
@@ -129,7 +129,7 @@ def run_parts(
         for part, batch, computed in passes.each(batches):
             if stop:
                 _log_lost_rows(part, batch.start - part.start)
-                raise Interrupted(stop[0])
+                raise stop.interrupted()
             commits.check()
             with span("batch"):
                 failures = sink.take(part, batch, computed)
@@ -144,7 +144,7 @@ def run_parts(
                 timeline.step()
         commits.finish()
         if stop:
-            raise Interrupted(stop[0])
+            raise stop.interrupted()
     took = time.perf_counter() - started_at
     rows = parts.rows_done - done_before
     seconds = {**stages.seconds(), **sink.seconds}

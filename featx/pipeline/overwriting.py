@@ -57,20 +57,20 @@ class OverwriteMark:
             return False
 
 
-def resume_or_overwrite(config: Config, mark: OverwriteMark, run: Callable[[Config], T]) -> T:
+def resume_or_overwrite(config: Config, marker: OverwriteMark, run: Callable[[Config], T]) -> T:
     """Run a job with overwrite=true, or resume it if the same command started it before.
 
     Args:
         config: config of the command.
-        mark: marker of the output folder.
+        marker: marker of the output folder.
         run: the job; it receives a config with overwrite=false when it resumes.
 
     Raises:
         FeatxError: error of `run`.
     """
-    if mark.is_of_this_command:
+    if marker.is_of_this_command:
         log_message(
-            f"{mark.path.parent} was started by this command with overwrite=true and is not "
+            f"{marker.path.parent} was started by this command with overwrite=true and is not "
             "finished: it is resumed. To start from the first row again, delete the folder."
         )
         try:

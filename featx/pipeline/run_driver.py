@@ -139,7 +139,7 @@ def drive_run(
     config: Config,
     config_yaml: str,
     engine_spec: EngineSpec,
-    mark: OverwriteMark,
+    marker: OverwriteMark,
     output: Callable[[Config], RunOutput[SessionT]],
 ) -> dict[str, Any]:
     """Start or resume a run and complete its output; reports progress on stderr.
@@ -148,7 +148,7 @@ def drive_run(
         config: checked config.
         config_yaml: composed config as YAML, without secrets.
         engine_spec: how to build the engine that computes the rows.
-        mark: marker of a run with overwrite=true.
+        marker: marker of a run with overwrite=true.
         output: returns the output of a run with a config, which has overwrite=false if the same
             command with overwrite=true is resumed.
 
@@ -161,13 +161,13 @@ def drive_run(
     """
 
     def run(config: Config) -> dict[str, Any]:
-        return _run(output(config), config_yaml, engine_spec, mark)
+        return _run(output(config), config_yaml, engine_spec, marker)
 
-    return with_metrics(config, lambda: resume_or_overwrite(config, mark, run))
+    return with_metrics(config, lambda: resume_or_overwrite(config, marker, run))
 
 
 def _run(
-    output: RunOutput[SessionT], config_yaml: str, engine_spec: EngineSpec, mark: OverwriteMark
+    output: RunOutput[SessionT], config_yaml: str, engine_spec: EngineSpec, marker: OverwriteMark
 ) -> dict[str, Any]:
     """Run once with the config of an output."""
     config = output.config
@@ -183,7 +183,7 @@ def _run(
         if config.overwrite:
             # Written between the deletion and the first part: after a kill, the same command
             # resumes instead of deleting the new parts.
-            mark.write(session.disk)
+            marker.write(session.disk)
         description = output.described(context, session)
         announce(description.settings, description.shown)
         observer = output.observer(context, session)
@@ -198,7 +198,7 @@ def _run(
         summary = output.summary(session, outcome)
         observer.run_finished()
         if output.is_whole(session):
-            mark.remove(session.disk)
+            marker.remove(session.disk)
     _log_row_problems(session, outcome)
     return summary
 

@@ -26,29 +26,49 @@ class Interrupted(KeyboardInterrupt):
         self.signum = signum
 
 
+class StopRequest:
+    """Whether a signal has asked the run to stop; true in a condition once one has arrived.
+
+    Attributes:
+        signum: number of the first signal, or None before it arrives.
+    """
+
+    def __init__(self) -> None:
+        self.signum: int | None = None
+
+    def __bool__(self) -> bool:
+        return self.signum is not None
+
+    def interrupted(self) -> Interrupted:
+        """The exception that ends the run; only valid after a signal."""
+        if self.signum is None:
+            raise RuntimeError("no signal has arrived")
+        return Interrupted(self.signum)
+
+
 @contextlib.contextmanager
-def stop_signals() -> Iterator[list[int]]:
+def stop_signals() -> Iterator[StopRequest]:
     """Turn SIGINT and SIGTERM into a request to stop after the current batch.
 
     A second signal, or GRACE_S seconds, raises Interrupted at once. Signal handlers exist only in
     the main thread; in other threads nothing is installed.
 
     Yields:
-        list that is empty until a signal arrives, and then holds its number.
+        whether a signal has arrived, and which.
     """
-    stop: list[int] = []
+    stop = StopRequest()
     if threading.current_thread() is not threading.main_thread():
         yield stop
         return
 
-    def note(signum: int, frame: object) -> None:
+    def request_stop(signum: int, frame: object) -> None:
         # The terminal sends Ctrl-C to the parent and this process; the parent forwards it once
         # more.
         if is_echo(signum):
             return
         if stop:
             cut_short(signum, frame)
-        stop.append(signum)
+        stop.signum = signum
         signal.setitimer(signal.ITIMER_REAL, GRACE_S)
         log_message("\nstopping; run the same command again to resume after the last complete part")
 
@@ -56,9 +76,13 @@ def stop_signals() -> Iterator[list[int]]:
         if stop:
             # The end of the run waits for the commit, which may wait for S3.
             s3_outage.stop_waiting()
-            raise Interrupted(stop[0])
+            raise stop.interrupted()
 
-    handlers = {signal.SIGINT: note, signal.SIGTERM: note, signal.SIGALRM: cut_short}
+    handlers = {
+        signal.SIGINT: request_stop,
+        signal.SIGTERM: request_stop,
+        signal.SIGALRM: cut_short,
+    }
     before = {signum: signal.signal(signum, handler) for signum, handler in handlers.items()}
     try:
         yield stop

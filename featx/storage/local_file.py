@@ -68,31 +68,31 @@ class RawFile:
         shape = (max(0, self.size - width + 1),)
         return np.ndarray(shape, f"V{width}", self.mapped.data, strides=(1,))
 
-    def read_into(self, target: Bytes, at: int, label: str) -> None:
-        """Fill `target` with the bytes that start at `at`.
+    def read_into(self, buffer: Bytes, at: int, label: str) -> None:
+        """Fill `buffer` with the bytes that start at `at`.
 
         Args:
-            target: (n,) uint8 array.
+            buffer: (n,) uint8 array.
             at: address of the first byte.
             label: name of what is read, for messages.
         """
         if self.mapped is None:
-            self.pread_into(target, at, label)
+            self.pread_into(buffer, at, label)
             return
-        target[:] = self.mapped[at : at + len(target)]
+        buffer[:] = self.mapped[at : at + len(buffer)]
 
     def read_pieces(self, pieces: Iterable[tuple[Bytes, int]], label: str) -> None:
-        """Fill several targets, each with the bytes that start at its address."""
-        for target, at in pieces:
-            self.read_into(target, at, label)
+        """Fill several buffers, each with the bytes that start at its address."""
+        for buffer, at in pieces:
+            self.read_into(buffer, at, label)
 
-    def pread_into(self, target: Bytes, at: int, label: str) -> None:
-        """Fill `target` by system calls, which raise an error where a memory map raises SIGBUS."""
+    def pread_into(self, buffer: Bytes, at: int, label: str) -> None:
+        """Fill `buffer` by system calls, which raise an error where a memory map raises SIGBUS."""
         done = 0
-        while done < len(target):
-            count = os.preadv(self._descriptor, [target[done:].data], at + done)
+        while done < len(buffer):
+            count = os.preadv(self._descriptor, [buffer[done:].data], at + done)
             if count == 0:
-                raise StoreError(f"{label}: the file ends before byte {at + len(target)}")
+                raise StoreError(f"{label}: the file ends before byte {at + len(buffer)}")
             done += count
 
 

@@ -89,13 +89,13 @@ def request(operation: str, **parameters: Any) -> dict[str, Any]:
         ObjectStoreError: the server refuses the request, has no such bucket, or does not answer;
             within `s3_outage.waiting_limit` only after the time limit.
     """
-    own = client(os.getpid())  # raises an error with the name of a missing extra
+    s3 = client(os.getpid())  # raises an error with the name of a missing extra
     url = f"s3://{parameters['Bucket']}/{parameters.get('Key', parameters.get('Prefix', ''))}"
     since: float | None = None
     pause_s = 1.0
     while True:
         try:
-            answer = _asked(own, operation, parameters, url)
+            answer = _attempt_request(s3, operation, parameters, url)
         except ObjectStoreError as error:
             if error.errno != errno.EAGAIN:
                 s3_outage.answered()
@@ -114,7 +114,9 @@ def request(operation: str, **parameters: Any) -> dict[str, Any]:
             return answer
 
 
-def _asked(own: Any, operation: str, parameters: dict[str, Any], url: str) -> dict[str, Any]:
+def _attempt_request(
+    s3: Any, operation: str, parameters: dict[str, Any], url: str
+) -> dict[str, Any]:
     """Perform a request with up to ATTEMPTS attempts.
 
     Raises:
@@ -131,7 +133,7 @@ def _asked(own: Any, operation: str, parameters: dict[str, Any], url: str) -> di
 
     for attempt in range(1, ATTEMPTS + 1):
         try:
-            answer: dict[str, Any] = getattr(own, operation)(**parameters)
+            answer: dict[str, Any] = getattr(s3, operation)(**parameters)
             try:
                 if "Body" in answer:
                     answer["Body"] = answer["Body"].read()
@@ -142,13 +144,13 @@ def _asked(own: Any, operation: str, parameters: dict[str, Any], url: str) -> di
                 raise
             return answer
         except ClientError as error:
-            meaning = _meaning(error.response, url)
+            described = _error_of(error.response, url)
             # botocore has already repeated requests that failed with status 500 or more.
-            asks = error.response.get("Error", {}).get("Code") in _WAIT
-            if asks and attempt < ATTEMPTS:
+            should_retry = error.response.get("Error", {}).get("Code") in _WAIT
+            if should_retry and attempt < ATTEMPTS:
                 time.sleep(0.1 * 2**attempt)
                 continue
-            raise meaning from error
+            raise described from error
         except (BotoCoreError, OSError) as error:
             text = f"{type(error).__name__}: {error}".rstrip(".")
             if isinstance(error, NoCredentialsError):
@@ -159,12 +161,12 @@ def _asked(own: Any, operation: str, parameters: dict[str, Any], url: str) -> di
     raise AssertionError("unreachable")
 
 
-def _meaning(response: dict[str, Any], url: str) -> OSError:
+def _error_of(response: dict[str, Any], url: str) -> OSError:
     """OSError for an error response of the server."""
-    found = response.get("Error", {})
-    code = str(found.get("Code", ""))
+    details = response.get("Error", {})
+    code = str(details.get("Code", ""))
     status = int(response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
-    text = f"{code}: {found.get('Message', '')}".rstrip(".: ")
+    text = f"{code}: {details.get('Message', '')}".rstrip(".: ")
     if code in _MISSING:
         return FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), url)
     if code in _TAKEN:
@@ -249,7 +251,7 @@ def read(bucket: str, key: str, span: tuple[int, int] | None = None, etag: str |
     return answer["Body"], entry
 
 
-def look(bucket: str, key: str) -> Entry:
+def head(bucket: str, key: str) -> Entry:
     """Metadata of an object."""
     return _entry(request("head_object", Bucket=bucket, Key=key), "ContentLength")
 
@@ -280,20 +282,22 @@ def delete(bucket: str, key: str, **condition: str) -> None:
         return
 
 
-def copy(bucket: str, key: str, target: str, etag: str) -> None:
+def copy(bucket: str, key: str, destination: str, etag: str) -> None:
     """Copy an object to another key of its bucket, provided that it has this entity tag.
 
     Args:
         bucket: name of the bucket.
         key: key of the object.
-        target: key of the copy.
+        destination: key of the copy.
         etag: entity tag that the object must have.
     """
     source = {"Bucket": bucket, "Key": key}
-    request("copy_object", Bucket=bucket, Key=target, CopySource=source, CopySourceIfMatch=etag)
+    request(
+        "copy_object", Bucket=bucket, Key=destination, CopySource=source, CopySourceIfMatch=etag
+    )
 
 
-def names(bucket: str, prefix: str, most: int | None = None) -> Iterator[tuple[str, Entry]]:
+def list_objects(bucket: str, prefix: str, most: int | None = None) -> Iterator[tuple[str, Entry]]:
     """List the keys that begin with a prefix, in bytewise order.
 
     Args:
@@ -309,13 +313,13 @@ def names(bucket: str, prefix: str, most: int | None = None) -> Iterator[tuple[s
         parameters["MaxKeys"] = most
     while True:
         answer = request("list_objects_v2", **parameters)
-        for found in answer.get("Contents", []):
-            yield found["Key"], _entry(found, "Size")
+        for details in answer.get("Contents", []):
+            yield details["Key"], _entry(details, "Size")
         if most is not None or not answer.get("IsTruncated"):
             return
         parameters["ContinuationToken"] = answer["NextContinuationToken"]
 
 
-def _entry(found: dict[str, Any], size: str) -> Entry:
+def _entry(answer: dict[str, Any], size: str) -> Entry:
     """Metadata from an answer; `size` names its entry with the size."""
-    return Entry(int(found[size]), str(found["ETag"]), found["LastModified"].timestamp())
+    return Entry(int(answer[size]), str(answer["ETag"]), answer["LastModified"].timestamp())

@@ -126,17 +126,17 @@ class S3File(PositionedFile):
         """Size of the object; it cannot change, as every request asks for the same entity tag."""
         return self.size
 
-    def read_into(self, target: Bytes, at: int, label: str) -> None:
-        """Fill `target` with the bytes that start at `at`."""
-        self.read_pieces([(target, at)], label)
+    def read_into(self, buffer: Bytes, at: int, label: str) -> None:
+        """Fill `buffer` with the bytes that start at `at`."""
+        self.read_pieces([(buffer, at)], label)
 
     pread_into = read_into
 
     def read_pieces(self, pieces: Iterable[tuple[Bytes, int]], label: str) -> None:
-        """Fill several targets, each with the bytes that start at its address.
+        """Fill several buffers, each with the bytes that start at its address.
 
         Args:
-            pieces: (target, address) in any order; each target is a (n,) uint8 array.
+            pieces: (buffer, address) in any order; each buffer is a (n,) uint8 array.
             label: name of what is read, for messages.
 
         Raises:
@@ -144,24 +144,24 @@ class S3File(PositionedFile):
             OSError: the object cannot be read now, or was replaced.
         """
         pieces = list(pieces)
-        over = max((at + len(target) for target, at in pieces), default=0)
+        over = max((at + len(buffer) for buffer, at in pieces), default=0)
         if over > self.size:
             raise StoreError(f"{label}: the file ends before byte {over}")
         whole = [
-            (target[i : i + _RANGE_BYTES], at + i)
-            for target, at in pieces
-            for i in range(0, len(target), _RANGE_BYTES)
+            (buffer[i : i + _RANGE_BYTES], at + i)
+            for buffer, at in pieces
+            for i in range(0, len(buffer), _RANGE_BYTES)
         ]
         whole.sort(key=lambda piece: piece[1])
         groups: list[list[tuple[Bytes, int]]] = []
         stop = 0
-        for target, at in whole:
+        for buffer, at in whole:
             near = groups and at - stop <= _GAP_BYTES
-            if near and at + len(target) - groups[-1][0][1] <= _RANGE_BYTES:
-                groups[-1].append((target, at))
+            if near and at + len(buffer) - groups[-1][0][1] <= _RANGE_BYTES:
+                groups[-1].append((buffer, at))
             else:
-                groups.append([(target, at)])
-            stop = max(stop if near else 0, at + len(target))
+                groups.append([(buffer, at)])
+            stop = max(stop if near else 0, at + len(buffer))
         if len(groups) == 1:
             self._fill(groups[0])
         else:
@@ -169,12 +169,12 @@ class S3File(PositionedFile):
                 pass
 
     def _fill(self, group: Sequence[tuple[Bytes, int]]) -> None:
-        """Fill targets that lie close together by one request."""
+        """Fill buffers that lie close together by one request."""
         start = group[0][1]
-        stop = max(at + len(target) for target, at in group)
+        stop = max(at + len(buffer) for buffer, at in group)
         data = np.frombuffer(self._fetch(start, stop), np.uint8)
-        for target, at in group:
-            target[:] = data[at - start : at - start + len(target)]
+        for buffer, at in group:
+            buffer[:] = data[at - start : at - start + len(buffer)]
 
     def _fetch(self, start: int, stop: int) -> bytes:
         """Fetch the bytes [start, stop) of the object; its entity tag must be unchanged."""

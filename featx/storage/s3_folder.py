@@ -116,15 +116,15 @@ class S3Folder(AtomicFolder):
         def set_aside() -> Path | None:
             bucket, key = _of(path)
             try:
-                etag = s3_client.look(bucket, key).etag
-                target = folder / f"{path.name}.{etag.strip(chr(34))[:16]}"
-                s3_client.copy(bucket, key, _of(target)[1], etag)
-                if not _honours_deletions(target):
+                etag = s3_client.head(bucket, key).etag
+                aside = folder / f"{path.name}.{etag.strip(chr(34))[:16]}"
+                s3_client.copy(bucket, key, _of(aside)[1], etag)
+                if not _honours_deletions(aside):
                     return None
                 s3_client.delete(bucket, key, IfMatch=etag)
             except (FileNotFoundError, TakenError):
                 return folder  # another writer was quicker
-            return target
+            return aside
 
         moved = with_retries(path, set_aside)
         if moved is None:
@@ -140,7 +140,7 @@ class S3Folder(AtomicFolder):
         """Delete an object, or all objects below a folder."""
         bucket, key = _of(path)
         try:
-            for name, _ in list(s3_client.names(bucket, key)):
+            for name, _ in list(s3_client.list_objects(bucket, key)):
                 if name == key or name.startswith(f"{key}/"):
                     s3_client.delete(bucket, name)
         except OSError as error:

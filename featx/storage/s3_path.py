@@ -90,11 +90,11 @@ class S3Path(PosixPath):
 
     def entry(self) -> Entry:
         """Metadata of the object; raises FileNotFoundError if it does not exist."""
-        return s3_client.look(self.bucket, self.key)
+        return s3_client.head(self.bucket, self.key)
 
     def entries(self) -> Iterator[tuple[S3Path, Entry]]:
         """List all objects below this folder with their metadata."""
-        for key, entry in s3_client.names(self.bucket, f"{self.key}/"):
+        for key, entry in s3_client.list_objects(self.bucket, f"{self.key}/"):
             yield S3Path("s3:", self.bucket, key), entry
 
     def is_file(self) -> bool:
@@ -105,7 +105,7 @@ class S3Path(PosixPath):
         return True
 
     def is_dir(self) -> bool:
-        return any(s3_client.names(self.bucket, f"{self.key}/", most=1))
+        return any(s3_client.list_objects(self.bucket, f"{self.key}/", most=1))
 
     def exists(self) -> bool:
         return self.is_file() or self.is_dir()
@@ -118,7 +118,7 @@ class S3Path(PosixPath):
         """List objects directly in this folder; one request returns names and metadata."""
         start = re.split(r"[*?\[]", pattern, maxsplit=1)[0]
         folder = f"{self.key}/"
-        for key, entry in s3_client.names(self.bucket, folder + start):
+        for key, entry in s3_client.list_objects(self.bucket, folder + start):
             name = key[len(folder) :]
             if "/" not in name and fnmatch.fnmatchcase(name, pattern):
                 found = self / name

@@ -210,8 +210,8 @@ def _packed_problem(file: h5py.File, manifest: Manifest, num_runs: int) -> str |
 
 def quarantine(disk: AtomicFolder, path: Path, problem: str) -> None:
     """Move a file of a store to quarantine and log the reason."""
-    target = disk.set_aside(path, disk.root / layout.QUARANTINE)
-    logger.warning("%s is not valid: %s. It was moved to %s.", path, problem, target)
+    quarantined = disk.set_aside(path, disk.root / layout.QUARANTINE)
+    logger.warning("%s is not valid: %s. It was moved to %s.", path, problem, quarantined)
 
 
 def remove_parts(disk: AtomicFolder) -> None:

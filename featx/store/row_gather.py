@@ -83,5 +83,5 @@ def gather_into(
         places = np.arange(0)
     step = max(1, _PIECE_BYTES // items.itemsize)
     for i in range(0, len(at), step):
-        target = places[i : i + step] if len(places) else slice(i, i + step)
-        out[target] = items[at[i : i + step]]
+        destination = places[i : i + step] if len(places) else slice(i, i + step)
+        out[destination] = items[at[i : i + step]]

@@ -736,14 +736,14 @@ def test_memory_is_bounded_over_many_steps_and_forgotten_passes() -> None:
             optimizer.zero_grad()
             model(leaf).sum().backward()
             optimizer.step()
-        flow = log._flow
+        hooks = log._hooks
         assert len(log.steps) == 10
         assert log.steps[-1].number == 50
-        assert len(flow._calls) == 0
-        assert len(flow._edge_handles) <= 2
+        assert len(hooks._calls) == 0
+        assert len(hooks._edge_handles) <= 2
         for _ in range(1500):
             model(leaf)
-        assert len(flow._calls) <= 1100
+        assert len(hooks._calls) <= 1100
     assert len(leaf._backward_hooks or {}) == 0
 
 

@@ -83,7 +83,7 @@ def test_a_server_that_limits_its_clients_is_waited_for(
     monkeypatch.setattr(s3_client.time, "sleep", lambda seconds: None)
     server.down = 2 * s3_client.ATTEMPTS
     with s3_outage.waiting_limit(60):
-        assert s3_client.look("bucket", "key").size == 1
+        assert s3_client.head("bucket", "key").size == 1
     assert server.made == 2 * s3_client.ATTEMPTS + 1
 
 
@@ -91,7 +91,7 @@ def test_a_server_that_limits_its_clients_is_waited_for(
 def test_a_run_waits_and_says_so_once(server: Server, caplog: pytest.LogCaptureFixture) -> None:
     server.down = 5
     with s3_outage.waiting_limit(60):
-        assert s3_client.look("bucket", "key").size == 1
+        assert s3_client.head("bucket", "key").size == 1
     assert [record.levelno for record in caplog.records] == [logging.WARNING] * 2
     waits, answers = (record.getMessage() for record in caplog.records)
     assert waits.startswith("s3://bucket/key: ")
@@ -103,7 +103,7 @@ def test_a_run_waits_and_says_so_once(server: Server, caplog: pytest.LogCaptureF
 def test_who_only_reads_is_told_at_once(server: Server, caplog: pytest.LogCaptureFixture) -> None:
     server.down = True
     with pytest.raises(ObjectStoreError) as output:
-        s3_client.look("bucket", "key")
+        s3_client.head("bucket", "key")
     assert output.value.errno == errno.EAGAIN
     assert output.value.exit_code == 2
     assert server.made == 1
@@ -117,7 +117,7 @@ def test_what_is_refused_is_not_waited_for(server: Server) -> None:
         s3_outage.waiting_limit(60),
         pytest.raises(ObjectStoreError, match=r"refuses it \(ExpiredToken"),
     ):
-        s3_client.look("bucket", "key")
+        s3_client.head("bucket", "key")
     assert server.made == 1
 
 
@@ -126,22 +126,22 @@ def test_when_the_limit_is_over_nobody_waits_again(server: Server) -> None:
     with s3_outage.waiting_limit(0.3):
         began = time.monotonic()
         with pytest.raises(ObjectStoreError):
-            s3_client.look("bucket", "key")
+            s3_client.head("bucket", "key")
         assert 0.25 < time.monotonic() - began < 5
         made = server.made
         with pytest.raises(ObjectStoreError):
-            s3_client.look("bucket", "another")
+            s3_client.head("bucket", "another")
         assert server.made == made + 1
         server.down = False
-        assert s3_client.look("bucket", "key").size == 1
+        assert s3_client.head("bucket", "key").size == 1
         server.down = 3
-        assert s3_client.look("bucket", "key").size == 1, "after an answer the limit counts anew"
+        assert s3_client.head("bucket", "key").size == 1, "after an answer the limit counts anew"
 
 
 def test_heartbeats_do_not_wait(server: Server) -> None:
     server.down = True
     with s3_outage.waiting_limit(60), s3_outage.without_waiting(), pytest.raises(ObjectStoreError):
-        s3_client.look("bucket", "key")
+        s3_client.head("bucket", "key")
 
 
 def test_a_run_that_is_stopped_waits_no_longer(server: Server) -> None:
@@ -150,7 +150,7 @@ def test_a_run_that_is_stopped_waits_no_longer(server: Server) -> None:
 
     def look() -> None:
         try:
-            s3_client.look("bucket", "key")
+            s3_client.head("bucket", "key")
         except ObjectStoreError as error:
             failed.append(error)
 
@@ -164,7 +164,7 @@ def test_a_run_that_is_stopped_waits_no_longer(server: Server) -> None:
     assert failed
     server.down = 2
     with s3_outage.waiting_limit(60):
-        assert s3_client.look("bucket", "key").size == 1
+        assert s3_client.head("bucket", "key").size == 1
 
 
 def test_a_server_that_comes_and_goes_is_no_flood_of_lines(
@@ -173,7 +173,7 @@ def test_a_server_that_comes_and_goes_is_no_flood_of_lines(
     with s3_outage.waiting_limit(60):
         for _ in range(20):
             server.down = 2
-            s3_client.look("bucket", "key")
+            s3_client.head("bucket", "key")
     assert len(caplog.records) == 2
 
 
@@ -198,5 +198,5 @@ def test_runs_that_end_in_another_order_leave_no_patience(server: Server) -> Non
     first.__exit__(None, None, None)
     second.__exit__(None, None, None)
     with pytest.raises(ObjectStoreError):
-        s3_client.look("bucket", "key")
+        s3_client.head("bucket", "key")
     assert server.made == 1

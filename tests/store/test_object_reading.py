@@ -344,7 +344,7 @@ def test_what_a_server_answers_is_reported(
 
     monkeypatch.setattr(s3_client, "client", lambda process: Refusing())
     with pytest.raises(kind, match=said) as output:
-        s3_client.look("bucket", "some/key")
+        s3_client.head("bucket", "some/key")
     assert output.value.errno is not None, "it would count as damage of a file"
     assert "the-id-of-somebody" not in str(output.value)
 

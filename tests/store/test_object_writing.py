@@ -369,18 +369,18 @@ def test_a_damaged_part_is_quarantined_by_who_finds_it_and_not_what_replaced_it(
     assert kept.read_bytes() == data[: len(data) // 2]
     # Another writer looked at the damaged part, and acts on that only now.
     s3_client.write(part.bucket, part.key, data[: len(data) // 2])
-    look = s3_client.look
+    head = s3_client.head
 
     def replaced_after(bucket: str, key: str) -> s3_client.Entry:
-        found = look(bucket, key)
+        found = head(bucket, key)
         s3_client.write(part.bucket, part.key, data)
         return found
 
-    s3_client.look = replaced_after
+    s3_client.head = replaced_after
     try:
         S3Folder(finished).set_aside(part, finished / layout.QUARANTINE)
     finally:
-        s3_client.look = look
+        s3_client.head = head
     assert part.read_bytes() == data
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from featx.analysis.gradients.flow import Flow
+from featx.analysis.gradients.gradient_hooks import GradientHooks
 from featx.analysis.gradients.norms import by_module
 from featx.errors import ConfigError, RunError
 
@@ -98,7 +98,7 @@ class Step:
     Only modules that a gradient reached; '' is the model."""
 
 
-class Judge:
+class AlarmDetector:
     """Detector of alarms in a sequence of steps.
 
     Args:
@@ -114,45 +114,45 @@ class Judge:
         self._totals: WeakKeyDictionary[Any, deque[float]] = WeakKeyDictionary()
         self._quiet_steps: dict[str, int] = {}
 
-    def alarms(self, step: Step, flow: Flow, owner: object) -> list[Alarm]:
+    def alarms(self, step: Step, hooks: GradientHooks, owner: object) -> list[Alarm]:
         """Return the alarms of a step, the worst first.
 
         Args:
             step: norms of the step.
-            flow: flow of gradients whose norms are on the CPU, to find the module where a NaN
+            hooks: hooks whose norms are on the CPU, to find the module where a NaN
                 arose.
             owner: the optimizer; each has its own median.
         """
-        found = self._not_finite(step, flow) or self._exploding(step, owner)
+        alarms = self._not_finite(step, hooks) or self._exploding(step, owner)
         if math.isfinite(step.norm):
             self._totals.setdefault(owner, deque(maxlen=self._keep_steps)).append(step.norm)
-            found += self._vanishing(step)
-        return found
+            alarms += self._vanishing(step)
+        return alarms
 
-    def _not_finite(self, step: Step, flow: Flow) -> list[Alarm]:
+    def _not_finite(self, step: Step, hooks: GradientHooks) -> list[Alarm]:
         """Return an alarm if a norm is NaN or infinite."""
         bad = {n: x for n, x in step.parameters.items() if not math.isfinite(x)}
         passed = [x for x in step.layers.values() if not math.isfinite(x)]
         if not bad and not passed:
             return []
-        layers, where = self._origin(step, bad, flow)
+        layers, where = self._origin(step, bad, hooks)
         # The value at the origin comes first, because an infinity becomes NaN in later layers.
-        own = [x for n, x in bad.items() if n.rpartition(".")[0] in layers]
-        norm = [*flow.inside(layers), *own, *bad.values(), *passed][0]
+        parameter_norms = [x for n, x in bad.items() if n.rpartition(".")[0] in layers]
+        norm = [*hooks.nonfinite_input_norms(layers), *parameter_norms, *bad.values(), *passed][0]
         kind = "nan" if math.isnan(norm) else "inf"
         shown = ", ".join(list(bad)[:3]) + (f" and {len(bad) - 3} more" if len(bad) > 3 else "")
         reason = f"it {where}; {shown or 'no parameter'} got it."
         return [Alarm(kind, step.number, layers, tuple(bad), norm, reason)]
 
     def _origin(
-        self, step: Step, bad: Mapping[str, float], flow: Flow
+        self, step: Step, bad: Mapping[str, float], hooks: GradientHooks
     ) -> tuple[tuple[str, ...], str]:
         """Return the modules where a non-finite gradient arose, and the text of a message."""
         modules = tuple(dict.fromkeys(name.rpartition(".")[0] for name in bad))
-        found = flow.origins(modules)
-        if found:
-            names = " or ".join(f"{n or '(model)'} ({self._types[n]})" for n in found)
-            return tuple(found), f"arose in {names}, whose output got a finite gradient"
+        origins = hooks.origins(modules)
+        if origins:
+            names = " or ".join(f"{n or '(model)'} ({self._types[n]})" for n in origins)
+            return tuple(origins), f"arose in {names}, whose output got a finite gradient"
         if not math.isfinite(step.layers.get("", 0.0)):
             return (), "was there when it reached the model's output: look at the loss"
         return modules, "cannot be traced to one module, as no flow was seen there"

@@ -20,13 +20,13 @@ from torch.optim.optimizer import (
 from featx.analysis.gradients.alarms import (
     MEDIAN_STEPS,
     Alarm,
+    AlarmDetector,
     GradientAlarm,
-    Judge,
     Limits,
     Step,
     check_positive,
 )
-from featx.analysis.gradients.flow import Flow
+from featx.analysis.gradients.gradient_hooks import GradientHooks
 from featx.analysis.gradients.norms import by_module, norm_of_norms, norms_of, to_host
 from featx.base import refuse_scripted, table
 from featx.errors import ConfigError, LayerError, RunError, nearest
@@ -83,8 +83,8 @@ def watch(
         raise ConfigError(f"keep_steps={keep_steps}: expected {MEDIAN_STEPS} or more.")
     refuse_scripted(model.named_modules())
     names = {name: type(module).__name__ for name, module in model.named_modules()}
-    judge = Judge(limits or Limits(), names, keep_steps)
-    log = GradientLog(model, clip_value, clip_norm, judge, on_alarm, scaler, keep_steps)
+    detector = AlarmDetector(limits or Limits(), names, keep_steps)
+    log = GradientLog(model, clip_value, clip_norm, detector, on_alarm, scaler, keep_steps)
     try:
         log._attach(layers)
         yield log
@@ -106,7 +106,7 @@ class GradientLog:
         model: nn.Module,
         clip_value: float | None,
         clip_norm: float | None,
-        judge: Judge,
+        detector: AlarmDetector,
         on_alarm: str | Callable[[Alarm], None],
         scaler: torch.amp.GradScaler | None,
         keep_steps: int,
@@ -116,13 +116,13 @@ class GradientLog:
         self._model = model
         self._clip_value = clip_value
         self._clip_norm = clip_norm
-        self._judge = judge
+        self._detector = detector
         self._on_alarm = on_alarm
         self._scaler = scaler
         self._last_scale = 0.0
         self._num_steps = 0
         self._types = {name: type(module).__name__ for name, module in model.named_modules()}
-        self._flow = Flow(self._norm_of_arrival, self._begin_forward)
+        self._hooks = GradientHooks(self._norm_of_arrival, self._begin_forward)
         self._handles: list[Any] = []
         self._clamped: set[int] = set()
         self._versions: list[int] = []
@@ -175,7 +175,7 @@ class GradientLog:
                 raise LayerError(f"no module {name!r} to watch.{nearest(name, modules)}")
         if layers is not None:
             modules = {name: modules[name] for name in ("", *layers)}
-        self._flow.attach(modules)
+        self._hooks.attach(modules)
         if self._clip_value is not None:
             for name, parameter in self._model.named_parameters():
                 if parameter.requires_grad:
@@ -189,7 +189,7 @@ class GradientLog:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        self._flow.detach()
+        self._hooks.detach()
         self._arrived.clear()
 
     def _last_step(self) -> None:
@@ -253,7 +253,7 @@ class GradientLog:
     def _forget(self) -> None:
         """Discard all gradients that arrived since the last step."""
         self._arrived.clear()
-        self._flow.forget()
+        self._hooks.forget()
         self._seen_gradients = False
 
     def _note_versions(self) -> None:
@@ -336,10 +336,10 @@ class GradientLog:
             _refuse_sparse(name, grad)
         self._num_steps += 1
         step = self._measure(grads, factor)
-        alarms = self._judge.alarms(step, self._flow, owner)
+        alarms = self._detector.alarms(step, self._hooks, owner)
         self.steps.append(step)
         self.alarms.extend(alarms)
-        self._flow.forget()
+        self._hooks.forget()
         self._seen_gradients = False
         for alarm in alarms:
             self._tell(alarm)
@@ -363,7 +363,7 @@ class GradientLog:
         arrived = {name: self._arrived.pop(name, []) for name in grads}
         rest = [name for name in grads if not arrived[name]]
         present = norms_of([grads[name] for name in rest])
-        edges = self._flow.edges()
+        edges = self._hooks.edges()
         groups = [arrived[name] for name in grads if arrived[name]]
         groups += [[norm] for norm in present] + [edge.norms for edge in edges]
         values = iter(to_host([norm for group in groups for norm in group]))
@@ -375,7 +375,7 @@ class GradientLog:
             came = next(copied)
             edge.norm = norm_of_norms(came) if came else None
         parameters = {name: norms[name] for name in grads}
-        flow = self._flow.layer_norms()
+        flow = self._hooks.layer_norms()
         layers = {name: flow[name] for name in self._types if name in flow}
         return Step(self._num_steps, norm_of_norms(norms.values()), parameters, layers)
 

@@ -33,7 +33,7 @@ def duplicate_groups(
     layer: str,
     threshold: float,
     device: str = "auto",
-    tell: Callable[[int], None] = lambda rows: None,
+    on_progress: Callable[[int], None] = lambda rows: None,
 ) -> list[npt.NDArray[np.int64]]:
     """Find groups of rows that are linked, directly or indirectly, by a cosine above a threshold.
 
@@ -43,7 +43,7 @@ def duplicate_groups(
         threshold: cosine, above 0 and at most 1. A vector of zeros has no cosine and is in no
             group.
         device: 'auto', 'cpu', 'cuda', ...
-        tell: called after every block with the number of rows that it completes.
+        on_progress: called after every block with the number of rows that it completes.
 
     Returns:
         one (m,) int64 array per group of at least two rows, increasing rows of the store; groups
@@ -73,7 +73,7 @@ def duplicate_groups(
                 some = some[apart]  # large groups of equal rows leave few pairs
                 some = some[exact_cosines(block, against, some) >= threshold - SLACK]
                 _join(parents, *(some + places).T)
-        tell(len(block))
+        on_progress(len(block))
     roots = _roots(parents, np.arange(len(parents)))
     order = np.argsort(roots, kind="stable")
     groups = np.split(order, np.flatnonzero(np.diff(roots[order])) + 1)

@@ -102,14 +102,14 @@ class RowIndex:
         if recall < 1:
             self._choose(recall, rng.permutation(len(self._vectors))[: 2 * SAMPLE])
 
-    def nearest_rows(self, tell: Callable[[int], None] = lambda rows: None) -> Neighbours:
+    def nearest_rows(self, on_progress: Callable[[int], None] = lambda rows: None) -> Neighbours:
         """Search the nearest rows of every row.
 
         A row for which the lists hold fewer than k others is searched exactly, so every row has k
         neighbours.
 
         Args:
-            tell: called after every block with the number of rows that it completes.
+            on_progress: called after every block with the number of rows that it completes.
         """
         places = np.arange(len(self._vectors))
         found = [np.empty((0, self._k), np.int64)]
@@ -119,7 +119,7 @@ class RowIndex:
             part = self._search(places[start : start + step])
             found.append(part.neighbours)
             scores.append(part.scores)
-            tell(len(part.rows))
+            on_progress(len(part.rows))
         return Neighbours(
             self._vectors.rows, np.concatenate(found), np.concatenate(scores), self._metric
         )

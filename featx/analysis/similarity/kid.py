@@ -63,7 +63,7 @@ def data_set_distance(
     subset_rows: int = SUBSET_ROWS,
     seed: int = 0,
     device: str = "auto",
-    tell: Callable[[int], None] = lambda subsets: None,
+    on_progress: Callable[[int], None] = lambda subsets: None,
 ) -> DataSetDistance:
     """Compute how far the images of two stores are apart in a layer of the same model.
 
@@ -84,7 +84,7 @@ def data_set_distance(
         subset_rows: largest number m of rows of each store in a subset.
         seed: seed of the choice of rows.
         device: 'auto', 'cpu', 'cuda', ...
-        tell: called with 1 after every subset.
+        on_progress: called with 1 after every subset.
 
     Raises:
         StoreMismatchError: weights, transforms or tensors of the layer differ.
@@ -103,7 +103,7 @@ def data_set_distance(
     for _ in range(subsets):
         x, y = (_rows(each, rng, m) for each in (one, two))
         found.append(squared_discrepancy(x, y))
-        tell(1)
+        on_progress(1)
     frechet, reason = _frechet(one, two)
     return DataSetDistance(
         layer, float(np.mean(found)), float(np.std(found)), m, frechet, reason, len(one), len(two)

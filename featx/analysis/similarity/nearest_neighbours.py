@@ -51,7 +51,7 @@ def nearest_rows(
     metric: str = "cosine",
     key: str | None = None,
     device: str = "auto",
-    tell: Callable[[int], None] = lambda rows: None,
+    on_progress: Callable[[int], None] = lambda rows: None,
 ) -> Neighbours:
     """Find the k nearest rows of every row, or of one row.
 
@@ -67,7 +67,7 @@ def nearest_rows(
         metric: 'cosine' (0 with a vector of zeros) or 'euclidean'.
         key: key of one row, or None for all rows.
         device: 'auto', 'cpu', 'cuda', ...
-        tell: called after every block with the number of rows that it completes.
+        on_progress: called after every block with the number of rows that it completes.
 
     Raises:
         ConfigError: the metric or the key is unknown, the row failed, or there is no second row.
@@ -79,7 +79,7 @@ def nearest_rows(
     vectors = Vectors(store, layer, choose_device(device), unit=cosine, centre=True)
     every = np.arange(len(vectors))
     places = every if asked is None else np.searchsorted(vectors.rows, [asked])
-    return nearest_among(vectors, places, k, metric, tell)
+    return nearest_among(vectors, places, k, metric, on_progress)
 
 
 def nearest_among(
@@ -87,7 +87,7 @@ def nearest_among(
     places: npt.NDArray[np.int64],
     k: int,
     metric: str = "cosine",
-    tell: Callable[[int], None] = lambda rows: None,
+    on_progress: Callable[[int], None] = lambda rows: None,
 ) -> Neighbours:
     """Find the k nearest of some vectors for a subset of them; see `nearest_rows`.
 
@@ -96,7 +96,7 @@ def nearest_among(
         places: (q,) int64 places whose neighbours are wanted.
         k: number of neighbours.
         metric: 'cosine' or 'euclidean'.
-        tell: called after every block with the number of rows that it completes.
+        on_progress: called after every block with the number of rows that it completes.
 
     Raises:
         ConfigError: there is no second row.
@@ -112,7 +112,7 @@ def nearest_among(
         best, best_scores = _nearest(vectors, vectors.at(queries), queries, k, cosine)
         found.append(best.cpu().numpy())
         scores.append(best_scores.cpu().numpy())
-        tell(len(queries))
+        on_progress(len(queries))
     return Neighbours(
         vectors.rows[places], vectors.rows[np.concatenate(found)], np.concatenate(scores), metric
     )

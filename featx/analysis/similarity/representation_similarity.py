@@ -81,7 +81,7 @@ def layer_similarity(
     num_rows: int = ROWS,
     seed: int = 0,
     device: str = "auto",
-    tell: Callable[[int], None] = lambda layers: None,
+    on_progress: Callable[[int], None] = lambda layers: None,
     rsa_distance: str = "correlation",
     measures: Sequence[str] = USUAL_MEASURES,
 ) -> LayerSimilarity:
@@ -95,7 +95,7 @@ def layer_similarity(
         num_rows: number of random images, or all if there are fewer.
         seed: seed of the choice of images.
         device: 'auto', 'cpu', 'cuda', ...
-        tell: called with 1 after every layer of `store`.
+        on_progress: called with 1 after every layer of `store`.
         rsa_distance: distance of two images in RSA, 'correlation' or 'cosine'.
         measures: some of 'cka', 'cka_debiased', 'rsa', 'svcca' and 'procrustes'.
 
@@ -126,9 +126,11 @@ def layer_similarity(
     of_cross = [name for name in measures if name not in of_gram]
     found: dict[str, Matrix] = {}
     if of_gram:
-        found |= _with_grams(left, right, of_gram, rsa_distance, _tell_none if of_cross else tell)
+        found |= _with_grams(
+            left, right, of_gram, rsa_distance, _ignore_progress if of_cross else on_progress
+        )
     if of_cross:
-        found |= _with_products(left, right, of_cross, tell)
+        found |= _with_products(left, right, of_cross, on_progress)
     kept = {name: found[name] for name in measures}
     return LayerSimilarity(left.names, right.names, kept, rsa_distance, count, len(rows))
 
@@ -239,7 +241,7 @@ class _Layers:
         return found
 
 
-def _tell_none(layers: int) -> None:
+def _ignore_progress(layers: int) -> None:
     """Report no progress."""
 
 
@@ -263,11 +265,13 @@ def _with_grams(
     right: _Layers,
     measures: Sequence[str],
     rsa_distance: str,
-    tell: Callable[[int], None],
+    on_progress: Callable[[int], None],
 ) -> dict[str, Matrix]:
     """Compute measures of gram_measures.py for all pairs of layers."""
 
-    def unit_vectors(layers: _Layers, tell: Callable[[int], None]) -> list[dict[str, torch.Tensor]]:
+    def unit_vectors(
+        layers: _Layers, on_progress: Callable[[int], None]
+    ) -> list[dict[str, torch.Tensor]]:
         """Compute the unit vectors of every layer, one Gram matrix at a time."""
         found = []
         for name in layers.names:
@@ -275,11 +279,11 @@ def _with_grams(
             found.append(
                 {measure: signature(products, measure, rsa_distance) for measure in measures}
             )
-            tell(1)
+            on_progress(1)
         return found
 
-    others = None if right is left else unit_vectors(right, _tell_none)
-    ours = unit_vectors(left, tell)
+    others = None if right is left else unit_vectors(right, _ignore_progress)
+    ours = unit_vectors(left, on_progress)
     return {
         name: np.array([[dot(a[name], b[name]) for b in others or ours] for a in ours])
         for name in measures
@@ -287,7 +291,7 @@ def _with_grams(
 
 
 def _with_products(
-    left: _Layers, right: _Layers, measures: Sequence[str], tell: Callable[[int], None]
+    left: _Layers, right: _Layers, measures: Sequence[str], on_progress: Callable[[int], None]
 ) -> dict[str, Matrix]:
     """Compute measures of cross_measures.py for all pairs of layers.
 
@@ -311,7 +315,7 @@ def _with_products(
                 found[measure][i, j] = value
                 if same:
                     found[measure][j, i] = value
-        tell(1)
+        on_progress(1)
     return found
 
 

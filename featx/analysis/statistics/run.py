@@ -79,12 +79,12 @@ def run_stats(config: Config, config_yaml: str, source: Source | None = None) ->
         Interrupted: a signal ended the run; complete parts are committed.
     """
     path = Path(config.out).expanduser() / STATS_OVERWRITING
-    mark = OverwriteMark(path, config, source is None)
+    marker = OverwriteMark(path, config, source is None)
 
     def output(config: Config) -> StatsOutput:
         return StatsOutput(config, source)
 
-    return drive_run(config, config_yaml, FEATURES, mark, output)
+    return drive_run(config, config_yaml, FEATURES, marker, output)
 
 
 class StatsOutput(RunOutput[StatsSession]):

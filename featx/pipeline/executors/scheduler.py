@@ -21,7 +21,7 @@ from featx.base import Progress
 from featx.errors import TooManyFailuresError
 from featx.pipeline.executors.worker_spec import Session, WorkerSpec
 from featx.pipeline.executors.worker_stats import PartResult, ResultCollector, RunOutcome
-from featx.pipeline.stop_signals import Interrupted, stop_signals
+from featx.pipeline.stop_signals import stop_signals
 from featx.store import DRIVER, Heartbeat
 from featx.types import Part
 
@@ -122,7 +122,7 @@ class Scheduler(ABC, Generic[WorkerT]):
                 while self.is_active():
                     self.handle_events()
                     if stop:
-                        self.stop(Interrupted(stop[0]))
+                        self.stop(stop.interrupted())
             finally:
                 self.end_workers()
 

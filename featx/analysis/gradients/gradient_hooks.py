@@ -1,4 +1,4 @@
-"""Flow of gradients through the inputs and outputs of the modules of a model."""
+"""Hooks that record the gradients at the inputs and outputs of the modules of a model."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class ModuleCall:
         yield from self.outputs
 
 
-class Flow:
+class GradientHooks:
     """Forward hooks that put tensor hooks on the inputs and outputs of each module.
 
     A full backward hook of torch would give the same gradients, but it replaces each output by a
@@ -88,7 +88,7 @@ class Flow:
         self._edge_handles: list[Any] = []
         self._edges = WeakTensorKeyDictionary()
         self._running: dict[str, list[ModuleCall]] = {}
-        self._clock = 0
+        self._num_calls = 0
         self._prune_at = 1024
         self._calls: list[ModuleCall] = []
 
@@ -149,47 +149,47 @@ class Flow:
         found_starts = sorted(call.start for call in found)
         return list(dict.fromkeys(c.layer for c in found if not _holds(c, found_starts)))
 
-    def inside(self, layers: Iterable[str]) -> list[float]:
+    def nonfinite_input_norms(self, layers: Iterable[str]) -> list[float]:
         """Return the non-finite norms at the inputs of some modules."""
         wanted = set(layers)
         calls = [call for call in self._calls if call.layer in wanted]
         return [e.norm for c in calls for e in c.inputs if e.norm is not None and e.bad]
 
-    def _watch(self, name: str, target: nn.Module) -> None:
+    def _watch(self, name: str, watched: nn.Module) -> None:
         """Register the forward hooks of one module."""
 
         # A deep copy of the model (such as an average of weights) shares these closures. Its
-        # modules are not `target`, so they are ignored.
-        def off(module: nn.Module) -> bool:
+        # modules are not `watched`, so they are ignored.
+        def is_ignored(module: nn.Module) -> bool:
             """Return whether to ignore a call: while compiling, in a copied model, or without
             gradients."""
             compiling = torch.compiler.is_compiling()
-            return compiling or module is not target or not torch.is_grad_enabled()
+            return compiling or module is not watched or not torch.is_grad_enabled()
 
         def before(module: nn.Module, args: Any, kwargs: Any) -> None:
             """Start a call and hook its inputs."""
-            if off(module):
+            if is_ignored(module):
                 return
             if name == "":
                 self._begin()
-            self._clock += 1
-            call = ModuleCall(name, self._clock, self._edges_of([args, kwargs]))
+            self._num_calls += 1
+            call = ModuleCall(name, self._num_calls, self._edges_of([args, kwargs]))
             self._running.setdefault(name, []).append(call)
 
         def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             """End the innermost call of the module and hook its outputs."""
             running = self._running.get(name)
-            if off(module) or not running:
+            if is_ignored(module) or not running:
                 return
             call = running.pop()
             call.outputs = self._edges_of(output)
-            call.end = self._clock
+            call.end = self._num_calls
             self._calls.append(call)
             if len(self._calls) >= self._prune_at:
                 self._prune()
 
-        self._handles.append(target.register_forward_pre_hook(before, with_kwargs=True))
-        self._handles.append(target.register_forward_hook(after, with_kwargs=True))
+        self._handles.append(watched.register_forward_pre_hook(before, with_kwargs=True))
+        self._handles.append(watched.register_forward_hook(after, with_kwargs=True))
 
     def _edges_of(self, value: Any) -> list[Edge]:
         """Return the edges of all tensors in a nested value; hook those without a hook."""

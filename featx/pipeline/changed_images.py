@@ -285,10 +285,10 @@ def _current_checksums(source: Source, keys: npt.NDArray[np.bytes_]) -> npt.NDAr
         except ImageFault:
             return NO_IMAGE
 
-    found = np.empty(len(keys), dtype=np.uint64)
+    current = np.empty(len(keys), dtype=np.uint64)
     with ThreadPoolExecutor(num_cpus(), thread_name_prefix="featx-compare") as threads:
         for start in range(0, len(keys), _AT_ONCE):
             some = keys[start : start + _AT_ONCE].tolist()
-            found[start : start + len(some)] = list(threads.map(checksum, some))
-    checksums: npt.NDArray[np.uint64] = found[which]
+            current[start : start + len(some)] = list(threads.map(checksum, some))
+    checksums: npt.NDArray[np.uint64] = current[which]
     return checksums

@@ -118,15 +118,15 @@ class Conformance:
     broken: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
-    def with_golden(self, found: Mapping[str, Any]) -> Conformance:
+    def with_golden(self, comparison: Mapping[str, Any]) -> Conformance:
         """Return the judgement with the differences to a golden file.
 
         Args:
-            found: differences as JSON types.
+            comparison: differences as JSON types.
         """
-        said = f"{found['compared']} of model.golden within {found['error']:.1e}"
-        line = f"{self.line}\n{said}" if self.line else said
-        return replace(self, found={**self.found, "golden": found}, line=line)
+        text = f"{comparison['compared']} of model.golden within {comparison['error']:.1e}"
+        line = f"{self.line}\n{text}" if self.line else text
+        return replace(self, found={**self.found, "golden": comparison}, line=line)
 
 
 def pixel_differences(
@@ -143,19 +143,19 @@ def pixel_differences(
     return PixelDifferences(levels.flatten(1).amax(1), levels.flatten(1).mean(1))
 
 
-def row_differences(found: torch.Tensor, plain: torch.Tensor) -> RowDifferences:
+def row_differences(rows: torch.Tensor, plain: torch.Tensor) -> RowDifferences:
     """Compare rows with those of the plain path.
 
-    The rounding of `found` to its dtype is not counted, and rows that are not finite differ by
+    The rounding of `rows` to its dtype is not counted, and rows that are not finite differ by
     nothing: the run itself stops at these, or records them.
 
     Args:
-        found: (n, ...) rows in the dtype of the store.
+        rows: (n, ...) rows in the dtype of the store.
         plain: (n, ...) float32.
     """
-    a, b = found.double().flatten(1), plain.double().flatten(1)
-    if found.is_floating_point() and found.dtype != torch.float32:
-        info = torch.finfo(found.dtype)
+    a, b = rows.double().flatten(1), plain.double().flatten(1)
+    if rows.is_floating_point() and rows.dtype != torch.float32:
+        info = torch.finfo(rows.dtype)
         rounding = b.abs() * info.eps / 2 + info.smallest_normal * info.eps
         difference = a - b
         a = b + difference.sign() * (difference.abs() - 1.01 * rounding).clamp(min=0)
@@ -311,8 +311,8 @@ def _line(compared: Compared) -> str:
     if compared.end_to_end:
         cosine = min(float(x.cosines.min()) for x in compared.end_to_end.values())
         parts.append(f"cosine {cosine:.5f} end to end")
-    said = ", ".join(parts) or "nothing to compare"
-    return f"{counted(len(compared.keys), 'image')}: {said}"
+    text = ", ".join(parts) or "nothing to compare"
+    return f"{counted(len(compared.keys), 'image')}: {text}"
 
 
 def _short(value: float) -> float:

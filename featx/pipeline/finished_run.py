@@ -184,9 +184,9 @@ def _states(files: Sequence[Path]) -> FileStates | None:
     states = {}
     for file in files:
         try:
-            found = file.expanduser().stat()
+            status = file.expanduser().stat()
         except OSError:
             return None
-        ids = (found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino)
+        ids = (status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino)
         states[str(file.expanduser().absolute())] = ids
     return states

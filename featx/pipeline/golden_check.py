@@ -88,8 +88,8 @@ def _pixel_levels(engine: Engine, golden: Golden, path: str) -> dict[str, float]
             f"model.golden={path} has inputs of {tuple(golden.inputs.shape[2:])} pixels, and "
             f"{engine.backbone.name} takes {tuple(own.shape[2:])}. model.input_size sets the size."
         )
-    found = pixel_differences(own, golden.inputs, preprocess.std)
-    largest, mean = float(found.largest.max()), float(found.mean.max())
+    differences = pixel_differences(own, golden.inputs, preprocess.std)
+    largest, mean = float(differences.largest.max()), float(differences.mean.max())
     most = MAX_LEVELS.get(preprocess.interpolation, min(MAX_LEVELS.values()))
     if largest > most or mean > MEAN_LEVELS:
         raise ModelError(
@@ -105,7 +105,7 @@ def _candidates(
     engine: Engine, chosen: ChosenLayers, inputs: torch.Tensor
 ) -> Mapping[str, torch.Tensor]:
     """What the model gives of some inputs: its output, its embedding, and the requested layers."""
-    found: dict[str, list[torch.Tensor]] = {}
+    batches: dict[str, list[torch.Tensor]] = {}
     compared = [pair for pair in chosen if not why_not_plain(*pair)]
     library = engine.backbone.embedding
     for start in range(0, len(inputs), _CHUNK):
@@ -120,5 +120,5 @@ def _candidates(
         if compared:
             rows |= plain_rows(engine, compared, x)
         for name, value in rows.items():
-            found.setdefault(name, []).append(value.float().cpu())
-    return {name: torch.cat(rows) for name, rows in found.items()}
+            batches.setdefault(name, []).append(value.float().cpu())
+    return {name: torch.cat(rows) for name, rows in batches.items()}

@@ -213,15 +213,15 @@ def _metrics(
     precision = context.config.precision
     sentence = bottleneck(seconds, took, num_cpus(), engine.device.type, precision)
     num_batches = num_computed / engine.compute.batch_size / context.parallelism.replicas
-    found = trial.compare(seconds, rows, took, num_batches)
+    comparison = trial.compare(seconds, rows, took, num_batches)
     return RunMetrics(
         {**seconds},
         rows / took,
         loader.times.bytes,
         sentence,
         trial.images_per_second,
-        found.share,
-        found.cause,
+        comparison.share,
+        comparison.cause,
         loader.warnings,
     )
 

@@ -92,13 +92,13 @@ def command_digest(config: Config) -> str:
     Args:
         config: checked config.
     """
-    asked = replace(
+    identifying = replace(
         in_this_process(config),
         job=JobConfig(config.job.name),
         log=LogConfig(),
         max_failures=0.01,
         pack="auto",
     )
-    parts = {"config": asdict(asked), "code": config.model.code_sha256()}
+    parts = {"config": asdict(identifying), "code": config.model.code_sha256()}
     text = json.dumps(parts, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()

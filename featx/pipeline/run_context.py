@@ -368,13 +368,13 @@ def _load_trial_images(
         results = list(loader.results(rows.tolist()))
         failures = [each for each in results if isinstance(each, Failure)]
         each = zip(rows.tolist(), results, strict=True)
-        found = {row: image for row, image in each if not isinstance(image, Failure)}
-        if not found:
+        decoded = {row: image for row, image in each if not isinstance(image, Failure)}
+        if not decoded:
             _refuse_pixel_format(failures)
-        num_found = max(1, len(found))
+        num_found = max(1, len(decoded))
         read_s, decode_s = loader.times.read - read, loader.times.decode - decode
-        images = torch.stack([*found.values()]) if found else loader.load([])
-        return TrialImages([*found], images, read_s / num_found, decode_s / num_found)
+        images = torch.stack([*decoded.values()]) if decoded else loader.load([])
+        return TrialImages([*decoded], images, read_s / num_found, decode_s / num_found)
 
 
 def _refuse_pixel_format(failures: Sequence[Failure]) -> None:

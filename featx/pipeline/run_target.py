@@ -185,7 +185,7 @@ def list_images(
     return source, listing
 
 
-def _stored_listing(root: Path, stored: Manifest, found: Listing) -> Listing | None:
+def _stored_listing(root: Path, stored: Manifest, listed: Listing) -> Listing | None:
     """Listing of the store, or None if no file holds it.
 
     If samples.h5 is damaged and no other file has a copy, the current listing of the data set is
@@ -194,7 +194,7 @@ def _stored_listing(root: Path, stored: Manifest, found: Listing) -> Listing | N
     Args:
         root: folder of the store.
         stored: manifest of the store.
-        found: current listing of the data set.
+        listed: current listing of the data set.
 
     Raises:
         StoreMismatchError: samples.h5 is damaged and the data set has changed.
@@ -203,19 +203,19 @@ def _stored_listing(root: Path, stored: Manifest, found: Listing) -> Listing | N
     before = read_listing(root, stored.num_rows, identity)
     if identity is None or (before is not None and listing_identity(before) == identity):
         return before
-    if listing_identity(found) == identity:
-        return found
+    if listing_identity(listed) == identity:
+        return listed
     # grow=true was interrupted: the files of earlier runs have the first rows of the listing.
     for run in reversed(stored.runs[:-1]):
         rows = str(run.header.fingerprint.get("listing"))
         first = read_listing(root, run.grid.stop_row, rows)
         if first is not None and listing_identity(first) == rows:
-            grown = in_stored_order(root, first, found)
+            grown = in_stored_order(root, first, listed)
             return grown if listing_identity(grown) == identity else None
     if before is not None:
         raise StoreMismatchError(
             f"{root / layout.LISTING} is damaged, no other file of the store has a whole copy, and "
-            f"the data set now has another listing ({listing_identity(found)}) than the store was "
+            f"the data set now has another listing ({listing_identity(listed)}) than the store was "
             f"started with ({identity}). Put the data set back as it was then, choose out=DIR for "
             "a new store, or overwrite=true to delete this one."
         )

@@ -32,10 +32,10 @@ class DecodedChunks:
     def get(self, token: object, number: int) -> npt.NDArray[np.uint8] | None:
         """Chunk `number` of a dataset, or None if it is not cached."""
         with self._lock:
-            found = self._chunks.get((token, number))
-            if found is not None:
+            rows = self._chunks.get((token, number))
+            if rows is not None:
                 self._chunks.move_to_end((token, number))
-            return found
+            return rows
 
     def put(self, token: object, number: int, chunk: npt.NDArray[np.uint8]) -> None:
         """Add a chunk; the least recently used chunks are dropped to make room."""

@@ -115,8 +115,8 @@ class ChunkCheck:
         undone = chunks[~self._compared[chunks]]
         if not len(undone):
             return []
-        found, counts = np.unique(undone, return_counts=True)
-        pairs = zip(found.tolist(), counts.tolist(), strict=True)
+        due, counts = np.unique(undone, return_counts=True)
+        pairs = zip(due.tolist(), counts.tolist(), strict=True)
         return [chunk for chunk, count in pairs if self._is_due(chunk, count)]
 
     def compare(self, chunk: int, data: npt.NDArray[Any]) -> None:

@@ -92,27 +92,27 @@ class ChunkIndex:
         """Request chunks from HDF5: some of them, or all at once."""
         if self._complete:
             return
-        found: list[h5py.h5d.StoreInfo] = []
+        infos: list[h5py.h5d.StoreInfo] = []
         self._looked_up += len(missing)
         if self._count > _MANY_CHUNKS and self._looked_up <= _FEW_LOOK_UPS:
             rest = (0,) * (self._dataset.ndim - 1)
             for chunk in missing.tolist():
                 corner = (chunk * self._chunk_rows, *rest)
-                found.append(self._dataset.id.get_chunk_info_by_coord(corner))
-            self._note([info for info in found if info.byte_offset is not None])
+                infos.append(self._dataset.id.get_chunk_info_by_coord(corner))
+            self._note([info for info in infos if info.byte_offset is not None])
             return
-        self._dataset.id.chunk_iter(found.append)
-        self._note([info for info in found if info.byte_offset is not None])
+        self._dataset.id.chunk_iter(infos.append)
+        self._note([info for info in infos if info.byte_offset is not None])
         self._fault_overlaps()
         self._complete = True
         self.whole = bool((self.at >= 0).all())
 
-    def _note(self, found: Sequence[h5py.h5d.StoreInfo]) -> None:
+    def _note(self, infos: Sequence[h5py.h5d.StoreInfo]) -> None:
         """Check the entries that HDF5 returned, and store the usable ones."""
-        if not found:
+        if not infos:
             return
         table = np.array(
-            [(i.chunk_offset[0], i.byte_offset, i.size, i.filter_mask) for i in found], np.int64
+            [(i.chunk_offset[0], i.byte_offset, i.size, i.filter_mask) for i in infos], np.int64
         )
         chunk, rest = np.divmod(table[:, 0], self._chunk_rows)
         if (rest != 0).any() or chunk.max() >= self._count or len(np.unique(chunk)) < len(chunk):

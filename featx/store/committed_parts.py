@@ -86,7 +86,7 @@ class CommittedParts:
         known = {
             layout.part_name(part.index): part for run in manifest.runs for part in run.parts()
         }
-        found = []
+        present = []
         for name in sorted(part_names(self._root)):
             part, path = known.get(name), self._root / layout.PARTS / name
             if part is None:
@@ -94,8 +94,8 @@ class CommittedParts:
             elif part.index in self.indices:
                 self._disk.remove(path)  # features.h5 holds it: killed before it was deleted
             else:
-                found.append(part)
-        for part, problem, failures in look_at_parts(self._root, manifest, found):
+                present.append(part)
+        for part, problem, failures in look_at_parts(self._root, manifest, present):
             self.add_failures(failures)
             is_whole = problem is None
             if problem is not None:

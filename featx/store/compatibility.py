@@ -20,14 +20,14 @@ _OF_ONE_RUN = ("layers", "part_rows", "codec", "dtype", *_OF_THE_ROWS)
 
 
 def merge_manifest(
-    root: Path, before: Manifest, asked: Run, unfinished: Sequence[Run], grow: bool
+    root: Path, before: Manifest, requested: Run, unfinished: Sequence[Run], grow: bool
 ) -> Manifest:
     """Add a request to the runs of a store.
 
     Args:
         root: folder of the store, for messages.
         before: manifest of the store.
-        asked: all rows and the requested layers, as a run of their own.
+        requested: all rows and the requested layers, as a run of their own.
         unfinished: runs of the store that lack parts.
         grow: whether new rows may be added to the store.
 
@@ -37,49 +37,49 @@ def merge_manifest(
     Raises:
         StoreMismatchError: the request does not fit the store.
     """
-    new_rows = asked.grid.num_rows - before.num_rows
-    _refuse_other_settings(root, before, asked, new_rows > 0)
+    new_rows = requested.grid.num_rows - before.num_rows
+    _refuse_other_settings(root, before, requested, new_rows > 0)
     if new_rows > 0 and not grow:
         raise StoreMismatchError(growth_refused(root, new_rows))
-    if unfinished and all(run.names != asked.names for run in unfinished):
+    if unfinished and all(run.names != requested.names for run in unfinished):
         raise StoreMismatchError(
             f"{root} is not complete: it was started with layers={_listed(unfinished[0].names)}, "
-            f"and this command has layers={_listed(asked.names)}. Give the command that started "
-            "it to complete it, out=DIR for a new store, or overwrite=true to delete it."
+            f"and this command has layers={_listed(requested.names)}. Give the command that "
+            "started it to complete it, out=DIR for a new store, or overwrite=true to delete it."
         )
-    if new_rows > 0 and set(before.layers) != asked.names:
+    if new_rows > 0 and set(before.layers) != requested.names:
         raise StoreMismatchError(
             f"{root} has layers {_listed(before.layers)}, and rows can only be added to all of "
-            f"them; this command has layers={_listed(asked.names)}. Name them all, or choose "
+            f"them; this command has layers={_listed(requested.names)}. Name them all, or choose "
             "another out=DIR."
         )
-    if new_rows <= 0 and asked.names <= set(before.layers):
+    if new_rows <= 0 and requested.names <= set(before.layers):
         return before
-    if new_rows <= 0 and (twice := asked.names & set(before.layers)):
+    if new_rows <= 0 and (twice := requested.names & set(before.layers)):
         raise StoreMismatchError(
             f"{root} has {_listed(twice)} already; only layers that it lacks can be added."
         )
     grid = layout.Grid(
         num_rows=new_rows if new_rows > 0 else before.num_rows,
-        part_rows=asked.grid.part_rows,
+        part_rows=requested.grid.part_rows,
         first_row=before.num_rows if new_rows > 0 else 0,
         first_part=before.num_parts,
     )
-    return Manifest((*before.runs, replace(asked, grid=grid)))
+    return Manifest((*before.runs, replace(requested, grid=grid)))
 
 
-def _refuse_other_settings(root: Path, before: Manifest, asked: Run, grows: bool) -> None:
+def _refuse_other_settings(root: Path, before: Manifest, requested: Run, grows: bool) -> None:
     """Raise StoreMismatchError if settings differ that the runs of the store must share."""
-    known = sorted(asked.names & set(before.layers))
-    of_layers = _of_layers(asked, known)
+    known = sorted(requested.names & set(before.layers))
+    of_layers = _of_layers(requested, known)
     # If some runs have exactly these layers, the request must equal one of them, apart from rows
     # that were added since.
-    alike = [run for run in before.runs if run.names == asked.names]
+    alike = [run for run in before.runs if run.names == requested.names]
     if alike and not grows:
         latest = before.runs[-1].header.fingerprint
         rows = {key: latest.get(key) for key in _OF_THE_ROWS}
         stored = [{**_all_of(run), **_of_layers(run, known), **rows} for run in alike]
-        now = {**_all_of(asked), **of_layers}
+        now = {**_all_of(requested), **of_layers}
         if all(differences(one, now) for one in stored):
             refuse_difference(root, stored[-1], now)
         return
@@ -93,7 +93,7 @@ def _refuse_other_settings(root: Path, before: Manifest, asked: Run, grows: bool
     refuse_difference(
         root,
         {**_common(latest_run, keys), **stored_layers},
-        {**_common(asked, keys), **of_layers},
+        {**_common(requested, keys), **of_layers},
     )
 
 

@@ -217,14 +217,14 @@ def _with_parts(
     complete = packed is None or packed.complete
     hidden: set[str] = set()
     for number, run in enumerate(manifest.runs[num_packed:], num_packed):
-        found = _segments(root, run, there)
+        of_parts = _segments(root, run, there)
         whole = all(layout.part_name(part.index) in there for part in run.parts())
         adds_layers = number > 0 and not run.names <= {*layers, *hidden}
         if adds_layers and not (whole and complete):
             hidden |= run.names
             continue
         complete = complete and whole
-        segments += found
+        segments += of_parts
         num_rows = max(num_rows, run.grid.stop_row)
         for spec in run.layers:
             if spec.name in hidden:
@@ -250,13 +250,13 @@ def _with_parts(
 def _segments(root: Path, run: Run, there: set[str]) -> list[Segment]:
     """Parts of a run that exist, and pieces of parts that do not."""
     pieces = Pieces(there)
-    found: list[tuple[Path, Part]] = []
+    files: list[tuple[Path, Part]] = []
     for part in run.parts():
         if layout.part_name(part.index) in there:
-            found.append((part_path(root, part.index), part))
+            files.append((part_path(root, part.index), part))
         else:
-            found += [(piece_path(root, piece), piece) for piece in pieces.of(part)]
-    return [Segment(path, rows.start, rows.stop, run.digest, run.names) for path, rows in found]
+            files += [(piece_path(root, piece), piece) for piece in pieces.of(part)]
+    return [Segment(path, rows.start, rows.stop, run.digest, run.names) for path, rows in files]
 
 
 def _plain(value: Any) -> Any:

@@ -109,10 +109,10 @@ def _failures_by_reason(store: FeatureStore) -> str:
     except StoreError:
         return ""
     known = {int(status): status.label for status in Status if status.value not in (0, 255)}
-    found = Counter(
+    by_reason = Counter(
         {known[value]: count for value, count in zip(values, counts, strict=True) if value in known}
     )
-    return ", ".join(f"{count} {label}" for label, count in found.most_common())
+    return ", ".join(f"{count} {label}" for label, count in by_reason.most_common())
 
 
 def _reduction(store: FeatureStore, layer: str) -> str:
@@ -124,8 +124,8 @@ def _reduction(store: FeatureStore, layer: str) -> str:
 
 def _model(store: FeatureStore) -> list[str]:
     """Return the names of the model and of its weights, as far as the store has them."""
-    found = [str(store.attrs.get(name, "")) for name in ("model", "weights")]
-    return [name for name in found if name] or ["unknown model"]
+    values = [str(store.attrs.get(name, "")) for name in ("model", "weights")]
+    return [name for name in values if name] or ["unknown model"]
 
 
 def _faint(text: str) -> str:

@@ -90,10 +90,10 @@ def _check_attributes(path: Path, file: h5py.File, expected: ExpectedFile, repor
         wanted |= {"part": expected.part, "start": expected.start}
     for name, value in wanted.items():
         # An empty value means that featx.json does not contain it.
-        if value != "" and (found := file.attrs.get(name)) != value:
+        if value != "" and (stored := file.attrs.get(name)) != value:
             of_rows = name in ("fingerprint", "complete", "part", "start")
             rows = (expected.start, expected.stop) if of_rows else ()
-            what = f"its attribute {name} is {_short(found)}, expected {_short(value)}"
+            what = f"its attribute {name} is {_short(stored)}, expected {_short(value)}"
             report.damages.append(Damage(path, what, *rows))
 
 
@@ -112,21 +112,21 @@ def _check_columns(
     columns: dict[str, npt.NDArray[Any]] = {}
     if layout.COLUMNS in file:
         check_hard(file, layout.COLUMNS)
-    given = [f"{layout.COLUMNS}/{name}" for name in column_names(file)]
+    column_paths = [f"{layout.COLUMNS}/{name}" for name in column_names(file)]
     kinds = {
         layout.KEY: "S",
         layout.LABEL: "<i8",
         layout.STATUS: "u1",
         layout.IMAGE_CHECKSUM: "<u8",
     }
-    for name in (*kinds, *given):
-        found = check_plain(file, name)
+    for name in (*kinds, *column_paths):
+        dataset = check_plain(file, name)
         kind = kinds.get(name)
-        right = is_column_type(found.dtype) if kind is None else kind in _kinds(found)
-        if found.shape != (num_rows,) or not right:
+        right = is_column_type(dataset.dtype) if kind is None else kind in _kinds(dataset)
+        if dataset.shape != (num_rows,) or not right:
             wanted = kind or "bytes, bool, int64 or float64"
             raise StoreError(
-                f"/{name} is {found.shape} {found.dtype}, expected {num_rows} {wanted}"
+                f"/{name} is {dataset.shape} {dataset.dtype}, expected {num_rows} {wanted}"
             )
         chunks = []
         for start, values, good in chunks_with_verdict(file, name):
@@ -141,17 +141,17 @@ def _check_columns(
         columns[name] = np.concatenate(chunks)
     if listing is not None:
         of_listing = row_values(listing)
-        if set(of_listing) - {layout.KEY, layout.LABEL} != set(given):
+        if set(of_listing) - {layout.KEY, layout.LABEL} != set(column_paths):
             report.damages.append(Damage(path, f"/{layout.COLUMNS} are not those of the listing"))
         for name in [name for name in of_listing if name in columns]:
             if not same_values(columns[name], of_listing[name][rows]):
                 report.damages.append(Damage(path, f"/{name} is not that of the listing"))
         check_plain(file, layout.CLASSES)
         classes = layout.text_array(listing.classes).tolist()
-        found = file[layout.CLASSES][:].tolist()
+        stored_classes = file[layout.CLASSES][:].tolist()
         # Rows that were added later may have added classes.
-        lacking = expected.stop == len(listing) and len(found) < len(classes)
-        if found != classes[: len(found)] or lacking:
+        lacking = expected.stop == len(listing) and len(stored_classes) < len(classes)
+        if stored_classes != classes[: len(stored_classes)] or lacking:
             report.damages.append(Damage(path, f"/{layout.CLASSES} is not that of the listing"))
     status: npt.NDArray[np.uint8] = columns[layout.STATUS]
     known = [int(s) for s in Status if s != Status.ABSENT]
@@ -179,9 +179,10 @@ def _check_failures(
     columns = {}
     for name in layout.FAILURE_COLUMNS:
         columns[name] = check_plain(file, f"{layout.FAILURES}/{name}")[:]
-    found = columns["row"]
-    if not np.array_equal(found, failed) or len({len(values) for values in columns.values()}) > 1:
-        what = f"/failures names {len(found)} rows, /status {len(failed)}"
+    failed_rows = columns["row"]
+    lengths = {len(values) for values in columns.values()}
+    if not np.array_equal(failed_rows, failed) or len(lengths) > 1:
+        what = f"/failures names {len(failed_rows)} rows, /status {len(failed)}"
         report.damages.append(Damage(path, what, expected.start, expected.stop))
     # A reader that finds 0 here does not read /failures.
     elif (count := file.attrs.get("num_failures")) != len(failed):
@@ -213,9 +214,9 @@ def _check_layer(
     if "token_grid" in dataset.attrs:  # a file packed by an older release has no places of tokens
         wanted |= geometry_values(expected.tokens.get(spec.name))
     for attribute, value in wanted.items():
-        found = dataset.attrs.get(attribute)
-        if (found.tolist() if isinstance(found, np.ndarray) else found) != value:
-            what = f"/{name} has {attribute} {found}, expected {value}"
+        stored = dataset.attrs.get(attribute)
+        if (stored.tolist() if isinstance(stored, np.ndarray) else stored) != value:
+            what = f"/{name} has {attribute} {stored}, expected {value}"
             report.damages.append(Damage(path, what))
     for start, raw, good in chunks_with_verdict(file, name):
         _count(report, raw)
@@ -232,8 +233,8 @@ def _check_layer(
             wrong |= ~ok & ~np.isnan(values).all(1)
         for row in np.flatnonzero(wrong)[:1]:
             at = first + int(row)
-            said = Status(int(status[start + row])).label
-            what = f"/{name}: row {at} has status {said}, which contradicts its values"
+            label = Status(int(status[start + row])).label
+            what = f"/{name}: row {at} has status {label}, which contradicts its values"
             report.damages.append(Damage(path, what, first, first + len(raw), spec.name))
 
 

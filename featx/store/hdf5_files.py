@@ -102,8 +102,8 @@ class OpenFile:
         if (sums := self.checksums(path)) is None or not len(values):
             return values
         step = int(dataset.chunks[0]) if dataset.chunks else len(values)
-        found = layout.chunk_checksums(values, step)
-        if found.shape != sums.shape or (found != sums).any():
+        computed = layout.chunk_checksums(values, step)
+        if computed.shape != sums.shape or (computed != sums).any():
             raise StoreError(
                 f"{self.path}: /{path} differs from its checksum. {repair_hint(self.path)}"
             )

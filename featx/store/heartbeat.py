@@ -175,15 +175,15 @@ class HeartbeatRecord:
 
 def read_heartbeats(root: Path) -> Sequence[HeartbeatRecord]:
     """Read the heartbeats of all processes whose files exist."""
-    found = []
+    heartbeats = []
     for path in sorted((root / layout.WORKERS).glob("*.json")):
         with contextlib.suppress(OSError, ValueError):  # the process has just deleted its file
             values = {"pids": None, **json.loads(path.read_bytes())}
             age_s = time.time() - path.stat().st_mtime
             here = (values["host"], values["pids"]) == (socket.gethostname(), pid_namespace())
             alive = age_s < SILENT_S and not (here and _is_gone(values["pid"]))
-            found.append(HeartbeatRecord(path, values, age_s, alive))
-    return found
+            heartbeats.append(HeartbeatRecord(path, values, age_s, alive))
+    return heartbeats
 
 
 def report_lost_work(root: Path) -> None:

@@ -64,9 +64,9 @@ def read_image_states(path: Path, num_rows: int) -> npt.NDArray[np.void]:
     states = np.full(num_rows, UNSETTLED, dtype=IMAGE_STATE)
     try:
         with open_metadata(path) as file:
-            found = {name: file[name][:num_rows] for name in IMAGE_STATE.names or ()}
-        size = min(map(len, found.values()))
-        for name, values in found.items():
+            fields = {name: file[name][:num_rows] for name in IMAGE_STATE.names or ()}
+        size = min(map(len, fields.values()))
+        for name, values in fields.items():
             states[name][:size] = values[:size]
     except layout.UNREADABLE:
         states[:] = UNSETTLED  # the file is a cache; without it the bytes are compared
@@ -82,7 +82,7 @@ def image_checksums_in(
         (n,) uint64; UNKNOWN_IMAGE in chunks that differ from their own checksum.
     """
     stop = len(file[layout.KEY]) if stop is None else stop
-    found = np.full(stop - start, UNKNOWN_IMAGE, dtype=np.uint64)
+    checksums = np.full(stop - start, UNKNOWN_IMAGE, dtype=np.uint64)
     if file[layout.IMAGE_CHECKSUM].shape != file[layout.KEY].shape:
         raise StoreError(f"/{layout.IMAGE_CHECKSUM} has another length than /{layout.KEY}")
     step = file[layout.IMAGE_CHECKSUM].chunks[0]
@@ -91,8 +91,8 @@ def image_checksums_in(
             break
         low, high = max(at, start), min(at + len(values), stop)
         if good:
-            found[low - start : high - start] = values[low - at : high - at]
-    return found
+            checksums[low - start : high - start] = values[low - at : high - at]
+    return checksums
 
 
 def stored_image_checksums(
@@ -112,7 +112,7 @@ def stored_image_checksums(
         StoreError: a file cannot be read now.
     """
     sizes = [run.grid.num_rows for run in manifest.runs]
-    found = [(np.full(n, UNKNOWN_IMAGE, np.uint64), np.zeros(n, np.bool_)) for n in sizes]
+    checksums = [(np.full(n, UNKNOWN_IMAGE, np.uint64), np.zeros(n, np.bool_)) for n in sizes]
     num_packed = 0
     packed = root / layout.PACKED
     if packed.exists():
@@ -123,7 +123,7 @@ def stored_image_checksums(
         except layout.UNREADABLE as error:
             raise_unless_damage(packed, error)
         else:
-            for run, (sums, there) in zip(manifest.runs[:num_packed], found, strict=False):
+            for run, (sums, there) in zip(manifest.runs[:num_packed], checksums, strict=False):
                 of_run = of_all[run.grid.first_row : run.grid.stop_row]
                 sums[: len(of_run)], there[: len(of_run)] = of_run, True
     names, pieces = part_names(root), Pieces.in_store(root)
@@ -140,9 +140,9 @@ def stored_image_checksums(
         rows = slice(first, first + len(part))
         try:
             with open_metadata(path, opened) as file:
-                found[number][0][rows] = image_checksums_in(file, 0, len(part))
+                checksums[number][0][rows] = image_checksums_in(file, 0, len(part))
         except layout.UNREADABLE as error:
             raise_unless_damage(path, error)
             continue
-        found[number][1][rows] = True
-    return found
+        checksums[number][1][rows] = True
+    return checksums

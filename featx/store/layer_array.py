@@ -163,9 +163,9 @@ def row_indices(index: Any, length: int) -> tuple[npt.NDArray[np.int64], bool]:
         return np.empty(0, dtype=np.int64), False
     if array.ndim > 1 or array.dtype.kind not in "iu":
         raise IndexError(f"rows are chosen by int, slice, mask or list of ints, not {index!r}")
-    asked = array.reshape(-1)
-    outside = (asked < -length) | (asked >= length)
+    indices = array.reshape(-1)
+    outside = (indices < -length) | (indices >= length)
     if outside.any():
-        raise IndexError(f"row {int(asked[outside][0])} is out of range for {length} rows")
-    rows = asked.astype(np.int64)
+        raise IndexError(f"row {int(indices[outside][0])} is out of range for {length} rows")
+    rows = indices.astype(np.int64)
     return np.where(rows < 0, rows + length, rows), array.ndim == 0

@@ -111,8 +111,8 @@ def piece_name(piece: Part) -> str:
 
 def piece_of(name: str) -> Part | None:
     """Rows of a piece from its file name, or None for names of other files."""
-    found = _PIECE_NAME.fullmatch(name)
-    return None if found is None else Part(*map(int, found.groups()))
+    match = _PIECE_NAME.fullmatch(name)
+    return None if match is None else Part(*map(int, match.groups()))
 
 
 def power_of_two_at_most(value: float) -> int:

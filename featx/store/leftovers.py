@@ -31,11 +31,11 @@ def clear_leftovers(disk: AtomicFolder) -> None:
 
 def leftover_bytes(root: Path) -> int:
     """Bytes on disk that the next run into a store frees by deleting temporary files."""
-    found = 0
+    num_bytes = 0
     for path in _leftovers(root):
         with contextlib.suppress(OSError):  # it has got its final name meanwhile
-            found += path.stat().st_blocks * 512
-    return found
+            num_bytes += path.stat().st_blocks * 512
+    return num_bytes
 
 
 def _leftovers(root: Path) -> Iterator[Path]:

@@ -124,7 +124,7 @@ def compare_listing(path: Path, listing: Listing) -> tuple[int, str | None]:
                         return num_rows, f"its dataset /{name} is not that of this store"
             # Either of them may have further classes, of rows that the other does not have.
             pairs = zip(_classes_in(file), listing.classes, strict=False)
-            if any(found != known for found, known in pairs):
+            if any(listed != known for listed, known in pairs):
                 return num_rows, f"its dataset /{layout.CLASSES} is not that of this store"
             for name in [*expected, layout.CLASSES]:
                 if not _agrees(file, name):
@@ -257,7 +257,7 @@ def _classes_in(file: h5py.File) -> tuple[str, ...]:
     return tuple(name.decode("utf-8", "surrogateescape") for name in names)
 
 
-def in_stored_order(root: Path, stored: Listing, found: Listing) -> Listing:
+def in_stored_order(root: Path, stored: Listing, listed: Listing) -> Listing:
     """Reorder a listing: rows of the store first, in its order, then new rows.
 
     Rows of the store keep their position, label and columns. New rows follow in bytewise order of
@@ -266,17 +266,17 @@ def in_stored_order(root: Path, stored: Listing, found: Listing) -> Listing:
     Args:
         root: folder of the store, for messages.
         stored: listing of the store.
-        found: current listing of the data set, in bytewise order.
+        listed: current listing of the data set, in bytewise order.
 
     Raises:
         StoreMismatchError: rows of the store are missing, or have another label or other columns.
     """
-    _refuse_other_columns(root, stored, found)
-    before, now = row_values(stored), row_values(found)
-    if stored.classes == found.classes and all(same_values(before[p], now[p]) for p in before):
-        return found
-    place = np.searchsorted(found.keys, stored.keys)
-    there = found.keys[np.minimum(place, len(found) - 1)] == stored.keys
+    _refuse_other_columns(root, stored, listed)
+    before, now = row_values(stored), row_values(listed)
+    if stored.classes == listed.classes and all(same_values(before[p], now[p]) for p in before):
+        return listed
+    place = np.searchsorted(listed.keys, stored.keys)
+    there = listed.keys[np.minimum(place, len(listed) - 1)] == stored.keys
     if not there.all():
         gone = stored.keys[~there]
         raise StoreMismatchError(
@@ -285,8 +285,8 @@ def in_stored_order(root: Path, stored: Listing, found: Listing) -> Listing:
             f"{gone[0].decode('utf-8', 'replace')}. Put the missing images back, or choose "
             "out=DIR for a new store."
         )
-    classes = (*stored.classes, *(c for c in found.classes if c not in set(stored.classes)))
-    labels = _renumbered(found, classes)
+    classes = (*stored.classes, *(c for c in listed.classes if c not in set(stored.classes)))
+    labels = _renumbered(listed, classes)
     changed = np.flatnonzero(labels[place] != stored.labels)
     if len(changed):
         row = int(changed[0])
@@ -299,29 +299,29 @@ def in_stored_order(root: Path, stored: Listing, found: Listing) -> Listing:
             f"and is {is_now} now. Choose out=DIR for a new store."
         )
     for name, values in stored.columns.items():
-        _refuse_changed_column(root, name, stored.keys, values, found.columns[name][place])
-    new = np.ones(len(found), dtype=bool)
+        _refuse_changed_column(root, name, stored.keys, values, listed.columns[name][place])
+    new = np.ones(len(listed), dtype=bool)
     new[place] = False
     return Listing(
-        np.concatenate([stored.keys, found.keys[new]]),
+        np.concatenate([stored.keys, listed.keys[new]]),
         np.concatenate([stored.labels, labels[new]]),
         classes,
-        found.skipped,
+        listed.skipped,
         None
-        if found.content_tags is None
-        else np.concatenate([found.content_tags[place], found.content_tags[new]]),
+        if listed.content_tags is None
+        else np.concatenate([listed.content_tags[place], listed.content_tags[new]]),
         {
-            name: np.concatenate([values, found.columns[name][new]])
+            name: np.concatenate([values, listed.columns[name][new]])
             for name, values in stored.columns.items()
         },
     )
 
 
-def _refuse_other_columns(root: Path, stored: Listing, found: Listing) -> None:
+def _refuse_other_columns(root: Path, stored: Listing, listed: Listing) -> None:
     """Raise StoreMismatchError if the columns have other names or types."""
     before, now = (
         {name: _type_of(values) for name, values in listing.columns.items()}
-        for listing in (stored, found)
+        for listing in (stored, listed)
     )
     if before != now:
         was, is_now = (
@@ -360,9 +360,9 @@ def _refuse_changed_column(
     )
 
 
-def _renumbered(found: Listing, classes: tuple[str, ...]) -> npt.NDArray[np.int64]:
+def _renumbered(listed: Listing, classes: tuple[str, ...]) -> npt.NDArray[np.int64]:
     """Labels of a listing as indices into other classes."""
     number = {name: i for i, name in enumerate(classes)}
-    table = np.array([*(number[name] for name in found.classes), -1], dtype=np.int64)
-    labels: npt.NDArray[np.int64] = table[found.labels]  # -1 picks the last entry
+    table = np.array([*(number[name] for name in listed.classes), -1], dtype=np.int64)
+    labels: npt.NDArray[np.int64] = table[listed.labels]  # -1 picks the last entry
     return labels

@@ -135,9 +135,9 @@ class Run:
             resolved=values.get("resolved", {}),
             conformance=dict(values.get(_CONFORMANCE, {})),
             tokens={
-                name: found
+                name: geometry
                 for name, entry in values.get(_TOKENS, {}).items()
-                if (found := geometry_of(entry)) is not None
+                if (geometry := geometry_of(entry)) is not None
             },
         )
         if run.digest != values["fingerprint_sha256"]:
@@ -329,12 +329,12 @@ def _copy_in(file: h5py.File) -> Manifest:
 
 def _copy_of_manifest(root: Path) -> Manifest | None:
     """Manifest with the most runs among the copies in features.h5 and the parts, or None."""
-    found: list[Manifest] = []
+    copies: list[Manifest] = []
     parts = sorted((root / layout.PARTS).glob(layout.PART_OR_PIECE_GLOB))
     for path in [root / layout.PACKED, *parts]:
         try:
             with open_metadata(path) as file:
-                found.append(_copy_in(file))
+                copies.append(_copy_in(file))
         except (StoreError, *layout.UNREADABLE):
             continue  # one of them is enough
-    return max(found, key=lambda manifest: len(manifest.runs), default=None)
+    return max(copies, key=lambda manifest: len(manifest.runs), default=None)

@@ -401,15 +401,15 @@ class _Packing:
         if source.attrs.get("start", 0) != piece.start or len(source[layout.KEY]) != num_rows:
             raise StoreError(f"{piece.path} holds the rows of another part.")
         for name, expected in row_values(self._listing).items():
-            for start, found in good_chunks(source, name):
-                if not same_values(found, expected[rows][start : start + len(found)]):
+            for start, values in good_chunks(source, name):
+                if not same_values(values, expected[rows][start : start + len(values)]):
                     raise StoreError(f"{piece.path}: /{name} is not that of {layout.LISTING}.")
         for name in source[layout.FEATURES]:
             path = f"{layout.FEATURES}/{name}"
             self._copy_rows(source, path, piece.start)
         status = self._status[rows]
-        found = np.concatenate([values for _, values in good_chunks(source, layout.STATUS)])
-        status[:] = np.where((status == Status.ABSENT) | (status == Status.OK), found, status)
+        statuses = np.concatenate([values for _, values in good_chunks(source, layout.STATUS)])
+        status[:] = np.where((status == Status.ABSENT) | (status == Status.OK), statuses, status)
         self._take_image_checksums(source, piece)
         for failure in read_failures(source):
             self._failures.setdefault(failure.row, failure)
@@ -417,9 +417,9 @@ class _Packing:
     def _take_image_checksums(self, source: h5py.File, piece: _Piece) -> None:
         """Copy image checksums; they must agree with those of other layers of the same rows."""
         images = self._images[piece.start : piece.stop]
-        found = image_checksums_in(source)
-        both = (images != UNKNOWN_IMAGE) & (found != UNKNOWN_IMAGE)
-        if (other := np.flatnonzero(both & (images != found))).size:
+        new_images = image_checksums_in(source)
+        both = (images != UNKNOWN_IMAGE) & (new_images != UNKNOWN_IMAGE)
+        if (other := np.flatnonzero(both & (images != new_images))).size:
             key = os.fsdecode(bytes(self._listing.keys[piece.start + int(other[0])]))
             layers = ", ".join(source[layout.FEATURES])
             raise StoreError(
@@ -427,7 +427,7 @@ class _Packing:
                 f"{layers} from other images than the layers before them, such as {key}. "
                 "refresh=true with the command of the run computes them again."
             )
-        images[:] = np.where(found == UNKNOWN_IMAGE, images, found)
+        images[:] = np.where(new_images == UNKNOWN_IMAGE, images, new_images)
 
     def _copy_rows(self, source: h5py.File, path: str, first_row: int) -> None:
         """Copy the rows of a dataset: aligned chunks as stored, others decoded and checked."""

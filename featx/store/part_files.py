@@ -134,8 +134,8 @@ def arrived_parts(
         RunError: a file is not valid.
     """
     there = part_names(root)
-    found = [part for part in parts if layout.part_name(part.index) in there]
-    for part, problem, failures in look_at_parts(root, manifest, found):
+    present = [part for part in parts if layout.part_name(part.index) in there]
+    for part, problem, failures in look_at_parts(root, manifest, present):
         if problem is not None:
             path = part_path(root, part.index)
             raise RunError(
@@ -181,17 +181,17 @@ def _is_whole_by_table(path: Path, part: Part, run: Run) -> bool:
                 return False
         if (header["fingerprint"], header["start"]) != (run.digest, part.start):
             return False
-        found = {about["path"]: (about["shape"], about["dtype"]) for about in header["datasets"]}
+        entries = {about["path"]: (about["shape"], about["dtype"]) for about in header["datasets"]}
     except (OSError, LookupError, TypeError):
         return False  # `look_at_part` says what it is
-    rows = [found.get(path, ([], ""))[0] for path in (layout.KEY, layout.LABEL, layout.STATUS)]
-    failed = found.get(f"{layout.FAILURES}/row")
+    rows = [entries.get(path, ([], ""))[0] for path in (layout.KEY, layout.LABEL, layout.STATUS)]
+    failed = entries.get(f"{layout.FAILURES}/row")
     return (
         rows == [[len(part)]] * len(rows)
         and failed is not None
         and failed[0] == [0]
         and all(
-            found.get(f"{layout.FEATURES}/{spec.name}") == ([len(part), *spec.shape], spec.dtype)
+            entries.get(f"{layout.FEATURES}/{spec.name}") == ([len(part), *spec.shape], spec.dtype)
             for spec in run.layers
         )
     )
@@ -254,7 +254,8 @@ def shape_problem(file: h5py.File, num_rows: int, specs: Sequence[LayerSpec]) ->
         expected[path] = ((num_rows, *spec.shape), memory_dtype(spec.dtype))
     for path, (shape, dtype) in expected.items():
         # The low-level interface takes a third of the time, and a store may have 10,000 parts.
-        found = h5py.h5d.open(file.id, path.encode())
-        if found.shape != shape or dtype not in (None, found.dtype):
-            return f"dataset {path} is {found.shape} {found.dtype}, expected {shape} {dtype or ''}"
+        dataset = h5py.h5d.open(file.id, path.encode())
+        if dataset.shape != shape or dtype not in (None, dataset.dtype):
+            is_now = f"{dataset.shape} {dataset.dtype}"
+            return f"dataset {path} is {is_now}, expected {shape} {dtype or ''}"
     return None

@@ -213,11 +213,11 @@ class FeatureStore:
         """Combine the status of all files; see `status`."""
         status = np.full(len(self), Status.ABSENT, dtype=np.uint8)
         for segment in self._contents.segments:
-            found = self._rows.status_of(segment)
+            statuses = self._rows.status_of(segment)
             # A row that failed in one run has failed, whatever a later run made of it.
             before = status[segment.start : segment.stop]
             undecided = (before == Status.ABSENT) | (before == Status.OK)
-            before[undecided] = found[undecided]
+            before[undecided] = statuses[undecided]
         return status
 
     @cached_property
@@ -235,10 +235,10 @@ class FeatureStore:
         for segment in self._contents.segments:
             with self._rows.open(segment) as opened:
                 num_rows = segment.stop - segment.start
-                found = opened.column(layout.IMAGE_CHECKSUM, num_rows, "u")
+                of_segment = opened.column(layout.IMAGE_CHECKSUM, num_rows, "u")
             before = checksums[segment.start : segment.stop]
             unknown = before == UNKNOWN_IMAGE
-            before[unknown] = found[unknown]
+            before[unknown] = of_segment[unknown]
         return checksums
 
     @property
@@ -252,9 +252,9 @@ class FeatureStore:
         """Failed rows in ascending order, each with row, key, status (a word), error and
         message.
         """
-        found = []
+        failures = []
         for row, error, message in self._again_if_packed(self._read_failures):
-            found.append(
+            failures.append(
                 {
                     "row": row,
                     "key": str(self.keys[row]),
@@ -263,7 +263,7 @@ class FeatureStore:
                     "message": message.decode("utf-8", "replace"),
                 }
             )
-        return sorted(found, key=lambda failure: failure["row"])
+        return sorted(failures, key=lambda failure: failure["row"])
 
     def _status_label(self, row: int) -> str:
         """Status of a row in words; raises StoreError for a number that is no status."""
@@ -274,7 +274,7 @@ class FeatureStore:
 
     def _read_failures(self) -> list[tuple[int, bytes, bytes]]:
         """Row, exception and message of each failed row, from the first run in which it failed."""
-        found: dict[int, tuple[int, bytes, bytes]] = {}
+        failures: dict[int, tuple[int, bytes, bytes]] = {}
         for segment in self._contents.segments:
             with self._rows.open(segment) as opened:
                 if not opened.file.attrs.get("num_failures", 1):
@@ -283,8 +283,8 @@ class FeatureStore:
             for row, error, message in zip(*columns, strict=True):
                 if not segment.start <= row < segment.stop:
                     raise StoreError(f"{segment.path} has failures of rows that are not in it.")
-                found.setdefault(row, (row, error, message))
-        return list(found.values())
+                failures.setdefault(row, (row, error, message))
+        return list(failures.values())
 
     def row(self, key: str | bytes) -> int:
         """Row number of a key.

@@ -183,8 +183,8 @@ def keep_good_rows(
         StoreError: the file cannot be read now.
         RunError: the disk is full or fails.
     """
-    found = [] if listing is None else list(_saved(path, manifest, part, listing))
-    files = [(_path_of(disk.root, manifest, rows), data) for rows, data in found]
+    saved = [] if listing is None else list(_saved(path, manifest, part, listing))
+    files = [(_path_of(disk.root, manifest, rows), data) for rows, data in saved]
     # Files with other names are published before the damaged file is moved, so that a kill in
     # between loses no row.
     for name, data in files:
@@ -194,7 +194,7 @@ def keep_good_rows(
     for name, data in files:
         if name == path:
             disk.publish(name, data)
-    return KeptRows(aside, len(part), sum(len(rows) for rows, _ in found))
+    return KeptRows(aside, len(part), sum(len(rows) for rows, _ in saved))
 
 
 def _saved(
@@ -255,20 +255,20 @@ def _files_of(
     Yields:
         rows and content of each file.
     """
-    if (found := _good_rows(file, run, part, failures)) is None:
+    if (good_rows := _good_rows(file, run, part, failures)) is None:
         return
     # Pairs of start and stop of the runs of good rows.
-    edges = np.flatnonzero(np.diff(found.good, prepend=False, append=False))
+    edges = np.flatnonzero(np.diff(good_rows.good, prepend=False, append=False))
     for first, last in edges.reshape(-1, 2).tolist():
         rows = Part(part.index, part.start + first, part.start + last)
         builder = PartBuilder(rows, run.layers)
-        features = {name: values[first:last] for name, values in found.features.items()}
+        features = {name: values[first:last] for name, values in good_rows.features.items()}
         failed = [
-            Failure(row, bytes(listing.keys[row]), *found.failures[row])
+            Failure(row, bytes(listing.keys[row]), *good_rows.failures[row])
             for row in range(rows.start, rows.stop)
-            if row in found.failures
+            if row in good_rows.failures
         ]
-        builder.add(rows.start, features, failed, found.images[first:last])
+        builder.add(rows.start, features, failed, good_rows.images[first:last])
         yield rows, builder.build(run, listing, manifest.to_json())
 
 
@@ -301,22 +301,22 @@ def _good_rows(
     good = np.ones(len(part), np.bool_)
     is_nan, is_finite = np.ones(len(part), np.bool_), np.ones(len(part), np.bool_)
     for spec in run.layers:
-        found = file.rows(f"{layout.FEATURES}/{spec.name}", start, stop)
-        if found is None or found.values.shape[1:] != tuple(spec.shape):
+        rows = file.rows(f"{layout.FEATURES}/{spec.name}", start, stop)
+        if rows is None or rows.values.shape[1:] != tuple(spec.shape):
             return None
-        if found.values.dtype != raw_dtype(spec.dtype):
+        if rows.values.dtype != raw_dtype(spec.dtype):
             return None
-        features[spec.name] = found.values
-        good &= found.good
-        values = from_raw(found.values, spec.dtype).reshape(len(part), -1)
+        features[spec.name] = rows.values
+        good &= rows.good
+        values = from_raw(rows.values, spec.dtype).reshape(len(part), -1)
         is_nan &= np.isnan(values).all(1)
         is_finite &= np.isfinite(values).all(1)
     good &= is_nan | is_finite
     status = np.zeros(len(part), np.uint8)
-    found = file.rows(layout.STATUS, start, stop)
-    known = np.zeros(len(part), np.bool_) if found is None else found.good
-    if found is not None:
-        status[known] = found.values[known]
+    statuses = file.rows(layout.STATUS, start, stop)
+    known = np.zeros(len(part), np.bool_) if statuses is None else statuses.good
+    if statuses is not None:
+        status[known] = statuses.values[known]
     good &= known | is_finite  # without a status, the reason of a failed row is unknown
     good &= ~(is_nan & (status == Status.OK))
     if file.num_runs == 1:
@@ -337,7 +337,7 @@ def _good_rows(
         texts = [text.decode("utf-8", "surrogateescape") for text in (error, message)]
         reasons[row] = (reason, texts[0], texts[1])
     images = np.full(len(part), UNKNOWN_IMAGE, np.uint64)
-    found = file.rows(layout.IMAGE_CHECKSUM, start, stop)
-    if found is not None:
-        images[found.good] = found.values[found.good]
+    checksums = file.rows(layout.IMAGE_CHECKSUM, start, stop)
+    if checksums is not None:
+        images[checksums.good] = checksums.values[checksums.good]
     return _GoodRows(good, features, images, reasons)

@@ -69,14 +69,14 @@ class StoreSession:
         manifest: manifest of the store, including this run.
     """
 
-    def __init__(self, root: Path, asked: Run, listing: Listing, grow: bool = False) -> None:
+    def __init__(self, root: Path, requested: Run, listing: Listing, grow: bool = False) -> None:
         self.root = root
         self.listing = listing
         self.disk = open_folder(root)
         self._parts = CommittedParts(self.disk)
         self._grow = grow
-        self._asked = asked
-        self.manifest = Manifest((asked,))
+        self._requested = requested
+        self.manifest = Manifest((requested,))
         self._begun: set[PartBuilder] = set()  # not committed yet
         self._manifest_before = b""  # featx.json as it was read, for compare_and_swap
 
@@ -109,7 +109,7 @@ class StoreSession:
                 self._parts.survey(before, self.listing)
                 unfinished = [run for run in before.runs if self._parts.missing_of(run)]
                 self.manifest = merge_manifest(
-                    self.root, before, self._asked, unfinished, self._grow
+                    self.root, before, self._requested, unfinished, self._grow
                 )
             self._begin(before)
             if not self.packed:
@@ -139,8 +139,8 @@ class StoreSession:
 
     def missing(self) -> list[Part]:
         """Parts of the requested layers that are still to be computed, in order."""
-        asked = [run for run in self.manifest.runs if self.makes(run)]
-        return [part for run in asked for part in self._parts.missing_of(run)]
+        runs = [run for run in self.manifest.runs if self.makes(run)]
+        return [part for run in runs for part in self._parts.missing_of(run)]
 
     @property
     def whole(self) -> bool:
@@ -156,8 +156,8 @@ class StoreSession:
     @property
     def rows_asked(self) -> int:
         """Number of rows that the requested layers have in the end."""
-        asked = [run for run in self.manifest.runs if run.names & self._asked.names]
-        return max((run.grid.stop_row for run in asked), default=0)
+        runs = [run for run in self.manifest.runs if run.names & self._requested.names]
+        return max((run.grid.stop_row for run in runs), default=0)
 
     def lost_rows(self) -> list[int]:
         """Rows of the requested layers that were lost with damaged chunks of repaired parts."""
@@ -218,15 +218,15 @@ class StoreSession:
 
     def makes(self, run: Run) -> bool:
         """Whether a run of the store computed exactly the requested layers."""
-        return run.names == self._asked.names
+        return run.names == self._requested.names
 
     def parts_with(self, rows: Iterable[int]) -> list[Part]:
         """Parts of the requested layers with any of some rows, committed or with pieces."""
-        asked = [run for run in self.manifest.runs if self.makes(run)]
-        found = {run.grid.part_of(row) for run in asked for row in rows if run.grid.holds(row)}
+        runs = [run for run in self.manifest.runs if self.makes(run)]
+        parts = {run.grid.part_of(row) for run in runs for row in rows if run.grid.holds(row)}
         there = [
             part
-            for part in found
+            for part in parts
             if part.index in self._parts.indices or self._parts.pieces.of(part)
         ]
         return sorted(there, key=lambda part: part.index)
@@ -251,9 +251,9 @@ class StoreSession:
         }
         failures, images = [], np.full(len(part), UNKNOWN_IMAGE, np.uint64)
         for piece in self._parts.pieces.of(part):
-            found, failed, sums = self._rows_in(piece_path(self.root, piece), piece)
+            features, failed, sums = self._rows_in(piece_path(self.root, piece), piece)
             place = slice(piece.start - part.start, piece.stop - part.start)
-            for name, values in found.items():
+            for name, values in features.items():
                 rows[name][place] = values
             failures += failed
             images[place] = sums

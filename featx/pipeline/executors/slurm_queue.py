@@ -118,8 +118,8 @@ def seconds_left(limit_s: float) -> float:
     job = os.environ.get("SLURM_JOB_ID")
     if job is not None:
         code, out, _ = _asked(["squeue", "--noheader", "--format=%L", f"--jobs={job}"])
-        if code == 0 and (found := re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)", out.strip())):
-            days, hours, minutes, seconds = (int(group or 0) for group in found.groups())
+        if code == 0 and (match := re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)", out.strip())):
+            days, hours, minutes, seconds = (int(group or 0) for group in match.groups())
             return ((days * 24 + hours) * 60 + minutes) * 60.0 + seconds
     return limit_s
 

@@ -46,7 +46,7 @@ def run(config: Config, config_yaml: str) -> int:
             num_rows=asked.rows,
             seed=config.seed,
             device=config.device,
-            tell=progress.step,
+            on_progress=progress.step,
             rsa_distance=asked.rsa_distance,
             measures=asked.chosen_measures,
         )

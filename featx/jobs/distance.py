@@ -38,7 +38,7 @@ def run(config: Config, config_yaml: str) -> int:
                 subset_rows=asked.subset_rows,
                 seed=config.seed,
                 device=config.device,
-                tell=progress.step,
+                on_progress=progress.step,
             )
             for layer in layers
         ]

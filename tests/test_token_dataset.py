@@ -109,7 +109,7 @@ def test_tokens_far_and_near_are_read_by_ranges(tmp_path: Path, direct: bool, ve
     for packed in (False, True):
         root = large.write(tmp_path / f"{packed}", packed=packed)
         store = featx.open(root)
-        for count in (3, 40, 6000):
+        for count in (3, 40, 6000, len(expected)):
             reader = TokenReader(store, "tokens", verify, direct, mapped=False)
             for _ in range(2):  # chunks that are due, and chunks that are not
                 tokens = np.sort(rng.choice(len(expected), count, replace=False))
@@ -398,6 +398,28 @@ def test_parts_that_are_packed_meanwhile(tmp_path: Path, run: MadeRun) -> None:
     assert_equal_batches(list(data), expected)
 
 
+@pytest.mark.parametrize("direct", [False, True])
+def test_parts_that_are_packed_before_jobs_read_them(
+    tmp_path: Path, run: MadeRun, direct: bool
+) -> None:
+    from made_store import pack_alone
+
+    root = run.copied(tmp_path / "store")
+    reader = TokenReader(featx.open(root), "tokens", direct=direct, mapped=False)
+    out = np.zeros((90 * T, C * 2), np.uint8)
+    rows, positions = np.divmod(np.arange(100 * T, 190 * T), T)
+    places = np.random.default_rng(0).permutation(len(out))
+    jobs = reader.jobs(rows, positions, out, places, 10_000)
+    assert len(jobs) > 1
+    pack_alone(root)
+    for path in (root / "parts").glob("*.h5"):
+        path.unlink()
+    for job in jobs:
+        job()
+    expected = as_tokens(run, "tokens")[rows, positions]
+    np.testing.assert_array_equal(out[places].view(np.float16), expected)
+
+
 def test_arguments_that_do_not_fit(root: Path) -> None:
     for arguments, message in (
         ({"tokens": "registers"}, "this layer has none"),
@@ -475,6 +497,20 @@ def test_so_many_ranks_that_none_has_a_batch_are_refused_at_once(root: Path) -> 
     many = dataset(root, per_image=1, world_size=198, drop_last=True)
     with pytest.raises(ValueError, match="drop_last leaves such a batch out"):
         next(iter(many))
+
+
+@pytest.mark.slow  # 5 million tokens
+def test_an_epoch_of_many_images_is_mixed_from_its_begin_to_its_end(tmp_path: Path) -> None:
+    """As by default for 196 tokens of 1536 bytes: blocks of an image, 7 % of the tokens held.
+
+    A store of that size has 30 GB, so an image has 49 tokens of 2 bytes here.
+    """
+    root = mixed_run(tmp_path / "store", 100_000, 49)
+    data = TokenDataset(root, "tokens", tokens="all", memory=18_000_000, block=49)
+    assert data.mixing["held_bytes"] / 2 < 0.07 * data.num_tokens
+    distinct = np.array([len(np.unique(batch["row"].numpy())) for batch in data])
+    one = len(distinct) // 100
+    assert min(distinct.mean(), distinct[:one].mean(), distinct[-one:].mean()) >= 0.8 * 4096
 
 
 @pytest.mark.parametrize("world_size", [1, 3])

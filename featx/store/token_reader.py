@@ -8,8 +8,10 @@ first byte, so a token is read without its image. Other layers are read by rows 
 from __future__ import annotations
 
 import ctypes
+import itertools
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -24,6 +26,7 @@ from featx.store.chunk_places import ChunkPlaces
 from featx.store.dtypes import raw_dtype
 from featx.store.row_gather import gather, gather_into
 from featx.store.token_files import TokenFiles, most_files
+from featx.store.token_ranges import SPAN_BYTES, TokenRanges, find_ranges
 
 if TYPE_CHECKING:
     from featx.store.reader import FeatureStore
@@ -31,12 +34,6 @@ if TYPE_CHECKING:
 Rows = npt.NDArray[np.int64]
 Bytes = npt.NDArray[np.uint8]
 T = TypeVar("T")
-
-_GAP_BYTES = 64 << 10
-"""Largest gap between two tokens that are read as one range: as long to read as a call takes."""
-
-_SPAN_BYTES = 4 << 20
-"""Size of the aligned pieces of a file beyond which no range goes, but for the last token."""
 
 _PIECE_BYTES = 16 << 20
 """Bytes of rows that are held at a time where tokens are not read at their addresses."""
@@ -172,6 +169,52 @@ class TokenReader:
             self._check_range(rows, positions)
             self._again_if_moved(lambda files: self._read(files, rows, positions, out, places))
 
+    def jobs(
+        self, rows: Rows, positions: Rows, out: Bytes, places: Rows, num_bytes: int
+    ) -> list[Callable[[], None]]:
+        """Divide what `read_into` does into jobs for threads, of about `num_bytes` each.
+
+        A chunk that is due is compared in one job only.
+
+        Args:
+            rows, positions, out, places: as for `read_into`.
+            num_bytes: bytes that a job reads.
+
+        Raises:
+            IndexError, StoreError: as `take`; the jobs raise StoreError and OSError, too.
+        """
+        if not len(rows):
+            return []
+        self._check_range(rows, positions)
+        files = self._files
+        if self.way == "map" or self.reads_whole_rows:
+            parts = self._parts(rows, num_bytes)
+            return [
+                partial(self.read_into, rows[part], positions[part], out, places[part])
+                for part in parts
+            ]
+        offsets = positions * self.token_bytes
+        ranges = self._find_ranges(files, rows, offsets, self.token_bytes, SPAN_BYTES // 4)
+
+        def read(group: slice) -> None:
+            try:
+                ranges.read(files, group, out, places)
+            except FileNotFoundError:  # the parts of the store were packed meanwhile
+                part = ranges.pieces(group)
+                self._open_again(files)
+                self.read_into(rows[part], positions[part], out, places[part])
+
+        return [partial(read, group) for group in ranges.groups(num_bytes)]
+
+    def _parts(self, rows: Rows, num_bytes: int) -> list[slice]:
+        """Divide ascending rows into reads, between chunks: so each chunk is compared once."""
+        step = max(1, num_bytes // self.token_bytes)
+        starts = np.flatnonzero(np.diff(rows // self.chunk_rows)) + 1
+        wanted = np.searchsorted(starts, np.arange(step, len(rows), step))
+        cuts = np.unique(starts[wanted[wanted < len(starts)]]).tolist()
+        edges = [0, *cuts, len(rows)]
+        return [slice(low, high) for low, high in itertools.pairwise(edges) if high > low]
+
     def _check_range(self, rows: Rows, positions: Rows) -> None:
         """Raise IndexError if a row or a position is out of range."""
         for what, values, stop in (
@@ -188,10 +231,14 @@ class TokenReader:
         try:
             return work(files)
         except FileNotFoundError:
-            with self._lock:
-                if self._files is files:
-                    self._open()
+            self._open_again(files)
             return work(self._files)
+
+    def _open_again(self, files: TokenFiles) -> None:
+        """Find the chunks anew, unless another thread has replaced `files` by now."""
+        with self._lock:
+            if self._files is files:
+                self._open()
 
     def _gather(self, files: TokenFiles, rows: Rows, positions: Rows) -> npt.NDArray[Any]:
         """Gather tokens of mapped files, (n,) void."""
@@ -297,63 +344,27 @@ class TokenReader:
             out: (m, bytes) array.
             places: (n,) indices into `out`.
         """
-        found, width = files.places, out.shape[1]
-        number, chunk, within = found.locate(rows)
-        at = found.address[chunk] + within * found.row_bytes + offsets
-        target = out.reshape(-1).view(f"V{width}")
+        width = out.shape[1]
         if self.way == "map":
+            found = files.places
+            number, chunk, within = found.locate(rows)
+            at = found.address[chunk] + within * found.row_bytes + offsets
+            target = out.reshape(-1).view(f"V{width}")
             self._compare(files, chunk)
             for some in _split(np.arange(len(rows)), number):
                 items = files.mapped(int(number[some[0]])).items(width)
                 gather_into(items, at[some], target, places[some])
             return
-        self._read_ranges(files, (number, chunk, at), target, places)
+        ranges = self._find_ranges(files, rows, offsets, width, SPAN_BYTES)
+        for group in ranges.groups(SPAN_BYTES):
+            ranges.read(files, group, out, places)
 
-    def _read_ranges(
-        self,
-        files: TokenFiles,
-        pieces: tuple[Rows, Rows, Rows],
-        target: npt.NDArray[np.void],
-        places: Rows,
-    ) -> None:
-        """Read pieces by ranges of files, in which near pieces are joined, and compare due chunks.
-
-        Args:
-            files: open files.
-            pieces: (n,) number of the file, chunk, and address of each piece, in ascending order.
-            target: (m,) items as long as a piece.
-            places: (n,) indices into `target`.
-        """
-        (number, chunk, at), found, width = pieces, files.places, target.itemsize
-        is_due = np.zeros(len(at), np.bool_)
-        if self._verify is not False:
-            is_due = ~found.compared[chunk]
-        # A chunk that is due is read whole, so that no range ends within it.
-        begin = np.where(is_due, np.minimum(at, found.address[chunk]), at)
-        end = at + width
-        end[is_due] = np.maximum(end, found.address[chunk] + found.size[chunk])[is_due]
-        is_far = (at[1:] - at[:-1] > width + _GAP_BYTES) | (at[1:] < at[:-1])
-        is_far &= ~(is_due[1:] & (chunk[1:] == chunk[:-1]))
-        is_far |= begin[1:] // _SPAN_BYTES != begin[:-1] // _SPAN_BYTES
-        first = np.flatnonzero(np.concatenate([[True], is_far | (number[1:] != number[:-1])]))
-        last = np.append(first[1:], len(at))
-        low = np.minimum.reduceat(begin, first)
-        size = np.maximum.reduceat(end, first) - low
-        # Ranges of one file, of about _SPAN_BYTES in all, are read into one buffer.
-        buffer = np.cumsum(size) // _SPAN_BYTES
-        group = number[first] * (int(buffer[-1]) + 1) + buffer
-        for some in _split(np.arange(len(first)), group):
-            part = slice(int(first[some[0]]), int(last[some[-1]]))
-            data, offset = files.ranges(int(number[part.start]), low[some], size[some])
-            # Address in the buffer less that in the file, of each piece.
-            shift = np.repeat(offset - low[some], last[some] - first[some])
-            if is_due[part].any():
-                due = np.flatnonzero(is_due[part])
-                chunks, index = np.unique(chunk[part][due], return_index=True)
-                ahead = shift[due[index]]
-                files.compare_all(chunks, data, ahead)
-            items = np.ndarray((len(data) - width + 1,), f"V{width}", data.data, strides=(1,))
-            gather_into(items, at[part] + shift, target, places[part])
+    def _find_ranges(
+        self, files: TokenFiles, rows: Rows, offsets: Rows, width: int, span: int
+    ) -> TokenRanges:
+        """Ranges of files that hold pieces of ascending rows; see `find_ranges`."""
+        compares = self._verify is not False
+        return find_ranges(files.places, rows, offsets, width, span, compares)
 
 
 def _way(places: ChunkPlaces, direct: bool | None, may_map: bool) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -16,8 +15,9 @@ from featx.torch.token_selection import Ints, TokenSelection
 
 Bytes = npt.NDArray[np.uint8]
 
-_JOB_BYTES = 1 << 20
-"""Bytes of tokens that a thread reads at a time."""
+_JOBS = 8
+_LEAST_JOB_BYTES, _JOB_BYTES = 256 << 10, 1 << 20
+"""Reads that a segment is divided into at least, and the bytes of a read that limit that."""
 
 
 class TokenPool:
@@ -63,9 +63,10 @@ class TokenPool:
             self._begin(number, first, last)
             self._finish(number - 1)
         for number in range(first, last + 1):
-            self._finish(number)
+            # The next segment is begun before this one is complete, so that reading never pauses.
             if number < last:
                 self._begin(number + 1, first, last)
+            self._finish(number)
             parts = self._waiting.pop(number, [])
             tokens = np.concatenate([part for part, _ in parts] or [np.zeros(0, np.int64)])
             slots = np.concatenate([part for _, part in parts] or [np.zeros(0, np.int64)])
@@ -109,13 +110,10 @@ class TokenPool:
             if len(at):
                 self._waiting.setdefault(int(output[at[0]]), []).append((tokens[at], slots[at]))
         rows, positions = self._selection.locate(tokens)
-        jobs = [
-            self._threads.submit(
-                self._reader.read_into, rows[part], positions[part], self._tokens, slots[part]
-            )
-            for part in self._jobs(rows)
-        ]
-        self._reading.append((number, jobs))
+        width = self._reader.token_bytes
+        size = max(_LEAST_JOB_BYTES, min(_JOB_BYTES, len(rows) * width // _JOBS))
+        jobs = self._reader.jobs(rows, positions, self._tokens, slots, size)
+        self._reading.append((number, [self._threads.submit(job) for job in jobs]))
 
     def _finish(self, number: int) -> None:
         """Wait until the segments up to one are read; raises the error of the first that failed."""
@@ -140,12 +138,3 @@ class TokenPool:
         self._tokens = np.concatenate([self._tokens, np.empty_like(self._tokens[:more])])
         self._free = np.concatenate([self._free, np.empty(more, np.int64)])
         self.release(np.arange(before, before + more))
-
-    def _jobs(self, rows: Ints) -> list[slice]:
-        """Divide ascending rows into reads, between chunks: so each chunk is compared once."""
-        step = max(1, _JOB_BYTES // self._reader.token_bytes)
-        starts = np.flatnonzero(np.diff(rows // self._reader.chunk_rows)) + 1
-        wanted = np.searchsorted(starts, np.arange(step, len(rows), step))
-        cuts = np.unique(starts[wanted[wanted < len(starts)]]).tolist()
-        edges = [0, *cuts, len(rows)]
-        return [slice(low, high) for low, high in itertools.pairwise(edges) if high > low]

@@ -12,6 +12,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -133,6 +134,46 @@ def read_sequentially(path: Path) -> int:
     return done // (2 * SHAPE[1])
 
 
+def read_at_random(path: Path, block: int) -> int:
+    """Read blocks of a file past the page cache in a random order in 16 threads, and nothing else.
+
+    Args:
+        path: file.
+        block: tokens of a block.
+    """
+    block_bytes = block * 2 * SHAPE[1]
+    blocks = np.random.default_rng(0).permutation(path.stat().st_size // block_bytes)
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT)
+
+    def read(some: Any) -> None:
+        view = memoryview(mmap.mmap(-1, block_bytes + 8192))
+        for at in (some * block_bytes).tolist():
+            low, high = at // 4096 * 4096, -(-(at + block_bytes) // 4096) * 4096
+            os.preadv(descriptor, [view[: high - low]], low)
+
+    try:
+        with ThreadPoolExecutor(16) as threads:
+            list(threads.map(read, np.array_split(blocks, 16)))
+    finally:
+        os.close(descriptor)
+    return len(blocks) * block
+
+
+def copy_alone(memory: int) -> int:
+    """Copy tokens to random places of a memory and from there to batches, in one thread."""
+    token = f"V{2 * SHAPE[1]}"
+    held = np.zeros(memory // (2 * SHAPE[1]), token)
+    block = np.zeros(SHAPE[0], token)
+    places = np.random.default_rng(0).permutation(len(held))
+    rounds = 8
+    for _ in range(rounds):
+        for low in range(0, len(held) - SHAPE[0] + 1, SHAPE[0]):
+            held[places[low : low + SHAPE[0]]] = block
+        for low in range(0, len(held), 4096):
+            held.take(places[low : low + 4096])
+    return rounds * len(held)
+
+
 def measure_cold(forms: dict[str, Path], arguments: argparse.Namespace) -> None:
     """Shuffled epochs from the disk, and the packed file read in order past the page cache."""
     from featx.storage import reads_directly
@@ -156,7 +197,9 @@ def measure_cold(forms: dict[str, Path], arguments: argparse.Namespace) -> None:
         return count
 
     ways = {"in order, O_DIRECT": lambda: read_sequentially(packed)}
+    ways["copying alone"] = lambda: copy_alone(arguments.memory_mib << 20)
     for block in (64, 197, 394):
+        ways[f"reading alone, {block}"] = partial(read_at_random, packed, block)
         ways[f"packed, blocks of {block}"] = epoch(forms["packed"], True, block)
     ways["parts, blocks of 394"] = epoch(forms["parts"], True, 394)
     ways["packed, 394, page cache"] = epoch(forms["packed"], False, 394)

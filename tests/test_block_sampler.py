@@ -154,7 +154,7 @@ def test_sizes_below_one_are_refused(root: Path, block_rows: int, window: int) -
 
 
 def test_sizes_are_asked_for_where_no_row_tells_them() -> None:
-    with pytest.raises(ValueError, match=r"block_rows and window are needed.*range"):
+    with pytest.raises(ValueError, match=r"give block_rows and window.*range"):
         BlockShuffleSampler(range(10))
 
 

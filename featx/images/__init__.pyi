@@ -18,4 +18,4 @@ from .pixel_scale import PixelScale as PixelScale
 from .preprocess import Preprocess as Preprocess
 from .preprocess import centre_crop as centre_crop
 from .preprocess import check_reference as check_reference
-from .preprocess import cut_out as cut_out
+from .whole_images import cut_out as cut_out

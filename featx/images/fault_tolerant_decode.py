@@ -29,9 +29,9 @@ from featx.images.decode import (
 )
 from featx.images.decoder_warnings import DecoderWarnings, decoder_warnings_redirected
 from featx.images.image_policy import ImagePolicy
-from featx.images.preprocess import cut_out
 from featx.images.subprocess_decode import decode_in_subprocess
 from featx.images.tiff_blocks import TiffBlocks
+from featx.images.whole_images import cut_out
 from featx.types import Box, ImageFault, RegionSource, Source, Status
 
 T = TypeVar("T")

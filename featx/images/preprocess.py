@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -15,7 +15,6 @@ from PIL import Image
 from featx.base import plain_tensors, synchronise
 from featx.errors import FeatxError, ModelError
 from featx.images.pixel_scale import PixelScale
-from featx.types import Box, ImageFault, Status
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -223,41 +222,6 @@ def _normalisation(
         scale, shift = (1 / (255 * stds)).to(device), (means / stds).to(device)
     synchronise(device)  # other streams use them as well
     return scale, shift
-
-
-@overload
-def cut_out(decoded: Image.Image, box: Box) -> Image.Image: ...
-
-
-@overload
-def cut_out(decoded: npt.NDArray[Any], box: Box) -> npt.NDArray[Any]: ...
-
-
-def cut_out(decoded: Image.Image | npt.NDArray[Any], box: Box) -> Image.Image | npt.NDArray[Any]:
-    """Cut a box out of an upright image.
-
-    Args:
-        decoded: (H, W, C), or a Pillow image.
-        box: pixels to cut out.
-
-    Returns:
-        A copy of the box, of the type of `decoded`.
-
-    Raises:
-        ImageFault: the box reaches outside the image.
-    """
-    if isinstance(decoded, Image.Image):
-        width, height = decoded.size
-    else:
-        height, width, _ = decoded.shape
-    right, bottom = box.x + box.width, box.y + box.height
-    if right > width or bottom > height:
-        raise ImageFault(
-            Status.TRANSFORM_ERROR, f"the box reaches outside the image of {width} x {height}"
-        )
-    if isinstance(decoded, Image.Image):
-        return decoded.crop((box.x, box.y, right, bottom))
-    return decoded[box.y : bottom, box.x : right].copy()
 
 
 def resized_size(resize: int | tuple[int, int], height: int, width: int) -> tuple[int, int]:

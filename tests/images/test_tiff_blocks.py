@@ -14,8 +14,8 @@ from PIL import Image
 
 from featx.images.decode import decode_whole
 from featx.images.image_policy import ImagePolicy
-from featx.images.preprocess import cut_out
 from featx.images.tiff_blocks import TiffBlocks, tiff_blocks
+from featx.images.whole_images import cut_out
 from featx.types import Box, ImageFault, Status
 
 tifffile = pytest.importorskip("tifffile")

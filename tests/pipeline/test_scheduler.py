@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,6 +25,7 @@ class FakeSession:
     """Write session in memory."""
 
     rows_asked = 20
+    disk = SimpleNamespace(root=Path("store"))
 
     def __init__(self) -> None:
         self.committed_parts: list[int] = []

@@ -51,11 +51,10 @@ class Scheduler(ABC, Generic[WorkerT]):
         num_workers: as given.
         collector: results and measurements of the workers so far.
         progress: progress bar of the run; set by `work`.
-        heartbeat: heartbeat of the driver; set by `run`.
+        heartbeat: heartbeat of the driver, which `run` writes.
     """
 
     progress: Progress
-    heartbeat: Heartbeat
 
     def __init__(
         self, spec: WorkerSpec, session: Session, parts: Sequence[Part], num_workers: int
@@ -63,6 +62,7 @@ class Scheduler(ABC, Generic[WorkerT]):
         self.spec = spec
         self.session = session
         self.num_workers = num_workers
+        self.heartbeat = Heartbeat(session.disk, DRIVER)
         self.collector = ResultCollector(sum(len(part) for part in parts))
         self._missing = {part.index: part for part in parts}
         self._queue = deque(parts)
@@ -106,7 +106,7 @@ class Scheduler(ABC, Generic[WorkerT]):
             TooManyFailuresError: more images failed than max_failures allows.
             Interrupted: SIGINT or SIGTERM arrived; complete parts are committed.
         """
-        with Heartbeat(self.session.disk, DRIVER) as self.heartbeat:
+        with self.heartbeat:
             self.work()
         return self.collector.outcome(self.num_workers, self.spec)
 

@@ -144,7 +144,7 @@ def compare_models(sides: Sequence[Side], arguments: argparse.Namespace, folder:
 def in_turn_order(sides: Sequence[Side], number: int) -> Sequence[Side]:
     """Return the sides in the order of a round, which changes from round to round.
 
-    The second of two equal commands was 5 % slower on a machine that had just been idle.
+    The second run of a round was 5 % slower whichever commit it was (docs/performance.md).
     """
     return sides if number % 2 == 0 else sides[::-1]
 

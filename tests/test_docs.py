@@ -53,6 +53,7 @@ NOT_RUN = {
     "model.golden=": "a file of the user's code; tests/models/test_golden.py runs the example",
     "data.root=slides": "whole-slide images; tests/sources/test_slides_source.py makes some",
     "store=runs/slides": "tiles of slides; tests/export/test_peer_formats.py reads such exports",
+    "export.index=IVF1024": "thousands of rows; tests/export trains smaller indices",
     "probe.masks=": "masks; tests/jobs/test_probe_masks.py makes some",
     "executor.devices=": "GPUs; tests/pipeline has processes",
     "executor.workers=": "several processes; tests/pipeline has them",
@@ -254,6 +255,10 @@ PHOTOS = "data=folder data.root=photos model=resnet18 layers=[avgpool] out=runs/
 """Makes the store that pages call runs/photos, unless they make it themselves."""
 
 MADE_FIRST = {
+    "export": [
+        PHOTOS.replace("[avgpool]", "[embedding,avgpool]"),
+        PHOTOS.replace("[avgpool]", "[embedding]").replace("runs/photos", "runs/places"),
+    ],
     "reference/options/cka": [PHOTOS.replace("[avgpool]", "[layer4,avgpool]")],
     "reference/options/distance": [
         PHOTOS,
@@ -346,7 +351,7 @@ def test_every_command_runs(
         write_weights()
     asked = "store=runs/photos" in "\n".join(lines)
     if asked and not any("out=runs/photos" in line for line in (*made, *lines)):
-        made = [PHOTOS]
+        made = made or [PHOTOS]
     first = [f"python -m featx {line}" for line in made]
     for line in [*first, *lines]:
         words = line.removeprefix("python -m featx").strip()

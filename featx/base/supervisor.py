@@ -52,6 +52,9 @@ _scratch: Path | None = None
 _last: dict[int, float] = {}
 """Signal -> time when it last came."""
 
+_checks = {signum: threading.Lock() for signum in _FORWARDED}
+"""Signal -> lock held while `is_echo` checks a signal of this kind."""
+
 
 def supervised(work: Callable[[], int], was_decoding: Callable[[Path, int], bool]) -> int:
     """Run the work in a child process, and run it again if a decoder crashes the child.
@@ -182,11 +185,19 @@ def is_echo(signum: int) -> bool:
     Ctrl-C reaches parent and child, and the parent forwards it as well; so does a signal to the
     whole process group.
     """
-    if _shared is None:
+    check = _checks.get(signum)
+    if _shared is None or check is None:
         return False
-    now = time.monotonic()
-    last, _last[signum] = _last.get(signum, -_ECHO_S), now
-    return now - last < _ECHO_S
+    # Python runs the handler of a second signal between any two instructions of the handler of the
+    # first. The lock is then held by the interrupted call, so this signal is the echo.
+    if not check.acquire(blocking=False):
+        return True
+    try:
+        now = time.monotonic()
+        last, _last[signum] = _last.get(signum, -_ECHO_S), now
+        return now - last < _ECHO_S
+    finally:
+        check.release()
 
 
 def _wait(child: int) -> int:

@@ -151,6 +151,32 @@ def test_a_signal_reaches_the_work_once(
     assert (tmp_path / "signals").read_text() == f"{int(signum)} "
 
 
+INTERRUPTED = """
+    import itertools
+    def interrupt(frame, event, arg):
+        nonlocal countdown
+        if frame.f_code is not supervisor.is_echo.__code__: return None
+        frame.f_trace_opcodes = True
+        if event == "opcode":
+            countdown -= 1
+            if countdown == 0: answers.append(supervisor.is_echo(signal.SIGTERM))
+        return interrupt
+    for instruction in itertools.count(1):
+        supervisor._last.clear()
+        countdown, answers = instruction, []
+        sys.settrace(interrupt)
+        answers.append(supervisor.is_echo(signal.SIGTERM))
+        sys.settrace(None)
+        if len(answers) == 1: break
+        if sorted(answers) != [False, True]: return instruction
+    return 0 if instruction > 20 else 255"""
+
+
+def test_a_signal_within_the_handler_of_the_first_is_an_echo(tmp_path: Path) -> None:
+    """At whichever instruction of the check the second one comes, one of the two counts."""
+    assert run(tmp_path, INTERRUPTED)[:2] == (0, "")
+
+
 def test_killing_what_the_user_sees_leaves_nothing_running(tmp_path: Path) -> None:
     with running(tmp_path, PATIENT) as process:
         child = int((tmp_path / "child").read_text())

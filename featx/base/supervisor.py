@@ -52,7 +52,7 @@ _scratch: Path | None = None
 _last: dict[int, float] = {}
 """Signal -> time when it last came."""
 
-_checks = {signum: threading.Lock() for signum in _FORWARDED}
+_checks: dict[int, threading.Lock] = {signum: threading.Lock() for signum in _FORWARDED}
 """Signal -> lock held while `is_echo` checks a signal of this kind."""
 
 

@@ -383,6 +383,8 @@ def explain(error: Exception) -> ConfigError:
             "commas or quotes goes into single quotes for the shell, texts inside it into double "
             f"ones: 'layers=[layer4,\"blocks.*.mlp\"]', 'model.args={{depth: 20, name: \"a, b\"}}'."
         )
+    if (wrong_type := _explain_type(text)) is not None:
+        return ConfigError(wrong_type)
     full_key = re.search(r"full_key: (\S+)", text)
     where = f"{full_key.group(1)}: " if full_key else ""
     return ConfigError(where + _first_line(chain))
@@ -394,6 +396,35 @@ _OF_ONES_OWN = {
     "experiment/{0}.yaml in the folder of --config-dir.",
 }
 """Group -> what a choice can be besides the names that exist."""
+
+
+_TYPES = {
+    r"is not a ListConfig, list or tuple": "a list in brackets, such as [448,448]",
+    r"Cannot assign .* to Dict": "keys and values in braces, such as {depth: 20}",
+    r"could not be converted to Integer": "an integer",
+    r"could not be converted to Float": "a number",
+    r"is not a valid bool": "true or false",
+}
+"""Pattern of OmegaConf's message about a type -> what the option takes instead."""
+
+
+def _explain_type(text: str) -> str | None:
+    """Describe a value whose type the option does not take; None for other errors.
+
+    Args:
+        text: messages of the error and of its causes.
+    """
+    override = re.search(r"Error merging override \+*(.+)", text)
+    full_key = re.search(r"full_key: (\S+)", text)
+    expected = next((name for pattern, name in _TYPES.items() if re.search(pattern, text)), None)
+    if override is None or full_key is None or expected is None:
+        return None
+    option = re.sub(r"\[\d+\]$", "", full_key.group(1))
+    entry = f" as {full_key.group(1)}" if option != full_key.group(1) else ""
+    return (
+        f"{override.group(1)}: expected {expected}{entry}. "
+        f"python -m featx --help describes {option}."
+    )
 
 
 def _first_line(chain: list[Any]) -> str:

@@ -26,7 +26,7 @@ def run(config: Config, config_yaml: str) -> int:
     if not root.is_dir():
         raise StoreError(
             f"there is no store at {root}; job=status takes the store's folder. A run that "
-            "has just begun makes it when its model is ready."
+            "has just started makes it when its model is ready."
         )
     for i, status in enumerate(statuses(root) if config.status.watch else [store_status(root)]):
         if i and not config.job.json:

@@ -63,7 +63,7 @@ class TokenPool:
             self._begin(number, first, last)
             self._finish(number - 1)
         for number in range(first, last + 1):
-            # The next segment is begun before this one is complete, so that reading never pauses.
+            # The next segment is started before this one is complete: reading never pauses.
             if number < last:
                 self._begin(number + 1, first, last)
             self._finish(number)

@@ -20,13 +20,13 @@ class BinaryFit:
     Attributes:
         weight: (T, D) float64, for standardised features.
         bias: (T,) float64, which is not penalised.
-        gradient: largest entry of the gradient at the end.
+        max_abs_gradient: largest absolute entry of the gradient at the end.
         iterations: iterations of L-BFGS.
     """
 
     weight: torch.Tensor
     bias: torch.Tensor
-    gradient: float
+    max_abs_gradient: float
     iterations: int
 
 
@@ -95,4 +95,4 @@ class LabelledMatrix:
         with threads_for(x.numel(), x.device):
             iterations = minimise(objective, self._moments, FINAL_TOLERANCE)
             objective()
-        return BinaryFit(weight, bias, objective.gradient, iterations)
+        return BinaryFit(weight, bias, objective.max_abs_gradient, iterations)

@@ -41,14 +41,15 @@ class Fit:
     Attributes:
         weight: (C, D) float32, for standardised features.
         bias: (C,) float32.
-        gradient: largest entry of the gradient at the end, or None if it was not computed.
-        converged: whether `gradient` is at most TOLERANCE, or None if it was not computed.
+        max_abs_gradient: largest absolute entry of the gradient at the end, or None if it was
+            not computed.
+        converged: whether `max_abs_gradient` is at most TOLERANCE, or None if it was not computed.
         iterations: iterations of L-BFGS, or steps of AdamW.
     """
 
     weight: torch.Tensor
     bias: torch.Tensor
-    gradient: float | None
+    max_abs_gradient: float | None
     converged: bool | None
     iterations: int
 
@@ -125,8 +126,8 @@ def fit_logistic(
         if exact:
             finish_by_newton(objective)
         objective()
-    gradient = objective.gradient
-    return Fit(weight.float(), bias.float(), gradient, gradient <= TOLERANCE, iterations)
+    largest = objective.max_abs_gradient
+    return Fit(weight.float(), bias.float(), largest, largest <= TOLERANCE, iterations)
 
 
 def sweep(

@@ -145,13 +145,14 @@ def _fit_linear(
     if found.converged is False:
         notes.append(
             f"l2={l2:g}: L-BFGS has not converged in {found.iterations} iterations (largest entry "
-            f"of the gradient {found.gradient:.2g}, wanted {logistic_regression.TOLERANCE:g})"
+            f"of the gradient {found.max_abs_gradient:.2g}, "
+            f"wanted {logistic_regression.TOLERANCE:g})"
         )
     head = Head(scaler, found.weight, found.bias, probabilities=True)
     details = {
         "solver": solver,
         "iterations": found.iterations,
-        "gradient": found.gradient,
+        "gradient": found.max_abs_gradient,
         "converged": found.converged,
     }
     return _with_head(problem, head, l2, notes, details)

@@ -65,7 +65,7 @@ def _newton_step(objective: SoftmaxObjective) -> tuple[torch.Tensor, torch.Tenso
     for _ in range(MAX_CG_STEPS):
         if square <= wanted:
             break
-        product = objective.hessian(p, direction)
+        product = objective.hessian_vector_product(p, direction)
         curvature = float((direction * product).sum())
         if not curvature > 0:
             break

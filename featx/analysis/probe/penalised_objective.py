@@ -59,8 +59,8 @@ class PenalisedObjective(ABC):
         return loss
 
     @property
-    def gradient(self) -> float:
-        """Largest entry of the gradient at the weights of the last call."""
+    def max_abs_gradient(self) -> float:
+        """Largest absolute entry of the gradient at the weights of the last call."""
         assert self.weight.grad is not None
         assert self.bias.grad is not None
         return max(float(self.weight.grad.abs().max()), float(self.bias.grad.abs().max()))

@@ -137,9 +137,9 @@ def minimise(objective: PenalisedObjective, moments: SecondMoments, tolerance: f
         search.minimise(objective)
         iterations = search.iterations
         objective()
-        if evaluations is None or objective.gradient <= tolerance:
+        if evaluations is None or objective.max_abs_gradient <= tolerance:
             return iterations
     preconditioned = PreconditionedObjective(objective, moments)
     search = LBFGS(preconditioned.parameters, 0.0, 2 * MAX_ITERATIONS)
-    search.minimise_until(preconditioned, lambda: objective.gradient <= tolerance)
+    search.minimise_until(preconditioned, lambda: objective.max_abs_gradient <= tolerance)
     return iterations + search.iterations

@@ -102,7 +102,7 @@ def fit_patches(patches: Patches, split: Split, l2: float | None) -> FittedPatch
     if not final.fit.converged:
         notes.append(
             f"l2={best.l2:g}: L-BFGS has not converged in {final.fit.iterations} iterations "
-            f"(largest entry of the gradient {final.fit.gradient:.2g})"
+            f"(largest entry of the gradient {final.fit.max_abs_gradient:.2g})"
         )
     if len(final.classes) < patches.num_classes:
         notes.append(

@@ -40,7 +40,7 @@ class SoftmaxObjective(PenalisedObjective):
         """See `PenalisedObjective`."""
         return logits.softmax(1)
 
-    def hessian(self, p: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def hessian_vector_product(self, p: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """Multiply the Hessian with weights and biases, for `x` in the dtype of the weights.
 
         Args:

@@ -176,10 +176,10 @@ def _fit_labels(
     scaler, rows = _labelled_matrix(problem, places)
     fit = rows.fit(l2, start)
     notes = []
-    if fit.gradient > logistic_regression.TOLERANCE:
+    if fit.max_abs_gradient > logistic_regression.TOLERANCE:
         notes.append(
             f"l2={l2:g}: L-BFGS has not converged in {fit.iterations} iterations (largest entry of "
-            f"the gradient {fit.gradient:.2g})"
+            f"the gradient {fit.max_abs_gradient:.2g})"
         )
     return _label_head(scaler, fit), notes
 

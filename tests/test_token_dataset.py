@@ -99,8 +99,15 @@ def test_take_gives_the_values_of_the_layer(
     assert np.array_equal(found.numpy(), expected[rows, positions])
 
 
-@pytest.mark.parametrize("verify", ["chunks", False])
-@pytest.mark.parametrize("direct", [False, True])
+@pytest.mark.parametrize(
+    ("direct", "verify"),
+    [
+        (False, False),
+        (True, "chunks"),
+        pytest.param(False, "chunks", marks=pytest.mark.slow),
+        pytest.param(True, False, marks=pytest.mark.slow),
+    ],
+)
 def test_tokens_far_and_near_are_read_by_ranges(tmp_path: Path, direct: bool, verify: Any) -> None:
     """Longer than one range, with gaps within chunks and between them, packed and in parts."""
     large = make_run(96, 32, {"tokens": (64, 1024)}, "float16")

@@ -100,11 +100,15 @@ def opened(browser: Any, file: Path, scheme: str, width: int, touch: bool = Fals
     context.close()
 
 
-SHAPES = [("light", 1360), ("dark", 390)]
-
-
-@pytest.mark.parametrize(("scheme", "width"), SHAPES)
-@pytest.mark.parametrize("name", ["report.html", "predictions.html"])
+@pytest.mark.parametrize(
+    ("name", "scheme", "width"),
+    [
+        ("report.html", "light", 1360),
+        ("predictions.html", "dark", 390),
+        pytest.param("report.html", "dark", 390, marks=pytest.mark.slow),
+        pytest.param("predictions.html", "light", 1360, marks=pytest.mark.slow),
+    ],
+)
 def test_texts_are_readable_and_nothing_is_wider_than_the_screen(
     browser: Any, folder: Path, name: str, scheme: str, width: int
 ) -> None:

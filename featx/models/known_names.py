@@ -127,10 +127,15 @@ def spellings(name: str, names: Iterable[str]) -> list[str]:
 
 
 def _of_other_library(name: str) -> Iterator[str]:
-    """Yield the options to type for a name of a library other than the selected one."""
+    """Yield the options to type for a name of another library, also if it is typed LIBRARY/NAME."""
+    owner, _, rest = name.partition("/")
     for entry in read_catalogue().entries:
         if entry.library != "open_clip" and name in (entry.full_name, entry.name):
             yield f"{entry.library} has it: model={entry.option}."
+            return
+        is_repository = entry.repository.lower() == name.lower()
+        if entry.library == owner and rest in (entry.full_name, entry.name) and not is_repository:
+            yield f"{entry.library} has {rest}: model={entry.option}."
             return
     asked = name.replace("/", "-")
     tags = [

@@ -54,6 +54,7 @@ def said_of(name: str) -> str:
         ("vit_base_patch14_dinov2-lvd142m", "model=vit_base_patch14_dinov2.lvd142m (timm)."),
         ("laion/CLIP-ViT-B-32-laion2B-s34B-b79K", "model.weights=laion2b_s34b_b79k."),
         ("timm/resnet50.a1_in1k", "timm has the weights of timm/resnet50.a1_in1k: model=resnet50."),
+        ("torchvision/resnet50", "torchvision has resnet50: model=resnet50."),
         ("owner/model", "model=transformers model.name=owner/model if it is a model for transfo"),
         ("/no/such/folder", "There is no such file or folder."),
     ],

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from made_store import make_labelled
 
-from featx.analysis.probe.labelled_rows import Features, labelled_rows, layer_rows
+from featx.analysis.probe.labelled_rows import Features, labelled_rows, layer_vectors
 from featx.analysis.probe.problem import Problem
 from featx.config import ProbeConfig
 from featx.store.reader import FeatureStore
@@ -45,7 +45,7 @@ def features_of(root: Path, x: np.ndarray, y: np.ndarray, memory_bytes: float = 
     """The rows of a store made of them, in memory or (memory_bytes=0) read in blocks."""
     if not (root / "store").exists():
         write_store(root / "store", y, x=x)
-    rows = layer_rows(labelled_rows(FeatureStore(root / "store")), "x")
+    rows = layer_vectors(labelled_rows(FeatureStore(root / "store")), "x")
     return Features([rows], torch.device("cpu"), memory_bytes)
 
 

@@ -1,9 +1,9 @@
 from .layer_outline import last_stage as last_stage
 from .layer_outline import matching_names as matching_names
 from .layer_outline import outline as outline
-from .layer_tables import layer_rows as layer_rows
 from .layer_tables import layer_table as layer_table
 from .layer_tables import remarks as remarks
+from .layer_tables import table_rows as table_rows
 from .layer_tables import title as title
 from .layer_tables import usage as usage
 from .overrides import CommandLine as CommandLine

@@ -27,7 +27,7 @@ _COLUMNS = {
 }
 
 
-def layer_rows(
+def table_rows(
     traced: Trace,
     item_bytes: int,
     kinds: tuple[str, ...] = ("output",),
@@ -154,7 +154,7 @@ def layer_table(rows: Sequence[Mapping[str, Any]], show: str, on_cuda: bool) -> 
     """Return the rows as the table of one view.
 
     Args:
-        rows: of `layer_rows`, or others with the same keys.
+        rows: of `table_rows`, or others with the same keys.
         show: which columns, as in job.show.
         on_cuda: whether device memory was measured.
     """

@@ -94,12 +94,12 @@ def _rows(config: Config, engine: Engine, traced: Trace, profiled: Profile) -> l
     Raises:
         LayerError: a name matches nothing.
     """
-    from featx.cli import layer_rows, matching_names
+    from featx.cli import matching_names, table_rows
 
     names = _names(config, engine, traced)
     kinds = [name.partition(":")[2] or "output" for name in names] or captures(config)
     item_bytes = np.dtype(config.dtype).itemsize
-    rows = layer_rows(traced, item_bytes, tuple(dict.fromkeys(kinds)), profiled)
+    rows = table_rows(traced, item_bytes, tuple(dict.fromkeys(kinds)), profiled)
     if not names:
         return rows
     listed = set()
@@ -143,7 +143,7 @@ def _listed(
     config: Config, engine: Engine, traced: Trace, profiled: Profile, show: str
 ) -> tuple[list[dict[str, Any]], list[tuple[str, str]]]:
     """Return the rows of the table, and remarks about them, each as (name, text)."""
-    from featx.cli import last_stage, layer_rows, outline, remarks, usage
+    from featx.cli import last_stage, outline, remarks, table_rows, usage
 
     rows = _rows(config, engine, traced, profiled)
     lines: list[tuple[str, str]] = []
@@ -154,7 +154,7 @@ def _listed(
         modules = outline(traced, depth)
         stage = last_stage(traced, modules)
         item_bytes = np.dtype(config.dtype).itemsize
-        rows = layer_rows(traced, item_bytes, captures(config), profiled, modules)
+        rows = table_rows(traced, item_bytes, captures(config), profiled, modules)
         inside = f", or 'layers=[{stage}.**]' for what is inside {stage}" if stage else ""
         lines += [
             ("listed", f"{len(rows)} of {num_all} layers and operations"),

@@ -10,7 +10,7 @@ import pytest
 from made_store import make_labelled
 
 from featx.analysis.probe.groups import row_groups
-from featx.analysis.probe.labelled_rows import Labelled, labelled_rows
+from featx.analysis.probe.labelled_rows import LabelledRows, labelled_rows
 from featx.errors import StoreError
 from featx.sources.key_forms import box_key, frame_key, origin_of
 from featx.store.reader import FeatureStore
@@ -18,7 +18,7 @@ from featx.store.reader import FeatureStore
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def labelled(root: Path, keys: list[bytes], **columns: np.ndarray) -> Labelled:
+def labelled(root: Path, keys: list[bytes], **columns: np.ndarray) -> LabelledRows:
     """Rows with these keys and columns, all of them ok and labelled."""
     order = np.argsort(np.array(keys), kind="stable")
     run = make_labelled({"x": np.zeros((len(keys), 2))}, np.arange(len(keys)) % 2, ["a", "b"])

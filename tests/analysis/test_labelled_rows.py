@@ -13,7 +13,7 @@ from probe_problem import blobs, features_of, write_store
 
 from featx.analysis.probe import labelled_rows as data
 from featx.analysis.probe.heads import fit_scaler
-from featx.analysis.probe.labelled_rows import labelled_rows, layer_rows, matched_by_name
+from featx.analysis.probe.labelled_rows import labelled_rows, layer_vectors, match_classes
 from featx.errors import DataError, ReduceError, StoreError
 from featx.store.reader import FeatureStore
 
@@ -77,7 +77,7 @@ def test_small_maps_are_flattened_and_large_ones_averaged_over_positions(
         "tokens": ("avg", rows["tokens"].mean(1)),
     }
     for layer, (reduction, values) in expected.items():
-        found = layer_rows(labelled, layer)
+        found = layer_vectors(labelled, layer)
         assert (found.reduction, found.width) == (reduction, values.shape[1])
         read = found.read(np.array([2, 0]))
         assert read.dtype == torch.float32
@@ -93,9 +93,9 @@ def test_a_large_map_whose_channels_are_unknown_is_refused(
     )
     labelled = labelled_rows(FeatureStore(made.write(tmp_path / "store")))
     with pytest.raises(ReduceError, match="could be"):
-        layer_rows(labelled, "cube")
+        layer_vectors(labelled, "cube")
     with pytest.raises(ReduceError, match="too many for a probe"):
-        layer_rows(labelled, "four")
+        layer_vectors(labelled, "four")
 
 
 def test_in_memory_and_in_blocks_are_the_same_values(
@@ -134,7 +134,7 @@ def test_the_scaler_is_numpys_mean_and_std_and_leaves_constants_at_zero(
 def test_a_value_that_is_not_finite_in_an_ok_row_is_reported(tmp_path: Path) -> None:
     x, y = blobs(12)
     root = write_store(tmp_path / "store", y, x=x)
-    rows = layer_rows(labelled_rows(FeatureStore(root)), "x")
+    rows = layer_vectors(labelled_rows(FeatureStore(root)), "x")
     with pytest.raises(StoreError, match=r"row 5 \(00005.jpg\) of x is marked ok"):
         rows.check(torch.tensor([[1.0], [float("inf")]]), np.array([4, 5]))
 
@@ -142,11 +142,9 @@ def test_a_value_that_is_not_finite_in_an_ok_row_is_reported(tmp_path: Path) -> 
 def test_classes_of_another_store_are_matched_by_name(tmp_path: Path) -> None:
     x = np.ones((6, 2))
     other = make_labelled({"x": x}, [0, 1, 2, 0, 1, 2], ["b", "new", "a"])
-    found = matched_by_name(
-        labelled_rows(FeatureStore(other.write(tmp_path / "other"))), ("a", "b")
-    )
+    found = match_classes(labelled_rows(FeatureStore(other.write(tmp_path / "other"))), ("a", "b"))
     assert found.rows.tolist() == [0, 2, 3, 5]
     assert found.y.tolist() == [1, 0, 1, 0]
     assert found.notes == ("probe.test_store: 2 rows of classes not trained on: left out",)
     with pytest.raises(DataError, match="matched by name"):
-        matched_by_name(labelled_rows(FeatureStore(tmp_path / "other")), ("x", "y"))
+        match_classes(labelled_rows(FeatureStore(tmp_path / "other")), ("x", "y"))

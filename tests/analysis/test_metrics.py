@@ -8,10 +8,10 @@ from sklearn import metrics as oracle
 from sklearn.calibration import calibration_curve
 
 from featx.analysis.probe.metrics import (
-    Predictions,
+    ProbePredictions,
     calibration_error,
-    judged,
     mean_and_spread,
+    prediction_metrics,
     top_k,
     wilson,
 )
@@ -32,7 +32,7 @@ def made(num_rows: int = 400, num_classes: int = 8) -> tuple[np.ndarray, np.ndar
 def test_every_number_is_scikit_learns() -> None:
     y, scores = made()
     predicted = scores.argmax(1)
-    found = judged(Predictions(y, scores, True))
+    found = prediction_metrics(ProbePredictions(y, scores, True))
     assert found["accuracy"] == pytest.approx(oracle.accuracy_score(y, predicted))
     labels = list(range(8))
     tested = labels[:7]
@@ -51,7 +51,7 @@ def test_every_number_is_scikit_learns() -> None:
 
 def test_balanced_accuracy_is_scikit_learns_where_all_classes_are_tested() -> None:
     y, scores = made()
-    found = judged(Predictions(y, scores[:, :7], False))
+    found = prediction_metrics(ProbePredictions(y, scores[:, :7], False))
     expected = oracle.balanced_accuracy_score(y, scores[:, :7].argmax(1))
     assert found["balanced_accuracy"] == pytest.approx(expected)
     assert found["calibration_error"] is None
@@ -89,12 +89,14 @@ def test_top_k_does_not_count_classes_by_their_place_in_the_alphabet() -> None:
     scores[:, 2:] = 0.25
     assert top_k(np.array([4, 5]), scores, 5) == 1
     assert top_k(np.array([0, 5]), scores, 5) == 0.5
-    five = judged(Predictions(np.array([0, 4]), np.eye(5)[[0, 4]], True))
+    five = prediction_metrics(ProbePredictions(np.array([0, 4]), np.eye(5)[[0, 4]], True))
     assert five["top5"] is None
 
 
 def test_a_class_that_is_never_predicted_has_no_precision() -> None:
-    found = judged(Predictions(np.array([0, 1]), np.array([[1.0, 0.0], [1.0, 0.0]]), True))
+    found = prediction_metrics(
+        ProbePredictions(np.array([0, 1]), np.array([[1.0, 0.0], [1.0, 0.0]]), True)
+    )
     assert found["precision"] == [0.5, None]
     assert found["recall"] == [1.0, 0.0]
 

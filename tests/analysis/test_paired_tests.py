@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from featx.analysis.probe.metrics import Predictions
+from featx.analysis.probe.metrics import ProbePredictions
 from featx.analysis.probe.paired_tests import (
     bootstrapped_difference,
     compare,
@@ -66,13 +66,13 @@ def test_accuracy_on_some_of_the_rows() -> None:
 
 def test_probabilities_are_those_of_the_true_and_the_predicted_class() -> None:
     scores = np.array([[0.7, 0.3], [0.6, 0.4]])
-    found = join_folds([Predictions(np.array([0, 1]), scores, True)] * 2)
+    found = join_folds([ProbePredictions(np.array([0, 1]), scores, True)] * 2)
     assert found.predicted.tolist() == [0, 0, 0, 0]
     assert found.p_true is not None
     assert found.p_true.tolist() == [0.7, 0.4, 0.7, 0.4]
     assert found.p_predicted is not None
     assert found.p_predicted.tolist() == [0.7, 0.6, 0.7, 0.6]
-    ridge = join_folds([Predictions(np.array([0, 1]), scores, False)])
+    ridge = join_folds([ProbePredictions(np.array([0, 1]), scores, False)])
     assert ridge.p_true is None
 
 

@@ -43,7 +43,7 @@ def test_confusion_and_metrics_are_scikit_learns() -> None:
     assert found["pixel_accuracy"] == pytest.approx(float((true == said).mean()), abs=1e-12)
     recall = recall_score(true, said, labels=range(5), average="macro")
     assert found["mean_accuracy"] == pytest.approx(recall, abs=1e-12)
-    joined = PixelCounts.joined([counts, counts])
+    joined = PixelCounts.join([counts, counts])
     assert np.array_equal(joined.confusion, 2 * counts.confusion)
     assert len(joined.pixels) == 14
 

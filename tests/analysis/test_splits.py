@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from featx.analysis.probe.given_split import read_split_file
-from featx.analysis.probe.splits import few, given, holdout, kfold
+from featx.analysis.probe.splits import few_shot_places, holdout, kfold, split_from_places
 from featx.errors import DataError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -58,19 +58,19 @@ def test_more_folds_than_rows_are_refused() -> None:
 
 def test_few_takes_what_there_is_and_each_draw_another() -> None:
     train = np.arange(73)
-    places = few(UNEVEN, train, 5, draw=0, seed=0)
+    places = few_shot_places(UNEVEN, train, 5, draw=0, seed=0)
     assert counts(UNEVEN, places) == [5, 5, 2, 1]
-    assert (places == few(UNEVEN, train, 5, draw=0, seed=0)).all()
-    assert (places != few(UNEVEN, train, 5, draw=1, seed=0)).any()
-    assert set(few(UNEVEN, np.arange(10), 3, 0, 0)) <= set(range(10))
+    assert (places == few_shot_places(UNEVEN, train, 5, draw=0, seed=0)).all()
+    assert (places != few_shot_places(UNEVEN, train, 5, draw=1, seed=0)).any()
+    assert set(few_shot_places(UNEVEN, np.arange(10), 3, 0, 0)) <= set(range(10))
 
 
 def test_given_validation_rows_are_kept_and_others_are_drawn() -> None:
     y = np.array([0, 1] * 10)
     train, test = np.arange(12), np.arange(14, 20)
-    kept = given(y, train, np.array([12, 13]), test, 0.2, 0)
+    kept = split_from_places(y, train, np.array([12, 13]), test, 0.2, 0)
     assert (kept.fit.tolist(), kept.validation.tolist()) == (train.tolist(), [12, 13])
-    drawn = given(y, train, np.empty(0, np.int64), test, 0.5, 0)
+    drawn = split_from_places(y, train, np.empty(0, np.int64), test, 0.5, 0)
     assert len(drawn.validation) == 6
     assert drawn.train.tolist() == train.tolist()
 

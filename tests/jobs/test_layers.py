@@ -18,7 +18,7 @@ from zoo import TwoStageConvNet
 
 from featx import jobs
 from featx.base.console import print_result
-from featx.cli.layer_tables import layer_rows, layer_table
+from featx.cli.layer_tables import layer_table, table_rows
 from featx.config import VIEWS_OF_LAYERS, ReduceConfig
 from featx.config.schema import from_keywords, from_omegaconf
 from featx.errors import ConfigError, DataError, LayerError, MissingExtraError, ModelError
@@ -244,7 +244,7 @@ def test_the_first_layer_that_is_not_finite_is_named(layers: Layers) -> None:
 def test_names_are_what_to_write_in_layers() -> None:
     """Each row whose batch is in front, and each name under inputs, is accepted by `select`."""
     traced = trace_forward(odd().eval(), torch.randn(2, 3, 32, 32))
-    rows = layer_rows(traced, 2, ("output", "input", "grad_output"))
+    rows = table_rows(traced, 2, ("output", "input", "grad_output"))
     names = [row["name"] for row in rows if row["batch_in_front"]]
     assert len(names) == len(set(names))
     assert {"relu@2:input", "attention[1]:input", "attention[0]", "head:grad_output"} <= set(names)

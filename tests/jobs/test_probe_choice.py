@@ -16,7 +16,7 @@ from sklearn.preprocessing import StandardScaler
 from tiny_model import run_job
 
 from featx.analysis.probe.layer_choice import LayerChoice, best_layer
-from featx.analysis.probe.metrics import Predictions
+from featx.analysis.probe.metrics import ProbePredictions
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path")
 
@@ -39,8 +39,8 @@ def test_a_tie_goes_to_the_smaller_validation_loss() -> None:
 
 
 def test_each_fold_has_a_choice_of_its_own() -> None:
-    def tested(label: int) -> Predictions:
-        return Predictions(np.array([label]), np.eye(2)[[label]], True)
+    def tested(label: int) -> ProbePredictions:
+        return ProbePredictions(np.array([label]), np.eye(2)[[label]], True)
 
     choice = LayerChoice(2)
     choice.offer("a", [(0.8, 0.5), (0.9, 0.5)], [tested(0), tested(0)])

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from featx.cli.layer_tables import layer_rows
+from featx.cli.layer_tables import table_rows
 from featx.config import PRESETS, ReduceConfig, model_options
 from featx.engine.compute import Compute
 from featx.engine.engine import Engine
@@ -265,7 +265,7 @@ def test_a_preset_is_a_preset_also_with_a_module_of_that_name(name: str) -> None
         assert module.left_out == []
     ((point, _),) = selection(f"{name}@1:input", of=found).chosen
     assert (point.module, point.capture) == (name, "input")
-    assert f"{name}@1" in [row["name"] for row in layer_rows(found, 4)]
+    assert f"{name}@1" in [row["name"] for row in table_rows(found, 4)]
 
 
 def test_a_module_list_named_like_a_preset_is_not_spoken_of() -> None:

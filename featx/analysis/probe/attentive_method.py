@@ -9,16 +9,16 @@ import numpy as np
 
 from featx.analysis.probe import attentive_regression, logistic_regression
 from featx.analysis.probe.heads import fit_scaler, scores_of
-from featx.analysis.probe.problem import NO_VOTE, Fitted, Problem
+from featx.analysis.probe.problem import NO_VOTE, FittedProbe, Problem
 from featx.analysis.probe.splits import Places, Split
 from featx.analysis.probe.tokens import Tokens
 
 
-def fit(problem: Problem, split: Split) -> Fitted:
+def fit(problem: Problem, split: Split) -> FittedProbe:
     """Choose the penalty on `split.validation`, then fit on `split.train`."""
-    given = problem.options.l2
-    strengths = logistic_regression.L2_GRID if given is None else (given,)
-    training = _training(problem, split.fit, strengths)
+    option = problem.options.l2
+    strengths = logistic_regression.L2_GRID if option is None else (option,)
+    training = _train(problem, split.fit, strengths)
     y = problem.y[split.validation]
     trials = []
     for l2, head in zip(strengths, training.heads, strict=True):
@@ -30,7 +30,7 @@ def fit(problem: Problem, split: Split) -> Fitted:
     best = min(trials, key=lambda trial: trial["loss"])
     fitted = fit_as_chosen(problem, split.train, best["l2"])
     notes = logistic_regression.at_the_end(best["l2"], strengths)
-    return Fitted(
+    return FittedProbe(
         fitted.scores,
         best["l2"],
         fitted.head,
@@ -41,13 +41,13 @@ def fit(problem: Problem, split: Split) -> Fitted:
     )
 
 
-def fit_as_chosen(problem: Problem, places: Places, l2: float) -> Fitted:
+def fit_as_chosen(problem: Problem, places: Places, l2: float) -> FittedProbe:
     """Fit on some places with a known penalty."""
     tokens = _tokens(problem)
-    training = _training(problem, places, (l2,))
+    training = _train(problem, places, (l2,))
     (head,) = training.heads
-    return Fitted(
-        lambda asked: scores_of(head, tokens.features, asked),
+    return FittedProbe(
+        lambda queries: scores_of(head, tokens.features, queries),
         l2,
         head,
         details={
@@ -59,7 +59,7 @@ def fit_as_chosen(problem: Problem, places: Places, l2: float) -> Fitted:
     )
 
 
-def _training(
+def _train(
     problem: Problem, places: Places, strengths: Sequence[float]
 ) -> attentive_regression.Training:
     """Fit the attentive probe with several penalties."""

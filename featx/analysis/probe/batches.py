@@ -83,7 +83,7 @@ class StreamedBatches:
         seed: int,
     ) -> None:
         self._rows = rows
-        self._loader = _shuffled(rows, places, batch_rows, seed)
+        self._loader = _shuffled_loader(rows, places, batch_rows, seed)
         self._class_of = torch.full((len(rows.store),), -1, dtype=torch.int64)
         self._class_of[torch.from_numpy(rows.rows)] = torch.from_numpy(y)
 
@@ -97,17 +97,17 @@ class StreamedBatches:
             yield vectors, self._class_of[numbers]
 
 
-def _shuffled(
+def _shuffled_loader(
     rows: LayerRows, places: npt.NDArray[np.int64], batch_rows: int, seed: int
 ) -> DataLoader[tuple[torch.Tensor, int]]:
     """Return a loader of batches of stored values and their rows, reordered in each epoch."""
     dataset = FeatureDataset(rows.store.root, rows.layer)
     items = np.searchsorted(dataset.rows, rows.rows[places])
     sampler = BlockShuffleSampler(Subset(dataset, items.tolist()), seed=seed)
-    return DataLoader(_Numbered(dataset, items), batch_size=batch_rows, sampler=sampler)
+    return DataLoader(_RowNumberDataset(dataset, items), batch_size=batch_rows, sampler=sampler)
 
 
-class _Numbered(torch.utils.data.Dataset[tuple[torch.Tensor, int]]):
+class _RowNumberDataset(torch.utils.data.Dataset[tuple[torch.Tensor, int]]):
     """Dataset whose items are (feature, row of the store) instead of (feature, label)."""
 
     def __init__(self, dataset: FeatureDataset, items: npt.NDArray[np.int64]) -> None:
@@ -119,9 +119,9 @@ class _Numbered(torch.utils.data.Dataset[tuple[torch.Tensor, int]]):
 
     def __getitems__(self, indices: Sequence[int]) -> list[tuple[torch.Tensor, int]]:
         chosen = self._items[np.asarray(indices)]
-        found = self._dataset.__getitems__(chosen.tolist())
+        pairs = self._dataset.__getitems__(chosen.tolist())
         numbers = self._dataset.rows[chosen].tolist()
-        return [(value, number) for (value, _), number in zip(found, numbers, strict=True)]
+        return [(value, number) for (value, _), number in zip(pairs, numbers, strict=True)]
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
         return self.__getitems__([index])[0]

@@ -48,7 +48,7 @@ class Draw:
     predicted: npt.NDArray[np.int64]
 
 
-def few_shot(problem: Problem, method: str, task: Task) -> tuple[dict[str, Any], list[Draw]]:
+def fit_few_shot(problem: Problem, method: str, task: Task) -> tuple[dict[str, Any], list[Draw]]:
     """Fit with few rows per class over several draws, with fixed settings.
 
     Args:
@@ -59,27 +59,27 @@ def few_shot(problem: Problem, method: str, task: Task) -> tuple[dict[str, Any],
     Returns:
         entry `few_shot` of probe.json, by number of rows; and all draws.
     """
-    options, found, draws = problem.options, {}, list[Draw]()
-    given = options.k if method == "knn" else options.l2
+    options, entry, draws = problem.options, {}, list[Draw]()
+    option = options.k if method == "knn" else options.l2
     for shots in options.all_shots:
         accuracies, rows = [], []
         for number in range(options.draws or 5):
             fold = number % len(task.splits)
             split = task.splits[fold]
-            places = splits.few(problem.y, split.train, shots, number, problem.seed)
-            chosen = given if given is not None else shots if method == "knn" else 1 / len(places)
+            places = splits.few_shot_places(problem.y, split.train, shots, number, problem.seed)
+            chosen = option if option is not None else shots if method == "knn" else 1 / len(places)
             fitted = methods.fit_as_chosen(problem, method, places, chosen)
             predicted = fitted.scores(split.test).argmax(1)
             accuracies.append(float((predicted == problem.y[split.test]).mean()))
             rows.append(len(places))
             draws.append(Draw(shots, number, fold, places, split.test, predicted))
-        chosen_as = given if given is not None else "shots" if method == "knn" else FEW_SHOT
-        found[str(shots)] = {
+        chosen_as = option if option is not None else "shots" if method == "knn" else FEW_SHOT
+        entry[str(shots)] = {
             **mean_and_spread(accuracies),
             "rows": rows,
             methods.name_of_choice(method): chosen_as,
         }
-    return found, draws
+    return entry, draws
 
 
 def few_shot_csv(
@@ -98,13 +98,13 @@ def few_shot_csv(
     buffer = io.StringIO()
     writer = csv.writer(buffer)
     writer.writerow(COLUMNS)
-    several = len(task.splits) > 1
+    has_folds = len(task.splits) > 1
 
     def line(draw: Draw, split: str, place: int, predicted: str) -> list[Any]:
         """Columns after layer and method."""
         group = "" if task.groups is None else int(task.groups[place])
         true = task.keys[place], group, classes[task.y[place]]
-        fold = draw.fold + 1 if several else ""
+        fold = draw.fold + 1 if has_folds else ""
         return [task.seed, fold, split, *true, predicted, draw.shots, draw.number + 1]
 
     for draw in next(iter(tested.values())):
@@ -112,6 +112,6 @@ def few_shot_csv(
             writer.writerow(["", "", *line(draw, "train", place, "")])
     for (layer, method), draws in tested.items():
         for draw in draws:
-            for place, said in zip(draw.test.tolist(), draw.predicted.tolist(), strict=True):
-                writer.writerow([layer, method, *line(draw, "test", place, classes[said])])
+            for place, label in zip(draw.test.tolist(), draw.predicted.tolist(), strict=True):
+                writer.writerow([layer, method, *line(draw, "test", place, classes[label])])
     return buffer.getvalue().encode("utf-8", "surrogateescape")

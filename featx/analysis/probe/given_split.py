@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from featx.analysis.probe import splits
-from featx.analysis.probe.labelled_rows import Labelled
+from featx.analysis.probe.labelled_rows import LabelledRows
 from featx.analysis.probe.splits import Split
 from featx.config import Config
 from featx.errors import DataError, counted
@@ -22,7 +22,7 @@ ROLES = {"train": "train", "test": "test", "validation": "validation", "val": "v
 
 def given_split(
     config: Config,
-    training: Labelled,
+    training: LabelledRows,
     groups: npt.NDArray[np.int64] | None,
     notes: list[str],
 ) -> Split:
@@ -58,7 +58,7 @@ def given_split(
                 f"{where} names no labelled row of the store for {role}. Keys are those of the "
                 f"store, such as {keys[0]!r}."
             )
-    return splits.given(
+    return splits.split_from_places(
         training.y,
         sides["train"],
         sides["validation"],
@@ -69,11 +69,11 @@ def given_split(
     )
 
 
-def roles_of(said: npt.NDArray[Any], where: str) -> npt.NDArray[np.str_]:
+def roles_of(texts: npt.NDArray[Any], where: str) -> npt.NDArray[np.str_]:
     """Parse a column of a store as roles.
 
     Args:
-        said: (n,) values of the column.
+        texts: (n,) values of the column.
         where: origin of the column, for error messages.
 
     Returns:
@@ -82,12 +82,12 @@ def roles_of(said: npt.NDArray[Any], where: str) -> npt.NDArray[np.str_]:
     Raises:
         DataError: there is another value.
     """
-    found = np.empty(len(said), dtype="U10")
-    for text in np.unique(said).tolist():
+    roles = np.empty(len(texts), dtype="U10")
+    for text in np.unique(texts).tolist():
         if text != "" and text not in ROLES:
             raise DataError(f"{where} is {text!r}; expected train, validation or test.")
-        found[said == text] = ROLES.get(text, "")
-    return found
+        roles[texts == text] = ROLES.get(text, "")
+    return roles
 
 
 def read_split_file(path: Path, keys: Sequence[str]) -> tuple[npt.NDArray[np.str_], int]:
@@ -113,7 +113,7 @@ def read_split_file(path: Path, keys: Sequence[str]) -> tuple[npt.NDArray[np.str
                     f"probe.split_file={path} has no column {' and '.join(sorted(missing))}; its "
                     f"first line is {','.join(reader.fieldnames or ())!r}."
                 )
-            said: dict[str, str] = {}
+            role_of_key: dict[str, str] = {}
             for line in reader:
                 key, role = line["key"], (line["split"] or "").strip()
                 if role not in ROLES:
@@ -121,11 +121,11 @@ def read_split_file(path: Path, keys: Sequence[str]) -> tuple[npt.NDArray[np.str
                         f"probe.split_file={path}, line {reader.line_num}: split is {role!r}, "
                         "expected train, validation or test."
                     )
-                if said.setdefault(key, ROLES[role]) != ROLES[role]:
+                if role_of_key.setdefault(key, ROLES[role]) != ROLES[role]:
                     raise DataError(f"probe.split_file={path} names {key!r} for two splits.")
     except OSError as error:
         raise DataError(f"probe.split_file={path} cannot be read: {error.strerror}.") from error
     except csv.Error as error:
         raise DataError(f"probe.split_file={path} is no CSV file: {error}.") from error
-    roles = np.array([said.get(str(key), "") for key in keys], dtype=np.str_)
-    return roles, len(said.keys() - {str(key) for key in keys})
+    roles = np.array([role_of_key.get(str(key), "") for key in keys], dtype=np.str_)
+    return roles, len(role_of_key.keys() - {str(key) for key in keys})

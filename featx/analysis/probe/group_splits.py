@@ -59,13 +59,13 @@ class _Contents:
 
 def _contents(y: Numbers, groups: Numbers) -> _Contents:
     """Count the rows of each class in each group."""
-    found, local = np.unique(groups, return_inverse=True)
+    group_ids, local = np.unique(groups, return_inverse=True)
     num_classes = int(y.max()) + 1
     pairs, counts = np.unique(local * num_classes + y, return_counts=True)
     group_of, classes = np.divmod(pairs, num_classes)
     return _Contents(
         local,
-        np.searchsorted(group_of, np.arange(len(found) + 1)),
+        np.searchsorted(group_of, np.arange(len(group_ids) + 1)),
         classes,
         counts,
         np.maximum(np.bincount(y, minlength=num_classes), 1).astype(np.float64),
@@ -77,7 +77,7 @@ class _Selection:
     """Groups that are selected so far.
 
     Args:
-        found: rows of each class in each group.
+        contents: rows of each class in each group.
         share: wanted share of the rows of each class.
 
     Attributes:
@@ -86,10 +86,10 @@ class _Selection:
         groups: (C,) selected groups that contain each class.
     """
 
-    def __init__(self, found: _Contents, share: float) -> None:
-        self._found = found
-        self._wanted = share * found.rows_of_class
-        self.chosen = np.zeros(found.num_groups, dtype=bool)
+    def __init__(self, contents: _Contents, share: float) -> None:
+        self._contents = contents
+        self._wanted = share * contents.rows_of_class
+        self.chosen = np.zeros(contents.num_groups, dtype=bool)
         self.rows = np.zeros(len(self._wanted))
         self.groups = np.zeros(len(self._wanted), dtype=np.int64)
 
@@ -97,7 +97,7 @@ class _Selection:
         """Add or remove single groups in an order, as long as that lowers the cost."""
         for _ in range(_PASSES):
             changed = False
-            for group, classes, counts in self._found.in_order(order):
+            for group, classes, counts in self._contents.in_order(order):
                 if self.chosen[group]:
                     better = (self.groups[classes] > 1).all() and self._cost(classes, -counts) < 0
                 else:
@@ -112,21 +112,21 @@ class _Selection:
         """Add the group that costs least, the first of equal ones, if one may be added."""
         options = [
             (self._cost(classes, counts), place, group)
-            for place, (group, classes, counts) in enumerate(self._found.in_order(candidates))
+            for place, (group, classes, counts) in enumerate(self._contents.in_order(candidates))
             if self._may_come(classes)
         ]
         if options:
             group = min(options)[2]
-            self._turn(group, *self._found.of(group))
+            self._turn(group, *self._contents.of(group))
 
     def _cost(self, classes: Numbers, counts: Numbers) -> float:
         """Return by how much the cost changes with a group; negative counts remove it."""
         more = counts * (2 * (self.rows[classes] - self._wanted[classes]) + counts)
-        return round(float((more / self._found.rows_of_class[classes] ** 2).sum()), 12)
+        return round(float((more / self._contents.rows_of_class[classes] ** 2).sum()), 12)
 
     def _may_come(self, classes: Numbers) -> bool:
         """Return whether another group of each class remains outside the selection."""
-        return bool((self._found.groups_of_class[classes] - self.groups[classes] > 1).all())
+        return bool((self._contents.groups_of_class[classes] - self.groups[classes] > 1).all())
 
     def _turn(self, group: int, classes: Numbers, counts: Numbers) -> None:
         """Add a group to the selection, or remove it."""
@@ -152,13 +152,13 @@ def share_of_groups(
     Returns:
         (n,) bool, whether a place is selected.
     """
-    found = _contents(y, groups)
-    selection = _Selection(found, share)
-    selection.improve(rng.permutation(found.num_groups))
-    for label in np.flatnonzero((selection.rows == 0) & (found.groups_of_class > 1)).tolist():
+    contents = _contents(y, groups)
+    selection = _Selection(contents, share)
+    selection.improve(rng.permutation(contents.num_groups))
+    for label in np.flatnonzero((selection.rows == 0) & (contents.groups_of_class > 1)).tolist():
         if not selection.groups[label]:  # not selected together with an earlier class
-            selection.add_one_of(rng.permutation(np.unique(found.local[y == label])))
-    return selection.chosen[found.local]
+            selection.add_one_of(rng.permutation(np.unique(contents.local[y == label])))
+    return selection.chosen[contents.local]
 
 
 def fold_of_groups(y: Numbers, groups: Numbers, folds: int, rng: np.random.Generator) -> Numbers:
@@ -177,32 +177,32 @@ def fold_of_groups(y: Numbers, groups: Numbers, folds: int, rng: np.random.Gener
     Returns:
         (n,) fold of each place; -1 if it is never tested.
     """
-    found = _contents(y, groups)
-    fold_of = np.full(found.num_groups, -1)
-    rows, totals = np.zeros((folds, len(found.rows_of_class))), np.zeros(folds)
-    left = found.groups_of_class.copy()
-    only_in = np.full(len(left), -1)  # fold with all groups of a class so far, -2: several
-    order = rng.permutation(found.num_groups)
-    sizes = np.bincount(found.local)
+    contents = _contents(y, groups)
+    fold_of = np.full(contents.num_groups, -1)
+    rows, totals = np.zeros((folds, len(contents.rows_of_class))), np.zeros(folds)
+    unassigned = contents.groups_of_class.copy()
+    only_in = np.full(len(unassigned), -1)  # fold with all groups of a class so far, -2: several
+    order = rng.permutation(contents.num_groups)
+    sizes = np.bincount(contents.local)
     order = order[np.argsort(-sizes[order], kind="stable")]
     waiting = []
-    for group, classes, counts in found.in_order(order):
-        if (found.groups_of_class[classes] == 1).any():
+    for group, classes, counts in contents.in_order(order):
+        if (contents.groups_of_class[classes] == 1).any():
             only_in[classes] = -2  # trained on in every fold
-            left[classes] -= 1
+            unassigned[classes] -= 1
         else:
             waiting.append((group, classes, counts))
     for group, classes, counts in waiting:
-        weights = counts / found.rows_of_class[classes] ** 2
+        weights = counts / contents.rows_of_class[classes] ** 2
         costs = np.round(rows[:, classes] @ weights, 12)
-        for label in classes[left[classes] == 1].tolist():
+        for label in classes[unassigned[classes] == 1].tolist():
             if only_in[label] >= 0:
                 costs[only_in[label]] = np.inf
         fold = int(np.lexsort((totals, costs))[0])
         fold_of[group] = fold
         rows[fold, classes] += counts
         totals[fold] += counts.sum()
-        left[classes] -= 1
-        before = only_in[classes]
-        only_in[classes] = np.where((before == -1) | (before == fold), fold, -2)
-    return fold_of[found.local]
+        unassigned[classes] -= 1
+        old_only_in = only_in[classes]
+        only_in[classes] = np.where((old_only_in == -1) | (old_only_in == fold), fold, -2)
+    return fold_of[contents.local]

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from featx.analysis.probe.labelled_rows import Labelled
+from featx.analysis.probe.labelled_rows import LabelledRows
 from featx.sources import origin_of
 from featx.types import NO_IMAGE
 
@@ -54,7 +54,7 @@ class Groups:
         }
 
 
-def row_groups(labelled: Labelled, column: str | None = None) -> Groups | None:
+def row_groups(labelled: LabelledRows, column: str | None = None) -> Groups | None:
     """Group labelled rows by the image or video in their keys, and by a column.
 
     With both, rows are in one group if a chain of shared images, videos or values links them.
@@ -80,11 +80,11 @@ def row_groups(labelled: Labelled, column: str | None = None) -> Groups | None:
     numbers = np.unique(numbers, return_inverse=True)[1]
     if kind is None:
         return Groups(numbers, column, num_missing)
-    joined = _joined(np.unique(origins, return_inverse=True)[1], numbers)
+    joined = _connected_components(np.unique(origins, return_inverse=True)[1], numbers)
     return Groups(joined, f"{kind} and {column}", num_missing)
 
 
-def shared_with(training: Labelled, testing: Labelled, column: str | None) -> list[str]:
+def overlap_notes(training: LabelledRows, testing: LabelledRows, column: str | None) -> list[str]:
     """Describe what occurs both in training rows and in test rows of another store.
 
     Args:
@@ -140,21 +140,21 @@ def divided_groups(
     return np.intersect1d(groups.of_row[some], groups.of_row[others])
 
 
-def _origins(labelled: Labelled) -> tuple[npt.NDArray[Any], str | None]:
+def _origins(labelled: LabelledRows) -> tuple[npt.NDArray[Any], str | None]:
     """Return the origin of each row.
 
     Returns:
         (n,) bytes keys of images or videos, and 'image', 'video', 'image or video', or None if no
         key contains an origin.
     """
-    found = [origin_of(key) for key in labelled.store.key_bytes[labelled.rows].tolist()]
-    kinds = {kind for _, kind in found if kind is not None}
+    origins = [origin_of(key) for key in labelled.store.key_bytes[labelled.rows].tolist()]
+    kinds = {kind for _, kind in origins if kind is not None}
     kind = " or ".join(sorted(kinds)) or None
-    return np.array([origin for origin, _ in found], dtype=np.bytes_), kind
+    return np.array([origin for origin, _ in origins], dtype=np.bytes_), kind
 
 
 def _column_values(
-    labelled: Labelled, column: str
+    labelled: LabelledRows, column: str
 ) -> tuple[npt.NDArray[Any], npt.NDArray[np.bool_]]:
     """Return the (n,) values of a column, and (n,) bool whether a row has none."""
     values = labelled.store.column(column)[labelled.rows]
@@ -165,14 +165,14 @@ def _column_values(
     return values, np.zeros(len(values), dtype=bool)
 
 
-def _joined(a: GroupNumbers, b: GroupNumbers) -> GroupNumbers:
+def _connected_components(a: GroupNumbers, b: GroupNumbers) -> GroupNumbers:
     """Return the (n,) connected components of rows that share a number in `a` or in `b`."""
-    found = np.arange(len(a))
+    component = np.arange(len(a))
     while True:
-        before = found
+        previous = component
         for numbers in (a, b):
             lowest = np.full(int(numbers.max()) + 1, len(numbers))
-            np.minimum.at(lowest, numbers, found)
-            found = lowest[numbers]
-        if np.array_equal(found, before):
-            return np.unique(found, return_inverse=True)[1]
+            np.minimum.at(lowest, numbers, component)
+            component = lowest[numbers]
+        if np.array_equal(component, previous):
+            return np.unique(component, return_inverse=True)[1]

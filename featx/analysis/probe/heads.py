@@ -63,7 +63,7 @@ class Scaler:
         return (x - self.mean).div_(self.scale)
 
 
-class Vectors(Protocol):
+class VectorBlocks(Protocol):
     """Vectors that a standardisation is fitted on."""
 
     @property
@@ -80,7 +80,7 @@ class Vectors(Protocol):
         """Yield the places of a block, and their vectors, (n, D) float32."""
 
 
-def fit_scaler(features: Vectors, places: npt.NDArray[np.int64]) -> Scaler:
+def fit_scaler(features: VectorBlocks, places: npt.NDArray[np.int64]) -> Scaler:
     """Compute mean and standard deviation of each feature over some places, in float64.
 
     Blocks are merged by Chan's formula: M = M_a + M_b + d^2 n_a n_b / n.
@@ -112,7 +112,7 @@ def fit_scaler(features: Vectors, places: npt.NDArray[np.int64]) -> Scaler:
     return Scaler(mean.float().to(features.device), scale.float().to(features.device))
 
 
-def attended(tokens: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
+def attention_average(tokens: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
     """Average tokens with the weights softmax(tokens . query / sqrt(D)).
 
     Args:
@@ -182,7 +182,7 @@ class Head:
             pooled = self.scaler(x)
         else:
             tokens = self.scaler(self.attention.layout.tokens(x))
-            pooled = attended(tokens, self.attention.query)
+            pooled = attention_average(tokens, self.attention.query)
         values = (pooled @ self.weight.T + self.bias).cpu().double()
         if not self.probabilities:
             return values
@@ -202,8 +202,8 @@ def scores_of(
     Returns:
         (n, C) float64.
     """
-    found = [head.scores(block) for _, block in features.blocks(places)]
-    scores: npt.NDArray[np.float64] = torch.cat(found).numpy()
+    blocks = [head.scores(block) for _, block in features.blocks(places)]
+    scores: npt.NDArray[np.float64] = torch.cat(blocks).numpy()
     return scores
 
 
@@ -236,11 +236,11 @@ def head_bytes(head: Head, about: dict[str, Any]) -> bytes:
         about |= {"featx_head": ATTENTION_FORMAT, "tokens": asdict(head.attention.layout)}
     if head.task != CLASSIFICATION:
         about |= {"featx_head": TASK_FORMAT, "task": head.task}
-    kept = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
+    on_cpu = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
     about = json.loads(json.dumps(about))
-    about[_CHECKSUM] = _checksum(about, kept)
+    about[_CHECKSUM] = _checksum(about, on_cpu)
     # A single entry: safetensors writes several entries in an order that changes from run to run.
-    return bytes(save(kept, metadata={"featx": json.dumps(about, sort_keys=True)}))
+    return bytes(save(on_cpu, metadata={"featx": json.dumps(about, sort_keys=True)}))
 
 
 def _checksum(about: dict[str, Any], tensors: dict[str, torch.Tensor]) -> str:
@@ -333,7 +333,9 @@ def _token_layout(path: Path, about: dict[str, Any]) -> TokenLayout:
         StoreError: the description of the head does not have it.
     """
     try:
-        found = about["tokens"]
-        return TokenLayout(int(found["count"]), int(found["width"]), bool(found["channels_last"]))
+        tokens = about["tokens"]
+        return TokenLayout(
+            int(tokens["count"]), int(tokens["width"]), bool(tokens["channels_last"])
+        )
     except (KeyError, TypeError, ValueError) as error:
         raise StoreError(f"{path} cannot be read as a head: its tokens are unknown.") from error

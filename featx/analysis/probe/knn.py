@@ -25,7 +25,7 @@ _OFFSET = 1e4
 """Ratio of the squared mean to the squared spread of features above which cosines are computed in
 float64: they then differ from 1 by less than float32, with a precision of 1e-7, resolves well."""
 
-_LOOKED_AT = 1024
+_SAMPLED_ROWS = 1024
 """Number of rows from which that ratio is estimated."""
 
 
@@ -64,7 +64,7 @@ def vote(
         votes.scatter_add_(1, labels, weights)
         return votes / votes.sum(1, keepdim=True)
 
-    return _weighted(features, bank, queries, ks, temperature, shares)
+    return _combine_neighbours(features, bank, queries, ks, temperature, shares)
 
 
 def weighted_means(
@@ -94,10 +94,10 @@ def weighted_means(
         total = weights.sum(1, keepdim=True)
         return (weights[:, :, None] * of_neighbours).sum(1) / total
 
-    return _weighted(features, bank, queries, ks, temperature, means)
+    return _combine_neighbours(features, bank, queries, ks, temperature, means)
 
 
-def _weighted(
+def _combine_neighbours(
     features: Features,
     bank: npt.NDArray[np.int64],
     queries: npt.NDArray[np.int64],
@@ -107,20 +107,20 @@ def _weighted(
 ) -> dict[int, npt.NDArray[np.float64]]:
     """Combine the k nearest rows of each query by `combine(weights, places)`, both (n, k)."""
     largest = min(max(ks), len(bank))
-    found: dict[int, list[torch.Tensor]] = {k: [] for k in ks}
+    parts_of_k: dict[int, list[torch.Tensor]] = {k: [] for k in ks}
     dtype = _needed_dtype(features, bank)
     # As many queries as leave room for their similarities to one block of the bank.
     step = max(1, min(4096, BLOCK_NUMBERS // max(1, largest)))
     for start in range(0, len(queries), step):
-        asked = queries[start : start + step]
-        cosines, places = _nearest(features, bank, asked, largest, dtype)
-        for k, parts in found.items():
+        query_places = queries[start : start + step]
+        cosines, places = _nearest(features, bank, query_places, largest, dtype)
+        for k, parts in parts_of_k.items():
             top = cosines[:, :k].double() if cosines.device.type != "mps" else cosines[:, :k]
             # Subtracting the largest exponent leaves the shares unchanged and avoids overflow.
             weights = ((top - top[:, :1]) / temperature).exp()
             weights = torch.where(torch.isfinite(top), weights, 0.0)  # -inf: no neighbour
             parts.append(combine(weights, places[:, :k]).cpu().double())
-    return {k: torch.cat(parts).numpy() for k, parts in found.items()}
+    return {k: torch.cat(parts).numpy() for k, parts in parts_of_k.items()}
 
 
 def _nearest(
@@ -140,22 +140,22 @@ def _nearest(
     def unit(rows: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.normalize(rows.to(home).to(dtype), dim=1)
 
-    asked = unit(features.take(queries))
+    query_vectors = unit(features.take(queries))
     rows = max(1, BLOCK_NUMBERS // len(queries))
 
     def scored() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yield the places of a block of the bank, and their cosines to the queries."""
         for start in range(0, len(bank), rows):
             for places, block in features.blocks(bank[start : start + rows]):
-                yield torch.from_numpy(places).to(home), asked @ unit(block).T
+                yield torch.from_numpy(places).to(home), query_vectors @ unit(block).T
 
     return best_of_blocks(scored(), torch.from_numpy(queries).to(home), count)
 
 
 def _needed_dtype(features: Features, bank: npt.NDArray[np.int64]) -> torch.dtype:
     """Return float64 if a common offset makes all rows nearly parallel, else float32."""
-    some = bank[np.unique(np.linspace(0, len(bank) - 1, _LOOKED_AT).astype(np.int64))]
-    rows = features.take(some).to(float64_home(features.device)).double()
+    sample = bank[np.unique(np.linspace(0, len(bank) - 1, _SAMPLED_ROWS).astype(np.int64))]
+    rows = features.take(sample).to(float64_home(features.device)).double()
     mean = rows.mean(dim=0)
     spread = float((rows - mean).square().sum(dim=1).mean())
     return torch.float64 if float(mean @ mean) > _OFFSET * spread else torch.float32

@@ -23,7 +23,7 @@ BLOCK_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
-class Labelled:
+class LabelledRows:
     """Rows of a store that a probe can use.
 
     Attributes:
@@ -41,7 +41,7 @@ class Labelled:
     notes: tuple[str, ...]
 
 
-def labelled_rows(store: FeatureStore, column: str | None = None) -> Labelled:
+def labelled_rows(store: FeatureStore, column: str | None = None) -> LabelledRows:
     """Select the rows that have a label and did not fail, and the classes that have rows.
 
     Args:
@@ -57,7 +57,9 @@ def labelled_rows(store: FeatureStore, column: str | None = None) -> Labelled:
             f"{store.root} is not complete: {store.num_rows_present} of {len(store)} rows are "
             "there. Complete it with the command that started it, then give this one again."
         )
-    labels, classes = (store.labels, store.classes) if column is None else _from(store, column)
+    labels, classes = (
+        (store.labels, store.classes) if column is None else _column_labels(store, column)
+    )
     rows = np.flatnonzero(store.ok & (labels >= 0))
     if not len(rows):
         raise DataError(
@@ -66,19 +68,22 @@ def labelled_rows(store: FeatureStore, column: str | None = None) -> Labelled:
         )
     present, y = np.unique(labels[rows], return_inverse=True)
     notes = []
-    if failed := int((~store.ok).sum()):
-        notes.append(f"{counted(failed, 'failed row is', 'failed rows are')} left out")
-    if unlabelled := int((store.ok & (labels < 0)).sum()):
+    if num_failed := int((~store.ok).sum()):
+        notes.append(f"{counted(num_failed, 'failed row is', 'failed rows are')} left out")
+    if num_unlabelled := int((store.ok & (labels < 0)).sum()):
         notes.append(
-            counted(unlabelled, "row without a label is", "rows without a label are") + " left out"
+            counted(num_unlabelled, "row without a label is", "rows without a label are")
+            + " left out"
         )
-    if absent := len(classes) - len(present):
-        notes.append(f"classes without a row, left out: {absent}")
+    if num_absent := len(classes) - len(present):
+        notes.append(f"classes without a row, left out: {num_absent}")
     names = tuple(classes[label] for label in present.tolist())
-    return Labelled(store, rows, y.astype(np.int64), names, tuple(notes))
+    return LabelledRows(store, rows, y.astype(np.int64), names, tuple(notes))
 
 
-def _from(store: FeatureStore, column: str) -> tuple[npt.NDArray[np.int64], tuple[str, ...]]:
+def _column_labels(
+    store: FeatureStore, column: str
+) -> tuple[npt.NDArray[np.int64], tuple[str, ...]]:
     """Convert a column to labels.
 
     Returns:
@@ -89,25 +94,25 @@ def _from(store: FeatureStore, column: str) -> tuple[npt.NDArray[np.int64], tupl
     """
     values = store.column(column)
     if values.dtype.kind == "f":
-        known = ~np.isnan(values)
-        if (values[known] != np.floor(values[known])).any():
+        has_value = ~np.isnan(values)
+        if (values[has_value] != np.floor(values[has_value])).any():
             raise DataError(
                 f"probe.label_column={column} holds numbers that are not whole; classes are text, "
                 "whole numbers or booleans. probe.task=regression predicts the numbers."
             )
         # Python's whole numbers have no limit: int64 would make one class of all beyond 2^63.
-        found, numbers = np.unique(values[known], return_inverse=True)
-        names = [int(value) if np.isfinite(value) else value for value in found.tolist()]
+        distinct, numbers = np.unique(values[has_value], return_inverse=True)
+        names = [int(value) if np.isfinite(value) else value for value in distinct.tolist()]
     else:
-        known = values != "" if values.dtype.kind == "U" else np.ones(len(values), dtype=bool)
-        found, numbers = np.unique(values[known], return_inverse=True)
-        names = found.tolist()
+        has_value = values != "" if values.dtype.kind == "U" else np.ones(len(values), dtype=bool)
+        distinct, numbers = np.unique(values[has_value], return_inverse=True)
+        names = distinct.tolist()
     labels = np.full(len(values), -1, dtype=np.int64)
-    labels[known] = numbers
+    labels[has_value] = numbers
     return labels, tuple(str(name) for name in names)
 
 
-def matched_by_name(test: Labelled, classes: tuple[str, ...]) -> Labelled:
+def match_classes(test: LabelledRows, classes: tuple[str, ...]) -> LabelledRows:
     """Renumber the classes of another store, matched by name, and leave out rows of other classes.
 
     Args:
@@ -118,19 +123,21 @@ def matched_by_name(test: Labelled, classes: tuple[str, ...]) -> Labelled:
         DataError: the stores have no class in common.
     """
     number = {name: i for i, name in enumerate(classes)}
-    as_here = np.array([number.get(name, -1) for name in test.classes], np.int64)[test.y]
-    known = as_here >= 0
-    if not known.any():
+    labels = np.array([number.get(name, -1) for name in test.classes], np.int64)[test.y]
+    is_trained = labels >= 0
+    if not is_trained.any():
         raise DataError(
             f"{test.store.root} has the classes {', '.join(test.classes[:5])}, none of "
             f"{', '.join(classes[:5])}: classes are matched by name."
         )
     notes = list(test.notes)
-    if others := int((~known).sum()):
+    if num_others := int((~is_trained).sum()):
         one, many = "row of a class", "rows of classes"
-        notes.append(f"{counted(others, one, many)} not trained on: left out")
+        notes.append(f"{counted(num_others, one, many)} not trained on: left out")
     notes = [f"probe.test_store: {note}" for note in notes]
-    return Labelled(test.store, test.rows[known], as_here[known], classes, tuple(notes))
+    return LabelledRows(
+        test.store, test.rows[is_trained], labels[is_trained], classes, tuple(notes)
+    )
 
 
 @dataclass(frozen=True)
@@ -176,9 +183,9 @@ class LayerRows:
         """
         rows = self.rows[places]
         values = np.asarray(self.store[self.layer][rows])
-        found = self.vectors(torch.from_numpy(values.astype(np.float32, copy=False)))
-        self.check(found, rows)
-        return found
+        vectors = self.vectors(torch.from_numpy(values.astype(np.float32, copy=False)))
+        self.check(vectors, rows)
+        return vectors
 
     def check(self, vectors: torch.Tensor, rows: npt.NDArray[np.int64]) -> None:
         """Check that vectors are finite.
@@ -216,7 +223,7 @@ def as_vectors(values: torch.Tensor, pooled: tuple[int, ...] | None, width: int)
     return values.reshape(len(values), width)
 
 
-def layer_rows(labelled: Labelled, layer: str) -> LayerRows:
+def layer_vectors(labelled: LabelledRows, layer: str) -> LayerRows:
     """Decide how the rows of a layer become vectors.
 
     Vectors stay as they are. Maps and tokens are flattened if they have at most MAX_FLAT values,
@@ -242,18 +249,18 @@ def layer_rows(labelled: Labelled, layer: str) -> LayerRows:
             "not a map that it could average. Extract it with a reduction, or leave it out with "
             "layers=."
         )
-    last = map_channels_last(store, layer, "averaging before a probe")
-    axes, width = ((1, 2), shape[2]) if last else ((2, 3), shape[0])
+    is_last = map_channels_last(store, layer, "averaging before a probe")
+    axes, width = ((1, 2), shape[2]) if is_last else ((2, 3), shape[0])
     return LayerRows(store, layer, labelled.rows, axes, width)
 
 
-def map_channels_last(store: FeatureStore, layer: str, asked: str) -> bool:
+def map_channels_last(store: FeatureStore, layer: str, purpose: str) -> bool:
     """Return whether the rows of a layer are maps (H, W, C) instead of (C, H, W).
 
     Args:
         store: the store.
         layer: name of a layer with three axes.
-        asked: what needs to know, for messages.
+        purpose: what needs to know, for messages.
 
     Raises:
         ReduceError: their channel axis is unknown.
@@ -263,12 +270,12 @@ def map_channels_last(store: FeatureStore, layer: str, asked: str) -> bool:
     crop = re.search(r"crop (\d+)x(\d+)", transform)
     if crop is None:
         raise ReduceError(
-            f"{asked} does not fit {layer}: the channel axis of its rows {shape} is unknown, "
+            f"{purpose} does not fit {layer}: the channel axis of its rows {shape} is unknown, "
             f"because the transform of the store names no crop ({transform!r}). Extract it with a "
             "reduction, or leave it out with layers=."
         )
     size = int(crop.group(1)), int(crop.group(2))
-    return channels_last(asked, RowLayout(layer, shape, size))
+    return channels_last(purpose, RowLayout(layer, shape, size))
 
 
 class Features:
@@ -316,12 +323,12 @@ class Features:
 
     def take(self, places: npt.NDArray[np.int64]) -> torch.Tensor:
         """Copy the vectors of some places to a new (n, D) float32 tensor on the device."""
-        found = torch.empty((len(places), self.width), device=self.device)
+        vectors = torch.empty((len(places), self.width), device=self.device)
         done = 0
         for span, block in self.blocks(places):
-            found[done : done + len(span)] = block
+            vectors[done : done + len(span)] = block
             done += len(span)
-        return found
+        return vectors
 
     def _spans(self, places: npt.NDArray[np.int64]) -> Iterator[npt.NDArray[np.int64]]:
         """Split places into blocks of BLOCK_BYTES."""
@@ -331,13 +338,15 @@ class Features:
 
     def _read(self, places: npt.NDArray[np.int64]) -> torch.Tensor:
         """Read vectors from the stores, (n, D) float32 on the CPU."""
-        found = torch.empty((len(places), self.width))
+        vectors = torch.empty((len(places), self.width))
         part_of = np.searchsorted(self._starts, places, side="right") - 1
         for number, part in enumerate(self.parts):
-            mine = np.flatnonzero(part_of == number)
-            if len(mine):
-                found[torch.from_numpy(mine)] = part.read(places[mine] - self._starts[number])
-        return found
+            in_part = np.flatnonzero(part_of == number)
+            if len(in_part):
+                vectors[torch.from_numpy(in_part)] = part.read(
+                    places[in_part] - self._starts[number]
+                )
+        return vectors
 
 
 def output_folder(store: FeatureStore) -> Path:

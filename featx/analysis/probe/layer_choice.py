@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from featx.analysis.probe.metrics import Predictions
+from featx.analysis.probe.metrics import ProbePredictions
 
 
 def best_layer(layers: Mapping[str, Mapping[str, Any]], method: str) -> str:
@@ -43,7 +43,7 @@ class Chosen:
 
     layer: str
     merit: tuple[float, float]
-    predictions: Predictions
+    predictions: ProbePredictions
 
 
 class LayerChoice:
@@ -66,7 +66,7 @@ class LayerChoice:
         self,
         layer: str,
         validation: Sequence[tuple[float, float]],
-        predictions: Sequence[Predictions],
+        predictions: Sequence[ProbePredictions],
     ) -> None:
         """Compare a layer with the best one so far, in every fold.
 

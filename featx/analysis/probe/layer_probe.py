@@ -12,14 +12,14 @@ import numpy as np
 import torch
 
 from featx.analysis.probe import methods
-from featx.analysis.probe.few_shot import Draw, few_shot
+from featx.analysis.probe.few_shot import Draw, fit_few_shot
 from featx.analysis.probe.heads import Head
-from featx.analysis.probe.labelled_rows import Features, LayerRows, layer_rows
+from featx.analysis.probe.labelled_rows import Features, LayerRows, layer_vectors
 from featx.analysis.probe.layer_choice import LayerChoice
 from featx.analysis.probe.leakage import NearDuplicates, near_duplicates, repeated_rows
 from featx.analysis.probe.matrix_products import threads_for
-from featx.analysis.probe.metrics import Predictions, judged_folds
-from featx.analysis.probe.problem import Fitted, Problem
+from featx.analysis.probe.metrics import ProbePredictions, metrics_of_folds
+from featx.analysis.probe.problem import FittedProbe, Problem
 from featx.analysis.probe.row_predictions import RowPredictions, join_folds
 from featx.analysis.probe.task import Task
 from featx.analysis.probe.tokens import Tokens, layer_tokens
@@ -85,7 +85,7 @@ def layer_features(config: Config, task: Task, layer: str, device: torch.device)
     """Open the rows of a layer; those that fit into probe.memory_gib are read."""
     labelled = [each for each in (task.training, task.testing) if each is not None]
     memory_bytes = config.probe.memory_gib * (1 << 30)
-    vectors = Features([layer_rows(each, layer) for each in labelled], device, memory_bytes)
+    vectors = Features([layer_vectors(each, layer) for each in labelled], device, memory_bytes)
     tokens = None
     if "attentive" in config.probe.methods:
         tokens = layer_tokens(labelled, layer, device, memory_bytes)
@@ -129,12 +129,12 @@ def probe_layer(
         for method in options.methods:
             started_at = time.perf_counter()
             fits = [methods.fit(problem, method, split) for split in task.splits]
-            folds = _tested(problem, method, task, fits)
+            folds = _test_predictions(problem, method, task, fits)
             if method == options.methods[0]:
                 choice.offer(layer, [each.validation for each in fits if each.validation], folds)
-            about[method], fitted, found = _entry(problem, method, task, fits, folds, extras)
-            if found:
-                draws[method] = found
+            about[method], fitted, method_draws = _entry(problem, method, task, fits, folds, extras)
+            if method_draws:
+                draws[method] = method_draws
             about[method]["seconds"] = round(time.perf_counter() - started_at, 3)
             tested[method] = join_folds(folds, extras.scores)
             if head is None and fitted is not None:
@@ -155,10 +155,12 @@ def reduction_entry(rows: LayerRows) -> dict[str, Any]:
     }
 
 
-def _tested(problem: Problem, method: str, task: Task, fits: Sequence[Fitted]) -> list[Predictions]:
+def _test_predictions(
+    problem: Problem, method: str, task: Task, fits: Sequence[FittedProbe]
+) -> list[ProbePredictions]:
     """Return the predictions for the test rows of each split."""
     return [
-        Predictions(
+        ProbePredictions(
             problem.y[split.test],
             fitted.scores(split.test),
             method != "ridge",
@@ -173,8 +175,8 @@ def _entry(
     problem: Problem,
     method: str,
     task: Task,
-    fits: Sequence[Fitted],
-    folds: Sequence[Predictions],
+    fits: Sequence[FittedProbe],
+    folds: Sequence[ProbePredictions],
     extras: Extras,
 ) -> tuple[dict[str, Any], Head | None, list[Draw]]:
     """Return the entry of one method in probe.json, the head or None, and the few-shot draws.
@@ -189,7 +191,7 @@ def _entry(
     """
     name = methods.name_of_choice(method)
     validation = [fitted.validation for fitted in fits if fitted.validation is not None]
-    about = judged_folds(folds)
+    about = metrics_of_folds(folds)
     about |= {
         "validation_accuracy": float(np.mean([accuracy for accuracy, _ in validation])),
         "validation_loss": float(np.mean([loss for _, loss in validation])),
@@ -216,13 +218,13 @@ def _entry(
             of_folds = [fitted.details.get("calibration_temperature") for fitted in fits]
             if temperatures := [each for each in of_folds if each is not None]:
                 about["calibration_temperature_of_folds"] = temperatures
-                final = methods.calibrated(problem, final, statistics.median_low(temperatures))
+                final = methods.calibrate(problem, final, statistics.median_low(temperatures))
             head, fitted_on, notes = final.head, "all labelled rows", [*notes, *final.notes]
             about |= final.details
     if head is not None:
         about["head_fitted_on"] = fitted_on
     draws = list[Draw]()
     if problem.options.all_shots and extras.head:
-        about["few_shot"], draws = few_shot(problem, method, task)
+        about["few_shot"], draws = fit_few_shot(problem, method, task)
     about["notes"] = list(dict.fromkeys(notes))
     return about, head, draws

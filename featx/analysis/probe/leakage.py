@@ -123,10 +123,10 @@ def _most_similar(
     """
     bank = unit[torch.from_numpy(train).to(unit.device)]
     block_rows = max(1, _BLOCK_NUMBERS // len(train))
-    found, cosines = [], []
+    places, cosines = [], []
     for start in range(0, len(test), block_rows):
-        asked = unit[torch.from_numpy(test[start : start + block_rows]).to(unit.device)]
-        best = (asked @ bank.T).max(1)
-        found.append(train[best.indices.cpu().numpy()])
+        queries = unit[torch.from_numpy(test[start : start + block_rows]).to(unit.device)]
+        best = (queries @ bank.T).max(1)
+        places.append(train[best.indices.cpu().numpy()])
         cosines.append(best.values.cpu().double().numpy())
-    return np.concatenate(found), np.concatenate(cosines)
+    return np.concatenate(places), np.concatenate(cosines)

@@ -51,7 +51,7 @@ def classification_metrics(
         return dict.fromkeys(LIBRARY_METRICS), dict.fromkeys(LIBRARY_METRICS, NOT_INSTALLED)
     from sklearn.metrics import cohen_kappa_score, f1_score
 
-    return computed(
+    return compute_metrics(
         {
             "macro_f1": lambda: f1_score(y, predicted, average="macro", zero_division=0),
             "auroc": lambda: _auroc(y, scores),
@@ -62,7 +62,7 @@ def classification_metrics(
     )
 
 
-def computed(
+def compute_metrics(
     metrics: Mapping[str, Callable[[], float]],
 ) -> tuple[dict[str, float | None], dict[str, str]]:
     """Compute metrics, each of which may be undefined.

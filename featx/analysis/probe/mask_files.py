@@ -110,8 +110,8 @@ def mask_settings(config: Config, store: FeatureStore) -> MaskSettings:
             "compared with those of the masks: say where they are now with data.root=."
         )
     resize = transform.resize
-    fast = None if saved.decode == "reference" else resize
-    at_least = max(fast) if isinstance(fast, tuple) else fast
+    reduced_size = None if saved.decode == "reference" else resize
+    at_least = max(reduced_size) if isinstance(reduced_size, tuple) else reduced_size
     return MaskSettings(
         store,
         open_source(replace(data, boxes=None)),
@@ -149,8 +149,8 @@ def masked_images(store: FeatureStore) -> Iterator[MaskedImage]:
     def origin(row: int) -> tuple[bytes, str | None]:
         return origin_of(keys[row])
 
-    for (key, kind), found in groupby(np.flatnonzero(store.ok).tolist(), origin):
-        rows = list(found)
+    for (key, kind), image_rows in groupby(np.flatnonzero(store.ok).tolist(), origin):
+        rows = list(image_rows)
         names = tuple(keys[row] for row in rows)
         yield MaskedImage(key, kind == "video", rows, names, int(checksums[rows[0]]))
 
@@ -167,17 +167,17 @@ def masks_of_image(
         RunError: the images cannot be read now.
         OSError: the masks cannot be read now.
     """
-    found: list[tuple[int, PackedMask] | tuple[int, str]] = []
+    masks: list[tuple[int, PackedMask] | tuple[int, str]] = []
     try:
         labels, size = _label_map(settings, image)
     except (_UnusableMaskError, ImageFault) as error:
         return [(row, str(error)) for row in image.rows]
     for row, key in zip(image.rows, image.row_keys, strict=True):
         try:
-            found.append((row, _on_crop(settings, labels, size, key)))
+            masks.append((row, _crop_mask(settings, labels, size, key)))
         except _UnusableMaskError as error:
-            found.append((row, str(error)))
-    return found
+            masks.append((row, str(error)))
+    return masks
 
 
 def _label_map(
@@ -216,7 +216,7 @@ def _label_map(
     return labels, decoded
 
 
-def _on_crop(
+def _crop_mask(
     settings: MaskSettings, labels: npt.NDArray[np.integer], size: tuple[int, int], key: bytes
 ) -> PackedMask:
     """Return the mask of a row on the crop.
@@ -230,8 +230,8 @@ def _on_crop(
     Raises:
         _UnusableMaskError: it has no label, or a class without a name.
     """
-    if (found := parsed_box_key(key)) is not None:
-        box = found[1]
+    if (parsed := parsed_box_key(key)) is not None:
+        box = parsed[1]
         labels = labels[box.y : box.y + box.height, box.x : box.x + box.width]
         size = (box.height, box.width)
         if labels.shape != size:

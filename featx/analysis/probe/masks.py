@@ -11,7 +11,7 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
-from featx.analysis.probe.labelled_rows import Labelled
+from featx.analysis.probe.labelled_rows import LabelledRows
 from featx.analysis.probe.mask_files import (
     MaskSettings,
     PackedMask,
@@ -42,7 +42,7 @@ class Masks:
             label.
     """
 
-    labelled: Labelled
+    labelled: LabelledRows
     crop: tuple[int, int]
     numbers: npt.NDArray[np.int64]
     classes: tuple[str, ...]
@@ -55,9 +55,9 @@ class Masks:
         Args:
             place: index into the rows.
         """
-        found = np.frombuffer(zlib.decompress(self.packed[place]), np.int32).reshape(self.crop)
-        classes = np.searchsorted(self.numbers, found)
-        return np.where(found < 0, -1, classes)
+        numbers = np.frombuffer(zlib.decompress(self.packed[place]), np.int32).reshape(self.crop)
+        classes = np.searchsorted(self.numbers, numbers)
+        return np.where(numbers < 0, -1, classes)
 
 
 def read_masks(config: Config, store: FeatureStore) -> Masks:
@@ -77,34 +77,34 @@ def read_masks(config: Config, store: FeatureStore) -> Masks:
         )
     settings = mask_settings(config, store)
     with ThreadPoolExecutor(num_cpus(), "featx-masks") as pool:
-        every = [
+        masks_of_rows = [
             (row, mask)
-            for found in pool.map(partial(masks_of_image, settings), list(masked_images(store)))
-            for row, mask in found
+            for masks in pool.map(partial(masks_of_image, settings), list(masked_images(store)))
+            for row, mask in masks
         ]
-    every.sort(key=lambda pair: pair[0])
-    used = [(row, mask) for row, mask in every if isinstance(mask, PackedMask)]
-    refused = [(str(store.keys[row]), mask) for row, mask in every if isinstance(mask, str)]
-    if not used:
+    masks_of_rows.sort(key=lambda pair: pair[0])
+    usable = [(row, mask) for row, mask in masks_of_rows if isinstance(mask, PackedMask)]
+    refused = [(str(store.keys[row]), mask) for row, mask in masks_of_rows if isinstance(mask, str)]
+    if not usable:
         raise DataError(
-            f"none of the {counted(len(every), 'row')} of {store.root} has a usable mask in "
-            f"{settings.folder}: {_listed(refused)}."
+            f"none of the {counted(len(masks_of_rows), 'row')} of {store.root} has a usable mask "
+            f"in {settings.folder}: {_problem_text(refused)}."
         )
-    numbers = sorted({number for _, mask in used for number in mask.numbers})
+    numbers = sorted({number for _, mask in usable for number in mask.numbers})
     names = tuple(settings.names[i] if settings.names else str(i) for i in numbers)
     if len(names) < 2:
         raise DataError(
             f"the masks in {settings.folder} have the class {names[0]} only, besides pixels that "
             f"are ignored (probe.ignore={settings.ignore}); a probe needs two classes or more."
         )
-    rows, notes = np.array([row for row, _ in used], np.int64), _notes(settings, refused, numbers)
+    rows, notes = np.array([row for row, _ in usable], np.int64), _notes(settings, refused, numbers)
     return Masks(
-        Labelled(store, rows, np.zeros(len(rows), np.int64), ("",), notes),
+        LabelledRows(store, rows, np.zeros(len(rows), np.int64), ("",), notes),
         settings.transform.crop,
         np.array(numbers, np.int64),
         names,
         tuple(refused),
-        [mask.data for _, mask in used],
+        [mask.data for _, mask in usable],
     )
 
 
@@ -116,10 +116,10 @@ def _notes(
     if failed := int((~settings.store.ok).sum()):
         notes.append(f"{counted(failed, 'failed row is', 'failed rows are')} left out")
     if refused:
-        what = counted(
+        left_out = counted(
             len(refused), "row without a usable mask is", "rows without a usable mask are"
         )
-        notes.append(f"{what} left out: {_listed(refused)}")
+        notes.append(f"{left_out} left out: {_problem_text(refused)}")
     absent = [name for i, name in enumerate(settings.names) if i not in set(numbers)]
     if absent:
         notes.append(
@@ -129,7 +129,7 @@ def _notes(
     return tuple(notes)
 
 
-def _listed(refused: Sequence[tuple[str, str]]) -> str:
+def _problem_text(refused: Sequence[tuple[str, str]]) -> str:
     """Name some rows without a usable mask, with the reasons."""
     named = "; ".join(f"{key}: {reason}" for key, reason in refused[:_NAMED])
     more = f"; and {len(refused) - _NAMED} more" if refused[_NAMED:] else ""

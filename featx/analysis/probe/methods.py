@@ -17,11 +17,11 @@ from featx.analysis.probe import (
     temperature_scaling,
 )
 from featx.analysis.probe.heads import Head, Scaler, fit_scaler, scores_of
-from featx.analysis.probe.problem import NO_VOTE, Fitted, Problem, Scores
+from featx.analysis.probe.problem import NO_VOTE, FittedProbe, Problem, Scores
 from featx.analysis.probe.splits import Places, Split
 
 
-def fit(problem: Problem, method: str, split: Split) -> Fitted:
+def fit(problem: Problem, method: str, split: Split) -> FittedProbe:
     """Choose a setting on `split.validation`, then fit on `split.train`.
 
     Args:
@@ -33,7 +33,7 @@ def fit(problem: Problem, method: str, split: Split) -> Fitted:
     return fits[method](problem, split)
 
 
-def fit_as_chosen(problem: Problem, method: str, places: Places, chosen: float) -> Fitted:
+def fit_as_chosen(problem: Problem, method: str, places: Places, chosen: float) -> FittedProbe:
     """Fit on some places with a known penalty or number of neighbours.
 
     A few rows (few-shot) are read into memory even if the layer is streamed; all rows of a streamed
@@ -46,13 +46,13 @@ def fit_as_chosen(problem: Problem, method: str, places: Places, chosen: float) 
         chosen: l2 or k.
     """
     if method == "knn":
-        return _voting(problem, places, int(chosen))
+        return _fit_knn(problem, places, int(chosen))
     if method == "attentive":
         return attentive_method.fit_as_chosen(problem, places, chosen)
     scaler = fit_scaler(problem.features, places)
     if method == "ridge":
-        solved = ridge.solve(problem.features, places, problem.y, problem.num_classes, scaler)
-        return _with_head(problem, solved.head(chosen), chosen)
+        solution = ridge.solve(problem.features, places, problem.y, problem.num_classes, scaler)
+        return _head_probe(problem, solution.head(chosen), chosen)
     return _fit_linear(problem, places, scaler, chosen, None)
 
 
@@ -64,21 +64,21 @@ def name_of_choice(method: str) -> str:
 # ---------------------------------------------------------------------------- linear
 
 
-def _linear(problem: Problem, split: Split) -> Fitted:
+def _linear(problem: Problem, split: Split) -> FittedProbe:
     """Logistic regression."""
-    given = problem.options.l2
-    strengths = logistic_regression.L2_GRID if given is None else (given,)
+    option = problem.options.l2
+    strengths = logistic_regression.L2_GRID if option is None else (option,)
     scaler = fit_scaler(problem.features, split.fit)
     y = problem.y[split.validation]
 
-    def logits(found: logistic_regression.Fit) -> Scores:
+    def logits(fit: logistic_regression.Fit) -> Scores:
         """Return the logits of the validation rows."""
-        head = Head(scaler, found.weight, found.bias, probabilities=False)
+        head = Head(scaler, fit.weight, fit.bias, probabilities=False)
         return scores_of(head, problem.features, split.validation)
 
-    def judge(found: logistic_regression.Fit) -> tuple[float, float]:
+    def judge(fit: logistic_regression.Fit) -> tuple[float, float]:
         """Return accuracy and loss of a fit on the validation rows."""
-        log_p = torch.from_numpy(logits(found)).log_softmax(1).numpy()
+        log_p = torch.from_numpy(logits(fit)).log_softmax(1).numpy()
         return logistic_regression.accuracy_and_loss(y, log_p)
 
     notes: list[str] = []
@@ -88,21 +88,21 @@ def _linear(problem: Problem, split: Split) -> Fitted:
         trials = logistic_regression.sweep(x, labels, problem.num_classes, strengths, judge)
         del x
     else:
-        streamed = _streamed(problem, split.fit, scaler, strengths)
+        streamed = _fit_streamed(problem, split.fit, scaler, strengths)
         notes += streamed.alarms
         trials = [
-            logistic_regression.Trial(l2, *judge(found), found)
-            for l2, found in zip(strengths, streamed.fits, strict=True)
+            logistic_regression.Trial(l2, *judge(fit), fit)
+            for l2, fit in zip(strengths, streamed.fits, strict=True)
         ]
     best = logistic_regression.best_trial(trials)
     notes += logistic_regression.at_the_end(best.l2, strengths)
-    again = fit_scaler(problem.features, split.train)
-    fitted = _fit_linear(problem, split.train, again, best.l2, best.fit)
+    scaler_of_all = fit_scaler(problem.features, split.train)
+    fitted = _fit_linear(problem, split.train, scaler_of_all, best.l2, best.fit)
     if problem.options.calibration == "temperature":
         temperature = temperature_scaling.fit_temperature(logits(best.fit), y)
-        notes += temperature_scaling.at_limit(temperature)
-        fitted = calibrated(problem, fitted, temperature)
-    return Fitted(
+        notes += temperature_scaling.limit_notes(temperature)
+        fitted = calibrate(problem, fitted, temperature)
+    return FittedProbe(
         fitted.scores,
         best.l2,
         fitted.head,
@@ -113,12 +113,12 @@ def _linear(problem: Problem, split: Split) -> Fitted:
     )
 
 
-def calibrated(problem: Problem, fitted: Fitted, temperature: float) -> Fitted:
+def calibrate(problem: Problem, fitted: FittedProbe, temperature: float) -> FittedProbe:
     """Return a fitted linear probe with its logits divided by a temperature."""
     assert fitted.head is not None
-    head = temperature_scaling.with_temperature(fitted.head, temperature)
+    head = temperature_scaling.scale_logits(fitted.head, temperature)
     details = {**fitted.details, "calibration_temperature": temperature}
-    return _with_head(problem, head, fitted.chosen, fitted.notes, details)
+    return _head_probe(problem, head, fitted.chosen, fitted.notes, details)
 
 
 def _fit_linear(
@@ -127,42 +127,40 @@ def _fit_linear(
     scaler: Scaler,
     l2: float,
     start: logistic_regression.Fit | None,
-) -> Fitted:
+) -> FittedProbe:
     """Fit logistic regression with a known penalty."""
     features, notes = problem.features, []
     in_memory = features.whole is not None or len(places) * 4 * features.width <= _SMALL_BYTES
     if in_memory:
         x = scaler(features.take(places))
         labels = problem.labels(places)
-        found = logistic_regression.fit_logistic(
-            x, labels, problem.num_classes, l2, start, last=True
-        )
+        fit = logistic_regression.fit_logistic(x, labels, problem.num_classes, l2, start, last=True)
         del x
         solver = "lbfgs"
     else:
-        streamed = _streamed(problem, places, scaler, (l2,))
-        found, notes, solver = streamed.fits[0], list(streamed.alarms), "adamw"
-    if found.converged is False:
+        streamed = _fit_streamed(problem, places, scaler, (l2,))
+        fit, notes, solver = streamed.fits[0], list(streamed.alarms), "adamw"
+    if fit.converged is False:
         notes.append(
-            f"l2={l2:g}: L-BFGS has not converged in {found.iterations} iterations (largest entry "
-            f"of the gradient {found.max_abs_gradient:.2g}, "
+            f"l2={l2:g}: L-BFGS has not converged in {fit.iterations} iterations (largest entry "
+            f"of the gradient {fit.max_abs_gradient:.2g}, "
             f"wanted {logistic_regression.TOLERANCE:g})"
         )
-    head = Head(scaler, found.weight, found.bias, probabilities=True)
+    head = Head(scaler, fit.weight, fit.bias, probabilities=True)
     details = {
         "solver": solver,
-        "iterations": found.iterations,
-        "gradient": found.max_abs_gradient,
-        "converged": found.converged,
+        "iterations": fit.iterations,
+        "gradient": fit.max_abs_gradient,
+        "converged": fit.converged,
     }
-    return _with_head(problem, head, l2, notes, details)
+    return _head_probe(problem, head, l2, notes, details)
 
 
 _SMALL_BYTES = 64 << 20
 """Size up to which rows of a streamed layer, mostly few-shot ones, are read into memory."""
 
 
-def _streamed(
+def _fit_streamed(
     problem: Problem, places: Places, scaler: Scaler, strengths: Sequence[float]
 ) -> minibatch_regression.Streamed:
     """Fit logistic regression on mini-batches."""
@@ -173,15 +171,15 @@ def _streamed(
     )
 
 
-def _with_head(
+def _head_probe(
     problem: Problem,
     head: Head,
     chosen: float,
     notes: Sequence[str] = (),
     details: dict[str, Any] | None = None,
-) -> Fitted:
+) -> FittedProbe:
     """Return a fitted probe whose scores are those of a head."""
-    return Fitted(
+    return FittedProbe(
         lambda places: scores_of(head, problem.features, places),
         chosen,
         head,
@@ -193,30 +191,30 @@ def _with_head(
 # ---------------------------------------------------------------------------- knn
 
 
-def _knn(problem: Problem, split: Split) -> Fitted:
+def _knn(problem: Problem, split: Split) -> FittedProbe:
     """kNN probe.
 
     k is chosen with validation rows that query the other training rows, as in the other methods.
     Among all training rows they would find rows of their own group.
     """
     ks = knn.candidates(len(split.fit), problem.options.k)
-    found = _votes(problem, split.fit, split.validation, ks)
+    votes_of_k = _votes(problem, split.fit, split.validation, ks)
     y = problem.y[split.validation]
     trials = [
         {"k": k, "accuracy": accuracy, "loss": loss}
         for k, (accuracy, loss) in (
             (k, logistic_regression.accuracy_and_loss(y, np.log(np.maximum(scores, NO_VOTE))))
-            for k, scores in found.items()
+            for k, scores in votes_of_k.items()
         )
     ]
     best = max(trials, key=lambda trial: (trial["accuracy"], -trial["loss"]))
-    fitted = _voting(problem, split.train, int(best["k"]))
-    return Fitted(fitted.scores, best["k"], None, (best["accuracy"], best["loss"]), trials)
+    fitted = _fit_knn(problem, split.train, int(best["k"]))
+    return FittedProbe(fitted.scores, best["k"], None, (best["accuracy"], best["loss"]), trials)
 
 
-def _voting(problem: Problem, bank: Places, k: int) -> Fitted:
+def _fit_knn(problem: Problem, bank: Places, k: int) -> FittedProbe:
     """Return a fitted kNN probe with a bank of places."""
-    return Fitted(lambda places: _votes(problem, bank, places, (k,))[k], k)
+    return FittedProbe(lambda places: _votes(problem, bank, places, (k,))[k], k)
 
 
 def _votes(problem: Problem, bank: Places, queries: Places, ks: Sequence[int]) -> dict[int, Scores]:
@@ -230,25 +228,25 @@ def _votes(problem: Problem, bank: Places, queries: Places, ks: Sequence[int]) -
 # ---------------------------------------------------------------------------- ridge
 
 
-def _ridge(problem: Problem, split: Split) -> Fitted:
+def _ridge(problem: Problem, split: Split) -> FittedProbe:
     """Ridge regression."""
-    given = problem.options.l2
-    strengths = ridge.STRENGTHS if given is None else (given,)
+    option = problem.options.l2
+    strengths = ridge.STRENGTHS if option is None else (option,)
     features, y = problem.features, problem.y[split.validation]
 
-    def solved(places: Places) -> ridge.Solved:
+    def solve(places: Places) -> ridge.RidgeSolution:
         scaler = fit_scaler(features, places)
         return ridge.solve(features, places, problem.y, problem.num_classes, scaler)
 
-    on_fit = solved(split.fit)
+    solution = solve(split.fit)
     trials = []
     for l2 in strengths:
-        scores = scores_of(on_fit.head(l2), features, split.validation)
+        scores = scores_of(solution.head(l2), features, split.validation)
         error = float(np.square(scores - np.eye(problem.num_classes)[y]).sum(1).mean())
         accuracy = float((scores.argmax(1) == y).mean())
         trials.append({"l2": l2, "accuracy": accuracy, "loss": error})
     best = max(trials, key=lambda trial: (trial["accuracy"], -trial["loss"]))
-    fitted = _with_head(problem, solved(split.train).head(best["l2"]), best["l2"])
+    fitted = _head_probe(problem, solve(split.train).head(best["l2"]), best["l2"])
     notes = logistic_regression.at_the_end(best["l2"], strengths)
     validation = best["accuracy"], best["loss"]
-    return Fitted(fitted.scores, best["l2"], fitted.head, validation, trials, notes)
+    return FittedProbe(fitted.scores, best["l2"], fitted.head, validation, trials, notes)

@@ -1,8 +1,8 @@
 """Bootstrap intervals of all metrics, with whole groups drawn (probe.bootstrap).
 
 A resample is a weight of each row, the number of times that it was drawn. The metrics of many
-resamples are computed together from these weights; tests compare them with those of `judged` for
-the drawn rows.
+resamples are computed together from these weights; tests compare them with those of
+`prediction_metrics` for the drawn rows.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from featx.analysis.probe.metrics import (
     CALIBRATION_BINS,
     METRICS,
     TOP,
-    Predictions,
+    ProbePredictions,
     calibration_bin,
-    judged,
+    prediction_metrics,
     within_top_k,
 )
 
@@ -28,11 +28,14 @@ Matrix = npt.NDArray[np.float64]
 _BLOCK_NUMBERS = 1 << 22
 """Largest number of weights that are held at a time: 32 MiB."""
 
+INTERVAL_RESAMPLES = 1000
+"""Number of resamples of the interval of the first metric, in probes without probe.bootstrap."""
+
 _EQUAL = 1e-12
 """Difference of metrics, relative to the larger of the metric and 1, that counts as rounding."""
 
 
-def bootstrap_entry(predictions: Predictions, resamples: int) -> dict[str, Any]:
+def bootstrap_entry(predictions: ProbePredictions, resamples: int) -> dict[str, Any]:
     """Compute the 95 % percentile interval of every metric.
 
     In each resample as many units are drawn with replacement as there are, a unit being a row or a
@@ -50,11 +53,11 @@ def bootstrap_entry(predictions: Predictions, resamples: int) -> dict[str, Any]:
         out because it is not defined in them, for metrics with such resamples.
     """
     blocks = [resampled_metrics(predictions, each) for each in _weights(predictions, resamples)]
-    found = {name: np.concatenate([each[name] for each in blocks]) for name in METRICS}
-    available = judged(predictions)
+    values_of_metric = {name: np.concatenate([each[name] for each in blocks]) for name in METRICS}
+    available = prediction_metrics(predictions)
     defined = {
         name: values[~np.isnan(values)]
-        for name, values in found.items()
+        for name, values in values_of_metric.items()
         if available[name] is not None
     }
     groups = predictions.groups
@@ -76,8 +79,8 @@ def bootstrap_entry(predictions: Predictions, resamples: int) -> dict[str, Any]:
     }
 
 
-def resampled_metrics(predictions: Predictions, weights: Matrix) -> dict[str, Matrix]:
-    """Compute the metrics of `judged` for rows with weights.
+def resampled_metrics(predictions: ProbePredictions, weights: Matrix) -> dict[str, Matrix]:
+    """Compute the metrics of `prediction_metrics` for rows with weights.
 
     Args:
         predictions: predictions for n rows.
@@ -88,42 +91,42 @@ def resampled_metrics(predictions: Predictions, weights: Matrix) -> dict[str, Ma
     """
     y, scores, predicted = predictions.y, predictions.scores, predictions.predicted
     num_classes, total = scores.shape[1], weights.sum(1)
-    support = _by_group(weights, y, num_classes)
-    said = _by_group(weights, predicted, num_classes)
-    right = _by_group(weights * (predicted == y), y, num_classes)
-    nothing = np.full(len(weights), np.nan)
-    found = dict.fromkeys(METRICS, nothing)
-    found["accuracy"] = right.sum(1) / total
-    found["balanced_accuracy"] = _mean_where(right / np.maximum(support, 1), support > 0)
-    both = support + said
-    found["macro_f1"] = _mean_where(2 * right / np.maximum(both, 1), both > 0)
-    found |= _agreement(right.sum(1), support, said)
+    support = _sum_by_group(weights, y, num_classes)
+    num_predicted = _sum_by_group(weights, predicted, num_classes)
+    right = _sum_by_group(weights * (predicted == y), y, num_classes)
+    undefined = np.full(len(weights), np.nan)
+    metrics = dict.fromkeys(METRICS, undefined)
+    metrics["accuracy"] = right.sum(1) / total
+    metrics["balanced_accuracy"] = _mean_where(right / np.maximum(support, 1), support > 0)
+    both = support + num_predicted
+    metrics["macro_f1"] = _mean_where(2 * right / np.maximum(both, 1), both > 0)
+    metrics |= _agreement(right.sum(1), support, num_predicted)
     if num_classes > TOP and (predictions.most_ranked or num_classes) >= TOP:
-        found["top5"] = weights @ within_top_k(y, scores, TOP) / total
+        metrics["top5"] = weights @ within_top_k(y, scores, TOP) / total
     if predictions.probabilities:
         gaps = weights * ((predicted == y) - scores.max(1))
-        by_bin = _by_group(gaps, calibration_bin(scores), CALIBRATION_BINS)
-        found["calibration_error"] = np.abs(by_bin).sum(1) / total
-        found["log_loss"] = _log_loss(y, scores, weights)
-    found["auroc"] = _auroc(y, scores, weights, support)
-    return found
+        bin_gaps = _sum_by_group(gaps, calibration_bin(scores), CALIBRATION_BINS)
+        metrics["calibration_error"] = np.abs(bin_gaps).sum(1) / total
+        metrics["log_loss"] = _log_loss(y, scores, weights)
+    metrics["auroc"] = _auroc(y, scores, weights, support)
+    return metrics
 
 
-def _weights(predictions: Predictions, resamples: int) -> Iterator[Matrix]:
+def _weights(predictions: ProbePredictions, resamples: int) -> Iterator[Matrix]:
     """Yield weights of resamples in blocks, (b, n) each.
 
     The same predictions get the same resamples.
     """
     count, groups = len(predictions.y), predictions.groups
-    of_row = np.arange(count) if groups is None else np.unique(groups, False, True)[1]
-    units = int(of_row.max()) + 1
+    unit_of_row = np.arange(count) if groups is None else np.unique(groups, False, True)[1]
+    units = int(unit_of_row.max()) + 1
     rng = np.random.default_rng(0)
     step = max(1, _BLOCK_NUMBERS // count)
     for start in range(0, resamples, step):
         drawn = rng.integers(units, size=(min(step, resamples - start), units))
         drawn += units * np.arange(len(drawn))[:, None]
         times = np.bincount(drawn.ravel(), minlength=drawn.size).reshape(drawn.shape)
-        yield times[:, of_row].astype(np.float64)
+        yield times[:, unit_of_row].astype(np.float64)
 
 
 def _differ(values: Matrix) -> bool:
@@ -133,22 +136,22 @@ def _differ(values: Matrix) -> bool:
     return float(np.ptp(values)) > _EQUAL * max(1.0, float(np.abs(values).max()))
 
 
-def _by_group(values: Matrix, of_row: npt.NDArray[np.integer], count: int) -> Matrix:
+def _sum_by_group(values: Matrix, group_of_row: npt.NDArray[np.integer], num_groups: int) -> Matrix:
     """Sum (b, n) values over the rows of each group, (b, count)."""
-    order = np.argsort(of_row, kind="stable")
-    there, starts = np.unique(of_row[order], return_index=True)
-    sums = np.zeros((len(values), count))
-    sums[:, there] = np.add.reduceat(values[:, order], starts, axis=1)
+    order = np.argsort(group_of_row, kind="stable")
+    group_ids, starts = np.unique(group_of_row[order], return_index=True)
+    sums = np.zeros((len(values), num_groups))
+    sums[:, group_ids] = np.add.reduceat(values[:, order], starts, axis=1)
     return sums
 
 
-def _mean_where(values: Matrix, there: npt.NDArray[np.bool_]) -> Matrix:
+def _mean_where(values: Matrix, is_counted: npt.NDArray[np.bool_]) -> Matrix:
     """Return the mean of each row's values where there are some."""
-    mean: Matrix = (values * there).sum(1) / there.sum(1)
+    mean: Matrix = (values * is_counted).sum(1) / is_counted.sum(1)
     return mean
 
 
-def _agreement(right: Matrix, support: Matrix, said: Matrix) -> dict[str, Matrix]:
+def _agreement(right: Matrix, support: Matrix, num_predicted: Matrix) -> dict[str, Matrix]:
     """Compute Matthews' correlation and Cohen's kappa from the margins of the confusion matrix.
 
     With c of s rows right, t rows of a class and p predicted as it,
@@ -160,23 +163,27 @@ def _agreement(right: Matrix, support: Matrix, said: Matrix) -> dict[str, Matrix
     2004). Both are undefined if all rows are of one class, mcc also if all are predicted as one.
     """
     square = support.sum(1) ** 2
-    chance = (support * said).sum(1)
+    chance = (support * num_predicted).sum(1)
     above = right * support.sum(1) - chance
-    of_true, of_said = square - (support**2).sum(1), square - (said**2).sum(1)
+    true_term, predicted_term = square - (support**2).sum(1), square - (num_predicted**2).sum(1)
     with np.errstate(invalid="ignore", divide="ignore"):
-        mcc = np.where((of_true > 0) & (of_said > 0), above / np.sqrt(of_true * of_said), np.nan)
-        kappa = np.where(of_true > 0, above / (square - chance), np.nan)
+        mcc = np.where(
+            (true_term > 0) & (predicted_term > 0),
+            above / np.sqrt(true_term * predicted_term),
+            np.nan,
+        )
+        kappa = np.where(true_term > 0, above / (square - chance), np.nan)
     return {"mcc": mcc, "kappa": kappa}
 
 
 def _log_loss(y: npt.NDArray[np.int64], scores: Matrix, weights: Matrix) -> Matrix:
     """Compute the mean of -log of the probability of the true class; NaN where it is infinite."""
-    own = scores[np.arange(len(y)), y]
+    p_true = scores[np.arange(len(y)), y]
     smallest = np.finfo(np.float64).eps
-    losses = -np.log(np.clip(own, smallest, 1 - smallest))
-    found: Matrix = weights @ losses / weights.sum(1)
-    found[weights @ (own == 0) > 0] = np.nan
-    return found
+    losses = -np.log(np.clip(p_true, smallest, 1 - smallest))
+    means: Matrix = weights @ losses / weights.sum(1)
+    means[weights @ (p_true == 0) > 0] = np.nan
+    return means
 
 
 def _auroc(y: npt.NDArray[np.int64], scores: Matrix, weights: Matrix, support: Matrix) -> Matrix:
@@ -189,16 +196,16 @@ def _auroc(y: npt.NDArray[np.int64], scores: Matrix, weights: Matrix, support: M
     """
     total = support.sum(1)
     areas = np.zeros(len(weights))
-    by_row = np.ascontiguousarray(weights.T)
+    row_weights = np.ascontiguousarray(weights.T)
     below = np.zeros((len(y) + 1, len(weights)))
     for label in np.unique(y).tolist():
         order = np.argsort(scores[:, label])
         ranked = scores[order, label]
-        np.cumsum(by_row[order], axis=0, out=below[1:])
-        own = np.flatnonzero(y == label)
-        first = np.searchsorted(ranked, scores[own, label], side="left")
-        last = np.searchsorted(ranked, scores[own, label], side="right")
-        sums = (by_row[own] * (below[first] + below[last])).sum(0) / 2
+        np.cumsum(row_weights[order], axis=0, out=below[1:])
+        members = np.flatnonzero(y == label)
+        first = np.searchsorted(ranked, scores[members, label], side="left")
+        last = np.searchsorted(ranked, scores[members, label], side="right")
+        sums = (row_weights[members] * (below[first] + below[last])).sum(0) / 2
         count = support[:, label]
         pairs = count * (total - count)
         areas += (sums - count**2 / 2) / np.where(pairs > 0, pairs, 1)

@@ -25,7 +25,7 @@ TOP = 5
 
 
 @dataclass(frozen=True)
-class Predictions:
+class ProbePredictions:
     """Predictions for rows that a probe was not fitted on.
 
     Attributes:
@@ -46,8 +46,8 @@ class Predictions:
     @property
     def predicted(self) -> npt.NDArray[np.int64]:
         """(n,) class with the largest score; the first of equal ones."""
-        found: npt.NDArray[np.int64] = self.scores.argmax(1)
-        return found
+        classes: npt.NDArray[np.int64] = self.scores.argmax(1)
+        return classes
 
     @property
     def accuracy(self) -> float:
@@ -55,7 +55,7 @@ class Predictions:
         return float((self.predicted == self.y).mean())
 
 
-def judged(predictions: Predictions) -> dict[str, Any]:
+def prediction_metrics(predictions: ProbePredictions) -> dict[str, Any]:
     """Compute all metrics of one test, as JSON types.
 
     Returns:
@@ -70,9 +70,9 @@ def judged(predictions: Predictions) -> dict[str, Any]:
     y, scores = predictions.y, predictions.scores
     num_classes = scores.shape[1]
     matrix = confusion(y, predictions.predicted, num_classes)
-    right, support, said = np.diag(matrix), matrix.sum(1), matrix.sum(0)
+    right, support, num_predicted = np.diag(matrix), matrix.sum(1), matrix.sum(0)
     recall = [_share(a, b) for a, b in zip(right.tolist(), support.tolist(), strict=True)]
-    precision = [_share(a, b) for a, b in zip(right.tolist(), said.tolist(), strict=True)]
+    precision = [_share(a, b) for a, b in zip(right.tolist(), num_predicted.tolist(), strict=True)]
     correct = int(right.sum())
     tested = [value for value in recall if value is not None]
     effective = effective_rows(predictions.predicted == y, predictions.groups)
@@ -105,11 +105,11 @@ def judged(predictions: Predictions) -> dict[str, Any]:
     }
 
 
-def joined(folds: Sequence[Predictions]) -> Predictions:
+def join_predictions(folds: Sequence[ProbePredictions]) -> ProbePredictions:
     """Join the predictions on the test rows of several folds."""
     ranked = [each.most_ranked for each in folds if each.most_ranked is not None]
     groups = [each.groups for each in folds if each.groups is not None]
-    return Predictions(
+    return ProbePredictions(
         np.concatenate([each.y for each in folds]),
         np.concatenate([each.scores for each in folds]),
         folds[0].probabilities,
@@ -118,16 +118,16 @@ def joined(folds: Sequence[Predictions]) -> Predictions:
     )
 
 
-def judged_folds(folds: Sequence[Predictions]) -> dict[str, Any]:
+def metrics_of_folds(folds: Sequence[ProbePredictions]) -> dict[str, Any]:
     """Compute the metrics of the rows of all folds together; several folds add an entry `folds`.
 
     Args:
         folds: predictions on the test rows of each fold; no row is in two folds.
     """
-    found = judged(joined(folds))
+    metrics = prediction_metrics(join_predictions(folds))
     if len(folds) > 1:
-        found["folds"] = mean_and_spread([each.accuracy for each in folds])
-    return found
+        metrics["folds"] = mean_and_spread([each.accuracy for each in folds])
+    return metrics
 
 
 def wilson(share: float, count: float) -> tuple[float, float]:
@@ -202,10 +202,10 @@ def within_top_k(
     y: npt.NDArray[np.int64], scores: npt.NDArray[np.float64], k: int
 ) -> npt.NDArray[np.bool_]:
     """Return whether each row counts in `top_k`, (n,)."""
-    own = scores[np.arange(len(y)), y]
-    others = (scores >= own[:, None]).sum(1) - 1
-    within: npt.NDArray[np.bool_] = others < k
-    return within
+    true_scores = scores[np.arange(len(y)), y]
+    num_others = (scores >= true_scores[:, None]).sum(1) - 1
+    is_within: npt.NDArray[np.bool_] = num_others < k
+    return is_within
 
 
 def calibration_error(
@@ -232,8 +232,8 @@ def calibration_bin(
 ) -> npt.NDArray[np.int64]:
     """Return the bin of `calibration_error` of each row, (n,)."""
     edges = np.linspace(0, 1, bins + 1)[1:-1]
-    found: npt.NDArray[np.int64] = np.searchsorted(edges, scores.max(1), side="left")
-    return found
+    bin_of_row: npt.NDArray[np.int64] = np.searchsorted(edges, scores.max(1), side="left")
+    return bin_of_row
 
 
 def mean_and_spread(values: list[float]) -> dict[str, Any]:

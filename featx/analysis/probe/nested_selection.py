@@ -12,7 +12,7 @@ from featx.analysis.probe.metrics import mean_and_spread
 from featx.analysis.probe.result import SeedProbe
 
 
-def selection_entry(of_seeds: Sequence[SeedProbe], method: str) -> dict[str, Any] | None:
+def selection_entry(seed_probes: Sequence[SeedProbe], method: str) -> dict[str, Any] | None:
     """Return the entry `layer_selection` of probe.json.
 
     The highest of several test accuracies is too high on average, because the test rows chose it.
@@ -21,7 +21,7 @@ def selection_entry(of_seeds: Sequence[SeedProbe], method: str) -> dict[str, Any
     Selection and Subsequent Selection Bias in Performance Evaluation, JMLR 11, 2010).
 
     Args:
-        of_seeds: results of each seed.
+        seed_probes: results of each seed.
         method: method whose accuracies on validation rows choose.
 
     Returns:
@@ -31,7 +31,7 @@ def selection_entry(of_seeds: Sequence[SeedProbe], method: str) -> dict[str, Any
         highest_on_test, layer and accuracy of the layer with the highest mean over the test rows of
         the splits. None with a single layer.
     """
-    layers = list(of_seeds[0].layers)
+    layers = list(seed_probes[0].layers)
     if len(layers) == 1:
         return None
     chosen: list[dict[str, Any]] = [
@@ -42,12 +42,12 @@ def selection_entry(of_seeds: Sequence[SeedProbe], method: str) -> dict[str, Any
             "validation_accuracy": choice.merit[0],
             "accuracy": choice.predictions.accuracy,
         }
-        for each in of_seeds
+        for each in seed_probes
         for fold, choice in enumerate(each.choice.chosen, 1)
     ]
     names = [split["layer"] for split in chosen]
     means = {
-        layer: float(np.mean([split_accuracies(each, layer, method) for each in of_seeds]))
+        layer: float(np.mean([split_accuracies(each, layer, method) for each in seed_probes]))
         for layer in layers
     }
     highest = max(means, key=lambda layer: means[layer])
@@ -59,8 +59,8 @@ def selection_entry(of_seeds: Sequence[SeedProbe], method: str) -> dict[str, Any
     }
 
 
-def split_accuracies(of_seed: SeedProbe, layer: str, method: str) -> list[float]:
+def split_accuracies(seed_probe: SeedProbe, layer: str, method: str) -> list[float]:
     """Return the test accuracy of a layer in each split of a seed."""
-    about = of_seed.layers[layer].about[method]
+    about = seed_probe.layers[layer].about[method]
     values: list[float] = about["folds"]["values"] if "folds" in about else [about["accuracy"]]
     return values

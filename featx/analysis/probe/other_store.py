@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from featx.analysis.probe.groups import row_groups
-from featx.analysis.probe.labelled_rows import Labelled
+from featx.analysis.probe.labelled_rows import LabelledRows
 from featx.errors import ConfigError, StoreMismatchError
 from featx.store import FeatureStore
 
@@ -49,16 +49,16 @@ def open_other_store(store: FeatureStore, path: str, layers: Sequence[str]) -> F
     return other
 
 
-def with_groups_of(
-    testing: Labelled,
+def groups_of_both(
+    testing: LabelledRows,
     column: str | None,
     groups: npt.NDArray[np.int64] | None,
     num_training: int,
 ) -> npt.NDArray[np.int64] | None:
     """Return (n,) groups of training rows, then of another store's rows, or None without groups."""
-    found = row_groups(testing, column)
-    if found is None and groups is None:
+    test_groups = row_groups(testing, column)
+    if test_groups is None and groups is None:
         return None
     ours = np.arange(num_training) if groups is None else groups
-    theirs = np.arange(len(testing.rows)) if found is None else found.of_row
+    theirs = np.arange(len(testing.rows)) if test_groups is None else test_groups.of_row
     return np.concatenate([ours, theirs + ours.max() + 1])

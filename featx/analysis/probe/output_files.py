@@ -19,28 +19,31 @@ from featx.storage import open_folder
 from featx.store import FeatureStore, layout, load_manifest
 
 
-def write_probe(result: dict[str, Any], of_seeds: Sequence[SeedProbe]) -> None:
+def write_probe(result: dict[str, Any], seed_probes: Sequence[SeedProbe]) -> None:
     """Write the heads, the predictions and probe.json, and name the files in it.
 
     Args:
         result: contents of probe.json.
-        of_seeds: results of each seed. The heads are those of the first one.
+        seed_probes: results of each seed. The heads are those of the first one.
 
     Raises:
         ConfigError: two layers would have the same file.
     """
-    task, found = of_seeds[0].task, of_seeds[0].layers
+    task, layers = seed_probes[0].task, seed_probes[0].layers
     store = task.training.store
     # probe.json names the other files with their checksums, so it is written last.
-    heads = {layer: (each.head, each.head_method) for layer, each in found.items()}
+    heads = {layer: (each.head, each.head_method) for layer, each in layers.items()}
     write_heads(
         store,
         result,
         {layer: (head, method) for layer, (head, method) in heads.items() if head and method},
     )
-    _write_few_shot(result, of_seeds[0])
+    _write_few_shot(result, seed_probes[0])
     data = predictions_csv(
-        task.keys, task.y, result["classes"], [_tested_splits(of_seed) for of_seed in of_seeds]
+        task.keys,
+        task.y,
+        result["classes"],
+        [_tested_splits(seed_probe) for seed_probe in seed_probes],
     )
     write_result(store, result, data)
 
@@ -83,9 +86,9 @@ def write_heads(
 def _write_few_shot(result: dict[str, Any], first: SeedProbe) -> None:
     """Write few_shot.csv if there were such probes, and name it in `few_shot_predictions`."""
     draws = {
-        (layer, method): found
+        (layer, method): method_draws
         for layer, each in first.layers.items()
-        for method, found in each.few_shot.items()
+        for method, method_draws in each.few_shot.items()
     }
     if not draws:
         return
@@ -93,7 +96,7 @@ def _write_few_shot(result: dict[str, Any], first: SeedProbe) -> None:
     path = folder / layout.PROBE_HEADS / layout.PROBE_FEW_SHOT
     data = few_shot_csv(first.task, result["classes"], draws)
     open_folder(folder).replace_unlocked(path, data)
-    result["few_shot_predictions"] = _named(path, folder, data)
+    result["few_shot_predictions"] = _file_entry(path, folder, data)
 
 
 def write_result(store: FeatureStore, result: dict[str, Any], predictions: bytes) -> None:
@@ -111,12 +114,12 @@ def write_result(store: FeatureStore, result: dict[str, Any], predictions: bytes
     disk.replace_unlocked(path, predictions)
     if "few_shot_predictions" not in result:  # the file of an earlier probe
         disk.remove(path.with_name(layout.PROBE_FEW_SHOT))
-    result["predictions"] = _named(path, folder, predictions)
+    result["predictions"] = _file_entry(path, folder, predictions)
     text = json.dumps(result, indent=1, ensure_ascii=False, allow_nan=False)
     disk.replace_unlocked(folder / layout.PROBE, text.encode("utf-8", "surrogateescape") + b"\n")
 
 
-def _named(path: Path, folder: Path, data: bytes) -> dict[str, str]:
+def _file_entry(path: Path, folder: Path, data: bytes) -> dict[str, str]:
     """Return the entry of probe.json that names a file, relative to its folder."""
     return {
         "file": str(path.relative_to(folder)),
@@ -124,9 +127,9 @@ def _named(path: Path, folder: Path, data: bytes) -> dict[str, str]:
     }
 
 
-def _tested_splits(of_seed: SeedProbe) -> TestedSplits:
+def _tested_splits(seed_probe: SeedProbe) -> TestedSplits:
     """Return the splits and predictions of a seed."""
-    task, layers = of_seed.task, of_seed.layers
+    task, layers = seed_probe.task, seed_probe.layers
     tested = {
         (layer, method): rows
         for layer, each in layers.items()
@@ -143,8 +146,8 @@ def _about_head(
     """Return the description that a head's file contains: how to use it, and its accuracy."""
     about = result["layers"][layer]
     manifest, _ = load_manifest(output_folder(store))
-    known = manifest is not None and manifest.digest == store.attrs["fingerprint"]
-    run = manifest.holder(layer) if manifest is not None and known else None
+    is_same_store = manifest is not None and manifest.digest == store.attrs["fingerprint"]
+    run = manifest.holder(layer) if manifest is not None and is_same_store else None
     reduction = about["reduction"]
     if method == "attentive":  # which takes rows as they are stored
         reduction = {**reduction, "then": "attention", "axes": []}

@@ -12,8 +12,8 @@ import numpy.typing as npt
 
 from featx.analysis.probe.row_predictions import RowPredictions
 
-RESAMPLES = 10_000
-"""Number of bootstrap resamples of an interval."""
+_RESAMPLES = 10_000
+"""Number of bootstrap resamples of the interval of a difference."""
 
 ALPHA = 0.05
 """Probability of telling apart equally good classifiers, over all comparisons together."""
@@ -81,8 +81,8 @@ def _gains(
     if a.groups is None:
         return gains, np.ones_like(gains)
     _, group_of = np.unique(a.groups, return_inverse=True)
-    of_group = np.bincount(group_of, weights=gains).round().astype(np.int64)
-    return of_group, np.bincount(group_of)
+    group_gains = np.bincount(group_of, weights=gains).round().astype(np.int64)
+    return group_gains, np.bincount(group_of)
 
 
 def bootstrapped_difference(
@@ -90,7 +90,7 @@ def bootstrapped_difference(
 ) -> tuple[float, float]:
     """Compute the percentile interval of a difference of accuracies by the paired bootstrap.
 
-    Units are drawn with replacement, RESAMPLES times, each with both predictions of all its rows
+    Units are drawn with replacement, _RESAMPLES times, each with both predictions of all its rows
     (B. Efron and R. Tibshirani, An Introduction to the Bootstrap, 1993, chapter 13). Units with
     equal numbers are interchangeable, so the number of units of each kind is drawn instead, which
     has the same distribution.
@@ -105,7 +105,7 @@ def bootstrapped_difference(
     """
     kinds, counts = np.unique(np.stack([gains, sizes], axis=1), axis=0, return_counts=True)
     rng = np.random.default_rng(0)  # the same numbers for the same predictions
-    drawn = rng.multinomial(len(gains), counts / len(gains), size=RESAMPLES)
+    drawn = rng.multinomial(len(gains), counts / len(gains), size=_RESAMPLES)
     total, rows = (drawn @ kinds).T
     low, high = np.quantile(total / rows, [alpha / 2, 1 - alpha / 2])
     return float(low), float(high)

@@ -102,23 +102,25 @@ class Patches:
         sides = zip(mask.shape, self.grid, strict=True)
         rows, columns = ((2 * np.arange(side) + 1) * cells // (2 * side) for side, cells in sides)
         cell = rows[:, None] * self.grid[1] + columns
-        known = mask >= 0
+        has_label = mask >= 0
         size = self.per_row * self.num_classes
-        found = np.bincount(cell[known] * self.num_classes + mask[known], minlength=size)
-        return found.reshape(self.per_row, self.num_classes).astype(np.float32)
+        counts = np.bincount(cell[has_label] * self.num_classes + mask[has_label], minlength=size)
+        return counts.reshape(self.per_row, self.num_classes).astype(np.float32)
 
-    def labelled(self, places: Places) -> LabelledPatches:
+    def read_labelled(self, places: Places) -> LabelledPatches:
         """Read the patches of some rows that have a pixel with a label."""
         counts = [self.counts(place) for place in places.tolist()]
-        known = [each.any(1) for each in counts]
-        x = torch.empty((sum(int(each.sum()) for each in known), self.width), device=self.device)
+        has_label = [each.any(1) for each in counts]
+        x = torch.empty(
+            (sum(int(each.sum()) for each in has_label), self.width), device=self.device
+        )
         start, at = 0, 0
         for _, block in self.blocks(places):
-            chosen = torch.from_numpy(np.concatenate(known[at : at + len(block)]))
-            found = block.reshape(-1, self.width)[chosen.to(self.device)]
-            x[start : start + len(found)] = found
-            start, at = start + len(found), at + len(block)
-        rows = [each[some] for each, some in zip(counts, known, strict=True)]
+            is_chosen = torch.from_numpy(np.concatenate(has_label[at : at + len(block)]))
+            tokens = block.reshape(-1, self.width)[is_chosen.to(self.device)]
+            x[start : start + len(tokens)] = tokens
+            start, at = start + len(tokens), at + len(block)
+        rows = [each[is_labelled] for each, is_labelled in zip(counts, has_label, strict=True)]
         return LabelledPatches(x, torch.from_numpy(np.concatenate(rows)).to(self.device))
 
 

@@ -53,7 +53,7 @@ class Problem:
 
 
 @dataclass(frozen=True)
-class Fitted:
+class FittedProbe:
     """A fitted probe.
 
     Attributes:

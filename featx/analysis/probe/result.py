@@ -11,7 +11,7 @@ import numpy as np
 from featx.analysis.probe.layer_choice import LayerChoice, best_layer
 from featx.analysis.probe.layer_probe import LayerProbe
 from featx.analysis.probe.leakage import NEAR_COSINE
-from featx.analysis.probe.metrics import judged_folds
+from featx.analysis.probe.metrics import metrics_of_folds
 from featx.analysis.probe.paired_tests import compare_with_best
 from featx.analysis.probe.row_predictions import RowPredictions, join_folds
 from featx.analysis.probe.task import Task
@@ -67,15 +67,15 @@ class SeedProbe:
             return Top(best, about, self.layers[best].tested[method])
         chosen = self.choice.chosen
         folds = [each.predictions for each in chosen]
-        nested = {"layer_of_folds": [each.layer for each in chosen], **judged_folds(folds)}
+        nested = {"layer_of_folds": [each.layer for each in chosen], **metrics_of_folds(folds)}
         return Top(best, {**about, **nested}, join_folds(folds))
 
 
 def store_entries(store: FeatureStore) -> dict[str, Any]:
     """Return the entries of probe.json that identify the features of the probe."""
     names = ("fingerprint", "model", "weights", "weights_sha256", "transform")
-    of_store = {name: str(store.attrs[name]) for name in names}
-    return {"featx_probe": FORMAT, "store": str(store.root), **of_store}
+    attributes = {name: str(store.attrs[name]) for name in names}
+    return {"featx_probe": FORMAT, "store": str(store.root), **attributes}
 
 
 def run_entries(config: Config, seconds: float) -> dict[str, Any]:
@@ -98,10 +98,10 @@ def probe_result(config: Config, first: SeedProbe, seconds: float) -> dict[str, 
         seconds: duration of the probe.
     """
     method = config.probe.methods[0]
-    task, found, top = first.task, first.layers, first.top(method)
+    task, layer_probes, top = first.task, first.layers, first.top(method)
     store, best = task.training.store, top.layer
-    layers = {layer: each.about for layer, each in found.items()}
-    near = _near_duplicates_entry(task, found, top.tested)
+    layers = {layer: each.about for layer, each in layer_probes.items()}
+    near = _near_duplicates_entry(task, layer_probes, top.tested)
     notes = list(task.notes)
     if count := layers[best]["repeated_rows"]:
         notes.append(
@@ -124,8 +124,8 @@ def probe_result(config: Config, first: SeedProbe, seconds: float) -> dict[str, 
         "split": task.about,
         "near_duplicates": near,
         "paired_tests": compare_with_best(
-            found[best].tested[method],
-            {layer: each.tested[method] for layer, each in found.items() if layer != best},
+            layer_probes[best].tested[method],
+            {layer: each.tested[method] for layer, each in layer_probes.items() if layer != best},
         ),
         "chosen_by": "validation_accuracy",
         "notes_on_rows": notes,
@@ -135,16 +135,16 @@ def probe_result(config: Config, first: SeedProbe, seconds: float) -> dict[str, 
 
 
 def _near_duplicates_entry(
-    task: Task, found: dict[str, LayerProbe], tested: RowPredictions
+    task: Task, layer_probes: dict[str, LayerProbe], tested: RowPredictions
 ) -> dict[str, Any]:
     """Return the entry `near_duplicates` of probe.json.
 
     Args:
         task: rows and splits.
-        found: results of all layers, one of which has the near-duplicates.
+        layer_probes: results of all layers, one of which has the near-duplicates.
         tested: predictions of which the accuracy at the top of probe.json is.
     """
-    near = next(each.near for each in found.values() if each.near is not None)
+    near = next(each.near for each in layer_probes.values() if each.near is not None)
     checked = near.not_checked is None
     keys = task.keys
     pairs = zip(near.test.tolist(), near.training.tolist(), near.cosines.tolist(), strict=True)

@@ -22,7 +22,7 @@ MAX_DIM = 16384
 
 
 @dataclass(frozen=True)
-class Solved:
+class RidgeSolution:
     """Eigendecomposition of X^T X / n, or of X X^T / n if there are fewer rows than features.
 
     Attributes:
@@ -65,7 +65,7 @@ def solve(
     y: npt.NDArray[np.int64],
     num_classes: int,
     scaler: Scaler,
-) -> Solved:
+) -> RidgeSolution:
     """Decompose the normal equations of some places in float64.
 
     Args:
@@ -88,7 +88,7 @@ def solve_values(
     places: npt.NDArray[np.int64],
     values: npt.NDArray[np.float64],
     scaler: Scaler,
-) -> Solved:
+) -> RidgeSolution:
     """Decompose the normal equations for targets that are numbers.
 
     Args:
@@ -117,7 +117,7 @@ def _solve(
     targets: Callable[[npt.NDArray[np.int64]], torch.Tensor],
     target_mean: torch.Tensor,
     scaler: Scaler,
-) -> Solved:
+) -> RidgeSolution:
     """Decompose the normal equations; `targets` gives (n, T) targets minus their mean, (T,)."""
     count, width = len(places), features.width
     if min(count, width) > MAX_DIM:
@@ -139,11 +139,11 @@ def _solve(
             towards += x.T @ targets(span)
         values, vectors = torch.linalg.eigh(gram / count)
         right = vectors.T @ (towards / count)
-        return Solved(scaler, values.clamp(min=0), vectors, right, mean, target_mean)
+        return RidgeSolution(scaler, values.clamp(min=0), vectors, right, mean, target_mean)
     x = scaler(features.take(places)).to(device).double() - mean
     values, vectors = torch.linalg.eigh(x @ x.T / count)
     right = vectors.T @ (targets(places) / count)
-    return Solved(scaler, values.clamp(min=0), x.T @ vectors, right, mean, target_mean)
+    return RidgeSolution(scaler, values.clamp(min=0), x.T @ vectors, right, mean, target_mean)
 
 
 def _targets(y: npt.NDArray[np.int64], mean: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Predictions for the test rows without the scores of all classes, and the file that keeps them."""
+"""Predictions for the test rows without the scores of all classes, and their file."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from featx.analysis.probe.metrics import Predictions, effective_rows, wilson
+from featx.analysis.probe.metrics import ProbePredictions, effective_rows, wilson
 from featx.analysis.probe.splits import Places, Split
 
 COLUMNS = (
@@ -69,8 +69,8 @@ class RowPredictions:
     @property
     def right(self) -> npt.NDArray[np.bool_]:
         """(n,) bool, whether the prediction is the true class."""
-        found: npt.NDArray[np.bool_] = self.predicted == self.y
-        return found
+        is_right: npt.NDArray[np.bool_] = self.predicted == self.y
+        return is_right
 
     def accuracy_of(self, kept: npt.NDArray[np.bool_]) -> dict[str, Any] | None:
         """Compute the accuracy on some of the rows.
@@ -95,7 +95,7 @@ class RowPredictions:
         }
 
 
-def join_folds(folds: Sequence[Predictions], keep_scores: bool = False) -> RowPredictions:
+def join_folds(folds: Sequence[ProbePredictions], keep_scores: bool = False) -> RowPredictions:
     """Join the predictions of all splits.
 
     Args:
@@ -109,8 +109,10 @@ def join_folds(folds: Sequence[Predictions], keep_scores: bool = False) -> RowPr
     p_predicted: npt.NDArray[np.float64] | None = None
     if folds[0].probabilities:
         scores = [(each.scores, np.arange(len(each.y)), each) for each in folds]
-        p_true = np.concatenate([found[rows, each.y] for found, rows, each in scores])
-        p_predicted = np.concatenate([found[rows, each.predicted] for found, rows, each in scores])
+        p_true = np.concatenate([matrix[rows, each.y] for matrix, rows, each in scores])
+        p_predicted = np.concatenate(
+            [matrix[rows, each.predicted] for matrix, rows, each in scores]
+        )
     return RowPredictions(
         y,
         predicted,
@@ -125,7 +127,7 @@ def predictions_csv(
     keys: npt.NDArray[Any],
     y: npt.NDArray[np.int64],
     classes: Sequence[str],
-    of_seeds: Sequence[TestedSplits],
+    seed_splits: Sequence[TestedSplits],
 ) -> bytes:
     """Return the file predictions.csv.
 
@@ -137,15 +139,17 @@ def predictions_csv(
         keys: (N,) key of each place.
         y: (N,) class of each place.
         classes: class names.
-        of_seeds: splits and predictions of each seed; scores are in all of them or in none.
+        seed_splits: splits and predictions of each seed; scores are in all of them or in none.
     """
     buffer = io.StringIO()
     writer = csv.writer(buffer)
     names = list(classes)
-    kept = all(rows.scores is not None for each in of_seeds for rows in each.tested.values())
-    header = [f"{SCORE}{name}" for name in names] if kept else []
+    has_scores = all(
+        rows.scores is not None for each in seed_splits for rows in each.tested.values()
+    )
+    header = [f"{SCORE}{name}" for name in names] if has_scores else []
     writer.writerow([*COLUMNS, *header])
-    for each in of_seeds:
+    for each in seed_splits:
         for place, role in _never_tested(each.splits, len(y)):
             group = "" if each.groups is None else int(each.groups[place])
             line = ["", "", each.seed, "", role, keys[place], group, names[y[place]]]
@@ -157,14 +161,14 @@ def predictions_csv(
 
 
 def _test_lines(
-    of_seed: TestedSplits, keys: npt.NDArray[Any], names: Sequence[str], layer: str, method: str
+    seed_split: TestedSplits, keys: npt.NDArray[Any], names: Sequence[str], layer: str, method: str
 ) -> Iterator[list[Any]]:
     """Yield the columns of each test row of one layer and method, beginning with the fold."""
-    splits, rows = of_seed.splits, of_seed.tested[layer, method]
+    splits, rows = seed_split.splits, seed_split.tested[layer, method]
     places = np.concatenate([split.test for split in splits]).tolist()
     folds = np.repeat(np.arange(1, len(splits) + 1), [len(split.test) for split in splits]).tolist()
     for i, place in enumerate(places):
-        near = of_seed.near_duplicates.get(place)
+        near = seed_split.near_duplicates.get(place)
         yield [
             folds[i] if len(splits) > 1 else "",
             "test",
@@ -185,13 +189,13 @@ def _never_tested(splits: Sequence[Split], num_places: int) -> Iterator[tuple[in
     Validation rows of a fold are test rows of another one, so with several folds the role of a row
     that is never tested is 'train'.
     """
-    tested = np.zeros(num_places, bool)
-    used = np.zeros(num_places, bool)
+    is_tested = np.zeros(num_places, bool)
+    is_used = np.zeros(num_places, bool)
     for split in splits:
-        tested[split.test] = True
-        used[split.train] = True
-    chosen: Places = splits[0].validation if len(splits) == 1 else np.empty(0, np.int64)
+        is_tested[split.test] = True
+        is_used[split.train] = True
+    validation_places: Places = splits[0].validation if len(splits) == 1 else np.empty(0, np.int64)
     validation = np.zeros(num_places, bool)
-    validation[chosen] = True
-    for place in np.flatnonzero(used & ~tested).tolist():
+    validation[validation_places] = True
+    for place in np.flatnonzero(is_used & ~is_tested).tolist():
         yield place, "validation" if validation[place] else "train"

@@ -10,10 +10,10 @@ import numpy.typing as npt
 
 from featx.analysis.probe import splits
 from featx.analysis.probe.given_split import given_split
-from featx.analysis.probe.groups import Groups, row_groups, shared_with
-from featx.analysis.probe.labelled_rows import Labelled
-from featx.analysis.probe.other_store import with_groups_of
-from featx.analysis.probe.split_checks import divided_by
+from featx.analysis.probe.groups import Groups, overlap_notes, row_groups
+from featx.analysis.probe.labelled_rows import LabelledRows
+from featx.analysis.probe.other_store import groups_of_both
+from featx.analysis.probe.split_checks import divided_group_notes
 from featx.analysis.probe.splits import Split
 from featx.config import Config
 from featx.errors import counted
@@ -54,7 +54,7 @@ class RowSplits:
         }
 
 
-def split_rows(config: Config, training: Labelled) -> RowSplits:
+def split_rows(config: Config, training: LabelledRows) -> RowSplits:
     """Split the rows of one store, at random or as given.
 
     Args:
@@ -68,13 +68,13 @@ def split_rows(config: Config, training: Labelled) -> RowSplits:
     grouped = row_groups(training, options.group_column)
     # Groups of a single row each have no effect on splits.
     groups = None if grouped is None or grouped.num_groups == len(training.y) else grouped.of_row
-    found, settings = _splits(config, training, groups, notes)
+    row_splits, settings = _splits(config, training, groups, notes)
     if options.split == "column" and grouped is not None:
-        notes += divided_by(training, grouped, found[0])
-    return RowSplits(groups, found, settings, grouped, notes)
+        notes += divided_group_notes(training, grouped, row_splits[0])
+    return RowSplits(groups, row_splits, settings, grouped, notes)
 
 
-def tested_on_other(config: Config, training: Labelled, testing: Labelled) -> RowSplits:
+def split_by_store(config: Config, training: LabelledRows, testing: LabelledRows) -> RowSplits:
     """Return the split that trains on all rows of a store and tests all rows of another one.
 
     Args:
@@ -85,13 +85,15 @@ def tested_on_other(config: Config, training: Labelled, testing: Labelled) -> Ro
     options, count = config.probe, len(training.y)
     grouped = row_groups(training, options.group_column)
     groups = None if grouped is None or grouped.num_groups == count else grouped.of_row
-    groups = with_groups_of(testing, options.group_column, groups, count)
+    groups = groups_of_both(testing, options.group_column, groups, count)
     y = np.concatenate([training.y, testing.y])
-    every, none, test = np.arange(count), np.empty(0, np.int64), np.arange(count, len(y))
-    found = splits.given(y, every, none, test, options.validation_share, config.seed, groups)
-    notes = [*testing.notes, *shared_with(training, testing, options.group_column)]
+    train, validation, test = np.arange(count), np.empty(0, np.int64), np.arange(count, len(y))
+    split = splits.split_from_places(
+        y, train, validation, test, options.validation_share, config.seed, groups
+    )
+    notes = [*testing.notes, *overlap_notes(training, testing, options.group_column)]
     settings = {"kind": "test_store", "test_store": str(testing.store.root)}
-    return RowSplits(groups, [found], settings, grouped, notes)
+    return RowSplits(groups, [split], settings, grouped, notes)
 
 
 def missing_group_notes(rows: RowSplits, column: str | None) -> list[str]:
@@ -107,7 +109,7 @@ def missing_group_notes(rows: RowSplits, column: str | None) -> list[str]:
 
 def _splits(
     config: Config,
-    training: Labelled,
+    training: LabelledRows,
     groups: npt.NDArray[np.int64] | None,
     notes: list[str],
 ) -> tuple[list[Split], dict[str, Any]]:
@@ -124,13 +126,13 @@ def _splits(
     """
     options, seed = config.probe, config.seed
     if options.split == "column":
-        given = {key: getattr(options, key) for key in ("split_file", "split_column")}
-        named = {key: value for key, value in given.items() if value is not None}
-        return [given_split(config, training, groups, notes)], named
+        options_of_split = {key: getattr(options, key) for key in ("split_file", "split_column")}
+        settings = {key: value for key, value in options_of_split.items() if value is not None}
+        return [given_split(config, training, groups, notes)], settings
     if options.split == "kfold":
         folds = options.folds or 5
-        found = splits.kfold(training.y, folds, options.validation_share, seed, groups)
-        return found, {"folds": folds}
+        row_splits = splits.kfold(training.y, folds, options.validation_share, seed, groups)
+        return row_splits, {"folds": folds}
     share = options.test_share or 0.2
-    found = [splits.holdout(training.y, share, options.validation_share, seed, groups)]
-    return found, {"test_share": share}
+    row_splits = [splits.holdout(training.y, share, options.validation_share, seed, groups)]
+    return row_splits, {"test_share": share}

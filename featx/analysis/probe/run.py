@@ -11,18 +11,18 @@ from typing import Any
 import numpy as np
 import torch
 
-from featx.analysis.probe.labelled_rows import layer_rows
+from featx.analysis.probe.labelled_rows import layer_vectors
 from featx.analysis.probe.layer_choice import LayerChoice
 from featx.analysis.probe.layer_probe import Extras, layer_features, probe_layer
 from featx.analysis.probe.metric_intervals import bootstrap_entry
-from featx.analysis.probe.metrics import joined
+from featx.analysis.probe.metrics import join_predictions
 from featx.analysis.probe.nested_selection import selection_entry
 from featx.analysis.probe.output_files import write_probe
 from featx.analysis.probe.repeated_splits import seeds_entry
 from featx.analysis.probe.result import SeedProbe, probe_result
 from featx.analysis.probe.row_predictions import MAX_SCORES, join_folds
 from featx.analysis.probe.segmentation_probe import run_segmentation_probe
-from featx.analysis.probe.store_comparison import OtherProbe, compared_store, read_probe
+from featx.analysis.probe.store_comparison import OtherProbe, compared_store_entry, read_probe
 from featx.analysis.probe.task import Task, make_task
 from featx.analysis.probe.tokens import ATTENTIVE, require_tokens
 from featx.analysis.probe.value_probe import run_value_probe
@@ -67,30 +67,32 @@ def run_probe(
     tasks = [make_task(replace(config, seed=seed), store, layers) for seed in seeds]
     if device.type == "cpu":
         keep_freed_memory()
-    of_seeds = [SeedProbe(task, {}, LayerChoice(len(task.splits))) for task in tasks]
-    widest = max(layers, key=lambda layer: layer_rows(tasks[0].training, layer).width)
+    seed_probes = [SeedProbe(task, {}, LayerChoice(len(task.splits))) for task in tasks]
+    widest = max(layers, key=lambda layer: layer_vectors(tasks[0].training, layer).width)
     keeps_scores = _num_scores(config, tasks, len(layers)) <= max_scores
     for layer in layers:
         extras = Extras(layer == widest, True, keeps_scores)
-        _probe_layer(config, of_seeds, layer, device, extras)
-        log(_line(layer, [each.layers[layer].about for each in of_seeds], config.probe.methods))
-    result = probe_result(config, of_seeds[0], time.perf_counter() - started_at)
+        _probe_layer(config, seed_probes, layer, device, extras)
+        log(_line(layer, [each.layers[layer].about for each in seed_probes], config.probe.methods))
+    result = probe_result(config, seed_probes[0], time.perf_counter() - started_at)
     result |= {"task": kind.name, "task_reason": kind.reason}
-    _add_comparisons(config, of_seeds[0], other, result)
-    result["layer_selection"] = selection_entry(of_seeds, config.probe.methods[0])
-    result["seeds"] = None if len(of_seeds) == 1 else seeds_entry(of_seeds, config.probe.methods)
+    _add_comparisons(config, seed_probes[0], other, result)
+    result["layer_selection"] = selection_entry(seed_probes, config.probe.methods[0])
+    result["seeds"] = (
+        None if len(seed_probes) == 1 else seeds_entry(seed_probes, config.probe.methods)
+    )
     if not keeps_scores:
         result["notes_on_rows"].append(
             f"{layout.PROBE_PREDICTIONS} has no column per class: it would have more than "
             f"{max_scores} scores; AUROC and top-5 cannot be recomputed from it"
         )
-    write_probe(result, of_seeds)
+    write_probe(result, seed_probes)
     return result
 
 
 def _probe_layer(
     config: Config,
-    of_seeds: Sequence[SeedProbe],
+    seed_probes: Sequence[SeedProbe],
     layer: str,
     device: torch.device,
     extras: Extras,
@@ -99,7 +101,7 @@ def _probe_layer(
 
     Args:
         config: checked config with job=probe.
-        of_seeds: results of each seed, to which those of the layer are added.
+        seed_probes: results of each seed, to which those of the layer are added.
         layer: name of the layer.
         device: device that computes.
         extras: what to compute with the first seed; others make no head.
@@ -109,11 +111,11 @@ def _probe_layer(
     """
     try:
         with torch.no_grad(), exact_cuda:
-            features = layer_features(config, of_seeds[0].task, layer, device)
-            for each in of_seeds:
-                wanted = replace(extras, head=each is of_seeds[0])
+            features = layer_features(config, seed_probes[0].task, layer, device)
+            for each in seed_probes:
+                extras_of_seed = replace(extras, head=each is seed_probes[0])
                 each.layers[layer] = probe_layer(
-                    config, each.task, layer, features, each.choice, wanted
+                    config, each.task, layer, features, each.choice, extras_of_seed
                 )
     except torch.cuda.OutOfMemoryError as error:
         raise RunError(
@@ -129,10 +131,10 @@ def _add_comparisons(
     result["bootstrap"] = result["compared_store"] = None
     folds = [each.predictions for each in first.choice.chosen]
     if config.probe.bootstrap is not None:
-        result["bootstrap"] = bootstrap_entry(joined(folds), config.probe.bootstrap)
+        result["bootstrap"] = bootstrap_entry(join_predictions(folds), config.probe.bootstrap)
     if other is not None:
         places = np.concatenate([split.test for split in first.task.splits])
-        result["compared_store"] = compared_store(
+        result["compared_store"] = compared_store_entry(
             other, join_folds(folds), first.task.keys[places], result["classes"]
         )
 
@@ -143,14 +145,15 @@ def _num_scores(config: Config, tasks: Sequence[Task], num_layers: int) -> int:
     return rows * len(tasks[0].training.classes) * num_layers * len(config.probe.methods)
 
 
-def _line(layer: str, of_seeds: Sequence[dict[str, Any]], names: Sequence[str]) -> str:
+def _line(layer: str, seed_probes: Sequence[dict[str, Any]], names: Sequence[str]) -> str:
     """Return the line of text about a layer, with the mean accuracy of all seeds."""
-    about = of_seeds[0]
+    about = seed_probes[0]
     means = {
-        name: sum(each[name]["accuracy"] for each in of_seeds) / len(of_seeds) for name in names
+        name: sum(each[name]["accuracy"] for each in seed_probes) / len(seed_probes)
+        for name in names
     }
-    shown = ", ".join(f"{name} {percent_text(mean)}" for name, mean in means.items())
+    text_of_methods = ", ".join(f"{name} {percent_text(mean)}" for name, mean in means.items())
     pooled = " (averaged over positions)" if about["reduction"]["then"] == "avg" else ""
     streamed = ", streamed" if about["streamed"] else ""
-    text = f"{layer}: {about['features']} features{pooled}{streamed}; {shown}"
+    text = f"{layer}: {about['features']} features{pooled}{streamed}; {text_of_methods}"
     return textwrap.fill(text, WIDTH, subsequent_indent="  ")

@@ -51,8 +51,8 @@ class PatchClassifier:
                 )
                 pixels = self.classes[enlarged.argmax(1)].cpu().numpy()
                 cells = self.classes[logits.argmax(2)].cpu().numpy()
-                some = span[start : start + step].tolist()
-                yield from zip(some, pixels, cells, strict=True)
+                places_of_step = span[start : start + step].tolist()
+                yield from zip(places_of_step, pixels, cells, strict=True)
 
 
 @dataclass(frozen=True)
@@ -134,11 +134,13 @@ def count_pixels(classifier: PatchClassifier, patches: Patches, places: Places) 
     counts = PixelCounts.empty(len(places), patches.num_classes)
     for row, (place, pixels, cells) in enumerate(classifier.predict(patches, places)):
         mask = patches.mask(place)
-        known = mask >= 0
-        counts.add(counts.pixels[row], mask[known], pixels[known], confusion=counts.confusion)
+        has_label = mask >= 0
+        counts.add(
+            counts.pixels[row], mask[has_label], pixels[has_label], confusion=counts.confusion
+        )
         of_cells = patches.counts(place)
-        sure = 2 * of_cells.max(1) >= np.maximum(of_cells.sum(1), 1)
-        counts.add(counts.patches[row], of_cells.argmax(1)[sure], cells[sure])
+        is_sure = 2 * of_cells.max(1) >= np.maximum(of_cells.sum(1), 1)
+        counts.add(counts.patches[row], of_cells.argmax(1)[is_sure], cells[is_sure])
     return counts
 
 
@@ -151,8 +153,8 @@ def _sweep(
         a classifier with the last fit, whose standardisation and classes hold for all of them; and
         the trials.
     """
-    rows, held_out = patches.labelled(split.fit), patches.labelled(split.validation)
-    scaler, classes = _standardised(rows)
+    rows, held_out = patches.read_labelled(split.fit), patches.read_labelled(split.validation)
+    scaler, classes = _standardise(rows)
     held_out.standardise(scaler)
     # A class without a training pixel has no finite logit. Its loss is the same for all penalties.
     counts = held_out.counts[:, classes].double()
@@ -172,15 +174,15 @@ def _sweep(
 
 def _final(patches: Patches, places: Places, l2: float) -> tuple[PatchClassifier, int]:
     """Fit a penalty on some rows; returns the classifier and the number of patches."""
-    rows = patches.labelled(places)
-    scaler, classes = _standardised(rows)
+    rows = patches.read_labelled(places)
+    scaler, classes = _standardise(rows)
     fit = logistic_regression.fit_logistic(
         rows.x, rows.counts[:, classes], len(classes), l2, last=True
     )
     return PatchClassifier(scaler, fit, classes), len(rows.x)
 
 
-def _standardised(rows: LabelledPatches) -> tuple[Scaler, torch.Tensor]:
+def _standardise(rows: LabelledPatches) -> tuple[Scaler, torch.Tensor]:
     """Standardise patches in place; returns how, and the classes that they have."""
     scaler = rows.scaler()
     rows.standardise(scaler)

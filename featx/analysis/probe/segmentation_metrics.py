@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from featx.analysis.probe.metric_intervals import INTERVAL_RESAMPLES
+
 Ints = npt.NDArray[np.int64]
 
-RESAMPLES = 1000
-"""Number of bootstrap resamples of the interval of mIoU."""
-
-_RESAMPLES_AT_ONCE = 50
+_RESAMPLES_PER_BLOCK = 50
+"""Number of resamples that are computed together."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class PixelCounts:
         )
 
     @classmethod
-    def joined(cls, parts: Sequence[PixelCounts]) -> PixelCounts:
+    def join(cls, parts: Sequence[PixelCounts]) -> PixelCounts:
         """Return the counts of the rows of several parts, one after the other."""
         return cls(
             np.concatenate([part.pixels for part in parts]),
@@ -89,17 +89,23 @@ def segmentation_metrics(counts: PixelCounts) -> dict[str, Any]:
         pixels_of_classes, one number for each class. A metric is None if there is nothing to count.
     """
     true, predicted, right = counts.pixels.sum(0)
-    seen = true > 0
+    has_pixels = true > 0
     iou = right / np.maximum(true + predicted - right, 1)
     accuracy = right / np.maximum(true, 1)
     return {
         "miou": _or_none(miou(counts.pixels.sum(0))),
-        "pixel_accuracy": _or_none(float(right.sum() / true.sum()) if seen.any() else np.nan),
-        "mean_accuracy": _or_none(float(accuracy[seen].mean()) if seen.any() else np.nan),
+        "pixel_accuracy": _or_none(float(right.sum() / true.sum()) if has_pixels.any() else np.nan),
+        "mean_accuracy": _or_none(
+            float(accuracy[has_pixels].mean()) if has_pixels.any() else np.nan
+        ),
         "patch_miou": _or_none(miou(counts.patches.sum(0))),
-        "iou": [float(value) if known else None for value, known in zip(iou, seen, strict=True)],
+        "iou": [
+            float(value) if is_known else None
+            for value, is_known in zip(iou, has_pixels, strict=True)
+        ],
         "accuracy_of_classes": [
-            float(value) if known else None for value, known in zip(accuracy, seen, strict=True)
+            float(value) if is_known else None
+            for value, is_known in zip(accuracy, has_pixels, strict=True)
         ],
         "pixels_of_classes": true.tolist(),
     }
@@ -118,20 +124,22 @@ def interval_entry(pixels: Ints, groups: Ints | None) -> dict[str, Any]:
     Returns:
         `interval`, None if it is equal in all resamples; `resamples`, `unit` and `units`.
     """
-    of_row = np.arange(len(pixels))
+    unit_of_row = np.arange(len(pixels))
     if groups is not None:
-        of_row = np.unique(groups, return_inverse=True)[1]
-    units = int(of_row.max()) + 1
-    of_units = np.zeros((units, pixels[0].size))
-    np.add.at(of_units, of_row, pixels.reshape(len(pixels), -1))
-    rng, found = np.random.default_rng(0), list[float]()  # the same numbers for the same counts
-    for start in range(0, RESAMPLES, _RESAMPLES_AT_ONCE):
-        drawn = rng.integers(units, size=(min(_RESAMPLES_AT_ONCE, RESAMPLES - start), units))
+        unit_of_row = np.unique(groups, return_inverse=True)[1]
+    units = int(unit_of_row.max()) + 1
+    unit_counts = np.zeros((units, pixels[0].size))
+    np.add.at(unit_counts, unit_of_row, pixels.reshape(len(pixels), -1))
+    rng, mious = np.random.default_rng(0), list[float]()  # the same numbers for the same counts
+    for start in range(0, INTERVAL_RESAMPLES, _RESAMPLES_PER_BLOCK):
+        drawn = rng.integers(
+            units, size=(min(_RESAMPLES_PER_BLOCK, INTERVAL_RESAMPLES - start), units)
+        )
         times = np.stack([np.bincount(each, minlength=units) for each in drawn]).astype(np.float64)
-        found += _mious((times @ of_units).reshape(len(drawn), *pixels.shape[1:])).tolist()
+        mious += _mious((times @ unit_counts).reshape(len(drawn), *pixels.shape[1:])).tolist()
     return {
-        "interval": np.quantile(found, [0.025, 0.975]).tolist() if len(set(found)) > 1 else None,
-        "resamples": RESAMPLES,
+        "interval": np.quantile(mious, [0.025, 0.975]).tolist() if len(set(mious)) > 1 else None,
+        "resamples": INTERVAL_RESAMPLES,
         "unit": "image" if groups is None else "group",
         "units": units,
     }
@@ -140,11 +148,11 @@ def interval_entry(pixels: Ints, groups: Ints | None) -> dict[str, Any]:
 def _mious(counts: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
     """Compute mIoU of (b, 3, K) counts, (b,)."""
     true, predicted, right = counts.transpose(1, 0, 2)
-    seen = true > 0
+    has_pixels = true > 0
     iou = right / np.maximum(true + predicted - right, 1)
     with np.errstate(invalid="ignore"):
-        found: npt.NDArray[np.float64] = (iou * seen).sum(1) / seen.sum(1)
-    return found
+        mious: npt.NDArray[np.float64] = (iou * has_pixels).sum(1) / has_pixels.sum(1)
+    return mious
 
 
 def _or_none(value: float) -> float | None:

@@ -74,20 +74,22 @@ def run_segmentation_probe(
         f"{counted(len(masks.packed), 'mask')}, {len(masks.classes)} classes, "
         f"{counted(len(masks.refused), 'row')} without a usable mask"
     )
-    found: dict[str, LayerSegmentation] = {}
+    layer_results: dict[str, LayerSegmentation] = {}
     for layer in layers:
         try:
             with torch.no_grad(), exact_cuda:
-                found[layer] = _probe_layer(config, Patches(masks, layer, device), rows, layer)
+                layer_results[layer] = _probe_layer(
+                    config, Patches(masks, layer, device), rows, layer
+                )
         except torch.cuda.OutOfMemoryError as error:
             raise RunError(
                 f"{layer} does not fit into the memory of {device}: use device=cpu, or extract "
                 "fewer patches with reduce=grid."
             ) from error
-        log(_line(layer, found[layer].about))
-    result = _result(config, kind, masks, rows, found)
+        log(_line(layer, layer_results[layer].about))
+    result = _result(config, kind, masks, rows, layer_results)
     result |= run_entries(config, time.perf_counter() - started_at)
-    write_result(store, result, _counts_csv(config, masks, rows, found))
+    write_result(store, result, _counts_csv(config, masks, rows, layer_results))
     return result
 
 
@@ -120,15 +122,15 @@ def _probe_layer(
     check_memory(patches, layer, num_rows, config.probe.memory_gib)
     with threads_for(num_rows * patches.per_row * patches.width, patches.device):
         fits = [fit_patches(patches, split, config.probe.l2) for split in rows.splits]
-    one = len(fits) == 1
+    is_single = len(fits) == 1
     about = {
         "rows": sum(len(split.test) for split in rows.splits),
-        **segmentation_metrics(PixelCounts.joined([fit.tested for fit in fits])),
+        **segmentation_metrics(PixelCounts.join([fit.tested for fit in fits])),
         "validation_miou": float(np.mean([fit.validation_miou for fit in fits])),
         "validation_loss": float(np.mean([fit.validation_loss for fit in fits])),
-        "l2": fits[0].l2 if one else [fit.l2 for fit in fits],
-        "sweep": fits[0].sweep if one else [fit.sweep for fit in fits],
-        "training_patches": fits[0].num_patches if one else [fit.num_patches for fit in fits],
+        "l2": fits[0].l2 if is_single else [fit.l2 for fit in fits],
+        "sweep": fits[0].sweep if is_single else [fit.sweep for fit in fits],
+        "training_patches": fits[0].num_patches if is_single else [fit.num_patches for fit in fits],
         "notes": list(dict.fromkeys(note for fit in fits for note in fit.notes)),
         "seconds": round(time.perf_counter() - started_at, 3),
     }
@@ -138,10 +140,10 @@ def _probe_layer(
 
 def _line(layer: str, about: dict[str, Any]) -> str:
     """Return the line of text about a layer."""
-    found, (rows, columns) = about["linear"], about["grid"]
+    metrics, (rows, columns) = about["linear"], about["grid"]
     text = (
         f"{layer}: {about['features']} features of {rows} x {columns} patches; mIoU "
-        f"{found['miou']:.3f}, pixel accuracy {found['pixel_accuracy']:.3f}"
+        f"{metrics['miou']:.3f}, pixel accuracy {metrics['pixel_accuracy']:.3f}"
     )
     return textwrap.fill(text, WIDTH, subsequent_indent="  ")
 
@@ -151,21 +153,24 @@ def _result(
     kind: TaskKind,
     masks: Masks,
     rows: RowSplits,
-    found: dict[str, LayerSegmentation],
+    layer_results: dict[str, LayerSegmentation],
 ) -> dict[str, Any]:
     """Assemble probe.json, without the entries of the run.
 
     The layer is the one with the highest mIoU on validation rows. With several folds each of them
     chooses its own, and the numbers at the top are those of their choices.
     """
-    best = max(found, key=lambda layer: found[layer].about["linear"]["validation_miou"])
+    best = max(
+        layer_results, key=lambda layer: layer_results[layer].about["linear"]["validation_miou"]
+    )
     folds = range(len(rows.splits))
     chosen = [
-        max(found, key=lambda layer: found[layer].fits[fold].validation_miou) for fold in folds
+        max(layer_results, key=lambda layer: layer_results[layer].fits[fold].validation_miou)
+        for fold in folds
     ]
-    counts = PixelCounts.joined([found[chosen[fold]].fits[fold].tested for fold in folds])
+    counts = PixelCounts.join([layer_results[chosen[fold]].fits[fold].tested for fold in folds])
     nested = {}
-    if len(folds) > 1 and len(found) > 1:
+    if len(folds) > 1 and len(layer_results) > 1:
         nested = {"layer_of_folds": chosen, **segmentation_metrics(counts)}
     groups = rows.groups
     places = np.concatenate([split.test for split in rows.splits])
@@ -175,7 +180,7 @@ def _result(
         "task_reason": kind.reason,
         "layer": best,
         "method": "linear",
-        **found[best].about["linear"],
+        **layer_results[best].about["linear"],
         **nested,
         **interval_entry(counts.pixels, None if groups is None else groups[places]),
         "classes": list(masks.classes),
@@ -201,12 +206,12 @@ def _result(
         ],
         "seeds": None,
         "head": None,
-        "layers": {layer: each.about for layer, each in found.items()},
+        "layers": {layer: each.about for layer, each in layer_results.items()},
     }
 
 
 def _counts_csv(
-    config: Config, masks: Masks, rows: RowSplits, found: dict[str, LayerSegmentation]
+    config: Config, masks: Masks, rows: RowSplits, layer_results: dict[str, LayerSegmentation]
 ) -> bytes:
     """Return predictions.csv: a line for each layer, test row, and class in or predicted for it."""
     buffer = io.StringIO()
@@ -214,7 +219,7 @@ def _counts_csv(
     names = ("true", "predicted", "right")
     columns = ["layer", "method", "seed", "fold", "split", "key", "group", "class", *names]
     writer.writerow([*columns, *(f"patches_{name}" for name in names)])
-    for layer, each in found.items():
+    for layer, each in layer_results.items():
         for line in _lines(masks, rows, each.fits):
             writer.writerow([layer, "linear", config.seed, *line])
     return buffer.getvalue().encode("utf-8", "surrogateescape")
@@ -224,12 +229,12 @@ def _lines(
     masks: Masks, rows: RowSplits, fits: Sequence[FittedPatches]
 ) -> Iterator[list[str | int]]:
     """Yield the columns of each line of one layer, beginning with the fold."""
-    keys, several = masks.labelled.store.keys[masks.labelled.rows], len(fits) > 1
+    keys, has_folds = masks.labelled.store.keys[masks.labelled.rows], len(fits) > 1
     for fold, (split, fit) in enumerate(zip(rows.splits, fits, strict=True), 1):
         for row, place in enumerate(split.test.tolist()):
             group = "" if rows.groups is None else int(rows.groups[place])
             pixels, patches = fit.tested.pixels[row], fit.tested.patches[row]
             for number in np.flatnonzero(pixels.any(0) | patches.any(0)).tolist():
                 counts = [*pixels[:, number].tolist(), *patches[:, number].tolist()]
-                start = [fold if several else "", "test", str(keys[place]), group]
+                start = [fold if has_folds else "", "test", str(keys[place]), group]
                 yield [*start, masks.classes[number], *counts]

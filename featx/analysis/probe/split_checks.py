@@ -8,13 +8,13 @@ import numpy as np
 import numpy.typing as npt
 
 from featx.analysis.probe.groups import Groups, divided_groups
-from featx.analysis.probe.labelled_rows import Labelled
+from featx.analysis.probe.labelled_rows import LabelledRows
 from featx.analysis.probe.splits import Split
 from featx.errors import DataError, counted
 
 
 def small_classes(
-    training: Labelled, groups: npt.NDArray[np.int64] | None, folds: int
+    training: LabelledRows, groups: npt.NDArray[np.int64] | None, folds: int
 ) -> list[str]:
     """Return notes about classes with too few rows or groups to be tested."""
     if groups is None:
@@ -37,7 +37,7 @@ def small_classes(
     return notes
 
 
-def divided_by(training: Labelled, groups: Groups, split: Split) -> list[str]:
+def divided_group_notes(training: LabelledRows, groups: Groups, split: Split) -> list[str]:
     """Return notes about groups that a given split divides."""
     notes = []
     for some, others, between, effect in (
@@ -56,27 +56,27 @@ def divided_by(training: Labelled, groups: Groups, split: Split) -> list[str]:
     return notes
 
 
-def check_split(split: Split, y: npt.NDArray[np.int64], classes: Sequence[str], what: str) -> None:
+def check_split(split: Split, y: npt.NDArray[np.int64], classes: Sequence[str], unit: str) -> None:
     """Check that a split can be used.
 
     Args:
         split: the split.
         y: (n,) class of each place.
         classes: class names.
-        what: 'row', or the kind of groups, for messages.
+        unit: 'row', or the kind of groups, for messages.
 
     Raises:
         DataError: a set is empty, or a class is tested but not trained on.
     """
     if not len(split.test):
         raise DataError(
-            f"no row is left to test on: every class has a single {what}. A probe needs more "
-            f"{'images' if what == 'row' else 'groups of a class'}."
+            f"no row is left to test on: every class has a single {unit}. A probe needs more "
+            f"{'images' if unit == 'row' else 'groups of a class'}."
         )
     if not len(split.validation):
         raise DataError(
-            f"no row is left to choose strengths on: every class has a single {what} to train on. "
-            f"A probe needs more {'images' if what == 'row' else 'groups'} of a class."
+            f"no row is left to choose strengths on: every class has a single {unit} to train on. "
+            f"A probe needs more {'images' if unit == 'row' else 'groups'} of a class."
         )
     if len(np.unique(y[split.fit])) < 2:
         raise DataError("the training rows are of one class only; a probe needs two or more.")

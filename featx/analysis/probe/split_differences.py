@@ -18,17 +18,36 @@ class SplitValues:
     """Values of one metric of one layer over the splits of several seeds.
 
     Attributes:
-        of_seeds: value on the test rows of all splits of each seed.
-        of_splits: value on the test rows of each split of each seed.
+        by_seed: value on the test rows of all splits of each seed.
+        by_split: value on the test rows of each split of each seed.
     """
 
-    of_seeds: Sequence[float]
-    of_splits: Sequence[float]
+    by_seed: Sequence[float]
+    by_split: Sequence[float]
 
 
 def spread(values: Sequence[float]) -> dict[str, Any]:
     """Return mean, sample standard deviation, smallest and largest value, and the values."""
     return {**mean_and_spread(list(values)), "min": min(values), "max": max(values)}
+
+
+def metric_spreads(
+    names: Sequence[str], entries: Sequence[Mapping[str, Any]]
+) -> dict[str, dict[str, Any] | None]:
+    """Return the spread of each metric over the seeds.
+
+    Args:
+        names: names of the metrics.
+        entries: entries of one layer and method in probe.json, one of each seed.
+
+    Returns:
+        metric -> `spread`, None if it is not available for every seed.
+    """
+    spreads: dict[str, dict[str, Any] | None] = {}
+    for name in names:
+        values = [entry[name] for entry in entries]
+        spreads[name] = None if None in values else spread(values)
+    return spreads
 
 
 def differences(
@@ -48,18 +67,22 @@ def differences(
         the last four are None.
     """
     share = float(np.mean([len(split.test) / len(split.train) for split in splits]))
-    found: dict[str, Any] = {}
-    mine = values[best]
-    for layer, theirs in values.items():
+    entries: dict[str, Any] = {}
+    best_values = values[best]
+    for layer, layer_values in values.items():
         if layer == best:
             continue
-        of_splits = [a - b for a, b in zip(mine.of_splits, theirs.of_splits, strict=True)]
-        of_seeds = [a - b for a, b in zip(mine.of_seeds, theirs.of_seeds, strict=True)]
-        interval, p = resampled_test(of_splits, share)
-        found[layer] = {**spread(of_seeds), "interval": interval, "p": p}
-    p_values = [each["p"] for each in found.values()]
-    known = None not in p_values
-    corrected = holm(p_values) if known else p_values
-    for each, p in zip(found.values(), corrected, strict=True):
-        each["p_holm"], each["told_apart"] = p, p < ALPHA if known else None
-    return found
+        by_split = _differences(best_values.by_split, layer_values.by_split)
+        by_seed = _differences(best_values.by_seed, layer_values.by_seed)
+        interval, p = resampled_test(by_split, share)
+        entries[layer] = {**spread(by_seed), "interval": interval, "p": p}
+    p_values = [entry["p"] for entry in entries.values()]
+    has_scipy = None not in p_values
+    corrected = holm(p_values) if has_scipy else p_values
+    for entry, p in zip(entries.values(), corrected, strict=True):
+        entry["p_holm"], entry["told_apart"] = p, p < ALPHA if has_scipy else None
+    return entries
+
+
+def _differences(a: Sequence[float], b: Sequence[float]) -> list[float]:
+    return [first - second for first, second in zip(a, b, strict=True)]

@@ -82,7 +82,7 @@ def kfold(
     """
     rng = np.random.default_rng([seed, 1])
     fold_of = (
-        _dealt_rows(y, folds, rng) if groups is None else fold_of_groups(y, groups, folds, rng)
+        _fold_of_rows(y, folds, rng) if groups is None else fold_of_groups(y, groups, folds, rng)
     )
     splits = []
     for fold in range(folds):
@@ -92,28 +92,28 @@ def kfold(
                 f"probe.folds={folds} are more than the {'rows' if groups is None else 'groups'} "
                 f"allow: fold {fold + 1} is empty. Give fewer."
             )
-        rest = np.flatnonzero(fold_of != fold)
-        splits.append(_with_validation(y, rest, test, validation, seed + fold, groups))
+        train = np.flatnonzero(fold_of != fold)
+        splits.append(_with_validation(y, train, test, validation, seed + fold, groups))
     return splits
 
 
-def _dealt_rows(y: npt.NDArray[np.int64], folds: int, rng: np.random.Generator) -> Places:
+def _fold_of_rows(y: npt.NDArray[np.int64], folds: int, rng: np.random.Generator) -> Places:
     """Return a fold for each row, -1 for the only row of a class."""
     fold_of = np.full(len(y), -1)
-    dealt = 0
+    num_assigned = 0
     for label in np.unique(y):
         places = rng.permutation(np.flatnonzero(y == label))
         if len(places) > 1:
             # Continuing after the last class's fold keeps folds equal in size.
-            fold_of[places] = (np.arange(len(places)) + dealt) % folds
-            dealt += len(places)
+            fold_of[places] = (np.arange(len(places)) + num_assigned) % folds
+            num_assigned += len(places)
     return fold_of
 
 
-def given(
+def split_from_places(
     y: npt.NDArray[np.int64],
     train: Places,
-    chosen: Places,
+    validation: Places,
     test: Places,
     share: float,
     seed: int,
@@ -124,18 +124,20 @@ def given(
     Args:
         y: (n,) class of each place.
         train: places for training.
-        chosen: places for validation, may be empty.
+        validation: places for validation, may be empty.
         test: places for testing.
         share: share of each class of `train` to draw for validation.
         seed: seed of that draw.
         groups: (n,) group of each place, or None; a drawn validation set divides no group.
     """
-    if len(chosen):
-        return Split(np.sort(train), np.sort(chosen), np.sort(test))
+    if len(validation):
+        return Split(np.sort(train), np.sort(validation), np.sort(test))
     return _with_validation(y, train, test, share, seed, groups)
 
 
-def few(y: npt.NDArray[np.int64], train: Places, shots: int, draw: int, seed: int) -> Places:
+def few_shot_places(
+    y: npt.NDArray[np.int64], train: Places, shots: int, draw: int, seed: int
+) -> Places:
     """Select at most `shots` random places of each class.
 
     Args:
@@ -146,10 +148,10 @@ def few(y: npt.NDArray[np.int64], train: Places, shots: int, draw: int, seed: in
         seed: seed of all selections.
     """
     rng = np.random.default_rng([seed, 3, shots, draw])
-    found = [
+    places_of_classes = [
         rng.permutation(train[y[train] == label])[:shots] for label in np.unique(y[train]).tolist()
     ]
-    return np.sort(np.concatenate(found))
+    return np.sort(np.concatenate(places_of_classes))
 
 
 def _with_validation(
@@ -161,8 +163,8 @@ def _with_validation(
     groups: npt.NDArray[np.int64] | None,
 ) -> Split:
     """Split training places into fit and validation."""
-    chosen = _some_of_each_class(y, train, share, np.random.default_rng([seed, 2]), groups)
-    return Split(np.setdiff1d(train, chosen), chosen, np.sort(test))
+    validation = _some_of_each_class(y, train, share, np.random.default_rng([seed, 2]), groups)
+    return Split(np.setdiff1d(train, validation), validation, np.sort(test))
 
 
 def _some_of_each_class(
@@ -178,9 +180,9 @@ def _some_of_each_class(
     """
     if groups is not None:
         return np.sort(places[share_of_groups(y[places], groups[places], share, rng)])
-    found = [np.empty(0, np.int64)]
+    selected = [np.empty(0, np.int64)]
     for label in np.unique(y[places]).tolist():
         members = rng.permutation(places[y[places] == label])
         count = min(max(1, round(len(members) * share)), len(members) - 1)
-        found.append(members[:count])
-    return np.sort(np.concatenate(found))
+        selected.append(members[:count])
+    return np.sort(np.concatenate(selected))

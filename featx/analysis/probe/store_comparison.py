@@ -48,7 +48,7 @@ def read_probe(path: str) -> OtherProbe:
     """
     store = FeatureStore(path)
     folder = output_folder(store)
-    again = f"python -m featx job=probe store={path} makes it."
+    remedy = f"python -m featx job=probe store={path} makes it."
     try:
         about = json.loads((folder / layout.PROBE).read_bytes().decode("utf-8", "surrogateescape"))
         data = (folder / layout.PROBE_HEADS / layout.PROBE_PREDICTIONS).read_bytes()
@@ -58,9 +58,9 @@ def read_probe(path: str) -> OtherProbe:
                 "their predictions of classes. Probe it again for classes."
             )
         if about["fingerprint"] != str(store.attrs["fingerprint"]):
-            raise StoreError(f"the probe in {folder} belongs to another state of it. {again}")
+            raise StoreError(f"the probe in {folder} belongs to another state of it. {remedy}")
         if about["predictions"]["sha256"] != hashlib.sha256(data).hexdigest():
-            raise StoreError(f"{layout.PROBE_PREDICTIONS} in {folder} was changed. {again}")
+            raise StoreError(f"{layout.PROBE_PREDICTIONS} in {folder} was changed. {remedy}")
         lines = csv.DictReader(io.StringIO(data.decode("utf-8", "surrogateescape"), newline=""))
         tested = {
             line["key"]: (line["true"], line["predicted"])
@@ -69,9 +69,9 @@ def read_probe(path: str) -> OtherProbe:
         }
         return OtherProbe(str(store.root), str(about["layer"]), str(about["method"]), tested)
     except FileNotFoundError as error:
-        raise StoreError(f"{folder} has no probe to compare with: {again}") from error
+        raise StoreError(f"{folder} has no probe to compare with: {remedy}") from error
     except (LookupError, TypeError, ValueError) as error:
-        raise StoreError(f"the probe in {folder} cannot be read: {error!r}. {again}") from error
+        raise StoreError(f"the probe in {folder} cannot be read: {error!r}. {remedy}") from error
 
 
 def _is_of_best_layer(line: Mapping[str, str], about: Mapping[str, Any]) -> bool:
@@ -83,7 +83,7 @@ def _is_of_best_layer(line: Mapping[str, str], about: Mapping[str, Any]) -> bool
     return bool(line["layer"] == layer and line["method"] == about["method"])
 
 
-def compared_store(
+def compared_store_entry(
     other: OtherProbe, ours: RowPredictions, keys: npt.NDArray[Any], classes: Sequence[str]
 ) -> dict[str, Any]:
     """Compare the predictions for the rows that both probes tested.
@@ -103,25 +103,25 @@ def compared_store(
         DataError: no row is tested by both.
         StoreMismatchError: a row has another label there.
     """
-    known = np.array([str(key) in other.tested for key in keys.tolist()])
-    if not known.any():
+    is_tested = np.array([str(key) in other.tested for key in keys.tolist()])
+    if not is_tested.any():
         raise DataError(
             f"probe.compare_store={other.store} has tested none of the {len(keys)} test rows of "
             "this probe. Probe both with the same rows, labels, seed and split; "
             f"probe.split=column probe.split_file={other.store}/{layout.PROBE_HEADS}/"
             f"{layout.PROBE_PREDICTIONS} takes the split of the other one."
         )
-    rows = np.flatnonzero(known)
+    rows = np.flatnonzero(is_tested)
     number = {name: i for i, name in enumerate(classes)}
-    theirs = [other.tested[str(key)] for key in keys[rows].tolist()]
-    for row, (true, _) in zip(rows.tolist(), theirs, strict=True):
+    classes_there = [other.tested[str(key)] for key in keys[rows].tolist()]
+    for row, (true, _) in zip(rows.tolist(), classes_there, strict=True):
         if true != classes[ours.y[row]]:
             raise StoreMismatchError(
                 f"{keys[row]} is of the class {classes[ours.y[row]]} in this store and of {true} "
                 f"in {other.store}; stores are compared on rows with the same labels."
             )
     # A class that this store does not have is a wrong prediction.
-    predicted = np.array([number.get(name, -1) for _, name in theirs])
+    predicted = np.array([number.get(name, -1) for _, name in classes_there])
     groups = None if ours.groups is None else ours.groups[rows]
     a = RowPredictions(ours.y[rows], ours.predicted[rows], None, None, groups)
     b = RowPredictions(ours.y[rows], predicted, None, None, groups)

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from featx.analysis.probe.labelled_rows import Labelled, labelled_rows, matched_by_name
+from featx.analysis.probe.labelled_rows import LabelledRows, labelled_rows, match_classes
 from featx.analysis.probe.other_store import open_other_store
-from featx.analysis.probe.row_splits import missing_group_notes, split_rows, tested_on_other
+from featx.analysis.probe.row_splits import missing_group_notes, split_by_store, split_rows
 from featx.analysis.probe.split_checks import check_split, small_classes
 from featx.analysis.probe.splits import Split
 from featx.config import Config
@@ -34,8 +34,8 @@ class Task:
         notes: sentences about rows and classes that were left out or leak.
     """
 
-    training: Labelled
-    testing: Labelled | None
+    training: LabelledRows
+    testing: LabelledRows | None
     y: npt.NDArray[np.int64]
     groups: npt.NDArray[np.int64] | None
     splits: list[Split]
@@ -77,13 +77,13 @@ def make_task(config: Config, store: FeatureStore, layers: Sequence[str]) -> Tas
             rows.notes.extend(small_classes(training, rows.groups, rows.settings.get("folds", 2)))
     else:
         other = open_other_store(store, options.test_store, layers)
-        testing = matched_by_name(labelled_rows(other, options.label_column), training.classes)
+        testing = match_classes(labelled_rows(other, options.label_column), training.classes)
         y = np.concatenate([y, testing.y])
-        rows = tested_on_other(config, training, testing)
+        rows = split_by_store(config, training, testing)
     grouped = rows.grouped
-    what = "row" if rows.groups is None or grouped is None else f"group ({grouped.by})"
+    unit = "row" if rows.groups is None or grouped is None else f"group ({grouped.by})"
     for split in rows.splits:
-        check_split(split, y, training.classes, what)
+        check_split(split, y, training.classes, unit)
     notes = [*training.notes, *rows.notes, *missing_group_notes(rows, options.group_column)]
     about = rows.as_dict(config)
     return Task(training, testing, y, rows.groups, rows.splits, config.seed, about, notes)

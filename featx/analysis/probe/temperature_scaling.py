@@ -28,10 +28,10 @@ def fit_temperature(logits: npt.NDArray[np.float64], y: npt.NDArray[np.int64]) -
         y: (n,) true classes.
     """
     z = torch.from_numpy(logits)
-    own = z[torch.arange(len(z)), torch.from_numpy(y)]
+    true_logits = z[torch.arange(len(z)), torch.from_numpy(y)]
 
     def slope(inverse: float) -> float:
-        return float(((z * inverse).softmax(1) * z).sum(1).sub(own).mean())
+        return float(((z * inverse).softmax(1) * z).sum(1).sub(true_logits).mean())
 
     low, high = 1 / HIGHEST, 1 / LOWEST
     for _ in range(_STEPS):
@@ -40,14 +40,14 @@ def fit_temperature(logits: npt.NDArray[np.float64], y: npt.NDArray[np.int64]) -
     return min(HIGHEST, max(LOWEST, 2 / (low + high)))
 
 
-def at_limit(temperature: float) -> list[str]:
+def limit_notes(temperature: float) -> list[str]:
     """Return a note if a temperature is one of the limits."""
     if LOWEST * 1.001 < temperature < HIGHEST / 1.001:
         return []
     return [f"the calibration temperature, {temperature:g}, is at the limit of its range"]
 
 
-def with_temperature(head: Head, temperature: float) -> Head:
+def scale_logits(head: Head, temperature: float) -> Head:
     """Return a head whose logits are divided by a temperature."""
     return Head(
         head.scaler,

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from featx.analysis.probe.labelled_rows import Features, Labelled, LayerRows, map_channels_last
+from featx.analysis.probe.labelled_rows import Features, LabelledRows, LayerRows, map_channels_last
 from featx.errors import ConfigError
 from featx.store import FeatureStore
 
@@ -61,54 +61,55 @@ class Tokens:
             yield span, self.layout.tokens(block).reshape(-1, self.width)
 
 
-def token_layout(store: FeatureStore, layer: str, asked: str) -> TokenLayout | None:
+def token_layout(store: FeatureStore, layer: str, option: str) -> TokenLayout | None:
     """Return how the rows of a layer form tokens, or None if a row is a single vector.
 
     Args:
         store: the store.
         layer: a layer with rows (T, D), (C, H, W) or (H, W, C).
-        asked: option that needs to know, for messages.
+        option: option that needs to know, for messages.
 
     Raises:
         ReduceError: the channel axis of a map is unknown.
     """
     shape = store[layer].shape[1:]
     if len(shape) == 2:
-        found = TokenLayout(shape[0], shape[1], True)
-    elif len(shape) == 3 and map_channels_last(store, layer, asked):
-        found = TokenLayout(shape[0] * shape[1], shape[2], True)
+        layout = TokenLayout(shape[0], shape[1], True)
+    elif len(shape) == 3 and map_channels_last(store, layer, option):
+        layout = TokenLayout(shape[0] * shape[1], shape[2], True)
     elif len(shape) == 3:
-        found = TokenLayout(shape[1] * shape[2], shape[0], False)
+        layout = TokenLayout(shape[1] * shape[2], shape[0], False)
     else:
         return None
-    return found if found.count > 1 else None
+    return layout if layout.count > 1 else None
 
 
-def require_tokens(store: FeatureStore, layers: Sequence[str], asked: str) -> None:
+def require_tokens(store: FeatureStore, layers: Sequence[str], option: str) -> None:
     """Check that every layer has tokens or a map.
 
     Args:
         store: the store.
         layers: names of the layers.
-        asked: option that needs them, for messages.
+        option: option that needs them, for messages.
 
     Raises:
         ConfigError: a layer has one vector a row.
     """
-    without = [layer for layer in layers if token_layout(store, layer, asked) is None]
-    if without:
-        others = [layer for layer in layers if layer not in without]
-        how = "Extract a layer with reduce=none, which keeps tokens and maps, or reduce=grid."
-        if others:
-            how = f"layers=[{','.join(others)}] leaves {'it' if len(without) == 1 else 'them'} out."
+    vector_layers = [layer for layer in layers if token_layout(store, layer, option) is None]
+    if vector_layers:
+        token_layers = [layer for layer in layers if layer not in vector_layers]
+        remedy = "Extract a layer with reduce=none, which keeps tokens and maps, or reduce=grid."
+        if token_layers:
+            pronoun = "it" if len(vector_layers) == 1 else "them"
+            remedy = f"layers=[{','.join(token_layers)}] leaves {pronoun} out."
         raise ConfigError(
-            f"{asked} needs tokens or maps, and {', '.join(without)} "
-            f"{'has' if len(without) == 1 else 'have'} one vector a row. {how}"
+            f"{option} needs tokens or maps, and {', '.join(vector_layers)} "
+            f"{'has' if len(vector_layers) == 1 else 'have'} one vector a row. {remedy}"
         )
 
 
 def layer_tokens(
-    labelled: Sequence[Labelled], layer: str, device: torch.device, memory_bytes: float
+    labelled: Sequence[LabelledRows], layer: str, device: torch.device, memory_bytes: float
 ) -> Tokens:
     """Return the tokens of a layer that has them, as `require_tokens` has checked.
 

@@ -106,8 +106,10 @@ def _knn(problem: ValueProblem, split: Split) -> FittedValues:
         return knn.weighted_means(features, bank, problem.values, queries, ks, temperature)
 
     truth = problem.values[split.validation]
-    found = means(split.fit, split.validation, ks)
-    sweep = [{"k": k, "loss": _squared_error(truth, values)} for k, values in found.items()]
+    predicted_of_k = means(split.fit, split.validation, ks)
+    sweep = [
+        {"k": k, "loss": _squared_error(truth, values)} for k, values in predicted_of_k.items()
+    ]
     best = min(sweep, key=lambda trial: trial["loss"])
     k = int(best["k"])
     predicted = means(split.train, split.test, (k,))[k]
@@ -118,11 +120,11 @@ def _numbers(problem: ValueProblem, split: Split) -> FittedValues:
     """Predict numbers by ridge regression."""
     features, options = problem.features, problem.options
     strengths = ridge.STRENGTHS if options.l2 is None else (options.l2,)
-    on_fit, truth = _solved(problem, split.fit), problem.values[split.validation]
+    solution, truth = _solve(problem, split.fit), problem.values[split.validation]
     sweep = [
         {
             "l2": l2,
-            "loss": _squared_error(truth, scores_of(on_fit.head(l2), features, split.validation)),
+            "loss": _squared_error(truth, scores_of(solution.head(l2), features, split.validation)),
         }
         for l2 in strengths
     ]
@@ -133,7 +135,7 @@ def _numbers(problem: ValueProblem, split: Split) -> FittedValues:
     return FittedValues(predicted, best["l2"], best["loss"], sweep, notes, head)
 
 
-def _solved(problem: ValueProblem, places: Places) -> ridge.Solved:
+def _solve(problem: ValueProblem, places: Places) -> ridge.RidgeSolution:
     """Decompose the normal equations of some places."""
     features = problem.features
     return ridge.solve_values(features, places, problem.values, fit_scaler(features, places))
@@ -141,7 +143,7 @@ def _solved(problem: ValueProblem, places: Places) -> ridge.Solved:
 
 def _number_head(problem: ValueProblem, places: Places, l2: float) -> Head:
     """Fit numbers with a known penalty."""
-    return replace(_solved(problem, places).head(l2), task=REGRESSION)
+    return replace(_solve(problem, places).head(l2), task=REGRESSION)
 
 
 def _labels(problem: ValueProblem, split: Split) -> FittedValues:

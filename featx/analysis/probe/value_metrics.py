@@ -7,7 +7,11 @@ from collections.abc import Callable, Mapping
 import numpy as np
 import numpy.typing as npt
 
-from featx.analysis.probe.library_metrics import UndefinedMetricError, computed, has_scikit_learn
+from featx.analysis.probe.library_metrics import (
+    UndefinedMetricError,
+    compute_metrics,
+    has_scikit_learn,
+)
 from featx.errors import MissingExtraError
 
 REGRESSION_METRICS = ("r2", "mae", "spearman")
@@ -60,7 +64,7 @@ def regression_metrics(
             raise UndefinedMetricError(f"the test rows {which} a single value")
         return float(spearmanr(a, b).statistic)
 
-    return _computed(
+    return _compute(
         {"r2": r2, "mae": lambda: mean_absolute_error(a, b), "spearman": spearman}, only
     )
 
@@ -86,10 +90,12 @@ def multilabel_metrics(
         return _mean([_average_precision(truth[:, i], predicted[:, i]) for i in tested])
 
     def macro_f1() -> float:
-        said = predicted >= THRESHOLD
-        return _mean([f1_score(truth[:, i] > 0, said[:, i], zero_division=0) for i in tested])
+        is_predicted = predicted >= THRESHOLD
+        return _mean(
+            [f1_score(truth[:, i] > 0, is_predicted[:, i], zero_division=0) for i in tested]
+        )
 
-    return _computed({"map": mean_average_precision, "macro_f1": macro_f1}, only)
+    return _compute({"map": mean_average_precision, "macro_f1": macro_f1}, only)
 
 
 def _average_precision(truth: Matrix, scores: Matrix) -> float:
@@ -105,11 +111,11 @@ def _average_precision(truth: Matrix, scores: Matrix) -> float:
     """
     order = np.argsort(-scores)
     ends = np.append(np.flatnonzero(np.diff(scores[order])), len(order) - 1)
-    found = np.cumsum(truth[order])[ends]
-    return float((np.diff(found, prepend=0) * found / (ends + 1)).sum() / found[-1])
+    num_true = np.cumsum(truth[order])[ends]
+    return float((np.diff(num_true, prepend=0) * num_true / (ends + 1)).sum() / num_true[-1])
 
 
-def _computed(
+def _compute(
     metrics: Mapping[str, Callable[[], float]], only: str | None
 ) -> tuple[dict[str, float | None], dict[str, str]]:
     """Compute all metrics, or one of them.
@@ -120,7 +126,7 @@ def _computed(
     from sklearn import config_context
 
     with config_context(assume_finite=True, skip_parameter_validation=True):
-        return computed(metrics if only is None else {only: metrics[only]})
+        return compute_metrics(metrics if only is None else {only: metrics[only]})
 
 
 def _mean(of_labels: list[float]) -> float:

@@ -15,14 +15,15 @@ import numpy as np
 import torch
 
 from featx.analysis.probe.heads import Head
-from featx.analysis.probe.labelled_rows import Features, layer_rows
+from featx.analysis.probe.labelled_rows import Features, layer_vectors
 from featx.analysis.probe.layer_probe import reduction_entry
 from featx.analysis.probe.matrix_products import threads_for
+from featx.analysis.probe.metric_intervals import INTERVAL_RESAMPLES
 from featx.analysis.probe.other_store import open_other_store
 from featx.analysis.probe.output_files import write_heads, write_result
 from featx.analysis.probe.result import run_entries, store_entries
 from featx.analysis.probe.row_predictions import SCORE
-from featx.analysis.probe.row_splits import missing_group_notes, split_rows, tested_on_other
+from featx.analysis.probe.row_splits import missing_group_notes, split_by_store, split_rows
 from featx.analysis.probe.value_methods import FittedValues, ValueProblem, fit_head, fit_values
 from featx.analysis.probe.value_seeds import ValueSeed, value_seeds_entry
 from featx.analysis.probe.value_task import (
@@ -36,9 +37,6 @@ from featx.analysis.probe.values import TaskKind, Values, valued_rows
 from featx.base import WIDTH, choose_device, exact_cuda
 from featx.config import Config
 from featx.store import FeatureStore, matching_layers
-
-RESAMPLES = 1000
-"""Number of bootstrap resamples of the interval of the first metric."""
 
 
 def run_value_probe(
@@ -64,18 +62,18 @@ def run_value_probe(
     device = choose_device(config.device)
     values, testing = valued_rows(store, config.probe, kind), None
     if config.probe.test_store is not None:
-        other = open_other_store(store, config.probe.test_store, layers)
-        testing = valued_rows(other, config.probe, kind, values.names)
-    of_seeds = []
+        other_store = open_other_store(store, config.probe.test_store, layers)
+        testing = valued_rows(other_store, config.probe, kind, values.names)
+    seed_probes = []
     for seed in range(config.seed, config.seed + (config.probe.seeds or 1)):
         task = _task(replace(config, seed=seed), values, testing, kind)
         check_splits(task, config)
-        of_seeds.append(ValueSeed(task, {}, {}, {}))
+        seed_probes.append(ValueSeed(task, {}, {}, {}))
     for layer in layers:
         with torch.no_grad(), exact_cuda:
-            stored = [layer_rows(each.labelled, layer) for each in of_seeds[0].task.stores]
+            stored = [layer_vectors(each.labelled, layer) for each in seed_probes[0].task.stores]
             features = Features(stored, device, config.probe.memory_gib * (1 << 30))
-            for each in of_seeds:
+            for each in seed_probes:
                 each.layers[layer] = {
                     "features": features.width,
                     "reduction": reduction_entry(stored[0]),
@@ -83,16 +81,16 @@ def run_value_probe(
                 }
                 for method in config.probe.methods:
                     fits = _probe(config, each, features, layer, method)
-                    if method == "linear" and each is of_seeds[0]:
+                    if method == "linear" and each is seed_probes[0]:
                         each.heads[layer] = _head(config, each, features, layer, fits)
-        log(_line(layer, of_seeds, config.probe.methods))
-    result = _result(config, of_seeds[0], time.perf_counter() - started_at)
-    several = len(of_seeds) > 1
-    result["seeds"] = value_seeds_entry(of_seeds, config.probe.methods) if several else None
+        log(_line(layer, seed_probes, config.probe.methods))
+    result = _result(config, seed_probes[0], time.perf_counter() - started_at)
+    has_seeds = len(seed_probes) > 1
+    result["seeds"] = value_seeds_entry(seed_probes, config.probe.methods) if has_seeds else None
     write_heads(
-        store, result, {layer: (head, "linear") for layer, head in of_seeds[0].heads.items()}
+        store, result, {layer: (head, "linear") for layer, head in seed_probes[0].heads.items()}
     )
-    write_result(store, result, _predictions_csv(of_seeds))
+    write_result(store, result, _predictions_csv(seed_probes))
     return result
 
 
@@ -101,18 +99,18 @@ def _task(config: Config, values: Values, testing: Values | None, kind: TaskKind
     if testing is None:
         rows = split_rows(config, values.labelled)
     else:
-        rows = tested_on_other(config, values.labelled, testing.labelled)
+        rows = split_by_store(config, values.labelled, testing.labelled)
     return ValueTask(kind, values, testing, rows, config.seed)
 
 
-def _line(layer: str, of_seeds: Sequence[ValueSeed], methods: Sequence[str]) -> str:
+def _line(layer: str, seed_probes: Sequence[ValueSeed], methods: Sequence[str]) -> str:
     """Return the line of text about a layer, with the mean of the first metric of all seeds."""
-    name, shown = of_seeds[0].task.metrics[0], []
+    name, texts = seed_probes[0].task.metrics[0], []
     for method in methods:
-        values = [each.layers[layer][method][name] for each in of_seeds]
+        values = [each.layers[layer][method][name] for each in seed_probes]
         mean = "-" if None in values else f"{np.mean(values):.3f}"
-        shown.append(f"{method} {name} {mean}")
-    text = f"{layer}: {of_seeds[0].layers[layer]['features']} features; {', '.join(shown)}"
+        texts.append(f"{method} {name} {mean}")
+    text = f"{layer}: {seed_probes[0].layers[layer]['features']} features; {', '.join(texts)}"
     return textwrap.fill(text, WIDTH, subsequent_indent="  ")
 
 
@@ -122,18 +120,18 @@ def _problem(config: Config, task: ValueTask, features: Features) -> ValueProble
 
 
 def _probe(
-    config: Config, of_seed: ValueSeed, features: Features, layer: str, method: str
+    config: Config, seed_probe: ValueSeed, features: Features, layer: str, method: str
 ) -> list[FittedValues]:
     """Probe one layer with one method, add the entry to the seed, and return the fits."""
     started_at = time.perf_counter()
-    task = of_seed.task
+    task = seed_probe.task
     problem = _problem(config, task, features)
     with threads_for(len(features) * features.width, features.device):
         fits = [fit_values(problem, method, split) for split in task.rows.splits]
     places = task.test_places
     name = "k" if method == "knn" else "l2"
-    of_seed.fits[layer, method] = fits
-    of_seed.layers[layer][method] = {
+    seed_probe.fits[layer, method] = fits
+    seed_probe.layers[layer][method] = {
         "rows": len(places),
         **task.judge(places, np.concatenate([fit.predicted for fit in fits])),
         "validation_loss": float(np.mean([fit.validation_loss for fit in fits])),
@@ -147,20 +145,20 @@ def _probe(
 
 def _head(
     config: Config,
-    of_seed: ValueSeed,
+    seed_probe: ValueSeed,
     features: Features,
     layer: str,
     fits: Sequence[FittedValues],
 ) -> Head:
     """Return the head for new images: with several folds, one that is fitted on all of them."""
-    about = of_seed.layers[layer]["linear"]
+    about = seed_probe.layers[layer]["linear"]
     if len(fits) == 1 and fits[0].head is not None:
         about["head_fitted_on"] = "train"
         return fits[0].head
     l2 = float(statistics.median_low([fit.chosen for fit in fits]))
-    every = np.arange(len(of_seed.task.values.values))
+    all_places = np.arange(len(seed_probe.task.values.values))
     with threads_for(len(features) * features.width, features.device):
-        head, notes = fit_head(_problem(config, of_seed.task, features), every, l2)
+        head, notes = fit_head(_problem(config, seed_probe.task, features), all_places, l2)
     about |= {"head_fitted_on": "all labelled rows", "head_l2": l2}
     about["notes"] = list(dict.fromkeys([*about["notes"], *notes]))
     return head
@@ -206,34 +204,39 @@ def _interval(task: ValueTask, predicted: Matrix) -> dict[str, Any]:
     undefined in a resample, or equal in all of them.
     """
     places, groups = task.test_places, task.rows.groups
-    of_row = np.arange(len(places))
+    unit_of_row = np.arange(len(places))
     if groups is not None:
-        of_row = np.unique(groups[places], return_inverse=True)[1]
-    order = np.argsort(of_row, kind="stable")
-    units = np.split(order, np.cumsum(np.bincount(of_row))[:-1])
+        unit_of_row = np.unique(groups[places], return_inverse=True)[1]
+    order = np.argsort(unit_of_row, kind="stable")
+    units = np.split(order, np.cumsum(np.bincount(unit_of_row))[:-1])
     rng = np.random.default_rng(0)  # the same numbers for the same predictions
-    found, first = [], task.metrics[0]
-    for _ in range(RESAMPLES):
+    values, metric = [], task.metrics[0]
+    for _ in range(INTERVAL_RESAMPLES):
         drawn = np.concatenate([units[i] for i in rng.integers(len(units), size=len(units))])
-        found.append(task.judge(places[drawn], predicted[drawn], first)[first])
+        values.append(task.judge(places[drawn], predicted[drawn], metric)[metric])
     interval = None
-    if None not in found and len(set(found)) > 1:
-        interval = np.quantile(found, [0.025, 0.975]).tolist()
+    if None not in values and len(set(values)) > 1:
+        interval = np.quantile(values, [0.025, 0.975]).tolist()
     unit = "row" if groups is None else "group"
-    return {"interval": interval, "resamples": RESAMPLES, "unit": unit, "units": len(units)}
+    return {
+        "interval": interval,
+        "resamples": INTERVAL_RESAMPLES,
+        "unit": unit,
+        "units": len(units),
+    }
 
 
-def _predictions_csv(of_seeds: Sequence[ValueSeed]) -> bytes:
+def _predictions_csv(seed_probes: Sequence[ValueSeed]) -> bytes:
     """Return predictions.csv: one line for each seed, layer, method and test row."""
     buffer = io.StringIO()
     writer = csv.writer(buffer)
-    first = of_seeds[0].task
+    first = seed_probes[0].task
     if first.kind.name == "regression":
         columns = ["true", "predicted"]
     else:
         columns = [f"{what}{name}" for what in ("true:", SCORE) for name in first.values.names]
     writer.writerow(["layer", "method", "seed", "fold", "split", "key", "group", *columns])
-    for each in of_seeds:
+    for each in seed_probes:
         for (layer, method), fits in each.fits.items():
             writer.writerows([layer, method, *line] for line in _test_lines(each.task, fits))
     return buffer.getvalue().encode("utf-8", "surrogateescape")
@@ -242,9 +245,9 @@ def _predictions_csv(of_seeds: Sequence[ValueSeed]) -> bytes:
 def _test_lines(task: ValueTask, fits: Sequence[FittedValues]) -> Iterator[list[Any]]:
     """Yield the columns of each test row of one layer and method, beginning with the seed."""
     groups, keys, targets = task.rows.groups, task.keys, task.targets
-    several = len(task.rows.splits) > 1
+    has_folds = len(task.rows.splits) > 1
     for fold, (split, fit) in enumerate(zip(task.rows.splits, fits, strict=True), 1):
         for place, predicted in zip(split.test.tolist(), fit.predicted.tolist(), strict=True):
             group = "" if groups is None else int(groups[place])
-            line = [task.seed, fold if several else "", "test", keys[place], group]
+            line = [task.seed, fold if has_folds else "", "test", keys[place], group]
             yield [*line, *targets[place].tolist(), *predicted]

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from featx.analysis.probe.heads import Head
-from featx.analysis.probe.split_differences import SplitValues, differences, spread
+from featx.analysis.probe.split_differences import SplitValues, differences, metric_spreads
 from featx.analysis.probe.value_methods import FittedValues
 from featx.analysis.probe.value_task import Matrix, ValueTask
 
@@ -62,18 +62,18 @@ class ValueSeed:
             about = {**about, "layer_of_folds": chosen, **metrics}
         return ValueTop(best, about, rows)
 
-    def of_splits(self, layer: str, method: str) -> list[float | None]:
+    def split_values(self, layer: str, method: str) -> list[float | None]:
         """Return the first metric of a layer on the test rows of each split."""
         name = self.task.metrics[0]
         pairs = zip(self.task.rows.splits, self.fits[layer, method], strict=True)
         return [self.task.judge(split.test, fit.predicted, name)[name] for split, fit in pairs]
 
 
-def value_seeds_entry(of_seeds: Sequence[ValueSeed], methods: Sequence[str]) -> dict[str, Any]:
+def value_seeds_entry(seed_probes: Sequence[ValueSeed], methods: Sequence[str]) -> dict[str, Any]:
     """Return the entry `seeds` of probe.json.
 
     Args:
-        of_seeds: results of each seed, two or more.
+        seed_probes: results of each seed, two or more.
         methods: methods of the probe, of which the first one chooses the best layer.
 
     Returns:
@@ -82,49 +82,40 @@ def value_seeds_entry(of_seeds: Sequence[ValueSeed], methods: Sequence[str]) -> 
         on the validation rows of all seeds; and differences of the first metric, as returned by
         `differences`, None if it is not available in every split. A metric is given by `spread`.
     """
-    first, method = of_seeds[0], methods[0]
+    first, method = seed_probes[0], methods[0]
     names, layers = first.task.metrics, list(first.layers)
-    tops = [each.top(method) for each in of_seeds]
+    tops = [each.top(method) for each in seed_probes]
 
-    def values(layer: str, name: str) -> list[dict[str, Any]]:
-        return [each.layers[layer][name] for each in of_seeds]
+    def entries(layer: str, name: str) -> list[dict[str, Any]]:
+        return [each.layers[layer][name] for each in seed_probes]
 
     def loss(layer: str) -> float:
-        return float(np.mean([about["validation_loss"] for about in values(layer, method)]))
+        return float(np.mean([about["validation_loss"] for about in entries(layer, method)]))
 
     best = min(layers, key=loss)
     return {
-        "seeds": [each.task.seed for each in of_seeds],
+        "seeds": [each.task.seed for each in seed_probes],
         "layer_of_seeds": [top.layer for top in tops],
-        "chosen": _metrics(names, [top.about for top in tops]),
+        "chosen": metric_spreads(names, [top.about for top in tops]),
         "layers": {
-            layer: {name: _metrics(names, values(layer, name)) for name in methods}
+            layer: {name: metric_spreads(names, entries(layer, name)) for name in methods}
             for layer in layers
         },
         "layer": best,
-        "differences": _differences(of_seeds, best, method),
+        "differences": _differences(seed_probes, best, method),
     }
 
 
-def _metrics(names: Sequence[str], of_seeds: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the spread of each metric, None for one that is not available for every seed."""
-    found: dict[str, Any] = {}
-    for name in names:
-        values = [each[name] for each in of_seeds]
-        found[name] = None if None in values else spread(values)
-    return found
-
-
-def _differences(of_seeds: Sequence[ValueSeed], best: str, method: str) -> dict[str, Any] | None:
+def _differences(seed_probes: Sequence[ValueSeed], best: str, method: str) -> dict[str, Any] | None:
     """Compare a layer with each other one by the first metric."""
-    name = of_seeds[0].task.metrics[0]
-    found = {}
-    for layer in of_seeds[0].layers:
-        in_all = [each.layers[layer][method][name] for each in of_seeds]
-        of_splits = [value for each in of_seeds for value in each.of_splits(layer, method)]
-        known = [value for value in of_splits if value is not None]
-        if None in in_all or len(known) < len(of_splits):
+    name = seed_probes[0].task.metrics[0]
+    values = {}
+    for layer in seed_probes[0].layers:
+        by_seed = [each.layers[layer][method][name] for each in seed_probes]
+        by_split = [value for each in seed_probes for value in each.split_values(layer, method)]
+        available = [value for value in by_split if value is not None]
+        if None in by_seed or len(available) < len(by_split):
             return None
-        found[layer] = SplitValues(in_all, known)
-    splits = [split for each in of_seeds for split in each.task.rows.splits]
-    return differences(found, best, splits)
+        values[layer] = SplitValues(by_seed, available)
+    splits = [split for each in seed_probes for split in each.task.rows.splits]
+    return differences(values, best, splits)

@@ -63,8 +63,8 @@ class ValueTask:
     @property
     def keys(self) -> npt.NDArray[np.str_]:
         """(N,) key of each place."""
-        found = [each.labelled.store.keys[each.labelled.rows] for each in self.stores]
-        return np.concatenate(found)
+        keys = [each.labelled.store.keys[each.labelled.rows] for each in self.stores]
+        return np.concatenate(keys)
 
     @property
     def test_places(self) -> npt.NDArray[np.int64]:
@@ -87,8 +87,8 @@ class ValueTask:
             only: name of the only metric to compute; None for all.
         """
         metrics = regression_metrics if self.kind.name == "regression" else multilabel_metrics
-        found, reasons = metrics(self.targets[places], predicted, only)
-        return {**found, "not_available": reasons}
+        values, reasons = metrics(self.targets[places], predicted, only)
+        return {**values, "not_available": reasons}
 
 
 def check_options(config: Config, kind: TaskKind) -> None:
@@ -107,10 +107,10 @@ def check_options(config: Config, kind: TaskKind) -> None:
             )
     if config.probe.calibration != "none":
         raise ConfigError(f"probe.calibration has an effect on classes only; this is {kind.name}.")
-    if others := set(config.probe.methods) - set(METHODS):
+    if unsupported := set(config.probe.methods) - set(METHODS):
         linear = "ridge" if kind.name == "regression" else "logistic"
         raise ConfigError(
-            f"probe.method={', '.join(sorted(others))} predicts classes; with {kind.name} "
+            f"probe.method={', '.join(sorted(unsupported))} predicts classes; with {kind.name} "
             f"({kind.reason}) use linear, which is {linear} regression here, or knn."
         )
 
@@ -142,8 +142,8 @@ def untrained_label_notes(task: ValueTask) -> list[str]:
         return []
     more = f" and {len(unknown) - _NAMED} more" if unknown[_NAMED:] else ""
     names = ", ".join(task.values.names[i] for i in unknown[:_NAMED]) + more
-    what = counted(len(unknown), "label is", "labels are")
+    subject = counted(len(unknown), "label is", "labels are")
     return [
-        f"{what} in none or in all of the training rows of a split, so that nothing is learnt "
+        f"{subject} in none or in all of the training rows of a split, so that nothing is learnt "
         f"about them there: {names}"
     ]

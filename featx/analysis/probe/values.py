@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from featx.analysis.probe.labelled_rows import Labelled
+from featx.analysis.probe.labelled_rows import LabelledRows
 from featx.config import ProbeConfig
 from featx.errors import DataError, StoreError, counted
 from featx.store import FeatureStore
@@ -42,7 +42,7 @@ class Values:
         names: T names: the column, or the labels.
     """
 
-    labelled: Labelled
+    labelled: LabelledRows
     values: npt.NDArray[np.float64]
     names: tuple[str, ...]
 
@@ -70,16 +70,16 @@ def task_kind(store: FeatureStore, options: ProbeConfig) -> TaskKind:
     if values.dtype.kind == "U":
         return TaskKind("classification", f"{column} holds text")
     if values.dtype.kind == "f":
-        known = values[np.isfinite(values)]
-        if (known != np.floor(known)).any():
+        finite = values[np.isfinite(values)]
+        if (finite != np.floor(finite)).any():
             return TaskKind(
                 "regression",
                 f"{column} holds fractional numbers; probe.task=regression says so explicitly",
             )
-        values = known
+        values = finite
     count = len(np.unique(values))
-    other = "; probe.task=regression predicts them as numbers" if count >= MANY_NUMBERS else ""
-    return TaskKind("classification", f"{column} holds {count} different whole numbers{other}")
+    hint = "; probe.task=regression predicts them as numbers" if count >= MANY_NUMBERS else ""
+    return TaskKind("classification", f"{column} holds {count} different whole numbers{hint}")
 
 
 def valued_rows(
@@ -107,49 +107,51 @@ def valued_rows(
             "there. Complete it with the command that started it, then give this one again."
         )
     column = str(options.label_column)
-    found = store.column(column)
-    known = _known(found, column, kind)
-    rows = np.flatnonzero(store.ok & known)
+    column_values = store.column(column)
+    has_value = _value_mask(column_values, column, kind)
+    rows = np.flatnonzero(store.ok & has_value)
     if len(rows) < (2 if names is None else 1):
         raise DataError(f"{store.root} has {counted(len(rows), 'row')} with a value of {column}.")
     notes = []
-    if failed := int((~store.ok).sum()):
-        notes.append(f"{counted(failed, 'failed row is', 'failed rows are')} left out")
-    if missing := int((store.ok & ~known).sum()):
-        notes.append(f"{counted(missing, 'row')} without a value of {column} left out")
-    labelled = Labelled(store, rows, np.zeros(len(rows), np.int64), ("",), tuple(notes))
+    if num_failed := int((~store.ok).sum()):
+        notes.append(f"{counted(num_failed, 'failed row is', 'failed rows are')} left out")
+    if num_missing := int((store.ok & ~has_value).sum()):
+        notes.append(f"{counted(num_missing, 'row')} without a value of {column} left out")
+    labelled = LabelledRows(store, rows, np.zeros(len(rows), np.int64), ("",), tuple(notes))
     if kind.name == "regression":
-        values = found[rows].astype(np.float64)[:, None]
+        values = column_values[rows].astype(np.float64)[:, None]
         if names is None and np.ptp(values) == 0:
             raise DataError(
                 f"{column} is {values[0, 0]:g} in all rows; there is nothing to predict."
             )
         return Values(labelled, values, (column,))
     separator = options.label_separator or SEPARATOR
-    return _indicators(labelled, found[rows].tolist(), separator, column, names)
+    return _indicators(labelled, column_values[rows].tolist(), separator, column, names)
 
 
-def _known(found: npt.NDArray[np.generic], column: str, kind: TaskKind) -> npt.NDArray[np.bool_]:
+def _value_mask(
+    values: npt.NDArray[np.generic], column: str, kind: TaskKind
+) -> npt.NDArray[np.bool_]:
     """Return (N,) whether a row has a value.
 
     Raises:
         DataError: the column does not hold values of this kind.
     """
     if kind.name == "multilabel":
-        if found.dtype.kind != "U":
+        if values.dtype.kind != "U":
             raise DataError(f"probe.task=multilabel: {column} holds numbers; expected text.")
-        known: npt.NDArray[np.bool_] = np.char.strip(found.astype(np.str_)) != ""
-        return known
-    if found.dtype.kind not in "fiub":
+        is_known: npt.NDArray[np.bool_] = np.char.strip(values.astype(np.str_)) != ""
+        return is_known
+    if values.dtype.kind not in "fiub":
         raise DataError(f"probe.task=regression: {column} holds text; expected numbers.")
-    numbers = found.astype(np.float64)
+    numbers = values.astype(np.float64)
     if np.isinf(numbers).any():
         raise DataError(f"probe.task=regression: {column} holds infinite numbers.")
     return ~np.isnan(numbers)
 
 
 def _indicators(
-    labelled: Labelled,
+    labelled: LabelledRows,
     texts: list[str],
     separator: str,
     column: str,
@@ -157,9 +159,9 @@ def _indicators(
 ) -> Values:
     """Return a column for each label, with 1 in the rows that have it."""
     lists = [{label.strip() for label in text.split(separator)} - {""} for text in texts]
-    every = set[str]().union(*lists)
+    all_labels = set[str]().union(*lists)
     if names is not None:
-        if unknown := sorted(every - set(names)):
+        if unknown := sorted(all_labels - set(names)):
             note = (
                 f"probe.test_store: {counted(len(unknown), 'label')} that no training row has, "
                 f"such as {unknown[0]}: left out"
@@ -167,7 +169,7 @@ def _indicators(
             labelled = replace(labelled, notes=(*labelled.notes, note))
         lists = [labels & set(names) for labels in lists]
     else:
-        names = tuple(sorted(every))
+        names = tuple(sorted(all_labels))
     if len(names) < 2:
         raise DataError(
             f"{column} has {counted(len(names), 'label')} divided by {separator!r}; "

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from featx.analysis.probe import BLOCK_BYTES, Labelled, layer_rows
+from featx.analysis.probe import BLOCK_BYTES, LabelledRows, layer_vectors
 from featx.errors import ReduceError, StoreError
 from featx.store import FeatureStore
 
@@ -93,7 +93,9 @@ def row_vectors(store: FeatureStore, layer: str, rows: npt.NDArray[np.int64]) ->
     if len(rows) < 4:
         return RowVectors(layer, None, width, False, f"{len(rows)} rows are too few for a plot.")
     try:
-        taken = layer_rows(Labelled(store, rows, store.labels[rows], store.classes, ()), layer)
+        taken = layer_vectors(
+            LabelledRows(store, rows, store.labels[rows], store.classes, ()), layer
+        )
         # Blocks are limited by the size of stored rows, which may be much larger than the vectors.
         step = max(1, BLOCK_BYTES // (4 * max(1, width)))
         blocks = np.array_split(np.arange(len(rows)), -(-len(rows) // step))

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from featx.analysis.engine_specs import FEATURES
-from featx.analysis.new_images import Extraction, NewImagesSink, NewImagesTarget
+from featx.analysis.new_images import ExtractionRecipe, NewImagesSink, NewImagesTarget
 from featx.config import Config, DataConfig, ModelConfig, model_choice, model_options
 from featx.errors import DataError, StoreError
 from featx.pipeline import RunContext, build_run_context, run_parts
@@ -146,21 +146,21 @@ def embed_images(
 
 
 def _extract(
-    config: Config, what: str, run: Run, names: Sequence[str], images: Sequence[Any]
+    config: Config, origin: str, run: Run, names: Sequence[str], images: Sequence[Any]
 ) -> _EmbeddingSink:
     """Compute the layers that one run of a store computed."""
     import torch
 
-    extraction = Extraction.of_run(what, run, names)
+    recipe = ExtractionRecipe.of_run(origin, run, names)
 
     def list_images() -> tuple[Source, Listing]:
         source = source_of([_as_path(image) for image in images])
         return source, source.listing()
 
-    target = NewImagesTarget(extraction, list_images)
-    again = extraction.config_for(config, DataConfig())
-    with build_run_context(again, "", FEATURES, target) as context:
-        extraction.check(context)
+    target = NewImagesTarget(recipe, list_images)
+    run_config = recipe.config_for(config, DataConfig())
+    with build_run_context(run_config, "", FEATURES, target) as context:
+        recipe.check(context)
         sink = _EmbeddingSink(context)
         with torch.no_grad():
             run_parts(context, sink, sink)

@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Extraction:
+class ExtractionRecipe:
     """How the rows of some layers of a store were extracted.
 
     Attributes:
-        what: file or store that says so, for messages.
+        origin: file or store that says so, for messages.
         config: config of the run, as text.
         specs: layers to compute.
         resolved: `auto` values of the run.
@@ -39,7 +39,7 @@ class Extraction:
         transform: preprocessing, as text.
     """
 
-    what: str
+    origin: str
     config: str
     specs: tuple[LayerSpec, ...]
     resolved: Mapping[str, Any]
@@ -47,12 +47,12 @@ class Extraction:
     transform: str
 
     @classmethod
-    def of_run(cls, what: str, run: Run, names: Sequence[str]) -> Extraction:
+    def of_run(cls, origin: str, run: Run, names: Sequence[str]) -> ExtractionRecipe:
         """Return how a run of a store extracted the layers with some names."""
         specs = tuple(spec for spec in run.layers if spec.name in names)
         header = run.header
         return cls(
-            what, header.config, specs, run.resolved, header.weights_sha256, header.transform
+            origin, header.config, specs, run.resolved, header.weights_sha256, header.transform
         )
 
     def config_for(self, config: Config, data: DataConfig) -> Config:
@@ -67,27 +67,28 @@ class Extraction:
             ConfigError: the run needs code that the config does not name, read images in another
                 way, or made heat maps.
         """
-        before = with_statistics_at(from_saved(self.config), config.reduce.statistics_path)
-        if not engine_spec(before.job.name).captures_layers:
+        run_config = with_statistics_at(from_saved(self.config), config.reduce.statistics_path)
+        if not engine_spec(run_config.job.name).captures_layers:
             raise ConfigError(
-                f"{self.what} is of heat maps; new images are taken through layers only."
+                f"{self.origin} is of heat maps; new images are taken through layers only."
             )
-        if before.takes_gradients and before.target in ("label", "loss"):
+        if run_config.takes_gradients and run_config.target in ("label", "loss"):
             raise ConfigError(
-                f"{self.what} has gradients of target={before.target}; new images have no label."
+                f"{self.origin} has gradients of target={run_config.target}; new images have no "
+                "label."
             )
-        refuse_unnamed_code(config, before, self.what)
+        refuse_unnamed_code(config, run_config, self.origin)
         return replace(
-            in_this_process(before),
-            job=replace(before.job, name="extract", json=False, show="shapes"),
-            data=_data_options(data, before.data),
+            in_this_process(run_config),
+            job=replace(run_config.job, name="extract", json=False, show="shapes"),
+            data=_data_options(data, run_config.data),
             device=config.device,
-            layers={spec.name: request_of(spec, before) for spec in self.specs},
+            layers={spec.name: request_of(spec, run_config) for spec in self.specs},
             capture="output",  # the name of the dataset includes the capture
-            precision=self.resolved.get("precision", before.precision),
+            precision=self.resolved.get("precision", run_config.precision),
             # The CPU decoders agree closely with the GPU decoder. This machine may have no GPU, and
             # images are few.
-            decode="fast" if before.decode == "gpu" else before.decode,
+            decode="fast" if run_config.decode == "gpu" else run_config.decode,
             nonfinite="record",
         )
 
@@ -102,9 +103,9 @@ class Extraction:
             "weights_sha256": (self.weights_sha256, header.weights_sha256),
             "transform": (self.transform, header.transform),
         }
-        made = {spec.name: spec for spec in context.specs}
+        spec_of_name = {spec.name: spec for spec in context.specs}
         for spec in self.specs:
-            now = made[spec.name]
+            now = spec_of_name[spec.name]
             pairs |= {
                 f"{spec.name}, layer": (spec.layer, now.layer),
                 f"{spec.name}, capture": (spec.capture, now.capture),
@@ -121,7 +122,7 @@ class Extraction:
         ]
         if changed:
             raise StoreMismatchError(
-                f"{self.what} does not fit what is extracted now:\n" + "\n".join(changed)
+                f"{self.origin} does not fit what is extracted now:\n" + "\n".join(changed)
             )
 
 
@@ -131,33 +132,33 @@ def _data_options(now: DataConfig, before: DataConfig) -> DataConfig:
     Raises:
         ConfigError: the command asks for another way.
     """
-    policy = {key: getattr(before, key) for key in ("exif", "background", "max_pixels")}
-    for key, value in policy.items():
-        given = getattr(now, key)
-        if given not in (value, getattr(DataConfig(), key)):
+    settings = {key: getattr(before, key) for key in ("exif", "background", "max_pixels")}
+    for key, value in settings.items():
+        option = getattr(now, key)
+        if option not in (value, getattr(DataConfig(), key)):
             raise ConfigError(
-                f"data.{key}={given}: the images of the store were read with {value}, and new ones "
-                "are read in the same way."
+                f"data.{key}={option}: the images of the store were read with {value}, and new "
+                "ones are read in the same way."
             )
-    return replace(now, **policy)
+    return replace(now, **settings)
 
 
 class NewImagesTarget:
     """Run target: features of new images, which are not stored.
 
     Args:
-        extraction: how the rows of the store were extracted.
+        recipe: how the rows of the store were extracted.
         list_images: opens the source of the new images and lists them.
     """
 
     def __init__(
-        self, extraction: Extraction, list_images: Callable[[], tuple[Source, Listing]]
+        self, recipe: ExtractionRecipe, list_images: Callable[[], tuple[Source, Listing]]
     ) -> None:
-        self.dtype = extraction.specs[0].dtype
+        self.dtype = recipe.specs[0].dtype
         self.settings: dict[str, Any] = {}
         self.folder: Path | None = None
         self.list_images = list_images
-        self._resolved = extraction.resolved
+        self._resolved = recipe.resolved
 
     def unfinished(self, listing: Listing, chosen: ChosenLayers) -> ChosenLayers:
         """Return the layers to compute: all."""

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from featx.analysis.engine_specs import FEATURES
-from featx.analysis.new_images import Extraction, NewImagesSink, NewImagesTarget
+from featx.analysis.new_images import ExtractionRecipe, NewImagesSink, NewImagesTarget
 from featx.analysis.probe.heads import (
     CLASSIFICATION,
     MULTILABEL,
@@ -83,7 +83,7 @@ class Predictions:
         layer: layer of the head.
         accuracy: accuracy of the head on the test rows of its probe, or on the labelled rows of the
             store for a zero-shot head, in [0, 1]; NaN if it is not known or for other tasks.
-        figures: measurements of the run.
+        metrics: measurements of the run.
         task: 'classification', 'regression' or 'multilabel'.
     """
 
@@ -92,7 +92,7 @@ class Predictions:
     classes: tuple[str, ...]
     layer: str
     accuracy: float
-    figures: RunMetrics
+    metrics: RunMetrics
     task: str = CLASSIFICATION
 
     def __iter__(self) -> Iterator[Prediction]:
@@ -124,9 +124,9 @@ def predict(
     Raises:
         FeatxError: the head, its model or the images are not available.
     """
-    single = isinstance(images, str | os.PathLike)
-    files = None if single else [Path(image).absolute() for image in images]  # type: ignore[union-attr]
-    root = str(images) if single else "/"
+    is_folder = isinstance(images, str | os.PathLike)
+    files = None if is_folder else [Path(image).absolute() for image in images]  # type: ignore[union-attr]
+    root = str(images) if is_folder else "/"
     config = Config(
         model=ModelConfig()
         if model_factory is None
@@ -153,16 +153,16 @@ def run_prediction(config: Config, path: Path, files: Sequence[Path] | None = No
     from featx.base import choose_device
 
     head, about = read_head(path.expanduser(), choose_device(config.device))
-    extraction = _extraction_of(path, about)
-    again = extraction.config_for(config, config.data)
-    again = replace(again, max_failures=config.max_failures)
-    target = NewImagesTarget(extraction, _lister(again, files))
+    recipe = _recipe_of(path, about)
+    run_config = recipe.config_for(config, config.data)
+    run_config = replace(run_config, max_failures=config.max_failures)
+    target = NewImagesTarget(recipe, _lister(run_config, files))
     with contextlib.ExitStack() as stack:
-        context = stack.enter_context(build_run_context(again, "", FEATURES, target))
-        extraction.check(context)
-        work = _PredictionSink(context, head, about)
+        context = stack.enter_context(build_run_context(run_config, "", FEATURES, target))
+        recipe.check(context)
+        sink = _PredictionSink(context, head, about)
         with torch.no_grad():
-            figures = run_parts(context, work, work)
+            metrics = run_parts(context, sink, sink)
     keys = [os.fsdecode(key) for key in context.listing.keys.tolist()]
     order: Sequence[int] = range(len(keys))
     if files is not None:
@@ -170,14 +170,14 @@ def run_prediction(config: Config, path: Path, files: Sequence[Path] | None = No
         order = [place[_key_of(file)] for file in files]
         keys = [f"/{key}" for key in keys]
     classes = tuple(about["classes"])
-    rows = [work.row(i, keys[i], classes) for i in order]
-    work.scores[list(work.failures)] = np.nan
-    scores = work.scores[list(order)]
+    rows = [sink.row(i, keys[i], classes) for i in order]
+    sink.scores[list(sink.failures)] = np.nan
+    scores = sink.scores[list(order)]
     accuracy = float("nan") if about["accuracy"] is None else float(about["accuracy"])
-    return Predictions(rows, scores, classes, str(about["dataset"]), accuracy, figures, head.task)
+    return Predictions(rows, scores, classes, str(about["dataset"]), accuracy, metrics, head.task)
 
 
-def _extraction_of(path: Path, about: dict[str, Any]) -> Extraction:
+def _recipe_of(path: Path, about: dict[str, Any]) -> ExtractionRecipe:
     """Return how the features were extracted that the head was fitted on.
 
     Raises:
@@ -189,8 +189,8 @@ def _extraction_of(path: Path, about: dict[str, Any]) -> Extraction:
             "no featx.json. Probe the folder that job=extract made."
         )
     spec = LayerSpec(**{**about["spec"], "shape": tuple(about["spec"]["shape"])})
-    of_model = about["weights_sha256"], about["transform"]
-    return Extraction(str(path), about["config"], (spec,), about["resolved"], *of_model)
+    model_values = about["weights_sha256"], about["transform"]
+    return ExtractionRecipe(str(path), about["config"], (spec,), about["resolved"], *model_values)
 
 
 def _key_of(file: Path) -> str:
@@ -206,7 +206,7 @@ def _lister(config: Config, files: Sequence[Path] | None) -> Callable[[], tuple[
         files: image files instead of a folder, or None.
     """
 
-    def list_given() -> tuple[Source, Listing]:
+    def list_new_images() -> tuple[Source, Listing]:
         if files is None:
             return list_images(config)
         if not files:
@@ -215,7 +215,7 @@ def _lister(config: Config, files: Sequence[Path] | None) -> Callable[[], tuple[
         labels = np.full(len(keys), -1, np.int64)
         return FolderSource(Path("/")), Listing(np.array(keys, dtype=np.bytes_), labels)
 
-    return list_given
+    return list_new_images
 
 
 class _PredictionSink(NewImagesSink):
@@ -289,12 +289,12 @@ def head_of_store(store: Path, layer: str | None) -> Path:
         result = json.loads(path.read_text(encoding="utf-8"))
         layer = result["layer"] if layer is None else layer
         head = result["layers"].get(layer, {}).get("head")
-        known = [name for name, about in result["layers"].items() if about.get("head")]
+        layers_with_head = [name for name, about in result["layers"].items() if about.get("head")]
     except FileNotFoundError as error:
         zeroshot = sorted((folder / layout.ZEROSHOT_HEADS).glob("*.safetensors"))
-        other = f" For its zero-shot head give store={zeroshot[0]}." if zeroshot else ""
+        hint = f" For its zero-shot head give store={zeroshot[0]}." if zeroshot else ""
         raise StoreError(
-            f"{folder} has no probe.json: python -m featx job=probe store={store} makes it.{other}"
+            f"{folder} has no probe.json: python -m featx job=probe store={store} makes it.{hint}"
         ) from error
     except (OSError, ValueError, KeyError, AttributeError) as error:
         raise StoreError(f"{path} cannot be read: {error}. job=probe writes it again.") from error
@@ -303,7 +303,8 @@ def head_of_store(store: Path, layer: str | None) -> Path:
         if result.get("task") == "segmentation":
             reason = "Probes of probe.masks write none: their result is a class for each pixel."
         raise StoreError(
-            f"{path} has no head of {layer}; it has {', '.join(known) or 'none'}. {reason}"
+            f"{path} has no head of {layer}; it has {', '.join(layers_with_head) or 'none'}. "
+            f"{reason}"
         )
     return _checked_head(path, folder / str(head["file"]), str(head["sha256"]))
 
@@ -315,10 +316,10 @@ def _checked_head(probe: Path, path: Path, sha256: str) -> Path:
         StoreError: the file is of another probe.
     """
     try:
-        found = hashlib.sha256(path.read_bytes()).hexdigest()
+        digest = hashlib.sha256(path.read_bytes()).hexdigest()
     except FileNotFoundError:
         return path  # read_head reports it
-    if found != sha256:
+    if digest != sha256:
         raise StoreError(
             f"{path} is not the head that {probe} names with its SHA-256: it is damaged or was "
             "replaced, or a probe was interrupted before it wrote probe.json. Run job=probe again."

@@ -76,33 +76,33 @@ def recheck_rows(
         FeatxError: the images or the model are not available as they were.
     """
     store = FeatureStore(root, verify="rows")
-    there = np.flatnonzero(store.status != Status.ABSENT)
-    chosen = np.random.default_rng(config.seed).permutation(there)[:count].tolist()
-    lacking = missing_parts(root, manifest)
-    unfinished = frozenset(name for run, _ in lacking for name in run.names)
+    present = np.flatnonzero(store.status != Status.ABSENT)
+    chosen = np.random.default_rng(config.seed).permutation(present)[:count].tolist()
+    missing_of_run = missing_parts(root, manifest)
+    unfinished = frozenset(name for run, _ in missing_of_run for name in run.names)
     worst: dict[int, float] = {}
     notes: dict[int, str] = {}
     for run in manifest.runs:
-        absent = [part for other, parts in lacking if other is run for part in parts]
-        inside = [row for row in sorted(chosen) if _holds(run, absent, row)]
-        for specs in _layers_at_once(run, store, unfinished):
+        absent = [part for other, parts in missing_of_run if other is run for part in parts]
+        rows = [row for row in sorted(chosen) if _holds(run, absent, row)]
+        for specs in _comparable_layers(run, store, unfinished):
             # grow=True, because images that were added to the data set do not matter here.
             before = config_of_run(config, root, manifest, run)
-            again = replace(before, grow=True)
+            run_config = replace(before, grow=True)
             engine = engine_spec(before.job.name)
             if engine.captures_layers:
                 # The names of the datasets include the captures.
                 layers = {spec.name: request_of(spec, before) for spec in specs}
-                again = replace(again, layers=layers, capture="output")
-            if not inside:
+                run_config = replace(run_config, layers=layers, capture="output")
+            if not rows:
                 continue
-            with build_run_context(again, run.header.config, engine) as context:
+            with build_run_context(run_config, run.header.config, engine) as context:
                 _refuse_another_model(root, run, context)
-                for row, features, status in _extracted(context, run, inside):
-                    found, note = _compared(store, row, specs, features, status)
-                    if found < worst.get(row, np.inf):
+                for row, features, status in _extract_rows(context, run, rows):
+                    row_agreement, note = _compare_row(store, row, specs, features, status)
+                    if row_agreement < worst.get(row, np.inf):
                         notes[row] = f"row {row} ({store.keys[row]}): {note}"
-                    worst[row] = min(worst.get(row, np.inf), found)
+                    worst[row] = min(worst.get(row, np.inf), row_agreement)
     return ReproducibilityReport(
         rows=len(worst),
         identical=sum(value == np.inf for value in worst.values()),
@@ -151,17 +151,17 @@ def check_images(config: Config, root: Path, manifest: Manifest) -> ImagesReport
         saved = from_saved(manifest.runs[-1].header.config)
         source = open_source(data_of_saved(saved, config.data, str(root)))
         present = np.isin(listing.keys, source.listing().keys)
-        found = image_changes(source, listing.keys, root, manifest, present, read_all=True)
+        changes = image_changes(source, listing.keys, root, manifest, present, read_all=True)
     except FeatxError as error:
         return ImagesReport(not_compared=str(error))
     except OSError as error:
         return ImagesReport(not_compared=f"the images cannot be read now: {error}")
     return ImagesReport(
-        compared=found.num_rows - len(found.gone),
-        read=found.num_read,
-        changed=[os.fsdecode(key) for key in listing.keys[found.rows].tolist()],
-        gone=[os.fsdecode(key) for key in listing.keys[found.gone].tolist()],
-        unknown=found.num_unknown,
+        compared=changes.num_rows - len(changes.gone),
+        read=changes.num_read,
+        changed=[os.fsdecode(key) for key in listing.keys[changes.rows].tolist()],
+        gone=[os.fsdecode(key) for key in listing.keys[changes.gone].tolist()],
+        unknown=changes.num_unknown,
     )
 
 
@@ -179,37 +179,37 @@ def config_of_run(config: Config, root: Path, manifest: Manifest, run: Run) -> C
     Raises:
         ConfigError: the run needs code that the command does not name.
     """
-    before = from_saved(run.header.config)
-    refuse_unnamed_code(config, before, str(root))
+    run_config = from_saved(run.header.config)
+    refuse_unnamed_code(config, run_config, str(root))
     latest = from_saved(manifest.runs[-1].header.config)
     data = data_of_saved(latest, config.data, str(root))
-    device = before.device if config.device == "auto" else config.device
-    before = with_statistics_at(before, config.reduce.statistics_path)
+    device = run_config.device if config.device == "auto" else config.device
+    run_config = with_statistics_at(run_config, config.reduce.statistics_path)
     return replace(
-        in_this_process(before),
+        in_this_process(run_config),
         data=data,
         device=device,
         out=str(root),
         # The store may have been copied to a bucket since.
-        pack="auto" if is_url(root) else before.pack,
+        pack="auto" if is_url(root) else run_config.pack,
     )
 
 
-def refuse_unnamed_code(config: Config, before: Config, what: str) -> None:
+def refuse_unnamed_code(config: Config, saved: Config, origin: str) -> None:
     """Check that a saved config names no code that the command does not name.
 
     Args:
         config: config of the command.
-        before: config read from a file, possibly of unknown origin.
-        what: the file or store, for the error message.
+        saved: config read from a file, possibly of unknown origin.
+        origin: the file or store, for the error message.
 
     Raises:
         ConfigError: it names other code.
     """
-    code = before.model.code
+    code = saved.model.code
     if code is not None and config.model.code != code:
         raise ConfigError(
-            f"{what} was made with {code}. featx imports no code because a file names it: if you "
+            f"{origin} was made with {code}. featx imports no code because a file names it: if you "
             f"trust it, add {code} (featx.predict: model_factory, for a factory)."
         )
 
@@ -219,7 +219,7 @@ def _holds(run: Run, absent: list[Part], row: int) -> bool:
     return run.grid.holds(row) and not any(part.start <= row < part.stop for part in absent)
 
 
-def _layers_at_once(
+def _comparable_layers(
     run: Run, store: FeatureStore, unfinished: frozenset[str]
 ) -> list[list[LayerSpec]]:
     """Group the layers of a run that can be compared, finished and unfinished ones apart.
@@ -228,7 +228,8 @@ def _layers_at_once(
     """
     specs = [spec for spec in run.layers if spec.name in store]
     groups = [
-        [spec for spec in specs if (spec.name in unfinished) == wanted] for wanted in (False, True)
+        [spec for spec in specs if (spec.name in unfinished) == is_unfinished]
+        for is_unfinished in (False, True)
     ]
     return [group for group in groups if group]
 
@@ -248,16 +249,16 @@ def request_of(spec: LayerSpec, before: Config) -> ReduceConfig:
     if not member.needs_statistics:
         # The others follow from the layer (KeyedReduction.bound_args), and are compared with those
         # of the new rows.
-        own = {option.name for option in fields(member.options or ReduceConfig)}
-        return make_reduce(spec.reduce, **{key: args[key] for key in args if key in own})
+        option_names = {option.name for option in fields(member.options or ReduceConfig)}
+        return make_reduce(spec.reduce, **{key: args[key] for key in args if key in option_names})
     identity = args["stats_sha256"]
-    found = [r.statistics_path for _, r in layer_requests(before) if r.name == spec.reduce]
+    paths = [r.statistics_path for _, r in layer_requests(before) if r.name == spec.reduce]
     notes = []
-    for path in dict.fromkeys(path for path in found if path is not None):
+    for path in dict.fromkeys(path for path in paths if path is not None):
         try:
             if statistics_sha256(path, spec.name) == identity:
-                known = {key: args[key] for key in ("k", "epsilon", "zca") if key in args}
-                return make_reduce(spec.reduce, stats=path, **known)
+                arguments = {key: args[key] for key in ("k", "epsilon", "zca") if key in args}
+                return make_reduce(spec.reduce, stats=path, **arguments)
             notes.append(f"{path} has other numbers.")
         except (StoreError, LayerError) as error:
             notes.append(str(error))
@@ -294,7 +295,7 @@ def _refuse_another_model(root: Path, run: Run, context: RunContext) -> None:
         )
 
 
-def _extracted(
+def _extract_rows(
     context: RunContext, run: Run, rows: list[int]
 ) -> Iterator[tuple[int, dict[str, npt.NDArray[Any]], int]]:
     """Yield each row with its features in every layer, as stored, and its status."""
@@ -307,13 +308,13 @@ def _extracted(
     ]
     with context.loader(size) as loader:
         for _, batch in loader.batches(parts):
-            yield from _rows_of(context, batch, spans[batch.start])
+            yield from _extract_batch(context, batch, spans[batch.start])
 
 
-def _rows_of(
+def _extract_batch(
     context: RunContext, batch: Batch, rows: list[int]
 ) -> Iterator[tuple[int, dict[str, npt.NDArray[Any]], int]]:
-    """Compute a batch and yield the requested rows of it, as `_extracted` does."""
+    """Compute a batch and yield the requested rows of it, as `_extract_rows` does."""
     computed = compute_rows(context, context.engine, batch)
     status = {failure.row: int(failure.status) for failure in computed.failures}
     for row in rows:
@@ -321,7 +322,7 @@ def _rows_of(
         yield row, values, status.get(row, int(Status.OK))
 
 
-def _compared(
+def _compare_row(
     store: FeatureStore,
     row: int,
     specs: list[LayerSpec],
@@ -337,9 +338,9 @@ def _compared(
     before = {spec.name: np.asarray(store[spec.name][row], np.float64).ravel() for spec in specs}
     # One status per row: a row with values in these layers may have failed in another run.
     failed = all(np.isnan(values).all() for values in before.values())
-    said = int(store.status[row]) if failed else int(Status.OK)
-    if status != said:
-        return -1.0, f"was {Status(said).label}, is {Status(status).label} now"
+    stored_status = int(store.status[row]) if failed else int(Status.OK)
+    if status != stored_status:
+        return -1.0, f"was {Status(stored_status).label}, is {Status(status).label} now"
     if status != Status.OK:
         return np.inf, ""
     smallest = np.inf

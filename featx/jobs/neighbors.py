@@ -29,18 +29,18 @@ def run(config: Config, config_yaml: str) -> int:
     Returns:
         The exit code 0.
     """
-    store, asked = open_input(config), config.neighbors
-    if asked.image is not None:
-        found = _neighbors_of_image(asked.image, store, config)
-    elif asked.key is not None:
-        found = _neighbors_of(asked.key, store, config)
+    store, options = open_input(config), config.neighbors
+    if options.image is not None:
+        result = _neighbors_of_image(options.image, store, config)
+    elif options.key is not None:
+        result = _neighbors_of_row(options.key, store, config)
     else:
-        found = _neighbors_of_all(store, config)
-    print_summary(config, *found)
+        result = _neighbors_of_all(store, config)
+    print_summary(config, *result)
     return 0
 
 
-def _neighbors_of(key: str, store: FeatureStore, config: Config) -> tuple[dict[str, Any], str]:
+def _neighbors_of_row(key: str, store: FeatureStore, config: Config) -> tuple[dict[str, Any], str]:
     """Find the neighbours of one row.
 
     Returns:
@@ -49,12 +49,14 @@ def _neighbors_of(key: str, store: FeatureStore, config: Config) -> tuple[dict[s
     from featx.analysis.similarity import nearest_rows  # which imports torch
 
     layer, metric = only_layer(store, config.layers), config.neighbors.metric
-    found = nearest_rows(store, layer, config.neighbors.k, metric, key, config.device)
-    row = int(found.rows[0])
+    neighbours = nearest_rows(store, layer, config.neighbors.k, metric, key, config.device)
+    row = int(neighbours.rows[0])
     summary = {"key": key, "row": row, "class": class_name(store, row), "layer": layer}
     text = facts([("image", f"{key}  {class_name(store, row) or ''}"), ("layer", layer)])
-    nearest, shown = _ranked(store, found.neighbours[0], found.scores[0], metric)
-    return {**summary, "nearest": nearest}, f"{text}\n\n{shown}"
+    nearest, nearest_table = _describe_nearest(
+        store, neighbours.neighbours[0], neighbours.scores[0], metric
+    )
+    return {**summary, "nearest": nearest}, f"{text}\n\n{nearest_table}"
 
 
 def _neighbors_of_image(
@@ -71,17 +73,19 @@ def _neighbors_of_image(
     from featx.analysis import embed_images
     from featx.analysis.similarity import nearest_to  # both import torch
 
-    layer, asked = only_layer(store, config.layers), config.neighbors
+    layer, options = only_layer(store, config.layers), config.neighbors
     embedding = embed_images(config, store, [image], [layer])
     if embedding.failures:
         raise DataError(f"{image}: {embedding.failures[0]}")
-    rows, scores = nearest_to(store, layer, embedding[layer], asked.k, asked.metric, config.device)
+    rows, scores = nearest_to(
+        store, layer, embedding[layer], options.k, options.metric, config.device
+    )
     text = facts([("image", image), ("layer", layer)])
-    nearest, shown = _ranked(store, rows[0], scores[0], asked.metric)
-    return {"image": image, "layer": layer, "nearest": nearest}, f"{text}\n\n{shown}"
+    nearest, nearest_table = _describe_nearest(store, rows[0], scores[0], options.metric)
+    return {"image": image, "layer": layer, "nearest": nearest}, f"{text}\n\n{nearest_table}"
 
 
-def _ranked(
+def _describe_nearest(
     store: FeatureStore,
     rows: npt.NDArray[np.int64],
     scores: npt.NDArray[np.float32],
@@ -111,23 +115,23 @@ def _neighbors_of_all(store: FeatureStore, config: Config) -> tuple[dict[str, An
     """
     from featx.analysis.similarity import retrieval_metrics  # which imports torch
 
-    layer, asked = only_layer(store, config.layers), config.neighbors
-    index = None if asked.recall is None else _index(asked.recall, store, layer, config)
-    found = _search(store, layer, index, config)
-    files = _write_files(store, layer, found, 1.0 if index is None else index.recall, config)
+    layer, options = only_layer(store, config.layers), config.neighbors
+    index = None if options.recall is None else _index(options.recall, store, layer, config)
+    neighbours = _search(store, layer, index, config)
+    files = _write_files(store, layer, neighbours, 1.0 if index is None else index.recall, config)
     # An approximate search misses rows, so that its ranking is not that of the layer.
-    ranked = None
-    if asked.recall is None:
-        ranked = retrieval_metrics(store, layer, found.metric, config.device)
+    retrieval = None
+    if options.recall is None:
+        retrieval = retrieval_metrics(store, layer, neighbours.metric, config.device)
     summary = {
         "layer": layer,
-        "metric": found.metric,
-        "rows": len(found.rows),
-        "k": found.neighbours.shape[1],
-        "exact": asked.recall in (None, 1),
+        "metric": neighbours.metric,
+        "rows": len(neighbours.rows),
+        "k": neighbours.neighbours.shape[1],
+        "exact": options.recall in (None, 1),
         "index": None if index is None else index.about,
-        "nearest_of_same_class": _same_class(store, found),
-        "retrieval": ranked,
+        "nearest_of_same_class": _same_class(store, neighbours),
+        "retrieval": retrieval,
         "files": [str(path) for path in files],
     }
     return summary, _text_of_all(summary, None if index is None else _index_text(index))
@@ -137,23 +141,25 @@ def _search(store: FeatureStore, layer: str, index: RowIndex | None, config: Con
     """Find the neighbours of every row, exactly or with an index, and show the progress."""
     from featx.analysis.similarity import nearest_rows  # which imports torch
 
-    asked = config.neighbors
+    options = config.neighbors
     with CountProgress("rows") as progress:
         progress.begin(int(store.ok.sum()))
         if index is not None:
             return index.nearest_rows(progress.step)
-        return nearest_rows(store, layer, asked.k, asked.metric, None, config.device, progress.step)
+        return nearest_rows(
+            store, layer, options.k, options.metric, None, config.device, progress.step
+        )
 
 
 def _write_files(
-    store: FeatureStore, layer: str, found: Neighbours, recall: float, config: Config
+    store: FeatureStore, layer: str, neighbours: Neighbours, recall: float, config: Config
 ) -> list[Path]:
     """Write neighbors.npz, and neighbors.csv for up to CSV_PAIRS pairs.
 
     Args:
         store: open store.
         layer: its layer.
-        found: neighbours of all its rows.
+        neighbours: neighbours of all its rows.
         recall: share of the nearest rows that they contain.
         config: config of the command.
 
@@ -165,21 +171,21 @@ def _write_files(
     with disk.streamed(table_file) as file:
         np.savez(
             file,
-            row=found.rows,
-            neighbor=found.neighbours,
-            score=found.scores,
-            key=store.key_bytes[found.rows],
-            metric=np.array(found.metric),
+            row=neighbours.rows,
+            neighbor=neighbours.neighbours,
+            score=neighbours.scores,
+            key=store.key_bytes[neighbours.rows],
+            metric=np.array(neighbours.metric),
             layer=np.array(layer),
             fingerprint=np.array(str(store.attrs.get("fingerprint", ""))),
             recall=np.array(recall),
         )
-    if found.neighbours.size > CSV_PAIRS:
+    if neighbours.neighbours.size > CSV_PAIRS:
         disk.remove(csv_file)
         return [table_file]
-    header = ("row", "key", "rank", "neighbor", "neighbor_key", found.metric)
+    header = ("row", "key", "rank", "neighbor", "neighbor_key", neighbours.metric)
     with disk.streamed(csv_file) as file:
-        write_csv(file, header, _pairs(store, found))
+        write_csv(file, header, _pairs(store, neighbours))
     return [table_file, csv_file]
 
 
@@ -190,7 +196,7 @@ def _text_of_all(summary: dict[str, Any], index: str | None) -> str:
         summary: the result in JSON types.
         index: description of the index, or None without one.
     """
-    same, ranked = summary["nearest_of_same_class"], summary["retrieval"]
+    same, retrieval = summary["nearest_of_same_class"], summary["retrieval"]
     rows = [
         ("layer", summary["layer"]),
         ("rows", f"{summary['rows']}, {summary['k']} nearest of each"),
@@ -198,10 +204,10 @@ def _text_of_all(summary: dict[str, Any], index: str | None) -> str:
     ]
     if index is not None:
         rows.append(("found", index))
-    if same is not None and ranked is None:  # recall@1 says the same
+    if same is not None and retrieval is None:  # recall@1 says the same
         rows.append(("same class", f"{same:.1%} of the nearest ones"))
-    if ranked is not None:
-        rows.append(("retrieval", _retrieval_text(ranked)))
+    if retrieval is not None:
+        rows.append(("retrieval", _retrieval_text(retrieval)))
     return facts([*rows, ("files", "\n".join(summary["files"]))])
 
 
@@ -213,7 +219,7 @@ def _index(recall: float, store: FeatureStore, layer: str, config: Config) -> Ro
     index = RowIndex(store, layer, recall, k, metric, config.seed, config.device)
     if recall < 1 and 4 * index.looked_at > index.lists:
         log_message(
-            f"the index looks at {index.looked_at} of its {index.lists} lists to find "
+            f"the index searches {index.looked_at} of its {index.lists} lists (nprobe) to find "
             f"{recall:g} of the nearest rows: without neighbors.recall the search would be "
             "exact and hardly slower"
         )
@@ -222,34 +228,37 @@ def _index(recall: float, store: FeatureStore, layer: str, config: Config) -> Ro
 
 def _index_text(index: RowIndex) -> str:
     """Describe how the index found the rows, and its recall."""
-    if not index.measured_on:
+    if not index.num_measured_rows:
         return "all of the nearest rows, by faiss's exact search"
     return (
-        f"{index.recall:.2%} of the nearest rows, measured on {index.measured_on} rows by exact\n"
-        f"search; {index.looked_at} of {index.lists} lists were looked at for each row"
+        f"{index.recall:.2%} of the nearest rows, measured on {index.num_measured_rows} rows by "
+        f"exact\nsearch; {index.looked_at} of {index.lists} lists (nprobe) were searched for "
+        "each row"
     )
 
 
-def _retrieval_text(ranked: dict[str, Any]) -> str:
+def _retrieval_text(retrieval: dict[str, Any]) -> str:
     """Describe recall@k and mAP, and which rows they are about."""
-    shown = [f"recall@{k} {share:.1%}" for k, share in ranked["recall"].items()]
-    mean = ranked["map"]
-    shown.append(
-        f"mAP not available: {ranked['not_available']}" if mean is None else f"mAP {mean:.3f}"
+    texts = [f"recall@{k} {share:.1%}" for k, share in retrieval["recall"].items()]
+    mean = retrieval["map"]
+    texts.append(
+        f"mAP not available: {retrieval['not_available']}" if mean is None else f"mAP {mean:.3f}"
     )
-    text = f"{', '.join(shown)}\nof {ranked['queries']} labelled rows among all labelled ones"
-    if left_out := ranked["queries_left_out"]:
+    text = f"{', '.join(texts)}\nof {retrieval['queries']} labelled rows among all labelled ones"
+    if left_out := retrieval["queries_left_out"]:
         text += f"; {left_out} left out as the only ones of their class"
     return text
 
 
-def _same_class(store: FeatureStore, found: Neighbours) -> float | None:
+def _same_class(store: FeatureStore, neighbours: Neighbours) -> float | None:
     """Return the share of labelled rows whose nearest row has the same class, or None."""
-    labels = store.labels[found.rows]
-    known = labels >= 0
-    if not known.any():
+    labels = store.labels[neighbours.rows]
+    is_labelled = labels >= 0
+    if not is_labelled.any():
         return None
-    return float((store.labels[found.neighbours[known, 0]] == labels[known]).mean())
+    return float(
+        (store.labels[neighbours.neighbours[is_labelled, 0]] == labels[is_labelled]).mean()
+    )
 
 
 def _pairs(store: FeatureStore, found: Neighbours) -> Iterable[tuple[Any, ...]]:

@@ -122,7 +122,7 @@ def _summary(found: Predictions, path: Path, page: Path | None) -> dict[str, Any
     counts = Counter(row.label for row in found.rows if row.label is not None)
     counts.update(label for row in found.rows for label in row.labels)
     values = [row.value for row in found.rows if row.value is not None]
-    figures = found.figures.as_dict()
+    metrics = found.metrics.as_dict()
     speed = (
         "images_per_second", "trial_images_per_second", "share_of_trial", "below_trial",
     )  # fmt: skip
@@ -139,7 +139,7 @@ def _summary(found: Predictions, path: Path, page: Path | None) -> dict[str, Any
         }
         if values
         else None,
-        **{name: figures[name] for name in speed},
+        **{name: metrics[name] for name in speed},
         "file": str(path),
         "page": None if page is None else str(page),
     }

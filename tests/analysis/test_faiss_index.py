@@ -58,7 +58,7 @@ class TestWithFaiss:
         share = share_found(store, found, 5)
         assert 0.88 < share < 1
         assert made.recall == pytest.approx(share, abs=0.02)
-        assert made.measured_on == 1000
+        assert made.num_measured_rows == 1000
 
     @pytest.mark.parametrize("metric", ["cosine", "euclidean"])
     def test_it_is_the_exact_search_where_all_lists_are_looked_at(self, metric: str) -> None:
@@ -75,7 +75,7 @@ class TestWithFaiss:
         store = clusters(900)
         made = RowIndex(store, "flat", 1, 6, metric, device="cpu")
         found, output = made.nearest_rows(), nearest_rows(store, "flat", 6, metric, device="cpu")
-        assert made.about == {"recall": 1.0, "measured_on": 0, "lists": 1, "looked_at": 1}
+        assert made.about == {"recall": 1.0, "measured_on": 0, "lists": 1, "probed_lists": 1}
         assert np.array_equal(found.neighbours, output.neighbours)
         assert np.allclose(found.scores, output.scores, atol=1e-6)
 

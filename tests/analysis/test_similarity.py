@@ -38,7 +38,7 @@ def blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
         monkeypatch.setattr(row_vectors, "BLOCK_BYTES", 300)
         monkeypatch.setattr(row_vectors, "KEEP_BYTES", 0)
         monkeypatch.setattr(nearest_neighbours, "QUERIES", 7)
-        monkeypatch.setattr(groups_of, "AT_ONCE", 5)
+        monkeypatch.setattr(groups_of, "MAX_BLOCK_ROWS", 5)
 
 
 def write(run: MadeRun, root: str = "store", packed: bool = True) -> featx.FeatureStore:

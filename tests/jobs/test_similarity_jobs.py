@@ -156,8 +156,8 @@ def test_an_index_says_what_it_found(
     summary = json.loads(shown.out)
     # Of 29 rows there is one list only.
     assert not summary["exact"]
-    assert summary["index"] == {"recall": 1.0, "measured_on": 15, "lists": 1, "looked_at": 1}
-    assert "looks at 1 of its 1 lists" in shown.err
+    assert summary["index"] == {"recall": 1.0, "measured_on": 15, "lists": 1, "probed_lists": 1}
+    assert "searches 1 of its 1 lists" in shown.err
     with np.load("store/neighbors/neighbors.npz") as found:
         assert found["recall"] == 1
         # Rows that are copies of each other may change places.

@@ -143,13 +143,13 @@ def _nearest(
     query_vectors = unit(features.take(queries))
     rows = max(1, BLOCK_NUMBERS // len(queries))
 
-    def scored() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    def scored_blocks() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yield the places of a block of the bank, and their cosines to the queries."""
         for start in range(0, len(bank), rows):
             for places, block in features.blocks(bank[start : start + rows]):
                 yield torch.from_numpy(places).to(home), query_vectors @ unit(block).T
 
-    return best_of_blocks(scored(), torch.from_numpy(queries).to(home), count)
+    return best_of_blocks(scored_blocks(), torch.from_numpy(queries).to(home), count)
 
 
 def _needed_dtype(features: Features, bank: npt.NDArray[np.int64]) -> torch.dtype:

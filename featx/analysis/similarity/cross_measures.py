@@ -120,13 +120,13 @@ def layer_products(rows: CentredRows, measures: Collection[str]) -> LayerProduct
 
 def cross_product(x: CentredRows, y: CentredRows) -> torch.Tensor:
     """Compute X^T Y, (D, E) float64, in blocks of rows."""
-    found: torch.Tensor | None = None
+    total: torch.Tensor | None = None
     for start, stop in _spans(x, y):
-        one = x.read(start, stop)
-        product = one.T @ (one if x is y else y.read(start, stop))
-        found = product if found is None else found.add_(product)
-    assert found is not None
-    return found
+        block = x.read(start, stop)
+        product = block.T @ (block if x is y else y.read(start, stop))
+        total = product if total is None else total.add_(product)
+    assert total is not None
+    return total
 
 
 def compare_products(
@@ -145,18 +145,18 @@ def compare_products(
     """
     if np.isnan(x.norm) or np.isnan(y.norm):
         return dict.fromkeys(measures, float("nan"))
-    found = {}
+    values = {}
     for name in measures:
         if name == "cka":
-            found[name] = float(product.square().sum()) / (x.norm * y.norm)
+            values[name] = float(product.square().sum()) / (x.norm * y.norm)
         elif name == "cka_debiased":
-            found[name] = _debiased(x, y, float(product.square().sum()))
+            values[name] = _debiased_cka(x, y, float(product.square().sum()))
         elif name == "svcca":
-            found[name] = _svcca(x, y, product)
+            values[name] = _svcca(x, y, product)
         else:
             lengths = (x.squares.sum() * y.squares.sum()).sqrt()
-            found[name] = max(0.0, float(2 - 2 * torch.linalg.svdvals(product).sum() / lengths))
-    return found
+            values[name] = max(0.0, float(2 - 2 * torch.linalg.svdvals(product).sum() / lengths))
+    return values
 
 
 def _in_memory(rows: torch.Tensor, mean_square: float) -> CentredRows:
@@ -172,16 +172,16 @@ def _coordinates(gram: torch.Tensor) -> torch.Tensor:
     return coordinates
 
 
-def _spans(*of: CentredRows) -> Iterator[tuple[int, int]]:
+def _spans(*layers: CentredRows) -> Iterator[tuple[int, int]]:
     """Yield the first and last row of blocks that fit into BLOCK_BYTES as float64."""
-    step = max(1, sizes.BLOCK_BYTES // (8 * max(rows.width for rows in of)))
-    for start in range(0, of[0].num_rows, step):
-        yield start, min(of[0].num_rows, start + step)
+    step = max(1, sizes.BLOCK_BYTES // (8 * max(rows.width for rows in layers)))
+    for start in range(0, layers[0].num_rows, step):
+        yield start, min(layers[0].num_rows, start + step)
 
 
 def _basis(product: torch.Tensor) -> torch.Tensor:
     """Return the principal directions with VARIANCE of the variance, scaled to length 1 / s."""
-    values, vectors = (found.flip(-1) for found in torch.linalg.eigh(product))
+    values, vectors = (tensor.flip(-1) for tensor in torch.linalg.eigh(product))
     shares = values.clamp_min(0).cumsum(0) / values.clamp_min(0).sum()
     count = int((shares < VARIANCE).sum()) + 1
     basis: torch.Tensor = vectors[:, :count] / values[:count].sqrt()
@@ -196,7 +196,7 @@ def _svcca(x: LayerProducts, y: LayerProducts, product: torch.Tensor) -> float:
     return float(correlations.clamp_max(1).mean())
 
 
-def _debiased(x: LayerProducts, y: LayerProducts, square: float) -> float:
+def _debiased_cka(x: LayerProducts, y: LayerProducts, square: float) -> float:
     """Return the debiased CKA, given |X^T Y|_F^2."""
 
     def hsic(a: LayerProducts, b: LayerProducts, square: float) -> float:
@@ -205,7 +205,7 @@ def _debiased(x: LayerProducts, y: LayerProducts, square: float) -> float:
         sums = float(a.squares.sum() * b.squares.sum())
         return square - both + sums / ((n - 1) * (n - 2)) - 2 * both / (n - 2)
 
-    own = hsic(x, x, x.norm**2), hsic(y, y, y.norm**2)
-    if own[0] <= _ROUNDING * x.norm**2 or own[1] <= _ROUNDING * y.norm**2:
+    self_hsic = hsic(x, x, x.norm**2), hsic(y, y, y.norm**2)
+    if self_hsic[0] <= _ROUNDING * x.norm**2 or self_hsic[1] <= _ROUNDING * y.norm**2:
         return float("nan")
-    return hsic(x, y, square) / float(np.sqrt(own[0] * own[1]))
+    return hsic(x, y, square) / float(np.sqrt(self_hsic[0] * self_hsic[1]))

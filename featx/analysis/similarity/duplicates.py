@@ -24,7 +24,7 @@ _FLOAT32_WIDTH = 20_000
 _EXACT_BYTES = 1 << 26
 """Bytes of vectors that are compared in float64 at a time."""
 
-AT_ONCE = 2048
+MAX_BLOCK_ROWS = 2048
 """Maximum number of rows per block. A pair of blocks takes the square of it in products."""
 
 
@@ -57,22 +57,24 @@ def duplicate_groups(
         raise ConfigError(f"duplicates={threshold}: expected a cosine above 0, up to 1.")
     vectors = Vectors(store, layer, choose_device(device), unit=True)
     parents = np.arange(len(vectors))
-    step = min(AT_ONCE, vectors.rows_of(sizes.BLOCK_BYTES))
+    step = min(MAX_BLOCK_ROWS, vectors.rows_of(sizes.BLOCK_BYTES))
     for start, block in vectors.blocks(step):
-        for other in range(start, len(vectors), step):
-            against = vectors.block(other, min(len(vectors), other + step))
-            places = np.array([start, other])
+        for other_start in range(start, len(vectors), step):
+            other_block = vectors.block(other_start, min(len(vectors), other_start + step))
+            places = np.array([start, other_start])
             # Only pairs whose float32 cosine is too close to the threshold are computed again in
             # float64.
-            sure, near = _reached(block @ against.T, threshold, vectors.width, other == start)
+            sure, near = _decide(
+                block @ other_block.T, threshold, vectors.width, other_start == start
+            )
             _join(parents, *(sure + places).T)
             block_rows = _exact_block_rows(vectors.width)
             for first in range(0, len(near), block_rows):
-                some = near[first : first + block_rows]
-                apart = np.not_equal(*_roots(parents, (some + places).T))
-                some = some[apart]  # large groups of equal rows leave few pairs
-                some = some[exact_cosines(block, against, some) >= threshold - SLACK]
-                _join(parents, *(some + places).T)
+                pairs = near[first : first + block_rows]
+                is_apart = np.not_equal(*_roots(parents, (pairs + places).T))
+                pairs = pairs[is_apart]  # large groups of equal rows leave few pairs
+                pairs = pairs[exact_cosines(block, other_block, pairs) >= threshold - SLACK]
+                _join(parents, *(pairs + places).T)
         on_progress(len(block))
     roots = _roots(parents, np.arange(len(parents)))
     order = np.argsort(roots, kind="stable")
@@ -95,11 +97,11 @@ def cosines_to_first(
     """
     vectors = Vectors(store, layer, torch.device("cpu"), rows=rows, unit=True)
     first = vectors.block(0, 1)
-    found = []
+    cosines = []
     for _, block in vectors.blocks(vectors.rows_of(sizes.BLOCK_BYTES)):
         pairs = np.stack([np.arange(len(block)), np.zeros(len(block), dtype=np.int64)], axis=1)
-        found.append(exact_cosines(block, first, pairs))
-    return np.concatenate(found).clip(-1, 1).astype(np.float32)
+        cosines.append(exact_cosines(block, first, pairs))
+    return np.concatenate(cosines).clip(-1, 1).astype(np.float32)
 
 
 def exact_cosines(
@@ -118,8 +120,8 @@ def exact_cosines(
     home, block_rows = float64_home(a.device), _exact_block_rows(a.shape[1])
     cosines = np.empty(len(pairs))
     for first in range(0, len(pairs), block_rows):
-        some = torch.from_numpy(pairs[first : first + block_rows]).to(a.device)
-        x, y = a[some[:, 0]].to(home).double(), b[some[:, 1]].to(home).double()
+        pairs_of_block = torch.from_numpy(pairs[first : first + block_rows]).to(a.device)
+        x, y = a[pairs_of_block[:, 0]].to(home).double(), b[pairs_of_block[:, 1]].to(home).double()
         lengths = (x.norm(dim=1) * y.norm(dim=1)).clamp_min(1e-30)
         cosines[first : first + block_rows] = ((x * y).sum(1) / lengths).cpu().numpy()
     return cosines
@@ -130,7 +132,7 @@ def _exact_block_rows(width: int) -> int:
     return max(1, _EXACT_BYTES // (16 * width))
 
 
-def _reached(
+def _decide(
     cosines: torch.Tensor, threshold: float, width: int, above_diagonal: bool
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """Return the pairs that reach a threshold, and those that float32 cannot decide.
@@ -175,10 +177,10 @@ def _join(
     """
     while True:
         root_a, root_b = _roots(parents, a), _roots(parents, b)
-        apart = root_a != root_b
-        if not apart.any():
+        is_apart = root_a != root_b
+        if not is_apart.any():
             parents[a] = root_a  # path compression
             parents[b] = root_b
             return
-        a, b, root_a, root_b = a[apart], b[apart], root_a[apart], root_b[apart]
+        a, b, root_a, root_b = a[is_apart], b[is_apart], root_a[is_apart], root_b[is_apart]
         np.minimum.at(parents, np.maximum(root_a, root_b), np.minimum(root_a, root_b))

@@ -22,8 +22,8 @@ from featx.analysis.similarity import row_vectors as sizes
 from featx.analysis.similarity.nearest_neighbours import (
     QUERIES,
     Neighbours,
-    in_order,
     nearest_among,
+    sort_neighbours,
 )
 from featx.analysis.similarity.row_vectors import Vectors
 from featx.base import choose_device
@@ -63,7 +63,7 @@ class RowIndex:
     Attributes:
         recall: share measured on rows other than those that chose the number of lists. It may be
             slightly below the requested share.
-        measured_on: number of these rows; 0 for exact search.
+        num_measured_rows: number of these rows; 0 for exact search.
         lists: number of lists, about 4 sqrt(n).
         looked_at: number of lists that are searched per row.
 
@@ -94,11 +94,11 @@ class RowIndex:
             raise ConfigError(f"{store.root} has one ok row only: it has no neighbours.")
         self._k = min(k, len(self._vectors) - 1)
         rng = np.random.default_rng([seed, 4])
-        known = min(len(self._vectors), self._vectors.rows_of(sizes.KEEP_BYTES))
-        lists = min(round(4 * math.sqrt(len(self._vectors))), known // ROWS_OF_A_LIST)
-        self.lists = 1 if recall == 1 else max(1, lists)
-        self.looked_at, self.recall, self.measured_on = 1, 1.0, 0
-        self._index = self._built(rng, seed)
+        num_kept = min(len(self._vectors), self._vectors.rows_of(sizes.KEEP_BYTES))
+        num_lists = min(round(4 * math.sqrt(len(self._vectors))), num_kept // ROWS_OF_A_LIST)
+        self.lists = 1 if recall == 1 else max(1, num_lists)
+        self.looked_at, self.recall, self.num_measured_rows = 1, 1.0, 0
+        self._index = self._build(rng, seed)
         if recall < 1:
             self._choose(recall, rng.permutation(len(self._vectors))[: 2 * SAMPLE])
 
@@ -112,16 +112,16 @@ class RowIndex:
             on_progress: called after every block with the number of rows that it completes.
         """
         places = np.arange(len(self._vectors))
-        found = [np.empty((0, self._k), np.int64)]
+        neighbours = [np.empty((0, self._k), np.int64)]
         scores = [np.empty((0, self._k), np.float32)]
         step = min(QUERIES, self._vectors.rows_of(sizes.BLOCK_BYTES))
         for start in range(0, len(places), step):
             part = self._search(places[start : start + step])
-            found.append(part.neighbours)
+            neighbours.append(part.neighbours)
             scores.append(part.scores)
             on_progress(len(part.rows))
         return Neighbours(
-            self._vectors.rows, np.concatenate(found), np.concatenate(scores), self._metric
+            self._vectors.rows, np.concatenate(neighbours), np.concatenate(scores), self._metric
         )
 
     @property
@@ -129,9 +129,9 @@ class RowIndex:
         """Measured recall and number of lists as JSON types."""
         return {
             "recall": self.recall,
-            "measured_on": self.measured_on,
+            "measured_on": self.num_measured_rows,
             "lists": self.lists,
-            "looked_at": self.looked_at,
+            "probed_lists": self.looked_at,
         }
 
     @property
@@ -154,9 +154,9 @@ class RowIndex:
                 break
             self.looked_at = min(self.lists, self.looked_at + max(1, self.looked_at // 4))
         self.recall = float(self._shares(samples[half:], exact[half:]).mean())
-        self.measured_on = len(samples) - half
+        self.num_measured_rows = len(samples) - half
 
-    def _built(self, rng: np.random.Generator, seed: int) -> Any:
+    def _build(self, rng: np.random.Generator, seed: int) -> Any:
         """Build an index of faiss with all vectors: IndexFlat for one list, else IndexIVFFlat."""
         vectors, faiss = self._vectors, self._faiss
         faiss.omp_set_num_threads(torch.get_num_threads())
@@ -166,8 +166,8 @@ class RowIndex:
         else:
             index = faiss.index_factory(vectors.width, f"IVF{self.lists},Flat", kind)
             index.cp.seed = seed % (1 << 31)
-            chosen = np.sort(rng.permutation(len(vectors))[: self.lists * ROWS_OF_A_LIST])
-            rows = vectors.at(torch.from_numpy(chosen).to(vectors.device))
+            places = np.sort(rng.permutation(len(vectors))[: self.lists * ROWS_OF_A_LIST])
+            rows = vectors.at(torch.from_numpy(places).to(vectors.device))
             index.train(rows.cpu().numpy())
         for _, block in vectors.blocks(vectors.rows_of(sizes.BLOCK_BYTES)):
             index.add(block.cpu().numpy())
@@ -180,22 +180,22 @@ class RowIndex:
         vectors, k = self._vectors, self._k
         queries = torch.from_numpy(places).to(vectors.device)
         x = vectors.at(queries)
-        _, at = self._index.search(x.cpu().numpy(), k + 1)
+        _, neighbour_places = self._index.search(x.cpu().numpy(), k + 1)
         # A row is its own nearest neighbour: move it to the end and drop the last entry. If the
         # index did not find the row itself, this drops the worst neighbour.
-        own = at == places[:, None]
-        order = np.argsort(own, axis=1, kind="stable")[:, :k]
-        at = np.take_along_axis(at, order, 1)
-        short = np.flatnonzero((at < 0).any(1))
-        at[short] = 0  # placeholder; these rows are searched again below
-        found_at = torch.from_numpy(at).to(vectors.device)
-        ordered, given = in_order(vectors, x, found_at, self._cosine)
-        rows, found = vectors.rows[ordered.cpu().numpy()], given.cpu().numpy()
-        if len(short):
+        is_itself = neighbour_places == places[:, None]
+        order = np.argsort(is_itself, axis=1, kind="stable")[:, :k]
+        neighbour_places = np.take_along_axis(neighbour_places, order, 1)
+        incomplete = np.flatnonzero((neighbour_places < 0).any(1))
+        neighbour_places[incomplete] = 0  # placeholder; these rows are searched again below
+        candidates = torch.from_numpy(neighbour_places).to(vectors.device)
+        sorted_places, sorted_scores = sort_neighbours(vectors, x, candidates, self._cosine)
+        rows, scores = vectors.rows[sorted_places.cpu().numpy()], sorted_scores.cpu().numpy()
+        if len(incomplete):
             # The searched lists hold fewer than k other rows.
-            exact = nearest_among(vectors, places[short], k, self._metric)
-            rows[short], found[short] = exact.neighbours, exact.scores
-        return Neighbours(vectors.rows[places], rows, found, self._metric)
+            exact = nearest_among(vectors, places[incomplete], k, self._metric)
+            rows[incomplete], scores[incomplete] = exact.neighbours, exact.scores
+        return Neighbours(vectors.rows[places], rows, scores, self._metric)
 
     def _shares(
         self, places: npt.NDArray[np.int64], exact: npt.NDArray[np.float32]
@@ -208,10 +208,10 @@ class RowIndex:
             places: (q,) int64 places.
             exact: (q, k) scores of exact search.
         """
-        found = self._search(places).scores
+        scores = self._search(places).scores
         last = exact[:, -1:]
-        near = found >= last - TIE if self._cosine else found <= last * (1 + TIE)
-        shares: npt.NDArray[np.float64] = near.mean(1)
+        is_near = scores >= last - TIE if self._cosine else scores <= last * (1 + TIE)
+        shares: npt.NDArray[np.float64] = is_near.mean(1)
         return shares
 
 

@@ -73,11 +73,11 @@ def gram_products(vectors: Vectors) -> GramProducts:
         along[start : start + len(block)] = wide @ mean
         along_even[start : start + len(block)] = wide @ even
         row_means[start : start + len(block)] = wide.mean(dim=1) * vectors.width**0.5
-        for other in range(start, n, step):
-            stop = min(n, other + step)
-            products = wide @ (vectors.block(other, stop).double() - mean).T
-            gram[start : start + len(block), other:stop] = products
-            gram[other:stop, start : start + len(block)] = products.T
+        for other_start in range(start, n, step):
+            stop = min(n, other_start + step)
+            products = wide @ (vectors.block(other_start, stop).double() - mean).T
+            gram[start : start + len(block), other_start:stop] = products
+            gram[other_start:stop, start : start + len(block)] = products.T
     return GramProducts(gram, along, mean @ mean, along_even, even @ even, row_means)
 
 
@@ -138,9 +138,9 @@ def _correlation_distances(products: GramProducts, upper: torch.Tensor) -> torch
     It is the cosine distance of the rows minus the mean of their values. A row of equal values has
     a correlation of 0 with all others.
     """
-    means, own = products.row_means, products.gram.diagonal()
+    means, squares = products.row_means, products.gram.diagonal()
     gram = products.gram - means[:, None] * means
-    rounding = _SAME_RANK * (own + products.even_square)
+    rounding = _SAME_RANK * (squares + products.even_square)
     return _cosine_distances(gram, products.along_even, products.even_square, upper, rounding)
 
 
@@ -168,22 +168,24 @@ def _cosine_distances(
         (p,) float64 whole numbers that have the order of the distances.
     """
     i, j = upper
-    own = gram.diagonal()
-    squares = (own + 2 * along + mean_square).clamp_min(0)
+    centred_squares = gram.diagonal()
+    squares = (centred_squares + 2 * along + mean_square).clamp_min(0)
     squares = torch.where(squares > rounding, squares, 0.0)
     lengths = squares.sqrt()
     scale, sums = lengths[i] * lengths[j], lengths[i] + lengths[j]
-    there = scale > 0
-    scale, sums = torch.where(there, scale, 1.0), torch.where(sums > 0, sums, 1.0)
-    difference = (own[i] + own[j] - 2 * gram[i, j]).clamp_min(0) / (2 * scale)
+    has_length = scale > 0
+    scale, sums = torch.where(has_length, scale, 1.0), torch.where(sums > 0, sums, 1.0)
+    difference = (centred_squares[i] + centred_squares[j] - 2 * gram[i, j]).clamp_min(0) / (
+        2 * scale
+    )
     # |x| - |y| = (|x|^2 - |y|^2) / (|x| + |y|), without the squares of the mean.
-    shorter = ((own + 2 * along)[i] - (own + 2 * along)[j]) / sums
+    shorter = ((centred_squares + 2 * along)[i] - (centred_squares + 2 * along)[j]) / sums
     exact = difference - shorter.square() / (2 * scale)
     plain = 1 - (gram[i, j] + along[i] + along[j] + mean_square) / scale
     distances = torch.where(difference < 1, exact, plain)
     # A vector of zeros has a cosine of 0 with all others.
-    distances = torch.where(there, distances, 1.0)
-    largest = float(torch.where(there, difference, 0.0).max().clamp_max(1)) or 1.0
+    distances = torch.where(has_length, distances, 1.0)
+    largest = float(torch.where(has_length, difference, 0.0).max().clamp_max(1)) or 1.0
     return torch.round(distances / (_SAME_RANK * largest))
 
 

@@ -91,22 +91,29 @@ def data_set_distance(
         ConfigError: a store has fewer than two rows that are ok.
         LayerError: one of the stores has no such layer.
     """
-    what = f"{store.root} and {other.root}, {layer}"
-    refuse_other_values(_values_of(store, layer), _values_of(other, layer), what)
-    where = float64_home(choose_device(device))
-    one, two = (Vectors(each, layer, where) for each in (store, other))
+    subject = f"{store.root} and {other.root}, {layer}"
+    refuse_other_values(_values_of(store, layer), _values_of(other, layer), subject)
+    compute_device = float64_home(choose_device(device))
+    one, two = (Vectors(each, layer, compute_device) for each in (store, other))
     m = min(subset_rows, len(one), len(two))
     if m < 2:
-        raise ConfigError(f"{what}: a distance needs two rows that are ok in each store.")
+        raise ConfigError(f"{subject}: a distance needs two rows that are ok in each store.")
     rng = np.random.default_rng(seed)
-    found = []
+    discrepancies = []
     for _ in range(subsets):
         x, y = (_rows(each, rng, m) for each in (one, two))
-        found.append(squared_discrepancy(x, y))
+        discrepancies.append(squared_discrepancy(x, y))
         on_progress(1)
     frechet, reason = _frechet(one, two)
     return DataSetDistance(
-        layer, float(np.mean(found)), float(np.std(found)), m, frechet, reason, len(one), len(two)
+        layer,
+        float(np.mean(discrepancies)),
+        float(np.std(discrepancies)),
+        m,
+        frechet,
+        reason,
+        len(one),
+        len(two),
     )
 
 
@@ -135,23 +142,23 @@ def _frechet(one: Vectors, two: Vectors) -> tuple[float | None, str | None]:
     """Return the squared Fréchet distance of all rows, or None and the reason."""
     if one.width > MAX_SPECTRUM:
         return None, f"{one.width} features are more than {MAX_SPECTRUM}"
-    of_both = []
+    moments_of_both = []
     for vectors in (one, two):
         moments = Moments.empty(vectors.width)
         for _, block in vectors.blocks(vectors.rows_of(sizes.BLOCK_BYTES)):
             moments.update(block.cpu())
-        of_both.append(moments)
-    return gaussian_distance(*of_both), None
+        moments_of_both.append(moments)
+    return gaussian_distance(*moments_of_both), None
 
 
 def _values_of(store: FeatureStore, layer: str) -> dict[str, Any]:
     """Return what must be equal for a layer of two stores to hold the same kind of values."""
     attrs = dict(store[layer].attrs)
     names = ("layer", "capture", "target", "reduce")
-    of_layer = {
+    layer_values = {
         name: value.tolist() if isinstance(value, np.ndarray) else value
         for name, value in attrs.items()
         if name in names or name.startswith("reduce_")
     }
     root = {name: store.attrs.get(name) for name in ("weights_sha256", "transform")}
-    return {**of_layer, **root, "shape": tuple(store[layer].shape[1:])}
+    return {**layer_values, **root, "shape": tuple(store[layer].shape[1:])}

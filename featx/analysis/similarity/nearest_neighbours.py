@@ -75,10 +75,10 @@ def nearest_rows(
     """
     check_choice("metric", metric, METRICS)
     cosine = metric == "cosine"
-    asked = None if key is None else row_of(store, key)
+    row = None if key is None else row_of(store, key)
     vectors = Vectors(store, layer, choose_device(device), unit=cosine, centre=True)
     every = np.arange(len(vectors))
-    places = every if asked is None else np.searchsorted(vectors.rows, [asked])
+    places = every if row is None else np.searchsorted(vectors.rows, [row])
     return nearest_among(vectors, places, k, metric, on_progress)
 
 
@@ -105,16 +105,19 @@ def nearest_among(
         raise ConfigError(f"{vectors.root} has one ok row only: it has no neighbours.")
     cosine = metric == "cosine"
     k = min(k, len(vectors) - 1)
-    found, scores = [], []
+    best_places, scores = [], []
     step = min(QUERIES, vectors.rows_of(sizes.BLOCK_BYTES))
     for start in range(0, len(places), step):
         queries = torch.from_numpy(places[start : start + step]).to(vectors.device)
         best, best_scores = _nearest(vectors, vectors.at(queries), queries, k, cosine)
-        found.append(best.cpu().numpy())
+        best_places.append(best.cpu().numpy())
         scores.append(best_scores.cpu().numpy())
         on_progress(len(queries))
     return Neighbours(
-        vectors.rows[places], vectors.rows[np.concatenate(found)], np.concatenate(scores), metric
+        vectors.rows[places],
+        vectors.rows[np.concatenate(best_places)],
+        np.concatenate(scores),
+        metric,
     )
 
 
@@ -152,9 +155,9 @@ def nearest_to(
         )
     cosine = metric == "cosine"
     vectors = Vectors(store, layer, choose_device(device), unit=cosine, centre=True)
-    x = vectors.prepared(features)
-    own = torch.full((len(x),), -1, dtype=torch.int64, device=vectors.device)
-    places, scores = _nearest(vectors, x, own, min(k, len(vectors)), cosine)
+    x = vectors.prepare(features)
+    no_places = torch.full((len(x),), -1, dtype=torch.int64, device=vectors.device)
+    places, scores = _nearest(vectors, x, no_places, min(k, len(vectors)), cosine)
     return vectors.rows[places.cpu().numpy()], scores.cpu().numpy()
 
 
@@ -169,55 +172,56 @@ def row_of(store: FeatureStore, key: str) -> int:
     except KeyError as error:
         raise ConfigError(str(error.args[0])) from error
     if store.status[row] != Status.OK:
-        why = Status(int(store.status[row])).label
-        raise ConfigError(f"{key} has no features: its row {row} is recorded as {why}.")
+        reason = Status(int(store.status[row])).label
+        raise ConfigError(f"{key} has no features: its row {row} is recorded as {reason}.")
     return row
 
 
 def best_of_blocks(
-    scored: Iterable[tuple[torch.Tensor, torch.Tensor]], own: torch.Tensor, k: int
+    scored_blocks: Iterable[tuple[torch.Tensor, torch.Tensor]], query_places: torch.Tensor, k: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Select the k best scores of many queries over blocks of candidates.
 
     Args:
-        scored: for each block the places of its candidates, (m,) int64 and increasing, and the
-            scores, (q, m), which are overwritten.
-        own: (q,) place of each query, which is excluded from its neighbours; -1 if it has none.
+        scored_blocks: for each block the places of its candidates, (m,) int64 and increasing, and
+            the scores, (q, m), which are overwritten.
+        query_places: (q,) place of each query, which is excluded from its neighbours; -1 if it has
+            none.
         k: number of candidates to keep; all if there are fewer.
 
     Returns:
         (q, k) scores in falling order and (q, k) places. A score of -inf is not a neighbour.
     """
-    best = torch.full((len(own), 0), -torch.inf, device=own.device)
-    places = torch.zeros((len(own), 0), dtype=torch.int64, device=own.device)
-    for there, scores in scored:
-        at = torch.searchsorted(there, own).clamp_max(len(there) - 1)
-        mine = (there[at] == own).nonzero()[:, 0]
-        scores[mine, at[mine]] = -torch.inf
+    best = torch.full((len(query_places), 0), -torch.inf, device=query_places.device)
+    places = torch.zeros((len(query_places), 0), dtype=torch.int64, device=query_places.device)
+    for block_places, scores in scored_blocks:
+        columns = torch.searchsorted(block_places, query_places).clamp_max(len(block_places) - 1)
+        in_block = (block_places[columns] == query_places).nonzero()[:, 0]
+        scores[in_block, columns[in_block]] = -torch.inf
         top = scores.topk(min(k, scores.shape[1]), dim=1)
-        places = torch.cat([places, there[top.indices]], dim=1)
-        best, kept = torch.cat([best, top.values], dim=1).topk(
+        places = torch.cat([places, block_places[top.indices]], dim=1)
+        best, order = torch.cat([best, top.values], dim=1).topk(
             min(k, best.shape[1] + top.values.shape[1]), dim=1
         )
-        places = places.gather(1, kept)
+        places = places.gather(1, order)
     return best, places
 
 
 def _nearest(
-    vectors: Vectors, x: torch.Tensor, own: torch.Tensor, k: int, cosine: bool
+    vectors: Vectors, x: torch.Tensor, query_places: torch.Tensor, k: int, cosine: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (q, k) places and (q, k) scores of the rows nearest to (q, D) vectors.
 
     Args:
         vectors: vectors that are searched.
         x: (q, D) vectors, scaled and centred like these.
-        own: (q,) place of each, which is no neighbour of it; -1 if it is no row.
+        query_places: (q,) place of each, which is no neighbour of it; -1 if it is no row.
         k: number of neighbours.
         cosine: whether scores are cosines, else Euclidean distances.
     """
     block_rows = min(vectors.rows_of(sizes.BLOCK_BYTES), max(1, sizes.BLOCK_BYTES // (4 * len(x))))
 
-    def scored() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    def scored_blocks() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yield the places of a block, and their scores; a larger score is nearer."""
         for start, block in vectors.blocks(block_rows):
             # -|x - y|^2 + |x|^2: the term |x|^2 is the same for all y and does not change the
@@ -225,15 +229,15 @@ def _nearest(
             squares = (block * block).sum(1)
             scores = torch.addmm(-squares, x, block.T, alpha=2)
             if cosine and (squares > _FAR_SQUARE).any():  # vectors of zeros: cosine 0
-                of_zeros = (x * x).sum(1, keepdim=True) - 2
-                scores = torch.where(squares > _FAR_SQUARE, of_zeros, scores)
+                zero_scores = (x * x).sum(1, keepdim=True) - 2
+                scores = torch.where(squares > _FAR_SQUARE, zero_scores, scores)
             yield torch.arange(start, start + len(block), device=x.device), scores
 
-    _, places = best_of_blocks(scored(), own, k)
-    return in_order(vectors, x, places, cosine)
+    _, places = best_of_blocks(scored_blocks(), query_places, k)
+    return sort_neighbours(vectors, x, places, cosine)
 
 
-def in_order(
+def sort_neighbours(
     vectors: Vectors, x: torch.Tensor, places: torch.Tensor, cosine: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute the final scores and sort neighbours: the nearest first, equal ones by row.
@@ -261,10 +265,10 @@ def in_order(
 
 def _distances(vectors: Vectors, x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
     """Compute the distances between (q, D) vectors and the vectors at (q, k) places, as (q, k)."""
-    found = torch.empty(places.shape, dtype=torch.float32, device=x.device)
+    distances = torch.empty(places.shape, dtype=torch.float32, device=x.device)
     step = max(1, vectors.rows_of(sizes.BLOCK_BYTES) // places.shape[1])
     for start in range(0, len(x), step):
         part = places[start : start + step]
-        others = vectors.at(part.reshape(-1)).reshape(*part.shape, vectors.width)
-        found[start : start + step] = (others - x[start : start + step, None]).norm(dim=2)
-    return found
+        neighbours = vectors.at(part.reshape(-1)).reshape(*part.shape, vectors.width)
+        distances[start : start + step] = (neighbours - x[start : start + step, None]).norm(dim=2)
+    return distances

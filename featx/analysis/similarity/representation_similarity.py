@@ -111,28 +111,34 @@ def layer_similarity(
     if len(rows) < 4:
         raise ConfigError(f"{len(rows)} common images are ok; expected at least 4.")
     count = min(num_rows, len(rows))
-    chosen = np.sort(np.random.default_rng(seed).permutation(len(rows))[:count])
-    where = float64_home(choose_device(device))
-    left = _Layers(store, rows[chosen], matching_layers(store, layers), where)
+    chosen_places = np.sort(np.random.default_rng(seed).permutation(len(rows))[:count])
+    compute_device = float64_home(choose_device(device))
+    left = _Layers(store, rows[chosen_places], matching_layers(store, layers), compute_device)
     right = left
     if other is not None:
-        right = _Layers(other, other_rows[chosen], matching_layers(other, layers), where)
+        right = _Layers(
+            other, other_rows[chosen_places], matching_layers(other, layers), compute_device
+        )
     elif len(left.names) < 2:
         raise ConfigError(
             f"{store.root} has one layer to compare, {left.names[0]}; name more with layers=, "
             "or another store with cka.other_store=."
         )
-    of_gram = [name for name in measures if _is_of_gram(name, count)]
-    of_cross = [name for name in measures if name not in of_gram]
-    found: dict[str, Matrix] = {}
-    if of_gram:
-        found |= _with_grams(
-            left, right, of_gram, rsa_distance, _ignore_progress if of_cross else on_progress
+    gram_measures = [name for name in measures if _needs_gram(name, count)]
+    cross_measures = [name for name in measures if name not in gram_measures]
+    matrices: dict[str, Matrix] = {}
+    if gram_measures:
+        matrices |= _compare_by_grams(
+            left,
+            right,
+            gram_measures,
+            rsa_distance,
+            _ignore_progress if cross_measures else on_progress,
         )
-    if of_cross:
-        found |= _with_products(left, right, of_cross, on_progress)
-    kept = {name: found[name] for name in measures}
-    return LayerSimilarity(left.names, right.names, kept, rsa_distance, count, len(rows))
+    if cross_measures:
+        matrices |= _compare_by_products(left, right, cross_measures, on_progress)
+    sorted_matrices = {name: matrices[name] for name in measures}
+    return LayerSimilarity(left.names, right.names, sorted_matrices, rsa_distance, count, len(rows))
 
 
 def linear_cka(
@@ -146,8 +152,8 @@ def linear_cka(
         debiased: whether to use the U-centred matrices.
     """
     _check_rows(x, y)
-    which = "cka_debiased" if debiased else "cka"
-    return dot(*(signature(matrix_products(z), which) for z in (x, y)))
+    measure = "cka_debiased" if debiased else "cka"
+    return dot(*(signature(matrix_products(z), measure) for z in (x, y)))
 
 
 def rsa(
@@ -175,7 +181,7 @@ def svcca(x: npt.NDArray[np.floating], y: npt.NDArray[np.floating]) -> float:
         x: (n, D), or any shape with n rows.
         y: (n, E), or any shape with n rows.
     """
-    return _of_matrices(x, y, "svcca")
+    return _compare_matrices(x, y, "svcca")
 
 
 def procrustes_distance(x: npt.NDArray[np.floating], y: npt.NDArray[np.floating]) -> float:
@@ -186,10 +192,12 @@ def procrustes_distance(x: npt.NDArray[np.floating], y: npt.NDArray[np.floating]
         x: (n, D), or any shape with n rows.
         y: (n, E), or any shape with n rows.
     """
-    return _of_matrices(x, y, "procrustes")
+    return _compare_matrices(x, y, "procrustes")
 
 
-def _of_matrices(x: npt.NDArray[np.floating], y: npt.NDArray[np.floating], measure: str) -> float:
+def _compare_matrices(
+    x: npt.NDArray[np.floating], y: npt.NDArray[np.floating], measure: str
+) -> float:
     """Compute a measure of cross_measures.py for two matrices in memory."""
     _check_rows(x, y)
     one, other = centred_matrix(x), centred_matrix(y)
@@ -235,17 +243,17 @@ class _Layers:
         if name in self._coordinates:
             return self._coordinates[name]
         vectors = self.vectors(name)
-        found = centred_layer(vectors)
+        rows = centred_layer(vectors)
         if vectors.width > len(vectors):
-            self._coordinates[name] = found
-        return found
+            self._coordinates[name] = rows
+        return rows
 
 
 def _ignore_progress(layers: int) -> None:
     """Report no progress."""
 
 
-def _is_of_gram(measure: str, num_rows: int) -> bool:
+def _needs_gram(measure: str, num_rows: int) -> bool:
     """Return whether a measure is computed from matrices of n x n values.
 
     Raises:
@@ -260,7 +268,7 @@ def _is_of_gram(measure: str, num_rows: int) -> bool:
     return measure == "rsa" or (measure in _GRAM_MEASURES and num_rows <= GRAM_ROWS)
 
 
-def _with_grams(
+def _compare_by_grams(
     left: _Layers,
     right: _Layers,
     measures: Sequence[str],
@@ -273,24 +281,26 @@ def _with_grams(
         layers: _Layers, on_progress: Callable[[int], None]
     ) -> list[dict[str, torch.Tensor]]:
         """Compute the unit vectors of every layer, one Gram matrix at a time."""
-        found = []
+        signatures = []
         for name in layers.names:
             products = gram_products(layers.vectors(name))
-            found.append(
+            signatures.append(
                 {measure: signature(products, measure, rsa_distance) for measure in measures}
             )
             on_progress(1)
-        return found
+        return signatures
 
-    others = None if right is left else unit_vectors(right, _ignore_progress)
-    ours = unit_vectors(left, on_progress)
+    right_vectors = None if right is left else unit_vectors(right, _ignore_progress)
+    left_vectors = unit_vectors(left, on_progress)
     return {
-        name: np.array([[dot(a[name], b[name]) for b in others or ours] for a in ours])
+        name: np.array(
+            [[dot(a[name], b[name]) for b in right_vectors or left_vectors] for a in left_vectors]
+        )
         for name in measures
     }
 
 
-def _with_products(
+def _compare_by_products(
     left: _Layers, right: _Layers, measures: Sequence[str], on_progress: Callable[[int], None]
 ) -> dict[str, Matrix]:
     """Compute measures of cross_measures.py for all pairs of layers.
@@ -299,24 +309,26 @@ def _with_products(
     rows.
     """
 
-    def with_themselves(layers: _Layers) -> list[LayerProducts]:
+    def self_products(layers: _Layers) -> list[LayerProducts]:
         return [layer_products(layers.centred(name), measures) for name in layers.names]
 
-    same = right is left
-    ours = with_themselves(left)
-    others = ours if same else with_themselves(right)
-    found = {name: np.full((len(ours), len(others)), np.nan) for name in measures}
+    is_same = right is left
+    left_products = self_products(left)
+    right_products = left_products if is_same else self_products(right)
+    matrices = {
+        name: np.full((len(left_products), len(right_products)), np.nan) for name in measures
+    }
     for i, name in enumerate(left.names):
         rows = left.centred(name)
-        for j in range(i if same else 0, len(others)):
+        for j in range(i if is_same else 0, len(right_products)):
             product = cross_product(rows, right.centred(right.names[j]))
-            values = compare_products(ours[i], others[j], product, measures)
+            values = compare_products(left_products[i], right_products[j], product, measures)
             for measure, value in values.items():
-                found[measure][i, j] = value
-                if same:
-                    found[measure][j, i] = value
+                matrices[measure][i, j] = value
+                if is_same:
+                    matrices[measure][j, i] = value
         on_progress(1)
-    return found
+    return matrices
 
 
 def _common_rows(
@@ -330,9 +342,9 @@ def _common_rows(
     rows = np.flatnonzero(store.ok)
     if other is None:
         return rows, rows
-    others = np.flatnonzero(other.ok)
+    other_rows = np.flatnonzero(other.ok)
     _, a, b = np.intersect1d(
-        store.key_bytes[rows], other.key_bytes[others], assume_unique=True, return_indices=True
+        store.key_bytes[rows], other.key_bytes[other_rows], assume_unique=True, return_indices=True
     )
     order = np.argsort(a)
-    return rows[a[order]], others[b[order]]
+    return rows[a[order]], other_rows[b[order]]

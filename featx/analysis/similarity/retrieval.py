@@ -55,20 +55,20 @@ def retrieval_metrics(
         store, layer, choose_device(device), rows, unit=metric == "cosine", centre=True
     )
     reason = _why_no_map(len(rows))
-    ahead, precisions = [], []
+    num_nearer, precisions = [], []
     block_rows = max(1, _BLOCK_NUMBERS // len(rows))
     for start in range(0, len(queries), block_rows):
         places = queries[start : start + block_rows]
         scores, same = _ranking(vectors, labels, places)
         nearest = np.where(same, scores, -np.inf).max(1, keepdims=True)
-        ahead.append(((scores >= nearest) & ~same).sum(1))
+        num_nearer.append(((scores >= nearest) & ~same).sum(1))
         if reason is None:
             precisions.append(len(places) * _mean_average_precision(same, scores))
-    before = np.concatenate(ahead)
+    ranks = np.concatenate(num_nearer)
     return {
         "queries": len(queries),
         "queries_left_out": len(rows) - len(queries),
-        "recall": {str(k): float((before < k).mean()) for k in RECALL_AT if k < len(rows)},
+        "recall": {str(k): float((ranks < k).mean()) for k in RECALL_AT if k < len(rows)},
         "map": None if reason is not None else float(sum(precisions) / len(queries)),
         "not_available": reason,
     }
@@ -98,16 +98,16 @@ def _ranking(
     Returns:
         (m, n - 1) negative squared distances, and (m, n - 1) bool.
     """
-    asked = vectors.at(torch.from_numpy(places).to(vectors.device))
+    query_vectors = vectors.at(torch.from_numpy(places).to(vectors.device))
     home = float64_home(vectors.device)
-    wide = asked.to(home).double()
+    wide = query_vectors.to(home).double()
     squares = wide.square().sum(1, keepdim=True)
-    found = np.empty((len(places), len(vectors)))
+    nearness = np.empty((len(places), len(vectors)))
     for start, block in vectors.blocks(vectors.rows_of(64 << 20)):
-        other = block.to(home).double()
-        near = 2 * (wide @ other.T) - squares - other.square().sum(1)
-        found[:, start : start + len(block)] = near.cpu().numpy()
-    others = np.arange(len(vectors)) != places[:, None]
+        block_vectors = block.to(home).double()
+        near = 2 * (wide @ block_vectors.T) - squares - block_vectors.square().sum(1)
+        nearness[:, start : start + len(block)] = near.cpu().numpy()
+    is_other = np.arange(len(vectors)) != places[:, None]
     shape = (len(places), len(vectors) - 1)
     same = labels[places][:, None] == labels
-    return found[others].reshape(shape), same[others].reshape(shape)
+    return nearness[is_other].reshape(shape), same[is_other].reshape(shape)

@@ -72,7 +72,7 @@ class Vectors:
         self.width = int(np.prod(self._features.shape[1:], dtype=np.int64))
         self._unit, self._centre = unit, None
         self._unit_centre: torch.Tensor | None = None
-        self._kept: torch.Tensor | None = None
+        self._all_vectors: torch.Tensor | None = None
         if centre:
             count = min(len(self), 1024, self.rows_of(BLOCK_BYTES))
             first = self._read(0, count)
@@ -80,11 +80,11 @@ class Vectors:
                 self._unit_centre = first.mean(dim=0).to(float64_home(device), torch.float64)
             else:
                 self._centre = first.mean(dim=0)
-        if 4 * self.width * len(self) <= _room(device):
-            kept = torch.empty((len(self), self.width), device=device)
+        if 4 * self.width * len(self) <= _max_kept_bytes(device):
+            all_vectors = torch.empty((len(self), self.width), device=device)
             for start, block in self.blocks(self.rows_of(BLOCK_BYTES)):
-                kept[start : start + len(block)] = block
-            self._kept = kept
+                all_vectors[start : start + len(block)] = block
+            self._all_vectors = all_vectors
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -95,7 +95,9 @@ class Vectors:
 
     def block(self, start: int, stop: int) -> torch.Tensor:
         """Return the vectors at the places [start, stop), (stop - start, width) float32."""
-        return self._read(start, stop) if self._kept is None else self._kept[start:stop]
+        return (
+            self._read(start, stop) if self._all_vectors is None else self._all_vectors[start:stop]
+        )
 
     def blocks(self, block_rows: int) -> Iterator[tuple[int, torch.Tensor]]:
         """Yield all vectors in blocks: the place of the first, and (m, width)."""
@@ -104,12 +106,12 @@ class Vectors:
 
     def at(self, places: torch.Tensor) -> torch.Tensor:
         """Return the vectors at any places, also repeated ones, as (m, width)."""
-        if self._kept is not None:
-            return self._kept[places]
+        if self._all_vectors is not None:
+            return self._all_vectors[places]
         unique, back = torch.unique(places, return_inverse=True)
         return self._read_rows(self.rows[unique.cpu().numpy()])[back]
 
-    def prepared(self, rows: npt.NDArray[Any]) -> torch.Tensor:
+    def prepare(self, rows: npt.NDArray[Any]) -> torch.Tensor:
         """Scale and centre rows that need not be of the store, (m, ...), as those of the store.
 
         Returns:
@@ -121,7 +123,7 @@ class Vectors:
             vectors = vectors - self._centre
         if self._unit_centre is not None:
             parts = torch.split(vectors, self.rows_of(_DOUBLES_BYTES))
-            return torch.cat([self._off_centre(part) for part in parts])
+            return torch.cat([self._centre_unit(part) for part in parts])
         if self._unit:
             # Divided by the largest value first: squares of large numbers would overflow float32.
             vectors = vectors / vectors.abs().amax(1, keepdim=True).clamp_min(1e-30)
@@ -134,24 +136,24 @@ class Vectors:
 
     def _read_rows(self, rows: npt.NDArray[np.int64]) -> torch.Tensor:
         """Read rows from the store, and scale and centre them."""
-        together = int(rows[-1]) - int(rows[0]) + 1 == len(rows)
-        read = self._features[slice(int(rows[0]), int(rows[-1]) + 1) if together else rows]
+        is_range = int(rows[-1]) - int(rows[0]) + 1 == len(rows)
+        read = self._features[slice(int(rows[0]), int(rows[-1]) + 1) if is_range else rows]
         check_rows_present(self._store, self.layer, rows, read)
-        return self.prepared(read)
+        return self.prepare(read)
 
-    def _off_centre(self, vectors: torch.Tensor) -> torch.Tensor:
+    def _centre_unit(self, vectors: torch.Tensor) -> torch.Tensor:
         """Scale vectors to length 1 and subtract the centre, in float64.
 
         Features with a large common offset differ little, and float32 unit vectors would lose the
         difference.
         """
         assert self._unit_centre is not None
-        there = vectors.to(self._unit_centre.device).to(torch.float64)
-        lengths = torch.linalg.vector_norm(there, dim=1, keepdim=True)
-        found = there / lengths.clamp_min(torch.finfo(torch.float64).tiny) - self._unit_centre
+        wide = vectors.to(self._unit_centre.device).to(torch.float64)
+        lengths = torch.linalg.vector_norm(wide, dim=1, keepdim=True)
+        centred = wide / lengths.clamp_min(torch.finfo(torch.float64).tiny) - self._unit_centre
         far = torch.zeros_like(self._unit_centre)
         far[0] = FAR
-        return torch.where(lengths > 0, found, far).to(torch.float32).to(vectors.device)
+        return torch.where(lengths > 0, centred, far).to(torch.float32).to(vectors.device)
 
 
 def _lengths(vectors: torch.Tensor) -> torch.Tensor:
@@ -159,12 +161,12 @@ def _lengths(vectors: torch.Tensor) -> torch.Tensor:
 
     They are summed in float64: a float32 sum over 10^6 values has an error of 1e-5.
     """
-    there = vectors.to(float64_home(vectors.device))
-    lengths: torch.Tensor = torch.linalg.vector_norm(there, dim=1, dtype=torch.float64)
+    wide = vectors.to(float64_home(vectors.device))
+    lengths: torch.Tensor = torch.linalg.vector_norm(wide, dim=1, dtype=torch.float64)
     return lengths[:, None].to(torch.float32).to(vectors.device)
 
 
-def _room(device: torch.device) -> int:
+def _max_kept_bytes(device: torch.device) -> int:
     """Return how many bytes of vectors may be kept on a device."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0]) // 2

@@ -59,18 +59,20 @@ def _leave_out_heads(selection: Selection, backbone: Backbone, requests: Sequenc
     Raises:
         LayerError: such a layer was asked for by its name, or a gradient was.
     """
-    kept = []
+    available = []
     for point, reduce in selection.chosen:
-        above = any(f"{head}.".startswith(f"{point.module}.") for head in backbone.missing_heads)
-        is_head = above and point.capture == "output" and point.name != "embedding"
+        heads = [
+            head for head in backbone.missing_heads if f"{head}.".startswith(f"{point.module}.")
+        ]
+        is_head = bool(heads) and point.capture == "output" and point.name != "embedding"
         if point.is_gradient or (is_head and point.name in requests):
-            what = "gradients of logits" if point.is_gradient else f"the layer {point.module}"
-            raise LayerError(f"{what}: {no_logits(backbone)}")
+            subject = "gradients of logits" if point.is_gradient else f"the layer {point.module}"
+            raise LayerError(f"{subject}: {no_logits(backbone)}")
         if is_head:
             selection.left_out.append(f"{point.name} (the weights have no classifier that fits)")
         else:
-            kept.append((point, reduce))
-    selection.chosen[:] = kept
+            available.append((point, reduce))
+    selection.chosen[:] = available
 
 
 def no_logits(backbone: Backbone) -> str:
@@ -91,7 +93,7 @@ def _attributor(config: Config, backbone: Backbone, device: torch.device, dtype:
     return Attributor(backbone, device, dtype, config.target, config.attribute)
 
 
-def _attributed_layers(config: Config, engine: Engine) -> Selection:
+def _attribution_layers(config: Config, engine: Engine) -> Selection:
     """Select one dataset per requested attribution method."""
     from featx.analysis.attribution.attributor import Attributor
 
@@ -112,5 +114,5 @@ def _with_statistics(
 FEATURES = EngineSpec(_feature_engine, _requested_layers, _with_statistics, captures_layers=True)
 """Engine for captured tensors, used by all jobs except job=attribute."""
 
-ATTRIBUTIONS = EngineSpec(_attributor, _attributed_layers, _with_statistics, captures_layers=False)
+ATTRIBUTIONS = EngineSpec(_attributor, _attribution_layers, _with_statistics, captures_layers=False)
 """Engine for heat maps, used by job=attribute."""

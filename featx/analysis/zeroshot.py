@@ -42,21 +42,21 @@ def run_zeroshot(config: Config) -> dict[str, Any]:
     Raises:
         FeatxError: the store is not one of a CLIP model, or the names do not fit.
     """
-    started = time.perf_counter()
+    started_at = time.perf_counter()
     store = FeatureStore(config.place_of_store(), verify="rows")
     run = _run_of(store)
     classes, prompts = class_names(config.zeroshot.classes, store)
     templates = read_templates(config.zeroshot.templates)
-    before = from_saved(run.header.config)
+    run_config = from_saved(run.header.config)
     device = choose_device(config.device)
-    made = text_classifier(before.model, prompts, templates, device)
-    if made.weights_sha256 != str(store.attrs["weights_sha256"]):
+    classifier = text_classifier(run_config.model, prompts, templates, device)
+    if classifier.weights_sha256 != str(store.attrs["weights_sha256"]):
         raise StoreMismatchError(
-            f"the image tower of {before.model.name} has the SHA-256 {made.weights_sha256}, and "
-            f"the store was made with {store.attrs['weights_sha256']}. Extract it again, or give "
-            "back the weights of then."
+            f"the image tower of {run_config.model.name} has the SHA-256 "
+            f"{classifier.weights_sha256}, and the store was made with "
+            f"{store.attrs['weights_sha256']}. Extract it again, or give back the weights of then."
         )
-    head = _head(made)
+    head = _head(classifier)
     result = {
         "featx_zeroshot": FORMAT,
         "store": str(store.root),
@@ -66,7 +66,7 @@ def run_zeroshot(config: Config) -> dict[str, Any]:
         "classes": classes,
         "names": prompts,
         "templates": templates if isinstance(templates, str) else list(templates),
-        "num_templates": made.templates,
+        "num_templates": classifier.templates,
         **_accuracy(store, head, classes),
     }
     folder = output_folder(store)
@@ -74,7 +74,7 @@ def run_zeroshot(config: Config) -> dict[str, Any]:
     path = folder / layout.ZEROSHOT_HEADS / f"{EMBEDDING}.safetensors"
     disk.make_folder(path.parent)
     disk.replace_unlocked(path, head_bytes(head, _about(store, run, result)))
-    result |= {"head": str(path), "seconds": round(time.perf_counter() - started, 3)}
+    result |= {"head": str(path), "seconds": round(time.perf_counter() - started_at, 3)}
     text = json.dumps(result, indent=1, ensure_ascii=False, allow_nan=False)
     disk.replace_unlocked(folder / layout.ZEROSHOT, text.encode() + b"\n")
     return result
@@ -113,14 +113,14 @@ def class_names(file: str | None, store: FeatureStore) -> tuple[list[str], list[
         ConfigError: there are no classes.
         DataError: the file cannot be read, or names classes that the store lacks.
     """
-    known = [str(name) for name in store.classes]
+    store_classes = [str(name) for name in store.classes]
     if file is None:
-        if len(known) < 2:
+        if len(store_classes) < 2:
             raise ConfigError(
-                f"{store.root} has {counted(len(known), 'class', 'classes')}; give the names in "
-                "zeroshot.classes=FILE, one a line."
+                f"{store.root} has {counted(len(store_classes), 'class', 'classes')}; give the "
+                "names in zeroshot.classes=FILE, one a line."
             )
-        return known, [name.replace("_", " ") for name in known]
+        return store_classes, [name.replace("_", " ") for name in store_classes]
     path = Path(file).expanduser()
     try:
         text = path.read_text(encoding="utf-8")
@@ -128,7 +128,7 @@ def class_names(file: str | None, store: FeatureStore) -> tuple[list[str], list[
             named = json.loads(text)
             if not isinstance(named, dict) or not all(isinstance(x, str) for x in named.values()):
                 raise ValueError("expected an object of texts")
-            unknown = [name for name in named if name not in known]
+            unknown = [name for name in named if name not in store_classes]
             if unknown:
                 raise ValueError(f"the store has no class {', '.join(unknown[:3])}")
             names = list(named), list(named.values())
@@ -142,40 +142,40 @@ def class_names(file: str | None, store: FeatureStore) -> tuple[list[str], list[
     return names
 
 
-def read_templates(given: str) -> list[str] | str:
+def read_templates(option: str) -> list[str] | str:
     """Return templates: those of a file or of one text, or the name of a list of open_clip.
 
     Raises:
         DataError: the file cannot be read, or a text has no place for the name.
     """
-    if given in TEMPLATE_SETS:
-        return given
-    templates = [given]
-    if "{" not in given:
+    if option in TEMPLATE_SETS:
+        return option
+    templates = [option]
+    if "{" not in option:
         try:
-            lines = Path(given).expanduser().read_text(encoding="utf-8").splitlines()
+            lines = Path(option).expanduser().read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
             raise DataError(
-                f"zeroshot.templates={given} cannot be read: {error}. Expected a text with {{}} "
+                f"zeroshot.templates={option} cannot be read: {error}. Expected a text with {{}} "
                 f"for the name, a file with one such text a line, or {' or '.join(TEMPLATE_SETS)}."
             ) from error
         templates = [line.strip() for line in lines if line.strip()]
     wrong = [text for text in templates if text.count("{}") != 1 or "{" in text.replace("{}", "")]
     if wrong or not templates:
         raise DataError(
-            f"zeroshot.templates={given}: expected texts with one {{}} in place of the name, such "
+            f"zeroshot.templates={option}: expected texts with one {{}} in place of the name, such "
             f"as 'a photo of a {{}}.'; given {wrong[0]!r}."
             if wrong
-            else f"zeroshot.templates={given} is empty."
+            else f"zeroshot.templates={option} is empty."
         )
     return templates
 
 
-def _head(made: TextClassifier) -> Head:
+def _head(classifier: TextClassifier) -> Head:
     """Return a text classifier as a head, which divides embeddings by their length."""
-    width = made.weight.shape[1]
+    width = classifier.weight.shape[1]
     scaler = Scaler(torch.zeros(width), torch.ones(width))
-    return Head(scaler, made.weight, made.bias, probabilities=True, normalises=True)
+    return Head(scaler, classifier.weight, classifier.bias, probabilities=True, normalises=True)
 
 
 def _accuracy(store: FeatureStore, head: Head, classes: Sequence[str]) -> dict[str, Any]:
@@ -186,19 +186,19 @@ def _accuracy(store: FeatureStore, head: Head, classes: Sequence[str]) -> dict[s
         None without such rows. `per_class`: class -> accuracy.
     """
     place = {name: i for i, name in enumerate(classes)}
-    of_label = np.array([place.get(str(name), -1) for name in store.classes], np.int64)
+    index_of_label = np.array([place.get(str(name), -1) for name in store.classes], np.int64)
     labels = np.asarray(store.labels)
     rows = np.flatnonzero(store.ok & (labels >= 0))
-    expected = of_label[labels[rows]] if len(of_label) else np.full(len(rows), -1)
+    expected = index_of_label[labels[rows]] if len(index_of_label) else np.full(len(rows), -1)
     rows, expected = rows[expected >= 0], expected[expected >= 0]
     if not len(rows):
         return {"rows": 0, "accuracy": None, "chance": None, "per_class": {}}
-    found = np.empty(len(rows), np.int64)
+    predicted = np.empty(len(rows), np.int64)
     for start in range(0, len(rows), _BLOCK_ROWS):
         block = rows[start : start + _BLOCK_ROWS]
         x = torch.from_numpy(np.asarray(store[EMBEDDING][block], np.float32))
-        found[start : start + len(block)] = head.scores(x).argmax(1).numpy()
-    right = found == expected
+        predicted[start : start + len(block)] = head.scores(x).argmax(1).numpy()
+    right = predicted == expected
     return {
         "rows": len(rows),
         "accuracy": round(float(right.mean()), 6),

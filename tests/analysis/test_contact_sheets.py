@@ -10,17 +10,18 @@ from featx.analysis.attribution.contact_sheets import (
     contact_sheet,
     feature_map_grid,
     overlay,
-    scaled,
+    scale_values,
 )
 
 
 def test_a_scale_ends_at_the_largest_number() -> None:
     values = np.array([[0.0, 2.0], [-4.0, 1.0]], np.float32)
-    assert scaled(values, signed=False)[0] == pytest.approx(np.array([[0, 1], [0, 0.5]]), abs=0.02)
-    up, largest = scaled(values, signed=True)
+    positive, _ = scale_values(values, signed=False)
+    assert positive == pytest.approx(np.array([[0, 1], [0, 0.5]]), abs=0.02)
+    up, largest = scale_values(values, signed=True)
     assert largest == pytest.approx(4, rel=0.02)
     assert up[1, 0] == -1
-    flat, nothing = scaled(np.zeros((2, 2), np.float32), signed=True)
+    flat, nothing = scale_values(np.zeros((2, 2), np.float32), signed=True)
     assert nothing == 0
     assert not flat.any()
 

@@ -28,7 +28,7 @@ from featx.analysis.attribution.captum_methods import (
     integrated_gradients,
     occlusion,
 )
-from featx.analysis.attribution.gradcam import grad_cam, kept_output, map_view
+from featx.analysis.attribution.gradcam import capture_output, grad_cam, layer_map_view
 from featx.analysis.attribution.guided_backpropagation import check_rectifiers, guided_rectifiers
 from featx.config import BY_CAPTUM, DEFAULT_BASELINE, OF_A_LAYER, AttributeConfig, ReduceConfig
 from featx.engine import (
@@ -201,19 +201,19 @@ class Attributor(Engine):
             with (
                 self.named_failure(x),
                 torch.no_grad(),
-                kept_output(self.module, self._maps) as kept,
+                capture_output(self.module, self._maps) as outputs,
             ):
                 self.module(x.clone())
-            row_shape = tuple(kept[0].shape[1:])
-            to_map = map_view(self._maps.name, row_shape, self.backbone)
-            self._check_positions_of(self._maps, row_shape, to_map)
-        with self._cheaply():
+            row_shape = tuple(outputs[0].shape[1:])
+            to_map = layer_map_view(self._maps.name, row_shape, self.backbone)
+            self._check_positions(self._maps, row_shape, to_map)
+        with self._short_settings():
             if self._layer is not None:
                 self._to_map = self._map_of_layer(x)
             self.configure_compute(Compute("fp32", False, False, len(x)))
             values = self._pass(x)
             buffers = BufferSnapshot(self.module)
-            again = self._pass(self.regrouped(x)[-1])
+            regrouped_values = self._pass(self.regrouped(x)[-1])
             buffers.check()
             # Occlusion is a small difference of large logits, so the tolerance is relative to the
             # logits.
@@ -222,7 +222,7 @@ class Attributor(Engine):
             finite = logits[torch.isfinite(logits)].abs()
             rounding = 1e-5 * float(finite.max()) if len(finite) else 0.0
         for name in set(self._options.methods) & set(values):
-            check_row(name, values[name][0], again[name][-1], rounding)
+            check_row(name, values[name][0], regrouped_values[name][-1], rounding)
 
     def configure_compute(self, compute: Compute, cast_once: bool = True) -> None:
         """Set how attributions are computed; may be called again with other settings."""
@@ -234,7 +234,7 @@ class Attributor(Engine):
 
         Folding is left out because comparing heat maps takes hundreds of passes.
         """
-        with self._cheaply():
+        with self._short_settings():
             return replace(super().formats(images[:2], fold_batchnorm=False), values=None)
 
     def timed(
@@ -251,7 +251,7 @@ class Attributor(Engine):
 
     def specs(self, chosen: Sequence[tuple[CapturePoint, StoredReduce]]) -> list[LayerSpec]:
         """Return shape and dtype of a row of each dataset."""
-        with self._cheaply():
+        with self._short_settings():
             values = self._pass(self.noise(3))
         compute_dtype = COMPUTE_DTYPES[self.compute.precision]
         return [
@@ -259,12 +259,12 @@ class Attributor(Engine):
         ]
 
     @contextlib.contextmanager
-    def _cheaply(self) -> Iterator[None]:
+    def _short_settings(self) -> Iterator[None]:
         """Use few integration steps, large occlusion squares and no labels inside the block.
 
         For checks with noise: they need only the shapes, and whether rows depend on each other.
         """
-        thorough, options = self._options, self._options
+        full_options, options = self._options, self._options
         self._labels = None
         if "integrated_gradients" in options.methods:
             options = replace(options, steps=2)
@@ -275,7 +275,7 @@ class Attributor(Engine):
         try:
             yield
         finally:
-            self._options = thorough
+            self._options = full_options
 
     def _attributions(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
         """Compute all attributions of a batch.
@@ -294,8 +294,8 @@ class Attributor(Engine):
         numbers = {"score": score}
         if classes is not None:
             numbers["target"] = classes
-            of_class = output.float().softmax(1).gather(1, classes[:, None])
-            numbers["probability"] = of_class[:, 0]
+            probabilities = output.float().softmax(1).gather(1, classes[:, None])
+            numbers["probability"] = probabilities[:, 0]
         if "guided_gradcam" in self._options.methods:
             with guided_rectifiers(self.module):
                 gradient = _input_gradient(explain, x, classes)
@@ -309,17 +309,17 @@ class Attributor(Engine):
                 explain, x, classes, self._baseline(x), steps
             )
         if "occlusion" in self._options.methods:
-            given = self._options.settings("occlusion")
+            settings = self._options.settings("occlusion")
             maps["occlusion"] = occlusion(
-                explain, x, classes, self._baseline(x), given["window"], given["stride"]
+                explain, x, classes, self._baseline(x), settings["window"], settings["stride"]
             )
-        wanted = {point.name for point in self._captures.points}
-        kept = {
+        names = {point.name for point in self._captures.points}
+        stored = {
             name: self._collector.stored(name, value)
             for name, value in maps.items()
-            if name in wanted
+            if name in names
         }
-        return kept | {n: value.float() for n, value in numbers.items() if n in wanted}
+        return stored | {n: value.float() for n, value in numbers.items() if n in names}
 
     def _plain_gradients(self, x: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
         """Compute the methods that share one backward pass, and the logits.
@@ -331,25 +331,25 @@ class Attributor(Engine):
             method -> (B, H, W), for gradcam (B, h, w); and (B, C) logits.
         """
         methods = self._options.methods
-        at_input = bool(set(_OF_THE_INPUT) & set(methods))
+        reads_input = bool(set(_OF_THE_INPUT) & set(methods))
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.enable_grad())
-            kept = stack.enter_context(kept_output(self.module, self._layer))
-            leaf = x.detach().requires_grad_(at_input)
+            outputs = stack.enter_context(capture_output(self.module, self._layer))
+            leaf = x.detach().requires_grad_(reads_input)
             output = logits_of(self.module(leaf.clone()))  # a model may write to its input
             score = values_of_classes(
                 output, self._target, target_classes(output, self._target, self._labels)
             )
-            sources = [leaf] * at_input + kept
+            sources = [leaf] * reads_input + outputs
             gradients = list(torch.autograd.grad(score.sum(), sources)) if sources else []
         output, maps = output.detach(), {}
-        if at_input:
+        if reads_input:
             gradient = gradients.pop(0)
             maps["saliency"] = gradient.abs().amax(1)
             maps["input_x_gradient"] = (gradient * x).sum(1)
-        if kept:
+        if outputs:
             maps["gradcam"] = grad_cam(
-                self._to_map(kept[0].detach()), self._to_map(gradients.pop(0))
+                self._to_map(outputs[0].detach()), self._to_map(gradients.pop(0))
             )
         return maps, output
 
@@ -363,16 +363,21 @@ class Attributor(Engine):
         """
         point = self._layer
         assert point is not None
-        with self.named_failure(x), torch.enable_grad(), kept_output(self.module, point) as kept:
+        with (
+            self.named_failure(x),
+            torch.enable_grad(),
+            capture_output(self.module, point) as outputs,
+        ):
             output = logits_of(self.module(x.clone()))
             classes = target_classes(output, self._target, None)
             score = values_of_classes(output, self._target, classes).sum()
-            reached = kept and score.requires_grad
-            gradient = torch.autograd.grad(score, kept, allow_unused=True)[0] if reached else None
-        if not kept:
+            gradient = None
+            if outputs and score.requires_grad:
+                gradient = torch.autograd.grad(score, outputs, allow_unused=True)[0]
+        if not outputs:
             raise LayerError(f"{point.name} did not fire in a second pass; choose another layer.")
-        to_map = map_view(point.name, tuple(kept[0].shape[1:]), self.backbone)
-        if to_map(kept[0]).shape[2:].numel() == 1:
+        to_map = layer_map_view(point.name, tuple(outputs[0].shape[1:]), self.backbone)
+        if to_map(outputs[0]).shape[2:].numel() == 1:
             raise LayerError(
                 f"{point.name} has only one position, so it gives no heat map. Choose an "
                 "attribute.layer in front of the pooling; job=layers lists the layers."
@@ -383,10 +388,10 @@ class Attributor(Engine):
                 "the output of the model does not depend on them (after the last block of a "
                 "transformer only the class token counts). Choose an earlier attribute.layer."
             )
-        self._check_positions_of(point, tuple(kept[0].shape[1:]), to_map)
+        self._check_positions(point, tuple(outputs[0].shape[1:]), to_map)
         return to_map
 
-    def _check_positions_of(
+    def _check_positions(
         self,
         point: CapturePoint,
         row_shape: tuple[int, ...],
@@ -429,11 +434,11 @@ class Attributor(Engine):
             self.named_failure(x),
             torch.no_grad(),
             self._autocast(),
-            kept_output(self.module, point) as kept,
+            capture_output(self.module, point) as outputs,
         ):
             self.module(x)
-        to_map = map_view(point.name, tuple(kept[0].shape[1:]), self.backbone)
-        return to_map(kept[0]).float().cpu()
+        to_map = layer_map_view(point.name, tuple(outputs[0].shape[1:]), self.backbone)
+        return to_map(outputs[0]).float().cpu()
 
 
 def _module_point(key: str, layer: str, traced: Trace) -> CapturePoint:

@@ -27,12 +27,32 @@ _PANEL = 192
 _GAP, _MARGIN = 6, 24
 _NARROWEST, _WIDEST = 820, 1640
 _BAR = 7
-_INK, _UNDERFLOW, _PAPER = (34, 34, 34), (120, 120, 120), (255, 255, 255)
+_PAPER = (255, 255, 255)
 _CLIP = 99.5
 """Percentile of magnitudes that gets the last colour; larger values are clipped."""
 
 _CELL = 3
 """Side in pixels of the squares over which maps of single pixels are averaged, to avoid speckle."""
+
+
+@dataclass(frozen=True)
+class _TextStyle:
+    """How a line of text is drawn.
+
+    Attributes:
+        size: size of the font in pixels.
+        colour: RGB in [0, 255].
+    """
+
+    size: int
+    colour: tuple[int, int, int]
+
+
+_INK, _GREY = (34, 34, 34), (120, 120, 120)
+_TITLE = _TextStyle(24, _INK)
+_TARGET = _TextStyle(16, _INK)
+_LABEL = _TextStyle(13, _GREY)
+_NUMBER = _TextStyle(11, _GREY)
 
 
 @dataclass(frozen=True)
@@ -76,13 +96,13 @@ def contact_sheet(
         y = top + (i // across) * height
         if i < across:
             for column, name in enumerate(["image", *methods]):
-                _write(draw, x + column * (_PANEL + _GAP), y - 20, name, 13, _UNDERFLOW, _PANEL)
-        sheet.paste(_resized(tile.pixels, panel_height), (x, y))
+                _write(draw, (x + column * (_PANEL + _GAP), y - 20), name, _LABEL, _PANEL)
+        sheet.paste(_resize(tile.pixels, panel_height), (x, y))
         for column, (name, values) in enumerate(zip(methods, tile.maps, strict=True), 1):
             left = x + column * (_PANEL + _GAP)
             _draw_map(sheet, (left, y), tile.pixels, values, name)
-        _write(draw, x, y + panel_height + 25, tile.caption[0], 13, _UNDERFLOW, width)
-        _write(draw, x, y + panel_height + 41, tile.caption[1], 16, _INK, width)
+        _write(draw, (x, y + panel_height + 25), tile.caption[0], _LABEL, width)
+        _write(draw, (x, y + panel_height + 41), tile.caption[1], _TARGET, width)
     return sheet
 
 
@@ -113,17 +133,17 @@ def feature_map_grid(
     inner = max(_height_of(pixels), down * (cell_height + 20))
     width = max(_NARROWEST, left + across * (side + _GAP) + _MARGIN)
     sheet = _paper(width, top + inner + 16, title, subtitle)
-    sheet.paste(_resized(pixels, _height_of(pixels)), (_MARGIN, top))
+    sheet.paste(_resize(pixels, _height_of(pixels)), (_MARGIN, top))
     draw = ImageDraw.Draw(sheet)
     for i, channel in enumerate(strongest.tolist()):
         x = left + (i % across) * (side + _GAP)
         y = top + (i // across) * (cell_height + 20)
-        values, _ = scaled(maps[channel], signed)
-        colours = _coloured((values + 1) / 2, _AGAINST_FOR) if signed else _coloured(values, _HEAT)
+        values, _ = scale_values(maps[channel], signed)
+        colours = _colour((values + 1) / 2, _AGAINST_FOR) if signed else _colour(values, _HEAT)
         sheet.paste(
             Image.fromarray(colours).resize((side, cell_height), Image.Resampling.NEAREST), (x, y)
         )
-        _write(draw, x, y + cell_height + 1, str(channel), 11, _UNDERFLOW, side)
+        _write(draw, (x, y + cell_height + 1), str(channel), _NUMBER, side)
     return sheet
 
 
@@ -139,21 +159,21 @@ def overlay(pixels: Pixels, values: Numbers, signed: bool) -> Pixels:
         (H, W, 3) uint8.
     """
     height, width = pixels.shape[:2]
-    scale, _ = scaled(coarse(values), signed)
-    grown = Image.fromarray(scale).resize((width, height), Image.Resampling.BILINEAR)
-    heat = np.asarray(grown, np.float32)
+    scale, _ = scale_values(coarse(values), signed)
+    enlarged = Image.fromarray(scale).resize((width, height), Image.Resampling.BILINEAR)
+    heat = np.asarray(enlarged, np.float32)
     grey = pixels.astype(np.float32) @ np.array([0.299, 0.587, 0.114], np.float32)
     strength: Numbers
-    below: Numbers
+    background: Numbers
     if signed:
         strength = np.abs(heat)[..., None] ** 0.6
-        below = 150 + 0.4 * grey[..., None].repeat(3, 2)
-        colours = _coloured((heat + 1) / 2, _AGAINST_FOR)
+        background = 150 + 0.4 * grey[..., None].repeat(3, 2)
+        colours = _colour((heat + 1) / 2, _AGAINST_FOR)
     else:
         strength = 0.25 + 0.55 * heat[..., None]
-        below = 0.5 * grey[..., None] + 0.5 * pixels
-        colours = _coloured(heat, _HEAT)
-    mixed = below * (1 - strength) + colours * strength
+        background = 0.5 * grey[..., None] + 0.5 * pixels
+        colours = _colour(heat, _HEAT)
+    mixed = background * (1 - strength) + colours * strength
     return np.clip(mixed, 0, 255).astype(np.uint8)
 
 
@@ -170,7 +190,7 @@ def coarse(values: Numbers) -> Numbers:
     return np.asarray(small, np.float32)
 
 
-def scaled(values: Numbers, signed: bool) -> tuple[Numbers, float]:
+def scale_values(values: Numbers, signed: bool) -> tuple[Numbers, float]:
     """Scale values to [0, 1], or [-1, 1] if signed.
 
     Args:
@@ -194,28 +214,21 @@ def _draw_map(
     x, y = place
     signed = method in SIGNED
     height = _height_of(pixels)
-    sheet.paste(_resized(overlay(pixels, values, signed), height), place)
-    _, largest = scaled(coarse(values), signed)
+    sheet.paste(_resize(overlay(pixels, values, signed), height), place)
+    _, largest = scale_values(coarse(values), signed)
     ramp = np.linspace(0, 1, _PANEL)[None].repeat(_BAR, 0)
-    bar = _coloured(ramp, _AGAINST_FOR if signed else _HEAT)
+    bar = _colour(ramp, _AGAINST_FOR if signed else _HEAT)
     sheet.paste(Image.fromarray(bar), (x, y + height + 3))
     draw = ImageDraw.Draw(sheet)
-    below = y + height + 3 + _BAR
+    label_y = y + height + 3 + _BAR
     number = f"{largest:.2g}"
-    _write(draw, x, below, f"-{number}" if signed else "0", 11, _UNDERFLOW, _PANEL)
-    font = ImageFont.load_default(11)
-    _write(
-        draw,
-        x + _PANEL - round(draw.textlength(number, font)),
-        below,
-        number,
-        11,
-        _UNDERFLOW,
-        _PANEL,
-    )
+    _write(draw, (x, label_y), f"-{number}" if signed else "0", _NUMBER, _PANEL)
+    font = ImageFont.load_default(_NUMBER.size)
+    number_x = x + _PANEL - round(draw.textlength(number, font))
+    _write(draw, (number_x, label_y), number, _NUMBER, _PANEL)
 
 
-def _coloured(values: Numbers, stops: Sequence[str]) -> Pixels:
+def _colour(values: Numbers, stops: Sequence[str]) -> Pixels:
     """Map (H, W) values in [0, 1] to (H, W, 3) uint8 on a colour scale."""
     colours = np.array([list(bytes.fromhex(stop)) for stop in stops], np.float32)
     places = np.linspace(0, 1, len(stops))
@@ -227,8 +240,8 @@ def _paper(width: int, height: int, title: str, subtitle: str) -> Image.Image:
     """Create an empty sheet with a title and a subtitle."""
     sheet = Image.new("RGB", (width, height), _PAPER)
     draw = ImageDraw.Draw(sheet)
-    _write(draw, _MARGIN, 16, title, 24, _INK, width - 2 * _MARGIN)
-    _write(draw, _MARGIN, 47, subtitle, 13, _UNDERFLOW, width - 2 * _MARGIN)
+    _write(draw, (_MARGIN, 16), title, _TITLE, width - 2 * _MARGIN)
+    _write(draw, (_MARGIN, 47), subtitle, _LABEL, width - 2 * _MARGIN)
     return sheet
 
 
@@ -237,25 +250,19 @@ def _height_of(pixels: Pixels) -> int:
     return max(1, round(_PANEL * int(pixels.shape[0]) / int(pixels.shape[1])))
 
 
-def _resized(pixels: Pixels, height: int) -> Image.Image:
+def _resize(pixels: Pixels, height: int) -> Image.Image:
     """Resize an image to `_PANEL` pixels of width."""
     return Image.fromarray(pixels).resize((_PANEL, height), Image.Resampling.BICUBIC)
 
 
 def _write(
-    draw: ImageDraw.ImageDraw,
-    x: int,
-    y: int,
-    text: str,
-    size: int,
-    colour: tuple[int, int, int],
-    width: int,
+    draw: ImageDraw.ImageDraw, place: tuple[int, int], text: str, style: _TextStyle, width: int
 ) -> None:
     """Draw one line of text, shortened in the middle if it is wider than `width` pixels."""
-    font = ImageFont.load_default(size)
+    font = ImageFont.load_default(style.size)
     text = text.encode("utf-8", "replace").decode()
-    kept = text
-    while len(kept) > 3 and draw.textlength(kept, font) > width:
-        half = (len(kept) - 4) // 2 if "..." in kept else len(text) // 2
-        kept = f"{text[:half]}...{text[len(text) - half :]}"
-    draw.text((x, y), kept, colour, font)
+    shortened = text
+    while len(shortened) > 3 and draw.textlength(shortened, font) > width:
+        half = (len(shortened) - 4) // 2 if "..." in shortened else len(text) // 2
+        shortened = f"{text[:half]}...{text[len(text) - half :]}"
+    draw.text(place, shortened, style.colour, font)

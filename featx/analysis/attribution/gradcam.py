@@ -34,7 +34,7 @@ def grad_cam(activations: torch.Tensor, gradients: torch.Tensor) -> torch.Tensor
 
 
 @contextlib.contextmanager
-def kept_output(module: nn.Module, point: CapturePoint | None) -> Iterator[list[torch.Tensor]]:
+def capture_output(module: nn.Module, point: CapturePoint | None) -> Iterator[list[torch.Tensor]]:
     """Keep the output of a layer during the block, so that its gradient can be computed.
 
     The model continues with a copy, because an in-place activation may follow. If no tensor before
@@ -47,9 +47,9 @@ def kept_output(module: nn.Module, point: CapturePoint | None) -> Iterator[list[
     Yields:
         list that receives the output of every matching call.
     """
-    kept: list[torch.Tensor] = []
+    outputs: list[torch.Tensor] = []
     if point is None:
-        yield kept
+        yield outputs
         return
     calls = 0
 
@@ -62,18 +62,18 @@ def kept_output(module: nn.Module, point: CapturePoint | None) -> Iterator[list[
         tensor = pick(output, point)
         if torch.is_grad_enabled() and not tensor.requires_grad:
             tensor = tensor.detach().requires_grad_()
-        kept.append(tensor)
+        outputs.append(tensor)
         return with_element(output, path_to(output, point), tensor.clone())
 
     layers = dict(module.named_modules(remove_duplicate=False))
     handle = layers[point.module].register_forward_hook(hook)
     try:
-        yield kept
+        yield outputs
     finally:
         handle.remove()
 
 
-def map_view(
+def layer_map_view(
     name: str, row_shape: tuple[int, ...], backbone: Backbone
 ) -> Callable[[torch.Tensor], torch.Tensor]:
     """Return the function that turns a layer's tensor (B, ...) into (B, C, h, w).

@@ -66,31 +66,31 @@ def check_rectifiers(module: nn.Module, x: torch.Tensor) -> None:
         for handle in handles:
             handle.remove()
     nodes = list(_graph_nodes(output)) if isinstance(output, torch.Tensor) else []
-    unseen = sum(node.startswith(_RECTIFIER_NODES) for node in nodes) - len(calls)
-    others = sorted(
+    num_unseen = sum(node.startswith(_RECTIFIER_NODES) for node in nodes) - len(calls)
+    other_activations = sorted(
         {kind for kind in _OTHER_ACTIVATIONS for node in nodes if node.startswith(kind)}
     )
-    why = ""
-    if others:
-        why = f"it has {', '.join(others)}"
-    elif unseen > 0:
-        why = f"{unseen} of its rectifiers are calls of F.relu, which no hook sees"
+    reason = ""
+    if other_activations:
+        reason = f"it has {', '.join(other_activations)}"
+    elif num_unseen > 0:
+        reason = f"{num_unseen} of its rectifiers are calls of F.relu, which no hook sees"
     elif not calls:
-        why = "it has none"
-    if why:
+        reason = "it has none"
+    if reason:
         raise ModelError(
             "guided_gradcam needs a model whose activations are all nn.ReLU or nn.ReLU6 modules, "
-            f"and {why}. Use attribute.method=gradcam, or integrated_gradients for fine detail."
+            f"and {reason}. Use attribute.method=gradcam, or integrated_gradients for fine detail."
         )
 
 
 def _graph_nodes(output: torch.Tensor) -> Iterator[str]:
     """Yield the name of every operation in the autograd graph of a tensor."""
-    waiting, seen = [output.grad_fn], set()
-    while waiting:
-        node = waiting.pop()
+    pending, seen = [output.grad_fn], set()
+    while pending:
+        node = pending.pop()
         if node is None or node in seen:
             continue
         seen.add(node)
         yield node.name()
-        waiting.extend(following for following, _ in node.next_functions)
+        pending.extend(following for following, _ in node.next_functions)

@@ -11,7 +11,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from featx.analysis.gradients.gradient_hooks import GradientHooks
-from featx.analysis.gradients.norms import by_module
+from featx.analysis.gradients.norms import norms_by_module
 from featx.errors import ConfigError, RunError
 
 MEDIAN_STEPS = 10
@@ -123,13 +123,13 @@ class AlarmDetector:
                 arose.
             owner: the optimizer; each has its own median.
         """
-        alarms = self._not_finite(step, hooks) or self._exploding(step, owner)
+        alarms = self._nonfinite_alarm(step, hooks) or self._explosion_alarm(step, owner)
         if math.isfinite(step.norm):
             self._totals.setdefault(owner, deque(maxlen=self._keep_steps)).append(step.norm)
-            alarms += self._vanishing(step)
+            alarms += self._vanishing_alarm(step)
         return alarms
 
-    def _not_finite(self, step: Step, hooks: GradientHooks) -> list[Alarm]:
+    def _nonfinite_alarm(self, step: Step, hooks: GradientHooks) -> list[Alarm]:
         """Return an alarm if a norm is NaN or infinite."""
         bad = {n: x for n, x in step.parameters.items() if not math.isfinite(x)}
         passed = [x for x in step.layers.values() if not math.isfinite(x)]
@@ -140,8 +140,8 @@ class AlarmDetector:
         parameter_norms = [x for n, x in bad.items() if n.rpartition(".")[0] in layers]
         norm = [*hooks.nonfinite_input_norms(layers), *parameter_norms, *bad.values(), *passed][0]
         kind = "nan" if math.isnan(norm) else "inf"
-        shown = ", ".join(list(bad)[:3]) + (f" and {len(bad) - 3} more" if len(bad) > 3 else "")
-        reason = f"it {where}; {shown or 'no parameter'} got it."
+        names = ", ".join(list(bad)[:3]) + (f" and {len(bad) - 3} more" if len(bad) > 3 else "")
+        reason = f"it {where}; {names or 'no parameter'} got it."
         return [Alarm(kind, step.number, layers, tuple(bad), norm, reason)]
 
     def _origin(
@@ -157,47 +157,48 @@ class AlarmDetector:
             return (), "was there when it reached the model's output: look at the loss"
         return modules, "cannot be traced to one module, as no flow was seen there"
 
-    def _exploding(self, step: Step, owner: object) -> list[Alarm]:
+    def _explosion_alarm(self, step: Step, owner: object) -> list[Alarm]:
         """Return an alarm if the norm of all gradients exceeds a limit."""
         limits = self._limits
-        before = self._totals.get(owner, ())
-        median = statistics.median(before) if len(before) >= MEDIAN_STEPS else 0.0
+        totals = self._totals.get(owner, ())
+        median = statistics.median(totals) if len(totals) >= MEDIAN_STEPS else 0.0
         if limits.exploding_norm is not None and step.norm > limits.exploding_norm:
-            over = f"the limit {limits.exploding_norm:.3g}"
+            limit = f"the limit {limits.exploding_norm:.3g}"
         elif limits.exploding_ratio is not None and 0 < median * limits.exploding_ratio < step.norm:
-            over = f"{limits.exploding_ratio:.3g} times the median {median:.3g}"
+            limit = f"{limits.exploding_ratio:.3g} times the median {median:.3g}"
         else:
             return []
         largest = max(step.parameters, key=step.parameters.__getitem__)
         reason = (
-            f"the norm {step.norm:.3g} of all gradients is over {over}; the largest is {largest} "
+            f"the norm {step.norm:.3g} of all gradients is over {limit}; the largest is {largest} "
             f"with {step.parameters[largest]:.3g}."
         )
         module = largest.rpartition(".")[0]
         return [Alarm("exploding", step.number, (module,), (largest,), step.norm, reason)]
 
-    def _vanishing(self, step: Step) -> list[Alarm]:
+    def _vanishing_alarm(self, step: Step) -> list[Alarm]:
         """Return an alarm for modules whose norms have been below the limit for long enough."""
-        modules = by_module(step.parameters)
+        modules = norms_by_module(step.parameters)
         largest = max(modules.values(), default=0.0)
         if self._limits.vanishing_ratio is None or largest == 0:
             return []
-        gone = []
+        vanished = []
         for name, norm in modules.items():
-            quiet = norm < self._limits.vanishing_ratio * largest
-            self._quiet_steps[name] = self._quiet_steps.get(name, 0) + 1 if quiet else 0
+            is_quiet = norm < self._limits.vanishing_ratio * largest
+            self._quiet_steps[name] = self._quiet_steps.get(name, 0) + 1 if is_quiet else 0
             if self._quiet_steps[name] == self._limits.vanishing_steps:
-                gone.append(name)
-        if not gone:
+                vanished.append(name)
+        if not vanished:
             return []
-        parameters = tuple(n for n in step.parameters if n.rpartition(".")[0] in gone)
-        top = max(modules, key=modules.__getitem__)
+        parameters = tuple(n for n in step.parameters if n.rpartition(".")[0] in vanished)
+        top, norm = max(modules, key=modules.__getitem__), modules[vanished[0]]
         reason = (
-            f"for {self._limits.vanishing_steps} steps, {', '.join(n or '(model)' for n in gone)} "
-            f"got less than {self._limits.vanishing_ratio:.3g} of the largest norm (now "
-            f"{modules[gone[0]]:.3g}, and {largest:.3g} in {top or '(model)'})."
+            f"for {self._limits.vanishing_steps} steps, "
+            f"{', '.join(name or '(model)' for name in vanished)} got less than "
+            f"{self._limits.vanishing_ratio:.3g} of the largest norm (now {norm:.3g}, and "
+            f"{largest:.3g} in {top or '(model)'})."
         )
-        return [Alarm("vanishing", step.number, tuple(gone), parameters, modules[gone[0]], reason)]
+        return [Alarm("vanishing", step.number, tuple(vanished), parameters, norm, reason)]
 
 
 def check_positive(name: str, value: float | None) -> None:

@@ -123,9 +123,9 @@ class GradientHooks:
         """Return the norm at the outputs of each module that a gradient reached, over its calls."""
         norms: dict[str, list[float]] = {}
         for call in self._calls:
-            came = [edge.norm for edge in call.outputs if edge.norm is not None]
-            if came:
-                norms.setdefault(call.layer, []).extend(came)
+            output_norms = [edge.norm for edge in call.outputs if edge.norm is not None]
+            if output_norms:
+                norms.setdefault(call.layer, []).extend(output_norms)
         return {name: norm_of_norms(parts) for name, parts in norms.items()}
 
     def origins(self, bad_modules: Collection[str]) -> list[str]:
@@ -136,23 +136,23 @@ class GradientHooks:
         """
         # A module that is called several times may, in one of its calls, only have passed on a
         # non-finite gradient that it was given.
-        given = {call.layer for call in self._calls if any(e.bad for e in call.outputs)}
-        made = set(bad_modules) - given
-        bad = [c for c in self._calls if c.layer in made or any(e.bad for e in c.edges)]
+        passed_on = {call.layer for call in self._calls if any(e.bad for e in call.outputs)}
+        own_modules = set(bad_modules) - passed_on
+        bad = [c for c in self._calls if c.layer in own_modules or any(e.bad for e in c.edges)]
         bad_starts = sorted(call.start for call in bad)
-        found = []
+        sources = []
         for call in self._calls:
-            came = [edge for edge in call.outputs if edge.norm is not None]
-            turned = call.layer in made or any(e.bad for e in call.inputs)
-            if came and not any(e.bad for e in came) and (turned or _holds(call, bad_starts)):
-                found.append(call)
-        found_starts = sorted(call.start for call in found)
-        return list(dict.fromkeys(c.layer for c in found if not _holds(c, found_starts)))
+            edges = [edge for edge in call.outputs if edge.norm is not None]
+            has_bad = call.layer in own_modules or any(e.bad for e in call.inputs)
+            if edges and not any(e.bad for e in edges) and (has_bad or _holds(call, bad_starts)):
+                sources.append(call)
+        source_starts = sorted(call.start for call in sources)
+        return list(dict.fromkeys(c.layer for c in sources if not _holds(c, source_starts)))
 
     def nonfinite_input_norms(self, layers: Iterable[str]) -> list[float]:
         """Return the non-finite norms at the inputs of some modules."""
-        wanted = set(layers)
-        calls = [call for call in self._calls if call.layer in wanted]
+        names = set(layers)
+        calls = [call for call in self._calls if call.layer in names]
         return [e.norm for c in calls for e in c.inputs if e.norm is not None and e.bad]
 
     def _watch(self, name: str, watched: nn.Module) -> None:

@@ -27,7 +27,7 @@ from featx.analysis.gradients.alarms import (
     check_positive,
 )
 from featx.analysis.gradients.gradient_hooks import GradientHooks
-from featx.analysis.gradients.norms import by_module, norm_of_norms, norms_of, to_host
+from featx.analysis.gradients.norms import copy_to_cpu, norm_of_norms, norms_by_module, norms_of
 from featx.base import refuse_scripted, table
 from featx.errors import ConfigError, LayerError, RunError, nearest
 
@@ -151,15 +151,15 @@ class GradientLog:
         rows = []
         for name, kind in self._types.items():
             flow = [step.layers[name] for step in self.steps if name in step.layers]
-            norms = [by_module(step.parameters).get(name) for step in self.steps]
-            own = [norm for norm in norms if norm is not None]
+            norms = [norms_by_module(step.parameters).get(name) for step in self.steps]
+            parameter_norms = [norm for norm in norms if norm is not None]
             cells = ["-"] * 4
             if flow:
                 ranges = (flow[-1], min(flow), statistics.median(flow), max(flow))
                 cells = [f"{x:.3g}" for x in ranges]
-            last = f"{own[-1]:.3g}" if own else "-"
-            if flow or own:
-                steps = str(max(len(flow), len(own)))
+            last = f"{parameter_norms[-1]:.3g}" if parameter_norms else "-"
+            if flow or parameter_norms:
+                steps = str(max(len(flow), len(parameter_norms)))
                 rows.append([name or "(model)", kind, steps, *cells, last])
         return table(header, rows, left=2)
 
@@ -343,12 +343,12 @@ class GradientLog:
         self._seen_gradients = False
         for alarm in alarms:
             self._tell(alarm)
-        with_grad = {name: parameters[name] for name in grads}
+        updated = {name: parameters[name] for name in grads}
         if self._clip_value is not None:
-            self._clamp_late(with_grad, self._clip_value, factor)
-        if self._clip_norm is not None and with_grad:
+            self._clamp_late(updated, self._clip_value, factor)
+        if self._clip_norm is not None and updated:
             total = nn.utils.get_total_norm(list(grads.values())) / factor
-            nn.utils.clip_grads_with_norm_(with_grad.values(), self._clip_norm, total)
+            nn.utils.clip_grads_with_norm_(updated.values(), self._clip_norm, total)
 
     def _tell(self, alarm: Alarm) -> None:
         """Raise an alarm or pass it to the user's function."""
@@ -361,16 +361,16 @@ class GradientLog:
     def _measure(self, grads: Mapping[str, torch.Tensor], factor: float) -> Step:
         """Compute the norms of a step, and of the flow, with one copy from each device."""
         arrived = {name: self._arrived.pop(name, []) for name in grads}
-        rest = [name for name in grads if not arrived[name]]
-        present = norms_of([grads[name] for name in rest])
+        unclamped = [name for name in grads if not arrived[name]]
+        present = norms_of([grads[name] for name in unclamped])
         edges = self._hooks.edges()
         groups = [arrived[name] for name in grads if arrived[name]]
         groups += [[norm] for norm in present] + [edge.norms for edge in edges]
-        values = iter(to_host([norm for group in groups for norm in group]))
+        values = iter(copy_to_cpu([norm for group in groups for norm in group]))
         copied = iter([[next(values) for _ in group] for group in groups])
 
         norms = {name: _largest(next(copied)) for name in grads if arrived[name]}
-        norms |= {name: next(copied)[0] / factor for name in rest}
+        norms |= {name: next(copied)[0] / factor for name in unclamped}
         for edge in edges:
             came = next(copied)
             edge.norm = norm_of_norms(came) if came else None

@@ -36,7 +36,7 @@ def norms_of(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return norms
 
 
-def to_host(scalars: Sequence[torch.Tensor]) -> list[float]:
+def copy_to_cpu(scalars: Sequence[torch.Tensor]) -> list[float]:
     """Return the values of scalar tensors, with one copy from each device."""
     values = [0.0] * len(scalars)
     for device in {x.device for x in scalars}:
@@ -54,7 +54,7 @@ def norm_of_norms(norms: Iterable[float]) -> float:
     return math.nan if any(map(math.isnan, norms)) else math.hypot(*norms)
 
 
-def by_module(parameters: Mapping[str, float]) -> dict[str, float]:
+def norms_by_module(parameters: Mapping[str, float]) -> dict[str, float]:
     """Combine the norms of parameters, by dotted name, to one norm per module."""
     parts: dict[str, list[float]] = {}
     for name, norm in parameters.items():

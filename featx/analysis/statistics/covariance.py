@@ -61,10 +61,10 @@ def whitening(
     variances, directions = _eigen(moments, "whitening")
     k = moments.dim if k is None else k
     _check_k(moments, variances, k, needs_variance=epsilon == 0)
-    kept = directions[:k]
-    components = kept / (variances[:k, None] + epsilon).sqrt()
+    kept_directions = directions[:k]
+    components = kept_directions / (variances[:k, None] + epsilon).sqrt()
     if zca:
-        components = kept.T @ components
+        components = kept_directions.T @ components
     return Projection(moments.mean.cpu(), components, variances[:k])
 
 
@@ -78,31 +78,31 @@ def spread(moments: Moments) -> dict[str, Any]:
         rank_me (see `rank_me`) and first, {10: share, 50: ..., 100: ...}, the share of the total
         variance in that many principal directions. Unknown values are None.
     """
-    known: dict[str, Any] = {
+    summary: dict[str, Any] = {
         "rows": moments.count,
         "features": moments.dim,
     }
-    later = ("mean", "smallest", "largest", "total_variance", "std_min", "std_max")
-    known |= dict.fromkeys((*later, "participation_ratio", "rank_me", "first"))
+    unknown = ("mean", "smallest", "largest", "total_variance", "std_min", "std_max")
+    summary |= dict.fromkeys((*unknown, "participation_ratio", "rank_me", "first"))
     if moments.count:
-        known["mean"] = float(moments.mean.mean())
-        known["smallest"] = float(moments.smallest.min())
-        known["largest"] = float(moments.largest.max())
+        summary["mean"] = float(moments.mean.mean())
+        summary["smallest"] = float(moments.smallest.min())
+        summary["largest"] = float(moments.largest.max())
     if moments.count < 2:
-        return known
+        return summary
     std = moments.std()
     total = float(std.square().sum())
-    known |= {"total_variance": total, "std_min": float(std.min()), "std_max": float(std.max())}
+    summary |= {"total_variance": total, "std_min": float(std.min()), "std_max": float(std.max())}
     if moments.kind == "full" and total > 0:
         entries = moments.scatter.ravel()
         trace = float(moments.scatter.diagonal().sum())
-        known["participation_ratio"] = trace**2 / float(entries @ entries)
+        summary["participation_ratio"] = trace**2 / float(entries @ entries)
         if moments.dim <= MAX_SPECTRUM:
             variances = torch.linalg.eigvalsh(moments.covariance().cpu()).flip(0).clamp_(min=0)
             shares = (variances.cumsum(0) / variances.sum()).tolist()
-            known["first"] = {k: shares[k - 1] for k in (10, 50, 100) if k < moments.dim}
-            known["rank_me"] = rank_me(moments)
-    return known
+            summary["first"] = {k: shares[k - 1] for k in (10, 50, 100) if k < moments.dim}
+            summary["rank_me"] = rank_me(moments)
+    return summary
 
 
 def rank_me(moments: Moments) -> float | None:

@@ -1,4 +1,4 @@
-"""Moments of rows, that is count, mean and scatter in float64, and their merge.
+"""Moments of rows, that is count, mean and scatter in float64, and norms of tokens; their merge.
 
 part_moments.py sums the rows of a part in a fixed order, stats_file.py defines the files,
 moments_tree.py merges the parts of a run, and covariance.py computes PCA and whitening.
@@ -10,17 +10,17 @@ import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
+from featx.analysis.statistics.tokens import FENCES
 from featx.base import float64_home, plain_tensors
 from featx.errors import ConfigError, NonFiniteError
 from featx.store import layout
-
-if TYPE_CHECKING:
-    from featx.analysis.statistics.position_norms import PositionNorms
+from featx.types import TokenGeometry
 
 KINDS = ("full", "diagonal")
 
@@ -29,6 +29,18 @@ MAX_FULL = 1 << 14
 
 BLOCK_BYTES = 64 << 20
 """Bytes of float64 values that are summed at a time."""
+
+BINS_PER_OCTAVE = 64
+"""Bins between a norm and twice as much; each is 1.1 % wide."""
+
+EDGES: npt.NDArray[np.float64] = np.exp2(
+    np.arange(-20 * BINS_PER_OCTAVE, 28 * BINS_PER_OCTAVE + 1) / BINS_PER_OCTAVE
+)
+"""Edges of the bins, from 2^-20 to 2^28. One bin more lies below them, and one above."""
+
+NUM_BINS = len(EDGES) + 1
+
+Counts = npt.NDArray[np.int64]
 
 
 @dataclass(eq=False)
@@ -93,7 +105,7 @@ class Moments:
             for start in range(0, len(rows), step):
                 block = rows[start : start + step].to(total.mean.device)
                 block = block.to(torch.float64, copy=True)
-                total = total.merge(of_block(block, kind, range(start, start + len(block))))
+                total = total.merge(moments_of_block(block, kind, range(start, start + len(block))))
         return total
 
     def update(self, rows: torch.Tensor) -> None:
@@ -130,7 +142,7 @@ class Moments:
         count = self.count + other.count
         difference = other.mean.to(self.mean.device) - self.mean
         # outer(d, d) is exactly symmetric, while (w d) d^T is not because of rounding.
-        scatter = _part_task(difference, self.kind).mul_(self.count * other.count / count)
+        scatter = _outer_product(difference, self.kind).mul_(self.count * other.count / count)
         scatter.add_(self.scatter).add_(other.scatter.to(scatter.device))
         return Moments(
             count,
@@ -162,7 +174,7 @@ class Moments:
     @property
     def second_moment(self) -> torch.Tensor:
         """X^T X: (D, D) float64, or its diagonal (D,)."""
-        return _part_task(self.mean, self.kind).mul_(self.count).add_(self.scatter)
+        return _outer_product(self.mean, self.kind).mul_(self.count).add_(self.scatter)
 
     def covariance(self, ddof: int = 1) -> torch.Tensor:
         """Return scatter / (n - ddof), (D, D) float64.
@@ -186,7 +198,7 @@ class Moments:
         """Return the standard deviation of each feature, (D,) float64, like `variance`."""
         return self.variance(ddof).sqrt()
 
-    def check_full(self, what: str) -> None:
+    def check_full(self, subject: str) -> None:
         """Check that the full scatter matrix was computed.
 
         Raises:
@@ -194,7 +206,7 @@ class Moments:
         """
         if self.kind != "full":
             raise ConfigError(
-                f"{what} needs the full scatter matrix; these moments hold its diagonal. "
+                f"{subject} needs the full scatter matrix; these moments hold its diagonal. "
                 "Take them again with kind='full'."
             )
 
@@ -207,13 +219,62 @@ class Moments:
         return self.count - ddof
 
 
-def check_size(dim: int, kind: str, what: str = "a row") -> None:
+@dataclass(frozen=True, eq=False)
+class PositionNorms:
+    """L2 norms of the tokens of a layer, or of the positions of a map.
+
+    Attributes:
+        positions: moments of the norm at each of T positions over the images (diagonal), prefix
+            tokens first, then the patches in row-major order.
+        histogram: (NUM_BINS,) int64 number of patch tokens in each bin of EDGES, a norm on an edge
+            in the bin above it.
+        tokens: places of the tokens.
+    """
+
+    positions: Moments
+    histogram: Counts
+    tokens: TokenGeometry
+
+    def merge(self, other: PositionNorms) -> PositionNorms:
+        """Return the norms of the images of both."""
+        positions = self.positions.merge(other.positions)
+        return PositionNorms(positions, self.histogram + other.histogram, self.tokens)
+
+    def quantile(self, share: float) -> float:
+        """Return the upper edge of the bin that the quantile of the patch tokens lies in.
+
+        It is above the quantile by 1.1 % at most, for norms between 2^-20 and 2^28.
+
+        Args:
+            share: between 0 and 1.
+        """
+        reached = self.histogram.cumsum() >= share * self.histogram.sum()
+        return float(EDGES[min(int(reached.argmax()), len(EDGES) - 1)])
+
+    @property
+    def threshold(self) -> float:
+        """Norm from which a patch token is an outlier.
+
+        The first edge of a bin that is not below Q3 + 3 (Q3 - Q1), Tukey's outer fence as in
+        `TokenNorms`, with the quartiles of `quantile`.
+        """
+        low, high = self.quantile(0.25), self.quantile(0.75)
+        fence = high + FENCES * (high - low)
+        return float(EDGES[min(int(np.searchsorted(EDGES, fence)), len(EDGES) - 1)])
+
+    @property
+    def outliers(self) -> int:
+        """Number of patch tokens whose norm is `threshold` or more."""
+        return int(self.histogram[int(np.searchsorted(EDGES, self.threshold)) + 1 :].sum())
+
+
+def check_size(dim: int, kind: str, subject: str = "a row") -> None:
     """Check that moments of a kind can be held for `dim` features.
 
     Args:
         dim: number of features.
         kind: 'full' or 'diagonal'.
-        what: subject of the error message.
+        subject: subject of the error message.
 
     Raises:
         ConfigError: the kind is unknown, or the scatter matrix would be too large.
@@ -222,9 +283,10 @@ def check_size(dim: int, kind: str, what: str = "a row") -> None:
         raise ConfigError(f"there are no moments of kind {kind!r}; expected one of {KINDS}.")
     if kind == "full" and dim > MAX_FULL:
         raise ConfigError(
-            f"{what} has {dim} features: their scatter matrix would take {8 * dim**2 / 2**30:.1f} "
-            f"GiB; at most {MAX_FULL} features (2 GiB) are taken. Reduce the layer first "
-            "(reduce=avg), take each position as a row, or keep variances only: kind='diagonal'."
+            f"{subject} has {dim} features: their scatter matrix would take "
+            f"{8 * dim**2 / 2**30:.1f} GiB; at most {MAX_FULL} features (2 GiB) are taken. Reduce "
+            "the layer first (reduce=avg), take each position as a row, or keep variances only: "
+            "kind='diagonal'."
         )
 
 
@@ -238,12 +300,12 @@ def rows_that_fit(width: int) -> int:
     return layout.power_of_two_at_most(BLOCK_BYTES / (8 * width))
 
 
-def _part_task(vector: torch.Tensor, kind: str) -> torch.Tensor:
+def _outer_product(vector: torch.Tensor, kind: str) -> torch.Tensor:
     """Return v v^T, or its diagonal."""
     return torch.outer(vector, vector) if kind == "full" else vector * vector
 
 
-def of_block(x: torch.Tensor, kind: str, images: Sequence[int]) -> Moments:
+def moments_of_block(x: torch.Tensor, kind: str, images: Sequence[int]) -> Moments:
     """Compute the moments of (n, D) float64 rows, which are overwritten, in two passes.
 
     Args:

@@ -112,24 +112,24 @@ class MomentsTree:
         require(is_aligned(part.start, part.stop) or part.stop == self.num_rows, f"{part} is short")
         for name, layer in self._layers.items():
             expected = (len(part) - len(failures)) * layer.rows_per_image
-            found = moments[name]
-            require((found.count, found.dim, found.kind) == (expected, layer.dim, layer.kind), name)
+            m = moments[name]
+            require((m.count, m.dim, m.kind) == (expected, layer.dim, layer.kind), name)
         if checksums is None:
             checksums = np.full(len(part), UNKNOWN_IMAGE, dtype=np.uint64)
         require(len(checksums) == len(part), "a checksum is missing")
-        in_order = sorted(failures, key=lambda failure: failure.row)
+        sorted_failures = sorted(failures, key=lambda failure: failure.row)
         path = self.file(part.start, part.stop)
-        contents = _Contents(moments, in_order, checksums)
+        contents = _Contents(moments, sorted_failures, checksums)
         # The failures of the file that exists are returned, because the other process may have
         # failed on other images. If that file is gone, it has been merged into a larger one.
         if not self._publish(path, part.start, part.stop, contents):
             try:
-                in_order = list(self.failures_in(path))
+                sorted_failures = list(self.failures_in(path))
             except DamagedError:
                 if path.exists():
                     raise
         self._merge_upwards(part.start, part.stop)
-        return in_order
+        return sorted_failures
 
     def merge_all(self) -> tuple[Failure, ...]:
         """Merge all files into the final one.
@@ -141,7 +141,7 @@ class MomentsTree:
             StoreError: rows are missing, or a file is damaged.
             RunError: the disk is full or fails; another call resumes the merge.
         """
-        merged = self._merged(0, self.num_rows)
+        merged = self._merge_span(0, self.num_rows)
         created = self._publish(self.path, 0, self.num_rows, merged)
         require(created, f"another process wrote {self.path} without the lock")
         return tuple(merged.failures)
@@ -150,7 +150,7 @@ class MomentsTree:
         """Return the path of the file of a span, which need not exist."""
         return self.folder / f"rows-{start:010d}-{stop:010d}.h5"
 
-    def accepted(self, path: Path, start: int, stop: int) -> tuple[Failure, ...]:
+    def check_file(self, path: Path, start: int, stop: int) -> tuple[Failure, ...]:
         """Check a file completely, and return the images that it left out.
 
         Args:
@@ -192,7 +192,7 @@ class MomentsTree:
                 return
             start, stop = lower, upper + size
             try:
-                joined = self._joined(start, stop)
+                joined = self._merge_halves(start, stop)
             except StoreError:
                 if all(half.exists() for half in halves):
                     raise
@@ -202,7 +202,7 @@ class MomentsTree:
             for half in halves:
                 self.disk.remove(half)
 
-    def _merged(self, start: int, stop: int) -> _Contents:
+    def _merge_span(self, start: int, stop: int) -> _Contents:
         """Return the contents of a span, from its file or from the files within it."""
         path = self.file(start, stop)
         if not path.exists():
@@ -211,7 +211,7 @@ class MomentsTree:
                     f"no file in {self.folder} has row {start} any more. Give the same command "
                     "again to compute it."
                 )
-            return self._joined(start, stop)
+            return self._merge_halves(start, stop)
         with reading(path) as file:
             root = attributes_of(file)
             self._check(path, root, start, stop)
@@ -219,10 +219,10 @@ class MomentsTree:
             failures, checksums = read_failures(file, path, root), read_checksums(file, path, root)
             return _Contents(moments, failures, checksums)
 
-    def _joined(self, start: int, stop: int) -> _Contents:
+    def _merge_halves(self, start: int, stop: int) -> _Contents:
         """Merge the contents of the two halves of a span."""
         cut = cut_row(start, stop)
-        lower, upper = self._merged(start, cut), self._merged(cut, stop)
+        lower, upper = self._merge_span(start, cut), self._merge_span(cut, stop)
         below, above = dict(lower.moments), dict(upper.moments)
         lower, upper = lower._replace(moments={}), upper._replace(moments={})
         # pop: the two matrices of a layer are freed as soon as their sum exists.
@@ -260,10 +260,11 @@ class MomentsTree:
             StoreMismatchError: it was written with other settings.
             DamagedError: it holds other rows.
         """
-        asked = dict(self._header.fingerprint)
-        if attributes["fingerprint"] != digest(asked):
-            made = json.loads(attributes["settings"])
-            lines = [f"{key}: {old!r}, now {new!r}" for key, old, new in differences(made, asked)]
+        settings = dict(self._header.fingerprint)
+        if attributes["fingerprint"] != digest(settings):
+            stored = json.loads(attributes["settings"])
+            changes = differences(stored, settings)
+            lines = [f"{key}: {old!r}, now {new!r}" for key, old, new in changes]
             raise StoreMismatchError(
                 f"{path} was made with other settings: {'; '.join(lines)}. Give those, choose "
                 "another out=DIR, or overwrite=true."
@@ -281,8 +282,8 @@ def spans_in(folder: Path) -> list[tuple[int, int]]:
     Raises:
         StoreError: a file has a name that featx does not use.
     """
-    found = [_span_of(path) for path in sorted(folder.glob("rows-*.h5"))]
-    return sorted(found, key=lambda span: span[0] - span[1])
+    spans = [_span_of(path) for path in sorted(folder.glob("rows-*.h5"))]
+    return sorted(spans, key=lambda span: span[0] - span[1])
 
 
 def _span_of(path: Path) -> tuple[int, int]:

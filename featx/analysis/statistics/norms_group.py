@@ -10,8 +10,7 @@ import h5py
 import numpy as np
 import torch
 
-from featx.analysis.statistics.moments import Moments
-from featx.analysis.statistics.position_norms import NUM_BINS, PositionNorms
+from featx.analysis.statistics.moments import NUM_BINS, Moments, PositionNorms
 from featx.store import geometry_of, geometry_values
 
 NORMS = "norms"

@@ -21,7 +21,7 @@ from featx.analysis.statistics.moments import (
     Moments,
     check_size,
     float64_on,
-    of_block,
+    moments_of_block,
     rows_that_fit,
 )
 from featx.base import plain_tensors
@@ -108,7 +108,7 @@ class PartMoments:
         self._leaf_rows = min(LEAF_ROWS, rows_that_fit(layer.rows_per_image * layer.dim))
         self._next = part.start
         self._buffer = torch.empty(0)
-        self._kept: list[int] = []
+        self._images: list[int] = []
         self._nodes: list[tuple[int, int, Moments]] = []
 
     def add(self, start: int, rows: torch.Tensor, failed: Collection[int] = ()) -> None:
@@ -150,26 +150,26 @@ class PartMoments:
     def _fill(self, rows: torch.Tensor, failed: frozenset[int]) -> None:
         """Copy images into the buffer of the current leaf, in which all of them lie."""
         images = range(self._next, self._next + len(rows))
-        kept = [image for image in images if image not in failed]
-        if len(kept) < len(rows):
-            rows = rows[torch.tensor([i - self._next for i in kept], dtype=torch.long)]
-        each = self.layer.rows_per_image
+        ok_images = [image for image in images if image not in failed]
+        if len(ok_images) < len(rows):
+            rows = rows[torch.tensor([i - self._next for i in ok_images], dtype=torch.long)]
+        rows_per_image = self.layer.rows_per_image
         if not len(self._buffer):
-            most = min(self._leaf_rows, len(self.part)) * each
+            most = min(self._leaf_rows, len(self.part)) * rows_per_image
             self._buffer = torch.empty((most, self.layer.dim), **float64_on(rows.device))
-        place = len(self._kept) * each
+        place = len(self._images) * rows_per_image
         vectors = rows.reshape(-1, self.layer.dim).to(self._buffer.device)
         self._buffer[place : place + len(vectors)] = vectors
-        self._kept += kept
+        self._images += ok_images
         self._next = images.stop
 
     def _close_leaf(self, stop: int) -> None:
         """Sum the leaf, and merge nodes that are the two halves of an aligned power of two."""
-        num_rows = len(self._kept) * self.layer.rows_per_image
-        leaf = of_block(self._buffer[:num_rows], self.layer.kind, self._kept)
+        num_rows = len(self._images) * self.layer.rows_per_image
+        leaf = moments_of_block(self._buffer[:num_rows], self.layer.kind, self._images)
         start = self._nodes[-1][1] if self._nodes else self.part.start
         self._nodes.append((start, stop, leaf))
-        self._kept = []
+        self._images = []
         while len(self._nodes) > 1:
             (start, cut, lower), (_, stop, upper) = self._nodes[-2:]
             if not is_aligned(start, stop) or cut_row(start, stop) != cut:

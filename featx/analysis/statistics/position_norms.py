@@ -1,81 +1,19 @@
-"""Norms of the tokens of a layer over a data set: sums and a histogram that parts merge exactly."""
+"""Norms of the tokens of a layer: of the rows of a part, and their summary over a data set."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
-from featx.analysis.statistics.moments import Moments
+from featx.analysis.statistics.moments import EDGES, NUM_BINS, Counts, PositionNorms
 from featx.analysis.statistics.part_moments import PartMoments, StatsLayer
-from featx.analysis.statistics.tokens import FENCES, feature_axis
+from featx.analysis.statistics.tokens import feature_axis
 from featx.base import float64_home, plain_tensors
-from featx.types import Part, TokenGeometry
-
-BINS_PER_OCTAVE = 64
-"""Bins between a norm and twice as much; each is 1.1 % wide."""
-
-EDGES: npt.NDArray[np.float64] = np.exp2(
-    np.arange(-20 * BINS_PER_OCTAVE, 28 * BINS_PER_OCTAVE + 1) / BINS_PER_OCTAVE
-)
-"""Edges of the bins, from 2^-20 to 2^28. One bin more lies below them, and one above."""
-
-NUM_BINS = len(EDGES) + 1
-
-Counts = npt.NDArray[np.int64]
-
-
-@dataclass(frozen=True, eq=False)
-class PositionNorms:
-    """L2 norms of the tokens of a layer, or of the positions of a map.
-
-    Attributes:
-        positions: moments of the norm at each of T positions over the images (diagonal), prefix
-            tokens first, then the patches in row-major order.
-        histogram: (NUM_BINS,) int64 number of patch tokens in each bin of EDGES, a norm on an edge
-            in the bin above it.
-        tokens: places of the tokens.
-    """
-
-    positions: Moments
-    histogram: Counts
-    tokens: TokenGeometry
-
-    def merge(self, other: PositionNorms) -> PositionNorms:
-        """Return the norms of the images of both."""
-        positions = self.positions.merge(other.positions)
-        return PositionNorms(positions, self.histogram + other.histogram, self.tokens)
-
-    def quantile(self, share: float) -> float:
-        """Return the upper edge of the bin that the quantile of the patch tokens lies in.
-
-        It is above the quantile by 1.1 % at most, for norms between 2^-20 and 2^28.
-
-        Args:
-            share: between 0 and 1.
-        """
-        reached = self.histogram.cumsum() >= share * self.histogram.sum()
-        return float(EDGES[min(int(reached.argmax()), len(EDGES) - 1)])
-
-    @property
-    def threshold(self) -> float:
-        """Norm from which a patch token is an outlier.
-
-        The first edge of a bin that is not below Q3 + 3 (Q3 - Q1), Tukey's outer fence as in
-        `TokenNorms`, with the quartiles of `quantile`.
-        """
-        low, high = self.quantile(0.25), self.quantile(0.75)
-        fence = high + FENCES * (high - low)
-        return float(EDGES[min(int(np.searchsorted(EDGES, fence)), len(EDGES) - 1)])
-
-    @property
-    def outliers(self) -> int:
-        """Number of patch tokens whose norm is `threshold` or more."""
-        return int(self.histogram[int(np.searchsorted(EDGES, self.threshold)) + 1 :].sum())
+from featx.types import Part
 
 
 class PartNorms:
@@ -111,8 +49,8 @@ class PartNorms:
             squares = values.to(float64_home(values.device)).double().square()
             norms = squares.sum(self._axis).sqrt().flatten(1)[:count]
             self._moments.add(start, norms, failed)
-        kept = [row for row in range(count) if start + row not in failed]
-        patches = norms.cpu().numpy()[kept, self._tokens.prefix_tokens :]
+        ok_images = [row for row in range(count) if start + row not in failed]
+        patches = norms.cpu().numpy()[ok_images, self._tokens.prefix_tokens :]
         bins = np.searchsorted(EDGES, patches.ravel(), side="right")
         self._histogram += np.bincount(bins, minlength=NUM_BINS)
 

@@ -45,7 +45,7 @@ def with_statistics(
     return [
         (
             point,
-            _projected(point, reduce, config, backbone)
+            _projected_reduce(point, reduce, config, backbone)
             if isinstance(reduce, ProjectionOptions)
             else reduce,
         )
@@ -53,7 +53,7 @@ def with_statistics(
     ]
 
 
-def _projected(
+def _projected_reduce(
     point: CapturePoint, reduce: ProjectionOptions, config: Config, backbone: Backbone
 ) -> ProjectedReduce:
     """Make the projection of one layer."""
@@ -71,9 +71,9 @@ def _projected(
             f"reduce={reduce.name} of {point.name} by {statistics.path}: {error}"
         ) from error
     first = first_reduction(about)
-    shown = " ".join([first.name, *(f"{key}={value:g}" for key, value in first.args.items())])
+    first_text = " ".join([first.name, *(f"{key}={value:g}" for key, value in first.args.items())])
     args = {
-        "first": shown,
+        "first": first_text,
         "rows": about["row"],
         "k": len(projection.explained_variance),
         **reduce.args,
@@ -125,13 +125,13 @@ def _refuse_another_tensor(
         "weights_sha256": backbone.weights_sha256,
         "transform": backbone.preprocess.describe(),
     }
-    before = {key: about[key] for key in now}
+    stored = {key: about[key] for key in now}
     if point.capture in GRADIENTS:
-        now["target"], before["target"] = config.target, about["target"]
+        now["target"], stored["target"] = config.target, about["target"]
     changed = [
-        f"  {key}: the statistics have {before[key]!r}, now {now[key]!r}"
+        f"  {key}: the statistics have {stored[key]!r}, now {now[key]!r}"
         for key in now
-        if before[key] != now[key]
+        if stored[key] != now[key]
     ]
     if changed:
         raise StoreMismatchError(

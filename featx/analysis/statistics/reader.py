@@ -87,7 +87,7 @@ class Statistics(Mapping[str, Moments]):
         """
         with self._reading() as file:
             moments, attributes = read_layer(file, self.path, name, self.attributes)
-            return moments, self._joined(attributes)
+            return moments, self._all_attributes(attributes)
 
     def about(self, name: str) -> dict[str, Any]:
         """Return the attributes of the file and of a layer: capture, reduce, shape, row, kind, ...
@@ -98,7 +98,7 @@ class Statistics(Mapping[str, Moments]):
         """
         with self._reading() as file:
             check_layer(file, self.path, name)
-            return self._joined(attributes_of(file[f"layers/{name}"]))
+            return self._all_attributes(attributes_of(file[f"layers/{name}"]))
 
     @contextlib.contextmanager
     def _reading(self) -> Iterator[h5py.File]:
@@ -108,7 +108,7 @@ class Statistics(Mapping[str, Moments]):
         with reading(self.path, compare=False) as file:
             yield file
 
-    def _joined(self, attributes: Mapping[str, Any]) -> dict[str, Any]:
+    def _all_attributes(self, attributes: Mapping[str, Any]) -> dict[str, Any]:
         """Merge the attributes of a layer, those of the file, and the gradient target."""
         return {"target": self.settings.get("target"), **self.attributes, **attributes}
 

@@ -185,8 +185,8 @@ def _check_images(context: RunContext, parts: MomentsOfParts) -> None:
     keys, config = context.listing.keys, context.config
     states_file = parts.path.with_name(STATS_IMAGES)
     checksums, done = parts.image_checksums()
-    before = ImagesOfRun(0, checksums, done)
-    changes = compare_images(context.source, keys, [before], states_file, read_all=config.refresh)
+    recorded = ImagesOfRun(0, checksums, done)
+    changes = compare_images(context.source, keys, [recorded], states_file, read_all=config.refresh)
     if len(changes.gone):
         log_message(f"warning: {gone_images_text(keys, changes.gone)}. Statistics keep them.\n")
     rows = changes.rows.tolist()
@@ -230,13 +230,13 @@ def _check_reference(reference: Statistics, target: StatsTarget, context: RunCon
     for layer in common:
         about = reference.about(layer.spec.name)
         header = context.header
-        mine = {
+        run_values = {
             "target": target.settings.get("target"),
             "weights_sha256": header.weights_sha256,
             "transform": header.transform,
             **layer.attributes,
         }
-        refuse_other_values(mine, about, f"this run and {reference.path}, {layer.spec.name}")
+        refuse_other_values(run_values, about, f"this run and {reference.path}, {layer.spec.name}")
         if about["kind"] != "full":
             raise ConfigError(
                 f"stats.reference={reference.path} keeps only the variances of {layer.spec.name}; "

@@ -61,7 +61,7 @@ class MomentsOfParts:
         self._surveyed = True
         self.disk.make_folder(self.path.parent)  # a killed process may not have synced it
         if self.path.exists():
-            failures = self._accepted(self.path, 0, self._num_rows)
+            failures = self._check_file(self.path, 0, self._num_rows)
             self.complete = failures is not None
             if failures is not None:
                 self._spans[0, self._num_rows] = failures
@@ -75,7 +75,7 @@ class MomentsOfParts:
             if self._covered(start, stop):
                 self.disk.remove(path)  # a kill between the merge and the deletion left it
             else:
-                failures = self._accepted(path, start, stop)
+                failures = self._check_file(path, start, stop)
                 if failures is not None:
                     self._spans[start, stop] = failures
 
@@ -105,23 +105,26 @@ class MomentsOfParts:
         require(self._surveyed, "what is there already was not looked for")
         if self.has(part):
             return [f for f in self.failures if part.start <= f.row < part.stop]
-        there = self.tree.commit(part, failures, moments, checksums)
-        self.committed(part, there)
-        return there
+        committed_failures = self.tree.commit(part, failures, moments, checksums)
+        self.committed(part, committed_failures)
+        return committed_failures
 
     def committed(self, part: Part, failures: Sequence[Failure]) -> None:
         """Record a part that this process or a worker has committed, and its failures."""
         start, stop = part.start, part.stop
-        found = tuple(failures)
+        span_failures = tuple(failures)
         while is_aligned(start, stop):  # as the files are merged
             size = stop - start
-            other = (start ^ size, (start ^ size) + size)
-            if other not in self._spans:
+            other_span = (start ^ size, (start ^ size) + size)
+            if other_span not in self._spans:
                 break
-            before = self._spans.pop(other)
-            found = before + found if other[0] < start else found + before
-            start, stop = min(start, other[0]), max(stop, other[1])
-        self._spans[start, stop] = found
+            other_failures = self._spans.pop(other_span)
+            if other_span[0] < start:
+                span_failures = other_failures + span_failures
+            else:
+                span_failures += other_failures
+            start, stop = min(start, other_span[0]), max(stop, other_span[1])
+        self._spans[start, stop] = span_failures
 
     def arrived(self, parts: Sequence[Part]) -> Iterator[tuple[Part, Sequence[Failure]]]:
         """Yield those of some parts that other processes have committed, with their failures.
@@ -129,11 +132,11 @@ class MomentsOfParts:
         Raises:
             DamagedError: a file is damaged.
         """
-        left = list(parts)
+        remaining = list(parts)
         for start, stop in spans_in(self.folder):
-            inside = [part for part in left if start <= part.start and part.stop <= stop]
+            covered = [part for part in remaining if start <= part.start and part.stop <= stop]
             path = self.tree.file(start, stop)
-            if not inside:
+            if not covered:
                 continue
             try:
                 failures = self.tree.failures_in(path)
@@ -141,9 +144,9 @@ class MomentsOfParts:
                 if path.exists():
                     raise
                 continue  # merged meanwhile; the next call finds the larger file
-            for part in inside:
+            for part in covered:
                 yield part, [f for f in failures if part.start <= f.row < part.stop]
-            left = [part for part in left if part not in inside]
+            remaining = [part for part in remaining if part not in covered]
 
     def image_checksums(self) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.bool_]]:
         """Return image checksums of all rows, (N,) uint64, and which rows are complete, (N,) bool.
@@ -152,11 +155,11 @@ class MomentsOfParts:
             StoreError: a file cannot be read at the moment.
         """
         checksums = np.full(self._num_rows, UNKNOWN_IMAGE, dtype=np.uint64)
-        done = np.zeros(self._num_rows, np.bool_)
+        is_done = np.zeros(self._num_rows, np.bool_)
         for start, stop in self._spans:
             checksums[start:stop] = self.tree.checksums_in(self._file(start, stop))
-            done[start:stop] = True
-        return checksums, done
+            is_done[start:stop] = True
+        return checksums, is_done
 
     def discard(self, rows: Iterable[int]) -> None:
         """Delete the files that contain any of some rows.
@@ -200,10 +203,10 @@ class MomentsOfParts:
         """Return whether one complete span contains the rows [start, stop)."""
         return any(first <= start and stop <= last for first, last in self._spans)
 
-    def _accepted(self, path: Path, start: int, stop: int) -> tuple[Failure, ...] | None:
+    def _check_file(self, path: Path, start: int, stop: int) -> tuple[Failure, ...] | None:
         """Return the images that a file left out, or None if it was damaged and is quarantined."""
         try:
-            return self.tree.accepted(path, start, stop)
+            return self.tree.check_file(path, start, stop)
         except (DamagedError, LayerError) as error:  # LayerError: a file of this run has all layers
             target = self.disk.set_aside(path, self.path.parent / layout.QUARANTINE)
             logger.warning("%s Moved to %s; its rows are done again.", error, target)
@@ -266,10 +269,10 @@ class StatsSession:
         checksums: npt.NDArray[np.uint64] | None = None,
     ) -> Sequence[Failure]:
         """Commit one part and return its failures."""
-        there = self.parts.commit(part, failures, moments, checksums)
-        if there:
+        committed_failures = self.parts.commit(part, failures, moments, checksums)
+        if committed_failures:
             self.write_failures()
-        return there
+        return committed_failures
 
     def committed(self, part: Part, failures: Sequence[Failure]) -> None:
         """Record a part that a worker has committed, and its failures."""

@@ -132,25 +132,25 @@ class StatsSink:
         """
         if self._part is None:
             raise InternalError("no batch of a part was taken")
-        found = {name: moments.finish() for name, moments in self._moments.items()}
+        moments_of_layer = {name: moments.finish() for name, moments in self._moments.items()}
         for name, norms in self._norms.items():
-            found[name] = replace(found[name], norms=norms.finish())
+            moments_of_layer[name] = replace(moments_of_layer[name], norms=norms.finish())
         synchronise(self._context.engine.device)  # another thread, with its own stream, commits
         part, failures, checksums = self._part, self._failures, self._checksums
         self._part, self._moments, self._norms, self._failures = None, {}, {}, []
-        return functools.partial(self._commit_part, part, failures, found, checksums)
+        return functools.partial(self._commit_part, part, failures, moments_of_layer, checksums)
 
     def _commit_part(
         self,
         part: Part,
         failures: list[Failure],
-        found: dict[str, Moments],
+        moments: dict[str, Moments],
         checksums: npt.NDArray[np.uint64],
     ) -> Sequence[Failure]:
         """Commit a part and report it."""
-        there = self._commit(part, failures, found, checksums)
+        committed_failures = self._commit(part, failures, moments, checksums)
         self._heartbeat.committed(part)
-        return there
+        return committed_failures
 
 
 @dataclass(frozen=True)

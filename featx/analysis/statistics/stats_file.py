@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from featx.analysis.statistics.moments import Moments
+from featx.analysis.statistics.moments import Moments, PositionNorms
 from featx.analysis.statistics.norms_group import (
     NORM_ARRAYS,
     NORMS,
@@ -32,7 +32,6 @@ from featx.analysis.statistics.norms_group import (
     write_norms,
 )
 from featx.analysis.statistics.part_moments import StatsLayer
-from featx.analysis.statistics.position_norms import PositionNorms
 from featx.errors import LayerError, StoreError, nearest
 from featx.storage import reads_back_differently
 from featx.store import check_plain, damage_text, layout, open_metadata
@@ -175,8 +174,8 @@ def read_failures(file: h5py.File, path: Path, root: Mapping[str, Any]) -> tuple
         DamagedError: they do not match the root attributes.
     """
     names = ("row", "key", "status", "error", "message")
-    found = _plain(file, path, layout.FAILURES, names)
-    columns = [found[name][()] for name in names]
+    datasets = _plain_datasets(file, path, layout.FAILURES, names)
+    columns = [datasets[name][()] for name in names]
     if {len(column) for column in columns} != {root["num_failed"]}:
         raise DamagedError(f"{path}: it does not list the {root['num_failed']} images left out.")
     return tuple(
@@ -209,8 +208,8 @@ def read_checksums(file: h5py.File, path: Path, root: Mapping[str, Any]) -> npt.
     dataset = check_plain(file, layout.IMAGE_CHECKSUM)
     if dataset.shape != (num_rows,) or dataset.dtype != np.uint64:
         raise DamagedError(f"{path}: /{layout.IMAGE_CHECKSUM} does not fit its {num_rows} rows.")
-    found: npt.NDArray[np.uint64] = dataset[()]
-    return found
+    checksums: npt.NDArray[np.uint64] = dataset[()]
+    return checksums
 
 
 def _seal(crc: int) -> bytes:
@@ -245,7 +244,7 @@ def attributes_of(item: h5py.Group) -> dict[str, Any]:
     }
 
 
-def _plain(
+def _plain_datasets(
     file: h5py.File, path: Path, group: str, names: Sequence[str]
 ) -> dict[str, h5py.Dataset]:
     """Return datasets of a group whose values are stored in this file.
@@ -266,10 +265,10 @@ def check_layer(file: h5py.File, path: Path, name: str) -> None:
         LayerError: it has none.
     """
     if name not in file["layers"]:
-        known = list(file["layers"])
+        names = list(file["layers"])
         raise LayerError(
-            f"{path} has no statistics of {name!r}; it has {', '.join(known)}."
-            f"{nearest(name, known)}"
+            f"{path} has no statistics of {name!r}; it has {', '.join(names)}."
+            f"{nearest(name, names)}"
         )
 
 
@@ -289,7 +288,7 @@ def read_layer(
         DamagedError: shapes, counts or values do not match.
     """
     check_layer(file, path, name)
-    datasets = _plain(file, path, f"layers/{name}", ("count", *_ARRAYS))
+    datasets = _plain_datasets(file, path, f"layers/{name}", ("count", *_ARRAYS))
     if sum(dataset.size for dataset in datasets.values()) * 8 > file.id.get_filesize():
         raise DamagedError(f"{path}: {name} claims more than the file holds.")
     arrays = {key: datasets[key][()] for key in _ARRAYS}
@@ -302,8 +301,8 @@ def read_layer(
     if moments.kind != attributes["kind"] or set(moments.scatter.shape) != {moments.dim}:
         raise DamagedError(f"{path}: {name} has moments of shape {tuple(moments.scatter.shape)}.")
     images = root["stop"] - root["start"] - root["num_failed"]
-    found = (moments.count, moments.dim * each)
-    if found != (images * each, math.prod(attributes["shape"])):
+    size = (moments.count, moments.dim * each)
+    if size != (images * each, math.prod(attributes["shape"])):
         raise DamagedError(
             f"{path}: {name} counts {moments.count} rows of {moments.dim} features, which does "
             f"not fit {images} images of shape {attributes['shape']}."
@@ -334,7 +333,8 @@ def _read_norms(file: h5py.File, path: Path, name: str, count: int) -> PositionN
     if NORMS not in file[f"layers/{name}"]:
         return None
     try:
-        return read_norms(_plain(file, path, group, NORM_ARRAYS), attributes_of(file[group]), count)
+        datasets = _plain_datasets(file, path, group, NORM_ARRAYS)
+        return read_norms(datasets, attributes_of(file[group]), count)
     except (ValueError, TypeError) as error:
         raise DamagedError(f"{path}: the norms of {name}: {error}.") from error
 

@@ -84,20 +84,20 @@ def token_norms(store: FeatureStore, layer: str, rows: npt.NDArray[np.int64]) ->
         return None
     prefix = places.prefix_tokens if axis == 2 and len(store[layer].shape) == 3 else 0
     patches = norms[:, prefix:]
-    found = np.quantile(patches, [0, 0.25, 0.5, 0.75, 0.99, 1]).tolist()
-    threshold = found[3] + FENCES * (found[3] - found[1])
-    above = patches > threshold
+    quantiles = np.quantile(patches, [0, 0.25, 0.5, 0.75, 0.99, 1]).tolist()
+    threshold = quantiles[3] + FENCES * (quantiles[3] - quantiles[1])
+    is_outlier = patches > threshold
     return TokenNorms(
         layer,
         len(norms),
         places.grid,
-        (found[0], found[1], found[2], found[3], found[4], found[5]),
+        (quantiles[0], quantiles[1], quantiles[2], quantiles[3], quantiles[4], quantiles[5]),
         tuple(np.median(norms[:, :prefix], axis=0).tolist()),
         places.has_class_token and prefix > 0,
         threshold,
-        float(above.mean()),
-        float(above.any(1).mean()),
-        above.mean(0).reshape(places.grid),
+        float(is_outlier.mean()),
+        float(is_outlier.any(1).mean()),
+        is_outlier.mean(0).reshape(places.grid),
     )
 
 
@@ -120,12 +120,12 @@ def _norms(
     features = store[layer]
     width = int(np.prod(features.shape[1:], dtype=np.int64))
     step = max(1, BLOCK_BYTES // (4 * max(1, width)))
-    found = []
+    norms = []
     for start in range(0, len(rows), step):
-        asked = rows[start : start + step]
-        read = features[asked]
-        check_rows_present(store, layer, asked, read)
+        block_rows = rows[start : start + step]
+        read = features[block_rows]
+        check_rows_present(store, layer, block_rows, read)
         values = read.astype(np.float32, copy=False)
         squares = np.square(values, dtype=np.float64).sum(axis=axis)
-        found.append(np.sqrt(squares).reshape(len(asked), -1))
-    return np.concatenate(found) if found else np.zeros((0, 0))
+        norms.append(np.sqrt(squares).reshape(len(block_rows), -1))
+    return np.concatenate(norms) if norms else np.zeros((0, 0))

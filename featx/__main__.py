@@ -43,7 +43,7 @@ def _run_command(until_job: contextlib.ExitStack) -> int:
     from omegaconf.errors import OmegaConfBaseException
 
     from featx.base import defer_dynamo, discard_output, log_message, shipped, speed_up_imports
-    from featx.cli import hydra_config, read_command_line
+    from featx.cli import compose_once, explain_error, read_command_line, register_with_hydra
     from featx.errors import FeatxError
     from featx.jobs import JOBS
 
@@ -66,10 +66,10 @@ def _run_command(until_job: contextlib.ExitStack) -> int:
         line = read_command_line(typed[1:])
         if _printed_information(line):
             return 0
-        hydra_config.register(JOBS, line.config_dirs)
+        register_with_hydra(JOBS, line.config_dirs)
         sys.argv = [typed[0], *line.arguments]
         of_hydra = {"config_path": str(shipped("conf")), "config_name": "config"}
-        with hydra_config.composed_once(line):
+        with compose_once(line):
             hydra.main(version_base="1.3", **of_hydra)(one_job)()
         sys.stdout.flush()
     except BrokenPipeError:
@@ -78,9 +78,7 @@ def _run_command(until_job: contextlib.ExitStack) -> int:
     except (HydraException, OmegaConfBaseException, FeatxError) as error:
         if debug:
             raise
-        log_message(
-            str(error) if isinstance(error, FeatxError) else str(hydra_config.explain(error))
-        )
+        log_message(str(error if isinstance(error, FeatxError) else explain_error(error)))
         return 2
     except KeyboardInterrupt as interrupt:
         return 128 + getattr(interrupt, "signum", signal.SIGINT)
@@ -93,13 +91,13 @@ def _printed_information(line: CommandLine) -> bool:
     """Print the version or the help if the command line asks for it; returns whether it does."""
     from featx.base import print_result
     from featx.base.version import __version__
-    from featx.cli import hydra_config
+    from featx.cli import help_text
     from featx.jobs import JOBS
 
     if line.wants_version:
         print_result(f"featx {__version__}")
     elif line.wants_help:
-        print_result(hydra_config.help_text(JOBS))
+        print_result(help_text(JOBS))
     return line.wants_version or line.wants_help
 
 
@@ -109,25 +107,25 @@ def _exit_code_of(node: Any, line: CommandLine, debug: bool) -> int:
 
     from featx import jobs
     from featx.base import log_as_json, log_message
-    from featx.cli import hydra_config
-    from featx.config import saved_config, schema
+    from featx.cli import explain_error
+    from featx.config import from_omegaconf, given_by_value, saved_yaml
     from featx.errors import FeatxError, StorageError
 
     try:
-        checked = schema.from_omegaconf(node)
+        checked = from_omegaconf(node)
         jobs.check(checked, line.given)
         if checked.log.json:
             log_as_json()
-        of_files = schema.given_by_value(checked) - line.given if line.has_files else ()
+        of_files = given_by_value(checked) - line.given if line.has_files else ()
         if unused := jobs.unread(checked, of_files):
             log_message(
                 f"job={checked.job.name} does not use {', '.join(unused)} of the config file"
             )
-        return jobs.run(checked, saved_config.saved_yaml(node))
+        return jobs.run(checked, saved_yaml(node))
     except OmegaConfBaseException as error:
         if debug:
             raise
-        log_message(str(hydra_config.explain(error)), "error")
+        log_message(str(explain_error(error)), "error")
         return 2
     except FeatxError as error:
         if debug:

@@ -29,9 +29,8 @@ import featx
 from featx import __main__ as command
 from featx import jobs
 from featx.base.paths import shipped
-from featx.cli import hydra_config as featx_compose
-from featx.cli import read_command_line
-from featx.config.all_options import described_options
+from featx.cli import read_command_line, register_with_hydra
+from featx.config.all_options import describe_options
 from featx.config.schema import from_omegaconf
 from featx.models import read_catalogue
 from featx.storage import s3_client
@@ -108,7 +107,7 @@ def test_every_command_is_one(page: Path, tmp_path: Path, monkeypatch: pytest.Mo
 
     monkeypatch.chdir(tmp_path)
     write_experiments(page)
-    featx_compose.register(jobs.JOBS)
+    register_with_hydra(jobs.JOBS)
     lines = commands_of(page)
     with initialize_config_dir(str(shipped("conf")), version_base="1.3"):
         for line in lines:
@@ -165,7 +164,7 @@ def test_the_pages_made_from_the_code_are_as_the_code_is() -> None:
     for path, text in pages.items():
         assert path.read_text(encoding="utf-8") == text, f"{path} is stale: run scripts/reference"
     written = "".join(text for path, text in pages.items() if path.parent.name == "options")
-    for option in described_options():
+    for option in describe_options():
         assert f"| `{option.name}` | {option.type} |" in written
     assert set(script["EXAMPLES"]) == set(script["TITLES"]) == {
         path.stem for path in (REPOSITORY / "docs" / "reference" / "options").glob("*.md")

@@ -43,7 +43,7 @@ def run_zeroshot(config: Config) -> dict[str, Any]:
         FeatxError: the store is not one of a CLIP model, or the names do not fit.
     """
     started_at = time.perf_counter()
-    store = FeatureStore(config.place_of_store(), verify="rows")
+    store = FeatureStore(config.store_path(), verify="rows")
     run = _run_of(store)
     classes, prompts = class_names(config.zeroshot.classes, store)
     templates = read_templates(config.zeroshot.templates)

@@ -8,7 +8,7 @@ import re
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import yaml
 from hydra._internal.core_plugins.file_config_source import FileConfigSource
@@ -21,12 +21,12 @@ from hydra.plugins.config_source import ConfigResult, ConfigSource
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import OmegaConf
 
-from featx.base import Member, Registry, family
-from featx.cli.overrides import CommandLine, is_path
+from featx.base import Member, family
+from featx.cli.overrides import EXPERIMENTS, CommandLine, is_path
 from featx.config import (
     Kind,
     config_schema,
-    described_options,
+    describe_options,
     known_keys,
     member_groups,
     model_choice,
@@ -34,11 +34,22 @@ from featx.config import (
 )
 from featx.errors import ConfigError, nearest
 
-EXPERIMENTS = "experiment"
-"""Group of experiments: `experiment=NAME` reads experiment/NAME.yaml."""
-
 USER_CONF = Path("conf")
 """Folder below the current one whose experiments are found without --config-dir."""
+
+
+class MemberNames(Protocol):
+    """A registry, of whose members only the names are needed."""
+
+    def get(self, name: str) -> Member:
+        """Return a member; raises a ConfigError if there is none of this name."""
+
+    def names(self) -> tuple[str, ...]:
+        """Return the names of all members."""
+
+    def __contains__(self, name: object) -> bool:
+        """Return whether a member has this name."""
+
 
 _STR = "tag:yaml.org,2002:str"
 _NULL = "tag:yaml.org,2002:null"
@@ -78,7 +89,7 @@ class AnyModel(ConfigSource):
 class Jobs(ConfigSource):
     """Config source with the registered jobs; `job=status` imports no other job."""
 
-    registry: ClassVar[Registry[Any]]
+    registry: ClassVar[MemberNames]
 
     @staticmethod
     def scheme() -> str:
@@ -269,7 +280,7 @@ class _SearchPath(SearchPathPlugin):
         search_path.append("featx", f"{AnyModel.scheme()}://")
 
 
-def register(jobs: Registry[Any], config_dirs: Sequence[Path] = ()) -> None:
+def register_with_hydra(jobs: MemberNames, config_dirs: Sequence[Path] = ()) -> None:
     """Register the schema, the members of families and the search path with Hydra.
 
     Args:
@@ -289,7 +300,7 @@ def register(jobs: Registry[Any], config_dirs: Sequence[Path] = ()) -> None:
 
 
 @contextlib.contextmanager
-def composed_once(line: CommandLine) -> Iterator[None]:
+def compose_once(line: CommandLine) -> Iterator[None]:
     """Let Hydra compose the config of a run once inside the block, if nothing sets hydra.mode.
 
     Before each run, Hydra 1.3 composes the whole config only to read hydra.mode from it. Without a
@@ -322,7 +333,7 @@ def help_text(jobs: Iterable[Member]) -> str:
         jobs: jobs of the command; all of them are imported.
     """
     table = "\n".join(f"  job={job.name:<12}{job.help}" for job in jobs)
-    rows = described_options()
+    rows = describe_options()
     width = max(len(f"{row.name}={row.default}") for row in rows)
     lines = []
     for row in rows:
@@ -345,7 +356,7 @@ def help_text(jobs: Iterable[Member]) -> str:
     )
 
 
-def explain(error: Exception) -> ConfigError:
+def explain_error(error: Exception) -> ConfigError:
     """Turn an error of Hydra or OmegaConf into one message that says what to do."""
     chain: list[str] = []
     cause: BaseException | None = error
@@ -360,8 +371,8 @@ def explain(error: Exception) -> ConfigError:
     )
     if missing_config := re.search(r"Cannot find primary config '([^']+)'", text):
         name = missing_config.group(1)
-        where = ", ".join(map(str, _SearchPath.folders)) or "conf/; --config-dir DIR adds a folder"
-        return ConfigError(f"--config-name {name}: there is no {name}.yaml in {where}.")
+        place = ", ".join(map(str, _SearchPath.folders)) or "conf/; --config-dir DIR adds a folder"
+        return ConfigError(f"--config-name {name}: there is no {name}.yaml in {place}.")
     missing_choice = re.search(r"Could not find '(\w+)/([^']+)'", text)
     if missing_choice:
         group, choice = missing_choice.groups()
@@ -371,7 +382,7 @@ def explain(error: Exception) -> ConfigError:
             f"{group}={choice}: expected one of {', '.join(names)}.{nearest(choice, names)}"
             f"{_OF_ONES_OWN.get(group, '').format(choice)}"
         )
-    key = next((found for found in unknown.groups() if found), None) if unknown else None
+    key = next((name for name in unknown.groups() if name), None) if unknown else None
     if key is not None and key not in option_types():
         return ConfigError(
             f"unknown key {key!r}.{nearest(key, known_keys())} python -m featx --help lists every "
@@ -386,8 +397,8 @@ def explain(error: Exception) -> ConfigError:
     if (wrong_type := _explain_type(text)) is not None:
         return ConfigError(wrong_type)
     full_key = re.search(r"full_key: (\S+)", text)
-    where = f"{full_key.group(1)}: " if full_key else ""
-    return ConfigError(where + _first_line(chain))
+    place = f"{full_key.group(1)}: " if full_key else ""
+    return ConfigError(place + _first_line(chain))
 
 
 _OF_ONES_OWN = {

@@ -25,21 +25,25 @@ def outline(traced: Trace, depth: int) -> frozenset[str]:
         traced: one forward pass.
         depth: number of levels, at least 1.
     """
-    inside = _called_inside(traced)
-    most = MOST * traced.calls[-1].mflops
+    modules_inside = _modules_inside(traced)
+    max_mflops = MOST * traced.calls[-1].mflops
 
-    def opened(module: str) -> list[str]:
-        found = []
-        for name in inside.get(module, ()):
+    def open_module(module: str) -> list[str]:
+        names = []
+        for name in modules_inside.get(module, ()):
             mflops = sum(call.mflops for call in traced.by_module[name])
-            found += opened(name) if inside.get(name) and mflops > most > 0 else [name]
-        return found
+            names += (
+                open_module(name)
+                if modules_inside.get(name) and mflops > max_mflops > 0
+                else [name]
+            )
+        return names
 
-    listed = level = opened("")
+    listed_modules = level = open_module("")
     for _ in range(depth - 1):
-        level = [name for module in level for name in inside.get(module, ())]
-        listed = [*listed, *level]
-    return frozenset(listed)
+        level = [name for module in level for name in modules_inside.get(module, ())]
+        listed_modules = [*listed_modules, *level]
+    return frozenset(listed_modules)
 
 
 def last_stage(traced: Trace, modules: Collection[str]) -> str | None:
@@ -49,11 +53,11 @@ def last_stage(traced: Trace, modules: Collection[str]) -> str | None:
         traced: one forward pass.
         modules: names of the modules to choose from.
     """
-    inside = _called_inside(traced)
-    mflops = {name: traced.by_module[name][0].mflops for name in modules if name in inside}
-    least = MUCH * max(mflops.values(), default=0.0)
-    found = [name for name in traced.by_module if mflops.get(name, 0.0) > least]
-    return found[-1] if found else None
+    modules_inside = _modules_inside(traced)
+    mflops = {name: traced.by_module[name][0].mflops for name in modules if name in modules_inside}
+    min_mflops = MUCH * max(mflops.values(), default=0.0)
+    stages = [name for name in traced.by_module if mflops.get(name, 0.0) > min_mflops]
+    return stages[-1] if stages else None
 
 
 def matching_names(request: str, names: Iterable[str]) -> list[str]:
@@ -65,18 +69,20 @@ def matching_names(request: str, names: Iterable[str]) -> list[str]:
         request: name or glob, with its kind of capture after a colon, as in 'layer4:input'.
         names: names of the rows.
     """
-    wanted, _, kind = request.partition(":")
-    pattern = re.compile(glob_to_regex(wanted))
-    found = []
+    requested, _, kind = request.partition(":")
+    pattern = re.compile(glob_to_regex(requested))
+    matches = []
     for name in names:
-        stem, _, own = name.partition(":")
+        stem, _, row_kind = name.partition(":")
         module = re.split(r"[@\[]", stem)[0]
-        if own == kind and (stem == wanted or pattern.fullmatch(stem) or pattern.fullmatch(module)):
-            found.append(name)
-    return found
+        if row_kind == kind and (
+            stem == requested or pattern.fullmatch(stem) or pattern.fullmatch(module)
+        ):
+            matches.append(name)
+    return matches
 
 
-def _called_inside(traced: Trace) -> dict[str, list[str]]:
+def _modules_inside(traced: Trace) -> dict[str, list[str]]:
     """Return, for each module, the called modules directly inside it, in execution order.
 
     A container such as nn.ModuleList is not called itself, and does not count as a level.

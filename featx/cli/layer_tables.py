@@ -51,8 +51,8 @@ def table_rows(
     for i, call in enumerate(traced.calls):
         for each in operations:
             if each.num_calls_before == i:
-                given = profiled.operations.get(each.name) if profiled else None
-                rows += operation_rows(each, traced.batch_size, item_bytes, given or {})
+                values_by_path = profiled.operations.get(each.name) if profiled else None
+                rows += operation_rows(each, traced.batch_size, item_bytes, values_by_path or {})
         if not call.module or (modules is not None and call.module not in modules):
             continue
         for kind in kinds:
@@ -67,16 +67,16 @@ def table_rows(
                     "bytes_per_row": _row_bytes(shape, item_bytes),
                     "batch_in_front": shape[:1] == (traced.batch_size,),
                     "inputs": {
-                        _name(traced, call, "input", way): list(given[1:])
-                        for way, given in call.inputs.items()
+                        _name(traced, call, "input", element): list(input_shape[1:])
+                        for element, input_shape in call.inputs.items()
                     },
                 }
-                rows.append({**row, **_measured(profiled, call, kind, path)})
+                rows.append({**row, **_measurements(profiled, call, kind, path)})
     return rows
 
 
 def operation_rows(
-    each: Operation, batch_size: int, item_bytes: int, given: Mapping[ElementPath, Values]
+    each: Operation, batch_size: int, item_bytes: int, values_by_path: Mapping[ElementPath, Values]
 ) -> list[dict[str, Any]]:
     """Return the rows of operations that belong to no module; hooks do not time these.
 
@@ -84,7 +84,7 @@ def operation_rows(
         each: the operation.
         batch_size: batch size of the trace.
         item_bytes: bytes of one stored number.
-        given: values that were measured for its tensors.
+        values_by_path: values that were measured for its tensors.
     """
     single = len(each.outputs) == 1
     return [
@@ -99,7 +99,7 @@ def operation_rows(
             "batch_in_front": shape[:1] == (batch_size,),
             "inputs": {},
             **dict.fromkeys(("ms", "own_ms", "output_bytes", "added_bytes", "peak_bytes")),
-            **_values(given.get(path)),
+            **_values(values_by_path.get(path)),
         }
         for path, shape in each.outputs.items()
     ]
@@ -116,15 +116,17 @@ def _row_bytes(shape: tuple[int, ...], item_bytes: int) -> int:
     return int(np.prod(shape[1:], dtype=np.int64)) * item_bytes
 
 
-def _measured(profiled: Profile | None, call: Call, kind: str, path: ElementPath) -> dict[str, Any]:
+def _measurements(
+    profiled: Profile | None, call: Call, kind: str, path: ElementPath
+) -> dict[str, Any]:
     """Return the measurements of one tensor of a call by their JSON keys."""
     key = call.module, call.number
     times = profiled.times if profiled else None
     memory = profiled.memory.get(key) if profiled else None
-    found = profiled.values.get(key) if profiled else None
+    call_values = profiled.values.get(key) if profiled else None
     values: Values | None = None
-    if found and kind in ("output", "input"):  # the values of gradients are not those
-        values = (found.outputs if kind == "output" else found.inputs).get(path)
+    if call_values and kind in ("output", "input"):  # the values of gradients are not those
+        values = (call_values.outputs if kind == "output" else call_values.inputs).get(path)
     return {
         "ms": _rounded(times.total.get(key)) if times else None,
         "own_ms": _rounded(times.own.get(key)) if times else None,
@@ -158,11 +160,11 @@ def layer_table(rows: Sequence[Mapping[str, Any]], show: str, on_cuda: bool) -> 
         show: which columns, as in job.show.
         on_cuda: whether device memory was measured.
     """
-    shown = [name for name in _COLUMNS[show] if name not in _OF_CUDA or on_cuda]
-    left = sum(name in _COMMON for name in shown)
+    columns = [name for name in _COLUMNS[show] if name not in _OF_CUDA or on_cuda]
+    num_left = sum(name in _COMMON for name in columns)
     cells = [_cells(row) for row in rows]
     width = None if show == "all" else WIDTH
-    return table(shown, [[cell[name] for name in shown] for cell in cells], left, width)
+    return table(columns, [[cell[name] for name in columns] for cell in cells], num_left, width)
 
 
 def _cells(row: Mapping[str, Any]) -> dict[str, str]:
@@ -222,10 +224,10 @@ def title(name: str, traced: Trace, input_shape: Sequence[int]) -> str:
         traced: one forward pass.
         input_shape: shape of an image, (3, H, W).
     """
-    whole = traced.calls[-1]
+    model_call = traced.calls[-1]
     return (
-        f"{name}: {whole.num_parameters:,} parameters, {_mflops_text(whole.mflops)} MFLOPs an "
-        f"image, input {_shape_text(list(input_shape))}"
+        f"{name}: {model_call.num_parameters:,} parameters, {_mflops_text(model_call.mflops)} "
+        f"MFLOPs an image, input {_shape_text(list(input_shape))}"
     )
 
 
@@ -233,22 +235,22 @@ def remarks(show: str, traced: Trace, profiled: Profile) -> list[tuple[str, str]
     """Return remarks about the pass below the table, each as (name, text)."""
     from featx.layers import first_nonfinite
 
-    found = []
+    lines = []
     if show in ("values", "all") or first_nonfinite(profiled.values) is not None:
-        found.append(("values", _finite_text(traced, profiled)))
+        lines.append(("values", _finite_text(traced, profiled)))
     if profiled.times is not None:
-        own = sum(profiled.times.own.values())
-        found.append(
+        own_ms = sum(profiled.times.own.values())
+        lines.append(
             (
                 "ms",
                 f"median of {profiled.times.runs} warm passes; ms of a layer contain those of the "
-                f"layers inside it, own ms do not. Own ms of all add up to {own:.1f}, the pass "
+                f"layers inside it, own ms do not. Own ms of all add up to {own_ms:.1f}, the pass "
                 f"without hooks takes {profiled.times.pass_ms:.1f} ms.",
             )
         )
     if profiled.memory:
         on_cuda = any(memory.peak is not None for memory in profiled.memory.values())
-        found.append(
+        lines.append(
             (
                 "memory",
                 "added: what the device holds after a layer and did not before; peak: what it "
@@ -259,10 +261,10 @@ def remarks(show: str, traced: Trace, profiled: Profile) -> list[tuple[str, str]
             )
         )
     if any(shape[:1] != (traced.batch_size,) for c in traced.calls for shape in c.outputs.values()):
-        found.append(("*", "the batch is not in front of this tensor, so it cannot be captured"))
-    if never := _never_called(traced):
-        found.append(("not called", f"so not to be captured: {', '.join(never)}"))
-    return found
+        lines.append(("*", "the batch is not in front of this tensor, so it cannot be captured"))
+    if uncalled := _never_called(traced):
+        lines.append(("not called", f"so not to be captured: {', '.join(uncalled)}"))
+    return lines
 
 
 def usage(rows: Sequence[Mapping[str, Any]], stage: str | None) -> str:
@@ -272,42 +274,42 @@ def usage(rows: Sequence[Mapping[str, Any]], stage: str | None) -> str:
         rows: rows of the table.
         stage: name of the row that is taken; None takes the last one.
     """
-    named = [row for row in rows if row["batch_in_front"]]
-    if not named:
+    capturable = [row for row in rows if row["batch_in_front"]]
+    if not capturable:
         return ""
-    row = next((row for row in named if row["name"] == stage), named[-1])
-    name, shape, whole = row["name"], row["shape"], row["bytes_per_row"]
+    row = next((row for row in capturable if row["name"] == stage), capturable[-1])
+    name, shape, num_bytes = row["name"], row["shape"], row["bytes_per_row"]
     text = f"'layers=[{name},embedding]'"
     if len(shape) == 3 and shape[1] * shape[2] > 1:
-        mean = size_text(whole // (shape[1] * shape[2]))
-        text += f", or 'layers={{{name}: avg}}': {mean} an image instead of {size_text(whole)}"
+        mean = size_text(num_bytes // (shape[1] * shape[2]))
+        text += f", or 'layers={{{name}: avg}}': {mean} an image instead of {size_text(num_bytes)}"
     return text
 
 
 def _finite_text(traced: Trace, profiled: Profile) -> str:
     from featx.layers import first_nonfinite
 
-    found = first_nonfinite(profiled.values)
-    if found is None:
+    first = first_nonfinite(profiled.values)
+    if first is None:
         return "every value of every layer is finite on this image"
-    (module, number), to_blame = found
-    several = len(traced.by_module[module]) > 1
-    name = f"{module}@{number}" if several else module or "what the model returns"
+    (module, number), is_cause = first
+    has_calls = len(traced.by_module[module]) > 1
+    name = f"{module}@{number}" if has_calls else module or "what the model returns"
     values = profiled.values[module, number]
     count = sum(given.count for given in values.outputs.values())
     return f"first non-finite: {name}, {values.nonfinite:,} of {count:,} values" + (
-        "" if to_blame else "; its input is not finite already, and no layer gave that"
+        "" if is_cause else "; its input is not finite already, and no layer gave that"
     )
 
 
 def _never_called(traced: Trace) -> list[str]:
     """Return the outermost modules that are not called; names that differ by numbers are merged."""
-    never = set(traced.names.values()) - set(traced.by_module) - {""}
-    outermost = [name for name in sorted(never) if name.rpartition(".")[0] not in never]
-    alike: dict[str, list[str]] = {}
+    uncalled = set(traced.names.values()) - set(traced.by_module) - {""}
+    outermost = [name for name in sorted(uncalled) if name.rpartition(".")[0] not in uncalled]
+    names_by_glob: dict[str, list[str]] = {}
     for name in outermost:
-        alike.setdefault(re.sub(r"\d+", "*", name), []).append(name)
+        names_by_glob.setdefault(re.sub(r"\d+", "*", name), []).append(name)
     return [
         names[0] if len(names) == 1 else f"{glob} ({len(names)} of them)"
-        for glob, names in alike.items()
+        for glob, names in names_by_glob.items()
     ]

@@ -28,7 +28,7 @@ _FLAGS = (
     *("--multirun", "-m", "--shell-completion", "-sc", *_WITH_VALUE),
 )
 
-_EXPERIMENTS = "experiment"
+EXPERIMENTS = "experiment"
 """Group of experiments: `experiment=NAME` reads experiment/NAME.yaml."""
 
 _OVERRIDE = re.compile(r"(?P<sign>\+\+|\+)?(?P<key>[A-Za-z_][\w./@-]*)=(?P<value>.*)", re.DOTALL)
@@ -89,13 +89,13 @@ def read_command_line(argv: Sequence[str]) -> CommandLine:
     arguments: list[str] = []
     overrides: list[str] = []
     config_dirs: list[Path] = []
-    waiting = iter(argv)
-    for argument in waiting:
+    arguments_left = iter(argv)
+    for argument in arguments_left:
         flag, has_value, value = argument.partition("=")
         if flag in ("--config-dir", "-cd"):
-            config_dirs.append(_config_dir(value if has_value else next(waiting, "")))
+            config_dirs.append(_config_dir(value if has_value else next(arguments_left, "")))
         elif argument in _WITH_VALUE:
-            arguments += [argument, *_next_of(waiting)]
+            arguments += [argument, *_next_of(arguments_left)]
         elif argument.startswith("-") and flag not in _FLAGS:
             raise ConfigError(_unknown_flag(argument))
         elif argument.startswith("-"):
@@ -103,8 +103,8 @@ def read_command_line(argv: Sequence[str]) -> CommandLine:
         else:
             overrides.append(argument)
     given = {name for override in overrides if (name := _key_of(override)) is not None}
-    for override in _last_of_each(overrides):
-        arguments += _translated(override, is_multirun, config_dirs, given)
+    for override in _last_overrides(overrides):
+        arguments += _translate(override, is_multirun, config_dirs, given)
     wants_version = "--version" in arguments
     wants_help = "--help" in arguments or "-h" in arguments
     has_files = bool(config_dirs) or any(_is_experiment(override) for override in overrides)
@@ -113,8 +113,8 @@ def read_command_line(argv: Sequence[str]) -> CommandLine:
     )
 
 
-def _next_of(waiting: Iterator[str]) -> list[str]:
-    return [value] if (value := next(waiting, None)) is not None else []
+def _next_of(arguments_left: Iterator[str]) -> list[str]:
+    return [value] if (value := next(arguments_left, None)) is not None else []
 
 
 def _config_dir(value: str) -> Path:
@@ -129,15 +129,15 @@ def _unknown_flag(argument: str) -> str:
     name = argument.lstrip("-")
     key, has_value, value = name.partition("=")
     key = key.replace("-", "_")
-    known = option_types()
-    if key not in known:
+    names = option_types()
+    if key not in names:
         flags = [flag for flag in _FLAGS if flag.startswith("--")]
         return (
             f"unknown flag {argument}.{nearest(argument, flags)} Options are given as key=value, "
             "without dashes, such as model=resnet50; python -m featx --help lists them."
         )
-    shown = value if has_value else "VALUE"
-    return f"{argument}: options are given as key=value, without dashes: {key}={shown}"
+    text = value if has_value else "VALUE"
+    return f"{argument}: options are given as key=value, without dashes: {key}={text}"
 
 
 def _key_of(override: str) -> str | None:
@@ -145,25 +145,25 @@ def _key_of(override: str) -> str | None:
 
     None for options of Hydra and for experiments, which are no options of a run.
     """
-    found = _OVERRIDE.fullmatch(override)
-    if found is None or found["key"].split(".")[0].split("/")[0] in ("hydra", _EXPERIMENTS):
+    match = _OVERRIDE.fullmatch(override)
+    if match is None or match["key"].split(".")[0].split("/")[0] in ("hydra", EXPERIMENTS):
         return None
-    return found["key"]
+    return match["key"]
 
 
 def _is_experiment(override: str) -> bool:
     """Return whether an override names an experiment."""
-    found = _OVERRIDE.fullmatch(override)
-    return found is not None and found["key"] == _EXPERIMENTS
+    match = _OVERRIDE.fullmatch(override)
+    return match is not None and match["key"] == EXPERIMENTS
 
 
-def _last_of_each(overrides: Sequence[str]) -> list[str]:
+def _last_overrides(overrides: Sequence[str]) -> list[str]:
     """Return the overrides without those that a later one of the same option replaces."""
-    last = {_key_of(override) or override: i for i, override in enumerate(overrides)}
-    return [override for i, override in enumerate(overrides) if i in last.values()]
+    last_index = {_key_of(override) or override: i for i, override in enumerate(overrides)}
+    return [override for i, override in enumerate(overrides) if i in last_index.values()]
 
 
-def _translated(
+def _translate(
     override: str, is_multirun: bool, config_dirs: Sequence[Path], given: set[str]
 ) -> list[str]:
     """Return an override in the grammar of Hydra; two overrides for `data=PATH`.
@@ -174,15 +174,15 @@ def _translated(
         config_dirs: folders of the user's own configs.
         given: names of the options that were given; data.root is added for `data=PATH`.
     """
-    found = _OVERRIDE.fullmatch(override)
+    match = _OVERRIDE.fullmatch(override)
     if override.startswith("~"):
         raise ConfigError(f"{override}: no option can be deleted; leave it out, or give null.")
-    if found is None:
-        raise ConfigError(_no_override(override))
-    sign, value = found["sign"] or "", found["value"]
+    if match is None:
+        raise ConfigError(_unreadable_text(override))
+    sign, value = match["sign"] or "", match["value"]
     if _is_experiment(override):
         # Hydra's documentation writes +experiment=NAME, which is for groups without a default.
-        return [_format_group(_EXPERIMENTS, "", value, is_multirun)]
+        return [_format_group(EXPERIMENTS, "", value, is_multirun)]
     if (key := _key_of(override)) is None:
         return [override]
     option = option_types().get(key)
@@ -193,7 +193,7 @@ def _translated(
             )
         given.add("data.root")
         pieces = _pieces(value) if is_multirun else [value]
-        return ["data=folder", "data.root=" + ",".join(_quoted(piece) for piece in pieces)]
+        return ["data=folder", "data.root=" + ",".join(_quote(piece) for piece in pieces)]
     if _takes_any_key(key):
         return [f"++{key}={value}"]  # Hydra adds no key to a mapping without this sign
     if option is None:
@@ -207,8 +207,8 @@ def _takes_any_key(key: str) -> bool:
     """Return whether an option is a mapping with arbitrary keys, or lies in one."""
     parts = key.split(".")
     names = [".".join(parts[: i + 1]) for i in range(len(parts))]
-    found = [option_types()[name] for name in names if name in option_types()]
-    return any(option.kind is Kind.MAPPING for option in found)
+    options = [option_types()[name] for name in names if name in option_types()]
+    return any(option.kind is Kind.MAPPING for option in options)
 
 
 def is_path(value: str, config_dirs: Sequence[Path]) -> bool:
@@ -219,7 +219,7 @@ def is_path(value: str, config_dirs: Sequence[Path]) -> bool:
     return "/" in value or value[0] in "~." or Path(value).exists()
 
 
-def _no_override(argument: str) -> str:
+def _unreadable_text(argument: str) -> str:
     """Return the error message for an argument without `key=`."""
     if "=" in argument:
         return f"cannot read {argument!r}: the name of an option stands before the first '='."
@@ -282,12 +282,12 @@ def _format_value(key: str, value: str, option: OptionType, is_multirun: bool) -
 
 def _format_names(key: str, value: str) -> str:
     """Return a text, or a list or mapping of texts, in the grammar of Hydra."""
-    if value.startswith("[") and _closed(value):
+    if value.startswith("[") and _is_closed(value):
         elements = _pieces(value[1:-1]) if value[1:-1].strip() else []
         if elements and not elements[-1].strip():
             elements.pop()  # [a,b,]
         return "[" + ",".join(_format_text(element.strip()) for element in elements) + "]"
-    if value.startswith("{") and _closed(value):
+    if value.startswith("{") and _is_closed(value):
         entries = _pieces(value[1:-1]) if value[1:-1].strip() else []
         return "{" + ",".join(_format_entry(key, entry.strip()) for entry in entries) + "}"
     return value if value[:1] in ("[", "{") else _format_text(value)
@@ -295,7 +295,7 @@ def _format_names(key: str, value: str) -> str:
 
 def _format_entry(key: str, entry: str) -> str:
     """Return an entry `name: value`; the last colon outside of brackets separates the two."""
-    colons = [i for i in _outside(entry) if entry[i] == ":"]
+    colons = [i for i in _outer_indices(entry) if entry[i] == ":"]
     if not colons:
         raise ConfigError(f"{key}: expected name: value in {{{entry}}}.")
     name, value = entry[: colons[-1]].strip(), entry[colons[-1] + 1 :].strip()
@@ -313,28 +313,28 @@ def _format_entry(key: str, entry: str) -> str:
 
 def _format_reduction(key: str, value: str) -> str:
     """Return the value of a layer: a text, or options of `reduce` as a mapping."""
-    if not value.startswith("{") or not _closed(value):
+    if not value.startswith("{") or not _is_closed(value):
         return _format_text(value)
-    shown = []
+    entries = []
     for entry in _pieces(value[1:-1]):
         name, colon, inner = entry.partition(":")
         option = option_types().get(f"reduce.{name.strip()}", OptionType(Kind.OTHER))
-        shown.append(name + colon + _format_value(f"{key}: {name}", inner.strip(), option, False))
-    return "{" + ",".join(shown) + "}"
+        entries.append(name + colon + _format_value(f"{key}: {name}", inner.strip(), option, False))
+    return "{" + ",".join(entries) + "}"
 
 
 def _format_text(value: str) -> str:
     """Return a text in quotes for Hydra, without the quotes that may have been typed around it."""
-    return value if _QUOTED.fullmatch(value) else _quoted(value)
+    return value if _QUOTED.fullmatch(value) else _quote(value)
 
 
-def _quoted(text: str) -> str:
+def _quote(text: str) -> str:
     from hydra.core.override_parser.types import Quote, QuotedString
 
     return QuotedString(text=text, quote=Quote.double).with_quotes()
 
 
-def _closed(value: str) -> bool:
+def _is_closed(value: str) -> bool:
     """Return whether the first bracket of a value is closed by its last character."""
     depths = _depths(value)
     return depths[-1] == 0 and all(depths[:-1])
@@ -342,11 +342,11 @@ def _closed(value: str) -> bool:
 
 def _pieces(value: str) -> list[str]:
     """Split a value at the commas outside of quotes and brackets."""
-    edges = [-1, *(i for i in _outside(value) if value[i] == ","), len(value)]
+    edges = [-1, *(i for i in _outer_indices(value) if value[i] == ","), len(value)]
     return [value[a + 1 : b] for a, b in itertools.pairwise(edges)]
 
 
-def _outside(value: str) -> list[int]:
+def _outer_indices(value: str) -> list[int]:
     """Return the indices of the characters outside of quotes and brackets."""
     depths = [0, *_depths(value)]
     return [i for i in range(len(value)) if depths[i] == depths[i + 1] == 0]

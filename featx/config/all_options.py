@@ -31,12 +31,12 @@ def member_groups() -> dict[str, MemberGroup]:
     The option `codec` also selects a member, but is no group: codecs have no options.
     """
     hints = _hints()
-    found = {}
+    groups = {}
     for option in family_options():
         group = MemberGroup.of(option)
         if is_dataclass(hints[group.group]):
-            found[group.group] = group
-    return found
+            groups[group.group] = group
+    return groups
 
 
 def group_class(group: MemberGroup) -> type:
@@ -108,12 +108,12 @@ class OptionDescription:
     help: str
 
 
-def described_options() -> list[OptionDescription]:
+def describe_options() -> list[OptionDescription]:
     """Return the description of every option of the command, in the order of the groups."""
-    return _described(all_options(), "")
+    return _describe_fields(all_options(), "")
 
 
-def _described(options: Any, prefix: str) -> list[OptionDescription]:
+def _describe_fields(options: Any, prefix: str) -> list[OptionDescription]:
     """Return the options of a dataclass instance, nested ones included."""
     rows = []
     group = member_groups().get(prefix.rstrip("."))
@@ -121,21 +121,21 @@ def _described(options: Any, prefix: str) -> list[OptionDescription]:
     hints = get_type_hints(type(options), include_extras=True)
     for f in fields(options):
         value = getattr(options, f.name)
-        nested = is_dataclass(value)
+        is_group = is_dataclass(value)
         # A group's own name is the option of the group: model=resnet50, not model.name=resnet50.
-        default = getattr(value, "name", "") if nested else value
-        shown = str(default).lower() if isinstance(default, bool) else str(default)
-        shown = re.sub(r"\$\{(\w+)\.name\}", r"<\1>", shown)
+        default = getattr(value, "name", "") if is_group else value
+        text = str(default).lower() if isinstance(default, bool) else str(default)
+        text = re.sub(r"\$\{(\w+)\.name\}", r"<\1>", text)
         if f.name != "name":
-            shown = "null" if default is None else shown
+            text = "null" if default is None else text
             if group is not None and f.name in owners:
                 sentence = _sentence_of_members(group.option, f.name, owners[f.name])
             else:
                 sentence = _sentences(options.__class__)[f.name] + _choices(prefix + f.name)
-            values = _values_in_words(hints[f.name]) if not nested else "a name" if shown else ""
-            rows.append(OptionDescription(prefix + f.name, values, shown, sentence))
-        if nested:
-            rows += _described(value, f"{prefix}{f.name}.")
+            values = _values_in_words(hints[f.name]) if not is_group else "a name" if text else ""
+            rows.append(OptionDescription(prefix + f.name, values, text, sentence))
+        if is_group:
+            rows += _describe_fields(value, f"{prefix}{f.name}.")
     return rows
 
 
@@ -155,10 +155,10 @@ def _values_in_words(hint: Any) -> str:
         dict: "a mapping",
         type(None): "null",
     }
-    shown = words[get_origin(hint) or hint]
+    words_of_type = words[get_origin(hint) or hint]
     if get_origin(hint) is list:
-        shown += " of texts" if get_args(hint) == (str,) else " of numbers"
-    return shown
+        words_of_type += " of texts" if get_args(hint) == (str,) else " of numbers"
+    return words_of_type
 
 
 def _choices(option: str) -> str:
@@ -181,19 +181,19 @@ def _sentence_of_members(option: str, name: str, members: tuple[str, ...]) -> st
 @functools.cache
 def _sentences(options: type) -> MappingProxyType[str, str]:
     """Return the sentence of each field of a dataclass: the string below it in the source."""
-    found: dict[str, str] = {}
+    sentences: dict[str, str] = {}
     for owner in reversed(options.__mro__):
         if not is_dataclass(owner) or getattr(owner, "__module__", "types") == "types":
             continue  # object, and classes made by make_dataclass, which have no source
         node = ast.parse(textwrap.dedent(inspect.getsource(owner))).body[0]
         if not isinstance(node, ast.ClassDef):
             continue
-        for before, after in itertools.pairwise(node.body):
+        for node_before, node_after in itertools.pairwise(node.body):
             if (
-                isinstance(before, ast.AnnAssign)
-                and isinstance(before.target, ast.Name)
-                and isinstance(after, ast.Expr)
-                and isinstance(after.value, ast.Constant)
+                isinstance(node_before, ast.AnnAssign)
+                and isinstance(node_before.target, ast.Name)
+                and isinstance(node_after, ast.Expr)
+                and isinstance(node_after.value, ast.Constant)
             ):
-                found[before.target.id] = " ".join(str(after.value.value).split())
-    return MappingProxyType(found)
+                sentences[node_before.target.id] = " ".join(str(node_after.value.value).split())
+    return MappingProxyType(sentences)

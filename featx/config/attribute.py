@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from featx.config.checks import NAMES, check_choice
+from featx.config.checks import NAMES, check_choice, names_tuple
 from featx.errors import ConfigError
 
 METHODS = (
@@ -92,7 +92,7 @@ class AttributeConfig:
     @property
     def methods(self) -> tuple[str, ...]:
         """The option `method` as a tuple."""
-        return (self.method,) if isinstance(self.method, str) else tuple(self.method or ())
+        return names_tuple(self.method)
 
     def settings(self, method: str) -> dict[str, Any]:
         """Return the options that change the values of a method, with defaults; not the layer."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from featx.errors import ConfigError, nearest
 
 NAMES = "a text, a list of texts, or a mapping of texts"
@@ -16,6 +18,11 @@ def check_choice(key: str, value: object, choices: tuple[str, ...]) -> None:
     if value not in choices:
         near = nearest(value, choices) if isinstance(value, str) else ""
         raise ConfigError(f"{key}={value}: expected one of {', '.join(choices)}.{near}")
+
+
+def names_tuple(value: str | Sequence[str] | None) -> tuple[str, ...]:
+    """Return an option that is a text or a list of texts as a tuple."""
+    return (value,) if isinstance(value, str) else tuple(value or ())
 
 
 def column_name_problem(names: list[str]) -> str | None:

@@ -40,12 +40,12 @@ def load(text: str) -> dict[Any, Any]:
         ValueError: it is something else than a mapping, or nested too deeply.
     """
     try:
-        found = yaml.load(text, Loader=_Loader)
+        values = yaml.load(text, Loader=_Loader)
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
-    if not isinstance(found, dict | None):
-        raise ValueError(f"it is a {type(found).__name__}, and a mapping was expected")
-    return found or {}
+    if not isinstance(values, dict | None):
+        raise ValueError(f"it is a {type(values).__name__}, and a mapping was expected")
+    return values or {}
 
 
 def dump(values: Mapping[str, Any]) -> str:

@@ -93,17 +93,17 @@ def make_options(option: str, base: type[OptionsT], values: Mapping[str, Any]) -
     """
     group = MemberGroup.of(option)
     chosen = options_class(option, group.chosen(values), base)
-    every: type = options_of_all(option, base)  # type: ignore[arg-type]  # a class is hashable
-    known = [f.name for f in fields(every)]
+    all_options: type = options_of_all(option, base)  # type: ignore[arg-type]  # a class is hashable
+    names = [f.name for f in fields(all_options)]
     for key in values:
-        if key not in known:
+        if key not in names:
             raise ConfigError(
                 f"{option}={values[group.selector]} has no option {key!r}; expected some of "
-                f"{', '.join(known)}.{nearest(key, known)}"
+                f"{', '.join(names)}.{nearest(key, names)}"
             )
     refuse_options_of_others(group, base, values)
-    own = {f.name for f in fields(chosen)}  # type: ignore[arg-type]  # every base is a dataclass
-    return chosen(**{key: value for key, value in values.items() if key in own})
+    member_names = {f.name for f in fields(chosen)}  # type: ignore[arg-type]  # every base is a dataclass
+    return chosen(**{key: value for key, value in values.items() if key in member_names})
 
 
 def option_owners(option: str, base: type) -> dict[str, tuple[str, ...]]:
@@ -145,8 +145,8 @@ def options_of_all(option: str, base: type) -> type:
         for f in fields(member.options):
             if f.name in common:
                 continue
-            found = (hints[f.name], default_of_field(f))
-            if added.setdefault(f.name, found) != found:
+            description = (hints[f.name], default_of_field(f))
+            if added.setdefault(f.name, description) != description:
                 raise FeatxError(
                     f"{option}={member.name}: another member has the option {f.name} with another "
                     "type or default."
@@ -179,9 +179,11 @@ def refuse_options_of_others(group: MemberGroup, base: type, values: Mapping[str
     Raises:
         ConfigError: an option of another member has a value.
     """
-    every = {f.name: default_of_field(f) for f in fields(options_of_all(group.option, base))}
+    defaults = {f.name: default_of_field(f) for f in fields(options_of_all(group.option, base))}
     given = [
-        name for name in values if name in every and _plain(values[name]) != _plain(every[name])
+        name
+        for name in values
+        if name in defaults and _plain(values[name]) != _plain(defaults[name])
     ]
     refuse_names_of_others(group, base, group.chosen(values), given)
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 from enum import Enum, auto
 from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
-from featx.config import MAY_BE_EMPTY, NAMES
 from featx.config.all_options import all_options
+from featx.config.checks import MAY_BE_EMPTY, NAMES
 
 
 class Kind(Enum):
@@ -56,16 +56,16 @@ def option_types() -> Mapping[str, OptionType]:
 def _types_of(options: Any, prefix: str) -> dict[str, OptionType]:
     """Return the types of the fields of a dataclass instance, nested ones included."""
     hints = get_type_hints(type(options), include_extras=True)
-    found: dict[str, OptionType] = {}
+    option_types: dict[str, OptionType] = {}
     for f in fields(options):
         name, value = prefix + f.name, getattr(options, f.name)
         if is_dataclass(value):
-            named = any(inner.name == "name" for inner in fields(value))
-            found[name] = OptionType(Kind.GROUP if named else Kind.SECTION)
-            found |= _types_of(value, f"{name}.")
+            is_named = any(inner.name == "name" for inner in fields(value))
+            option_types[name] = OptionType(Kind.GROUP if is_named else Kind.SECTION)
+            option_types |= _types_of(value, f"{name}.")
         else:
-            found[name] = _type_of(hints[f.name])
-    return found
+            option_types[name] = _type_of(hints[f.name])
+    return option_types
 
 
 def _type_of(hint: Any) -> OptionType:

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from featx.config.checks import NAMES, check_choice
+from featx.config.checks import NAMES, check_choice, names_tuple
 from featx.errors import ConfigError
 
 PROBES = ("linear", "knn", "ridge", "attentive")
@@ -117,6 +117,11 @@ class ProbeConfig:
             raise ConfigError("probe.label_separator is empty: expected a text such as ';'.")
         self._check_owners()
         self._check_masks()
+        self._check_ranges()
+        self._check_shots()
+
+    def _check_ranges(self) -> None:
+        """Refuse numbers outside of their ranges."""
         for key in ("test_share", "validation_share"):
             value = getattr(self, key)
             if value is not None and not 0 < value < 1:
@@ -144,7 +149,6 @@ class ProbeConfig:
                 raise ConfigError(f"probe.{key}={value}: expected a number above 0.")
         if not self.memory_gib >= 0:
             raise ConfigError(f"probe.memory_gib={self.memory_gib}: expected 0 or more.")
-        self._check_shots()
 
     def _check_owners(self) -> None:
         """Refuse options that another kind of split or another method reads."""
@@ -209,8 +213,9 @@ class ProbeConfig:
                 raise ConfigError(f"probe.{key} has no effect with probe.masks; leave it out.")
 
     def _check_shots(self) -> None:
-        whole = [isinstance(n, int) and not isinstance(n, bool) and n >= 1 for n in self.all_shots]
-        if not all(whole) or len(set(self.all_shots)) < len(whole):
+        shots = self.all_shots
+        are_counts = all(isinstance(n, int) and not isinstance(n, bool) and n >= 1 for n in shots)
+        if not are_counts or len(set(shots)) < len(shots):
             raise ConfigError(
                 f"probe.shots={self.shots}: expected rows a class, such as 5 or [1,5,10]."
             )
@@ -220,7 +225,7 @@ class ProbeConfig:
     @property
     def methods(self) -> tuple[str, ...]:
         """The option `method` as a tuple."""
-        return (self.method,) if isinstance(self.method, str) else tuple(self.method or ())
+        return names_tuple(self.method)
 
     @property
     def all_shots(self) -> tuple[Any, ...]:

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 from featx.base import family
-from featx.config.checks import check_choice
+from featx.config.checks import check_choice, names_tuple
 from featx.config.reduce import ReduceConfig, make_reduce
 from featx.errors import ConfigError
-
-if TYPE_CHECKING:
-    from featx.config.run_config import Config
 
 PRESETS = ("embedding", "stages", "leaves", "all")
 """Names of sets of layers that `layers` takes instead of names."""
@@ -30,23 +26,39 @@ DEFAULT_LAYERS = "embedding"
 """Preset that a run takes if `layers` is null."""
 
 
-def layer_requests(config: Config) -> list[tuple[str, ReduceConfig]]:
+class LayerOptions(Protocol):
+    """The options of a `Config` that say which tensors a run stores."""
+
+    @property
+    def layers(self) -> Any:
+        """Preset, list of names, or mapping of names to reductions; None for the default."""
+
+    @property
+    def capture(self) -> Any:
+        """Tensor of a layer, or a list of them."""
+
+    @property
+    def reduce(self) -> ReduceConfig:
+        """Reduction of the layers without one of their own."""
+
+
+def layer_requests(config: LayerOptions) -> list[tuple[str, ReduceConfig]]:
     """Return the options `layers`, in its three forms, and `capture` as one list.
 
     Returns:
         (name, glob or preset; reduction). A tensor that is not an output has its kind after the
         name, as in 'layer4:input'.
     """
-    asked = DEFAULT_LAYERS if config.layers is None else config.layers
-    if isinstance(asked, str):
-        asked = [asked]
-    if isinstance(asked, Mapping):
-        pairs = [(str(name), _as_reduce(value)) for name, value in asked.items()]
-    elif isinstance(asked, list | tuple) and all(isinstance(name, str) for name in asked):
-        pairs = [(name, config.reduce) for name in asked]
+    layers = DEFAULT_LAYERS if config.layers is None else config.layers
+    if isinstance(layers, str):
+        layers = [layers]
+    if isinstance(layers, Mapping):
+        pairs = [(str(name), reduction_options(value)) for name, value in layers.items()]
+    elif isinstance(layers, list | tuple) and all(isinstance(name, str) for name in layers):
+        pairs = [(name, config.reduce) for name in layers]
     else:
         raise ConfigError(
-            f"layers={asked}: expected a preset ({', '.join(PRESETS)}), a list such as "
+            f"layers={layers}: expected a preset ({', '.join(PRESETS)}), a list such as "
             "[layer4,avgpool], or a mapping such as {layer4: avg}."
         )
     if not pairs:
@@ -59,32 +71,22 @@ def layer_requests(config: Config) -> list[tuple[str, ReduceConfig]]:
     ]
 
 
-def with_statistics_at(config: Config, path: str | None) -> Config:
-    """Return a config whose pca and whiten read their statistics from `path`, unless it is None."""
-    if path is None:
-        return config
-
-    def moved(reduce: ReduceConfig) -> ReduceConfig:
-        return reduce.with_statistics_path(path)
-
-    layers = config.layers
-    if isinstance(layers, Mapping):
-        layers = {name: moved(_as_reduce(value)) for name, value in layers.items()}
-    return replace(config, layers=layers, reduce=moved(config.reduce))
-
-
-def captures(config: Config) -> tuple[str, ...]:
+def captures(config: LayerOptions) -> tuple[str, ...]:
     """Return the option `capture` as a tuple."""
-    asked = config.capture
-    kinds = (asked,) if isinstance(asked, str) else tuple(asked or ())
+    kinds = names_tuple(config.capture)
     for kind in kinds:
         check_choice("capture", kind, CAPTURES)
     if not kinds or len(set(kinds)) < len(kinds):
-        raise ConfigError(f"capture={asked}: expected some of {', '.join(CAPTURES)}.")
+        raise ConfigError(f"capture={config.capture}: expected some of {', '.join(CAPTURES)}.")
     return kinds
 
 
-def _as_reduce(value: object) -> ReduceConfig:
+def reduction_options(value: object) -> ReduceConfig:
+    """Return the reduction that a mapping in `layers` gives a layer: a name, or its options.
+
+    Raises:
+        ConfigError: it is neither.
+    """
     if isinstance(value, ReduceConfig):
         return value
     if isinstance(value, str):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,13 +16,10 @@ from typing import Annotated, Any
 from featx.base import family
 from featx.config import (
     GRADIENTS,
-    MAX_PROJECTOR_IMAGES,
-    NAMES,
     SCALARS,
     AttributeConfig,
     BenchConfig,
     CkaConfig,
-    ConformanceConfig,
     DataConfig,
     DistanceConfig,
     DuplicatesConfig,
@@ -41,7 +39,10 @@ from featx.config import (
     ZeroshotConfig,
     check_choice,
 )
-from featx.config.requested_layers import layer_requests
+from featx.config.attribute import MAX_PROJECTOR_IMAGES
+from featx.config.checks import NAMES
+from featx.config.conformance import ConformanceConfig
+from featx.config.requested_layers import layer_requests, reduction_options
 from featx.errors import ConfigError, StoreError
 from featx.storage import is_url, parse_path
 from featx.types import ITEM_BYTES
@@ -54,8 +55,8 @@ MAX_PART_MIB = 4096
 
 
 def _check_auto_or_int(key: str, value: object) -> None:
-    whole = isinstance(value, int) and not isinstance(value, bool) and value >= 1
-    if value != "auto" and not whole:
+    is_count = isinstance(value, int) and not isinstance(value, bool) and value >= 1
+    if value != "auto" and not is_count:
         raise ConfigError(f"{key}={value}: expected auto or a whole number of at least 1.")
 
 
@@ -260,32 +261,32 @@ class Config:
                 )
         self._check_repairs()
         layer_requests(self)
-        index = isinstance(self.target, int) and not isinstance(self.target, bool)
-        if self.target not in SCALARS and not (index and self.target >= 0):
+        is_index = isinstance(self.target, int) and not isinstance(self.target, bool)
+        if self.target not in SCALARS and not (is_index and self.target >= 0):
             raise ConfigError(
                 f"target={self.target}: expected one of {', '.join(SCALARS)}, or the index of a "
                 "class."
             )
 
-    def place_of_store(self) -> Path:
+    def store_path(self) -> Path:
         """Return the store that a job reads: `store`, or `out` if that is null.
 
         Raises:
             StoreError: neither was given, and there is nothing at the default of `out`.
         """
-        place = parse_path(self.store or self.out).absolute()
-        if self.store is None and self._has_default_out and not place.exists():
+        path = parse_path(self.store or self.out).absolute()
+        if self.store is None and self._has_default_out and not path.exists():
             raise StoreError(
                 f"job={self.job.name} reads a store: say which with store=DIR, its folder or "
-                f"features.h5. None is given, and {place} (the default of out) is not there."
+                f"features.h5. None is given, and {path} (the default of out) is not there."
             )
-        return place
+        return path
 
     @property
     def _has_default_out(self) -> bool:
         return self.out in (Config.out, f"runs/{self.data.name}/{self.model.name}")
 
-    def out_beside(self, root: Path, name: str) -> Path:
+    def output_folder(self, root: Path, name: str) -> Path:
         """Return `out` of a job that reads a store, by default a folder in that of the store.
 
         Args:
@@ -302,23 +303,23 @@ class Config:
         return Path(self.out).expanduser().absolute()
 
     @property
-    def is_spread(self) -> bool:
+    def is_distributed(self) -> bool:
         """Whether worker processes compute, not this one."""
         return self.executor.has_workers
 
-    def cpus_of_worker(self, here: int) -> int:
+    def cpus_of_worker(self, num_cpus: int) -> int:
         """Return the number of CPUs of each process that computes.
 
         Args:
-            here: number of CPUs of this machine.
+            num_cpus: number of CPUs of this machine.
         """
         if self.executor.name != "local":
             return self.executor.num_cpus
-        return max(1, here // self.executor.num_local_workers)
+        return max(1, num_cpus // self.executor.num_local_workers)
 
     def _check_workers(self) -> None:
         """Check the options that exclude worker processes, or a list of GPUs."""
-        if self.is_spread:
+        if self.is_distributed:
             for key in ("tensorboard", "profile"):
                 if getattr(self, key) is not False:
                     raise ConfigError(
@@ -335,8 +336,8 @@ class Config:
     def _check_urls(self) -> None:
         """Check the paths that may, or must not, lie in an object store."""
         for key in ("out", "store"):
-            if (place := getattr(self, key)) is not None and is_url(place):
-                parse_path(place)
+            if (path := getattr(self, key)) is not None and is_url(path):
+                parse_path(path)
         folder = self.executor.shared_folder
         if folder is not None and is_url(folder):
             raise ConfigError(
@@ -366,6 +367,19 @@ class Config:
         if isinstance(self.max_failures, float):
             return int(self.max_failures * num_rows + 1e-9)  # 0.29 of 100 are 29
         return int(self.max_failures)
+
+
+def with_statistics_at(config: Config, path: str | None) -> Config:
+    """Return a config whose pca and whiten read their statistics from `path`, unless it is None."""
+    if path is None:
+        return config
+    layers = config.layers
+    if isinstance(layers, Mapping):
+        layers = {
+            name: reduction_options(value).with_statistics_path(path)
+            for name, value in layers.items()
+        }
+    return replace(config, layers=layers, reduce=config.reduce.with_statistics_path(path))
 
 
 def in_this_process(config: Config) -> Config:

@@ -43,10 +43,10 @@ def from_saved(text: str) -> Config:
         return part.replace("${", r"\${") if isinstance(part, str) else part
 
     try:
-        found = plain(config_yaml.load(text))
-        _leave_out_unread_transform(found)
-        _check_members(found)
-        node = OmegaConf.merge(config_schema(), _without_defaults(found, default_values()))
+        options = plain(config_yaml.load(text))
+        _leave_out_unread_transform(options)
+        _check_members(options)
+        node = OmegaConf.merge(config_schema(), _without_defaults(options, default_values()))
     except (OmegaConfBaseException, yaml.YAMLError, ValueError, TypeError) as error:
         raise ConfigError(
             f"the config that the store keeps cannot be read: {str(error).splitlines()[0]}"
@@ -54,15 +54,15 @@ def from_saved(text: str) -> Config:
     return from_omegaconf(node)  # type: ignore[arg-type]  # a structured node merges to a DictConfig
 
 
-def _without_defaults(found: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+def _without_defaults(options: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options that differ from their defaults; OmegaConf takes 0.1 ms to merge each.
 
     Args:
-        found: saved options, groups of them as mappings.
+        options: saved options, groups of them as mappings.
         defaults: the defaults in the same form.
     """
     different = {}
-    for key, value in found.items():
+    for key, value in options.items():
         default = defaults.get(key)
         if isinstance(value, Mapping) and isinstance(default, Mapping):
             value = _without_defaults(value, default)
@@ -75,13 +75,13 @@ def _without_defaults(found: Mapping[str, Any], defaults: Mapping[str, Any]) -> 
     return different
 
 
-def _leave_out_unread_transform(found: object) -> None:
+def _leave_out_unread_transform(options: object) -> None:
     """Leave the preprocessing out of a config that was saved when only model=custom read it.
 
     Such a config contains the defaults of then, which no other model used, and not yet
     `model.transform.offset`.
     """
-    model = found.get("model") if isinstance(found, dict) else None
+    model = options.get("model") if isinstance(options, dict) else None
     if not isinstance(model, dict) or model.get("library") == "custom":
         return
     transform = model.get("transform")
@@ -89,37 +89,37 @@ def _leave_out_unread_transform(found: object) -> None:
         del model["transform"]
 
 
-def _check_members(found: object) -> None:
+def _check_members(saved: object) -> None:
     """Raise a ConfigError if a saved config names a member that is not installed here."""
-    options = found if isinstance(found, Mapping) else {}
+    options = saved if isinstance(saved, Mapping) else {}
     for group in member_groups().values():
         values = options.get(group.group)
         if isinstance(values, Mapping) and group.selector in values:
             family(group.option).get(str(values[group.selector]))
 
 
-def data_of_saved(saved: Config, asked: DataConfig, what: str) -> DataConfig:
+def data_of_saved(saved: Config, options: DataConfig, store: str) -> DataConfig:
     """Return the options of the images of a store.
 
     Args:
         saved: config of the store, from `from_saved`.
-        asked: options of the command; its data.root is used if given.
-        what: name of the store, for messages.
+        options: options of the command; its data.root is used if given.
+        store: name of the store, for messages.
 
     Raises:
         ConfigError: the command gives no data.root, and the saved options contain a URL or read the
             environment, by which a stranger's file could send secrets to another machine.
     """
-    if asked.root is not None:
-        if asked.name == saved.data.name:
-            return replace(saved.data, root=asked.root)
+    if options.root is not None:
+        if options.name == saved.data.name:
+            return replace(saved.data, root=options.root)
         common = {f.name: getattr(saved.data, f.name) for f in fields(DataConfig)}
-        return replace(asked, **{**common, "name": asked.name, "root": asked.root})
+        return replace(options, **{**common, "name": options.name, "root": options.root})
     for f in fields(saved.data):
         value = getattr(saved.data, f.name)
         if isinstance(value, str) and ("://" in value or "${" in value):
             raise ConfigError(
-                f"{what} says data.{f.name}={value}. featx opens no URL and reads no environment "
+                f"{store} says data.{f.name}={value}. featx opens no URL and reads no environment "
                 "because a file names it: say where the images are with data.root=."
             )
     return saved.data
@@ -155,13 +155,13 @@ def saved_yaml(node: DictConfig) -> str:
         if isinstance(part, DictConfig):
             if part._is_none() or part._is_missing():
                 return None
-            found = {}
+            values = {}
             for key in part:
-                may = may_hold_secrets and not (part is node and key in _WITHOUT_SECRETS)
-                kept = value(part, key, may)
-                hidden = may and kept is not None and is_secret(str(key))
-                found[str(key)] = "(redacted)" if hidden else kept
-            return found
+                may_be_secret = may_hold_secrets and not (part is node and key in _WITHOUT_SECRETS)
+                inner_value = value(part, key, may_be_secret)
+                is_hidden = may_be_secret and inner_value is not None and is_secret(str(key))
+                values[str(key)] = "(redacted)" if is_hidden else inner_value
+            return values
         return [value(part, i, may_hold_secrets) for i in range(len(part))]
 
     def value(part: Any, key: Any, may_hold_secrets: bool) -> Any:
@@ -173,27 +173,27 @@ def saved_yaml(node: DictConfig) -> str:
             return walk(inner, may_hold_secrets)
         return _SIGNED.sub(r"\1?(redacted)", inner) if isinstance(inner, str) else inner
 
-    found = walk(node, may_hold_secrets=True)
-    for group, name in _unread_of_plugins(node):
-        found[group].pop(name, None)
-    return config_yaml.dump(found)
+    values = walk(node, may_hold_secrets=True)
+    for group, name in _unread_plugin_options(node):
+        values[group].pop(name, None)
+    return config_yaml.dump(values)
 
 
-def _unread_of_plugins(node: DictConfig) -> list[tuple[str, str]]:
+def _unread_plugin_options(node: DictConfig) -> list[tuple[str, str]]:
     """Return (group, option) of the options that only members of other packages read.
 
     A store would otherwise need every package that was installed when it was made. Options of the
     members that are chosen are not among them.
     """
-    found = []
+    unread = []
     for group in member_groups().values():
         chosen = group.chosen(node[group.group])
         for name, owners in option_owners(group.option, group_class(group)).items():
             members = [family(group.option).get(owner) for owner in owners]
             is_foreign = all(not _is_of_featx(member.options) for member in members)
             if is_foreign and chosen not in owners:
-                found.append((group.group, name))
-    return found
+                unread.append((group.group, name))
+    return unread
 
 
 def _is_of_featx(options: type | None) -> bool:

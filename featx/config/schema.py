@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 @functools.cache
 def config_schema() -> DictConfig:
     """Return all options with their types and defaults; merging copies it."""
-    return _structured(config_class())  # type: ignore[arg-type]  # a class is hashable
+    return _structured_node(config_class())  # type: ignore[arg-type]  # a class is hashable
 
 
 @functools.cache
@@ -105,17 +105,17 @@ def _with_options_of_choice(node: DictConfig, group: MemberGroup) -> DictConfig:
     chosen: type[Any] = options_class(group.option, group.chosen(values), base)
     refuse_options_of_others(group, base, values)
     names = {f.name for f in fields(chosen)}
-    own = {key: value for key, value in values.items() if key in names}
-    found: DictConfig = OmegaConf.merge(_structured(chosen), own)  # type: ignore[assignment, arg-type]  # a structured node merges to a DictConfig; a class is hashable
-    # Interpolations such as ${out} are looked up in all options. Assigning `found` to `node` would
+    member_values = {key: value for key, value in values.items() if key in names}
+    options_node: DictConfig = OmegaConf.merge(_structured_node(chosen), member_values)  # type: ignore[assignment, arg-type]  # a structured node merges to a DictConfig; a class is hashable
+    # Interpolations such as ${out} are looked up in all options. Assigning it to `node` would
     # do the same, but needs a deep copy of all options, which takes most of the time of a call.
-    found._set_parent(node)
-    found._set_key(group.group)
-    return found
+    options_node._set_parent(node)
+    options_node._set_key(group.group)
+    return options_node
 
 
 @functools.cache
-def _structured(options: type) -> DictConfig:
+def _structured_node(options: type) -> DictConfig:
     """Return a dataclass with its defaults as a typed node; merging copies it."""
     from omegaconf import OmegaConf
 
@@ -185,7 +185,7 @@ def _with_texts(values: Mapping[str, Any], prefix: str) -> dict[str, Any]:
     Raises:
         ConfigError: a number is given where a text is expected.
     """
-    found: dict[str, Any] = {}
+    texts: dict[str, Any] = {}
     for name, value in values.items():
         option = option_types().get(f"{prefix}{name}")
         kind = None if option is None else option.kind
@@ -200,8 +200,8 @@ def _with_texts(values: Mapping[str, Any], prefix: str) -> dict[str, Any]:
                     f"{prefix}{name}={value!r}: expected text, and {element!r} is a number; put it "
                     f"in quotes: {str(element)!r}."
                 )
-        found[name] = value
-    return found
+        texts[name] = value
+    return texts
 
 
 def given_keywords(values: Mapping[str, Any]) -> frozenset[str]:
@@ -212,8 +212,8 @@ def given_keywords(values: Mapping[str, Any]) -> frozenset[str]:
     """
     names = set()
     for name, value in values.items():
-        inner = option_types()[name].kind in (Kind.GROUP, Kind.SECTION)
-        if inner and isinstance(value, Mapping):
+        is_group = option_types()[name].kind in (Kind.GROUP, Kind.SECTION)
+        if is_group and isinstance(value, Mapping):
             names |= {f"{name}.{key}" for key in value}
         else:
             names.add(name)
@@ -256,9 +256,11 @@ def without_object(values: Mapping[str, Any]) -> tuple[dict[str, Any], object | 
         return values, None
     if not isinstance(data, Mapping):
         data = {"source": data}
-    if (given := data.get("source")) is None:
+    if (source := data.get("source")) is None:
         return values, None
-    if other := {"name", "root"} & set(data):
-        raise ConfigError(f"data.{min(other)} has no effect with a data set given as an object.")
+    if conflicts := {"name", "root"} & set(data):
+        raise ConfigError(
+            f"data.{min(conflicts)} has no effect with a data set given as an object."
+        )
     values["data"] = {"name": OBJECT_SOURCE, **{k: v for k, v in data.items() if k != "source"}}
-    return values, given
+    return values, source

@@ -45,10 +45,10 @@ class NeighborsConfig:
                 "neighbors.key is a row of the store and neighbors.image an image that is none: "
                 "give one of them."
             )
-        given = "key" if self.image is None else "image"
-        if self.recall is not None and getattr(self, given) is not None:
+        key = "key" if self.image is None else "image"
+        if self.recall is not None and getattr(self, key) is not None:
             raise ConfigError(
-                f"neighbors.recall has no effect with neighbors.{given}: the neighbours of one "
+                f"neighbors.recall has no effect with neighbors.{key}: the neighbours of one "
                 "image are searched exactly."
             )
 

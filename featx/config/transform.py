@@ -137,14 +137,14 @@ class TransformConfig:
         Raises:
             ConfigError: it does not.
         """
-        asked = resize if self.resize is None else self.resize
-        if asked is None:
+        resized = resize if self.resize is None else self.resize
+        if resized is None:
             return
         sides = _both(crop if self.crop is None else self.crop)
-        if any(inner > outer for inner, outer in zip(sides, _both(asked), strict=True)):
+        if any(inner > outer for inner, outer in zip(sides, _both(resized), strict=True)):
             raise ConfigError(
                 f"model.transform.crop={'x'.join(map(str, sides))}: expected at most "
-                f"model.transform.resize={asked} pixels; give both."
+                f"model.transform.resize={resized} pixels; give both."
             )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 from featx.base import Member, Registry
 from featx.config import Config, ExportConfig
 from featx.errors import ConfigError, FeatxError, MissingExtraError
-from featx.export.selection import Selection
+from featx.export.selection import ExportSelection
 
 
 @dataclass(frozen=True)
@@ -22,22 +22,39 @@ class File:
 
     Attributes:
         name: path below the folder of the export, with '/'.
-        write: function that fills the open binary file; for a folder, it gets the path of an empty
-            one.
+        write: function that fills the open binary file.
         start: first row of the selection that the file holds.
         stop: row after the last one.
-        is_folder: whether the name is that of a folder.
         reserved_bytes: largest size in bytes of a file that h5py writes, or None. HDF5 may crash
             when a disk is full, so the space is reserved first, and `write` gets a file object for
             h5py.
     """
 
     name: str
-    write: Callable[[Any], None]
+    write: Callable[[BinaryIO], object]
     start: int
     stop: int
-    is_folder: bool = False
     reserved_bytes: int | None = None
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True)
+class Folder:
+    """One folder of an export, for formats whose unit is a folder.
+
+    Attributes:
+        name: path below the folder of the export, with '/'.
+        write: function that fills an empty folder, whose path it gets.
+        start: first row of the selection that the folder holds.
+        stop: row after the last one.
+    """
+
+    name: str
+    write: Callable[[Path], object]
+    start: int
+    stop: int
 
     def __len__(self) -> int:
         return self.stop - self.start
@@ -54,13 +71,13 @@ class Format(ABC):
         FeatxError: a package is missing, or the format cannot hold these layers.
     """
 
-    def __init__(self, selection: Selection, config: Config) -> None:
+    def __init__(self, selection: ExportSelection, config: Config) -> None:
         self.selection = selection
         self.config = config
 
     @abstractmethod
-    def files(self) -> list[File]:
-        """Return the files in the order of writing, always the same for the same rows."""
+    def files(self) -> Sequence[File | Folder]:
+        """Return files and folders in the order of writing, always the same for the same rows."""
 
     @abstractmethod
     def opening(self, out: Path) -> str:
@@ -117,7 +134,7 @@ class ShardedFormat(Format):
             write: function that writes rows [start, stop) of the selection to an open file.
         """
         ranges = self.ranges(row_bytes)
-        found = []
+        files = []
         for number, (start, stop) in enumerate(ranges):
             name = f"{stem}-{number:05d}-of-{len(ranges):05d}.{ending}"
 
@@ -125,8 +142,8 @@ class ShardedFormat(Format):
             def fill(file: BinaryIO, start: int = start, stop: int = stop) -> None:
                 write(file, start, stop)
 
-            found.append(File(name, fill, start, stop))
-        return found
+            files.append(File(name, fill, start, stop))
+        return files
 
     def ranges(self, row_bytes: float) -> list[tuple[int, int]]:
         """Return start and stop of shards of about export.shard_gib; at least one.
@@ -156,7 +173,7 @@ class FormatMember(Member):
             they are left out, and the command says how many.
     """
 
-    make: Callable[[Selection, Config], Format]
+    make: Callable[[ExportSelection, Config], Format]
     holds_failed_rows: bool = True
 
 
@@ -166,17 +183,17 @@ FORMATS: Registry[FormatMember] = Registry("export.format", "featx.export", "fea
 
 def literal(text: object) -> str:
     """Return a path or name as a Python string literal, such as "runs/photos"."""
-    shown = str(text)
-    plain = shown.isprintable() and '"' not in shown and "\\" not in shown
-    return f'"{shown}"' if plain else repr(shown)
+    path = str(text)
+    is_plain = path.isprintable() and '"' not in path and "\\" not in path
+    return f'"{path}"' if is_plain else repr(path)
 
 
-def refuse_maps(selection: Selection, why: str) -> None:
+def refuse_maps(selection: ExportSelection, holding: str) -> None:
     """Check that every layer has one vector per row.
 
     Args:
         selection: rows and layers to export.
-        why: what the format holds, such as 'the projector shows vectors'.
+        holding: what the format holds, such as 'the projector shows vectors'.
 
     Raises:
         ConfigError: a layer holds maps or tokens.
@@ -184,37 +201,37 @@ def refuse_maps(selection: Selection, why: str) -> None:
     maps = [name for name in selection.layers if len(selection.row_shape(name)) != 1]
     if maps:
         raise ConfigError(
-            f"{why}; {', '.join(maps)} hold maps. Name the layers you want with layers=[...], or "
-            "extract these with reduce=avg."
+            f"{holding}; {', '.join(maps)} hold maps. Name the layers you want with layers=[...], "
+            "or extract these with reduce=avg."
         )
 
 
-def only_layer_of(selection: Selection, what: str) -> str:
+def only_layer_of(selection: ExportSelection, option: str) -> str:
     """Return the layer of an export that has a single one.
 
     Args:
         selection: rows and layers to export.
-        what: option that holds one layer, such as 'export.format=clip_retrieval'.
+        option: option that holds one layer, such as 'export.format=clip_retrieval'.
 
     Raises:
         ConfigError: there are several.
     """
     if len(selection.layers) > 1:
         raise ConfigError(
-            f"{what} holds one layer, and {len(selection.layers)} are selected: "
+            f"{option} holds one layer, and {len(selection.layers)} are selected: "
             f"{', '.join(selection.layers)}. Name one with layers=[...]."
         )
     return selection.layers[0]
 
 
-def import_extra(module: str, name: str, extra: str, what: str) -> Any:
+def import_extra(module: str, name: str, extra: str, option: str) -> Any:
     """Import and return a module of a package that not every installation has.
 
     Args:
         module: name of the module.
         name: name of its package.
         extra: extra of featx that installs it.
-        what: what needs the package.
+        option: what needs the package.
 
     Raises:
         MissingExtraError: the package is not installed.
@@ -222,5 +239,5 @@ def import_extra(module: str, name: str, extra: str, what: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        message = f'{what} needs the package {name}: pip install "featx[{extra}]".'
+        message = f'{option} needs the package {name}: pip install "featx[{extra}]".'
         raise MissingExtraError(message) from error

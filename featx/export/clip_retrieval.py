@@ -42,17 +42,17 @@ class ClipRetrieval(ShardedFormat):
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        what = "export.format=clip_retrieval"
-        self._layer = only_layer_of(self.selection, what)
+        option = "export.format=clip_retrieval"
+        self._layer = only_layer_of(self.selection, option)
         refuse_maps(self.selection, "clip-retrieval holds one vector per image")
-        import_extra("pyarrow.parquet", "pyarrow", "export", what)
+        import_extra("pyarrow.parquet", "pyarrow", "export", option)
         self._columns = self.selection.named_columns(_COLUMNS)
 
     def files(self) -> list[File]:
         """Return the shards, vectors before metadata."""
         ranges = self.ranges(2 * self._width)
         digits = len(str(len(ranges) - 1))
-        found = []
+        files = []
         for number, (start, stop) in enumerate(ranges):
             shard = f"{number:0{digits}d}"
             for name, write in (
@@ -60,8 +60,8 @@ class ClipRetrieval(ShardedFormat):
                 (f"metadata/metadata_{shard}.parquet", self._write_metadata),
             ):
                 fill = functools.partial(write, start, stop)
-                found.append(File(name, fill, start, stop))
-        return found
+                files.append(File(name, fill, start, stop))
+        return files
 
     @property
     def _width(self) -> int:
@@ -81,12 +81,12 @@ class ClipRetrieval(ShardedFormat):
         import pyarrow as pa
         from pyarrow import parquet
 
-        chosen = self.selection
+        selection = self.selection
         columns = {
-            "image_path": pa.array(chosen.key_texts(start, stop), pa.string()),
-            "row": pa.array(chosen.rows[start:stop]),
-            "label": pa.array(chosen.labels[start:stop]),
-            "class": pa.array(chosen.class_texts(start, stop), pa.string()),
+            "image_path": pa.array(selection.key_texts(start, stop), pa.string()),
+            "row": pa.array(selection.rows[start:stop]),
+            "label": pa.array(selection.labels[start:stop]),
+            "class": pa.array(selection.class_texts(start, stop), pa.string()),
             **{name: pa.array(values[start:stop]) for name, values in self._columns.items()},
         }
         parquet.write_table(pa.table(columns), file)

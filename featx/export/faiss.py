@@ -21,7 +21,6 @@ from featx.export.base import (
     literal,
     refuse_maps,
 )
-from featx.export.faiss_training import least_training_rows
 from featx.export.selection import about_text, unit_rows
 
 _COLUMNS = ("row", "key", "label", "class")
@@ -34,6 +33,10 @@ _ROWS_OF_A_LIST = 64
 """Rows to train on for each list of an inverted file; faiss warns below 39."""
 
 _ID_BYTES = 8
+
+
+_OPQ_CENTROIDS = 256
+"""Centroids of each part of the product quantizer that OPQ trains, whatever the index has."""
 
 
 @dataclass
@@ -64,13 +67,13 @@ class Faiss(Format):
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        options, what = self.config.export, "export.format=faiss"
+        options, option = self.config.export, "export.format=faiss"
         if not isinstance(options, FaissOptions):
-            raise FeatxError(f"{what} was registered without FaissOptions.")
+            raise FeatxError(f"{option} was registered without FaissOptions.")
         self._options = options
         refuse_maps(self.selection, "an index of faiss holds vectors")
-        self._faiss = import_extra("faiss", "faiss", "faiss", what)
-        import_extra("pyarrow.parquet", "pyarrow", "export", what)
+        self._faiss = import_extra("faiss", "faiss", "faiss", option)
+        import_extra("pyarrow.parquet", "pyarrow", "export", option)
         self._columns = self.selection.named_columns(_COLUMNS)
         for layer in self.selection.layers:
             self._check_training(self._empty_index(layer), layer)
@@ -83,11 +86,11 @@ class Faiss(Format):
     def files(self) -> list[File]:
         """Return one index per layer, and the map of keys."""
         n = len(self.selection)
-        found = [
+        files = [
             File(f"{layer}.index", functools.partial(self._write_index, layer), 0, n)
             for layer in self.selection.layers
         ]
-        return [*found, File("keys.parquet", self._write_keys, 0, n)]
+        return [*files, File("keys.parquet", self._write_keys, 0, n)]
 
     def _empty_index(self, layer: str) -> Any:
         """Make the index of a layer, without vectors.
@@ -113,10 +116,10 @@ class Faiss(Format):
         Raises:
             ConfigError: there are fewer.
         """
-        rows, least = len(self.selection), least_training_rows(self._faiss, index)
-        if not index.is_trained and rows < least:
+        rows, min_rows = len(self.selection), _min_training_rows(self._faiss, index)
+        if not index.is_trained and rows < min_rows:
             raise ConfigError(
-                f"export.index={self._options.index} of {layer} is trained on {least} rows or "
+                f"export.index={self._options.index} of {layer} is trained on {min_rows} rows or "
                 f"more, and {counted(rows, 'row is', 'rows are')} selected. Choose an index with "
                 "fewer lists or shorter codes, or one without training, such as export.index=Flat "
                 "or HNSW32."
@@ -130,7 +133,7 @@ class Faiss(Format):
 
     def _write_index(self, layer: str, file: BinaryIO) -> None:
         """Build the index of a layer and write it."""
-        faiss, chosen = self._faiss, self.selection
+        faiss, selection = self._faiss, self.selection
         index = self._empty_index(layer)
         self._check_memory(index, layer)
         try:
@@ -138,11 +141,12 @@ class Faiss(Format):
                 index.train(self._training_rows(index, layer))
             if not self._holds_ids(index):
                 index = faiss.IndexIDMap2(index)
-            for start, stop, values in chosen.blocks(0, len(chosen), [layer]):
-                index.add_with_ids(self._vectors(values[layer]), chosen.rows[start:stop])
+            for start, stop, values in selection.blocks(0, len(selection), [layer]):
+                index.add_with_ids(self._vectors(values[layer]), selection.rows[start:stop])
         except RuntimeError as error:
             raise RunError(
-                f"faiss cannot build export.index={self._options.index} of the {len(chosen)} rows "
+                f"faiss cannot build export.index={self._options.index} of the {len(selection)} "
+                "rows "
                 f"of {layer}: {_reason(error)}. Choose another index with overwrite=true, for few "
                 "rows export.index=Flat."
             ) from error
@@ -171,12 +175,13 @@ class Faiss(Format):
         Raises:
             RunError: it holds fewer.
         """
-        found, wanted = index.ntotal, len(self.selection)
+        num_found, num_rows = index.ntotal, len(self.selection)
         if (lists := self._faiss.try_extract_index_ivf(index)) is not None:
-            found = min(found, lists.invlists.compute_ntotal())
-        if found != wanted:
+            num_found = min(num_found, lists.invlists.compute_ntotal())
+        if num_found != num_rows:
             raise RunError(
-                f"export.index={self._options.index} took {found} of the {wanted} rows of {layer}, "
+                f"export.index={self._options.index} took {num_found} of the {num_rows} rows of "
+                f"{layer}, "
                 "because the others are near to none of its lists. Choose another index with "
                 "overwrite=true, such as export.index=Flat."
             )
@@ -191,9 +196,11 @@ class Faiss(Format):
     def _training_rows(self, index: Any, layer: str) -> Any:
         """Return evenly spaced vectors of a layer, as many as the training uses."""
         lists = self._faiss.try_extract_index_ivf(index)
-        wanted = max(_TRAINING_ROWS, _ROWS_OF_A_LIST * (lists.nlist if lists is not None else 0))
+        num_wanted = max(
+            _TRAINING_ROWS, _ROWS_OF_A_LIST * (lists.nlist if lists is not None else 0)
+        )
         n = len(self.selection)
-        places = np.unique(np.linspace(0, n - 1, min(n, wanted)).astype(np.int64))
+        places = np.unique(np.linspace(0, n - 1, min(n, num_wanted)).astype(np.int64))
         sample = replace(self.selection, rows=self.selection.rows[places], on_bytes=lambda _: None)
         blocks = sample.blocks(0, len(sample), [layer])
         return np.concatenate([self._vectors(values[layer]) for _, _, values in blocks])
@@ -222,15 +229,15 @@ class Faiss(Format):
         import pyarrow as pa
         from pyarrow import parquet
 
-        chosen, n = self.selection, len(self.selection)
+        selection, n = self.selection, len(self.selection)
         columns = {
-            "row": pa.array(chosen.rows),
-            "key": pa.array(chosen.key_texts(0, n), pa.string()),
-            "label": pa.array(chosen.labels),
-            "class": pa.array(chosen.class_texts(0, n), pa.string()),
+            "row": pa.array(selection.rows),
+            "key": pa.array(selection.key_texts(0, n), pa.string()),
+            "label": pa.array(selection.labels),
+            "class": pa.array(selection.class_texts(0, n), pa.string()),
             **{name: pa.array(values) for name, values in self._columns.items()},
         }
-        about = {"featx": about_text(chosen), "metric": self._options.metric}
+        about = {"featx": about_text(selection), "metric": self._options.metric}
         parquet.write_table(pa.table(columns).replace_schema_metadata(about), file)
 
     def opening(self, out: Path) -> str:
@@ -241,6 +248,45 @@ class Faiss(Format):
             f"index = faiss.read_index({literal(f'{out}/{layer}.index')}, faiss.IO_FLAG_MMAP)\n"
             f"keys = pd.read_parquet({literal(f'{out}/keys.parquet')}).set_index('row')['key']"
         )
+
+
+def _min_training_rows(faiss: Any, index: Any) -> int:
+    """Return the number of rows below which an index cannot be trained.
+
+    With fewer rows faiss raises an error in one of its threads, and that ends the process.
+
+    k-means needs a row for each centroid: those of the lists of an inverted file, and those of each
+    part of a product quantizer. PCA needs a row for each value that it keeps.
+
+    Args:
+        faiss: the module.
+        index: index of `faiss.index_factory`.
+    """
+    index = faiss.downcast_index(index)
+    counts = [1]
+    if hasattr(index, "pq"):
+        counts.append(index.pq.ksub)
+    if isinstance(index, faiss.IndexPreTransform):
+        chain = [index.chain.at(i) for i in range(index.chain.size())]
+        counts += [_min_rows_of_transform(faiss, transform) for transform in chain]
+    if isinstance(index, faiss.IndexIVF):
+        quantizer = faiss.downcast_index(index.quantizer)
+        counts.append(_min_training_rows(faiss, quantizer))
+        if not isinstance(quantizer, faiss.MultiIndexQuantizer):  # lists are pairs of centroids
+            counts.append(index.nlist)
+    inner = (getattr(index, name, None) for name in ("index", "base_index", "storage"))
+    counts += [_min_training_rows(faiss, each) for each in inner if each is not None]
+    return max(counts)
+
+
+def _min_rows_of_transform(faiss: Any, transform: Any) -> int:
+    """Return the number of rows that the training of a transform of vectors needs."""
+    transform = faiss.downcast_VectorTransform(transform)
+    if isinstance(transform, faiss.OPQMatrix):
+        return _OPQ_CENTROIDS
+    if isinstance(transform, faiss.PCAMatrix | faiss.ITQTransform):
+        return int(transform.d_out)
+    return 1
 
 
 def _reason(error: RuntimeError) -> str:

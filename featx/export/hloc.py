@@ -41,15 +41,15 @@ class Hloc(Format):
 
     def files(self) -> list[File]:
         """Return one file per layer."""
-        chosen, n = self.selection, len(self.selection)
-        found = []
-        for layer in chosen.layers:
-            row_bytes = 2 * chosen.row_shape(layer)[0] + 4 * chosen.keys.dtype.itemsize
+        selection, n = self.selection, len(self.selection)
+        files = []
+        for layer in selection.layers:
+            row_bytes = 2 * selection.row_shape(layer)[0] + 4 * selection.keys.dtype.itemsize
             reserved = n * (row_bytes + _GROUP_BYTES) + (1 << 20)
             write = functools.partial(self._write, layer)
             name = f"global-feats-{layer}.h5"
-            found.append(File(name, write, 0, n, reserved_bytes=reserved))
-        return found
+            files.append(File(name, write, 0, n, reserved_bytes=reserved))
+        return files
 
     def _check_keys(self) -> None:
         """Check that hloc gets back every key, and warn of spaces, at which it divides its lists.
@@ -79,13 +79,13 @@ class Hloc(Format):
 
     def _write(self, layer: str, file: BinaryIO) -> None:
         """Write the descriptors of a layer in the order of the store."""
-        chosen = self.selection
+        selection = self.selection
         # Groups of this version of the format take 0.6 instead of 3 KB; HDF5 reads it since 1.10.
-        with h5py.File(file, "w", libver=("v110", "v110")) as made:
-            for start, stop, values in chosen.blocks(0, len(chosen), [layer]):
+        with h5py.File(file, "w", libver=("v110", "v110")) as output:
+            for start, stop, values in selection.blocks(0, len(selection), [layer]):
                 rows = unit_rows(values[layer]).astype("f2")
-                for key, row in zip(chosen.keys[start:stop].tolist(), rows, strict=True):
-                    made.create_group(key).create_dataset(_NAME, data=row)
+                for key, row in zip(selection.keys[start:stop].tolist(), rows, strict=True):
+                    output.create_group(key).create_dataset(_NAME, data=row)
 
     def opening(self, out: Path) -> str:
         """Return lines that read a descriptor as hloc does."""

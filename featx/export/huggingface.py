@@ -56,16 +56,16 @@ class HuggingFace(ShardedFormat):
         """Return the description of the columns for `datasets`; rows of a map are nested lists."""
         from datasets import ClassLabel, Features, List, Value
 
-        chosen = self.selection
+        selection = self.selection
         columns: dict[str, Any] = {"key": Value("string"), "row": Value("int64")}
-        names = chosen.classes
+        names = selection.classes
         columns["label"] = ClassLabel(names=names) if names else Value("int64")
         columns["status"] = Value("uint8")
         for name, values in self._columns.items():
             columns[name] = Value(_VALUES[values.dtype.kind])
-        for name in chosen.layers:
-            kind: Any = Value(str(chosen.dtype(name)))
-            for size in reversed(chosen.row_shape(name)):
+        for name in selection.layers:
+            kind: Any = Value(str(selection.dtype(name)))
+            for size in reversed(selection.row_shape(name)):
                 kind = List(kind, length=size)
             columns[name] = kind
         return Features(columns)
@@ -74,15 +74,15 @@ class HuggingFace(ShardedFormat):
         """Write rows [start, stop) as an Arrow stream."""
         import pyarrow as pa
 
-        chosen = self.selection
+        selection = self.selection
         schema = self._features().arrow_schema
         with pa.ipc.new_stream(file, schema) as writer:
-            for first, last, values in chosen.blocks(start, stop):
+            for first, last, values in selection.blocks(start, stop):
                 columns = [
-                    pa.array(chosen.key_texts(first, last), pa.string()),
-                    pa.array(chosen.rows[first:last]),
-                    pa.array(chosen.labels[first:last]),
-                    pa.array(chosen.status[first:last]),
+                    pa.array(selection.key_texts(first, last), pa.string()),
+                    pa.array(selection.rows[first:last]),
+                    pa.array(selection.labels[first:last]),
+                    pa.array(selection.status[first:last]),
                     *(pa.array(values[first:last]) for values in self._columns.values()),
                 ]
                 for name, rows in values.items():
@@ -106,7 +106,7 @@ class HuggingFace(ShardedFormat):
         """Return the text of state.json."""
         state: dict[str, Any] = {
             "_data_files": [{"filename": name} for name in shards],
-            "_fingerprint": digest(self.selection.identity)[:16],
+            "_fingerprint": digest(self.selection.fingerprint)[:16],
             "_format_columns": None,
             "_format_kwargs": {},
             "_format_type": None,

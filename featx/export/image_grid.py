@@ -84,12 +84,12 @@ def image_grid(
         StoreError: the store does not record where its images are.
         IndexError: a given row does not exist.
     """
-    chosen = _chosen_rows(store, rows)
-    asked = from_omegaconf(from_keywords({} if data is None else {"data": str(data)})).data
+    chosen = _rows_to_show(store, rows)
+    data_options = from_omegaconf(from_keywords({} if data is None else {"data": str(data)})).data
     from featx.export.report.thumbnails import Thumbnails  # which imports torch
 
     with Thumbnails(store.key_bytes, len(chosen), MAX_BYTES) as thumbnails:
-        thumbnails.open(data_of_store(store, asked))
+        thumbnails.open(data_of_store(store, data_options))
         thumbnails.add(chosen)
         thumbnails.finish()
     tiles = [
@@ -110,20 +110,20 @@ def image_grid(
     return ImageGrid(title, tiles, why_none)
 
 
-def _chosen_rows(store: FeatureStore, rows: int | Sequence[int]) -> list[int]:
+def _rows_to_show(store: FeatureStore, rows: int | Sequence[int]) -> list[int]:
     """Return the rows to show: the given rows, or the given number of rows, evenly spaced."""
     if isinstance(rows, int | np.integer):
         ok = np.flatnonzero(store.ok)
         count = min(max(0, int(rows)), MAX_IMAGES + 1, len(ok))
-        found = ok[np.linspace(0, len(ok) - 1, count).astype(int)] if count else ok[:0]
+        chosen = ok[np.linspace(0, len(ok) - 1, count).astype(int)] if count else ok[:0]
     else:
-        found = row_indices(rows, len(store))[0]
-    if not 0 < len(found) <= MAX_IMAGES:
+        chosen = row_indices(rows, len(store))[0]
+    if not 0 < len(chosen) <= MAX_IMAGES:
         raise ConfigError(
             f"store.show({rows}): expected 1 to {MAX_IMAGES} rows of the {int(store.ok.sum())} ok "
             "rows, as a number or as a list of rows."
         )
-    return [int(row) for row in found]
+    return [int(row) for row in chosen]
 
 
 def _tile_html(tile: Tile) -> str:

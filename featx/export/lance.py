@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from featx.errors import ConfigError
-from featx.export.base import FORMATS, File, Format, FormatMember, import_extra, literal
+from featx.export.base import FORMATS, Folder, Format, FormatMember, import_extra, literal
 from featx.export.selection import about_text
 
 _COLUMNS = ("row", "position", "key", "label", "class")
@@ -40,34 +40,36 @@ class Lance(Format):
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        chosen = self.selection
-        maps = [name for name in chosen.layers if len(chosen.row_shape(name)) > 2]
+        selection = self.selection
+        maps = [name for name in selection.layers if len(selection.row_shape(name)) > 2]
         if maps:
             raise ConfigError(
                 f"a table of Lance has a vector or tokens per row; {', '.join(maps)} hold maps. "
                 "Name the layers you want with layers=[...]."
             )
         import_extra("lance", "pylance", "lance", "export.format=lance")
-        columns = chosen.named_columns((*_COLUMNS, *_RESERVED))
-        _check_distinct([*_COLUMNS, *columns, *chosen.layers])
+        columns = selection.named_columns((*_COLUMNS, *_RESERVED))
+        _check_distinct([*_COLUMNS, *columns, *selection.layers])
         self._columns = {_field_name(name): values for name, values in columns.items()}
-        self._vectors = [name for name in chosen.layers if len(chosen.row_shape(name)) == 1]
+        self._vectors = [name for name in selection.layers if len(selection.row_shape(name)) == 1]
 
     @property
     def num_bytes(self) -> int:
         """Approximate size of the export in bytes."""
-        chosen = self.selection
-        tokens = (chosen.row_shape(name) for name in chosen.layers if name not in self._vectors)
+        selection = self.selection
+        tokens = (
+            selection.row_shape(name) for name in selection.layers if name not in self._vectors
+        )
         lines = 1 + sum(shape[0] for shape in tokens)
-        return super().num_bytes + len(chosen) * lines * _OTHER_ROW_BYTES
+        return super().num_bytes + len(selection) * lines * _OTHER_ROW_BYTES
 
-    def files(self) -> list[File]:
+    def files(self) -> list[Folder]:
         """Return the folders of the tables."""
-        chosen, n = self.selection, len(self.selection)
+        selection, n = self.selection, len(self.selection)
         tables = {"features": self._vectors} if self._vectors else {}
-        tables |= {name: [name] for name in chosen.layers if name not in self._vectors}
+        tables |= {name: [name] for name in selection.layers if name not in self._vectors}
         return [
-            File(f"{name}.lance", functools.partial(self._write, layers), 0, n, is_folder=True)
+            Folder(f"{name}.lance", functools.partial(self._write, layers), 0, n)
             for name, layers in tables.items()
         ]
 
@@ -84,27 +86,27 @@ class Lance(Format):
         """Yield the record batches of a table."""
         import pyarrow as pa
 
-        chosen = self.selection
-        shape = chosen.row_shape(layers[0])
+        selection = self.selection
+        shape = selection.row_shape(layers[0])
         num_tokens = shape[0] if len(shape) == 2 else None
         repeat = num_tokens or 1
-        for start, stop, values in chosen.blocks(0, len(chosen), layers):
+        for start, stop, values in selection.blocks(0, len(selection), layers):
             # One index per line of the table.
             lines = np.repeat(np.arange(start, stop), repeat)
             columns = {
-                "row": pa.array(chosen.rows[lines]),
-                "key": pa.array(chosen.key_texts(start, stop), pa.string()).take(
+                "row": pa.array(selection.rows[lines]),
+                "key": pa.array(selection.key_texts(start, stop), pa.string()).take(
                     pa.array(lines - start)
                 ),
-                "label": pa.array(chosen.labels[lines]),
-                "class": pa.array(chosen.class_texts(start, stop), pa.string()).take(
+                "label": pa.array(selection.labels[lines]),
+                "class": pa.array(selection.class_texts(start, stop), pa.string()).take(
                     pa.array(lines - start)
                 ),
                 **{name: pa.array(column[lines]) for name, column in self._columns.items()},
             }
             if num_tokens is not None:
-                if chosen.is_sampled(layers[0]):
-                    positions = chosen.positions(layers[0], start, stop).reshape(-1)
+                if selection.is_sampled(layers[0]):
+                    positions = selection.positions(layers[0], start, stop).reshape(-1)
                 else:
                     positions = np.tile(np.arange(num_tokens, dtype=np.int32), stop - start)
                 columns["position"] = pa.array(positions)
@@ -120,17 +122,19 @@ class Lance(Format):
         """Return the Arrow schema of a table, with the origin of the rows in its metadata."""
         import pyarrow as pa
 
-        chosen = self.selection
+        selection = self.selection
         fields = [pa.field("row", pa.int64()), pa.field("key", pa.string())]
         fields += [pa.field("label", pa.int64()), pa.field("class", pa.string())]
         for name, column in self._columns.items():
             fields.append(pa.field(name, pa.array(column[:1]).type))
-        if len(chosen.row_shape(layers[0])) == 2:
+        if len(selection.row_shape(layers[0])) == 2:
             fields.append(pa.field("position", pa.int32()))
         for name in layers:
-            kind = pa.from_numpy_dtype(chosen.dtype(name))
-            fields.append(pa.field(_field_name(name), pa.list_(kind, chosen.row_shape(name)[-1])))
-        return pa.schema(fields, metadata={"featx": about_text(chosen)})
+            kind = pa.from_numpy_dtype(selection.dtype(name))
+            fields.append(
+                pa.field(_field_name(name), pa.list_(kind, selection.row_shape(name)[-1]))
+            )
+        return pa.schema(fields, metadata={"featx": about_text(selection)})
 
     def opening(self, out: Path) -> str:
         """Return lines that open the first table."""

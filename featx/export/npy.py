@@ -23,25 +23,25 @@ class Npy(Format):
 
     def files(self) -> list[File]:
         """Return one file per layer and per column of the listing."""
-        chosen, n = self.selection, len(self.selection)
-        found = [self._layer(name) for name in chosen.layers]
-        found += [self._positions(name) for name in chosen.layers if chosen.is_sampled(name)]
+        selection, n = self.selection, len(self.selection)
+        files = [self._layer(name) for name in selection.layers]
+        files += [self._positions(name) for name in selection.layers if selection.is_sampled(name)]
         columns = {
-            "keys": chosen.keys,
-            "labels": chosen.labels,
-            "status": chosen.status,
-            "rows": chosen.rows,
-            **{f"columns/{name}": values for name, values in chosen.column_arrays.items()},
+            "keys": selection.keys,
+            "labels": selection.labels,
+            "status": selection.status,
+            "rows": selection.rows,
+            **{f"columns/{name}": values for name, values in selection.column_arrays.items()},
         }
         for name, column in columns.items():
 
             def save(file: BinaryIO, column: Any = column) -> None:
                 np.lib.format.write_array(file, column, allow_pickle=False)
 
-            found.append(File(f"{name}.npy", save, 0, n))
-        text = json.dumps(chosen.classes, ensure_ascii=False).encode()
-        found.append(File("classes.json", lambda file: file.write(text), 0, n))
-        return found
+            files.append(File(f"{name}.npy", save, 0, n))
+        text = json.dumps(selection.classes, ensure_ascii=False).encode()
+        files.append(File("classes.json", lambda file: file.write(text), 0, n))
+        return files
 
     def _layer(self, name: str) -> File:
         """Return the file of a layer."""
@@ -50,16 +50,16 @@ class Npy(Format):
 
     def _positions(self, name: str) -> File:
         """Return the file of the positions of sampled tokens."""
-        chosen, n = self.selection, len(self.selection)
+        selection, n = self.selection, len(self.selection)
 
         def write(file: BinaryIO) -> None:
-            shape = (n, chosen.row_shape(name)[0])
+            shape = (n, selection.row_shape(name)[0])
             header = {"descr": "<i4", "fortran_order": False, "shape": shape}
             np.lib.format.write_array_header_1_0(file, header)
             step = max(1, BLOCK_BYTES // (8 * shape[1]))
             for start in range(0, n, step):
-                found = chosen.positions(name, start, min(n, start + step))
-                file.write(found.astype("<i4").data)
+                positions = selection.positions(name, start, min(n, start + step))
+                file.write(positions.astype("<i4").data)
 
         return File(f"positions/{name}.npy", write, 0, n)
 

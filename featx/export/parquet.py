@@ -34,10 +34,10 @@ class Parquet(ShardedFormat):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         import_extra("pyarrow.parquet", "pyarrow", "export", "export.format=parquet")
-        chosen = self.selection
-        self._sampled = [name for name in chosen.layers if chosen.is_sampled(name)]
+        selection = self.selection
+        self._sampled = [name for name in selection.layers if selection.is_sampled(name)]
         positions = [f"{name}.positions" for name in self._sampled]
-        self._columns = chosen.named_columns([*COLUMNS, *positions])
+        self._columns = selection.named_columns([*COLUMNS, *positions])
 
     def files(self) -> list[File]:
         """Return the shards."""
@@ -74,13 +74,13 @@ class Parquet(ShardedFormat):
         """Return the columns of rows [start, stop) other than layers."""
         import pyarrow as pa
 
-        chosen = self.selection
+        selection = self.selection
         return [
-            pa.array(chosen.key_texts(start, stop), pa.string()),
-            pa.array(chosen.rows[start:stop]),
-            pa.array(chosen.labels[start:stop]),
-            pa.array(chosen.class_texts(start, stop), pa.string()),
-            pa.array(chosen.status[start:stop]),
+            pa.array(selection.key_texts(start, stop), pa.string()),
+            pa.array(selection.rows[start:stop]),
+            pa.array(selection.labels[start:stop]),
+            pa.array(selection.class_texts(start, stop), pa.string()),
+            pa.array(selection.status[start:stop]),
             *(pa.array(values[start:stop]) for values in self._columns.values()),
         ]
 

@@ -23,9 +23,9 @@ class Projector(Format):
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        chosen = self.selection
-        refuse_maps(chosen, "the projector shows vectors")
-        if (chosen.status != Status.OK).any():
+        selection = self.selection
+        refuse_maps(selection, "the projector shows vectors")
+        if (selection.status != Status.OK).any():
             raise ConfigError(
                 "the projector cannot show rows without features. Leave them out with "
                 "export.ok_only=true."
@@ -40,18 +40,18 @@ class Projector(Format):
     def files(self) -> list[File]:
         """Return one file per layer, and the metadata."""
         n = len(self.selection)
-        found = [
+        files = [
             File(f"vectors-{name}.tsv", self._vectors(name), 0, n) for name in self.selection.layers
         ]
-        return [*found, File("metadata.tsv", self._metadata, 0, n)]
+        return [*files, File("metadata.tsv", self._metadata, 0, n)]
 
     def _vectors(self, name: str) -> Any:
         """Return the function that writes the vectors of a layer."""
 
         def write(file: BinaryIO) -> None:
-            chosen = self.selection
-            rows_per_block = max(1, chosen.block_rows([name]) // _TEXT_BYTES)
-            for _, _, values in chosen.blocks(0, len(chosen), [name], rows_per_block):
+            selection = self.selection
+            rows_per_block = max(1, selection.block_rows([name]) // _TEXT_BYTES)
+            for _, _, values in selection.blocks(0, len(selection), [name], rows_per_block):
                 file.write(vectors_text(values[name].astype("float32")))
 
         return write

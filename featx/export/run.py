@@ -10,17 +10,18 @@ from __future__ import annotations
 import json
 import math
 import time
+from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, BinaryIO, cast
 
 import numpy as np
 
 from featx.base import CountProgress, differences, facts, log_message, size_text
 from featx.config import Config
 from featx.errors import ConfigError, RunError, StoreError, StoreMismatchError, counted
-from featx.export.base import FORMATS, File, Format
+from featx.export.base import FORMATS, File, Folder, Format
 from featx.export.hub import check_push, push
-from featx.export.selection import Selection
+from featx.export.selection import ExportSelection
 from featx.storage import TEMPORARY, AtomicFolder, exclusive_lock
 from featx.store import FeatureStore, layout, matching_layers
 from featx.types import Status
@@ -56,7 +57,7 @@ def run_export(config: Config) -> dict[str, Any]:
             "with export.incomplete=true."
         )
     name = config.export.format
-    out = config.out_beside(store.root, f"export-{name}")
+    out = config.output_folder(store.root, f"export-{name}")
     _refuse_other_folders(out)
     member = FORMATS.get(name)
     ok_only = config.export.ok_only or not member.holds_failed_rows
@@ -68,53 +69,55 @@ def run_export(config: Config) -> dict[str, Any]:
         check_push()
     disk = AtomicFolder(out)
     with CountProgress("B") as progress:
-        chosen = Selection(store, layers, rows, progress.step)
-        written = member.make(chosen, config)
+        selection = ExportSelection(store, layers, rows, progress.step)
+        export_format = member.make(selection, config)
         disk.make_folder(out)
         with exclusive_lock(out / layout.LOCK):
-            return _write_all(disk, written, progress)
+            return _write_all(disk, export_format, progress)
 
 
-def _write_all(disk: AtomicFolder, written: Format, progress: CountProgress) -> dict[str, Any]:
+def _write_all(
+    disk: AtomicFolder, export_format: Format, progress: CountProgress
+) -> dict[str, Any]:
     """Write the missing files; the caller holds the lock of the folder."""
     started_at = time.perf_counter()
-    chosen, config, files = written.selection, written.config, written.files()
-    identity = _identity_of(written, files)
-    _clear(disk, config.overwrite and not _was_overwriting(disk.root / RECORD, identity))
-    record = _Record(disk, chosen, identity, files, config.overwrite)
+    selection, config, files = export_format.selection, export_format.config, export_format.files()
+    fingerprint = _fingerprint_of(export_format, files)
+    _clear(disk, config.overwrite and not _was_overwriting(disk.root / RECORD, fingerprint))
+    record = _Record(disk, selection, fingerprint, files, config.overwrite)
     missing = record.missing()
     if missing:
         share = sum(map(len, missing)) / max(1, sum(map(len, files)))
-        _check_room(disk, share * written.num_bytes)
-        progress.begin(int(share * len(chosen) * chosen.row_bytes()))
-        _warn_of_odd_keys(chosen)
+        _check_room(disk, share * export_format.num_bytes)
+        progress.begin(int(share * len(selection) * selection.row_bytes()))
+        _warn_of_odd_keys(selection)
     for file in missing:
         _write(disk, file)
         # Recorded only when the file is in place; a kill in between writes the file again.
         record.add(file)
     record.close()
-    failed = int((chosen.status != Status.OK).sum())
+    failed = int((selection.status != Status.OK).sum())
     return {
         "folder": str(disk.root),
         "format": config.export.format,
-        "layers": list(chosen.layers),
-        "columns": list(chosen.columns),
-        "rows": len(chosen),
+        "layers": list(selection.layers),
+        "columns": list(selection.columns),
+        "rows": len(selection),
         "failures": failed,
-        "left_out": len(chosen.store) - len(chosen),
+        "left_out": len(selection.store) - len(selection),
         "files": len(files),
         "bytes": sum(record.sizes.values()),
         "seconds": time.perf_counter() - started_at,
         "already": not missing,
-        "pushed": _pushed(disk.root, record, written),
-        "opening": written.opening(disk.root),
+        "pushed": _push(disk.root, record, export_format),
+        "opening": export_format.opening(disk.root),
     }
 
 
-def _pushed(folder: Path, record: _Record, written: Format) -> str | None:
+def _push(folder: Path, record: _Record, export_format: Format) -> str | None:
     """Upload a complete export if `export.push` is set; return the URL of the repository."""
-    repository = written.config.export.push
-    return None if repository is None else push(folder, record.sizes, repository, written)
+    repository = export_format.config.export.push
+    return None if repository is None else push(folder, record.sizes, repository, export_format)
 
 
 def _refuse_other_folders(out: Path) -> None:
@@ -128,10 +131,11 @@ def _refuse_other_folders(out: Path) -> None:
         raise ConfigError(f"out={out} is the folder of a store. Choose another out for the export.")
     if out.is_dir() and not (out / RECORD).exists():
         # Names with a leading dot are not data: featx's own lock, or files of a desktop.
-        others = [path.name for path in out.iterdir() if not path.name.startswith(".")]
-        if others:
+        other_files = [path.name for path in out.iterdir() if not path.name.startswith(".")]
+        if other_files:
             raise StoreError(
-                f"{out} holds {others[0]} and is no export. Choose an empty folder or a new one."
+                f"{out} holds {other_files[0]} and is no export. Choose an empty folder or a new "
+                "one."
             )
 
 
@@ -143,33 +147,33 @@ def _clear(disk: AtomicFolder, overwrite: bool) -> None:
     if overwrite and record.exists():
         # The record is deleted last: after a kill, it still names the files to delete.
         for name in _read(record)["planned"]:
-            disk.remove(_inside(disk.root, name))
+            disk.remove(_path_inside(disk.root, name))
         disk.remove(record)
 
 
-def _identity_of(written: Format, files: list[File]) -> dict[str, Any]:
+def _fingerprint_of(export_format: Format, files: Sequence[File | Folder]) -> dict[str, Any]:
     """Return the description that two exports with the same content share.
 
     It is converted to JSON and back, so that tuples and NumPy numbers compare equal to those of a
     record.
     """
-    identity = {
-        "format": written.config.export.format,
-        **written.selection.identity,
-        **({"options": settings} if (settings := written.settings) else {}),
+    entries = {
+        "format": export_format.config.export.format,
+        **export_format.selection.fingerprint,
+        **({"options": settings} if (settings := export_format.settings) else {}),
         "files": {file.name: [file.start, file.stop] for file in files},
     }
-    found: dict[str, Any] = json.loads(json.dumps(identity))
-    return found
+    fingerprint: dict[str, Any] = json.loads(json.dumps(entries))
+    return fingerprint
 
 
-def _was_overwriting(path: Path, identity: dict[str, Any]) -> bool:
+def _was_overwriting(path: Path, fingerprint: dict[str, Any]) -> bool:
     """Return whether overwrite=true has started this same export before and not completed it."""
     if not path.exists():
         return False
-    before = _read(path)
-    was_started = before.get("overwrite") is True and before.get("complete") is False
-    return was_started and not differences(before["identity"], identity)
+    record = _read(path)
+    was_started = record.get("overwrite") is True and record.get("complete") is False
+    return was_started and not differences(record["identity"], fingerprint)
 
 
 class _Record:
@@ -177,8 +181,8 @@ class _Record:
 
     Args:
         disk: folder of the export.
-        chosen: rows and layers.
-        identity: description of the content.
+        selection: rows and layers.
+        fingerprint: description of the content.
         files: all files of the export.
         overwrite: whether the export was started with overwrite=true.
 
@@ -193,17 +197,17 @@ class _Record:
     def __init__(
         self,
         disk: AtomicFolder,
-        chosen: Selection,
-        identity: dict[str, Any],
-        files: list[File],
+        selection: ExportSelection,
+        fingerprint: dict[str, Any],
+        files: Sequence[File | Folder],
         overwrite: bool,
     ) -> None:
         self.sizes: dict[str, int] = {}
         self._disk, self._files = disk, files
         self._path = disk.root / RECORD
-        self._identity = identity
+        self._fingerprint = fingerprint
         self._overwrite = overwrite
-        self._about = chosen.about
+        self._about = selection.about
         self._saved_at = -math.inf
         if self._path.exists():
             self._take_over()
@@ -214,28 +218,28 @@ class _Record:
         Raises:
             StoreMismatchError: it describes an export of something else.
         """
-        before = _read(self._path)
-        changed = differences(before["identity"], self._identity)
+        record = _read(self._path)
+        changed = differences(record["identity"], self._fingerprint)
         if changed:
-            lines = [f"  {key}: {_short(old)}, now {_short(new)}" for key, old, new in changed]
+            lines = [f"  {key}: {_shorten(old)}, now {_shorten(new)}" for key, old, new in changed]
             raise StoreMismatchError(
                 f"{self._disk.root} holds an export of something else:\n"
                 + "\n".join(lines)
                 + "\nChoose another out=DIR, or replace it with overwrite=true."
             )
-        self._overwrite = self._overwrite or before.get("overwrite") is True
-        for name, size in before["whole"].items():
-            if size == _size(_inside(self._disk.root, name)):
+        self._overwrite = self._overwrite or record.get("overwrite") is True
+        for name, size in record["whole"].items():
+            if size == _size(_path_inside(self._disk.root, name)):
                 self.sizes[name] = size
 
-    def missing(self) -> list[File]:
+    def missing(self) -> list[File | Folder]:
         """Return the files that are not complete, in order."""
-        found = [file for file in self._files if file.name not in self.sizes]
-        if found:
+        files = [file for file in self._files if file.name not in self.sizes]
+        if files:
             self._save(complete=False)
-        return found
+        return files
 
-    def add(self, file: File) -> None:
+    def add(self, file: File | Folder) -> None:
         """Record that a file is complete; a kill within a second writes it again."""
         self.sizes[file.name] = _size(self._disk.root / file.name)
         if time.monotonic() - self._saved_at > _SAVE_EVERY_S:
@@ -247,15 +251,15 @@ class _Record:
 
     def _save(self, complete: bool) -> None:
         """Replace the file atomically."""
-        found = {
+        record = {
             "complete": complete,
             "overwrite": self._overwrite,
-            "identity": self._identity,
+            "identity": self._fingerprint,
             "planned": [file.name for file in self._files],
             "whole": self.sizes,
             "about": self._about,
         }
-        self._disk.replace(self._path, json.dumps(found, indent=2).encode())
+        self._disk.replace(self._path, json.dumps(record, indent=2).encode())
         self._saved_at = time.monotonic()
 
 
@@ -266,19 +270,19 @@ def _read(path: Path) -> dict[str, Any]:
         StoreError: it cannot be read, or lacks an entry.
     """
     try:
-        found: dict[str, Any] = json.loads(path.read_bytes())
-        known = isinstance(found["identity"], dict) and isinstance(found["whole"], dict)
-        if not known or not isinstance(found["planned"], list):
+        record: dict[str, Any] = json.loads(path.read_bytes())
+        has_entries = isinstance(record["identity"], dict) and isinstance(record["whole"], dict)
+        if not has_entries or not isinstance(record["planned"], list):
             raise ValueError("it has other entries")
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise StoreError(
             f"{path} cannot be read: {error}. It records what the folder holds. Choose another "
             "out=DIR, or delete the folder."
         ) from error
-    return found
+    return record
 
 
-def _inside(root: Path, name: object) -> Path:
+def _path_inside(root: Path, name: object) -> Path:
     """Return the path of a file that a record names.
 
     Raises:
@@ -297,19 +301,20 @@ def _size(path: Path) -> int:
     return path.stat().st_size if path.is_file() else -1
 
 
-def _write(disk: AtomicFolder, file: File) -> None:
+def _write(disk: AtomicFolder, file: File | Folder) -> None:
     """Write one file or folder atomically."""
     path = disk.root / file.name
     if not path.parent.is_dir():
         disk.make_folder(path.parent)
-    if file.is_folder:
+    if isinstance(file, Folder):
         disk.remove(path)  # complete, but the process was killed before it was recorded
         with disk.filled_folder(path) as folder:
             file.write(folder)
         return
     if file.reserved_bytes is not None:
         with disk.reserved(path, file.reserved_bytes, replace=True) as stream:
-            file.write(stream)
+            # h5py calls the methods of a file that ReservedFile has.
+            file.write(cast(BinaryIO, stream))
         return
     with disk.streamed(path) as stream:
         file.write(stream)
@@ -329,23 +334,23 @@ def _check_room(disk: AtomicFolder, needed: float) -> None:
         )
 
 
-def _warn_of_odd_keys(chosen: Selection) -> None:
+def _warn_of_odd_keys(selection: ExportSelection) -> None:
     """Warn if keys are not UTF-8."""
-    odd = 0
-    for key in chosen.keys.tolist():
+    num_odd = 0
+    for key in selection.keys.tolist():
         try:
             key.decode()
         except UnicodeDecodeError:
-            odd += 1
-    if odd:
+            num_odd += 1
+    if num_odd:
         log_message(
-            f"warning: {counted(odd, 'key is', 'keys are')} not UTF-8. npy and safetensors keep "
-            "their bytes; where a "
+            f"warning: {counted(num_odd, 'key is', 'keys are')} not UTF-8. npy and safetensors "
+            "keep their bytes; where a "
             "format holds text, such bytes are spelled as \\xff."
         )
 
 
-def _short(value: object) -> str:
+def _shorten(value: object) -> str:
     """Return a value as text of limited length."""
     text = str(value)
     return text if len(text) <= 100 else f"{text[:100]} ..."

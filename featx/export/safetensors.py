@@ -44,7 +44,7 @@ class Safetensors(ShardedFormat):
         super().__init__(*arguments)
         arrays = self.selection.column_arrays
         names = zip(self.selection.named_columns(_TAKEN), arrays, strict=True)
-        self._columns = {shown: arrays[name] for shown, name in names}
+        self._columns = {column_name: arrays[name] for column_name, name in names}
 
     def files(self) -> list[File]:
         """Return the shards."""
@@ -54,42 +54,42 @@ class Safetensors(ShardedFormat):
 
     def _write(self, file: BinaryIO, start: int, stop: int) -> None:
         """Write rows [start, stop)."""
-        chosen = self.selection
-        before: dict[str, npt.NDArray[Any]] = {
-            "row": chosen.rows[start:stop],
-            "label": chosen.labels[start:stop],
+        selection = self.selection
+        leading: dict[str, npt.NDArray[Any]] = {
+            "row": selection.rows[start:stop],
+            "label": selection.labels[start:stop],
             **self._part_of_columns(start, stop, "if"),
         }
         # Tensors are sorted by falling item size, so each one is aligned to its item size.
-        layers = sorted(chosen.layers, key=lambda name: -chosen.dtype(name).itemsize)
-        after: dict[str, npt.NDArray[Any]] = {
-            "status": chosen.status[start:stop],
-            "key": _as_bytes(chosen.keys[start:stop]),
+        layers = sorted(selection.layers, key=lambda name: -selection.dtype(name).itemsize)
+        trailing: dict[str, npt.NDArray[Any]] = {
+            "status": selection.status[start:stop],
+            "key": _as_bytes(selection.keys[start:stop]),
             **self._part_of_columns(start, stop, "Sb"),
         }
-        shapes = {name: (values.dtype, values.shape) for name, values in before.items()}
+        shapes = {name: (values.dtype, values.shape) for name, values in leading.items()}
         for name in layers:
-            shapes[name] = chosen.dtype(name), (stop - start, *chosen.row_shape(name))
-        shapes |= {name: (values.dtype, values.shape) for name, values in after.items()}
-        file.write(_header(shapes, {"featx": about_text(chosen)}))
-        for values in before.values():
+            shapes[name] = selection.dtype(name), (stop - start, *selection.row_shape(name))
+        shapes |= {name: (values.dtype, values.shape) for name, values in trailing.items()}
+        file.write(_header(shapes, {"featx": about_text(selection)}))
+        for values in leading.values():
             file.write(np.ascontiguousarray(values).data)
         for name in layers:
-            for _, _, found in chosen.blocks(start, stop, [name]):
-                file.write(found[name].data)
-        for values in after.values():
+            for _, _, layer_values in selection.blocks(start, stop, [name]):
+                file.write(layer_values[name].data)
+        for values in trailing.values():
             file.write(np.ascontiguousarray(values).data)
 
     def _part_of_columns(self, start: int, stop: int, kinds: str) -> dict[str, npt.NDArray[Any]]:
         """Return rows [start, stop) of the columns whose dtype has one of some kinds."""
-        found = {
+        columns = {
             name: values[start:stop]
             for name, values in self._columns.items()
             if values.dtype.kind in kinds
         }
         return {
             name: _as_bytes(values) if values.dtype.kind == "S" else values
-            for name, values in found.items()
+            for name, values in columns.items()
         }
 
     def opening(self, out: Path) -> str:

@@ -25,7 +25,7 @@ _OF_THE_STORE = ("fingerprint", "model", "weights", "weights_sha256", "transform
 
 
 @dataclass(frozen=True)
-class Selection:
+class ExportSelection:
     """Rows and layers of a store in the order of writing.
 
     Attributes:
@@ -105,19 +105,19 @@ class Selection:
         Raises:
             ConfigError: no distinct names are possible.
         """
-        if both := set(taken) & set(self.layers):
-            raise ConfigError(f"layers named {both} have the names of columns of the listing.")
-        others = {*taken, *self.layers}
-        found = {
-            f"column.{name}" if name in others else name: values
+        if conflicts := set(taken) & set(self.layers):
+            raise ConfigError(f"layers named {conflicts} have the names of columns of the listing.")
+        other_names = {*taken, *self.layers}
+        columns = {
+            f"column.{name}" if name in other_names else name: values
             for name, values in self.columns.items()
         }
-        if len({*found, *others}) < len(self.columns) + len(others):
+        if len({*columns, *other_names}) < len(self.columns) + len(other_names):
             raise ConfigError(
                 f"the columns {', '.join(self.columns)} of {self.store.root} and the layers cannot "
                 "all have different names in one table. Choose other layers with layers=[...]."
             )
-        return found
+        return columns
 
     def is_sampled(self, layer: str) -> bool:
         """Return whether the rows of a layer are tokens of reduce=sample, which have positions."""
@@ -170,9 +170,9 @@ class Selection:
         step = rows_per_block or self.block_rows(layers)
         for first in range(start, stop, step):
             last = min(stop, first + step)
-            found = {name: self._read(name, first, last) for name in layers}
-            yield first, last, found
-            self.on_bytes(sum(values.nbytes for values in found.values()))
+            values_of_layer = {name: self._read(name, first, last) for name in layers}
+            yield first, last, values_of_layer
+            self.on_bytes(sum(values.nbytes for values in values_of_layer.values()))
 
     def write_npy(self, file: BinaryIO, layer: str) -> None:
         """Write all rows of a layer as an .npy file, block by block behind its header."""
@@ -188,9 +188,9 @@ class Selection:
     def _read(self, layer: str, start: int, stop: int) -> npt.NDArray[Any]:
         """Read rows [start, stop) of one layer as a contiguous array."""
         rows = self.rows[start:stop]
-        together = int(rows[-1]) - int(rows[0]) + 1 == len(rows)
-        asked: Any = slice(int(rows[0]), int(rows[-1]) + 1) if together else rows
-        values = np.ascontiguousarray(self.store[layer][asked])
+        is_range = int(rows[-1]) - int(rows[0]) + 1 == len(rows)
+        index: Any = slice(int(rows[0]), int(rows[-1]) + 1) if is_range else rows
+        values = np.ascontiguousarray(self.store[layer][index])
         ok = self.status[start:stop] == Status.OK
         check_rows_present(self.store, layer, rows[ok], values[ok] if not ok.all() else values)
         return values
@@ -227,30 +227,30 @@ class Selection:
         }
 
     @cached_property
-    def identity(self) -> dict[str, Any]:
+    def fingerprint(self) -> dict[str, Any]:
         """Description of the rows as JSON types, equal for two exports with the same rows."""
-        listed = hashlib.sha256()
+        sha = hashlib.sha256()
         for column in (self.rows, self.keys, self.labels, self.status):
-            listed.update(f"{column.dtype.str} {column.shape} ".encode())
-            listed.update(np.ascontiguousarray(column).tobytes())
+            sha.update(f"{column.dtype.str} {column.shape} ".encode())
+            sha.update(np.ascontiguousarray(column).tobytes())
         layers = {name: f"{self.row_shape(name)} {self.dtype(name)}" for name in self.layers}
         images = hashlib.sha256(self.image_checksums.tobytes()).hexdigest()
         return {
             "store's fingerprint": str(self.store.attrs.get("fingerprint", "")),
             "layers": layers,
             "number of rows": len(self),
-            "sha256 of rows, keys, labels and status": listed.hexdigest(),
+            "sha256 of rows, keys, labels and status": sha.hexdigest(),
             "sha256 of the checksums of images": images,
             **({"sha256 of columns": self._columns_sha256()} if self.columns else {}),
         }
 
     def _columns_sha256(self) -> str:
         """Return the SHA-256 of all columns."""
-        listed = hashlib.sha256()
+        sha = hashlib.sha256()
         for name, values in self.column_arrays.items():
-            listed.update(f"{name!r} {values.dtype.str} ".encode())
-            listed.update(values.tobytes())
-        return listed.hexdigest()
+            sha.update(f"{name!r} {values.dtype.str} ".encode())
+            sha.update(values.tobytes())
+        return sha.hexdigest()
 
 
 def unit_rows(rows: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
@@ -269,6 +269,6 @@ def as_utf8(text: str) -> str:
     return os.fsencode(text).decode("utf-8", "backslashreplace")
 
 
-def about_text(selection: Selection) -> str:
-    """Return `Selection.about` as JSON, for formats whose metadata are text."""
+def about_text(selection: ExportSelection) -> str:
+    """Return `ExportSelection.about` as JSON, for formats whose metadata are text."""
     return json.dumps(selection.about, sort_keys=True)

@@ -33,10 +33,10 @@ class ThingsVision(Format):
     def files(self) -> list[File]:
         """Return one file per layer, and the names."""
         layers, n = self.selection.layers, len(self.selection)
-        found = [
+        files = [
             File(self._name(layer), functools.partial(self._write, layer), 0, n) for layer in layers
         ]
-        return [*found, File("file_names.txt", self._write_names, 0, n)]
+        return [*files, File("file_names.txt", self._write_names, 0, n)]
 
     def _name(self, layer: str) -> str:
         """Return the file name of a layer."""

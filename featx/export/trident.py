@@ -30,7 +30,7 @@ from featx.export.base import (
     only_layer_of,
     refuse_maps,
 )
-from featx.export.selection import Selection, as_utf8
+from featx.export.selection import ExportSelection, as_utf8
 from featx.sources import parsed_box_key
 from featx.types import Box
 
@@ -106,7 +106,7 @@ class Trident(Format):
             magnification is unknown, or two slides have the same name.
     """
 
-    def __init__(self, selection: Selection, *arguments: Any) -> None:
+    def __init__(self, selection: ExportSelection, *arguments: Any) -> None:
         super().__init__(selection, *arguments)
         options = self.config.export
         if not isinstance(options, TridentOptions):
@@ -147,18 +147,18 @@ class Trident(Format):
 
     def files(self) -> list[File]:
         """Return the files, slide by slide for each layer."""
-        found = []
+        files = []
         for layer in self.selection.layers:
             folder = f"features_{self._options.encoder or layer}"
             dtype = self.selection.dtype(layer)
-            found += [self._h5_file(folder, layer, slide, dtype, True) for slide in self._slides]
+            files += [self._h5_file(folder, layer, slide, dtype, True) for slide in self._slides]
             if self._options.clam:
                 for slide in self._slides:
-                    plain = np.dtype(np.float32)
-                    found.append(self._h5_file("h5_files", layer, slide, plain, False))
+                    dtype_of_clam = np.dtype(np.float32)
+                    files.append(self._h5_file("h5_files", layer, slide, dtype_of_clam, False))
                     write = functools.partial(self._write_pt, slide, layer)
-                    found.append(File(f"pt_files/{slide.name}.pt", write, *slide.bounds))
-        return found
+                    files.append(File(f"pt_files/{slide.name}.pt", write, *slide.bounds))
+        return files
 
     def _tiles(self) -> dict[bytes, tuple[list[int], list[Box]]]:
         """Return the indices and boxes of the rows of each image.
@@ -166,7 +166,7 @@ class Trident(Format):
         Raises:
             ConfigError: a row is no box.
         """
-        found: dict[bytes, tuple[list[int], list[Box]]] = {}
+        tiles: dict[bytes, tuple[list[int], list[Box]]] = {}
         for place, key in enumerate(self.selection.keys.tolist()):
             parsed = parsed_box_key(key)
             if parsed is None:
@@ -175,29 +175,29 @@ class Trident(Format):
                     "slides. Extract boxes of the slides with data.boxes=FILE."
                 )
             image, box = parsed
-            places, boxes = found.setdefault(image, ([], []))
+            places, boxes = tiles.setdefault(image, ([], []))
             places.append(place)
             boxes.append(box)
-        return found
+        return tiles
 
     def _slide(self, image: bytes, places: list[int], boxes: list[Box]) -> _Slide:
         """Return the tiles of an image in the order of its file."""
-        shown = as_utf8(os.fsdecode(image))
+        image_name = as_utf8(os.fsdecode(image))
         sizes = {(box.width, box.height) for box in boxes}
         if len(sizes) > 1 or any(width != height for width, height in sizes):
-            some = ", ".join(f"{width} x {height}" for width, height in sorted(sizes)[:3])
+            sizes_text = ", ".join(f"{width} x {height}" for width, height in sorted(sizes)[:3])
             raise ConfigError(
-                f"the boxes of {shown} are {some} pixels; TRIDENT has one patch size for a slide: "
-                "expected squares of equal size."
+                f"the boxes of {image_name} are {sizes_text} pixels; TRIDENT has one patch size "
+                "for a slide: expected squares of equal size."
             )
-        name = PurePosixPath(shown).stem
-        at = np.array([(box.x, box.y) for box in boxes], np.int64)
-        by_position = np.lexsort((at[:, 0], at[:, 1]))
-        order = np.empty(len(at), np.int64)
-        order[by_position] = np.arange(len(at))
-        chosen = np.array(places, np.int64)
-        attributes = self._attributes(shown, name, chosen, boxes[0].width)
-        return _Slide(name, chosen, order, at[by_position], attributes)
+        name = PurePosixPath(image_name).stem
+        positions = np.array([(box.x, box.y) for box in boxes], np.int64)
+        position_order = np.lexsort((positions[:, 0], positions[:, 1]))
+        order = np.empty(len(positions), np.int64)
+        order[position_order] = np.arange(len(positions))
+        tile_places = np.array(places, np.int64)
+        attributes = self._attributes(image_name, name, tile_places, boxes[0].width)
+        return _Slide(name, tile_places, order, positions[position_order], attributes)
 
     def _attributes(
         self, image: str, name: str, places: npt.NDArray[np.int64], size: int
@@ -245,14 +245,14 @@ class Trident(Format):
         values = self.selection.columns.get(column)
         if values is None:
             return None
-        found = np.unique(values[places])
-        if len(found) > 1 or found.dtype.kind not in "if" or not found[0] > 0:
-            some = ", ".join(map(str, found[:3]))
+        distinct = np.unique(values[places])
+        if len(distinct) > 1 or distinct.dtype.kind not in "if" or not distinct[0] > 0:
+            values_text = ", ".join(map(str, distinct[:3]))
             raise ConfigError(
-                f"the column {column} of {image} holds {some}: expected one number above 0 for "
-                "all boxes of a slide."
+                f"the column {column} of {image} holds {values_text}: expected one number above 0 "
+                "for all boxes of a slide."
             )
-        return float(found[0])
+        return float(distinct[0])
 
     def _h5_file(
         self, folder: str, layer: str, slide: _Slide, dtype: np.dtype[Any], has_attributes: bool

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from featx.errors import ConfigError, DataError
 from featx.export.base import FORMATS, File, FormatMember, ShardedFormat, ShardOptions, literal
-from featx.export.selection import Selection, as_utf8
+from featx.export.selection import ExportSelection, as_utf8
 from featx.export.source_images import data_of_store
 from featx.sources import open_source
 from featx.types import NO_IMAGE, UNKNOWN_IMAGE, ImageFault, Status, image_checksum
@@ -42,7 +42,7 @@ class WebDataset(ShardedFormat):
         DataError: an image is missing or has changed.
     """
 
-    def __init__(self, selection: Selection, *arguments: Any) -> None:
+    def __init__(self, selection: ExportSelection, *arguments: Any) -> None:
         super().__init__(selection, *arguments)
         lowered = [name.lower() for name in selection.layers]
         if len(set(lowered)) < len(lowered):
@@ -114,29 +114,29 @@ class WebDataset(ShardedFormat):
 
     def _write(self, file: BinaryIO, start: int, stop: int) -> None:
         """Write rows [start, stop) as a tar."""
-        chosen = self.selection
+        selection = self.selection
         with tarfile.TarFile.open(fileobj=file, mode="w") as tar:
-            for first, last, values in chosen.blocks(start, stop):
-                classes = chosen.class_texts(first, last)
+            for first, last, values in selection.blocks(start, stop):
+                classes = selection.class_texts(first, last)
                 columns = {
                     name: _as_json_values(column[first:last])
-                    for name, column in chosen.columns.items()
+                    for name, column in selection.columns.items()
                 }
                 for place in range(first, last):
-                    row = int(chosen.rows[place])
-                    key = os.fsdecode(bytes(chosen.keys[place]))
-                    label = int(chosen.labels[place])
+                    row = int(selection.rows[place])
+                    key = os.fsdecode(bytes(selection.keys[place]))
+                    label = int(selection.labels[place])
                     if (encoded := self._encoded_image(place)) is not None:
                         _add(tar, f"{row:09d}{_ending(key)}", encoded)
-                    for name, found in values.items():
-                        _add(tar, f"{row:09d}.{name}.npy", _as_npy(found[place - first]))
+                    for name, layer_values in values.items():
+                        _add(tar, f"{row:09d}.{name}.npy", _as_npy(layer_values[place - first]))
                     _add(tar, f"{row:09d}.cls", str(label).encode())
                     about = {
                         "key": as_utf8(key),
                         "row": row,
                         "label": label,
                         "class": classes[place - first],
-                        "status": int(chosen.status[place]),
+                        "status": int(selection.status[place]),
                     }
                     if columns:
                         about["columns"] = {
@@ -151,14 +151,14 @@ class WebDataset(ShardedFormat):
         layer = literal(f"{self.selection.layers[0].lower()}.npy")
         if len(files) > 1:
             shards = f"shards-{{00000..{len(files) - 1:05d}}}-of-{len(files):05d}.tar"
-        imports, given = "import webdataset as wds\n", literal(f"{out}/{shards}")
+        imports, shards_text = "import webdataset as wds\n", literal(f"{out}/{shards}")
         if any(sign in str(out) for sign in _EXPANDED):
             imports += "from pathlib import Path\n"
-            given = (
+            shards_text = (
                 f'[str(path) for path in sorted(Path({literal(str(out))}).glob("shards-*.tar"))]'
             )
         return (
-            f"{imports}rows = wds.WebDataset({given}, shardshuffle=False)\n"
+            f"{imports}rows = wds.WebDataset({shards_text}, shardshuffle=False)\n"
             # Decoding images as well would drop rows whose image cannot be decoded.
             "rows = rows.decode()  # arrays and labels; images stay encoded\n"
             f'for sample in rows: sample[{layer}], sample["cls"]'

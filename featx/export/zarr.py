@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from featx.errors import ConfigError
-from featx.export.base import FORMATS, File, Format, FormatMember, import_extra, literal
+from featx.export.base import FORMATS, Folder, Format, FormatMember, import_extra, literal
 
 _NAME = "features.zarr"
 _OWN_FILE = "zarr.json"
@@ -39,44 +39,44 @@ class Zarr(Format):
                 "of that name. Choose another export.format."
             )
 
-    def files(self) -> list[File]:
+    def files(self) -> list[Folder]:
         """Return the single folder."""
-        return [File(_NAME, self._write, 0, len(self.selection), is_folder=True)]
+        return [Folder(_NAME, self._write, 0, len(self.selection))]
 
     def _write(self, folder: Path) -> None:
         """Write the group into an empty folder."""
         import zarr
 
-        chosen, n = self.selection, len(self.selection)
+        selection, n = self.selection, len(self.selection)
         group = zarr.open_group(folder, mode="w", zarr_format=3)
-        group.attrs["featx"] = chosen.about
-        for name in chosen.layers:
-            rows = chosen.store[name].chunk_rows
-            shape = chosen.row_shape(name)
+        group.attrs["featx"] = selection.about
+        for name in selection.layers:
+            rows = selection.store[name].chunk_rows
+            shape = selection.row_shape(name)
             array = group.create_array(
                 f"features/{name}",
                 shape=(n, *shape),
                 chunks=(max(1, min(rows, n)), *shape),
-                dtype=chosen.dtype(name),
+                dtype=selection.dtype(name),
                 fill_value=float("nan"),
             )
             # Whole chunks are written at a time: a partial chunk would be read and written again.
-            rows_per_block = max(rows, chosen.block_rows([name]) // rows * rows)
-            for start, stop, values in chosen.blocks(0, n, [name], rows_per_block):
+            rows_per_block = max(rows, selection.block_rows([name]) // rows * rows)
+            for start, stop, values in selection.blocks(0, n, [name], rows_per_block):
                 array[start:stop] = values[name]
         columns: dict[str, Any] = {
-            "label": chosen.labels,
-            "status": chosen.status,
-            "row": chosen.rows,
-            **{f"columns/{name}": values for name, values in chosen.columns.items()},
+            "label": selection.labels,
+            "status": selection.status,
+            "row": selection.rows,
+            **{f"columns/{name}": values for name, values in selection.columns.items()},
         }
         for name, column in columns.items():
             if column.dtype.kind == "U":
                 self._write_texts(group, name, functools.partial(_texts, column))
                 continue
-            made = group.create_array(name, shape=(n,), chunks=_chunks(n), dtype=column.dtype)
-            made[:] = column
-        self._write_texts(group, "key", chosen.key_texts)
+            array = group.create_array(name, shape=(n,), chunks=_chunks(n), dtype=column.dtype)
+            array[:] = column
+        self._write_texts(group, "key", selection.key_texts)
 
     def _write_texts(self, group: Any, name: str, texts: Callable[[int, int], list[str]]) -> None:
         """Write an array of texts.
@@ -87,10 +87,10 @@ class Zarr(Format):
             texts: function (start, stop) -> texts of these rows of the selection.
         """
         n = len(self.selection)
-        made = group.create_array(name, shape=(n,), chunks=_chunks(n), dtype=str)
+        array = group.create_array(name, shape=(n,), chunks=_chunks(n), dtype=str)
         for start in range(0, n, _COLUMN_ROWS):
             stop = min(n, start + _COLUMN_ROWS)
-            made[start:stop] = np.array(texts(start, stop), np.dtypes.StringDType())
+            array[start:stop] = np.array(texts(start, stop), np.dtypes.StringDType())
 
     def opening(self, out: Path) -> str:
         """Return lines that open the group with zarr."""

@@ -12,7 +12,7 @@ from featx.store import layout, pack_store
 
 def run(config: Config, config_yaml: str) -> int:
     """Pack the store and print where the file is; returns the exit code 0."""
-    root = config.place_of_store()
+    root = config.store_path()
     if not root.is_dir():
         raise StoreError(f"there is no store at {root}; job=pack takes the store's folder.")
     did = pack_store(root)

@@ -44,7 +44,7 @@ def run(config: Config, config_yaml: str) -> int:
     from featx.analysis import head_of_store, run_prediction  # which import torch
     from featx.export.report import render_predictions
 
-    place = config.place_of_store()
+    place = config.store_path()
     head = place if place.suffix == _HEAD else head_of_store(place, _layer(config))
     log_message(facts([("head", f"{head.name}\nin {shown_path(head.parent)}")]))
     found = run_prediction(config, head)
@@ -174,7 +174,7 @@ def _check(config: Config) -> None:
     Raises:
         ConfigError: several layers are named, or one for the file of a head.
     """
-    if _layer(config) is not None and config.place_of_store().suffix == _HEAD:
+    if _layer(config) is not None and config.store_path().suffix == _HEAD:
         raise ConfigError(f"layers has no effect: {config.store} is the head of one layer.")
 
 

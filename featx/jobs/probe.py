@@ -15,7 +15,7 @@ from featx.jobs.value_probe_text import values_text
 
 def run(config: Config, config_yaml: str) -> int:
     """Fit and test the classifiers and print the best layer; returns the exit code 0."""
-    config.place_of_store()  # reports a missing store before torch is imported
+    config.store_path()  # reports a missing store before torch is imported
     from featx.analysis.probe import run_probe  # which imports torch
 
     result = run_probe(config, log_message)

@@ -19,7 +19,7 @@ def open_input(config: Config) -> FeatureStore:
     Args:
         config: of a job that needs `store`.
     """
-    store = FeatureStore(config.place_of_store(), verify="rows")
+    store = FeatureStore(config.store_path(), verify="rows")
     if not store.complete:
         log_message(f"{store.root} is not complete; {int(store.ok.sum())} rows are there and ok")
     return store
@@ -27,7 +27,7 @@ def open_input(config: Config) -> FeatureStore:
 
 def result_folder(store: FeatureStore, config: Config) -> AtomicFolder:
     """Create the folder for results: `out`, or one with the name of the job in the store's."""
-    disk = AtomicFolder(config.out_beside(store.root, config.job.name))
+    disk = AtomicFolder(config.output_folder(store.root, config.job.name))
     disk.make_folder(disk.root)
     return disk
 

@@ -22,7 +22,7 @@ _CLEAR = "\x1b[H\x1b[2J"
 
 def run(config: Config, config_yaml: str) -> int:
     """Print the progress of the run and its workers; returns the exit code 0."""
-    root = config.place_of_store()
+    root = config.store_path()
     if not root.is_dir():
         raise StoreError(
             f"there is no store at {root}; job=status takes the store's folder. A run that "

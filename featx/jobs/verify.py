@@ -42,7 +42,7 @@ def run(config: Config, config_yaml: str) -> int:
         0 if the store is complete and sound, 1 if rows are still missing, 2 if something is
         damaged or differs from the images.
     """
-    root = config.place_of_store()
+    root = config.store_path()
     if root.is_file() and (config.verify.reextract_rows or config.verify.repair):
         raise ConfigError(
             f"store={root} is a file; verify.reextract_rows and verify.repair need the store's "

@@ -15,7 +15,7 @@ _LISTED = 5
 
 def run(config: Config, config_yaml: str) -> int:
     """Make the head, write it and print what it does on the store; returns the exit code 0."""
-    config.place_of_store()  # reports a missing store before torch is imported
+    config.store_path()  # reports a missing store before torch is imported
     from featx.analysis import run_zeroshot  # which imports torch
 
     result = run_zeroshot(config)

@@ -188,7 +188,7 @@ def _run(
         announce(description.settings, description.shown)
         observer = output.observer(context, session)
         output.update_rows(context, session)
-        if config.is_spread:
+        if config.is_distributed:
             part_task = output.part_task(context, session)
             outcome = run_distributed(context, session, part_task, config_yaml)
         else:

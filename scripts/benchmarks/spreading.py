@@ -30,7 +30,7 @@ def parts(arguments: argparse.Namespace) -> None:
         with h5py.File(folder / "images.h5", "w") as file:
             file["x"] = pixels
         keys = [
-            "model=custom", "model.factory=featx.jobs.bench.null_model:Nothing",
+            "model=custom", "model.factory=benchmarks.null_model:MeanColour",
             "model.weights=null", "model.transform.resize=8", "model.transform.crop=8",
             "layers=[mean]", "precision=fp32", "compile=false", "batch_size=1",
             "part_rows=1", "pack=false", "data=hdf5",
@@ -53,21 +53,22 @@ def compare_workers(
     arguments: argparse.Namespace, folder: Path, keys: list[str], times: float, unit: str
 ) -> None:
     """The command with `keys` on each of `arguments.workers`, once a round in turn."""
-    found: dict[str, list[float]] = {workers: [] for workers in arguments.workers}
+    rates_of: dict[str, list[float]] = {workers: [] for workers in arguments.workers}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     for _ in range(arguments.runs):
-        for workers, figures in found.items():
+        for workers, rates in rates_of.items():
             out = folder / "store"
             ends = [f"out={out}", "overwrite=true", f"executor.workers={workers}"]
             command = [sys.executable, "-m", "featx", *keys, *ends]
-            subprocess.run(command, capture_output=True, text=True, check=True)
+            subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
             summary = json.loads((out / "summary.json").read_text())
-            figures.append(times * summary["images_per_second"])
-            print(f"  executor.workers={workers}: {figures[-1]:.1f} {unit}", flush=True)
-    first = next(iter(found.values()))
-    for workers, figures in found.items():
-        ratios = [one / base for one, base in zip(figures, first, strict=True)]
+            rates.append(times * summary["images_per_second"])
+            print(f"  executor.workers={workers}: {rates[-1]:.1f} {unit}", flush=True)
+    first = next(iter(rates_of.values()))
+    for workers, rates in rates_of.items():
+        ratios = [one / base for one, base in zip(rates, first, strict=True)]
         print(
-            f"executor.workers={workers:5} {statistics.median(figures):7.1f} {unit}, "
+            f"executor.workers={workers:5} {statistics.median(rates):7.1f} {unit}, "
             f"{statistics.median(ratios):.3f} times the first "
             f"({min(ratios):.3f} to {max(ratios):.3f})"
         )

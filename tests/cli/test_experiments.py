@@ -11,7 +11,7 @@ import pytest
 
 import featx
 from featx.base import shipped
-from featx.cli import hydra_config, read_command_line
+from featx.cli import explain_error, read_command_line, register_with_hydra
 from featx.config import Config
 from featx.config.schema import from_omegaconf
 from featx.errors import ConfigError
@@ -36,13 +36,13 @@ def typed(*argv: str) -> Config:
     from omegaconf.errors import OmegaConfBaseException
 
     line = read_command_line(argv)
-    hydra_config.register(JOBS, line.config_dirs)
+    register_with_hydra(JOBS, line.config_dirs)
     overrides = [word for word in line.arguments if not word.startswith("-")]
     with hydra.initialize_config_dir(str(shipped("conf")), version_base="1.3"):
         try:
             config = from_omegaconf(hydra.compose("config", overrides))
         except (HydraException, OmegaConfBaseException) as error:
-            raise hydra_config.explain(error) from error
+            raise explain_error(error) from error
     check(config, line.given)
     return config
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from featx.base.paths import shipped
-from featx.cli import hydra_config
+from featx.cli import register_with_hydra
 from featx.cli.overrides import read_command_line
 from featx.config.options import Kind, option_types
 from featx.config.run_config import Config
@@ -26,7 +26,7 @@ from featx.jobs import JOBS, check
 def composed(*argv: str) -> Any:
     """The node of a command, without running it."""
     line = read_command_line(argv)
-    hydra_config.register(JOBS, line.config_dirs)
+    register_with_hydra(JOBS, line.config_dirs)
     name, overrides = "config", list(line.arguments)
     if "--config-name" in overrides:
         at = overrides.index("--config-name")

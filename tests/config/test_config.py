@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 from featx import jobs
 from featx.base.fingerprint import differences, digest
 from featx.config import DataConfig, ReduceConfig, make_reduce, model_options
-from featx.config.all_options import described_options
+from featx.config.all_options import describe_options
 from featx.config.requested_layers import layer_requests
 from featx.config.run_config import Config
 from featx.config.saved_config import saved_yaml
@@ -145,7 +145,7 @@ def test_two_sizes_of_a_part_exclude_each_other() -> None:
 
 
 def test_every_key_is_described() -> None:
-    rows = described_options()
+    rows = describe_options()
     assert [row.name for row in rows if "." not in row.name] == list(Config.__dataclass_fields__)
     assert all(len(row.help) > 10 for row in rows)
     assert all(bool(row.type) == bool(row.default) for row in rows)

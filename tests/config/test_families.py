@@ -9,14 +9,14 @@ from dataclasses import fields
 import pytest
 
 from featx.base.families import family, family_options
-from featx.config.all_options import described_options, group_class, member_groups
+from featx.config.all_options import describe_options, group_class, member_groups
 from featx.config.member_options import options_class, options_of_all
 from featx.config.schema import from_keywords, from_omegaconf
 from featx.errors import ConfigError, FeatxError
 
 
 def test_every_member_and_its_options_are_described() -> None:
-    sentences = {option.name: option.help for option in described_options()}
+    sentences = {option.name: option.help for option in describe_options()}
     for option in family_options():
         for member in family(option):
             assert len(member.help) > 10
@@ -55,7 +55,7 @@ def test_an_undeclared_family_is_named() -> None:
 
 def test_the_help_of_all_members_needs_no_torch() -> None:
     code = (
-        "import sys; from featx.config.all_options import described_options; described_options();"
+        "import sys; from featx.config.all_options import describe_options; describe_options();"
         "sys.exit('torch' in sys.modules or 'torchvision' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

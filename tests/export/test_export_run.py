@@ -71,7 +71,7 @@ def test_an_export_that_was_stopped_anywhere_ends_as_one_that_was_not(
 ) -> None:
     export(kind, out="at-once")
     expected = digests("at-once")
-    read = selection.Selection._read
+    read = selection.ExportSelection._read
     stops = 0
     for reads in (0, 3, 6, 9, 12):
         left = reads
@@ -84,7 +84,7 @@ def test_an_export_that_was_stopped_anywhere_ends_as_one_that_was_not(
             return read(self, *arguments)
 
         with monkeypatch.context() as patched:
-            patched.setattr(selection.Selection, "_read", stopping)
+            patched.setattr(selection.ExportSelection, "_read", stopping)
             try:
                 export(kind)
             except StoppedError:

@@ -18,7 +18,7 @@ from featx.export.report.charts import class_errors, confusion_plot
 from featx.export.report.embedding_plots import (
     LayerPlot,
     layer_plot,
-    principal_components,
+    principal_scores,
     row_vectors,
     same_class_shares,
 )
@@ -83,7 +83,7 @@ def test_values_that_are_not_finite_are_counted() -> None:
 @pytest.mark.parametrize("shape", [(40, 7), (12, 30)])
 def test_principal_components_are_those_of_an_svd(shape: tuple[int, int]) -> None:
     x = np.random.default_rng(0).normal(size=shape) @ np.diag(np.arange(1, shape[1] + 1)) + 5
-    scores, shares = principal_components(x, 5)
+    scores, shares = principal_scores(x, 5)
     u, s, _ = np.linalg.svd(x - x.mean(0), full_matrices=False)
     assert np.abs(scores) == pytest.approx(np.abs(u[:, :5] * s[:5]), abs=1e-8)
     assert shares == pytest.approx(s**2 / (s**2).sum())
@@ -121,7 +121,7 @@ def test_large_maps_are_averaged_block_by_block(monkeypatch: pytest.MonkeyPatch)
     store = store_of({"map": values}, [0, 1] * 5 + [0])
     monkeypatch.setattr("featx.export.report.embedding_plots.BLOCK_BYTES", 4 * 4 * 9 * 32 * 32)
     found = plot_of(store, "map", np.arange(11))
-    expected, shares = principal_components(values.mean((2, 3)), 2)
+    expected, shares = principal_scores(values.mean((2, 3)), 2)
     assert found.pooled
     assert found.width == 9
     assert found.directions == 1 + np.searchsorted(np.cumsum(shares), 0.9)

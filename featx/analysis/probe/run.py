@@ -51,7 +51,7 @@ def run_probe(
         FeatxError: the store or the split does not allow a probe, or a training failed.
     """
     started_at = time.perf_counter()
-    store = FeatureStore(config.place_of_store(), verify="rows")
+    store = FeatureStore(config.store_path(), verify="rows")
     kind = task_kind(store, config.probe)
     if kind.name == "segmentation":
         return run_segmentation_probe(config, store, kind, log)

@@ -93,16 +93,16 @@ def row_vectors(store: FeatureStore, layer: str, rows: npt.NDArray[np.int64]) ->
     if len(rows) < 4:
         return RowVectors(layer, None, width, False, f"{len(rows)} rows are too few for a plot.")
     try:
-        taken = layer_vectors(
+        vectors = layer_vectors(
             LabelledRows(store, rows, store.labels[rows], store.classes, ()), layer
         )
         # Blocks are limited by the size of stored rows, which may be much larger than the vectors.
         step = max(1, BLOCK_BYTES // (4 * max(1, width)))
         blocks = np.array_split(np.arange(len(rows)), -(-len(rows) // step))
-        x = np.concatenate([taken.read(places).numpy() for places in blocks])
+        x = np.concatenate([vectors.read(places).numpy() for places in blocks])
     except (ReduceError, StoreError) as error:
         return RowVectors(layer, None, width, False, str(error))
-    return RowVectors(layer, x, taken.width, taken.pooled is not None, "")
+    return RowVectors(layer, x, vectors.width, vectors.pooled is not None, "")
 
 
 def layer_plot(
@@ -119,7 +119,7 @@ def layer_plot(
     name, width, pooled = vectors.layer, vectors.width, vectors.pooled
     if vectors.x is None:
         return LayerPlot(name, width, pooled, None, (0, 0), None, None, None, vectors.note)
-    scores, shares = principal_components(vectors.x, COMPONENTS)
+    scores, shares = principal_scores(vectors.x, COMPONENTS)
     if not shares.sum() > 0:
         same = "All selected rows have the same vector."
         return LayerPlot(name, width, pooled, None, (0, 0), None, None, None, same)
@@ -157,19 +157,20 @@ def same_class_shares(
     step = max(1, _BLOCK_NUMBERS // len(labelled))
     for start in range(0, len(labelled), step):
         cosines = unit[start : start + step] @ unit.T
-        own = np.arange(len(cosines))
-        cosines[own, start + own] = -np.inf
+        places = np.arange(len(cosines))
+        cosines[places, start + places] = -np.inf
         nearest = np.argpartition(-cosines, count - 1, axis=1)[:, :count]
         same = classes[nearest] == classes[start : start + step, None]
         shares[labelled[start : start + step]] = same.mean(1)
     return shares
 
 
-def principal_components(x: npt.NDArray[np.floating], count: int) -> tuple[Matrix, Matrix]:
-    """Compute the first k principal components of the rows of a matrix in float64.
+def principal_scores(x: npt.NDArray[np.floating], count: int) -> tuple[Matrix, Matrix]:
+    """Compute the scores of the rows of a matrix on its first k principal components, in float64.
 
-    They come from the eigenvectors of the smaller of X^T X and X X^T. The sign of a component makes
-    its score of largest magnitude positive.
+    They come from the eigenvectors of the smaller of X^T X and X X^T. A plot needs no directions;
+    `featx.analysis.statistics.covariance` computes these from moments, and makes the largest entry
+    of each positive. Here the score of largest magnitude of each component is positive.
 
     Args:
         x: (n, D), with any mean.

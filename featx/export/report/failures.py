@@ -89,31 +89,31 @@ def reasons_of(store: FeatureStore) -> list[Reason]:
     # Merged files may have a status without a message.
     with_message = {failure["row"] for failure in failures}
     failed = np.flatnonzero(~store.ok & (store.status != Status.ABSENT))
-    others = [row for row in failed.tolist() if row not in with_message]
+    unexplained = [row for row in failed.tolist() if row not in with_message]
     failures += [
         {"row": row, "key": str(store.keys[row]), "status": _label(store, row), "error": "",
          "message": ""}
-        for row in others
+        for row in unexplained
     ]  # fmt: skip
     counts = Counter(failure["status"] for failure in failures)
-    found, titles = [], {status.label: texts for status, texts in _EXPLAINED.items()}
+    reasons, titles = [], {status.label: texts for status, texts in _EXPLAINED.items()}
     for status, count in counts.most_common():
-        of_status = [failure for failure in failures if failure["status"] == status]
-        messages = Counter(str(f["message"] or f["error"]) for f in of_status)
+        status_failures = [failure for failure in failures if failure["status"] == status]
+        messages = Counter(str(f["message"] or f["error"]) for f in status_failures)
         shown = [
             FailedRow(f["row"], as_utf8(f["key"]), f["error"], f["message"])
-            for f in of_status[:SHOWN]
+            for f in status_failures[:SHOWN]
         ]
         title, explanation = titles.get(status, (status.capitalize(), ""))
         opened, partial = status not in NOT_OPENED, status == Status.TRUNCATED.label
         plain = status in _PLAIN
-        found.append(
+        reasons.append(
             Reason(
                 status, title, explanation, count, opened, partial, plain, messages.most_common(3),
                 shown,
             )
         )  # fmt: skip
-    return found
+    return reasons
 
 
 def _label(store: FeatureStore, row: int) -> str:

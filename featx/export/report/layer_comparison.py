@@ -8,7 +8,7 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Compared:
+class ComparedLayers:
     """Paired comparison of the best layer with another one.
 
     Attributes:
@@ -54,15 +54,15 @@ class Difference:
     told_apart: bool | None
 
 
-def comparisons(found: Mapping[str, Any]) -> tuple[Compared, ...]:
+def comparisons(entry: Mapping[str, Any]) -> tuple[ComparedLayers, ...]:
     """Convert the entry `paired_tests` of probe.json, the largest p-value first."""
     tests = [
-        Compared(
+        ComparedLayers(
             str(layer), str(each["unit"]), int(each["first_only"]), int(each["second_only"]),
             float(each["difference"]), (float(each["interval"][0]), float(each["interval"][1])),
             float(each["p_holm"]), bool(each["told_apart"]),
         )
-        for layer, each in found.items()
+        for layer, each in entry.items()
     ]  # fmt: skip
     return tuple(sorted(tests, key=lambda each: -each.p))
 

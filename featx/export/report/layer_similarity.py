@@ -52,16 +52,16 @@ def similarity_of(
             layers, [], [], 0, "There is only one layer, so none can be compared."
         )
     try:
-        found = layer_similarity(
+        similarity = layer_similarity(
             store, None, layers, num_rows=min(rows, ROWS), seed=seed, device=device
         )
     except ConfigError as error:
         return LayerSimilaritySection(layers, [], [], 0, str(error))
 
     def as_table(name: str) -> Table:
-        values = found.measures[name].tolist()
+        values = similarity.measures[name].tolist()
         return [[None if np.isnan(v) else round(v, 4) for v in row] for row in values]
 
     return LayerSimilaritySection(
-        found.layers, as_table("cka"), as_table("cka_debiased"), found.num_rows, ""
+        similarity.layers, as_table("cka"), as_table("cka_debiased"), similarity.num_rows, ""
     )

@@ -197,9 +197,9 @@ def line_plot(
     xs = [round(frame.left + 10 + step * i, 1) for i in range(len(ticks))]
     ends = sorted(((y_of(values[-1][0]), name) for name, _, values in curves))
     label_y: dict[str, float] = {}
-    before = -math.inf
+    previous = -math.inf
     for y, name in ends:
-        before = label_y[name] = max(y, before + 15)
+        previous = label_y[name] = max(y, previous + 15)
     lines = [
         Line(
             name,

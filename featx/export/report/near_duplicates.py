@@ -70,10 +70,10 @@ def find_duplicates(
     vectors = _widest_vectors(store, layers, rows, probes)
     if vectors is None or vectors.x is None:
         return Duplicates("", NEAR_COSINE, [], 0)
-    found, count = similar_pairs(vectors.x, NEAR_COSINE, PAIRS_SHOWN)
+    places, count = similar_pairs(vectors.x, NEAR_COSINE, PAIRS_SHOWN)
     roles = None if probes.predicted is None else probes.predicted.roles
     pairs = []
-    for i, j, cosine in found:
+    for i, j, cosine in places:
         a, b = int(rows[i]), int(rows[j])
         if roles is not None and roles[b] == _TEST:  # the test row comes first
             a, b = b, a
@@ -118,18 +118,18 @@ def similar_pairs(
     unit /= np.where(spread > 0, spread, 1).astype(np.float32)
     lengths = np.linalg.norm(unit, axis=1, keepdims=True)
     unit /= np.where(lengths > 0, lengths, 1)
-    found: list[tuple[int, int, float]] = []
+    pairs: list[tuple[int, int, float]] = []
     count, step = 0, max(1, _BLOCK_NUMBERS // len(x))
     for start in range(0, len(x), step):
         cosines = unit[start : start + step] @ unit.T
         i, j = np.nonzero(cosines >= cosine)
-        after = j > i + start
-        i, j = i[after], j[after]
+        is_later = j > i + start
+        i, j = i[is_later], j[is_later]
         count += len(i)
         values = cosines[i, j]
         order = np.argsort(-values, kind="stable")[:most]
-        found += [
+        pairs += [
             (int(start + a), int(b), float(value))
             for a, b, value in zip(i[order], j[order], values[order], strict=True)
         ]
-    return sorted(found, key=lambda pair: -pair[2])[:most], count
+    return sorted(pairs, key=lambda pair: -pair[2])[:most], count

@@ -101,11 +101,11 @@ def random_queries(store: FeatureStore, rows: Rows, seed: int) -> list[int]:
     """
     order = np.random.default_rng(seed).permutation(rows)
     labels = store.labels[order]
-    by_class = np.argsort(labels, kind="stable")
-    _, starts, counts = np.unique(labels[by_class], return_index=True, return_counts=True)
+    class_order = np.argsort(labels, kind="stable")
+    _, starts, counts = np.unique(labels[class_order], return_index=True, return_counts=True)
     # Position of each row within its class: first come the rows that are the first of their class.
     turn = np.empty(len(order), np.int64)
-    turn[by_class] = np.arange(len(order)) - np.repeat(starts, counts)
+    turn[class_order] = np.arange(len(order)) - np.repeat(starts, counts)
     return [int(row) for row in order[np.argsort(turn, kind="stable")[:RANDOM_QUERIES]]]
 
 
@@ -135,9 +135,9 @@ def neighbours_of(
         chosen = np.random.default_rng(seed).choice(ok, room, replace=False)
         among = np.union1d(chosen, np.array(rows))
     vectors = Vectors(store, layer, choose_device(device), rows=among, unit=True, centre=True)
-    found = nearest_among(vectors, np.searchsorted(among, rows), NEAREST)
+    neighbours = nearest_among(vectors, np.searchsorted(among, rows), NEAREST)
     strips: list[Strip] = []
-    for row, nearest, scores in zip(rows, found.neighbours, found.scores, strict=True):
+    for row, nearest, scores in zip(rows, neighbours.neighbours, neighbours.scores, strict=True):
         near = [
             Neighbour(other, score, _same(store, row, other))
             for other, score in zip(nearest.tolist(), scores.tolist(), strict=True)

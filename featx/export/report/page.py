@@ -109,7 +109,7 @@ class Page:
             return self.test_images.get(error.stored_key, "")
         return self.thumbnails.uris.get(error.row, "")
 
-    def shown(self, text: str) -> str:
+    def redact(self, text: str) -> str:
         """Return a text without absolute paths."""
         return without_folders(text, self.folders)
 
@@ -130,13 +130,11 @@ class Page:
 
     def plot_of(self, layer: str) -> LayerPlot | None:
         """Return the embedding plot of a layer, or None."""
-        found = [each for each in self.plots if each.name == layer]
-        return found[0] if found else None
+        return next((each for each in self.plots if each.name == layer), None)
 
     def statistics_of(self, layer: str) -> LayerStatistics | None:
         """Return the statistics of a layer, or None."""
-        found = [each for each in self.statistics if each.name == layer]
-        return found[0] if found else None
+        return next((each for each in self.statistics if each.name == layer), None)
 
 
 def render(page: Page) -> str:
@@ -148,7 +146,7 @@ def render(page: Page) -> str:
         page=page,
         generator=GENERATOR,
         name=as_utf8(page.store.root.name),
-        model=page.shown(str(page.store.attrs.get("model", ""))),
+        model=page.redact(str(page.store.attrs.get("model", ""))),
         errors_shown=ERRORS_SHOWN,
         confusion=confusion_plot(page.probes),
         class_errors=class_errors(page.probes),
@@ -215,5 +213,5 @@ def _points(plane: Matrix) -> list[list[int]]:
     """Return (n, 2) points as columns of whole numbers in [0, 2000], with one scale for both."""
     low = plane.min(0)
     scale = float((plane.max(0) - low).max()) or 1.0
-    found = np.rint((plane - low) / scale * 2000).astype(int).T.tolist()
-    return [list(column) for column in found]
+    points = np.rint((plane - low) / scale * 2000).astype(int).T.tolist()
+    return [list(column) for column in points]

@@ -82,30 +82,30 @@ class PredictionPage:
     thumbnails: Thumbnails
 
 
-def render_predictions(found: Predictions, data: DataConfig, title: str) -> str:
+def render_predictions(predictions: Predictions, data: DataConfig, title: str) -> str:
     """Write predictions as HTML, with thumbnails of images that are read again.
 
     Args:
-        found: predictions.
+        predictions: predictions.
         data: options of their data set.
         title: title of the page.
     """
-    keys = [os.fsencode(row.key) for row in found.rows]
-    chosen = most_doubtful(found.scores)[:IMAGES_SHOWN].tolist()
+    keys = [os.fsencode(row.key) for row in predictions.rows]
+    chosen = most_doubtful(predictions.scores)[:IMAGES_SHOWN].tolist()
     with Thumbnails(np.array(keys or [b""]), max(1, len(chosen)), MAX_BYTES) as thumbnails:
         thumbnails.open(data)
         thumbnails.add(chosen)
         thumbnails.finish()
-    failed = [row for row in found.rows if row.label is None]
-    probabilities = [row.probability for row in found.rows if row.probability is not None]
+    failed = [row for row in predictions.rows if row.label is None]
+    probabilities = [row.probability for row in predictions.rows if row.probability is not None]
     page = PredictionPage(
         title=as_utf8(title),
-        layer=found.layer,
-        accuracy=found.accuracy,
-        num_images=len(found),
-        cards=[_card(found, row) for row in chosen],
+        layer=predictions.layer,
+        accuracy=predictions.accuracy,
+        num_images=len(predictions),
+        cards=[_card(predictions, row) for row in chosen],
         classes=Counter(
-            as_utf8(row.label) for row in found.rows if row.label is not None
+            as_utf8(row.label) for row in predictions.rows if row.label is not None
         ).most_common(),
         bins=np.histogram(probabilities, BINS, (0, 1))[0].tolist() if probabilities else [],
         failures=[
@@ -143,16 +143,16 @@ def most_doubtful(scores: npt.NDArray[np.float32]) -> npt.NDArray[np.int64]:
     return rows[np.argsort(gap, kind="stable")]
 
 
-def _card(found: Predictions, row: int) -> Card:
+def _card(predictions: Predictions, row: int) -> Card:
     """Return the card of an image that did not fail."""
-    each, scores = found.rows[row], found.scores[row]
+    each, scores = predictions.rows[row], predictions.scores[row]
     second = int(np.argsort(-scores, kind="stable")[1]) if len(scores) > 1 else None
-    known = each.probability is not None and second is not None
+    is_known = each.probability is not None and second is not None
     return Card(
         row,
         without_folder(as_utf8(each.key)),
         as_utf8(each.label or ""),
         each.probability,
-        "" if second is None else as_utf8(found.classes[second]),
-        float(scores[second]) if known else None,
+        "" if second is None else as_utf8(predictions.classes[second]),
+        float(scores[second]) if is_known else None,
     )

@@ -67,7 +67,7 @@ class Predicted:
 
 
 def read_predictions(
-    found: Mapping[str, Any], folder: Path, row_of: Mapping[str, int], best: tuple[str, str]
+    result: Mapping[str, Any], folder: Path, row_of: Mapping[str, int], best: tuple[str, str]
 ) -> Predicted | None:
     """Read predictions.csv; None if it is missing or does not belong to probe.json.
 
@@ -81,20 +81,20 @@ def read_predictions(
         data = (folder / layout.PROBE_HEADS / layout.PROBE_PREDICTIONS).read_bytes()
     except OSError:
         return None
-    if hashlib.sha256(data).hexdigest() != found["predictions"]["sha256"]:
+    if hashlib.sha256(data).hexdigest() != result["predictions"]["sha256"]:
         return None
     # Keys of another store say nothing about the rows of this one.
-    elsewhere = found["split"]["kind"] == "test_store"
+    has_test_store = result["split"]["kind"] == "test_store"
     roles = np.zeros(len(row_of), np.int8)
-    wrong: dict[str, dict[int, str]] = {layer: {} for layer in found["layers"]}
+    wrong: dict[str, dict[int, str]] = {layer: {} for layer in result["layers"]}
     errors, confidences = [], []
     lines = csv.DictReader(io.StringIO(data.decode("utf-8", "surrogateescape"), newline=""))
-    first = str(found["split"]["seed"])
+    first_seed = str(result["split"]["seed"])
     for line in lines:
-        if line["seed"] != first:
+        if line["seed"] != first_seed:
             continue
         test = line["split"] == "test"
-        row = None if test and elsewhere else row_of.get(line["key"])
+        row = None if test and has_test_store else row_of.get(line["key"])
         if row is not None:
             roles[row] = _ROLE_OF[line["split"]]
         if not test or line["method"] != best[1]:
@@ -118,5 +118,5 @@ def read_predictions(
             )  # fmt: skip
     errors.sort(key=lambda error: -(error.p_predicted or 0))
     mean = float(np.mean(confidences)) if confidences else None
-    test_store = str(found["split"]["test_store"]) if elsewhere else None
+    test_store = str(result["split"]["test_store"]) if has_test_store else None
     return Predicted(roles, wrong, errors, mean, test_store)

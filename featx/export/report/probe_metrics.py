@@ -80,11 +80,11 @@ def metrics_of(about: Mapping[str, Any], result: Mapping[str, Any] | None) -> tu
     """
     bootstrap = None if result is None else result["bootstrap"]
     seeds = None if result is None else result["seeds"]
-    found = []
+    metrics = []
     for name, label in CLASS_METRICS.items():
         interval = None if bootstrap is None else bootstrap["intervals"][name]
         spread = None if seeds is None else seeds["chosen"][name]
-        found.append(
+        metrics.append(
             Metric(
                 label,
                 metric_text(name, about[name]),
@@ -94,20 +94,20 @@ def metrics_of(about: Mapping[str, Any], result: Mapping[str, Any] | None) -> tu
                 str(about["not_available"].get(name, "")),
             )
         )
-    return tuple(found)
+    return tuple(metrics)
 
 
 def repeated_of(seeds: Mapping[str, Any] | None) -> Repeated | None:
     """Convert the entry `seeds` of probe.json; None without several seeds."""
     if seeds is None:
         return None
-    found = seeds["chosen"]["accuracy"]
+    accuracy = seeds["chosen"]["accuracy"]
     return Repeated(
         count=len(seeds["seeds"]),
-        mean=float(found["mean"]),
-        std=float(found["std"]),
-        low=float(found["min"]),
-        high=float(found["max"]),
+        mean=float(accuracy["mean"]),
+        std=float(accuracy["std"]),
+        low=float(accuracy["min"]),
+        high=float(accuracy["max"]),
         layers=tuple(Counter(map(str, seeds["layer_of_seeds"])).most_common()),
         layer=str(seeds["layer"]),
     )
@@ -127,9 +127,9 @@ def _range_text(name: str, low: float, high: float) -> str:
     return f"{float(low):.3f} {DASH} {float(high):.3f}"
 
 
-def _spread_text(name: str, found: Mapping[str, Any]) -> str:
+def _spread_text(name: str, spread: Mapping[str, Any]) -> str:
     """Format mean and standard deviation."""
-    mean, std = float(found["mean"]), float(found["std"])
+    mean, std = float(spread["mean"]), float(spread["std"])
     if name in _SHARES:
         return f"{100 * mean:.1f} ± {100 * std:.1f}"
     return f"{mean:.3f} ± {std:.3f}"

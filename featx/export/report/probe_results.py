@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from featx.analysis.probe import output_folder
 from featx.export.report.layer_comparison import (
-    Compared,
+    ComparedLayers,
     Difference,
     comparisons,
     differences_of,
@@ -137,7 +137,7 @@ class Probes:
     finished: str = ""
     notes: tuple[str, ...] = ()
     results: tuple[Probed, ...] = ()
-    compared: tuple[Compared, ...] = ()
+    compared: tuple[ComparedLayers, ...] = ()
     leaked: Leaked | None = None
     calibration: float | None = None
     classes: tuple[str, ...] = ()
@@ -166,8 +166,7 @@ class Probes:
 
     def result(self, layer: str, method: str) -> Probed | None:
         """Return the result of a method on a layer, or None."""
-        found = [each for each in self.of_method(method) if each.layer == layer]
-        return found[0] if found else None
+        return next((each for each in self.of_method(method) if each.layer == layer), None)
 
 
 def probes_of(store: FeatureStore) -> Probes:
@@ -175,33 +174,33 @@ def probes_of(store: FeatureStore) -> Probes:
     folder = output_folder(store)
     path = folder / layout.PROBE
     try:
-        found = json.loads(path.read_bytes().decode("utf-8", "surrogateescape"))
+        result = json.loads(path.read_bytes().decode("utf-8", "surrogateescape"))
     except FileNotFoundError:
         return Probes("No probe yet.")
     except (OSError, ValueError) as error:
         return Probes(f"{layout.PROBE} cannot be read: {error}.")
     try:
         note = ""
-        if found["fingerprint"] != str(store.attrs.get("fingerprint")):
+        if result["fingerprint"] != str(store.attrs.get("fingerprint")):
             note = (
                 f"{layout.PROBE} belongs to another state of this store (its fingerprint differs). "
                 "The results below are of that state; run job=probe again."
             )
-        if found["task"] != "classification":
-            of_pixels = found["task"] == "segmentation"
-            values = None if of_pixels else value_results(found, folder)
-            segmentation = segmentation_results(found) if of_pixels else None
+        if result["task"] != "classification":
+            is_segmentation = result["task"] == "segmentation"
+            values = None if is_segmentation else value_results(result, folder)
+            segmentation = segmentation_results(result) if is_segmentation else None
             return Probes(
                 note,
-                layer=_utf8(found["layer"]),
-                split=_split_text(found["split"]),
-                finished=str(found["finished"]),
-                notes=tuple(map(_utf8, found["notes_on_rows"])),
+                layer=_utf8(result["layer"]),
+                split=_split_text(result["split"]),
+                finished=str(result["finished"]),
+                notes=tuple(map(_utf8, result["notes_on_rows"])),
                 values=values,
                 segmentation=segmentation,
             )
         row_of = {str(key): row for row, key in enumerate(store.keys.tolist())}
-        return _as_probes(found, note, folder, row_of)
+        return _as_probes(result, note, folder, row_of)
     except (LookupError, TypeError, ValueError, AttributeError, csv.Error) as error:
         return Probes(
             f"{layout.PROBE} or {layout.PROBE_PREDICTIONS} is not as job=probe writes it: "
@@ -210,22 +209,22 @@ def probes_of(store: FeatureStore) -> Probes:
 
 
 def _as_probes(
-    found: Mapping[str, Any], note: str, folder: Path, row_of: Mapping[str, int]
+    result: Mapping[str, Any], note: str, folder: Path, row_of: Mapping[str, int]
 ) -> Probes:
     """Convert the contents of probe.json.
 
     Raises:
         LookupError, TypeError, ValueError, AttributeError, csv.Error: they are malformed.
     """
-    best = str(found["layer"]), str(found["method"])
+    best = str(result["layer"]), str(result["method"])
     results = [
-        _probed(layer, method, about, (layer, method) == best)
-        for layer, about in found["layers"].items()
+        _method_result(layer, method, about, (layer, method) == best)
+        for layer, about in result["layers"].items()
         for method in _METHODS
         if method in about
     ]
-    split, classes = found["split"], tuple(_utf8(name) for name in found["classes"])
-    confusion = np.array(found["confusion"], np.int64)
+    split, classes = result["split"], tuple(_utf8(name) for name in result["classes"])
+    confusion = np.array(result["confusion"], np.int64)
     if confusion.shape != (len(classes), len(classes)):
         raise ValueError(f"a confusion matrix of {confusion.shape} for {len(classes)} classes")
     folds = int(split["folds"]) if split["kind"] == "kfold" else 0
@@ -233,24 +232,24 @@ def _as_probes(
         note=note,
         layer=best[0],
         method=best[1],
-        score=_score(found),
+        score=_score(result),
         folds=folds,
-        layer_of_folds=dict(Counter(map(str, found.get("layer_of_folds", ())))),
+        layer_of_folds=dict(Counter(map(str, result.get("layer_of_folds", ())))),
         split=_split_text(split),
         num_fit=int(split["fit"][0]),
         num_validation=int(split["validation_rows"][0]),
-        finished=str(found["finished"]),
-        notes=tuple(map(_utf8, found["notes_on_rows"])),
+        finished=str(result["finished"]),
+        notes=tuple(map(_utf8, result["notes_on_rows"])),
         results=tuple(results),
-        compared=comparisons(found["paired_tests"]),
-        leaked=_leaked(found["near_duplicates"], row_of),
-        calibration=_number(found["calibration_error"]),
+        compared=comparisons(result["paired_tests"]),
+        leaked=_leakage(result["near_duplicates"], row_of),
+        calibration=_number(result["calibration_error"]),
         classes=classes,
         confusion=confusion,
-        predicted=None if note else read_predictions(found, folder, row_of, best),
-        metrics=metrics_of(found, found),
-        repeated=repeated_of(found["seeds"]),
-        repeated_differences=differences_of(found["seeds"]),
+        predicted=None if note else read_predictions(result, folder, row_of, best),
+        metrics=metrics_of(result, result),
+        repeated=repeated_of(result["seeds"]),
+        repeated_differences=differences_of(result["seeds"]),
     )
 
 
@@ -266,45 +265,45 @@ def _split_text(split: Mapping[str, Any]) -> str:
     return f"{_SPLITS.get(kind, kind)}, seed {split.get('seed')}"
 
 
-def _score(found: Mapping[str, Any]) -> Score:
+def _score(entry: Mapping[str, Any]) -> Score:
     """Convert an accuracy with its counts."""
-    low, high = found["interval"]
+    low, high = entry["interval"]
     return Score(
-        int(found["rows"]),
-        int(found["correct"]),
-        float(found["accuracy"]),
+        int(entry["rows"]),
+        int(entry["correct"]),
+        float(entry["accuracy"]),
         (float(low), float(high)),
     )
 
 
-def _probed(layer: str, method: str, of_layer: Mapping[str, Any], best: bool) -> Probed:
+def _method_result(layer: str, method: str, of_layer: Mapping[str, Any], best: bool) -> Probed:
     """Convert the entry of one method."""
     about = of_layer[method]
     low, high = about["interval"]
-    few = [
+    few_shot = [
         (str(shots), float(each["mean"]), _number(each["std"]))
         for shots, each in about.get("few_shot", {}).items()
     ]
     return Probed(
         layer, method, best, int(of_layer["features"]), float(about["accuracy"]),
-        (float(low), float(high)), _number(about["calibration_error"]), few,
+        (float(low), float(high)), _number(about["calibration_error"]), few_shot,
         metrics_of(about, None),
     )  # fmt: skip
 
 
-def _leaked(found: Mapping[str, Any], row_of: Mapping[str, int]) -> Leaked:
+def _leakage(entry: Mapping[str, Any], row_of: Mapping[str, int]) -> Leaked:
     """Convert the near-duplicates across the split."""
     pairs = [
         (row_of[each["test"]], row_of[each["training"]], float(each["cosine"]))
-        for each in found["pairs"]
+        for each in entry["pairs"]
         if each["test"] in row_of and each["training"] in row_of
     ]
     return Leaked(
-        str(found["layer"]),
-        float(found["cosine"]),
-        None if found["rows"] is None else int(found["rows"]),
-        str(found["not_checked"] or ""),
-        None if found["without"] is None else _score(found["without"]),
+        str(entry["layer"]),
+        float(entry["cosine"]),
+        None if entry["rows"] is None else int(entry["rows"]),
+        str(entry["not_checked"] or ""),
+        None if entry["without"] is None else _score(entry["without"]),
         pairs,
     )
 

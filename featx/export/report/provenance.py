@@ -111,7 +111,7 @@ def provenance_of(
     num_classes = len(store.classes)
     rows = np.bincount(store.labels[labelled], minlength=num_classes)
     fine = np.bincount(store.labels[labelled & ok], minlength=num_classes)
-    in_role = [
+    rows_of_role = [
         np.bincount(store.labels[labelled & (roles == role)], minlength=num_classes)
         for role in range(len(ROLES) if roles is not None else 0)
     ]
@@ -130,7 +130,7 @@ def provenance_of(
                 as_utf8(store.classes[i]),
                 int(rows[i]),
                 int(fine[i]),
-                tuple(int(counts[i]) for counts in in_role),
+                tuple(int(counts[i]) for counts in rows_of_role),
             )
             for i in order.tolist()
         ],

@@ -74,8 +74,8 @@ def run_report(config: Config, log: Callable[[str], None]) -> dict[str, Any]:
     """
     started = time.perf_counter()
     _require_packages(config)
-    store = FeatureStore(config.place_of_store(), verify="rows")
-    layers = _in_order(store, matching_layers(store, config.layers))
+    store = FeatureStore(config.store_path(), verify="rows")
+    layers = _sort_by_execution(store, matching_layers(store, config.layers))
     path = _file_of(config, store)
     disk = AtomicFolder(path.parent)
     disk.make_folder(path.parent)  # first, so that an unusable path fails early
@@ -104,9 +104,9 @@ def _contents(
     """Compute the contents of the page."""
     options, seed = config.report, config.seed
     ok = np.flatnonzero(store.ok)
-    rows = _chosen(ok, options.rows, seed)
+    rows = _random_rows(ok, options.rows, seed)
     probes, reasons = probes_of(store), reasons_of(store)
-    plotted = _plotted(layers, probes)
+    plotted = _layers_to_plot(layers, probes)
     duplicates = find_duplicates(store, plotted, rows, probes)
     main = probes.layer if probes.layer in plotted else plotted[-1]
     # Images are read before the slow steps, because one that crashes its decoder restarts the job.
@@ -153,7 +153,7 @@ def _contents(
     )
 
 
-def _plotted(layers: tuple[str, ...], probes: Probes) -> tuple[str, ...]:
+def _layers_to_plot(layers: tuple[str, ...], probes: Probes) -> tuple[str, ...]:
     """Return at most MAX_LAYERS layers, among them the best one of the probe."""
     if len(layers) <= MAX_LAYERS:
         return layers
@@ -179,8 +179,8 @@ def _neighbours(
     if probes.predicted is not None and (probes.predicted.roles == _TEST).any():
         tested = probes.predicted.roles[rows] == _TEST
     hard = hard_queries(rows, shares, tested)
-    others = np.setdiff1d(rows, hard)
-    random = random_queries(store, others if len(others) else rows, config.seed)
+    remaining = np.setdiff1d(rows, hard)
+    random = random_queries(store, remaining if len(remaining) else rows, config.seed)
     queries = Queries(hard, random)
     return neighbours_of(store, vectors.layer, ok, queries, config.seed, config.device)
 
@@ -222,8 +222,8 @@ def _thumbnails_of(
                 thumbnails.open(data_of_store(store, config.data))
             except FeatxError as error:
                 thumbnails.why_none = str(error)
-        for shown, partial in sections:
-            thumbnails.add(shown, partial)
+        for section_rows, partial in sections:
+            thumbnails.add(section_rows, partial)
         thumbnails.add_tiles(rows.tolist())
         thumbnails.finish()
     undecoded = [row for row in thumbnails.rows_that(UNDECODED) if store.ok[row]]
@@ -264,26 +264,30 @@ def _test_images(config: Config, probes: Probes, log: Callable[[str], None]) -> 
 
 def _folders(config: Config, store: FeatureStore) -> tuple[str, ...]:
     """Return the absolute paths that texts of the page could contain."""
-    known = [store.root, store.root.parent, Path.cwd(), Path.home()]
+    folders = [store.root, store.root.parent, Path.cwd(), Path.home()]
     roots = [config.data.root]
     with contextlib.suppress(FeatxError):  # the store may not record where its images are
         roots.append(data_of_store(store, config.data).root)
-    known += [Path(root).absolute() for root in roots if root and "://" not in root]
-    return tuple({as_utf8(str(path)) for path in known if path.is_absolute()})
+    folders += [Path(root).absolute() for root in roots if root and "://" not in root]
+    return tuple({as_utf8(str(path)) for path in folders if path.is_absolute()})
 
 
-def _chosen(ok: npt.NDArray[np.int64], count: int, seed: int) -> npt.NDArray[np.int64]:
+def _random_rows(ok: npt.NDArray[np.int64], count: int, seed: int) -> npt.NDArray[np.int64]:
     """Return at most `count` random rows, (n,) int64, increasing."""
     if len(ok) <= count:
         return ok
     return np.sort(np.random.default_rng(seed).choice(ok, count, replace=False))
 
 
-def _in_order(store: FeatureStore, layers: tuple[str, ...]) -> tuple[str, ...]:
+def _sort_by_execution(store: FeatureStore, layers: tuple[str, ...]) -> tuple[str, ...]:
     """Sort layers in the order of execution, if the store has a manifest."""
     manifest = load_manifest(store.root)[0] if store.root.is_dir() else None
-    known = list(manifest.layers) if manifest else []
-    return tuple(sorted(layers, key=lambda name: known.index(name) if name in known else -1))
+    execution_order = list(manifest.layers) if manifest else []
+    return tuple(
+        sorted(
+            layers, key=lambda name: execution_order.index(name) if name in execution_order else -1
+        )
+    )
 
 
 def _file_of(config: Config, store: FeatureStore) -> Path:
@@ -292,18 +296,18 @@ def _file_of(config: Config, store: FeatureStore) -> Path:
     Raises:
         StoreError: the path is a folder, or a file that is not a report.
     """
-    asked = config.out_beside(store.root, NAME)
-    path = asked if asked.suffix.lower() in (".html", ".htm") else asked / NAME
+    out = config.output_folder(store.root, NAME)
+    path = out if out.suffix.lower() in (".html", ".htm") else out / NAME
     if path.is_dir():
         raise StoreError(f"{path} is a folder; give the report another name: out=NAME.html.")
     try:
         with path.open("rb") as file:
-            ours = GENERATOR.encode() in file.read(2000)
+            is_report = GENERATOR.encode() in file.read(2000)
     except FileNotFoundError:
         return path
     except OSError as error:
         raise StoreError(f"cannot write {path}: {error.strerror}. Choose another out.") from error
-    if not ours:
+    if not is_report:
         raise StoreError(
             f"{path} exists and is no report of featx, so it is not replaced. Choose another "
             "out=NAME.html."

@@ -70,24 +70,24 @@ class SegmentationResults:
     notes: tuple[str, ...]
 
 
-def segmentation_results(found: Mapping[str, Any]) -> SegmentationResults:
+def segmentation_results(result: Mapping[str, Any]) -> SegmentationResults:
     """Convert probe.json of such a probe.
 
     Args:
-        found: contents of probe.json.
+        result: contents of probe.json.
 
     Raises:
         LookupError, TypeError, ValueError: it is malformed.
     """
-    interval, crop = found["interval"], found["masks"]["crop"]
-    pixels = [int(count) for count in found["pixels_of_classes"]]
+    interval, crop = result["interval"], result["masks"]["crop"]
+    pixels = [int(count) for count in result["pixels_of_classes"]]
     order = sorted((i for i, count in enumerate(pixels) if count), key=lambda i: -pixels[i])
     classes = [
         ClassResult(
-            as_utf8(str(found["classes"][i])),
+            as_utf8(str(result["classes"][i])),
             pixels[i] / sum(pixels),
-            float(found["iou"][i]),
-            float(found["accuracy_of_classes"][i]),
+            float(result["iou"][i]),
+            float(result["accuracy_of_classes"][i]),
         )
         for i in order[:CLASSES_SHOWN]
     ]
@@ -98,20 +98,20 @@ def segmentation_results(found: Mapping[str, Any]) -> SegmentationResults:
             (int(about["grid"][0]), int(about["grid"][1])),
             _values(about["linear"]),
         )
-        for layer, about in found["layers"].items()
+        for layer, about in result["layers"].items()
     ]
     return SegmentationResults(
-        layer=as_utf8(str(found["layer"])),
-        metrics=list(zip(METRICS.values(), _values(found), strict=True)),
+        layer=as_utf8(str(result["layer"])),
+        metrics=list(zip(METRICS.values(), _values(result), strict=True)),
         interval=None if interval is None else (float(interval[0]), float(interval[1])),
-        rows=int(found["rows"]),
+        rows=int(result["rows"]),
         crop=(int(crop[0]), int(crop[1])),
-        layer_of_folds=Counter(map(str, found.get("layer_of_folds", ()))).most_common(),
+        layer_of_folds=Counter(map(str, result.get("layer_of_folds", ()))).most_common(),
         headers=list(METRICS.values()),
         layers=layers,
         classes=classes,
         num_classes=len(order),
-        notes=tuple(as_utf8(str(note)) for note in found["notes_on_rows"]),
+        notes=tuple(as_utf8(str(note)) for note in result["notes_on_rows"]),
     )
 
 

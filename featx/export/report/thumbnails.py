@@ -40,10 +40,10 @@ MAX_BYTES = 640 << 10
 _QUALITY = 66
 """Quality of the WebP encoder for thumbnails."""
 
-_AT_ONCE = 64
+_IMAGES_PER_BLOCK = 64
 """Images that are submitted to the decoder at a time."""
 
-_HOPELESS = 128
+_MAX_FAILED_IMAGES = 128
 """Number of unreadable images, without a single readable one, after which no more are tried."""
 
 _ORIENTATION = 0x0112
@@ -99,7 +99,7 @@ class Thumbnails:
         self._tiles: dict[int, Image.Image] = {}
         self._bytes = 0
         self._max_bytes = max_bytes
-        self._said = ""
+        self._last_error = ""
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> Thumbnails:
@@ -149,8 +149,8 @@ class Thumbnails:
             rows: rows.
             partial: whether the readable part of a truncated image is shown.
         """
-        wanted = [row for row in rows if row not in self.uris]
-        for row, image in self._images(wanted, partial):
+        missing = [row for row in rows if row not in self.uris]
+        for row, image in self._images(missing, partial):
             if self._bytes < self._max_bytes:
                 self.uris[row] = _data_uri(image, _QUALITY)
                 self._bytes += len(self.uris[row])
@@ -169,19 +169,21 @@ class Thumbnails:
         """End the addition of thumbnails, and set `why_none` if no image could be read."""
         if self.unread and not self._tiles and not self.why_none:
             self.why_none = (
-                f"none of {len(self.unread)} images can be read now ({self._said}). If they are in "
-                "another folder, give data=folder data.root=DIR."
+                f"none of {len(self.unread)} images can be read now ({self._last_error}). If they "
+                "are in another folder, give data=folder data.root=DIR."
             )
 
     def sprite(self, rows: Sequence[int]) -> Sprite:
         """Return the sprite with the tiles of some rows, as far as they were read."""
-        there = [row for row in rows if row in self._tiles]
-        if not there:
+        tile_rows = [row for row in rows if row in self._tiles]
+        if not tile_rows:
             return Sprite("", 1, TILE_PIXELS, {})
-        columns = math.ceil(math.sqrt(len(there)))
-        place = {row: number for number, row in enumerate(there)}
-        for pixels, quality in SPRITES if len(there) <= TILES else SPRITES[2:]:
-            sheet = Image.new("RGB", (columns * pixels, math.ceil(len(there) / columns) * pixels))
+        columns = math.ceil(math.sqrt(len(tile_rows)))
+        place = {row: number for number, row in enumerate(tile_rows)}
+        for pixels, quality in SPRITES if len(tile_rows) <= TILES else SPRITES[2:]:
+            sheet = Image.new(
+                "RGB", (columns * pixels, math.ceil(len(tile_rows) / columns) * pixels)
+            )
             for row, number in place.items():
                 tile = self._tiles[row].resize((pixels, pixels), Image.Resampling.BICUBIC)
                 sheet.paste(tile, (number % columns * pixels, number // columns * pixels))
@@ -196,20 +198,20 @@ class Thumbnails:
 
     def _images(self, rows: Iterable[int], partial: bool) -> Iterable[tuple[int, Image.Image]]:
         """Read images, and yield the row and a small image of each that is readable."""
-        wanted = [row for row in dict.fromkeys(rows) if row not in self.unread]
-        for start in range(0, len(wanted), _AT_ONCE):
+        untried = [row for row in dict.fromkeys(rows) if row not in self.unread]
+        for start in range(0, len(untried), _IMAGES_PER_BLOCK):
             if self.why_none:
                 return
-            block = wanted[start : start + _AT_ONCE]
-            found = [self._decoder.submit(self._try, row, partial) for row in block]
-            for row, future in zip(block, found, strict=True):
+            block = untried[start : start + _IMAGES_PER_BLOCK]
+            futures = [self._decoder.submit(self._try, row, partial) for row in block]
+            for row, future in zip(block, futures, strict=True):
                 image, why_not = future.result()
                 if image is None:
                     self.unread[row] = why_not
                 elif row in self._tiles or not self.full:
                     self._tiles[row] = ImageOps.fit(image, (TILE_PIXELS, TILE_PIXELS))
                     yield row, image
-            if not self._tiles and len(self.unread) >= _HOPELESS:
+            if not self._tiles and len(self.unread) >= _MAX_FAILED_IMAGES:
                 self.finish()
 
     def _try(self, row: int, partial: bool) -> tuple[Image.Image | None, str]:
@@ -219,11 +221,11 @@ class Thumbnails:
         except FeatxError as error:  # the data set, which is listed with the first image
             self.why_none = str(error)
         except ImageFault as fault:
-            self._said = str(fault)
+            self._last_error = str(fault)
             if fault.status not in (Status.MISSING, Status.EMPTY):
                 return None, UNDECODED
         except (OSError, LookupError, MemoryError) as error:
-            self._said = str(error) or "out of memory"
+            self._last_error = str(error) or "out of memory"
         return None, UNREAD
 
     def _small(self, key: bytes, partial: bool) -> Image.Image:
@@ -274,9 +276,9 @@ def readable_part(data: bytes, max_pixels: int) -> Image.Image:
         raise ImageFault(Status.TRUNCATED, str(error)) from error
     lines = np.flatnonzero(pixels.any((1, 2)))
     pixels[(lines[-1] + 1 if len(lines) else 0) :] = 128
-    found = Image.fromarray(pixels)
-    found.getexif()[_ORIENTATION] = orientation
-    return ImageOps.exif_transpose(found)
+    image = Image.fromarray(pixels)
+    image.getexif()[_ORIENTATION] = orientation
+    return ImageOps.exif_transpose(image)
 
 
 def _data_uri(image: Image.Image, quality: int) -> str:

@@ -108,54 +108,56 @@ class ValueResults:
     num_seeds: int
 
 
-def value_results(found: Mapping[str, Any], folder: Path) -> ValueResults:
+def value_results(result: Mapping[str, Any], folder: Path) -> ValueResults:
     """Convert probe.json of such a probe, and read its predictions.
 
     Args:
-        found: contents of probe.json.
+        result: contents of probe.json.
         folder: folder of the store.
 
     Raises:
         LookupError, TypeError, ValueError, csv.Error: a file is malformed.
     """
-    names = METRICS[str(found["task"])]
-    interval = found["interval"]
+    names = METRICS[str(result["task"])]
+    interval = result["interval"]
     layers = [
         (as_utf8(str(layer)), str(method), int(about["features"]), _values(about[method], names))
-        for layer, about in found["layers"].items()
+        for layer, about in result["layers"].items()
         for method in ("linear", "knn")
         if method in about
     ]
-    chosen = found.get("layer_of_folds") or [found["layer"]]
-    truth, predicted = _predictions(found, folder, [str(layer) for layer in chosen])
-    numbers = found["task"] == "regression"
+    chosen = result.get("layer_of_folds") or [result["layer"]]
+    truth, predicted = _predictions(result, folder, [str(layer) for layer in chosen])
+    numbers = result["task"] == "regression"
     return ValueResults(
-        task=str(found["task"]),
-        column=as_utf8(str(found["split"]["label_column"])),
-        layer=as_utf8(str(found["layer"])),
-        method=str(found["method"]),
-        metrics=list(zip(names.values(), _values(found, names), strict=True)),
+        task=str(result["task"]),
+        column=as_utf8(str(result["split"]["label_column"])),
+        layer=as_utf8(str(result["layer"])),
+        method=str(result["method"]),
+        metrics=list(zip(names.values(), _values(result, names), strict=True)),
         interval=None if interval is None else (float(interval[0]), float(interval[1])),
-        rows=int(found["rows"]),
-        layer_of_folds=Counter(map(str, found.get("layer_of_folds", ()))).most_common(),
+        rows=int(result["rows"]),
+        layer_of_folds=Counter(map(str, result.get("layer_of_folds", ()))).most_common(),
         headers=list(names.values()),
         layers=layers,
         scatter=_scatter(truth[:, 0], predicted[:, 0]) if numbers and len(truth) else None,
-        labels=[] if numbers else _labels(found["targets"], truth, predicted),
-        notes=tuple(as_utf8(str(note)) for note in found["notes_on_rows"]),
-        repeated=_repeated(found["seeds"], names),
-        num_seeds=0 if found["seeds"] is None else len(found["seeds"]["seeds"]),
+        labels=[] if numbers else _labels(result["targets"], truth, predicted),
+        notes=tuple(as_utf8(str(note)) for note in result["notes_on_rows"]),
+        repeated=_seed_metrics(result["seeds"], names),
+        num_seeds=0 if result["seeds"] is None else len(result["seeds"]["seeds"]),
     )
 
 
-def _repeated(seeds: Mapping[str, Any] | None, names: Mapping[str, str]) -> list[tuple[str, str]]:
+def _seed_metrics(
+    seeds: Mapping[str, Any] | None, names: Mapping[str, str]
+) -> list[tuple[str, str]]:
     """Return mean and standard deviation of the metrics over several splits."""
     if seeds is None:
         return []
-    found = {label: seeds["chosen"][name] for name, label in names.items()}
+    spreads = {label: seeds["chosen"][name] for name, label in names.items()}
     return [
         (label, f"{float(each['mean']):.3f} ± {float(each['std']):.3f}")
-        for label, each in found.items()
+        for label, each in spreads.items()
         if each is not None
     ]
 
@@ -166,35 +168,35 @@ def _values(about: Mapping[str, Any], names: Mapping[str, str]) -> list[str]:
 
 
 def _predictions(
-    found: Mapping[str, Any], folder: Path, chosen: list[str]
+    result: Mapping[str, Any], folder: Path, chosen: list[str]
 ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
     """Read the true and predicted values of the test rows, (n, T) each.
 
     Both are empty if the file is missing or does not belong to probe.json.
 
     Args:
-        found: contents of probe.json.
+        result: contents of probe.json.
         folder: folder of the store.
         chosen: layer of each fold, or the only one.
     """
-    names = [str(name) for name in found["targets"]]
+    names = [str(name) for name in result["targets"]]
     empty = np.empty((0, len(names)))
     try:
         data = (folder / layout.PROBE_HEADS / layout.PROBE_PREDICTIONS).read_bytes()
     except OSError:
         return empty, empty
-    if hashlib.sha256(data).hexdigest() != found["predictions"]["sha256"]:
+    if hashlib.sha256(data).hexdigest() != result["predictions"]["sha256"]:
         return empty, empty
-    numbers = found["task"] == "regression"
+    numbers = result["task"] == "regression"
     columns = ["true"] if numbers else [f"true:{name}" for name in names]
-    others = ["predicted"] if numbers else [f"score:{name}" for name in names]
+    predicted_columns = ["predicted"] if numbers else [f"score:{name}" for name in names]
     truth, predicted = [], []
     for line in csv.DictReader(io.StringIO(data.decode("utf-8", "surrogateescape"), newline="")):
         layer = chosen[min(int(line["fold"] or 1), len(chosen)) - 1]
-        asked = layer, found["method"], str(found["split"]["seed"])
-        if (line["layer"], line["method"], line["seed"]) == asked:
+        chosen_line = layer, result["method"], str(result["split"]["seed"])
+        if (line["layer"], line["method"], line["seed"]) == chosen_line:
             truth.append([float(line[name]) for name in columns])
-            predicted.append([float(line[name]) for name in others])
+            predicted.append([float(line[name]) for name in predicted_columns])
     return (np.array(truth), np.array(predicted)) if truth else (empty, empty)
 
 
@@ -214,11 +216,11 @@ def _labels(
     names: list[str], truth: npt.NDArray[np.float64], predicted: npt.NDArray[np.float64]
 ) -> list[LabelResult]:
     """Count right and wrong predictions of each label, the most frequent label first."""
-    found = []
+    results = []
     for place, name in enumerate(names if len(truth) else []):
-        has, said = truth[:, place] > 0, predicted[:, place] >= THRESHOLD
-        right = int((has & said).sum())
-        recall = right / int(has.sum()) if has.any() else None
-        precision = right / int(said.sum()) if said.any() else None
-        found.append(LabelResult(as_utf8(name), int(has.sum()), recall, precision))
-    return sorted(found, key=lambda each: -each.rows)[:LABELS_SHOWN]
+        has_label, is_predicted = truth[:, place] > 0, predicted[:, place] >= THRESHOLD
+        right = int((has_label & is_predicted).sum())
+        recall = right / int(has_label.sum()) if has_label.any() else None
+        precision = right / int(is_predicted.sum()) if is_predicted.any() else None
+        results.append(LabelResult(as_utf8(name), int(has_label.sum()), recall, precision))
+    return sorted(results, key=lambda each: -each.rows)[:LABELS_SHOWN]

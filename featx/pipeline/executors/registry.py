@@ -41,7 +41,7 @@ def check_executor(config: Config) -> None:
         MissingExtraError: a package that the executor needs is not installed.
         FeatxError: its cluster cannot be used.
     """
-    if config.is_spread:
+    if config.is_distributed:
         EXECUTORS.get(config.executor.name).check(config)
 
 

@@ -130,11 +130,11 @@
     if (place !== hot) { hot = place; draw(); }
     tip.hidden = place < 0;
     if (place < 0) return;
-    const picture = tip.querySelector("canvas"), blank = tip.querySelector("i");
-    const target = picture.getContext("2d");
+    const preview = tip.querySelector("canvas"), blank = tip.querySelector("i");
+    const target = preview.getContext("2d");
     target.imageSmoothingQuality = "high";
-    picture.hidden = !tile(place, target, 0, 0, picture.width);
-    blank.hidden = !picture.hidden;
+    preview.hidden = !tile(place, target, 0, 0, preview.width);
+    blank.hidden = !preview.hidden;
     blank.textContent = data.unread[place] || "no image";
     const label = data.labels[place], said = data.layers[state.layer].wrong[place];
     tip.querySelector("b").textContent = label < 0 ? "no label" : data.classes[label];

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 
-class Nothing(nn.Module):
+class MeanColour(nn.Module):
     """Module that maps (B, 3, H, W) to its mean colour, (B, 3); the layer is called `mean`."""
 
     def __init__(self) -> None:

@@ -68,9 +68,9 @@ def _run_command(until_job: contextlib.ExitStack) -> int:
             return 0
         register_with_hydra(JOBS, line.config_dirs)
         sys.argv = [typed[0], *line.arguments]
-        of_hydra = {"config_path": str(shipped("conf")), "config_name": "config"}
+        hydra_options = {"config_path": str(shipped("conf")), "config_name": "config"}
         with compose_once(line):
-            hydra.main(version_base="1.3", **of_hydra)(one_job)()
+            hydra.main(version_base="1.3", **hydra_options)(one_job)()
         sys.stdout.flush()
     except BrokenPipeError:
         discard_output()  # a reader may close the pipe before the end of the help (`-h | head`)
@@ -116,8 +116,8 @@ def _exit_code_of(node: Any, line: CommandLine, debug: bool) -> int:
         jobs.check(checked, line.given)
         if checked.log.json:
             log_as_json()
-        of_files = given_by_value(checked) - line.given if line.has_files else ()
-        if unused := jobs.unread(checked, of_files):
+        file_options = given_by_value(checked) - line.given if line.has_files else ()
+        if unused := jobs.unread(checked, file_options):
             log_message(
                 f"job={checked.job.name} does not use {', '.join(unused)} of the config file"
             )
@@ -143,8 +143,10 @@ def _resume_command(arguments: Sequence[str]) -> str:
         arguments: arguments of the failed command. `overwrite` is left out, because it would delete
             the committed parts.
     """
-    kept = [text for text in arguments if text.partition("=")[0].lstrip("+") != "overwrite"]
-    return shlex.join(["python", "-m", "featx", *kept])
+    arguments_kept = [
+        text for text in arguments if text.partition("=")[0].lstrip("+") != "overwrite"
+    ]
+    return shlex.join(["python", "-m", "featx", *arguments_kept])
 
 
 def _leave(signum: int, frame: object) -> None:

@@ -87,12 +87,12 @@ def recheck_rows(
         rows = [row for row in sorted(chosen) if _holds(run, absent, row)]
         for specs in _comparable_layers(run, store, unfinished):
             # grow=True, because images that were added to the data set do not matter here.
-            before = config_of_run(config, root, manifest, run)
-            run_config = replace(before, grow=True)
-            engine = engine_spec(before.job.name)
+            saved = config_of_run(config, root, manifest, run)
+            run_config = replace(saved, grow=True)
+            engine = engine_spec(saved.job.name)
             if engine.captures_layers:
                 # The names of the datasets include the captures.
-                layers = {spec.name: request_of(spec, before) for spec in specs}
+                layers = {spec.name: request_of(spec, saved) for spec in specs}
                 run_config = replace(run_config, layers=layers, capture="output")
             if not rows:
                 continue
@@ -335,9 +335,9 @@ def _compare_row(
         infinity if they are the same, else the smallest agreement over the layers; and a text for
         the report.
     """
-    before = {spec.name: np.asarray(store[spec.name][row], np.float64).ravel() for spec in specs}
+    stored = {spec.name: np.asarray(store[spec.name][row], np.float64).ravel() for spec in specs}
     # One status per row: a row with values in these layers may have failed in another run.
-    failed = all(np.isnan(values).all() for values in before.values())
+    failed = all(np.isnan(values).all() for values in stored.values())
     stored_status = int(store.status[row]) if failed else int(Status.OK)
     if status != stored_status:
         return -1.0, f"was {Status(stored_status).label}, is {Status(status).label} now"
@@ -346,8 +346,8 @@ def _compare_row(
     smallest = np.inf
     for spec in specs:
         now = from_raw(features[spec.name], spec.dtype).astype(np.float64).ravel()
-        if not np.array_equal(before[spec.name], now):
-            smallest = min(smallest, agreement(before[spec.name], now))
+        if not np.array_equal(stored[spec.name], now):
+            smallest = min(smallest, agreement(stored[spec.name], now))
     return smallest, f"has an agreement of {smallest:.5f} with the features of its image now"
 
 

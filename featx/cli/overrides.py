@@ -65,9 +65,9 @@ class CommandLine:
     @property
     def may_set_mode(self) -> bool:
         """Whether hydra.mode may be set: by an option of Hydra, or in a file of the user."""
-        of_hydra = ("hydra", "--config", "-c", "--experimental")
+        prefixes = ("hydra", "--config", "-c", "--experimental")
         return self.has_files or any(
-            argument.lstrip("+~").startswith(of_hydra) for argument in self.arguments
+            argument.lstrip("+~").startswith(prefixes) for argument in self.arguments
         )
 
 

@@ -30,11 +30,11 @@ MAX_SHEETS = 50
 def run(config: Config, config_yaml: str) -> int:
     """Compute heat maps, draw contact sheets and print a summary; returns the exit code."""
     summary = run_extraction(config, config_yaml, ATTRIBUTIONS, observe=ContactSheets)
-    print_result(describe_end(summary, config.out, _using(config, summary)))
+    print_result(describe_end(summary, config.out, _usage_lines(config, summary)))
     return store_exit_code(config, summary)
 
 
-def _using(config: Config, summary: dict[str, Any]) -> list[str]:
+def _usage_lines(config: Config, summary: dict[str, Any]) -> list[str]:
     """Return lines of Python that show a heat map and its score, and the path of the sheets."""
     method = next(name for name in METHODS if name in summary["layers"])
     lines = [
@@ -73,7 +73,7 @@ def _draw(context: RunContext, session: StoreSession) -> None:
     store = FeatureStore(session.root, verify="rows")
     methods = [method for method in METHODS if method in store]
     labels = np.unique(store.labels[store.ok]).tolist()
-    made = []
+    sheets = []
     with context.loader(1) as loader:
         for label in labels[:MAX_SHEETS]:
             name, rows = _group(store, label, config.attribute.per_class)
@@ -82,15 +82,15 @@ def _draw(context: RunContext, session: StoreSession) -> None:
                 continue
             title = name or "images without a label"
             sheet = contact_sheet(title, _subtitle(context, store), methods, tiles)
-            made.append((f"{_file_name(name)}.png", sheet))
+            sheets.append((f"{_file_name(name)}.png", sheet))
             if config.attribute.feature_map_layer is not None:
-                made.append(_feature_maps(context, loader, name, rows[0], tiles[0]))
-            for file_name, image in made:
+                sheets.append(_feature_maps(context, loader, name, rows[0], tiles[0]))
+            for file_name, image in sheets:
                 data = io.BytesIO()
                 image.save(data, "PNG")
                 session.disk.replace(folder / file_name, data.getvalue())
-            log_message(f"drawn {', '.join(str(folder / file_name) for file_name, _ in made)}")
-            made.clear()
+            log_message(f"drawn {', '.join(str(folder / file_name) for file_name, _ in sheets)}")
+            sheets.clear()
     if len(labels) > MAX_SHEETS:
         log_message(f"drawn: the first {MAX_SHEETS} of {len(labels)} classes.")
 

@@ -108,9 +108,9 @@ class Job(Member):
 
     def may_read(self, option: str) -> bool:
         """Return whether the job reads an option, whatever the values of the others are."""
-        own = () if self.options is None else (self.name,)
+        own_group = () if self.options is None else (self.name,)
         store = {Input.STORE: ("store",), Input.STORE_OR_OUT: ("store", "out")}
-        reads = (*_ALWAYS_READ, *own, *store.get(self.input, ()), *self.reads)
+        reads = (*_ALWAYS_READ, *own_group, *store.get(self.input, ()), *self.reads)
         return _is_within(option, reads) and not _is_within(option, self.ignores)
 
 
@@ -131,7 +131,7 @@ def check(config: Config, given: Collection[str] | None = None) -> None:
             each other, or an option has no effect.
     """
     job = JOBS.get(config.job.name)
-    _check_places(config, job)
+    _check_object_store(config, job)
     if job.input is Input.STORE and config.store is None:
         raise ConfigError(
             f"job={job.name} needs store=DIR, the folder or features.h5 that it reads."
@@ -158,16 +158,16 @@ def unread(config: Config, names: Collection[str]) -> dict[str, str]:
     """
     job = JOBS.get(config.job.name)
     names = {_option_of(config, name) for name in names}
-    found = {}
+    sentences = {}
     for name in sorted(names):
         if _reads(job, config, name, names):
             continue
-        shown = name.removesuffix(".name")
+        option = name.removesuffix(".name")
         if _is_within(name, RUN_OPTIONS):
-            found[shown] = f"{shown} has no effect with job={job.name}: {job.why}."
+            sentences[option] = f"{option} has no effect with job={job.name}: {job.why}."
         else:
-            found[shown] = f"{shown} has an effect {_with_jobs(name)}."
-    return found
+            sentences[option] = f"{option} has an effect {_readers_text(name)}."
+    return sentences
 
 
 def config_of_call(job: str, keys: Mapping[str, Any]) -> tuple[Config, str]:
@@ -204,10 +204,12 @@ def with_keywords(options: type) -> Callable[[FunctionT], FunctionT]:
             )
             for name, hint in options.__annotations__.items()
         ]
-        written = inspect.signature(function)
-        own = [each for each in written.parameters.values() if each.kind is each.KEYWORD_ONLY]
+        plain_signature = inspect.signature(function)
+        own_keywords = [
+            each for each in plain_signature.parameters.values() if each.kind is each.KEYWORD_ONLY
+        ]
         signature = inspect.Signature(
-            [*own, *keywords], return_annotation=written.return_annotation
+            [*own_keywords, *keywords], return_annotation=plain_signature.return_annotation
         )
         function.__signature__ = signature  # type: ignore[attr-defined]  # read by inspect
         return function
@@ -250,7 +252,7 @@ def job_table() -> str:
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 
-def _check_places(config: Config, job: Job) -> None:
+def _check_object_store(config: Config, job: Job) -> None:
     """Check what `out` in an object store excludes.
 
     Raises:
@@ -266,12 +268,14 @@ def _check_places(config: Config, job: Job) -> None:
         )
     grows = "its files grow during the run, and objects cannot"
     deletes = "it deletes the parts that it has packed, and an object store has no lock for that"
-    given = {
+    reason_of_option = {
         "pack=true": (config.pack is True, deletes),
         "profile=true": (config.profile, grows),
         "tensorboard": (config.tensorboard is not False, grows),
     }
-    for key, reason in ((key, reason) for key, (is_given, reason) in given.items() if is_given):
+    for key, reason in (
+        (key, reason) for key, (is_given, reason) in reason_of_option.items() if is_given
+    ):
         raise ConfigError(
             f"{key} needs a store on a disk, and out={config.out} lies in an object store: "
             f"{reason}. Leave it out, or choose a folder and copy the store when it is done."
@@ -317,22 +321,22 @@ def _reads(job: Job, config: Config, option: str, names: Collection[str]) -> boo
         if option == "out" and config.store is not None:
             return False
         # out=runs/<data>/<model>, and the options that name these two
-        of_out = ("data.name", "data.root", "data.dataset", *CUSTOM_CODE)
-        if config.store is None and "out" not in names and _is_within(option, of_out):
+        options_of_out = ("data.name", "data.root", "data.dataset", *CUSTOM_CODE)
+        if config.store is None and "out" not in names and _is_within(option, options_of_out):
             return True
     return job.may_read(option) or _is_within(option, job.reads_with(config))
 
 
-def _with_jobs(option: str) -> str:
+def _readers_text(option: str) -> str:
     """Return with which jobs an option has an effect: 'with job=cka and job=probe only'."""
     readers = [f"job={job.name}" for job in JOBS if job.may_read(option)]
     others = [f"job={job.name}" for job in JOBS if not job.may_read(option)]
     if len(readers) > len(others):
-        return f"with all jobs except {_listed(others)}"
-    return f"with {_listed(readers)} only"
+        return f"with all jobs except {_join_names(others)}"
+    return f"with {_join_names(readers)} only"
 
 
-def _listed(names: list[str]) -> str:
+def _join_names(names: list[str]) -> str:
     """Return 'a, b and c'."""
     return " and ".join([*([", ".join(names[:-1])] if names[:-1] else []), *names[-1:]])
 

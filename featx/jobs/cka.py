@@ -34,42 +34,44 @@ def run(config: Config, config_yaml: str) -> int:
     """
     from featx.analysis.similarity import layer_similarity  # which imports torch
 
-    store, asked = open_input(config), config.cka
-    other = None if asked.other_store is None else FeatureStore(asked.other_store, verify="rows")
+    store, options = open_input(config), config.cka
+    other = (
+        None if options.other_store is None else FeatureStore(options.other_store, verify="rows")
+    )
     disk = result_folder(store, config)
     with CountProgress("layers") as progress:
         progress.begin(len(matching_layers(store, config.layers)))
-        found = layer_similarity(
+        similarity = layer_similarity(
             store,
             other,
             config.layers,
-            num_rows=asked.rows,
+            num_rows=options.rows,
             seed=config.seed,
             device=config.device,
             on_progress=progress.step,
-            rsa_distance=asked.rsa_distance,
-            measures=asked.chosen_measures,
+            rsa_distance=options.rsa_distance,
+            measures=options.chosen_measures,
         )
     summary = {
         "store": str(store.root),
         "other_store": None if other is None else str(other.root),
-        "rows": found.num_rows,
-        "rows_in_common": found.num_common,
+        "rows": similarity.num_rows,
+        "rows_in_common": similarity.num_common,
         "seed": config.seed,
-        "layers": list(found.layers),
-        "others": list(found.others),
-        "rsa_distance": found.rsa_distance if "rsa" in found.measures else None,
-        **{name: _as_json(values) for name, values in found.measures.items()},
+        "layers": list(similarity.layers),
+        "others": list(similarity.others),
+        "rsa_distance": similarity.rsa_distance if "rsa" in similarity.measures else None,
+        **{name: _as_json(values) for name, values in similarity.measures.items()},
     }
     path = disk.root / "layers.json"
     disk.replace_unlocked(path, json.dumps(summary, indent=2).encode())
-    whole = found.num_rows == found.num_common
-    sampled = "all" if whole else f"chosen of {found.num_common}, seed {config.seed}"
-    rows = [("rows", f"{found.num_rows}, {sampled}"), ("wrote", shown_path(path))]
+    is_complete = similarity.num_rows == similarity.num_common
+    rows_text = "all" if is_complete else f"chosen of {similarity.num_common}, seed {config.seed}"
+    rows = [("rows", f"{similarity.num_rows}, {rows_text}"), ("wrote", shown_path(path))]
     if other is not None:
         stores = (("down", shown_path(store.root)), ("across", shown_path(other.root)))
         rows = [*stores, *rows]
-    print_summary(config, summary, "\n\n".join([*_tables(found), facts(rows)]))
+    print_summary(config, summary, "\n\n".join([*_tables(similarity), facts(rows)]))
     return 0
 
 
@@ -86,26 +88,28 @@ JOBS.register(
 )
 
 
-def _tables(found: LayerSimilarity) -> list[str]:
+def _tables(similarity: LayerSimilarity) -> list[str]:
     """Format one table per measure."""
-    shown = []
-    for name, values in found.measures.items():
+    tables = []
+    for name, values in similarity.measures.items():
         cells = [
             (layer, *(f"{value:.3f}" for value in row))
-            for layer, row in zip(found.layers, values.tolist(), strict=True)
+            for layer, row in zip(similarity.layers, values.tolist(), strict=True)
         ]
         title = _TITLES[name]
         if name == "rsa":
-            title += f", {found.rsa_distance} distance"
-        named = table((title, *found.others), cells)
-        if max(map(len, named.splitlines())) <= WIDTH:
-            shown.append(named)
+            title += f", {similarity.rsa_distance} distance"
+        table_of_names = table((title, *similarity.others), cells)
+        if max(map(len, table_of_names.splitlines())) <= WIDTH:
+            tables.append(table_of_names)
             continue
-        numbers = [str(number) for number in range(1, len(found.others) + 1)]
-        columns = [f"{number} {layer}" for number, layer in zip(numbers, found.others, strict=True)]
-        numbered = table((title, *numbers), cells)
-        shown.append("\n".join([numbered, "columns:", *columns]))
-    return shown
+        numbers = [str(number) for number in range(1, len(similarity.others) + 1)]
+        columns = [
+            f"{number} {layer}" for number, layer in zip(numbers, similarity.others, strict=True)
+        ]
+        table_of_numbers = table((title, *numbers), cells)
+        tables.append("\n".join([table_of_numbers, "columns:", *columns]))
+    return tables
 
 
 def _as_json(values: npt.NDArray[np.float64]) -> list[list[float | None]]:

@@ -24,18 +24,18 @@ def run(config: Config, config_yaml: str) -> int:
     """
     from featx.analysis.similarity import data_set_distance  # which imports torch
 
-    asked = config.distance
-    store, other = open_input(config), FeatureStore(str(asked.other_store), verify="rows")
+    options = config.distance
+    store, other = open_input(config), FeatureStore(str(options.other_store), verify="rows")
     layers = _common_layers(store, other, config)
     with CountProgress("subsets") as progress:
-        progress.begin(asked.subsets * len(layers))
-        found = [
+        progress.begin(options.subsets * len(layers))
+        distances = [
             data_set_distance(
                 store,
                 other,
                 layer,
-                subsets=asked.subsets,
-                subset_rows=asked.subset_rows,
+                subsets=options.subsets,
+                subset_rows=options.subset_rows,
                 seed=config.seed,
                 device=config.device,
                 on_progress=progress.step,
@@ -45,18 +45,19 @@ def run(config: Config, config_yaml: str) -> int:
     summary = {
         "store": str(store.root),
         "other_store": str(other.root),
-        "subsets": asked.subsets,
+        "subsets": options.subsets,
         "seed": config.seed,
-        "layers": [asdict(each) for each in found],
+        "layers": [asdict(each) for each in distances],
     }
     rows = [
-        ("store", f"{shown_path(store.root)}, {found[0].rows} rows"),
-        ("other store", f"{shown_path(other.root)}, {found[0].other_rows} rows"),
-        ("KID", f"mean of {asked.subsets} subsets of {found[0].subset_rows} rows of each store"),
+        ("store", f"{shown_path(store.root)}, {distances[0].rows} rows"),
+        ("other store", f"{shown_path(other.root)}, {distances[0].other_rows} rows"),
+        ("KID", f"mean of {options.subsets} subsets of {distances[0].subset_rows} rows of each "
+         "store"),
         *((f"{each.layer}", f"no Fréchet distance: {each.not_available}")
-          for each in found if each.not_available is not None),
+          for each in distances if each.not_available is not None),
     ]  # fmt: skip
-    print_summary(config, summary, f"{_table(found)}\n\n{facts(rows)}")
+    print_summary(config, summary, f"{_table(distances)}\n\n{facts(rows)}")
     return 0
 
 

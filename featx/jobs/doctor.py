@@ -8,7 +8,7 @@ import platform
 import shutil
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from packaging.requirements import Requirement
@@ -27,33 +27,41 @@ class Finding:
     """One line of the result.
 
     Attributes:
-        name: what was looked at.
-        found: what is there.
+        name: what was checked.
+        text: what is there.
         advice: what to do, or '' if nothing has to be done.
     """
 
     name: str
-    found: str
+    text: str
     advice: str = ""
+
+    def as_dict(self) -> dict[str, str]:
+        """Return the finding as JSON types."""
+        return {"name": self.name, "found": self.text, "advice": self.advice}
 
 
 def run(config: Config, config_yaml: str) -> int:
     """Look at the machine and print a line for each finding; returns the exit code 0."""
-    findings = [_looked(name, look, config) for name, look in _LOOKS.items()]
+    findings = [_finding(name, check, config) for name, check in _CHECKS.items()]
     rows = [
-        (finding.name, finding.found + (f"\n-> {finding.advice}" if finding.advice else ""))
+        (finding.name, finding.text + (f"\n-> {finding.advice}" if finding.advice else ""))
         for finding in findings
     ]
     num_advised = sum(bool(finding.advice) for finding in findings)
     verdict = f"{num_advised} to look at" if num_advised else "Nothing is missing."
-    print_summary(config, {f.name: asdict(f) for f in findings}, f"{facts(rows)}\n\n{verdict}")
+    print_summary(
+        config,
+        {finding.name: finding.as_dict() for finding in findings},
+        f"{facts(rows)}\n\n{verdict}",
+    )
     return 0
 
 
-def _looked(name: str, look: Callable[[Config], tuple[str, str]], config: Config) -> Finding:
+def _finding(name: str, check: Callable[[Config], tuple[str, str]], config: Config) -> Finding:
     """Return one finding; a package that fails on import is a finding too."""
     try:
-        return Finding(name, *look(config))
+        return Finding(name, *check(config))
     except Exception as error:  # noqa: BLE001 - it is asked because something does not work
         text = f"{type(error).__name__}: {error}".splitlines()[0]
         return Finding(name, text, "reinstall the package that the error names")
@@ -107,12 +115,12 @@ def _cpu_name() -> str:
 
 def _threads(config: Config) -> tuple[str, str]:
     """Return the number of CPUs that this process may use."""
-    usable, there = num_cpus(), os.cpu_count() or 1
+    num_usable, num_all = num_cpus(), os.cpu_count() or 1
     limit = os.environ.get("OMP_NUM_THREADS")
     advice = ""
-    if limit is not None and limit.isdigit() and int(limit) < usable:
+    if limit is not None and limit.isdigit() and int(limit) < num_usable:
         advice = f"OMP_NUM_THREADS={limit} leaves CPUs unused: unset it"
-    return f"{usable} of {there} CPUs", advice
+    return f"{num_usable} of {num_all} CPUs", advice
 
 
 def _memory(config: Config) -> tuple[str, str]:
@@ -125,8 +133,8 @@ def _decoders(config: Config) -> tuple[str, str]:
     """Return the decoders of images."""
     import PIL
 
-    found = [f"Pillow {PIL.__version__}"]
-    missing = []
+    installed = [f"Pillow {PIL.__version__}"]
+    not_installed = []
     for package, kind, extra in (
         ("simplejpeg", "JPEG", "jpeg"),
         ("pillow-heif", "HEIC", "heif"),
@@ -136,12 +144,14 @@ def _decoders(config: Config) -> tuple[str, str]:
     ):
         version = _version_of(package)
         if version is None:
-            missing.append(f'{kind}: pip install "featx[{extra}]"')
+            not_installed.append(f'{kind}: pip install "featx[{extra}]"')
         else:
-            found.append(f"{package} {version} ({kind})")
-    fast = _version_of("simplejpeg") is not None
-    text = ", ".join(found) + (f"; not installed: {'; '.join(missing)}" if missing else "")
-    return text, "" if fast else 'JPEGs decode faster with: pip install "featx[jpeg]"'
+            installed.append(f"{package} {version} ({kind})")
+    has_simplejpeg = _version_of("simplejpeg") is not None
+    text = ", ".join(installed) + (
+        f"; not installed: {'; '.join(not_installed)}" if not_installed else ""
+    )
+    return text, "" if has_simplejpeg else 'JPEGs decode faster with: pip install "featx[jpeg]"'
 
 
 def _store(config: Config) -> tuple[str, str]:
@@ -158,18 +168,18 @@ def _extras(config: Config) -> tuple[str, str]:
     """Return the extras of featx whose packages are all installed, and the others."""
     about = importlib.metadata.metadata("featx")
     requirements = [Requirement(text) for text in importlib.metadata.requires("featx") or ()]
-    there: list[str] = []
-    missing: list[str] = []
+    installed: list[str] = []
+    not_installed: list[str] = []
     for extra in about.get_all("Provides-Extra") or ():
-        of_extra = [
+        packages = [
             each.name
             for each in requirements
             if each.marker is not None and each.marker.evaluate({"extra": extra})
         ]
-        is_there = all(_version_of(name) is not None for name in of_extra)
-        (there if is_there else missing).append(extra)
-    text = f"installed: {', '.join(there) or 'none'}"
-    return text + (f"; not installed: {', '.join(missing)}" if missing else ""), ""
+        is_installed = all(_version_of(name) is not None for name in packages)
+        (installed if is_installed else not_installed).append(extra)
+    text = f"installed: {', '.join(installed) or 'none'}"
+    return text + (f"; not installed: {', '.join(not_installed)}" if not_installed else ""), ""
 
 
 def _version_of(package: str) -> str | None:
@@ -209,11 +219,11 @@ def _disk(config: Config) -> tuple[str, str]:
 
 def _command(config: Config) -> tuple[str, str]:
     """Return the Python that runs, and whether it is the one of a virtual environment."""
-    inside = sys.prefix != sys.base_prefix
-    return f"{sys.executable}" + (", a virtual environment" if inside else ""), ""
+    is_virtual = sys.prefix != sys.base_prefix
+    return f"{sys.executable}" + (", a virtual environment" if is_virtual else ""), ""
 
 
-_LOOKS: dict[str, Callable[[Config], tuple[str, str]]] = {
+_CHECKS: dict[str, Callable[[Config], tuple[str, str]]] = {
     "featx": _versions,
     "python": _command,
     "torch": _torch,
@@ -226,7 +236,7 @@ _LOOKS: dict[str, Callable[[Config], tuple[str, str]]] = {
     "weights": _weights,
     "extras": _extras,
 }
-"""Name of each finding -> function that returns (what was found, advice)."""
+"""Name of each finding -> function that returns its text and its advice."""
 
 JOBS.register(
     Job(

@@ -38,9 +38,9 @@ def extract(*, verbose: bool | None = None, **keys: Unpack[ExtractOptions]) -> F
     Raises:
         FeatxError: an error that the command would report with exit code 1 or 2.
     """
-    options, given = without_object(keys)
+    options, data_set = without_object(keys)
     config, config_yaml = config_of_call("extract", options)
-    source = None if given is None else source_of(given)
+    source = None if data_set is None else source_of(data_set)
     is_verbose = not is_notebook() if verbose is None else verbose
     with announcements(is_verbose):
         summary = _run(config, config_yaml, source)

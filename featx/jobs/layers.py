@@ -75,11 +75,11 @@ def run(config: Config, config_yaml: str) -> int:
         log_message(facts(heading))
         print_result(json.dumps(rows, indent=2))
         return 0
-    shown, text = _listed(config, engine, traced, profiled, show)
+    rows_shown, text = _table_contents(config, engine, traced, profiled, show)
     name = engine.backbone.name
     parts = [
         title(name, traced, engine.backbone.preprocess.shape),
-        layer_table(shown, show, device.type == "cuda"),
+        layer_table(rows_shown, show, device.type == "cuda"),
         facts([*text, *heading[1:]]),
     ]
     print_result("\n\n".join(parts))
@@ -102,24 +102,24 @@ def _rows(config: Config, engine: Engine, traced: Trace, profiled: Profile) -> l
     rows = table_rows(traced, item_bytes, tuple(dict.fromkeys(kinds)), profiled)
     if not names:
         return rows
-    listed = set()
+    matches = set()
     for name in names:
-        found = matching_names(name, [row["name"] for row in rows])
-        if not found:
+        names_of_request = matching_names(name, [row["name"] for row in rows])
+        if not names_of_request:
             _points(name, engine, traced)  # raises an error that names what is near
-        listed.update(found)
-    return [row for row in rows if row["name"] in listed]
+        matches.update(names_of_request)
+    return [row for row in rows if row["name"] in matches]
 
 
 def _names(config: Config, engine: Engine, traced: Trace) -> list[str]:
     """Return the names and globs of `layers` with the layers of a preset; [] lists all layers."""
-    found = []
+    row_names = []
     for name, _ in [] if config.layers is None else layer_requests(config):
         if name.partition(":")[0] in PRESETS:
-            found += [_row_name(point) for point in _points(name, engine, traced)]
+            row_names += [_row_name(point) for point in _points(name, engine, traced)]
         else:
-            found.append(name)
-    return found
+            row_names.append(name)
+    return row_names
 
 
 def _points(request: str, engine: Engine, traced: Trace) -> list[CapturePoint]:
@@ -139,7 +139,7 @@ def _row_name(point: CapturePoint) -> str:
     return point.layer if point.capture == "output" else f"{point.layer}:{point.capture}"
 
 
-def _listed(
+def _table_contents(
     config: Config, engine: Engine, traced: Trace, profiled: Profile, show: str
 ) -> tuple[list[dict[str, Any]], list[tuple[str, str]]]:
     """Return the rows of the table, and remarks about them, each as (name, text)."""
@@ -155,10 +155,10 @@ def _listed(
         stage = last_stage(traced, modules)
         item_bytes = np.dtype(config.dtype).itemsize
         rows = table_rows(traced, item_bytes, captures(config), profiled, modules)
-        inside = f", or 'layers=[{stage}.**]' for what is inside {stage}" if stage else ""
+        hint = f", or 'layers=[{stage}.**]' for what is inside {stage}" if stage else ""
         lines += [
             ("listed", f"{len(rows)} of {num_all} layers and operations"),
-            ("more", f"job.depth={depth + 1}, job.depth=all{inside}"),
+            ("more", f"job.depth={depth + 1}, job.depth=all{hint}"),
         ]
     if show == "shapes":
         lines.append(("columns", "job.show=cost, values, all or watch; job.json=true"))
@@ -175,8 +175,8 @@ def _embedding_text(engine: Engine, traced: Trace) -> str:
         (point,) = _points("embedding", engine, traced)
     except LayerError:
         return ""
-    what = "" if point.capture == "output" else f"the {point.capture} of "
-    return f"{what}{point.layer or 'the output of the model'}; the default of layers"
+    prefix = "" if point.capture == "output" else f"the {point.capture} of "
+    return f"{prefix}{point.layer or 'the output of the model'}; the default of layers"
 
 
 def _images(config: Config) -> tuple[Source, Listing, Config, str]:
@@ -238,9 +238,11 @@ def _trace(engine: Engine, config: Config) -> Trace:
         ModelError: the pass failed.
     """
     try:
-        asked = [] if config.layers is None else [name for name, _ in layer_requests(config)]
+        requested_names = (
+            [] if config.layers is None else [name for name, _ in layer_requests(config)]
+        )
         is_table = not config.job.json and config.job.show in (None, "shapes")
-        return engine.trace(["embedding", *asked] if is_table else asked)
+        return engine.trace(["embedding", *requested_names] if is_table else requested_names)
     except Exception as error:
         message = " ".join(str(error).split())
         raise ModelError(
@@ -269,9 +271,9 @@ def _check(config: Config) -> None:
     """
     if config.job.depth is None and config.layers is None:
         return
-    given = "layers" if config.layers is not None else "job.depth"
+    option = "layers" if config.layers is not None else "job.depth"
     if config.job.show == "watch":
-        raise ConfigError(f"{given} has no effect with job.show=watch, which prints every call.")
+        raise ConfigError(f"{option} has no effect with job.show=watch, which prints every call.")
     if config.layers is not None and config.job.depth is not None:
         raise ConfigError("job.depth has no effect if layers names what is listed; give one.")
 

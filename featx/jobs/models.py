@@ -33,12 +33,12 @@ def run(config: Config, config_yaml: str) -> int:
     """Print recommended models, or the models that match a query; returns the exit code 0."""
     disk = WeightsOnDisk()
     models = listed_models(disk.transformers_models())
-    found = (
+    result = (
         _overview(models, disk)
         if config.models.query is None
         else _search(config.models.query, config.models.limit, models, disk)
     )
-    print_summary(config, *found)
+    print_summary(config, *result)
     return 0
 
 
@@ -46,8 +46,8 @@ def _overview(models: Sequence[CatalogueEntry], disk: WeightsOnDisk) -> tuple[di
     """Return the libraries and the recommended models, in JSON types and as text."""
     libraries = {library.name: _library_text(library.name, models) for library in LIBRARIES}
     libraries = {name: text for name, text in libraries.items() if text}
-    by_option = {entry.option: entry for entry in models}
-    entries = [by_option[option] for option in RECOMMENDED if option in by_option]
+    entry_of_option = {entry.option: entry for entry in models}
+    entries = [entry_of_option[option] for option in RECOMMENDED if option in entry_of_option]
     summary = {
         "libraries": libraries,
         "recommended": [
@@ -87,26 +87,26 @@ def _search(
 ) -> tuple[dict[str, Any], str]:
     """Return the models that match a query, in JSON types and as text."""
     names = {entry.name for entry in models}
-    found, families = search_models(query, models), search_families(query)
-    said = "" if query in names else hint(query, names).strip()
+    matches, families = search_models(query, models), search_families(query)
+    hint_text = "" if query in names else hint(query, names).strip()
     summary = {
         "query": query,
-        "hint": said,
+        "hint": hint_text,
         "families": families,
-        "models": [_as_json(entry, disk) for entry in found],
+        "models": [_as_json(entry, disk) for entry in matches],
     }
-    wrapped = [facts([("", said)]).strip()] if said else []
+    wrapped = [facts([("", hint_text)]).strip()] if hint_text else []
     notes = [("transformers", _families_text(families))] if families else []
-    if not found:
-        near = "" if said or families else nearest(query, sorted(names))
-        lacking = f"No {'listed model' if families else 'model'} matches {query!r}.{near}"
-        return summary, "\n\n".join([*wrapped, lacking, *_facts(notes)])
-    count = counted(len(found), "model matches", "models match")
-    shown = found[:limit]
-    more = f"; the first {limit} of them, all with models.limit={len(found)}"
-    title = f"{count} {query!r}{more if len(found) > limit else ''}"
-    notes = [*_notes(shown), *notes]
-    return summary, "\n\n".join([*wrapped, title, _table(shown, disk), *_facts(notes)])
+    if not matches:
+        near = "" if hint_text or families else nearest(query, sorted(names))
+        answer = f"No {'listed model' if families else 'model'} matches {query!r}.{near}"
+        return summary, "\n\n".join([*wrapped, answer, *_facts(notes)])
+    count = counted(len(matches), "model matches", "models match")
+    first_matches = matches[:limit]
+    more = f"; the first {limit} of them, all with models.limit={len(matches)}"
+    title = f"{count} {query!r}{more if len(matches) > limit else ''}"
+    notes = [*_notes(first_matches), *notes]
+    return summary, "\n\n".join([*wrapped, title, _table(first_matches, disk), *_facts(notes)])
 
 
 def _table(entries: Sequence[CatalogueEntry], disk: WeightsOnDisk) -> str:
@@ -122,9 +122,9 @@ def _cells(entry: CatalogueEntry, disk: WeightsOnDisk) -> tuple[str, ...]:
     millions = "" if entry.parameters is None else f"{entry.parameters / 1e6:.1f} M"
     num_bytes = disk.size_of(entry)
     has_weights = entry.library == "packaged" or bool(entry.tag)
-    here = size_text(num_bytes) if num_bytes else "no" if has_weights else ""
+    size_on_disk = size_text(num_bytes) if num_bytes else "no" if has_weights else ""
     licence = entry.licence.removesuffix("-license")
-    figures = (str(entry.width or ""), side, millions, here, licence)
+    figures = (str(entry.width or ""), side, millions, size_on_disk, licence)
     return (entry.option, entry.library, *(text or _NO_FIGURE for text in figures))
 
 
@@ -160,14 +160,14 @@ def _facts(rows: Sequence[tuple[str, str]]) -> list[str]:
 def _notes(entries: Sequence[CatalogueEntry]) -> list[tuple[str, str]]:
     """Return remarks about the figures of some models."""
     rows = []
-    listed = {entry.library for entry in entries if entry.in_file}
+    libraries_in_file = {entry.library for entry in entries if entry.in_file}
     for library, version in read_catalogue().versions.items():
-        if library not in listed:  # it may not be installed
+        if library not in libraries_in_file:  # it may not be installed
             continue
         installed = importlib.metadata.version(_PACKAGES.get(library, library)).partition("+")[0]
         if installed != version:
             rows.append(("figures", f"of {library} {version}; installed is {installed}"))
-    if "open_clip" in listed:
+    if "open_clip" in libraries_in_file:
         rows.append(("open_clip", "parameters are those of the image tower"))
     if any(not entry.in_file for entry in entries):
         rows.append((_NO_FIGURE, "not known here; job=layers model=NAME measures it"))

@@ -44,22 +44,22 @@ def run(config: Config, config_yaml: str) -> int:
     from featx.analysis import head_of_store, run_prediction  # which import torch
     from featx.export.report import render_predictions
 
-    place = config.store_path()
-    head = place if place.suffix == _HEAD else head_of_store(place, _layer(config))
+    path_given = config.store_path()
+    head = path_given if path_given.suffix == _HEAD else head_of_store(path_given, _layer(config))
     log_message(facts([("head", f"{head.name}\nin {shown_path(head.parent)}")]))
-    found = run_prediction(config, head)
+    predictions = run_prediction(config, head)
     disk = AtomicFolder(Path(config.out).expanduser())
     disk.make_folder(disk.root)
     path = disk.root / PREDICTIONS_CSV
-    disk.replace_unlocked(path, predictions_csv(found))
+    disk.replace_unlocked(path, image_predictions_csv(predictions))
     page: Path | None = disk.root / PREDICTIONS_HTML
-    if found.task == "classification":
-        html = render_predictions(found, config.data, disk.root.name)
+    if predictions.task == "classification":
+        html = render_predictions(predictions, config.data, disk.root.name)
         disk.replace_unlocked(disk.root / PREDICTIONS_HTML, html.encode())
     else:
         disk.remove(disk.root / PREDICTIONS_HTML)  # the page of an earlier run
         page = None
-    summary = _summary(found, path, page)
+    summary = _summary(predictions, path, page)
     print_summary(config, summary, _text(summary))
     return exit_code(
         config, summary["rows"], summary["failures"], f"They have their reason in {path}."
@@ -80,7 +80,7 @@ def _layer(config: Config) -> str | None:
     return layer
 
 
-def predictions_csv(found: Predictions) -> bytes:
+def image_predictions_csv(predictions: Predictions) -> bytes:
     """Return the CSV file: one line per image, failed ones with their reason and no scores.
 
     Scores have as many digits as float32 needs. With more than MAX_SCORES of them, the file has no
@@ -90,25 +90,29 @@ def predictions_csv(found: Predictions) -> bytes:
 
     buffer = io.StringIO()
     writer = csv.writer(buffer)
-    with_scores = found.scores.size <= MAX_SCORES and found.task != "regression"
-    if found.scores.size > MAX_SCORES and found.task != "regression":
+    has_scores = predictions.scores.size <= MAX_SCORES and predictions.task != "regression"
+    if predictions.scores.size > MAX_SCORES and predictions.task != "regression":
         log_message(
-            f"{PREDICTIONS_CSV} has no column per class: {len(found)} images x "
-            f"{len(found.classes)} classes are more than {MAX_SCORES} scores. "
+            f"{PREDICTIONS_CSV} has no column per class: {len(predictions)} images x "
+            f"{len(predictions.classes)} classes are more than {MAX_SCORES} scores. "
             "featx.predict(...).scores has them all."
         )
-    names = [f"{SCORE}{name}" for name in found.classes] if with_scores else []
-    writer.writerow(["key", *_PREDICTED[found.task], "status", "reason", *names])
-    for row, of_row in zip(found.rows, found.scores, strict=True):
+    names = [f"{SCORE}{name}" for name in predictions.classes] if has_scores else []
+    writer.writerow(["key", *_PREDICTED[predictions.task], "status", "reason", *names])
+    for row, row_scores in zip(predictions.rows, predictions.scores, strict=True):
         scores: list[str] = []
-        if with_scores:
-            scores = [""] * len(names) if np.isnan(of_row).any() else [str(each) for each in of_row]
-        predicted = _predicted(found.task, row, of_row)
-        writer.writerow([row.key, *predicted, row.status, row.reason, *scores])
+        if has_scores:
+            scores = (
+                [""] * len(names)
+                if np.isnan(row_scores).any()
+                else [str(each) for each in row_scores]
+            )
+        columns = _predicted_columns(predictions.task, row, row_scores)
+        writer.writerow([row.key, *columns, row.status, row.reason, *scores])
     return buffer.getvalue().encode("utf-8", "surrogateescape")
 
 
-def _predicted(task: str, row: Prediction, scores: npt.NDArray[np.float32]) -> list[str]:
+def _predicted_columns(task: str, row: Prediction, scores: npt.NDArray[np.float32]) -> list[str]:
     """Return the columns of what was predicted for an image, empty ones if it failed."""
     if task == "regression":
         return ["" if row.value is None else str(scores[0])]
@@ -117,22 +121,22 @@ def _predicted(task: str, row: Prediction, scores: npt.NDArray[np.float32]) -> l
     return [row.label or "", "" if row.probability is None else str(scores.max())]
 
 
-def _summary(found: Predictions, path: Path, page: Path | None) -> dict[str, Any]:
+def _summary(predictions: Predictions, path: Path, page: Path | None) -> dict[str, Any]:
     """Return counts and speed in JSON types."""
-    counts = Counter(row.label for row in found.rows if row.label is not None)
-    counts.update(label for row in found.rows for label in row.labels)
-    values = [row.value for row in found.rows if row.value is not None]
-    metrics = found.metrics.as_dict()
+    counts = Counter(row.label for row in predictions.rows if row.label is not None)
+    counts.update(label for row in predictions.rows for label in row.labels)
+    values = [row.value for row in predictions.rows if row.value is not None]
+    metrics = predictions.metrics.as_dict()
     speed = (
         "images_per_second", "trial_images_per_second", "share_of_trial", "below_trial",
     )  # fmt: skip
     return {
-        "rows": len(found),
-        "failures": sum(row.status != "ok" for row in found.rows),
-        "task": found.task,
+        "rows": len(predictions),
+        "failures": sum(row.status != "ok" for row in predictions.rows),
+        "task": predictions.task,
         "classes": dict(counts.most_common()),
         "values": {
-            "column": found.classes[0],
+            "column": predictions.classes[0],
             "min": min(values),
             "mean": sum(values) / len(values),
             "max": max(values),
@@ -153,11 +157,11 @@ def _text(summary: dict[str, Any]) -> str:
     parts = [f"Done: {images}, {summary['failures']} failed{speed}."]
     cells = [(name, str(count)) for name, count in summary["classes"].items()]
     if len(cells) > _SHOWN_CLASSES:
-        rest = sum(list(summary["classes"].values())[_SHOWN_CLASSES:])
-        cells = [*cells[:_SHOWN_CLASSES], (f"{len(cells) - _SHOWN_CLASSES} others", str(rest))]
+        num_rest = sum(list(summary["classes"].values())[_SHOWN_CLASSES:])
+        cells = [*cells[:_SHOWN_CLASSES], (f"{len(cells) - _SHOWN_CLASSES} others", str(num_rest))]
     if cells:
-        what = "label" if summary["task"] == "multilabel" else "class"
-        parts.append(table((what, "images"), cells))
+        heading = "label" if summary["task"] == "multilabel" else "class"
+        parts.append(table((heading, "images"), cells))
     if values := summary["values"]:
         cells = [(name, f"{values[name]:.6g}") for name in ("min", "mean", "max")]
         parts.append(table((f"predicted {values['column']}", ""), cells))

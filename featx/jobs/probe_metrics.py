@@ -27,27 +27,27 @@ def metric_text(name: str, value: float | None) -> str:
 
 def metrics_text(result: dict[str, Any]) -> str:
     """Return the metrics of the best layer, and why others are not available."""
-    shown = [
+    texts = [
         f"{label} {metric_text(name, result[name])}"
         + (f" ({result['calibration_bins']} bins)" if name == "calibration_error" else "")
         for label, name in METRICS
         if result[name] is not None
     ]
-    lines = [", ".join(shown[i : i + 4]) for i in range(0, len(shown), 4)]
+    lines = [", ".join(texts[i : i + 4]) for i in range(0, len(texts), 4)]
     return "\n".join([*lines, *not_available(result)])
 
 
 def intervals_text(bootstrap: dict[str, Any]) -> str:
     """Return the bootstrap intervals of all metrics."""
-    shown = []
+    texts = []
     for label, name in (("accuracy", "accuracy"), *METRICS):
         if (interval := bootstrap["intervals"][name]) is None:
             continue
         low, high = interval
         percent = name in ("accuracy", *_SHARES)
         text = f"{interval_text(interval)} %" if percent else f"{low:.3f} - {high:.3f}"
-        shown.append(f"{label} {text}")
-    lines = [", ".join(shown[i : i + 3]) for i in range(0, len(shown), 3)]
+        texts.append(f"{label} {text}")
+    lines = [", ".join(texts[i : i + 3]) for i in range(0, len(texts), 3)]
     undefined = [
         f"{count} resamples without {name} are left out of its interval"
         for name, count in bootstrap["undefined"].items()
@@ -59,13 +59,13 @@ def intervals_text(bootstrap: dict[str, Any]) -> str:
 def seeds_metrics_text(result: dict[str, Any]) -> str:
     """Return mean and standard deviation over the splits of the metrics of the chosen layers."""
     chosen = result["seeds"]["chosen"]
-    shown = []
+    texts = []
     for label, name in METRICS:
-        if (found := chosen[name]) is not None:
+        if (spread := chosen[name]) is not None:
             factor, unit, digits = (100, " %", 1) if name in _SHARES else (1, "", 3)
-            mean, std = factor * found["mean"], factor * found["std"]
-            shown.append(f"{label} {mean:.{digits}f} ± {std:.{digits}f}{unit}")
-    return "\n".join(", ".join(shown[i : i + 3]) for i in range(0, len(shown), 3))
+            mean, std = factor * spread["mean"], factor * spread["std"]
+            texts.append(f"{label} {mean:.{digits}f} ± {std:.{digits}f}{unit}")
+    return "\n".join(", ".join(texts[i : i + 3]) for i in range(0, len(texts), 3))
 
 
 def not_available(about: dict[str, Any]) -> list[str]:
@@ -74,7 +74,7 @@ def not_available(about: dict[str, Any]) -> list[str]:
     for label, name in METRICS:
         if (reason := about["not_available"].get(name)) is not None:
             names.setdefault(reason, []).append(label)
-    return [f"not available: {', '.join(of)}; {reason}" for reason, of in names.items()]
+    return [f"not available: {', '.join(labels)}; {reason}" for reason, labels in names.items()]
 
 
 def interval_text(interval: Sequence[float]) -> str:

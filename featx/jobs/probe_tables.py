@@ -30,15 +30,17 @@ def layers_table(config: Config, result: dict[str, Any]) -> str:
             cells += ["best", "", "", ""]
         rows.append(cells)
     header = ["layer", "width", methods[0], "95 % interval", *methods[1:]]
-    against = ["against\nbest", "95 % interval\nof difference", "p", "told\napart"] if tests else []
-    shown = table([*header, *against], rows)
+    columns_against = (
+        ["against\nbest", "95 % interval\nof difference", "p", "told\napart"] if tests else []
+    )
+    text = table([*header, *columns_against], rows)
     if tests:
-        shown += (
+        text += (
             "\nThe first interval holds for a layer that was chosen beforehand, not for the best "
             "one; p: exact\nMcNemar test, corrected for the number of layers (Holm); told apart: "
             "p < 0.05, and the interval\nwith the same correction excludes 0."
         )
-    return shown
+    return text
 
 
 def seeds_table(config: Config, result: dict[str, Any]) -> str:
@@ -46,10 +48,10 @@ def seeds_table(config: Config, result: dict[str, Any]) -> str:
     about, methods, best = result["seeds"], config.probe.methods, result["seeds"]["layer"]
     count = len(about["seeds"])
     rows = []
-    for layer, found in about["layers"].items():
-        first = found[methods[0]]["accuracy"]
-        cells = [layer, _spread_text(first), interval_text((first["min"], first["max"]))]
-        cells += [_spread_text(found[method]["accuracy"]) for method in methods[1:]]
+    for layer, entries in about["layers"].items():
+        first = entries[methods[0]]["accuracy"]
+        cells = [layer, _percent_spread_text(first), interval_text((first["min"], first["max"]))]
+        cells += [_percent_spread_text(entries[method]["accuracy"]) for method in methods[1:]]
         if difference := about["differences"].get(layer):
             points = -100 * difference["mean"]
             better = sum(value < 0 for value in difference["values"])
@@ -71,13 +73,13 @@ def seeds_table(config: Config, result: dict[str, Any]) -> str:
             "p",
             "told\napart",
         ]
-    shown = table(header, rows) + "\nMean ± standard deviation over the splits, in percent."
+    text = table(header, rows) + "\nMean ± standard deviation over the splits, in percent."
     if about["differences"]:
-        shown += (
+        text += (
             " p: corrected resampled t-test (Nadeau and\nBengio, 2003), corrected for the number "
             "of layers (Holm); told apart: p < 0.05."
         )
-    return shown
+    return text
 
 
 def yes_or_no(value: bool | None) -> str:
@@ -85,9 +87,9 @@ def yes_or_no(value: bool | None) -> str:
     return "-" if value is None else "yes" if value else "no"
 
 
-def _spread_text(found: dict[str, Any]) -> str:
+def _percent_spread_text(spread: dict[str, Any]) -> str:
     """Format mean and standard deviation of a share, in percent without the sign."""
-    return f"{100 * found['mean']:.1f} ± {100 * found['std']:.1f}"
+    return f"{100 * spread['mean']:.1f} ± {100 * spread['std']:.1f}"
 
 
 def details_table(config: Config, result: dict[str, Any]) -> str:
@@ -95,27 +97,27 @@ def details_table(config: Config, result: dict[str, Any]) -> str:
     settings, metrics, reasons = [], [], []
     for layer, about in result["layers"].items():
         for method in config.probe.methods:
-            found = about[method]
+            entry = about[method]
             name = "k" if method == "knn" else "l2"
             cells = (
-                f"{name}={found[name]:g}",
-                percent_text(found["validation_accuracy"]),
-                percent_text(found["accuracy"]),
-                interval_text(found["interval"]),
-                f"{found['seconds']:.1f}",
+                f"{name}={entry[name]:g}",
+                percent_text(entry["validation_accuracy"]),
+                percent_text(entry["accuracy"]),
+                interval_text(entry["interval"]),
+                f"{entry['seconds']:.1f}",
             )
             settings.append((layer, method, *cells))
-            values = [metric_text(key, found[key]) for _, key in METRICS]
+            values = [metric_text(key, entry[key]) for _, key in METRICS]
             metrics.append((layer, method, *values))
-            reasons += [f"{layer}, {method}, {line}" for line in not_available(found)]
+            reasons += [f"{layer}, {method}, {line}" for line in not_available(entry)]
     header = ("layer", "method", "chosen", "validation", "test", "95 % interval", "seconds")
     names = [label.replace(" ", "\n") for label, _ in METRICS]
-    shown = [
+    tables = [
         table(header, settings, left=2),
         table(("layer", "method", *names), metrics, left=2),
         *(textwrap.fill(line, WIDTH) for line in reasons),
     ]
-    return "\n\n".join(shown[:2]) + "".join(f"\n{line}" for line in shown[2:])
+    return "\n\n".join(tables[:2]) + "".join(f"\n{line}" for line in tables[2:])
 
 
 def few_shot_table(config: Config, result: dict[str, Any]) -> str:
@@ -123,14 +125,14 @@ def few_shot_table(config: Config, result: dict[str, Any]) -> str:
     rows = []
     for layer, about in result["layers"].items():
         for method in config.probe.methods:
-            found = about[method]["few_shot"].values()
-            cells = [_mean_text(each) for each in found]
+            entries = about[method]["few_shot"].values()
+            cells = [_mean_text(each) for each in entries]
             rows.append((layer, method, *cells))
     header = ("layer", "method", *(f"{shots} a class" for shots in config.probe.all_shots))
     return "Few-shot, mean ± standard deviation over the draws:\n" + table(header, rows, left=2)
 
 
-def _mean_text(found: dict[str, Any]) -> str:
+def _mean_text(accuracy: dict[str, Any]) -> str:
     """Format a mean, with the standard deviation if there is more than one draw."""
-    spread = "" if found["std"] is None else f" ± {100 * found['std']:.1f}"
-    return f"{100 * found['mean']:.1f}{spread} %"
+    spread = "" if accuracy["std"] is None else f" ± {100 * accuracy['std']:.1f}"
+    return f"{100 * accuracy['mean']:.1f}{spread} %"

@@ -42,14 +42,14 @@ def classification_text(config: Config, result: dict[str, Any]) -> str:
 def _answer(result: dict[str, Any]) -> str:
     """Return the best layer with its accuracy, and the layers that may be as good."""
     folds = result.get("layer_of_folds")
-    of_folds = ""
+    folds_text = ""
     if folds:
-        of_folds = f", with the layer that each fold chose within training ({counts_text(folds)})"
-    of_seed = f" of seed {result['split']['seed']}" if result["seeds"] else ""
+        folds_text = f", with the layer that each fold chose within training ({counts_text(folds)})"
+    seed_text = f" of seed {result['split']['seed']}" if result["seeds"] else ""
     answer = (
-        f"Best layer{of_seed}: {result['layer']} ({result['method']}, chosen on validation rows). "
-        f"{percent_text(result['accuracy'])} of {result['rows']} test rows are right, 95 % "
-        f"interval {interval_text(result['interval'])} %{of_folds}."
+        f"Best layer{seed_text}: {result['layer']} ({result['method']}, chosen on validation "
+        f"rows). {percent_text(result['accuracy'])} of {result['rows']} test rows are right, 95 % "
+        f"interval {interval_text(result['interval'])} %{folds_text}."
     )
     highest = [] if result["seeds"] else _highest_on_test(result)
     lines = [answer, *_comparison(result), *highest, *_store_comparison(result)]
@@ -61,14 +61,14 @@ def _comparison(result: dict[str, Any]) -> list[str]:
     tests = result["paired_tests"]
     if not tests:
         return []
-    other, found = min(tests.items(), key=lambda test: test[1]["difference"])
+    other, test = min(tests.items(), key=lambda pair: pair[1]["difference"])
     return [
-        _difference_text(result["layer"], other, found),
-        *alike_text(result["layer"], tests, f"the test {found['unit']}s"),
+        _difference_text(result["layer"], other, test),
+        *indistinguishable_text(result["layer"], tests, f"the test {test['unit']}s"),
     ]
 
 
-def alike_text(best: str, tests: dict[str, Any], where: str) -> list[str]:
+def indistinguishable_text(best: str, tests: dict[str, Any], where: str) -> list[str]:
     """Return which layers cannot be told apart from the best one; nothing if that is unknown.
 
     Args:
@@ -76,23 +76,30 @@ def alike_text(best: str, tests: dict[str, Any], where: str) -> list[str]:
         tests: other layer -> its comparison with the best one.
         where: what they are compared on.
     """
-    if not tests or any(found["told_apart"] is None for found in tests.values()):
+    if not tests or any(test["told_apart"] is None for test in tests.values()):
         return []
-    alike = [layer for layer, found in tests.items() if not found["told_apart"]]
-    if not alike:
-        others = "The other layer" if len(tests) == 1 else f"All {len(tests)} other layers"
-        return [f"{others} can be told apart from {best} on {where} (p < 0.05, Holm)."]
-    named = ", ".join(alike[:_LAYERS_NAMED])
-    more = f" and {len(alike) - _LAYERS_NAMED} more" if alike[_LAYERS_NAMED:] else ""
-    return [f"Cannot be told apart from {best} on {where}: {named}{more}."]
+    indistinguishable = [layer for layer, test in tests.items() if not test["told_apart"]]
+    if not indistinguishable:
+        subject = "The other layer" if len(tests) == 1 else f"All {len(tests)} other layers"
+        return [f"{subject} can be told apart from {best} on {where} (p < 0.05, Holm)."]
+    names = ", ".join(indistinguishable[:_LAYERS_NAMED])
+    more = (
+        f" and {len(indistinguishable) - _LAYERS_NAMED} more"
+        if indistinguishable[_LAYERS_NAMED:]
+        else ""
+    )
+    return [f"Cannot be told apart from {best} on {where}: {names}{more}."]
 
 
 def _highest_on_test(result: dict[str, Any]) -> list[str]:
     """Return the layer with the highest test accuracy if that is above the chosen layers'."""
-    found = result["layer_selection"]
-    if found is None or found["highest_on_test"]["accuracy"] <= found["accuracy"]["mean"]:
+    selection = result["layer_selection"]
+    if (
+        selection is None
+        or selection["highest_on_test"]["accuracy"] <= selection["accuracy"]["mean"]
+    ):
         return []
-    highest = found["highest_on_test"]
+    highest = selection["highest_on_test"]
     return [
         f"Highest on the test rows: {highest['layer']}, {percent_text(highest['accuracy'])}. Too "
         "high as a result, because the test rows chose it."
@@ -101,26 +108,28 @@ def _highest_on_test(result: dict[str, Any]) -> list[str]:
 
 def _store_comparison(result: dict[str, Any]) -> list[str]:
     """Return the difference to the other store, and how sure it is; nothing without one."""
-    found = result["compared_store"]
-    if found is None:
+    comparison = result["compared_store"]
+    if comparison is None:
         return []
     names = (
         f"{shown_path(result['store'])} ({result['layer']}, {result['method']})",
-        f"{shown_path(found['store'])} ({found['layer']}, {found['method']})",
+        f"{shown_path(comparison['store'])} ({comparison['layer']}, {comparison['method']})",
     )
-    left_out = f", {found['rows_left_out']} others left out" if found["rows_left_out"] else ""
+    left_out = (
+        f", {comparison['rows_left_out']} others left out" if comparison["rows_left_out"] else ""
+    )
     return [
-        f"{_difference_text(*names, found)} {found['rows']} test rows of both{left_out}; exact "
-        f"McNemar test p = {found['p']:.2g}."
+        f"{_difference_text(*names, comparison)} {comparison['rows']} test rows of both{left_out}; "
+        f"exact McNemar test p = {comparison['p']:.2g}."
     ]
 
 
-def _difference_text(first: str, second: str, found: dict[str, Any]) -> str:
+def _difference_text(first: str, second: str, comparison: dict[str, Any]) -> str:
     """Say by how much one is more accurate: 'a better than b: +2.1 points, ...'.
 
     It is called better or worse only if the interval leaves no doubt which of them it is.
     """
-    difference, (low, high) = found["difference"], found["interval"]
+    difference, (low, high) = comparison["difference"], comparison["interval"]
     verb = "better than" if low > 0 else "worse than" if high < 0 else "against"
     return (
         f"{first} {verb} {second}: {100 * difference:+.1f} points, 95 % interval "
@@ -131,15 +140,17 @@ def _difference_text(first: str, second: str, found: dict[str, Any]) -> str:
 def _seeds_answer(result: dict[str, Any]) -> str:
     """Return the accuracy over the splits of all seeds."""
     about = result["seeds"]
-    found = about["chosen"]["accuracy"]
+    accuracy = about["chosen"]["accuracy"]
     answer = (
-        f"Over {len(about['seeds'])} splits {percent_text(found['mean'])} of the test rows are "
-        f"right, standard deviation {100 * found['std']:.1f} points, smallest "
-        f"{percent_text(found['min'])}, largest {percent_text(found['max'])}, with the layer that "
-        f"each split chose on validation rows ({counts_text(about['layer_of_seeds'])})."
+        f"Over {len(about['seeds'])} splits {percent_text(accuracy['mean'])} of the test rows are "
+        f"right, standard deviation {100 * accuracy['std']:.1f} points, smallest "
+        f"{percent_text(accuracy['min'])}, largest {percent_text(accuracy['max'])}, with the layer "
+        f"that each split chose on validation rows ({counts_text(about['layer_of_seeds'])})."
     )
-    alike = alike_text(about["layer"], about["differences"], f"the {len(about['seeds'])} splits")
-    lines = [answer, *alike, *_highest_on_test(result)]
+    sentences = indistinguishable_text(
+        about["layer"], about["differences"], f"the {len(about['seeds'])} splits"
+    )
+    lines = [answer, *sentences, *_highest_on_test(result)]
     return "\n".join(textwrap.fill(line, WIDTH) for line in lines)
 
 
@@ -185,15 +196,17 @@ def _facts(config: Config, result: dict[str, Any]) -> list[tuple[str, str]]:
         for note in about[name]["notes"]
     ]
     if notes:
-        shown = notes[:12] + ([f"and {len(notes) - 12} more, in probe.json"] if notes[12:] else [])
-        rows.append(("notes", "\n".join(shown)))
+        first_notes = notes[:12] + (
+            [f"and {len(notes) - 12} more, in probe.json"] if notes[12:] else []
+        )
+        rows.append(("notes", "\n".join(first_notes)))
     files = [layout.PROBE, result["predictions"]["file"]]
     files += [result["head"]["file"]] if result["head"] else []
     rows.append(("wrote", "\n".join([*files, f"in {shown_path(folder)}"])))
-    following = [command_text("job=report", f"store={shown_path(store)}")]
+    commands = [command_text("job=report", f"store={shown_path(store)}")]
     if result["head"]:
-        following.append(command_text("job=predict", f"store={shown_path(store)}", "data=./new"))
-    return [*rows, ("next", "\n".join(following))]
+        commands.append(command_text("job=predict", f"store={shown_path(store)}", "data=./new"))
+    return [*rows, ("next", "\n".join(commands))]
 
 
 def _calibration_text(result: dict[str, Any]) -> str:
@@ -219,10 +232,10 @@ def _errors_text(result: dict[str, Any]) -> str:
         if i != j and count
     ]
     pairs.sort(key=lambda pair: -pair[0])
-    shown = [f"{true} as {said} {count}" for count, true, said in pairs[:_NAMED]]
+    texts = [f"{true} as {predicted} {count}" for count, true, predicted in pairs[:_NAMED]]
     more = [f"{len(pairs) - _NAMED} more pairs of classes"] if pairs[_NAMED:] else []
     total = f"{sum(count for count, *_ in pairs)} of {result['rows']}"
-    return f"{total}: {', '.join([*shown, *more])}" if pairs else total
+    return f"{total}: {', '.join([*texts, *more])}" if pairs else total
 
 
 def split_text(split: dict[str, Any]) -> str:
@@ -254,10 +267,10 @@ def _near_text(result: dict[str, Any]) -> str:
         f"{near['rows']} of {result['rows']} test rows are like a training row (cosine "
         f"{near['cosine']:g} of {near['layer']}, standardised)"
     )
-    if near["rows"] and (others := near["without"]) is not None:
+    if near["rows"] and (accuracy_without := near["without"]) is not None:
         text += (
-            f";\nwithout them the accuracy is {percent_text(others['accuracy'])} "
-            f"({others['correct']} of {others['rows']})"
+            f";\nwithout them the accuracy is {percent_text(accuracy_without['accuracy'])} "
+            f"({accuracy_without['correct']} of {accuracy_without['rows']})"
         )
     return text
 
@@ -265,9 +278,9 @@ def _near_text(result: dict[str, Any]) -> str:
 def _paired_lines(result: dict[str, Any]) -> list[str]:
     """Describe, for each other layer, on how many test rows it differs from the best one."""
     lines = [
-        f"{layer}: {counted(found['first_only'] + found['second_only'], found['unit'])} for one of "
-        f"them only, {found['first_only']} for {result['layer']} and {found['second_only']} for "
-        f"{layer}; p = {found['p']:.2g}, corrected {found['p_holm']:.2g}"
-        for layer, found in result["paired_tests"].items()
+        f"{layer}: {counted(test['first_only'] + test['second_only'], test['unit'])} for one of "
+        f"them only, {test['first_only']} for {result['layer']} and {test['second_only']} for "
+        f"{layer}; p = {test['p']:.2g}, corrected {test['p_holm']:.2g}"
+        for layer, test in result["paired_tests"].items()
     ]
     return ["\n".join(textwrap.fill(line, WIDTH) for line in lines)] if lines else []

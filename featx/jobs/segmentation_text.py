@@ -57,8 +57,8 @@ def _layers_table(result: dict[str, Any]) -> str:
     """Format a table with one row per layer, in the order of the store."""
     rows = []
     for layer, about in result["layers"].items():
-        found = about["linear"]
-        chosen = found["l2"] if isinstance(found["l2"], list) else [found["l2"]]
+        entry = about["linear"]
+        chosen = entry["l2"] if isinstance(entry["l2"], list) else [entry["l2"]]
         names = ("miou", "pixel_accuracy", "mean_accuracy", "patch_miou")
         rows.append(
             (
@@ -66,7 +66,7 @@ def _layers_table(result: dict[str, Any]) -> str:
                 str(about["features"]),
                 "{} x {}".format(*about["grid"]),
                 ",".join(f"{value:g}" for value in dict.fromkeys(chosen)),
-                *(_number(found[name]) for name in names),
+                *(_number(entry[name]) for name in names),
             )
         )
     header = ("layer", "width", "patches", "l2", "mIoU", "pixel\naccuracy", "mean\naccuracy")
@@ -77,7 +77,7 @@ def _classes_table(config: Config, result: dict[str, Any]) -> str:
     """Format a table with one row per class of the test images, the most frequent first."""
     pixels = result["pixels_of_classes"]
     order = sorted((i for i, count in enumerate(pixels) if count), key=lambda i: -pixels[i])
-    shown = order if config.job.show == "all" else order[:_CLASSES]
+    listed_classes = order if config.job.show == "all" else order[:_CLASSES]
     rows = [
         (
             result["classes"][i],
@@ -85,12 +85,12 @@ def _classes_table(config: Config, result: dict[str, Any]) -> str:
             _number(result["accuracy_of_classes"][i]),
             percent_text(pixels[i] / sum(pixels)),
         )
-        for i in shown
+        for i in listed_classes
     ]
-    found = table(("class", "IoU", "accuracy", "share of\ntest pixels"), rows)
-    if order[len(shown) :]:
-        found += f"\nand {len(order) - len(shown)} more classes; job.show=all shows them."
-    return found
+    text = table(("class", "IoU", "accuracy", "share of\ntest pixels"), rows)
+    if order[len(listed_classes) :]:
+        text += f"\nand {len(order) - len(listed_classes)} more classes; job.show=all shows them."
+    return text
 
 
 def _facts(result: dict[str, Any]) -> list[tuple[str, str]]:
@@ -111,8 +111,10 @@ def _facts(result: dict[str, Any]) -> list[tuple[str, str]]:
         *([("groups", groups_text(groups))] if groups else []),
     ]
     if result["interval"] is not None:
-        drawn = f"{result['resamples']} bootstrap resamples of {result['units']} {result['unit']}s"
-        rows.append(("interval", drawn))
+        resamples_text = (
+            f"{result['resamples']} bootstrap resamples of {result['units']} {result['unit']}s"
+        )
+        rows.append(("interval", resamples_text))
     notes = result["notes_on_rows"] + [
         f"{layer}: {note}"
         for layer, about in result["layers"].items()

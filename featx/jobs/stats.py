@@ -60,9 +60,9 @@ def stats(*, verbose: bool | None = None, **keys: Unpack[StatsOptions]) -> Stati
         run_stats,  # which imports torch
     )
 
-    options, given = without_object(keys)
+    options, data_set = without_object(keys)
     config, config_yaml = config_of_call("stats", options)
-    source = None if given is None else source_of(given)
+    source = None if data_set is None else source_of(data_set)
     is_verbose = not is_notebook() if verbose is None else verbose
     with announcements(is_verbose):
         summary = run_stats(config, config_yaml, source)
@@ -99,20 +99,20 @@ _SPREAD = (
 def _text(summary: dict[str, Any]) -> str:
     """Format the result for people, with three lines of code that open it."""
     rate, limit = summary["images_per_second"], summary["bottleneck"]
-    done = (
+    done_text = (
         f"Done: {counted(summary['rows'], 'image')}, {summary['failures']} failed and left out, "
         + (f"{rate:.1f} images/s." if rate else "nothing was left to do.")
         + (f" Limited by {limit}." if limit else "")
     )
     layers = summary["layers"].items()
-    shown = [
-        textwrap.fill(done, WIDTH),
+    parts = [
+        textwrap.fill(done_text, WIDTH),
         table(_VALUES, [_values(name, layer) for name, layer in layers]),
         table(_SPREAD, [_spread(name, layer) for name, layer in layers]),
     ]
     norms = [(name, layer["token_norms"]) for name, layer in layers if layer["token_norms"]]
     if norms:
-        shown.append(_norms_table(norms))
+        parts.append(_norms_table(norms))
     distances = [
         f"Fréchet distance of {layer}: {_number(distance)}"
         for layer, distance in summary["frechet"].items()
@@ -126,7 +126,7 @@ def _text(summary: dict[str, Any]) -> str:
         "# (D,) float64; also .covariance(), .second_moment, .count"
     )
     rows = facts([*trial_rows(summary), ("file", path)])
-    return "\n\n".join([*shown, *(["\n".join(distances)] if distances else []), rows, opening])
+    return "\n\n".join([*parts, *(["\n".join(distances)] if distances else []), rows, opening])
 
 
 def _values(name: str, layer: dict[str, Any]) -> tuple[str, ...]:

@@ -65,8 +65,9 @@ def status_text(status: StoreStatus) -> str:
     if not status.complete:
         speed = status.rows_per_second
         rows.append(("rows/s", "not known yet" if speed is None else f"{speed:.1f}"))
-        left = status.seconds_left
-        rows.append(("left", "not known" if left is None else time_text(left)))
+        seconds_left = status.seconds_left
+        left_text = "not known" if seconds_left is None else time_text(seconds_left)
+        rows.append(("left", left_text))
     if (age := status.last_commit_age_s) is not None:
         rows.append(("last part", f"{time_text(age)} ago"))
     for driver in (record for record in status.workers if record.queue):
@@ -80,11 +81,11 @@ def status_text(status: StoreStatus) -> str:
 
 def _queue_text(driver: HeartbeatRecord) -> str:
     """Describe the tasks of a driver in the queue: '3 RUNNING, 5 PENDING (Resources)'."""
-    found = ", ".join(
+    text = ", ".join(
         f"{each.tasks} {each.state}" + (f" ({each.reason})" if each.reason else "")
         for each in driver.queue
     )
-    return found if driver.alive else f"{found}, {time_text(driver.age_s)} ago"
+    return text if driver.alive else f"{text}, {time_text(driver.age_s)} ago"
 
 
 def _worker_text(record: HeartbeatRecord) -> str:

@@ -9,7 +9,7 @@ from featx.base import WIDTH, command_text, facts, shown_path, table
 from featx.config import Config
 from featx.errors import counted
 from featx.jobs.probe_tables import yes_or_no
-from featx.jobs.probe_text import alike_text, counts_text, groups_text, split_text
+from featx.jobs.probe_text import counts_text, groups_text, indistinguishable_text, split_text
 from featx.storage import parse_path
 from featx.store import layout
 
@@ -30,8 +30,8 @@ def values_text(config: Config, result: dict[str, Any]) -> str:
         for label, name in metrics
         if name in about[method]["not_available"]
     ]
-    shown = [_layers_table(config, result), *(textwrap.fill(line, WIDTH) for line in reasons)]
-    parts = [_answer(result), "\n".join(shown), facts(_facts(config, result))]
+    lines = [_layers_table(config, result), *(textwrap.fill(line, WIDTH) for line in reasons)]
+    parts = [_answer(result), "\n".join(lines), facts(_facts(config, result))]
     if result["seeds"]:
         parts = [_seeds_answer(result), _seeds_table(config, result), *parts]
     return "\n\n".join(parts)
@@ -44,18 +44,19 @@ def _number(value: float | None) -> str:
 
 def _answer(result: dict[str, Any]) -> str:
     """Return the best layer with its metrics, and the interval of the first one."""
-    (first, name), *others = _METRICS[result["task"]]
+    (first, name), *other_metrics = _METRICS[result["task"]]
     interval = "no interval"
     if result["interval"] is not None:
         low, high = result["interval"]
         interval = f"95 % interval {low:.3f} to {high:.3f}"
-    more = ", ".join(f"{label} {_number(result[key])}" for label, key in others)
+    more = ", ".join(f"{label} {_number(result[key])}" for label, key in other_metrics)
     folds = ""
     if chosen := result.get("layer_of_folds"):
         folds = f" Each fold chose its layer within training ({counts_text(chosen)})."
-    of_seed = f" of seed {result['split']['seed']}" if result["seeds"] else ""
+    seed_text = f" of seed {result['split']['seed']}" if result["seeds"] else ""
     return textwrap.fill(
-        f"Best layer{of_seed}: {result['layer']} ({result['method']}, chosen on validation rows). "
+        f"Best layer{seed_text}: {result['layer']} ({result['method']}, chosen on validation "
+        "rows). "
         f"{first} {_number(result[name])}, {interval}; {more}; {result['rows']} test rows.{folds}",
         WIDTH,
     )
@@ -64,56 +65,60 @@ def _answer(result: dict[str, Any]) -> str:
 def _seeds_answer(result: dict[str, Any]) -> str:
     """Return the metrics over the splits of all seeds."""
     about, (_, name) = result["seeds"], _METRICS[result["task"]][0]
-    shown = [
+    texts = [
         f"{label} {_spread_text(about['chosen'][key])}" for label, key in _METRICS[result["task"]]
     ]
     span = about["chosen"][name]
     between = "" if span is None else f" (from {span['min']:.3f} to {span['max']:.3f})"
     answer = (
-        f"Over {len(about['seeds'])} splits {shown[0]}{between}, {', '.join(shown[1:])}, with the "
+        f"Over {len(about['seeds'])} splits {texts[0]}{between}, {', '.join(texts[1:])}, with the "
         "layer that each split chose on validation rows "
         f"({counts_text(about['layer_of_seeds'])})."
     )
-    alike = alike_text(
+    sentences = indistinguishable_text(
         about["layer"], about["differences"] or {}, f"the {len(about['seeds'])} splits"
     )
-    return "\n".join(textwrap.fill(line, WIDTH) for line in [answer, *alike])
+    return "\n".join(textwrap.fill(line, WIDTH) for line in [answer, *sentences])
 
 
 def _seeds_table(config: Config, result: dict[str, Any]) -> str:
     """Format a table of the metrics over all splits, with one row per layer and method."""
     metrics, about = _METRICS[result["task"]], result["seeds"]
     rows = []
-    for layer, of_layer in about["layers"].items():
+    for layer, entries in about["layers"].items():
         for method in config.probe.methods:
-            cells = [layer, method, *(_spread_text(of_layer[method][key]) for _, key in metrics)]
-            found = (about["differences"] or {}).get(layer)
+            cells = [layer, method, *(_spread_text(entries[method][key]) for _, key in metrics)]
+            difference = (about["differences"] or {}).get(layer)
             if about["differences"] and method == config.probe.methods[0]:
-                cells += ["best", "", ""] if found is None else _difference_cells(found)
+                cells += ["best", "", ""] if difference is None else _difference_cells(difference)
             elif about["differences"]:
                 cells += ["", "", ""]
             rows.append(cells)
     header = ["layer", "method", *(label for label, _ in metrics)]
     if about["differences"]:
         header += [f"{metrics[0][0]} against\nbest", "p", "told\napart"]
-    shown = table(header, rows, left=2) + "\nMean ± standard deviation over the splits."
+    text = table(header, rows, left=2) + "\nMean ± standard deviation over the splits."
     if about["differences"]:
-        shown += (
+        text += (
             " p: corrected resampled t-test (Nadeau and Bengio,\n2003), corrected for the number "
             "of layers (Holm); told apart: p < 0.05."
         )
-    return shown
+    return text
 
 
-def _difference_cells(found: dict[str, Any]) -> list[str]:
+def _difference_cells(difference: dict[str, Any]) -> list[str]:
     """Return the difference of a layer to the best one, its p, and whether they are told apart."""
-    p = "-" if found["p_holm"] is None else f"{found['p_holm']:.2g}"
-    return [f"{-found['mean']:+.3f} ± {found['std']:.3f}", p, yes_or_no(found["told_apart"])]
+    p = "-" if difference["p_holm"] is None else f"{difference['p_holm']:.2g}"
+    return [
+        f"{-difference['mean']:+.3f} ± {difference['std']:.3f}",
+        p,
+        yes_or_no(difference["told_apart"]),
+    ]
 
 
-def _spread_text(found: dict[str, Any] | None) -> str:
+def _spread_text(spread: dict[str, Any] | None) -> str:
     """Format mean and standard deviation; '-' if a metric is not available for every seed."""
-    return "-" if found is None else f"{found['mean']:.3f} ± {found['std']:.3f}"
+    return "-" if spread is None else f"{spread['mean']:.3f} ± {spread['std']:.3f}"
 
 
 def _layers_table(config: Config, result: dict[str, Any]) -> str:
@@ -122,16 +127,16 @@ def _layers_table(config: Config, result: dict[str, Any]) -> str:
     rows = []
     for layer, about in result["layers"].items():
         for method in config.probe.methods:
-            found = about[method]
+            entry = about[method]
             name = "k" if method == "knn" else "l2"
-            chosen = found[name] if isinstance(found[name], list) else [found[name]]
+            chosen = entry[name] if isinstance(entry[name], list) else [entry[name]]
             rows.append(
                 (
                     layer,
                     method,
                     str(about["features"]),
                     f"{name}={','.join(f'{value:g}' for value in dict.fromkeys(chosen))}",
-                    *(_number(found[key]) for _, key in metrics),
+                    *(_number(entry[key]) for _, key in metrics),
                 )
             )
     header = ("layer", "method", "width", "chosen", *(label for label, _ in metrics))

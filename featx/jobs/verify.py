@@ -49,10 +49,10 @@ def run(config: Config, config_yaml: str) -> int:
             "folder."
         )
     report = check_store(root)
-    found: dict[str, Any] = report.as_dict()
+    summary: dict[str, Any] = report.as_dict()
     if config.verify.repair and not report.complete:
-        report, found["repaired"] = _repaired(config, report)
-        found |= report.as_dict()
+        report, summary["repaired"] = _repair(config, report)
+        summary |= report.as_dict()
     images = ImagesReport(
         not_compared="a file alone is no store's folder, which says where they are"
     )
@@ -60,18 +60,18 @@ def run(config: Config, config_yaml: str) -> int:
         images = ImagesReport(not_compared="the store is damaged")
     elif root.is_dir() or is_url(root):
         images = check_images(config, root, _manifest(root))
-    found["images"] = images.as_dict()
+    summary["images"] = images.as_dict()
     reextracted = None
     if config.verify.reextract_rows and not report.damages:
         reextracted = recheck_rows(config, root, _manifest(root), config.verify.reextract_rows)
-        found["reextracted"] = reextracted.as_dict()
-    print_summary(config, found, _text(report, images, reextracted))
+        summary["reextracted"] = reextracted.as_dict()
+    print_summary(config, summary, _text(report, images, reextracted))
     if report.damages or images.changed or (reextracted is not None and reextracted.different):
         return EXIT_DAMAGED
     return EXIT_INCOMPLETE if report.missing else 0
 
 
-def _repaired(config: Config, report: Report) -> tuple[Report, dict[str, Any]]:
+def _repair(config: Config, report: Report) -> tuple[Report, dict[str, Any]]:
     """Quarantine damaged files, extract the missing rows, and check the store again.
 
     Returns:
@@ -83,18 +83,18 @@ def _repaired(config: Config, report: Report) -> tuple[Report, dict[str, Any]]:
     for path in moved:
         log_message(f"moved {path}")
     manifest = _manifest(root)
-    lacking = missing_parts(root, manifest)
-    runs = [run for run, _ in lacking]
+    missing_of_run = missing_parts(root, manifest)
+    runs = [run for run, _ in missing_of_run]
     if not runs and not (root / layout.LISTING).exists():
         runs = [manifest.runs[-1]]  # no file has a copy of the listing: the images are listed again
     for run in runs:
-        as_then = config_of_run(config, root, manifest, run)
-        spec = engine_spec(as_then.job.name)
-        run_extraction(as_then, run.header.config, spec, known_rows_only=True)
+        run_config = config_of_run(config, root, manifest, run)
+        spec = engine_spec(run_config.job.name)
+        run_extraction(run_config, run.header.config, spec, known_rows_only=True)
     if was_packed and not is_url(root) and not missing_parts(root, manifest):
         pack_store(root)
-    again = {(part.start, part.stop) for _, parts in lacking for part in parts}
-    rows = sum(stop - start for start, stop in again)
+    row_ranges = {(part.start, part.stop) for _, parts in missing_of_run for part in parts}
+    rows = sum(stop - start for start, stop in row_ranges)
     return check_store(root), {"moved": [str(path) for path in moved], "rows": rows}
 
 
@@ -122,8 +122,8 @@ def _text(report: Report, images: ImagesReport, reextracted: ReproducibilityRepo
         ),
     ]
     if report.missing:
-        shown = ", ".join(report.missing[:3]) + (", ..." if len(report.missing) > 3 else "")
-        rows.append(("missing", f"{counted(len(report.missing), 'part')}: {shown}"))
+        names = ", ".join(report.missing[:3]) + (", ..." if len(report.missing) > 3 else "")
+        rows.append(("missing", f"{counted(len(report.missing), 'part')}: {names}"))
     if report.damages:
         lines = [f"{damage.path.name}: {damage.what}" for damage in report.damages[:20]]
         if more := len(report.damages) - len(lines):
@@ -146,13 +146,13 @@ def _images_text(images: ImagesReport) -> str:
         return f"not compared: {images.not_compared}"
     same = images.compared - len(images.changed)
     lines = [f"{same} are those that the rows were computed from ({images.read} were read)"]
-    for keys, what in (
+    for keys, state in (
         (images.changed, "changed since"),
         (images.gone, "not there any more, so their rows were not compared"),
     ):
         if keys:
-            shown = ", ".join(keys[:10]) + (", ..." if len(keys) > 10 else "")
-            lines.append(f"{len(keys)} {what}: {shown}")
+            names = ", ".join(keys[:10]) + (", ..." if len(keys) > 10 else "")
+            lines.append(f"{len(keys)} {state}: {names}")
     if images.unknown:
         lines.append(unknown_images_text(images.unknown))
     return "\n".join(lines)

@@ -32,7 +32,7 @@ def _text(result: dict[str, Any]) -> str:
     return facts(
         [
             ("model", f"{result['model']}, weights {result['weights']}"),
-            ("classes", _listed(result["names"])),
+            ("classes", _names_text(result["names"])),
             ("texts", f"{texts}{f', and {more} more' if more and texts != templates else ''}"),
             *_accuracy_lines(result),
             ("head", head),
@@ -57,7 +57,7 @@ def _accuracy_lines(result: dict[str, Any]) -> list[tuple[str, str]]:
     ]
 
 
-def _listed(names: list[str]) -> str:
+def _names_text(names: list[str]) -> str:
     """Return the number of names and the first of them."""
     return f"{len(names)}: {', '.join(names[:_LISTED])}{', ...' if names[_LISTED:] else ''}"
 

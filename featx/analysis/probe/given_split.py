@@ -107,10 +107,11 @@ def read_split_file(path: Path, keys: Sequence[str]) -> tuple[npt.NDArray[np.str
     try:
         with path.open(encoding="utf-8", errors="surrogateescape", newline="") as file:
             reader = csv.DictReader(file)
-            missing = {"key", "split"} - set(reader.fieldnames or ())
-            if missing:
+            missing_columns = {"key", "split"} - set(reader.fieldnames or ())
+            if missing_columns:
                 raise DataError(
-                    f"probe.split_file={path} has no column {' and '.join(sorted(missing))}; its "
+                    f"probe.split_file={path} has no column "
+                    f"{' and '.join(sorted(missing_columns))}; its "
                     f"first line is {','.join(reader.fieldnames or ())!r}."
                 )
             role_of_key: dict[str, str] = {}

@@ -73,10 +73,10 @@ def row_groups(labelled: LabelledRows, column: str | None = None) -> Groups | No
     origins, kind = _origins(labelled)
     if column is None:
         return None if kind is None else Groups(np.unique(origins, return_inverse=True)[1], kind)
-    values, missing = _column_values(labelled, column)
+    values, is_missing = _column_values(labelled, column)
     numbers = np.unique(values, return_inverse=True)[1].astype(np.int64)
-    num_missing = int(missing.sum())
-    numbers[missing] = len(values) + np.arange(num_missing)
+    num_missing = int(is_missing.sum())
+    numbers[is_missing] = len(values) + np.arange(num_missing)
     numbers = np.unique(numbers, return_inverse=True)[1]
     if kind is None:
         return Groups(numbers, column, num_missing)
@@ -106,11 +106,11 @@ def overlap_notes(training: LabelledRows, testing: LabelledRows, column: str | N
             )
     elif count := int((both := np.isin(theirs, ours)).sum()):
         # Keys are relative to data.root, so equal keys in two stores may be different images.
-        what = f"{kind or 'key'}s"
+        origins_text = f"{kind or 'key'}s"
         example = theirs[both][0].decode("utf-8", "replace")
         notes.append(
-            f"{count} test rows of probe.test_store have {what} that the training rows have too, "
-            f"such as {example}: if they are the same images, the accuracy is too high"
+            f"{count} test rows of probe.test_store have {origins_text} that the training rows "
+            f"have too, such as {example}: if they are the same images, the accuracy is too high"
         )
     if column is not None:
         (ours, _), (theirs, missing) = (

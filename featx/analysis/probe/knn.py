@@ -90,9 +90,9 @@ def weighted_means(
     """
 
     def means(weights: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-        of_neighbours = torch.from_numpy(values).to(weights)[places]
+        neighbour_values = torch.from_numpy(values).to(weights)[places]
         total = weights.sum(1, keepdim=True)
-        return (weights[:, :, None] * of_neighbours).sum(1) / total
+        return (weights[:, :, None] * neighbour_values).sum(1) / total
 
     return _combine_neighbours(features, bank, queries, ks, temperature, means)
 

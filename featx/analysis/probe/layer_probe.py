@@ -215,8 +215,8 @@ def _entry(
         if head is not None and extras.head:
             every = np.arange(len(task.training.rows))
             final = methods.fit_as_chosen(problem, method, every, chosen)
-            of_folds = [fitted.details.get("calibration_temperature") for fitted in fits]
-            if temperatures := [each for each in of_folds if each is not None]:
+            fold_temperatures = [fitted.details.get("calibration_temperature") for fitted in fits]
+            if temperatures := [each for each in fold_temperatures if each is not None]:
                 about["calibration_temperature_of_folds"] = temperatures
                 final = methods.calibrate(problem, final, statistics.median_low(temperatures))
             head, fitted_on, notes = final.head, "all labelled rows", [*notes, *final.notes]

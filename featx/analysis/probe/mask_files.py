@@ -111,14 +111,14 @@ def mask_settings(config: Config, store: FeatureStore) -> MaskSettings:
         )
     resize = transform.resize
     reduced_size = None if saved.decode == "reference" else resize
-    at_least = max(reduced_size) if isinstance(reduced_size, tuple) else reduced_size
+    min_side = max(reduced_size) if isinstance(reduced_size, tuple) else reduced_size
     return MaskSettings(
         store,
         open_source(replace(data, boxes=None)),
         folder,
         transform,
         ImagePolicy.from_config(data),
-        None if data.boxes is not None else at_least,  # as of FaultTolerantDecoder
+        None if data.boxes is not None else min_side,  # as of FaultTolerantDecoder
         options.ignore,
         () if options.mask_classes is None else _class_names(options.mask_classes),
     )

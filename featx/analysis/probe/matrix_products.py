@@ -34,10 +34,10 @@ def threads_for(numbers: int, device: torch.device) -> Iterator[None]:
         numbers: number of values of the matrix.
         device: device that computes.
     """
-    before = torch.get_num_threads()
+    num_threads = torch.get_num_threads()
     if device.type == "cpu" and numbers <= SMALL_NUMBERS:
         torch.set_num_threads(1)
     try:
         yield
     finally:
-        torch.set_num_threads(before)
+        torch.set_num_threads(num_threads)

@@ -59,6 +59,6 @@ def groups_of_both(
     test_groups = row_groups(testing, column)
     if test_groups is None and groups is None:
         return None
-    ours = np.arange(num_training) if groups is None else groups
-    theirs = np.arange(len(testing.rows)) if test_groups is None else test_groups.of_row
-    return np.concatenate([ours, theirs + ours.max() + 1])
+    training_groups = np.arange(num_training) if groups is None else groups
+    testing_groups = np.arange(len(testing.rows)) if test_groups is None else test_groups.of_row
+    return np.concatenate([training_groups, testing_groups + training_groups.max() + 1])

@@ -138,9 +138,9 @@ def count_pixels(classifier: PatchClassifier, patches: Patches, places: Places) 
         counts.add(
             counts.pixels[row], mask[has_label], pixels[has_label], confusion=counts.confusion
         )
-        of_cells = patches.counts(place)
-        is_sure = 2 * of_cells.max(1) >= np.maximum(of_cells.sum(1), 1)
-        counts.add(counts.patches[row], of_cells.argmax(1)[is_sure], cells[is_sure])
+        cell_counts = patches.counts(place)
+        is_sure = 2 * cell_counts.max(1) >= np.maximum(cell_counts.sum(1), 1)
+        counts.add(counts.patches[row], cell_counts.argmax(1)[is_sure], cells[is_sure])
     return counts
 
 

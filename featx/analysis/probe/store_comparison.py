@@ -78,8 +78,8 @@ def _is_of_best_layer(line: Mapping[str, str], about: Mapping[str, Any]) -> bool
     """Return whether a line has a prediction that the numbers at the top of probe.json count."""
     if line["split"] != "test" or line["seed"] != str(about["split"]["seed"]):
         return False
-    of_folds = about.get("layer_of_folds")
-    layer = about["layer"] if of_folds is None else of_folds[int(line["fold"]) - 1]
+    layer_of_folds = about.get("layer_of_folds")
+    layer = about["layer"] if layer_of_folds is None else layer_of_folds[int(line["fold"]) - 1]
     return bool(line["layer"] == layer and line["method"] == about["method"])
 
 

@@ -59,8 +59,10 @@ class StatsLayer:
                 f"{self.spec.name}: a tensor of shape {self.spec.shape} has no {self.positions} "
                 "positions."
             )
-        what = f"{self.spec.name} of shape {self.spec.shape}"
-        check_size(self.dim, self.kind, what if self.positions is None else f"a position of {what}")
+        subject = f"{self.spec.name} of shape {self.spec.shape}"
+        check_size(
+            self.dim, self.kind, subject if self.positions is None else f"a position of {subject}"
+        )
 
     @property
     def rows_per_image(self) -> int:

@@ -166,8 +166,8 @@ class StatsOutput(RunOutput[StatsSession]):
         started_at = time.perf_counter()
         session.parts.finish()
         seconds = outcome.figures.seconds
-        if (written := seconds["write"]) is not None:
-            seconds["write"] = written + time.perf_counter() - started_at
+        if (write_s := seconds["write"]) is not None:
+            seconds["write"] = write_s + time.perf_counter() - started_at
 
     def summary(self, session: StatsSession, outcome: RunOutcome) -> dict[str, Any]:
         """Return the summary of the finished file."""

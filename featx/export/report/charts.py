@@ -93,11 +93,11 @@ def _confusion_cell(
         largest: largest number of rows in a cell of errors.
     """
     true, predicted = (probes.classes[i] for i in classes)
-    found = int(probes.confusion[classes])
-    title = f"{true} predicted as {predicted}: {found} of {tested}"
+    count = int(probes.confusion[classes])
+    title = f"{true} predicted as {predicted}: {count} of {tested}"
     if classes[0] == classes[1]:
-        return cell(*place, str(found), title, "right", found / tested)
-    return cell(*place, str(found), title, "wrong", 0.25 + 0.75 * found / largest)
+        return cell(*place, str(count), title, "right", count / tested)
+    return cell(*place, str(count), title, "wrong", 0.25 + 0.75 * count / largest)
 
 
 def class_errors(probes: Probes) -> list[ClassErrors]:
@@ -107,23 +107,25 @@ def class_errors(probes: Probes) -> list[ClassErrors]:
         probes: contents of the probe's files.
     """
     counts = probes.confusion
-    found = []
+    errors = []
     for i, name in enumerate(probes.classes):
         rows, predicted = int(counts[i].sum()), int(counts[:, i].sum())
         right = int(counts[i, i])
         if rows + predicted == 2 * right:
             continue
-        others = [(probes.classes[j], int(counts[i, j])) for j in np.argsort(-counts[i]).tolist()]
-        found.append(
+        counts_of_others = [
+            (probes.classes[j], int(counts[i, j])) for j in np.argsort(-counts[i]).tolist()
+        ]
+        errors.append(
             ClassErrors(
                 name,
                 rows,
                 right / rows if rows else None,
                 right / predicted if predicted else None,
-                [(other, times) for other, times in others if times and other != name],
+                [(other, times) for other, times in counts_of_others if times and other != name],
             )
         )
-    return sorted(found, key=lambda each: 1 if each.recall is None else each.recall)
+    return sorted(errors, key=lambda each: 1 if each.recall is None else each.recall)
 
 
 def cka_plot(section: LayerSimilaritySection) -> MatrixPlot | None:
@@ -139,8 +141,8 @@ def cka_plot(section: LayerSimilaritySection) -> MatrixPlot | None:
     if not values or len(layers) > LAYERS_IN_CKA:
         return None
     pairs = [(i, j) for i in range(len(layers)) for j in range(len(layers)) if i != j]
-    known = [value for i, j in pairs if (value := values[i][j]) is not None]
-    low, high = min(known, default=0.0), max(known, default=1.0)
+    available = [value for i, j in pairs if (value := values[i][j]) is not None]
+    low, high = min(available, default=0.0), max(available, default=1.0)
     cells = []
     for i, j in pairs:
         value = values[i][j]

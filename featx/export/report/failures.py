@@ -100,7 +100,7 @@ def reasons_of(store: FeatureStore) -> list[Reason]:
     for status, count in counts.most_common():
         status_failures = [failure for failure in failures if failure["status"] == status]
         messages = Counter(str(f["message"] or f["error"]) for f in status_failures)
-        shown = [
+        failed_rows = [
             FailedRow(f["row"], as_utf8(f["key"]), f["error"], f["message"])
             for f in status_failures[:SHOWN]
         ]
@@ -110,7 +110,7 @@ def reasons_of(store: FeatureStore) -> list[Reason]:
         reasons.append(
             Reason(
                 status, title, explanation, count, opened, partial, plain, messages.most_common(3),
-                shown,
+                failed_rows,
             )
         )  # fmt: skip
     return reasons

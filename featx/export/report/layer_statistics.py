@@ -68,7 +68,7 @@ def layer_statistics(store: FeatureStore, layer: str, rows: Rows) -> LayerStatis
         StoreError: rows were lost since the store was opened.
     """
     features = store[layer]
-    axis, what = _channels(store, layer)
+    axis, kind_of_channels = _channels(store, layer)
     width = int(np.prod(features.shape[1:], dtype=np.int64))
     count, zeros, nonfinite, total, squares = 0, 0, 0, 0.0, 0.0
     smallest, largest = np.inf, -np.inf
@@ -94,7 +94,7 @@ def layer_statistics(store: FeatureStore, layer: str, rows: Rows) -> LayerStatis
         is_finite = finite.reshape(len(values), -1).all(1)
         flat = values.reshape(len(values), -1)[is_finite].astype(np.float64)
         norms.append(np.sqrt(np.einsum("nd,nd->n", flat, flat)))
-    every = np.concatenate(norms)
+    all_norms = np.concatenate(norms)
     mean = total / count if count else float("nan")
     variance = max(0.0, squares / count - mean**2) if count else float("nan")
     return LayerStatistics(
@@ -102,7 +102,7 @@ def layer_statistics(store: FeatureStore, layer: str, rows: Rows) -> LayerStatis
         shape=tuple(features.shape[1:]),
         stored=_stored(store, layer),
         rows=len(rows),
-        norms=_five(every) if len(every) else None,
+        norms=_five(all_norms) if len(all_norms) else None,
         mean=mean,
         std=variance**0.5,
         smallest=float(smallest),
@@ -110,7 +110,7 @@ def layer_statistics(store: FeatureStore, layer: str, rows: Rows) -> LayerStatis
         zeros=zeros / count if count else float("nan"),
         channels=len(alive),
         dead=int((~alive).sum()),
-        what=what,
+        what=kind_of_channels,
         nonfinite=nonfinite,
     )
 

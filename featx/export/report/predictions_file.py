@@ -48,7 +48,7 @@ class ErrorRow:
 
 
 @dataclass(frozen=True)
-class Predicted:
+class TestPredictions:
     """Contents of predictions.csv.
 
     Attributes:
@@ -68,7 +68,7 @@ class Predicted:
 
 def read_predictions(
     result: Mapping[str, Any], folder: Path, row_of: Mapping[str, int], best: tuple[str, str]
-) -> Predicted | None:
+) -> TestPredictions | None:
     """Read predictions.csv; None if it is missing or does not belong to probe.json.
 
     With several seeds only the lines of the first one are used, of which probe.json has the split.
@@ -119,4 +119,4 @@ def read_predictions(
     errors.sort(key=lambda error: -(error.p_predicted or 0))
     mean = float(np.mean(confidences)) if confidences else None
     test_store = str(result["split"]["test_store"]) if has_test_store else None
-    return Predicted(roles, wrong, errors, mean, test_store)
+    return TestPredictions(roles, wrong, errors, mean, test_store)

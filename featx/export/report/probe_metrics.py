@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,7 +46,7 @@ class Metric:
 
 
 @dataclass(frozen=True)
-class Repeated:
+class SeedsAccuracy:
     """Accuracy over the splits of several seeds.
 
     Attributes:
@@ -87,7 +87,7 @@ def metrics_of(about: Mapping[str, Any], result: Mapping[str, Any] | None) -> tu
         metrics.append(
             Metric(
                 label,
-                metric_text(name, about[name]),
+                _metric_text(name, about[name]),
                 "" if interval is None else _range_text(name, interval[0], interval[1]),
                 "" if spread is None else _spread_text(name, spread),
                 "" if spread is None else _range_text(name, spread["min"], spread["max"]),
@@ -97,12 +97,12 @@ def metrics_of(about: Mapping[str, Any], result: Mapping[str, Any] | None) -> tu
     return tuple(metrics)
 
 
-def repeated_of(seeds: Mapping[str, Any] | None) -> Repeated | None:
+def repeated_of(seeds: Mapping[str, Any] | None) -> SeedsAccuracy | None:
     """Convert the entry `seeds` of probe.json; None without several seeds."""
     if seeds is None:
         return None
     accuracy = seeds["chosen"]["accuracy"]
-    return Repeated(
+    return SeedsAccuracy(
         count=len(seeds["seeds"]),
         mean=float(accuracy["mean"]),
         std=float(accuracy["std"]),
@@ -113,11 +113,16 @@ def repeated_of(seeds: Mapping[str, Any] | None) -> Repeated | None:
     )
 
 
-def metric_text(name: str, value: float | None) -> str:
+def _metric_text(name: str, value: float | None) -> str:
     """Format a metric: percent for shares, three decimals for others; DASH if it is None."""
     if value is None:
         return DASH
     return f"{100 * float(value):.1f}\u202f%" if name in _SHARES else f"{float(value):.3f}"
+
+
+def metric_texts(about: Mapping[str, Any], names: Iterable[str]) -> list[str]:
+    """Return metrics of an entry of probe.json that are no shares as text; DASH for None."""
+    return [DASH if about[name] is None else f"{float(about[name]):.3f}" for name in names]
 
 
 def _range_text(name: str, low: float, high: float) -> str:

@@ -20,8 +20,8 @@ from featx.export.report.layer_comparison import (
     comparisons,
     differences_of,
 )
-from featx.export.report.predictions_file import Predicted, read_predictions
-from featx.export.report.probe_metrics import Metric, Repeated, metrics_of, repeated_of
+from featx.export.report.predictions_file import TestPredictions, read_predictions
+from featx.export.report.probe_metrics import Metric, SeedsAccuracy, metrics_of, repeated_of
 from featx.export.report.segmentation_results import SegmentationResults, segmentation_results
 from featx.export.report.value_results import ValueResults, value_results
 from featx.export.selection import as_utf8
@@ -48,7 +48,7 @@ class Score:
 
 
 @dataclass(frozen=True)
-class Probed:
+class MethodResult:
     """Results of one method on one layer; unknown values are None.
 
     Attributes:
@@ -75,7 +75,7 @@ class Probed:
 
 
 @dataclass(frozen=True)
-class Leaked:
+class Leakage:
     """Near-duplicates of training rows among the test rows.
 
     Attributes:
@@ -136,15 +136,15 @@ class Probes:
     num_validation: int = 0
     finished: str = ""
     notes: tuple[str, ...] = ()
-    results: tuple[Probed, ...] = ()
+    results: tuple[MethodResult, ...] = ()
     compared: tuple[ComparedLayers, ...] = ()
-    leaked: Leaked | None = None
+    leaked: Leakage | None = None
     calibration: float | None = None
     classes: tuple[str, ...] = ()
     confusion: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros((0, 0), np.int64))
-    predicted: Predicted | None = None
+    predicted: TestPredictions | None = None
     metrics: tuple[Metric, ...] = ()
-    repeated: Repeated | None = None
+    repeated: SeedsAccuracy | None = None
     repeated_differences: Mapping[str, Difference] = field(default_factory=dict)
     values: ValueResults | None = None
     segmentation: SegmentationResults | None = None
@@ -160,11 +160,11 @@ class Probes:
         support = self.confusion.sum(1)
         return float(support.max() / support.sum()) if support.sum() else 0.0
 
-    def of_method(self, method: str) -> list[Probed]:
+    def of_method(self, method: str) -> list[MethodResult]:
         """Return the results of one method, in the order of the layers."""
         return [each for each in self.results if each.method == method]
 
-    def result(self, layer: str, method: str) -> Probed | None:
+    def result(self, layer: str, method: str) -> MethodResult | None:
         """Return the result of a method on a layer, or None."""
         return next((each for each in self.of_method(method) if each.layer == layer), None)
 
@@ -276,7 +276,9 @@ def _score(entry: Mapping[str, Any]) -> Score:
     )
 
 
-def _method_result(layer: str, method: str, of_layer: Mapping[str, Any], best: bool) -> Probed:
+def _method_result(
+    layer: str, method: str, of_layer: Mapping[str, Any], best: bool
+) -> MethodResult:
     """Convert the entry of one method."""
     about = of_layer[method]
     low, high = about["interval"]
@@ -284,21 +286,21 @@ def _method_result(layer: str, method: str, of_layer: Mapping[str, Any], best: b
         (str(shots), float(each["mean"]), _number(each["std"]))
         for shots, each in about.get("few_shot", {}).items()
     ]
-    return Probed(
+    return MethodResult(
         layer, method, best, int(of_layer["features"]), float(about["accuracy"]),
         (float(low), float(high)), _number(about["calibration_error"]), few_shot,
         metrics_of(about, None),
     )  # fmt: skip
 
 
-def _leakage(entry: Mapping[str, Any], row_of: Mapping[str, int]) -> Leaked:
+def _leakage(entry: Mapping[str, Any], row_of: Mapping[str, int]) -> Leakage:
     """Convert the near-duplicates across the split."""
     pairs = [
         (row_of[each["test"]], row_of[each["training"]], float(each["cosine"]))
         for each in entry["pairs"]
         if each["test"] in row_of and each["training"] in row_of
     ]
-    return Leaked(
+    return Leakage(
         str(entry["layer"]),
         float(entry["cosine"]),
         None if entry["rows"] is None else int(entry["rows"]),

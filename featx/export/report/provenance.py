@@ -104,7 +104,7 @@ def provenance_of(
     manifest = load_manifest(store.root)[0] if store.root.is_dir() else None
     runs = [_run_facts(run, folders) for run in manifest.runs] if manifest else []
     if not runs:
-        config = _shown_config(str(store.attrs.get("config", "")), folders)
+        config = _redacted_config(str(store.attrs.get("config", "")), folders)
         runs = [RunFacts(store.layers, "all", config, [])]
     ok, absent = store.ok, store.status == Status.ABSENT
     labelled = store.labels >= 0
@@ -182,10 +182,10 @@ def _versions(attrs: Mapping[str, Any]) -> str:
         return "unknown"
 
 
-def _shown_config(config: str, folders: Sequence[str]) -> str:
+def _redacted_config(config: str, folders: Sequence[str]) -> str:
     """Return the YAML of a config without data.root and without absolute paths."""
-    shown = re.sub(r"(?m)^(data:\n(?: .*\n)*?  root): .*$", r"\1: (left out)", config)
-    return without_folders_in_yaml(shown, folders)
+    without_root = re.sub(r"(?m)^(data:\n(?: .*\n)*?  root): .*$", r"\1: (left out)", config)
+    return without_folders_in_yaml(without_root, folders)
 
 
 def _run_facts(run: Run, folders: Sequence[str]) -> RunFacts:
@@ -193,6 +193,6 @@ def _run_facts(run: Run, folders: Sequence[str]) -> RunFacts:
     return RunFacts(
         layers=tuple(spec.name for spec in run.layers),
         rows=f"{run.grid.first_row} to {run.grid.stop_row - 1}",
-        config=_shown_config(run.header.config, folders),
+        config=_redacted_config(run.header.config, folders),
         resolved=[(name, without_folders(str(v), folders)) for name, v in run.resolved.items()],
     )

@@ -28,16 +28,16 @@ def without_folders(text: str, folders: Iterable[str] = ()) -> str:
     """
     for folder in sorted(folders, key=len, reverse=True):
         if len(folder) > 1:
-            whole = _START + re.escape(folder.rstrip("/\\"))
-            last = _shortened(folder).replace("\\", r"\\")
-            text = re.sub(rf"{whole}(?=[/\\]\S)", "…", text)
-            text = re.sub(rf"{whole}(?![\w.-])", last, text)
-    return _ABSOLUTE.sub(lambda found: _shortened(found.group()), text)
+            pattern = _START + re.escape(folder.rstrip("/\\"))
+            last = _last_part(folder).replace("\\", r"\\")
+            text = re.sub(rf"{pattern}(?=[/\\]\S)", "…", text)
+            text = re.sub(rf"{pattern}(?![\w.-])", last, text)
+    return _ABSOLUTE.sub(lambda match: _last_part(match.group()), text)
 
 
 def without_folder(path: str) -> str:
     """Return the last part of an absolute path, and a relative one unchanged."""
-    return _shortened(path) if re.match(r"(~|[A-Za-z]:)?[/\\]", path) else path
+    return _last_part(path) if re.match(r"(~|[A-Za-z]:)?[/\\]", path) else path
 
 
 def without_folders_in_yaml(text: str, folders: Iterable[str] = ()) -> str:
@@ -47,18 +47,18 @@ def without_folders_in_yaml(text: str, folders: Iterable[str] = ()) -> str:
         text: YAML as featx stores it, with one value in a line.
         folders: as for `without_folders`.
     """
-    known = list(folders)
+    known_folders = list(folders)
     lines = []
     for line in text.splitlines():
         name, separator, value = line.partition(": ")
         bare = value.strip().strip("'\"")
         if separator:
             line = f"{name}: {without_folder(bare)}" if without_folder(bare) != bare else line
-        lines.append(without_folders(line, known))
+        lines.append(without_folders(line, known_folders))
     return "\n".join(lines)
 
 
-def _shortened(path: str) -> str:
+def _last_part(path: str) -> str:
     """Return the last part of a path, with an ellipsis for the others."""
     parts = [part for part in re.split(r"[/\\]+", path) if part]
     return f"…/{parts[-1]}" if parts else path

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from featx.export.report.html import DASH
+from featx.export.report.probe_metrics import metric_texts
 from featx.export.selection import as_utf8
 
 METRICS = {
@@ -96,13 +96,13 @@ def segmentation_results(result: Mapping[str, Any]) -> SegmentationResults:
             as_utf8(str(layer)),
             int(about["features"]),
             (int(about["grid"][0]), int(about["grid"][1])),
-            _values(about["linear"]),
+            metric_texts(about["linear"], METRICS),
         )
         for layer, about in result["layers"].items()
     ]
     return SegmentationResults(
         layer=as_utf8(str(result["layer"])),
-        metrics=list(zip(METRICS.values(), _values(result), strict=True)),
+        metrics=list(zip(METRICS.values(), metric_texts(result, METRICS), strict=True)),
         interval=None if interval is None else (float(interval[0]), float(interval[1])),
         rows=int(result["rows"]),
         crop=(int(crop[0]), int(crop[1])),
@@ -113,8 +113,3 @@ def segmentation_results(result: Mapping[str, Any]) -> SegmentationResults:
         num_classes=len(order),
         notes=tuple(as_utf8(str(note)) for note in result["notes_on_rows"]),
     )
-
-
-def _values(about: Mapping[str, Any]) -> list[str]:
-    """Return the metrics of an entry as text."""
-    return [DASH if about[name] is None else f"{float(about[name]):.3f}" for name in METRICS]

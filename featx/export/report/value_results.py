@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from featx.export.report.html import DASH
+from featx.export.report.probe_metrics import metric_texts
 from featx.export.selection import as_utf8
 from featx.store import layout
 
@@ -121,7 +121,12 @@ def value_results(result: Mapping[str, Any], folder: Path) -> ValueResults:
     names = METRICS[str(result["task"])]
     interval = result["interval"]
     layers = [
-        (as_utf8(str(layer)), str(method), int(about["features"]), _values(about[method], names))
+        (
+            as_utf8(str(layer)),
+            str(method),
+            int(about["features"]),
+            metric_texts(about[method], names),
+        )
         for layer, about in result["layers"].items()
         for method in ("linear", "knn")
         if method in about
@@ -134,7 +139,7 @@ def value_results(result: Mapping[str, Any], folder: Path) -> ValueResults:
         column=as_utf8(str(result["split"]["label_column"])),
         layer=as_utf8(str(result["layer"])),
         method=str(result["method"]),
-        metrics=list(zip(names.values(), _values(result, names), strict=True)),
+        metrics=list(zip(names.values(), metric_texts(result, names), strict=True)),
         interval=None if interval is None else (float(interval[0]), float(interval[1])),
         rows=int(result["rows"]),
         layer_of_folds=Counter(map(str, result.get("layer_of_folds", ()))).most_common(),
@@ -160,11 +165,6 @@ def _seed_metrics(
         for label, each in spreads.items()
         if each is not None
     ]
-
-
-def _values(about: Mapping[str, Any], names: Mapping[str, str]) -> list[str]:
-    """Return the metrics of an entry as text."""
-    return [DASH if about[name] is None else f"{float(about[name]):.3f}" for name in names]
 
 
 def _predictions(

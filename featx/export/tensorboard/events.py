@@ -131,13 +131,13 @@ class RunEvents(RunObserver):
         """Write the graph of the model and the projector, after all features are computed."""
         try:
             self._write_graph()
-            asked = self._context.config.tensorboard
-            num_rows = PROJECTOR_ROWS if asked is True else asked
+            option = self._context.config.tensorboard
+            num_rows = PROJECTOR_ROWS if option is True else option
             store = FeatureStore(self._session.root, verify="rows")
             runs = self._session.manifest.runs
             layers = dict.fromkeys(spec.name for run in runs for spec in run.layers)
-            there = [name for name in layers if name in store]
-            write_projector(self._session.disk, self._context, store, there, num_rows)
+            layers_in_store = [name for name in layers if name in store]
+            write_projector(self._session.disk, self._context, store, layers_in_store, num_rows)
         except (OSError, FeatxError) as error:
             log_message(f"warning: {_failure_text(error)} The store is not affected.")
             return

@@ -173,7 +173,7 @@ def _vectors(
     shape = layer.shape[1:]
     reduce = ReduceConfig("none" if len(shape) == 1 else "avg")
     try:
-        as_vectors = reduction(
+        reduce_to_vectors = reduction(
             reduce,
             RowLayout(name, shape, backbone.preprocess.crop, backbone.num_prefix_tokens),
         )
@@ -182,16 +182,16 @@ def _vectors(
             f"tensorboard: {name} {shape} is not in the projector, its channels are unknown"
         )
         return None
-    found = []
+    blocks = []
     for start in range(0, len(rows), _BATCH_ROWS):
         read = layer[rows[start : start + _BATCH_ROWS]].astype(np.float32)
-        found.append(as_vectors(torch.from_numpy(read)).numpy())
-        if found[0].shape[1] > MAX_WIDTH:
+        blocks.append(reduce_to_vectors(torch.from_numpy(read)).numpy())
+        if blocks[0].shape[1] > MAX_WIDTH:
             log_message(
                 f"tensorboard: {name} is not in the projector, over {MAX_WIDTH} numbers wide"
             )
             return None
-    vectors = np.concatenate(found)
+    vectors = np.concatenate(blocks)
     if not np.isfinite(vectors).all():
         log_message(f"tensorboard: {name} is not in the projector, it is not complete")
         return None
@@ -217,15 +217,15 @@ def sprite_sheet(
     longest = min(SPRITE_PIXELS, max(height, width))
     h, w = (max(1, round(n * longest / max(height, width))) for n in (height, width))
     places = np.full((side * side, h, w, 3), _GREY, dtype=np.uint8)
-    missing = 0
+    num_missing = 0
     for place, sprite in enumerate(_sprites(context, rows, (w, h))):
         if sprite is None:
-            missing += 1
+            num_missing += 1
         else:
             places[place] = sprite
-    if missing:
-        what = counted(missing, "image")
-        log_message(f"tensorboard: {what} cannot be read now; the sprites are grey")
+    if num_missing:
+        images_text = counted(num_missing, "image")
+        log_message(f"tensorboard: {images_text} cannot be read now; the sprites are grey")
     sheet = places.reshape(side, side, h, w, 3).transpose(0, 2, 1, 3, 4)
     return sheet.reshape(side * h, side * w, 3), (w, h)
 
@@ -242,8 +242,8 @@ def _sprites(
             if x is None:
                 yield None
                 continue
-            shown = preprocess.as_uint8(x).permute(1, 2, 0).contiguous().numpy()
-            image = Image.fromarray(shown)
+            pixels = preprocess.as_uint8(x).permute(1, 2, 0).contiguous().numpy()
+            image = Image.fromarray(pixels)
             sprite = image.resize(size, Image.Resampling.BILINEAR, reducing_gap=2)
             yield np.asarray(sprite)
 

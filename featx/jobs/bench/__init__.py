@@ -26,7 +26,7 @@ def run(config: Config, config_yaml: str) -> int:
     with tempfile.TemporaryDirectory(prefix="featx-bench-") as name:
         folder = Path(name)
         config = _config_to_measure(config, folder)
-        result = _measured(config, config_yaml, folder)
+        result = _measure(config, config_yaml, folder)
     print_summary(config, result, _text(result))
     return 0
 
@@ -70,7 +70,7 @@ def _config_to_measure(config: Config, folder: Path) -> Config:
     return replace(config, data=replace(config.data, limit=config.bench.num_images))
 
 
-def _measured(config: Config, config_yaml: str, folder: Path) -> dict[str, Any]:
+def _measure(config: Config, config_yaml: str, folder: Path) -> dict[str, Any]:
     """Run every contender once per round, in turn, and then each stage separately."""
     exact = replace(config, precision="fp32")
     variants = {
@@ -79,11 +79,11 @@ def _measured(config: Config, config_yaml: str, folder: Path) -> dict[str, Any]:
         "featx precision=fp32 compile=true": replace(exact, compile=True),
     }
     runs: dict[str, list[Measurement]] = {name: [] for name in (SCRIPT, *variants)}
-    kept: dict[str, Path] = {}
+    first_stores: dict[str, Path] = {}
     for number in range(config.bench.runs):
         log_message(f"round {number + 1} of {config.bench.runs}")
         for name in runs:
-            place = folder / f"{number}-{len(kept)}"
+            place = folder / f"{number}-{len(first_stores)}"
             place.mkdir()
             if name == SCRIPT:
                 measurement = contenders.in_new_process(contenders.run_tutorial, config, place)
@@ -92,20 +92,20 @@ def _measured(config: Config, config_yaml: str, folder: Path) -> dict[str, Any]:
                     contenders.run_featx, variants[name], config_yaml, place
                 )
             runs[name].append(measurement)
-            if name in kept:
+            if name in first_stores:
                 shutil.rmtree(place)
-            kept.setdefault(name, place)
+            first_stores.setdefault(name, place)
     out = str(folder / "stages")
     stages = contenders.in_new_process(
         contenders.stages_alone, replace(config, out=out), config_yaml
     )
-    return _result(config, runs, kept, stages)
+    return _result(config, runs, first_stores, stages)
 
 
 def _result(
     config: Config,
     runs: dict[str, list[Measurement]],
-    kept: dict[str, Path],
+    first_stores: dict[str, Path],
     stages: dict[str, float],
 ) -> dict[str, Any]:
     """Return medians and spreads in JSON types."""
@@ -125,7 +125,7 @@ def _result(
             "images_per_second": statistics.median(rates),
             "ratio": statistics.median(ratios),
             "ratio_spread": [min(ratios), max(ratios)],
-            "cosine": contenders.smallest_cosine(kept[name], kept[SCRIPT]),
+            "cosine": contenders.smallest_cosine(first_stores[name], first_stores[SCRIPT]),
         }
     return {
         "model": config.model.name,

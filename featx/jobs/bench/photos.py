@@ -35,10 +35,10 @@ def make_photos(folder: Path, count: int) -> None:
     generator = np.random.default_rng(0)
     folder.mkdir(parents=True)
     for i in range(count):
-        whole = photographs[i % len(photographs)]
-        top = int(generator.integers(0, whole.shape[0] - HEIGHT + 1))
-        left = int(generator.integers(0, whole.shape[1] - WIDTH + 1))
-        cut = whole[top : top + HEIGHT, left : left + WIDTH]
+        photograph = photographs[i % len(photographs)]
+        top = int(generator.integers(0, photograph.shape[0] - HEIGHT + 1))
+        left = int(generator.integers(0, photograph.shape[1] - WIDTH + 1))
+        crop = photograph[top : top + HEIGHT, left : left + WIDTH]
         brightness = generator.uniform(0.8, 1.2)
-        pixels = np.clip(cut * brightness, 0, 255).astype(np.uint8)
+        pixels = np.clip(crop * brightness, 0, 255).astype(np.uint8)
         Image.fromarray(pixels).save(folder / f"photo-{i:05d}.jpg", quality=QUALITY)

@@ -183,13 +183,13 @@ class NewImagesSink(ABC):
     Attributes:
         failures: row -> failure of an image.
         seconds: always empty, as there are no stages in addition to those of every run.
-        rows_done: number of rows in finished parts.
+        num_committed: number of rows in finished parts.
     """
 
     def __init__(self, context: RunContext) -> None:
         self.failures: dict[int, Failure] = {}
         self.seconds: dict[str, float] = {}
-        self.rows_done = 0
+        self.num_committed = 0
         self._context = context
         self._taken = 0
 
@@ -204,18 +204,18 @@ class NewImagesSink(ABC):
         """
 
     @property
-    def rows_asked(self) -> int:
+    def num_rows(self) -> int:
         """Number of rows of the run."""
         return len(self._context.listing)
 
     @property
-    def rows_failed(self) -> int:
+    def num_failed(self) -> int:
         """Always 0: a limit of failures would end the run and lose the rows in memory."""
         return 0
 
     def missing(self) -> list[Part]:
         """Return all parts of the run."""
-        grid = Grid(self.rows_asked, self._context.part_rows)
+        grid = Grid(self.num_rows, self._context.part_rows)
         return [grid.part(index) for index in range(len(grid))]
 
     def compute(self, engine: Engine, batch: Batch) -> Rows:
@@ -239,7 +239,7 @@ class NewImagesSink(ABC):
 
     def finish_part(self) -> Callable[[], None]:
         """Count the rows of the part; there is nothing to commit."""
-        self.rows_done = self._taken
+        self.num_committed = self._taken
         return _nothing_to_commit
 
 

@@ -104,8 +104,8 @@ def finished_summary(
         StoreMismatchError: the rows of the store are not those of the data set.
     """
     out = parse_path(config.out)
-    is_asked = config.overwrite or config.grow or config.refresh or config.retry_failed
-    if is_asked or config.tensorboard or config.profile or is_url(out):
+    changes_store = config.overwrite or config.grow or config.refresh or config.retry_failed
+    if changes_store or config.tensorboard or config.profile or is_url(out):
         return None
     manifest, is_intact = load_manifest(out)
     recorded = _recorded(out)
@@ -150,8 +150,8 @@ def _has_same_images(out: Path, manifest: Manifest, source: Source, listing: Lis
     if not is_listing_of(out / layout.LISTING, listing):
         return False
     states = source.states(listing.keys) if isinstance(source, Stateful) else None
-    known = read_image_states(out / layout.IMAGES, len(listing))
-    if states is not None and not np.array_equal(states, known):
+    stored_states = read_image_states(out / layout.IMAGES, len(listing))
+    if states is not None and not np.array_equal(states, stored_states):
         return False
     changes = image_changes(source, listing.keys, out, manifest)
     return not (len(changes.rows) or len(changes.gone) or changes.num_unknown)

@@ -125,7 +125,7 @@ def publish_part(
     return failures
 
 
-def arrived_parts(
+def parts_committed_by_others(
     root: Path, manifest: Manifest, parts: Sequence[Part]
 ) -> Iterator[tuple[Part, Sequence[Failure]]]:
     """Select the parts whose files exist; yields each with its failures.

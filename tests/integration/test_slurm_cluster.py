@@ -30,7 +30,7 @@ def test_a_task_that_is_cancelled_is_submitted_again(photos: Path, cluster: Slur
         cluster.ask("scancel", cluster.tasks("RUNNING")[-1])
         line = driver.wait_for("submitted again", 60)
         assert driver.finish() == 0, driver.said
-    assert "was told to end by SIGTERM" in line or "CANCELLED" in line
+    assert "was ended by SIGTERM" in line or "CANCELLED" in line
     assert stored() == alone(photos)
 
 

@@ -30,13 +30,13 @@ from featx.pipeline import (
     RunObserver,
     RunOutput,
     RunTarget,
+    changed_failures_text,
     changed_images_text,
     changed_text,
     compare_images,
     describe_run,
     drive_run,
     gone_images_text,
-    mended_images_text,
     peak_memory_mib,
 )
 from featx.pipeline.executors import RunOutcome
@@ -134,7 +134,7 @@ class StatsOutput(RunOutput[StatsSession]):
             parts.survey()
             yield StatsSession(parts, Grid(len(context.listing), context.part_rows), lock)
 
-    def described(self, context: RunContext, session: StatsSession) -> RunDescription:
+    def describe(self, context: RunContext, session: StatsSession) -> RunDescription:
         """Return the rows of the table before a run."""
         return _describe(context, self._target, session)
 
@@ -165,7 +165,7 @@ class StatsOutput(RunOutput[StatsSession]):
         """Merge the parts; the merge counts as writing."""
         started_at = time.perf_counter()
         session.parts.finish()
-        seconds = outcome.figures.seconds
+        seconds = outcome.metrics.seconds
         if (written := seconds["write"]) is not None:
             seconds["write"] = written + time.perf_counter() - started_at
 
@@ -197,7 +197,7 @@ def _check_images(context: RunContext, parts: MomentsOfParts) -> None:
     if not config.refresh and (changed := [row for row in rows if row not in failed]):
         raise StoreMismatchError(changed_images_text(parts.path, keys, changed, _REFRESH_TEXT))
     if not config.refresh and rows:
-        log_message(f"{mended_images_text(keys, rows)}\n")
+        log_message(f"{changed_failures_text(keys, rows)}\n")
     if changes.states is not None:
         keep_image_states(parts.disk, states_file, changes.states)
 
@@ -254,7 +254,7 @@ def _describe(context: RunContext, target: StatsTarget, session: StatsSession) -
             f"{layer.spec.name}  {layer.spec.shape}  {layer.dim} features{each}, {layer.kind}, "
             f"{size_text(8 * numbers)}"
         )
-    done, total = session.rows_done, session.rows_asked
+    done, total = session.num_committed, session.num_rows
     state = f"{done} of {total} rows are there already" if done else "new"
     output = ("statistics", f"{shown_path(session.parts.path)}, {state}")
     return describe_run(context, output, "\n".join(lines))
@@ -274,7 +274,7 @@ def _summary(
         layers[name] = {**spread_of(moments), "token_norms": norms}
         if reference is not None and name in reference:
             distances[name] = _distance(moments, reference[name])
-    figures = outcome.figures
+    figures = outcome.metrics
     del figures.seconds["copy"]  # only one flag per row is copied
     return {
         "rows": statistics.attributes["stop"],

@@ -106,10 +106,10 @@ class MomentsOfParts:
         if self.has(part):
             return [f for f in self.failures if part.start <= f.row < part.stop]
         there = self.tree.commit(part, failures, moments, checksums)
-        self.committed(part, there)
+        self.record_commit(part, there)
         return there
 
-    def committed(self, part: Part, failures: Sequence[Failure]) -> None:
+    def record_commit(self, part: Part, failures: Sequence[Failure]) -> None:
         """Record a part that this process or a worker has committed, and its failures."""
         start, stop = part.start, part.stop
         found = tuple(failures)
@@ -123,7 +123,9 @@ class MomentsOfParts:
             start, stop = min(start, other[0]), max(stop, other[1])
         self._spans[start, stop] = found
 
-    def arrived(self, parts: Sequence[Part]) -> Iterator[tuple[Part, Sequence[Failure]]]:
+    def committed_by_others(
+        self, parts: Sequence[Part]
+    ) -> Iterator[tuple[Part, Sequence[Failure]]]:
         """Yield those of some parts that other processes have committed, with their failures.
 
         Raises:
@@ -227,22 +229,22 @@ class StatsSession:
         disk: the same folder, for atomic writes.
         lock: as given.
         parts: as given.
-        rows_asked: number of rows of the run.
+        num_rows: number of rows of the run.
     """
 
     def __init__(self, parts: MomentsOfParts, grid: Grid, lock: int) -> None:
         self.root = parts.path.parent
         self.disk = parts.disk
         self.lock = lock
-        self.rows_asked = grid.num_rows
+        self.num_rows = grid.num_rows
         self.parts = parts
         self._grid = [grid.part(index) for index in range(len(grid))]
         self.write_failures()
 
     @property
-    def rows_done(self) -> int:
+    def num_committed(self) -> int:
         """Number of rows in complete parts."""
-        return self.rows_asked - sum(len(part) for part in self.missing())
+        return self.num_rows - sum(len(part) for part in self.missing())
 
     @property
     def failures(self) -> list[Failure]:
@@ -250,7 +252,7 @@ class StatsSession:
         return self.parts.failures
 
     @property
-    def rows_failed(self) -> int:
+    def num_failed(self) -> int:
         """Number of images that were left out."""
         return len(self.failures)
 
@@ -271,15 +273,17 @@ class StatsSession:
             self.write_failures()
         return there
 
-    def committed(self, part: Part, failures: Sequence[Failure]) -> None:
+    def record_commit(self, part: Part, failures: Sequence[Failure]) -> None:
         """Record a part that a worker has committed, and its failures."""
-        self.parts.committed(part, failures)
+        self.parts.record_commit(part, failures)
         if failures:
             self.write_failures()
 
-    def arrived(self, parts: Sequence[Part]) -> Iterator[tuple[Part, Sequence[Failure]]]:
+    def committed_by_others(
+        self, parts: Sequence[Part]
+    ) -> Iterator[tuple[Part, Sequence[Failure]]]:
         """Yield those of some parts that other processes have committed, with their failures."""
-        return self.parts.arrived(parts)
+        return self.parts.committed_by_others(parts)
 
     def write_failures(self) -> None:
         """Write the list of failures next to the statistics, apart from that of a store."""

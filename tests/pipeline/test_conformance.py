@@ -203,7 +203,7 @@ def test_a_sound_run_keeps_every_promise(lite0: Backbone, photos: Path) -> None:
     assert result.differences["forward"]["embedding"]["error"] < 1e-5
     assert result.differences["end_to_end"]["embedding"]["cosine"] > 0.9999
     assert result.line.startswith("6 images: pixels within ")
-    json.dumps(result.found)
+    json.dumps(result.differences)
 
 
 @pytest.mark.parametrize("fault", PIXEL_FAULTS)
@@ -241,7 +241,7 @@ def test_large_jpegs_break_no_promise_and_are_named(tmp_path: Path, tiny: Backbo
     assert result.differences["reduced_images"] == 1
     assert result.differences["levels"]["mean"] > 0.5
     whole = compared(tiny, tmp_path / "large", decode="reference")
-    assert whole.found["levels"] is None
+    assert whole.differences["levels"] is None
     rows = row_differences(torch.tensor([[1.0, 0.1], [1.0, 0.0]]), torch.tensor([[1.0, 0.0]] * 2))
     judged = judge(
         Compared(

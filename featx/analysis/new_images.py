@@ -18,7 +18,7 @@ from featx.analysis.reproducibility import refuse_unnamed_code, request_of
 from featx.config import Config, DataConfig, from_saved, in_this_process, with_statistics_at
 from featx.errors import ConfigError, StoreMismatchError
 from featx.pipeline import PART_SECONDS, Rows, RunContext, compute_rows
-from featx.store import PART_BYTES, Grid, Run, from_raw
+from featx.store import Grid, Run, from_raw, layout
 from featx.types import Batch, Failure, LayerSpec, Listing, Part, ResumeState, Source
 
 if TYPE_CHECKING:
@@ -171,7 +171,7 @@ class NewImagesTarget:
         self, engine: Engine, specs: Sequence[LayerSpec], work_s: float
     ) -> tuple[float, float]:
         """Return the maximum number of rows and of seconds per part."""
-        return PART_BYTES / max(1, sum(spec.row_bytes for spec in specs)), PART_SECONDS
+        return layout.PART_BYTES / max(1, sum(spec.row_bytes for spec in specs)), PART_SECONDS
 
 
 class NewImagesSink(ABC):

@@ -13,7 +13,6 @@ from featx.pipeline.provenance import layer_line
 from featx.sources import open_source, with_boxes
 from featx.storage import parse_path
 from featx.store import (
-    PART_BYTES,
     Manifest,
     growth_refused,
     in_stored_order,
@@ -124,11 +123,11 @@ class StoreTarget:
     def part_limits(
         self, engine: Engine, specs: Sequence[LayerSpec], work_s: float
     ) -> tuple[float, float]:
-        """Limits by `part_mib`, or PART_BYTES if that is auto, and by `seconds_of_part`."""
+        """Limits by `part_mib`, whose default is `layout.PART_BYTES`, and by `seconds_of_part`."""
         row_bytes = sum(spec.row_bytes for spec in specs)
         limit_s = self._config.executor.task_seconds
         part_mib = self._config.part_mib
-        part_bytes = PART_BYTES if part_mib == "auto" else int(part_mib) << 20
+        part_bytes = layout.PART_BYTES if part_mib == "auto" else int(part_mib) << 20
         return part_bytes / max(1, row_bytes), seconds_of_part(work_s, limit_s)
 
 

@@ -1,3 +1,4 @@
+from . import s3_outage as s3_outage
 from .folder_lock import exclusive_lock as exclusive_lock
 from .local_file import RawFile as RawFile
 from .local_file import is_local as is_local

@@ -42,14 +42,11 @@ from featx.pipeline import (
 from featx.pipeline.executors import RunOutcome
 from featx.storage import TEMPORARY, AtomicFolder, exclusive_lock
 from featx.store import (
-    LOCK,
-    STATS_OVERWRITING,
-    TRACE,
-    WORKERS,
     Grid,
     Heartbeat,
     clear_heartbeats,
     keep_image_states,
+    layout,
     refuse_other_writers,
     report_lost_work,
 )
@@ -78,7 +75,7 @@ def run_stats(config: Config, config_yaml: str, source: Source | None = None) ->
         FeatxError: the config does not fit the statistics in the folder, or the run failed.
         Interrupted: a signal ended the run; complete parts are committed.
     """
-    path = Path(config.out).expanduser() / STATS_OVERWRITING
+    path = Path(config.out).expanduser() / layout.STATS_OVERWRITING
     marker = OverwriteMark(path, config, source is None)
 
     def output(config: Config) -> StatsOutput:
@@ -123,7 +120,7 @@ class StatsOutput(RunOutput[StatsSession]):
         """Lock the folder, delete leftovers, and find complete parts."""
         disk = AtomicFolder(self._out)
         disk.make_folder(self._out)
-        with exclusive_lock(self._out / LOCK) as lock:
+        with exclusive_lock(self._out / layout.LOCK) as lock:
             # With the lock held and no other writer alive, the remaining heartbeat files are of
             # dead processes.
             refuse_other_writers(self._out)
@@ -204,8 +201,8 @@ def _check_images(context: RunContext, parts: MomentsOfParts) -> None:
 
 def _clear(disk: AtomicFolder, overwrite: bool) -> None:
     """Delete unfinished files of killed processes; with overwrite, all statistics."""
-    names = (STATS_FILE, FAILURES_CSV, STATS_IMAGES, STATS_OVERWRITING, TRACE)
-    for pattern in (*(f"{TEMPORARY}{name}.*" for name in names), f"{WORKERS}/{TEMPORARY}*"):
+    names = (STATS_FILE, FAILURES_CSV, STATS_IMAGES, layout.STATS_OVERWRITING, layout.TRACE)
+    for pattern in (*(f"{TEMPORARY}{name}.*" for name in names), f"{layout.WORKERS}/{TEMPORARY}*"):
         for leftover in disk.root.glob(pattern):
             disk.remove(leftover)
     if overwrite:

@@ -10,14 +10,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from importlib.metadata import PackageNotFoundError
-from importlib.metadata import version as version_of
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from featx.base import announce, digest, log_message, shown_path
+from featx.base import announce, digest, installed_version, log_message, shown_path
 from featx.config import Config, layer_requests
 from featx.models import resolve_library
 from featx.pipeline.changed_images import image_changes
@@ -74,7 +72,7 @@ def request_digest(
     if states is None or reads_statistics:
         return None
     versions = {name: version for run in manifest.runs for name, version in _versions(run.header)}
-    if any(_version_of(name) != version for name, version in versions.items()):
+    if any(installed_version(name) != version for name, version in versions.items()):
         return None
     return digest(
         {
@@ -165,18 +163,6 @@ def _versions(header: StoreHeader) -> list[tuple[str, str]]:
         if name.startswith("version.") and name != "version.cuda"
     }
     return list({**header.versions, **of_decoders}.items())
-
-
-def _version_of(name: str) -> str | None:
-    """Version of an installed package; None if it is not installed."""
-    if name == "featx":
-        from featx.base.version import __version__
-
-        return __version__
-    try:
-        return version_of(name)
-    except PackageNotFoundError:
-        return None
 
 
 def _states(files: Sequence[Path]) -> FileStates | None:

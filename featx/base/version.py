@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import functools
-from importlib.metadata import PackageNotFoundError, version
-
 __version__ = "0.1.0"
 
 
-@functools.cache
 def installed_version(name: str) -> str | None:
     """Return the version of a package, or None if it is not installed.
 
@@ -18,6 +14,8 @@ def installed_version(name: str) -> str | None:
     """
     if name == "featx":
         return __version__
+    from importlib.metadata import PackageNotFoundError, version  # 10 ms, which `--version` saves
+
     try:
         return version(name)
     except PackageNotFoundError:

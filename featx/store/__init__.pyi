@@ -33,10 +33,10 @@ from .layout import Grid as Grid
 from .leftovers import leftover_bytes as leftover_bytes
 from .listing import in_stored_order as in_stored_order
 from .listing import is_listing_of as is_listing_of
-from .listing import listing_file as listing_file
 from .listing import listing_identity as listing_identity
 from .listing import marks_digest as marks_digest
 from .listing import read_listing as read_listing
+from .listing_writer import write_listing as write_listing
 from .manifest import DamagedManifestError as DamagedManifestError
 from .manifest import Manifest as Manifest
 from .manifest import Run as Run

@@ -34,7 +34,8 @@ from featx.store.heartbeat import (
 )
 from featx.store.image_states import image_checksums_in, keep_image_states
 from featx.store.leftovers import clear_leftovers
-from featx.store.listing import compare_listing, listing_file
+from featx.store.listing import compare_listing
+from featx.store.listing_writer import write_listing
 from featx.store.manifest import Manifest, Run, load_manifest, num_runs_of, read_manifest
 from featx.store.part_builder import PartBuilder
 from featx.store.part_files import (
@@ -381,11 +382,11 @@ class StoreSession:
             if problem:
                 quarantine(self.disk, listing, problem)
             if problem or num_rows != len(self.listing):
-                self.disk.replace(listing, listing_file(self.listing))
+                write_listing(self.disk, listing, self.listing)
             if problem:
                 logger.warning("%s was written again from the listing of this run.", listing)
         else:
-            self.disk.replace(listing, listing_file(self.listing))
+            write_listing(self.disk, listing, self.listing)
         if before is not None and before.runs != self.manifest.runs:
             data = self.manifest.to_json()
             if not self.disk.compare_and_swap(manifest, self._manifest_before, data):

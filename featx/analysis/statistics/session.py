@@ -16,7 +16,7 @@ from featx.analysis.statistics.part_moments import is_aligned
 from featx.analysis.statistics.stats_file import DamagedError
 from featx.errors import LayerError, StoreError, require
 from featx.storage import TEMPORARY
-from featx.store import Grid, failures_csv, layout, listing_file
+from featx.store import Grid, failures_csv, layout, write_listing
 from featx.types import UNKNOWN_IMAGE, Failure, Listing, Part
 
 logger = logging.getLogger(__name__)
@@ -291,4 +291,4 @@ class StatsSession:
 
     def write_listing(self, listing: Listing) -> None:
         """Write the listing for workers; it is deleted with the parts."""
-        self.disk.replace(self.parts.folder / layout.LISTING, listing_file(listing))
+        write_listing(self.disk, self.parts.folder / layout.LISTING, listing)

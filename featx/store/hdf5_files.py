@@ -310,6 +310,11 @@ class WatchedFile(io.FileIO):
 
     error: OSError | None = None
 
+    @property
+    def size(self) -> int:
+        """Size of the file in bytes."""
+        return os.fstat(self.fileno()).st_size
+
     def pread(self, size: int, address: int) -> bytes:
         """Read bytes at an address without moving the position."""
         return os.pread(self.fileno(), size, address)

@@ -213,8 +213,7 @@ class FeatureStore:
     def _read_status(self) -> npt.NDArray[np.uint8]:
         """Combine the status of all files; see `status`."""
         status = np.full(len(self), Status.ABSENT, dtype=np.uint8)
-        for segment in self._contents.segments:
-            statuses = self._rows.status_of(segment)
+        for segment, statuses in self._rows.statuses():
             # A row that failed in one run has failed, whatever a later run made of it.
             before = status[segment.start : segment.stop]
             undecided = (before == Status.ABSENT) | (before == Status.OK)

@@ -122,7 +122,7 @@ class MadeRun:
         """Compute the rows that a repair could not keep, put to those that it kept."""
         rows = session.lost_rows()
         for part in session.parts_with(rows):
-            stored, failures, images = session.stored(part)
+            stored, failures, images = session.read_part(part)
             lost = sorted({*rows} & {*range(part.start, part.stop)})
             for name, values in stored.items():
                 values[[row - part.start for row in lost]] = self.features[name][lost]

@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import inspect
 import subprocess
 import sys
 from pathlib import Path
@@ -35,7 +36,9 @@ def test_every_exported_name_can_be_imported(stub: Path) -> None:
 def test_no_exported_name_is_that_of_a_module(stub: Path) -> None:
     """Importing the module would set the attribute of the package, and hide the exported name."""
     modules = {path.stem for path in stub.parent.iterdir() if path.stem.isidentifier()}
-    assert not modules & {*importlib.import_module(package_of(stub)).__all__}
+    package = importlib.import_module(package_of(stub))
+    names = {name for name in package.__all__ if not inspect.ismodule(getattr(package, name))}
+    assert not modules & names
 
 
 def test_other_packages_import_from_the_package() -> None:
@@ -49,6 +52,15 @@ def test_other_packages_import_from_the_package() -> None:
                 continue
             parts = node.module.split(".")
             own = len(relative.parts) > 2 and parts[1:2] == [relative.parts[1]]
+            package = ROOT.parent.joinpath(*parts)
+            modules = [a.name for a in node.names if (package / f"{a.name}.py").exists()]
+            if len(parts) > 1 and modules and not own:
+                exported = importlib.import_module(node.module).__all__
+                found += [
+                    f"{relative}:{node.lineno}: from {node.module} import {name}"
+                    for name in modules
+                    if name not in exported
+                ]
             is_module = ROOT.parent.joinpath(*parts).with_suffix(".py").exists()
             is_private = all(alias.name.startswith("_") for alias in node.names)
             is_loader = node.module == "featx.base.exports"

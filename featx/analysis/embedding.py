@@ -192,6 +192,6 @@ class _EmbeddingSink(NewImagesSink):
         """Keep the rows of a batch."""
         for name, values in features.items():
             if name not in self.features:
-                shape = (self.rows_asked, *values.shape[1:])
+                shape = (self.num_rows, *values.shape[1:])
                 self.features[name] = np.full(shape, np.nan, values.dtype)
             self.features[name][batch.start : batch.start + batch.count] = values[: batch.count]

@@ -18,7 +18,7 @@ from featx.analysis.reproducibility import refuse_unnamed_code, request_of
 from featx.config import Config, DataConfig, from_saved, in_this_process, with_statistics_at
 from featx.errors import ConfigError, StoreMismatchError
 from featx.pipeline import PART_SECONDS, Rows, RunContext, compute_rows
-from featx.store import PART_BYTES, Grid, Run, from_raw
+from featx.store import Grid, Run, from_raw, layout
 from featx.types import Batch, Failure, LayerSpec, Listing, Part, ResumeState, Source
 
 if TYPE_CHECKING:
@@ -172,7 +172,7 @@ class NewImagesTarget:
         self, engine: Engine, specs: Sequence[LayerSpec], work_s: float
     ) -> tuple[float, float]:
         """Return the maximum number of rows and of seconds per part."""
-        return PART_BYTES / max(1, sum(spec.row_bytes for spec in specs)), PART_SECONDS
+        return layout.PART_BYTES / max(1, sum(spec.row_bytes for spec in specs)), PART_SECONDS
 
 
 class NewImagesSink(ABC):
@@ -184,13 +184,13 @@ class NewImagesSink(ABC):
     Attributes:
         failures: row -> failure of an image.
         seconds: always empty, as there are no stages in addition to those of every run.
-        rows_done: number of rows in finished parts.
+        num_committed: number of rows in finished parts.
     """
 
     def __init__(self, context: RunContext) -> None:
         self.failures: dict[int, Failure] = {}
         self.seconds: dict[str, float] = {}
-        self.rows_done = 0
+        self.num_committed = 0
         self._context = context
         self._taken = 0
 
@@ -205,18 +205,18 @@ class NewImagesSink(ABC):
         """
 
     @property
-    def rows_asked(self) -> int:
+    def num_rows(self) -> int:
         """Number of rows of the run."""
         return len(self._context.listing)
 
     @property
-    def rows_failed(self) -> int:
+    def num_failed(self) -> int:
         """Always 0: a limit of failures would end the run and lose the rows in memory."""
         return 0
 
     def missing(self) -> list[Part]:
         """Return all parts of the run."""
-        grid = Grid(self.rows_asked, self._context.part_rows)
+        grid = Grid(self.num_rows, self._context.part_rows)
         return [grid.part(index) for index in range(len(grid))]
 
     def compute(self, engine: Engine, batch: Batch) -> Rows:
@@ -240,7 +240,7 @@ class NewImagesSink(ABC):
 
     def finish_part(self) -> Callable[[], None]:
         """Count the rows of the part; there is nothing to commit."""
-        self.rows_done = self._taken
+        self.num_committed = self._taken
         return _nothing_to_commit
 
 

@@ -232,7 +232,7 @@ class _PredictionSink(NewImagesSink):
 
     def __init__(self, context: RunContext, head: Head, about: dict[str, Any]) -> None:
         super().__init__(context)
-        self.scores = np.full((self.rows_asked, len(head.bias)), np.nan, np.float32)
+        self.scores = np.full((self.num_rows, len(head.bias)), np.nan, np.float32)
         self._head = head
         self._layer = context.specs[0].name
         self._pooled = tuple(about["reduction"]["axes"]) or None

@@ -69,3 +69,4 @@ from .text import time_text as time_text
 from .thread_pool import ReplaceableThreadPool as ReplaceableThreadPool
 from .token_sample import sampled_positions as sampled_positions
 from .torchscript import refuse_scripted as refuse_scripted
+from .version import installed_version as installed_version

@@ -1,3 +1,4 @@
+from . import batch_parallelism as batch_parallelism
 from .attached_captures import AttachedCaptures as AttachedCaptures
 from .auto_settings import TRIAL_IMAGES as TRIAL_IMAGES
 from .auto_settings import AutoSettings as AutoSettings

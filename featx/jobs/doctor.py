@@ -13,7 +13,7 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
-from featx.base import facts, free_memory, num_cpus, size_text
+from featx.base import facts, free_memory, installed_version, num_cpus, size_text
 from featx.base.version import __version__
 from featx.config import Config
 from featx.jobs.base import JOBS, Input, Job, print_summary
@@ -142,12 +142,12 @@ def _decoders(config: Config) -> tuple[str, str]:
         ("tifffile", "TIFF of several bands", "channels"),
         ("openslide-python", "slides", "slides"),
     ):
-        version = _version_of(package)
+        version = installed_version(package)
         if version is None:
             not_installed.append(f'{kind}: pip install "featx[{extra}]"')
         else:
             installed.append(f"{package} {version} ({kind})")
-    has_simplejpeg = _version_of("simplejpeg") is not None
+    has_simplejpeg = installed_version("simplejpeg") is not None
     text = ", ".join(installed) + (
         f"; not installed: {'; '.join(not_installed)}" if not_installed else ""
     )
@@ -158,7 +158,7 @@ def _store(config: Config) -> tuple[str, str]:
     """Return the versions of HDF5 and of the codecs."""
     import h5py
 
-    plugin = _version_of("hdf5plugin")
+    plugin = installed_version("hdf5plugin")
     codecs = f"hdf5plugin {plugin} (zstd, blosc2)" if plugin else "no zstd and blosc2"
     advice = "" if plugin else "pip install hdf5plugin, to read and write compressed stores"
     return f"h5py {h5py.__version__}, HDF5 {h5py.version.hdf5_version}, {codecs}", advice
@@ -176,18 +176,10 @@ def _extras(config: Config) -> tuple[str, str]:
             for each in requirements
             if each.marker is not None and each.marker.evaluate({"extra": extra})
         ]
-        is_installed = all(_version_of(name) is not None for name in packages)
+        is_installed = all(installed_version(name) is not None for name in packages)
         (installed if is_installed else not_installed).append(extra)
     text = f"installed: {', '.join(installed) or 'none'}"
     return text + (f"; not installed: {', '.join(not_installed)}" if not_installed else ""), ""
-
-
-def _version_of(package: str) -> str | None:
-    """Return the version of an installed package, or None."""
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _weights(config: Config) -> tuple[str, str]:

@@ -16,7 +16,7 @@ from featx.base import facts, log_message, shown_path, table
 from featx.config import Config
 from featx.errors import ConfigError, counted
 from featx.jobs.base import CUSTOM_CODE, JOBS, Input, Job, print_summary
-from featx.pipeline import exit_code, trial_rows
+from featx.pipeline import exit_code, slowdown_facts
 from featx.storage import AtomicFolder
 
 if TYPE_CHECKING:
@@ -168,7 +168,7 @@ def _text(summary: dict[str, Any]) -> str:
     files = [shown_path(summary["file"])]
     if summary["page"] is not None:
         files.append(f"{shown_path(summary['page'])}  doubtful images first")
-    parts.append(facts([*trial_rows(summary), ("wrote", "\n".join(files))]))
+    parts.append(facts([*slowdown_facts(summary), ("wrote", "\n".join(files))]))
     return "\n\n".join(parts)
 
 

@@ -1,10 +1,10 @@
 from .changed_images import ImagesOfRun as ImagesOfRun
+from .changed_images import changed_failures_text as changed_failures_text
 from .changed_images import changed_images_text as changed_images_text
 from .changed_images import changed_text as changed_text
 from .changed_images import compare_images as compare_images
 from .changed_images import gone_images_text as gone_images_text
 from .changed_images import image_changes as image_changes
-from .changed_images import mended_images_text as mended_images_text
 from .changed_images import unknown_images_text as unknown_images_text
 from .conformance import Conformance as Conformance
 from .conformance_trial import RunImages as RunImages
@@ -35,7 +35,7 @@ from .run_summary import describe_end as describe_end
 from .run_summary import describe_request as describe_request
 from .run_summary import describe_run as describe_run
 from .run_summary import layers_text as layers_text
-from .run_summary import trial_rows as trial_rows
+from .run_summary import slowdown_facts as slowdown_facts
 from .run_target import PART_SECONDS as PART_SECONDS
 from .run_target import RunTarget as RunTarget
 from .run_target import check_out as check_out

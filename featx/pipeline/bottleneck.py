@@ -8,22 +8,23 @@ from featx.base import WAITING_SHARE
 
 
 def bottleneck(
-    seconds: Mapping[str, float], took: float, threads: int, device: str, precision: str
+    seconds: Mapping[str, float], elapsed_s: float, threads: int, device: str, precision: str
 ) -> str:
     """Describe the stage that the others waited for, its share of the time, and what would help.
 
     Args:
         seconds: stage -> busy seconds; reading and decoding summed over all threads.
-        took: seconds of the run, from its first batch to its last commit.
+        elapsed_s: seconds of the run, from its first batch to its last commit.
         threads: number of threads that read and decode.
         device: type of the device: 'cpu', 'cuda' or 'mps'.
         precision: option of the config; 'auto' has tried all precisions.
     """
-    waited = seconds["wait"] / took
-    if waited > WAITING_SHARE:
+    wait_share = seconds["wait"] / elapsed_s
+    if wait_share > WAITING_SHARE:
         stage = max(("read", "decode"), key=lambda stage: seconds[stage])
         gpu = ", or decode=gpu" if device == "cuda" and "decode_on_device" not in seconds else ""
-        busy = f"{seconds[stage] / took:.1f} of {threads} threads busy, {waited:.0%} of the time "
+        busy = f"{seconds[stage] / elapsed_s:.1f} of {threads} threads busy, "
+        busy += f"{wait_share:.0%} of the time "
         return {
             "read": f"reading images: {busy}waited for; a faster disk or network would help",
             "decode": f"decoding: {busy}waited for; more CPU cores would help, and for JPEGs "
@@ -41,4 +42,4 @@ def bottleneck(
         "statistics": "summing up: {share:.0%} of the time; a reduction or "
         "stats.covariance=diagonal leaves less to sum",
     }[stage]
-    return text.format(share=seconds[stage] / took)
+    return text.format(share=seconds[stage] / elapsed_s)

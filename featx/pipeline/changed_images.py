@@ -34,7 +34,7 @@ from featx.types import (
 RECENT_NS = 2_000_000_000
 """Coarsest resolution of modification times in nanoseconds: 2 s, on FAT."""
 
-_AT_ONCE = 1 << 12
+_QUEUED_IMAGES = 1 << 12
 """Number of images that are queued for reading at a time."""
 
 _SHOWN = 10
@@ -136,37 +136,39 @@ def compare_images(
     present = np.ones(len(keys), np.bool_) if present is None else present
     now_ns = time.time_ns()  # taken before any state is read
     states = np.full(len(keys), UNSETTLED)
-    found = source.states(keys[present]) if isinstance(source, Stateful) else None
-    if found is not None:
-        states[present] = found
+    source_states = source.states(keys[present]) if isinstance(source, Stateful) else None
+    if source_states is not None:
+        states[present] = source_states
     expected, mixed, computed = _expected(len(keys), runs)
-    known = expected != UNKNOWN_IMAGE
+    has_checksum = expected != UNKNOWN_IMAGE
     doubtful = np.full(len(keys), read_all)
-    if found is not None:
+    if source_states is not None:
         doubtful = states != read_image_states(states_file, len(keys))
-    doubtful = known & present & (doubtful | mixed)
+    doubtful = has_checksum & present & (doubtful | mixed)
     rows = np.flatnonzero(doubtful)
     current = expected.copy()
     current[rows] = _current_checksums(source, keys[rows])
-    current[known & ~present] = NO_IMAGE
+    current[has_checksum & ~present] = NO_IMAGE
     changed = []
     for run in runs:
-        sums, now = run.checksums, current[run.rows]
-        other = run.computed & (sums != UNKNOWN_IMAGE) & (sums != now) & (now != NO_IMAGE)
-        changed.append(np.flatnonzero(other) + run.first_row)
+        recorded, now = run.checksums, current[run.rows]
+        is_other = (
+            run.computed & (recorded != UNKNOWN_IMAGE) & (recorded != now) & (now != NO_IMAGE)
+        )
+        changed.append(np.flatnonzero(is_other) + run.first_row)
     # A state is kept only if it stands for bytes that are known to be those of the row. All others
     # become UNSETTLED, which equals no state, so that the next comparison reads the bytes again.
-    gone = known & (expected != NO_IMAGE) & (current == NO_IMAGE)
+    gone = has_checksum & (expected != NO_IMAGE) & (current == NO_IMAGE)
     unsettled = gone | (np.abs(states["mtime_ns"] - now_ns) < RECENT_NS)
     unsettled[np.concatenate(changed)] = True
     states[unsettled] = UNSETTLED
     return ImageChanges(
         changed=tuple(changed),
         gone=np.flatnonzero(gone),
-        num_rows=int(known.sum()) if found is not None or read_all else len(rows),
+        num_rows=int(has_checksum.sum()) if source_states is not None or read_all else len(rows),
         num_read=len(rows),
-        num_unknown=int((computed & ~known).sum()),
-        states=None if found is None else states,
+        num_unknown=int((computed & ~has_checksum).sum()),
+        states=None if source_states is None else states,
     )
 
 
@@ -212,7 +214,7 @@ def gone_images_text(keys: npt.NDArray[np.bytes_], rows: npt.NDArray[np.int64]) 
     return f"{counted(count, 'image is', 'images are')} not there any more: {named}"
 
 
-def mended_images_text(keys: npt.NDArray[np.bytes_], rows: Sequence[int]) -> str:
+def changed_failures_text(keys: npt.NDArray[np.bytes_], rows: Sequence[int]) -> str:
     """Message for failed images that have changed since."""
     named = named_keys(keys[list(rows)].tolist(), len(rows))
     return (
@@ -239,8 +241,8 @@ def _images_of_runs(root: Path, manifest: Manifest) -> list[ImagesOfRun]:
     """Image checksums of each run, as recorded in the store."""
     stored = stored_image_checksums(root, manifest)
     return [
-        ImagesOfRun(run.grid.first_row, sums, there)
-        for run, (sums, there) in zip(manifest.runs, stored, strict=True)
+        ImagesOfRun(run.grid.first_row, checksums, computed)
+        for run, (checksums, computed) in zip(manifest.runs, stored, strict=True)
     ]
 
 
@@ -272,10 +274,10 @@ def _current_checksums(source: Source, keys: npt.NDArray[np.bytes_]) -> npt.NDAr
     """
     if not len(keys):
         return np.empty(0, dtype=np.uint64)
-    which = np.arange(len(keys))
+    image_of_key = np.arange(len(keys))
     if isinstance(source, RegionSource):
         image_keys = [source.image_key(key) for key in keys.tolist()]
-        _, firsts, which = np.unique(image_keys, return_index=True, return_inverse=True)
+        _, firsts, image_of_key = np.unique(image_keys, return_index=True, return_inverse=True)
         keys = keys[firsts]
     log_message(f"{counted(len(keys), 'image')} may have changed: the bytes are compared\n")
 
@@ -287,8 +289,8 @@ def _current_checksums(source: Source, keys: npt.NDArray[np.bytes_]) -> npt.NDAr
 
     current = np.empty(len(keys), dtype=np.uint64)
     with ThreadPoolExecutor(num_cpus(), thread_name_prefix="featx-compare") as threads:
-        for start in range(0, len(keys), _AT_ONCE):
-            some = keys[start : start + _AT_ONCE].tolist()
-            current[start : start + len(some)] = list(threads.map(checksum, some))
-    checksums: npt.NDArray[np.uint64] = current[which]
+        for start in range(0, len(keys), _QUEUED_IMAGES):
+            block = keys[start : start + _QUEUED_IMAGES].tolist()
+            current[start : start + len(block)] = list(threads.map(checksum, block))
+    checksums: npt.NDArray[np.uint64] = current[image_of_key]
     return checksums

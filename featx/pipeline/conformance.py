@@ -107,13 +107,13 @@ class Conformance:
     """Judgement of a comparison.
 
     Attributes:
-        found: the differences as JSON types, for featx.json.
+        differences: the differences as JSON types, for featx.json.
         line: the differences as one line of text.
         broken: promises that are not kept, one sentence each.
         notes: what breaks no promise and is worth knowing, one sentence each.
     """
 
-    found: Mapping[str, Any]
+    differences: Mapping[str, Any]
     line: str
     broken: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
@@ -126,7 +126,7 @@ class Conformance:
         """
         text = f"{comparison['compared']} of model.golden within {comparison['error']:.1e}"
         line = f"{self.line}\n{text}" if self.line else text
-        return replace(self, found={**self.found, "golden": comparison}, line=line)
+        return replace(self, differences={**self.differences, "golden": comparison}, line=line)
 
 
 def pixel_differences(

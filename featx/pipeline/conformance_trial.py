@@ -7,7 +7,7 @@ whose forward pass is the library's; and `embedding.compute`, if the library def
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -115,20 +115,22 @@ def take_plain_path(
         images: images of the run.
         trial: trial images, of which some are taken.
     """
-    why_not = {point.name: why for point, how in chosen if (why := why_not_plain(point, how))}
+    why_not = {point.name: why for point, reduce in chosen if (why := why_not_plain(point, reduce))}
     compared = [pair for pair in chosen if pair[0].name not in why_not]
     numbers, pixels = _library_pixels(config, images, trial)
     if not compared or not numbers:
         return PlainPath(numbers, pixels, {}, {}, why_not)
-    own = engine.normalised(pixels[: engine.num_compared])
+    library_pixels = engine.normalised(pixels[: engine.num_compared])
     if images.decoding.reference:
-        rows = _plain_rows(config, engine, compared, own)
+        rows = _plain_rows(config, engine, compared, library_pixels)
         return PlainPath(numbers, pixels, rows, rows, why_not)
-    here = engine.normalised(trial.images[numbers[: min(_FORWARD_IMAGES, engine.num_compared)]])
+    run_pixels = engine.normalised(
+        trial.images[numbers[: min(_FORWARD_IMAGES, engine.num_compared)]]
+    )
     # One pass for both: on a CPU a pass has costs that do not depend on the number of images.
-    rows = _plain_rows(config, engine, compared, torch.cat([here, own]))
-    same = {name: values[: len(here)] for name, values in rows.items()}
-    end_to_end = {name: values[len(here) :] for name, values in rows.items()}
+    rows = _plain_rows(config, engine, compared, torch.cat([run_pixels, library_pixels]))
+    same = {name: values[: len(run_pixels)] for name, values in rows.items()}
+    end_to_end = {name: values[len(run_pixels) :] for name, values in rows.items()}
     return PlainPath(numbers, pixels, same, end_to_end, why_not)
 
 
@@ -141,7 +143,7 @@ def _library_pixels(
         numbers of the images among the trial images, without those that fail, and their pixels.
     """
     decoding, source = images.decoding, images.source
-    numbers = _spread(len(trial.rows), config.conformance.images)
+    numbers = _spaced_numbers(len(trial.rows), config.conformance.images)
     if decoding.reference:
         return numbers, trial.images[numbers]
     # Pillow needs 4 bytes a pixel. An image from which boxes are cut may have so many that this
@@ -150,23 +152,25 @@ def _library_pixels(
     policy = replace(decoding.policy, jpeg=jpeg)
     settings = replace(decoding, policy=policy, reference=True, device_share=None)
     with Loader(source, images.listing, settings, batch_size=1) as loader:
-        found = list(loader.each([trial.rows[i] for i in numbers]))
-    numbers = [i for i, x in zip(numbers, found, strict=True) if x is not None]
-    good = [x for x in found if x is not None]
-    return numbers, torch.stack(good) if good else trial.images[:0].float()
+        loaded = list(loader.each([trial.rows[i] for i in numbers]))
+    numbers = [i for i, x in zip(numbers, loaded, strict=True) if x is not None]
+    pixels = [x for x in loaded if x is not None]
+    return numbers, torch.stack(pixels) if pixels else trial.images[:0].float()
 
 
-def _spread(number: int, wanted: int) -> list[int]:
-    """Numbers of at most `wanted` of some images, spread evenly."""
-    return sorted({i * number // wanted for i in range(wanted)}) if number else []
+def _spaced_numbers(num_images: int, num_wanted: int) -> list[int]:
+    """Numbers of at most `num_wanted` of some images, at even distances."""
+    if not num_images:
+        return []
+    return sorted({i * num_images // num_wanted for i in range(num_wanted)})
 
 
 def _plain_rows(
     config: Config, engine: Engine, chosen: ChosenLayers, x: torch.Tensor
 ) -> dict[str, torch.Tensor]:
     """Rows of normalised images by the plain path, in batches that fit on the device."""
-    asked = config.batch_size
-    size = len(x) if asked == "auto" else min(len(x), int(asked))
+    batch_size = config.batch_size
+    size = len(x) if batch_size == "auto" else min(len(x), int(batch_size))
     try:
         batches = [plain_rows(engine, chosen, batch) for batch in torch.split(x, size)]
     except torch.OutOfMemoryError:  # the batch size of the run is found later
@@ -196,12 +200,12 @@ def compare_with_plain_path(
     """
     rows = _engine_rows(engine, plain, trial, trial_rows)
     # A class index or a count jumps where pixels hardly differ.
-    whole = {spec.name for spec in specs if "int" in spec.compute_dtype}
+    integer_layers = {spec.name for spec in specs if "int" in spec.compute_dtype}
     preprocess = engine.backbone.preprocess
     pixels = None
     if not images.decoding.reference:
-        ours = engine.normalised(trial.images[plain.numbers]).cpu()
-        pixels = pixel_differences(ours, plain.pixels, preprocess.std)
+        run_pixels = engine.normalised(trial.images[plain.numbers]).cpu()
+        pixels = pixel_differences(run_pixels, plain.pixels, preprocess.std)
     source = images.source
     keys = [bytes(images.listing.keys[trial.rows[i]]) for i in plain.numbers]
     resize = preprocess.resize
@@ -222,7 +226,7 @@ def compare_with_plain_path(
             interpolation=preprocess.interpolation,
             pixels=pixels,
             forward=_differences(rows, plain.on_same_pixels),
-            end_to_end=_differences(rows, plain.end_to_end, whole),
+            end_to_end=_differences(rows, plain.end_to_end, integer_layers),
             not_compared=plain.not_compared,
             is_reduced=is_reduced,
         )
@@ -230,13 +234,15 @@ def compare_with_plain_path(
 
 
 def _differences(
-    rows: Mapping[str, torch.Tensor], plain: Mapping[str, torch.Tensor], but: set[str] | None = None
+    rows: Mapping[str, torch.Tensor],
+    plain: Mapping[str, torch.Tensor],
+    excluded: Container[str] = (),
 ) -> dict[str, RowDifferences]:
-    """Differences of the rows of each layer, apart from those in `but`."""
+    """Differences of the rows of each layer, apart from those in `excluded`."""
     return {
         name: row_differences(rows[name][: len(values)], values)
         for name, values in plain.items()
-        if name not in (but or ())
+        if name not in excluded
     }
 
 
@@ -254,13 +260,13 @@ def _engine_rows(
     images = trial.images[plain.numbers]
     # A compiled model takes batches of one size only; others would compile it again.
     size = engine.compute.batch_size if engine.compute.compile else len(images)
-    found: dict[str, list[torch.Tensor]] = {}
+    rows_of_batches: dict[str, list[torch.Tensor]] = {}
     for start in range(0, len(images), size):
         batch = images[start : start + size]
-        filled = torch.cat([batch] * -(-size // len(batch)))[:size]
-        for name, rows in engine.run(filled).items():
-            found.setdefault(name, []).append(rows[: len(batch)].clone())
-    return {name: torch.cat(rows) for name, rows in found.items()}
+        full_batch = torch.cat([batch] * -(-size // len(batch)))[:size]
+        for name, rows in engine.run(full_batch).items():
+            rows_of_batches.setdefault(name, []).append(rows[: len(batch)].clone())
+    return {name: torch.cat(rows) for name, rows in rows_of_batches.items()}
 
 
 @dataclass(frozen=True)
@@ -283,7 +289,7 @@ class Comparison:
     plain: PlainPath | None
     golden: Mapping[str, Any] | None
 
-    def finished(
+    def finish(
         self, specs: Sequence[LayerSpec], trial_rows: Mapping[str, torch.Tensor] | None
     ) -> Conformance | None:
         """Compare the engine, with all choices made, and refuse a run that breaks a promise.

@@ -138,7 +138,7 @@ class StoreOutput(RunOutput[StoreSession]):
         self._target = StoreTarget(self.config, self._known_rows_only, self._source)
         return self._target
 
-    def finished(self) -> dict[str, Any] | None:
+    def finished_summary(self) -> dict[str, Any] | None:
         """Recognise a store that the same command has completed."""
         if not self._is_recognised:
             return None
@@ -153,9 +153,9 @@ class StoreOutput(RunOutput[StoreSession]):
             session.write_config(self._config_yaml)
             yield session
 
-    def described(self, context: RunContext, session: StoreSession) -> RunDescription:
+    def describe(self, context: RunContext, session: StoreSession) -> RunDescription:
         """Describe the run before it starts."""
-        done, total = session.rows_done, session.rows_asked
+        done, total = session.num_committed, session.num_rows
         state = f"{done} of {total} rows are there already" if done else "new"
         return describe_run(context, ("store", f"{shown_path(session.root)}, {state}"))
 
@@ -181,7 +181,7 @@ class StoreOutput(RunOutput[StoreSession]):
 
         def commit(builder: PartBuilder) -> Sequence[Failure]:
             failures = session.commit(builder)
-            heartbeat.set_failures(session.rows_failed)
+            heartbeat.set_failures(session.num_failed)
             return failures
 
         return FeatureSink(context, session.begin_part, commit, heartbeat, observer)
@@ -194,7 +194,7 @@ class StoreOutput(RunOutput[StoreSession]):
         """Pack the parts, if the config asks for it."""
         started_at = time.perf_counter()
         _pack(self.config, session)
-        outcome.figures.seconds["pack"] = time.perf_counter() - started_at
+        outcome.metrics.seconds["pack"] = time.perf_counter() - started_at
 
     def summary(self, session: StoreSession, outcome: RunOutcome) -> dict[str, Any]:
         """Return and write the content of summary.json."""
@@ -202,7 +202,7 @@ class StoreOutput(RunOutput[StoreSession]):
             "rows": len(session.listing),
             "failures": len(session.failures),
             "classes": len(session.listing.classes),
-            **outcome.figures.as_dict(),
+            **outcome.metrics.as_dict(),
             "underflow_rows": dict(+outcome.underflow_rows),
             "layers": [spec.name for spec in session.manifest.layers.values()],
             "bytes": session.stored_bytes(),

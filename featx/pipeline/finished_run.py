@@ -10,14 +10,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from importlib.metadata import PackageNotFoundError
-from importlib.metadata import version as version_of
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from featx.base import announce, digest, log_message, shown_path
+from featx.base import announce, digest, installed_version, log_message, shown_path
 from featx.config import Config, layer_requests
 from featx.models import resolve_library
 from featx.pipeline.changed_images import image_changes
@@ -74,7 +72,7 @@ def request_digest(
     if states is None or reads_statistics:
         return None
     versions = {name: version for run in manifest.runs for name, version in _versions(run.header)}
-    if any(_version_of(name) != version for name, version in versions.items()):
+    if any(installed_version(name) != version for name, version in versions.items()):
         return None
     return digest(
         {
@@ -104,8 +102,8 @@ def finished_summary(
         StoreMismatchError: the rows of the store are not those of the data set.
     """
     out = parse_path(config.out)
-    is_asked = config.overwrite or config.grow or config.refresh or config.retry_failed
-    if is_asked or config.tensorboard or config.profile or is_url(out):
+    changes_store = config.overwrite or config.grow or config.refresh or config.retry_failed
+    if changes_store or config.tensorboard or config.profile or is_url(out):
         return None
     manifest, is_intact = load_manifest(out)
     recorded = _recorded(out)
@@ -150,8 +148,8 @@ def _has_same_images(out: Path, manifest: Manifest, source: Source, listing: Lis
     if not is_listing_of(out / layout.LISTING, listing):
         return False
     states = source.states(listing.keys) if isinstance(source, Stateful) else None
-    known = read_image_states(out / layout.IMAGES, len(listing))
-    if states is not None and not np.array_equal(states, known):
+    stored_states = read_image_states(out / layout.IMAGES, len(listing))
+    if states is not None and not np.array_equal(states, stored_states):
         return False
     changes = image_changes(source, listing.keys, out, manifest)
     return not (len(changes.rows) or len(changes.gone) or changes.num_unknown)
@@ -165,18 +163,6 @@ def _versions(header: StoreHeader) -> list[tuple[str, str]]:
         if name.startswith("version.") and name != "version.cuda"
     }
     return list({**header.versions, **of_decoders}.items())
-
-
-def _version_of(name: str) -> str | None:
-    """Version of an installed package; None if it is not installed."""
-    if name == "featx":
-        from featx.base.version import __version__
-
-        return __version__
-    try:
-        return version_of(name)
-    except PackageNotFoundError:
-        return None
 
 
 def _states(files: Sequence[Path]) -> FileStates | None:

@@ -47,7 +47,7 @@ class Passes(Generic[ComputedT]):
         if parallelism.replicas > 1:
             self._engines = self._stack.enter_context(engine.replicas(parallelism.replicas))
         if parallelism.ahead:
-            parallel = ParallelPasses(self._engines, parallelism.threads, self._computed)
+            parallel = ParallelPasses(self._engines, parallelism.threads, self._compute_on_stream)
             self._parallel = self._stack.enter_context(parallel)
         return self
 
@@ -70,9 +70,9 @@ class Passes(Generic[ComputedT]):
             yield from self._parallel.each(batches)
             return
         for part, batch in batches:
-            yield part, batch, functools.partial(self._computed, self._engines[0], batch)
+            yield part, batch, functools.partial(self._compute_on_stream, self._engines[0], batch)
 
-    def _computed(self, engine: Engine, batch: Batch) -> ComputedT:
+    def _compute_on_stream(self, engine: Engine, batch: Batch) -> ComputedT:
         """Compute a batch on the CUDA stream of the engine, if any; explain a lack of memory."""
         from torch import OutOfMemoryError
 
@@ -155,7 +155,9 @@ class ParallelPasses(Generic[ComputedT]):
         caller takes a batch.
         """
         for part, batch in batches:
-            self._waiting.append((part, batch, self._pool.submit(self._computed, batch)))
+            self._waiting.append(
+                (part, batch, self._pool.submit(self._compute_with_free_engine, batch))
+            )
             if len(self._waiting) > self._count:
                 yield self._next()
         while self._waiting:
@@ -166,7 +168,7 @@ class ParallelPasses(Generic[ComputedT]):
         part, batch, future = self._waiting.popleft()
         return part, batch, future.result
 
-    def _computed(self, batch: Batch) -> ComputedT:
+    def _compute_with_free_engine(self, batch: Batch) -> ComputedT:
         """Compute a batch in a pool thread, with a free engine."""
         import torch
 

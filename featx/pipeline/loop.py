@@ -31,25 +31,25 @@ class PartSource(Protocol):
     """The parts that a run has to compute, and how far it is."""
 
     @property
-    def rows_asked(self) -> int:
+    def num_rows(self) -> int:
         """Number of rows that the finished output has."""
 
     @property
-    def rows_done(self) -> int:
+    def num_committed(self) -> int:
         """Number of rows in committed parts."""
 
     @property
-    def rows_failed(self) -> int:
+    def num_failed(self) -> int:
         """Number of rows in committed parts whose image failed."""
 
     def missing(self) -> Iterable[Part]:
-        """Parts that are still to be computed; the loop draws one at a time, as it reaches it."""
+        """Parts that are still to be computed; the loop requests the next one when it needs it."""
 
 
 class BatchSink(Protocol[ComputedT]):
     """Consumer of computed batches: rows of a store, or statistics.
 
-    `ComputedT` is what it makes of one batch.
+    `ComputedT` is the type of the result for one batch.
     """
 
     @property
@@ -92,7 +92,7 @@ def run_parts(
 
     Args:
         context: run context.
-        parts: what is missing; a sink that knows its own parts may be given for both.
+        parts: missing parts; may be the same object as `sink`.
         sink: receives the batches.
         disk: folder for the profiler trace of profile=true, or None if there is no folder.
         observer: notified of each committed part.
@@ -108,10 +108,10 @@ def run_parts(
     from featx.pipeline.profiler_trace import span  # imports torch
 
     num_computed = 0
-    done_before = parts.rows_done
+    done_before = parts.num_committed
     missing = parts.missing()
     loader = context.loader(context.engine.compute.batch_size)
-    progress = Progress(parts.rows_asked, done_before) if progress is None else progress
+    progress = Progress(parts.num_rows, done_before) if progress is None else progress
     started_at = time.perf_counter()
     # The order decides how the run ends: contexts close from the last to the first. Running passes
     # end or are abandoned first, then the trace is written, then the pending commit is awaited. The
@@ -124,7 +124,7 @@ def run_parts(
         progress,
         Passes(context, sink.compute) as passes,
     ):
-        batches = _Awaited(loader.batches(missing), passes.idle_share)
+        batches = _TimedBatches(loader.batches(missing), passes.idle_share)
         stages = _Stages(loader, passes, batches, commits)
         for part, batch, computed in passes.each(batches):
             if stop:
@@ -137,18 +137,18 @@ def run_parts(
             if batch.start + batch.count == part.stop:
                 commits.begin(sink.finish_part())
                 _notify(observer, part, stages)
-                took = time.perf_counter() - started_at
-                _refuse_failures(context, parts, done_before, num_computed, took)
-            progress.step(batch.count, len(failures), batches.last_wait)
+                elapsed_s = time.perf_counter() - started_at
+                _refuse_failures(context, parts, done_before, num_computed, elapsed_s)
+            progress.step(batch.count, len(failures), batches.last_wait_s)
             if timeline is not None:
                 timeline.step()
         commits.finish()
         if stop:
             raise stop.interrupted()
-    took = time.perf_counter() - started_at
-    rows = parts.rows_done - done_before
+    elapsed_s = time.perf_counter() - started_at
+    num_rows = parts.num_committed - done_before
     seconds = {**stages.seconds(), **sink.seconds}
-    return _metrics(context, loader, seconds, took, rows, num_computed)
+    return _metrics(context, loader, seconds, elapsed_s, num_rows, num_computed)
 
 
 def _notify(observer: RunObserver | None, part: Part, stages: _Stages) -> None:
@@ -168,7 +168,7 @@ def _log_lost_rows(part: Part, num_rows: int) -> None:
 
 
 def _refuse_failures(
-    context: RunContext, parts: PartSource, done_before: int, num_computed: int, took: float
+    context: RunContext, parts: PartSource, done_before: int, num_computed: int, elapsed_s: float
 ) -> None:
     """Raise if too many images failed, and most of the work is still to be done.
 
@@ -177,22 +177,22 @@ def _refuse_failures(
         parts: what is missing.
         done_before: number of rows that were committed when the loop began.
         num_computed: number of rows computed since then.
-        took: seconds since then.
+        elapsed_s: seconds since then.
 
     Raises:
         TooManyFailuresError: more images failed than max_failures allows, and much is left to do.
     """
     done = done_before + num_computed
-    left_s = (parts.rows_asked - done) * took / num_computed
-    refuse_failures(context.config, parts.rows_failed, done, parts.rows_asked, left_s)
+    remaining_s = (parts.num_rows - done) * elapsed_s / num_computed
+    refuse_failures(context.config, parts.num_failed, done, parts.num_rows, remaining_s)
 
 
 def _metrics(
     context: RunContext,
     loader: Loader,
     seconds: Mapping[str, float],
-    took: float,
-    rows: int,
+    elapsed_s: float,
+    num_rows: int,
     num_computed: int,
 ) -> RunMetrics:
     """Measurements of a finished run, compared with its trial.
@@ -201,32 +201,32 @@ def _metrics(
         context: run context.
         loader: loader of the run.
         seconds: stage -> busy seconds.
-        took: seconds from the first batch to the last commit.
-        rows: number of rows that were committed.
+        elapsed_s: seconds from the first batch to the last commit.
+        num_rows: number of rows that were committed.
         num_computed: number of rows that were computed.
     """
-    if not rows:
+    if not num_rows:
         return RunMetrics(
             {**seconds}, None, loader.times.bytes, None, decoder_warnings=loader.warnings
         )
     engine, trial = context.engine, context.trial
     precision = context.config.precision
-    sentence = bottleneck(seconds, took, num_cpus(), engine.device.type, precision)
+    sentence = bottleneck(seconds, elapsed_s, num_cpus(), engine.device.type, precision)
     num_batches = num_computed / engine.compute.batch_size / context.parallelism.replicas
-    comparison = trial.compare(seconds, rows, took, num_batches)
+    comparison = trial.compare(seconds, num_rows, elapsed_s, num_batches)
     return RunMetrics(
-        {**seconds},
-        rows / took,
-        loader.times.bytes,
-        sentence,
-        trial.images_per_second,
-        comparison.share,
-        comparison.cause,
-        loader.warnings,
+        seconds={**seconds},
+        images_per_second=num_rows / elapsed_s,
+        bytes_read=loader.times.bytes,
+        bottleneck=sentence,
+        trial_images_per_second=trial.images_per_second,
+        share_of_trial=comparison.share,
+        below_trial=comparison.cause,
+        decoder_warnings=loader.warnings,
     )
 
 
-class _Awaited:
+class _TimedBatches:
     """Iterator over the batches of a run that measures how long engines wait for images.
 
     Args:
@@ -234,14 +234,14 @@ class _Awaited:
         idle_share: share of the engines, 0 to 1, that have nothing to compute at this moment.
 
     Attributes:
-        waited: seconds that engines waited for batches so far, weighted by the idle share.
-        last_wait: the same for the last batch.
+        wait_s: seconds that engines waited for batches so far, weighted by the idle share.
+        last_wait_s: the same for the last batch.
     """
 
     def __init__(
         self, batches: Iterator[tuple[Part, Batch]], idle_share: Callable[[], float]
     ) -> None:
-        self.waited = self.last_wait = 0.0
+        self.wait_s = self.last_wait_s = 0.0
         self._batches = batches
         self._idle_share = idle_share
 
@@ -251,14 +251,14 @@ class _Awaited:
         while True:
             started_at, idle = time.perf_counter(), self._idle_share()
             with span("wait for images"):
-                following = next(self._batches, None)
+                next_batch = next(self._batches, None)
             # Engines may run out of work while the loader is awaited: average before and after.
             idle = (idle + self._idle_share()) / 2
-            self.last_wait = idle * (time.perf_counter() - started_at)
-            self.waited += self.last_wait
-            if following is None:
+            self.last_wait_s = idle * (time.perf_counter() - started_at)
+            self.wait_s += self.last_wait_s
+            if next_batch is None:
                 return
-            yield following
+            yield next_batch
 
 
 class _Commits:
@@ -286,7 +286,7 @@ class _Commits:
     def begin(self, commit: Callable[[], object]) -> None:
         """Wait for the previous commit, then start this one."""
         self.finish()
-        self._pending = self._thread.submit(self._timed, commit)
+        self._pending = self._thread.submit(self._run_commit, commit)
 
     def check(self) -> None:
         """Raise the error of the last commit if it has failed already; does not wait."""
@@ -299,7 +299,7 @@ class _Commits:
         if pending is not None:
             pending.result()
 
-    def _timed(self, commit: Callable[[], object]) -> None:
+    def _run_commit(self, commit: Callable[[], object]) -> None:
         """Commit a part in the thread, and measure the seconds."""
         from featx.pipeline.profiler_trace import span
 
@@ -335,7 +335,7 @@ class _Stages:
 
     loader: Loader
     passes: Passes[Any]
-    batches: _Awaited
+    batches: _TimedBatches
     commits: _Commits
 
     def seconds(self) -> dict[str, float]:
@@ -345,7 +345,7 @@ class _Stages:
             "read": times.read,
             "decode": times.decode,
             **({"decode_on_device": times.on_device} if times.on_device else {}),
-            "wait": self.batches.waited,
+            "wait": self.batches.wait_s,
             "model": self.passes.model_seconds,
             "copy": self.passes.copy_seconds,
             "write": self.commits.seconds,

@@ -15,7 +15,6 @@ from featx.base import log_message
 from featx.storage import AtomicFolder
 from featx.store import layout
 
-TRACE = layout.TRACE
 SKIPPED_BATCHES, RECORDED_BATCHES = 2, 8
 """Number of batches that only warm up and fill the queues, and of recorded batches after them."""
 
@@ -29,7 +28,7 @@ class Timeline:
     All threads are recorded: reading and decoding, the model, and the commit of a part.
 
     Args:
-        disk: folder that receives the trace file (TRACE).
+        disk: folder that receives the trace file, `layout.TRACE`.
         device: device that computes.
     """
 
@@ -74,7 +73,7 @@ class Timeline:
         # torch writes to a local path only; the trace may belong into a bucket, and appears there
         # whole.
         with tempfile.TemporaryDirectory(prefix="featx-") as folder:
-            path = Path(folder) / TRACE
+            path = Path(folder) / layout.TRACE
             profiled.export_chrome_trace(str(path))
-            self._disk.replace(self._disk.root / TRACE, path.read_bytes())
-        log_message(f"profile: {self._disk.root / TRACE} opens in https://ui.perfetto.dev")
+            self._disk.replace(self._disk.root / layout.TRACE, path.read_bytes())
+        log_message(f"profile: {self._disk.root / layout.TRACE} opens in https://ui.perfetto.dev")

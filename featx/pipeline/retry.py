@@ -55,28 +55,32 @@ class RetrySink:
         self._rows = frozenset(rows)
         self._parts = {part.index: part for part in session.parts_with(rows)}
         self._spans = [span for part in self._parts.values() for span in self._batches_of(part)]
-        self._taken = 0
+        self._num_taken = 0
         self._features: dict[int, dict[str, npt.NDArray[Any]]] = {}
         self._checksums: dict[int, np.uint64] = {}
         self._failures: list[Failure] = []
 
     @property
-    def rows_asked(self) -> int:
+    def num_rows(self) -> int:
         """Number of rows in the batches that are computed."""
         return sum(len(span) for span in self._spans)
 
     @property
-    def rows_done(self) -> int:
+    def num_committed(self) -> int:
         """Number of rows in batches that were taken."""
-        return sum(len(span) for span in self._spans[: self._taken])
+        return sum(len(span) for span in self._spans[: self._num_taken])
 
     @property
-    def rows_failed(self) -> int:
+    def num_failed(self) -> int:
         """Always 0, so that failures do not end the run."""
         return 0  # the rows are few, and most have failed before: no reason to stop
 
     def missing(self) -> list[Part]:
-        """Batches that contain requested rows; each carries the index of its part."""
+        """Batches that contain requested rows.
+
+        Each is a `Part` with the rows of the batch and the index of its part in the store. The part
+        is replaced when its last batch was taken.
+        """
         return self._spans
 
     def compute(self, engine: Engine, batch: Batch) -> Rows:
@@ -97,9 +101,9 @@ class RetrySink:
 
     def finish_part(self) -> Callable[[], None]:
         """Return a function that replaces the part, or does nothing before its last batch."""
-        index = self._spans[self._taken].index
-        self._taken += 1
-        if self._taken < len(self._spans) and self._spans[self._taken].index == index:
+        index = self._spans[self._num_taken].index
+        self._num_taken += 1
+        if self._num_taken < len(self._spans) and self._spans[self._num_taken].index == index:
             return lambda: None  # more batches of the same part follow
         features, failures, sums = self._features, self._failures, self._checksums
         self._features, self._failures, self._checksums = {}, [], {}
@@ -120,7 +124,7 @@ class RetrySink:
         checksums: Mapping[int, np.uint64],
     ) -> None:
         """Replace a part by a copy with new values in the rows that were computed."""
-        stored, before, images = self._session.stored(part)
+        stored, before, images = self._session.read_part(part)
         lacking = set(self._session.lacking_rows(part))
         require(lacking <= features.keys(), "a row that no piece holds was not computed")
         for row, checksum in checksums.items():

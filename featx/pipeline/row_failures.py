@@ -73,22 +73,24 @@ def _non_finite(context: RunContext, engine: Engine, batch: Batch, row: int, lay
     return Failure(row, key, Status.NON_FINITE, "NonFiniteError", f"layer {layer}: {reason}")
 
 
-def refuse_failures(config: Config, failed: int, done: int, rows: int, left_s: float) -> None:
+def refuse_failures(
+    config: Config, num_failed: int, num_done: int, num_rows: int, remaining_s: float
+) -> None:
     """Raise TooManyFailuresError if too many images failed and much work is left.
 
     Args:
         config: config of the run.
-        failed: number of failed images so far.
-        done: number of computed rows.
-        rows: number of rows of the finished output.
-        left_s: seconds that the remaining rows will take.
+        num_failed: number of failed images so far.
+        num_done: number of computed rows.
+        num_rows: number of rows of the finished output.
+        remaining_s: seconds that the remaining rows will take.
     """
-    if failed > config.allowed_failures(rows) and left_s >= EARLY_STOP_S:
+    if num_failed > config.allowed_failures(num_rows) and remaining_s >= EARLY_STOP_S:
         raise TooManyFailuresError(
-            f"{failed} of the first {counted(done, 'image')} failed, more than max_failures="
-            f"{config.max_failures} allows of {rows} in all, and about "
-            f"{left_s / 60:.0f} minutes of work are left. What is done is kept; failures.csv names "
-            "the images. To resume, run the same command with a larger max_failures."
+            f"{num_failed} of the first {counted(num_done, 'image')} failed, more than "
+            f"max_failures={config.max_failures} allows of {num_rows} in all, and about "
+            f"{remaining_s / 60:.0f} minutes of work are left. What is done is kept; failures.csv "
+            "names the images. To resume, run the same command with a larger max_failures."
         )
 
 

@@ -14,11 +14,11 @@ from featx.base import log_message
 from featx.errors import ConfigError, StoreMismatchError, counted
 from featx.pipeline.changed_images import (
     ImageChanges,
+    changed_failures_text,
     changed_images_text,
     changed_text,
     gone_images_text,
     image_changes,
-    mended_images_text,
     unknown_images_text,
 )
 from featx.pipeline.loop import run_parts
@@ -60,10 +60,10 @@ def check_images(context: RunContext, session: StoreSession, only_warn: bool) ->
             _recompute(context, session, rows.tolist(), "refresh")
             changes = _changes(context, session)
     failed = {failure.row for failure in session.failures}
-    mended = [row for row in changes.rows.tolist() if row in failed]
+    changed_failures = [row for row in changes.rows.tolist() if row in failed]
     changed = [row for row in changes.rows.tolist() if row not in failed]
-    if mended and not config.retry_failed:
-        log_message(f"{mended_images_text(keys, mended)}\n")
+    if changed_failures and not config.retry_failed:
+        log_message(f"{changed_failures_text(keys, changed_failures)}\n")
     if not changed:
         return
     layers = [

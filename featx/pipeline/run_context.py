@@ -100,7 +100,7 @@ class RunContext:
                 **({} if policy.heif is None else {"heif": policy.heif}),
                 **({} if threads is None else {"threads": threads}),
             },
-            conformance={} if self.conformance is None else self.conformance.found,
+            conformance={} if self.conformance is None else self.conformance.differences,
             tokens=token_geometries(self.specs, self.engine.backbone),
         )
 
@@ -118,8 +118,8 @@ class RunContext:
         import torch
 
         labels = torch.zeros(len(batch.images), dtype=torch.int64)
-        here = self.listing.labels[batch.start : batch.start + batch.count]
-        labels[: batch.count] = torch.from_numpy(here.copy())
+        batch_labels = self.listing.labels[batch.start : batch.start + batch.count]
+        labels[: batch.count] = torch.from_numpy(batch_labels.copy())
         return labels
 
     def keys_of(self, batch: Batch) -> list[bytes]:
@@ -239,7 +239,7 @@ def _open_model(
 
     Args:
         stack: closes the engine, which gives the model back in its original state.
-        request: what the run was asked for.
+        request: request for the run.
         source: source of the images.
         listing: rows of the run.
     """
@@ -297,7 +297,7 @@ def _decide(request: _Request, model: _Model, images: _Images) -> RunContext:
         engine, model.cpus, resume_state, model.memory_before, auto_settings.filled, len(listing)
     )
     specs = engine.specs(model.chosen)
-    conformance = comparison.finished(specs, auto_settings.trial_rows)
+    conformance = comparison.finish(specs, auto_settings.trial_rows)
     work_s = auto_settings.seconds_per_image * len(listing)
     part_rows = auto_settings.part_rows(*request.target.part_limits(engine, specs, work_s))
     settings = fingerprint(config, engine, decoding, specs, listing, part_rows)
@@ -366,15 +366,15 @@ def _load_trial_images(
         loader.load(rows[:1].tolist())
         read, decode = loader.times.read, loader.times.decode
         results = list(loader.results(rows.tolist()))
-        failures = [each for each in results if isinstance(each, Failure)]
-        each = zip(rows.tolist(), results, strict=True)
-        decoded = {row: image for row, image in each if not isinstance(image, Failure)}
+        failures = [result for result in results if isinstance(result, Failure)]
+        pairs = zip(rows.tolist(), results, strict=True)
+        decoded = {row: image for row, image in pairs if not isinstance(image, Failure)}
         if not decoded:
             _refuse_pixel_format(failures)
-        num_found = max(1, len(decoded))
+        num_decoded = max(1, len(decoded))
         read_s, decode_s = loader.times.read - read, loader.times.decode - decode
         images = torch.stack([*decoded.values()]) if decoded else loader.load([])
-        return TrialImages([*decoded], images, read_s / num_found, decode_s / num_found)
+        return TrialImages([*decoded], images, read_s / num_decoded, decode_s / num_decoded)
 
 
 def _refuse_pixel_format(failures: Sequence[Failure]) -> None:

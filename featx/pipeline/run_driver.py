@@ -72,7 +72,7 @@ class RunOutput(ABC, Generic[SessionT]):
     def open_target(self) -> RunTarget:
         """Read what the folder holds, and return the run target."""
 
-    def finished(self) -> dict[str, Any] | None:
+    def finished_summary(self) -> dict[str, Any] | None:
         """Return the summary if nothing is left to do, as far as that is known without the model.
 
         Raises:
@@ -97,7 +97,7 @@ class RunOutput(ABC, Generic[SessionT]):
         """
 
     @abstractmethod
-    def described(self, context: RunContext, session: SessionT) -> RunDescription:
+    def describe(self, context: RunContext, session: SessionT) -> RunDescription:
         """Describe the run before it starts."""
 
     def observer(self, context: RunContext, session: SessionT) -> RunObserver:
@@ -175,7 +175,7 @@ def _run(
     check_executor(config)
     with contextlib.ExitStack() as stack:
         target = output.open_target()
-        if (summary := output.finished()) is not None:
+        if (summary := output.finished_summary()) is not None:
             return summary
         context = stack.enter_context(build_run_context(config, config_yaml, engine_spec, target))
         output.check_context(context)
@@ -184,7 +184,7 @@ def _run(
             # Written between the deletion and the first part: after a kill, the same command
             # resumes instead of deleting the new parts.
             marker.write(session.disk)
-        description = output.described(context, session)
+        description = output.describe(context, session)
         announce(description.settings, description.shown)
         observer = output.observer(context, session)
         output.update_rows(context, session)
@@ -209,8 +209,8 @@ def _run_in_process(
     """Compute the missing parts in this process: executor=local without workers."""
     with Heartbeat(session.disk, str(context.engine.device)) as heartbeat:
         sink = output.sink(context, session, heartbeat, observer)
-        figures = run_parts(context, session, sink, session.disk, observer)
-        return RunOutcome(figures, sink.underflow_rows, peak_memory_mib())
+        metrics = run_parts(context, session, sink, session.disk, observer)
+        return RunOutcome(metrics, sink.underflow_rows, peak_memory_mib())
 
 
 def _log_row_problems(session: RunSession, outcome: RunOutcome) -> None:

@@ -206,7 +206,7 @@ def _origin(spec: LayerSpec) -> str:
     return f"({spec.capture} of {spec.layer})" if spec.layer else f"({spec.capture})"
 
 
-def trial_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
+def slowdown_facts(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Row that compares a run with its trial; empty unless the run was below 0.7 of it.
 
     Args:
@@ -235,7 +235,7 @@ def describe_end(summary: Mapping[str, Any], out: str, using: Sequence[str] = ()
     shown = shown_path(parse_path(out))
     failures, warnings = parse_path(out) / layout.FAILURES_CSV, summary["decoder_warnings"]
     rows = [
-        *trial_rows(summary),
+        *slowdown_facts(summary),
         *([("warnings", _warnings_text(warnings))] if warnings else []),
         *([("failed", shown_path(failures))] if summary["failures"] else []),
         ("store", shown),

@@ -13,7 +13,6 @@ from featx.pipeline.provenance import layer_line
 from featx.sources import open_source, with_boxes
 from featx.storage import parse_path
 from featx.store import (
-    PART_BYTES,
     Manifest,
     growth_refused,
     in_stored_order,
@@ -57,7 +56,7 @@ class RunTarget(Protocol):
     settings: dict[str, Any]
 
     def list_images(self) -> tuple[Source, Listing]:
-        """Open the data set and list its rows, in the order of what a resume finds."""
+        """Open the data set and list its rows, in the order of the existing output."""
 
     def unfinished(self, listing: Listing, chosen: ChosenLayers) -> ChosenLayers:
         """Select the requested layers that are still to be computed."""
@@ -124,11 +123,11 @@ class StoreTarget:
     def part_limits(
         self, engine: Engine, specs: Sequence[LayerSpec], work_s: float
     ) -> tuple[float, float]:
-        """Limits by `part_mib`, or PART_BYTES if that is auto, and by `seconds_of_part`."""
+        """Limits by `part_mib`, whose default is `layout.PART_BYTES`, and by `seconds_of_part`."""
         row_bytes = sum(spec.row_bytes for spec in specs)
         limit_s = self._config.executor.task_seconds
         part_mib = self._config.part_mib
-        part_bytes = PART_BYTES if part_mib == "auto" else int(part_mib) << 20
+        part_bytes = layout.PART_BYTES if part_mib == "auto" else int(part_mib) << 20
         return part_bytes / max(1, row_bytes), seconds_of_part(work_s, limit_s)
 
 
@@ -207,11 +206,11 @@ def _stored_listing(root: Path, stored: Manifest, listed: Listing) -> Listing | 
         return listed
     # grow=true was interrupted: the files of earlier runs have the first rows of the listing.
     for run in reversed(stored.runs[:-1]):
-        rows = str(run.header.fingerprint.get("listing"))
-        first = read_listing(root, run.grid.stop_row, rows)
-        if first is not None and listing_identity(first) == rows:
-            grown = in_stored_order(root, first, listed)
-            return grown if listing_identity(grown) == identity else None
+        run_identity = str(run.header.fingerprint.get("listing"))
+        run_listing = read_listing(root, run.grid.stop_row, run_identity)
+        if run_listing is not None and listing_identity(run_listing) == run_identity:
+            merged = in_stored_order(root, run_listing, listed)
+            return merged if listing_identity(merged) == identity else None
     if before is not None:
         raise StoreMismatchError(
             f"{root / layout.LISTING} is damaged, no other file of the store has a whole copy, and "

@@ -55,48 +55,48 @@ class TrialSpeed:
         return 1 / max(loading_s, computing_s, 1e-9)
 
     def compare(
-        self, seconds: Mapping[str, float], rows: int, took_s: float, batches: float
+        self, seconds: Mapping[str, float], num_rows: int, elapsed_s: float, num_batches: float
     ) -> Shortfall:
         """Compare a run with its trial.
 
         Args:
             seconds: stage -> busy seconds of the run; for the model the mean over the replicas.
-            rows: number of rows that the run computed.
-            took_s: seconds from the first batch to the last commit.
-            batches: number of batches that each replica computed.
+            num_rows: number of rows that the run computed.
+            elapsed_s: seconds from the first batch to the last commit.
+            num_batches: number of batches that each replica computed.
         """
-        if took_s < _MIN_RUN_S or batches < _MIN_BATCHES:
+        if elapsed_s < _MIN_RUN_S or num_batches < _MIN_BATCHES:
             return Shortfall(None, None)
-        share = rows / took_s / self.images_per_second
-        return Shortfall(share, self._cause(seconds, rows) if share < LEAST_SHARE else None)
+        share = num_rows / elapsed_s / self.images_per_second
+        return Shortfall(share, self._cause(seconds, num_rows) if share < LEAST_SHARE else None)
 
-    def _cause(self, seconds: Mapping[str, float], rows: int) -> str:
+    def _cause(self, seconds: Mapping[str, float], num_rows: int) -> str:
         """Sentence on the stage that exceeds its trial most; copies and writing have no trial."""
-        each = {stage: busy / rows for stage, busy in seconds.items()}
+        image_s = {stage: busy / num_rows for stage, busy in seconds.items()}
         loading = max(
-            ("read", self.read_s), ("decode", self.decode_s), key=lambda x: each[x[0]] - x[1]
+            ("read", self.read_s), ("decode", self.decode_s), key=lambda x: image_s[x[0]] - x[1]
         )
         beyond = {
-            "model": each["model"] - self.model_s,
-            loading[0]: each["wait"],
-            "copy": each["copy"],
-            "write": each["write"] - each["model"],  # commits overlap with forward passes
-            "statistics": each.get("statistics", 0.0),
+            "model": image_s["model"] - self.model_s,
+            loading[0]: image_s["wait"],
+            "copy": image_s["copy"],
+            "write": image_s["write"] - image_s["model"],  # commits overlap with forward passes
+            "statistics": image_s.get("statistics", 0.0),
         }
         stage = max(beyond, key=lambda name: beyond[name])
         if stage == "model":
             others = "the CPUs" if self.is_on_cpu else "the device"
             return (
-                f"the model took {1e3 * each['model']:.3g} ms an image and {1e3 * self.model_s:.3g}"
-                f" in its trial; do other programs use {others}?"
+                f"the model took {1e3 * image_s['model']:.3g} ms an image and "
+                f"{1e3 * self.model_s:.3g} in its trial; do other programs use {others}?"
             )
         if stage in ("read", "decode"):
             name = {"read": "reading", "decode": "decoding"}[stage]
             return (
-                f"the model waited {1e3 * each['wait']:.3g} ms an image for {name}, which took "
-                f"{1e3 * each[stage]:.3g} ms of a thread and {1e3 * loading[1]:.3g} in its trial"
+                f"the model waited {1e3 * image_s['wait']:.3g} ms an image for {name}, which took "
+                f"{1e3 * image_s[stage]:.3g} ms of a thread and {1e3 * loading[1]:.3g} in its trial"
             )
         name = {"copy": "copying from the device", "write": "writing", "statistics": "summing up"}[
             stage
         ]
-        return f"{name} took {1e3 * each[stage]:.3g} ms an image, and the trial has none of it"
+        return f"{name} took {1e3 * image_s[stage]:.3g} ms an image, and the trial has none of it"

@@ -1,8 +1,10 @@
+from . import s3_outage as s3_outage
 from .folder_lock import exclusive_lock as exclusive_lock
 from .local_file import RawFile as RawFile
 from .local_file import is_local as is_local
 from .local_folder import TEMPORARY as TEMPORARY
 from .local_folder import AtomicFolder as AtomicFolder
+from .local_folder import other_bytes_on_disk as other_bytes_on_disk
 from .local_folder import reads_back_differently as reads_back_differently
 from .positioned_file import PositionedFile as PositionedFile
 from .reserved_file import ReservedFile as ReservedFile

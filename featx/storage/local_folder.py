@@ -203,19 +203,19 @@ class AtomicFolder:
         except OSError as error:
             raise failed(path, error) from error
 
-    def unfinished(self, path: Path) -> UnfinishedFile:
+    def unfinished(self, path: Path, replace: bool = False) -> UnfinishedFile:
         """Begin a file that is written at any address and gets its name at the end.
 
         Args:
             path: final name; its folder exists.
+            replace: replace an existing file; otherwise an existing file is kept.
 
         Raises:
             RunError: the disk is full or fails.
         """
         temporary = self._temporary_name(path)
-        return with_retries(
-            path, lambda: UnfinishedFile(path, temporary, self._link, self.sync_folder)
-        )
+        name = self._rename if replace else self._link
+        return with_retries(path, lambda: UnfinishedFile(path, temporary, name, self.sync_folder))
 
     @contextlib.contextmanager
     def streamed(self, path: Path) -> Iterator[BinaryIO]:
@@ -382,6 +382,11 @@ class AtomicFolder:
             temporary.rename(path)
         return True
 
+    def _rename(self, temporary: Path, path: Path) -> bool:
+        """Give a synced temporary file its final name, in place of an existing file."""
+        os.replace(temporary, path)  # noqa: PTH105 - as in `replace`
+        return True
+
 
 def _lock_as_alive(file: BinaryIO) -> None:
     """Lock a temporary file until it is closed, to show that its writer is alive.
@@ -404,4 +409,18 @@ def reads_back_differently(path: Path | str, dataset: str) -> RunError:
         f"{path} was not written: reading /{dataset} back from memory gives other values. The "
         "cause is this machine's memory or a library (h5py, hdf5plugin). Nothing committed is "
         "lost. Give the same command again; if it fails again, use another machine."
+    )
+
+
+def other_bytes_on_disk(path: Path, what: str) -> RunError:
+    """Error for a file that gives back other bytes than were written to it.
+
+    Args:
+        path: file that was to be written.
+        what: part of it that differs.
+    """
+    return RunError(
+        f"{path} was not written: reading {what} back from the disk gives other bytes. Nothing "
+        "committed is lost. Check the disk and the memory of this machine, and give the same "
+        "command again."
     )

@@ -21,7 +21,8 @@ class UnfinishedFile:
     Args:
         path: final name.
         temporary: temporary name in the same folder.
-        link: gives the temporary file the final name; returns False if the name is taken.
+        link: gives the temporary file the final name; returns False if the name is taken and the
+            existing file is kept.
         sync_folder: syncs the entries of a folder.
 
     Raises:

@@ -1,3 +1,5 @@
+from . import codecs as codecs
+from . import layout as layout
 from .chunk_check import Verify as Verify
 from .committed_parts import read_packed as read_packed
 from .compatibility import growth_refused as growth_refused
@@ -27,20 +29,14 @@ from .layer_array import LayerArray as LayerArray
 from .layer_array import row_indices as row_indices
 from .layer_selection import matching_layers as matching_layers
 from .layer_selection import only_layer as only_layer
-from .layout import LISTING as LISTING
-from .layout import LOCK as LOCK
-from .layout import PART_BYTES as PART_BYTES
-from .layout import STATS_OVERWRITING as STATS_OVERWRITING
-from .layout import TRACE as TRACE
-from .layout import WORKERS as WORKERS
 from .layout import Grid as Grid
 from .leftovers import leftover_bytes as leftover_bytes
 from .listing import in_stored_order as in_stored_order
 from .listing import is_listing_of as is_listing_of
-from .listing import listing_file as listing_file
 from .listing import listing_identity as listing_identity
 from .listing import marks_digest as marks_digest
 from .listing import read_listing as read_listing
+from .listing_writer import write_listing as write_listing
 from .manifest import DamagedManifestError as DamagedManifestError
 from .manifest import Manifest as Manifest
 from .manifest import Run as Run

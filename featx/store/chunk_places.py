@@ -22,7 +22,7 @@ from featx.store.chunk_index import ChunkIndex
 from featx.store.chunk_table import CHUNK, DatasetEntry, find_table
 from featx.store.dtypes import name_of
 from featx.store.filter_pipeline import Pipeline
-from featx.store.hdf5_files import open_raw
+from featx.store.tail_file import open_tail
 
 if TYPE_CHECKING:
     from featx.store.contents import Segment
@@ -147,8 +147,8 @@ class ChunkPlaces:
 
     def _entry_of(self, store: FeatureStore, segment: Segment) -> tuple[DatasetEntry, FileState]:
         """Chunks of a layer in one file, and the state of the file."""
-        with contextlib.closing(open_raw(segment.path)) as raw:
-            size = raw.seek(0, os.SEEK_END)
+        with contextlib.closing(open_tail(segment.path)) as raw:
+            size = raw.size
             state = None if isinstance(raw, S3File) else file_state(raw.fileno())
             entry = None
             if (header_and_entries := find_table(raw)) is not None:

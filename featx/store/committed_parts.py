@@ -66,7 +66,9 @@ class CommittedParts:
 
     def missing_of(self, run: Run) -> list[Part]:
         """Parts of a run that are not committed."""
-        return [part for part in run.parts() if part.index not in self.indices]
+        first = run.grid.first_part
+        lacking = (i for i in range(len(run.grid)) if first + i not in self.indices)
+        return [run.grid.part(i) for i in lacking]
 
     def survey(self, manifest: Manifest, listing: Listing) -> None:
         """Find the committed parts and read their failures; move invalid files to quarantine.
@@ -87,12 +89,14 @@ class CommittedParts:
             layout.part_name(part.index): part for run in manifest.runs for part in run.parts()
         }
         present = []
+        folder = self._root / layout.PARTS
         for name in sorted(part_names(self._root)):
-            part, path = known.get(name), self._root / layout.PARTS / name
+            part = known.get(name)
             if part is None:
-                quarantine(self._disk, path, "this run has no such part")
+                quarantine(self._disk, folder / name, "this run has no such part")
             elif part.index in self.indices:
-                self._disk.remove(path)  # features.h5 holds it: killed before it was deleted
+                # features.h5 holds it: killed before it was deleted
+                self._disk.remove(folder / name)
             else:
                 present.append(part)
         for part, problem, failures in look_at_parts(self._root, manifest, present):

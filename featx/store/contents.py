@@ -14,7 +14,7 @@ from featx.store import layout
 from featx.store.dtypes import memory_dtype
 from featx.store.hdf5_files import Handles, OpenFile, check_hard
 from featx.store.manifest import DamagedManifestError, Manifest, Run, load_manifest, num_runs_of
-from featx.store.part_files import part_path
+from featx.store.part_files import names_in
 from featx.store.pieces import Pieces, piece_path
 from featx.store.token_geometry import geometry_values
 from featx.types import Part
@@ -210,7 +210,7 @@ def _with_parts(
             raise StoreError(
                 f"{listing} has {known} rows, but {layout.DESCRIPTOR} counts {manifest.num_rows}."
             )
-    there = {path.name for path in (root / layout.PARTS).glob(layout.PART_OR_PIECE_GLOB)}
+    there = names_in(root, layout.PART_OR_PIECE_GLOB)
     segments = list(packed.segments) if packed else []
     layers = dict(packed.layers) if packed else {}
     num_rows = packed.num_rows if packed else 0
@@ -251,12 +251,14 @@ def _segments(root: Path, run: Run, there: set[str]) -> list[Segment]:
     """Parts of a run that exist, and pieces of parts that do not."""
     pieces = Pieces(there)
     files: list[tuple[Path, Part]] = []
+    # A path is joined once for each part, and not twice: most of the time of opening very many.
+    folder, names = root / layout.PARTS, run.names
     for part in run.parts():
-        if layout.part_name(part.index) in there:
-            files.append((part_path(root, part.index), part))
+        if (name := layout.part_name(part.index)) in there:
+            files.append((folder / name, part))
         else:
             files += [(piece_path(root, piece), piece) for piece in pieces.of(part)]
-    return [Segment(path, rows.start, rows.stop, run.digest, run.names) for path, rows in files]
+    return [Segment(path, rows.start, rows.stop, run.digest, names) for path, rows in files]
 
 
 def _plain(value: Any) -> Any:

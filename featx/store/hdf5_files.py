@@ -23,6 +23,7 @@ from featx.store import codecs, layout
 from featx.store.attribute_checksums import check_texts
 from featx.store.chunk_check import ChunkCheck, Verify, repair_hint
 from featx.store.chunk_reader import ChunkRows
+from featx.store.mapped_dataset import mapped_values
 
 _MAX_OPEN_FILES = 128
 _SHARE_OF_LIMIT = 8
@@ -94,11 +95,16 @@ class OpenFile:
     def _compared(self, path: str) -> npt.NDArray[Any]:
         """Read a whole dataset and compare it with its checksums.
 
+        Large texts are mapped, see `mapped_values`. Numbers are copied: callers may change them,
+        and torch warns of arrays that are read-only.
+
         Raises:
             StoreError: a checksum differs.
         """
-        dataset = self.dataset(path)
-        values: npt.NDArray[Any] = dataset[:]
+        dataset, mapped = self.dataset(path), None
+        if dataset.dtype.kind == "S" and self._far is None:
+            mapped = mapped_values(dataset, self.file.id.get_vfd_handle())
+        values: npt.NDArray[Any] = dataset[:] if mapped is None else mapped
         if (sums := self.checksums(path)) is None or not len(values):
             return values
         step = int(dataset.chunks[0]) if dataset.chunks else len(values)
@@ -304,6 +310,11 @@ class WatchedFile(io.FileIO):
 
     error: OSError | None = None
 
+    @property
+    def size(self) -> int:
+        """Size of the file in bytes."""
+        return os.fstat(self.fileno()).st_size
+
     def pread(self, size: int, address: int) -> bytes:
         """Read bytes at an address without moving the position."""
         return os.pread(self.fileno(), size, address)
@@ -322,12 +333,15 @@ def open_raw(path: Path) -> S3File | WatchedFile:
 
 
 @contextlib.contextmanager
-def open_metadata(path: Path, opened: Callable[[], S3File] | None = None) -> Iterator[h5py.File]:
+def open_metadata(
+    path: Path, opened: Callable[[], S3File | WatchedFile] | None = None
+) -> Iterator[h5py.File]:
     """Open a file through Python, for its metadata; HDF5 gets no handle of the real file.
 
     Args:
         path: path of the file.
-        opened: returns the object if it was opened before; None opens the path.
+        opened: returns the file if it was opened before; it is closed at the end. None opens the
+            path.
 
     Raises:
         OSError: with errno if the file cannot be read now, without errno if it is damaged.

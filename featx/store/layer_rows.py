@@ -18,10 +18,8 @@ from featx.store import layout
 from featx.store.chunk_reader import ChunkRows
 from featx.store.chunk_table import column_by_table
 from featx.store.contents import Contents, Segment
-from featx.store.hdf5_files import Handles, OpenFile, open_raw
-
-_MANY_FILES = 1000
-"""Number of files of a store from which on their status is read without HDF5."""
+from featx.store.hdf5_files import Handles, OpenFile
+from featx.store.tail_file import MANY_FILES, TailFile, in_threads
 
 
 class LayerRows:
@@ -134,22 +132,25 @@ class LayerRows:
             with self._open_rows(segment, layer) as chunks:
                 chunks.read(rows[:inside] - segment.start, out, places[:inside])
 
-    def status_of(self, segment: Segment) -> npt.NDArray[np.uint8]:
-        """Status of the rows of a segment, (n,) uint8.
+    def statuses(self) -> Iterator[tuple[Segment, npt.NDArray[np.uint8]]]:
+        """Each segment with the status of its rows, (n,) uint8.
 
         Of very many files the chunk tables are read, and HDF5 opens only those that their table
         does not describe. Fewer files stay open, so that rows that are read later are of the same
         moment.
         """
-        count = segment.stop - segment.start
-        many = len(self._contents.segments) >= _MANY_FILES
-        if many and not isinstance(segment.path, S3Path):
-            with contextlib.closing(open_raw(segment.path)) as raw:
-                values = column_by_table(raw, layout.STATUS, segment.identity, segment.start)
-            if values is not None and values.shape == (count,) and values.dtype.kind == "u":
-                return values
-        with self.open(segment) as opened:
-            return opened.column(layout.STATUS, count, "u")
+        segments = self._contents.segments
+        many = len(segments) >= MANY_FILES and not isinstance(segments[0].path, S3Path)
+        by_table: Iterator[npt.NDArray[np.uint8] | None] = itertools.repeat(None, len(segments))
+        if many:
+            by_table = in_threads(_status_by_table, segments)
+        for segment, values in zip(segments, by_table, strict=True):
+            if values is not None:
+                yield segment, values
+                continue
+            with self.open(segment) as opened:
+                count = segment.stop - segment.start
+                yield segment, opened.column(layout.STATUS, count, "u")
 
     @contextlib.contextmanager
     def open(self, segment: Segment) -> Iterator[OpenFile]:
@@ -174,3 +175,13 @@ class LayerRows:
         shape = (segment.stop - segment.start, *info.row_shape)
         with self.open(segment) as opened:
             yield opened.rows(f"{layout.FEATURES}/{layer}", shape, info.dtype, segment.start)
+
+
+def _status_by_table(segment: Segment) -> npt.NDArray[np.uint8] | None:
+    """Status of the rows of a file by its chunk table, or None if that does not tell."""
+    with contextlib.closing(TailFile(segment.path)) as raw:
+        values = column_by_table(raw, layout.STATUS, segment.identity, segment.start)
+    count = segment.stop - segment.start
+    if values is None or values.shape != (count,) or values.dtype.kind != "u":
+        return None
+    return values

@@ -264,16 +264,38 @@ def checksum(values: npt.NDArray[Any] | bytes | bytearray) -> int:
     Returns:
         checksum in [0, 2^32).
     """
-    if not isinstance(values, np.ndarray):
-        values = np.frombuffer(values, np.uint8)
-    data = values.reshape(-1).view(np.uint8)
-    size = len(data) // _FOLDED_BYTES * _FOLDED_BYTES
-    crc = 0
-    if size:
-        words = data[:size].view("<u8").reshape(-1, _WORDS)
-        for folded in (np.add.reduce(words, axis=1), np.bitwise_xor.reduce(words, axis=0)):
-            crc = zlib.crc32(folded.astype("<u8", copy=False).data, crc)
-    return zlib.crc32(data[size:].data, crc)
+    running = RunningChecksum()
+    running.add(values if isinstance(values, np.ndarray) else np.frombuffer(values, np.uint8))
+    return running.value()
+
+
+class RunningChecksum:
+    """`checksum` of bytes that come in pieces of any length, one after the other."""
+
+    def __init__(self) -> None:
+        self._sums: list[npt.NDArray[np.uint64]] = []
+        self._xor = np.zeros(_WORDS, "<u8")
+        self._rest = np.empty(0, np.uint8)  # bytes that do not fill _FOLDED_BYTES yet
+
+    def add(self, values: npt.NDArray[Any]) -> None:
+        """Take the bytes of a C-contiguous array, which may be changed afterwards."""
+        data = values.reshape(-1).view(np.uint8)
+        if len(self._rest):
+            data = np.concatenate([self._rest, data])
+        size = len(data) // _FOLDED_BYTES * _FOLDED_BYTES
+        if size:
+            words = data[:size].view("<u8").reshape(-1, _WORDS)
+            self._sums.append(np.add.reduce(words, axis=1))
+            self._xor ^= np.bitwise_xor.reduce(words, axis=0)
+        self._rest = data[size:].copy()
+
+    def value(self) -> int:
+        """`checksum` of all bytes so far."""
+        crc = 0
+        if self._sums:
+            for folded in (*self._sums, self._xor):
+                crc = zlib.crc32(folded.astype("<u8", copy=False).data, crc)
+        return zlib.crc32(self._rest.data, crc)
 
 
 def failures_checksum(columns: Sequence[npt.NDArray[Any]]) -> int:

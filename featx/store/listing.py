@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,12 +13,14 @@ import numpy as np
 import numpy.typing as npt
 
 from featx.errors import StoreMismatchError, counted
+from featx.storage import S3File
 from featx.store import layout
-from featx.store.hdf5_files import damage_text, open_metadata, raise_unless_damage
+from featx.store.hdf5_files import damage_text, open_metadata, open_raw, raise_unless_damage
+from featx.store.mapped_dataset import mapped_values
 from featx.types import Listing
 
-_COMPARED_ROWS = 1 << 18
-"""Rows that are compared at a time, so that 10^8 rows need no second copy in memory."""
+_ROWS_AT_ONCE = 1 << 18
+"""Rows that are looked at together, so that 10^8 rows need no second copy in memory."""
 
 
 def listing_digest(listing: Listing) -> str:
@@ -68,19 +69,6 @@ def same_values(some: npt.NDArray[Any], others: npt.NDArray[Any]) -> bool:
     return some.dtype.kind == others.dtype.kind and np.array_equal(some, others)
 
 
-def listing_file(listing: Listing) -> memoryview:
-    """Content of samples.h5: /key, /label, /classes and /columns of all rows, with checksums."""
-    buffer = io.BytesIO()
-    with h5py.File(buffer, "w", libver=layout.LIBVER) as file:
-        file.attrs["featx_format"] = layout.FORMAT_PLAIN
-        make_groups(file, listing)
-        for path, values in row_values(listing).items():
-            file[path] = values
-            file[f"{layout.CHECKSUMS}/{path}"] = layout.chunk_checksums(values, max(1, len(values)))
-        write_classes(file, listing.classes)
-    return buffer.getbuffer()
-
-
 def make_groups(file: h5py.File, listing: Listing) -> None:
     """Create the groups for a listing; groups that HDF5 creates by itself store the time."""
     names = [layout.CHECKSUMS]
@@ -116,19 +104,20 @@ def compare_listing(path: Path, listing: Listing) -> tuple[int, str | None]:
                 return num_rows, f"it has {num_rows} keys and {len(labels)} labels"
             if column_names(file) != tuple(listing.columns):
                 return num_rows, f"its /{layout.COLUMNS} are not those of this store"
-            expected = row_values(listing)
-            for start in range(0, min(num_rows, len(listing)), _COMPARED_ROWS):
-                rows = slice(start, min(start + _COMPARED_ROWS, num_rows, len(listing)))
-                for name, values in expected.items():
-                    if not same_values(file[name][rows], values[rows]):
-                        return num_rows, f"its dataset /{name} is not that of this store"
+            differing = []
+            for name, values in row_values(listing).items():
+                is_same, agrees = _compare_rows(file, name, values)
+                if not is_same or len(file[name]) != num_rows:
+                    return num_rows, f"its dataset /{name} is not that of this store"
+                differing += [] if agrees else [name]
             # Either of them may have further classes, of rows that the other does not have.
             pairs = zip(_classes_in(file), listing.classes, strict=False)
             if any(listed != known for listed, known in pairs):
                 return num_rows, f"its dataset /{layout.CLASSES} is not that of this store"
-            for name in [*expected, layout.CLASSES]:
-                if not _agrees(file, name):
-                    return num_rows, f"its dataset /{name} differs from its checksum"
+            _, agrees = _compare_rows(file, layout.CLASSES)
+            differing += [] if agrees else [layout.CLASSES]
+            if differing:
+                return num_rows, f"its dataset /{differing[0]} differs from its checksum"
             return num_rows, None
     except layout.UNREADABLE as error:
         return 0, damage_text(path, error)
@@ -146,13 +135,31 @@ def is_listing_of(path: Path, listing: Listing) -> bool:
     return problem is None and num_rows == len(listing)
 
 
-def _agrees(file: h5py.File, name: str) -> bool:
-    """Whether a dataset of samples.h5 agrees with its checksum."""
-    path = f"{layout.CHECKSUMS}/{name}"
-    if not len(file[name]):
-        return True
-    values = np.ascontiguousarray(file[name][:])
-    return bool(file[path][:].tolist() == [layout.checksum(values)])
+def _compare_rows(
+    file: h5py.File, name: str, expected: npt.NDArray[Any] | None = None
+) -> tuple[bool, bool]:
+    """Compare a dataset of samples.h5 with its checksum and with other values, in one reading.
+
+    Args:
+        file: samples.h5.
+        name: path of the dataset.
+        expected: values that the first rows must have, more or fewer than the dataset; None for
+            any.
+
+    Returns:
+        whether the rows that both have are the same, and whether the dataset agrees with its
+        checksum. The second is unknown, and False, if the first is False.
+    """
+    dataset, checksum = file[name], layout.RunningChecksum()
+    for start in range(0, len(dataset), _ROWS_AT_ONCE):
+        rows = dataset[start : start + _ROWS_AT_ONCE]
+        if expected is not None:
+            known = expected[start : start + len(rows)]
+            if not same_values(rows[: len(known)], known):
+                return False, False
+        checksum.add(np.ascontiguousarray(rows))
+    sums = file[f"{layout.CHECKSUMS}/{name}"]
+    return True, not len(dataset) or sums[:].tolist() == [checksum.value()]
 
 
 def read_listing(root: Path, num_rows: int, identity: str | None = None) -> Listing | None:
@@ -182,26 +189,45 @@ def read_listing(root: Path, num_rows: int, identity: str | None = None) -> List
 def listing_in(path: Path, num_rows: int) -> Listing | None:
     """Read the first rows of the listing in a file; None if it is damaged or has fewer rows.
 
+    Large datasets of samples.h5 are mapped; see `mapped_values`.
+
     Raises:
         StoreError: the file cannot be read now.
     """
     try:
-        with open_metadata(path) as file:
-            keys, labels = file[layout.KEY][:num_rows], file[layout.LABEL][:num_rows]
+        with open_raw(path) as raw, open_metadata(path, lambda: raw) as file:
+
+            def first_rows(name: str) -> npt.NDArray[Any]:
+                dataset = file[name]
+                values = None
+                if not isinstance(raw, S3File):
+                    values = mapped_values(dataset, raw.fileno())
+                rows: npt.NDArray[Any] = (dataset if values is None else values)[:num_rows]
+                return rows
+
+            keys, labels = first_rows(layout.KEY), first_rows(layout.LABEL)
             classes = _classes_in(file)
-            columns = {
-                name: file[f"{layout.COLUMNS}/{name}"][:num_rows] for name in column_names(file)
-            }
+            columns = {name: first_rows(f"{layout.COLUMNS}/{name}") for name in column_names(file)}
     except FileNotFoundError:
         return None
     except layout.UNREADABLE as error:
         raise_unless_damage(path, error)
         return None
-    sound = len(keys) == len(labels) == num_rows and (keys.dtype.kind, labels.dtype) == ("S", "<i8")
+    sound = len(keys) == len(labels) == num_rows
+    sound = sound and keys.dtype.kind == "S" and labels.dtype == np.dtype("<i8")
     sound = sound and all(
         values.shape == (num_rows,) and is_column_type(values.dtype) for values in columns.values()
     )
     return Listing(keys, labels, classes, columns=columns) if sound else None
+
+
+def is_ascending(keys: npt.NDArray[np.bytes_]) -> bool:
+    """Whether each key is greater than the one before it, so that none occurs twice."""
+    for start in range(0, len(keys) - 1, _ROWS_AT_ONCE):
+        some = keys[start : start + _ROWS_AT_ONCE + 1]
+        if not (some[1:] > some[:-1]).all():
+            return False
+    return True
 
 
 def is_column_type(dtype: np.dtype[Any]) -> bool:

@@ -158,10 +158,10 @@ def pack_store(root: Path) -> bool:
         # Slurm tasks without a driver write without this lock.
         refuse_other_writers(root)
         clear_leftovers(disk)
-        pieces = _pieces(root, manifest)
-        new = [piece.path.name for piece in pieces] != [layout.PACKED]
+        sources = _source_files(root, manifest)
+        new = [source.path.name for source in sources] != [layout.PACKED]
         if new:
-            stored_bytes = sum(piece.path.stat().st_size for piece in pieces)
+            stored_bytes = sum(source.path.stat().st_size for source in sources)
             size = packed_size_bound(stored_bytes)
             if (free := disk.free_bytes()) < size:
                 raise RunError(
@@ -174,7 +174,7 @@ def pack_store(root: Path) -> bool:
 
 
 @dataclass(frozen=True)
-class _Piece:
+class _SourceFile:
     """Source file with rows [start, stop) of the layers of some runs.
 
     Attributes:
@@ -208,14 +208,14 @@ def pack(root: Path, in_memory: bool = False) -> None:
         raise StoreError(f"{root} holds no store: there is no {layout.DESCRIPTOR}.")
     if any(codecs.CODECS.get(run.codec).needs_plugin for run in manifest.runs):
         codecs.load_plugin()
-    pieces = _pieces(root, manifest)
-    if [piece.path.name for piece in pieces] == [layout.PACKED]:
+    sources = _source_files(root, manifest)
+    if [source.path.name for source in sources] == [layout.PACKED]:
         return
     listing = read_listing(root, manifest.num_rows, manifest.listing_identity)
     if listing is None:
         raise StoreError(f"{root / layout.LISTING} is missing or damaged.")
     try:
-        size = packed_size_bound(sum(piece.path.stat().st_size for piece in pieces))
+        size = packed_size_bound(sum(source.path.stat().st_size for source in sources))
     except FileNotFoundError as error:
         raise StoreError(
             f"{error.filename} was removed while {root} was being packed: another process writes "
@@ -228,13 +228,13 @@ def pack(root: Path, in_memory: bool = False) -> None:
                 packing = _Packing(manifest, listing, packed)
                 packing.create()
                 seal_texts(packed, file)
-                packing.copy(pieces)
+                packing.copy(sources)
             # Read back before the file gets its name and the parts are deleted.
             with h5py.File(file, "r") as packed:
                 check_texts(packed, read_at)
                 check_chunks(packed)
         except layout.UNREADABLE as error:
-            damaged = _set_damaged_aside(disk, pieces, manifest, listing)
+            damaged = _set_damaged_aside(disk, sources, manifest, listing)
             if isinstance(error, OSError) and not isinstance(error, StoreError) and not damaged:
                 raise  # the disk failed; no source is damaged
             raise StoreError(f"{error}{damaged}") from error
@@ -266,9 +266,9 @@ def _file_of(
     disk.replace(path, buffer.getbuffer())
 
 
-def _pieces(root: Path, manifest: Manifest) -> list[_Piece]:
+def _source_files(root: Path, manifest: Manifest) -> list[_SourceFile]:
     """Source files: an existing features.h5, then the parts that it does not hold."""
-    pieces, num_packed = [], 0
+    sources, num_packed = [], 0
     packed = root / layout.PACKED
     if packed.exists():
         try:
@@ -284,43 +284,48 @@ def _pieces(root: Path, manifest: Manifest) -> list[_Piece]:
                 f"{packed} belongs to another run. Move it away and give the same command again."
             )
         rows = max(run.grid.stop_row for run in manifest.runs[:num_packed])
-        pieces.append(_Piece(packed, 0, rows, manifest.digest_of(num_packed)))
+        sources.append(_SourceFile(packed, 0, rows, manifest.digest_of(num_packed)))
     for run in manifest.runs[num_packed:]:
         for part in run.parts():
             path = root / layout.PARTS / layout.part_name(part.index)
-            pieces.append(_Piece(path, part.start, part.stop, run.digest, part))
-    missing = [piece.path.name for piece in pieces if not piece.path.is_file()]
+            sources.append(_SourceFile(path, part.start, part.stop, run.digest, part))
+    missing = [source.path.name for source in sources if not source.path.is_file()]
+    if missing and num_packed == 0 and packed.exists():
+        # Another process, on a file system without locks, has packed the parts since the look at
+        # features.h5 above, and has removed them.
+        return _source_files(root, manifest)
     if missing:
         raise StoreError(
             f"{root} cannot be packed yet: "
-            f"{counted(len(missing), 'part is', 'parts are')} missing, {missing[0]} first."
+            f"{counted(len(missing), 'part is', 'parts are')} missing, {missing[0]} first. The "
+            "command of the run computes what is missing."
         )
-    return pieces
+    return sources
 
 
 def _set_damaged_aside(
-    disk: AtomicFolder, pieces: list[_Piece], manifest: Manifest, listing: Listing
+    disk: AtomicFolder, sources: list[_SourceFile], manifest: Manifest, listing: Listing
 ) -> str:
     """Move sources that differ from their checksums to quarantine, and keep their good rows.
 
     Returns:
-        sentences on what was done, empty if no source is damaged.
+        sentences on what was done, empty if no file is damaged.
     """
     text = ""
-    for piece in pieces:
+    for source in sources:
         try:
-            with open_hdf5(piece.path) as source:
-                check_chunks(source)
+            with open_hdf5(source.path) as file:
+                check_chunks(file)
         except layout.UNREADABLE as error:
             if not layout.is_damage(error):
                 continue
-            if piece.part is None:
-                parts_from(disk, piece.path, manifest, listing)
-                target = disk.set_aside(piece.path, disk.root / layout.QUARANTINE)
-                text += f" {piece.path.name} is damaged ({error}), moved to {target}."
+            if source.part is None:
+                parts_from(disk, source.path, manifest, listing)
+                target = disk.set_aside(source.path, disk.root / layout.QUARANTINE)
+                text += f" {source.path.name} is damaged ({error}), moved to {target}."
             else:
-                kept = keep_good_rows(disk, piece.path, manifest, piece.part, listing)
-                text += f" {piece.path.name} is damaged ({error}), {kept}."
+                kept = keep_good_rows(disk, source.path, manifest, source.part, listing)
+                text += f" {source.path.name} is damaged ({error}), {kept}."
     return text
 
 
@@ -366,12 +371,12 @@ class _Packing:
         for spec in self._manifest.layers.values():
             self._create_layer(spec)
 
-    def copy(self, pieces: list[_Piece]) -> None:
+    def copy(self, sources: list[_SourceFile]) -> None:
         """Copy all rows; the attribute `complete` is set last."""
         packed = self._packed
-        for piece in pieces:
-            with open_hdf5(piece.path) as source:
-                self._take(source, piece)
+        for source in sources:
+            with open_hdf5(source.path) as file:
+                self._take(file, source)
         write_columns(packed, self._columns)
         for name, sums in self._sums.items():
             packed[f"{layout.CHECKSUMS}/{name}"] = sums
@@ -392,51 +397,51 @@ class _Packing:
         num_chunks = -(-self._num_rows // chunk_rows)
         self._sums[f"{layout.FEATURES}/{spec.name}"] = np.zeros(num_chunks, dtype=np.uint32)
 
-    def _take(self, source: h5py.File, piece: _Piece) -> None:
+    def _take(self, file: h5py.File, source: _SourceFile) -> None:
         """Copy the rows of one file to their positions."""
-        if source.attrs["fingerprint"] != piece.identity:
-            raise StoreError(f"{piece.path} belongs to another run.")
-        rows = slice(piece.start, piece.stop)
-        num_rows = piece.stop - piece.start
-        if source.attrs.get("start", 0) != piece.start or len(source[layout.KEY]) != num_rows:
-            raise StoreError(f"{piece.path} holds the rows of another part.")
+        if file.attrs["fingerprint"] != source.identity:
+            raise StoreError(f"{source.path} belongs to another run.")
+        rows = slice(source.start, source.stop)
+        num_rows = source.stop - source.start
+        if file.attrs.get("start", 0) != source.start or len(file[layout.KEY]) != num_rows:
+            raise StoreError(f"{source.path} holds the rows of another part.")
         for name, expected in row_values(self._listing).items():
-            for start, values in good_chunks(source, name):
+            for start, values in good_chunks(file, name):
                 if not same_values(values, expected[rows][start : start + len(values)]):
-                    raise StoreError(f"{piece.path}: /{name} is not that of {layout.LISTING}.")
-        for name in source[layout.FEATURES]:
+                    raise StoreError(f"{source.path}: /{name} is not that of {layout.LISTING}.")
+        for name in file[layout.FEATURES]:
             path = f"{layout.FEATURES}/{name}"
-            self._copy_rows(source, path, piece.start)
+            self._copy_rows(file, path, source.start)
         status = self._status[rows]
-        statuses = np.concatenate([values for _, values in good_chunks(source, layout.STATUS)])
+        statuses = np.concatenate([values for _, values in good_chunks(file, layout.STATUS)])
         status[:] = np.where((status == Status.ABSENT) | (status == Status.OK), statuses, status)
-        self._take_image_checksums(source, piece)
-        for failure in read_failures(source):
+        self._take_image_checksums(file, source)
+        for failure in read_failures(file):
             self._failures.setdefault(failure.row, failure)
 
-    def _take_image_checksums(self, source: h5py.File, piece: _Piece) -> None:
+    def _take_image_checksums(self, file: h5py.File, source: _SourceFile) -> None:
         """Copy image checksums; they must agree with those of other layers of the same rows."""
-        images = self._images[piece.start : piece.stop]
-        new_images = image_checksums_in(source)
+        images = self._images[source.start : source.stop]
+        new_images = image_checksums_in(file)
         both = (images != UNKNOWN_IMAGE) & (new_images != UNKNOWN_IMAGE)
         if (other := np.flatnonzero(both & (images != new_images))).size:
-            key = os.fsdecode(bytes(self._listing.keys[piece.start + int(other[0])]))
-            layers = ", ".join(source[layout.FEATURES])
+            key = os.fsdecode(bytes(self._listing.keys[source.start + int(other[0])]))
+            layers = ", ".join(file[layout.FEATURES])
             raise StoreError(
-                f"{piece.path.name}: {counted(len(other), 'row was', 'rows were')} computed for "
+                f"{source.path.name}: {counted(len(other), 'row was', 'rows were')} computed for "
                 f"{layers} from other images than the layers before them, such as {key}. "
                 "refresh=true with the command of the run computes them again."
             )
         images[:] = np.where(new_images == UNKNOWN_IMAGE, images, new_images)
 
-    def _copy_rows(self, source: h5py.File, path: str, first_row: int) -> None:
+    def _copy_rows(self, file: h5py.File, path: str, first_row: int) -> None:
         """Copy the rows of a dataset: aligned chunks as stored, others decoded and checked."""
-        rows, target, sums = source[path], self._packed[path], self._sums[path]
+        rows, target, sums = file[path], self._packed[path], self._sums[path]
         step = target.chunks[0]
         num_rows = len(rows)
         alike = rows.chunks == target.chunks and _filters(rows) == _filters(target)
         if alike and first_row % step == 0:
-            stored = source[f"{layout.CHECKSUMS}/{path}"][:]
+            stored = file[f"{layout.CHECKSUMS}/{path}"][:]
             # A short last chunk may be copied as it is only if no rows follow it in the store.
             last = first_row + num_rows == self._num_rows
             whole = -(-num_rows // step) if last else num_rows // step
@@ -445,7 +450,7 @@ class _Packing:
             begin = whole * step
         else:
             begin = 0
-        for start, values in good_chunks(source, path, begin):
+        for start, values in good_chunks(file, path, begin):
             self._put(path, first_row + start, values)
 
     def _put(self, path: str, first_row: int, values: npt.NDArray[Any]) -> None:

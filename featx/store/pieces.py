@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from featx.store import layout
+from featx.store.part_files import names_in
 from featx.types import Part
 
 
@@ -33,7 +34,7 @@ class Pieces:
     @classmethod
     def in_store(cls, root: Path) -> Pieces:
         """Pieces in the folder of a store."""
-        return cls(path.name for path in (root / layout.PARTS).glob(layout.PIECE_GLOB))
+        return cls(names_in(root, layout.PIECE_GLOB))
 
     def of(self, part: Part) -> list[Part]:
         """Pieces of a part in ascending order; they do not overlap."""

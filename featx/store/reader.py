@@ -21,6 +21,7 @@ from featx.store.description import describe_html, describe_text
 from featx.store.hdf5_files import Handles
 from featx.store.layer_array import LayerArray
 from featx.store.layer_rows import LayerRows
+from featx.store.listing import is_ascending
 from featx.types import UNKNOWN_IMAGE, Status
 
 
@@ -212,8 +213,7 @@ class FeatureStore:
     def _read_status(self) -> npt.NDArray[np.uint8]:
         """Combine the status of all files; see `status`."""
         status = np.full(len(self), Status.ABSENT, dtype=np.uint8)
-        for segment in self._contents.segments:
-            statuses = self._rows.status_of(segment)
+        for segment, statuses in self._rows.statuses():
             # A row that failed in one run has failed, whatever a later run made of it.
             before = status[segment.start : segment.stop]
             undecided = (before == Status.ABSENT) | (before == Status.OK)
@@ -257,7 +257,7 @@ class FeatureStore:
             failures.append(
                 {
                     "row": row,
-                    "key": str(self.keys[row]),
+                    "key": os.fsdecode(bytes(self.key_bytes[row])),
                     "status": self._status_label(row),
                     "error": error.decode("utf-8", "replace"),
                     "message": message.decode("utf-8", "replace"),
@@ -293,12 +293,13 @@ class FeatureStore:
             KeyError: there is no such key; the message names similar keys.
         """
         wanted = os.fsencode(key)
-        order = self._key_order
-        at = int(np.searchsorted(self.key_bytes, np.bytes_(wanted), sorter=order))
-        rows = np.arange(len(self)) if order is None else order
-        if at < len(self) and bytes(self.key_bytes[rows[at]]) == wanted:
+        keys, order = self.key_bytes, self._key_order
+        # With a text longer than the keys, numpy would copy all of them to that length.
+        at = int(np.searchsorted(keys, np.bytes_(wanted[: keys.itemsize]), sorter=order))
+        rows = range(len(self)) if order is None else order
+        if at < len(self) and bytes(keys[rows[at]]) == wanted:
             return int(rows[at])
-        nearby = self.keys[rows[max(0, at - 500) : at + 500]].tolist()
+        nearby = [os.fsdecode(bytes(keys[row])) for row in rows[max(0, at - 500) : at + 500]]
         raise KeyError(f"{self.root} has no row {key!r}.{nearest(os.fsdecode(wanted), nearby)}")
 
     def xy(self, layer: str) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]]:
@@ -325,7 +326,7 @@ class FeatureStore:
     def _key_order(self) -> npt.NDArray[np.int64] | None:
         """(N,) rows sorted by key, or None if they are sorted, as they are unless a store grew."""
         keys = self.key_bytes
-        return None if (keys[1:] > keys[:-1]).all() else np.argsort(keys, kind="stable")
+        return None if is_ascending(keys) else np.argsort(keys, kind="stable")
 
     def _column(self, name: str, kind: str) -> npt.NDArray[Any]:
         """Column of the listing, (N,), whose dtype has one of numpy's kinds in `kind`."""

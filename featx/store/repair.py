@@ -24,7 +24,8 @@ from featx.store.damage_report import Report
 from featx.store.dtypes import from_raw, raw_dtype
 from featx.store.hdf5_files import damage_text, open_metadata, raise_unless_damage
 from featx.store.leftovers import clear_leftovers
-from featx.store.listing import listing_file, listing_identity, read_listing
+from featx.store.listing import listing_identity, read_listing
+from featx.store.listing_writer import write_listing
 from featx.store.manifest import Manifest, Run, load_manifest, num_runs_of
 from featx.store.part_builder import PartBuilder
 from featx.store.part_files import part_path
@@ -77,7 +78,7 @@ def set_damage_aside(report: Report) -> list[Path]:
                 parts_from(disk, packed, manifest, listing)
             moved.append(disk.set_aside(packed, root / layout.QUARANTINE))
         if root / layout.LISTING in damaged and is_of(listing, manifest):
-            disk.publish(root / layout.LISTING, listing_file(listing))
+            write_listing(disk, root / layout.LISTING, listing, replace=False)
         return moved
 
 

@@ -34,15 +34,16 @@ from featx.store.heartbeat import (
 )
 from featx.store.image_states import image_checksums_in, keep_image_states
 from featx.store.leftovers import clear_leftovers
-from featx.store.listing import compare_listing, listing_file
+from featx.store.listing import compare_listing
+from featx.store.listing_writer import write_listing
 from featx.store.manifest import Manifest, Run, load_manifest, num_runs_of, read_manifest
 from featx.store.part_builder import PartBuilder
 from featx.store.part_files import (
     STREAMED_BYTES,
-    arrived_parts,
     begin_part,
     part_names,
     part_path,
+    parts_committed_by_others,
     publish_part,
 )
 from featx.store.pieces import Pieces, piece_path
@@ -57,7 +58,7 @@ class StoreSession:
 
     Args:
         root: folder of the store.
-        asked: all rows and the requested layers, as a run of their own.
+        requested: all rows and the requested layers, as a run of their own.
         listing: all rows; rows that the store has are in the store's order.
         grow: whether new rows may be added to the store.
 
@@ -133,7 +134,7 @@ class StoreSession:
         return self._parts.failures
 
     @property
-    def rows_failed(self) -> int:
+    def num_failed(self) -> int:
         """Number of failed rows known so far."""
         return self._parts.num_failed
 
@@ -148,13 +149,13 @@ class StoreSession:
         return not any(self._parts.missing_of(run) for run in self.manifest.runs)
 
     @property
-    def rows_done(self) -> int:
+    def num_committed(self) -> int:
         """Number of rows of the requested layers in committed parts and in pieces."""
         gaps = (gap for part in self.missing() for gap in self._parts.pieces.gaps(part))
-        return self.rows_asked - sum(map(len, gaps))
+        return self.num_rows - sum(map(len, gaps))
 
     @property
-    def rows_asked(self) -> int:
+    def num_rows(self) -> int:
         """Number of rows that the requested layers have in the end."""
         runs = [run for run in self.manifest.runs if run.names & self._requested.names]
         return max((run.grid.stop_row for run in runs), default=0)
@@ -184,10 +185,10 @@ class StoreSession:
         """Commit a part; return the failures of the part that the store holds then."""
         failures = publish_part(self.disk, builder, self.manifest, self.listing)
         self._begun.discard(builder)
-        self.committed(builder.part, failures)
+        self.record_commit(builder.part, failures)
         return failures
 
-    def committed(self, part: Part, failures: Sequence[Failure]) -> None:
+    def record_commit(self, part: Part, failures: Sequence[Failure]) -> None:
         """Record that a part is committed, by this process or a worker, and its failures."""
         self._parts.indices.add(part.index)
         # A kill in between leaves the part and its pieces; the next run deletes the pieces.
@@ -197,13 +198,15 @@ class StoreSession:
             rows = csv_rows(sorted(new, key=lambda failure: failure.row))
             self.disk.append(self.root / layout.FAILURES_CSV, rows)
 
-    def arrived(self, parts: Sequence[Part]) -> Iterator[tuple[Part, Sequence[Failure]]]:
+    def committed_by_others(
+        self, parts: Sequence[Part]
+    ) -> Iterator[tuple[Part, Sequence[Failure]]]:
         """Select the parts that other processes have committed; yields each with its failures.
 
         Raises:
             RunError: the file of a part is not valid.
         """
-        return arrived_parts(self.root, self.manifest, parts)
+        return parts_committed_by_others(self.root, self.manifest, parts)
 
     def unpack(self) -> None:
         """Turn the rows of features.h5 into parts again, if it exists.
@@ -231,7 +234,7 @@ class StoreSession:
         ]
         return sorted(there, key=lambda part: part.index)
 
-    def stored(
+    def read_part(
         self, part: Part
     ) -> tuple[dict[str, npt.NDArray[Any]], list[Failure], npt.NDArray[np.uint64]]:
         """Read a part.
@@ -379,11 +382,11 @@ class StoreSession:
             if problem:
                 quarantine(self.disk, listing, problem)
             if problem or num_rows != len(self.listing):
-                self.disk.replace(listing, listing_file(self.listing))
+                write_listing(self.disk, listing, self.listing)
             if problem:
                 logger.warning("%s was written again from the listing of this run.", listing)
         else:
-            self.disk.replace(listing, listing_file(self.listing))
+            write_listing(self.disk, listing, self.listing)
         if before is not None and before.runs != self.manifest.runs:
             data = self.manifest.to_json()
             if not self.disk.compare_and_swap(manifest, self._manifest_before, data):

@@ -106,6 +106,7 @@ class EpochOrder:
             order = np.arange(len(blocks))
         self._order = order
         self._own = order[rank :: extent.world_size]
+        self._edges = np.linspace(0, len(self._own), self.num_segments + 1).astype(np.int64)
 
     @cached_property
     def rank_tokens(self) -> list[int]:
@@ -139,9 +140,8 @@ class EpochOrder:
         Args:
             number: segment, from 0 to `num_segments` - 1.
         """
-        edges = np.linspace(0, len(self._own), self.num_segments + 1).astype(np.int64)
         # In the order of the store: neighbours are read together, and disks move in one direction.
-        own = np.sort(self._own[edges[number] : edges[number + 1]])
+        own = np.sort(self._own[self._edges[number] : self._edges[number + 1]])
         tokens = self._blocks.tokens(own)
         if self.delay == 1:
             return tokens, np.zeros(len(tokens), np.int64)

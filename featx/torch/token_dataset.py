@@ -22,7 +22,13 @@ from featx.errors import StoreError
 from featx.store import FeatureStore, TokenReader, Verify
 from featx.torch.argument_checks import check_whole_number
 from featx.torch.keyed_delay import EpochOrder, Extent
-from featx.torch.token_plan import block_tokens, choose_blocks, effective_images, segment_tokens
+from featx.torch.token_plan import (
+    ahead_tokens,
+    block_tokens,
+    choose_blocks,
+    effective_images,
+    segment_tokens,
+)
 from featx.torch.token_pool import TokenPool
 from featx.torch.token_selection import (
     Ints,
@@ -31,8 +37,9 @@ from featx.torch.token_selection import (
     token_places,
 )
 
-_DIRECT_THREADS = 16
-"""Threads that read past the page cache, where more requests at once are faster."""
+_DIRECT_THREADS = 8
+"""Threads that read past the page cache. More requests at once are faster up to about this number,
+and each thread more takes processor time from the copies."""
 
 Batch = dict[str, torch.Tensor]
 
@@ -82,7 +89,8 @@ class TokenDataset(IterableDataset[Batch]):
             rows; None takes all that are ok.
         batch_size: tokens of a batch.
         order: 'shuffled', or 'stored' for the order of the store.
-        memory: bytes that may be held; more memory mixes better.
+        memory: bytes that may be held, besides an eighth of it, at most 8 MiB, that is read ahead;
+            more memory mixes better.
         block: tokens that are read together; None takes as many as leave 0.8 of the tokens of a
             batch of distinct images, at most a chunk of the store and at least 64 KiB.
         seed: seed of the order and of `per_image`, 0 or above.
@@ -201,7 +209,7 @@ class TokenDataset(IterableDataset[Batch]):
         `distinct_images_in_batch` what follows for a batch, `held_bytes` the tokens that are held,
         and `block_bytes` the size of a read.
         """
-        held, tokens = self._extent.held_tokens, len(self._selection)
+        held, tokens = self._held_tokens, len(self._selection)
         width, group = self._reader().token_bytes, self._group
         sizes = {"held_bytes": held * width, "block_bytes": block_tokens(self._blocks) * width}
         if self._order == "stored":
@@ -353,6 +361,18 @@ class TokenDataset(IterableDataset[Batch]):
         """(N,) whether a row holds features."""
         return self.store.ok
 
+    @property
+    def _ahead_tokens(self) -> int:
+        """Number of tokens that are read ahead in addition to those of the order."""
+        if self._extent.num_segments == 1:
+            return 0
+        return ahead_tokens(self._memory, self._reader().token_bytes)
+
+    @property
+    def _held_tokens(self) -> int:
+        """Number of tokens that are held at most."""
+        return self._extent.held_tokens + self._ahead_tokens
+
     @cached_property
     def _arguments(self) -> _Arguments:
         """What decides on the order."""
@@ -402,8 +422,9 @@ class TokenDataset(IterableDataset[Batch]):
             )
         self._position = (epoch, batches, segment, offset)
         with ThreadPoolExecutor(self._num_threads(reader), "featx-tokens") as threads:
-            held = self._extent.held_tokens
-            pool = TokenPool(reader, self._selection, order, held, threads)
+            # Large batches give back more tokens at once than those that are added for this.
+            ahead = 2 * self._ahead_tokens
+            pool = TokenPool(reader, self._selection, order, self._held_tokens, ahead, threads)
             try:
                 kept = np.zeros((2, 0), np.int64)
                 for number, output in enumerate(pool.outputs(segment), segment):

@@ -22,6 +22,10 @@ _TOKEN_OVERHEAD = 40
 _SEGMENT_OVERHEAD = 120
 """Bytes for each token of a segment while it is read: addresses, delays and their order."""
 
+_AHEAD_BYTES = 8 << 20
+"""Bytes of tokens that are read ahead in addition to the memory, at most an eighth of it. A disk of
+1 GB/s reads 5 MB while the interpreter's lock changes hands once on a busy machine."""
+
 _READ_BYTES = 64 << 20
 """Bytes of the buffers of all threads that read, at most an eighth of the memory."""
 
@@ -39,6 +43,16 @@ def segment_tokens(memory: int, token_bytes: int, needed: int) -> int:
     if needed * (token + _SEGMENT_OVERHEAD) <= room:
         return needed  # everything fits: one segment, which is shuffled fully
     return max(1, int(room / ((DELAY + 1) / 2 * token + token + _SEGMENT_OVERHEAD)))
+
+
+def ahead_tokens(memory: int, token_bytes: int) -> int:
+    """Tokens that are read ahead in addition to those that wait.
+
+    Args:
+        memory: bytes that may be held.
+        token_bytes: bytes of a token.
+    """
+    return min(_AHEAD_BYTES, memory // 8) // (token_bytes + _SEGMENT_OVERHEAD)
 
 
 def choose_blocks(

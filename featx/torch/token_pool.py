@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -15,8 +16,8 @@ from featx.torch.token_selection import Ints, TokenSelection
 
 Bytes = npt.NDArray[np.uint8]
 
-_JOBS = 8
-_LEAST_JOB_BYTES, _JOB_BYTES = 256 << 10, 1 << 20
+_JOBS = 4
+_LEAST_JOB_BYTES, _JOB_BYTES = 512 << 10, 1 << 20
 """Reads that a segment is divided into at least, and the bytes of a read that limit that."""
 
 
@@ -28,6 +29,7 @@ class TokenPool:
         selection: tokens of the epoch.
         order: order of the epoch.
         num_slots: number of tokens that are held at most.
+        ahead: number of tokens of later segments at which reading ahead ends.
         threads: reads tokens while batches are used.
     """
 
@@ -37,17 +39,20 @@ class TokenPool:
         selection: TokenSelection,
         order: EpochOrder,
         num_slots: int,
+        ahead: int,
         threads: ThreadPoolExecutor,
     ) -> None:
         self._reader = reader
         self._selection = selection
         self._order = order
         self._threads = threads
+        self._ahead = ahead
         self._tokens = np.empty((num_slots, reader.token_bytes), np.uint8)
         self._free = np.arange(num_slots)
         self._num_free = num_slots
         self._waiting: dict[int, list[tuple[Ints, Ints]]] = {}
-        self._reading: deque[tuple[int, list[Future[None]]]] = deque()
+        self._reading: deque[tuple[int, int, list[Future[None]]]] = deque()
+        self._next: tuple[int, Ints, Ints] | None = None
 
     def outputs(self, first: int) -> Iterator[tuple[Ints, Ints]]:
         """Yield the output segments from `first` on, each as tokens and their slots.
@@ -59,14 +64,13 @@ class TokenPool:
         """
         last = self._order.num_segments - 1
         # Segments below 0 are those at the end of the ring, whose delay passes its start.
-        for number in range(first - self._order.delay + 1, first + 1):
-            self._begin(number, first, last)
-            self._finish(number - 1)
-        for number in range(first, last + 1):
-            # The next segment is started before this one is complete: reading never pauses.
-            if number < last:
-                self._begin(number + 1, first, last)
+        begin = first - self._order.delay + 1
+        self._next = self._plan(begin, first, last)
+        for number in range(begin, last + 1):
+            self._read_ahead(number, first, last)
             self._finish(number)
+            if number < first:
+                continue
             parts = self._waiting.pop(number, [])
             tokens = np.concatenate([part for part, _ in parts] or [np.zeros(0, np.int64)])
             slots = np.concatenate([part for _, part in parts] or [np.zeros(0, np.int64)])
@@ -89,36 +93,56 @@ class TokenPool:
 
     def close(self) -> None:
         """Wait until no thread writes to the pool any more."""
-        for _, jobs in self._reading:
-            for job in jobs:
-                job.cancel()
-            for job in jobs:
-                if not job.cancelled():
-                    job.exception()
+        jobs = [job for _, _, jobs in self._reading for job in jobs]
+        for job in jobs:
+            job.cancel()
+        for job in jobs:
+            if not job.cancelled():
+                job.exception()
 
-    def _begin(self, number: int, first: int, last: int) -> None:
-        """Read the tokens of a segment that leave in the output segments `first` to `last`."""
+    def _read_ahead(self, number: int, first: int, last: int) -> None:
+        """Begin to read the segments up to the one behind `number`, and more if slots are free."""
+        ahead = sum(count for other, count, _ in self._reading if other > number)
+        while self._next is not None:
+            now, tokens, delay = self._next
+            is_needed = now <= number + 1
+            if not is_needed and (ahead >= self._ahead or len(tokens) > self._num_free):
+                return
+            self._begin(now, tokens, delay)
+            if now > number:
+                ahead += len(tokens)
+            self._next = self._plan(now + 1, first, last) if now < last else None
+
+    def _plan(self, number: int, first: int, last: int) -> tuple[int, Ints, Ints]:
+        """Tokens of a segment that leave in the output segments `first` to `last`, and delays."""
         tokens, delay = self._order.segment(number % self._order.num_segments)
-        output = number + delay
-        wanted = (output >= first) & (output <= last)
-        tokens, output = tokens[wanted], output[wanted]
+        if first <= number <= last - self._order.delay + 1:
+            return number, tokens, delay
+        wanted = (number + delay >= first) & (number + delay <= last)
+        return number, tokens[wanted], delay[wanted]
+
+    def _begin(self, number: int, tokens: Ints, delay: Ints) -> None:
+        """Read tokens of a segment."""
         slots = self._allocate(len(tokens))
         # A stable sort of small integers takes linear time.
-        order = np.argsort((output - number).astype(np.uint8), kind="stable")
-        leaving = output[order]
-        for at in np.split(order, np.flatnonzero(leaving[1:] != leaving[:-1]) + 1):
-            if len(at):
-                self._waiting.setdefault(int(output[at[0]]), []).append((tokens[at], slots[at]))
+        order = np.argsort(delay.astype(np.uint8), kind="stable")
+        leaving, of_output, to = delay[order], tokens[order], slots[order]
+        edges = [0, *(np.flatnonzero(np.diff(leaving)) + 1).tolist(), len(order)]
+        for low, high in itertools.pairwise(edges):
+            if high > low:
+                # Copies: a view would keep the arrays of the segment until its last token leaves.
+                part = of_output[low:high].copy(), to[low:high].copy()
+                self._waiting.setdefault(number + int(leaving[low]), []).append(part)
         rows, positions = self._selection.locate(tokens)
         width = self._reader.token_bytes
         size = max(_LEAST_JOB_BYTES, min(_JOB_BYTES, len(rows) * width // _JOBS))
         jobs = self._reader.jobs(rows, positions, self._tokens, slots, size)
-        self._reading.append((number, [self._threads.submit(job) for job in jobs]))
+        self._reading.append((number, len(tokens), [self._threads.submit(job) for job in jobs]))
 
     def _finish(self, number: int) -> None:
         """Wait until the segments up to one are read; raises the error of the first that failed."""
         while self._reading and self._reading[0][0] <= number:
-            for job in self._reading[0][1]:
+            for job in self._reading[0][2]:
                 job.result()
             self._reading.popleft()
 
@@ -131,7 +155,7 @@ class TokenPool:
 
     def _grow(self, more: int) -> None:
         """Add slots, which a run of chance may need once in 10^15 segments."""
-        for _, jobs in self._reading:
+        for _, _, jobs in self._reading:
             for job in jobs:  # they write to the array that is replaced
                 job.result()
         before = len(self._tokens)

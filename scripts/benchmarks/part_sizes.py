@@ -104,8 +104,9 @@ def many_parts(arguments: argparse.Namespace) -> None:
     shape = (arguments.tokens, 1) if arguments.tokens > 1 else (2,)
     num_rows = arguments.parts * arguments.rows
     print(f"{arguments.parts} parts of {arguments.rows} rows {shape} float16, {num_rows} rows")
-    with made_folder(arguments) as folder:
-        root = folder / "store"
+    kept = arguments.store
+    with contextlib.nullcontext() if kept else made_folder(arguments) as folder:
+        root = Path(kept) if folder is None else folder / "store"
         run, listing = make_run(num_rows, shape, arguments.rows)
         values = np.ones((arguments.rows, *shape), np.float16)
 
@@ -120,7 +121,8 @@ def many_parts(arguments: argparse.Namespace) -> None:
             with (session := StoreSession(root, run, listing)).hold():
                 assert session.whole
 
-        timed("all parts committed", write)
+        if not (root / "featx.json").exists():
+            timed("all parts committed", write)
         timed("resume", resume)
         for file in (root / "parts").iterdir():
             forget_pages(file)
@@ -159,3 +161,4 @@ def add_commands(add: Add) -> None:
     one.add_argument("--tokens", type=int, default=1, help="of a row, each of one number; 1: none")
     one.add_argument("--memory-mib", type=int, default=8, help="of TokenDataset")
     one.add_argument("--folder", help="where the store lies")
+    one.add_argument("--store", help="a store that is made unless it is there, and kept")

@@ -134,14 +134,23 @@ def read_sequentially(path: Path) -> int:
     return done // (2 * SHAPE[1])
 
 
-def read_at_random(path: Path, block: int) -> int:
-    """Read blocks of a file past the page cache in a random order in 16 threads, and nothing else.
+THREADS = 8
+"""Threads that read blocks, as many as those of TokenDataset past the page cache."""
+
+
+def read_at_random(path: Path, block: int, memory: int = 0) -> int:
+    """Read blocks of a file past the page cache in a random order in threads.
 
     Args:
         path: file.
         block: tokens of a block.
+        memory: bytes of a memory to whose random places the threads copy the tokens, and from which
+            this thread meanwhile copies as many to batches: what an epoch costs without its order.
+            0: nothing is copied.
     """
     block_bytes = block * 2 * SHAPE[1]
+    held = np.zeros(memory // (2 * SHAPE[1]), f"V{2 * SHAPE[1]}")
+    places = np.random.default_rng(0).permutation(len(held))
     blocks = np.random.default_rng(0).permutation(path.stat().st_size // block_bytes)
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT)
 
@@ -150,10 +159,18 @@ def read_at_random(path: Path, block: int) -> int:
         for at in (some * block_bytes).tolist():
             low, high = at // 4096 * 4096, -(-(at + block_bytes) // 4096) * 4096
             os.preadv(descriptor, [view[: high - low]], low)
+            if memory:
+                first = at // block_bytes * block % (len(held) - block)
+                tokens = np.frombuffer(view, held.dtype, block, at - low)
+                held[places[first : first + block]] = tokens
 
     try:
-        with ThreadPoolExecutor(16) as threads:
-            list(threads.map(read, np.array_split(blocks, 16)))
+        with ThreadPoolExecutor(THREADS) as threads:
+            done = threads.map(read, np.array_split(blocks, THREADS))
+            for low in range(0, len(blocks) * block if memory else 0, 4096):
+                first = low % (len(held) - 4096)
+                held.take(places[first : first + 4096])
+            list(done)
     finally:
         os.close(descriptor)
     return len(blocks) * block
@@ -200,6 +217,9 @@ def measure_cold(forms: dict[str, Path], arguments: argparse.Namespace) -> None:
     ways["copying alone"] = lambda: copy_alone(arguments.memory_mib << 20)
     for block in (64, 197, 394):
         ways[f"reading alone, {block}"] = partial(read_at_random, packed, block)
+        ways[f"reading, copying, {block}"] = partial(
+            read_at_random, packed, block, arguments.memory_mib << 20
+        )
         ways[f"packed, blocks of {block}"] = epoch(forms["packed"], True, block)
     ways["parts, blocks of 394"] = epoch(forms["parts"], True, 394)
     ways["packed, 394, page cache"] = epoch(forms["packed"], False, 394)

@@ -525,7 +525,7 @@ def test_processes_that_commit_at_once_give_the_same_bytes(tmp_path: Path) -> No
         for part in run.parts()[number::3]:
             failures = tree.commit(part, run.failures(part), run.of(part, [4]))
             with output:
-                store.committed(part, failures)
+                store.record_commit(part, failures)
 
     with ThreadPoolExecutor(3) as threads:
         list(threads.map(work, range(3)))
@@ -550,7 +550,7 @@ def test_whoever_merges_late_or_commits_again_changes_nothing(tmp_path: Path) ->
     assert {path.name for path in store.folder.iterdir()} > {path.name for path in kept}
     late.commit(parts[0], [], run.of(parts[0], [4]))  # which merges the two that are left over
     assert {path: path.read_bytes() for path in store.folder.iterdir()} == kept
-    store.committed(parts[3], late.commit(parts[3], [], run.of(parts[3], [4])))
+    store.record_commit(parts[3], late.commit(parts[3], [], run.of(parts[3], [4])))
     store.finish()
     assert sha256(store.path) == expected
 
@@ -559,10 +559,12 @@ def test_what_others_committed_is_found_with_its_failures(tmp_path: Path) -> Non
     run = Run(16, 4, failed=[5, 14])
     store, other = run.folder(tmp_path), run.tree(AtomicFolder(tmp_path))
     parts = run.parts()
-    assert list(store.arrived(parts)) == []
+    assert list(store.committed_by_others(parts)) == []
     for part in (parts[0], parts[1], parts[3]):
         other.commit(part, run.failures(part), run.of(part, [4]))
-    found = {part.index: [f.row for f in failures] for part, failures in store.arrived(parts)}
+    found = {
+        part.index: [f.row for f in failures] for part, failures in store.committed_by_others(parts)
+    }
     assert found == {0: [], 1: [5], 3: [14]}
 
 

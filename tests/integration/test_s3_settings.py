@@ -108,5 +108,5 @@ def test_more_objects_than_an_answer_lists(server: SeaweedServer) -> None:
     names = [f"run/parts/part-{i:06d}.h5" for i in range(2100)]
     with ThreadPoolExecutor(s3_client.CONNECTIONS) as pool:
         list(pool.map(lambda name: s3_client.write("bucket", name, b"x"), names))
-    assert [name for name, _ in s3_client.names("bucket", "run/")] == names
+    assert [name for name, _ in s3_client.list_objects("bucket", "run/")] == names
     assert num_parts("s3://bucket/run") == len(names)

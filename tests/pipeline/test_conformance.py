@@ -197,13 +197,13 @@ FORWARD_FAULTS: dict[str, Callable[[Engine], None]] = {
 def test_a_sound_run_keeps_every_promise(lite0: Backbone, photos: Path) -> None:
     result = compared(lite0, photos)
     assert result.broken == ()
-    assert result.found["images"] == 6
-    assert result.found["levels"]["max"] <= 32
-    assert result.found["levels"]["mean"] < 0.1
-    assert result.found["forward"]["embedding"]["error"] < 1e-5
-    assert result.found["end_to_end"]["embedding"]["cosine"] > 0.9999
+    assert result.differences["images"] == 6
+    assert result.differences["levels"]["max"] <= 32
+    assert result.differences["levels"]["mean"] < 0.1
+    assert result.differences["forward"]["embedding"]["error"] < 1e-5
+    assert result.differences["end_to_end"]["embedding"]["cosine"] > 0.9999
     assert result.line.startswith("6 images: pixels within ")
-    json.dumps(result.found)
+    json.dumps(result.differences)
 
 
 @pytest.mark.parametrize("fault", PIXEL_FAULTS)
@@ -238,10 +238,10 @@ def test_large_jpegs_break_no_promise_and_are_named(tmp_path: Path, tiny: Backbo
     Image.fromarray(grain).save(tmp_path / "large" / "0.jpg", quality=92)
     result = compared(tiny, tmp_path / "large")
     assert result.broken == ()
-    assert result.found["reduced_images"] == 1
-    assert result.found["levels"]["mean"] > 0.5
+    assert result.differences["reduced_images"] == 1
+    assert result.differences["levels"]["mean"] > 0.5
     whole = compared(tiny, tmp_path / "large", decode="reference")
-    assert whole.found["levels"] is None
+    assert whole.differences["levels"] is None
     rows = row_differences(torch.tensor([[1.0, 0.1], [1.0, 0.0]]), torch.tensor([[1.0, 0.0]] * 2))
     judged = judge(
         Compared(
@@ -282,7 +282,7 @@ def test_exchanged_layers_are_refused(photos: Path) -> None:
 def test_bf16_is_judged_by_its_own_promise(lite0: Backbone, photos: Path) -> None:
     result = compared(lite0, photos, compute=replace(FOLDED, precision="bf16"))
     assert result.broken == ()
-    assert result.found["forward"]["embedding"]["error"] > 1e-3
+    assert result.differences["forward"]["embedding"]["error"] > 1e-3
     broken = copy.deepcopy(lite0)
     bf16 = replace(UNFOLDED, precision="bf16")
     assert "in bf16" in compared(broken, photos, train_mode, compute=bf16).broken[0]

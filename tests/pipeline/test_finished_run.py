@@ -290,9 +290,9 @@ def test_the_store_of_another_command_is_not_taken_for_its_own(extract: Extract)
 def test_other_versions_build_the_model(
     extract_again: Extract, monkeypatch: pytest.MonkeyPatch, built: list[str]
 ) -> None:
-    real = finished_run.version_of
+    real = finished_run.installed_version
     monkeypatch.setattr(
-        finished_run, "version_of", lambda name: "0.1" if name == "pillow" else real(name)
+        finished_run, "installed_version", lambda name: "0.1" if name == "pillow" else real(name)
     )
     assert extract_again()
 

@@ -86,7 +86,7 @@ def test_any_number_of_workers_gives_the_same_datasets(
     )
     assert len(events_of(tmp_path, "part-*")) == 10, "a part was done twice"
     collector = pool.collector
-    assert (collector.rows, collector.underflow_rows["flat"]) == (38, 10)
+    assert (collector.num_committed, collector.underflow_rows["flat"]) == (38, 10)
     assert (collector.worker_stats.seconds, collector.worker_stats.peak_memory_mib) == (
         {"model": float(workers)},
         20,

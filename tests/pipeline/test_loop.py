@@ -46,8 +46,8 @@ class Images(contextlib.AbstractContextManager[Any]):
 class PartsAndSink:
     """Notes what happens when; `commit` is what a part's commit does beside that."""
 
-    rows_asked = 12
-    rows_failed = 0
+    num_rows = 12
+    num_failed = 0
     seconds: dict[str, float] = {}  # noqa: RUF012 - nobody writes to it
 
     def __init__(self, commit: Callable[[int], None] = lambda index: None) -> None:
@@ -56,7 +56,7 @@ class PartsAndSink:
         self._commit = commit
 
     @property
-    def rows_done(self) -> int:
+    def num_committed(self) -> int:
         return 4 * len(self.committed)
 
     def missing(self) -> list[Part]:

@@ -24,7 +24,7 @@ PARTS = [Part(index, 4 * index, 4 * index + 4) for index in range(5)]
 class FakeSession:
     """Write session in memory."""
 
-    rows_asked = 20
+    num_rows = 20
     disk = SimpleNamespace(root=Path("store"))
 
     def __init__(self) -> None:
@@ -32,14 +32,14 @@ class FakeSession:
         self.failures: list[Failure] = []
 
     @property
-    def rows_done(self) -> int:
+    def num_committed(self) -> int:
         return 4 * len(self.committed_parts)
 
     @property
-    def rows_failed(self) -> int:
+    def num_failed(self) -> int:
         return len(self.failures)
 
-    def committed(self, part: Part, failures: Sequence[Failure]) -> None:
+    def record_commit(self, part: Part, failures: Sequence[Failure]) -> None:
         self.committed_parts.append(part.index)
         self.failures += failures
 
@@ -104,7 +104,7 @@ def test_a_run_ends_with_its_last_part_and_ends_its_workers(
     assert not pool.is_work_left()
     assert pool.missing() == []
     assert pool.ended == ["a", "b"]
-    assert pool.collector.rows == 20
+    assert pool.collector.num_committed == 20
     assert pool.collector.has_started
 
 

@@ -9,7 +9,7 @@ import pytest
 from tiny_model import extract
 
 from featx.pipeline.run_context import num_trial_images
-from featx.pipeline.run_summary import trial_rows
+from featx.pipeline.run_summary import slowdown_facts
 from featx.pipeline.trial import LEAST_SHARE, Shortfall, TrialSpeed
 
 pytestmark = pytest.mark.usefixtures("packing_in_process")
@@ -69,18 +69,18 @@ def test_the_stage_that_took_longer_than_in_the_trial(
     busy: dict[str, float], on_cpu: bool, cause: str
 ) -> None:
     trial = TrialSpeed(TRIAL.read_s, TRIAL.decode_s, TRIAL.model_s, TRIAL.threads, on_cpu)
-    found = trial.compare(IDLE | busy, rows=100, took_s=31.0, batches=3)
+    found = trial.compare(IDLE | busy, num_rows=100, elapsed_s=31.0, num_batches=3)
     assert found.share == pytest.approx(100 / 31 / trial.images_per_second)
     assert found.cause is not None
     assert found.cause.startswith(cause)
 
 
 @pytest.mark.parametrize(
-    ("took_s", "batches", "expected"),
+    ("elapsed_s", "batches", "expected"),
     [(4.9, 9, Shortfall(None, None)), (60.0, 2.5, Shortfall(None, None))],
 )
-def test_a_short_run_is_not_compared(took_s: float, batches: float, expected: Shortfall) -> None:
-    assert TRIAL.compare(IDLE, 10, took_s, batches) == expected
+def test_a_short_run_is_not_compared(elapsed_s: float, batches: float, expected: Shortfall) -> None:
+    assert TRIAL.compare(IDLE, 10, elapsed_s, batches) == expected
 
 
 def test_a_run_that_keeps_its_promise_has_no_cause() -> None:
@@ -92,13 +92,13 @@ def test_a_run_that_keeps_its_promise_has_no_cause() -> None:
 
 def test_the_lines_of_the_end_table() -> None:
     figures = {"trial_images_per_second": 8.4, "share_of_trial": 0.321, "below_trial": "why"}
-    assert trial_rows(figures) == [
+    assert slowdown_facts(figures) == [
         (
             "slow",
             "0.32 of the 8.4 images/s that reading, decoding and model promised in the trial: why",
         )
     ]
-    assert trial_rows(figures | {"share_of_trial": None, "below_trial": None}) == []
+    assert slowdown_facts(figures | {"share_of_trial": None, "below_trial": None}) == []
 
 
 @pytest.mark.usefixtures("in_tmp_path")

@@ -34,7 +34,7 @@ def gathered(
         now[0] = when
         for index in range(parts):
             found.add(PartResult(Part(index, 0, 100), [], {}, 0.0, 0.0), before)
-    return found.outcome(2, SPEC).figures.images_per_second
+    return found.outcome(2, SPEC).metrics.images_per_second
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_what_limits_a_run_is_told_only_where_all_workers_told_their_seconds(
     now[0] = 20.0
     found.add(PartResult(Part(0, 0, 100), [], {}, 0.0, 0.0))
     found.worker_stats.add(WorkerStats({"read": 1.0, "model": 5.0}, 1000, 20))
-    figures = found.outcome(1, SPEC).figures
+    figures = found.outcome(1, SPEC).metrics
     assert (figures.bottleneck is not None) == is_complete
     output = figures.as_dict()
     expected = {"read": 1.0, "decode": 0.0, "wait": 0.0, "model": 5.0, "copy": 0.0, "write": 0.0}

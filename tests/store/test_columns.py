@@ -15,10 +15,10 @@ from featx.store.listing import (
     compare_listing,
     in_stored_order,
     listing_digest,
-    listing_file,
     listing_identity,
     read_listing,
 )
+from featx.store.listing_writer import listing_file
 from featx.store.pack import pack
 from featx.store.reader import FeatureStore
 from featx.store.repair import set_damage_aside, take_apart

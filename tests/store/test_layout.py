@@ -6,6 +6,7 @@ import json
 import struct
 import zlib
 from functools import reduce
+from itertools import pairwise
 from operator import xor
 
 import numpy as np
@@ -93,6 +94,16 @@ def test_the_checksum_of_many_bytes_is_as_documented(size: int) -> None:
     moved = np.empty(size + 3, np.uint8)[3:]
     moved[:] = data
     assert layout.checksum(moved) == by_hand(data.tobytes())
+
+
+@given(st.lists(st.integers(0, len(BLOCKS)), max_size=6))
+def test_the_checksum_of_pieces_is_that_of_all_their_bytes(cuts: list[int]) -> None:
+    running = layout.RunningChecksum()
+    for start, stop in pairwise([0, *sorted(cuts), len(BLOCKS)]):
+        piece = BLOCKS[start:stop].copy()
+        running.add(piece)
+        piece[:] = 0  # the caller reads the next piece into the same buffer
+    assert running.value() == layout.checksum(BLOCKS)
 
 
 @given(st.integers(0, 8 * len(BLOCKS) - 1), st.integers(0, 8 * len(BLOCKS) - 1))

@@ -14,15 +14,17 @@ from hypothesis import given, settings
 from made_store import make_grown, make_listing, make_run
 
 from featx.errors import StoreError, StoreMismatchError
+from featx.store import layout
 from featx.store.listing import (
     compare_listing,
     in_stored_order,
+    is_ascending,
     listing_digest,
-    listing_file,
     listing_identity,
     listing_in,
     read_listing,
 )
+from featx.store.listing_writer import listing_file
 from featx.types import Listing
 
 HERE = Path("store")
@@ -137,6 +139,21 @@ def test_a_long_listing_agrees_with_its_checksums_and_a_flipped_bit_does_not(
     )
 
 
+def test_keys_ascend_also_where_pieces_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = np.array([b"a", b"b", b"c", b"d", b"e", b"f", b"g"])
+    for rows_at_once in range(1, 9):
+        monkeypatch.setattr("featx.store.listing._ROWS_AT_ONCE", rows_at_once)
+        assert is_ascending(keys)
+        assert is_ascending(keys[:1])
+        assert is_ascending(keys[:0])
+        for row in range(6):
+            equal, exchanged = keys.copy(), keys.copy()
+            equal[row + 1] = keys[row]
+            exchanged[[row, row + 1]] = keys[[row + 1, row]]
+            assert not is_ascending(equal)
+            assert not is_ascending(exchanged)
+
+
 def test_what_is_written_is_read_with_unusual_bytes(tmp_path: Path) -> None:
     keys = np.array([b"a\xff.jpg", "ü.jpg".encode(), b"z z\n.jpg"])
     listing = Listing(keys, np.array([0, -1, 1]), ("dög", os.fsdecode(b"\xfe")))
@@ -170,7 +187,7 @@ class TestCompare:
         assert problem == f"its dataset /{name} is not that of this store"
 
     def test_in_pieces(self, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("featx.store.listing._COMPARED_ROWS", 2)
+        monkeypatch.setattr("featx.store.listing._ROWS_AT_ONCE", 2)
         assert compare_listing(path, make_listing(9)) == (9, None)
         with h5py.File(path, "r+") as file:
             file["label"][8] = 7
@@ -188,6 +205,17 @@ class TestCompare:
             del file["label"]
             file["label"] = np.zeros(8, np.int64)
         assert compare_listing(path, make_listing(9)) == (9, "it has 9 keys and 8 labels")
+
+    def test_a_column_that_is_shorter_or_longer(self, path: Path) -> None:
+        listing = replace(make_listing(9), columns={"age": np.arange(9)})
+        for length in (8, 10):
+            path.write_bytes(listing_file(listing))
+            with h5py.File(path, "r+") as file:
+                del file["columns/age"]
+                file["columns/age"] = np.arange(length)
+                file["checksums/columns/age"][0] = layout.checksum(np.arange(length))
+            problem = "its dataset /columns/age is not that of this store"
+            assert compare_listing(path, listing) == (9, problem)
 
     def test_what_cannot_be_read_now_is_an_error(
         self, path: Path, monkeypatch: pytest.MonkeyPatch

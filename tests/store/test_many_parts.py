@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from pathlib import Path
 
 import h5py
@@ -15,6 +16,7 @@ from featx.store.chunk_table import column_by_table
 from featx.store.hdf5_files import open_raw
 from featx.store.manifest import Manifest
 from featx.store.part_files import look_at_parts, part_path
+from featx.store.tail_file import TailFile, in_threads
 from featx.types import Part
 
 FAILED = (2, 9)
@@ -74,6 +76,32 @@ def test_the_status_by_the_table_is_that_of_hdf5(run: MadeRun, tmp_path: Path) -
         assert np.array_equal(found, run.status()[part.start : part.stop])
         assert status_by_table(path, run, part.start + 1) is None
         assert status_by_table(path, run.changed(seed=5), part.start) is None
+
+
+def test_a_table_that_is_longer_than_the_end_that_is_read_at_once(tmp_path: Path) -> None:
+    wide = make_run(8, 4, {f"layer{i:04d}": (1,) for i in range(500)}, failed=[6])
+    root = wide.finish(tmp_path / "store")
+    by_tables = looks(root, wide, many=1)
+    assert by_tables == looks(root, wide, many=1000)
+    assert [problem for _, problem, _ in by_tables] == [None, None]
+    with contextlib.closing(TailFile(part_path(root, 0))) as tail:
+        whole = part_path(root, 0).read_bytes()
+        assert tail.size == len(whole) > 128 << 10
+        for at, size in ((0, 100), (len(whole) - 70_000, 5), (len(whole) - 9, 20)):
+            assert tail.pread(size, at) == whole[at : at + size]
+        assert column_by_table(tail, "status", wide.as_run().digest, 0).tolist() == [0] * 4
+
+
+def test_very_many_items_in_threads_keep_their_order() -> None:
+    assert list(in_threads(lambda item: item * item, range(1000))) == [i * i for i in range(1000)]
+    results = in_threads(lambda item: 1 // (300 - item), range(1000))
+    assert next(results) == 0
+    with pytest.raises(ZeroDivisionError):
+        list(results)
+    abandoned = in_threads(str, range(1000))
+    next(abandoned)
+    abandoned.close()
+    assert not [one.name for one in threading.enumerate() if one.name.startswith("featx-files")]
 
 
 @pytest.mark.parametrize("where", ["table", "status"])

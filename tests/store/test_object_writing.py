@@ -136,7 +136,7 @@ def test_a_store_is_written_found_again_and_read(
     watch.clear()
     with RUN.session(root).hold() as session:
         assert session.whole
-        assert session.rows_failed == 2
+        assert session.num_failed == 2
         assert session.stored_bytes() == sum(
             entry.size for path, entry in root.entries() if "/parts/" in path.key
         )

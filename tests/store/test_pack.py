@@ -187,6 +187,26 @@ def test_a_missing_part_is_refused(run: MadeRun, tmp_path: Path) -> None:
     assert not (tmp_path / "features.h5").exists()
 
 
+def test_a_store_that_another_process_packs_meanwhile_is_packed(
+    run: MadeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without locks the parts may be packed, and removed, after the look at features.h5."""
+    run.write(tmp_path / "store")
+    run.copied(tmp_path / "packed", packed=True)
+    packed, exists = tmp_path / "store" / "features.h5", Path.exists
+
+    def other_process_is_faster(path: Path) -> bool:
+        result = exists(path)
+        if path == packed and not result:
+            shutil.copy(tmp_path / "packed" / "features.h5", packed)
+            shutil.rmtree(tmp_path / "store" / "parts")
+        return result
+
+    monkeypatch.setattr(Path, "exists", other_process_is_faster)
+    pack(tmp_path / "store")
+    assert packed.read_bytes() == (tmp_path / "packed" / "features.h5").read_bytes()
+
+
 def test_swapped_or_foreign_parts_are_refused(run: MadeRun, tmp_path: Path) -> None:
     run.write(tmp_path / "a")
     run.changed(model="other").write(tmp_path / "b")

@@ -9,6 +9,7 @@ with the datasets of a run that was never interrupted.
 from __future__ import annotations
 
 import copy
+import functools
 import os
 import random
 import shutil
@@ -29,6 +30,7 @@ from featx.errors import FeatxError, StoreError
 from featx.storage.durability import write_all
 from featx.storage.local_folder import TEMPORARY, AtomicFolder
 from featx.store.listing import listing_identity
+from featx.store.listing_writer import write_listing
 from featx.store.pack import pack
 from featx.store.reader import FeatureStore
 from featx.store.repair import set_damage_aside
@@ -442,6 +444,22 @@ def test_no_crash_state_loses_or_falsifies_a_row(name: str) -> None:
 def test_no_crash_state_of_very_many_loses_or_falsifies_a_row(name: str) -> None:
     with quick_folder() as work:
         assert lose_power_everywhere(SCENARIOS[name], work, most=MANY, seed=1) > 30
+
+
+@pytest.fixture
+def streamed_listing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Listings go straight to the disk, however small they are."""
+    streamed = functools.partial(write_listing, streamed_bytes=0)
+    for module in ("session", "repair"):
+        monkeypatch.setattr(f"featx.store.{module}.write_listing", streamed)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("streamed_listing")
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_no_crash_state_with_a_streamed_listing_loses_or_falsifies_a_row(name: str) -> None:
+    with quick_folder() as work:
+        assert lose_power_everywhere(SCENARIOS[name], work, most=4, seed=2) > 20
 
 
 NAMING = ("link", "rename", "unlink", "mkdir")

@@ -178,7 +178,7 @@ def test_a_damaged_piece_is_repaired_as_a_part_is(run: MadeRun, tmp_path: Path) 
     spoil(parts / "piece-000001-14-16.h5", "features/flat", 0)
     with run.session(tmp_path).hold() as session:
         assert session.lost_rows() == [8, 9, 12, 13, 14, 15]
-        assert session.rows_done == 29 - 6
+        assert session.num_committed == 29 - 6
         run.compute_lost(session)
         assert session.missing() == []
     assert check_store(tmp_path).complete

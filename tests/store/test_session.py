@@ -53,7 +53,7 @@ def test_a_new_store_has_its_manifest_listing_and_no_rows(run: MadeRun, tmp_path
     root = tmp_path / "runs" / "store"
     with run.session(root).hold() as session:
         assert [part.index for part in session.missing()] == [0, 1, 2, 3]
-        assert session.rows_done == 0
+        assert session.num_committed == 0
     manifest = json.loads((root / "featx.json").read_text())
     assert manifest["featx_format"] == 1
     assert manifest["part_rows"] == 8
@@ -77,7 +77,7 @@ def test_resume_finds_what_is_done_with_its_failures(run: MadeRun, tmp_path: Pat
     run.write(tmp_path, [2, 0])
     with run.session(tmp_path).hold() as session:
         assert [part.index for part in session.missing()] == [1, 3]
-        assert session.rows_done == 16
+        assert session.num_committed == 16
         assert session.failures == list(run.failures)
 
 

@@ -30,26 +30,23 @@ from featx.pipeline import (
     RunObserver,
     RunOutput,
     RunTarget,
+    changed_failures_text,
     changed_images_text,
     changed_text,
     compare_images,
     describe_run,
     drive_run,
     gone_images_text,
-    mended_images_text,
     peak_memory_mib,
 )
 from featx.pipeline.executors import RunOutcome
 from featx.storage import TEMPORARY, AtomicFolder, exclusive_lock
 from featx.store import (
-    LOCK,
-    STATS_OVERWRITING,
-    TRACE,
-    WORKERS,
     Grid,
     Heartbeat,
     clear_heartbeats,
     keep_image_states,
+    layout,
     refuse_other_writers,
     report_lost_work,
 )
@@ -78,7 +75,7 @@ def run_stats(config: Config, config_yaml: str, source: Source | None = None) ->
         FeatxError: the config does not fit the statistics in the folder, or the run failed.
         Interrupted: a signal ended the run; complete parts are committed.
     """
-    path = Path(config.out).expanduser() / STATS_OVERWRITING
+    path = Path(config.out).expanduser() / layout.STATS_OVERWRITING
     marker = OverwriteMark(path, config, source is None)
 
     def output(config: Config) -> StatsOutput:
@@ -123,7 +120,7 @@ class StatsOutput(RunOutput[StatsSession]):
         """Lock the folder, delete leftovers, and find complete parts."""
         disk = AtomicFolder(self._out)
         disk.make_folder(self._out)
-        with exclusive_lock(self._out / LOCK) as lock:
+        with exclusive_lock(self._out / layout.LOCK) as lock:
             # With the lock held and no other writer alive, the remaining heartbeat files are of
             # dead processes.
             refuse_other_writers(self._out)
@@ -134,7 +131,7 @@ class StatsOutput(RunOutput[StatsSession]):
             parts.survey()
             yield StatsSession(parts, Grid(len(context.listing), context.part_rows), lock)
 
-    def described(self, context: RunContext, session: StatsSession) -> RunDescription:
+    def describe(self, context: RunContext, session: StatsSession) -> RunDescription:
         """Return the rows of the table before a run."""
         return _describe(context, self._target, session)
 
@@ -165,7 +162,7 @@ class StatsOutput(RunOutput[StatsSession]):
         """Merge the parts; the merge counts as writing."""
         started_at = time.perf_counter()
         session.parts.finish()
-        seconds = outcome.figures.seconds
+        seconds = outcome.metrics.seconds
         if (write_s := seconds["write"]) is not None:
             seconds["write"] = write_s + time.perf_counter() - started_at
 
@@ -197,15 +194,15 @@ def _check_images(context: RunContext, parts: MomentsOfParts) -> None:
     if not config.refresh and (changed := [row for row in rows if row not in failed]):
         raise StoreMismatchError(changed_images_text(parts.path, keys, changed, _REFRESH_TEXT))
     if not config.refresh and rows:
-        log_message(f"{mended_images_text(keys, rows)}\n")
+        log_message(f"{changed_failures_text(keys, rows)}\n")
     if changes.states is not None:
         keep_image_states(parts.disk, states_file, changes.states)
 
 
 def _clear(disk: AtomicFolder, overwrite: bool) -> None:
     """Delete unfinished files of killed processes; with overwrite, all statistics."""
-    names = (STATS_FILE, FAILURES_CSV, STATS_IMAGES, STATS_OVERWRITING, TRACE)
-    for pattern in (*(f"{TEMPORARY}{name}.*" for name in names), f"{WORKERS}/{TEMPORARY}*"):
+    names = (STATS_FILE, FAILURES_CSV, STATS_IMAGES, layout.STATS_OVERWRITING, layout.TRACE)
+    for pattern in (*(f"{TEMPORARY}{name}.*" for name in names), f"{layout.WORKERS}/{TEMPORARY}*"):
         for leftover in disk.root.glob(pattern):
             disk.remove(leftover)
     if overwrite:
@@ -254,7 +251,7 @@ def _describe(context: RunContext, target: StatsTarget, session: StatsSession) -
             f"{layer.spec.name}  {layer.spec.shape}  {layer.dim} features{each}, {layer.kind}, "
             f"{size_text(8 * numbers)}"
         )
-    done, total = session.rows_done, session.rows_asked
+    done, total = session.num_committed, session.num_rows
     state = f"{done} of {total} rows are there already" if done else "new"
     output = ("statistics", f"{shown_path(session.parts.path)}, {state}")
     return describe_run(context, output, "\n".join(lines))
@@ -274,7 +271,7 @@ def _summary(
         layers[name] = {**spread_of(moments), "token_norms": norms}
         if reference is not None and name in reference:
             distances[name] = _distance(moments, reference[name])
-    figures = outcome.figures
+    figures = outcome.metrics
     del figures.seconds["copy"]  # only one flag per row is copied
     return {
         "rows": statistics.attributes["stop"],

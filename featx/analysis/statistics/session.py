@@ -16,7 +16,7 @@ from featx.analysis.statistics.part_moments import is_aligned
 from featx.analysis.statistics.stats_file import DamagedError
 from featx.errors import LayerError, StoreError, require
 from featx.storage import TEMPORARY
-from featx.store import LISTING, Grid, failures_csv, layout, listing_file
+from featx.store import Grid, failures_csv, layout, write_listing
 from featx.types import UNKNOWN_IMAGE, Failure, Listing, Part
 
 logger = logging.getLogger(__name__)
@@ -106,10 +106,10 @@ class MomentsOfParts:
         if self.has(part):
             return [f for f in self.failures if part.start <= f.row < part.stop]
         committed_failures = self.tree.commit(part, failures, moments, checksums)
-        self.committed(part, committed_failures)
+        self.record_commit(part, committed_failures)
         return committed_failures
 
-    def committed(self, part: Part, failures: Sequence[Failure]) -> None:
+    def record_commit(self, part: Part, failures: Sequence[Failure]) -> None:
         """Record a part that this process or a worker has committed, and its failures."""
         start, stop = part.start, part.stop
         span_failures = tuple(failures)
@@ -126,7 +126,9 @@ class MomentsOfParts:
             start, stop = min(start, other_span[0]), max(stop, other_span[1])
         self._spans[start, stop] = span_failures
 
-    def arrived(self, parts: Sequence[Part]) -> Iterator[tuple[Part, Sequence[Failure]]]:
+    def committed_by_others(
+        self, parts: Sequence[Part]
+    ) -> Iterator[tuple[Part, Sequence[Failure]]]:
         """Yield those of some parts that other processes have committed, with their failures.
 
         Raises:
@@ -230,22 +232,22 @@ class StatsSession:
         disk: the same folder, for atomic writes.
         lock: as given.
         parts: as given.
-        rows_asked: number of rows of the run.
+        num_rows: number of rows of the run.
     """
 
     def __init__(self, parts: MomentsOfParts, grid: Grid, lock: int) -> None:
         self.root = parts.path.parent
         self.disk = parts.disk
         self.lock = lock
-        self.rows_asked = grid.num_rows
+        self.num_rows = grid.num_rows
         self.parts = parts
         self._grid = [grid.part(index) for index in range(len(grid))]
         self.write_failures()
 
     @property
-    def rows_done(self) -> int:
+    def num_committed(self) -> int:
         """Number of rows in complete parts."""
-        return self.rows_asked - sum(len(part) for part in self.missing())
+        return self.num_rows - sum(len(part) for part in self.missing())
 
     @property
     def failures(self) -> list[Failure]:
@@ -253,7 +255,7 @@ class StatsSession:
         return self.parts.failures
 
     @property
-    def rows_failed(self) -> int:
+    def num_failed(self) -> int:
         """Number of images that were left out."""
         return len(self.failures)
 
@@ -274,15 +276,17 @@ class StatsSession:
             self.write_failures()
         return committed_failures
 
-    def committed(self, part: Part, failures: Sequence[Failure]) -> None:
+    def record_commit(self, part: Part, failures: Sequence[Failure]) -> None:
         """Record a part that a worker has committed, and its failures."""
-        self.parts.committed(part, failures)
+        self.parts.record_commit(part, failures)
         if failures:
             self.write_failures()
 
-    def arrived(self, parts: Sequence[Part]) -> Iterator[tuple[Part, Sequence[Failure]]]:
+    def committed_by_others(
+        self, parts: Sequence[Part]
+    ) -> Iterator[tuple[Part, Sequence[Failure]]]:
         """Yield those of some parts that other processes have committed, with their failures."""
-        return self.parts.arrived(parts)
+        return self.parts.committed_by_others(parts)
 
     def write_failures(self) -> None:
         """Write the list of failures next to the statistics, apart from that of a store."""
@@ -290,4 +294,4 @@ class StatsSession:
 
     def write_listing(self, listing: Listing) -> None:
         """Write the listing for workers; it is deleted with the parts."""
-        self.disk.replace(self.parts.folder / LISTING, listing_file(listing))
+        write_listing(self.disk, self.parts.folder / layout.LISTING, listing)

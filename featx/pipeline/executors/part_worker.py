@@ -37,9 +37,9 @@ class PartWorker:
 
     Attributes:
         part: part whose batch is being taken, or None between two batches.
-        rows_asked: number of rows of the run, over all workers.
-        rows_done: number of rows that this worker has committed.
-        rows_failed: always 0: the driver counts the failures of all workers and ends the run.
+        num_rows: number of rows of the run, over all workers.
+        num_committed: number of rows that this worker has committed.
+        num_failed: always 0: the driver counts the failures of all workers and ends the run.
         seconds: stage -> busy seconds since `compute_parts` was called, for stages that not
             every run has.
     """
@@ -55,9 +55,9 @@ class PartWorker:
         self._sink = spec.part_task.sink(context, spec.root, heartbeat)
         self._stopping = stopping or threading.Event()
         self.part: Part | None = None
-        self.rows_asked = spec.num_rows
-        self.rows_done = 0
-        self.rows_failed = 0
+        self.num_rows = spec.num_rows
+        self.num_committed = 0
+        self.num_failed = 0
         self._context = context
         self._report = report
         self._parts: Iterable[Part] = ()
@@ -120,7 +120,7 @@ class PartWorker:
 
         def commit_and_report() -> None:
             failures = commit()
-            self.rows_done += len(part)
+            self.num_committed += len(part)
             seconds = time.perf_counter() - started_at
             self._report(PartResult(part, failures, +underflow_rows, seconds, waited_s))
 

@@ -71,7 +71,7 @@ class Scheduler(ABC, Generic[WorkerT]):
         self._holders: dict[int, WorkerT] = {}  # index of a part -> worker that has it
         self._deaths: Counter[int | None] = Counter()  # index of a part, or None -> dead workers
 
-    # What an executor says
+    # Abstract methods, and those that an executor may override
 
     @abstractmethod
     def start(self) -> None:
@@ -96,7 +96,7 @@ class Scheduler(ABC, Generic[WorkerT]):
         """End the run with an error, at once unless a subclass gives the workers time to end."""
         raise error
 
-    # What the driver does
+    # Run loop
 
     def run(self) -> RunOutcome:
         """Compute all parts, with a heartbeat of the driver; return the outcome of the run.
@@ -115,7 +115,7 @@ class Scheduler(ABC, Generic[WorkerT]):
         session = self.session
         with (
             stop_signals() as stop,
-            Progress(session.rows_asked, session.rows_done) as self.progress,
+            Progress(session.num_rows, session.num_committed) as self.progress,
         ):
             try:
                 self.start()
@@ -175,8 +175,8 @@ class Scheduler(ABC, Generic[WorkerT]):
         holder = self._holders.pop(part.index, None)
         if holder is not None:
             self._assigned[holder].pop(part.index, None)
-        self.session.committed(part, failures)
-        self.heartbeat.set_failures(self.session.rows_failed)
+        self.session.record_commit(part, failures)
+        self.heartbeat.set_failures(self.session.num_failed)
         self.worker_ready()
         self.collector.add(result, is_earlier)
         waited_s = result.waited_s / self.num_workers

@@ -131,7 +131,7 @@ class JobArray(Scheduler[Any]):
         except submitit_module().core.utils.FailedJobError as error:  # with what sbatch printed
             output = str(error)
             if is_first:
-                raise _refused(self._executor, output) from error
+                raise _submission_error(self._executor, output) from error
             if not is_no_controller(output):
                 raise RunError(
                     f"Slurm does not take the tasks again ({last_line(output)}). {RESUME_HINT}"
@@ -176,7 +176,7 @@ class JobArray(Scheduler[Any]):
     def _find_committed(self) -> None:
         """Record the parts that were committed since the last look, whoever committed them."""
         is_first = not self.collector.has_started
-        for part, failures in self.session.arrived(self.missing()):
+        for part, failures in self.session.committed_by_others(self.missing()):
             self.part_committed(PartResult(part, failures, {}, 0.0, 0.0), is_earlier=is_first)
 
     def _handle_end(self, job: Any, state: TaskState | None) -> None:
@@ -196,28 +196,28 @@ class JobArray(Scheduler[Any]):
             result: TaskResult = job.result()
         except Exception as error:  # submitit re-raises here whatever the task raised
             if type(error).__name__ == "FailedJobError":  # with the task's traceback
-                raise self._failed(job, error) from error
+                raise self._task_error(job, error) from error
             reason = str(error).strip().splitlines()[0][:200]
             self._handle_loss(job, parts, f"was lost ({reason})")
             return
-        for each in result.results:
-            self.collector.underflow_rows.update(each.underflow_rows)
+        for part_result in result.results:
+            self.collector.underflow_rows.update(part_result.underflow_rows)
         self.collector.worker_stats.add(result.worker_stats)
         if result.ended_by == TIME_LIMIT:
             text = f"reached its time limit ({result.activity})"
             self._handle_loss(job, parts, text, is_late=True)
         elif result.ended_by is not None:
-            text = f"was told to end by {result.ended_by} ({result.activity})"
+            text = f"was ended by {result.ended_by} ({result.activity})"
             self._handle_loss(job, parts, text)
 
-    def _failed(self, job: Any, error: Exception) -> RunError:
+    def _task_error(self, job: Any, error: Exception) -> RunError:
         """Error for a task that raised one."""
         lines = [line for line in str(error).strip().splitlines() if line.strip()]
         cause = next((line for line in reversed(lines) if "RunError: " in line), lines[-1])
         cause = cause.rpartition("RunError: ")[2].rstrip(".")
-        failed = RunError(f"job {job.job_id}: {cause}. {RESUME_HINT}")
-        failed.add_note(str(error))
-        return failed
+        run_error = RunError(f"job {job.job_id}: {cause}. {RESUME_HINT}")
+        run_error.add_note(str(error))
+        return run_error
 
     def _handle_loss(
         self, job: Any, parts: Sequence[Part], how: str, is_late: bool = False
@@ -280,7 +280,7 @@ def _state_text(job: Any, state: TaskState) -> str:
     return str(state)
 
 
-def _refused(executor: Any, output: str) -> Exception:
+def _submission_error(executor: Any, output: str) -> Exception:
     """Error for tasks that sbatch did not accept, from what it printed."""
     if is_no_controller(output):
         return no_controller(output)
@@ -292,10 +292,10 @@ def _refused(executor: Any, output: str) -> Exception:
         "gres": "executor.gres",
         "account": "executor.account",
     }
-    asked = getattr(executor, "parameters", {})
-    given = [f"{key}={asked[name]}" for name, key in parameters.items() if name in asked]
+    requested = getattr(executor, "parameters", {})
+    options = [f"{key}={requested[name]}" for name, key in parameters.items() if name in requested]
     return ConfigError(
-        f"Slurm does not take the tasks: {last_line(output)}. They ask for {', '.join(given)}; "
+        f"Slurm does not take the tasks: {last_line(output)}. They ask for {', '.join(options)}; "
         "`sinfo` and `scontrol show partition` show what the cluster has."
     )
 

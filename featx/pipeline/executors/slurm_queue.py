@@ -80,7 +80,7 @@ def check_partition(partition: str | None) -> None:
         RunError: the controller does not answer.
         ConfigError: this machine has no configuration of Slurm, or the cluster no such partition.
     """
-    code, out, error = _asked(["sinfo", "--noheader", "--all", "--format=%R"])
+    code, out, error = _run_command(["sinfo", "--noheader", "--all", "--format=%R"])
     if code is None:
         return  # there is no sinfo: sbatch will report what is wrong
     if code:
@@ -117,7 +117,7 @@ def seconds_left(limit_s: float) -> float:
         return int(end) - time.time()
     job = os.environ.get("SLURM_JOB_ID")
     if job is not None:
-        code, out, _ = _asked(["squeue", "--noheader", "--format=%L", f"--jobs={job}"])
+        code, out, _ = _run_command(["squeue", "--noheader", "--format=%L", f"--jobs={job}"])
         if code == 0 and (match := re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)", out.strip())):
             days, hours, minutes, seconds = (int(group or 0) for group in match.groups())
             return ((days * 24 + hours) * 60 + minutes) * 60.0 + seconds
@@ -178,7 +178,7 @@ class SlurmQueue:
         ids = list(ids)
         now = self._clock()
         if ids and (self._asked_at is None or now - self._asked_at >= ASK_S):
-            self._ask(ids)
+            self._update_states(ids)
             self._asked_at = now
         self._report_waiting(ids, now)
         return {task: self._states[task] for task in ids if task in self._states}
@@ -186,23 +186,23 @@ class SlurmQueue:
     def cancel(self, ids: Iterable[str]) -> None:
         """Cancel tasks, as far as the controller answers."""
         if ids := list(ids):
-            _asked(["scancel", *ids])
+            _run_command(["scancel", *ids])
 
-    def _ask(self, ids: list[str]) -> None:
+    def _update_states(self, ids: list[str]) -> None:
         """Update the states of tasks from the controller, or from the database if it forgot
         them.
         """
         jobs = ",".join(dict.fromkeys(task.partition("_")[0] for task in ids))
         command = ["squeue", "--noheader", "--array", "--states=all", "--format=%i|%T|%r"]
-        code, out, error = _asked([*command, f"--jobs={jobs}"])
+        code, out, error = _run_command([*command, f"--jobs={jobs}"])
         # squeue fails if it knows none of the jobs, and leaves out those that it does not know.
         if code == 0 or "invalid job id" in error.lower():
-            found = {}
+            queued = {}
             for line in out.splitlines():
                 task, state, reason = line.split("|", 2)
-                found[task] = TaskState(state, "" if reason == "None" else reason)
-            lacking = [task for task in ids if task not in found]
-            self._states.update({**found, **self._of_accounting(lacking)})
+                queued[task] = TaskState(state, "" if reason == "None" else reason)
+            lacking = [task for task in ids if task not in queued]
+            self._states.update({**queued, **self._accounting_states(lacking)})
             return
         if self._is_due("silent", self._clock()):
             self._report(
@@ -210,7 +210,7 @@ class SlurmQueue:
                 "continue, and it is asked again"
             )
 
-    def _of_accounting(self, ids: list[str]) -> dict[str, TaskState]:
+    def _accounting_states(self, ids: list[str]) -> dict[str, TaskState]:
         """States of tasks that the controller has forgotten, from the accounting database.
 
         The controller forgets a task some minutes after its end, and at once if a task of an array
@@ -218,17 +218,17 @@ class SlurmQueue:
         """
         if not ids:
             return {}
-        known = {}
+        recorded = {}
         jobs = ",".join(dict.fromkeys(task.partition("_")[0] for task in ids))
         command = ["sacct", "--noheader", "--allocations", "--parsable2", "--format=JobID,State"]
-        code, out, _ = _asked([*command, f"--jobs={jobs}"])
+        code, out, _ = _run_command([*command, f"--jobs={jobs}"])
         for line in out.splitlines() if code == 0 else ():
             task, _, state = line.partition("|")
-            known[task] = TaskState(state.split(" ")[0])  # 'CANCELLED by 1000'
+            recorded[task] = TaskState(state.split(" ")[0])  # 'CANCELLED by 1000'
         # The database may lag behind, but a task that the controller has forgotten has ended.
         return {
-            task: known[task]
-            if task in known and known[task].has_ended
+            task: recorded[task]
+            if task in recorded and recorded[task].has_ended
             else TaskState(FORGOTTEN, self._last_seen(task))
             for task in ids
         }
@@ -276,7 +276,7 @@ def _waits(state: TaskState) -> bool:
     return state.state in ("PENDING", "REQUEUED", "REQUEUE_HOLD", "SPECIAL_EXIT", "SUSPENDED")
 
 
-def _asked(command: list[str]) -> tuple[int | None, str, str]:
+def _run_command(command: list[str]) -> tuple[int | None, str, str]:
     """Run a Slurm command.
 
     Messages are in English whatever the locale, and the terminal is not passed on.
@@ -285,7 +285,7 @@ def _asked(command: list[str]) -> tuple[int | None, str, str]:
         exit code, stdout and stderr; the code is None if there is no such command.
     """
     try:
-        done = subprocess.run(
+        completed = subprocess.run(
             command,
             stdin=subprocess.DEVNULL,
             capture_output=True,
@@ -299,4 +299,4 @@ def _asked(command: list[str]) -> tuple[int | None, str, str]:
         return 1, "", f"Socket timed out: no answer within {_ANSWER_S:.0f} s"
     except OSError as error:
         return None, "", f"{command[0]}: {error.strerror}"
-    return done.returncode, done.stdout, done.stderr
+    return completed.returncode, completed.stdout, completed.stderr

@@ -1,4 +1,4 @@
-"""Task of executor=slurm: computes neighbouring parts on a node of the cluster until told to end.
+"""Task of executor=slurm: computes neighbouring parts on a node of the cluster until it is ended.
 
 A task ends early by its time limit, by preemption or by scancel: it commits complete parts and
 returns, and the driver submits the rest again. Without a driver, the task puts itself into the
@@ -29,7 +29,7 @@ from featx.store import Heartbeat, read_heartbeats
 from featx.types import Part
 
 SIGNAL_DELAY_S = 90
-"""Seconds before its time limit at which a task is told to end, at the most."""
+"""Seconds before its time limit at which a task ends itself, at the most."""
 
 TIME_LIMIT = "its time limit"
 """Value of `TaskResult.ended_by` for a task that its time limit ended."""
@@ -41,7 +41,7 @@ class TaskResult:
 
     Attributes:
         results: results of the parts that it committed.
-        worker_stats: measurements of these parts; empty if the task was told to end.
+        worker_stats: measurements of these parts; empty if the task was ended.
         ended_by: what told it to end, TIME_LIMIT or a signal; None if all parts are committed.
         activity: what it did until then, as text.
     """
@@ -77,7 +77,7 @@ class Task:
         self._results: list[PartResult] = []
 
     def __call__(self) -> TaskResult:
-        """Compute and commit those parts that are missing, until told to end."""
+        """Compute and commit those parts that are missing, until this task is ended."""
         started_at = time.monotonic()
         spec = self._spec.open()
         self._results = []
@@ -120,7 +120,7 @@ class Task:
         self._runs_without_commit = 0 if self._results else self._runs_without_commit + 1
         if self._runs_without_commit >= MAX_DEATHS:
             raise RunError(
-                f"the task was told to end {MAX_DEATHS} times before it could commit a part of "
+                f"the task was ended {MAX_DEATHS} times before it could commit a part of "
                 f"{rows_text(self._parts[:1])}"
             )
         self._results = []  # results need not be pickled: the next run finds the parts committed
@@ -129,7 +129,7 @@ class Task:
 
 @contextlib.contextmanager
 def _interrupted_at_end(limit_s: float | None, spec: WorkerSpec) -> Iterator[list[str]]:
-    """Raise Interrupted within the block when this task is told to end.
+    """Raise Interrupted within the block when this task is to end.
 
     Three things tell a task to end: SIGTERM (scancel, preemption), SIGUSR2 (Slurm's announcement of
     either, which submitit requests), and a timer in this process, because Slurm announces a time

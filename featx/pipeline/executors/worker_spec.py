@@ -56,7 +56,7 @@ class PartSink(BatchSink[ComputedT], Protocol[ComputedT]):
 class PartTask(Protocol):
     """What workers compute and where they commit it; travels with the worker spec.
 
-    Only its own sink sees what it computes of a batch, so the type stays open: `PartSink[Any]`.
+    Only its own sink sees the result for a batch, so the type stays open: `PartSink[Any]`.
 
     Attributes:
         dtype: name of the dtype in which the engine returns values.
@@ -125,10 +125,12 @@ class Session(PartSource, Protocol):
     def missing(self) -> list[Part]:
         """Parts that are still to be computed, in order."""
 
-    def committed(self, part: Part, failures: Sequence[Failure]) -> None:
+    def record_commit(self, part: Part, failures: Sequence[Failure]) -> None:
         """Record that a part is committed, and its failures."""
 
-    def arrived(self, parts: Sequence[Part]) -> Iterator[tuple[Part, Sequence[Failure]]]:
+    def committed_by_others(
+        self, parts: Sequence[Part]
+    ) -> Iterator[tuple[Part, Sequence[Failure]]]:
         """Select the parts that other processes have committed.
 
         Args:
@@ -248,18 +250,18 @@ class PickledWorkerSpec:
 
 
 class _WorkerTarget:
-    """Run target of a worker: gives `build_run_context` the answers of the worker spec."""
+    """Run target of a worker, with the values of its worker spec."""
 
     def __init__(self, spec: WorkerSpec, source: Source, listing: Listing) -> None:
         self.dtype = spec.part_task.dtype
         self.settings = dict(spec.part_task.settings)
         self.folder: Path | None = spec.root
         self._spec = spec
-        self._found = source, listing
+        self._data_set = source, listing
 
     def list_images(self) -> tuple[Source, Listing]:
         """Data set and listing of the worker."""
-        return self._found
+        return self._data_set
 
     def unfinished(self, listing: Listing, chosen: ChosenLayers) -> ChosenLayers:
         """Select the layers that the driver asks for."""

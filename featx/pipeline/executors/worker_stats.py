@@ -63,12 +63,12 @@ class RunOutcome:
     """Outcome of a run.
 
     Attributes:
-        figures: measurements of the run.
+        metrics: measurements of the run.
         underflow_rows: layer -> number of underflow rows.
         peak_memory_mib: peak memory of the largest worker in MiB.
     """
 
-    figures: RunMetrics
+    metrics: RunMetrics
     underflow_rows: Counter[str]
     peak_memory_mib: int
 
@@ -81,25 +81,25 @@ class ResultCollector:
     """Adds up the results of the workers in the driver.
 
     Args:
-        rows_to_do: number of rows that the workers have to compute.
+        num_rows: number of rows that the workers have to compute.
 
     Attributes:
         started_at: time at which the first worker was ready, by time.perf_counter; 0 before.
         committed_at: time of the last commit, by time.perf_counter.
-        rows: number of rows in committed parts.
-        rows_before: number of these rows whose computing time is unknown, since their parts were
-            found committed when the clock started.
+        num_committed: number of rows in committed parts.
+        num_committed_before: number of these rows whose computing time is unknown, since their
+            parts were found committed when the clock started.
         created_at: time at which the run was distributed, by time.perf_counter.
         underflow_rows: layer -> number of underflow rows.
         worker_stats: measurements of workers that have ended.
         is_complete: whether every worker reported its measurements before it ended.
     """
 
-    rows_to_do: int
+    num_rows: int
     started_at: float = 0.0
     committed_at: float = 0.0
-    rows: int = 0
-    rows_before: int = 0
+    num_committed: int = 0
+    num_committed_before: int = 0
     created_at: float = field(default_factory=time.perf_counter)
     underflow_rows: Counter[str] = field(default_factory=Counter)
     worker_stats: WorkerStats = field(default_factory=WorkerStats)
@@ -124,8 +124,8 @@ class ResultCollector:
         """
         self.start()
         self.committed_at = time.perf_counter()
-        self.rows += len(result.part)
-        self.rows_before += len(result.part) if is_earlier else 0
+        self.num_committed += len(result.part)
+        self.num_committed_before += len(result.part) if is_earlier else 0
         self.underflow_rows.update(result.underflow_rows)
 
     def refuse_failures(self, spec: WorkerSpec, session: Session) -> None:
@@ -135,10 +135,12 @@ class ResultCollector:
             spec: worker spec, with the config of the run.
             session: write session, with the failures of all workers.
         """
-        left = self.rows_to_do - self.rows
-        left_s = left * (self.committed_at - self.started_at) / max(1, self.rows - self.rows_before)
-        rows = session.rows_asked
-        refuse_failures(spec.config, session.rows_failed, rows - left, rows, left_s)
+        num_left = self.num_rows - self.num_committed
+        num_timed = max(1, self.num_committed - self.num_committed_before)
+        remaining_s = num_left * (self.committed_at - self.started_at) / num_timed
+        num_rows = session.num_rows
+        num_done = num_rows - num_left
+        refuse_failures(spec.config, session.num_failed, num_done, num_rows, remaining_s)
 
     def outcome(self, num_workers: int, spec: WorkerSpec) -> RunOutcome:
         """Outcome of the finished run.
@@ -147,25 +149,26 @@ class ResultCollector:
             num_workers: number of workers that shared the parts.
             spec: their worker spec.
         """
-        worker_stats, known = self.worker_stats, self.is_complete
+        worker_stats, is_complete = self.worker_stats, self.is_complete
         busy = dict.fromkeys(_STAGES, 0.0) | worker_stats.seconds
         # A sum that lacks a worker would be wrong, so the seconds are unknown then.
-        seconds: dict[str, float | None] = {**busy} if known else dict.fromkeys(busy)
-        num_bytes = worker_stats.bytes_read if known else None
-        timed, took = self.rows - self.rows_before, self.committed_at - self.started_at
+        seconds: dict[str, float | None] = {**busy} if is_complete else dict.fromkeys(busy)
+        num_bytes = worker_stats.bytes_read if is_complete else None
+        num_timed = self.num_committed - self.num_committed_before
+        elapsed_s = self.committed_at - self.started_at
         # All parts were committed when the clock started: time from the distribution instead.
-        if not timed:
-            timed, took = self.rows, self.committed_at - self.created_at
-        if not timed or took <= 0:
+        if not num_timed:
+            num_timed, elapsed_s = self.num_committed, self.committed_at - self.created_at
+        if not num_timed or elapsed_s <= 0:
             return RunOutcome(RunMetrics(seconds, None, num_bytes, None), self.underflow_rows, 0)
-        of_all = took * self.rows / timed * num_workers
+        worker_s = elapsed_s * self.num_committed / num_timed * num_workers
         device, precision = str(spec.fingerprint["device"]), spec.config.precision
-        sentence = bottleneck(busy, of_all, spec.cpus, device, precision) if known else None
-        figures = RunMetrics(
+        sentence = bottleneck(busy, worker_s, spec.cpus, device, precision) if is_complete else None
+        metrics = RunMetrics(
             seconds,
-            timed / took,
+            num_timed / elapsed_s,
             num_bytes,
             sentence,
             decoder_warnings=worker_stats.decoder_warnings,
         )
-        return RunOutcome(figures, self.underflow_rows, worker_stats.peak_memory_mib)
+        return RunOutcome(metrics, self.underflow_rows, worker_stats.peak_memory_mib)

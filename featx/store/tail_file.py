@@ -1,0 +1,86 @@
+"""Ends of very many files, such as the chunk tables of all parts of a store, read in threads."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TypeVar
+
+from featx.storage import S3File, S3Path
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+MANY_FILES = 1000
+"""Number of files of a store from which on their chunk tables are read in place of HDF5."""
+
+_TAIL_BYTES = 64 << 10
+"""Bytes at the end of a file, in which the chunk table of most parts lies."""
+
+_NUM_THREADS, _GROUP = 4, 256
+"""Threads, whose reads wait for a disk together, and files that a thread reads in one go."""
+
+
+class TailFile:
+    """File whose end is read as it is opened: of a small part, that is all of it.
+
+    So four system calls read the chunk table of a part: open, fstat, pread and close.
+
+    Args:
+        path: path of the file.
+
+    Attributes:
+        size: size of the file in bytes when it was opened.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            self.size = os.fstat(self._descriptor).st_size
+            self._start = max(0, self.size - _TAIL_BYTES)
+            self._tail = os.pread(self._descriptor, _TAIL_BYTES, self._start)
+        except BaseException:
+            self.close()
+            raise
+
+    def pread(self, size: int, address: int) -> bytes:
+        """Read bytes at an address."""
+        if address < self._start:
+            return os.pread(self._descriptor, size, address)
+        first = address - self._start
+        return self._tail[first : first + size]
+
+    def fileno(self) -> int:
+        """File descriptor."""
+        return self._descriptor
+
+    def close(self) -> None:
+        """Close the file."""
+        os.close(self._descriptor)
+
+
+def open_tail(path: Path) -> S3File | TailFile:
+    """Open a file for reading bytes near its end, on a disk or in an object store."""
+    return S3File(path) if isinstance(path, S3Path) else TailFile(path)
+
+
+def in_threads(work: Callable[[T], R], items: Sequence[T]) -> Iterator[R]:
+    """Yield work(item) for each of very many items, in order.
+
+    Args:
+        work: function that reads a file, in several threads at once.
+        items: its arguments.
+    """
+
+    def work_on(group: Sequence[T]) -> list[R]:
+        return [work(item) for item in group]
+
+    threads = ThreadPoolExecutor(_NUM_THREADS, "featx-files")
+    try:
+        groups = [items[i : i + _GROUP] for i in range(0, len(items), _GROUP)]
+        for results in threads.map(work_on, groups):
+            yield from results
+    finally:
+        threads.shutdown(cancel_futures=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 from collections.abc import Callable
@@ -116,3 +117,20 @@ def test_log_lines_of_ray_stay_out_of_the_terminal(capfd: pytest.CaptureFixture[
     assert capfd.readouterr().err == (
         "[2026-11-23 18:24:42,310 C 27141 27141] core.cc:1: Check failed\nelse\nlater\n"
     )
+
+
+def test_notices_of_the_cluster_are_no_part_of_the_result(
+    capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Ray prints that a node has died on stdout, where the JSON of a job goes."""
+    worker = pytest.importorskip("ray._private.worker", reason="no ray: featx[ray] has it")
+    notice = {"lines": ["The node with node id: 1 has died."], "pid": "raylet", "is_err": False}
+    printed = worker.print_to_stdstream
+    ray = made_ray(_private=SimpleNamespace(worker=worker))
+    with connected(ray, None), caplog.at_level(logging.DEBUG):
+        worker.print_to_stdstream(notice, ignore_prefix=False)
+    assert capfd.readouterr() == ("", "")
+    assert caplog.messages == ["Ray: The node with node id: 1 has died."]
+    assert worker.print_to_stdstream is printed
+    with connected(made_ray(), None):
+        pass  # a version of Ray without that function

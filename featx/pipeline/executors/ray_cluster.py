@@ -10,10 +10,12 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from featx.errors import ConfigError, MissingExtraError, RunError
+
+logger = logging.getLogger(__name__)
 
 CONNECT_S = 10.0
 """Seconds to wait for an answer at executor.address."""
@@ -146,11 +148,12 @@ def connected(ray: Any, address: str | None) -> Iterator[Any]:
                 )
         except (ConnectionError, ValueError, RuntimeError, ray.exceptions.RayError) as error:
             raise _no_cluster(address, error) from error
-    try:
-        yield ray
-    finally:
-        if is_ours:
-            ray.shutdown()
+    with _without_notices(ray) if is_ours else contextlib.nullcontext():
+        try:
+            yield ray
+        finally:
+            if is_ours:
+                ray.shutdown()
 
 
 @contextlib.contextmanager
@@ -175,6 +178,31 @@ def _without_log_lines() -> Iterator[None]:
                 os.write(2, b"".join(line for line in lines if not _LOG_LINE.match(line)))
     finally:
         os.close(terminal)
+
+
+@contextlib.contextmanager
+def _without_notices(ray: Any) -> Iterator[None]:
+    """Keep notices about nodes of the cluster out of the result on stdout.
+
+    Ray prints there that a node has died, whatever its logging options are (Ray 2.60,
+    `listen_error_messages`). The driver reports the actors that died with it. The notices go to the
+    logger of this module instead.
+    """
+    try:
+        worker = ray._private.worker
+        printed = worker.print_to_stdstream
+    except AttributeError:  # another version of Ray
+        yield
+        return
+
+    def log(data: Mapping[str, Any], ignore_prefix: bool) -> None:
+        logger.debug("Ray: %s", "\n".join(data["lines"]))
+
+    worker.print_to_stdstream = log
+    try:
+        yield
+    finally:
+        worker.print_to_stdstream = printed
 
 
 def _no_cluster(address: str | None, error: Exception) -> ConfigError:

@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 
 from featx.config import DataConfig
-from featx.images.decode import decode
+from featx.images.decode import decode_pillow
 from featx.images.image_policy import ImagePolicy
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -52,7 +52,7 @@ def test_the_committed_files_are_the_scripts(drawn: dict[str, bytes]) -> None:
         assert committed == drawn
     policy = ImagePolicy.from_config(DataConfig())
     for name, data in committed.items():
-        expected, found = (np.asarray(decode(d, policy), int) for d in (drawn[name], data))
+        expected, found = (np.asarray(decode_pillow(d, policy), int) for d in (drawn[name], data))
         assert np.abs(expected - found).mean() < 1, name
 
 

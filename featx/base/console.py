@@ -82,14 +82,16 @@ def log_message(text: str, level: str = "info") -> None:
     """Print a message about the run on stderr.
 
     Args:
-        text: message, without a level or beginning with 'warning: '.
-        level: 'info', 'warning' or 'error'; used in JSON lines.
+        text: message, without a line break at its end.
+        level: 'info', 'warning' or 'error'. JSON lines have it as a value; in text, a warning
+            begins with 'warning: '.
     """
     if _as_json:
         if not (text := text.strip()):
             return
-        level = "warning" if text.startswith("warning: ") else level
-        text = json_line(level, message=text.removeprefix("warning: "))
+        text = json_line(level, message=text)
+    elif level == "warning":
+        text = f"warning: {text}"
     print(text, file=sys.stderr, flush=True)
 
 

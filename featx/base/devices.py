@@ -43,7 +43,7 @@ def choose_device(name: str) -> torch.device:
     return device
 
 
-def float64_home(device: torch.device) -> torch.device:
+def float64_device(device: torch.device) -> torch.device:
     """The device on which to compute in float64: the CPU for MPS, which has no float64."""
     return torch.device("cpu") if device.type == "mps" else device
 
@@ -75,7 +75,7 @@ def choose_devices(
 
 
 @contextlib.contextmanager
-def away(module: torch.nn.Module, device: torch.device) -> Iterator[None]:
+def moved_to_cpu(module: torch.nn.Module, device: torch.device) -> Iterator[None]:
     """Move a module off its CUDA device inside the block, to free the memory of the device."""
     if device.type == "cuda":
         module.cpu()
@@ -90,7 +90,7 @@ class OwnStream:
     """A CUDA stream whose work runs in parallel to other streams; without effect on other devices.
 
     Memory of a tensor made on a stream is reused for that stream once the tensor is freed. If
-    another stream reads the tensor and may still do so when it is freed, call `used_here`.
+    another stream reads the tensor and may still do so when it is freed, call `record_use`.
 
     Args:
         device: the device.
@@ -102,7 +102,7 @@ class OwnStream:
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     @contextlib.contextmanager
-    def at_work(self) -> Iterator[None]:
+    def activate(self) -> Iterator[None]:
         """Context in which work of this thread goes to the stream; waits for it at the end."""
         if self._stream is None:
             yield
@@ -114,7 +114,7 @@ class OwnStream:
                 self._stream.synchronize()
 
 
-def used_here(values: Mapping[str, torch.Tensor]) -> None:
+def record_use(values: Mapping[str, torch.Tensor]) -> None:
     """Keep the memory of tensors until the current stream of this thread has finished with them.
 
     Args:

@@ -1,4 +1,4 @@
-"""Paths: of the files that are installed with featx, and as they are shown to people."""
+"""Paths: of files installed with featx, of its cache, and as they are shown to people."""
 
 from __future__ import annotations
 
@@ -17,6 +17,16 @@ def shipped(name: str) -> Path:
     package = Path(__file__).resolve().parents[1]
     inside = package / "_shipped" / name
     return inside if inside.is_dir() else package.parent / name
+
+
+def cache_folder(name: str) -> Path:
+    """Folder of featx in the user's cache, `$XDG_CACHE_HOME/featx/NAME`; it may not exist.
+
+    Args:
+        name: its name.
+    """
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "featx" / name
 
 
 def shown_path(path: str | Path) -> str:

@@ -122,7 +122,7 @@ class Progress:
         share = self._waiting / max(1e-9, time.perf_counter() - self._started_at)
         stage = "reading images" if share > WAITING_SHARE else "the model"
         if self._has_bar:
-            self._bar.set_postfix_str(f"{self._failures} failed, bound by {stage}", refresh=False)
+            self._bar.set_postfix_str(f"{self._failures} failed, limited by {stage}", refresh=False)
             self._bar.update(images)
         elif time.perf_counter() - self._last_line_at > PLAIN_INTERVAL_S:
             self._last_line_at = time.perf_counter()
@@ -161,7 +161,7 @@ class Progress:
             return
         log_message(
             f"{now.done} of {now.total} images, {now.images_per_second:.1f} images/s, "
-            f"{time_text(now.seconds_left)} left, {now.failures} failed, bound by {stage}"
+            f"{time_text(now.seconds_left)} left, {now.failures} failed, limited by {stage}"
         )
 
 

@@ -161,7 +161,7 @@ class Registry(Generic[MemberT]):
                     try:
                         self._load(entry)
                     except ConfigError as error:  # the other members can still be used
-                        log_message(f"warning: {error}")
+                        log_message(str(error), level="warning")
             self._is_complete = True
         return iter(sorted(self._members.values(), key=lambda member: member.name))
 

@@ -39,20 +39,20 @@ _ECHO_S = 0.5
 
 _BYTES = 2 * mmap.PAGESIZE
 """Size of the shared memory."""
-_FOUND = struct.Struct("<Q")
+_COUNT = struct.Struct("<Q")
 """Number of images, at the start of the shared memory; the path follows."""
 
 _shared: mmap.mmap | None = None
 """Shared memory from child to parent: the number of images on the crash list that the child added,
 and the folder of its in-flight journal."""
 
-_scratch: Path | None = None
+_scratch_path: Path | None = None
 """Folder for the in-flight journal of a job that writes to no folder."""
 
-_last: dict[int, float] = {}
+_last_arrivals: dict[int, float] = {}
 """Signal -> time when it last came."""
 
-_checks: dict[int, threading.Lock] = {signum: threading.Lock() for signum in _FORWARDED}
+_echo_locks: dict[int, threading.Lock] = {signum: threading.Lock() for signum in _FORWARDED}
 """Signal -> lock held while `is_echo` checks a signal of this kind."""
 
 
@@ -78,15 +78,15 @@ def supervised(work: Callable[[], int], was_decoding: Callable[[Path, int], bool
     debug = os.environ.get("FEATX_DEBUG") == "1"
     if debug or not sys.platform.startswith("linux") or threading.active_count() > 1:
         return work()
-    global _shared, _scratch
+    global _shared, _scratch_path
     _shared = mmap.mmap(-1, _BYTES)
-    _scratch = Path(tempfile.gettempdir(), f"featx-{os.getpid()}-{secrets.token_hex(8)}")
+    _scratch_path = Path(tempfile.gettempdir(), f"featx-{os.getpid()}-{secrets.token_hex(8)}")
     parent = os.getpid()
     try:
-        return _until_done(work, was_decoding)
+        return _run_until_done(work, was_decoding)
     finally:
         if os.getpid() == parent:  # the child returns through here as well
-            shutil.rmtree(_scratch, ignore_errors=True)
+            shutil.rmtree(_scratch_path, ignore_errors=True)
 
 
 def end_process(code: int) -> NoReturn:
@@ -121,23 +121,23 @@ def scratch_folder() -> Path | None:
     Returns:
         None if there is no supervisor to read them after a crash, or the folder cannot be created.
     """
-    if _scratch is None:
+    if _scratch_path is None:
         return None
     try:
-        _scratch.mkdir(mode=0o700, exist_ok=True)
+        _scratch_path.mkdir(mode=0o700, exist_ok=True)
     except OSError:
         return None
-    return _scratch
+    return _scratch_path
 
 
-def _until_done(work: Callable[[], int], was_decoding: Callable[[Path, int], bool]) -> int:
+def _run_until_done(work: Callable[[], int], was_decoding: Callable[[Path, int], bool]) -> int:
     """Fork and wait until the work ends without a decoder crash.
 
     Returns:
         In the parent the exit code of the command, in the child that of the work.
     """
     assert _shared is not None
-    num_crashes = num_found = 0
+    num_crashes = num_listed_before = 0
     while True:
         # Signals are blocked across the fork until both processes have their handlers, so none is
         # lost and none ends only one of them.
@@ -155,28 +155,28 @@ def _until_done(work: Callable[[], int], was_decoding: Callable[[Path, int], boo
         if signum not in {*CRASHES, signal.SIGKILL}:
             return 128 + signum
         num_crashes += 1
-        found = _FOUND.unpack_from(_shared)[0]
-        progress = num_crashes == 1 or found > num_found
-        decoding = signum in CRASHES and was_decoding(_notes_folder(), child)
-        if not (decoding and progress) or num_crashes > MAX_CRASHES:
-            _say(_ended(signum))
+        num_listed = _COUNT.unpack_from(_shared)[0]
+        has_progress = num_crashes == 1 or num_listed > num_listed_before
+        is_decoder_crash = signum in CRASHES and was_decoding(_journal_folder(), child)
+        if not (is_decoder_crash and has_progress) or num_crashes > MAX_CRASHES:
+            _say(_end_message(signum))
             return 1
-        num_found = found
+        num_listed_before = num_listed
         name = signal.Signals(signum).name
         _say(f"\nThe decoder of an image crashed the process ({name}); it is started again.")
 
 
-def tell_notes(folder: Path) -> None:
+def set_journal_folder(folder: Path) -> None:
     """Tell the supervisor in which folder this process writes its in-flight journal."""
     if _shared is not None:
-        name = os.fsencode(folder.absolute())[: _BYTES - _FOUND.size - 1]
-        _shared[_FOUND.size : _FOUND.size + len(name) + 1] = name + b"\0"
+        name = os.fsencode(folder.absolute())[: _BYTES - _COUNT.size - 1]
+        _shared[_COUNT.size : _COUNT.size + len(name) + 1] = name + b"\0"
 
 
-def tell_found() -> None:
+def count_crash_listed() -> None:
     """Tell the supervisor that an image was added to the crash list."""
     if _shared is not None:
-        _FOUND.pack_into(_shared, 0, _FOUND.unpack_from(_shared)[0] + 1)
+        _COUNT.pack_into(_shared, 0, _COUNT.unpack_from(_shared)[0] + 1)
 
 
 def is_echo(signum: int) -> bool:
@@ -185,7 +185,7 @@ def is_echo(signum: int) -> bool:
     Ctrl-C reaches parent and child, and the parent forwards it as well; so does a signal to the
     whole process group.
     """
-    check = _checks.get(signum)
+    check = _echo_locks.get(signum)
     if _shared is None or check is None:
         return False
     # Python runs the handler of a second signal between any two instructions of the handler of the
@@ -194,7 +194,7 @@ def is_echo(signum: int) -> bool:
         return True
     try:
         now = time.monotonic()
-        last, _last[signum] = _last.get(signum, -_ECHO_S), now
+        last, _last_arrivals[signum] = _last_arrivals.get(signum, -_ECHO_S), now
         return now - last < _ECHO_S
     finally:
         check.release()
@@ -211,21 +211,21 @@ def _wait(child: int) -> int:
         with contextlib.suppress(ProcessLookupError):
             os.kill(child, signum)
 
-    before = [signal.signal(signum, forward) for signum in _FORWARDED]
+    handlers_before = [signal.signal(signum, forward) for signum in _FORWARDED]
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _FORWARDED)
     _, status = os.waitpid(child, 0)
-    for signum, handler in zip(_FORWARDED, before, strict=True):
+    for signum, handler in zip(_FORWARDED, handlers_before, strict=True):
         signal.signal(signum, handler)
     return status
 
 
-def _notes_folder() -> Path:
+def _journal_folder() -> Path:
     """Folder of the child's journal; the root of the disk if the child had not yet named one."""
     assert _shared is not None
-    return Path("/", os.fsdecode(_shared[_FOUND.size :].split(b"\0", 1)[0]))
+    return Path("/", os.fsdecode(_shared[_COUNT.size :].split(b"\0", 1)[0]))
 
 
-def _ended(signum: int) -> str:
+def _end_message(signum: int) -> str:
     """Message for a process that ended by a signal and is not restarted."""
     if signum == signal.SIGKILL:
         return (

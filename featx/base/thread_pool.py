@@ -18,11 +18,11 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-_LEAVE_S = 5.0
+_END_LIMIT_S = 5.0
 """Seconds that the end of a pool waits for running calls by default."""
 
-_LOOK_S = 1.0
-"""Largest number of seconds between two looks for calls that are over the time limit."""
+_CHECK_INTERVAL_S = 1.0
+"""Largest number of seconds between two checks for calls that are over the time limit."""
 
 _EXIT_WAIT_S = 60.0
 """Seconds that the end of the interpreter waits for threads of pools without a time limit."""
@@ -42,7 +42,7 @@ class _Task:
             the remaining calls to this one.
         is_retry_of_call: whether the current call is the one that was given up.
         thread: thread that makes the calls.
-        since: time (monotonic) at which the current call entered its watched section; None outside
+        since: time (monotonic) at which the current call entered its timed section; None outside
             it.
         given_up: whether another thread has taken over the task.
     """
@@ -66,8 +66,8 @@ class _GivenUp(BaseException):
     """
 
 
-class _Watched:
-    """The section of a call that may be given up, see `ReplaceableThreadPool.watched`."""
+class _TimedSection:
+    """The section of a call that may be given up, see `ReplaceableThreadPool.timed_section`."""
 
     __slots__ = ("_lock", "_task")
 
@@ -80,14 +80,14 @@ class _Watched:
 
     def __exit__(self, *error: object) -> None:
         with self._lock:
-            # Under the lock of `_look`: a call either leaves its section or is given up, never
-            # both.
+            # Under the lock of `_give_up_late_calls`: a call either leaves its section or is given
+            # up, never both.
             self._task.since = None
             if self._task.given_up:
                 raise _GivenUp
 
 
-class _Own(threading.local):
+class _ThreadState(threading.local):
     """The task of the calling thread; None outside the pool."""
 
     task: _Task | None = None
@@ -96,40 +96,41 @@ class _Own(threading.local):
 class ReplaceableThreadPool:
     """A thread pool that survives calls that never return; a context manager.
 
-    If a call stays in its `watched` section for longer than `limit_s`, its thread is abandoned, a
-    new one takes its place, and the call is repeated once with `is_retry_of_call` true. Threads are
+    If a call stays in its `timed_section` for longer than `limit_s`, its thread is abandoned, a new
+    one takes its place, and the call is repeated once with `is_retry_of_call` true. Threads are
     daemons, so an abandoned one does not keep the process alive.
 
     Args:
         count: number of threads.
-        limit_s: seconds that a call may spend in its watched section, or None for no limit.
+        limit_s: seconds that a call may spend in its timed section, or None for no limit.
         name: beginning of the names of the threads.
-        leave_s: seconds that the end of the pool waits for running calls, or None for the default.
+        end_limit_s: seconds that the end of the pool waits for running calls, or None for the
+            default.
     """
 
     def __init__(
-        self, count: int, limit_s: float | None, name: str, leave_s: float | None = None
+        self, count: int, limit_s: float | None, name: str, end_limit_s: float | None = None
     ) -> None:
         self._count, self._limit_s, self._name = count, limit_s, name
-        self._leave_s = _LEAVE_S if leave_s is None else leave_s
+        self._end_limit_s = _END_LIMIT_S if end_limit_s is None else end_limit_s
         self._queue: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._running: set[_Task] = set()
         self._threads: list[threading.Thread] = []
-        self._own = _Own()
+        self._state = _ThreadState()
         self._closing = threading.Event()
 
     def __enter__(self) -> ReplaceableThreadPool:
         for _ in range(self._count):
             self._start(self._serve)
         if self._limit_s is not None:
-            self._start(self._look)
+            self._start(self._give_up_late_calls)
         return self
 
     def __exit__(self, *error: object) -> None:
         """Cancel calls that have not started, and wait for running ones for a limited time."""
         with self._lock:
-            # The lock is that of `_look`, so no thread is added to the pool after this.
+            # `_give_up_late_calls` holds this lock, so no thread is added to the pool after this.
             self._closing.set()
         with contextlib.suppress(queue.Empty):
             while True:
@@ -138,20 +139,20 @@ class ReplaceableThreadPool:
                     task.future.cancel()
         for _ in self._threads:
             self._queue.put(None)
-        left = _joined(self._threads, self._leave_s)
-        if left:
+        running = _join(self._threads, self._end_limit_s)
+        if running:
             # A daemon thread that requests the interpreter's lock during finalisation is unwound by
             # force through the C++ frames of torch: "terminate called without an active exception",
             # SIGABRT. The interpreter waits for threads that are no daemons, so one of these joins
             # the remaining threads.
             limit_s = _EXIT_WAIT_S if self._limit_s is None else self._limit_s
             name = f"{self._name}_exit"
-            threading.Thread(target=_joined, args=(left, limit_s), name=name).start()
+            threading.Thread(target=_join, args=(running, limit_s), name=name).start()
 
     @property
     def is_retry_of_call(self) -> bool:
         """Whether the call of the calling thread was given up in another thread before."""
-        return self._own.task is not None and self._own.task.is_retry_of_call
+        return self._state.task is not None and self._state.task.is_retry_of_call
 
     def submit(self, work: Callable[..., T], *args: Any) -> Future[T]:
         """Call `work` in a thread of the pool.
@@ -182,15 +183,15 @@ class ReplaceableThreadPool:
         self._queue.put(_Task(future, work, calls))
         return future
 
-    def watched(self) -> _Watched:
+    def timed_section(self) -> _TimedSection:
         """Context manager for the section of a call that may be given up.
 
         Inside it, the call must change nothing that others see: a call that was given up may
         continue later, and then ends when it leaves the section.
         """
-        task = self._own.task
-        assert task is not None, "only calls in a thread of the pool are watched"
-        return _Watched(task, self._lock)
+        task = self._state.task
+        assert task is not None, "only calls in a thread of the pool have timed sections"
+        return _TimedSection(task, self._lock)
 
     def _start(self, work: Callable[[], None]) -> None:
         """Start a daemon thread of the pool."""
@@ -209,7 +210,7 @@ class ReplaceableThreadPool:
 
     def _call(self, task: _Task) -> None:
         """Make the remaining calls of a task and set the result of its future."""
-        self._own.task = task
+        self._state.task = task
         task.thread = threading.current_thread()
         self._running.add(task)
         try:
@@ -226,10 +227,10 @@ class ReplaceableThreadPool:
             task.future.set_result(task.results if task.is_group else task.results[0])
         self._running.discard(task)
 
-    def _look(self) -> None:
+    def _give_up_late_calls(self) -> None:
         """Give up calls that are over the time limit, until the pool ends."""
         assert self._limit_s is not None
-        while not self._closing.wait(min(_LOOK_S, self._limit_s / 4)):
+        while not self._closing.wait(min(_CHECK_INTERVAL_S, self._limit_s / 4)):
             now = time.monotonic()
             for task in list(self._running):
                 with self._lock:
@@ -240,7 +241,7 @@ class ReplaceableThreadPool:
     def _give_up(self, task: _Task) -> None:
         """Abandon the thread of a task, and leave the remaining calls to a new one.
 
-        The abandoned thread adds no result, as its call ends when it leaves its watched section.
+        The abandoned thread adds no result, as its call ends when it leaves its timed section.
         """
         assert task.thread is not None
         task.given_up = True
@@ -260,7 +261,7 @@ class ReplaceableThreadPool:
         )
 
 
-def _joined(threads: Sequence[threading.Thread], limit_s: float) -> list[threading.Thread]:
+def _join(threads: Sequence[threading.Thread], limit_s: float) -> list[threading.Thread]:
     """Join threads for `limit_s` seconds in all; returns those that are still running."""
     until = time.monotonic() + limit_s
     for thread in threads:

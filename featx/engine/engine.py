@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from featx.base import DeviceTimer, OwnStream, away, synchronise, to_cpu
+from featx.base import DeviceTimer, OwnStream, moved_to_cpu, synchronise, to_cpu
 from featx.engine.attached_captures import AttachedCaptures, attach_captures, clone_captured
 from featx.engine.batch_independence import MovedRows, moved_batch
 from featx.engine.compute import (
@@ -179,7 +179,7 @@ class Engine(DeviceModel):
     def off_device(self) -> Iterator[None]:
         """Move the module to the CPU in its original state, to free its device inside the block."""
         self._stack.close()
-        with away(self.module, self.device):
+        with moved_to_cpu(self.module, self.device):
             yield
         self.configure_compute(self.compute)
 
@@ -318,7 +318,7 @@ class Engine(DeviceModel):
 
     def own_stream(self) -> contextlib.AbstractContextManager[None]:
         """Context in which the work of a replica runs on its own CUDA stream; waits at its end."""
-        return contextlib.nullcontext() if self._stream is None else self._stream.at_work()
+        return contextlib.nullcontext() if self._stream is None else self._stream.activate()
 
     @property
     def takes_gradients(self) -> bool:

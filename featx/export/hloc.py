@@ -73,8 +73,9 @@ class Hloc(Format):
             spaces += len(key.split()) > 1
         if spaces:
             log_message(
-                f"warning: {counted(spaces, 'key has', 'keys have')} spaces. hloc divides the "
-                "lines of its lists of pairs at spaces."
+                f"{counted(spaces, 'key has', 'keys have')} spaces. hloc divides the "
+                "lines of its lists of pairs at spaces.",
+                level="warning",
             )
 
     def _write(self, layer: str, file: BinaryIO) -> None:

@@ -344,9 +344,9 @@ def _warn_of_odd_keys(selection: ExportSelection) -> None:
             num_odd += 1
     if num_odd:
         log_message(
-            f"warning: {counted(num_odd, 'key is', 'keys are')} not UTF-8. npy and safetensors "
-            "keep their bytes; where a "
-            "format holds text, such bytes are spelled as \\xff."
+            f"{counted(num_odd, 'key is', 'keys are')} not UTF-8. npy and safetensors keep their "
+            "bytes; where a format holds text, such bytes are spelled as \\xff.",
+            level="warning",
         )
 
 

@@ -17,6 +17,7 @@ from PIL import TiffImagePlugin
 
 from featx.errors import counted
 from featx.images.image_policy import ImagePolicy
+from featx.images.orientation import ORIENTATION_TAG
 from featx.images.pixel_scale import format_fault
 from featx.types import ImageFault, Status
 
@@ -45,9 +46,8 @@ _FORMATS = frozenset({"JPEG", "MPO", "PNG", "WEBP", "BMP", "DIB", "PPM", "TIFF"}
 """Formats that Pillow reads without a change of numbers, in these modes. GIF has a palette; AVIF
 and HEIC of more than 8 bits are reduced."""
 
-_BITS, _PHOTOMETRIC, _ORIENTATION, _SAMPLES, _SAMPLE_FORMAT = 258, 262, 274, 277, 339
-"""TIFF tags: bits of each sample, what they mean, orientation, samples of a pixel, and the kind of
-number."""
+_BITS, _PHOTOMETRIC, _SAMPLES, _SAMPLE_FORMAT = 258, 262, 277, 339
+"""TIFF tags: bits of each sample, what they mean, samples of a pixel, and the kind of number."""
 _EXACT_TIFF = {
     "L": ((8,), 1, 1),
     "RGB": ((8, 8, 8), 2, 1),
@@ -169,7 +169,7 @@ def decode_tiff(data: bytes, policy: ImagePolicy) -> tuple[npt.NDArray[Any], int
             raise _wrong_channels(page.samplesperpixel, policy.channels)
         _check_pixels(page.imagelength, page.imagewidth, policy)
         arrays = [_page(each, data) for each in pages]
-        turn = page.tags.valueof(_ORIENTATION, default=1)
+        turn = page.tags.valueof(ORIENTATION_TAG, default=1)
         return np.concatenate(arrays, axis=2), turn if turn in range(1, 9) else 1
 
 
@@ -189,10 +189,10 @@ def _stack(pages: TiffPages) -> list[TiffPage]:
     Raises:
         ImageFault: they have different sizes or dtypes.
     """
-    found = [cast("TiffPage", pages.get(i)) for i in range(len(pages))]
-    if len({(page.shape, page.dtype) for page in found}) > 1:
+    channel_pages = [cast("TiffPage", pages.get(i)) for i in range(len(pages))]
+    if len({(page.shape, page.dtype) for page in channel_pages}) > 1:
         raise format_fault("1 channel; its pages have different sizes, so they are no channels")
-    return found
+    return channel_pages
 
 
 def _page(page: TiffPage, data: bytes) -> npt.NDArray[Any]:
@@ -239,8 +239,8 @@ def _is_exact(image: ImageFile.ImageFile) -> bool:
     """Whether Pillow reads the numbers of an image as they are in the file."""
     if image.format == "TIFF":
         tags = image.tag_v2  # type: ignore[attr-defined]
-        found = tags.get(_BITS), tags.get(_PHOTOMETRIC), tags.get(_SAMPLE_FORMAT, (1,))[0]
-        return _EXACT_TIFF.get(image.mode) == found
+        layout = tags.get(_BITS), tags.get(_PHOTOMETRIC), tags.get(_SAMPLE_FORMAT, (1,))[0]
+        return _EXACT_TIFF.get(image.mode) == layout
     if image.mode not in _INTACT and (image.format, image.mode) != ("PPM", "I"):
         return False
     if image.mode not in ("LA", "RGBA") and "transparency" in image.info:
@@ -273,22 +273,6 @@ def decode_deep_png(data: bytes) -> npt.NDArray[Any]:
 
     pixels: npt.NDArray[Any] = png_decode(data)
     return pixels
-
-
-def turned(array: npt.NDArray[Any], orientation: int) -> npt.NDArray[Any]:
-    """Turn an image upright, as Pillow's `transpose` does.
-
-    Args:
-        array: (H, W, ...).
-        orientation: EXIF orientation from 1 to 8.
-    """
-    if orientation in (2, 5, 7):
-        array = array[:, ::-1]
-    # Orientations that are a reflection are one of the columns, followed by a rotation.
-    quarters = {3: 2, 4: 2, 5: 1, 6: 3, 7: 3, 8: 1}.get(orientation, 0)
-    if orientation == 4:
-        return array[::-1]
-    return np.rot90(array, quarters)
 
 
 def check_array(array: npt.NDArray[Any], channels: int) -> npt.NDArray[Any]:

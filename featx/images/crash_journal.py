@@ -22,7 +22,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from featx.base import supervisor
+from featx.base import cache_folder, supervisor
 from featx.storage import AtomicFolder, S3Path
 
 _JOURNAL_PREFIX = ".decoding-"
@@ -163,9 +163,7 @@ def journal_folder(folder: Path) -> Path:
     """
     if not isinstance(folder, S3Path):
         return folder
-    base = os.environ.get("XDG_CACHE_HOME")
-    cache = Path(base) if base else Path.home() / ".cache"
-    return cache / "featx" / "in-flight" / hashlib.sha256(str(folder).encode()).hexdigest()[:32]
+    return cache_folder("in-flight") / hashlib.sha256(str(folder).encode()).hexdigest()[:32]
 
 
 class CrashList:
@@ -180,12 +178,12 @@ class CrashList:
         folder = supervisor.scratch_folder() if folder is None else journal_folder(folder)
         self._folder = folder
         self._lock = threading.Lock()
-        self._keys = set() if folder is None else _remembered(folder / _CRASH_LIST)
+        self._keys = set() if folder is None else _read_crash_list(folder / _CRASH_LIST)
 
     def __contains__(self, key: bytes) -> bool:
         return key in self._keys
 
-    def remember(self, key: bytes) -> None:
+    def add(self, key: bytes) -> None:
         """Add an image, for this run and later ones.
 
         Args:
@@ -199,7 +197,7 @@ class CrashList:
                 return
             self._keys.add(key)
             # The supervisor restarts the process after another crash only if the list has grown.
-            supervisor.tell_found()
+            supervisor.count_crash_listed()
             if self._folder is not None and self._folder.is_dir():
                 names = sorted(key.decode("utf-8", "surrogateescape") for key in self._keys)
                 text = json.dumps(names, indent=0) + "\n"
@@ -213,11 +211,13 @@ class CrashList:
             The journal, or None if there can be no file.
         """
         try:
-            journal = None if self._folder is None else InFlightJournal(self._folder / _name())
+            journal = (
+                None if self._folder is None else InFlightJournal(self._folder / _journal_name())
+            )
         except OSError:  # the writer of rows reports a folder that is not writable
             journal = None
         if self._folder is not None:
-            supervisor.tell_notes(self._folder)
+            supervisor.set_journal_folder(self._folder)
         try:
             yield journal
         finally:
@@ -225,19 +225,19 @@ class CrashList:
                 journal.close()
 
     @contextlib.contextmanager
-    def interrupted(self) -> Iterator[set[bytes]]:
+    def in_flight(self) -> Iterator[set[bytes]]:
         """Keys of the images that were being decoded by processes that died.
 
         The journals are deleted if the block ends without an exception.
         """
-        found = {} if self._folder is None else _journals_of_dead_processes(self._folder)
-        yield set().union(*found.values())
-        for path in found:
+        keys_of_journal = {} if self._folder is None else _journals_of_dead_processes(self._folder)
+        yield set().union(*keys_of_journal.values())
+        for path in keys_of_journal:
             assert self._folder is not None
             AtomicFolder(self._folder).remove(path)
 
 
-def _name() -> str:
+def _journal_name() -> str:
     """File name of a new journal, unique over machines, processes and time."""
     host = socket.gethostname().replace("/", "-")
     return f"{_JOURNAL_PREFIX}{host}-{os.getpid()}-{time.monotonic_ns()}"
@@ -256,16 +256,16 @@ def _make_folder(folder: Path) -> list[Path]:
 
 def _journals_of_dead_processes(folder: Path) -> dict[Path, set[bytes]]:
     """Journals whose process has died -> the keys that it was decoding."""
-    found = {}
+    keys_of_journal = {}
     for path in folder.glob(f"{_JOURNAL_PREFIX}*"):
         with contextlib.suppress(OSError), path.open("rb") as file:
             # A living process holds the exclusive lock, so this raises and the journal is left out.
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            found[path] = in_flight_keys(path)
-    return found
+            keys_of_journal[path] = in_flight_keys(path)
+    return keys_of_journal
 
 
-def _remembered(path: Path) -> set[bytes]:
+def _read_crash_list(path: Path) -> set[bytes]:
     """Keys of the crash list of earlier runs; empty if the file is missing or damaged."""
     try:
         names = json.loads(path.read_bytes())

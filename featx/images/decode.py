@@ -32,11 +32,11 @@ from featx.images.array_decode import (
     is_deep_png,
     is_tiff,
     pillow_array,
-    turned,
     why_not_rgb,
 )
 from featx.images.image_policy import PILLOW, SIMPLEJPEG, ImagePolicy
 from featx.images.jpeg_header import plain_jpeg_size
+from featx.images.orientation import inverse, is_transposed, orientation_of, turn_array, turn_image
 from featx.images.pixel_scale import format_fault
 from featx.images.rgb_conversion import to_rgb
 from featx.images.tiff_blocks import TiffBlocks, tiff_blocks
@@ -59,31 +59,12 @@ Pillow tries first."""
 _CUT_SHORT = re.compile(r"runcat|nd of file|outside of file bounds|Cannot read full|too small")
 """Parts of the messages of decoders for files that end too early."""
 
-MAX_CODED_PIXELS = 1 << 22
+MAX_GPU_PIXELS = 1 << 22
 """Number of pixels above which an image is never decoded on a GPU, where many are decoded at once.
 """
 
-_ORIENTATION = 0x0112
-"""Number of the EXIF tag."""
-_TRANSPOSE = {
-    2: Image.Transpose.FLIP_LEFT_RIGHT,
-    3: Image.Transpose.ROTATE_180,
-    4: Image.Transpose.FLIP_TOP_BOTTOM,
-    5: Image.Transpose.TRANSPOSE,
-    6: Image.Transpose.ROTATE_270,
-    7: Image.Transpose.TRANSVERSE,
-    8: Image.Transpose.ROTATE_90,
-}
-"""EXIF orientation -> operation that turns the image upright."""
-
-_FIRST_TRANSPOSED = 5
-"""EXIF orientation from which height and width are exchanged."""
-
 _PLAIN_HEADERS = ("JPEG", "MPO", "PNG", "WEBP", "BMP", "GIF", "PPM")
 """Formats whose header has the size of the pixels as stored, before they are turned upright."""
-
-_TURN_BACK = {6: 8, 8: 6}
-"""EXIF orientation -> the inverse one, for those that are not their own inverse."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +85,7 @@ class EncodedJpeg:
     eighth: npt.NDArray[np.uint8]
 
 
-def _pillow_now() -> tuple[int | None, bool, int]:
+def _pillow_settings_now() -> tuple[int | None, bool, int]:
     """The present settings of Pillow: limit of pixels, truncated files, AVIF threads."""
     lenient = ImageFile.LOAD_TRUNCATED_IMAGES
     return Image.MAX_IMAGE_PIXELS, lenient, AvifImagePlugin.DEFAULT_MAX_THREADS
@@ -120,7 +101,7 @@ def _set_pillow(settings: tuple[int | None, bool, int]) -> None:
 # image. Truncated files are refused, even if another library in this process accepts them. An AVIF
 # is decoded in one thread, as the loader has one for each CPU.
 _pillow_settings: ProcessSetting[tuple[int | None, bool, int]] = ProcessSetting(
-    _pillow_now, _set_pillow, (None, False, 1)
+    _pillow_settings_now, _set_pillow, (None, False, 1)
 )
 
 
@@ -132,8 +113,8 @@ def encoded_jpeg(data: bytes, policy: ImagePolicy, at_least: int) -> EncodedJpeg
 
     Args:
         data: encoded bytes.
-        policy: as for `decode`.
-        at_least: as for `decode`; a JPEG that `decode` would shrink for it is not taken.
+        policy: as for `decode_pillow`.
+        at_least: as for `decode_pillow`; None for a JPEG that is shrunk for it.
 
     Returns:
         The JPEG, or None for every image that has to be decoded on the CPU.
@@ -147,13 +128,13 @@ def encoded_jpeg(data: bytes, policy: ImagePolicy, at_least: int) -> EncodedJpeg
         return None
 
 
-def decode_pixels(data: bytes, policy: ImagePolicy, at_least: int | None) -> npt.NDArray[Any]:
-    """Decode an image as `decode` does, with the JPEG decoder of the policy.
+def decode_array(data: bytes, policy: ImagePolicy, at_least: int | None) -> npt.NDArray[Any]:
+    """Decode an image into an array, with the JPEG decoder of the policy.
 
     Args:
         data: encoded bytes.
         policy: treatment of orientation, transparency and size.
-        at_least: as for `decode`.
+        at_least: as for `decode_pillow`.
 
     Returns:
         (H, W, 3) uint8 RGB, upright; (H, W, channels) of any numbers if the policy has `channels`.
@@ -161,19 +142,21 @@ def decode_pixels(data: bytes, policy: ImagePolicy, at_least: int | None) -> npt
     Raises:
         ImageFault: the image cannot be decoded; its status names the reason.
     """
-    image = decode_whole(data, policy, at_least)
+    image = decode_image(data, policy, at_least)
     return image if isinstance(image, np.ndarray) else np.array(image)
 
 
-def decode_whole(
+def decode_image(
     data: bytes, policy: ImagePolicy, at_least: int | None
 ) -> Image.Image | npt.NDArray[Any]:
-    """Decode an image as `decode_pixels` does, without a copy of what Pillow has decoded.
+    """Decode an image, in the type of its decoder: a Pillow image, or an array of simplejpeg.
+
+    Nothing is copied, other than by `decode_array`.
 
     Args:
         data: encoded bytes.
         policy: treatment of orientation, transparency and size.
-        at_least: as for `decode`.
+        at_least: as for `decode_pillow`.
 
     Raises:
         ImageFault: the image cannot be decoded; its status names the reason.
@@ -183,18 +166,18 @@ def decode_whole(
     try:
         with _pillow_settings:
             if policy.channels is not None:
-                return _decode_array(data, policy, policy.channels)
-            return _decode(data, policy, at_least)
+                return _decode_channels(data, policy, policy.channels)
+            return _decode_rgb(data, policy, at_least)
     except (ImageFault, MemoryError):
         raise
     except Exception as error:
         raise _fault(data, error) from error
 
 
-def decode_for_boxes(
+def decode_box_image(
     data: bytes, policy: ImagePolicy, at_least: int | None
 ) -> Image.Image | npt.NDArray[Any] | TiffBlocks:
-    """Decode an image of which boxes are cut, as `decode_whole` does.
+    """Decode an image of which boxes are cut; like `decode_image`, but for large TIFFs.
 
     The tiles of a large TIFF are left for `TiffBlocks.cut`; its strips are decoded one after the
     other, without Pillow's 4 bytes for each pixel of the whole.
@@ -202,21 +185,21 @@ def decode_for_boxes(
     Args:
         data: encoded bytes.
         policy: treatment of orientation, transparency and size.
-        at_least: as for `decode`.
+        at_least: as for `decode_pillow`.
 
     Raises:
         ImageFault: the image cannot be decoded; its status names the reason.
     """
     blocks = None
     if is_tiff(data):
-        blocks = tiff_blocks(data, policy, lambda block: decode_whole(block, policy, None))
+        blocks = tiff_blocks(data, policy, lambda block: decode_image(block, policy, None))
     if blocks is None:
-        return decode_whole(data, policy, at_least)
+        return decode_image(data, policy, at_least)
     return blocks if blocks.is_lazy else blocks.whole()
 
 
-def decode(data: bytes, policy: ImagePolicy, at_least: int | None = None) -> Image.Image:
-    """Decode an image with Pillow.
+def decode_pillow(data: bytes, policy: ImagePolicy, at_least: int | None = None) -> Image.Image:
+    """Decode an image into a Pillow image, a JPEG by Pillow as well.
 
     Args:
         data: encoded bytes.
@@ -231,7 +214,7 @@ def decode(data: bytes, policy: ImagePolicy, at_least: int | None = None) -> Ima
     Raises:
         ImageFault: the image cannot be decoded; its status names the reason.
     """
-    image = decode_whole(data, replace(policy, jpeg=PILLOW), at_least)
+    image = decode_image(data, replace(policy, jpeg=PILLOW), at_least)
     assert isinstance(image, Image.Image)
     return image
 
@@ -239,12 +222,12 @@ def decode(data: bytes, policy: ImagePolicy, at_least: int | None = None) -> Ima
 def image_sizes(
     data: bytes, policy: ImagePolicy, at_least: int | None
 ) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Size of an image in its file, and as `decode` returns it; pixels are decoded if necessary.
+    """Size of an image in its file and after `decode_pillow`; pixels are decoded if necessary.
 
     Args:
         data: encoded bytes.
         policy: treatment of orientation, transparency and size.
-        at_least: as for `decode`.
+        at_least: as for `decode_pillow`.
 
     Returns:
         (height, width) of the upright image at full size, and (height, width) after decoding, which
@@ -268,21 +251,21 @@ def _sizes(
     """`image_sizes` without its boundary for exceptions."""
     image = _open(data)
     if image.format not in _PLAIN_HEADERS:
-        decoded = _decode(data, replace(policy, jpeg=PILLOW), None)
+        decoded = _decode_rgb(data, replace(policy, jpeg=PILLOW), None)
         assert isinstance(decoded, Image.Image)
         width, height = decoded.size
         return (height, width), (height, width)
     full = image.size
     _draft(image, at_least)
-    turn = _orientation(image) if policy.exif == "apply" else 1
+    turn = orientation_of(image) if policy.exif == "apply" else 1
     width, height = full
     columns, rows = image.size
-    if turn >= _FIRST_TRANSPOSED:
+    if is_transposed(turn):
         return (width, height), (columns, rows)
     return (height, width), (rows, columns)
 
 
-def _decode(
+def _decode_rgb(
     data: bytes, policy: ImagePolicy, at_least: int | None
 ) -> Image.Image | npt.NDArray[np.uint8]:
     """The image as Pillow's type, or as an array if simplejpeg has decoded it."""
@@ -294,22 +277,22 @@ def _decode(
         raise ImageFault(Status.TOO_LARGE, f"{width} x {height} pixels, over {policy.max_pixels}")
     if image.format == "PNG":
         check_png(data)
-        _mend_transparency(image)
+        _scale_transparent_colour(image)
     _draft(image, at_least)
     if policy.jpeg == SIMPLEJPEG and image.format == "JPEG" and image.mode == "RGB":
-        turn = _orientation(image) if policy.exif == "apply" else 1
+        turn = orientation_of(image) if policy.exif == "apply" else 1
         if turn == 1 and (pixels := _sound_jpeg(data, image.size)) is not None:
             return pixels
     # Pillow turns a TIFF upright in load() and drops its orientation, so that is read before. Every
     # other format is turned here.
-    turned = _orientation(image) if image.format == "TIFF" else 1
+    stored_orientation = orientation_of(image) if image.format == "TIFF" else 1
     image.load()
-    turn = _orientation(image) if policy.exif == "apply" else _TURN_BACK.get(turned, turned)
+    turn = orientation_of(image) if policy.exif == "apply" else inverse(stored_orientation)
     rgb = to_rgb(image, policy.background)
-    return rgb if turn == 1 else rgb.transpose(_TRANSPOSE[turn])
+    return turn_image(rgb, turn)
 
 
-def _decode_array(data: bytes, policy: ImagePolicy, channels: int) -> npt.NDArray[Any]:
+def _decode_channels(data: bytes, policy: ImagePolicy, channels: int) -> npt.NDArray[Any]:
     """(H, W, channels) with the numbers of the file, upright."""
     if data.startswith(NPY):
         return decode_npy(data, policy)
@@ -326,7 +309,7 @@ def _decode_array(data: bytes, policy: ImagePolicy, channels: int) -> npt.NDArra
         raise ImageFault(Status.TOO_LARGE, f"{width} x {height} pixels, over {policy.max_pixels}")
     if image.format == "PNG":
         check_png(data)
-    stored = _orientation(image) if image.format == "TIFF" else 1
+    stored_orientation = orientation_of(image) if image.format == "TIFF" else 1
     # The channels may be pages of one channel each, of which Pillow reads the first.
     is_stack = image.format == "TIFF" and channels > 1 == len(image.getbands())
     array = None if is_stack and image.n_frames == channels else pillow_array(image)  # type: ignore[attr-defined]
@@ -339,14 +322,14 @@ def _decode_array(data: bytes, policy: ImagePolicy, channels: int) -> npt.NDArra
             f"a {image.format} of mode {image.mode}, which cannot be read without a change of its "
             "numbers"
         )
-    turn = _orientation(image) if policy.exif == "apply" else _TURN_BACK.get(stored, stored)
-    return turned(check_array(array, channels), turn)
+    turn = orientation_of(image) if policy.exif == "apply" else inverse(stored_orientation)
+    return turn_array(check_array(array, channels), turn)
 
 
 def _tifffile_array(data: bytes, policy: ImagePolicy) -> npt.NDArray[Any]:
     """(H, W, channels) of a TIFF that Pillow does not read as it is, upright."""
     array, turn = decode_tiff(data, policy)
-    return turned(array, turn if policy.exif == "apply" else 1)
+    return turn_array(array, turn if policy.exif == "apply" else 1)
 
 
 def _draft(image: ImageFile.ImageFile, at_least: int | None) -> None:
@@ -380,11 +363,11 @@ def _far_larger(size: tuple[int, int], at_least: int) -> bool:
 
 
 def is_decoded_reduced(data: bytes, at_least: int) -> bool:
-    """Whether `decode` reads an image at a fraction of its size.
+    """Whether `decode_pillow` reads an image at a fraction of its size.
 
     Args:
         data: encoded bytes.
-        at_least: as for `decode`.
+        at_least: as for `decode_pillow`.
     """
     try:
         with _pillow_settings:
@@ -409,9 +392,9 @@ def _encoded(data: bytes, policy: ImagePolicy, at_least: int) -> EncodedJpeg | N
         if image.format != "JPEG" or image.mode != "RGB":
             return None
         size = image.size
-        turn = _orientation(image) if policy.exif == "apply" else 1
+        turn = orientation_of(image) if policy.exif == "apply" else 1
     width, height = size
-    if min(size) < 8 or width * height > min(policy.max_pixels, MAX_CODED_PIXELS):
+    if min(size) < 8 or width * height > min(policy.max_pixels, MAX_GPU_PIXELS):
         return None
     if _far_larger(size, at_least):
         return None
@@ -484,7 +467,7 @@ def check_png(data: bytes) -> None:
         at = end + 4
 
 
-def _mend_transparency(image: ImageFile.ImageFile) -> None:
+def _scale_transparent_colour(image: ImageFile.ImageFile) -> None:
     """Scale the transparent colour of a PNG to the 8 bits of its pixels.
 
     Pillow scales pixels of 2, 4 and 3 x 16 bits to 8 bits, but not the colour with which it
@@ -496,15 +479,6 @@ def _mend_transparency(image: ImageFile.ImageFile) -> None:
         image.info["transparency"] = (clear & 3) * 85 if raw_mode == "L;2" else (clear & 15) * 17
     elif isinstance(clear, tuple) and raw_mode == "RGB;16B":
         image.info["transparency"] = tuple(value >> 8 for value in clear)
-
-
-def _orientation(image: Image.Image) -> int:
-    """EXIF orientation from 1 to 8; 1 if it is missing, damaged or out of range."""
-    try:
-        value = image.getexif().get(_ORIENTATION, 1)
-    except (OSError, ValueError, TypeError, KeyError, SyntaxError, struct.error):
-        return 1
-    return value if value in _TRANSPOSE else 1
 
 
 def _fault(data: bytes, error: Exception) -> ImageFault:

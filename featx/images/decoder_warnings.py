@@ -65,15 +65,15 @@ class DecoderWarnings:
             key: key of the image.
             messages: its warnings.
         """
-        found = {reason_of(message): message for message in reversed(messages)}
+        message_of_reason = {reason_of(message): message for message in reversed(messages)}
         with self._lock:
             new = []
-            for reason, message in found.items():
+            for reason, message in message_of_reason.items():
                 room = reason in self.counts or len(self.counts) < MAX_REASONS
-                counted = reason if room else OTHER
-                self.counts[counted] += 1
-                if counted not in _logged:
-                    _logged.add(counted)
+                entry = reason if room else OTHER
+                self.counts[entry] += 1
+                if entry not in _logged:
+                    _logged.add(entry)
                     new.append(message)
         # Logging comes after the lock is released: a handler may be slow, or warn itself.
         for message in new:
@@ -196,11 +196,11 @@ class _Redirection:
     def put(self, redirected: bool) -> None:
         """Redirect warnings, or bring back the state before."""
         if redirected:
-            self._on()
+            self._redirect()
         else:
             self._stack.close()
 
-    def _on(self) -> None:
+    def _redirect(self) -> None:
         """Redirect libtiff, `warnings` and Pillow's loggers."""
         if self._libtiff is None:
             self._libtiff = _Libtiff()
@@ -210,11 +210,11 @@ class _Redirection:
         # "always": Python otherwise shows one text from one line of code only once, and warnings
         # could not be counted per image.
         warnings.filterwarnings("always", module=r"PIL\.")
-        shown = warnings.showwarning
+        show_warning = warnings.showwarning
 
         def show(message: Warning | str, *args: Any, **kwargs: Any) -> None:
             if not _take(str(message)):
-                shown(message, *args, **kwargs)
+                show_warning(message, *args, **kwargs)
 
         warnings.showwarning = show
         pillow, handler = logging.getLogger("PIL"), _LogHandler()

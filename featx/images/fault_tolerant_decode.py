@@ -22,9 +22,9 @@ from featx.errors import RunError
 from featx.images.crash_journal import CrashList
 from featx.images.decode import (
     EncodedJpeg,
-    decode,
-    decode_for_boxes,
-    decode_pixels,
+    decode_array,
+    decode_box_image,
+    decode_pillow,
     encoded_jpeg,
 )
 from featx.images.decoder_warnings import DecoderWarnings, decoder_warnings_redirected
@@ -75,8 +75,8 @@ class FaultTolerantDecoder:
     Args:
         source: source of the images.
         policy: treatment of orientation, transparency and size.
-        at_least: pixels of the shorter side, as for `decode`. Ignored if rows are boxes of images,
-            because the size of a box is unknown before its image is decoded.
+        at_least: pixels of the shorter side, as for `decode_pillow`. Ignored if rows are boxes of
+            images, because the size of a box is unknown before its image is decoded.
         timeout_s: seconds after which decoding an image is given up and repeated in a child
             process, where the image fails after the same time; None for no limit.
         crash_list: crash list, whose images are decoded in child processes, and the place of the
@@ -152,13 +152,13 @@ class FaultTolerantDecoder:
         Raises:
             RunError: reading fails repeatedly.
         """
-        with self._crash_list.interrupted() as in_flight:
+        with self._crash_list.in_flight() as in_flight:
             if not in_flight:
                 return
             rows = {self.image_key(bytes(key)): bytes(key) for key in keys}
             for image_key in in_flight & rows.keys():
                 with contextlib.suppress(ImageFault):  # its row records the fault later
-                    self._decoded_in_subprocess(image_key, self.read(rows[image_key]))
+                    self._decode_in_subprocess(image_key, self.read(rows[image_key]))
 
     def image_key(self, key: bytes) -> bytes:
         """The key of the image that a row is, or whose box it is."""
@@ -173,8 +173,8 @@ class FaultTolerantDecoder:
         """
         return read_image(self._source, key)
 
-    def decode_image(self, key: bytes, data: bytes) -> Image.Image:
-        """Decode the whole image of a row with `decode`; call it in a thread of this decoder.
+    def decode_pillow(self, key: bytes, data: bytes) -> Image.Image:
+        """Decode the image of a row into a Pillow image; call it in a thread of this decoder.
 
         Args:
             key: key of the row.
@@ -185,29 +185,29 @@ class FaultTolerantDecoder:
         """
         image_key = self.image_key(key)
         if self._needs_subprocess(image_key):
-            return Image.fromarray(self._decoded_in_subprocess(image_key, data))
-        return self._recorded(image_key, decode, data)
+            return Image.fromarray(self._decode_in_subprocess(image_key, data))
+        return self._decode_recorded(image_key, decode_pillow, data)
 
     def decode_array(self, key: bytes, data: bytes) -> npt.NDArray[Any]:
-        """Decode the whole image of a row with `decode_pixels`; otherwise like `decode_image`."""
+        """Decode the image of a row into an array; otherwise like `decode_pillow`."""
         image_key = self.image_key(key)
         if self._needs_subprocess(image_key):
-            return self._decoded_in_subprocess(image_key, data)
-        return self._recorded(image_key, decode_pixels, data)
+            return self._decode_in_subprocess(image_key, data)
+        return self._decode_recorded(image_key, decode_array, data)
 
-    def decode_whole_image(
+    def decode_box_image(
         self, key: bytes, data: bytes
     ) -> Image.Image | npt.NDArray[Any] | TiffBlocks:
-        """Decode the image of which a row is a box by `decode_for_boxes`, like `decode_image`."""
+        """Decode the image of which a row is a box; otherwise like `decode_pillow`."""
         image_key = self.image_key(key)
         if self._needs_subprocess(image_key):
-            return self._decoded_in_subprocess(image_key, data)
-        return self._recorded(image_key, decode_for_boxes, data)
+            return self._decode_in_subprocess(image_key, data)
+        return self._decode_recorded(image_key, decode_box_image, data)
 
     def cut(
         self, key: bytes, decoded: Image.Image | npt.NDArray[Any] | TiffBlocks, box: Box
     ) -> Image.Image | npt.NDArray[Any]:
-        """Cut a box out of a result of `decode_whole_image`; blocks of the box are decoded.
+        """Cut a box out of a result of `decode_box_image`; blocks of the box are decoded.
 
         Raises:
             ImageFault: the box reaches outside the image, or cannot be decoded.
@@ -216,11 +216,11 @@ class FaultTolerantDecoder:
             return cut_out(decoded, box)
         image_key = self.image_key(key)
         if self._needs_subprocess(image_key):
-            return cut_out(self._decoded_in_subprocess(image_key, decoded.data), box)
-        return self._recorded(image_key, lambda *_: decoded.cut(box), decoded.data)
+            return cut_out(self._decode_in_subprocess(image_key, decoded.data), box)
+        return self._decode_recorded(image_key, lambda *_: decoded.cut(box), decoded.data)
 
     def prepare_encoded(self, key: bytes, data: bytes) -> EncodedJpeg | None:
-        """Prepare the image of a row for a GPU with `encoded_jpeg`; otherwise like `decode_image`.
+        """Prepare the image of a row for a GPU with `encoded_jpeg`; otherwise like `decode_pillow`.
 
         Returns:
             The JPEG, or None if the image has to be decoded on the CPU.
@@ -228,24 +228,24 @@ class FaultTolerantDecoder:
         image_key = self.image_key(key)
         if self._at_least is None or self._needs_subprocess(image_key):
             return None
-        return self._recorded(image_key, encoded_jpeg, data)
+        return self._decode_recorded(image_key, encoded_jpeg, data)
 
     def _needs_subprocess(self, image_key: bytes) -> bool:
         """Whether an image needs a child process: it hung before, or is on the crash list."""
         return self._threads.is_retry_of_call or image_key in self._crash_list
 
-    def _recorded(self, image_key: bytes, decoder: Callable[..., T], data: bytes) -> T:
+    def _decode_recorded(self, image_key: bytes, decoder: Callable[..., T], data: bytes) -> T:
         """Decode an image in the calling thread, recorded in the journal and limited in time."""
         journal = self._journal
         recording = _NOT_RECORDED if journal is None else journal.recording(image_key)
-        with self.warnings.collecting(image_key), self._threads.watched(), recording:
+        with self.warnings.collecting(image_key), self._threads.timed_section(), recording:
             return decoder(data, self._policy, self._at_least)
 
-    def _decoded_in_subprocess(self, image_key: bytes, data: bytes) -> npt.NDArray[Any]:
-        """Pixels from a child process; an image that crashes or hangs it is remembered."""
+    def _decode_in_subprocess(self, image_key: bytes, data: bytes) -> npt.NDArray[Any]:
+        """Pixels from a child process; one that crashes or hangs it joins the crash list."""
         try:
             return decode_in_subprocess(data, self._policy, self._at_least, self._timeout_s)
         except ImageFault as fault:
             if fault.status in (Status.TIMEOUT, Status.CRASHES_DECODER):
-                self._crash_list.remember(image_key)
+                self._crash_list.add(image_key)
             raise

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from featx.base import OwnStream, synchronise
 from featx.errors import ConfigError, RunError
 from featx.images.decode import EncodedJpeg
+from featx.images.orientation import turn_tensor
 from featx.images.preprocess import Preprocess
 
 MAX_PIXELS = 1 << 26
@@ -64,7 +65,7 @@ class DeviceDecoder:
 
     def own_stream(self) -> contextlib.AbstractContextManager[None]:
         """Context in which work runs on the decoder's own CUDA stream; waits at its end."""
-        return self._stream.at_work()
+        return self._stream.activate()
 
     def crops(self, jpegs: Sequence[EncodedJpeg]) -> list[torch.Tensor | None]:
         """Decode and crop images as `Preprocess.crop_uint8` does.
@@ -78,41 +79,41 @@ class DeviceDecoder:
         Raises:
             RunError: the device has too little memory, or cannot decode JPEGs.
         """
-        found: dict[int, torch.Tensor] = {}
+        crops: dict[int, torch.Tensor] = {}
         for some in _few_at_a_time(jpegs):
             try:
-                found |= self._cropped({i: jpegs[i] for i in some})
+                crops |= self._crop({i: jpegs[i] for i in some})
             except torch.OutOfMemoryError as error:
                 raise RunError(
                     f"out of memory on {self.device} while decoding {len(some)} images on it. "
                     "Nothing committed is lost: give the same command again with decode=fast and "
                     "another out=DIR, or when other processes use less of the device's memory."
                 ) from error
-        return [found.get(i) for i in range(len(jpegs))]
+        return [crops.get(i) for i in range(len(jpegs))]
 
-    def _cropped(self, jpegs: dict[int, EncodedJpeg]) -> dict[int, torch.Tensor]:
+    def _crop(self, jpegs: dict[int, EncodedJpeg]) -> dict[int, torch.Tensor]:
         """Number -> crop of the images that agree with libjpeg.
 
         Images of equal size and orientation are cropped together.
         """
-        same: dict[tuple[tuple[int, int], int], list[tuple[int, torch.Tensor]]] = {}
-        for i, pixels in self._decoded(jpegs).items():
+        members_of_shape: dict[tuple[tuple[int, int], int], list[tuple[int, torch.Tensor]]] = {}
+        for i, pixels in self._decode(jpegs).items():
             width, height = jpegs[i].size
             if pixels.shape == (3, height, width):
-                same.setdefault((jpegs[i].size, jpegs[i].turn), []).append((i, pixels))
+                members_of_shape.setdefault((jpegs[i].size, jpegs[i].turn), []).append((i, pixels))
         crops: dict[int, torch.Tensor] = {}
-        right: list[torch.Tensor] = []
-        for (_, turn), members in same.items():
+        agreements: list[torch.Tensor] = []
+        for (_, turn), members in members_of_shape.items():
             numbers = [i for i, _ in members]
             images = torch.stack([pixels for _, pixels in members])
-            right.append(self._agrees(images, [jpegs[i] for i in numbers]))
-            cropped = self._preprocess.crops_on_device(turned(images, turn))
+            agreements.append(self._agrees(images, [jpegs[i] for i in numbers]))
+            cropped = self._preprocess.crops_on_device(turn_tensor(images, turn))
             crops |= zip(numbers, cropped, strict=True)
         # One transfer to the host for all sizes: each waits for the device.
-        verdicts = torch.cat(right).tolist() if right else []
+        verdicts = torch.cat(agreements).tolist() if agreements else []
         return {i: crops[i] for i, is_right in zip(crops, verdicts, strict=True) if is_right}
 
-    def _decoded(self, jpegs: dict[int, EncodedJpeg]) -> dict[int, torch.Tensor]:
+    def _decode(self, jpegs: dict[int, EncodedJpeg]) -> dict[int, torch.Tensor]:
         """Number -> (3, H, W) uint8 of the images that the device can decode."""
         try:
             encoded = [
@@ -134,7 +135,7 @@ class DeviceDecoder:
         halves = list(jpegs.items())
         middle = len(halves) // 2
         first, second = dict(halves[:middle]), dict(halves[middle:])
-        return self._decoded(first) | self._decoded(second)
+        return self._decode(first) | self._decode(second)
 
     def _agrees(self, images: torch.Tensor, jpegs: Sequence[EncodedJpeg]) -> torch.Tensor:
         """Compare decoded images with libjpeg's at an eighth of their size.
@@ -193,19 +194,6 @@ def _torchvision_decoder() -> Any:
             "or torchvision 0.26 to 0.29, which can."
         ) from error
     return decode_jpeg
-
-
-def turned(images: torch.Tensor, orientation: int) -> torch.Tensor:
-    """Turn images upright.
-
-    Args:
-        images: (N, C, H, W) as stored.
-        orientation: their EXIF orientation, 1 to 8.
-    """
-    if orientation >= 5:  # rows of the stored image are columns
-        images = images.transpose(2, 3)
-    mirrored = {2: [3], 3: [2, 3], 4: [2], 6: [3], 7: [2, 3], 8: [2]}.get(orientation, [])
-    return images.flip(mirrored) if mirrored else images
 
 
 def _few_at_a_time(jpegs: Sequence[EncodedJpeg]) -> Iterator[list[int]]:

@@ -11,7 +11,7 @@ import torch
 
 from featx.base import cpu_threads, num_cpus
 from featx.errors import ConfigError, FeatxError
-from featx.images.decode import EncodedJpeg, decode_pixels, encoded_jpeg
+from featx.images.decode import EncodedJpeg, decode_array, encoded_jpeg
 from featx.images.decode_settings import SHARES, DecodeSettings
 from featx.images.fault_tolerant_decode import FaultTolerantDecoder
 from featx.images.gpu_decode import DeviceDecoder
@@ -94,38 +94,38 @@ def decode_share(
     with cpu_threads(1):
         started_at = time.perf_counter()
         for jpeg in encoded:
-            decoding.preprocess.crop_uint8(decode_pixels(jpeg.data, decoding.policy, at_least))
-        decoded = time.perf_counter()
+            decoding.preprocess.crop_uint8(decode_array(jpeg.data, decoding.policy, at_least))
+        decoded_at = time.perf_counter()
         for jpeg in encoded:
             encoded_jpeg(jpeg.data, decoding.policy, at_least)
-        checked = time.perf_counter()
-    here = (decoded - started_at) / len(encoded) / cpus
-    checking = (checked - decoded) / len(encoded) / cpus
+        prepared_at = time.perf_counter()
+    cpu_s = (decoded_at - started_at) / len(encoded) / cpus
+    prepare_s = (prepared_at - decoded_at) / len(encoded) / cpus
     decoder = DeviceDecoder(decoding.preprocess, device)
     for _ in range(2):  # the first round loads the kernels
         started_at = time.perf_counter()
         with decoder.own_stream():
             decoder.crops(encoded)
-        there = (time.perf_counter() - started_at) / len(encoded)
-    share = balanced(here, checking, there)
+        gpu_s = (time.perf_counter() - started_at) / len(encoded)
+    share = balanced_share(cpu_s, prepare_s, gpu_s)
     return share, (
-        f"{share} of {SHARES} JPEGs on {device} ({1 / there:.0f} images/s there, "
-        f"{1 / here:.0f} on {cpus} CPUs, which check {1 / checking:.0f})"
+        f"{share} of {SHARES} JPEGs on {device} ({1 / gpu_s:.0f} images/s there, "
+        f"{1 / cpu_s:.0f} on {cpus} CPUs, which check {1 / prepare_s:.0f})"
     )
 
 
-def balanced(here: float, checking: float, there: float) -> int:
+def balanced_share(cpu_s: float, prepare_s: float, gpu_s: float) -> int:
     """The number of shares at which CPU and GPU finish together, 1 to SHARES.
 
-    With a share s on the GPU, the GPU takes s * there and the CPUs (1 - s) * here + s * checking.
+    With a share s on the GPU, the GPU takes s * gpu_s and the CPUs (1 - s) * cpu_s + s * prepare_s.
 
     Args:
-        here: seconds per image in which all CPUs together decode.
-        checking: seconds per image in which all CPUs together prepare it for the GPU.
-        there: seconds per image in which the GPU decodes.
+        cpu_s: seconds per image in which all CPUs together decode.
+        prepare_s: seconds per image in which all CPUs together prepare it for the GPU.
+        gpu_s: seconds per image in which the GPU decodes.
     """
-    spared = here - checking
-    share = here / (there + spared) if there + spared > 0 else 1.0
+    spared = cpu_s - prepare_s
+    share = cpu_s / (gpu_s + spared) if gpu_s + spared > 0 else 1.0
     return min(SHARES, max(1, round(share * SHARES)))
 
 
@@ -142,10 +142,10 @@ def _some_encoded(source: Source, listing: Listing, decoding: DecodeSettings) ->
         "featx-share",
     ) as decoder:
 
-        def encoded(key: bytes) -> EncodedJpeg | None:
+        def prepare(key: bytes) -> EncodedJpeg | None:
             with contextlib.suppress(ImageFault):  # the run reports it
                 return decoder.prepare_encoded(key, decoder.read(key))
             return None
 
-        found = [decoder.submit(encoded, key) for key in keys]
-        return [jpeg for future in found if (jpeg := future.result()) is not None]
+        futures = [decoder.submit(prepare, key) for key in keys]
+        return [jpeg for future in futures if (jpeg := future.result()) is not None]

@@ -29,7 +29,7 @@ class ImagePolicy:
         exif: 'apply' or 'ignore' the EXIF orientation.
         background: (R, G, B) in [0, 255] under transparent pixels.
         max_pixels: number of pixels above which an image is refused before it is decoded.
-        jpeg: decoder of JPEGs for `decode_pixels`, PILLOW or SIMPLEJPEG; both give equal pixels.
+        jpeg: decoder of JPEGs for `decode_array`, PILLOW or SIMPLEJPEG; both give equal pixels.
         heif: version of pillow-heif that the store requires, or None.
         channels: number of channels of images that keep their numbers, for model.transform.scale;
             None for RGB of 8 bits.

@@ -87,12 +87,12 @@ class LabelTransform:
         Args:
             text: description; None is returned for that of a transform without a fast path.
         """
-        found = _TRANSFORM.match(text)
-        if found is None:
+        match = _TRANSFORM.match(text)
+        if match is None:
             return None
-        height, width, short, rows, columns = (int(group or 0) for group in found.groups()[:5])
-        resize = short if found[3] else (height, width)
-        return cls(resize, (rows, columns), "floor" if found[6] else "round")
+        height, width, short, rows, columns = (int(group or 0) for group in match.groups()[:5])
+        resize = short if match[3] else (height, width)
+        return cls(resize, (rows, columns), "floor" if match[6] else "round")
 
     def on_crop(
         self, labels: npt.NDArray[np.integer], size: tuple[int, int]
@@ -115,5 +115,5 @@ class LabelTransform:
         resized = labels[rows[:, None], columns].astype(np.int32)
         # The crop pads with 0.
         cropped = centre_crop(torch.from_numpy(resized + 1), self.crop, self.offset)
-        found: npt.NDArray[np.int32] = cropped.numpy() - 1
-        return found
+        numbers: npt.NDArray[np.int32] = cropped.numpy() - 1
+        return numbers

@@ -129,7 +129,7 @@ class Loader:
         Raises:
             RunError: reading images fails repeatedly, or memory is exhausted.
         """
-        waiting: deque[tuple[Part, Callable[[], Batch]]] = deque()
+        pending: deque[tuple[Part, Callable[[], Batch]]] = deque()
         spans = (
             (part, start, min(self._batch_size, part.stop - start))
             for part in parts
@@ -137,13 +137,13 @@ class Loader:
         )
         for part, start, count in spans:
             # Batches finish in any order; the queue hands them out in the order of the rows.
-            waiting.append((part, self._begin(start, count)))
-            if len(waiting) > PREFETCH_BATCHES:
-                part, finished = waiting.popleft()
-                yield part, finished()
-        while waiting:
-            part, finished = waiting.popleft()
-            yield part, finished()
+            pending.append((part, self._begin(start, count)))
+            if len(pending) > PREFETCH_BATCHES:
+                part, get_batch = pending.popleft()
+                yield part, get_batch()
+        while pending:
+            part, get_batch = pending.popleft()
+            yield part, get_batch()
 
     def load(self, rows: Iterable[int]) -> torch.Tensor:
         """Load some rows as one tensor.
@@ -151,9 +151,9 @@ class Loader:
         Returns:
             (n, C, H, W), uint8 or normalised float32, without failed images; n may be 0.
         """
-        found = [image for image in self.each(rows) if image is not None]
+        images = [image for image in self.each(rows) if image is not None]
         none = torch.zeros((0, *self._decoding.preprocess.shape), dtype=self._rows.dtype)
-        return torch.stack(found) if found else none
+        return torch.stack(images) if images else none
 
     def each(self, rows: Iterable[int]) -> Iterator[torch.Tensor | None]:
         """Load the image of each row in order.
@@ -164,19 +164,19 @@ class Loader:
         Raises:
             RunError: reading images fails repeatedly, or memory is exhausted.
         """
-        for found in self.results(rows):
-            yield None if isinstance(found, Failure) else found
+        for result in self.results(rows):
+            yield None if isinstance(result, Failure) else result
 
     def results(self, rows: Iterable[int]) -> Iterator[torch.Tensor | Failure]:
         """Load the image of each row in order, or yield its failure; otherwise like `each`."""
-        waiting: deque[tuple[torch.Tensor, Future[EncodedJpeg | Failure | None]]] = deque()
+        pending: deque[tuple[torch.Tensor, Future[EncodedJpeg | Failure | None]]] = deque()
         for row in rows:
-            place = torch.empty(self._decoding.preprocess.shape, dtype=self._rows.dtype)
-            waiting.append((place, self._decoder.submit(self._rows.fill, row, place.numpy())))
-            if len(waiting) > AHEAD_ROWS:
-                yield _unless_failed(*waiting.popleft())
-        while waiting:
-            yield _unless_failed(*waiting.popleft())
+            out = torch.empty(self._decoding.preprocess.shape, dtype=self._rows.dtype)
+            pending.append((out, self._decoder.submit(self._rows.fill, row, out.numpy())))
+            if len(pending) > AHEAD_ROWS:
+                yield _image_or_failure(*pending.popleft())
+        while pending:
+            yield _image_or_failure(*pending.popleft())
 
     def decode_crash_list(self) -> None:
         """Decode images that were in flight when a process died, each in a child process.
@@ -202,26 +202,26 @@ class Loader:
         images[count:].zero_()
         sums = np.full(count, NO_IMAGE, dtype=np.uint64)
         batch = Batch(images, start, count, [], sums)
-        places = images.numpy()
+        outs = images.numpy()
         for_device = [self._is_for_device(start + i) for i in range(count)]
 
         def groups(indices: list[int], are_for_device: bool) -> Groups:
             """Submit the images with these places in the batch, in groups."""
-            calls = [(start + i, places[i], sums[i : i + 1], are_for_device) for i in indices]
+            calls = [(start + i, outs[i], sums[i : i + 1], are_for_device) for i in indices]
             return [
                 self._decoder.submit_group(self._rows.fill, calls[i : i + self._group_rows])
                 for i in range(0, len(calls), self._group_rows)
             ]
 
         if self._device_decoder is None:
-            return functools.partial(_filled, batch, groups(list(range(count)), False))
+            return functools.partial(_wait_for_batch, batch, groups(list(range(count)), False))
         # The images of the GPU come first: it decodes them while the CPUs decode the others.
-        taken = [i for i in range(count) if for_device[i]]
-        prepared = groups(taken, True)
+        gpu_indices = [i for i in range(count) if for_device[i]]
+        prepared = groups(gpu_indices, True)
         others = groups([i for i in range(count) if not for_device[i]], False)
         # A thread of its own waits for the decoders and drives the GPU, so batches reach it in
         # order and the run loop is not held up.
-        work = self._on_to_device, batch, taken, prepared, others
+        work = self._decode_on_device, batch, gpu_indices, prepared, others
         return self._device_thread.submit(*work).result
 
     def _is_for_device(self, row: int) -> bool:
@@ -230,14 +230,14 @@ class Loader:
             return False
         return self._decoding.is_for_device(self._listing.keys[row])
 
-    def _on_to_device(
-        self, batch: Batch, taken: list[int], prepared: Groups, others: Groups
+    def _decode_on_device(
+        self, batch: Batch, gpu_indices: list[int], prepared: Groups, others: Groups
     ) -> Batch:
         """Decode the images of the GPU's share, and copy the whole batch to the device.
 
         Args:
             batch: batch whose CPU-decoded images are being filled in.
-            taken: places in the batch of the images that are for the GPU.
+            gpu_indices: places in the batch of the images that are for the GPU.
             prepared: results of `RowLoader.fill` for these, in their order.
             others: results of `RowLoader.fill` for the other images.
         """
@@ -246,22 +246,22 @@ class Loader:
         results = _results(prepared)
         encoded = {
             i: result
-            for i, result in zip(taken, results, strict=True)
+            for i, result in zip(gpu_indices, results, strict=True)
             if isinstance(result, EncodedJpeg)
         }
         started_at = time.perf_counter()
         with device.own_stream(), self._rows.span("decode on the device"):
             crops = dict(zip(encoded, device.crops(list(encoded.values())), strict=True))
-        took = time.perf_counter() - started_at
-        places = batch.images.numpy()
-        here = [
+        decode_s = time.perf_counter() - started_at
+        outs = batch.images.numpy()
+        cpu_futures = [
             self._decoder.submit(
-                self._rows.fill, batch.start + i, places[i], None, False, encoded[i].data
+                self._rows.fill, batch.start + i, outs[i], None, False, encoded[i].data
             )
             for i, crop in crops.items()
             if crop is None
         ]
-        results += [future.result() for future in here] + _results(others)
+        results += [future.result() for future in cpu_futures] + _results(others)
         failures = [result for result in results if isinstance(result, Failure)]
         batch.failures = sorted(failures, key=lambda failure: failure.row)
         started_at = time.perf_counter()
@@ -271,7 +271,7 @@ class Loader:
             if decoded:
                 rows = torch.tensor(list(decoded), device=device.device)
                 batch.images.index_copy_(0, rows, torch.stack(list(decoded.values())))
-        self.times.add(on_device=took + time.perf_counter() - started_at)
+        self.times.add(on_device_s=decode_s + time.perf_counter() - started_at)
         return batch
 
 
@@ -280,15 +280,15 @@ def _results(groups: Groups) -> list[EncodedJpeg | Failure | None]:
     return [result for group in groups for result in group.result()]
 
 
-def _filled(batch: Batch, groups: Groups) -> Batch:
+def _wait_for_batch(batch: Batch, groups: Groups) -> Batch:
     """Wait until all images of a batch are in their places."""
     batch.failures = [result for result in _results(groups) if isinstance(result, Failure)]
     return batch
 
 
-def _unless_failed(
-    image: torch.Tensor, result: Future[EncodedJpeg | Failure | None]
+def _image_or_failure(
+    image: torch.Tensor, future: Future[EncodedJpeg | Failure | None]
 ) -> torch.Tensor | Failure:
     """The image after waiting for its result, or its failure."""
-    found = result.result()
-    return found if isinstance(found, Failure) else image
+    result = future.result()
+    return result if isinstance(result, Failure) else image

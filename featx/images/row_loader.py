@@ -45,27 +45,27 @@ class LoaderTimes:
     """Times of a loader, summed over its threads.
 
     Attributes:
-        read: seconds in which threads read images.
-        decode: seconds in which threads decoded, resized and cropped.
-        bytes: number of encoded bytes read.
-        on_device: seconds in which the GPU decoded and batches were copied there.
+        read_s: seconds in which threads read images.
+        decode_s: seconds in which threads decoded, resized and cropped.
+        num_bytes: number of encoded bytes read.
+        on_device_s: seconds in which the GPU decoded and batches were copied there.
     """
 
-    read: float = 0.0
-    decode: float = 0.0
-    bytes: int = 0
-    on_device: float = 0.0
+    read_s: float = 0.0
+    decode_s: float = 0.0
+    num_bytes: int = 0
+    on_device_s: float = 0.0
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     def add(
-        self, read: float = 0, decode: float = 0, num_bytes: int = 0, on_device: float = 0
+        self, read_s: float = 0, decode_s: float = 0, num_bytes: int = 0, on_device_s: float = 0
     ) -> None:
         """Add seconds and bytes; safe to call from several threads."""
         with self._lock:
-            self.read += read
-            self.decode += decode
-            self.bytes += num_bytes
-            self.on_device += on_device
+            self.read_s += read_s
+            self.decode_s += decode_s
+            self.num_bytes += num_bytes
+            self.on_device_s += on_device_s
 
 
 class RowLoader:
@@ -114,7 +114,7 @@ class RowLoader:
     def fill(
         self,
         row: int,
-        place: npt.NDArray[Any],
+        out: npt.NDArray[Any],
         checksum: npt.NDArray[np.uint64] | None = None,
         for_device: bool = False,
         data: bytes | None = None,
@@ -123,7 +123,7 @@ class RowLoader:
 
         Args:
             row: row of the listing.
-            place: (C, H, W) array of the loader's dtype that takes the image; zero if it fails.
+            out: (C, H, W) array of the loader's dtype that takes the image; zero if it fails.
             checksum: (1,) array that takes the checksum of the encoded bytes, also of images that
                 cannot be decoded; None if it is not needed.
             for_device: whether to leave decoding to the GPU if it can.
@@ -139,11 +139,11 @@ class RowLoader:
         key = bytes(self._listing.keys[row])
         try:
             if self._regions is not None:
-                self._fill_box(key, self._regions.box(key), place, checksum)
+                self._fill_box(key, self._regions.box(key), out, checksum)
                 return None
-            return self._fill_image(key, place, checksum, for_device, data)
+            return self._fill_image(key, out, checksum, for_device, data)
         except ImageFault as fault:
-            place[...] = 0
+            out[...] = 0
             return Failure(row, key, fault.status, fault.error, str(fault))
         except MemoryError as error:
             # The machine, not the image: such a failure never becomes a row.
@@ -156,7 +156,7 @@ class RowLoader:
     def _fill_image(
         self,
         key: bytes,
-        place: npt.NDArray[Any],
+        out: npt.NDArray[Any],
         checksum: npt.NDArray[np.uint64] | None,
         for_device: bool,
         data: bytes | None,
@@ -174,20 +174,20 @@ class RowLoader:
                 num_bytes = len(data)
             if checksum is not None:
                 checksum[0] = image_checksum(data)
-        read = time.perf_counter()
+        read_at = time.perf_counter()
         with self.span("decode"):
             encoded = self._decoder.prepare_encoded(key, data) if for_device else None
             if encoded is None:
                 # numpy copies in this thread; torch would start OpenMP threads for each one.
-                np.copyto(place, self._prepare(self._decoded(key, data)))
-        self._times.add(read - started_at, time.perf_counter() - read, num_bytes)
+                np.copyto(out, self._prepare(self._decode(key, data)))
+        self._times.add(read_at - started_at, time.perf_counter() - read_at, num_bytes)
         return encoded
 
     def _fill_box(
         self,
         key: bytes,
         box: Box,
-        place: npt.NDArray[Any],
+        out: npt.NDArray[Any],
         checksum: npt.NDArray[np.uint64] | None,
     ) -> None:
         """Load a box of an image into its place; arguments as of `fill`.
@@ -195,36 +195,36 @@ class RowLoader:
         Raises:
             ImageFault: the image cannot be read or decoded, or the box lies outside it.
         """
-        name, load = self._decoder.image_key(key), functools.partial(self._whole, key)
+        name, load = self._decoder.image_key(key), functools.partial(self._load_whole, key)
         whole = self._whole_images.get(name, load, self._decoder.is_retry)
         if checksum is not None:
             checksum[0] = whole.checksum
         started_at = time.perf_counter()
         with self.span("decode"):
             cut = self._decoder.cut(key, whole.image(), box)
-            np.copyto(place, self._prepare(self._as_the_transform_takes(cut)))
+            np.copyto(out, self._prepare(self._as_transform_input(cut)))
         self._times.add(0, time.perf_counter() - started_at)
 
-    def _whole(self, key: bytes) -> WholeImage:
+    def _load_whole(self, key: bytes) -> WholeImage:
         """Read and decode the image that the box of a row lies in."""
-        started_at = read = time.perf_counter()
+        started_at = read_at = time.perf_counter()
         number, num_bytes = NO_IMAGE, 0
         try:
             with self.span("read"):
                 data = self._decoder.read(key)
                 number, num_bytes = image_checksum(data), len(data)
-            read = time.perf_counter()
+            read_at = time.perf_counter()
             self._had_large |= num_bytes >= _LARGE_BYTES
             self._return_memory()
             with self.span("decode"):
-                decoded = self._decoder.decode_whole_image(key, data)
+                decoded = self._decoder.decode_box_image(key, data)
             del data  # TiffBlocks keep it
             self._return_memory()
             return WholeImage(number, decoded)
         except ImageFault as fault:
             return WholeImage(number, fault)
         finally:
-            self._times.add(read - started_at, time.perf_counter() - read, num_bytes)
+            self._times.add(read_at - started_at, time.perf_counter() - read_at, num_bytes)
 
     def _return_memory(self) -> None:
         """Return freed memory to the kernel, if large images were read for their boxes."""
@@ -277,7 +277,7 @@ class RowLoader:
                 Status.TRANSFORM_ERROR, str(error)[:200], type(error).__name__
             ) from error
 
-    def _as_the_transform_takes(self, box: DecodedImage) -> DecodedImage:
+    def _as_transform_input(self, box: DecodedImage) -> DecodedImage:
         """A box of an image, in the type that the transform takes.
 
         The whole image stays in the type of its decoder: a copy of 20,000 x 20,000 pixels would
@@ -288,10 +288,10 @@ class RowLoader:
             return box if isinstance(box, Image.Image) else Image.fromarray(box)
         return np.array(box) if isinstance(box, Image.Image) else box
 
-    def _decoded(self, key: bytes, data: bytes) -> DecodedImage:
+    def _decode(self, key: bytes, data: bytes) -> DecodedImage:
         """The whole image of a row, in the type that the transform takes."""
         if self._decoding.reference and self._decoding.policy.channels is None:
-            return self._decoder.decode_image(key, data)
+            return self._decoder.decode_pillow(key, data)
         return self._decoder.decode_array(key, data)
 
 

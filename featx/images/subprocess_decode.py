@@ -20,30 +20,30 @@ from PIL import Image
 
 from featx.base import CRASHES, module_command, module_environment
 from featx.errors import RunError
-from featx.images.decode import decode_pixels
+from featx.images.decode import decode_array
 from featx.images.image_policy import ImagePolicy
 from featx.types import ImageFault, Status
 
 _READY = b"!"
 """Byte that the child writes when its imports are done."""
 
-_SPARE_S = 60
+_ORPHAN_MARGIN_S = 60
 """Seconds after its time limit at which a child ends itself, in case its parent is gone."""
 
 
 def decode_in_subprocess(
     data: bytes, policy: ImagePolicy, at_least: int | None, limit_s: float | None
 ) -> npt.NDArray[Any]:
-    """Decode an image in a child process, to the same pixels as `decode_pixels`.
+    """Decode an image in a child process, to the same pixels as `decode_array`.
 
     Args:
         data: encoded bytes.
-        policy: as for `decode_pixels`.
-        at_least: as for `decode_pixels`.
+        policy: as for `decode_array`.
+        at_least: as for `decode_array`.
         limit_s: seconds that decoding may take, or None for no limit.
 
     Returns:
-        As `decode_pixels`.
+        As `decode_array`.
 
     Raises:
         ImageFault: the image cannot be decoded; its status names the reason, also if the child
@@ -63,8 +63,8 @@ def decode_in_subprocess(
         assert child.stdout is not None
         try:
             child.stdout.read(len(_READY))  # the limit does not include the imports
-            given = json.dumps(request).encode() + b"\n" + data
-            answer, printed = child.communicate(given, timeout=limit_s)
+            request_bytes = json.dumps(request).encode() + b"\n" + data
+            answer, printed = child.communicate(request_bytes, timeout=limit_s)
         except subprocess.TimeoutExpired as error:
             message = f"decoding takes longer than data.timeout_s={limit_s:g}, also in a subprocess"
             raise ImageFault(Status.TIMEOUT, message, "TimeoutError") from error
@@ -93,10 +93,10 @@ def _pixels_of(answer: bytes) -> npt.NDArray[Any]:
         ImageFault: the answer is a fault.
     """
     line, _, pixels = answer.partition(b"\n")
-    found = json.loads(line)
-    if "status" in found:
-        raise ImageFault(Status(found["status"]), found["message"], found["error"])
-    return np.frombuffer(bytearray(pixels), found["dtype"]).reshape(found["shape"])
+    header = json.loads(line)
+    if "status" in header:
+        raise ImageFault(Status(header["status"]), header["message"], header["error"])
+    return np.frombuffer(bytearray(pixels), header["dtype"]).reshape(header["shape"])
 
 
 def _policy_of(values: Mapping[str, Any]) -> ImagePolicy:
@@ -108,7 +108,7 @@ def _policy_of(values: Mapping[str, Any]) -> ImagePolicy:
 def _answer(request: Mapping[str, Any], data: bytes) -> tuple[dict[str, Any], bytes]:
     """The answer to a request: a header with a shape or a fault, and the bytes of the pixels."""
     try:
-        pixels = decode_pixels(data, _policy_of(request["policy"]), request["at_least"])
+        pixels = decode_array(data, _policy_of(request["policy"]), request["at_least"])
     except ImageFault as fault:
         return {"status": fault.status, "message": str(fault), "error": fault.error}, b""
     return {"shape": pixels.shape, "dtype": pixels.dtype.str}, pixels.tobytes()
@@ -125,9 +125,9 @@ def main() -> None:
     answers.flush()
     request = json.loads(sys.stdin.buffer.readline())
     if (limit_s := request["limit_s"]) is not None:
-        signal.setitimer(signal.ITIMER_REAL, limit_s + _SPARE_S)  # SIGALRM ends the process
-    found, pixels = _answer(request, sys.stdin.buffer.read())
-    answers.write(json.dumps(found).encode() + b"\n" + pixels)
+        signal.setitimer(signal.ITIMER_REAL, limit_s + _ORPHAN_MARGIN_S)  # SIGALRM ends the process
+    header, pixels = _answer(request, sys.stdin.buffer.read())
+    answers.write(json.dumps(header).encode() + b"\n" + pixels)
     answers.flush()
 
 

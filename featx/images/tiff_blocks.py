@@ -226,7 +226,7 @@ class TiffBlocks:
                 Status.TRANSFORM_ERROR,
                 f"the box reaches outside the image of {self.width} x {self.height}",
             )
-        found = [
+        rows_of_blocks = [
             [
                 self._block(row, column)[
                     max(0, box.y - row * self._rows) : bottom - row * self._rows,
@@ -236,14 +236,14 @@ class TiffBlocks:
             ]
             for row in range(box.y // self._rows, -(-bottom // self._rows))
         ]
-        return np.concatenate([np.concatenate(blocks, axis=1) for blocks in found])
+        return np.concatenate([np.concatenate(blocks, axis=1) for blocks in rows_of_blocks])
 
     def whole(self) -> npt.NDArray[Any]:
         """Decode the whole image, (H, W, C); raises ImageFault as `cut` does."""
         pixels: npt.NDArray[Any] | None = None
         for row in range(-(-self.height // self._rows)):
             for column in range(-(-self.width // self._columns)):
-                block = self._decoded(row, column)
+                block = self._decode_block(row, column)
                 if pixels is None:
                     pixels = np.empty((self.height, self.width, block.shape[2]), block.dtype)
                 y, x = row * self._rows, column * self._columns
@@ -254,10 +254,10 @@ class TiffBlocks:
     def _block(self, row: int, column: int) -> npt.NDArray[Any]:
         """A block from the cache, or decoded; two threads may decode the same one."""
         with self._lock:
-            if (found := self._cache.pop((row, column), None)) is not None:
-                self._cache[row, column] = found  # now the last one to be dropped
-                return found
-        block = self._decoded(row, column)
+            if (block := self._cache.pop((row, column), None)) is not None:
+                self._cache[row, column] = block  # now the last one to be dropped
+                return block
+        block = self._decode_block(row, column)
         with self._lock:
             if (row, column) not in self._cache:
                 self._cache[row, column] = block
@@ -266,7 +266,7 @@ class TiffBlocks:
                 self._cached_bytes -= self._cache.pop(next(iter(self._cache))).nbytes
         return block
 
-    def _decoded(self, row: int, column: int) -> npt.NDArray[Any]:
+    def _decode_block(self, row: int, column: int) -> npt.NDArray[Any]:
         """Decode a block, (h, w, C)."""
         height = min(self._rows, self.height - row * self._rows)
         width = min(self._columns, self.width - column * self._columns)

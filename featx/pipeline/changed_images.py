@@ -279,7 +279,7 @@ def _current_checksums(source: Source, keys: npt.NDArray[np.bytes_]) -> npt.NDAr
         image_keys = [source.image_key(key) for key in keys.tolist()]
         _, firsts, image_of_key = np.unique(image_keys, return_index=True, return_inverse=True)
         keys = keys[firsts]
-    log_message(f"{counted(len(keys), 'image')} may have changed: the bytes are compared\n")
+    log_message(f"{counted(len(keys), 'image')} may have changed: the bytes are compared")
 
     def checksum(key: bytes) -> int:
         try:

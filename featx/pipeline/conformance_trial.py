@@ -368,4 +368,4 @@ def enforce(conformance: Conformance, mode: str) -> None:
             "fold_batchnorm=false compile=false its own forward pass; conformance.mode=warn runs "
             "as it is. With a model of a library this is an error of featx: please report it."
         )
-    log_message(f"warning: {sentences}")
+    log_message(sentences, level="warning")

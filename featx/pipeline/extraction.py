@@ -304,7 +304,7 @@ def _log_mixed_rows(session: StoreSession, num_mixed: int) -> None:
         f"{counted(num_mixed, 'failed image has', 'failed images have')} been mended for some "
         "layers only. "
         f"retry_failed=true with each of {' and '.join(_layers_options(session))} computes the "
-        "others.\n"
+        "others."
     )
 
 

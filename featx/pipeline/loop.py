@@ -207,7 +207,7 @@ def _metrics(
     """
     if not num_rows:
         return RunMetrics(
-            {**seconds}, None, loader.times.bytes, None, decoder_warnings=loader.warnings
+            {**seconds}, None, loader.times.num_bytes, None, decoder_warnings=loader.warnings
         )
     engine, trial = context.engine, context.trial
     precision = context.config.precision
@@ -217,7 +217,7 @@ def _metrics(
     return RunMetrics(
         seconds={**seconds},
         images_per_second=num_rows / elapsed_s,
-        bytes_read=loader.times.bytes,
+        bytes_read=loader.times.num_bytes,
         bottleneck=sentence,
         trial_images_per_second=trial.images_per_second,
         share_of_trial=comparison.share,
@@ -342,9 +342,9 @@ class _Stages:
         """Busy seconds so far; stage -> seconds."""
         times = self.loader.times
         return {
-            "read": times.read,
-            "decode": times.decode,
-            **({"decode_on_device": times.on_device} if times.on_device else {}),
+            "read": times.read_s,
+            "decode": times.decode_s,
+            **({"decode_on_device": times.on_device_s} if times.on_device_s else {}),
             "wait": self.batches.wait_s,
             "model": self.passes.model_seconds,
             "copy": self.passes.copy_seconds,

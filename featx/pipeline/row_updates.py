@@ -45,16 +45,17 @@ def check_images(context: RunContext, session: StoreSession, only_warn: bool) ->
     changes = _changes(context, session)
     if changes.num_unknown:
         log_message(
-            f"warning: {unknown_images_text(changes.num_unknown)} (their image checksums were "
+            f"{unknown_images_text(changes.num_unknown)} (their image checksums were "
             "damaged), so whether these images have changed is not known. overwrite=true computes "
-            "all rows again.\n"
+            "all rows again.",
+            level="warning",
         )
     if len(changes.gone):
         log_message(
-            f"warning: {gone_images_text(keys, changes.gone)}. Their rows stay as they are.\n"
+            f"{gone_images_text(keys, changes.gone)}. Their rows stay as they are.", level="warning"
         )
     if config.refresh:
-        log_message(f"{changed_text(len(changes.rows))} since their rows were computed\n")
+        log_message(f"{changed_text(len(changes.rows))} since their rows were computed")
         rows = _rows_of_requested_runs(session, changes)
         if len(rows):
             _recompute(context, session, rows.tolist(), "refresh")
@@ -63,7 +64,7 @@ def check_images(context: RunContext, session: StoreSession, only_warn: bool) ->
     changed_failures = [row for row in changes.rows.tolist() if row in failed]
     changed = [row for row in changes.rows.tolist() if row not in failed]
     if changed_failures and not config.retry_failed:
-        log_message(f"{changed_failures_text(keys, changed_failures)}\n")
+        log_message(f"{changed_failures_text(keys, changed_failures)}")
     if not changed:
         return
     layers = [
@@ -75,7 +76,7 @@ def check_images(context: RunContext, session: StoreSession, only_warn: bool) ->
     text = changed_images_text(session.root, keys, changed, what)
     if not only_warn:
         raise StoreMismatchError(text)
-    log_message(f"warning: {text}\n")
+    log_message(text, level="warning")
 
 
 def refresh_text(layers: Sequence[str]) -> str:
@@ -116,7 +117,7 @@ def compute_lost_rows(context: RunContext, session: StoreSession) -> None:
     if rows:
         log_message(
             f"{counted(len(rows), 'row was', 'rows were')} lost with damaged chunks; no other row "
-            "is computed again\n"
+            "is computed again"
         )
         sink = RetrySink(context, session, rows)
         run_parts(context, sink, sink)
@@ -127,7 +128,7 @@ def retry_failed_rows(context: RunContext, session: StoreSession) -> None:
     """Read the failed images again, and recompute the rows of those that can be decoded now."""
     failed = [f.row for f in session.failures if f.status != Status.NON_FINITE]
     rows = readable_again(context, failed)
-    log_message(f"{len(rows)} of {counted(len(failed), 'failed image')} can be read now\n")
+    log_message(f"{len(rows)} of {counted(len(failed), 'failed image')} can be read now")
     if rows:
         _recompute(context, session, rows, "retry_failed")
 

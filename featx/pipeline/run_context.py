@@ -364,7 +364,7 @@ def _load_trial_images(
         loader.decode_crash_list()
         # This imports the decoders, which must not count as decoding time.
         loader.load(rows[:1].tolist())
-        read, decode = loader.times.read, loader.times.decode
+        read_before_s, decode_before_s = loader.times.read_s, loader.times.decode_s
         results = list(loader.results(rows.tolist()))
         failures = [result for result in results if isinstance(result, Failure)]
         pairs = zip(rows.tolist(), results, strict=True)
@@ -372,7 +372,8 @@ def _load_trial_images(
         if not decoded:
             _refuse_pixel_format(failures)
         num_decoded = max(1, len(decoded))
-        read_s, decode_s = loader.times.read - read, loader.times.decode - decode
+        read_s = loader.times.read_s - read_before_s
+        decode_s = loader.times.decode_s - decode_before_s
         images = torch.stack([*decoded.values()]) if decoded else loader.load([])
         return TrialImages([*decoded], images, read_s / num_decoded, decode_s / num_decoded)
 

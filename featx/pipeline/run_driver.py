@@ -219,7 +219,8 @@ def _log_row_problems(session: RunSession, outcome: RunOutcome) -> None:
         log_message(failures_text(session.failures))
     for layer, count in (+outcome.underflow_rows).items():
         log_message(
-            f"warning: {counted(count, f'row of {layer} has', f'rows of {layer} have')} no value "
+            f"{counted(count, f'row of {layer} has', f'rows of {layer} have')} no value "
             "above 6.1e-5; float16 holds so little with few bits or as zero. dtype=float32 keeps "
-            "it."
+            "it.",
+            level="warning",
         )

@@ -20,6 +20,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from featx.base import cache_folder
 from featx.errors import DataError
 from featx.sources import tar_headers
 from featx.sources.gzip_window import DAMAGE, GzipWindow
@@ -78,7 +79,7 @@ def index_of(shard: Shard, endings: frozenset[bytes]) -> TarIndex:
     state = json.dumps(
         [_VERSION, shard.url, shard.size, shard.version, sorted(map(os.fsdecode, endings))]
     )
-    path = cache_folder() / f"{hashlib.sha256(state.encode()).hexdigest()}.index"
+    path = cache_folder("shards") / f"{hashlib.sha256(state.encode()).hexdigest()}.index"
     # Without a version (no ETag, no mtime) a cached index could belong to an older shard.
     if shard.version and (kept := _load(path, state)) is not None:
         return kept
@@ -86,12 +87,6 @@ def index_of(shard: Shard, endings: frozenset[bytes]) -> TarIndex:
     if shard.version:
         _keep(path, state, index)
     return index
-
-
-def cache_folder() -> Path:
-    """Return the folder of cached index files."""
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "featx" / "shards"
 
 
 def build(shard: Shard, endings: frozenset[bytes]) -> TarIndex:

@@ -68,7 +68,7 @@ class NoResize(Preprocess):
 
 
 def _no_pixels(*arguments: object) -> np.ndarray:
-    """Takes the place of `decode_pixels`; a Mock would take longer than the loader."""
+    """Takes the place of `decode_array`; a Mock would take longer than the loader."""
     return PIXELS
 
 
@@ -98,7 +98,7 @@ def measure(
         Part(number, start % num_rows, min(start % num_rows + step, num_rows))
         for number, start in enumerate(range(0, num_images, step))
     ]
-    nothing = "featx.images.fault_tolerant_decode.decode_pixels"
+    nothing = "featx.images.fault_tolerant_decode.decode_array"
     replaced = mock.patch(nothing, _no_pixels) if is_empty else contextlib.nullcontext()
     with replaced, Loader(source, listing, settings, batch_size) as loader:
         num_loaded = 0

@@ -80,7 +80,7 @@ def test_with_log_json_every_line_is_an_object(
     announce(settings, settings[:1])
     log_message("")
     log_message("two\nlines")
-    log_message("warning: the devices differ")
+    log_message("the devices differ", level="warning")
     log_message("no such model", "error")
     with Progress(10, 2) as bar:
         bar.step(4, 1, 0.0)

@@ -103,12 +103,12 @@ def test_a_crash_with_an_image_at_hand_is_tried_again(tmp_path: Path) -> None:
 
 
 def test_it_starts_again_as_long_as_images_are_found(tmp_path: Path) -> None:
-    work = "if count: supervisor.tell_found()\n    if count < 9: os.abort()"
+    work = "if count: supervisor.count_crash_listed()\n    if count < 9: os.abort()"
     assert run(tmp_path, work)[::2] == (0, 10)
 
 
 def test_a_second_crash_without_a_guilty_image_is_the_end(tmp_path: Path) -> None:
-    work = "if count == 1: supervisor.tell_found()\n    os.abort()"
+    work = "if count == 1: supervisor.count_crash_listed()\n    os.abort()"
     code, printed, starts = run(tmp_path, work)
     assert (code, starts) == (1, 3)
     assert "The process crashed (SIGABRT) and is not started again" in printed
@@ -121,12 +121,12 @@ def test_a_crash_without_an_image_at_hand_is_the_end(tmp_path: Path) -> None:
 
 
 def test_it_ends_after_many_crashes(tmp_path: Path) -> None:
-    code, _, starts = run(tmp_path, "supervisor.tell_found()\n    os.abort()")
+    code, _, starts = run(tmp_path, "supervisor.count_crash_listed()\n    os.abort()")
     assert (code, starts) == (1, 101)
 
 
 def test_where_it_notes_is_reported(tmp_path: Path) -> None:
-    work = "supervisor.tell_notes(Path('a b') / 'ü')\n    if count == 0: os.abort()"
+    work = "supervisor.set_journal_folder(Path('a b') / 'ü')\n    if count == 0: os.abort()"
     place = str(tmp_path / "a b" / "ü")
     assert run(tmp_path, work, decoding=f"str(folder) == {place!r}")[::2] == (0, 2)
 
@@ -162,7 +162,7 @@ INTERRUPTED = """
             if countdown == 0: answers.append(supervisor.is_echo(signal.SIGTERM))
         return interrupt
     for instruction in itertools.count(1):
-        supervisor._last.clear()
+        supervisor._last_arrivals.clear()
         countdown, answers = instruction, []
         sys.settrace(interrupt)
         answers.append(supervisor.is_echo(signal.SIGTERM))
@@ -225,7 +225,7 @@ from featx.base.thread_pool import ReplaceableThreadPool
 from featx.base.supervisor import end_process
 
 a = torch.rand(600, 600)
-with ReplaceableThreadPool(2, {limit_s}, "busy", leave_s=0.05) as threads:
+with ReplaceableThreadPool(2, {limit_s}, "busy", end_limit_s=0.05) as threads:
     for _ in range(2):
         threads.submit(lambda: [a @ a for _ in range(200)])
     time.sleep(0.2)

@@ -51,7 +51,7 @@ def test_a_call_that_hangs_is_made_again_elsewhere_and_the_others_continue() -> 
 
     def work(number: int) -> tuple[int, bool]:
         if number == 3 and not threads.is_retry_of_call:
-            with threads.watched():
+            with threads.timed_section():
                 wake.wait(20)
             late.append(number)
         return number, threads.is_retry_of_call
@@ -94,7 +94,7 @@ def test_a_group_whose_call_hangs_is_resumed_at_that_call() -> None:
     def work(number: int) -> tuple[int, bool]:
         made.append(number)
         if number in (3, 4) and not threads.is_retry_of_call:
-            with threads.watched():
+            with threads.timed_section():
                 wake.wait(20)
         return number, threads.is_retry_of_call
 
@@ -128,7 +128,7 @@ def test_as_many_threads_as_before_when_all_were_given_up() -> None:
 
     def work() -> bool:
         if not threads.is_retry_of_call:
-            with threads.watched():
+            with threads.timed_section():
                 wake.wait(20)
         return threads.is_retry_of_call
 
@@ -143,7 +143,7 @@ def test_as_many_threads_as_before_when_all_were_given_up() -> None:
 
 def test_only_the_watched_section_counts() -> None:
     def work() -> bool:
-        with threads.watched():
+        with threads.timed_section():
             pass
         time.sleep(0.4)
         return threads.is_retry_of_call
@@ -154,7 +154,7 @@ def test_only_the_watched_section_counts() -> None:
 
 def test_no_limit_waits() -> None:
     def work() -> bool:
-        with threads.watched():
+        with threads.timed_section():
             time.sleep(0.3)
         return threads.is_retry_of_call
 
@@ -177,7 +177,7 @@ def test_what_was_not_started_is_dropped_at_the_end() -> None:
 
 
 def test_the_end_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("featx.base.thread_pool._LEAVE_S", 0.2)
+    monkeypatch.setattr("featx.base.thread_pool._END_LIMIT_S", 0.2)
     release = threading.Event()
     with ReplaceableThreadPool(1, None, NAME) as threads:
         threads.submit(release.wait, 20)
@@ -194,7 +194,7 @@ def test_a_process_ends_with_a_thread_left_behind() -> None:
         "from featx.base.thread_pool import ReplaceableThreadPool\n"
         "def work():\n"
         "    if threads.is_retry_of_call: return 'again'\n"
-        "    with threads.watched(): ctypes.CDLL(None).sleep(1000)\n"
+        "    with threads.timed_section(): ctypes.CDLL(None).sleep(1000)\n"
         "with ReplaceableThreadPool(2, 0.2, 'x') as threads: print(threads.submit(work).result(20))"
     )
     done: Any = subprocess.run(

@@ -26,7 +26,7 @@ from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from featx.images.decode import decode_pixels
+from featx.images.decode import decode_array
 from featx.images.image_policy import PILLOW, SIMPLEJPEG, ImagePolicy
 from featx.types import ImageFault, Status
 
@@ -157,7 +157,7 @@ def check(data: bytes, policy: ImagePolicy, at_least: int | None) -> Status:
 def outcome(data: bytes, policy: ImagePolicy, at_least: int | None) -> np.ndarray | ImageFault:
     """The pixels, or the fault; anything else is raised."""
     try:
-        return decode_pixels(data, policy, at_least)
+        return decode_array(data, policy, at_least)
     except ImageFault as fault:
         return fault
 

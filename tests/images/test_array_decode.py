@@ -16,8 +16,8 @@ from torchvision.transforms import InterpolationMode
 from torchvision.transforms import functional as TF
 
 from featx.images import ImagePolicy, PixelFormatError, PixelScale, Preprocess
-from featx.images.array_decode import turned
-from featx.images.decode import decode_pixels
+from featx.images.decode import decode_array
+from featx.images.orientation import turn_array
 from featx.images.subprocess_decode import decode_in_subprocess
 from featx.types import ImageFault, Status
 
@@ -28,7 +28,7 @@ ORIENTATION = 0x0112
 
 def decoded(data: bytes, channels: int, exif: str = "apply", max_pixels: int = 10**6) -> Any:
     policy = ImagePolicy(exif, (255, 255, 255), max_pixels, channels=channels)
-    return decode_pixels(data, policy, None)
+    return decode_array(data, policy, None)
 
 
 def fault(data: bytes, channels: int, **policy: Any) -> ImageFault:
@@ -182,13 +182,13 @@ def test_orientations_are_those_of_pillow(orientation: int) -> None:
     upright = np.asarray(
         ImageOps.exif_transpose(opened(saved(Image.fromarray(grey), "PNG", exif=exif)))
     )
-    np.testing.assert_array_equal(turned(grey, orientation), upright)
+    np.testing.assert_array_equal(turn_array(grey, orientation), upright)
     deep = Image.fromarray(DEEP)
     for data in (
         saved(deep, "PNG", exif=exif),
         saved(deep, "TIFF", tiffinfo={ORIENTATION: orientation}),
     ):
-        np.testing.assert_array_equal(decoded(data, 1)[..., 0], turned(DEEP, orientation))
+        np.testing.assert_array_equal(decoded(data, 1)[..., 0], turn_array(DEEP, orientation))
         np.testing.assert_array_equal(decoded(data, 1, exif="ignore")[..., 0], DEEP)
 
 
@@ -203,7 +203,7 @@ def test_what_rgb_cannot_read_names_the_option() -> None:
         (five_bands(np.zeros((7, 8, 5), np.uint16)), "TIFF of 5 channels of 16 bits"),
     ):
         with pytest.raises(ImageFault, match=message + ".*model.transform.scale") as caught:
-            decode_pixels(data, policy, None)
+            decode_array(data, policy, None)
         assert caught.value.error == PixelFormatError.__name__
 
 

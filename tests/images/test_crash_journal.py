@@ -23,8 +23,8 @@ def files(folder: Path) -> list[str]:
     return sorted(os.listdir(folder))
 
 
-def interrupted(folder: Path) -> set[bytes]:
-    with CrashList(folder).interrupted() as keys:
+def keys_in_flight(folder: Path) -> set[bytes]:
+    with CrashList(folder).in_flight() as keys:
         return keys
 
 
@@ -54,11 +54,11 @@ def test_what_was_being_decoded_is_known_after_a_crash(tmp_path: Path) -> None:
     folder = tmp_path / "new" / "store"
     keys = {b"cat/a b.jpg", "häm\udcff.png".encode("utf-8", "surrogateescape"), b"k" * 1022}
     crashed(folder, *keys)
-    with pytest.raises(ZeroDivisionError), CrashList(folder).interrupted():
+    with pytest.raises(ZeroDivisionError), CrashList(folder).in_flight():
         raise ZeroDivisionError  # it is not known yet what they are
-    assert interrupted(folder) == keys
+    assert keys_in_flight(folder) == keys
     assert files(folder) == []
-    assert interrupted(folder) == set()
+    assert keys_in_flight(folder) == set()
 
 
 def test_the_journal_of_a_living_process_is_kept(tmp_path: Path) -> None:
@@ -66,7 +66,7 @@ def test_the_journal_of_a_living_process_is_kept(tmp_path: Path) -> None:
         assert journal is not None
         with journal.recording(b"a"):
             assert in_flight_keys(next(tmp_path.iterdir())) == {b"a"}
-            assert interrupted(tmp_path) == set()
+            assert keys_in_flight(tmp_path) == set()
             assert len(files(tmp_path)) == 1
     assert files(tmp_path) == []
 
@@ -86,11 +86,11 @@ def test_a_folder_that_cannot_be_had_is_no_reason_to_stop(tmp_path: Path) -> Non
     crash_list = CrashList(tmp_path / "file" / "store")
     with crash_list.journal() as journal:
         assert journal is None
-    crash_list.remember(b"a")
+    crash_list.add(b"a")
     assert b"a" in crash_list
     with CrashList(None).journal() as journal:
         assert journal is None
-    with CrashList(None).interrupted() as keys:
+    with CrashList(None).in_flight() as keys:
         assert keys == set()
 
 
@@ -144,7 +144,7 @@ def test_what_is_dangerous_is_remembered(tmp_path: Path) -> None:
     crash_list = CrashList(tmp_path)
     keys = [b"a.gif", b"\xff/\xfe.gif", "ü.gif".encode()]
     for key in [*keys, *keys]:
-        crash_list.remember(key)
+        crash_list.add(key)
     again = CrashList(tmp_path)
     assert all(key in again for key in keys)
     assert b"b.gif" not in again

@@ -24,7 +24,7 @@ from PIL import Image, ImageFile, ImageOps
 
 from featx.config import DataConfig
 from featx.errors import ConfigError
-from featx.images.decode import FORMATS, decode, decode_pixels
+from featx.images.decode import FORMATS, decode_array, decode_pillow
 from featx.images.image_policy import PILLOW, SIMPLEJPEG, ImagePolicy, jpeg_decoder
 from featx.images.rgb_conversion import to_rgb
 from featx.types import ImageFault, Status
@@ -60,21 +60,21 @@ def make_png(
 
 
 def pixels(data: bytes, policy: ImagePolicy = POLICY, at_least: int | None = None) -> np.ndarray:
-    image = decode(data, policy, at_least)
+    image = decode_pillow(data, policy, at_least)
     assert image.mode == "RGB"
     return np.asarray(image)
 
 
 def fault_of(data: bytes, policy: ImagePolicy = POLICY) -> ImageFault:
     with pytest.raises(ImageFault) as caught:
-        decode(data, policy)
+        decode_pillow(data, policy)
     return caught.value
 
 
 def attempt(data: bytes, jpeg: str = PILLOW) -> np.ndarray | ImageFault:
     """The pixels, or the fault; anything else is raised."""
     try:
-        return decode_pixels(data, replace(POLICY, jpeg=jpeg), None)
+        return decode_array(data, replace(POLICY, jpeg=jpeg), None)
     except ImageFault as fault:
         return fault
 
@@ -402,7 +402,9 @@ def test_the_exif_examples_show_one_image(shared_data: Path) -> None:
     folder = shared_data / "odd-images" / "exif-orientation"
     for name in ("Landscape", "Portrait"):
         shown = [
-            np.asarray(decode((folder / f"{name}_{i}.jpg").read_bytes(), POLICY).resize((60, 60)))
+            np.asarray(
+                decode_pillow((folder / f"{name}_{i}.jpg").read_bytes(), POLICY).resize((60, 60))
+            )
             for i in range(9)
         ]
         for i, image in enumerate(shown):
@@ -439,10 +441,10 @@ def test_every_allowed_format_decodes_first_thing_in_a_fresh_process(kind: str) 
     options = {"save_all": True, "append_images": [image]} if kind == "MPO" else {}
     program = (
         "import sys; from concurrent.futures import ThreadPoolExecutor\n"
-        "from featx.images import ImagePolicy\nfrom featx.images.decode import decode\n"
+        "from featx.images import ImagePolicy\nfrom featx.images.decode import decode_pillow\n"
         "data = sys.stdin.buffer.read(); policy = ImagePolicy('apply', (0, 0, 0), 10**6)\n"
         "with ThreadPoolExecutor(8) as threads:\n"
-        "    found = list(threads.map(lambda _: decode(data, policy).tobytes(), range(8)))\n"
+        "    found = list(threads.map(lambda _: decode_pillow(data, policy).tobytes(), range(8)))\n"
         "assert len(set(found)) == 1\n"
         "sys.stdout.buffer.write(found[0])"
     )
@@ -541,12 +543,12 @@ def test_a_huge_image_is_refused_before_it_is_decoded(data: bytes) -> None:
     """Within 2 GB of address space, where decoding it would need ten."""
     program = (
         "import resource, sys, time; from featx.images import ImagePolicy\n"
-        "from featx.images.decode import decode\n"
+        "from featx.images.decode import decode_pillow\n"
         "from featx.types import ImageFault\n"
         "resource.setrlimit(resource.RLIMIT_AS, (2 << 30, 2 << 30))\n"
         "data = sys.stdin.buffer.read(); policy = ImagePolicy('apply', (0, 0, 0), 89478485)\n"
         "started_at = time.process_time()\n"
-        "try: decode(data, policy)\n"
+        "try: decode_pillow(data, policy)\n"
         "except ImageFault as fault: print(fault.status.name, time.process_time() - started_at)"
     )
     done = subprocess.run([sys.executable, "-c", program], input=data, capture_output=True)
@@ -600,7 +602,7 @@ def test_pillows_limits_come_back_when_the_last_thread_is_done(
         found = []
         for data in files[index:] + files[:index]:
             try:
-                decode(data, POLICY)
+                decode_pillow(data, POLICY)
                 found.append(data is good)
             except ImageFault:
                 found.append(data is not good)
@@ -705,7 +707,7 @@ def test_flipped_bits_raise_nothing_but_faults() -> None:
 
 def test_scaled_decoding_is_close_to_full_decoding() -> None:
     data = encode(make_image(1800, 1200), "JPEG", quality=92)
-    full, scaled = decode(data, POLICY), decode(data, POLICY, at_least=256)
+    full, scaled = decode_pillow(data, POLICY), decode_pillow(data, POLICY, at_least=256)
     assert scaled.size == (900, 600)
     small = [
         np.asarray(image.resize((384, 256), Image.Resampling.BILINEAR), float)
@@ -719,7 +721,7 @@ def test_scaled_decoding_is_close_to_full_decoding() -> None:
 @pytest.mark.parametrize("width", [255, 400, 511, 512, 1023, 1024, 1025, 2049, 4200])
 def test_scaled_decoding_leaves_twice_as_much_as_is_needed(width: int) -> None:
     data = encode(Image.new("RGB", (width, width + 100), "red"), "JPEG")
-    scaled = decode(data, POLICY, at_least=128)
+    scaled = decode_pillow(data, POLICY, at_least=128)
     assert min(scaled.size) >= min(width, 2 * 128)
     if width < 4 * 128:
         assert scaled.size == (width, width + 100)
@@ -728,9 +730,9 @@ def test_scaled_decoding_leaves_twice_as_much_as_is_needed(width: int) -> None:
 
 def test_scaled_decoding_respects_the_orientation() -> None:
     data = stored_with("JPEG", make_image(800, 400), 6)
-    scaled = decode(data, POLICY, at_least=64)
+    scaled = decode_pillow(data, POLICY, at_least=64)
     assert scaled.size == (200, 400)
-    full = np.asarray(decode(data, POLICY).resize(scaled.size, Image.Resampling.BOX), int)
+    full = np.asarray(decode_pillow(data, POLICY).resize(scaled.size, Image.Resampling.BOX), int)
     assert np.abs(full - np.asarray(scaled)).mean() < 2
 
 
@@ -741,14 +743,14 @@ def test_scaled_decoding_does_not_hide_damage_or_size() -> None:
         (ImagePolicy("apply", BACKGROUND, 479_999), len(data), Status.TOO_LARGE),
     ):
         with pytest.raises(ImageFault) as caught:
-            decode(data[:cut], policy, at_least=32)
+            decode_pillow(data[:cut], policy, at_least=32)
         assert caught.value.status == status
 
 
 @pytest.mark.parametrize("kind", ["PNG", "WEBP", "TIFF", "BMP"])
 def test_other_formats_are_decoded_at_full_size(kind: str) -> None:
     data = encode(Image.new("RGB", (640, 480), "red"), kind)
-    assert decode(data, POLICY, at_least=16).size == (640, 480)
+    assert decode_pillow(data, POLICY, at_least=16).size == (640, 480)
 
 
 # The collection of odd images
@@ -830,10 +832,10 @@ def jpeg_files() -> dict[str, bytes]:
 def test_both_decoders_give_the_same_pixels(name: str, at_least: int | None) -> None:
     pytest.importorskip("simplejpeg")
     data = jpeg_files()[name]
-    expected = np.asarray(decode(data, POLICY, at_least))
+    expected = np.asarray(decode_pillow(data, POLICY, at_least))
     quick = replace(POLICY, jpeg=SIMPLEJPEG)
-    assert np.array_equal(decode_pixels(data, quick, at_least), expected)
-    assert np.array_equal(decode_pixels(data, POLICY, at_least), expected)
+    assert np.array_equal(decode_array(data, quick, at_least), expected)
+    assert np.array_equal(decode_array(data, POLICY, at_least), expected)
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))
@@ -843,8 +845,8 @@ def test_both_decoders_turn_an_image_upright(orientation: int) -> None:
     data = stored_with("JPEG", image, orientation)
     for exif in ("apply", "ignore"):
         policy = ImagePolicy(exif, POLICY.background, POLICY.max_pixels, SIMPLEJPEG)
-        expected = np.asarray(decode(data, policy))
-        assert np.array_equal(decode_pixels(data, policy, None), expected)
+        expected = np.asarray(decode_pillow(data, policy))
+        assert np.array_equal(decode_array(data, policy, None), expected)
 
 
 def test_a_jpeg_that_is_not_sound_is_what_pillow_says_it_is() -> None:

@@ -25,12 +25,13 @@ import featx
 from featx.errors import ConfigError, RunError
 from featx.images import gpu_decode
 from featx.images import gpu_decode_share as sharing
-from featx.images.decode import MAX_CODED_PIXELS, EncodedJpeg, decode_pixels, encoded_jpeg
+from featx.images.decode import MAX_GPU_PIXELS, EncodedJpeg, decode_array, encoded_jpeg
 from featx.images.decode_settings import SHARES, DecodeSettings
-from featx.images.gpu_decode import DeviceDecoder, turned
-from featx.images.gpu_decode_share import balanced, check_device, decode_share
+from featx.images.gpu_decode import DeviceDecoder
+from featx.images.gpu_decode_share import balanced_share, check_device, decode_share
 from featx.images.image_policy import SIMPLEJPEG, ImagePolicy
 from featx.images.loader import Loader
+from featx.images.orientation import turn_tensor
 from featx.images.preprocess import Preprocess
 from featx.types import Batch, Failure, Listing, Part, Status
 
@@ -66,7 +67,7 @@ def encoded(data: bytes) -> EncodedJpeg:
 
 
 def on_cpu(data: bytes) -> torch.Tensor:
-    return PREPROCESS.crop_uint8(decode_pixels(data, POLICY, 72))
+    return PREPROCESS.crop_uint8(decode_array(data, POLICY, 72))
 
 
 def crops(*images: bytes) -> list[torch.Tensor | None]:
@@ -103,7 +104,7 @@ def test_images_are_turned_as_pillow_turns_them(orientation: int) -> None:
     image = Image.open(io.BytesIO(encoded_image(3, orientation)))
     expected = np.array(ImageOps.exif_transpose(image))
     stored = torch.from_numpy(np.array(image)).permute(2, 0, 1)[None]
-    assert np.array_equal(turned(stored, orientation)[0].permute(1, 2, 0).numpy(), expected)
+    assert np.array_equal(turn_tensor(stored, orientation)[0].permute(1, 2, 0).numpy(), expected)
 
 
 @pytest.mark.parametrize(
@@ -153,7 +154,7 @@ def test_what_a_device_may_misread_is_not_for_it(data: bytes) -> None:
 
 
 def test_large_images_are_not_for_a_device() -> None:
-    width = MAX_CODED_PIXELS // 200 + 1
+    width = MAX_GPU_PIXELS // 200 + 1
     assert encoded_jpeg(jpeg(Image.new("RGB", (width, 200))), POLICY, 72) is None
     assert encoded_jpeg(jpeg(Image.new("RGB", (width - 1, 200))), POLICY, 72) is not None
 
@@ -366,12 +367,12 @@ def test_the_key_decides_who_decodes(share: int, monkeypatch: pytest.MonkeyPatch
 
 def test_both_are_done_together() -> None:
     # 16 CPUs that decode 12,000 a second and check 36,000, beside a device that decodes 8,000.
-    share = balanced(1 / 12000, 1 / 36000, 1 / 8000) / SHARES
+    share = balanced_share(1 / 12000, 1 / 36000, 1 / 8000) / SHARES
     there, here = share / 8000, share / 36000 + (1 - share) / 12000
     assert there == pytest.approx(here, rel=0.1)
-    assert balanced(1.0, 0.3, 1e-9) == SHARES  # even all of them are done before the checks
-    assert balanced(1e-6, 1e-7, 1.0) == 1
-    assert balanced(1.0, 5.0, 0.1) == SHARES
+    assert balanced_share(1.0, 0.3, 1e-9) == SHARES  # even all of them are done before the checks
+    assert balanced_share(1e-6, 1e-7, 1.0) == 1
+    assert balanced_share(1.0, 5.0, 0.1) == SHARES
 
 
 def test_the_share_is_measured_on_images_of_the_data_set() -> None:
@@ -436,14 +437,14 @@ def cpu_as_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any
 @pytest.mark.slow
 def test_a_run_keeps_its_share(cpu_as_gpu: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """A resume decides nothing anew, and gives the bits of a run that was never stopped."""
-    monkeypatch.setattr(sharing, "balanced", lambda *seconds: 9)
+    monkeypatch.setattr(sharing, "balanced_share", lambda *seconds: 9)
     whole = featx.extract(**cpu_as_gpu, out="whole", pack=False)
     for part in sorted(Path("whole/parts").iterdir())[1:3]:
         part.unlink()
-    monkeypatch.setattr(sharing, "balanced", lambda *seconds: 3)
+    monkeypatch.setattr(sharing, "balanced_share", lambda *seconds: 3)
     again = featx.extract(**cpu_as_gpu, out="whole")
     once = featx.extract(**{**cpu_as_gpu, "decode": "fast"}, out="fast")
-    monkeypatch.setattr(sharing, "balanced", lambda *seconds: 9)
+    monkeypatch.setattr(sharing, "balanced_share", lambda *seconds: 9)
     anew = featx.extract(**cpu_as_gpu, out="anew")
     described = json.loads(Path("whole/featx.json").read_bytes())
     assert described["resolved"]["gpu_share"] == 9

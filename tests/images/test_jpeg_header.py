@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 
 from featx.images import decode
-from featx.images.decode import decode_pixels
+from featx.images.decode import decode_array
 from featx.images.image_policy import SIMPLEJPEG, ImagePolicy
 from featx.images.jpeg_header import plain_jpeg_size
 from featx.types import ImageFault
@@ -76,7 +76,7 @@ def decoded(
         if by_pillow:
             patched.setattr(decode, "plain_jpeg_size", lambda data: None)
         try:
-            return decode_pixels(data, POLICY, 16)
+            return decode_array(data, POLICY, 16)
         except ImageFault as fault:
             return fault.status.name
 

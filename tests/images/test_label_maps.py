@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from PIL import Image
 from torchvision.transforms import functional as TF
 
-from featx.images.decode import decode, image_sizes
+from featx.images.decode import decode_pillow, image_sizes
 from featx.images.image_policy import ImagePolicy
 from featx.images.label_maps import LabelTransform, read_label_map
 from featx.images.preprocess import Preprocess
@@ -122,7 +122,7 @@ def test_sizes_are_those_of_the_decoded_image(kind: str, turn: int, exif: str) -
     buffer = io.BytesIO()
     image.save(buffer, kind, exif=tags)
     policy = ImagePolicy(exif, POLICY.background, POLICY.max_pixels)
-    width, height = decode(buffer.getvalue(), policy).size
+    width, height = decode_pillow(buffer.getvalue(), policy).size
     assert image_sizes(buffer.getvalue(), policy, 32) == ((height, width), (height, width))
 
 
@@ -136,8 +136,8 @@ def test_sizes_of_far_larger_jpegs_are_those_of_their_fraction(
     buffer = io.BytesIO()
     make_image(*size, seed=1).save(buffer, "JPEG", exif=tags)
     full, decoded = image_sizes(buffer.getvalue(), POLICY, 32)
-    assert full == decode(buffer.getvalue(), POLICY).size[::-1]
-    assert decoded == decode(buffer.getvalue(), POLICY, 32).size[::-1] != full
+    assert full == decode_pillow(buffer.getvalue(), POLICY).size[::-1]
+    assert decoded == decode_pillow(buffer.getvalue(), POLICY, 32).size[::-1] != full
     with pytest.raises(ImageFault):
         image_sizes(buffer.getvalue()[:20], POLICY, 32)
 

@@ -27,7 +27,7 @@ from PIL import Image
 from featx.errors import RunError
 from featx.images import fault_tolerant_decode
 from featx.images import loader as loader_module
-from featx.images.decode import decode
+from featx.images.decode import decode_pillow
 from featx.images.decode_settings import DecodeSettings
 from featx.images.fault_tolerant_decode import FaultTolerantDecoder
 from featx.images.image_policy import ImagePolicy
@@ -111,7 +111,7 @@ def rows_of(batches: Iterable[tuple[Part, Batch]]) -> dict[int, torch.Tensor]:
 
 def expected_row(data: bytes, reference: bool = False) -> torch.Tensor:
     """What a row is, without the loader."""
-    image = decode(data, POLICY, None if reference else SIDE)
+    image = decode_pillow(data, POLICY, None if reference else SIDE)
     return to_tensor(image) if reference else PREPROCESS.crop_uint8(np.array(image))
 
 
@@ -323,7 +323,7 @@ def test_a_decoder_that_hangs_costs_no_neighbour(
 ) -> None:
     """Decoded again by itself: its pixels are used, or its fault is recorded."""
     wake, waited = threading.Event(), []
-    for name in ("decode", "decode_pixels"):
+    for name in ("decode_pillow", "decode_array"):
         real = getattr(fault_tolerant_decode, name)
 
         def stuck(data: bytes, *rest: object, real: object = real) -> object:
@@ -643,9 +643,9 @@ def test_times_add_up() -> None:
     with make_loader(Slow(GOOD)) as loader:
         list(loader.batches([Part(0, 0, 23)]))
         times = loader.times
-    assert times.bytes == sum(map(len, GOOD))
-    assert times.read >= 0.23
-    assert times.decode > 0
+    assert times.num_bytes == sum(map(len, GOOD))
+    assert times.read_s >= 0.23
+    assert times.decode_s > 0
 
 
 def test_runs_are_bit_identical() -> None:

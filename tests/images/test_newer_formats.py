@@ -16,7 +16,7 @@ from PIL import AvifImagePlugin, Image
 from tiny_model import extract
 
 from featx.errors import ConfigError, StoreMismatchError
-from featx.images.decode import decode, decode_pixels
+from featx.images.decode import decode_array, decode_pillow
 from featx.images.image_policy import ImagePolicy, heif_version
 from featx.sources.base import FolderSource
 from featx.types import ImageFault, Status
@@ -44,12 +44,12 @@ def heic(*images: Image.Image, **options: Any) -> bytes:
 
 
 def pixels(data: bytes, policy: ImagePolicy = POLICY) -> np.ndarray:
-    return decode_pixels(data, policy, None).astype(int)
+    return decode_array(data, policy, None).astype(int)
 
 
 def fault_of(data: bytes, policy: ImagePolicy = POLICY) -> ImageFault:
     with pytest.raises(ImageFault) as caught:
-        decode(data, policy)
+        decode_pillow(data, policy)
     return caught.value
 
 
@@ -135,7 +135,7 @@ def test_a_heic_is_never_replaced_by_its_thumbnail() -> None:
     image = make_image(320, 240)
     data = heic(image, thumbnails=[120])
     assert pillow_heif.open_heif(data).info["thumbnails"]
-    assert decode_pixels(data, POLICY, 32).shape == (240, 320, 3)
+    assert decode_array(data, POLICY, 32).shape == (240, 320, 3)
 
 
 def test_the_container_may_have_a_brand_that_says_nothing() -> None:
@@ -155,7 +155,7 @@ def test_one_thread_an_avif_and_afterwards_as_it_was(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(AvifImagePlugin, "DEFAULT_MAX_THREADS", 7)
     monkeypatch.setattr(AvifImagePlugin.AvifImageFile, "load", recording)
-    decode(avif(make_image(32, 32)), POLICY)
+    decode_pillow(avif(make_image(32, 32)), POLICY)
     assert set(seen) == {1}
     assert AvifImagePlugin.DEFAULT_MAX_THREADS == 7
 

@@ -14,7 +14,7 @@ from broken_decoders import ABORT, CRASH, HANG, KILL, SLOW, gif
 from conftest import make_image
 
 from featx.errors import RunError
-from featx.images.decode import decode_pixels
+from featx.images.decode import decode_array
 from featx.images.image_policy import SIMPLEJPEG, ImagePolicy
 from featx.images.subprocess_decode import decode_in_subprocess
 from featx.types import ImageFault, Status
@@ -47,14 +47,14 @@ def fault_of(data: bytes, limit_s: float = 60) -> ImageFault:
 def test_the_same_pixels(kind: str, at_least: int | None) -> None:
     data = encoded(kind)
     found = decode_in_subprocess(data, POLICY, at_least, 60)
-    assert np.array_equal(found, decode_pixels(data, POLICY, at_least))
+    assert np.array_equal(found, decode_array(data, POLICY, at_least))
     assert found.flags.writeable
 
 
 def test_the_same_fault() -> None:
     data = encoded("PNG")[:500]
     with pytest.raises(ImageFault) as here:
-        decode_pixels(data, POLICY, None)
+        decode_array(data, POLICY, None)
     there = fault_of(data)
     assert (there.status, str(there), there.error) == (
         here.value.status,
@@ -82,7 +82,7 @@ def test_a_hang_is_a_fault_after_its_limit() -> None:
 
 @pytest.mark.usefixtures("broken")
 def test_what_was_slow_elsewhere_is_an_image_here() -> None:
-    plain = decode_pixels(gif(IMAGE), POLICY, None)
+    plain = decode_array(gif(IMAGE), POLICY, None)
     assert np.array_equal(decode_in_subprocess(gif(IMAGE, SLOW), POLICY, None, 60), plain)
 
 

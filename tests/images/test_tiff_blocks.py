@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from featx.images.decode import decode_whole
+from featx.images.decode import decode_image
 from featx.images.image_policy import ImagePolicy
 from featx.images.tiff_blocks import TiffBlocks, tiff_blocks
 from featx.images.whole_images import cut_out
@@ -68,14 +68,14 @@ def encoded(image: np.ndarray[Any, Any], **options: Any) -> bytes:
 
 def blocks_of(data: bytes, policy: ImagePolicy = POLICY) -> TiffBlocks | None:
     return tiff_blocks(
-        data, policy, lambda block: decode_whole(block, policy, None), 0, (9000, 9000)
+        data, policy, lambda block: decode_image(block, policy, None), 0, (9000, 9000)
     )
 
 
 def assert_all_boxes_agree(data: bytes, policy: ImagePolicy = POLICY) -> None:
     found = blocks_of(data, policy)
     assert found is not None
-    expected = np.asarray(decode_whole(data, policy, None))
+    expected = np.asarray(decode_image(data, policy, None))
     assert np.array_equal(found.whole(), expected)
     assert found.whole().dtype == expected.dtype
     rng = np.random.default_rng(1)
@@ -147,7 +147,7 @@ def test_images_that_are_no_sum_of_their_blocks_are_decoded_as_a_whole() -> None
         assert blocks_of(data) is None
     assert blocks_of(sound) is not None
     assert blocks_of(sound, replace(POLICY, max_pixels=HEIGHT * WIDTH - 1)) is None
-    assert tiff_blocks(sound, POLICY, lambda block: decode_whole(block, POLICY, None)) is None
+    assert tiff_blocks(sound, POLICY, lambda block: decode_image(block, POLICY, None)) is None
     several = io.BytesIO()
     tifffile.imwrite(
         several, pixels(1).transpose(2, 0, 1).repeat(5, 0), photometric="minisblack", **tiled
@@ -165,7 +165,7 @@ def test_a_damaged_tile_fails_its_boxes_only() -> None:
     for _ in range(2):
         with pytest.raises(ImageFault):
             found.cut(Box(60, 60, 10, 10))
-    expected = np.asarray(decode_whole(data, POLICY, None))
+    expected = np.asarray(decode_image(data, POLICY, None))
     box = Box(64, 10, 100, 100)
     assert np.array_equal(found.cut(box), cut_out(expected, box))
     with pytest.raises(ImageFault, match=f"outside the image of {WIDTH} x {HEIGHT}") as raised:
@@ -186,7 +186,7 @@ def test_a_damaged_header_raises_no_other_error(at: int, value: int, tail: bool)
     if found is None:
         return
     try:
-        expected = np.asarray(decode_whole(data, replace(POLICY, max_pixels=1 << 22), None))
+        expected = np.asarray(decode_image(data, replace(POLICY, max_pixels=1 << 22), None))
     except ImageFault:
         return
     try:

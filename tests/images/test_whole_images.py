@@ -11,7 +11,7 @@ import pytest
 import torch
 from PIL import Image
 
-from featx.images.decode import decode_whole
+from featx.images.decode import decode_image
 from featx.images.decode_settings import DecodeSettings
 from featx.images.image_policy import ImagePolicy
 from featx.images.loader import Loader
@@ -157,7 +157,7 @@ def test_a_whole_image_is_not_copied(
     path = images / f"a.{ending}"
     Image.fromarray(pixels).save(path)
     policy = ImagePolicy("apply", (0, 0, 0), 1 << 20, jpeg=jpeg)
-    whole = decode_whole(path.read_bytes(), policy, None)
+    whole = decode_image(path.read_bytes(), policy, None)
     assert isinstance(whole, np.ndarray) == (ending == "jpg" and jpeg == "simplejpeg")
     table = tmp_path / "boxes.csv"
     table.write_text(f"path,x,y,width,height\na.{ending},7,5,32,32\n")

@@ -70,14 +70,14 @@ def test_an_image_is_decoded_once_or_twice_for_all_its_boxes(
     name = sorted(str(path.relative_to(photos)) for path in photos.rglob("*.png"))[0]
     tiles = [(name, x, y, 8, 8) for x in range(0, 40, 4) for y in range(0, 40, 4)]
     decoded = 0
-    decode_pixels = fault_tolerant_decode.decode_pixels
+    decode_array = fault_tolerant_decode.decode_array
 
     def counted(*args: Any) -> Any:
         nonlocal decoded
         decoded += 1
-        return decode_pixels(*args)
+        return decode_array(*args)
 
-    monkeypatch.setattr(fault_tolerant_decode, "decode_pixels", counted)
+    monkeypatch.setattr(fault_tolerant_decode, "decode_array", counted)
     store = boxed(photos, write_boxes(tiles))
     assert len(store.keys) == 100
     # Once by each thread at the most, in the run and for the images it is decided on.
@@ -175,11 +175,11 @@ def test_the_crash_list_names_the_image_and_not_its_boxes(
         raise ImageFault(Status.CRASHES_DECODER, "it crashes", "SIGSEGV")
 
     @contextlib.contextmanager
-    def interrupted(self: CrashList) -> Iterator[set[bytes]]:
+    def in_flight(self: CrashList) -> Iterator[set[bytes]]:
         yield {b"cat/000.png"}
 
     monkeypatch.setattr(fault_tolerant_decode, "decode_in_subprocess", refused)
-    monkeypatch.setattr(CrashList, "interrupted", interrupted)
+    monkeypatch.setattr(CrashList, "in_flight", in_flight)
     store = boxed(photos, write_boxes(boxes_of(photos)), max_failures=10)
     assert {f["key"].partition("#")[0] for f in store.failures} == {"cat/000.png"}
     assert len(store.failures) == 3

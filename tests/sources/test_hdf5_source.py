@@ -14,7 +14,7 @@ from PIL import Image
 
 from featx.config import DataConfig
 from featx.errors import ConfigError, DataError
-from featx.images.decode import decode
+from featx.images.decode import decode_pillow
 from featx.images.image_policy import ImagePolicy
 from featx.sources import open_source
 from featx.sources.hdf5 import Hdf5Options
@@ -30,7 +30,7 @@ def hdf5(root: Path, dataset: str = "/images", **keys: object) -> Source:
 
 def decoded(source: Source) -> np.ndarray:
     keys = source.listing().keys.tolist()
-    return np.stack([np.asarray(decode(source.read(key), POLICY)) for key in keys])
+    return np.stack([np.asarray(decode_pillow(source.read(key), POLICY)) for key in keys])
 
 
 def refused(path: Path, message: str, **keys: str) -> None:
@@ -190,7 +190,9 @@ def test_a_damaged_chunk_fails_its_own_rows_only(tmp_path: Path) -> None:
                 source.read(key)
             assert caught.value.status == Status.DECODE_ERROR
         else:
-            np.testing.assert_array_equal(np.asarray(decode(source.read(key), POLICY)), PIXELS[i])
+            np.testing.assert_array_equal(
+                np.asarray(decode_pillow(source.read(key), POLICY)), PIXELS[i]
+            )
 
 
 def test_threads_read_rows_in_any_order(tmp_path: Path) -> None:

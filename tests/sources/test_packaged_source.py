@@ -9,7 +9,7 @@ import pytest
 
 from featx.config import DataConfig
 from featx.errors import MissingExtraError
-from featx.images.decode import decode
+from featx.images.decode import decode_pillow
 from featx.images.image_policy import ImagePolicy
 from featx.sources import open_source
 from featx.types import Source
@@ -38,7 +38,7 @@ def test_the_label_of_a_textile_is_the_folder_in_its_key(textiles: Source) -> No
 def test_textiles_decode(textiles: Source) -> None:
     policy = ImagePolicy.from_config(DataConfig())
     for key in textiles.listing().keys[::400]:
-        image = decode(textiles.read(bytes(key)), policy)
+        image = decode_pillow(textiles.read(bytes(key)), policy)
         assert min(image.size) > 30
         assert np.asarray(image).std() > 1
 
@@ -60,7 +60,7 @@ def test_every_sample_image_decodes() -> None:
     source = open_source(DataConfig(name="sample"))
     policy = ImagePolicy.from_config(DataConfig())
     for key in source.listing().keys.tolist():
-        image = decode(source.read(key), policy)
+        image = decode_pillow(source.read(key), policy)
         assert image.mode == "RGB"
         assert 200 <= min(image.size) <= max(image.size) <= 320
         assert np.asarray(image).std() > 30, key

@@ -12,7 +12,7 @@ from hypothesis.extra import numpy as arrays
 from PIL import Image
 
 from featx.config import DataConfig
-from featx.images.decode import decode
+from featx.images.decode import decode_pillow
 from featx.images.image_policy import ImagePolicy
 from featx.images.rgb_conversion import to_rgb
 from featx.sources.pixel_encoding import encode_array, encode_image, encode_pixels
@@ -21,7 +21,7 @@ WHITE = ImagePolicy.from_config(DataConfig(background="tomato"))
 
 
 def pixels_of(data: bytes, policy: ImagePolicy = WHITE) -> np.ndarray:
-    return np.asarray(decode(data, policy))
+    return np.asarray(decode_pillow(data, policy))
 
 
 @settings(max_examples=60, deadline=None)

@@ -14,7 +14,7 @@ from PIL import Image
 import featx
 from featx.errors import ConfigError, MissingExtraError
 from featx.images import ImagePolicy
-from featx.images.decode import decode_pixels
+from featx.images.decode import decode_array
 from featx.sources import open_source
 from featx.sources.slides import SlideOptions
 from featx.types import ImageFault, Source, Status
@@ -68,7 +68,7 @@ def test_boxes_are_openslides_regions(tmp_path: Path, pixels: npt.NDArray[np.uin
     with ThreadPoolExecutor(4) as threads:
         found = dict(zip(keys, threads.map(source.read, keys), strict=True))
     for x, y, w, h in boxes:
-        tile = decode_pixels(found[b"a.tif#%d,%d,%d,%d" % (x, y, w, h)], WHITE, None)
+        tile = decode_array(found[b"a.tif#%d,%d,%d,%d" % (x, y, w, h)], WHITE, None)
         region = slide.read_region((x, y), 0, (w, h)).convert("RGB")
         np.testing.assert_array_equal(tile, np.asarray(region))
         np.testing.assert_array_equal(tile, pixels[y : y + h, x : x + w])

@@ -16,7 +16,7 @@ from PIL import Image
 
 from featx.config import DataConfig
 from featx.errors import ConfigError, DataError
-from featx.images.decode import decode
+from featx.images.decode import decode_pillow
 from featx.images.image_policy import ImagePolicy
 from featx.sources import open_source
 from featx.sources.torchvision import TorchvisionOptions
@@ -32,7 +32,7 @@ def torchvision(root: Path, dataset: str, **keys: object) -> Source:
 
 def decoded(source: Source) -> np.ndarray:
     keys = source.listing().keys.tolist()
-    return np.stack([np.asarray(decode(source.read(key), POLICY)) for key in keys])
+    return np.stack([np.asarray(decode_pillow(source.read(key), POLICY)) for key in keys])
 
 
 def write_mnist(folder: Path, name: str, count: int) -> tuple[np.ndarray, np.ndarray]:

@@ -10,7 +10,7 @@ from featx.analysis.probe.logistic_regression import EXACT_NUMBERS, FINAL_TOLERA
 from featx.analysis.probe.matrix_products import threads_for
 from featx.analysis.probe.penalised_objective import PenalisedObjective
 from featx.analysis.probe.preconditioner import SecondMoments, minimise
-from featx.base import float64_home
+from featx.base import float64_device
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class LabelledMatrix:
     """
 
     def __init__(self, x: torch.Tensor, targets: torch.Tensor) -> None:
-        home = float64_home(x.device)
+        home = float64_device(x.device)
         self._x = x.to(home).double() if x.numel() <= EXACT_NUMBERS else x.to(home)
         self._targets = targets.to(home).double()
         self._moments = SecondMoments(self._x)

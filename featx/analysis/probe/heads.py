@@ -19,7 +19,7 @@ import torch
 
 from featx.analysis.probe.labelled_rows import Features
 from featx.analysis.probe.tokens import TokenLayout
-from featx.base import float64_home
+from featx.base import float64_device
 from featx.errors import StoreError
 from featx.storage import S3Path
 from featx.store import layout
@@ -89,7 +89,7 @@ def fit_scaler(features: VectorBlocks, places: npt.NDArray[np.int64]) -> Scaler:
         features: vectors of all places, or their tokens, each of which counts as a vector.
         places: (n,) int64.
     """
-    wide = float64_home(features.device)
+    wide = float64_device(features.device)
     count = 0
     mean = torch.zeros(features.width, dtype=torch.float64, device=wide)
     scatter = torch.zeros_like(mean)

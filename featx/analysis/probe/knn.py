@@ -10,7 +10,7 @@ import torch
 
 from featx.analysis.probe.labelled_rows import Features
 from featx.analysis.similarity.nearest_neighbours import best_of_blocks
-from featx.base import float64_home
+from featx.base import float64_device
 
 K_GRID = (1, 5, 10, 20, 50, 100, 200)
 """Numbers of neighbours to try, as far as there are enough rows."""
@@ -135,7 +135,7 @@ def _nearest(
     Returns:
         (n, count) cosines in falling order, -inf beyond the last row, and (n, count) places.
     """
-    home = features.device if dtype == torch.float32 else float64_home(features.device)
+    home = features.device if dtype == torch.float32 else float64_device(features.device)
 
     def unit(rows: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.normalize(rows.to(home).to(dtype), dim=1)
@@ -155,7 +155,7 @@ def _nearest(
 def _needed_dtype(features: Features, bank: npt.NDArray[np.int64]) -> torch.dtype:
     """Return float64 if a common offset makes all rows nearly parallel, else float32."""
     sample = bank[np.unique(np.linspace(0, len(bank) - 1, _SAMPLED_ROWS).astype(np.int64))]
-    rows = features.take(sample).to(float64_home(features.device)).double()
+    rows = features.take(sample).to(float64_device(features.device)).double()
     mean = rows.mean(dim=0)
     spread = float((rows - mean).square().sum(dim=1).mean())
     return torch.float64 if float(mean @ mean) > _OFFSET * spread else torch.float32

@@ -11,7 +11,7 @@ import torch
 
 from featx.analysis.probe.heads import Head, Scaler
 from featx.analysis.probe.labelled_rows import Features
-from featx.base import float64_home
+from featx.base import float64_device
 from featx.errors import ConfigError
 
 STRENGTHS = (10.0, 1.0, 1e-1, 1e-2, 1e-3, 1e-4, 1e-5)
@@ -79,7 +79,7 @@ def solve(
         ConfigError: both rows and features exceed MAX_DIM.
     """
     shares = np.bincount(y[places], minlength=num_classes) / len(places)
-    mean = torch.from_numpy(shares).to(float64_home(features.device))
+    mean = torch.from_numpy(shares).to(float64_device(features.device))
     return _solve(features, places, lambda span: _targets(y[span], mean), mean, scaler)
 
 
@@ -100,7 +100,7 @@ def solve_values(
     Raises:
         ConfigError: both rows and features exceed MAX_DIM.
     """
-    device = float64_home(features.device)
+    device = float64_device(features.device)
     mean = torch.from_numpy(values[places].mean(0)).to(device)
     return _solve(
         features,
@@ -126,7 +126,7 @@ def _solve(
             f"{width} features; at most {MAX_DIM} are supported. Classes can be predicted with "
             "probe.method=linear."
         )
-    device = float64_home(features.device)
+    device = float64_device(features.device)
     mean = torch.zeros(width, dtype=torch.float64, device=device)
     for _, block in features.blocks(places):
         mean += scaler(block).to(device).double().sum(dim=0) / count

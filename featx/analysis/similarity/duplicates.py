@@ -10,7 +10,7 @@ import torch
 
 from featx.analysis.similarity import row_vectors as sizes
 from featx.analysis.similarity.row_vectors import Vectors
-from featx.base import choose_device, float64_home
+from featx.base import choose_device, float64_device
 from featx.errors import ConfigError
 from featx.store import FeatureStore
 
@@ -117,7 +117,7 @@ def exact_cosines(
     Returns:
         (p,) float64.
     """
-    home, block_rows = float64_home(a.device), _exact_block_rows(a.shape[1])
+    home, block_rows = float64_device(a.device), _exact_block_rows(a.shape[1])
     cosines = np.empty(len(pairs))
     for first in range(0, len(pairs), block_rows):
         pairs_of_block = torch.from_numpy(pairs[first : first + block_rows]).to(a.device)

@@ -17,7 +17,7 @@ from featx.analysis.statistics import (
     gaussian_distance,
     refuse_other_values,
 )
-from featx.base import choose_device, float64_home
+from featx.base import choose_device, float64_device
 from featx.errors import ConfigError
 from featx.store import FeatureStore
 
@@ -93,7 +93,7 @@ def data_set_distance(
     """
     subject = f"{store.root} and {other.root}, {layer}"
     refuse_other_values(_values_of(store, layer), _values_of(other, layer), subject)
-    compute_device = float64_home(choose_device(device))
+    compute_device = float64_device(choose_device(device))
     one, two = (Vectors(each, layer, compute_device) for each in (store, other))
     m = min(subset_rows, len(one), len(two))
     if m < 2:

@@ -32,7 +32,7 @@ from featx.analysis.similarity.gram_measures import (
     signature,
 )
 from featx.analysis.similarity.row_vectors import Vectors
-from featx.base import choose_device, float64_home
+from featx.base import choose_device, float64_device
 from featx.config import MEASURES, RSA_DISTANCES, USUAL_MEASURES, check_choice
 from featx.errors import ConfigError
 from featx.store import FeatureStore, matching_layers
@@ -112,7 +112,7 @@ def layer_similarity(
         raise ConfigError(f"{len(rows)} common images are ok; expected at least 4.")
     count = min(num_rows, len(rows))
     chosen_places = np.sort(np.random.default_rng(seed).permutation(len(rows))[:count])
-    compute_device = float64_home(choose_device(device))
+    compute_device = float64_device(choose_device(device))
     left = _Layers(store, rows[chosen_places], matching_layers(store, layers), compute_device)
     right = left
     if other is not None:

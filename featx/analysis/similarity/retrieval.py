@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 
 from featx.analysis.similarity.row_vectors import Vectors
-from featx.base import choose_device, float64_home
+from featx.base import choose_device, float64_device
 from featx.store import FeatureStore
 
 RECALL_AT = (1, 5, 10)
@@ -99,7 +99,7 @@ def _ranking(
         (m, n - 1) negative squared distances, and (m, n - 1) bool.
     """
     query_vectors = vectors.at(torch.from_numpy(places).to(vectors.device))
-    home = float64_home(vectors.device)
+    home = float64_device(vectors.device)
     wide = query_vectors.to(home).double()
     squares = wide.square().sum(1, keepdim=True)
     nearness = np.empty((len(places), len(vectors)))

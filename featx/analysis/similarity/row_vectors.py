@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from featx.base import float64_home
+from featx.base import float64_device
 from featx.errors import ConfigError
 from featx.store import FeatureStore, check_rows_present
 
@@ -77,7 +77,7 @@ class Vectors:
             count = min(len(self), 1024, self.rows_of(BLOCK_BYTES))
             first = self._read(0, count)
             if unit:
-                self._unit_centre = first.mean(dim=0).to(float64_home(device), torch.float64)
+                self._unit_centre = first.mean(dim=0).to(float64_device(device), torch.float64)
             else:
                 self._centre = first.mean(dim=0)
         if 4 * self.width * len(self) <= _max_kept_bytes(device):
@@ -161,7 +161,7 @@ def _lengths(vectors: torch.Tensor) -> torch.Tensor:
 
     They are summed in float64: a float32 sum over 10^6 values has an error of 1e-5.
     """
-    wide = vectors.to(float64_home(vectors.device))
+    wide = vectors.to(float64_device(vectors.device))
     lengths: torch.Tensor = torch.linalg.vector_norm(wide, dim=1, dtype=torch.float64)
     return lengths[:, None].to(torch.float32).to(vectors.device)
 

@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 
 from featx.analysis.statistics.tokens import FENCES
-from featx.base import float64_home, plain_tensors
+from featx.base import float64_device, plain_tensors
 from featx.errors import ConfigError, NonFiniteError
 from featx.store import layout
 from featx.types import TokenGeometry
@@ -292,7 +292,7 @@ def check_size(dim: int, kind: str, subject: str = "a row") -> None:
 
 def float64_on(device: torch.device) -> dict[str, Any]:
     """Return the options of a float64 tensor on a device, or on the CPU if it has no float64."""
-    return {"dtype": torch.float64, "device": float64_home(device)}
+    return {"dtype": torch.float64, "device": float64_device(device)}
 
 
 def rows_that_fit(width: int) -> int:

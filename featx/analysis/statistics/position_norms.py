@@ -12,7 +12,7 @@ import torch
 from featx.analysis.statistics.moments import EDGES, NUM_BINS, Counts, PositionNorms
 from featx.analysis.statistics.part_moments import PartMoments, StatsLayer
 from featx.analysis.statistics.tokens import feature_axis
-from featx.base import float64_home, plain_tensors
+from featx.base import float64_device, plain_tensors
 from featx.types import Part
 
 
@@ -46,7 +46,7 @@ class PartNorms:
             failed: rows of the listing among them to leave out.
         """
         with plain_tensors():
-            squares = values.to(float64_home(values.device)).double().square()
+            squares = values.to(float64_device(values.device)).double().square()
             norms = squares.sum(self._axis).sqrt().flatten(1)[:count]
             self._moments.add(start, norms, failed)
         ok_images = [row for row in range(count) if start + row not in failed]

@@ -185,16 +185,18 @@ def _check_images(context: RunContext, parts: MomentsOfParts) -> None:
     recorded = ImagesOfRun(0, checksums, done)
     changes = compare_images(context.source, keys, [recorded], states_file, read_all=config.refresh)
     if len(changes.gone):
-        log_message(f"warning: {gone_images_text(keys, changes.gone)}. Statistics keep them.\n")
+        log_message(
+            f"{gone_images_text(keys, changes.gone)}. Statistics keep them.", level="warning"
+        )
     rows = changes.rows.tolist()
     if config.refresh:
-        log_message(f"{changed_text(len(rows))} since the statistics were taken\n")
+        log_message(f"{changed_text(len(rows))} since the statistics were taken")
         parts.discard(rows)
     failed = {failure.row for failure in parts.failures}
     if not config.refresh and (changed := [row for row in rows if row not in failed]):
         raise StoreMismatchError(changed_images_text(parts.path, keys, changed, _REFRESH_TEXT))
     if not config.refresh and rows:
-        log_message(f"{changed_failures_text(keys, rows)}\n")
+        log_message(f"{changed_failures_text(keys, rows)}")
     if changes.states is not None:
         keep_image_states(parts.disk, states_file, changes.states)
 

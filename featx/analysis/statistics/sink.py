@@ -18,7 +18,7 @@ from featx.analysis.statistics.moments_tree import MomentsTree, spans_in
 from featx.analysis.statistics.part_moments import PartMoments, StatsLayer
 from featx.analysis.statistics.position_norms import PartNorms
 from featx.analysis.statistics.stats_file import PARTS_FOLDER, STATS_FILE, stored_resume_state
-from featx.base import differences, synchronise, used_here
+from featx.base import differences, record_use, synchronise
 from featx.errors import InternalError, RunError
 from featx.layers import positions_last
 from featx.pipeline import RunContext, failures_of
@@ -106,7 +106,7 @@ class StatsSink:
         values, failures = computed()
         # The values may come from another CUDA stream: their memory must not be reused before the
         # sums of this stream are complete.
-        used_here(values)
+        record_use(values)
         started_at = time.perf_counter()
         failed = [failure.row for failure in failures]
         for name, moments in self._moments.items():

@@ -239,7 +239,7 @@ class Thumbnails:
         if partial:
             decoded = readable_part(data, self._policy.max_pixels)
         else:
-            decoded = self._decoder.decode_image(key, data)
+            decoded = self._decoder.decode_pillow(key, data)
             if isinstance(self._source, RegionSource):
                 decoded = cut_out(decoded, self._source.box(key))
         scale = PIXELS / min(decoded.size)

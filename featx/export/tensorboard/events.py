@@ -125,7 +125,9 @@ class RunEvents(RunObserver):
             self._append(_part_record(part.stop, scalars, self._histograms))
         except OSError as error:
             self._failed = True
-            log_message(f"warning: {_failure_text(error)} The run continues without events.")
+            log_message(
+                f"{_failure_text(error)} The run continues without events.", level="warning"
+            )
 
     def run_finished(self) -> None:
         """Write the graph of the model and the projector, after all features are computed."""
@@ -139,7 +141,7 @@ class RunEvents(RunObserver):
             layers_in_store = [name for name in layers if name in store]
             write_projector(self._session.disk, self._context, store, layers_in_store, num_rows)
         except (OSError, FeatxError) as error:
-            log_message(f"warning: {_failure_text(error)} The store is not affected.")
+            log_message(f"{_failure_text(error)} The store is not affected.", level="warning")
             return
         log_message(f"tensorboard --logdir {self._folder.parent} shows the run")
 

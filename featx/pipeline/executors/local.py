@@ -92,9 +92,10 @@ def _warn(context: RunContext, num_workers: int) -> None:
     threads = context.parallelism.threads or 0
     if threads * num_workers > num_cpus():
         log_message(
-            f"warning: {num_workers} workers of {threads} threads share {num_cpus()} CPUs. The "
+            f"{num_workers} workers of {threads} threads share {num_cpus()} CPUs. The "
             "store was started with this number of threads per worker, and the last bits of its "
-            "rows depend on it; overwrite=true starts a new store with fewer threads."
+            "rows depend on it; overwrite=true starts a new store with fewer threads.",
+            level="warning",
         )
     if context.engine.device.type == "cuda":
         import torch
@@ -102,6 +103,7 @@ def _warn(context: RunContext, num_workers: int) -> None:
         models = {torch.cuda.get_device_name(device) for device in context.devices}
         if len(models) > 1:
             log_message(
-                f"warning: the devices differ ({', '.join(sorted(models))}); rows that one or the "
-                "other computes may differ in their last bits."
+                f"the devices differ ({', '.join(sorted(models))}); rows that one or the "
+                "other computes may differ in their last bits.",
+                level="warning",
             )

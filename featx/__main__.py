@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from featx.base import end_process, is_echo, paused_collection, supervised
+from featx.base import end_process, is_echo, paused_collection, run_supervised
 
 if TYPE_CHECKING:
     from featx.cli import CommandLine
@@ -22,7 +22,7 @@ def main() -> None:
     """Entry point of `featx` and of `python -m featx`; ends the process with its exit code."""
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, _leave)
-    end_process(supervised(run_command, _was_decoding))
+    end_process(run_supervised(run_command, _was_decoding))
 
 
 def run_command() -> int:
@@ -42,7 +42,13 @@ def _run_command(until_job: contextlib.ExitStack) -> int:
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
 
-    from featx.base import defer_dynamo, discard_output, log_message, shipped, speed_up_imports
+    from featx.base import (
+        defer_dynamo,
+        discard_output,
+        log_message,
+        shipped_folder,
+        speed_up_imports,
+    )
     from featx.cli import compose_once, explain_error, read_command_line, register_with_hydra
     from featx.errors import FeatxError
     from featx.jobs import JOBS
@@ -68,7 +74,7 @@ def _run_command(until_job: contextlib.ExitStack) -> int:
             return 0
         register_with_hydra(JOBS, line.config_dirs)
         sys.argv = [typed[0], *line.arguments]
-        hydra_options = {"config_path": str(shipped("conf")), "config_name": "config"}
+        hydra_options = {"config_path": str(shipped_folder("conf")), "config_name": "config"}
         with compose_once(line):
             hydra.main(version_base="1.3", **hydra_options)(one_job)()
         sys.stdout.flush()

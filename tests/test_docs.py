@@ -28,7 +28,7 @@ from tiny_model import write_images
 import featx
 from featx import __main__ as command
 from featx import jobs
-from featx.base.paths import shipped
+from featx.base.paths import shipped_folder
 from featx.cli import read_command_line, register_with_hydra
 from featx.config.all_options import describe_options
 from featx.config.schema import from_omegaconf
@@ -109,7 +109,7 @@ def test_every_command_is_one(page: Path, tmp_path: Path, monkeypatch: pytest.Mo
     write_experiments(page)
     register_with_hydra(jobs.JOBS)
     lines = commands_of(page)
-    with initialize_config_dir(str(shipped("conf")), version_base="1.3"):
+    with initialize_config_dir(str(shipped_folder("conf")), version_base="1.3"):
         for line in lines:
             if "--" in line:
                 continue

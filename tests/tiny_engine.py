@@ -98,6 +98,6 @@ def of_speed(
         in_fp32 = in_bf16 is None or engine.compute.precision == "fp32"
         return TimedRows(engine.run(images), seconds_per_image if in_fp32 else in_bf16)
 
-    monkeypatch.setattr(Engine, "timed", measured)
+    monkeypatch.setattr(Engine, "time_passes", measured)
     if in_bf16 is not None:
         monkeypatch.setattr("featx.engine.precision_choice.may_have_bf16", lambda: True)

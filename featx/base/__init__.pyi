@@ -43,7 +43,7 @@ from .nested_tensors import ElementPath as ElementPath
 from .nested_tensors import elements as elements
 from .nested_tensors import shapes_of as shapes_of
 from .paths import cache_folder as cache_folder
-from .paths import shipped as shipped
+from .paths import shipped_folder as shipped_folder
 from .paths import shown_path as shown_path
 from .process_setting import ProcessSetting as ProcessSetting
 from .progress import WAITING_SHARE as WAITING_SHARE
@@ -51,7 +51,7 @@ from .progress import CountProgress as CountProgress
 from .progress import Progress as Progress
 from .progress import RunProgress as RunProgress
 from .progress import SilentProgress as SilentProgress
-from .progress import listening as listening
+from .progress import progress_listener as progress_listener
 from .registry import Member as Member
 from .registry import Registry as Registry
 from .registry import for_options as for_options
@@ -59,7 +59,7 @@ from .supervisor import CRASHES as CRASHES
 from .supervisor import MAX_CRASHES as MAX_CRASHES
 from .supervisor import end_process as end_process
 from .supervisor import is_echo as is_echo
-from .supervisor import supervised as supervised
+from .supervisor import run_supervised as run_supervised
 from .text import WIDTH as WIDTH
 from .text import command_text as command_text
 from .text import facts as facts

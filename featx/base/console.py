@@ -120,18 +120,20 @@ def announcements(are_printed: bool) -> Iterator[None]:
         _announces.reset(token)
 
 
-def announce(settings: Sequence[tuple[str, str]], shown: Sequence[tuple[str, str]]) -> None:
+def announce(
+    settings: Sequence[tuple[str, str]], short_settings: Sequence[tuple[str, str]]
+) -> None:
     """Print the settings of a run before it starts.
 
     Args:
         settings: (name, value) of every setting, for JSON; an empty name continues the value of the
             row before.
-        shown: those that people need, for text.
+        short_settings: those that people need, for text.
     """
     if not _announces.get():
         return
     if not _as_json:
-        log_message(f"{facts(shown)}\n")
+        log_message(f"{facts(short_settings)}\n")
         return
     values: dict[str, str] = {}
     last = ""

@@ -49,7 +49,7 @@ def family(option: str) -> Registry[Member]:
     """
     if option not in _REGISTRIES:
         raise FeatxError(f"no family is declared for {option}; known: {', '.join(_REGISTRIES)}.")
-    registry: Registry[Member] = _imported(_REGISTRIES[option])
+    registry: Registry[Member] = _import_name(_REGISTRIES[option])
     return registry
 
 
@@ -64,11 +64,11 @@ def declare_functions(functions: Mapping[str, str]) -> None:
 
 def declared_function(name: str) -> Callable[..., Any]:
     """Return a function that was declared."""
-    function: Callable[..., Any] = _imported(_FUNCTIONS[name])
+    function: Callable[..., Any] = _import_name(_FUNCTIONS[name])
     return function
 
 
-def _imported(place: str) -> Any:
+def _import_name(place: str) -> Any:
     """Return what 'module:attribute' names."""
     module, _, attribute = place.partition(":")
     return getattr(importlib.import_module(module), attribute)

@@ -39,7 +39,7 @@ def cpu_quota(root: Path = Path("/")) -> float | None:
     Args:
         root: root of the file system, another one in tests.
     """
-    return min(_of_groups(root, "cpu", _quota_v2, _quota_v1), default=None)
+    return min(_limits_of_groups(root, "cpu", _quota_v2, _quota_v1), default=None)
 
 
 def free_memory(root: Path = Path("/")) -> float | None:
@@ -55,7 +55,7 @@ def free_memory(root: Path = Path("/")) -> float | None:
         available = next(line for line in lines if line.startswith("MemAvailable:"))
     except (OSError, StopIteration):
         return None
-    rooms = _of_groups(root, "memory", _room_v2, _room_v1)
+    rooms = _limits_of_groups(root, "memory", _free_bytes_v2, _free_bytes_v1)
     return max(0.0, min([1024.0 * int(available.split()[1]), *rooms]))
 
 
@@ -68,7 +68,7 @@ def resident_memory() -> int | None:
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
-def _of_groups(
+def _limits_of_groups(
     root: Path,
     controller: str,
     read_v2: Callable[[Path], float | None],
@@ -80,15 +80,15 @@ def _of_groups(
     except OSError:
         return []  # not Linux
     mounts = root / "sys/fs/cgroup"
-    found: list[float] = []
+    limits: list[float] = []
     for line in lines:
         _, controllers, path = line.split(":", 2)
         if not controllers:  # version 2
-            found += _limits(mounts, path, read_v2)
+            limits += _limits(mounts, path, read_v2)
         elif controller in controllers.split(","):
             for name in dict.fromkeys((controllers, controller)):
-                found += _limits(mounts / name, path, read_v1)
-    return found
+                limits += _limits(mounts / name, path, read_v1)
+    return limits
 
 
 def _limits(mount: Path, path: str, read: Callable[[Path], float | None]) -> list[float]:
@@ -97,8 +97,8 @@ def _limits(mount: Path, path: str, read: Callable[[Path], float | None]) -> lis
     A container may not see its own path. Folders that do not exist have no limit.
     """
     group = mount / path.lstrip("/")
-    found = [read(folder) for folder in (group, *group.parents) if folder.is_relative_to(mount)]
-    return [limit for limit in found if limit is not None]
+    limits = [read(folder) for folder in (group, *group.parents) if folder.is_relative_to(mount)]
+    return [limit for limit in limits if limit is not None]
 
 
 def _quota_v2(group: Path) -> float | None:
@@ -119,25 +119,27 @@ def _quota_v1(group: Path) -> float | None:
         return None
 
 
-def _room_v2(group: Path) -> float | None:
+def _free_bytes_v2(group: Path) -> float | None:
     """Free bytes of one group in control groups version 2, or None."""
-    return _room(group, "memory.max", "memory.current", "inactive_file")
+    return _free_bytes(group, "memory.max", "memory.current", "inactive_file")
 
 
-def _room_v1(group: Path) -> float | None:
+def _free_bytes_v1(group: Path) -> float | None:
     """Free bytes of one group in control groups version 1, or None."""
-    return _room(group, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+    return _free_bytes(
+        group, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
+    )
 
 
-def _room(group: Path, limit: str, used: str, dropped: str) -> float | None:
+def _free_bytes(group: Path, limit: str, used: str, dropped: str) -> float | None:
     """Free bytes of one group, or None without a limit.
 
     The kernel drops cached files if memory is needed, so they count as free.
     """
     try:
-        most = int((group / limit).read_text())
-        taken = int((group / used).read_text())
+        limit_bytes = int((group / limit).read_text())
+        used_bytes = int((group / used).read_text())
         counters = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-        return float(most - taken + int(counters.get(dropped, 0)))
+        return float(limit_bytes - used_bytes + int(counters.get(dropped, 0)))
     except (OSError, ValueError):  # "max" means no limit
         return None

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 
-def shipped(name: str) -> Path:
+def shipped_folder(name: str) -> Path:
     """Path of a folder that is installed with featx.
 
     In a wheel it is inside the package; in a checkout and an editable install, next to it.

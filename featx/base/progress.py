@@ -53,7 +53,7 @@ _listener: ContextVar[Callable[[RunProgress], None] | None] = ContextVar("listen
 
 
 @contextlib.contextmanager
-def listening(listener: Callable[[RunProgress], None] | None) -> Iterator[None]:
+def progress_listener(listener: Callable[[RunProgress], None] | None) -> Iterator[None]:
     """Call a function after each batch of the runs in this block; None calls none."""
     token = _listener.set(listener)
     try:
@@ -97,8 +97,8 @@ class Progress:
 
     def now(self) -> RunProgress:
         """Return the progress at this moment."""
-        took = time.perf_counter() - self._started_at
-        rate = (self._done - self._first) / max(1e-9, took)
+        elapsed_s = time.perf_counter() - self._started_at
+        rate = (self._done - self._first) / max(1e-9, elapsed_s)
         return RunProgress(self._total, self._done, self._failures, rate, self._waiting)
 
     def step(self, images: int, failures: int, waited_s: float, is_earlier: bool = False) -> None:

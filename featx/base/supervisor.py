@@ -56,7 +56,7 @@ _echo_locks: dict[int, threading.Lock] = {signum: threading.Lock() for signum in
 """Signal -> lock held while `is_echo` checks a signal of this kind."""
 
 
-def supervised(work: Callable[[], int], was_decoding: Callable[[Path, int], bool]) -> int:
+def run_supervised(work: Callable[[], int], was_decoding: Callable[[Path, int], bool]) -> int:
     """Run the work in a child process, and run it again if a decoder crashes the child.
 
     The child is restarted after the first crash during decoding. After a further one it is

@@ -60,14 +60,14 @@ def facts(rows: Sequence[tuple[str, str]], width: int = WIDTH) -> str:
     indent = max(len(name) for name, _ in rows) + 2
     lines = []
     for name, value in rows:
-        broken = [piece for line in value.splitlines() for piece in _broken(line, width - indent)]
-        first, *more = broken or [""]
+        broken_lines = (_break_line(line, width - indent) for line in value.splitlines())
+        first, *more = [piece for pieces in broken_lines for piece in pieces] or [""]
         lines.append(f"{name:<{indent}}{first}".rstrip())
         lines += [" " * indent + line for line in more]
     return "\n".join(lines)
 
 
-def _broken(line: str, width: int) -> list[str]:
+def _break_line(line: str, width: int) -> list[str]:
     """Break a line between words if it is longer than `width`."""
     if len(line) <= width:
         return [line]

@@ -26,11 +26,11 @@ from featx.engine.device_model import ATTACH_BATCH, DeviceModel
 from featx.layers import (
     CaptureHooks,
     CapturePoint,
+    ChosenLayers,
     Copies,
     Expected,
     Keep,
     OutputCollector,
-    StoredReduce,
     bound_reduction,
     check_calls,
     check_positions,
@@ -111,7 +111,7 @@ class AttachedCaptures:
 
 def attach_captures(
     model: DeviceModel,
-    chosen: Sequence[tuple[CapturePoint, StoredReduce]],
+    chosen: ChosenLayers,
     store_dtype: torch.dtype,
     target: str | int,
 ) -> tuple[AttachedCaptures, OutputCollector]:
@@ -149,7 +149,7 @@ def attach_captures(
     score = captures.score(target, lambda: None)
     hooks = captures.hooks(model.module, keep, score)
     # Copies of x, for a model may write to its input.
-    with model.named_failure(x), torch.no_grad(), hooks, reads.watching():
+    with model.named_failure(x), torch.no_grad(), hooks, reads.watch():
         values = hooks.forward(x.clone())
         captures = replace(
             captures,
@@ -194,7 +194,7 @@ def _check_calls(
 
 def _expect_rows(
     model: DeviceModel,
-    chosen: Sequence[tuple[CapturePoint, StoredReduce]],
+    chosen: ChosenLayers,
     values: Mapping[str, torch.Tensor],
     collector: OutputCollector,
 ) -> None:
@@ -225,7 +225,7 @@ def _check_rows(
 
     BatchNorm without running statistics, or `F.dropout(x)`, which ignores eval mode, would make
     rows depend on the padding, on failed images of the batch, or on chance. The check is done in
-    fp32, where rounding hides little; `Engine.timed` repeats it at the precision of the
+    fp32, where rounding hides little; `Engine.time_passes` repeats it at the precision of the
     run. If the control flow may depend on the data, all trial images are compared one by one.
 
     Args:
@@ -238,11 +238,11 @@ def _check_rows(
     buffers = BufferSnapshot(model.module)
     hooks = captures.hooks(model.module, clone_captured, score, stop=True)
     with model.named_failure(x), torch.no_grad(), hooks:
-        check_regrouped(hooks.forward, model.regrouped(x), values)
+        check_regrouped(hooks.forward, model.regroup(x), values)
     buffers.check()
     if captures.follows_data and model.trial_images is not None:
         num = max(ATTACH_BATCH, captures.num_compared)
-        every = model.normalised(model.trial_images[:num])
+        every = model.normalise(model.trial_images[:num])
         hooks = captures.hooks(model.module, clone_captured, score)
         with torch.no_grad(), hooks, model.named_failure(every):
             check_among_copies(hooks.forward, every)

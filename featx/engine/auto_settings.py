@@ -1,6 +1,6 @@
 """Choice of precision, compilation, memory format, batch size and rows per part.
 
-Options with the value `auto` are decided here, once per run, by timing calibration passes over a
+Options with the value `auto` are decided here, once per run, by timing trial passes over a
 few images of the data set. A resumed run takes the recorded values of its resume state instead.
 """
 
@@ -11,7 +11,6 @@ import math
 import shutil
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 import torch
 
@@ -103,7 +102,7 @@ class AutoSettings:
         self._check_memory(batch_size)
         channels_last, fold = self._formats()
         compute = Compute("fp32", False, channels_last, batch_size, fold)
-        compute = replace(compute, batch_size=self._fitting(compute))
+        compute = replace(compute, batch_size=self._largest_fitting(compute))
         chosen = self._precision(compute)
         compute = replace(compute, precision=chosen.precision)
         engine.configure_compute(compute)
@@ -123,8 +122,8 @@ class AutoSettings:
         elif config.compile != "auto":
             compiled = config.compile
         else:
-            compiled = self._stored_choice("compile")
-            compiled = self._worth_compiling() if compiled is None else compiled
+            stored = self._stored_choice("compile")
+            compiled = self._worth_compiling() if stored is None else bool(stored)
         if compiled:
             self._compile(compute)
 
@@ -159,13 +158,13 @@ class AutoSettings:
         self.choices["part_rows"] = f"{rows}"
         return rows
 
-    def _stored_choice(self, key: str) -> Any:
+    def _stored_choice(self, key: str) -> bool | int | str | None:
         """The recorded value of an option in the resume state, or None; records the choice."""
         if key not in self._stored:
             return None
-        value = self._stored[key]
-        shown = str(value).lower() if isinstance(value, bool) else value
-        self.choices[key] = f"{shown} (as {self._what} started)"
+        value: bool | int | str = self._stored[key]
+        text = str(value).lower() if isinstance(value, bool) else value
+        self.choices[key] = f"{text} (as {self._what} started)"
         return value
 
     def _formats(self) -> tuple[bool, bool]:
@@ -173,18 +172,18 @@ class AutoSettings:
         if "channels_last" in self._stored:
             fold = self._config.fold_batchnorm and bool(self._stored.get("fold_batchnorm"))
             return bool(self._stored["channels_last"]), fold
-        found = self._engine.formats(self._images, fold_batchnorm=self._config.fold_batchnorm)
-        self._exact = found.values
+        formats = self._engine.formats(self._images, fold_batchnorm=self._config.fold_batchnorm)
+        self._exact = formats.values
         if self._config.fold_batchnorm:
             why = "no BatchNorm that is not captured can be folded"
             if self._engine.follows_data:
                 why = "the control flow of the model may depend on tensor values"
             self.choices["fold_batchnorm"] = (
                 f"true ({self._engine.num_folded} BatchNorm in the convolutions before them)"
-                if found.fold_batchnorm
+                if formats.fold_batchnorm
                 else f"false ({why})"
             )
-        return found.channels_last, found.fold_batchnorm
+        return formats.channels_last, formats.fold_batchnorm
 
     def _precision(self, compute: Compute) -> ChosenPrecision:
         """The precision from the option, the resume state, or as measured."""
@@ -194,7 +193,7 @@ class AutoSettings:
             return ChosenPrecision(str(stored), "")
         # On a CPU the trial images are enough; small batches do not fill other devices.
         on_cpu = self._engine.device.type == "cpu"
-        timed = self._images if on_cpu else self.filled(int(compute.batch_size))
+        timed = self._images if on_cpu else self.make_batch(int(compute.batch_size))
         chosen = choose_precision(self._engine, compute, self._images, timed, self._exact)
         self.choices["precision"] = f"{chosen.precision} ({chosen.reason})"
         return chosen
@@ -218,7 +217,7 @@ class AutoSettings:
         """Refuse a batch size that the free memory of the host cannot hold, before allocating it.
 
         The estimate counts the batches that are loaded ahead and, on a CPU, the least that a
-        forward pass takes. The memory of other devices is tried by `_fitting`.
+        forward pass takes. The memory of other devices is tried by `_largest_fitting`.
 
         Raises:
             ConfigError: less memory is free than the estimate.
@@ -228,35 +227,37 @@ class AutoSettings:
             return
         engine = self._engine
         pixels = 3 * math.prod(engine.backbone.preprocess.crop)
-        ahead = (1 + PREFETCH_BATCHES) * pixels * (4 if self._config.decode == "reference" else 1)
+        bytes_per_pixel = 4 if self._config.decode == "reference" else 1
+        prefetch_bytes = (1 + PREFETCH_BATCHES) * pixels * bytes_per_pixel
         precision = "bf16" if self._config.precision == "auto" else self._config.precision
-        each = ahead + (0 if engine.device.type == "cuda" else engine.bytes_per_image(precision))
-        if size * each <= free:
+        on_cuda = engine.device.type == "cuda"
+        image_bytes = prefetch_bytes + (0 if on_cuda else engine.bytes_per_image(precision))
+        if size * image_bytes <= free:
             return
-        fits = layout.power_of_two_at_most(max(1, free / (4 * each)))
+        fits = layout.power_of_two_at_most(max(1, free / (4 * image_bytes)))
         raise ConfigError(
-            f"batch_size={size} needs at least {size_text(size * each)} of memory "
-            f"({size_text(each)} an image), and {size_text(int(free))} are free. "
+            f"batch_size={size} needs at least {size_text(size * image_bytes)} of memory "
+            f"({size_text(image_bytes)} an image), and {size_text(int(free))} are free. "
             f"batch_size={fits} fits; batch_size=auto chooses one."
         )
 
-    def _fitting(self, compute: Compute) -> int:
+    def _largest_fitting(self, compute: Compute) -> int:
         """The batch size, halved until it fits on the CUDA device if featx chooses it.
 
         Raises:
             RunError: a batch size that may not be changed, or a single image, does not fit.
         """
-        left_to_us = self._config.batch_size == "auto" and "batch_size" not in self._stored
+        is_auto = self._config.batch_size == "auto" and "batch_size" not in self._stored
         size = int(compute.batch_size)
         while True:
             try:
                 if self._engine.device.type == "cuda":
                     self._engine.configure_compute(replace(compute, batch_size=size))
-                    self._engine.run(self.filled(size))
+                    self._engine.run(self.make_batch(size))
                 return size
             except torch.cuda.OutOfMemoryError as error:
                 torch.cuda.empty_cache()
-                if not left_to_us or size == 1:
+                if not is_auto or size == 1:
                     raise RunError(
                         f"batch_size={size} does not fit into the memory of "
                         f"{self._engine.device}. Lower batch_size."
@@ -264,8 +265,8 @@ class AutoSettings:
                 size //= 2
                 self.choices["batch_size"] = f"{size} (what fits)"
 
-    def filled(self, size: int) -> torch.Tensor:
-        """A batch of `size` images: the images of the calibration, repeated, or grey images.
+    def make_batch(self, size: int) -> torch.Tensor:
+        """A batch of `size` images: the trial images, repeated, or grey images.
 
         Args:
             size: number of images B.
@@ -285,15 +286,17 @@ class AutoSettings:
         on_cpu = self._engine.device.type == "cpu"
         # Small batches do not fill other devices: a GPU would wait for launches of kernels.
         size = min(compute.batch_size, TRIAL_IMAGES) if on_cpu else compute.batch_size
-        images = self.filled(size)
+        images = self.make_batch(size)
         plain = on_cpu and compute.precision == "fp32" and not compute.compile
-        known = self._exact if plain and len(images) == len(self._images) else None
+        known_rows = self._exact if plain and len(images) == len(self._images) else None
         enough_s = _ENOUGH_S if on_cpu else math.inf
-        self._keep(self._engine.timed(images, repeats=2, enough_s=enough_s, known=known))
+        self._keep(
+            self._engine.time_passes(images, repeats=2, enough_s=enough_s, known_rows=known_rows)
+        )
 
     def _keep(self, measured: TimedRows) -> None:
         """Keep seconds and rows that were measured with the settings of the run."""
-        self.seconds_per_image = measured.seconds
+        self.seconds_per_image = measured.seconds_per_image
         of_all = all(len(rows) == len(self._images) for rows in measured.rows.values())
         self.trial_rows = measured.rows if of_all else None
 
@@ -313,7 +316,7 @@ class AutoSettings:
 
     def _compile(self, eager: Compute) -> None:
         """Compile; go back to `eager` if values differ or compile=auto gains too little."""
-        images = self.filled(eager.batch_size)
+        images = self.make_batch(eager.batch_size)
         expected = {k: v.clone() for k, v in self._engine.run(images).items()}
         eager_s, eager_rows = self.seconds_per_image, self.trial_rows
         self._engine.configure_compute(replace(eager, compile=True))

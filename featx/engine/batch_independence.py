@@ -68,11 +68,11 @@ def moved_batch(images: torch.Tensor) -> tuple[torch.Tensor, list[tuple[int, int
         images in both.
     """
     num = len(images)
-    kept = list(range(0, num, max(2, num // 2)))[:2]
+    positions = list(range(0, num, max(2, num // 2)))[:2]
     # The other images are inverted, which changes the statistics of the batch.
-    others = 255 - images if images.dtype == torch.uint8 else -images
-    others[kept] = images[kept]
-    return others.roll(1, 0), [(place, (place + 1) % num) for place in kept]
+    moved = 255 - images if images.dtype == torch.uint8 else -images
+    moved[positions] = images[positions]
+    return moved.roll(1, 0), [(position, (position + 1) % num) for position in positions]
 
 
 def check_regrouped(
@@ -210,7 +210,7 @@ class BufferSnapshot:
 class ValueReads(ObservingMode):  # type: ignore[no-untyped-call]
     """Detects forward passes whose Python code reads tensor values.
 
-    The control flow of such a pass may depend on the images. Enter the mode by `watching`.
+    The control flow of such a pass may depend on the images. Enter the mode by `watch`.
 
     Attributes:
         seen: whether any value was read.
@@ -221,7 +221,7 @@ class ValueReads(ObservingMode):  # type: ignore[no-untyped-call]
         self.seen = False
 
     @contextlib.contextmanager
-    def watching(self) -> Iterator[ValueReads]:
+    def watch(self) -> Iterator[ValueReads]:
         """Observe the operations of the calling thread inside the block."""
         with _MethodReads(self), self:
             yield self

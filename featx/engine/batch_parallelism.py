@@ -55,8 +55,8 @@ def cpus_that_compute(config: Config, device: torch.device) -> int | None:
     return cpus if config.executor.name != "local" else min(torch.get_num_threads(), cpus)
 
 
-def calibration_threads(cpus: int | None, resume_state: ResumeState | None) -> int | None:
-    """Number of threads for calibration passes and compilation, or None on other devices.
+def trial_threads(cpus: int | None, resume_state: ResumeState | None) -> int | None:
+    """Number of threads for trial passes and compilation, or None on other devices.
 
     All CPUs, unless the resumed run is compiled: a compiled forward pass keeps the number of
     threads that it was compiled with, so the recorded number is used.
@@ -74,7 +74,7 @@ def room_for_batches(before: int | None, after: int | None, most: int) -> int:
     """Largest number of parallel batches that half of the free memory allows.
 
     Args:
-        before: bytes of resident memory of this process before the calibration passes, or None if
+        before: bytes of resident memory of this process before the trial passes, or None if
             unknown.
         after: the same after them. Freed memory stays with the process, so the difference is about
             what one forward pass needs.
@@ -83,8 +83,8 @@ def room_for_batches(before: int | None, after: int | None, most: int) -> int:
     free = free_memory()
     if before is None or after is None or free is None:
         return min(most, USUAL_REPLICAS)
-    each = max(1, after - before)
-    return int(min(most, 1 + free / (2 * each)))
+    batch_bytes = max(1, after - before)
+    return int(min(most, 1 + free / (2 * batch_bytes)))
 
 
 @dataclass(frozen=True)
@@ -94,17 +94,19 @@ class BatchParallelism:
     Attributes:
         threads: number of CPU threads that compute one batch, or None on other devices.
         replicas: number of engine replicas that compute parallel batches.
-        ahead: whether the next batch is computed while the batch sink takes the rows of one.
+        computes_ahead: whether the next batch is computed while the batch sink takes the rows of
+            one.
         choices: option name -> the choice and its reason, as printed before the run.
     """
 
     threads: int | None
     replicas: int
-    ahead: bool
+    computes_ahead: bool
     choices: dict[str, str]
 
 
 _NO_ROOM = "1 (there is not enough memory for parallel batches)"
+"""The choice `streams` where the memory of the device or the host is short."""
 
 
 def decide(
@@ -112,7 +114,7 @@ def decide(
     cpus: int | None,
     resume_state: ResumeState | None,
     memory_before: int | None,
-    filled: Callable[[int], torch.Tensor],
+    make_batch: Callable[[int], torch.Tensor],
     num_rows: int,
 ) -> BatchParallelism:
     """Choose threads and replicas for a run.
@@ -121,23 +123,23 @@ def decide(
         engine: engine after `configure_compute`.
         cpus: number of CPUs that compute, or None on other devices.
         resume_state: resume state, or None for a new run.
-        memory_before: bytes of resident memory of this process before the calibration passes, or
+        memory_before: bytes of resident memory of this process before the trial passes, or
             None if unknown.
-        filled: function that returns a batch of the given number of images.
+        make_batch: function that returns a batch of the given number of images.
         num_rows: number of rows that the run computes.
     """
     if cpus is None:
-        return _on_device(engine, filled)
+        return _decide_on_device(engine, make_batch)
     room = room_for_batches(memory_before, resident_memory(), cpus)
     trial = None
     batch_size = engine.compute.batch_size
     # Each trial computes about as many batches as there are CPUs, at the most eight times in all.
     if resume_state is None and num_rows * _TRIAL_SHARE >= 8 * cpus * batch_size:
-        trial = _Trial(engine, cpus, filled(batch_size)).images_per_second
-    return _on_cpu(cpus, engine, room, resume_state, trial)
+        trial = _SpeedTrial(engine, cpus, make_batch(batch_size)).images_per_second
+    return _decide_on_cpu(cpus, engine, room, resume_state, trial)
 
 
-def _on_cpu(
+def _decide_on_cpu(
     cpus: int,
     engine: Engine,
     room: int,
@@ -162,15 +164,17 @@ def _on_cpu(
     # batch at a time has all CPUs.
     if not engine.replicable or not is_kept_in_threads():
         room = 1
-    here = -(-cpus // min(room, USUAL_REPLICAS))
+    default_threads = -(-cpus // min(room, USUAL_REPLICAS))
     if trial is not None and room > 1:
-        here = fastest_threads(here, cpus, room, trial)
-    threads = int(resume_state.resolved.get("threads", here)) if resume_state else here
+        default_threads = fastest_threads(default_threads, cpus, room, trial)
+    resolved = resume_state.resolved if resume_state else {}
+    threads = int(resolved.get("threads", default_threads))
     replicas = max(1, min(room, cpus // threads))
     text = f"{threads}" + (f", and {replicas} parallel batches" if replicas > 1 else "")
-    if threads != here:
+    if threads != default_threads:
         assert resume_state is not None
-        text += f" (as {resume_state.what} started; {here} here would give other last bits)"
+        other = f"{default_threads} here would give other last bits"
+        text += f" (as {resume_state.what} started; {other})"
     return BatchParallelism(threads, replicas, replicas > 1, {"threads": text})
 
 
@@ -211,7 +215,7 @@ def fastest_threads(
     return best
 
 
-class _Trial:
+class _SpeedTrial:
     """Parallel batches of an engine, timed.
 
     Args:
@@ -239,7 +243,9 @@ class _Trial:
             return count * len(self._batch) / (time.perf_counter() - started_at)
 
 
-def _on_device(engine: Engine, filled: Callable[[int], torch.Tensor]) -> BatchParallelism:
+def _decide_on_device(
+    engine: Engine, make_batch: Callable[[int], torch.Tensor]
+) -> BatchParallelism:
     """Choose the number of parallel batches on a device; on CUDA each has its own stream.
 
     A module that is not known to be reentrant gets one batch at a time, computed when its rows are
@@ -247,13 +253,13 @@ def _on_device(engine: Engine, filled: Callable[[int], torch.Tensor]) -> BatchPa
 
     Args:
         engine: engine after `configure_compute`.
-        filled: function that returns a batch of the given number of images.
+        make_batch: function that returns a batch of the given number of images.
     """
     if engine.device.type != "cuda":
         return BatchParallelism(None, 1, False, {})
     if not engine.backbone.reentrant:
         return BatchParallelism(None, 1, False, {"streams": "1"})
-    batch = filled(engine.compute.batch_size)
+    batch = make_batch(engine.compute.batch_size)
     if not _has_room(engine, batch):
         return BatchParallelism(None, 1, False, {"streams": _NO_ROOM})
     if not engine.replicable:
@@ -276,18 +282,20 @@ def _has_room(engine: Engine, batch: torch.Tensor) -> bool:
     """Whether device and host can hold the parallel batches in half of their free memory."""
     device = engine.device
     engine.run(batch)
-    before = torch.cuda.memory_allocated(device)
+    bytes_before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
     values = engine.run(batch)
-    each = torch.cuda.max_memory_allocated(device) - before
+    batch_bytes = torch.cuda.max_memory_allocated(device) - bytes_before
     # Memory that torch has reserved but not allocated is free for batches as well.
-    free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - before
-    if 2 * CUDA_STREAMS * each > free:
+    free_bytes = (
+        torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - bytes_before
+    )
+    if 2 * CUDA_STREAMS * batch_bytes > free_bytes:
         return False
     # In addition to the batches being computed, one waits and one is read by the batch sink.
-    on_host = (CUDA_STREAMS + 2) * sum(value.nbytes for value in values.values())
-    free_on_host = free_memory()
-    return free_on_host is None or 2 * on_host <= free_on_host
+    host_bytes = (CUDA_STREAMS + 2) * sum(value.nbytes for value in values.values())
+    free_host_bytes = free_memory()
+    return free_host_bytes is None or 2 * host_bytes <= free_host_bytes
 
 
 def replicas_agree(engine: Engine, batch: torch.Tensor, count: int) -> bool:

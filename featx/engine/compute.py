@@ -69,11 +69,11 @@ class TimedRows:
 
     Attributes:
         rows: dataset name -> (B, ...) on the CPU, in the dtype of the store.
-        seconds: seconds per image of the fastest pass.
+        seconds_per_image: seconds per image of the fastest pass.
     """
 
     rows: Mapping[str, torch.Tensor]
-    seconds: float
+    seconds_per_image: float
 
 
 @dataclass(frozen=True)

@@ -145,7 +145,7 @@ class DeviceModel:
             backbone.has_class_token,
         )
 
-    def normalised(self, images: torch.Tensor) -> torch.Tensor:
+    def normalise(self, images: torch.Tensor) -> torch.Tensor:
         """(B, 3, H, W) normalised float32 images on the device of the engine."""
         x = images.to(self.device, non_blocking=True)
         return self.backbone.preprocess.normalise(x) if x.dtype == torch.uint8 else x
@@ -162,13 +162,13 @@ class DeviceModel:
         if images is None or not len(images):
             return noise
         few = images[:: -(-len(images) // ATTACH_BATCH)]
-        return torch.cat([self.normalised(few), noise])[:ATTACH_BATCH]
+        return torch.cat([self.normalise(few), noise])[:ATTACH_BATCH]
 
-    def regrouped(self, x: torch.Tensor) -> list[torch.Tensor]:
-        """The batches of `regrouped` for `x`, with a black image and one of random 0 and 255."""
+    def regroup(self, x: torch.Tensor) -> list[torch.Tensor]:
+        """The batches of `regroup` for `x`, with a black image and one of random 0 and 255."""
         shape = self.backbone.preprocess.shape
         generator = torch.Generator().manual_seed(1)
         random_image = torch.randint(0, 2, shape, generator=generator, dtype=torch.uint8) * 255
         pixels = torch.stack([torch.zeros_like(random_image), random_image])
-        black, random_image = self.normalised(pixels)
+        black, random_image = self.normalise(pixels)
         return regrouped(x, black, random_image)

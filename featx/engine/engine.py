@@ -34,7 +34,7 @@ from featx.engine.prepared_weights import PreparedWeights
 from featx.engine.row_checks import finite_rows, row_tolerance
 from featx.engine.weight_casting import Captured
 from featx.errors import ModelError, RunError, require
-from featx.layers import CaptureHooks, CapturePoint, Keep, OutputCollector, StoredReduce
+from featx.layers import CaptureHooks, ChosenLayers, Keep, OutputCollector
 from featx.models import Backbone
 from featx.types import LayerSpec
 
@@ -63,7 +63,7 @@ class Engine(DeviceModel):
         compute: the current settings.
     """
 
-    settles_for_fp32 = False
+    uses_fp32_only = False
     """Whether precision=auto takes fp32 without trying other precisions."""
 
     def __init__(
@@ -96,12 +96,13 @@ class Engine(DeviceModel):
             super().__exit__(*error)
 
     @property
-    def unfused(self) -> list[str]:
+    def unfused_modules(self) -> list[str]:
         """Names of the modules whose fused attention is off because their weights are captured."""
-        shown = [point.module for point in self._captures.points if point.capture == "attention"]
-        return list(dict.fromkeys([*self.plain_modules, *shown]))
+        points = self._captures.points
+        attention_modules = [point.module for point in points if point.capture == "attention"]
+        return list(dict.fromkeys([*self.plain_modules, *attention_modules]))
 
-    def attach_captures(self, chosen: Sequence[tuple[CapturePoint, StoredReduce]]) -> None:
+    def attach_captures(self, chosen: ChosenLayers) -> None:
         """Fix the captures: find those that need a copy, their row shapes, and where to stop.
 
         The rows of `trial_images` are checked to depend on their own image only; noise replaces
@@ -147,7 +148,7 @@ class Engine(DeviceModel):
         self.compute = compute
         self._collector.compiled = compute.compile
         passes = self._captured_of if cast_once else None
-        self._stack.enter_context(self._weights.prepared(compute, passes))
+        self._stack.enter_context(self._weights.prepare(compute, passes))
 
     def _hooks_of(self, keep: Keep, stop: bool) -> CaptureHooks:
         """Hooks for the captures, which check each pass against the first one.
@@ -202,25 +203,26 @@ class Engine(DeviceModel):
         layouts = [True, False] if has_convolutions else [False]
         folds = [True, False] if fold_batchnorm and self.num_folded else [False]
         # All combinations but the last one, which is the plain way; both together are tried first.
-        tried = [(layout, fold) for layout in layouts for fold in folds][:-1]
-        if not tried:
+        candidates = [(layout, fold) for layout in layouts for fold in folds][:-1]
+        if not candidates:
             return Formats(False, False)
-        x = self.normalised(images) if len(images) else self.noise(ATTACH_BATCH)
+        x = self.normalise(images) if len(images) else self.noise(ATTACH_BATCH)
         x = x[: self._captures.num_compared]
         chosen = False, False
-        with self._collector.uncast() as stored:  # float16 rounds more than layouts differ
+        # float16 rounds more than layouts differ.
+        with self._collector.keep_float32() as store_dtype:
             values = plain = self._values_of(x, False, False)
-            for channels_last, is_folded in tried:
+            for channels_last, is_folded in candidates:
                 try:
-                    found = self._values_of(x, channels_last, is_folded)
+                    candidate = self._values_of(x, channels_last, is_folded)
                 except ModelError:  # a .view() in the model requires the contiguous layout
                     continue
-                if self._is_same(found, plain):
-                    chosen, values = (channels_last, is_folded), found
+                if self._is_same(candidate, plain):
+                    chosen, values = (channels_last, is_folded), candidate
                     break
         if len(x) != len(images):
             return Formats(*chosen)
-        return Formats(*chosen, {name: value.to(stored) for name, value in values.items()})
+        return Formats(*chosen, {name: value.to(store_dtype) for name, value in values.items()})
 
     def _values_of(
         self, x: torch.Tensor, channels_last: bool, fold_batchnorm: bool
@@ -388,13 +390,13 @@ class Engine(DeviceModel):
         self._collector.keys = keys
         started_at = time.perf_counter()
         with DeviceTimer(self.device) as timer:
-            values = self._pass(self.normalised(images))
+            values = self._pass(self.normalise(images))
         finite, underflow = finite_rows(values), self._collector.underflow_rows()
         # MPS has no float64, so rows computed in it are on the CPU.
-        found = [each.to(self.device) for each in (*finite.values(), *underflow.values())]
-        checks = torch.stack(found)
-        left = [] if on_device else list(values.values())
-        *copied, checks = to_cpu([*left, checks], self.device)
+        on_device_checks = [x.to(self.device) for x in (*finite.values(), *underflow.values())]
+        checks = torch.stack(on_device_checks)
+        values_to_copy = [] if on_device else list(values.values())
+        *copied, checks = to_cpu([*values_to_copy, checks], self.device)
         model_seconds = timer.seconds()
         self.model_seconds += model_seconds
         self.copy_seconds += max(0.0, time.perf_counter() - started_at - model_seconds)
@@ -406,7 +408,7 @@ class Engine(DeviceModel):
         )
 
     @contextlib.contextmanager
-    def as_computed(self, images: torch.Tensor) -> Iterator[tuple[nn.Module, torch.Tensor]]:
+    def module_and_input(self, images: torch.Tensor) -> Iterator[tuple[nn.Module, torch.Tensor]]:
         """The module and a batch as `run` feeds it, at its precision, for custom forward passes.
 
         Args:
@@ -415,7 +417,7 @@ class Engine(DeviceModel):
         Yields:
             The module, and the normalised batch in the memory format of the run.
         """
-        x = self._memory_format(self.normalised(images))
+        x = self._memory_format(self.normalise(images))
         with self.named_failure(x), torch.no_grad(), self._autocast():
             yield self.module, x
 
@@ -436,16 +438,16 @@ class Engine(DeviceModel):
             name: name of the dataset.
             keys: as for `rows`.
         """
-        with self._collector.uncast() as stored:
+        with self._collector.keep_float32() as store_dtype:
             value = self.run(images, labels, keys)[name][row].flatten()
-        bad = value[~torch.isfinite(value)]
-        if len(bad):
-            return f"{bad[0].item()} in {self.compute.precision}"
-        limit = torch.finfo(stored).max
+        nonfinite = value[~torch.isfinite(value)]
+        if len(nonfinite):
+            return f"{nonfinite[0].item()} in {self.compute.precision}"
+        limit = torch.finfo(store_dtype).max
         largest = value.abs().max().item()
-        return f"{largest:g}, over {limit:g}, the largest {str(stored).removeprefix('torch.')}"
+        return f"{largest:g}, over {limit:g}, the largest {str(store_dtype).removeprefix('torch.')}"
 
-    def specs(self, chosen: Sequence[tuple[CapturePoint, StoredReduce]]) -> list[LayerSpec]:
+    def specs(self, chosen: ChosenLayers) -> list[LayerSpec]:
         """Shapes and dtypes of the rows of each dataset, from one pass with the current settings.
 
         Args:
@@ -466,12 +468,12 @@ class Engine(DeviceModel):
             for point, reduce in chosen
         ]
 
-    def timed(
+    def time_passes(
         self,
         images: torch.Tensor,
         repeats: int = 3,
         enough_s: float = float("inf"),
-        known: Mapping[str, torch.Tensor] | None = None,
+        known_rows: Mapping[str, torch.Tensor] | None = None,
     ) -> TimedRows:
         """Time several passes over a batch, and check that rows do not depend on their position.
 
@@ -483,8 +485,8 @@ class Engine(DeviceModel):
             images: (B, 3, H, W), uint8 in [0, 255] or normalised float32.
             repeats: largest number of passes.
             enough_s: no further pass after one that took this many seconds.
-            known: result of `run` for these images if it was called before with the same settings;
-                then there is no warm-up pass.
+            known_rows: result of `run` for these images if it was called before with the same
+                settings; then there is no warm-up pass.
 
         Returns:
             The rows of the images, and the seconds per image of the fastest pass.
@@ -492,19 +494,19 @@ class Engine(DeviceModel):
         Raises:
             ModelError: the row of an image depends on its position or on other images.
         """
-        fastest, rows = float("inf"), known
-        others, places = moved_batch(images)
-        compared = MovedRows(self.compute.precision, places)
-        if known is not None:
-            compared.check(known)
+        fastest, rows = float("inf"), known_rows
+        moved_images, positions = moved_batch(images)
+        compared = MovedRows(self.compute.precision, positions)
+        if known_rows is not None:
+            compared.check(known_rows)
         for _ in range(repeats):
             started_at = time.perf_counter()
-            values = self.run(images if rows is None else others)
-            fastest = min(fastest, took := time.perf_counter() - started_at)
+            values = self.run(images if rows is None else moved_images)
+            fastest = min(fastest, pass_s := time.perf_counter() - started_at)
             compared.check(values)
             if rows is None:
                 rows = {name: value.clone() for name, value in values.items()}
-            if took >= enough_s:
+            if pass_s >= enough_s:
                 break
         return TimedRows(rows or {}, fastest / len(images))
 
@@ -512,11 +514,11 @@ class Engine(DeviceModel):
         """Rows of a normalised batch on the device; repeats a pass that overwrote a capture."""
         # Errors of torch.compile reach the caller unchanged: compile=auto falls back to eager.
         named = contextlib.nullcontext() if self.compute.compile else self.named_failure(x)
-        with named, torch.no_grad(), self._autocast(), self._alone():
+        with named, torch.no_grad(), self._autocast(), self._hooks_of_this_thread():
             values = dict(self._forward(self._memory_format(x)))
             # A later in-place operation has changed a captured tensor that was not copied. It is
             # copied from now on, and the batch is computed again.
-            while self._collector.copy_from_now_on():
+            while self._collector.mark_overwritten():
                 values = dict(self._forward(self._memory_format(x)))
         for name, value in values.items():
             if len(value) != len(x):
@@ -524,8 +526,8 @@ class Engine(DeviceModel):
         return values
 
     @contextlib.contextmanager
-    def _alone(self) -> Iterator[None]:
-        """Limit the hooks of a replica to the forward pass of the calling thread.
+    def _hooks_of_this_thread(self) -> Iterator[None]:
+        """Limit the hooks of a replica to the forward pass of the calling thread, inside the block.
 
         After the pass they see none, because the next pass of this thread may belong to another
         replica.

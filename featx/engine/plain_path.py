@@ -8,22 +8,20 @@ what the model's library itself computes (`Backbone.embedding`).
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 from featx.engine.device_model import DeviceModel
-from featx.layers import REDUCTIONS, CapturePoint, StoredReduce, bound_reduction, pick
+from featx.layers import REDUCTIONS, CapturePoint, ChosenLayers, StoredReduce, bound_reduction, pick
 
 _HOOKED = ("input", "output")
 """Kinds of captures that hooks of PyTorch keep as well."""
 
 _UNCHANGED = ("none", "flatten")
 """Reductions that leave an embedding as it is."""
-
-Chosen = Sequence[tuple[CapturePoint, StoredReduce]]
 
 
 def why_not_plain(point: CapturePoint, reduce: StoredReduce) -> str | None:
@@ -37,7 +35,9 @@ def why_not_plain(point: CapturePoint, reduce: StoredReduce) -> str | None:
     return None
 
 
-def plain_rows(model: DeviceModel, chosen: Chosen, x: torch.Tensor) -> dict[str, torch.Tensor]:
+def plain_rows(
+    model: DeviceModel, chosen: ChosenLayers, x: torch.Tensor
+) -> dict[str, torch.Tensor]:
     """Compute rows by the plain path of a model.
 
     Args:
@@ -56,7 +56,7 @@ def plain_rows(model: DeviceModel, chosen: Chosen, x: torch.Tensor) -> dict[str,
         if library is not None and _are_embeddings(chosen):
             rows = {"embedding": library.compute(x.clone())}
         else:
-            values = _hooked(model.module, chosen, x)
+            values = _capture_values(model.module, chosen, x)
             rows = {
                 point.name: bound_reduction(reduce, model.row_layout(point, value))(value)
                 for point, reduce in chosen
@@ -65,12 +65,14 @@ def plain_rows(model: DeviceModel, chosen: Chosen, x: torch.Tensor) -> dict[str,
     return {name: value.float().cpu() for name, value in rows.items()}
 
 
-def _are_embeddings(chosen: Chosen) -> bool:
+def _are_embeddings(chosen: ChosenLayers) -> bool:
     """Whether the embedding without a reduction is the only requested layer."""
     return all(point.name == "embedding" and r.name in _UNCHANGED for point, r in chosen)
 
 
-def _hooked(module: nn.Module, chosen: Chosen, x: torch.Tensor) -> dict[str, torch.Tensor]:
+def _capture_values(
+    module: nn.Module, chosen: ChosenLayers, x: torch.Tensor
+) -> dict[str, torch.Tensor]:
     """Copies of the captured tensors of one forward pass, by hooks of PyTorch."""
     values: dict[str, torch.Tensor] = {}
     calls: dict[str, int] = {}

@@ -19,13 +19,13 @@ from featx.engine.engine import Engine
 from featx.engine.row_checks import row_cosines
 from featx.errors import counted
 
-_GLANCE_IMAGES = 2
-"""Number of images of the first, short timing of a precision that may turn out to be far slower."""
+_SHORT_TIMING_IMAGES = 2
+"""Number of images of the short timing, which comes first: a precision may be far slower."""
 
 _TOO_SLOW = 2.0
 """A precision that takes this many times as long as fp32 is not tried on all trial images."""
 
-_HOPELESS = 8.0
+_FAR_TOO_SLOW = 8.0
 """A precision that takes this many times as long is not measured again: other programs do not slow
 a pass down so much."""
 
@@ -64,7 +64,7 @@ def choose_precision(
         timed_images: (m, 3, H, W) images that are timed: `images`, or a batch of the run.
         exact: rows of `images` with `compute`, if they are known.
     """
-    if engine.settles_for_fp32:
+    if engine.uses_fp32_only:
         return ChosenPrecision("fp32", "other precisions are not measured for heat maps")
     if len(images) == 0:
         return ChosenPrecision("fp32", "no image could be read to measure others")
@@ -112,15 +112,17 @@ class _Measurement:
             reasons.append(_reason(precision, gain, cosine, len(self._images)))
         return ChosenPrecision(best, "; ".join(reasons), self._measured[best])
 
-    def _measure(self, precision: str, known: Mapping[str, torch.Tensor] | None = None) -> None:
+    def _measure(
+        self, precision: str, known_rows: Mapping[str, torch.Tensor] | None = None
+    ) -> None:
         """Compute rows of the trial images and time passes at one precision.
 
         Args:
             precision: the precision.
-            known: rows of the trial images, if they are known.
+            known_rows: rows of the trial images, if they are known.
         """
         self._configure(precision)
-        rows = known or self._engine.run(self._images)
+        rows = known_rows or self._engine.run(self._images)
         rows = {name: value.cpu().clone() for name, value in rows.items()}
         self._measured[precision] = TimedRows(rows, math.inf)
         self._measure_again(precision)
@@ -136,15 +138,16 @@ class _Measurement:
     def _measure_again(self, precision: str) -> None:
         """Time passes at a precision that has been measured; the fastest one of all counts."""
         self._configure(precision)
-        before = self._measured[precision]
+        measured_before = self._measured[precision]
         of_images = self._timed is self._images
         on_cpu = self._engine.device.type == "cpu"
-        found = self._engine.timed(
+        measured = self._engine.time_passes(
             self._timed,
             repeats=1 if on_cpu else 3,  # other devices load kernels in the first pass
-            known=before.rows if of_images else None,
+            known_rows=measured_before.rows if of_images else None,
         )
-        self._measured[precision] = TimedRows(before.rows, min(before.seconds, found.seconds))
+        seconds = min(measured_before.seconds_per_image, measured.seconds_per_image)
+        self._measured[precision] = TimedRows(measured_before.rows, seconds)
 
     def _times_slower(self, precision: str) -> float:
         """How many times as long as fp32 a precision takes, by passes over two images.
@@ -152,25 +155,25 @@ class _Measurement:
         A CPU without units for the precision would take minutes for all trial images. A value
         above `_TOO_SLOW` has been measured in turns.
         """
-        few = self._images[:_GLANCE_IMAGES]
-        seconds = self._glance(precision, few)
+        few = self._images[:_SHORT_TIMING_IMAGES]
+        seconds = self._time_briefly(precision, few)
         # A batch of two takes longer per image than the trial images, so this refuses nothing yet.
-        fp32_s = self._measured["fp32"].seconds
+        fp32_s = self._measured["fp32"].seconds_per_image
         if seconds <= _TOO_SLOW * fp32_s:
             return seconds / fp32_s
-        fp32_s = self._glance("fp32", few)
+        fp32_s = self._time_briefly("fp32", few)
         for _ in range(ROUNDS - 1):
-            if not _TOO_SLOW < seconds / fp32_s < _HOPELESS:
+            if not _TOO_SLOW < seconds / fp32_s < _FAR_TOO_SLOW:
                 break
-            seconds = min(seconds, self._glance(precision, few))
-            fp32_s = min(fp32_s, self._glance("fp32", few))
+            seconds = min(seconds, self._time_briefly(precision, few))
+            fp32_s = min(fp32_s, self._time_briefly("fp32", few))
         return seconds / fp32_s
 
-    def _glance(self, precision: str, few: torch.Tensor) -> float:
+    def _time_briefly(self, precision: str, few: torch.Tensor) -> float:
         """Seconds per image of the faster of two passes over a few images."""
         # The proof of weight casting is left out: it takes forward passes itself.
         self._configure(precision, cast_once=False)
-        return self._engine.timed(few, repeats=2).seconds
+        return self._engine.time_passes(few, repeats=2).seconds_per_image
 
     def _configure(self, precision: str, cast_once: bool = True) -> None:
         self._engine.configure_compute(replace(self._compute, precision=precision), cast_once)
@@ -180,7 +183,7 @@ class _Measurement:
 
     def _gain(self, precision: str, other: str) -> float:
         """How many times as fast as another precision one is."""
-        return self._measured[other].seconds / self._measured[precision].seconds
+        return self._measured[other].seconds_per_image / self._measured[precision].seconds_per_image
 
 
 def _reason(precision: str, gain: float, cosine: float, num_images: int) -> str:

@@ -61,7 +61,7 @@ class PreparedWeights:
         return self.pairs
 
     @contextlib.contextmanager
-    def prepared(self, compute: Compute, passes: Passes | None) -> Iterator[None]:
+    def prepare(self, compute: Compute, passes: Passes | None) -> Iterator[None]:
         """Fold, lay out and cast the weights until the block ends.
 
         The memory format stays afterwards.
@@ -101,7 +101,7 @@ class PreparedWeights:
         if key not in self._proven:
             batches = [model.noise(_PROOF_BATCH)]
             if model.trial_images is not None and len(model.trial_images):
-                batches.append(model.normalised(model.trial_images[:_PROOF_BATCH]))
+                batches.append(model.normalise(model.trial_images[:_PROOF_BATCH]))
             dtype = COMPUTE_DTYPES[compute.precision]
             with model.named_failure(batches[0]):
                 self._proven[key] = castable_weights(model.module, dtype, lambda: passes(batches))

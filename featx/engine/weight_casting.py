@@ -65,11 +65,11 @@ def castable_weights(
         return CastableWeights()
     try:
         with weights_cast(module, names, dtype):
-            found = forward()
+            actual = forward()
     except Exception as error:  # noqa: BLE001 - a model that reads weight.dtype may raise anything
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         return CastableWeights(doubt=f"the model fails: {reason}")
-    for before, after in zip(expected, found, strict=True):
+    for before, after in zip(expected, actual, strict=True):
         for name, value in before.items():
             if value.dtype != after[name].dtype:
                 dtypes = f"{value.dtype} becomes {after[name].dtype}".replace("torch.", "")

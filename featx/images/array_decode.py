@@ -108,12 +108,12 @@ def npy_header(data: bytes) -> tuple[np.dtype[Any], bool, tuple[int, ...], int]:
     stop = start + int.from_bytes(data[8:start], "little")
     if len(data) < stop or stop == start:
         raise ImageFault(Status.TRUNCATED, "its header is incomplete")
-    found = _NPY_HEADER.fullmatch(data[start : min(stop, start + 4096)])
-    if found is None:
+    match = _NPY_HEADER.fullmatch(data[start : min(stop, start + 4096)])
+    if match is None:
         raise ImageFault(
             Status.UNSUPPORTED, "its header is damaged, or it is no array of plain numbers"
         )
-    descr, fortran, sizes = found.groups()
+    descr, fortran, sizes = match.groups()
     try:
         shape = tuple(int(size) for size in sizes.replace(b" ", b"").split(b",") if size)
         return np.dtype(descr.decode()), fortran == b"True", shape, stop
@@ -318,9 +318,9 @@ _HOW_CHANNELS = (
 )
 
 
-def _wrong_channels(found: int, expected: int) -> ImageFault:
+def _wrong_channels(match: int, expected: int) -> ImageFault:
     """The fault of an image of another number of channels."""
-    return format_fault(f"{counted(found, 'channel')}; expected {expected}, {_HOW_CHANNELS}")
+    return format_fault(f"{counted(match, 'channel')}; expected {expected}, {_HOW_CHANNELS}")
 
 
 def _check_pixels(height: int, width: int, policy: ImagePolicy) -> None:

@@ -105,7 +105,7 @@ _pillow_settings: ProcessSetting[tuple[int | None, bool, int]] = ProcessSetting(
 )
 
 
-def encoded_jpeg(data: bytes, policy: ImagePolicy, at_least: int) -> EncodedJpeg | None:
+def prepare_jpeg(data: bytes, policy: ImagePolicy, at_least: int) -> EncodedJpeg | None:
     """Prepare a colour JPEG for decoding on a GPU.
 
     The JPEG is decoded at an eighth of its size. This takes a third of the time of full decoding
@@ -121,7 +121,7 @@ def encoded_jpeg(data: bytes, policy: ImagePolicy, at_least: int) -> EncodedJpeg
     """
     try:
         with _pillow_settings:
-            return _encoded(data, policy, at_least)
+            return _prepare_jpeg(data, policy, at_least)
     except MemoryError:
         raise
     except Exception:  # noqa: BLE001 - `decode` finds and reports the reason
@@ -383,8 +383,8 @@ def _is_reduced(image: Image.Image, at_least: int) -> bool:
     return scalable and _far_larger(image.size, at_least)
 
 
-def _encoded(data: bytes, policy: ImagePolicy, at_least: int) -> EncodedJpeg | None:
-    """`encoded_jpeg` without its boundary for exceptions."""
+def _prepare_jpeg(data: bytes, policy: ImagePolicy, at_least: int) -> EncodedJpeg | None:
+    """`prepare_jpeg` without its boundary for exceptions."""
     turn, image = 1, None
     size = plain_jpeg_size(data) if policy.jpeg == SIMPLEJPEG else None
     if size is None:
@@ -489,7 +489,7 @@ def _fault(data: bytes, error: Exception) -> ImageFault:
     if isinstance(error, Image.DecompressionBombError):
         status = Status.TOO_LARGE
     elif isinstance(error, UnidentifiedImageError):
-        status, message = _unknown(data)
+        status, message = _describe_unknown(data)
     elif isinstance(error, EOFError | struct.error | zlib.error) or _CUT_SHORT.search(message):
         status = Status.TRUNCATED
     else:
@@ -497,7 +497,7 @@ def _fault(data: bytes, error: Exception) -> ImageFault:
     return ImageFault(status, message, type(error).__name__)
 
 
-def _unknown(data: bytes) -> tuple[Status, str]:
+def _describe_unknown(data: bytes) -> tuple[Status, str]:
     """Status and message for a file that no parser accepts."""
     if _SIGNATURE.match(data) is None:
         return Status.UNSUPPORTED, "not an image of a known format"

@@ -25,7 +25,7 @@ from featx.images.decode import (
     decode_array,
     decode_box_image,
     decode_pillow,
-    encoded_jpeg,
+    prepare_jpeg,
 )
 from featx.images.decoder_warnings import DecoderWarnings, decoder_warnings_redirected
 from featx.images.image_policy import ImagePolicy
@@ -219,8 +219,8 @@ class FaultTolerantDecoder:
             return cut_out(self._decode_in_subprocess(image_key, decoded.data), box)
         return self._decode_recorded(image_key, lambda *_: decoded.cut(box), decoded.data)
 
-    def prepare_encoded(self, key: bytes, data: bytes) -> EncodedJpeg | None:
-        """Prepare the image of a row for a GPU with `encoded_jpeg`; otherwise like `decode_pillow`.
+    def prepare_jpeg(self, key: bytes, data: bytes) -> EncodedJpeg | None:
+        """Prepare the image of a row for a GPU with `prepare_jpeg`; otherwise like `decode_pillow`.
 
         Returns:
             The JPEG, or None if the image has to be decoded on the CPU.
@@ -228,7 +228,7 @@ class FaultTolerantDecoder:
         image_key = self.image_key(key)
         if self._at_least is None or self._needs_subprocess(image_key):
             return None
-        return self._decode_recorded(image_key, encoded_jpeg, data)
+        return self._decode_recorded(image_key, prepare_jpeg, data)
 
     def _needs_subprocess(self, image_key: bytes) -> bool:
         """Whether an image needs a child process: it hung before, or is on the crash list."""

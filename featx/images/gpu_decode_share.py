@@ -11,7 +11,7 @@ import torch
 
 from featx.base import cpu_threads, num_cpus
 from featx.errors import ConfigError, FeatxError
-from featx.images.decode import EncodedJpeg, decode_array, encoded_jpeg
+from featx.images.decode import EncodedJpeg, decode_array, prepare_jpeg
 from featx.images.decode_settings import SHARES, DecodeSettings
 from featx.images.fault_tolerant_decode import FaultTolerantDecoder
 from featx.images.gpu_decode import DeviceDecoder
@@ -97,7 +97,7 @@ def decode_share(
             decoding.preprocess.crop_uint8(decode_array(jpeg.data, decoding.policy, at_least))
         decoded_at = time.perf_counter()
         for jpeg in encoded:
-            encoded_jpeg(jpeg.data, decoding.policy, at_least)
+            prepare_jpeg(jpeg.data, decoding.policy, at_least)
         prepared_at = time.perf_counter()
     cpu_s = (decoded_at - started_at) / len(encoded) / cpus
     prepare_s = (prepared_at - decoded_at) / len(encoded) / cpus
@@ -144,7 +144,7 @@ def _some_encoded(source: Source, listing: Listing, decoding: DecodeSettings) ->
 
         def prepare(key: bytes) -> EncodedJpeg | None:
             with contextlib.suppress(ImageFault):  # the run reports it
-                return decoder.prepare_encoded(key, decoder.read(key))
+                return decoder.prepare_jpeg(key, decoder.read(key))
             return None
 
         futures = [decoder.submit(prepare, key) for key in keys]

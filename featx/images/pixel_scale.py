@@ -45,7 +45,7 @@ class PixelScale:
         named = counted(self.channels, "channel")
         return f"float32 pixels of {named}{bands} divided by {divisor}, "
 
-    def scaled(self, image: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
+    def apply(self, image: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
         """Take the bands of an image and divide them.
 
         Args:

@@ -103,13 +103,13 @@ class Preprocess:
         of the pixels.
         """
         assert self.scale is not None
-        pixels = np.ascontiguousarray(self.scale.scaled(image).transpose(2, 0, 1))
+        pixels = np.ascontiguousarray(self.scale.apply(image).transpose(2, 0, 1))
         x = torch.from_numpy(pixels)[None]
         if self.channels == "bgr":
             x = x.flip(1)
         size = self._resized_size(x)
         if tuple(x.shape[2:]) != size:
-            x = self._interpolated(x, size)
+            x = self._interpolate(x, size)
         x = centre_crop(x[0], self.crop, self.offset)
         mean, std = (
             torch.tensor(values, dtype=torch.float32).view(-1, 1, 1)
@@ -131,9 +131,9 @@ class Preprocess:
         x = torch.from_numpy(image).permute(2, 0, 1)[None]
         size = self._resized_size(x)
         if _rows_first(x, size):
-            x = self._interpolated(x, (size[0], x.shape[3]))
+            x = self._interpolate(x, (size[0], x.shape[3]))
         if tuple(x.shape[2:]) != size:  # torch resizes the width first, if both change
-            x = self._interpolated(x, size)
+            x = self._interpolate(x, size)
         return centre_crop(x[0], self.crop, self.offset)
 
     def crops_on_device(self, images: torch.Tensor) -> torch.Tensor:
@@ -153,7 +153,7 @@ class Preprocess:
         first = (height, x.shape[3]) if _rows_first(x, (height, width)) else (x.shape[2], width)
         for size in (first, (height, width)):
             if tuple(x.shape[2:]) != size:
-                x = self._interpolated(x, size).round_().clamp_(0, 255)
+                x = self._interpolate(x, size).round_().clamp_(0, 255)
         return centre_crop(x, self.crop, self.offset).byte()
 
     def _resized_size(self, x: torch.Tensor) -> tuple[int, int]:
@@ -166,7 +166,7 @@ class Preprocess:
             raise FeatxError("the fast path was asked of a transform that has none.")
         return resized_size(self.resize, x.shape[2], x.shape[3])
 
-    def _interpolated(self, x: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
+    def _interpolate(self, x: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
         """(N, 3, H, W) images resized to (height, width) with antialiasing."""
         return F.interpolate(
             x, size=size, mode=self.interpolation, antialias=True, align_corners=False

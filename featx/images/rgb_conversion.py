@@ -73,13 +73,13 @@ def _deep_grey(image: Image.Image, background: tuple[int, int, int]) -> Image.Im
     rgb = np.empty((image.height, image.width, 3), np.uint8)
     for box in boxes:
         values, lines = np.asarray(image.crop(box)), rgb[box[1] : box[3]]
-        lines[:] = np.rint(_scaled(values, white))[..., None]
+        lines[:] = np.rint(_scale(values, white))[..., None]
         if isinstance(clear := image.info.get("transparency"), int):
             lines[values == clear] = background
     return Image.fromarray(rgb, "RGB")
 
 
-def _scaled(values: npt.NDArray[Any], white: int) -> npt.NDArray[Any]:
+def _scale(values: npt.NDArray[Any], white: int) -> npt.NDArray[Any]:
     """Values in [0, white] scaled to [0, 255]."""
     if white == 65535:
         return values / 257

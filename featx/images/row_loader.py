@@ -176,7 +176,7 @@ class RowLoader:
                 checksum[0] = image_checksum(data)
         read_at = time.perf_counter()
         with self.span("decode"):
-            encoded = self._decoder.prepare_encoded(key, data) if for_device else None
+            encoded = self._decoder.prepare_jpeg(key, data) if for_device else None
             if encoded is None:
                 # numpy copies in this thread; torch would start OpenMP threads for each one.
                 np.copyto(out, self._prepare(self._decode(key, data)))

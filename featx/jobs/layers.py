@@ -68,7 +68,7 @@ def run(config: Config, config_yaml: str) -> int:
             return 0
         from featx.layers import profile
 
-        with engine.as_computed(images) as (module, x):
+        with engine.module_and_input(images) as (module, x):
             profiled = profile(module, x, _MEASURED[show])
     if config.job.json:
         rows = _rows(config, engine, traced, profiled)
@@ -259,7 +259,7 @@ def _watch(engine: Engine, images: torch.Tensor) -> None:
         "shapes include the batch; ms are of this first pass, and include those of inner layers"
     )
     print_result()
-    with engine.as_computed(images) as (module, x):
+    with engine.module_and_input(images) as (module, x):
         log_forward(module, x, print_result)
 
 

@@ -19,7 +19,7 @@ from torch import nn
 from featx.base import glob_to_regex
 from featx.errors import LayerError
 from featx.layers.layer_names import split_capture
-from featx.layers.operations import of_module, unwatched
+from featx.layers.operations import hide_operations, module_hook
 
 HIDDEN = ("matmul", "matmul_1", "softmax")
 """Names of the operations of plain attention that the fused kernel does not call."""
@@ -39,18 +39,18 @@ def needs_plain_attention(module: nn.Module, requests: Sequence[str]) -> list[st
     """
     names = [name for name, _ in module.named_modules(remove_duplicate=False)]
     fused = [name for name, m in module.named_modules() if getattr(m, "fused_attn", False) is True]
-    asked: set[str] = set()
+    needed: set[str] = set()
     for request in requests:
         name, capture = split_capture(request)
         pattern = re.compile(glob_to_regex(re.sub(r"\[\d+\]$|@\d+$", "", name)))
         if capture == "attention":
             every = name in ("all", "leaves")
-            asked.update(each for each in fused if every or pattern.fullmatch(each))
+            needed.update(each for each in fused if every or pattern.fullmatch(each))
         elif not any(pattern.fullmatch(each) for each in names):
-            asked.update(
+            needed.update(
                 each for each in fused if any(pattern.fullmatch(f"{each}.{op}") for op in HIDDEN)
             )
-    return [name for name in fused if name in asked]
+    return [name for name in fused if name in needed]
 
 
 @contextlib.contextmanager
@@ -104,10 +104,10 @@ def weight_hooks(name: str, module: nn.Module, take: Callable[[torch.Tensor], No
     def hook(module: nn.Module, args: Any) -> None:
         take(args[0])
 
-    return [dropout.register_forward_pre_hook(of_module(dropout, hook))]
+    return [dropout.register_forward_pre_hook(module_hook(dropout, hook))]
 
 
-class _Asked(threading.local):
+class _CallArguments(threading.local):
     """The running calls of a thread, as (need_weights, average_attn_weights) were given."""
 
     def __init__(self) -> None:
@@ -122,29 +122,31 @@ def _multihead_hooks(
     The caller of the module receives weights only if it asked for them, averaged if it asked so:
     the model computes as without the hooks.
     """
-    asked = _Asked()
+    requests = _CallArguments()
 
     def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
-        found = {_NEED: True, _AVERAGE: True}  # the defaults of forward
-        found |= {key: kwargs[key] for key in found if key in kwargs}
-        found |= {key: args[place] for key, place in _PLACES.items() if place < len(args)}
-        asked.calls.append((bool(found[_NEED]), bool(found[_AVERAGE])))
-        wanted = {_NEED: True, _AVERAGE: False}
-        places = {_PLACES[key]: value for key, value in wanted.items() if _PLACES[key] < len(args)}
-        args = tuple(places.get(place, value) for place, value in enumerate(args))
-        return args, {**kwargs, **{k: v for k, v in wanted.items() if _PLACES[k] >= len(args)}}
+        given = {_NEED: True, _AVERAGE: True}  # the defaults of forward
+        given |= {key: kwargs[key] for key in given if key in kwargs}
+        given |= {key: args[place] for key, place in _PLACES.items() if place < len(args)}
+        requests.calls.append((bool(given[_NEED]), bool(given[_AVERAGE])))
+        forced = {_NEED: True, _AVERAGE: False}
+        forced_positional = {
+            _PLACES[key]: value for key, value in forced.items() if _PLACES[key] < len(args)
+        }
+        args = tuple(forced_positional.get(place, value) for place, value in enumerate(args))
+        return args, {**kwargs, **{k: v for k, v in forced.items() if _PLACES[k] >= len(args)}}
 
     def after(module: nn.Module, args: Any, output: Any) -> Any:
         value, weights = output
-        need, average = asked.calls.pop()
+        needs_weights, average = requests.calls.pop()
         take(weights)
-        with unwatched():
-            shown = weights.mean(dim=-3) if average else weights
-        return value, shown if need else None
+        with hide_operations():
+            returned_weights = weights.mean(dim=-3) if average else weights
+        return value, returned_weights if needs_weights else None
 
     return [
-        module.register_forward_pre_hook(of_module(module, before), with_kwargs=True),
-        module.register_forward_hook(of_module(module, after), prepend=True),
+        module.register_forward_pre_hook(module_hook(module, before), with_kwargs=True),
+        module.register_forward_hook(module_hook(module, after), prepend=True),
     ]
 
 
@@ -167,7 +169,7 @@ class WeightShapes:
     """Records the shapes of the attention weights in a traced forward pass."""
 
     def __init__(self) -> None:
-        self._handed: dict[int, tuple[int, ...]] = {}
+        self._shapes: dict[int, tuple[int, ...]] = {}
 
     def attach(self, module: nn.Module) -> list[Any]:
         """Attach a hook where a module passes its weights on.
@@ -181,7 +183,7 @@ class WeightShapes:
 
         def hook(_: nn.Module, args: Any) -> None:
             if args and isinstance(args[0], torch.Tensor):
-                self._handed[id(module)] = tuple(args[0].shape)
+                self._shapes[id(module)] = tuple(args[0].shape)
 
         return [dropout.register_forward_pre_hook(hook)]
 
@@ -204,4 +206,4 @@ class WeightShapes:
             more = int(module.bias_k is not None) + int(module.add_zero_attn)
             length = key.shape[time] + more
             return query.shape[batch], module.num_heads, query.shape[time], length
-        return self._handed.pop(id(module), None)
+        return self._shapes.pop(id(module), None)

@@ -15,7 +15,7 @@ from featx.errors import LayerError
 from featx.layers.attention import needs_plain_attention, plain_attention
 from featx.layers.capture_hooks import CaptureHooks, PassRecord
 from featx.layers.layer_names import check_operation_capture, parse_capture_point, parse_operation
-from featx.layers.operations import is_function_name, of_module
+from featx.layers.operations import is_function_name, module_hook
 from featx.layers.trace import CapturePoint
 
 
@@ -61,10 +61,10 @@ def capture(model: nn.Module, layers: str | Sequence[str]) -> Iterator[Captured]
     captured = Captured(model, points)
     plain = plain_attention(model, needs_plain_attention(model, layers))
     with plain, captured.hooks as hooks:
-        begin = of_module(model, captured.begin)
+        begin = module_hook(model, captured.begin)
         handle = model.register_forward_pre_hook(begin, prepend=True)
         try:
-            with hooks.watch:
+            with hooks.recording:
                 yield captured
         finally:
             handle.remove()
@@ -144,13 +144,14 @@ class Captured(Mapping[str, torch.Tensor]):
         record = self.hooks.record
         assert isinstance(record, _CapturedPass)
         # An element of a module's output has precedence over an operation of the same name.
-        found = record.tensors.get((layer, "")) or record.tensors.get((layer, point.operation), [])
-        if len(found) == 1:
-            return found[0]
-        if found:
-            calls = ", ".join(f"{layer}@{i + 1}" for i in range(len(found)))
+        of_module = record.tensors.get((layer, ""))
+        tensors = of_module or record.tensors.get((layer, point.operation), [])
+        if len(tensors) == 1:
+            return tensors[0]
+        if tensors:
+            calls = ", ".join(f"{layer}@{i + 1}" for i in range(len(tensors)))
             raise LayerError(
-                f"the layer {layer!r} was called {len(found)} times in the last forward pass; "
+                f"the layer {layer!r} was called {len(tensors)} times in the last forward pass; "
                 f"capture one of its calls: {calls}."
             )
         if self._threads and threading.get_ident() not in self._threads:
@@ -168,7 +169,7 @@ class Captured(Mapping[str, torch.Tensor]):
             raise LayerError(
                 f"the operation {layer!r} was not called in the last forward pass, and no layer "
                 f"gave an element of that name; {point.module or 'the model'} called "
-                f"{', '.join(record.done) or 'none'}."
+                f"{', '.join(record.operations) or 'none'}."
             )
         raise LayerError(f"the layer {layer!r} was not called in the last forward pass.")
 

@@ -16,7 +16,7 @@ from featx.base import elements
 from featx.errors import LayerError
 from featx.layers.attention import weight_hooks
 from featx.layers.expected_pass import ANYTHING, Expected
-from featx.layers.operations import OperationRecorder, of_module, unwatched
+from featx.layers.operations import OperationRecorder, hide_operations, module_hook
 from featx.layers.output_elements import path_to, pick, with_element
 from featx.layers.trace import CapturePoint
 
@@ -42,18 +42,18 @@ class PassRecord:
         values: capture name -> tensor that `keep` returned, of the last call if there are several.
         fired: names of the captures in the order in which they fired.
         calls: (id of a module, kind of capture) -> number of calls so far.
-        done: operations of the modules with a captured operation, in order.
-        num_done: length of `done` when the last captured operation had run.
+        operations: operations of the modules with a captured operation, in order.
+        num_until_capture: length of `operations` when the last captured operation had run.
     """
 
     values: dict[str, torch.Tensor] = field(default_factory=dict)
     fired: list[str] = field(default_factory=list)
     calls: dict[tuple[int, str], int] = field(default_factory=dict)
-    done: list[str] = field(default_factory=list)
-    num_done: int = 0
+    operations: list[str] = field(default_factory=list)
+    num_until_capture: int = 0
 
 
-class _OneRecord:
+class _SharedRecord:
     """One record, shared by all threads."""
 
     def __init__(self, make: Callable[[], PassRecord]) -> None:
@@ -85,7 +85,7 @@ class CaptureHooks:
 
     Attributes:
         numbers: (B,) result of `score` in the last pass.
-        watch: context manager that records operations if any are captured; `forward` enters it.
+        recording: context manager that records operations if any are captured; `forward` enters it.
         thread: id of the only thread whose module calls are captured, as in `threading.get_ident`;
             None for all threads. Operations are not limited by it.
     """
@@ -107,7 +107,7 @@ class CaptureHooks:
         self._keep = keep
         self._expected = expected
         self._handles: list[Any] = []
-        records = _RecordPerThread if per_thread else _OneRecord
+        records = _RecordPerThread if per_thread else _SharedRecord
         self._records = records(self.record_type)
         self.numbers: torch.Tensor | None = None
         self.thread: int | None = None
@@ -123,8 +123,8 @@ class CaptureHooks:
                     point
                 )
         self._by_id = {id(m): m for m in modules.values()}
-        self._watched = {point.module for point in points if point.operation}
-        self.watch: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+        self._modules_with_operations = {point.module for point in points if point.operation}
+        self.recording: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
 
     @property
     def record(self) -> PassRecord:
@@ -148,8 +148,8 @@ class CaptureHooks:
         """Register all hooks."""
         if self._operations:
             _refuse_compiled(self._module, next(iter(self._operations)))
-            self.watch = self._watch = OperationRecorder(self._module, self._operation)
-            self._handles += self._watch.attach()
+            self.recording = self._recorder = OperationRecorder(self._module, self._operation)
+            self._handles += self._recorder.attach()
         # Attention first: its hooks run before the others, which then see the output as the
         # surrounding layers do.
         for (identity, capture), points in sorted(
@@ -163,16 +163,20 @@ class CaptureHooks:
                 continue
             if capture == "input":
                 hook: Any = self._input_hook(key, points)
-                handle = hooked.register_forward_pre_hook(of_module(hooked, hook), with_kwargs=True)
+                handle = hooked.register_forward_pre_hook(
+                    module_hook(hooked, hook), with_kwargs=True
+                )
             elif capture == "grad_input":
                 hook = self._grad_input_hook(key, points)
-                handle = hooked.register_forward_pre_hook(of_module(hooked, hook), with_kwargs=True)
+                handle = hooked.register_forward_pre_hook(
+                    module_hook(hooked, hook), with_kwargs=True
+                )
             elif capture == "grad_output":
                 hook = self._grad_output_hook(key, points)
-                handle = hooked.register_forward_hook(of_module(hooked, hook))
+                handle = hooked.register_forward_hook(module_hook(hooked, hook))
             else:
                 hook = self._output_hook(key, points)
-                handle = hooked.register_forward_hook(of_module(hooked, hook))
+                handle = hooked.register_forward_hook(module_hook(hooked, hook))
             self._handles.append(handle)
 
     def __exit__(self, *error: object) -> None:
@@ -189,14 +193,15 @@ class CaptureHooks:
         """Start the record of another pass."""
         self._records.current = self.record_type()
         if self._operations:
-            self._watch.reset()
+            self._recorder.reset()
 
     @property
     def num_calls(self) -> dict[tuple[str, str], int]:
         """(module, kind of capture) -> number of calls of the module in the last pass."""
-        made = self._records.current.calls
+        num_by_key = self._records.current.calls
         return {
-            (points[0].module, key[1]): made.get(key, 0) for key, points in self._points.items()
+            (points[0].module, key[1]): num_by_key.get(key, 0)
+            for key, points in self._points.items()
         }
 
     def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -213,13 +218,13 @@ class CaptureHooks:
         """
         self.reset()
         if self._score is None:
-            with contextlib.suppress(StopForward), self.watch:
+            with contextlib.suppress(StopForward), self.recording:
                 self._module(x)
         else:
             self._backward(x)
         record = self._records.current
         calls = {} if self._expected.calls is None else self.num_calls
-        self._expected.check(record.fired, calls, record.done, record.num_done)
+        self._expected.check(record.fired, calls, record.operations, record.num_until_capture)
         return record.values
 
     def _backward(self, x: torch.Tensor) -> None:
@@ -232,9 +237,9 @@ class CaptureHooks:
         with torch.enable_grad():
             leaf = x.detach().requires_grad_()
             # A model may write to its input, which autograd does not allow for a leaf.
-            given = leaf.clone()
-            with self.watch:
-                output = self._module(given)
+            model_input = leaf.clone()
+            with self.recording:
+                output = self._module(model_input)
             numbers = self._score(output)
             total = numbers.sum()
         self.numbers = numbers.detach()
@@ -244,7 +249,9 @@ class CaptureHooks:
         """Hook that captures outputs."""
 
         def hook(module: nn.Module, args: Any, output: Any) -> None:
-            self._keep_all(self._present(self._meant(key, points), output), output)
+            self._keep_all(
+                self._points_with_element(self._points_of_call(key, points), output), output
+            )
 
         return hook
 
@@ -260,7 +267,7 @@ class CaptureHooks:
         """Hook that captures the gradient of an output."""
 
         def hook(module: nn.Module, args: Any, output: Any) -> None:
-            for point in self._present(self._meant(key, points), output):
+            for point in self._points_with_element(self._points_of_call(key, points), output):
                 self._await_gradient(point, pick(output, point))
 
         return hook
@@ -273,14 +280,16 @@ class CaptureHooks:
         """
 
         def hook(module: nn.Module, args: Any, kwargs: Any) -> Any:
-            given = [*args, *kwargs.values()]
-            for point in self._meant(key, points):
-                path = path_to(given, point)
-                with unwatched():
-                    own = elements(given)[path].clone()
-                self._await_gradient(point, own)
-                given = with_element(given, path, own)
-            return tuple(given[: len(args)]), dict(zip(kwargs, given[len(args) :], strict=True))
+            arguments = [*args, *kwargs.values()]
+            for point in self._points_of_call(key, points):
+                path = path_to(arguments, point)
+                with hide_operations():
+                    input_copy = elements(arguments)[path].clone()
+                self._await_gradient(point, input_copy)
+                arguments = with_element(arguments, path, input_copy)
+            return tuple(arguments[: len(args)]), dict(
+                zip(kwargs, arguments[len(args) :], strict=True)
+            )
 
         return hook
 
@@ -298,14 +307,16 @@ class CaptureHooks:
 
         record = self._records.current
 
-        def arrived(gradient: torch.Tensor) -> None:
-            with unwatched():
+        def store_gradient(gradient: torch.Tensor) -> None:
+            with hide_operations():
                 self._store(record, point, gradient)
             record.fired.append(point.name)
 
-        tensor.register_hook(arrived)  # type: ignore[no-untyped-call]
+        tensor.register_hook(store_gradient)  # type: ignore[no-untyped-call]
 
-    def _meant(self, key: tuple[int, str], points: list[CapturePoint]) -> list[CapturePoint]:
+    def _points_of_call(
+        self, key: tuple[int, str], points: list[CapturePoint]
+    ) -> list[CapturePoint]:
         """Count a call of a module, and return the captures of this call.
 
         There are none if the call belongs to a thread that is not captured.
@@ -317,28 +328,30 @@ class CaptureHooks:
         calls[key] = number
         return [point for point in points if point.call is None or point.call == number]
 
-    def _present(self, points: list[CapturePoint], output: Any) -> list[CapturePoint]:
+    def _points_with_element(self, points: list[CapturePoint], output: Any) -> list[CapturePoint]:
         """The captures without those that are optional and whose element is missing."""
         if not self._optional:
             return points
-        there = elements(output)
+        elements_by_path = elements(output)
         return [
-            point for point in points if point.name not in self._optional or point.path in there
+            point
+            for point in points
+            if point.name not in self._optional or point.path in elements_by_path
         ]
 
     def _take(self, key: tuple[int, str], points: list[CapturePoint], value: Any) -> None:
         """Capture tensors of a value of one call."""
-        self._keep_all(self._meant(key, points), value)
+        self._keep_all(self._points_of_call(key, points), value)
 
     def _operation(self, name: str, module: str, function: Any, result: Any) -> None:
         """Record an operation, and capture its result if requested."""
-        if module not in self._watched:
+        if module not in self._modules_with_operations:
             return
         record = self._records.current
-        record.done.append(name)
+        record.operations.append(name)
         points = self._operations.get(name, [])
         if points:
-            record.num_done = len(record.done)
+            record.num_until_capture = len(record.operations)
         for point in points:
             if point.is_gradient:
                 self._await_gradient(point, pick(result, point))
@@ -348,7 +361,7 @@ class CaptureHooks:
         """Capture tensors of `value`, and end the pass after the last expected one."""
         record = self._records.current
         for point in points:
-            with unwatched():
+            with hide_operations():
                 self._store(record, point, pick(value, point))
             record.fired.append(point.name)
         if points and self._expected.ends_after(record.fired):

@@ -18,7 +18,7 @@ from torch import nn
 
 from featx.base import ElementPath, elements
 from featx.errors import LayerError
-from featx.layers.operations import OperationRecorder, unwatched
+from featx.layers.operations import OperationRecorder, hide_operations
 from featx.layers.selection import last_linear
 from featx.layers.trace import CapturePoint, Trace
 from featx.models import LibraryEmbedding
@@ -57,28 +57,28 @@ def with_evidence(
             undecided = candidate is not None and not _decides(module, candidate, x)
             return replace(trace, undecided=candidate if undecided else None)
         expected = _library_embedding(library, x)
-        found = _best_match(module, x, expected)
-        if found is None:
+        match = _best_match(module, x, expected)
+        if match is None:
             # The embedding is no tensor of the plain pass, such as the mean of two tokens.
             library.expose()
-            found = _best_match(module, x, expected)
-    if found is None:
+            match = _best_match(module, x, expected)
+    if match is None:
         raise LayerError(
-            "the preset embedding: the library's own embedding of this model are not a tensor of "
+            "the preset embedding: the library's own embedding of this model is not a tensor of "
             "its forward pass. Name a layer: job=layers lists them."
         )
-    several = not found.operation and len(trace.by_module.get(found.module, ())) > 1
-    number = found.number if several else None
+    several = not match.operation and len(trace.by_module.get(match.module, ())) > 1
+    number = match.number if several else None
     point = CapturePoint(
-        "embedding", found.module, found.capture, number, found.path, found.operation
+        "embedding", match.module, match.capture, number, match.path, match.operation
     )
-    return replace(trace, library_embedding=(point, "none" if found.is_vector else "flatten"))
+    return replace(trace, library_embedding=(point, "none" if match.is_vector else "flatten"))
 
 
 def is_exposed(trace: Trace) -> bool:
     """Whether the library's embedding is the output of a module that was added after the trace."""
-    found = trace.library_embedding
-    return found is not None and found[0].module not in trace.names
+    embedding = trace.library_embedding
+    return embedding is not None and embedding[0].module not in trace.names
 
 
 def _noise_and_smooth(x: torch.Tensor) -> torch.Tensor:
@@ -95,22 +95,22 @@ def _library_embedding(library: LibraryEmbedding, x: torch.Tensor) -> torch.Tens
     Raises:
         LayerError: it is no vector, not finite, or equal for different images.
     """
-    found = library.compute(x.clone())
-    if not isinstance(found, torch.Tensor) or found.dim() != 2 or len(found) != len(x):
-        what = f"a {type(found).__name__}"
-        if isinstance(found, torch.Tensor):
-            what = f"rows of shape {tuple(found.shape[1:])}"
+    embedding = library.compute(x.clone())
+    if not isinstance(embedding, torch.Tensor) or embedding.dim() != 2 or len(embedding) != len(x):
+        what = f"a {type(embedding).__name__}"
+        if isinstance(embedding, torch.Tensor):
+            what = f"rows of shape {tuple(embedding.shape[1:])}"
         raise LayerError(
-            "the preset embedding is a vector, and the library's own embedding of this model are "
+            "the preset embedding is a vector, and the library's own embedding of this model is "
             f"{what}. Name a layer with a reduction: job=layers lists them."
         )
-    if not torch.isfinite(found).all() or torch.equal(found[0], found[-1]):
+    if not torch.isfinite(embedding).all() or torch.equal(embedding[0], embedding[-1]):
         raise LayerError(
-            "the preset embedding: the library's own embedding of this model are the same for "
-            "different images, or not finite, so no layer can be compared with them. Check the "
+            "the preset embedding: the library's own embedding of this model is the same for "
+            "different images, or not finite, so no layer can be compared with it. Check the "
             "weights, or name a layer: job=layers lists them."
         )
-    return found
+    return embedding
 
 
 def _best_match(module: nn.Module, x: torch.Tensor, expected: torch.Tensor) -> _Match | None:
@@ -119,11 +119,11 @@ def _best_match(module: nn.Module, x: torch.Tensor, expected: torch.Tensor) -> _
     Among several, the one nearest to the classifier is taken. Operations are compared only if no
     input or output of a module matches, because they rule out compilation and parallel batches.
     """
-    for watched in (False, True):
-        with _Comparison(module, expected, watched) as comparison, comparison.watch:
+    for with_operations in (False, True):
+        with _Comparison(module, expected, with_operations) as comparison, comparison.recording:
             module(x.clone())
-        if comparison.found:
-            return max(comparison.found, key=lambda match: match.rank)
+        if comparison.matches:
+            return max(comparison.matches, key=lambda match: match.rank)
     return None
 
 
@@ -156,20 +156,20 @@ class _Comparison:
     Args:
         module: the model.
         expected: (B, D) embedding.
-        watched: whether to compare the results of operations as well.
+        with_operations: whether to compare the results of operations as well.
 
     Attributes:
-        found: the matches so far.
-        watch: context manager to enter around the forward pass.
+        matches: the matches so far.
+        recording: context manager to enter around the forward pass.
     """
 
-    def __init__(self, module: nn.Module, expected: torch.Tensor, watched: bool) -> None:
-        self.found: list[_Match] = []
-        self.watch: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+    def __init__(self, module: nn.Module, expected: torch.Tensor, with_operations: bool) -> None:
+        self.matches: list[_Match] = []
+        self.recording: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         self._module = module
         self._expected = expected
         self._close = _ROUNDING * float(expected.abs().max())
-        self._watched = watched
+        self._with_operations = with_operations
         self._calls: dict[tuple[str, str], int] = {}
         self._handles: list[Any] = []
 
@@ -179,10 +179,10 @@ class _Comparison:
                 module.register_forward_pre_hook(self._input_hook(name), with_kwargs=True),
                 module.register_forward_hook(self._output_hook(name)),
             ]
-        if self._watched:
-            watch = OperationRecorder(self._module, self._operation)
-            self._handles += watch.attach()
-            self.watch = watch
+        if self._with_operations:
+            recorder = OperationRecorder(self._module, self._operation)
+            self._handles += recorder.attach()
+            self.recording = recorder
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -213,16 +213,16 @@ class _Comparison:
         """Compare all tensors of a value of one call with the expected one."""
         key = (operation or module), capture
         number = self._calls[key] = self._calls.get(key, 0) + 1
-        with unwatched():
-            found = elements(value)
-            for path, tensor in found.items():
+        with hide_operations():
+            tensors = elements(value)
+            for path, tensor in tensors.items():
                 exact = self._same(tensor)
                 if exact is not None and (module or operation or capture == "output"):
                     vector = tensor.dim() == 2
-                    rank = (exact, vector, capture == "input", len(self.found))
-                    way = () if len(found) == 1 else path
-                    match = _Match(module, capture, number, way, operation, vector, rank)
-                    self.found.append(match)
+                    rank = (exact, vector, capture == "input", len(self.matches))
+                    point_path = () if len(tensors) == 1 else path
+                    match = _Match(module, capture, number, point_path, operation, vector, rank)
+                    self.matches.append(match)
 
     def _same(self, tensor: torch.Tensor) -> bool | None:
         """Whether every bit is equal; None if values differ by more than rounding."""

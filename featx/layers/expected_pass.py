@@ -36,16 +36,16 @@ class Expected:
         self,
         fired: Sequence[str],
         calls: Mapping[tuple[str, str], int],
-        done: Sequence[str],
-        num_done: int,
+        operations: Sequence[str],
+        num_until_capture: int,
     ) -> None:
         """Compare a pass with the expected one.
 
         Args:
             fired: names of captures, in order.
             calls: (module, kind of capture) -> number of calls of the module.
-            done: operations of the modules with a captured operation, in order.
-            num_done: length of `done` when the last captured operation had run.
+            operations: operations of the modules with a captured operation, in order.
+            num_until_capture: length of `operations` when the last captured operation had run.
 
         Raises:
             RunError: the passes differ.
@@ -54,25 +54,25 @@ class Expected:
             check_calls(calls, self.calls)
         missing = [name for name in self.fired or () if name not in fired]
         if not missing:
-            self._check_operations(done, num_done)
+            self._check_operations(operations, num_until_capture)
         if self.fired is not None and list(fired) != list(self.fired):
             raise RunError(
-                f"the forward pass differs from the calibration pass: {missing or list(fired)} "
+                f"the forward pass differs from the trial pass: {missing or list(fired)} "
                 f"{'did not fire' if missing else 'fired'}, expected {list(self.fired)}. The model "
                 "runs different layers for different batches, so its rows are not reproducible."
             )
 
-    def _check_operations(self, done: Sequence[str], num_done: int) -> None:
+    def _check_operations(self, operations: Sequence[str], num_until_capture: int) -> None:
         """Compare the operations up to the last captured one, and name the first difference."""
-        if self.operations is None or list(done[:num_done]) == list(self.operations):
+        if self.operations is None or list(operations[:num_until_capture]) == list(self.operations):
             return
-        done = done[: max(num_done, len(self.operations))]
-        pairs = itertools.zip_longest(done, self.operations, fillvalue="nothing")
-        instead, meant = next(pair for pair in pairs if pair[0] != pair[1])
+        operations = operations[: max(num_until_capture, len(self.operations))]
+        pairs = itertools.zip_longest(operations, self.operations, fillvalue="nothing")
+        actual, expected = next(pair for pair in pairs if pair[0] != pair[1])
         raise RunError(
-            f"the forward pass differs from the calibration pass: {instead} ran, expected "
-            f"{meant}. The model runs different operations for different batches, so a name means "
-            "different operations and its rows are not reproducible."
+            f"the forward pass differs from the trial pass: {actual} ran, expected {expected}. The "
+            "model runs different operations for different batches, so a name means different "
+            "operations and its rows are not reproducible."
         )
 
 
@@ -88,12 +88,12 @@ def check_calls(
     Raises:
         RunError: a number differs.
     """
-    for place, before in expected.items():
-        if (now := calls.get(place, 0)) != before:
+    for key, num_before in expected.items():
+        if (num_now := calls.get(key, 0)) != num_before:
             raise RunError(
-                f"the layer {place[0]!r} is called {_times(now)} in a pass over images, and was "
-                f"called {_times(before)} in the first pass. The model runs different layers for "
-                "different batches, so the name means different calls and its rows are not "
+                f"the layer {key[0]!r} is called {_times(num_now)} in a pass over images, and was "
+                f"called {_times(num_before)} in the first pass. The model runs different layers "
+                "for different batches, so the name means different calls and its rows are not "
                 "reproducible. Choose a layer that is called equally often for every image."
             )
 

@@ -19,7 +19,7 @@ def target_values(output: Any, target: str | int, labels: torch.Tensor | None) -
         target: 'label' or 'predicted' for the logit of that class; an index for the logit of a
             fixed class; 'loss' for the cross entropy to the label; 'entropy' of the softmax;
             'logsumexp' of the logits.
-        labels: (B,) int64 indices into the classes of the model; None in calibration passes, where
+        labels: (B,) int64 indices into the classes of the model; None in trial passes, where
             the predicted class takes the place of the label.
 
     Returns:
@@ -41,23 +41,23 @@ def logits_of(output: Any) -> torch.Tensor:
     Raises:
         ModelError: there are none; the message describes the output.
     """
-    found = output
+    logits = output
     if isinstance(output, Mapping):
-        found = output.get("logits")
+        logits = output.get("logits")
     elif not isinstance(output, torch.Tensor) and hasattr(output, "logits"):
-        found = output.logits
+        logits = output.logits
     elif isinstance(output, tuple | list):
         flat = [x for x in output if isinstance(x, torch.Tensor) and x.ndim == 2]
-        found = flat[0] if len(flat) == 1 else None
-    if isinstance(found, torch.Tensor) and found.ndim == 2:
-        return found
+        logits = flat[0] if len(flat) == 1 else None
+    if isinstance(logits, torch.Tensor) and logits.ndim == 2:
+        return logits
     raise ModelError(
         "gradients need a model that returns logits (B, classes), by themselves or under the name "
-        f"logits; this one returns {_described(output)}."
+        f"logits; this one returns {_describe(output)}."
     )
 
 
-def _described(output: Any) -> str:
+def _describe(output: Any) -> str:
     """Description of an output for a message: its type, with names and shapes inside."""
     if isinstance(output, torch.Tensor):
         return f"a tensor {tuple(output.shape)}"

@@ -55,14 +55,14 @@ def parse_capture_point(
     known_names = list(names) if known_names is None else known_names
     name, capture = split_capture(request)
     module, rest = _split(name, names)
-    found = re.fullmatch(r"(?:@(\d+))?((?:\[\d+\]|\.\w+)*)", rest)
-    if not module or found is None:
+    match = re.fullmatch(r"(?:@(\d+))?((?:\[\d+\]|\.\w+)*)", rest)
+    if not module or match is None:
         raise no_layer(name, known_names)
     path = tuple(
         int(step[1:-1]) if step.startswith("[") else step[1:]
-        for step in re.findall(r"\[\d+\]|\.\w+", found.group(2))
+        for step in re.findall(r"\[\d+\]|\.\w+", match.group(2))
     )
-    call = int(found.group(1)) if found.group(1) else None
+    call = int(match.group(1)) if match.group(1) else None
     return CapturePoint(with_capture(name, capture), module, capture, call, path)
 
 
@@ -78,11 +78,11 @@ def parse_operation(request: str) -> tuple[str, str, ElementPath] | None:
         LayerError: the kind of capture does not exist.
     """
     name, capture = split_capture(request)
-    found = re.fullmatch(r"([\w.-]+?)((?:\[\d+\])*)", name)
-    if found is None:
+    match = re.fullmatch(r"([\w.-]+?)((?:\[\d+\])*)", name)
+    if match is None:
         return None
-    path = tuple(int(step) for step in re.findall(r"\d+", found.group(2)))
-    return found.group(1), capture, path
+    path = tuple(int(step) for step in re.findall(r"\d+", match.group(2)))
+    return match.group(1), capture, path
 
 
 def check_operation_capture(request: str, capture: str) -> None:

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-Seen = Callable[[str, str, Any, Any], None]
+OnOperation = Callable[[str, str, Any, Any], None]
 """Callback (name, dotted name of the module, function, result)."""
 
 _OPERATORS = (
@@ -43,7 +43,7 @@ _AS_OPERATOR = {"div": "truediv", "remainder": "mod", "and": "and_", "or": "or_"
 which torch.fx uses."""
 
 
-def of_module(hooked: nn.Module, hook: Callable[..., Any]) -> Callable[..., Any]:
+def module_hook(hooked: nn.Module, hook: Callable[..., Any]) -> Callable[..., Any]:
     """A hook that runs for one module only, and not for its deep copies.
 
     A deep copy of a model has the hooks of the original, which would capture the passes of the
@@ -73,13 +73,13 @@ class OperationRecorder(TorchFunctionMode):
 
     Args:
         module: the model.
-        seen: called after each operation.
+        on_operation: called after each operation.
     """
 
-    def __init__(self, module: nn.Module, seen: Seen) -> None:
+    def __init__(self, module: nn.Module, on_operation: OnOperation) -> None:
         super().__init__()
         self._module = module
-        self._seen = seen
+        self._on_operation = on_operation
         self._modules = {name for name, _ in module.named_modules(remove_duplicate=False)}
         self._running: list[tuple[str, bool]] = []
         self._counts: dict[tuple[str, str], int] = {}
@@ -100,7 +100,7 @@ class OperationRecorder(TorchFunctionMode):
         try:
             for name, module in self._module.named_modules():
                 frame = name, name == "" or not _is_closed(module)
-                begin, end = (of_module(module, hook) for hook in self._frame_hooks(frame))
+                begin, end = (module_hook(module, hook) for hook in self._frame_hooks(frame))
                 handles.append(module.register_forward_pre_hook(begin, prepend=True))
                 handles.append(module.register_forward_hook(end, always_call=True))
         except BaseException:
@@ -111,11 +111,11 @@ class OperationRecorder(TorchFunctionMode):
 
     def reset(self) -> None:
         """Start counting again for a new forward pass."""
-        if self._is_mine():
+        if self._is_recorded_thread():
             self._running.clear()
             self._counts.clear()
 
-    def _is_mine(self) -> bool:
+    def _is_recorded_thread(self) -> bool:
         """Whether operations of the calling thread are reported."""
         return self._thread in (None, threading.get_ident())
 
@@ -123,11 +123,11 @@ class OperationRecorder(TorchFunctionMode):
         """Hooks that push and pop a frame, (module name, whether its operations are reported)."""
 
         def begin(module: nn.Module, args: Any) -> None:
-            if self._is_mine():
+            if self._is_recorded_thread():
                 self._running.append(frame)
 
         def end(module: nn.Module, args: Any, output: Any) -> None:
-            while self._is_mine() and self._running and self._running.pop() != frame:
+            while self._is_recorded_thread() and self._running and self._running.pop() != frame:
                 pass  # frames of a pass that was interrupted
 
         return begin, end
@@ -140,10 +140,10 @@ class OperationRecorder(TorchFunctionMode):
         if self._running and _has_tensor(result) and _has_tensor((args, tuple(kwargs.values()))):
             module, is_open = self._running[-1]
             if is_open:
-                self._seen(self._named(module, plain_name(func)), module, func, result)
+                self._on_operation(self._free_name(module, plain_name(func)), module, func, result)
         return result
 
-    def _named(self, module: str, plain: str) -> str:
+    def _free_name(self, module: str, plain: str) -> str:
         """The next free name of this kind in a module; names of modules are not reused."""
         stem = f"{module}.{plain}" if module else plain
         while True:
@@ -176,7 +176,7 @@ def is_function_name(name: str) -> bool:
     return known or hasattr(torch.Tensor, f"__{plain.rstrip('_')}__")
 
 
-def unwatched() -> contextlib.AbstractContextManager[Any]:
+def hide_operations() -> contextlib.AbstractContextManager[Any]:
     """Context in which operations of featx itself are hidden from every recorder."""
     # torch.compile supports neither a recorder nor the question whether there is one.
     if torch.compiler.is_compiling() or not torch._C._len_torch_function_stack():
@@ -186,8 +186,8 @@ def unwatched() -> contextlib.AbstractContextManager[Any]:
 
 def _is_closed(module: nn.Module) -> bool:
     """Whether operations inside a module are its own: the leaf rule of torch.fx."""
-    home = type(module).__module__
-    return home.startswith(("torch.nn", "torch.ao.nn")) and not isinstance(module, nn.Sequential)
+    package = type(module).__module__
+    return package.startswith(("torch.nn", "torch.ao.nn")) and not isinstance(module, nn.Sequential)
 
 
 def _has_tensor(value: Any) -> bool:

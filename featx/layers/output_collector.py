@@ -35,7 +35,7 @@ class OutputCollector:
         self._reductions: dict[str, Reduction] = {}
         self._row_shapes: dict[str, tuple[int, ...]] = {}
         self._views: set[str] = set()
-        self._watched: dict[str, tuple[torch.Tensor, int]] = {}
+        self._versions: dict[str, tuple[torch.Tensor, int]] = {}
         self._largest: dict[str, torch.Tensor] = {}
 
     def replica(self) -> OutputCollector:
@@ -81,7 +81,7 @@ class OutputCollector:
         shape = tuple(tensor.shape)
         if shape[1:] != self._row_shapes[point.name]:
             raise RunError(
-                f"{point.name} gave rows of shape {shape[1:]}, but the calibration pass gave "
+                f"{point.name} gave rows of shape {shape[1:]}, but the trial pass gave "
                 f"{self._row_shapes[point.name]}."
             )
         tensor = tensor.detach()  # drop the graph, if gradients are taken
@@ -91,21 +91,21 @@ class OutputCollector:
             reduced = reduction(tensor, self.keys)
         else:
             reduced = reduction(tensor)
-        stored = self.stored(point.name, reduced)
-        if stored is not reduced or point.name not in self._views:
-            return stored
+        cast = self.cast(point.name, reduced)
+        if cast is not reduced or point.name not in self._views:
+            return cast
         # The result shares memory with the layer's tensor and may be overwritten. Autograd adds to
         # gradients. Compiled passes and inference tensors have no version counter, so they are
         # copied as well. Other tensors are checked by their counter after the pass.
         if point.is_gradient:
-            return stored.clone()
+            return cast.clone()
         if point.name in self._copied or self.compiled or tensor.is_inference():
-            return stored.clone()
-        self._watched[point.name] = (tensor, tensor._version)
-        return stored
+            return cast.clone()
+        self._versions[point.name] = (tensor, tensor._version)
+        return cast
 
-    def stored(self, name: str, value: torch.Tensor) -> torch.Tensor:
-        """(B, ...) values in the dtype of the store; records magnitudes for `underflow_rows`."""
+    def cast(self, name: str, value: torch.Tensor) -> torch.Tensor:
+        """Cast (B, ...) values to the dtype of the store; keeps magnitudes for `underflow_rows`."""
         if self._dtype == torch.float16 and value.dtype != torch.float16:
             self._largest[name] = value.reshape(len(value), -1).abs().amax(1)
         else:
@@ -113,30 +113,33 @@ class OutputCollector:
             self._largest.pop(name, None)
         return value.to(self._dtype)
 
-    def copy_from_now_on(self) -> bool:
-        """Whether the last pass overwrote captured tensors without a copy; copies them from now on.
+    def mark_overwritten(self) -> bool:
+        """Mark captured tensors that the last pass overwrote; later passes copy them.
 
-        The calibration passes find most of them. An in-place clamp that changes nothing on noise
+        The trial passes find most of them. An in-place clamp that changes nothing on noise
         may change an image, and a result that is a copy in one memory format or precision may be a
         view in another.
+
+        Returns:
+            Whether there are any, so that the values of the last pass may be wrong.
         """
-        watched, self._watched = self._watched, {}
-        written = {name for name, (x, version) in watched.items() if x._version != version}
-        self._copied |= written
-        return bool(written)
+        versions, self._versions = self._versions, {}
+        overwritten = {name for name, (x, version) in versions.items() if x._version != version}
+        self._copied |= overwritten
+        return bool(overwritten)
 
     @contextlib.contextmanager
-    def uncast(self) -> Iterator[torch.dtype]:
+    def keep_float32(self) -> Iterator[torch.dtype]:
         """Keep float32 instead of the dtype of the store inside the block.
 
         Yields:
             The dtype of the store.
         """
-        stored, self._dtype = self._dtype, torch.float32
+        store_dtype, self._dtype = self._dtype, torch.float32
         try:
-            yield stored
+            yield store_dtype
         finally:
-            self._dtype = stored
+            self._dtype = store_dtype
 
     def underflow_rows(self) -> dict[str, torch.Tensor]:
         """dataset name -> (B,) bool on the device: underflow rows of the last batch.

@@ -20,7 +20,7 @@ from featx.layers.trace import CapturePoint
 ToMap = Callable[[torch.Tensor], torch.Tensor]
 """Function from a layer's tensor, (B, ...), to a map (B, C, rows, columns)."""
 
-_NUM_APART, _NUM_CELLS = 9, 16
+_NUM_SEPARATE, _NUM_CELLS = 9, 16
 """Number of changed cells that are not adjacent to each other, and number of all changed cells."""
 
 _BALANCING_ROUNDS = 20
@@ -46,10 +46,13 @@ def check_positions(
         forward = replace(point, capture=point.capture.removeprefix("grad_"))
         with torch.no_grad(), CaptureHooks(module, [forward], _clone) as hooks:
             first = to_map(hooks.forward(image.clone())[point.name].float())
-            apart, cells = _cells(first.shape[2], first.shape[3])
-            changes = [_noticed(hooks, point, to_map, image, first, cell) for cell in cells]
-            noticed = torch.stack(changes)
-        if not (_are_apart(noticed, apart) and _are_near(noticed, cells)):
+            separate_cells, cells = _cells(first.shape[2], first.shape[3])
+            changes = [_response(hooks, point, to_map, image, first, cell) for cell in cells]
+            responses = torch.stack(changes)
+        if not (
+            _own_position_responds_most(responses, separate_cells)
+            and _near_position_responds_most(responses, cells)
+        ):
             rows, columns = first.shape[2:]
             raise ReduceError(
                 f"{point.name}: its {rows} x {columns} positions are not in the row-major order "
@@ -67,19 +70,19 @@ def _cells(rows: int, columns: int) -> tuple[list[tuple[int, int]], list[tuple[i
         The corners and some cells that are not adjacent to each other; the same and some more.
     """
     corners = {(row, column) for row in (0, rows - 1) for column in (0, columns - 1)}
-    apart, more = sorted(corners), []
+    separate_cells, more = sorted(corners), []
     generator = torch.Generator().manual_seed(0)
     for index in torch.randperm(rows * columns, generator=generator).tolist():
         cell = divmod(index, columns)
-        is_near = any(max(abs(cell[0] - a), abs(cell[1] - b)) < 2 for a, b in apart)
-        if len(apart) < _NUM_APART and not is_near:
-            apart.append(cell)
+        is_near = any(max(abs(cell[0] - a), abs(cell[1] - b)) < 2 for a, b in separate_cells)
+        if len(separate_cells) < _NUM_SEPARATE and not is_near:
+            separate_cells.append(cell)
         elif cell not in corners:
             more.append(cell)
-    return apart, [*apart, *more[: _NUM_CELLS - len(apart)]]
+    return separate_cells, [*separate_cells, *more[: _NUM_CELLS - len(separate_cells)]]
 
 
-def _noticed(
+def _response(
     hooks: CaptureHooks,
     point: CapturePoint,
     to_map: ToMap,
@@ -94,12 +97,12 @@ def _noticed(
     left, right = column * width // columns, (column + 1) * width // columns
     other = image.clone()
     other[:, :, top:bottom, left:right] *= -2
-    found = to_map(hooks.forward(other)[point.name].float())
-    changes: torch.Tensor = (found - first)[0].double().norm(dim=0)
+    changed_map = to_map(hooks.forward(other)[point.name].float())
+    changes: torch.Tensor = (changed_map - first)[0].double().norm(dim=0)
     return changes
 
 
-def _are_apart(noticed: torch.Tensor, cells: Sequence[tuple[int, int]]) -> bool:
+def _own_position_responds_most(responses: torch.Tensor, cells: Sequence[tuple[int, int]]) -> bool:
     """Whether each of several separate cells changes its own position most.
 
     Some positions respond more than others to any change, and some cells have more effect. Rows and
@@ -108,33 +111,33 @@ def _are_apart(noticed: torch.Tensor, cells: Sequence[tuple[int, int]]) -> bool:
     35, 1964).
 
     Args:
-        noticed: (n, rows, columns) changes, one map per changed cell.
+        responses: (n, rows, columns) changes, one map per changed cell.
         cells: the first of the changed cells, no two of them adjacent.
     """
     if len(cells) < 2:
         return True  # a single position shows the whole image
-    balanced = torch.stack([noticed[: len(cells), row, column] for row, column in cells], 1)
+    balanced = torch.stack([responses[: len(cells), row, column] for row, column in cells], 1)
     if not torch.isfinite(balanced).all() or not (balanced.diag() > 0).all():
         return False
     balanced = balanced + 1e-9 * balanced.max()
     for _ in range(_BALANCING_ROUNDS):
         balanced = balanced / balanced.sum(0, keepdim=True)
         balanced = balanced / balanced.sum(1, keepdim=True)
-    own = torch.arange(len(balanced), device=balanced.device)
-    return torch.equal(balanced.argmax(0), own) and torch.equal(balanced.argmax(1), own)
+    diagonal = torch.arange(len(balanced), device=balanced.device)
+    return torch.equal(balanced.argmax(0), diagonal) and torch.equal(balanced.argmax(1), diagonal)
 
 
-def _are_near(noticed: torch.Tensor, cells: Sequence[tuple[int, int]]) -> bool:
+def _near_position_responds_most(responses: torch.Tensor, cells: Sequence[tuple[int, int]]) -> bool:
     """Whether each cell changes a position at most one step from its own the most.
 
     One step is allowed because strided convolutions before the tokens shift by half a cell.
 
     Args:
-        noticed: (n, rows, columns) changes, one map per changed cell.
+        responses: (n, rows, columns) changes, one map per changed cell.
         cells: the n changed cells.
     """
-    relative = noticed / (noticed.mean(0, keepdim=True) + 1e-9 * noticed.max())
-    places = [divmod(int(each.argmax()), noticed.shape[2]) for each in relative]
+    relative = responses / (responses.mean(0, keepdim=True) + 1e-9 * responses.max())
+    places = [divmod(int(each.argmax()), responses.shape[2]) for each in relative]
     return all(
         max(abs(row - a), abs(column - b)) <= 1
         for (row, column), (a, b) in zip(cells, places, strict=True)

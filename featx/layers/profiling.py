@@ -17,7 +17,7 @@ from torch import nn
 
 from featx.base import ElementPath, elements, synchronise
 from featx.layers.call_hooks import OpenCall, every_call
-from featx.layers.operations import OperationRecorder, unwatched
+from featx.layers.operations import OperationRecorder, hide_operations
 
 CallKey = tuple[str, int]
 """First dotted name of a module, and the number of its call from 1, as in a Trace."""
@@ -131,18 +131,18 @@ def measure_values(module: nn.Module, x: torch.Tensor) -> dict[CallKey, CallValu
     Returns:
         Values by call, in the order in which the calls end.
     """
-    found: dict[CallKey, CallValues] = {}
+    values_of_call: dict[CallKey, CallValues] = {}
 
     def begin(call: OpenCall, inputs: list[Any]) -> None:
         call.data = {path: summarise(t) for path, t in elements(inputs).items()}
 
     def end(call: OpenCall, number: int, output: Any) -> None:
         outputs = {path: summarise(t) for path, t in elements(output).items()}
-        found[call.name, number] = CallValues(call.data, outputs)
+        values_of_call[call.name, number] = CallValues(call.data, outputs)
 
     with every_call(module, begin, end):
         module(x.clone())
-    return found
+    return values_of_call
 
 
 def measure_operations(module: nn.Module, x: torch.Tensor) -> dict[str, dict[ElementPath, Values]]:
@@ -152,31 +152,31 @@ def measure_operations(module: nn.Module, x: torch.Tensor) -> dict[str, dict[Ele
         module: model in eval mode.
         x: (B, 3, H, W) normalised images on the device of the module.
     """
-    found: dict[str, dict[ElementPath, Values]] = {}
+    values_of_operation: dict[str, dict[ElementPath, Values]] = {}
 
-    def seen(name: str, module: str, function: Any, result: Any) -> None:
-        with unwatched():
-            found[name] = {path: summarise(t) for path, t in elements(result).items()}
+    def on_operation(name: str, module: str, function: Any, result: Any) -> None:
+        with hide_operations():
+            values_of_operation[name] = {path: summarise(t) for path, t in elements(result).items()}
 
-    watch = OperationRecorder(module, seen)
+    recorder = OperationRecorder(module, on_operation)
     with contextlib.ExitStack() as handles:
-        for handle in watch.attach():
+        for handle in recorder.attach():
             handles.callback(handle.remove)
-        with watch:
+        with recorder:
             module(x.clone())
-    return found
+    return values_of_operation
 
 
-def first_nonfinite(found: Mapping[CallKey, CallValues]) -> tuple[CallKey, bool] | None:
+def first_nonfinite(values_of_call: Mapping[CallKey, CallValues]) -> tuple[CallKey, bool] | None:
     """Find the first call whose output is not finite.
 
     Returns:
         The call, and whether its inputs were finite, so that it is the cause; None if all outputs
         are finite.
     """
-    for key, values in found.items():
+    for key, values in values_of_call.items():
         if values.nonfinite:
-            return key, not any(given.nonfinite for given in values.inputs.values())
+            return key, not any(value.nonfinite for value in values.inputs.values())
     return None
 
 
@@ -191,13 +191,13 @@ def measure_times(module: nn.Module, x: torch.Tensor) -> Times:
         x: (B, 3, H, W) normalised images on the device of the module.
     """
     mark, elapsed = _clock(x.device)
-    whole: list[float] = []
-    totals: dict[CallKey, list[float]] = {}
-    owns: dict[CallKey, list[float]] = {}
+    pass_times: list[float] = []
+    total_times: dict[CallKey, list[float]] = {}
+    own_times: dict[CallKey, list[float]] = {}
     module(x.clone())
     started_at = time.perf_counter()
-    while len(whole) < MIN_RUNS or (
-        len(whole) < MAX_RUNS and time.perf_counter() - started_at < ENOUGH_S
+    while len(pass_times) < MIN_RUNS or (
+        len(pass_times) < MAX_RUNS and time.perf_counter() - started_at < ENOUGH_S
     ):
         image = x.clone()
         synchronise(x.device)
@@ -205,15 +205,15 @@ def measure_times(module: nn.Module, x: torch.Tensor) -> Times:
         module(image)
         stop = mark()
         synchronise(x.device)
-        whole.append(elapsed(start, stop))
+        pass_times.append(elapsed(start, stop))
         for key, (total, own) in _timed_pass(module, x.clone(), mark, elapsed).items():
-            totals.setdefault(key, []).append(total)
-            owns.setdefault(key, []).append(own)
+            total_times.setdefault(key, []).append(total)
+            own_times.setdefault(key, []).append(own)
     return Times(
-        total={key: statistics.median(values) for key, values in totals.items()},
-        own={key: statistics.median(values) for key, values in owns.items()},
-        pass_ms=statistics.median(whole),
-        runs=len(whole),
+        total={key: statistics.median(values) for key, values in total_times.items()},
+        own={key: statistics.median(values) for key, values in own_times.items()},
+        pass_ms=statistics.median(pass_times),
+        runs=len(pass_times),
     )
 
 
@@ -222,7 +222,7 @@ class _Span:
     """Start and end of a call, and the calls directly inside it."""
 
     started_at: Any = None
-    ended: Any = None
+    ended_at: Any = None
     inside: list[_Span] = field(default_factory=list)
 
 
@@ -240,7 +240,7 @@ def _timed_pass(
         call.data.started_at = mark()
 
     def end(call: OpenCall, number: int, output: Any) -> None:
-        call.data.ended = mark()
+        call.data.ended_at = mark()
         spans[call.name, number] = call.data
         if call.parent is not None:
             call.parent.data.inside.append(call.data)
@@ -250,7 +250,7 @@ def _timed_pass(
     synchronise(x.device)
 
     def length(span: _Span) -> float:
-        return elapsed(span.started_at, span.ended)
+        return elapsed(span.started_at, span.ended_at)
 
     return {
         key: (length(span), length(span) - sum(length(inner) for inner in span.inside))
@@ -287,7 +287,7 @@ def measure_memory(module: nn.Module, x: torch.Tensor) -> dict[CallKey, Memory]:
         x: (B, 3, H, W) normalised images on the device of the module.
     """
     device = x.device
-    found: dict[CallKey, Memory] = {}
+    memory_of_call: dict[CallKey, Memory] = {}
     image = x.clone()
 
     def note_peak(call: OpenCall | None) -> None:
@@ -306,16 +306,16 @@ def measure_memory(module: nn.Module, x: torch.Tensor) -> dict[CallKey, Memory]:
     def end(call: OpenCall, number: int, output: Any) -> None:
         output_bytes = sum(t.numel() * t.element_size() for t in elements(output).values())
         if device.type != "cuda":
-            found[call.name, number] = Memory(output_bytes)
+            memory_of_call[call.name, number] = Memory(output_bytes)
             return
         note_peak(call)
         before, peak = call.data
         added = torch.cuda.memory_allocated(device) - before
-        found[call.name, number] = Memory(output_bytes, added, peak - before)
+        memory_of_call[call.name, number] = Memory(output_bytes, added, peak - before)
 
     with every_call(module, begin, end):
         module(image)
-    return found
+    return memory_of_call
 
 
 @dataclass(frozen=True)

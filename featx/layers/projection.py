@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -96,25 +97,25 @@ class ProjectedReduce:
         Raises:
             ReduceError: the statistics belong to rows of another shape.
         """
-        before = reduction(self.first, rows)
-        if isinstance(before, KeyedReduction):
+        first_reduction = reduction(self.first, rows)
+        if isinstance(first_reduction, KeyedReduction):
             raise ReduceError(
                 f"reduce={self.name} does not fit {rows.layer}: its statistics are of rows after "
                 f"reduce={self.first.name}, which depend on the key of the image. Take statistics "
                 "of positions after reduce=none."
             )
-        found = tuple(before(torch.zeros(1, *rows.shape)).shape[1:])
-        if found != self.shape:
+        shape = tuple(first_reduction(torch.zeros(1, *rows.shape)).shape[1:])
+        if shape != self.shape:
             raise ReduceError(
                 f"reduce={self.name} does not fit {rows.layer}: its statistics are of rows of "
-                f"shape {self.shape}, the layer gives {found} after reduce={self.first.name}."
+                f"shape {self.shape}, the layer gives {shape} after reduce={self.first.name}."
             )
         if not self.by_position:
-            return lambda x: self.projection.apply(before(x).reshape(len(x), -1))
-        axis = channel_axis(self.first.name, replace(rows, shape=found))
+            return lambda x: self.projection.apply(first_reduction(x).reshape(len(x), -1))
+        axis = channel_axis(self.first.name, replace(rows, shape=shape))
 
         def project(x: torch.Tensor) -> torch.Tensor:
-            return self.projection.apply(before(x).movedim(axis, -1)).movedim(-1, axis)
+            return self.projection.apply(first_reduction(x).movedim(axis, -1)).movedim(-1, axis)
 
         return project
 
@@ -122,7 +123,7 @@ class ProjectedReduce:
 StoredReduce = ReduceConfig | ProjectedReduce
 """Reduction of a layer, with its statistics if it needs any."""
 
-ChosenLayers = list[tuple[CapturePoint, StoredReduce]]
+ChosenLayers = Sequence[tuple[CapturePoint, StoredReduce]]
 """Capture points, each with the reduction that makes its stored rows."""
 
 

@@ -94,19 +94,19 @@ def _points(
                 )
             yield embedding_point(trace, classifier)
         elif name == "stages":
-            found = list(stages) if stages is not None else find_stages(trace)
-            for stage in found:
+            stage_names = list(stages) if stages is not None else find_stages(trace)
+            for stage in stage_names:
                 try:
-                    yield named_point(with_capture(_meant(stage, trace), capture), trace)
+                    yield named_point(with_capture(_module_request(stage, trace), capture), trace)
                 except LayerError as error:
                     raise LayerError(
-                        f"the preset stages means {', '.join(found)} in this model, and one of "
-                        f"these cannot be captured: {error}"
+                        f"the preset stages means {', '.join(stage_names)} in this model, and one "
+                        f"of these cannot be captured: {error}"
                     ) from error
         else:
             yield from _every_point(trace, name == "leaves", capture, left_out)
     elif any(sign in name for sign in "*?"):
-        yield from _globbed(name, capture, trace, left_out)
+        yield from _glob_points(name, capture, trace, left_out)
     else:
         yield named_point(request, trace)
 
@@ -175,29 +175,30 @@ def _operation_point(request: str, trace: Trace) -> CapturePoint | None:
 def _no_attention(call: Call, trace: Trace) -> LayerError:
     """The error for a module without attention weights; it says where they can be found."""
     softmax = f"{call.module}.softmax"
-    below = [
+    modules_below = [
         other.module
         for other in trace.calls
         if other.attention and other.module.startswith(f"{call.module}.")
     ]
-    made = trace.by_operation.get(softmax)
-    if made is not None and made.outputs[()][0] != trace.batch_size:
-        way = (
-            f"Its weights are the output of the operation {softmax!r}, {made.outputs[()]} for a "
-            f"batch of {trace.batch_size}: these are windows, which cannot be assigned to images."
+    softmax_operation = trace.by_operation.get(softmax)
+    if softmax_operation is not None and softmax_operation.outputs[()][0] != trace.batch_size:
+        hint = (
+            f"Its weights are the output of the operation {softmax!r}, "
+            f"{softmax_operation.outputs[()]} for a batch of {trace.batch_size}: these are "
+            "windows, which cannot be assigned to images."
         )
-    elif made is not None:
-        way = f"Its weights are what its softmax gives: name the operation {softmax!r}."
-    elif below:
-        way = f"Attention modules below it: {', '.join(below)}."
+    elif softmax_operation is not None:
+        hint = f"Its weights are what its softmax gives: name the operation {softmax!r}."
+    elif modules_below:
+        hint = f"Attention modules below it: {', '.join(modules_below)}."
     else:
-        way = (
+        hint = (
             "Attention modules are nn.MultiheadAttention and those of timm; elsewhere name the "
             "softmax operation: job=layers lists operations."
         )
     return LayerError(
         f"{call.module}:attention: featx cannot read the attention weights of a "
-        f"{call.type_name}. {way}"
+        f"{call.type_name}. {hint}"
     )
 
 
@@ -270,29 +271,31 @@ def _every_point(
                 yield CapturePoint(name, call.module, capture, number, () if single else path)
 
 
-def _globbed(glob: str, capture: str, trace: Trace, left_out: list[str]) -> Iterator[CapturePoint]:
+def _glob_points(
+    glob: str, capture: str, trace: Trace, left_out: list[str]
+) -> Iterator[CapturePoint]:
     """Capture points of the modules that a glob matches, or of operations if no module matches."""
     pattern = re.compile(glob_to_regex(glob))
     matches = [name for name in trace.names if name and pattern.fullmatch(name)]
-    fired = [name for name in matches if trace.names[name] in trace.by_module]
+    called = [name for name in matches if trace.names[name] in trace.by_module]
     operations = [name for name in trace.by_operation if pattern.fullmatch(name)]
     if operations and not matches:
         yield from (named_point(with_capture(name, capture), trace) for name in operations)
         return
-    if not fired:
+    if not called:
         what = "names only layers that are never called" if matches else "matches no layer"
         raise LayerError(
             f"the glob {glob!r} {what} of this model (* stays within one part of a dotted "
             f"name, ** crosses dots).{nearest(glob.replace('*', ''), trace.known_names())} "
             "job=layers lists every layer."
         )
-    left_out.extend(f"{name} (never called)" for name in matches if name not in fired)
+    left_out.extend(f"{name} (never called)" for name in matches if name not in called)
     order = {call.module: i for i, call in reversed(list(enumerate(trace.calls)))}
-    for name in sorted(fired, key=lambda name: order[trace.names[name]]):
-        yield named_point(with_capture(_meant(name, trace), capture), trace)
+    for name in sorted(called, key=lambda name: order[trace.names[name]]):
+        yield named_point(with_capture(_module_request(name, trace), capture), trace)
 
 
-def _meant(name: str, trace: Trace) -> str:
+def _module_request(name: str, trace: Trace) -> str:
     """The name to write for a module: with @1 if a preset has the same name."""
     is_single = len(trace.by_module.get(trace.names.get(name, name), ())) == 1
     return f"{name}@1" if name in PRESETS and is_single else name

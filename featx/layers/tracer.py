@@ -32,21 +32,21 @@ def trace_forward(module: nn.Module, x: torch.Tensor) -> Trace:
         name: first_names[id(m)] for name, m in module.named_modules(remove_duplicate=False)
     }
     counter = FlopCounter()
-    calls = _Calls(len(x), lambda: float(counter.total))
-    operations = _Operations(calls.found)
-    watch = OperationRecorder(module, operations.add)
+    call_log = _Calls(len(x), lambda: float(counter.total))
+    operation_log = _Operations(call_log.calls)
+    recorder = OperationRecorder(module, operation_log.add)
     handles = []
     try:
-        handles += watch.attach()
+        handles += recorder.attach()
         for name, submodule in module.named_modules():
-            handles += calls.attach(name, submodule, operations.returned)
+            handles += call_log.attach(name, submodule, operation_log.mark_returned)
         # Fused attention kernels hide their operations from the FLOP counter.
-        with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), counter, watch:
+        with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), counter, recorder:
             module(x)
     finally:
         for handle in handles:
             handle.remove()
-    return Trace(calls.found, every_name, len(x), operations.found)
+    return Trace(call_log.calls, every_name, len(x), operation_log.operations)
 
 
 class FlopCounter(ObservingMode):  # type: ignore[no-untyped-call]
@@ -83,25 +83,25 @@ class _Calls:
         flops: function that returns the number of floating-point operations so far.
 
     Attributes:
-        found: the calls so far.
+        calls: the calls so far.
     """
 
     def __init__(self, batch_size: int, flops: Callable[[], float]) -> None:
-        self.found: list[Call] = []
+        self.calls: list[Call] = []
         self._batch_size = batch_size
         self._flops = flops
         self._started: dict[str, list[float]] = {}
         self._weights = WeightShapes()
 
     def attach(
-        self, name: str, hooked: nn.Module, returned: Callable[[str, Any], None]
+        self, name: str, hooked: nn.Module, on_end: Callable[[str, Any], None]
     ) -> list[RemovableHandle]:
         """Attach hooks that record the calls of a module.
 
         Args:
             name: first dotted name of the module.
             hooked: the module.
-            returned: called with (name, output) when a call ends.
+            on_end: called with (name, output) when a call ends.
 
         Returns:
             The handles of the hooks.
@@ -111,7 +111,7 @@ class _Calls:
             self._started.setdefault(name, []).append(self._flops())
 
         def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            returned(name, output)
+            on_end(name, output)
             self._add(name, module, args, kwargs, output)
 
         return [
@@ -122,12 +122,12 @@ class _Calls:
 
     def _add(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """Record a call that has ended."""
-        shown = self._weights.of_call(module, args, kwargs)
+        attention = self._weights.of_call(module, args, kwargs)
         flops = self._flops() - self._started[name].pop()
-        self.found.append(
+        self.calls.append(
             Call(
                 module=name,
-                number=1 + sum(call.module == name for call in self.found),
+                number=1 + sum(call.module == name for call in self.calls),
                 type_name=type(module).__name__,
                 is_leaf=not any(True for _ in module.children()),
                 is_linear=_is_linear(module),
@@ -135,7 +135,7 @@ class _Calls:
                 outputs=shapes_of(output),
                 inputs=shapes_of([*args, *kwargs.values()]),
                 mflops=flops / self._batch_size / 1e6,
-                attention={} if shown is None else {(): shown},
+                attention={} if attention is None else {(): attention},
             )
         )
 
@@ -147,11 +147,11 @@ class _Operations:
         calls: list to which the calls of the pass are added.
 
     Attributes:
-        found: the operations so far.
+        operations: the operations so far.
     """
 
     def __init__(self, calls: list[Call]) -> None:
-        self.found: list[Operation] = []
+        self.operations: list[Operation] = []
         self._calls = calls
         self._last: Any = None
 
@@ -159,13 +159,13 @@ class _Operations:
         """Record an operation; a callback of `OperationRecorder`."""
         full = resolve_name(function) or function.__name__
         place = len(self._calls)
-        self.found.append(Operation(name, module, full, shapes_of(result), place, False))
+        self.operations.append(Operation(name, module, full, shapes_of(result), place, False))
         self._last = result
 
-    def returned(self, module: str, output: Any) -> None:
+    def mark_returned(self, module: str, output: Any) -> None:
         """Mark the last operation if the module that has just ended returned its result."""
-        if self._last is not None and self.found[-1].module == module and output is self._last:
-            self.found[-1] = replace(self.found[-1], is_returned=True)
+        if self._last is not None and self.operations[-1].module == module and output is self._last:
+            self.operations[-1] = replace(self.operations[-1], is_returned=True)
         self._last = None
 
 

@@ -120,11 +120,11 @@ def take_plain_path(
     numbers, pixels = _library_pixels(config, images, trial)
     if not compared or not numbers:
         return PlainPath(numbers, pixels, {}, {}, why_not)
-    library_pixels = engine.normalised(pixels[: engine.num_compared])
+    library_pixels = engine.normalise(pixels[: engine.num_compared])
     if images.decoding.reference:
         rows = _plain_rows(config, engine, compared, library_pixels)
         return PlainPath(numbers, pixels, rows, rows, why_not)
-    run_pixels = engine.normalised(
+    run_pixels = engine.normalise(
         trial.images[numbers[: min(_FORWARD_IMAGES, engine.num_compared)]]
     )
     # One pass for both: on a CPU a pass has costs that do not depend on the number of images.
@@ -204,7 +204,7 @@ def compare_with_plain_path(
     preprocess = engine.backbone.preprocess
     pixels = None
     if not images.decoding.reference:
-        run_pixels = engine.normalised(trial.images[plain.numbers]).cpu()
+        run_pixels = engine.normalise(trial.images[plain.numbers]).cpu()
         pixels = pixel_differences(run_pixels, plain.pixels, preprocess.std)
     source = images.source
     keys = [bytes(images.listing.keys[trial.rows[i]]) for i in plain.numbers]

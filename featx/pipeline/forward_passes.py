@@ -46,7 +46,7 @@ class Passes(Generic[ComputedT]):
         engine.model_seconds = engine.copy_seconds = 0.0
         if parallelism.replicas > 1:
             self._engines = self._stack.enter_context(engine.replicas(parallelism.replicas))
-        if parallelism.ahead:
+        if parallelism.computes_ahead:
             parallel = ParallelPasses(self._engines, parallelism.threads, self._compute_on_stream)
             self._parallel = self._stack.enter_context(parallel)
         return self
@@ -143,8 +143,8 @@ class ParallelPasses(Generic[ComputedT]):
     @property
     def idle_share(self) -> float:
         """Share of the engines, 0 to 1, that have nothing to compute at this moment."""
-        at_work = sum(not future.done() for *_, future in self._waiting)
-        return max(0.0, 1 - at_work / self._count)
+        num_busy = sum(not future.done() for *_, future in self._waiting)
+        return max(0.0, 1 - num_busy / self._count)
 
     def each(
         self, batches: Iterable[tuple[Part, Batch]]

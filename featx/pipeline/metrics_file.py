@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from featx.base import RunProgress, listening
+from featx.base import RunProgress, progress_listener
 from featx.config import Config
 from featx.errors import ConfigError
 from featx.storage import AtomicFolder, is_url
@@ -118,7 +118,7 @@ def with_metrics(config: Config, run: Callable[[], dict[str, Any]]) -> dict[str,
     file.begin()
     rows = None
     try:
-        with listening(file.update):
+        with progress_listener(file.update):
             summary = run()
         rows = summary["rows"]
         return summary

@@ -167,8 +167,8 @@ def build_run_context(
     with contextlib.ExitStack() as stack:
         model = _open_model(stack, request, source, listing)
         cpus, resume_state = model.cpus, model.resume_state
-        # The calibration passes use all threads; the run itself may use fewer per batch.
-        stack.enter_context(cpu_threads(batch_parallelism.calibration_threads(cpus, resume_state)))
+        # The trial passes use all threads; the run itself may use fewer per batch.
+        stack.enter_context(cpu_threads(batch_parallelism.trial_threads(cpus, resume_state)))
         preprocess = model.engine.backbone.preprocess
         decoding = DecodeSettings.of_run(config, preprocess, listing, crash_list, resume_state)
         count = num_trial_images(len(listing), config.conformance.images)
@@ -294,7 +294,12 @@ def _decide(request: _Request, model: _Model, images: _Images) -> RunContext:
     auto_settings = AutoSettings(config, engine, trial.images, len(listing), resume_state)
     auto_settings.resolve()
     parallelism = batch_parallelism.decide(
-        engine, model.cpus, resume_state, model.memory_before, auto_settings.filled, len(listing)
+        engine,
+        model.cpus,
+        resume_state,
+        model.memory_before,
+        auto_settings.make_batch,
+        len(listing),
     )
     specs = engine.specs(model.chosen)
     conformance = comparison.finish(specs, auto_settings.trial_rows)

@@ -166,7 +166,7 @@ def _doubts(context: RunContext) -> list[tuple[str, str]]:
     if doubt := engine.why_cast_each_pass:
         precision = engine.compute.precision
         rows.append(("weights", f"cast to {precision} in each pass; cast once, {doubt}"))
-    if plain := engine.unfused:
+    if plain := engine.unfused_modules:
         shown = ", ".join(plain[:3]) + (", ..." if len(plain) > 3 else "")
         rows.append(("attention", f"fused attention is off for this run in {shown} ({len(plain)})"))
     return rows

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from featx.base import shipped
+from featx.base import shipped_folder
 from featx.config import DataConfig
 from featx.sources.base import FolderSource
 from featx.sources.registry import SOURCES, source_member
@@ -11,7 +11,7 @@ from featx.types import Source
 
 def open_source(config: DataConfig) -> Source:
     """Open the folder data/sample of the package, which scripts/make_sample_images writes."""
-    return FolderSource(shipped("data") / "sample")
+    return FolderSource(shipped_folder("data") / "sample")
 
 
 SOURCES.register(

@@ -205,7 +205,7 @@ def _of_engine_and_loop(settings: Settings, job: Job, precision: str) -> dict[st
     with _engine(settings, job) as engine:
         module = _built(job).module.to(settings.device, dtype)
         module = module.to(memory_format=torch.channels_last)
-        floats = engine.normalised(x).to(dtype, memory_format=torch.channels_last)
+        floats = engine.normalise(x).to(dtype, memory_format=torch.channels_last)
 
         def bare() -> Any:
             with torch.inference_mode():

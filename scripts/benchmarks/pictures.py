@@ -27,7 +27,7 @@ def decode(arguments: argparse.Namespace) -> None:
     from PIL import Image
     from torchvision.transforms import v2
 
-    from featx.images.decode import decode_array, encoded_jpeg
+    from featx.images.decode import decode_array, prepare_jpeg
     from featx.images.image_policy import SIMPLEJPEG, ImagePolicy
     from featx.images.preprocess import Preprocess
     from featx.jobs.bench.photos import make_photos
@@ -49,7 +49,7 @@ def decode(arguments: argparse.Namespace) -> None:
         "Pillow and v2 transforms": lambda data: usual(Image.open(io.BytesIO(data)).convert("RGB")),
         "featx, Pillow": lambda data: fast.crop_uint8(decode_array(data, policy, 256)),
         "featx, simplejpeg": lambda data: fast.crop_uint8(decode_array(data, quick, 256)),
-        "check for decode=gpu": lambda data: encoded_jpeg(data, quick, 256),
+        "check for decode=gpu": lambda data: prepare_jpeg(data, quick, 256),
     }
     with tempfile.TemporaryDirectory() as name:
         make_photos(Path(name) / "photos", arguments.images)

@@ -128,7 +128,7 @@ def test_the_commands_errors_are_objects_with_log_json(
 
 def test_images_from_before_the_clock_was_started_do_not_count_for_the_speed() -> None:
     found: list[progress.RunProgress] = []
-    with progress.listening(found.append), Progress(100, 10) as shown:
+    with progress.progress_listener(found.append), Progress(100, 10) as shown:
         shown.begin()
         shown.step(20, 1, 0.0, is_earlier=True)
         assert (found[-1].done, found[-1].failures, found[-1].images_per_second) == (30, 1, 0)

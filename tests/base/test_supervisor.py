@@ -31,7 +31,7 @@ def was_decoding(folder, pid):
     assert pid == int(Path("child").read_text())
     return {decoding}
 
-sys.exit(supervisor.supervised(work, was_decoding))
+sys.exit(supervisor.run_supervised(work, was_decoding))
 """
 
 PATIENT = """

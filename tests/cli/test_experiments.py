@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import featx
-from featx.base import shipped
+from featx.base import shipped_folder
 from featx.cli import explain_error, read_command_line, register_with_hydra
 from featx.config import Config
 from featx.config.schema import from_omegaconf
@@ -38,7 +38,7 @@ def typed(*argv: str) -> Config:
     line = read_command_line(argv)
     register_with_hydra(JOBS, line.config_dirs)
     overrides = [word for word in line.arguments if not word.startswith("-")]
-    with hydra.initialize_config_dir(str(shipped("conf")), version_base="1.3"):
+    with hydra.initialize_config_dir(str(shipped_folder("conf")), version_base="1.3"):
         try:
             config = from_omegaconf(hydra.compose("config", overrides))
         except (HydraException, OmegaConfBaseException) as error:
@@ -54,7 +54,9 @@ def write(text: str, folder: str = "conf", name: str = "my_run") -> Path:
     return path
 
 
-@pytest.mark.parametrize("name", [path.stem for path in shipped("conf").glob("experiment/*.yaml")])
+@pytest.mark.parametrize(
+    "name", [path.stem for path in shipped_folder("conf").glob("experiment/*.yaml")]
+)
 def test_experiments_of_featx_can_be_run(name: str) -> None:
     changed = typed(f"experiment={name}")
     assert changed != typed()

@@ -12,7 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from featx.base.paths import shipped
+from featx.base.paths import shipped_folder
 from featx.cli import register_with_hydra
 from featx.cli.overrides import read_command_line
 from featx.config.options import Kind, option_types
@@ -33,7 +33,7 @@ def composed(*argv: str) -> Any:
         name = overrides[at + 1]
         del overrides[at : at + 2]
     GlobalHydra.instance().clear()
-    with hydra.initialize_config_dir(str(shipped("conf")), version_base="1.3"):
+    with hydra.initialize_config_dir(str(shipped_folder("conf")), version_base="1.3"):
         return hydra.compose(name, overrides)
 
 

@@ -21,7 +21,7 @@ CLOCK = "featx.engine.engine.time.perf_counter"
 class Timed:
     """An engine of a device whose first pass is slow, as one that loads kernels; then 1 ms."""
 
-    timed = Engine.timed
+    time_passes = Engine.time_passes
 
     def __init__(self, device: str, first_s: float) -> None:
         self.device = types.SimpleNamespace(type=device)
@@ -83,7 +83,7 @@ class Compiled:
         second = self._value if self.compute.compile else 1.0
         return {"layer": torch.tensor([[1.0, second]] * len(images))}
 
-    def timed(self, images: torch.Tensor, **_: object) -> TimedRows:
+    def time_passes(self, images: torch.Tensor, **_: object) -> TimedRows:
         return TimedRows(self.run(images), self._compiled_s if self.compute.compile else 1.0)
 
 

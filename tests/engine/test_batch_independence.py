@@ -295,7 +295,7 @@ def test_a_model_that_reads_no_values_still_stops_early() -> None:
 )
 def test_reads_of_values_are_seen(read: Callable[[torch.Tensor], Any]) -> None:
     x = torch.arange(4.0)
-    with ValueReads().watching() as reads:
+    with ValueReads().watch() as reads:
         x[torch.tensor([0, 2])] + x.sum() * len(x)
         assert not reads.seen
         read(x)
@@ -315,14 +315,14 @@ def test_timed_passes_compare_rows_at_the_precision_of_the_run() -> None:
 
     images = (IMAGES.float() * torch.linspace(0.1, 1, 16)[:, None, None, None]).byte()
     with bound(backbone_of(HalfScale()), "block", images=images) as engine:
-        engine.timed(images)
+        engine.time_passes(images)
         engine.configure_compute(Compute("bf16", False, False, 16))
         with pytest.raises(ModelError, match="block: the row of an image changes"):
-            engine.timed(images)
+            engine.time_passes(images)
     with bound(backbone_of(Net()), "block", images=images) as engine:
         for precision in ("fp32", "bf16", "fp16"):
             engine.configure_compute(Compute(precision, False, True, 16))
-            engine.timed(images)
+            engine.time_passes(images)
 
 
 def test_moved_images() -> None:

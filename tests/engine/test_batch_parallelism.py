@@ -18,13 +18,13 @@ from featx.config import model_options
 from featx.engine import batch_parallelism
 from featx.engine.batch_parallelism import (
     BatchParallelism,
-    _on_cpu,
-    _on_device,
-    _Trial,
-    calibration_threads,
+    _decide_on_cpu,
+    _decide_on_device,
+    _SpeedTrial,
     fastest_threads,
     replicas_agree,
     room_for_batches,
+    trial_threads,
 )
 from featx.engine.compute import Compute
 from featx.engine.engine import Engine
@@ -65,7 +65,7 @@ def test_threads_of_a_batch_and_batches_at_once(
 ) -> None:  # fmt: skip
     monkeypatch.setattr("featx.engine.batch_parallelism.is_kept_in_threads", lambda: kept)
     engine = types.SimpleNamespace(replicable=replicable)
-    found = _on_cpu(cpus, engine, room, None)
+    found = _decide_on_cpu(cpus, engine, room, None)
     parallel = f", and {replicas} parallel batches" if replicas > 1 else ""
     assert found == BatchParallelism(
         threads, replicas, replicas > 1, {"threads": f"{threads}{parallel}"}
@@ -154,7 +154,7 @@ def test_parallel_batches_of_an_engine_are_timed(monkeypatch: pytest.MonkeyPatch
             return rows
 
         monkeypatch.setattr(Engine, "run", noted)
-        trial = _Trial(engine, 2, noise())
+        trial = _SpeedTrial(engine, 2, noise())
         assert trial.images_per_second(1) > 0
         assert seen == [1, 1]
         assert trial.images_per_second(2) > 0
@@ -167,11 +167,11 @@ def test_only_a_long_run_is_timed(
 ) -> None:
     measured: list[int] = []
 
-    def measure(trial: _Trial, threads: int) -> float:
+    def measure(trial: _SpeedTrial, threads: int) -> float:
         measured.append(threads)
         return {4: 1.0, 2: 2.0, 1: 1.0}.get(threads, 0.5)
 
-    monkeypatch.setattr(_Trial, "images_per_second", measure)
+    monkeypatch.setattr(_SpeedTrial, "images_per_second", measure)
     monkeypatch.setattr("featx.engine.batch_parallelism.is_kept_in_threads", lambda: True)
     monkeypatch.setattr("featx.engine.batch_parallelism.free_memory", lambda: 100 * GIB)
     engine: Any = types.SimpleNamespace(replicable=True, compute=Compute("fp32", False, False, 32))
@@ -190,7 +190,7 @@ def test_a_store_keeps_its_threads(
     monkeypatch.setattr("featx.engine.batch_parallelism.is_kept_in_threads", lambda: True)
     engine = types.SimpleNamespace(replicable=True)
     resume_state: Any = types.SimpleNamespace(resolved={"threads": stored}, what="the store was")
-    found = _on_cpu(cpus, engine, 4, resume_state)
+    found = _decide_on_cpu(cpus, engine, 4, resume_state)
     assert (found.threads, found.replicas) == (stored, replicas)
     assert (f"; {here} here would give" in found.choices["threads"]) == (here is not None)
 
@@ -209,7 +209,7 @@ def test_a_store_is_compiled_for_its_own_threads(
     cpus: int | None, resolved: dict[str, Any] | None, threads: int | None
 ) -> None:
     resume_state: Any = None if resolved is None else types.SimpleNamespace(resolved=resolved)
-    assert calibration_threads(cpus, resume_state) == threads
+    assert trial_threads(cpus, resume_state) == threads
 
 
 # On CUDA
@@ -252,7 +252,7 @@ NO_ROOM = "1 (there is not enough memory for parallel batches)"
 OTHER_BITS = "1 (parallel batches give other last bits here)"
 
 
-def filled(size: int) -> torch.Tensor:
+def make_batch(size: int) -> torch.Tensor:
     return noise(size)
 
 
@@ -307,7 +307,7 @@ def test_two_batches_where_there_is_memory_for_them(
     monkeypatch: pytest.MonkeyPatch, free: float, host: float | None,
     expected: tuple[int, bool, str],
 ) -> None:  # fmt: skip
-    found = _on_device(Cuda(monkeypatch, free, host), filled)
+    found = _decide_on_device(Cuda(monkeypatch, free, host), make_batch)
     assert found == BatchParallelism(None, *expected[:2], {"streams": expected[2]})
 
 
@@ -325,7 +325,7 @@ def test_two_batches_where_they_do_not_change_each_other(
 ) -> None:
     engine = Cuda(monkeypatch, 9 * GIB)
     vars(engine).update(change)
-    assert _on_device(engine, filled) == BatchParallelism(
+    assert _decide_on_device(engine, make_batch) == BatchParallelism(
         None, *expected[:2], {"streams": expected[2]}
     )
     assert engine.emptied == ("same" in change)
@@ -334,7 +334,7 @@ def test_two_batches_where_they_do_not_change_each_other(
 @pytest.mark.parametrize("device", ["cpu", "mps"])
 def test_other_devices_have_no_streams(device: str) -> None:
     engine: Any = types.SimpleNamespace(device=torch.device(device))
-    assert _on_device(engine, filled) == BatchParallelism(None, 1, False, {})
+    assert _decide_on_device(engine, make_batch) == BatchParallelism(None, 1, False, {})
 
 
 @pytest.mark.gpu
@@ -346,7 +346,10 @@ def test_replicas_on_cuda_give_the_bits_of_one(model: str, precision: str) -> No
     with bound(backbone, layer, device=CUDA) as engine:
         engine.configure_compute(Compute(precision, False, False, 64))
         x = torch.randint(256, (64, 3, 224, 224), dtype=torch.uint8)
-        assert _on_device(engine, lambda size: x[:size]).replicas == batch_parallelism.CUDA_STREAMS
+        assert (
+            _decide_on_device(engine, lambda size: x[:size]).replicas
+            == batch_parallelism.CUDA_STREAMS
+        )
         assert all(replicas_agree(engine, x, 2) for _ in range(10))
         with engine.replicas(2) as replicas:
             found = set()

@@ -478,7 +478,7 @@ def test_a_shape_that_changes_between_batches_is_an_error() -> None:
         engine.run(noise())
         with pytest.raises(
             RunError,
-            match=r"layer gave rows of shape \(3, 8, 4\), but the calibration pass gave",
+            match=r"layer gave rows of shape \(3, 8, 4\), but the trial pass gave",
         ):
             engine.run(noise() + 99)
 

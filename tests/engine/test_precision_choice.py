@@ -24,15 +24,15 @@ class Simulated:
     """An engine with a clock of its own.
 
     Args:
-        seconds: precision -> seconds per image.
+        seconds_per_image: precision -> seconds per image.
         slowdown: what other programs do to each pass.
         device: type of its device.
         value: second element of the rows in other precisions; in fp32 it is 1.
         per_batch_s: seconds that each pass takes whatever its size.
     """
 
-    timed = Engine.timed
-    settles_for_fp32 = False
+    time_passes = Engine.time_passes
+    uses_fp32_only = False
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ def test_the_faster_one_is_taken_with_its_rows_and_seconds(chosen: Any) -> None:
     found, engine = chosen(seconds={"fp32": 0.1, "bf16": 0.04})
     assert found.precision == "bf16"
     assert found.reason == "bf16 2.50 times as fast, cosine 1.00000 on 16 images"
-    assert found.measured.seconds == pytest.approx(0.04)
+    assert found.measured.seconds_per_image == pytest.approx(0.04)
     assert found.measured.rows["layer"].shape == (16, 2)
     whole = [precision for precision, size in engine.batches if size == 16]
     assert whole == ["fp32", "fp32", "bf16", "bf16"]
@@ -124,7 +124,7 @@ def test_a_far_slower_precision_is_refused_after_small_batches(
 ) -> None:
     found, engine = chosen(seconds={"fp32": 0.1, "bf16": 0.1 * slower})
     assert (found.precision, found.reason) == ("fp32", f"bf16 {slower} times slower")
-    assert found.measured.seconds == pytest.approx(0.1)
+    assert found.measured.seconds_per_image == pytest.approx(0.1)
     assert {size for precision, size in engine.batches if precision == "bf16"} == {2}
     assert engine.batches.count(("bf16", 2)) == 2 * glances
 

@@ -335,7 +335,7 @@ def test_a_precision_that_is_far_too_slow_is_not_proven(monkeypatch: pytest.Monk
     monkeypatch.setattr("featx.engine.precision_choice.may_have_bf16", lambda: True)
     monkeypatch.setattr(
         Engine,
-        "timed",
+        "time_passes",
         lambda self, *_, **__: TimedRows({}, 1.0 if self.compute.precision == "fp32" else 9.0),
     )
     with bound(backbone_of(Encoder()), "mlp") as engine:

@@ -25,7 +25,7 @@ import featx
 from featx.errors import ConfigError, RunError
 from featx.images import gpu_decode
 from featx.images import gpu_decode_share as sharing
-from featx.images.decode import MAX_GPU_PIXELS, EncodedJpeg, decode_array, encoded_jpeg
+from featx.images.decode import MAX_GPU_PIXELS, EncodedJpeg, decode_array, prepare_jpeg
 from featx.images.decode_settings import SHARES, DecodeSettings
 from featx.images.gpu_decode import DeviceDecoder
 from featx.images.gpu_decode_share import balanced_share, check_device, decode_share
@@ -61,7 +61,7 @@ def encoded_image(seed: int, orientation: int = 1, **options: Any) -> bytes:
 
 
 def encoded(data: bytes) -> EncodedJpeg:
-    found = encoded_jpeg(data, POLICY, 72)
+    found = prepare_jpeg(data, POLICY, 72)
     assert found is not None
     return found
 
@@ -150,19 +150,19 @@ def test_a_crop_does_not_depend_on_what_is_decoded_with_it(monkeypatch: pytest.M
     ids=["empty", "text", "truncated", "without pixels", "grey", "CMYK", "thin", "far larger"],
 )
 def test_what_a_device_may_misread_is_not_for_it(data: bytes) -> None:
-    assert encoded_jpeg(data, POLICY, 72) is None
+    assert prepare_jpeg(data, POLICY, 72) is None
 
 
 def test_large_images_are_not_for_a_device() -> None:
     width = MAX_GPU_PIXELS // 200 + 1
-    assert encoded_jpeg(jpeg(Image.new("RGB", (width, 200))), POLICY, 72) is None
-    assert encoded_jpeg(jpeg(Image.new("RGB", (width - 1, 200))), POLICY, 72) is not None
+    assert prepare_jpeg(jpeg(Image.new("RGB", (width, 200))), POLICY, 72) is None
+    assert prepare_jpeg(jpeg(Image.new("RGB", (width - 1, 200))), POLICY, 72) is not None
 
 
 def test_pngs_are_not_for_a_device() -> None:
     file = io.BytesIO()
     make_image(100, 100).save(file, "PNG")
-    assert encoded_jpeg(file.getvalue(), POLICY, 72) is None
+    assert prepare_jpeg(file.getvalue(), POLICY, 72) is None
 
 
 def misread(data: list[torch.Tensor], device: torch.device) -> list[torch.Tensor]:

@@ -47,7 +47,7 @@ def run(
         pairs = [(request, ReduceConfig()) for request in requests]
         engine.attach_captures(select(pairs, engine.trace(requests), None, None).chosen)
         engine.configure_compute(FP32)
-        return engine.run(x), engine.unfused
+        return engine.run(x), engine.unfused_modules
 
 
 def by_hand(attn: Any, x: torch.Tensor) -> torch.Tensor:

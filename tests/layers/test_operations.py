@@ -261,9 +261,7 @@ def test_other_operations_than_the_probes_are_an_error() -> None:
 
     with bound(backbone_of(Moody()), "a", "add") as engine:
         assert torch.equal(engine.run(noise())["add"], noise() * 2 + 3)
-        with pytest.raises(
-            RunError, match=r"differs from the calibration pass: add ran, expected mul"
-        ):
+        with pytest.raises(RunError, match=r"differs from the trial pass: add ran, expected mul"):
             engine.run(noise().abs() + 60)
         assert torch.equal(engine.run(noise())["add"], noise() * 2 + 3)
     with (

@@ -111,7 +111,9 @@ def test_batch_statistics_do_not_move_and_whole_numbers_stay_whole() -> None:
         for precision in ("fp32", "bf16", "fp16"):
             for channels_last in (False, True):
                 engine.configure_compute(Compute(precision, False, channels_last, 2))
-                with engine.as_computed(torch.full((2, 3, 32, 32), 200, dtype=torch.uint8)) as run:
+                with engine.module_and_input(
+                    torch.full((2, 3, 32, 32), 200, dtype=torch.uint8)
+                ) as run:
                     run[0](run[1])
                 assert state_sha256(module) == before == backbone.weights_sha256
                 assert module.bn.num_batches_tracked.dtype == torch.int64

@@ -211,7 +211,7 @@ def test_a_bug_in_any_pass_is_one_message(layer: str) -> None:
                 engine.formats(images)
                 engine.configure_compute(Compute("bf16", False, False, 4))
                 engine.specs(engine.chosen)  # type: ignore[attr-defined]
-                engine.timed(images)
+                engine.time_passes(images)
                 engine.run(images)
         except ModelError as error:
             messages.append(str(error))

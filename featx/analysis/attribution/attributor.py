@@ -15,7 +15,7 @@ with Captum's.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
 import torch
@@ -46,9 +46,9 @@ from featx.engine import (
 from featx.errors import ConfigError, LayerError
 from featx.layers import (
     CapturePoint,
+    ChosenLayers,
     RowLayout,
     Selection,
-    StoredReduce,
     Trace,
     check_positions,
     find_stages,
@@ -88,7 +88,7 @@ class Attributor(Engine):
         MissingExtraError: a method needs Captum, which is not installed.
     """
 
-    settles_for_fp32 = True
+    uses_fp32_only = True
     replicable = False
 
     def __init__(
@@ -184,7 +184,7 @@ class Attributor(Engine):
         tokens = len(shapes) == 1 and len(shapes[0]) == 3 and self.backbone.num_prefix_tokens
         return stages[-2] if tokens and len(stages) > 1 else stages[-1]
 
-    def attach_captures(self, chosen: Sequence[tuple[CapturePoint, StoredReduce]]) -> None:
+    def attach_captures(self, chosen: ChosenLayers) -> None:
         """Prepare the computation, and check that each row depends only on its own image.
 
         Raises:
@@ -213,7 +213,7 @@ class Attributor(Engine):
             self.configure_compute(Compute("fp32", False, False, len(x)))
             values = self._pass(x)
             buffers = BufferSnapshot(self.module)
-            regrouped_values = self._pass(self.regrouped(x)[-1])
+            regrouped_values = self._pass(self.regroup(x)[-1])
             buffers.check()
             # Occlusion is a small difference of large logits, so the tolerance is relative to the
             # logits.
@@ -237,19 +237,19 @@ class Attributor(Engine):
         with self._short_settings():
             return replace(super().formats(images[:2], fold_batchnorm=False), values=None)
 
-    def timed(
+    def time_passes(
         self,
         images: torch.Tensor,
         repeats: int = 3,
         enough_s: float = float("inf"),
-        known: Mapping[str, torch.Tensor] | None = None,
+        known_rows: Mapping[str, torch.Tensor] | None = None,
     ) -> TimedRows:
         """Return rows of the first two images, and the time that they take in one batch."""
         # Some methods take hundreds of passes, and a rough value is enough to choose the size of
         # parts.
-        return super().timed(images[:2], repeats=1)
+        return super().time_passes(images[:2], repeats=1)
 
-    def specs(self, chosen: Sequence[tuple[CapturePoint, StoredReduce]]) -> list[LayerSpec]:
+    def specs(self, chosen: ChosenLayers) -> list[LayerSpec]:
         """Return shape and dtype of a row of each dataset."""
         with self._short_settings():
             values = self._pass(self.noise(3))
@@ -315,9 +315,7 @@ class Attributor(Engine):
             )
         names = {point.name for point in self._captures.points}
         stored = {
-            name: self._collector.stored(name, value)
-            for name, value in maps.items()
-            if name in names
+            name: self._collector.cast(name, value) for name, value in maps.items() if name in names
         }
         return stored | {n: value.float() for n, value in numbers.items() if n in names}
 
@@ -429,7 +427,7 @@ class Attributor(Engine):
         """
         point = self._maps
         assert point is not None
-        x = self._memory_format(self.normalised(images))
+        x = self._memory_format(self.normalise(images))
         with (
             self.named_failure(x),
             torch.no_grad(),

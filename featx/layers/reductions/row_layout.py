@@ -57,11 +57,11 @@ class RowLayout:
     has_class_token: bool = True
 
 
-def channels_last(asked: str, rows: RowLayout) -> bool:
+def channels_last(option: str, rows: RowLayout) -> bool:
     """Return whether a map is (H, W, C) rather than (C, H, W).
 
     Args:
-        asked: option that needs to know, such as 'reduce=avg', for messages.
+        option: option that needs to know, such as 'reduce=avg', for messages.
         rows: layout of a map, with three dimensions.
 
     Raises:
@@ -74,7 +74,7 @@ def channels_last(asked: str, rows: RowLayout) -> bool:
         return first
     which = "could be (C, H, W) or (H, W, C)" if first else "is no map of the input's proportions"
     raise ReduceError(
-        f"{asked} does not fit {rows.layer}: its row shape {rows.shape} {which}, so its channels "
+        f"{option} does not fit {rows.layer}: its row shape {rows.shape} {which}, so its channels "
         "are unknown. Use its rows unreduced (reduce=none or flatten, "
         "stats.observation=image)."
     )
@@ -141,20 +141,20 @@ def check_tokens(name: str, rows: RowLayout) -> tuple[int, int]:
     return cells
 
 
-def map_view(asked: str, rows: RowLayout) -> Reduction:
+def map_view(name: str, rows: RowLayout) -> Reduction:
     """Return the function from a map or patch tokens to (B, C, rows, columns).
 
     Tokens are taken in row-major order; `featx.layers.position_checks` checks that they are.
 
     Args:
-        asked: name of the reduction, for messages.
+        name: name of the reduction, for messages.
         rows: layout of the map or of the tokens.
 
     Raises:
         ReduceError: the rows are neither a map with the proportions of the input nor such tokens.
     """
     if len(rows.shape) == 2:
-        cells, num_prefix_tokens = check_tokens(asked, rows), rows.num_prefix_tokens
+        cells, num_prefix_tokens = check_tokens(name, rows), rows.num_prefix_tokens
 
         def to_map(x: torch.Tensor) -> torch.Tensor:
             patches = x[:, num_prefix_tokens:]
@@ -163,10 +163,10 @@ def map_view(asked: str, rows: RowLayout) -> Reduction:
         return to_map
     if len(rows.shape) != 3:
         raise ReduceError(
-            f"reduce={asked} does not fit {rows.layer}: its rows have shape {rows.shape}, expected "
+            f"reduce={name} does not fit {rows.layer}: its rows have shape {rows.shape}, expected "
             "a map or patch tokens."
         )
-    if channels_last(f"reduce={asked}", rows):
+    if channels_last(f"reduce={name}", rows):
         return lambda x: x.permute(0, 3, 1, 2)
     return lambda x: x
 

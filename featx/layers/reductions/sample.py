@@ -102,13 +102,13 @@ def _sample(config: SampleOptions, rows: RowLayout) -> Reduction:
             "tokens (T, C) or a map."
         )
     k = config.num_tokens
-    found = (_of_map if len(rows.shape) == 3 else _of_tokens)(config, rows)
-    if k > found.num_candidates:
+    sample = (_of_map if len(rows.shape) == 3 else _of_tokens)(config, rows)
+    if k > sample.num_candidates:
         raise ReduceError(
             f"reduce=sample does not fit {rows.layer}: reduce.k={k} is more than its "
-            f"{found.num_candidates} tokens. Give a smaller reduce.k."
+            f"{sample.num_candidates} tokens. Give a smaller reduce.k."
         )
-    return found
+    return sample
 
 
 def _of_map(config: SampleOptions, rows: RowLayout) -> TokenSample:

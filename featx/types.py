@@ -108,6 +108,13 @@ class Source(Protocol):
     def read(self, key: bytes) -> bytes:
         """Read the encoded bytes of one image.
 
+        It is called in several threads, and in processes that have not called `listing`: a worker,
+        a report or a comparison of images takes the keys from the store. A source that was listed
+        may in addition find out that the data set has changed since.
+
+        Args:
+            key: a key that `listing` returns, here or in another process.
+
         Raises:
             ImageFault: this image cannot be read (missing, empty).
             OSError: the environment fails (unmounted disk, I/O error), which says nothing about the

@@ -27,6 +27,8 @@ from .devices import record_use as record_use
 from .devices import synchronise as synchronise
 from .devices import to_cpu as to_cpu
 from .dispatch_mode import ObservingMode as ObservingMode
+from .extras import import_extra as import_extra
+from .extras import require_extra as require_extra
 from .families import declared_function as declared_function
 from .families import family as family
 from .families import family_options as family_options

@@ -241,11 +241,11 @@ def _check_rows(
         check_regrouped(hooks.forward, model.regroup(x), values)
     buffers.check()
     if captures.follows_data and model.trial_images is not None:
-        num = max(ATTACH_BATCH, captures.num_compared)
-        every = model.normalise(model.trial_images[:num])
+        num_images = max(ATTACH_BATCH, captures.num_compared)
+        images = model.normalise(model.trial_images[:num_images])
         hooks = captures.hooks(model.module, clone_captured, score)
-        with torch.no_grad(), hooks, model.named_failure(every):
-            check_among_copies(hooks.forward, every)
+        with torch.no_grad(), hooks, model.named_failure(images):
+            check_among_copies(hooks.forward, images)
 
 
 def clone_captured(point: CapturePoint, tensor: torch.Tensor) -> torch.Tensor:

@@ -287,8 +287,8 @@ class AutoSettings:
         # Small batches do not fill other devices: a GPU would wait for launches of kernels.
         size = min(compute.batch_size, TRIAL_IMAGES) if on_cpu else compute.batch_size
         images = self.make_batch(size)
-        plain = on_cpu and compute.precision == "fp32" and not compute.compile
-        known_rows = self._exact if plain and len(images) == len(self._images) else None
+        is_plain = on_cpu and compute.precision == "fp32" and not compute.compile
+        known_rows = self._exact if is_plain and len(images) == len(self._images) else None
         enough_s = _ENOUGH_S if on_cpu else math.inf
         self._keep(
             self._engine.time_passes(images, repeats=2, enough_s=enough_s, known_rows=known_rows)

@@ -265,12 +265,12 @@ def _decide_on_device(
     if not engine.replicable:
         return BatchParallelism(None, 1, True, {"streams": "1"})
     try:
-        same = replicas_agree(engine, batch, CUDA_STREAMS)
+        are_equal = replicas_agree(engine, batch, CUDA_STREAMS)
     except torch.OutOfMemoryError:  # another process took the memory that was free
         return BatchParallelism(None, 1, False, {"streams": _NO_ROOM})
     finally:
         torch.cuda.empty_cache()
-    if not same:
+    if not are_equal:
         why = "parallel batches give other last bits here"
         return BatchParallelism(None, 1, True, {"streams": f"1 ({why})"})
     return BatchParallelism(

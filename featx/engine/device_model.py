@@ -124,7 +124,7 @@ class DeviceModel:
             precision: 'fp32', 'bf16' or 'fp16'.
         """
         pixels = math.prod(self.backbone.preprocess.shape)
-        each = COMPUTE_DTYPES[precision].itemsize
+        itemsize = COMPUTE_DTYPES[precision].itemsize
         largest = 0
         if self.traced is not None:
             largest = max(
@@ -132,7 +132,7 @@ class DeviceModel:
                 // self.traced.batch_size
                 for call in self.traced.calls
             )
-        return 2 * 4 * pixels + each * largest
+        return 2 * 4 * pixels + itemsize * largest
 
     def row_layout(self, point: CapturePoint, value: torch.Tensor) -> RowLayout:
         """Return the layout of the rows of a tensor (B, ...) that is captured at a point."""
@@ -161,8 +161,8 @@ class DeviceModel:
         noise, images = self.noise(ATTACH_BATCH), self.trial_images
         if images is None or not len(images):
             return noise
-        few = images[:: -(-len(images) // ATTACH_BATCH)]
-        return torch.cat([self.normalise(few), noise])[:ATTACH_BATCH]
+        spread_images = images[:: -(-len(images) // ATTACH_BATCH)]
+        return torch.cat([self.normalise(spread_images), noise])[:ATTACH_BATCH]
 
     def regroup(self, x: torch.Tensor) -> list[torch.Tensor]:
         """The batches of `regroup` for `x`, with a black image and one of random 0 and 255."""

@@ -267,12 +267,12 @@ class Engine(DeviceModel):
     @property
     def replicable(self) -> bool:
         """Whether `replicas` may be called: a forward pass is the same in any thread."""
-        plain = all(
+        is_plain = all(
             point.capture in ("input", "output") and not point.operation
             for point in self._captures.points
         )
-        eager = self.device.type in ("cpu", "cuda") and not self.compute.compile
-        return self.backbone.reentrant and plain and eager
+        is_eager = self.device.type in ("cpu", "cuda") and not self.compute.compile
+        return self.backbone.reentrant and is_plain and is_eager
 
     @contextlib.contextmanager
     def replicas(self, count: int) -> Iterator[list[Engine]]:

@@ -10,8 +10,8 @@ import torch
 from featx.engine.attached_captures import AttachedCaptures
 from featx.engine.compute import COMPUTE_DTYPES, Compute
 from featx.engine.device_model import DeviceModel
-from featx.engine.weight_casting import Captured, CastableWeights, castable_weights, weights_cast
-from featx.models import Pair, foldable_pairs, folded
+from featx.engine.weight_casting import Captured, CastableWeights, cast_weights, castable_weights
+from featx.models import Pair, fold_pairs, foldable_pairs
 
 _PROOF_BATCH = 2
 """Number of images of noise, and of the trial, on which weight casting is compared with autocast.
@@ -74,7 +74,7 @@ class PreparedWeights:
         module = self._model.module
         with contextlib.ExitStack() as stack:
             if compute.fold_batchnorm:
-                stack.enter_context(folded(self.foldable()))
+                stack.enter_context(fold_pairs(self.foldable()))
             layout = torch.channels_last if compute.channels_last else torch.contiguous_format
             module.to(memory_format=layout)
             # Without autograd the flag costs nothing, and it changes the kernels: torch multiplies
@@ -89,7 +89,7 @@ class PreparedWeights:
             castable = None if passes is None else self._castable(compute, passes)
             self.cast = castable or CastableWeights()
             dtype = COMPUTE_DTYPES[compute.precision]
-            stack.enter_context(weights_cast(module, self.cast.names, dtype))
+            stack.enter_context(cast_weights(module, self.cast.names, dtype))
             yield
 
     def _castable(self, compute: Compute, passes: Passes) -> CastableWeights:

@@ -64,7 +64,7 @@ def castable_weights(
     if not names:
         return CastableWeights()
     try:
-        with weights_cast(module, names, dtype):
+        with cast_weights(module, names, dtype):
             actual = forward()
     except Exception as error:  # noqa: BLE001 - a model that reads weight.dtype may raise anything
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
@@ -80,20 +80,20 @@ def castable_weights(
 
 
 @contextlib.contextmanager
-def weights_cast(module: nn.Module, names: Collection[str], dtype: torch.dtype) -> Iterator[None]:
+def cast_weights(module: nn.Module, names: Collection[str], dtype: torch.dtype) -> Iterator[None]:
     """Replace the data of the named parameters by casts to `dtype` until the block ends.
 
     The Parameter objects, their flags and their memory format stay. The original data come back,
     also after an exception.
     """
     parameters = dict(module.named_parameters())
-    before = [(parameters[name], parameters[name].data) for name in names]
+    originals = [(parameters[name], parameters[name].data) for name in names]
     try:
-        for parameter, data in before:
+        for parameter, data in originals:
             parameter.data = data.to(dtype)
         yield
     finally:
-        for parameter, data in before:
+        for parameter, data in originals:
             parameter.data = data
 
 

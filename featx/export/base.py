@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -12,7 +11,7 @@ from typing import Any, BinaryIO
 
 from featx.base import Member, Registry
 from featx.config import Config, ExportConfig
-from featx.errors import ConfigError, FeatxError, MissingExtraError
+from featx.errors import ConfigError, FeatxError
 from featx.export.selection import ExportSelection
 
 
@@ -222,22 +221,3 @@ def only_layer_of(selection: ExportSelection, option: str) -> str:
             f"{', '.join(selection.layers)}. Name one with layers=[...]."
         )
     return selection.layers[0]
-
-
-def import_extra(module: str, name: str, extra: str, option: str) -> Any:
-    """Import and return a module of a package that not every installation has.
-
-    Args:
-        module: name of the module.
-        name: name of its package.
-        extra: extra of featx that installs it.
-        option: what needs the package.
-
-    Raises:
-        MissingExtraError: the package is not installed.
-    """
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        message = f'{option} needs the package {name}: pip install "featx[{extra}]".'
-        raise MissingExtraError(message) from error

@@ -12,13 +12,13 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from featx.base import import_extra
 from featx.export.base import (
     FORMATS,
     File,
     FormatMember,
     ShardedFormat,
     ShardOptions,
-    import_extra,
     literal,
     only_layer_of,
     refuse_maps,
@@ -45,7 +45,7 @@ class ClipRetrieval(ShardedFormat):
         option = "export.format=clip_retrieval"
         self._layer = only_layer_of(self.selection, option)
         refuse_maps(self.selection, "clip-retrieval holds one vector per image")
-        import_extra("pyarrow.parquet", "pyarrow", "export", option)
+        import_extra("pyarrow.parquet", option, "the package pyarrow", "export")
         self._columns = self.selection.named_columns(_COLUMNS)
 
     def files(self) -> list[File]:

@@ -9,7 +9,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from featx.base import free_memory, size_text
+from featx.base import free_memory, import_extra, size_text
 from featx.config import METRICS, ExportConfig, check_choice
 from featx.errors import ConfigError, FeatxError, RunError, counted
 from featx.export.base import (
@@ -17,7 +17,6 @@ from featx.export.base import (
     File,
     Format,
     FormatMember,
-    import_extra,
     literal,
     refuse_maps,
 )
@@ -72,8 +71,8 @@ class Faiss(Format):
             raise FeatxError(f"{option} was registered without FaissOptions.")
         self._options = options
         refuse_maps(self.selection, "an index of faiss holds vectors")
-        self._faiss = import_extra("faiss", "faiss", "faiss", option)
-        import_extra("pyarrow.parquet", "pyarrow", "export", option)
+        self._faiss = import_extra("faiss", option, "the package faiss", "faiss")
+        import_extra("pyarrow.parquet", option, "the package pyarrow", "export")
         self._columns = self.selection.named_columns(_COLUMNS)
         for layer in self.selection.layers:
             self._check_training(self._empty_index(layer), layer)

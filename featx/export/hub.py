@@ -9,8 +9,9 @@ from typing import Any
 
 import yaml
 
+from featx.base import import_extra
 from featx.errors import RunError
-from featx.export.base import Format, import_extra
+from featx.export.base import Format
 
 _CARD = "README.md"
 
@@ -21,7 +22,7 @@ def check_push() -> None:
     Raises:
         MissingExtraError: it is not.
     """
-    import_extra("huggingface_hub", "huggingface_hub", "huggingface", "export.push")
+    import_extra("huggingface_hub", "export.push", "the package huggingface_hub", "huggingface")
 
 
 def push(folder: Path, names: Iterable[str], repository: str, written: Format) -> str:

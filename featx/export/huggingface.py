@@ -6,14 +6,13 @@ import json
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from featx.base import digest
+from featx.base import digest, import_extra
 from featx.export.base import (
     FORMATS,
     File,
     FormatMember,
     ShardedFormat,
     ShardOptions,
-    import_extra,
     literal,
 )
 
@@ -33,7 +32,7 @@ class HuggingFace(ShardedFormat):
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        import_extra("datasets", "datasets", "huggingface", "export.format=huggingface")
+        import_extra("datasets", "export.format=huggingface", "the package datasets", "huggingface")
         self._columns = self.selection.named_columns(_COLUMNS)
 
     def files(self) -> list[File]:

@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 
+from featx.base import import_extra
 from featx.errors import ConfigError
-from featx.export.base import FORMATS, Folder, Format, FormatMember, import_extra, literal
+from featx.export.base import FORMATS, Folder, Format, FormatMember, literal
 from featx.export.selection import about_text
 
 _COLUMNS = ("row", "position", "key", "label", "class")
@@ -47,7 +48,7 @@ class Lance(Format):
                 f"a table of Lance has a vector or tokens per row; {', '.join(maps)} hold maps. "
                 "Name the layers you want with layers=[...]."
             )
-        import_extra("lance", "pylance", "lance", "export.format=lance")
+        import_extra("lance", "export.format=lance", "the package pylance", "lance")
         columns = selection.named_columns((*_COLUMNS, *_RESERVED))
         _check_distinct([*_COLUMNS, *columns, *selection.layers])
         self._columns = {_field_name(name): values for name, values in columns.items()}

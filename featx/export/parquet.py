@@ -7,13 +7,13 @@ import math
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from featx.base import import_extra
 from featx.export.base import (
     FORMATS,
     File,
     FormatMember,
     ShardedFormat,
     ShardOptions,
-    import_extra,
     literal,
 )
 from featx.export.selection import about_text
@@ -33,7 +33,7 @@ class Parquet(ShardedFormat):
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        import_extra("pyarrow.parquet", "pyarrow", "export", "export.format=parquet")
+        import_extra("pyarrow.parquet", "export.format=parquet", "the package pyarrow", "export")
         selection = self.selection
         self._sampled = [name for name in selection.layers if selection.is_sampled(name)]
         positions = [f"{name}.positions" for name in self._sampled]

@@ -31,7 +31,7 @@ from featx.export.base import (
     refuse_maps,
 )
 from featx.export.selection import ExportSelection, as_utf8
-from featx.sources import parsed_box_key
+from featx.sources import parse_box_key
 from featx.types import Box
 
 _INDEX_BYTES = 256
@@ -168,7 +168,7 @@ class Trident(Format):
         """
         tiles: dict[bytes, tuple[list[int], list[Box]]] = {}
         for place, key in enumerate(self.selection.keys.tolist()):
-            parsed = parsed_box_key(key)
+            parsed = parse_box_key(key)
             if parsed is None:
                 raise ConfigError(
                     f"{os.fsdecode(key)} is a whole image, and TRIDENT's files hold tiles of "

@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from featx.base import import_extra
 from featx.errors import ConfigError
-from featx.export.base import FORMATS, Folder, Format, FormatMember, import_extra, literal
+from featx.export.base import FORMATS, Folder, Format, FormatMember, literal
 
 _NAME = "features.zarr"
 _OWN_FILE = "zarr.json"
@@ -32,7 +33,7 @@ class Zarr(Format):
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        import_extra("zarr", "zarr", "export", "export.format=zarr")
+        import_extra("zarr", "export.format=zarr", "the package zarr", "export")
         if _OWN_FILE in self.selection.columns:
             raise ConfigError(
                 f"zarr has a file {_OWN_FILE} in each of its folders, so it cannot hold a column "

@@ -82,14 +82,14 @@ class DecodeSettings:
                 "decode=gpu: only the library of these weights can run their transform, on the "
                 "CPU. Use decode=fast."
             )
-        before = resume_state.resolved if resume_state else {"jpeg": None}
+        resolved = resume_state.resolved if resume_state else {"jpeg": None}
         policy = replace(
             ImagePolicy.from_config(config.data),
-            jpeg=PILLOW if reference else jpeg_decoder(before.get("jpeg", PILLOW)),
-            heif=heif_version(listing.keys, before.get("heif"), new=resume_state is None),
+            jpeg=PILLOW if reference else jpeg_decoder(resolved.get("jpeg", PILLOW)),
+            heif=heif_version(listing.keys, resolved.get("heif"), new=resume_state is None),
             channels=None if scale is None else scale.channels,
         )
-        share = before.get("gpu_share") if config.decode == "gpu" else None
+        share = resolved.get("gpu_share") if config.decode == "gpu" else None
         return cls(preprocess, policy, reference, config.data.timeout_s, crash_list, share)
 
     def is_for_device(self, key: bytes) -> bool:

@@ -205,7 +205,7 @@ class Loader:
         outs = images.numpy()
         for_device = [self._is_for_device(start + i) for i in range(count)]
 
-        def groups(indices: list[int], are_for_device: bool) -> Groups:
+        def submit_groups(indices: list[int], are_for_device: bool) -> Groups:
             """Submit the images with these places in the batch, in groups."""
             calls = [(start + i, outs[i], sums[i : i + 1], are_for_device) for i in indices]
             return [
@@ -214,14 +214,16 @@ class Loader:
             ]
 
         if self._device_decoder is None:
-            return functools.partial(_wait_for_batch, batch, groups(list(range(count)), False))
+            return functools.partial(
+                _wait_for_batch, batch, submit_groups(list(range(count)), False)
+            )
         # The images of the GPU come first: it decodes them while the CPUs decode the others.
         gpu_indices = [i for i in range(count) if for_device[i]]
-        prepared = groups(gpu_indices, True)
-        others = groups([i for i in range(count) if not for_device[i]], False)
+        gpu_results = submit_groups(gpu_indices, True)
+        other_results = submit_groups([i for i in range(count) if not for_device[i]], False)
         # A thread of its own waits for the decoders and drives the GPU, so batches reach it in
         # order and the run loop is not held up.
-        work = self._decode_on_device, batch, gpu_indices, prepared, others
+        work = self._decode_on_device, batch, gpu_indices, gpu_results, other_results
         return self._device_thread.submit(*work).result
 
     def _is_for_device(self, row: int) -> bool:
@@ -231,19 +233,19 @@ class Loader:
         return self._decoding.is_for_device(self._listing.keys[row])
 
     def _decode_on_device(
-        self, batch: Batch, gpu_indices: list[int], prepared: Groups, others: Groups
+        self, batch: Batch, gpu_indices: list[int], gpu_results: Groups, other_results: Groups
     ) -> Batch:
         """Decode the images of the GPU's share, and copy the whole batch to the device.
 
         Args:
             batch: batch whose CPU-decoded images are being filled in.
             gpu_indices: places in the batch of the images that are for the GPU.
-            prepared: results of `RowLoader.fill` for these, in their order.
-            others: results of `RowLoader.fill` for the other images.
+            gpu_results: results of `RowLoader.fill` for these, in their order.
+            other_results: results of `RowLoader.fill` for the other images.
         """
         device = self._device_decoder
         assert device is not None, "decoding on the device needs one"
-        results = _results(prepared)
+        results = _results(gpu_results)
         encoded = {
             i: result
             for i, result in zip(gpu_indices, results, strict=True)
@@ -261,7 +263,7 @@ class Loader:
             for i, crop in crops.items()
             if crop is None
         ]
-        results += [future.result() for future in cpu_futures] + _results(others)
+        results += [future.result() for future in cpu_futures] + _results(other_results)
         failures = [result for result in results if isinstance(result, Failure)]
         batch.failures = sorted(failures, key=lambda failure: failure.row)
         started_at = time.perf_counter()

@@ -44,8 +44,8 @@ def needs_plain_attention(module: nn.Module, requests: Sequence[str]) -> list[st
         name, capture = split_capture(request)
         pattern = re.compile(glob_to_regex(re.sub(r"\[\d+\]$|@\d+$", "", name)))
         if capture == "attention":
-            every = name in ("all", "leaves")
-            needed.update(each for each in fused if every or pattern.fullmatch(each))
+            is_preset = name in ("all", "leaves")
+            needed.update(each for each in fused if is_preset or pattern.fullmatch(each))
         elif not any(pattern.fullmatch(each) for each in names):
             needed.update(
                 each for each in fused if any(pattern.fullmatch(f"{each}.{op}") for op in HIDDEN)
@@ -203,7 +203,7 @@ class WeightShapes:
             if query.dim() != 3:
                 return None
             batch, time = (0, 1) if module.batch_first else (1, 0)
-            more = int(module.bias_k is not None) + int(module.add_zero_attn)
-            length = key.shape[time] + more
+            num_added = int(module.bias_k is not None) + int(module.add_zero_attn)
+            length = key.shape[time] + num_added
             return query.shape[batch], module.num_heads, query.shape[time], length
         return self._shapes.pop(id(module), None)

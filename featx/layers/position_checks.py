@@ -95,9 +95,9 @@ def _response(
     height, width = image.shape[2:]
     top, bottom = row * height // rows, (row + 1) * height // rows
     left, right = column * width // columns, (column + 1) * width // columns
-    other = image.clone()
-    other[:, :, top:bottom, left:right] *= -2
-    changed_map = to_map(hooks.forward(other)[point.name].float())
+    changed_image = image.clone()
+    changed_image[:, :, top:bottom, left:right] *= -2
+    changed_map = to_map(hooks.forward(changed_image)[point.name].float())
     changes: torch.Tensor = (changed_map - first)[0].double().norm(dim=0)
     return changes
 

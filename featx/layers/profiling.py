@@ -107,12 +107,12 @@ def summarise(x: torch.Tensor) -> Values:
     x = x.detach().cpu()
     x = (torch.view_as_real(x) if x.is_complex() else x).double()
     finite = x[torch.isfinite(x)]
-    some = finite.numel() > 0
+    has_values = finite.numel() > 0
     return Values(
         dtype=dtype,
-        minimum=float(finite.min()) if some else None,
-        mean=float(finite.mean()) if some else None,
-        maximum=float(finite.max()) if some else None,
+        minimum=float(finite.min()) if has_values else None,
+        mean=float(finite.mean()) if has_values else None,
+        maximum=float(finite.max()) if has_values else None,
         zeros=float((x == 0).double().mean()) if x.numel() else None,
         nonfinite=x.numel() - finite.numel(),
         count=x.numel(),

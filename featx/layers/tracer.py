@@ -157,9 +157,11 @@ class _Operations:
 
     def add(self, name: str, module: str, function: Any, result: Any) -> None:
         """Record an operation; a callback of `OperationRecorder`."""
-        full = resolve_name(function) or function.__name__
-        place = len(self._calls)
-        self.operations.append(Operation(name, module, full, shapes_of(result), place, False))
+        function_name = resolve_name(function) or function.__name__
+        num_calls_before = len(self._calls)
+        self.operations.append(
+            Operation(name, module, function_name, shapes_of(result), num_calls_before, False)
+        )
         self._last = result
 
     def mark_returned(self, module: str, output: Any) -> None:

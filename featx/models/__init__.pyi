@@ -4,8 +4,8 @@ from .base import random_id as random_id
 from .base import seeded as seeded
 from .base import state_sha256 as state_sha256
 from .batchnorm_folding import Pair as Pair
+from .batchnorm_folding import fold_pairs as fold_pairs
 from .batchnorm_folding import foldable_pairs as foldable_pairs
-from .batchnorm_folding import folded as folded
 from .catalogue import CatalogueEntry as CatalogueEntry
 from .catalogue import read_catalogue as read_catalogue
 from .checkpoint import load_weights as load_weights

@@ -258,19 +258,23 @@ def reset_weights(backbone: Backbone, fresh: nn.Module, seed: int) -> None:
     Raises:
         ModelError: `fresh` lacks tensors, has other shapes, or equals the loaded weights.
     """
-    own, new = backbone.module.state_dict(), fresh.state_dict()
-    lacking = [name for name, x in own.items() if name not in new or new[name].shape != x.shape]
-    if lacking:
+    state, fresh_state = backbone.module.state_dict(), fresh.state_dict()
+    different = [
+        name
+        for name, x in state.items()
+        if name not in fresh_state or fresh_state[name].shape != x.shape
+    ]
+    if different:
         raise ModelError(
             f"model.init=reset: {backbone.name} has other tensors with these weights than without "
-            f"any: {', '.join(lacking[:5])}{', ...' if lacking[5:] else ''}. "
+            f"any: {', '.join(different[:5])}{', ...' if different[5:] else ''}. "
             "model.weights=null gives the untrained model."
         )
-    if all(torch.equal(x, new[name]) for name, x in own.items()):
+    if all(torch.equal(x, fresh_state[name]) for name, x in state.items()):
         raise ModelError(
             f"model.init=reset has no effect: the weights of {backbone.name} ({backbone.weights}) "
             "are its own random ones. Leave it out, or name trained weights in model.weights."
         )
-    backbone.module.load_state_dict({name: new[name] for name in own})
+    backbone.module.load_state_dict({name: fresh_state[name] for name in state})
     backbone.weights = f"{random_id(seed)}, reset from {backbone.weights}"
     backbone.weights_sha256 = state_sha256(backbone.module)

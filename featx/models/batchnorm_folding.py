@@ -33,7 +33,7 @@ Pair = tuple[nn.Conv2d, nn.BatchNorm2d]
 """A convolution and the BatchNorm that reads its output."""
 
 
-def foldable_pairs(module: nn.Module, x: torch.Tensor, kept: Collection[str]) -> list[Pair]:
+def foldable_pairs(module: nn.Module, x: torch.Tensor, captured: Collection[str]) -> list[Pair]:
     """Convolutions whose output is read by one BatchNorm and by nothing else.
 
     They are found in one forward pass, from the tensors that operations read and modules return,
@@ -44,23 +44,23 @@ def foldable_pairs(module: nn.Module, x: torch.Tensor, kept: Collection[str]) ->
     Args:
         module: model in eval mode.
         x: (B, 3, H, W) normalised images.
-        kept: names of modules that must stay unchanged because they are captured.
+        captured: names of modules that must stay unchanged because they are captured.
     """
     names = dict(module.named_modules(remove_duplicate=False))
-    untouched = {id(names[name]) for name in kept if name in names}
+    untouched = {id(names[name]) for name in captured if name in names}
     readers = _Readers()
     with contextlib.ExitStack() as stack:
         for part in module.modules():
             name = type(part).__name__
             stays = id(part) in untouched or not _is_plain(part)
             if isinstance(part, nn.Conv2d) and name in _CONVOLUTIONS and not stays:
-                stack.callback(part.register_forward_hook(readers.convolved).remove)
+                stack.callback(part.register_forward_hook(readers.record_convolution).remove)
                 continue
             if isinstance(part, nn.BatchNorm2d) and name in _NORMS and not stays:
                 before = part.register_forward_pre_hook(readers.begin_norm)
                 stack.callback(before.remove)
                 stack.callback(part.register_forward_hook(readers.end_norm).remove)
-            stack.callback(part.register_forward_hook(readers.returned).remove)
+            stack.callback(part.register_forward_hook(readers.record_output).remove)
         with torch.no_grad(), readers:
             module(x.clone())
     return readers.pairs()
@@ -87,7 +87,7 @@ class _Readers(ObservingMode):  # type: ignore[no-untyped-call]
             if self._calls[id(conv)] == self._calls[id(norm)] == 1 and id(conv) not in self._read
         ]
 
-    def convolved(self, conv: Any, args: Any, output: torch.Tensor) -> None:
+    def record_convolution(self, conv: Any, args: Any, output: torch.Tensor) -> None:
         """Hook: a convolution has returned its output."""
         self._calls[id(conv)] += 1
         self._made[_memory(output)] = conv, output
@@ -104,7 +104,7 @@ class _Readers(ObservingMode):  # type: ignore[no-untyped-call]
         """Hook: a BatchNorm has returned, and its reads are over."""
         self._taken = None
 
-    def returned(self, part: Any, args: Any, output: Any) -> None:
+    def record_output(self, part: Any, args: Any, output: Any) -> None:
         """Hook: a module has returned an output, which its caller may read."""
         self._note(elements(output).values())
 
@@ -123,29 +123,29 @@ class _Readers(ObservingMode):  # type: ignore[no-untyped-call]
 def _memory(tensor: torch.Tensor) -> int:
     """Address of the memory of a tensor, which its views share; 0 if it has none."""
     # A wrapper subclass, such as the int8 tensors of torchao, has no memory of its own.
-    plain = tensor.layout == torch.strided and not is_traceable_wrapper_subclass(tensor)
-    return tensor.untyped_storage().data_ptr() if plain else 0
+    has_memory = tensor.layout == torch.strided and not is_traceable_wrapper_subclass(tensor)
+    return tensor.untyped_storage().data_ptr() if has_memory else 0
 
 
 @contextlib.contextmanager
-def folded(pairs: list[Pair]) -> Iterator[None]:
+def fold_pairs(pairs: list[Pair]) -> Iterator[None]:
     """Fold the pairs until the block ends; the modules then have their own parameters again."""
-    weights = [_fused(conv, norm) for conv, norm in pairs]
-    before = [(conv, dict(conv._parameters)) for conv, _ in pairs]
+    weights = [_fuse(conv, norm) for conv, norm in pairs]
+    parameters_before = [(conv, dict(conv._parameters)) for conv, _ in pairs]
     try:
         for (conv, norm), (weight, bias) in zip(pairs, weights, strict=True):
             conv._parameters.update(weight=weight, bias=bias)
-            passed_on = _activated if hasattr(norm, "act") else _unchanged
-            norm.forward = types.MethodType(passed_on, norm)  # type: ignore[method-assign]
+            replacement = _activate if hasattr(norm, "act") else _pass_through
+            norm.forward = types.MethodType(replacement, norm)  # type: ignore[method-assign]
         yield
     finally:
-        for conv, parameters in before:
+        for conv, parameters in parameters_before:
             conv._parameters.update(parameters)
         for _, norm in pairs:
             norm.__dict__.pop("forward", None)
 
 
-def _fused(conv: nn.Conv2d, norm: nn.BatchNorm2d) -> tuple[nn.Parameter, nn.Parameter]:
+def _fuse(conv: nn.Conv2d, norm: nn.BatchNorm2d) -> tuple[nn.Parameter, nn.Parameter]:
     """Weight and bias of the folded convolution."""
     assert norm.running_mean is not None
     assert norm.running_var is not None
@@ -163,12 +163,12 @@ def _fused(conv: nn.Conv2d, norm: nn.BatchNorm2d) -> tuple[nn.Parameter, nn.Para
     return weight, bias
 
 
-def _unchanged(norm: nn.Module, x: torch.Tensor) -> torch.Tensor:
+def _pass_through(norm: nn.Module, x: torch.Tensor) -> torch.Tensor:
     """Replacement for the forward of a folded BatchNorm."""
     return x
 
 
-def _activated(norm: Any, x: torch.Tensor) -> Any:
+def _activate(norm: Any, x: torch.Tensor) -> Any:
     """Replacement for the forward of a folded BatchNormAct2d: its dropout and activation."""
     return norm.act(norm.drop(x))
 
@@ -181,10 +181,10 @@ def _is_plain(part: nn.Module) -> bool:
     folded away.
     """
     hooks = part._forward_pre_hooks or part._forward_hooks
-    own = hasattr(part, "parametrizations") or "forward" in part.__dict__ or bool(hooks)
+    recomputes = hasattr(part, "parametrizations") or "forward" in part.__dict__ or bool(hooks)
     names = ["weight", "bias"]
     names += ["running_mean", "running_var"] if isinstance(part, nn.BatchNorm2d) else []
     registered = part._parameters.keys() | part._buffers.keys()
-    if own or part.training or not registered.issuperset(names):
+    if recomputes or part.training or not registered.issuperset(names):
         return False
     return getattr(part, "running_mean", part) is not None

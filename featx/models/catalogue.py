@@ -100,7 +100,7 @@ def read_catalogue() -> Catalogue:
     versions: dict[str, str] = {}
     left_out: dict[str, frozenset[str]] = {}
     entries: list[CatalogueEntry] = []
-    seen: set[tuple[str, str]] = set()
+    with_default: set[tuple[str, str]] = set()
     for line in FILE.read_text(encoding="utf-8").splitlines():
         kind, *values = line.split("\t")
         if kind == "# version":
@@ -111,8 +111,10 @@ def read_catalogue() -> Catalogue:
             library, (name, tag, width, size, parameters, licence, repository, file) = kind, values
             height, _, breadth = size.partition("x")
             # The library open_clip loads no weights unless a tag is given.
-            is_default = (library, name) not in seen and bool(tag) and library != "open_clip"
-            seen.add((library, name))
+            is_default = (
+                (library, name) not in with_default and bool(tag) and library != "open_clip"
+            )
+            with_default.add((library, name))
             entries.append(
                 CatalogueEntry(
                     library,

@@ -18,13 +18,8 @@ from torch import nn
 from featx.base import log_message
 from featx.config import CheckpointConfig
 from featx.errors import WeightsError, counted, first_line
-from featx.models.checkpoint_match import (
-    COUNTER,
-    CheckpointMatch,
-    first_part,
-    match_checkpoint,
-    misfits,
-)
+from featx.models.checkpoint_match import match_checkpoint, misfits
+from featx.models.checkpoint_tensors import COUNTER, CheckpointMatch, first_part
 
 _LISTED = 100
 """Number of tensors that are left out above which a store records how many instead of names."""
@@ -86,13 +81,13 @@ def _check_digest(path: Path, expected: str) -> None:
     """
     try:
         with path.open("rb") as file:
-            found = hashlib.file_digest(file, "sha256").hexdigest()
+            actual = hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
         raise WeightsError(f"model.weights={path} cannot be read: {error}.") from error
-    if found != expected:
+    if actual != expected:
         raise WeightsError(
             f"model.weights={path} is not the file that model.checkpoint.sha256 names: its SHA-256 "
-            f"is {found}, expected {expected}. Nothing of it was loaded. Copy the file again, or "
+            f"is {actual}, expected {expected}. Nothing of it was loaded. Copy the file again, or "
             "give the checksum of this one."
         )
 
@@ -147,26 +142,26 @@ def load_match(module: nn.Module, match: CheckpointMatch, origin: str) -> dict[s
     Raises:
         WeightsError: as for `load_weights`.
     """
-    own = module.state_dict()
-    if problem := misfits(own, match, with_heads=True):
+    module_state = module.state_dict()
+    if problem := misfits(module_state, match, with_heads=True):
         raise problem.as_error(origin, match.prefix)
-    found = {name: match.tensors[name] for name in own if name in match.tensors}
-    _check_values(own, found, origin)
-    module.load_state_dict(found, strict=False)
-    used = {source for name in found for source in match.sources.get(name, ())}
-    dropped = [name for name in match.file_names if name not in used]
+    tensors = {name: match.tensors[name] for name in module_state if name in match.tensors}
+    _check_values(module_state, tensors, origin)
+    module.load_state_dict(tensors, strict=False)
+    used_names = {source for name in tensors for source in match.sources.get(name, ())}
+    dropped = [name for name in match.file_names if name not in used_names]
     dropped = [name for name in dropped if not name.endswith(COUNTER)]
     _log_dropped(dropped, match.prefix, origin)
     if match.conversion:
         changed = f", {', '.join(match.computed)} resampled" if match.computed else ""
         log_message(f"{origin}: names converted by {match.conversion}{changed}")
-    said = {
+    description = {
         "prefix": match.prefix,
         "convert": match.conversion,
         "resample": sorted(match.computed),
         "dropped": sorted(dropped) if len(dropped) <= _LISTED else _counts(dropped),
     }
-    return {key: value for key, value in said.items() if value}
+    return {key: value for key, value in description.items() if value}
 
 
 def log_missing_head(origin: str) -> None:
@@ -195,18 +190,18 @@ def _log_dropped(names: Sequence[str], prefix: str, origin: str) -> None:
         origin: file of the weights.
     """
     nest = prefix[: prefix.rfind("/") + 1]
-    left = [name.removeprefix(nest) for name in names]
-    if left:
-        parts = Counter(map(first_part, left))
-        each = ", ".join(f"{part} ({number})" for part, number in parts.most_common(8))
+    inner_names = [name.removeprefix(nest) for name in names]
+    if inner_names:
+        parts = Counter(map(first_part, inner_names))
+        parts_text = ", ".join(f"{part} ({number})" for part, number in parts.most_common(8))
         log_message(
-            f"{origin}: {counted(len(left), 'tensor')} left out, as no part of the model: "
-            f"{each}{', ...' if len(parts) > 8 else ''}"
+            f"{origin}: {counted(len(inner_names), 'tensor')} left out, as no part of the model: "
+            f"{parts_text}{', ...' if len(parts) > 8 else ''}"
         )
 
 
 def _check_values(
-    own: Mapping[str, torch.Tensor], state: Mapping[str, torch.Tensor], origin: str
+    module_state: Mapping[str, torch.Tensor], state: Mapping[str, torch.Tensor], origin: str
 ) -> None:
     """Check that tensors of a state dict hold weights, not quantised values or NaN.
 
@@ -215,18 +210,18 @@ def _check_values(
     Raises:
         WeightsError: they do not.
     """
-    shared = {name: value for name, value in state.items() if name in own}
-    other = [
+    shared = {name: value for name, value in state.items() if name in module_state}
+    quantised = [
         f"{name} is {str(value.dtype).removeprefix('torch.')} instead of "
-        f"{str(own[name].dtype).removeprefix('torch.')}"
+        f"{str(module_state[name].dtype).removeprefix('torch.')}"
         for name, value in shared.items()
-        if not name.endswith(COUNTER) and not _keeps_values(value, own[name].dtype)
+        if not name.endswith(COUNTER) and not _keeps_values(value, module_state[name].dtype)
     ]
-    if other:
+    if quantised:
         raise WeightsError(
             f"the weights {origin} are quantised or of another kind than those of the model: "
-            f"{counted(len(other), 'tensor')} ({'; '.join(other[:3])}). Give a file with weights "
-            "in float32, float16 or bfloat16."
+            f"{counted(len(quantised), 'tensor')} ({'; '.join(quantised[:3])}). Give a file with "
+            "weights in float32, float16 or bfloat16."
         )
     damaged = [
         name

@@ -19,8 +19,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from featx.models.checkpoint_match import CONSTANTS, COUNTER, TRAINING_ONLY, CheckpointMatch
-from featx.models.checkpoint_match import first_part as part_of
+from featx.models.checkpoint_tensors import (
+    CONSTANTS,
+    COUNTER,
+    TRAINING_ONLY,
+    CheckpointMatch,
+    first_part,
+)
 
 _REASONS = (
     AssertionError,
@@ -57,11 +62,11 @@ class Conversion:
     function: Callable[[dict[str, torch.Tensor], nn.Module], Mapping[str, Any]]
     module: nn.Module
 
-    def applied(self, found: CheckpointMatch) -> CheckpointMatch | None:
+    def apply(self, match: CheckpointMatch) -> CheckpointMatch | None:
         """Convert the tensors behind a prefix.
 
         Args:
-            found: tensors behind a prefix, with the names of the file.
+            match: tensors behind a prefix, with the names of the file.
 
         Returns:
             The converted tensors, with the names of the file that each was made of; None if the
@@ -69,7 +74,7 @@ class Conversion:
         """
         leaves = {
             name: x.detach().requires_grad_() if x.is_floating_point() else x
-            for name, x in found.tensors.items()
+            for name, x in match.tensors.items()
         }
         # Some of the functions print; stdout belongs to the result of the job.
         with torch.enable_grad(), contextlib.redirect_stdout(io.StringIO()):
@@ -78,17 +83,17 @@ class Conversion:
             except _REASONS:
                 return None
         tensors = {name: x for name, x in result.items() if isinstance(x, torch.Tensor)}
-        names = {id(leaf): found.prefix + name for name, leaf in leaves.items()}
+        names = {id(leaf): match.prefix + name for name, leaf in leaves.items()}
         traced = {name: _trace(x, names) for name, x in tensors.items()}
         sources = {name: trace.names for name, trace in traced.items()}
-        used = {source for each in sources.values() for source in each}
+        used_names = {source for each in sources.values() for source in each}
         return replace(
-            found,
+            match,
             tensors={name: x.detach() for name, x in tensors.items()},
             sources=sources,
             conversion=self.name,
             computed=tuple(name for name, trace in traced.items() if not trace.is_exact),
-            lost=tuple(_lost(found, used)),
+            lost=tuple(_lost_names(match, used_names)),
         )
 
 
@@ -125,24 +130,24 @@ def _trace(x: torch.Tensor, names: Mapping[int, str]) -> _Trace:
 
 def _graph(x: torch.Tensor) -> Iterator[Any]:
     """Yield the nodes of autograd from which a tensor was computed."""
-    seen, left = set(), [x.grad_fn]
-    while left:
-        node = left.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            left += [following for following, _ in node.next_functions]
+    visited, pending = set(), [x.grad_fn]
+    while pending:
+        node = pending.pop()
+        if node is not None and node not in visited:
+            visited.add(node)
+            pending += [following for following, _ in node.next_functions]
             yield node
 
 
-def _lost(found: CheckpointMatch, used: Collection[str]) -> Iterator[str]:
+def _lost_names(match: CheckpointMatch, used_names: Collection[str]) -> Iterator[str]:
     """Yield names in the file of tensors that a conversion leaves out of the parts that it takes.
 
     Tensors of zeros, of training only, and those that follow from the size of the model are none.
     """
-    parts = {part_of(name.removeprefix(found.prefix)) for name in used}
-    for inner, x in found.tensors.items():
-        name = found.prefix + inner
-        if name in used or part_of(inner) not in parts:
+    parts = {first_part(name.removeprefix(match.prefix)) for name in used_names}
+    for inner, x in match.tensors.items():
+        name = match.prefix + inner
+        if name in used_names or first_part(inner) not in parts:
             continue
         if inner.endswith((COUNTER, *CONSTANTS)) or inner.startswith(TRAINING_ONLY):
             continue

@@ -10,62 +10,23 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from featx.config import CheckpointConfig
 from featx.errors import WeightsError, counted
-
-if TYPE_CHECKING:
-    from featx.models.checkpoint_conversion import Conversion
-
-COUNTER = "num_batches_tracked"
-"""Counter of BatchNorm, which eval mode never reads. Files written before PyTorch 0.4.1 lack it,
-and in files converted to float16 it may be infinite."""
-
-TRAINING_ONLY = ("mask_token", "decoder_")
-"""Beginnings of the names of parameters that only the training of a model reads."""
-
-CONSTANTS = (
-    "relative_position_index",
-    "relative_coords_table",
-    "attn_mask",
-    "bias_mask",
-    "periods",
+from featx.models.checkpoint_conversion import Conversion
+from featx.models.checkpoint_tensors import (
+    CONSTANTS,
+    COUNTER,
+    TRAINING_ONLY,
+    CheckpointMatch,
+    first_part,
 )
-"""Endings of the names of buffers that the code of a model computes from its size."""
 
 _NESTS = 8
 """Largest number of prefixes behind which a conversion is tried."""
-
-
-@dataclass(frozen=True)
-class CheckpointMatch:
-    """Tensors of a checkpoint under the names of a module.
-
-    Attributes:
-        tensors: name in the module -> tensor; also names that the module lacks, such as those of a
-            head of other classes.
-        sources: name in the module -> names in the file of what the tensor was made of.
-        file_names: names of all tensors in the file.
-        prefix: what stands before the names in the file.
-        heads: names of the classifiers of the module, which the checkpoint may lack.
-        conversion: name of the function that converted the names, or ''.
-        computed: names in the module whose values the conversion has interpolated.
-        lost: names in the file of tensors behind the prefix, not zero, that the conversion leaves
-            out although it takes others of the same part.
-    """
-
-    tensors: Mapping[str, torch.Tensor]
-    sources: Mapping[str, Collection[str]]
-    file_names: Collection[str]
-    prefix: str
-    heads: Collection[str] = ()
-    conversion: str = ""
-    computed: tuple[str, ...] = ()
-    lost: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -136,7 +97,7 @@ def match_checkpoint(
             parts are left over; several prefixes have different values; or the conversion
             interpolates values without model.checkpoint.resample=true, or loses some.
     """
-    own = module.state_dict()
+    module_state = module.state_dict()
     prefix = options.prefix
     if prefix is not None and not any(name.startswith(prefix) for name in state):
         begin = ", ".join(list(dict.fromkeys(map(first_part, state)))[:5])
@@ -144,52 +105,56 @@ def match_checkpoint(
             f"model.checkpoint.prefix={prefix}: no tensor of {origin} has a name that begins so. "
             f"Its names begin with {begin or 'nothing: it is empty'}."
         )
-    needed = _needed(own, heads)
+    needed = _needed_names(module_state, heads)
     prefixes = _plain_prefixes(needed, state) if prefix is None else [prefix]
-    match = _only(own, needed, [_behind(found, state, heads) for found in prefixes], origin)
-    problem = misfits(own, match)
+    match = _only_match(
+        module_state, needed, [_behind(found, state, heads) for found in prefixes], origin
+    )
+    problem = misfits(module_state, match)
     if not problem:
         return match
     if conversion is None or options.convert == "none":
         raise problem.as_error(origin, match.prefix)
     nests = _nests(needed, state) if prefix is None else [prefix]
-    attempts = [conversion.applied(_behind(nest, state, heads)) for nest in nests]
+    attempts = [conversion.apply(_behind(nest, state, heads)) for nest in nests]
     converted = [attempt for attempt in attempts if attempt is not None]
     if not converted:
         raise problem.as_error(origin, match.prefix)
-    best = _only(own, needed, converted, origin)
-    left = misfits(own, best)
-    if not left and not (reasons := _refusals(best, needed, options.resample)):
+    best = _only_match(module_state, needed, converted, origin)
+    remaining = misfits(module_state, best)
+    if not remaining and not (reasons := _refusals(best, needed, options.resample)):
         return best
-    outcome = "; ".join(reasons) if not left else left.summary()
-    said = "" if outcome == problem.summary() else f"Converted by {conversion.name}: {outcome}. "
-    raise problem.as_error(origin, match.prefix, said)
+    outcome = "; ".join(reasons) if not remaining else remaining.summary()
+    conversion_text = (
+        "" if outcome == problem.summary() else f"Converted by {conversion.name}: {outcome}. "
+    )
+    raise problem.as_error(origin, match.prefix, conversion_text)
 
 
 def misfits(
-    own: Mapping[str, torch.Tensor], match: CheckpointMatch, with_heads: bool = False
+    module_state: Mapping[str, torch.Tensor], match: CheckpointMatch, with_heads: bool = False
 ) -> Misfits:
     """Compare a module with the tensors found for it.
 
     Args:
-        own: state dict of the module.
+        module_state: state dict of the module.
         match: tensors that were found.
         with_heads: whether the classifiers of the module have to be among them.
     """
-    heads, inner = match.heads, match.tensors
-    needed = _needed(own, () if with_heads else heads)
-    backbone = {name for name in own if not _is_below(name, heads)}
+    heads, tensors = match.heads, match.tensors
+    needed = _needed_names(module_state, () if with_heads else heads)
+    backbone = {name for name in module_state if not _is_below(name, heads)}
     extra = [
         name
-        for name in inner
-        if name not in own and not _is_below(name, heads) and _is_of_module(name, backbone)
+        for name in tensors
+        if name not in module_state and not _is_below(name, heads) and _is_of_module(name, backbone)
     ]
     shapes = [
-        f"{name} {tuple(inner[name].shape)} instead of {tuple(own[name].shape)}"
+        f"{name} {tuple(tensors[name].shape)} instead of {tuple(module_state[name].shape)}"
         for name in needed
-        if name in inner and inner[name].shape != own[name].shape
+        if name in tensors and tensors[name].shape != module_state[name].shape
     ]
-    return Misfits([name for name in needed if name not in inner], sorted(extra), shapes)
+    return Misfits([name for name in needed if name not in tensors], sorted(extra), shapes)
 
 
 def num_classes(match: CheckpointMatch) -> int:
@@ -205,22 +170,27 @@ def num_classes(match: CheckpointMatch) -> int:
     return sizes.pop() if len(sizes) == 1 else 0
 
 
-def has_heads(own: Mapping[str, torch.Tensor], match: CheckpointMatch) -> bool:
+def has_heads(module_state: Mapping[str, torch.Tensor], match: CheckpointMatch) -> bool:
     """Whether a checkpoint has all tensors of the classifiers of a module, in their shapes.
 
     Args:
-        own: state dict of the module.
+        module_state: state dict of the module.
         match: tensors that were found, with the names of the classifiers.
     """
-    names = [name for name in own if _is_below(name, match.heads) and not name.endswith(COUNTER)]
+    names = [
+        name for name in module_state if _is_below(name, match.heads) and not name.endswith(COUNTER)
+    ]
     return bool(names) and all(
-        name in match.tensors and match.tensors[name].shape == own[name].shape for name in names
+        name in match.tensors and match.tensors[name].shape == module_state[name].shape
+        for name in names
     )
 
 
-def _needed(own: Mapping[str, torch.Tensor], heads: Collection[str]) -> list[str]:
+def _needed_names(module_state: Mapping[str, torch.Tensor], heads: Collection[str]) -> list[str]:
     """Return the names that a checkpoint must have."""
-    return [name for name in own if not name.endswith(COUNTER) and not _is_below(name, heads)]
+    return [
+        name for name in module_state if not name.endswith(COUNTER) and not _is_below(name, heads)
+    ]
 
 
 def _is_below(name: str, modules: Collection[str]) -> bool:
@@ -264,18 +234,18 @@ def _ends_of_parts(name: str) -> Iterator[int]:
     return (i + 1 for i, letter in enumerate(name) if letter in "./")
 
 
-def _only(
-    own: Mapping[str, torch.Tensor],
+def _only_match(
+    module_state: Mapping[str, torch.Tensor],
     needed: Sequence[str],
-    found: Sequence[CheckpointMatch],
+    matches: Sequence[CheckpointMatch],
     origin: str,
 ) -> CheckpointMatch:
     """Return the one of several matches that a module is loaded from.
 
     Args:
-        own: state dict of the module.
+        module_state: state dict of the module.
         needed: its names that a match must have.
-        found: matches, at least one.
+        matches: matches, at least one.
         origin: file of the weights, for the message.
 
     Returns:
@@ -287,16 +257,16 @@ def _only(
             and only the user knows which are meant.
     """
     complete = sorted(
-        (match for match in found if all(name in match.tensors for name in needed)),
+        (match for match in matches if all(name in match.tensors for name in needed)),
         key=lambda match: match.prefix,
     )
     complete = [
         match
         for match in complete
-        if all(match.tensors[name].shape == own[name].shape for name in needed)
+        if all(match.tensors[name].shape == module_state[name].shape for name in needed)
     ] or complete
     if not complete:
-        return max(found, key=lambda match: sum(name in match.tensors for name in needed))
+        return max(matches, key=lambda match: sum(name in match.tensors for name in needed))
     first = complete[0]
     rivals = [match for match in complete[1:] if _differs(first, match, needed)]
     if rivals:
@@ -340,7 +310,7 @@ def _refusals(match: CheckpointMatch, needed: Sequence[str], resample: bool) -> 
     return reasons
 
 
-def _is_of_module(name: str, own: Collection[str]) -> bool:
+def _is_of_module(name: str, names: Collection[str]) -> bool:
     """Whether a tensor that the module lacks belongs to a part that the module has.
 
     Five blocks do not fit a model of three. A parameter beside the parts, such as registers,
@@ -351,9 +321,4 @@ def _is_of_module(name: str, own: Collection[str]) -> bool:
         return False
     if not dot or part.isdigit():
         return "/" not in part
-    return any(key.startswith(f"{part}.") for key in own)
-
-
-def first_part(name: str) -> str:
-    """Return the name of the mapping or module to which a tensor belongs, or its own."""
-    return name.replace("/", ".").partition(".")[0]
+    return any(key.startswith(f"{part}.") for key in names)

@@ -31,7 +31,11 @@ def hint(name: str, names: Iterable[str]) -> str:
         name: name of a model that no library has.
         names: names of the models of the libraries that were asked.
     """
-    sentences = list(_of_path(name)) or list(_of_known(name, names)) or list(_of_hub(name))
+    sentences = (
+        list(_hints_of_path(name))
+        or list(_hints_of_known(name, names))
+        or list(_hints_of_hub(name))
+    )
     return "".join(f" {sentence}" for sentence in sentences)
 
 
@@ -42,7 +46,7 @@ def hint_elsewhere(name: str) -> str:
         name: name of a model that its library, such as transformers, does not find.
     """
     names = (registered_names("torchvision") | registered_names("timm")) - {name}
-    sentences = [each for each in _of_known(name, names) if f"model.name={name}." not in each]
+    sentences = [each for each in _hints_of_known(name, names) if f"model.name={name}." not in each]
     return "".join(f" {sentence}" for sentence in sentences)
 
 
@@ -61,7 +65,7 @@ def plain(name: str) -> str:
     return re.sub(r"[\W_]", "", name.lower())
 
 
-def _of_path(name: str) -> Iterator[str]:
+def _hints_of_path(name: str) -> Iterator[str]:
     """Yield what to type for a folder or a file of weights."""
     try:
         path = Path(name).expanduser()
@@ -71,12 +75,12 @@ def _of_path(name: str) -> Iterator[str]:
     if is_file and path.suffix in _WEIGHTS:
         yield f"It is a file: model=NAME model.weights={name}, with the name of its model."
     elif is_folder:
-        yield from _of_folder(name, path)
+        yield from _hints_of_folder(name, path)
     elif not is_file and name.startswith(("/", "./", "../", "~")):
         yield "There is no such file or folder."
 
 
-def _of_folder(name: str, path: Path) -> Iterator[str]:
+def _hints_of_folder(name: str, path: Path) -> Iterator[str]:
     """Yield what to type for a folder that holds a model."""
     if (path / "open_clip_config.json").is_file():
         yield f"It is a folder of open_clip: model=open_clip model.name={name}."
@@ -91,21 +95,21 @@ def _of_folder(name: str, path: Path) -> Iterator[str]:
         yield f"It is a folder of timm: model=timm model.name=local-dir:{name}."
 
 
-def _of_known(name: str, names: Iterable[str]) -> Iterator[str]:
+def _hints_of_known(name: str, names: Iterable[str]) -> Iterator[str]:
     """Yield what to type for a name of other programs, or for another spelling of a name."""
-    asked = name.lower()
-    exact = [m for m in known_models() if asked in (m.original.lower(), m.hugging_face.lower())]
+    lower = name.lower()
+    exact = [m for m in known_models() if lower in (m.original.lower(), m.hugging_face.lower())]
     if exact:
         for model in exact:
-            yield from _of_model(model, name)
+            yield from _hints_of_model(model, name)
         return
-    yield from _of_other_library(name)
-    if found := spellings(name, names):
-        yield f"The name is spelled otherwise: {' or '.join(found)}."
+    yield from _hints_of_other_library(name)
+    if spelled := spellings(name, names):
+        yield f"The name is spelled otherwise: {' or '.join(spelled)}."
     for model in known_models():
         # A model of the hub that has the name of an architecture says nothing more than that.
-        if plain(name) in map(plain, model.names) and (model.original or not found):
-            yield from _of_model(model, name)
+        if plain(name) in map(plain, model.names) and (model.original or not spelled):
+            yield from _hints_of_model(model, name)
 
 
 def spellings(name: str, names: Iterable[str]) -> list[str]:
@@ -115,18 +119,21 @@ def spellings(name: str, names: Iterable[str]) -> list[str]:
         name: unknown name.
         names: known names.
     """
-    asked, known = plain(name), set(names)
-    found = [
+    plain_name, known_names = plain(name), set(names)
+    options = [
         f"model={entry.option} ({entry.library})"
         for entry in read_catalogue().entries
-        if entry.name in known
+        if entry.name in known_names
         and name not in (entry.name, entry.full_name)
-        and (plain(entry.full_name) == asked or (entry.is_default and plain(entry.name) == asked))
+        and (
+            plain(entry.full_name) == plain_name
+            or (entry.is_default and plain(entry.name) == plain_name)
+        )
     ]
-    return found or [f"model={each}" for each in sorted(known) if plain(each) == asked]
+    return options or [f"model={each}" for each in sorted(known_names) if plain(each) == plain_name]
 
 
-def _of_other_library(name: str) -> Iterator[str]:
+def _hints_of_other_library(name: str) -> Iterator[str]:
     """Yield the options to type for a name of another library, also if it is typed LIBRARY/NAME."""
     owner, _, rest = name.partition("/")
     for entry in read_catalogue().entries:
@@ -137,21 +144,21 @@ def _of_other_library(name: str) -> Iterator[str]:
         if entry.library == owner and rest in (entry.full_name, entry.name) and not is_repository:
             yield f"{entry.library} has {rest}: model={entry.option}."
             return
-    asked = name.replace("/", "-")
+    architecture = name.replace("/", "-")
     tags = [
         entry.tag
         for entry in read_catalogue().entries
-        if entry.library == "open_clip" and entry.name == asked and entry.tag
+        if entry.library == "open_clip" and entry.name == architecture and entry.tag
     ]
     if tags:
-        shown = ", ".join(tags[:_SHOWN_TAGS]) + (", ..." if tags[_SHOWN_TAGS:] else "")
+        tags_text = ", ".join(tags[:_SHOWN_TAGS]) + (", ..." if tags[_SHOWN_TAGS:] else "")
         yield (
-            f"open_clip has it: model=open_clip model.name={asked} model.weights=TAG, with one of "
-            f"the tags {shown}."
+            f"open_clip has it: model=open_clip model.name={architecture} model.weights=TAG, with "
+            f"one of the tags {tags_text}."
         )
 
 
-def _of_model(model: KnownModel, name: str) -> Iterator[str]:
+def _hints_of_model(model: KnownModel, name: str) -> Iterator[str]:
     """Yield what to type for a known model."""
     is_original = name.lower() == model.original.lower()
     if is_original or not model.hugging_face:
@@ -163,17 +170,17 @@ def _of_model(model: KnownModel, name: str) -> Iterator[str]:
         )
     for library, option in model.options:
         if not model.evidence:
-            what = "the same architecture"
+            weights = "the same architecture"
         elif is_original:
-            what = "the same weights"
+            weights = "the same weights"
         else:
-            what = f"the weights of {model.code}'s {model.original}"
-        yield f"{library} has {what}: model={option}."
+            weights = f"the weights of {model.code}'s {model.original}"
+        yield f"{library} has {weights}: model={option}."
     if is_original and model.hugging_face:
         yield f"transformers: model=transformers model.name={model.hugging_face}."
 
 
-def _of_hub(name: str) -> Iterator[str]:
+def _hints_of_hub(name: str) -> Iterator[str]:
     """Yield what to type for owner/model of the Hugging Face Hub."""
     if not HUB_NAME.fullmatch(name):
         return

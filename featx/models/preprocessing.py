@@ -36,14 +36,14 @@ def stated_preprocess(config: TransformConfig) -> Preprocess:
         std=_STD,
         offset="round",
     )
-    return _stated(config, USUAL_RESIZE, usual)
+    return _apply_options(config, USUAL_RESIZE, usual)
 
 
-def changed_preprocess(own: Preprocess, config: TransformConfig) -> Preprocess:
+def change_preprocess(preprocess: Preprocess, config: TransformConfig) -> Preprocess:
     """Return the transform of some weights with the values that options state instead.
 
     Args:
-        own: the transform of the weights; returned as it is if no option is given.
+        preprocess: the transform of the weights; returned as it is if no option is given.
         config: options `model.transform`.
 
     Raises:
@@ -51,83 +51,89 @@ def changed_preprocess(own: Preprocess, config: TransformConfig) -> Preprocess:
             image, or the library's own resizing is no value that the other options can be added to.
     """
     if config == TransformConfig():
-        return own
+        return preprocess
     crop = config.crop
-    if crop is not None and own.crop != ((crop, crop) if isinstance(crop, int) else tuple(crop)):
-        height, width = own.crop
+    if crop is not None and preprocess.crop != (
+        (crop, crop) if isinstance(crop, int) else tuple(crop)
+    ):
+        height, width = preprocess.crop
         raise ConfigError(
             f"model.transform.crop={crop}: the images of this model have {height} x {width} "
             "pixels. model.input_size=[HEIGHT,WIDTH] changes the model and its images together."
         )
-    resize = own.resize
+    resize = preprocess.resize
     if config.resize is None and resize is None:
         raise ConfigError(
             "model.transform: these weights ask for a way of resizing that options cannot state "
             "(borders, or other proportions). Give model.transform.resize as well."
         )
-    if config.interpolation is None and own.interpolation not in INTERPOLATIONS:
+    if config.interpolation is None and preprocess.interpolation not in INTERPOLATIONS:
         raise ConfigError(
-            f"model.transform: these weights ask for the interpolation {own.interpolation}. Give "
-            "model.transform.interpolation as well."
+            "model.transform: these weights ask for the interpolation "
+            f"{preprocess.interpolation}. Give model.transform.interpolation as well."
         )
-    config.check_sizes(resize, own.crop)
-    return _stated(config, resize or 0, own)
+    config.check_sizes(resize, preprocess.crop)
+    return _apply_options(config, resize or 0, preprocess)
 
 
-def _stated(config: TransformConfig, resize: int | tuple[int, int], own: Preprocess) -> Preprocess:
+def _apply_options(
+    config: TransformConfig, resize: int | tuple[int, int], preprocess: Preprocess
+) -> Preprocess:
     """Return a transform with Pillow as reference; options that are given replace the values.
 
     Args:
         config: options `model.transform`.
         resize: `Preprocess.resize`, if it is not given.
-        own: the other values, if they are not given.
+        preprocess: the other values, if they are not given.
     """
     if config.resize is not None:
-        asked = config.resize
-        resize = asked if isinstance(asked, int) else (asked[0], asked[1])
-    order = slice(None, None, -1 if own.channels == "bgr" else 1)  # options are in the order RGB
-    offset = own.offset
+        option = config.resize
+        resize = option if isinstance(option, int) else (option[0], option[1])
+    order = slice(
+        None, None, -1 if preprocess.channels == "bgr" else 1
+    )  # options are in the order RGB
+    offset = preprocess.offset
     if config.offset is not None:
         offset = "floor" if config.offset == "floor" else "round"
-    stated = pillow_preprocess(
+    changed = pillow_preprocess(
         resize=resize,
-        crop=own.crop,
-        interpolation=config.interpolation or own.interpolation,
-        mean=config.mean[order] if config.mean else own.mean,
-        std=config.std[order] if config.std else own.std,
+        crop=preprocess.crop,
+        interpolation=config.interpolation or preprocess.interpolation,
+        mean=config.mean[order] if config.mean else preprocess.mean,
+        std=config.std[order] if config.std else preprocess.std,
         offset=offset,
-        channels=own.channels,
+        channels=preprocess.channels,
     )
-    return stated if config.scale is None else _scaled(config, stated)
+    return changed if config.scale is None else _apply_scale(config, changed)
 
 
-def _scaled(config: TransformConfig, stated: Preprocess) -> Preprocess:
+def _apply_scale(config: TransformConfig, preprocess: Preprocess) -> Preprocess:
     """Return a transform for images that keep their numbers, as `config.scale` asks.
 
     Args:
         config: options `model.transform`, with a scale.
-        stated: the same transform for RGB images.
+        preprocess: the same transform for RGB images.
 
     Raises:
         ConfigError: mean and standard deviation are not those of the channels, or the library
             resizes in a way that float32 images cannot follow.
     """
-    given = len(stated.mean) if config.channels is None else config.channels
-    num = given if config.bands is None else len(config.bands)
-    for key, value in (("mean", stated.mean), ("std", stated.std)):
-        if len(value) != num:
-            numbers = ",".join(["0.5"] * num)
+    num_channels = len(preprocess.mean) if config.channels is None else config.channels
+    num_bands = num_channels if config.bands is None else len(config.bands)
+    for key, value in (("mean", preprocess.mean), ("std", preprocess.std)):
+        if len(value) != num_bands:
+            numbers = ",".join(["0.5"] * num_bands)
             raise ConfigError(
                 f"model.transform.{key} has {counted(len(value), 'number')} and the model gets "
-                f"{counted(num, 'channel')} of the images. Give one number a channel, of values "
-                f"after the division, such as 'model.transform.{key}=[{numbers}]'; "
+                f"{counted(num_bands, 'channel')} of the images. Give one number a channel, of "
+                f"values after the division, such as 'model.transform.{key}=[{numbers}]'; "
                 "model.transform.channels and model.transform.bands say which channels those are."
             )
-    if stated.interpolation not in ("bilinear", "bicubic"):
+    if preprocess.interpolation not in ("bilinear", "bicubic"):
         raise ConfigError(
             f"model.transform.scale: these weights ask for the interpolation "
-            f"{stated.interpolation}. Give model.transform.interpolation=bilinear or bicubic as "
-            "well."
+            f"{preprocess.interpolation}. Give model.transform.interpolation=bilinear or bicubic "
+            "as well."
         )
 
     def reference(image: Image.Image) -> torch.Tensor:
@@ -138,7 +144,7 @@ def _scaled(config: TransformConfig, stated: Preprocess) -> Preprocess:
 
     divisor = None if config.scale == OF_DTYPE else float(config.scale)
     bands = None if config.bands is None else tuple(config.bands)
-    return replace(stated, reference=reference, scale=PixelScale(divisor, given, bands))
+    return replace(preprocess, reference=reference, scale=PixelScale(divisor, num_channels, bands))
 
 
 def pillow_preprocess(

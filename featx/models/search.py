@@ -108,8 +108,8 @@ def _tier(word: str, tokens: Collection[str]) -> int:
 @cache
 def _other_names() -> Mapping[str, tuple[str, ...]]:
     """Return what one types after `model=` -> names that other programs have for the model."""
-    found: dict[str, tuple[str, ...]] = {}
+    names_of_model: dict[str, tuple[str, ...]] = {}
     for model in known_models():
         for _, option in model.options:
-            found[option] = (*found.get(option, ()), *model.names)
-    return found
+            names_of_model[option] = (*names_of_model.get(option, ()), *model.names)
+    return names_of_model

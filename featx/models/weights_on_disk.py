@@ -51,34 +51,34 @@ class WeightsOnDisk:
 
     def transformers_models(self) -> list[CatalogueEntry]:
         """Return the models of the cache of the hub that model=transformers opens."""
-        found = []
+        entries = []
         for folder in sorted(self.hub.glob("models--*--*")):
             _, owner, name = folder.name.split("--", 2)
             repository = f"{owner}/{name}"
-            config = self._cached(repository, ("config.json",))
+            config = self._cached_file(repository, ("config.json",))
             if config is None or not any(config.parent.glob("*.safetensors")):
                 continue
             values = find_json(config)
             if values is not None and values.get("model_type") in FAMILIES:
-                found.append(CatalogueEntry("transformers", repository, repository=repository))
-        return found
+                entries.append(CatalogueEntry("transformers", repository, repository=repository))
+        return entries
 
     def _files_of(self, entry: CatalogueEntry) -> Iterable[Path]:
         """Return the files of the weights of a model that are on this machine."""
         if entry.library == "packaged":
-            return _packaged()
+            return _packaged_files()
         if entry.library == "transformers":
-            config = self._cached(entry.repository, ("config.json",))
+            config = self._cached_file(entry.repository, ("config.json",))
             return config.parent.glob("*.safetensors") if config else ()
         if entry.repository:
             usual = _CLIP_FILES if entry.library == "open_clip" else _TIMM_FILES
-            file = self._cached(entry.repository, (entry.file,) if entry.file else usual)
+            file = self._cached_file(entry.repository, (entry.file,) if entry.file else usual)
             return (file,) if file else ()
         folder = self.clip.expanduser() if entry.library == "open_clip" else self.checkpoints
         file = folder / entry.file
         return (file,) if entry.file and file.is_file() else ()
 
-    def _cached(self, repository: str, names: Iterable[str]) -> Path | None:
+    def _cached_file(self, repository: str, names: Iterable[str]) -> Path | None:
         """Return the first of some files of a repository that is in the cache of the hub."""
         # Most repositories have no folder, and the client of the hub takes long to import.
         if not (self.hub / f"models--{repository.replace('/', '--')}").is_dir():
@@ -88,15 +88,15 @@ class WeightsOnDisk:
 
         for name in names:
             try:
-                found = try_to_load_from_cache(repository, name, cache_dir=self.hub)
+                entries = try_to_load_from_cache(repository, name, cache_dir=self.hub)
             except HFValidationError:  # a folder that is no repository's
                 return None
-            if isinstance(found, str):
-                return Path(found)
+            if isinstance(entries, str):
+                return Path(entries)
         return None
 
 
-def _packaged() -> Iterator[Path]:
+def _packaged_files() -> Iterator[Path]:
     """Yield the weights that are a Python package."""
     spec = importlib.util.find_spec(_PACKAGE)
     for place in (spec and spec.submodule_search_locations) or ():

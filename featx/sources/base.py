@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from featx.errors import DataError, counted
-from featx.sources.labels import of_any_kind
+from featx.sources.labels import from_values
 from featx.store import layout
 from featx.types import IMAGE_STATE, NO_STATE, ImageFault, Listing, Status
 
@@ -92,8 +92,8 @@ def of_other_paths(states: npt.NDArray[np.void], paths: Iterable[bytes]) -> npt.
     Returns:
         `states`.
     """
-    there = states != NO_STATE
-    states["tag"][there] ^= np.array([tag_of(path) for path in paths], dtype=np.int64)[there]
+    exists = states != NO_STATE
+    states["tag"][exists] ^= np.array([tag_of(path) for path in paths], dtype=np.int64)[exists]
     return states
 
 
@@ -119,7 +119,7 @@ def endings(
     return frozenset(os.fsencode("." + ending.lower().lstrip(".")) for ending in extensions)
 
 
-def relabelled(listing: Listing, names: Mapping[str, str | int], where: str) -> Listing:
+def relabel(listing: Listing, names: Mapping[str, str | int], where: str) -> Listing:
     """Replace the classes of a listing, which are folder names, by other names or numbers.
 
     Args:
@@ -137,7 +137,7 @@ def relabelled(listing: Listing, names: Mapping[str, str | int], where: str) -> 
             f"{where} has no class for {counted(len(unknown), 'folder')} of the data set, such as "
             f"{shown}."
         )
-    values, classes = of_any_kind([names[name] for name in listing.classes], where)
+    values, classes = from_values([names[name] for name in listing.classes], where)
     table = np.append(values, -1)  # label -1 (no folder) selects the last entry
     return replace(listing, labels=table[listing.labels], classes=classes)
 
@@ -156,7 +156,7 @@ def _read_to_end(descriptor: int, size: int) -> bytes:
     return data
 
 
-def _in_order(found: Iterable[bytes]) -> npt.NDArray[np.bytes_]:
+def _sort_keys(names: Iterable[bytes]) -> npt.NDArray[np.bytes_]:
     """Sort keys bytewise.
 
     Returns:
@@ -164,9 +164,9 @@ def _in_order(found: Iterable[bytes]) -> npt.NDArray[np.bytes_]:
     """
     # Python bytes objects need about twice the memory of the array, so only _PIECE of them exist at
     # a time.
-    names = iter(found)
+    remaining = iter(names)
     pieces = []
-    while piece := list(itertools.islice(names, _PIECE)):
+    while piece := list(itertools.islice(remaining, _PIECE)):
         pieces.append(np.array(piece, dtype=np.bytes_))
     keys = np.empty(sum(map(len, pieces)), f"S{max([p.itemsize for p in pieces], default=1)}")
     row = 0
@@ -178,7 +178,7 @@ def _in_order(found: Iterable[bytes]) -> npt.NDArray[np.bytes_]:
     return keys
 
 
-def _each(keys: npt.NDArray[np.bytes_]) -> Iterator[bytes]:
+def _each_key(keys: npt.NDArray[np.bytes_]) -> Iterator[bytes]:
     """Yield every key as Python bytes, converting `_PIECE` keys at a time."""
     for start in range(0, len(keys), _PIECE):
         yield from keys[start : start + _PIECE].tolist()
@@ -234,18 +234,18 @@ class FolderSource:
         info = self.root.stat()
         self._identity = info.st_dev, info.st_ino
         self._skipped.clear()
-        keys = _in_order(self._walk())
+        keys = _sort_keys(self._walk())
         if not len(keys):
             left_out = ", ".join(f"{n} {why}" for why, n in sorted(self._skipped.items()))
-            named = " ".join(sorted(os.fsdecode(e) for e in self._extensions))
+            extensions = " ".join(sorted(os.fsdecode(e) for e in self._extensions))
             depth = "every depth" if self._depth is None else f"a depth up to {self._depth}"
             raise DataError(
                 f"no {self._what} below {self.root}: searched {depth} for names ending in "
-                f"{named}. Left out: {left_out or 'nothing'}."
+                f"{extensions}. Left out: {left_out or 'nothing'}."
             )
-        names = sorted({key.split(b"/", 1)[0] for key in _each(keys) if b"/" in key})
+        names = sorted({key.split(b"/", 1)[0] for key in _each_key(keys) if b"/" in key})
         number = {name: i for i, name in enumerate(names)}
-        labels = (number[key.split(b"/", 1)[0]] if b"/" in key else -1 for key in _each(keys))
+        labels = (number[key.split(b"/", 1)[0]] if b"/" in key else -1 for key in _each_key(keys))
         return Listing(
             keys=keys,
             labels=np.fromiter(labels, dtype=np.int64, count=len(keys)),
@@ -293,32 +293,32 @@ class FolderSource:
         Raises:
             OSError: the disk or mount fails.
         """
-        found = np.full(len(keys), NO_STATE, dtype=IMAGE_STATE)
+        states = np.full(len(keys), NO_STATE, dtype=IMAGE_STATE)
         # With dir_fd the kernel does not resolve the path of the folder for every file.
         folder = os.open(self._root_bytes, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
 
-        def look(start: int) -> None:
+        def stat_files(start: int) -> None:
             """Stat `_STATS` files from `start` on."""
             for row, key in enumerate(keys[start : start + _STATS].tolist(), start):
                 try:
-                    found[row] = state_of(os.stat(key, dir_fd=folder))
+                    states[row] = state_of(os.stat(key, dir_fd=folder))
                 except OSError as error:
                     if error.errno not in _OF_THE_FILE:
                         raise
 
         try:
             started_at = time.perf_counter()
-            look(0)
+            stat_files(0)
             is_slow = time.perf_counter() - started_at > _STATS * _SLOW_STAT_S
             starts = range(_STATS, len(keys), _STATS)
             # A network file system serves many requests at once. On a local disk, threads would
             # only contend with each other. The first _STATS files decide which of the two it is.
             with ThreadPoolExecutor(_STAT_THREADS if is_slow else 1) as threads:
-                for _ in threads.map(look, starts):
+                for _ in threads.map(stat_files, starts):
                     pass
         finally:
             os.close(folder)
-        return found
+        return states
 
     def read_inside(self, path: bytes) -> bytes:
         """Read a file whose path comes from a table and was not found by listing the folder.
@@ -353,9 +353,9 @@ class FolderSource:
     def _walk(self) -> Iterator[bytes]:
         """Yield the keys of all images in arbitrary order; links to a folder above are not
         entered."""
-        waiting = [_Folder(self._root_bytes, self._real_root, b"", frozenset())]
-        while waiting:
-            folder = waiting.pop()
+        pending = [_Folder(self._root_bytes, self._real_root, b"", frozenset())]
+        while pending:
+            folder = pending.pop()
             if folder.real in folder.above:
                 self._skipped["links to a folder above"] += 1
                 continue
@@ -366,20 +366,20 @@ class FolderSource:
             try:
                 with os.scandir(folder.path) as entries:
                     for entry in entries:
-                        found = self._sort_out(entry, folder, above)
-                        if isinstance(found, bytes):
-                            yield found
-                        elif isinstance(found, _Folder):
-                            waiting.append(found)
+                        result = self._classify(entry, folder, above)
+                        if isinstance(result, bytes):
+                            yield result
+                        elif isinstance(result, _Folder):
+                            pending.append(result)
                         else:
-                            self._skipped[found] += 1
+                            self._skipped[result] += 1
             except OSError as error:
                 raise DataError(
                     f"cannot list {os.fsdecode(folder.path)}: {error.strerror}. Its images would "
                     "be missing from the store. Make it readable or move it out of data.root."
                 ) from error
 
-    def _sort_out(
+    def _classify(
         self, entry: os.DirEntry[bytes], folder: _Folder, above: frozenset[bytes]
     ) -> bytes | _Folder | str:
         """Classify a directory entry.

@@ -16,14 +16,14 @@ import numpy.typing as npt
 
 from featx.errors import DataError, counted
 from featx.sources.key_forms import box_key
-from featx.sources.labels import from_names, renumbered
+from featx.sources.labels import from_names, renumber
 from featx.sources.row_keys import duplicate_keys
 from featx.types import Box, BoxReader, Listing, Source, Stateful
 
 COLUMNS = ("path", "x", "y", "width", "height")
 """Required columns of the table. A column `label` is optional."""
 
-_MARK = b"#"
+_BOX_SEPARATOR = b"#"
 """Separator between the key of the image and the box."""
 
 
@@ -62,34 +62,32 @@ class BoxedSource:
             DataError: the table cannot be read, repeats a box, or names an image that `source` does
                 not list.
         """
-        whole = self._source.listing()
+        images = self._source.listing()
         lines, labelled = self._lines()
         keys = np.array([line.key for line in lines], dtype=np.bytes_)
         order = np.argsort(keys, kind="stable")
         keys = keys[order]
-        if twice := duplicate_keys(keys):
-            shown = ", ".join(os.fsdecode(key) for key in twice)
-            raise DataError(f"data.boxes={self._file} has some boxes more than once: {shown}.")
+        if duplicates := duplicate_keys(keys):
+            names = ", ".join(os.fsdecode(key) for key in duplicates)
+            raise DataError(f"data.boxes={self._file} has some boxes more than once: {names}.")
         image_keys = np.array([lines[i].image_key for i in order], dtype=np.bytes_)
         # searchsorted returns len(keys) for a key beyond the last one; the clip keeps the index
         # valid, and the comparison below finds the mismatch.
-        place = np.minimum(np.searchsorted(whole.keys, image_keys), len(whole.keys) - 1)
-        if (unknown := image_keys[whole.keys[place] != image_keys]).size:
+        positions = np.minimum(np.searchsorted(images.keys, image_keys), len(images.keys) - 1)
+        if (unknown := image_keys[images.keys[positions] != image_keys]).size:
             raise DataError(
                 f"data.boxes={self._file} names {counted(len(np.unique(unknown)), 'image')} that "
-                "the "
-                f"data set does not have, such as {os.fsdecode(bytes(unknown[0]))}. A path is "
-                "written "
-                f"as the keys are, such as {os.fsdecode(bytes(whole.keys[0]))}."
+                f"the data set does not have, such as {os.fsdecode(bytes(unknown[0]))}. A path is "
+                f"written as the keys are, such as {os.fsdecode(bytes(images.keys[0]))}."
             )
-        labels, classes = whole.labels[place], whole.classes
+        labels, classes = images.labels[positions], images.classes
         if labelled:
             labels, classes = from_names(lines[i].label for i in order)
         elif classes:  # images without a box must not leave their class behind
-            labels, classes = renumbered(np.array(classes, dtype=object), labels)
-        content_tags = None if whole.content_tags is None else whole.content_tags[place]
-        columns = {name: values[place] for name, values in whole.columns.items()}
-        return Listing(keys, labels, classes, whole.skipped, content_tags, columns)
+            labels, classes = renumber(np.array(classes, dtype=object), labels)
+        content_tags = None if images.content_tags is None else images.content_tags[positions]
+        columns = {name: values[positions] for name, values in images.columns.items()}
+        return Listing(keys, labels, classes, images.skipped, content_tags, columns)
 
     def read(self, key: bytes) -> bytes:
         """Read the whole encoded image that a box lies in. Raises as `Source.read` does."""
@@ -105,11 +103,11 @@ class BoxedSource:
 
     def image_key(self, key: bytes) -> bytes:
         """Return the key of the image that a row is cut from."""
-        return key.rpartition(_MARK)[0]
+        return key.rpartition(_BOX_SEPARATOR)[0]
 
     def box(self, key: bytes) -> Box:
         """Return the box that a row consists of, in pixels of the upright image."""
-        x, y, width, height = map(int, key.rpartition(_MARK)[2].split(b","))
+        x, y, width, height = map(int, key.rpartition(_BOX_SEPARATOR)[2].split(b","))
         return Box(x, y, width, height)
 
     def _lines(self) -> tuple[list[_Line], bool]:
@@ -127,23 +125,24 @@ class BoxedSource:
             ) as file:
                 reader = csv.DictReader(file)
                 names = reader.fieldnames or []
-                if lacking := [name for name in COLUMNS if name not in names]:
+                if missing := [name for name in COLUMNS if name not in names]:
                     raise DataError(
-                        f"data.boxes={self._file} has no column {', '.join(lacking)}; expected a "
+                        f"data.boxes={self._file} has no column {', '.join(missing)}; expected a "
                         f"header with {', '.join(COLUMNS)} and, if there are labels, label."
                     )
-                if twice := sorted({name for name in names if names.count(name) > 1}):
+                if duplicates := sorted({name for name in names if names.count(name) > 1}):
                     raise DataError(
-                        f"data.boxes={self._file} has the column {', '.join(twice)} more than once."
+                        f"data.boxes={self._file} has the column {', '.join(duplicates)} more than "
+                        "once."
                     )
-                lines = list(self._checked(reader))
+                lines = list(self._convert_lines(reader))
         except (OSError, csv.Error) as error:
             raise DataError(f"data.boxes={self._file} cannot be read: {error}.") from error
         if not lines:
             raise DataError(f"data.boxes={self._file} has no boxes.")
         return lines, "label" in names
 
-    def _checked(self, reader: csv.DictReader[str]) -> Iterator[_Line]:
+    def _convert_lines(self, reader: csv.DictReader[str]) -> Iterator[_Line]:
         """Convert the lines of the table one by one.
 
         Raises:
@@ -156,8 +155,8 @@ class BoxedSource:
                     "columns. A comma in a field needs quotes around it."
                 )
             numbers = [str(line[name]).strip() for name in COLUMNS[1:]]
-            whole = all(number.isascii() and number.isdecimal() for number in numbers)
-            if not line["path"] or not whole or 0 in map(int, numbers[2:]):
+            are_whole_numbers = all(number.isascii() and number.isdecimal() for number in numbers)
+            if not line["path"] or not are_whole_numbers or 0 in map(int, numbers[2:]):
                 raise DataError(
                     f"data.boxes={self._file}, line {reader.line_num}: {','.join(numbers)} of "
                     f"{line['path']!r} is no box; expected x, y, width and height in whole pixels, "

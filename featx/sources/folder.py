@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from featx.errors import ConfigError, DataError
-from featx.sources.base import FolderSource, endings, relabelled
+from featx.sources.base import FolderSource, endings, relabel
 from featx.sources.options import FileOptions
 from featx.sources.registry import SOURCES, source_member
 from featx.types import Listing, Source
@@ -60,8 +60,8 @@ class _Relabelled:
         self.states = folder.states
 
     def listing(self) -> Listing:
-        """List the folder with the classes of the file. Raises DataError as `relabelled` does."""
-        return relabelled(self._folder.listing(), self._names, f"data.classes={self._file}")
+        """List the folder with the classes of the file. Raises DataError as `relabel` does."""
+        return relabel(self._folder.listing(), self._names, f"data.classes={self._file}")
 
 
 def read_class_map(file: Path) -> dict[str, str | int]:

@@ -89,7 +89,7 @@ class GzipWindow:
             self._blocks.append(block)
             # The requested bytes are kept even if they exceed the window.
             self._drop_before(min(offset, self._end - WINDOW_BYTES))
-        return self._kept(offset, length)
+        return self._copy(offset, length)
 
     def _next_block(self) -> bytes:
         """Decompress about _BLOCK bytes.
@@ -128,7 +128,7 @@ class GzipWindow:
         while self._blocks and self._start + len(self._blocks[0]) <= offset:
             self._start += len(self._blocks.popleft())
 
-    def _kept(self, offset: int, length: int) -> bytes:
+    def _copy(self, offset: int, length: int) -> bytes:
         """Copy bytes out of the window."""
         pieces, at = [], self._start
         for block in self._blocks:

@@ -164,8 +164,8 @@ class Hdf5Source:
         try:
             return check_plain(file, name)
         except StoreError as error:
-            there = ", ".join(f"/{key}" for key in list(file)[:20])
-            raise DataError(f"{error} At the top of the file: {there or 'nothing'}.") from error
+            names = ", ".join(f"/{key}" for key in list(file)[:20])
+            raise DataError(f"{error} At the top of the file: {names or 'nothing'}.") from error
 
     def _labels(self, file: h5py.File, count: int) -> Labels:
         """Read the labels of `count` rows.

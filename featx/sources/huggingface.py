@@ -11,9 +11,10 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from featx.errors import DataError, MissingExtraError, nearest
+from featx.base import import_extra
+from featx.errors import DataError, nearest
 from featx.sources.base import FolderSource, of_other_paths, state_of_files, tag_of
-from featx.sources.labels import Labels, named, of_any_kind
+from featx.sources.labels import Labels, from_indices, from_values
 from featx.sources.options import ColumnOptions
 from featx.sources.registry import SOURCES, source_member
 from featx.sources.row_keys import numbered_keys, parse_numbered_key
@@ -40,30 +41,26 @@ def open_source(config: HuggingFaceOptions) -> Source:
         DataError: the data set, split or column does not exist.
         MissingExtraError: the package datasets is not installed.
     """
-    try:
-        import datasets
-    except ImportError as error:
-        raise MissingExtraError(
-            'data=huggingface needs the package datasets: pip install "featx[huggingface]".'
-        ) from error
+    datasets = import_extra("datasets", "data=huggingface", "the package datasets", "huggingface")
     root = config.path
     try:
-        found: Any = datasets.load_from_disk(str(root))
+        dataset: Any = datasets.load_from_disk(str(root))
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise DataError(
             f"data.root={root} (taken from {Path.cwd()}) is no folder that save_to_disk wrote: "
             f"{str(error).rstrip('.')}."
         ) from error
-    if isinstance(found, datasets.DatasetDict):
-        split = config.split or next(iter(found))
-        if split not in found:
+    if isinstance(dataset, datasets.DatasetDict):
+        split = config.split or next(iter(dataset))
+        if split not in dataset:
             raise DataError(
-                f"data.split={split}: {root} has {', '.join(found)}.{nearest(split, list(found))}"
+                f"data.split={split}: {root} has {', '.join(dataset)}."
+                f"{nearest(split, list(dataset))}"
             )
-        found = found[split]
+        dataset = dataset[split]
     elif config.split:
         raise DataError(f"data.split={config.split}: {root} holds one data set, no splits.")
-    return HuggingFaceSource(found, root, config)
+    return HuggingFaceSource(dataset, root, config)
 
 
 class HuggingFaceSource:
@@ -164,8 +161,8 @@ class HuggingFaceSource:
         names = getattr(self._dataset.features[self._label_column], "names", None)
         if names and not any(isinstance(value, str) for value in values):
             numbers = [-1 if value is None else value for value in values]
-            return named(np.array(numbers, dtype=np.int64), names, where)
-        return of_any_kind(values, where)
+            return from_indices(np.array(numbers, dtype=np.int64), names, where)
+        return from_values(values, where)
 
 
 def _image_column(dataset: Any, name: str | None, root: Path) -> str:

@@ -24,13 +24,13 @@ def box_key(image: bytes, x: int, y: int, width: int, height: int) -> bytes:
     return b"%s#%d,%d,%d,%d" % (image, x, y, width, height)
 
 
-def parsed_box_key(key: bytes) -> tuple[bytes, Box] | None:
+def parse_box_key(key: bytes) -> tuple[bytes, Box] | None:
     """Return the key of the image and the box that a key of `box_key` names, or None for others."""
-    found = _BOX.fullmatch(key)
-    if found is None:
+    match = _BOX.fullmatch(key)
+    if match is None:
         return None
-    x, y, width, height = map(int, found.groups()[1:])
-    return found[1], Box(x, y, width, height)
+    x, y, width, height = map(int, match.groups()[1:])
+    return match[1], Box(x, y, width, height)
 
 
 def frame_key(video: bytes, time_s: float) -> bytes:
@@ -55,9 +55,9 @@ def origin_of(key: bytes) -> tuple[bytes, str | None]:
         (key of the image, 'image') for a box; (key of the video, 'video') for a frame or a box in a
         frame; (the key itself, None) for any other row.
     """
-    what = None
-    if found := _BOX.fullmatch(key):
-        key, what = found[1], "image"
-    if found := _FRAME.fullmatch(key):
-        key, what = found[1], "video"
-    return key, what
+    kind = None
+    if match := _BOX.fullmatch(key):
+        key, kind = match[1], "image"
+    if match := _FRAME.fullmatch(key):
+        key, kind = match[1], "video"
+    return key, kind

@@ -40,25 +40,26 @@ def from_numbers(values: npt.NDArray[np.integer], where: str) -> Labels:
 
 def from_names(values: Iterable[str | None]) -> Labels:
     """Number class names in bytewise order; None and '' mean no label."""
-    known: dict[str, int] = {}
-    codes = np.fromiter((known.setdefault(v or "", len(known)) for v in values), dtype=np.int64)
-    return renumbered(np.array(list(known), dtype=object), codes)
+    numbers: dict[str, int] = {}
+    codes = np.fromiter((numbers.setdefault(v or "", len(numbers)) for v in values), dtype=np.int64)
+    return renumber(np.array(list(numbers), dtype=object), codes)
 
 
-def renumbered(names: npt.NDArray[np.object_], codes: npt.NDArray[np.int64]) -> Labels:
+def renumber(names: npt.NDArray[np.object_], codes: npt.NDArray[np.int64]) -> Labels:
     """Convert indices into any list of names to indices into the sorted names that are in use.
 
     Args:
         names: (C,) str objects; '' means no label.
         codes: (N,) int64 indices into `names`, -1 for no label.
     """
-    used = sorted({names[i] for i in np.unique(codes[codes >= 0]) if names[i]}, key=os.fsencode)
-    place = {name: i for i, name in enumerate(used)}
-    table = np.array([*(place.get(name, -1) for name in names), -1], dtype=np.int64)
-    return table[codes], tuple(used)
+    used_codes = np.unique(codes[codes >= 0])
+    used_names = sorted({names[i] for i in used_codes if names[i]}, key=os.fsencode)
+    number_of_name = {name: i for i, name in enumerate(used_names)}
+    table = np.array([*(number_of_name.get(name, -1) for name in names), -1], dtype=np.int64)
+    return table[codes], tuple(used_names)
 
 
-def named(values: npt.NDArray[np.integer], names: Sequence[str], where: str) -> Labels:
+def from_indices(values: npt.NDArray[np.integer], names: Sequence[str], where: str) -> Labels:
     """Combine class indices with class names that are known already.
 
     Args:
@@ -76,7 +77,7 @@ def named(values: npt.NDArray[np.integer], names: Sequence[str], where: str) -> 
     return labels, tuple(str(name) for name in names)
 
 
-def of_any_kind(values: Sequence[object], where: str) -> Labels:
+def from_values(values: Sequence[object], where: str) -> Labels:
     """Convert labels of unknown type: whole numbers or names, with None for no label.
 
     Args:
@@ -113,8 +114,8 @@ def _kind(value: object) -> str:
     if isinstance(value, bool | np.bool_):
         return "number"
     try:
-        whole = int(value) == value  # type: ignore[call-overload]
+        is_whole = int(value) == value  # type: ignore[call-overload]
         has_index = hasattr(value, "__index__")
     except (TypeError, ValueError, OverflowError, RuntimeError):
         return type(value).__name__
-    return "number" if whole and has_index else type(value).__name__
+    return "number" if is_whole and has_index else type(value).__name__

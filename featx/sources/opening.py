@@ -39,15 +39,15 @@ def with_boxes(source: Source, config: DataConfig) -> Source:
     return ReadBoxes(boxed, source) if isinstance(source, BoxReader) else boxed
 
 
-def source_of(given: object) -> Source:
+def source_of(data: object) -> Source:
     """Turn a data set object of a Python program into a Source.
 
     Args:
-        given: a Source, which is checked but otherwise used as it is, or a map-style data set
+        data: a Source, which is checked but otherwise used as it is, or a map-style data set
             (`__len__` and `__getitem__`), which is wrapped.
 
     Raises:
         DataError: the object is neither.
     """
-    source: Source = importlib.import_module("featx.sources.python").source_of_object(given)
+    source: Source = importlib.import_module("featx.sources.python").source_of_object(data)
     return source

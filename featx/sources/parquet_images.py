@@ -65,16 +65,16 @@ class ImageColumn:
         self._places: list[tuple[int, int]] = []
         counts = []
         for number, file in enumerate(files):
-            about = parquet.read_metadata(file)
-            largest = max(_bytes_of(about, column), default=0)
+            metadata = parquet.read_metadata(file)
+            largest = max(_bytes_of(metadata, column), default=0)
             if largest > MAX_GROUP_BYTES:
                 raise DataError(
                     f"{file}: a row group holds {largest} bytes of {column}, over "
                     f"{MAX_GROUP_BYTES}. Write it with smaller ones, as "
                     "pyarrow.parquet.write_table(row_group_size=1000)."
                 )
-            self._places += [(number, i) for i in range(about.num_row_groups)]
-            counts += [about.row_group(i).num_rows for i in range(about.num_row_groups)]
+            self._places += [(number, i) for i in range(metadata.num_row_groups)]
+            counts += [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
         self._starts = np.concatenate([[0], np.cumsum(counts)])
 
     def read(self, key: bytes) -> bytes:
@@ -186,24 +186,24 @@ def footer_content_tags(file: Path, column: str) -> npt.NDArray[np.int64]:
     """
     from pyarrow import parquet
 
-    about = parquet.read_metadata(file)
+    metadata = parquet.read_metadata(file)
     content_tags = []
-    for i in range(about.num_row_groups):
-        group = about.row_group(i)
-        said = [
+    for i in range(metadata.num_row_groups):
+        group = metadata.row_group(i)
+        facts = [
             (c.path_in_schema, c.num_values, c.total_compressed_size, c.total_uncompressed_size)
             for c in (group.column(k) for k in range(group.num_columns))
             if c.path_in_schema.split(".")[0] == column
         ]
         content_tags.append(
-            np.full(group.num_rows, zlib.crc32(repr(said).encode()), dtype=np.int64)
+            np.full(group.num_rows, zlib.crc32(repr(facts).encode()), dtype=np.int64)
         )
     return np.concatenate([np.empty(0, dtype=np.int64), *content_tags])
 
 
-def _bytes_of(about: Any, column: str) -> list[int]:
+def _bytes_of(metadata: Any, column: str) -> list[int]:
     """Return the uncompressed bytes of a column in each row group."""
-    groups = (about.row_group(i) for i in range(about.num_row_groups))
+    groups = (metadata.row_group(i) for i in range(metadata.num_row_groups))
     return [
         sum(
             group.column(k).total_uncompressed_size

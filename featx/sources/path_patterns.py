@@ -51,18 +51,18 @@ def expand_braces(pattern: str) -> list[str]:
     """
     pieces: list[list[str]] = []
     end = 0
-    for found in _RANGE.finditer(pattern):
-        pieces.append([pattern[end : found.start()]])
-        end = found.end()
-        if found[3] is not None:
-            pieces.append(found[3].split(","))
+    for match in _RANGE.finditer(pattern):
+        pieces.append([pattern[end : match.start()]])
+        end = match.end()
+        if match[3] is not None:
+            pieces.append(match[3].split(","))
             continue
-        first, last = int(found[1]), int(found[2])
+        first, last = int(match[1]), int(match[2])
         if not first <= last < first + _MAX_NAMES:
             raise DataError(
-                f"data.root={pattern}: {found[0]} is no range of up to {_MAX_NAMES} names."
+                f"data.root={pattern}: {match[0]} is no range of up to {_MAX_NAMES} names."
             )
-        width = len(found[1])
+        width = len(match[1])
         pieces.append([f"{number:0{width}d}" for number in range(first, last + 1)])
     pieces.append([pattern[end:]])
     total = 1

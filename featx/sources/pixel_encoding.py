@@ -89,8 +89,8 @@ def encode_image(image: Image.Image) -> bytes:
     """
     image.load()
     turn = image.getexif().get(_ORIENTATION, 1)
-    plain = turn == 1 and "transparency" not in image.info
-    if plain and image.mode in ("L", "RGB"):
+    is_plain = turn == 1 and "transparency" not in image.info
+    if is_plain and image.mode in ("L", "RGB"):
         return encode_pixels(np.asarray(image))
     if image.mode not in _AS_PNG | _AS_TIFF:
         # Modes without a file format (premultiplied alpha, YCbCr, LAB, HSV, other byte orders) are

@@ -14,7 +14,7 @@ from PIL import Image, ImageFile
 from featx.config import OBJECT_SOURCE, DataConfig
 from featx.errors import DataError
 from featx.sources.base import FolderSource, of_other_paths
-from featx.sources.labels import Labels, named, of_any_kind
+from featx.sources.labels import Labels, from_indices, from_values
 from featx.sources.pixel_encoding import encode_array, encode_image
 from featx.sources.registry import SOURCES, source_member
 from featx.sources.row_keys import duplicate_keys, find_row, find_rows, numbered_keys
@@ -49,21 +49,21 @@ def open_source(config: DataConfig) -> Source:
     )
 
 
-def source_of_object(given: Any) -> Source:
+def source_of_object(data: Any) -> Source:
     """Turn a data set object into a Source.
 
     Args:
-        given: a Source, whose listing is then checked, or a map-style data set.
+        data: a Source, whose listing is then checked, or a map-style data set.
 
     Raises:
         DataError: the object is neither.
     """
-    if isinstance(given, Source):
-        return _Checked(given)
-    if hasattr(given, "__len__") and hasattr(given, "__getitem__"):
-        return MapSource(given)
+    if isinstance(data, Source):
+        return _CheckedSource(data)
+    if hasattr(data, "__len__") and hasattr(data, "__getitem__"):
+        return MapSource(data)
     raise DataError(
-        f"data is a {type(given).__name__}; expected a path, a mapping, a data set with __len__ "
+        f"data is a {type(data).__name__}; expected a path, a mapping, a data set with __len__ "
         "and __getitem__ (a list will do), or an object with listing() and read(key)."
     )
 
@@ -111,9 +111,9 @@ class MapSource:
         labels, classes = self._labels_of(count)
         order = np.argsort(keys, kind="stable")
         self._keys = keys[order]
-        if twice := duplicate_keys(self._keys):
-            shown = ", ".join(os.fsdecode(key) for key in twice)
-            raise DataError(f"dataset.keys has some more than once: {shown}. Rows need their own.")
+        if duplicates := duplicate_keys(self._keys):
+            names = ", ".join(os.fsdecode(key) for key in duplicates)
+            raise DataError(f"dataset.keys has some more than once: {names}. Rows need their own.")
         self._rows = order
         return Listing(self._keys, labels[order], classes)
 
@@ -141,17 +141,17 @@ class MapSource:
                         f"dataset[{row}] has label {label}, but {self._labels[row]} when listed",
                         "LabelMismatch",
                     )
-                found = _encoded(image)
+                encoded = _encode(image)
         except (ImageFault, MemoryError):
             raise
         except Exception as error:
             text = str(error).replace("\n", " ")[:200] or "no message"
             raise ImageFault(Status.DECODE_ERROR, text, type(error).__name__) from error
-        if isinstance(found, Path):
-            return _FILES.read(os.path.abspath(os.fsencode(found)))  # noqa: PTH100 - bytes paths
-        if not found:
+        if isinstance(encoded, Path):
+            return _FILES.read(os.path.abspath(os.fsencode(encoded)))  # noqa: PTH100 - bytes paths
+        if not encoded:
             raise ImageFault(Status.EMPTY, "the image has no bytes")
-        return found
+        return encoded
 
     def states(self, keys: npt.NDArray[np.bytes_]) -> npt.NDArray[np.void] | None:
         """Return states of a list or tuple; other data sets have none.
@@ -171,20 +171,20 @@ class MapSource:
         assert self._rows is not None
         states = np.full(len(keys), UNTOLD)
         paths: dict[int, bytes] = {}
-        for place, row in enumerate(self._rows[find_rows(self._keys, keys)].tolist()):
+        for i, row in enumerate(self._rows[find_rows(self._keys, keys)].tolist()):
             try:
                 image = _split(self._dataset[row])[0]
                 if isinstance(image, ImageFile.ImageFile):
                     return None
-                found = _encoded(image)
+                encoded = _encode(image)
             # The item is not an image. Reading the row records the failure. Here its message takes
             # the place of an image, so that the state changes when the message does.
             except (TypeError, ValueError) as error:
-                found = repr(error).encode()
-            if isinstance(found, Path):
-                paths[place] = os.path.abspath(os.fsencode(found))  # noqa: PTH100 - bytes paths
+                encoded = repr(error).encode()
+            if isinstance(encoded, Path):
+                paths[i] = os.path.abspath(os.fsencode(encoded))  # noqa: PTH100 - bytes paths
             else:
-                states["size"][place], states["tag"][place] = len(found), image_checksum(found) >> 1
+                states["size"][i], states["tag"][i] = len(encoded), image_checksum(encoded) >> 1
         if paths:
             files = _FILES.states(np.array(list(paths.values())))
             states[list(paths)] = of_other_paths(files, paths.values())
@@ -196,15 +196,15 @@ class MapSource:
         Raises:
             DataError: `dataset.keys` has another length or an invalid entry.
         """
-        given = getattr(self._dataset, "keys", None)
-        if given is None or callable(given):  # callable: the method of a mapping
+        keys_attribute = getattr(self._dataset, "keys", None)
+        if keys_attribute is None or callable(keys_attribute):  # callable: the method of a mapping
             return numbered_keys(count)
         try:
-            keys = [os.fsencode(key) for key in given]
+            keys = [os.fsencode(key) for key in keys_attribute]
         except (TypeError, UnicodeEncodeError) as error:
             raise DataError(
-                f"dataset.keys is {given!r:.100}: expected a list of str or bytes, one for each "
-                f"row, or no attribute of this name ({error})."
+                f"dataset.keys is {keys_attribute!r:.100}: expected a list of str or bytes, one "
+                f"for each row, or no attribute of this name ({error})."
             ) from error
         if len(keys) != count or any(not key or b"\0" in key for key in keys):
             raise DataError(
@@ -231,10 +231,10 @@ class MapSource:
         else:
             values = self._labels_of_items(count)
         self._labels = values
-        labels, classes = of_any_kind(values, _WHERE)
+        labels, classes = from_values(values, _WHERE)
         names = getattr(self._dataset, "classes", None)
         if isinstance(names, list | tuple) and not any(isinstance(v, str) for v in values):
-            return named(labels, names, _WHERE)
+            return from_indices(labels, names, _WHERE)
         return labels, classes
 
     def _labels_of_items(self, count: int) -> list[Any]:
@@ -258,7 +258,7 @@ class MapSource:
         return values
 
 
-class _Checked:
+class _CheckedSource:
     """Wrapper of a user's own Source that checks its listing and states.
 
     Args:
@@ -285,7 +285,7 @@ class _Checked:
             raise DataError(f"listing().labels: expected an array of shape {keys.shape}, int64.")
         if not (keys[1:] > keys[:-1]).all():
             raise DataError("listing().keys: expected different keys in bytewise order.")
-        named(labels, listing.classes, "listing().labels")
+        from_indices(labels, listing.classes, "listing().labels")
         check_columns(listing.columns, len(keys), "listing().columns")
         return listing
 
@@ -330,7 +330,7 @@ def _same(listed: Any, found: Any) -> bool:
     return found is _NO_LABEL or listed is found or bool(listed == found)
 
 
-def _encoded(image: Any) -> bytes | Path:
+def _encode(image: Any) -> bytes | Path:
     """Encode an image without loss, or return the path of its file.
 
     Raises:

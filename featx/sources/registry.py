@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import TypeVar
 
 from featx.base import Member, Registry, for_options
 from featx.config import DataConfig
-from featx.errors import MissingExtraError
 from featx.types import Source
 
 OptionsT = TypeVar("OptionsT", bound=DataConfig)
@@ -51,18 +49,3 @@ def source_member(
     return SourceMember(
         name, help, own, extra, open=for_options(f"data={name}", options, open_source)
     )
-
-
-def require_package(source: str, package: str, title: str) -> None:
-    """Check that the package of a source is installed, without importing it.
-
-    Args:
-        source: name of the source, and of the extra that installs the package.
-        package: name of the package in Python.
-        title: name of the package for people.
-
-    Raises:
-        MissingExtraError: it is not installed.
-    """
-    if find_spec(package) is None:
-        raise MissingExtraError(f'data={source} needs {title}: pip install "featx[{source}]".')

@@ -101,5 +101,5 @@ def duplicate_keys(keys: npt.NDArray[np.bytes_], most: int = 5) -> list[bytes]:
         keys: (N,) keys in bytewise order.
         most: maximum number of keys to return.
     """
-    found: list[bytes] = np.unique(keys[1:][keys[1:] == keys[:-1]])[:most].tolist()
-    return found
+    duplicates: list[bytes] = np.unique(keys[1:][keys[1:] == keys[:-1]])[:most].tolist()
+    return duplicates

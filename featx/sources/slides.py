@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 import numpy.typing as npt
 
+from featx.base import require_extra
 from featx.errors import ConfigError
 from featx.sources.base import FolderSource, endings
 from featx.sources.options import FileOptions
 from featx.sources.pixel_encoding import encode_image
-from featx.sources.registry import SOURCES, require_package, source_member
+from featx.sources.registry import SOURCES, source_member
 from featx.types import Box, ImageFault, Listing, Source, Status
 
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ def open_source(config: SlideOptions) -> Source:
     Raises:
         MissingExtraError: OpenSlide is not installed.
     """
-    require_package("slides", "openslide", "OpenSlide")
+    require_extra("openslide", "data=slides", "OpenSlide", "slides")
     return SlideSource(config)
 
 
@@ -113,7 +114,7 @@ class SlideSource:
                 # After an error every call of this object fails, also those of other threads, whose
                 # boxes may be sound. So each is read again by an object of its own.
                 self._forget(image_key)
-                image = _region(self._opened(image_key), box)
+                image = _region(self._open_slide(image_key), box)
         except OpenSlideError as error:
             is_unknown = isinstance(error, OpenSlideUnsupportedFormatError)
             raise ImageFault(
@@ -133,14 +134,14 @@ class SlideSource:
         with self._lock:
             slide = self._open.get(key)
             if slide is None:
-                slide = self._opened(key)
+                slide = self._open_slide(key)
                 while len(self._open) >= _NUM_OPEN:
                     # Not closed: another thread may be reading from it. The last reference does.
                     del self._open[next(iter(self._open))]
                 self._open[key] = slide
             return slide
 
-    def _opened(self, key: bytes) -> OpenSlide:
+    def _open_slide(self, key: bytes) -> OpenSlide:
         """Open a slide.
 
         Raises:

@@ -17,10 +17,11 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
+from featx.base import import_extra
 from featx.config import column_name_problem
-from featx.errors import ConfigError, DataError, MissingExtraError, nearest
+from featx.errors import ConfigError, DataError, nearest
 from featx.sources.base import FolderSource
-from featx.sources.labels import Labels, from_numbers, named, renumbered
+from featx.sources.labels import Labels, from_indices, from_numbers, renumber
 from featx.sources.options import ColumnOptions
 from featx.sources.parquet_images import ImageColumn, footer_content_tags
 from featx.sources.path_patterns import base_of, is_pattern
@@ -63,10 +64,7 @@ def open_source(config: TableOptions) -> Source:
     Raises:
         MissingExtraError: pyarrow is not installed.
     """
-    try:
-        import pyarrow  # noqa: F401
-    except ImportError as error:
-        raise MissingExtraError('data=table needs pyarrow: pip install "featx[table]".') from error
+    import_extra("pyarrow", "data=table", "pyarrow", "table")
     return TableSource(config.location, config)
 
 
@@ -134,19 +132,19 @@ class TableSource:
 
     def _listing(self) -> Listing:
         """List all rows; exceptions of pyarrow pass through."""
-        found, skipped = find_tables(self._where, self._follow_links)
-        files = [path for _, path in found]
+        tables, skipped = find_tables(self._where, self._follow_links)
+        files = [path for _, path in tables]
         table = Table(files, self._where)
-        column = self._chosen(table.names)
+        column = self._find_image_column(table.names)
         table.check_has(column)
-        label_column = self._chosen_label(table.names)
+        label_column = self._find_label_column(table.names)
         if column == label_column:
             raise DataError(f"{self._where}: {column} is the column of paths and of labels.")
         holds_images = table.is_parquet and not _is_text(table.parts, column)
         if holds_images:
             pieces = [
                 _behind(name, self._keys_of_images(part, column))
-                for (name, _), part in zip(found, table.parts, strict=True)
+                for (name, _), part in zip(tables, table.parts, strict=True)
                 if isinstance(part, Parquet)
             ]
         else:
@@ -160,10 +158,10 @@ class TableSource:
         if not (keys[1:] > keys[:-1]).all():
             order = np.argsort(keys, kind="stable")
         keys = keys[order]
-        if twice := duplicate_keys(keys):
-            shown = ", ".join(os.fsdecode(key) for key in twice)
+        if duplicates := duplicate_keys(keys):
+            names = ", ".join(os.fsdecode(key) for key in duplicates)
             raise DataError(
-                f"{self._where}: {column} has some paths more than once: {shown}. A key stands for "
+                f"{self._where}: {column} has some paths more than once: {names}. A key stands for "
                 "one row."
             )
         content_tags = None
@@ -176,14 +174,14 @@ class TableSource:
             keys, labels[order], classes, skipped, content_tags, self._columns(table, order)
         )
 
-    def _chosen(self, names: list[str]) -> str:
+    def _find_image_column(self, names: list[str]) -> str:
         """Return the column of paths or images: data.path_column, else 'path', else 'image'.
 
         Raises:
             DataError: there is no such column.
         """
         if self._path_column is not None:
-            return _known(self._where, "data.path_column", self._path_column, names)
+            return _existing_column(self._where, "data.path_column", self._path_column, names)
         for name in ("path", "image"):
             if name in names:
                 return name
@@ -192,22 +190,22 @@ class TableSource:
             "with data.path_column=NAME."
         )
 
-    def _chosen_label(self, names: list[str]) -> str | None:
+    def _find_label_column(self, names: list[str]) -> str | None:
         """Return data.label_column, 'label' by default if it exists, or None for no labels."""
         if self._label_column is None:
             return "label" if "label" in names else None
         if not self._label_column:
             return None
-        return _known(self._where, "data.label_column", self._label_column, names)
+        return _existing_column(self._where, "data.label_column", self._label_column, names)
 
     def _columns(self, table: Table, order: npt.NDArray[np.int64]) -> dict[str, npt.NDArray[Any]]:
         """Read the columns of the option data.columns in the order of the listing."""
-        found = {}
+        columns = {}
         for name in self._column_names:
-            name = _known(self._where, "data.columns", name, table.names)
+            name = _existing_column(self._where, "data.columns", name, table.names)
             values = column_values(table.values(name), f"{self._where}, column {name}")
-            found[name] = values[order]
-        return found
+            columns[name] = values[order]
+        return columns
 
     def _paths(self, file: Path, column: Any) -> npt.NDArray[np.bytes_]:
         """Check a column of paths and convert it to (n,) fixed-length bytes.
@@ -230,9 +228,9 @@ class TableSource:
         """Raise DataError if a path is a URL, contains NUL, or leads out of the folder."""
         if "\0" in path or re.search(r"^[a-z0-9]+://", path):
             raise DataError(f"{file}: {path!r} is no path of a file.")
-        whole = os.path.normpath(os.path.join(os.path.abspath(self._root), path))  # noqa: PTH100
+        path_in_root = os.path.normpath(os.path.join(os.path.abspath(self._root), path))  # noqa: PTH100
         inside = os.path.abspath(self._root)  # noqa: PTH100
-        if not self._follow_links and os.path.commonpath((whole, inside)) != inside:
+        if not self._follow_links and os.path.commonpath((path_in_root, inside)) != inside:
             raise DataError(
                 f"{file}: {path!r} leads out of {self._root}. data.image_root=DIR is the folder "
                 "that paths start from; data.follow_links=true allows any path."
@@ -287,7 +285,7 @@ class TableSource:
         if pa.types.is_integer(kind):
             numbers = column.fill_null(-1).cast(pa.int64()).to_numpy()
             if names := table.class_names(name):
-                return named(numbers, names, where)
+                return from_indices(numbers, names, where)
             return from_numbers(numbers, where)
         if pa.types.is_boolean(kind):
             column, kind = column.cast(pa.string()), pa.string()
@@ -302,7 +300,7 @@ class TableSource:
         if isinstance(encoded, pa.ChunkedArray):
             encoded = encoded.combine_chunks()
         codes = encoded.indices.fill_null(-1).to_numpy().astype(np.int64)
-        return renumbered(np.array(encoded.dictionary.to_pylist(), dtype=object), codes)
+        return renumber(np.array(encoded.dictionary.to_pylist(), dtype=object), codes)
 
 
 def _is_text(parts: Sequence[Csv | Parquet], column: str) -> bool:
@@ -336,7 +334,7 @@ def _folder_of(root: str) -> Path:
     return Path(base_of(root) or ".") if is_pattern(root) and not path.exists() else path.parent
 
 
-def _known(where: str, key: str, name: str, names: list[str]) -> str:
+def _existing_column(where: str, key: str, name: str, names: list[str]) -> str:
     """Return a column name after checking that the table has it.
 
     Args:

@@ -50,15 +50,15 @@ def column_values(column: Any, where: str) -> npt.NDArray[Any]:
             f"{where} is {kind}; expected whole numbers, numbers, booleans or text. Write it as "
             "text, or leave it out of data.columns."
         )
-    whole = pa.types.is_integer(kind) and not column.null_count
+    are_whole = pa.types.is_integer(kind) and not column.null_count
     try:
-        numbers = column.cast(pa.int64() if whole else pa.float64())
+        numbers = column.cast(pa.int64() if are_whole else pa.float64())
     except pa.ArrowInvalid as error:
         raise DataError(
             f"{where} has a number that a store cannot hold exactly ({error}): whole numbers go "
             "up to 2^63 - 1, and up to 2^53 if some are missing. Write it as text."
         ) from error
-    return np.asarray(numbers.to_numpy(), dtype=np.int64 if whole else np.float64)
+    return np.asarray(numbers.to_numpy(), dtype=np.int64 if are_whole else np.float64)
 
 
 def text_bytes(column: Any) -> npt.NDArray[np.bytes_]:
@@ -108,10 +108,10 @@ def _texts(column: Any, where: str) -> npt.NDArray[np.bytes_]:
 
     column = column.fill_null("")
     too_long = pc.greater(pc.binary_length(column), MAX_TEXT_BYTES)
-    for wrong, what in (
+    for is_refused, description in (
         (pc.match_substring(column, "\0"), "a text with NUL in it"),
         (too_long, f"a text of more than {MAX_TEXT_BYTES} bytes"),
     ):
-        if (row := pc.index(wrong, pa.scalar(True)).as_py()) >= 0:
-            raise DataError(f"{where} has {what} in row {row}, which a store cannot hold.")
+        if (row := pc.index(is_refused, pa.scalar(True)).as_py()) >= 0:
+            raise DataError(f"{where} has {description} in row {row}, which a store cannot hold.")
     return text_bytes(column)

@@ -122,9 +122,9 @@ class Parquet:
 
     def class_names(self, name: str) -> list[str] | None:
         """Return the class names in Hugging Face's metadata for a column, or None."""
-        about = (self._schema.metadata or {}).get(b"huggingface")
+        metadata = (self._schema.metadata or {}).get(b"huggingface")
         try:
-            names = json.loads(about)["info"]["features"][name]["names"] if about else None
+            names = json.loads(metadata)["info"]["features"][name]["names"] if metadata else None
         except (ValueError, LookupError, TypeError):
             return None
         return names if isinstance(names, list) else None
@@ -149,13 +149,13 @@ class Table:
         self._where = where
         self.parts: list[Csv | Parquet] = []
         for file in files:
-            with _reading(file):
-                self.parts.append(_open(file))
+            with _read_errors(file):
+                self.parts.append(_open_file(file))
         kinds = {type(part): part.file for part in self.parts}
         if len(kinds) > 1:
-            some = list(kinds.values())
+            first, second = kinds.values()
             raise DataError(
-                f"{where} holds tables of two kinds, such as {some[0]} and {some[1]}. Choose one "
+                f"{where} holds tables of two kinds, such as {first} and {second}. Choose one "
                 "kind with data.root='DIR/*.parquet'."
             )
         self.is_parquet = Parquet in kinds
@@ -185,11 +185,11 @@ class Table:
             one pyarrow.ChunkedArray per file.
         """
         self.check_has(name)
-        found = []
+        columns = []
         for part in self.parts:
-            with _reading(part.file):
-                found.append(part.column(name))
-        return found
+            with _read_errors(part.file):
+                columns.append(part.column(name))
+        return columns
 
     def labels(self, name: str) -> Any:
         """Read the column of labels.
@@ -201,25 +201,25 @@ class Table:
         import pyarrow as pa
         import pyarrow.compute as pc
 
-        column = self._joined(name)
+        column = self._join_files(name)
         if self.is_parquet:
             return column
-        found = _as_far_as_it_fits(column, ((_WHOLE, pa.int64()), (_NUMBER, pa.float64())))
-        if pa.types.is_integer(found.type):
-            text = _as_far_as_it_fits(column, ())
-            if pc.count_distinct(text).as_py() > pc.count_distinct(found).as_py():
+        numbers = _convert_column(column, ((_WHOLE, pa.int64()), (_NUMBER, pa.float64())))
+        if pa.types.is_integer(numbers.type):
+            text = _convert_column(column, ())
+            if pc.count_distinct(text).as_py() > pc.count_distinct(numbers).as_py():
                 return text
-        return found
+        return numbers
 
     def values(self, name: str) -> Any:
         """Read any column; one of CSV becomes booleans or numbers if nothing is lost."""
         import pyarrow as pa
 
-        column = self._joined(name)
+        column = self._join_files(name)
         if self.is_parquet:
             return column
         kinds = (_BOOLEAN, pa.bool_()), (_EXACT_WHOLE, pa.int64()), (_EXACT_NUMBER, pa.float64())
-        return _as_far_as_it_fits(column, kinds)
+        return _convert_column(column, kinds)
 
     def class_names(self, name: str) -> list[str] | None:
         """Return the class names that Parquet files store for a column of whole numbers, or None.
@@ -227,12 +227,14 @@ class Table:
         Raises:
             DataError: two files store different names.
         """
-        said = [part.class_names(name) for part in self.parts if isinstance(part, Parquet)]
-        if any(names != said[0] for names in said):
+        names_of_files = [
+            part.class_names(name) for part in self.parts if isinstance(part, Parquet)
+        ]
+        if any(names != names_of_files[0] for names in names_of_files):
             raise DataError(f"{self._where}: the files have different names for {name}'s classes.")
-        return said[0] if said else None
+        return names_of_files[0] if names_of_files else None
 
-    def _joined(self, name: str) -> Any:
+    def _join_files(self, name: str) -> Any:
         """Concatenate a column of all files; integer types of different widths become the widest.
 
         Raises:
@@ -287,7 +289,7 @@ def _is_table(name: bytes) -> bool:
     return not name.endswith(b".gz") or name.endswith((b".csv.gz", b".tsv.gz"))
 
 
-def _open(file: Path) -> Csv | Parquet:
+def _open_file(file: Path) -> Csv | Parquet:
     """Open a file as Parquet or CSV, which is decided by its first bytes.
 
     Raises:
@@ -304,7 +306,7 @@ def _open(file: Path) -> Csv | Parquet:
 
 
 @contextlib.contextmanager
-def _reading(file: Path) -> Iterator[None]:
+def _read_errors(file: Path) -> Iterator[None]:
     """Convert exceptions while reading a file to a DataError that names it."""
     import pyarrow as pa
 
@@ -314,7 +316,7 @@ def _reading(file: Path) -> Iterator[None]:
         raise DataError(f"data.root={file} cannot be read: {error}.") from error
 
 
-def _as_far_as_it_fits(text: Any, kinds: tuple[tuple[str, Any], ...]) -> Any:
+def _convert_column(text: Any, kinds: tuple[tuple[str, Any], ...]) -> Any:
     """Convert a text column to the first type whose pattern all values match; '' becomes null.
 
     Args:

@@ -80,8 +80,8 @@ def members(read: Read) -> Iterator[Member]:
         own_size = _number(header[124:136], at)
         at += BLOCK
         if kind in (b"L", b"K", b"x", b"X", b"g"):
-            text = _extended(read, at, own_size)
-            at += _padded(own_size)
+            text = _read_extended(read, at, own_size)
+            at += _round_to_blocks(own_size)
             if kind == b"L":
                 name = text.split(b"\0", 1)[0]
             elif kind in (b"x", b"X"):
@@ -110,7 +110,7 @@ def members(read: Read) -> Iterator[Member]:
             raise CutOffError(f"it ends in the middle of {member.name!r}", start, member)
         if kind != b"5" and not full.endswith(b"/"):
             yield member
-        at += _padded(length)
+        at += _round_to_blocks(length)
         name = size = None
 
 
@@ -164,7 +164,7 @@ def _name(header: bytes) -> bytes:
     return prefix + b"/" + name if prefix and header[257:263] == b"ustar\0" else name
 
 
-def _extended(read: Read, at: int, size: int) -> bytes:
+def _read_extended(read: Read, at: int, size: int) -> bytes:
     """Read the data of an extended header.
 
     Raises:
@@ -213,6 +213,6 @@ def _after_sparse_map(read: Read, header: bytes, at: int) -> int:
     return at
 
 
-def _padded(size: int) -> int:
+def _round_to_blocks(size: int) -> int:
     """Round a size in bytes up to whole tar blocks."""
     return -(-size // BLOCK) * BLOCK

@@ -81,11 +81,11 @@ def index_of(shard: Shard, endings: frozenset[bytes]) -> TarIndex:
     )
     path = cache_folder("shards") / f"{hashlib.sha256(state.encode()).hexdigest()}.index"
     # Without a version (no ETag, no mtime) a cached index could belong to an older shard.
-    if shard.version and (kept := _load(path, state)) is not None:
-        return kept
+    if shard.version and (cached := _load(path, state)) is not None:
+        return cached
     index = build(shard, endings)
     if shard.version:
-        _keep(path, state, index)
+        _save(path, state, index)
     return index
 
 
@@ -93,7 +93,7 @@ def build(shard: Shard, endings: frozenset[bytes]) -> TarIndex:
     """Build the index of a shard by reading all its headers; see `index_of`."""
     compressed = _is_gzip(shard)
     skipped: Counter[str] = Counter()
-    found: list[Member] = []
+    images: list[Member] = []
     classes: dict[bytes, int] = {}
     cut = ""
     blocks = GzipWindow(shard.url, shard.read, shard.size) if compressed else _Blocks(shard)
@@ -102,33 +102,33 @@ def build(shard: Shard, endings: frozenset[bytes]) -> TarIndex:
             name = _clean(member.name)
             if name.lower().endswith(b".cls") and member.regular:
                 classes[name[:-4]] = _class(shard, name, blocks.read(member.offset, member.size))
-            elif reason := _left_out(name, member, endings):
+            elif reason := _reason_to_skip(name, member, endings):
                 skipped[reason] += 1
             else:
-                found.append(member._replace(name=name))
+                images.append(member._replace(name=name))
     except CutOffError as error:
         cut = str(error)
         if error.at == 0 and not error.cut:
             raise DataError(f"{shard.url} is no tar: {error}.") from error
-        if error.cut and not _left_out(_clean(error.cut.name), error.cut, endings):
-            found.append(error.cut._replace(name=_clean(error.cut.name), size=-1))
+        if error.cut and not _reason_to_skip(_clean(error.cut.name), error.cut, endings):
+            images.append(error.cut._replace(name=_clean(error.cut.name), size=-1))
     except DAMAGE as error:
         cut = f"its compressed bytes are damaged or end early ({error})"
         # A wrong CRC or length at the end of the stream may concern any byte before it, while an
         # early end leaves the complete members intact.
-        if not found or any(text in str(error) for text in ("CRC", "Incorrect length")):
+        if not images or any(text in str(error) for text in ("CRC", "Incorrect length")):
             raise DataError(
                 f"{shard.url} is damaged: {error}. None of its images can be trusted; get the "
                 "shard again."
             ) from error
-    names = [member.name for member in found]
+    names = [member.name for member in images]
     if len(set(names)) < len(names):
-        twice = Counter(names).most_common(1)[0][0]
-        raise DataError(f"{shard.url} has two members named {os.fsdecode(twice)}.")
+        duplicate = Counter(names).most_common(1)[0][0]
+        raise DataError(f"{shard.url} has two members named {os.fsdecode(duplicate)}.")
     return TarIndex(
         names=np.array(names, dtype=np.bytes_ if names else "S1"),
-        offsets=np.array([member.offset for member in found], dtype=np.int64),
-        sizes=np.array([member.size for member in found], dtype=np.int64),
+        offsets=np.array([member.offset for member in images], dtype=np.int64),
+        sizes=np.array([member.size for member in images], dtype=np.int64),
         labels=np.array([_label(name, classes) for name in names], dtype=np.int64),
         skipped=dict(skipped),
         cut=cut,
@@ -174,7 +174,7 @@ def _clean(name: bytes) -> bytes:
     return b"/".join(part for part in name.split(b"/") if part not in (b"", b"."))
 
 
-def _left_out(name: bytes, member: Member, endings: frozenset[bytes]) -> str | None:
+def _reason_to_skip(name: bytes, member: Member, endings: frozenset[bytes]) -> str | None:
     """Return the reason why a member is not an image, or None if it is one."""
     if not member.regular:
         return "no regular files"
@@ -230,22 +230,22 @@ def _load(path: Path, state: str) -> TarIndex | None:
     if hashlib.sha256(body).digest() != digest:
         return None
     head = bytes(body[: 1 << 20]).partition(b"\n")[0]
-    about = json.loads(head)
-    if about["state"] != state:
+    header = json.loads(head)
+    if header["state"] != state:
         return None
-    count, width = about["count"], about["width"]
+    count, width = header["count"], header["width"]
     at = len(head) + 1
     names = np.frombuffer(body, f"S{width}", count, at)
     numbers = np.frombuffer(body, "<i8", 3 * count, at + names.nbytes).reshape(3, count)
     offsets, sizes, labels = numbers
     return TarIndex(
-        names, offsets, sizes, labels, about["skipped"], about["cut"], about["compressed"]
+        names, offsets, sizes, labels, header["skipped"], header["cut"], header["compressed"]
     )
 
 
-def _keep(path: Path, state: str, index: TarIndex) -> None:
+def _save(path: Path, state: str, index: TarIndex) -> None:
     """Write an index file and ignore errors: without it, the next run reads the headers again."""
-    about = {
+    header = {
         "state": state,
         "count": len(index.names),
         "width": index.names.dtype.itemsize,
@@ -254,16 +254,16 @@ def _keep(path: Path, state: str, index: TarIndex) -> None:
         "compressed": index.compressed,
     }
     columns = (index.names, *(c.astype("<i8") for c in (index.offsets, index.sizes, index.labels)))
-    body = json.dumps(about).encode() + b"\n" + b"".join(column.tobytes() for column in columns)
+    body = json.dumps(header).encode() + b"\n" + b"".join(column.tobytes() for column in columns)
     # No fsync: after a power failure the checksum identifies an incomplete file.
-    with contextlib.suppress(OSError), _replacing(path) as file:
+    with contextlib.suppress(OSError), _replacement(path) as file:
         os.write(file, hashlib.sha256(body).digest())
-        with open(file, "wb", closefd=False) as whole:
-            whole.write(body)
+        with open(file, "wb", closefd=False) as stream:
+            stream.write(body)
 
 
 @contextlib.contextmanager
-def _replacing(path: Path) -> Iterator[int]:
+def _replacement(path: Path) -> Iterator[int]:
     """Open a temporary file that replaces `path` atomically if the block succeeds."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=".new-")

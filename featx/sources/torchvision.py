@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from featx.errors import ConfigError, DataError, nearest
 from featx.sources.base import FolderSource
-from featx.sources.labels import Labels, named
+from featx.sources.labels import Labels, from_indices
 from featx.sources.options import LinkOptions
 from featx.sources.pixel_encoding import encode_pixels
 from featx.sources.registry import SOURCES, source_member
@@ -106,18 +106,18 @@ def open_source(config: TorchvisionOptions) -> Source:
     split = config.split or next(iter(kind.splits))
     if split not in kind.splits:
         raise DataError(f"data.split={split}: {dataset_name} has {' and '.join(kind.splits)}.")
-    dataset = _opened(dataset_name, root, kind.splits[split])
+    dataset = _construct(dataset_name, root, kind.splits[split])
     where = f"{dataset_name} {split}"
     labels = np.asarray(getattr(dataset, kind.labels)).astype(np.int64)
     names = getattr(dataset, "classes", None) or [str(i) for i in range(int(labels.max()) + 1)]
-    labelled = named(labels, names, where)
+    labelled = from_indices(labels, names, where)
     if kind.files is None:
         return _Pixels(np.asarray(dataset.data), labelled)
     paths = [os.fsencode(path) for path in getattr(dataset, kind.files)]
     return _Files(FolderSource(root, config.follow_links), paths, labelled)
 
 
-def _opened(name: str, root: Path, arguments: dict[str, Any]) -> Any:
+def _construct(name: str, root: Path, arguments: dict[str, Any]) -> Any:
     """Construct a data set of torchvision without downloading it.
 
     Raises:
@@ -129,11 +129,11 @@ def _opened(name: str, root: Path, arguments: dict[str, Any]) -> Any:
     try:
         return make(str(root), download=False, **arguments)
     except (RuntimeError, OSError) as error:
-        given = ", ".join(f"{key}={value!r}" for key, value in arguments.items())
+        keywords = ", ".join(f"{key}={value!r}" for key, value in arguments.items())
         raise DataError(
             f"data.root={root} (taken from {Path.cwd()}) has no {name}, or not all of it. "
             f'Download it once with\n  python -c "from torchvision.datasets import {name}; '
-            f"{name}('{root}', {given}, download=True)\""
+            f"{name}('{root}', {keywords}, download=True)\""
         ) from error
     except ImportError as error:
         raise DataError(f"torchvision cannot open {name}: {error}.") from error

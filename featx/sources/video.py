@@ -14,11 +14,12 @@ from typing import ClassVar
 import numpy as np
 import numpy.typing as npt
 
+from featx.base import require_extra
 from featx.errors import ConfigError, DataError
 from featx.sources.base import FolderSource, endings
 from featx.sources.key_forms import frame_key
 from featx.sources.options import FileOptions
-from featx.sources.registry import SOURCES, require_package, source_member
+from featx.sources.registry import SOURCES, source_member
 from featx.sources.video_reader import FrameReader
 from featx.types import ImageFault, Listing, Source, Status
 
@@ -49,7 +50,7 @@ def open_source(config: VideoOptions) -> Source:
     Raises:
         MissingExtraError: torchcodec is not installed.
     """
-    require_package("video", "torchcodec", "torchcodec")
+    require_extra("torchcodec", "data=video", "torchcodec", "video")
     return VideoSource(config)
 
 

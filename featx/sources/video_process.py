@@ -61,15 +61,15 @@ class Videos:
         """
         _check_container(path)
         try:
-            about = self._decoder(path, seek_mode="approximate").metadata
-            found = about.duration_seconds_from_header
+            metadata = self._decoder(path, seek_mode="approximate").metadata
+            seconds = metadata.duration_seconds_from_header
         except (RuntimeError, ValueError):
-            found = None
-        if found is None:
-            found = self._opened(path).metadata.duration_seconds
-        if not (math.isfinite(found) and found > 0):
-            raise ImageFault(Status.DECODE_ERROR, f"the video claims to last {found} s")
-        return float(found)
+            seconds = None
+        if seconds is None:
+            seconds = self._open_video(path).metadata.duration_seconds
+        if not (math.isfinite(seconds) and seconds > 0):
+            raise ImageFault(Status.DECODE_ERROR, f"the video claims to last {seconds} s")
+        return float(seconds)
 
     def frame(self, path: str, time_s: float, max_pixels: int) -> bytes:
         """Decode the frame that is displayed at a time.
@@ -86,23 +86,23 @@ class Videos:
             ImageFault: there is no such frame, or it is damaged or too large.
             OSError: the file cannot be read.
         """
-        video = self._opened(path)
-        about = video.metadata
-        if about.width * about.height > max_pixels:
-            raise ImageFault(Status.TOO_LARGE, f"{about.width} x {about.height} pixels")
-        begin, end = about.begin_stream_seconds, about.end_stream_seconds
+        video = self._open_video(path)
+        metadata = video.metadata
+        if metadata.width * metadata.height > max_pixels:
+            raise ImageFault(Status.TOO_LARGE, f"{metadata.width} x {metadata.height} pixels")
+        begin, end = metadata.begin_stream_seconds, metadata.end_stream_seconds
         if time_s >= end + _BEHIND_THE_END_S:
             raise ImageFault(Status.TRUNCATED, f"the video ends at {end:.3f} s")
         try:
             if time_s >= end:
-                frame = video.get_frame_at(about.num_frames - 1)
+                frame = video.get_frame_at(metadata.num_frames - 1)
             else:
                 frame = video.get_frame_played_at(max(time_s, begin))
         except (RuntimeError, IndexError, ValueError) as error:
             raise _fault(error) from error
         return encode_pixels(frame.data.numpy())
 
-    def _opened(self, path: str) -> Any:
+    def _open_video(self, path: str) -> Any:
         """Return an open decoder for a file, identified by path, size and mtime.
 
         Raises:

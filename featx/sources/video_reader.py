@@ -39,8 +39,8 @@ class FrameReader:
 
     def duration_s(self, path: str) -> float:
         """Return the duration of a video in seconds. Raises as `frame` does."""
-        about, _ = self._ask(path, {"path": path})
-        return float(about["duration_s"])
+        header, _ = self._ask(path, {"path": path})
+        return float(header["duration_s"])
 
     def frame(self, path: str, time_s: float, max_pixels: int) -> bytes:
         """Return the frame that is displayed at a time, as PPM.
@@ -65,22 +65,22 @@ class FrameReader:
         # One process per video, where the video stays open between requests.
         child = self._children[hash(path) % len(self._children)]
         with child.lock:
-            for left in reversed(range(_TRIES)):
+            for tries_left in reversed(range(_TRIES)):
                 try:
-                    found, frame = child.ask(request, self._timeout_s)
+                    header, frame = child.ask(request, self._timeout_s)
                     break
                 except ImageFault:
                     child.end()
-                    if not left:
+                    if not tries_left:
                         raise
                 except BaseException:  # a late answer would be taken for the next one
                     child.end()
                     raise
-        if "status" in found:
-            raise ImageFault(Status(found["status"]), found["message"], found["error"])
-        if "errno" in found:
-            raise OSError(found["errno"], found["strerror"], path)
-        return found, frame
+        if "status" in header:
+            raise ImageFault(Status(header["status"]), header["message"], header["error"])
+        if "errno" in header:
+            raise OSError(header["errno"], header["strerror"], path)
+        return header, frame
 
 
 class _Child:
@@ -140,12 +140,12 @@ class _Child:
             stderr=subprocess.DEVNULL,  # FFmpeg logs a line per frame
             bufsize=0,
         )
-        about = json.loads(self._line(self._process, None))  # imports have no time limit
-        if "lacks" in about:
+        header = json.loads(self._line(self._process, None))  # imports have no time limit
+        if "lacks" in header:
             self.end()
             raise MissingExtraError(
                 'data=video needs torchcodec, pip install "featx[video]", and FFmpeg\'s shared '
-                f"libraries (4 to 9), such as apt install ffmpeg: {about['lacks']}"
+                f"libraries (4 to 9), such as apt install ffmpeg: {header['lacks']}"
             )
         return self._process
 

@@ -82,7 +82,7 @@ class ShardSource:
         self._shards: list[Shard] = []
         self._indexes: list[TarIndex] = []
         self._keys = np.empty(0, dtype="S1")
-        self._places = np.empty((3, 0), dtype=np.int64)
+        self._positions = np.empty((3, 0), dtype=np.int64)
         self._windows: OrderedDict[int, GzipWindow] = OrderedDict()
         self._lock = threading.RLock()
 
@@ -114,7 +114,7 @@ class ShardSource:
                 f"Left out: {left_out or 'nothing'}."
             )
         keys, labels, classes = self._index_rows()
-        return Listing(keys, labels, classes, dict(skipped), self._places[2])
+        return Listing(keys, labels, classes, dict(skipped), self._positions[2])
 
     def read(self, key: bytes) -> bytes:
         """Read one member.
@@ -128,7 +128,7 @@ class ShardSource:
             if not len(self._keys):
                 self.listing()
         row = find_row(self._keys, key)
-        number, offset, size = (int(column[row]) for column in self._places)
+        number, offset, size = (int(column[row]) for column in self._positions)
         shard, index = self._shards[number], self._indexes[number]
         if size == _CUT_SIZE:
             raise ImageFault(
@@ -150,7 +150,7 @@ class ShardSource:
         Returns:
             (n,) IMAGE_STATE.
         """
-        shards, offsets, sizes = self._places[:, find_rows(self._keys, keys)]
+        shards, offsets, sizes = self._positions[:, find_rows(self._keys, keys)]
         versions = np.array([tag_of((shard.version, shard.size)) for shard in self._shards])
         states = np.full(len(keys), UNTOLD)
         states["size"], states["tag"] = sizes, versions[shards] ^ offsets
@@ -185,12 +185,12 @@ class ShardSource:
     def _index_rows(self) -> tuple[npt.NDArray[np.bytes_], npt.NDArray[np.int64], tuple[str, ...]]:
         """Combine the indexes of all shards, sorted bytewise by key.
 
-        Positions stay in `_places` (3, N): shard, offset and size of every row.
+        Positions stay in `_positions` (3, N): shard, offset and size of every row.
 
         Returns:
             keys (N,), labels (N,) and class names.
         """
-        keys, places, numbers = [], [], []
+        keys, positions, numbers = [], [], []
         for i, (shard, index) in enumerate(zip(self._shards, self._indexes, strict=True)):
             names, offsets, sizes, labels = index.names, index.offsets, index.sizes, index.labels
             if index.cut and not (len(sizes) and sizes[-1] == _CUT_SIZE):
@@ -200,20 +200,24 @@ class ShardSource:
                 offsets, sizes = np.append(offsets, 0), np.append(sizes, _CUT_SIZE)
                 labels = np.append(labels, NO_LABEL)
             keys.append(np.char.add(np.bytes_(shard.name + b"/"), names))
-            places.append(np.stack([np.full(len(names), i), offsets, sizes]))
+            positions.append(np.stack([np.full(len(names), i), offsets, sizes]))
             numbers.append(labels)
             if index.compressed:
                 _warn_of_order(shard, names)
         self._indexes = [_without_columns(index) for index in self._indexes]
-        every, where, found = (
-            np.concatenate(keys), np.concatenate(places, axis=1), np.concatenate(numbers)
+        all_keys, all_positions, all_numbers = (
+            np.concatenate(keys), np.concatenate(positions, axis=1), np.concatenate(numbers)
         )  # fmt: skip
-        if not (every[1:] > every[:-1]).all():
-            order = np.argsort(every, kind="stable")
-            every, where, found = every[order], where[:, order], found[order]
-        self._keys, self._places = every, where
-        labels, classes = self._labels(found)
-        return every, labels, classes
+        if not (all_keys[1:] > all_keys[:-1]).all():
+            order = np.argsort(all_keys, kind="stable")
+            all_keys, all_positions, all_numbers = (
+                all_keys[order],
+                all_positions[:, order],
+                all_numbers[order],
+            )
+        self._keys, self._positions = all_keys, all_positions
+        labels, classes = self._labels(all_numbers)
+        return all_keys, labels, classes
 
     def _labels(self, numbers: npt.NDArray[np.int64]) -> Labels:
         """Return labels from the .cls members, if any, else from the folders in member names."""
@@ -221,7 +225,7 @@ class ShardSource:
             return from_numbers(np.maximum(numbers, -1), f"the .cls members of {self._root}")
         starts = [len(shard.name) + 1 for shard in self._shards]
         members = (
-            bytes(key)[starts[i] :] for key, i in zip(self._keys, self._places[0], strict=True)
+            bytes(key)[starts[i] :] for key, i in zip(self._keys, self._positions[0], strict=True)
         )
         return from_names(
             os.fsdecode(name.split(b"/", 1)[0]) if b"/" in name else "" for name in members

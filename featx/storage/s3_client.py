@@ -20,7 +20,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from featx.errors import MissingExtraError, ObjectStoreError
+from featx.base import import_extra
+from featx.errors import ObjectStoreError
 from featx.storage import s3_outage
 
 CONNECTIONS = 16
@@ -192,20 +193,16 @@ def client(process: int) -> Any:
     Raises:
         MissingExtraError: botocore is not installed.
     """
-    try:
-        import botocore.session
-        from botocore.config import Config
-    except ImportError as error:
-        raise MissingExtraError(
-            'stores in s3://... need the extra remote: pip install "featx[remote]".'
-        ) from error
+    session = import_extra("botocore.session", "stores in s3://...", "the extra remote", "remote")
+    from botocore.config import Config
+
     config = Config(
         retries={"mode": "standard", "max_attempts": ATTEMPTS},
         connect_timeout=10,
         read_timeout=60,
         max_pool_connections=CONNECTIONS,
     )
-    return botocore.session.get_session().create_client("s3", config=config)
+    return session.get_session().create_client("s3", config=config)
 
 
 @functools.lru_cache(maxsize=1)

@@ -117,14 +117,14 @@ def fold(arguments: argparse.Namespace) -> None:
     import torch
 
     from featx.base.allocator import keep_freed_memory
-    from featx.models.batchnorm_folding import foldable_pairs, folded
+    from featx.models.batchnorm_folding import fold_pairs, foldable_pairs
 
     keep_freed_memory()
     for name in arguments.models:
         module = timm.create_model(name).eval().requires_grad_(False)
         x = torch.randn(arguments.batch_size, 3, 224, 224)
         x = x.contiguous(memory_format=torch.channels_last)
-        pairs = foldable_pairs(module, x[:2], kept=())
+        pairs = foldable_pairs(module, x[:2], captured=())
 
         def seconds(module: torch.nn.Module = module, x: torch.Tensor = x) -> float:
             module.to(memory_format=torch.channels_last)(x)
@@ -135,7 +135,7 @@ def fold(arguments: argparse.Namespace) -> None:
         ratios = []
         for _ in range(arguments.runs):
             plain = seconds()
-            with folded(pairs):
+            with fold_pairs(pairs):
                 ratios.append(plain / seconds())
         print(
             f"{name}: {len(pairs)} folded, {statistics.median(ratios):.2f} times as fast "

@@ -21,7 +21,7 @@ from zoo import ConvBatchNorm, with_statistics
 from featx.engine.compute import Compute
 from featx.errors import LayerError, StoreMismatchError
 from featx.models.base import state_sha256
-from featx.models.batchnorm_folding import foldable_pairs, folded
+from featx.models.batchnorm_folding import fold_pairs, foldable_pairs
 
 pytestmark = pytest.mark.usefixtures("packing_in_process")
 
@@ -44,9 +44,9 @@ def test_the_same_values_and_the_module_comes_back(module: nn.Module) -> None:
     before, objects = state_sha256(module), [id(p) for p in module.parameters()]
     num_norms = sum(isinstance(part, nn.BatchNorm2d) for part in module.modules())
     expected = module(X.clone())
-    pairs = foldable_pairs(module, X, kept=())
+    pairs = foldable_pairs(module, X, captured=())
     assert len(pairs) == num_norms
-    with folded(pairs):
+    with fold_pairs(pairs):
         found = module(X.clone())
         assert torch.allclose(found, expected, atol=1e-5)
         assert not torch.equal(found, expected), "nothing was folded"
@@ -59,18 +59,18 @@ def test_the_same_values_and_the_module_comes_back(module: nn.Module) -> None:
 def test_it_comes_back_after_an_exception() -> None:
     module = with_statistics(ConvBatchNorm())
     before = state_sha256(module)
-    with pytest.raises(KeyError), folded(foldable_pairs(module, X, kept=())):
+    with pytest.raises(KeyError), fold_pairs(foldable_pairs(module, X, captured=())):
         raise KeyError
     assert state_sha256(module) == before
 
 
 @pytest.mark.parametrize("kept", ["conv", "bn"])
 def test_what_somebody_looks_at_stays(kept: str) -> None:
-    assert foldable_pairs(with_statistics(ConvBatchNorm()), X, kept=[kept]) == []
+    assert foldable_pairs(with_statistics(ConvBatchNorm()), X, captured=[kept]) == []
 
 
 def test_calls_of_several_maps_are_not_folded() -> None:
-    assert foldable_pairs(with_statistics(ConvBatchNorm(called_twice=True)), X, kept=()) == []
+    assert foldable_pairs(with_statistics(ConvBatchNorm(called_twice=True)), X, captured=()) == []
 
 
 @pytest.mark.parametrize("before", [False, True])
@@ -82,18 +82,18 @@ def test_an_output_that_somebody_else_reads_is_not_folded(before: bool) -> None:
             z = self.relu(self.bn(y))
             return z + (mean if before else y.mean())
 
-    assert foldable_pairs(with_statistics(Reads()), X, kept=()) == []
+    assert foldable_pairs(with_statistics(Reads()), X, captured=()) == []
     module = with_statistics(nn.Sequential(ConvBatchNorm(read_twice=True), nn.Flatten()))
-    assert foldable_pairs(module, X, kept=()) == []
+    assert foldable_pairs(module, X, captured=()) == []
 
 
 def test_weights_that_are_computed_in_each_pass_are_not_folded() -> None:
     module = with_statistics(ConvBatchNorm())
     nn.utils.parametrizations.weight_norm(module.conv)
-    assert foldable_pairs(module, X, kept=()) == []
+    assert foldable_pairs(module, X, captured=()) == []
     old = with_statistics(ConvBatchNorm())
     old.conv.__class__ = type("ScaledStdConv2d", (nn.Conv2d,), {})
-    assert foldable_pairs(old, X, kept=()) == []
+    assert foldable_pairs(old, X, captured=()) == []
 
 
 HOOKED: dict[str, Callable[[ConvBatchNorm], object]] = {
@@ -170,18 +170,18 @@ def test_pairs_next_to_a_captured_convolution_are_folded() -> None:
     module = with_statistics(nn.Sequential(ConvBatchNorm(), ConvBatchNorm()))
     prune.l1_unstructured(module[0].conv, "weight", 0.3)
     expected = module(X.clone())
-    pairs = foldable_pairs(module, X, kept=())
+    pairs = foldable_pairs(module, X, captured=())
     assert pairs == [(module[1].conv, module[1].bn)]
-    with folded(pairs):
+    with fold_pairs(pairs):
         assert torch.allclose(module(X.clone()), expected, atol=1e-5)
 
 
 def test_an_exception_in_the_midst_of_folding_leaves_the_module() -> None:
     module = with_statistics(nn.Sequential(ConvBatchNorm(), ConvBatchNorm()))
-    pairs = foldable_pairs(module, X, kept=())
+    pairs = foldable_pairs(module, X, captured=())
     before = facts(module)
     module[1].bn.running_mean = torch.zeros(7)  # of another size: its weights cannot be fused
-    with pytest.raises(RuntimeError), folded(pairs):
+    with pytest.raises(RuntimeError), fold_pairs(pairs):
         pass
     module[1].bn.running_mean = pairs[1][1].running_var * 0
     assert facts(module)[0] == before[0]  # type: ignore[index]
@@ -190,7 +190,7 @@ def test_an_exception_in_the_midst_of_folding_leaves_the_module() -> None:
 
 def test_batch_statistics_are_not_folded() -> None:
     module = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4, track_running_stats=False)).eval()
-    assert foldable_pairs(module, X, kept=()) == []
+    assert foldable_pairs(module, X, captured=()) == []
 
 
 @pytest.mark.parametrize(("read_twice", "folds"), [(False, True), (True, False)])
@@ -316,8 +316,8 @@ def test_library_models(name: str) -> None:
     module = with_statistics(timm.create_model(name).eval())
     x = torch.randn(2, 3, 64, 64, generator=torch.Generator().manual_seed(0))
     expected = module(x)
-    pairs = foldable_pairs(module, x, kept=())
+    pairs = foldable_pairs(module, x, captured=())
     assert len(pairs) == sum(isinstance(part, nn.BatchNorm2d) for part in module.modules())
-    with folded(pairs):
+    with fold_pairs(pairs):
         found = module(x)
     assert torch.allclose(found, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))

@@ -23,7 +23,7 @@ from featx.engine.compute import COMPUTE_DTYPES, Compute, TimedRows
 from featx.engine.engine import Engine
 from featx.engine.precision_choice import choose_precision
 from featx.engine.row_checks import row_cosines
-from featx.engine.weight_casting import CastableWeights, castable_weights, weights_cast
+from featx.engine.weight_casting import CastableWeights, cast_weights, castable_weights
 from featx.errors import ModelError
 from featx.layers.selection import select
 from featx.layers.tracer import no_fast_path
@@ -369,7 +369,7 @@ def test_the_block_gives_the_same_parameters_back() -> None:
     before, objects = state_sha256(module), {p: p.data_ptr() for p in module.parameters()}
     module.first.weight.grad = torch.ones(16, 16)
     names = [name for name, _ in module.named_parameters()]
-    with contextlib.suppress(KeyError), weights_cast(module, names, BF16):
+    with contextlib.suppress(KeyError), cast_weights(module, names, BF16):
         assert {p.dtype for p in module.parameters()} == {BF16}
         assert set(module.parameters()) == set(objects)
         raise KeyError

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ def test_what_the_options_need(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(ConfigError, match=r"needs data\.boxes=FILE\.csv"):
         SlideOptions(root="slides")
     options = SlideOptions(root="slides", boxes="boxes.csv")
-    monkeypatch.setattr("featx.sources.registry.find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "openslide", None)
     with pytest.raises(MissingExtraError, match=r'pip install "featx\[slides\]"'):
         open_source(options)
 

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from featx.config import Config, data_of_saved, from_saved
 from featx.errors import ConfigError, StoreError
 from featx.images import ImagePolicy, LabelTransform, image_sizes, read_image, read_label_map
-from featx.sources import open_source, origin_of, parsed_box_key
+from featx.sources import open_source, origin_of, parse_box_key
 from featx.store import FeatureStore
 from featx.types import UNKNOWN_IMAGE, ImageFault, Source, image_checksum
 
@@ -230,7 +230,7 @@ def _crop_mask(
     Raises:
         _UnusableMaskError: it has no label, or a class without a name.
     """
-    if (parsed := parsed_box_key(key)) is not None:
+    if (parsed := parse_box_key(key)) is not None:
         box = parsed[1]
         labels = labels[box.y : box.y + box.height, box.x : box.x + box.width]
         size = (box.height, box.width)

@@ -26,9 +26,9 @@ from featx.analysis.similarity.nearest_neighbours import (
     sort_neighbours,
 )
 from featx.analysis.similarity.row_vectors import Vectors
-from featx.base import choose_device
+from featx.base import choose_device, import_extra
 from featx.config import METRICS, check_choice
-from featx.errors import ConfigError, MissingExtraError
+from featx.errors import ConfigError
 from featx.store import FeatureStore
 
 SAMPLE = 1000
@@ -221,10 +221,4 @@ def _faiss() -> Any:
     Raises:
         MissingExtraError: it is not installed.
     """
-    try:
-        import faiss
-    except ImportError as error:
-        raise MissingExtraError(
-            'neighbors.recall needs the package faiss: pip install "featx[faiss]".'
-        ) from error
-    return faiss
+    return import_extra("faiss", "neighbors.recall", "the package faiss", "faiss")

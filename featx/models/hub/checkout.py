@@ -137,7 +137,7 @@ def _of_commit(owner: str, repository: str, commit: str, server: str) -> Path:
             packed = Path(folder, "commit.zip")
             with urllib.request.urlopen(url, timeout=_TIMEOUT_S) as found, packed.open("wb") as out:
                 shutil.copyfileobj(found, out)
-            unpacked = _unpacked(packed, Path(folder, "files"), commit)
+            unpacked = _unpack(packed, Path(folder, "files"), commit)
             try:
                 unpacked.rename(target)
             except OSError:
@@ -156,7 +156,7 @@ def _of_commit(owner: str, repository: str, commit: str, server: str) -> Path:
     return target
 
 
-def _unpacked(packed: Path, folder: Path, commit: str) -> Path:
+def _unpack(packed: Path, folder: Path, commit: str) -> Path:
     """Unpack an archive of GitHub into a new folder, and return the folder of the checkout in it.
 
     Raises:

@@ -54,10 +54,10 @@ def call_entry(checkout: Checkout, entry: str, args: Mapping[str, Any], seed: in
     with _importable(checkout), seeded(seed):
         _check_dependencies(checkout)
         try:
-            hubconf = _imported(checkout)
+            hubconf = _import_hubconf(checkout)
             function = _function(hubconf, checkout, entry)
             _check_args(function, args, where)
-            made = function(**args)
+            module = function(**args)
         except FeatxError:
             raise
         except ModuleNotFoundError as error:
@@ -70,9 +70,9 @@ def call_entry(checkout: Checkout, entry: str, args: Mapping[str, Any], seed: in
                 f"{where} fails with {type(error).__name__}: {reason}. It was called with "
                 f"model.args={dict(args)}; FEATX_DEBUG=1 shows the traceback."
             ) from error
-    if not isinstance(made, nn.Module):
-        raise ModelError(f"{where} returned a {type(made).__name__}, expected a torch.nn.Module.")
-    return made
+    if not isinstance(module, nn.Module):
+        raise ModelError(f"{where} returned a {type(module).__name__}, expected a torch.nn.Module.")
+    return module
 
 
 def random_parameters(
@@ -127,7 +127,7 @@ def _importable(checkout: Checkout) -> Iterator[None]:
         ModelError: another module of the same name has been imported before.
     """
     _refuse_taken_names(checkout)
-    before = set(sys.modules)
+    modules_before = set(sys.modules)
     path, stdin, writes = list(sys.path), sys.stdin, sys.dont_write_bytecode
     sys.path.insert(0, str(checkout.folder))
     sys.stdin = io.StringIO()
@@ -141,7 +141,7 @@ def _importable(checkout: Checkout) -> Iterator[None]:
         sys.path[:], sys.stdin, sys.dont_write_bytecode = path, stdin, writes
         for name, module in list(sys.modules.items()):
             # Packages that were imported before may go on importing parts of themselves.
-            if name.partition(".")[0] not in before and _is_inside(module, checkout):
+            if name.partition(".")[0] not in modules_before and _is_inside(module, checkout):
                 del sys.modules[name]
 
 
@@ -153,13 +153,14 @@ def _refuse_taken_names(checkout: Checkout) -> None:
     """
     for path in sorted(checkout.folder.iterdir()):
         is_module = path.suffix == ".py" or (path / "__init__.py").is_file()
-        taken = sys.modules.get(path.stem) if is_module else None
-        if taken is not None and not _is_inside(taken, checkout):
+        imported = sys.modules.get(path.stem) if is_module else None
+        if imported is not None and not _is_inside(imported, checkout):
             raise ModelError(
                 f"{checkout.name}: its module {path.stem} cannot be imported, because featx has "
-                f"already imported another one of this name ({getattr(taken, '__file__', None)}). "
-                "Use the installed package (model=torchvision, model=timm, or model=custom with a "
-                "factory of your own), or rename the module of the checkout."
+                "already imported another one of this name "
+                f"({getattr(imported, '__file__', None)}). Use the installed package "
+                "(model=torchvision, model=timm, or model=custom with a factory of your own), or "
+                "rename the module of the checkout."
             )
 
 
@@ -201,7 +202,7 @@ def _install(names: list[str]) -> str:
     return f"To install: pip install {' '.join(_OF_PACKAGE.get(name, name) for name in names)}"
 
 
-def _imported(checkout: Checkout) -> ModuleType:
+def _import_hubconf(checkout: Checkout) -> ModuleType:
     """Return hubconf.py as a module, which is not put into `sys.modules`."""
     spec = importlib.util.spec_from_file_location("hubconf", checkout.hubconf)
     if spec is None or spec.loader is None:
@@ -217,16 +218,16 @@ def _function(hubconf: ModuleType, checkout: Checkout, entry: str) -> Any:
     Raises:
         ModelError: there is none of this name.
     """
-    found = {
+    functions = {
         name: value
         for name, value in vars(hubconf).items()
         if callable(value) and not name.startswith("_")
     }
-    if entry not in found:
-        listed = ", ".join(list(found)[:20]) or "none"
-        near = nearest(entry, found) or f" Expected one of {listed}."
+    if entry not in functions:
+        listed = ", ".join(list(functions)[:20]) or "none"
+        near = nearest(entry, functions) or f" Expected one of {listed}."
         raise ModelError(f"{checkout.name}: hubconf.py has no function {entry!r}.{near}")
-    return found[entry]
+    return functions[entry]
 
 
 def _check_args(function: Any, args: Mapping[str, Any], where: str) -> None:

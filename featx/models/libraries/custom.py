@@ -163,9 +163,9 @@ def import_factory(path: str) -> Callable[..., Any]:
     module_name, _, attribute = path.partition(":")
     if not module_name or not attribute:
         raise ModelError(f"model.factory={path}: expected package.module:factory.")
-    here = str(Path.cwd())
-    if here not in sys.path:
-        sys.path.append(here)
+    folder = str(Path.cwd())
+    if folder not in sys.path:
+        sys.path.append(folder)
     try:
         module = importlib.import_module(module_name)
     except (ImportError, SyntaxError, TypeError, ValueError) as error:

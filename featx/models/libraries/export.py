@@ -104,11 +104,11 @@ def _transform(config: ExportOptions, program: Program) -> TransformConfig:
         ConfigError: the options ask for another crop, or do not say to what size images are
             resized before a crop of a size that is not the usual one.
     """
-    asked = config.transform
+    transform = config.transform
     if program.size is None:
-        return asked
+        return transform
     height, width = program.size
-    crop = asked.crop
+    crop = transform.crop
     if crop is not None and program.size != (
         (crop, crop) if isinstance(crop, int) else tuple(crop)
     ):
@@ -116,14 +116,14 @@ def _transform(config: ExportOptions, program: Program) -> TransformConfig:
             f"model.transform.crop={crop}: {config.name} was exported for images of {height} x "
             f"{width} pixels. Leave the option out, or export the model for this size."
         )
-    if asked.resize is None and program.size != (USUAL_CROP, USUAL_CROP):
+    if transform.resize is None and program.size != (USUAL_CROP, USUAL_CROP):
         raise ConfigError(
             f"{config.name} takes images of {height} x {width} pixels and does not say from which "
             f"size they are cut (images of {USUAL_CROP} pixels are cut from {USUAL_RESIZE}). Give "
             f"model.transform.resize, such as [{height},{width}] for the whole image, or a number "
             "of pixels for its shorter side."
         )
-    return replace(asked, crop=[height, width])
+    return replace(transform, crop=[height, width])
 
 
 LIBRARIES.register(

@@ -122,9 +122,9 @@ def _untrained(checkout: Checkout, config: HubOptions, seed: int, option: str) -
     module, random = random_parameters(checkout, str(config.entry), config.args, seed)
     if trained := trained_parameters(module, random):
         raise ModelError(
-            f"{option}: {config.entry} of {checkout.name} gives {_listed(trained)} the same values "
-            "whatever the seed, so it loads trained weights. It has to make an untrained model: "
-            "see its arguments, such as 'model.args={pretrained: false}'."
+            f"{option}: {config.entry} of {checkout.name} gives {_names_text(trained)} the same "
+            "values whatever the seed, so it loads trained weights. It has to make an untrained "
+            "model: see its arguments, such as 'model.args={pretrained: false}'."
         )
     return module
 
@@ -140,7 +140,7 @@ def _trained(checkout: Checkout, config: HubOptions, seed: int) -> nn.Module:
     module, random = random_parameters(checkout, str(config.entry), config.args, seed)
     if random:
         raise ModelError(
-            f"{config.entry} of {checkout.name} leaves {_listed(random)} at random values, and "
+            f"{config.entry} of {checkout.name} leaves {_names_text(random)} at random values, and "
             "model.weights=default promises the weights that it loads. See its arguments, such as "
             "'model.args={pretrained: true}'; or give model.weights=FILE, or model.weights=null "
             "for an untrained model."
@@ -148,7 +148,7 @@ def _trained(checkout: Checkout, config: HubOptions, seed: int) -> nn.Module:
     return module
 
 
-def _listed(names: list[str]) -> str:
+def _names_text(names: list[str]) -> str:
     """Number and first names of parameters."""
     return (
         f"{counted(len(names), 'parameter')} ({', '.join(names[:3])}{', ...' if names[3:] else ''})"

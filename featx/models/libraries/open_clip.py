@@ -3,42 +3,16 @@
 from __future__ import annotations
 
 import importlib.util
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from featx.config import CheckpointConfig, ModelConfig, TransformConfig
-from featx.errors import ConfigError
 from featx.models.libraries.registry import LIBRARIES, LibraryFunctions, library_member
+from featx.models.open_clip.options import OpenClipOptions
 
 if TYPE_CHECKING:
     import torch
 
     from featx.models.base import Backbone
-
-
-@dataclass
-class OpenClipOptions(ModelConfig):
-    """Options of model=open_clip."""
-
-    name: str = ""
-    library: str = "open_clip"
-    weights_like: str | None = None
-    """Tag of the library whose preprocessing and activation belong to a file in model.weights."""
-    normalize: bool = False
-    """Whether the embedding is divided by its length, as by encode_image(normalize=True)."""
-    transform: TransformConfig = field(default_factory=TransformConfig)
-    """Preprocessing of the images, by default that of the weights."""
-    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    """Which tensors of a file in model.weights are those of the model."""
-
-    def __post_init__(self) -> None:
-        if not self.name:
-            raise ConfigError(
-                "model=open_clip needs model.name=NAME, such as ViT-B-32, or model.name=FOLDER "
-                "with open_clip_config.json."
-            )
-        super().__post_init__()
 
 
 def build(config: OpenClipOptions, seed: int) -> Backbone:
@@ -58,27 +32,27 @@ def build(config: OpenClipOptions, seed: int) -> Backbone:
     from featx.models.open_clip.image_tower import (
         embedding_of,
         has_class_token,
-        loaded_tower,
+        load_tower,
         num_prefix_tokens,
         preprocess_of,
         stages_of,
     )
     from featx.models.open_clip.sources import source_of
-    from featx.models.preprocessing import changed_preprocess
+    from featx.models.preprocessing import change_preprocess
 
     source = source_of(config)
-    module, said = loaded_tower(source, config, seed)
+    module, checkpoint = load_tower(source, config, seed)
     return Backbone(
         module=module,
         name=f"open_clip/{source.name}",
         weights=source.describe(seed),
-        preprocess=changed_preprocess(preprocess_of(source, module), config.transform),
+        preprocess=change_preprocess(preprocess_of(source, module), config.transform),
         num_prefix_tokens=num_prefix_tokens(module),
         has_class_token=has_class_token(module),
         embedding=embedding_of(module, config.normalize),
         stages=stages_of(module),
         reentrant=True,
-        checkpoint=said,
+        checkpoint=checkpoint,
         packages=("open_clip_torch",),
         provenance={
             "embedding": f"encode_image(normalize={config.normalize})",

@@ -116,12 +116,12 @@ def untrained(config: ModelConfig, seed: int) -> torch.nn.Module:
 
 def rename_keys(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Rename the parameters of the package, whose blocks are numbered through, to timm's names."""
-    places = [(stage, block) for stage, n in enumerate(_REPEATS) for block in range(n)]
+    positions = [(stage, block) for stage, n in enumerate(_REPEATS) for block in range(n)]
     renamed = {}
     for key, tensor in state.items():
         if key.startswith("_blocks."):
             _, index, part, leaf = key.split(".", 3)
-            stage, block = places[int(index)]
+            stage, block = positions[int(index)]
             names = _FIRST_BLOCK if index == "0" else _OTHER_BLOCKS
             renamed[f"blocks.{stage}.{block}.{names[part]}.{leaf}"] = tensor
         else:

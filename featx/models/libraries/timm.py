@@ -95,7 +95,7 @@ def build(config: TimmOptions, seed: int) -> Backbone:
     import timm
 
     from featx.models.base import random_id
-    from featx.models.preprocessing import changed_preprocess
+    from featx.models.preprocessing import change_preprocess
     from featx.models.timm.backbone import timm_classes, wrap
 
     file = config.weights_file
@@ -115,7 +115,7 @@ def build(config: TimmOptions, seed: int) -> Backbone:
         origin = f"timm {module.pretrained_cfg.get('tag') or 'default'}"
     is_rgb = config.transform.scale is None
     backbone = wrap(module, f"timm/{name}", origin, size, is_rgb)
-    backbone.preprocess = changed_preprocess(backbone.preprocess, config.transform)
+    backbone.preprocess = change_preprocess(backbone.preprocess, config.transform)
     is_pretrained = file is None and config.weights is not None
     backbone.classes = timm_classes(module) if is_pretrained and module.num_classes else ()
     backbone.args = dict(config.args)

@@ -18,7 +18,7 @@ from featx.models.torchvision.creation import (
     create_random,
     heads_of,
 )
-from featx.models.torchvision.transforms import crop_size, preprocess_of, resized
+from featx.models.torchvision.transforms import crop_size, preprocess_of, resize_preset
 from featx.models.torchvision.weights import entry_of_file, weights_entry
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ def build(config: TorchvisionOptions, seed: int) -> Backbone:
     from torchvision import models
 
     from featx.models.base import Backbone, random_id
-    from featx.models.preprocessing import changed_preprocess
+    from featx.models.preprocessing import change_preprocess
 
     name = config.name
     if name.startswith("quantized_"):
@@ -84,8 +84,8 @@ def build(config: TorchvisionOptions, seed: int) -> Backbone:
     if config.weights_like is not None and config.input_size is None:
         config = replace(config, input_size=crop_size(preset))
     side = None if config.input_size is None else config.input_size[0]
-    preset = preset if side is None else resized(preset, side)
-    preprocess = changed_preprocess(preprocess_of(preset, name), config.transform)
+    preset = preset if side is None else resize_preset(preset, side)
+    preprocess = change_preprocess(preprocess_of(preset, name), config.transform)
     loading: Mapping[str, Any] = {}
     missing: tuple[str, ...] = ()
     if entry is not None:

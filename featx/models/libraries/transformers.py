@@ -71,10 +71,10 @@ def build(config: TransformersOptions, seed: int) -> Backbone:
         MissingExtraError: transformers is not installed.
     """
     from featx.models.base import Backbone, random_id
-    from featx.models.preprocessing import changed_preprocess
+    from featx.models.preprocessing import change_preprocess
     from featx.models.transformers.families import embedding_of, family_of
     from featx.models.transformers.folder import find_folder, read_config, read_state
-    from featx.models.transformers.loading import blueprint, import_transformers, loaded
+    from featx.models.transformers.loading import blueprint, import_transformers, load_model
     from featx.models.transformers.loading import untrained as random_module
     from featx.models.transformers.processors import processor_choice
 
@@ -86,16 +86,16 @@ def build(config: TransformersOptions, seed: int) -> Backbone:
     choice = processor_choice(folder, size)
     state = None if config.weights is None else read_state(folder)
     plan = blueprint(values, family, state, config.args)
-    _check_size(plan, family, choice.preprocess.crop, asked=size is not None)
+    _check_size(plan, family, choice.preprocess.crop, is_requested=size is not None)
     if state is None:
         module, weights = random_module(plan, seed), random_id(seed)
     else:
-        module, weights = loaded(plan, state, config.name), config.name
+        module, weights = load_model(plan, state, config.name), config.name
     backbone = Backbone(
         module=module,
         name=f"transformers/{type(module).__name__}",
         weights=weights,
-        preprocess=changed_preprocess(choice.preprocess, config.transform),
+        preprocess=change_preprocess(choice.preprocess, config.transform),
         num_prefix_tokens=family.num_prefix_tokens(plan.config),
         has_class_token=family.has_class_token,
         embedding=embedding_of(module, family),
@@ -132,14 +132,14 @@ def untrained(config: TransformersOptions, seed: int) -> torch.nn.Module:
     return random_module(blueprint(values, family, state, config.args), seed)
 
 
-def _check_size(plan: Blueprint, family: Family, crop: tuple[int, int], asked: bool) -> None:
+def _check_size(plan: Blueprint, family: Family, crop: tuple[int, int], is_requested: bool) -> None:
     """Check that a model takes images of the size that its processor makes.
 
     Args:
         plan: class and configuration.
         family: its family.
         crop: (height, width) of the images in pixels.
-        asked: whether the size is that of model.input_size.
+        is_requested: whether the size is that of model.input_size.
 
     Raises:
         ModelError: it takes others.
@@ -152,7 +152,7 @@ def _check_size(plan: Blueprint, family: Family, crop: tuple[int, int], asked: b
     if crop == (height, width):
         return
     model = f"a {plan.model.__name__} with this config.json takes images of {height} x {width}"
-    if asked:
+    if is_requested:
         raise ModelError(
             f"model.input_size={list(crop)}: {model} pixels only. Leave the option out, or name a "
             "model that takes other sizes, such as a DINOv2."

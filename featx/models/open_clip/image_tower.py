@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from featx.errors import ModelError, WeightsError, first_line, one_line
-from featx.models.hugging_face import resolve_hub
+from featx.models.hugging_face import is_cached, resolve_hub
 from featx.models.open_clip.sources import ClipSource, import_open_clip
 
 if TYPE_CHECKING:
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from featx.images import Preprocess
     from featx.models.base import LibraryEmbedding
-    from featx.models.libraries.open_clip import OpenClipOptions
+    from featx.models.open_clip.options import OpenClipOptions
 
 
 def random_tower(source: ClipSource, seed: int) -> torch.nn.Module:
@@ -47,7 +47,7 @@ def random_tower(source: ClipSource, seed: int) -> torch.nn.Module:
     return module.eval()
 
 
-def loaded_tower(
+def load_tower(
     source: ClipSource, config: OpenClipOptions, seed: int
 ) -> tuple[torch.nn.Module, dict[str, Any]]:
     """Return the image tower with its weights, and what the fingerprint says about their loading.
@@ -90,30 +90,25 @@ def _of_tag(source: ClipSource) -> torch.nn.Module:
 
 
 @contextlib.contextmanager
-def download_errors(about: dict[str, Any], source: ClipSource) -> Iterator[None]:
+def download_errors(pretrained_cfg: dict[str, Any], source: ClipSource) -> Iterator[None]:
     """Turn errors of a download into a WeightsError that says what to do.
 
     If the name of the server cannot be resolved, the error is raised at once.
     """
-    from huggingface_hub import try_to_load_from_cache
-
-    repository = str(about.get("hf_hub") or "").strip("/")
+    repository = str(pretrained_cfg.get("hf_hub") or "").strip("/")
     parts = repository.split("/")
     files = parts[2:] or ["open_clip_model.safetensors", "open_clip_pytorch_model.bin"]
     repository = "/".join(parts[:2])
-    cached = "file" in about or any(
-        isinstance(try_to_load_from_cache(repository, file), str) for file in files if repository
-    )
     try:
-        if repository and not cached:
+        if repository and "file" not in pretrained_cfg and not is_cached(repository, files):
             resolve_hub()
         yield
     except (OSError, RuntimeError, ValueError) as error:
         reason = first_line(error)
-        place = f"`hf download {repository}`" if repository else about.get("url")
+        advice = f"`hf download {repository}`" if repository else pretrained_cfg.get("url")
         raise WeightsError(
             f"the weights {source.tag} of {source.name} are not on this machine and cannot be "
-            f"loaded ({reason}). Fetch them with {place} on a machine with internet access, and "
+            f"loaded ({reason}). Fetch them with {advice} on a machine with internet access, and "
             f"give the file: model.weights=FILE model.weights_like={source.tag}."
         ) from error
 
@@ -132,21 +127,21 @@ def preprocess_of(source: ClipSource, module: torch.nn.Module) -> Preprocess:
 
     values = merge_preprocess_dict(PreprocessCfg(), dict(source.preprocess))
     values["size"] = getattr(module, "image_size", values["size"])
-    asked = PreprocessCfg(**values)
-    _, height, width = asked.input_size
+    cfg = PreprocessCfg(**values)
+    _, height, width = cfg.input_size
     # open_clip pads for `longest`, and resizes otherwise for images that are not square.
     resize: int | tuple[int, int] | None = None
-    if asked.resize_mode == "squash":
+    if cfg.resize_mode == "squash":
         resize = (height, width)
-    elif asked.resize_mode == "shortest" and height == width:
+    elif cfg.resize_mode == "shortest" and height == width:
         resize = height
     return Preprocess(
-        reference=image_transform_v2(asked, is_train=False),
+        reference=image_transform_v2(cfg, is_train=False),
         crop=(height, width),
         resize=resize,
-        interpolation="bilinear" if asked.interpolation == "bilinear" else "bicubic",
-        mean=(asked.mean[0], asked.mean[1], asked.mean[2]),
-        std=(asked.std[0], asked.std[1], asked.std[2]),
+        interpolation="bilinear" if cfg.interpolation == "bilinear" else "bicubic",
+        mean=(cfg.mean[0], cfg.mean[1], cfg.mean[2]),
+        std=(cfg.std[0], cfg.std[1], cfg.std[2]),
     )
 
 

@@ -13,12 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from featx.errors import ConfigError, MissingExtraError, ModelError, WeightsError, nearest
+from featx.base import import_extra
+from featx.errors import ConfigError, ModelError, WeightsError, nearest
 from featx.models.json_files import read_json
 from featx.models.known_names import hint_elsewhere
 
 if TYPE_CHECKING:
-    from featx.models.libraries.open_clip import OpenClipOptions
+    from featx.models.open_clip.options import OpenClipOptions
 
 CONFIG = "open_clip_config.json"
 _WEIGHTS = ("open_clip_model.safetensors", "open_clip_pytorch_model.bin")
@@ -65,13 +66,7 @@ def import_open_clip() -> Any:
     Raises:
         MissingExtraError: it is not installed.
     """
-    try:
-        import open_clip
-    except ImportError as error:
-        raise MissingExtraError(
-            'model=open_clip needs the extra clip: pip install "featx[clip]".'
-        ) from error
-    return open_clip
+    return import_extra("open_clip", "model=open_clip", "the extra clip", "clip")
 
 
 def source_of(config: OpenClipOptions) -> ClipSource:
@@ -84,9 +79,9 @@ def source_of(config: OpenClipOptions) -> ClipSource:
     """
     open_clip = import_open_clip()
     if config.name.startswith(_LOCAL) or Path(config.name).expanduser().is_dir():
-        source = _of_folder(config)
+        source = _source_of_folder(config)
     else:
-        source = _of_name(open_clip, config)
+        source = _source_of_name(open_clip, config)
     has_file = source.file is not None and config.weights != "default"
     config.checkpoint.check_effect(has_file=has_file, is_converted=False)
     if config.weights_like is not None and source.like is None:
@@ -97,7 +92,7 @@ def source_of(config: OpenClipOptions) -> ClipSource:
     return source
 
 
-def _of_folder(config: OpenClipOptions) -> ClipSource:
+def _source_of_folder(config: OpenClipOptions) -> ClipSource:
     """Return the model of a folder with open_clip_config.json."""
     folder = Path(config.name.removeprefix(_LOCAL)).expanduser()
     if not (folder / CONFIG).is_file():
@@ -106,8 +101,8 @@ def _of_folder(config: OpenClipOptions) -> ClipSource:
             f"{CONFIG} and {_WEIGHTS[0]}, as push_to_hf_hub of open_clip writes it, or the name of "
             "an architecture, such as ViT-B-32."
         )
-    about = read_json(folder / CONFIG)
-    if not isinstance(about.get("model_cfg"), dict):
+    description = read_json(folder / CONFIG)
+    if not isinstance(description.get("model_cfg"), dict):
         raise WeightsError(f"{folder / CONFIG} has no model_cfg, so it describes no CLIP model.")
     if config.weights not in (None, "default"):
         raise ConfigError(
@@ -119,17 +114,17 @@ def _of_folder(config: OpenClipOptions) -> ClipSource:
         raise WeightsError(f"{folder} has no weights: expected {' or '.join(_WEIGHTS)}.")
     return ClipSource(
         name=folder.name,
-        model=about["model_cfg"],
-        preprocess=about.get("preprocess_cfg") or {},
+        model=description["model_cfg"],
+        preprocess=description.get("preprocess_cfg") or {},
         file=files[0] if config.weights is not None else None,
     )
 
 
-def _of_name(open_clip: Any, config: OpenClipOptions) -> ClipSource:
+def _source_of_name(open_clip: Any, config: OpenClipOptions) -> ClipSource:
     """Return the model of a name, with the weights of a tag, of a file, or random."""
     name = config.name.replace("/", "-")
-    known = open_clip.get_model_config(name)
-    if known is None:
+    model_config = open_clip.get_model_config(name)
+    if model_config is None:
         raise ModelError(
             f"open_clip has no model {config.name!r}.{nearest(name, open_clip.list_models())} "
             f"A folder needs {CONFIG}.{hint_elsewhere(config.name)}"
@@ -137,29 +132,33 @@ def _of_name(open_clip: Any, config: OpenClipOptions) -> ClipSource:
     tags: list[str] = open_clip.list_pretrained_tags_by_model(name)
     weights = config.weights
     if weights is None:
-        return ClipSource(name, known, {})
-    listed = ", ".join(tags) or "none"
+        return ClipSource(name, model_config, {})
+    tags_text = ", ".join(tags) or "none"
     if weights == "default":
         raise WeightsError(
-            f"model.name={name}: name the weights in model.weights. Tags of open_clip: {listed}. "
-            "Or give a file, with model.weights_like=TAG."
+            f"model.name={name}: name the weights in model.weights. Tags of open_clip: "
+            f"{tags_text}. Or give a file, with model.weights_like=TAG."
         )
     if config.weights_file is None:
-        tag = _checked_tag(open_clip, name, weights, "model.weights", listed)
-        about = open_clip.get_pretrained_cfg(name, tag)
-        return ClipSource(name, _as_trained(known, about), about, tag=tag)
+        tag = _checked_tag(open_clip, name, weights, "model.weights", tags_text)
+        pretrained_cfg = open_clip.get_pretrained_cfg(name, tag)
+        return ClipSource(
+            name, _with_activation(model_config, pretrained_cfg), pretrained_cfg, tag=tag
+        )
     if config.weights_like is None and tags:
         raise WeightsError(
             f"model.weights={weights}: a file does not say with which preprocessing and activation "
             f"it was trained. Add model.weights_like=TAG, with the tag of {name} that it is, or "
-            f"was fine-tuned from: {listed}. Or give a folder with {CONFIG} as model.name."
+            f"was fine-tuned from: {tags_text}. Or give a folder with {CONFIG} as model.name."
         )
     file = Path(weights).expanduser()
     if config.weights_like is None:
-        return ClipSource(name, known, {}, file=file)
-    like = _checked_tag(open_clip, name, config.weights_like, "model.weights_like", listed)
-    about = open_clip.get_pretrained_cfg(name, like)
-    return ClipSource(name, _as_trained(known, about), about, file=file, like=like)
+        return ClipSource(name, model_config, {}, file=file)
+    like = _checked_tag(open_clip, name, config.weights_like, "model.weights_like", tags_text)
+    pretrained_cfg = open_clip.get_pretrained_cfg(name, like)
+    return ClipSource(
+        name, _with_activation(model_config, pretrained_cfg), pretrained_cfg, file=file, like=like
+    )
 
 
 def _checked_tag(open_clip: Any, name: str, tag: str, option: str, listed: str) -> str:
@@ -175,7 +174,7 @@ def _checked_tag(open_clip: Any, name: str, tag: str, option: str, listed: str) 
     return tag
 
 
-def _as_trained(model: Mapping[str, Any], about: Mapping[str, Any]) -> dict[str, Any]:
+def _with_activation(model: Mapping[str, Any], about: Mapping[str, Any]) -> dict[str, Any]:
     """Return the configuration of a model with the activation that a tag was trained with."""
     changed = copy.deepcopy(dict(model))
     if about.get("quick_gelu"):

@@ -59,7 +59,7 @@ def text_classifier(
     import torch
 
     from featx.models.base import state_sha256
-    from featx.models.libraries.open_clip import OpenClipOptions
+    from featx.models.open_clip.options import OpenClipOptions
     from featx.models.open_clip.sources import import_open_clip, source_of
 
     if not isinstance(config, OpenClipOptions):
@@ -76,13 +76,13 @@ def text_classifier(
         tokenizer = _tokenizer(config)
         sha256 = state_sha256(model.visual.float())
         model.to(device)
-        made: Any = templates
+        template_list: Any = templates
         if isinstance(templates, str):
             sets = open_clip.OPENAI_IMAGENET_TEMPLATES, open_clip.SIMPLE_IMAGENET_TEMPLATES
-            made = dict(zip(TEMPLATE_SETS, sets, strict=True))[templates]
+            template_list = dict(zip(TEMPLATE_SETS, sets, strict=True))[templates]
         with torch.no_grad():
             vectors = open_clip.build_zero_shot_classifier(
-                model, tokenizer, list(names), list(made), device=device
+                model, tokenizer, list(names), list(template_list), device=device
             )
             weight = (vectors.T * model.logit_scale.exp()).float().cpu().contiguous()
             bias = torch.zeros(len(names))
@@ -90,7 +90,7 @@ def text_classifier(
                 bias += model.logit_bias.float().cpu()
     if not torch.isfinite(weight).all():
         raise WeightsError(f"the text tower of {source.name} gives values that are not finite.")
-    return TextClassifier(weight, bias, len(made), sha256)
+    return TextClassifier(weight, bias, len(template_list), sha256)
 
 
 def _whole_model(config: Any) -> Any:

@@ -96,7 +96,7 @@ def checked_archive(path: Path) -> tuple[io.BytesIO, str]:
         )
     try:
         data = path.read_bytes()
-        return _copied(data), hashlib.sha256(data).hexdigest()
+        return _copy_checked(data), hashlib.sha256(data).hexdigest()
     except _RefusedError as error:
         raise ModelError(f"model.name={path} {error}") from error
     except OSError as error:
@@ -116,7 +116,7 @@ def checked_archive(path: Path) -> tuple[io.BytesIO, str]:
         ) from error
 
 
-def _copied(data: bytes) -> io.BytesIO:
+def _copy_checked(data: bytes) -> io.BytesIO:
     """Return the archive in `data` after its checks, without what torch does not need."""
     if not data.startswith(b"PK"):
         raise _RefusedError(
@@ -127,12 +127,12 @@ def _copied(data: bytes) -> io.BytesIO:
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
         members = archive.infolist()
         root = _root_of([member.filename for member in members])
-        with zipfile.ZipFile(copy, "w", zipfile.ZIP_STORED) as made:
+        with zipfile.ZipFile(copy, "w", zipfile.ZIP_STORED) as output:
             for member in members:
                 if member.compress_type != zipfile.ZIP_STORED:
                     raise _RefusedError("is compressed, which torch.export.save does not do.")
                 name = member.filename.removeprefix(root)
-                made.writestr(member.filename, _checked(name, archive.read(member)))
+                output.writestr(member.filename, _check_member(name, archive.read(member)))
     copy.seek(0)
     return copy
 
@@ -171,7 +171,7 @@ def _root_of(names: list[str]) -> str:
     return root
 
 
-def _checked(name: str, data: bytes) -> bytes:
+def _check_member(name: str, data: bytes) -> bytes:
     """Return a member of the archive as torch may read it.
 
     Args:

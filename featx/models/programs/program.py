@@ -100,7 +100,7 @@ def check_forward(program: Program, size: tuple[int, int], name: str) -> None:
     before = {key: x.clone() for key, x in program.module.state_dict().items()}
     try:
         with torch.no_grad():
-            expected, found = program.plain(images), program.module(images)
+            expected, actual = program.plain(images), program.module(images)
     except ModelError:
         raise
     except Exception as error:  # a guard of the program, or an operator
@@ -116,7 +116,7 @@ def check_forward(program: Program, size: tuple[int, int], name: str) -> None:
             f"{name} changes {', '.join(changed[:3])} in every forward pass, so a row would depend "
             "on the images before it. Export a model whose buffers are constant in eval mode."
         )
-    pairs = zip(tree_leaves(expected), tree_leaves(found), strict=True)
+    pairs = zip(tree_leaves(expected), tree_leaves(actual), strict=True)
     if not all(torch.equal(one, other) for one, other in pairs if isinstance(one, torch.Tensor)):
         raise ModelError(
             f"{name}: the modules that torch.export.unflatten restores compute something else than "
@@ -203,10 +203,10 @@ class FixedBatch(nn.Module):
 
     def forward(self, images: torch.Tensor) -> Any:
         """(n, 3, H, W) -> the outputs of the program, with n rows."""
-        groups = [self._computed(group) for group in torch.split(images, self._batch_size)]
+        groups = [self._compute(group) for group in torch.split(images, self._batch_size)]
         return self.output(tree_map(lambda *parts: torch.cat(parts), *groups))
 
-    def _computed(self, group: torch.Tensor) -> Any:
+    def _compute(self, group: torch.Tensor) -> Any:
         """Outputs of at most `batch_size` images."""
         missing = self._batch_size - len(group)
         filling = group.new_zeros(missing, *group.shape[1:])
@@ -244,11 +244,11 @@ def _input_shape(program: ExportedProgram, path: Path) -> tuple[int | torch.SymI
             return tuple(image.shape)
     texts = []
     for name, value in zip(names, inputs, strict=False):
-        said = repr(value)
+        text = repr(value)
         if isinstance(value, torch.Tensor):
             sizes = ", ".join(str(side) if isinstance(side, int) else "any" for side in value.shape)
-            said = f"({sizes}) {str(value.dtype).removeprefix('torch.')}"
-        texts.append(f"{name}{'' if is_positional else ' by keyword'}: {said}")
+            text = f"({sizes}) {str(value.dtype).removeprefix('torch.')}"
+        texts.append(f"{name}{'' if is_positional else ' by keyword'}: {text}")
     raise ModelError(
         f"model.name={path} takes {'; '.join(texts) or 'no input'}. Expected one positional "
         f"argument, a batch of images (batch, 3, height, width) float32: {HOW_TO_EXPORT}"

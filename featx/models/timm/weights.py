@@ -11,7 +11,7 @@ from typing import Any
 from urllib.parse import urlparse
 
 from featx.errors import ModelError, WeightsError, first_line, one_line
-from featx.models.hugging_face import resolve_hub
+from featx.models.hugging_face import is_cached, resolve_hub
 from featx.models.json_files import read_json
 
 LOCAL = "local-dir:"
@@ -100,7 +100,6 @@ def download_errors(name: str, cfg: Any) -> Iterator[None]:
 
     If the name of the hub cannot be resolved, the error is raised at once.
     """
-    import huggingface_hub
     import torch
     from huggingface_hub.constants import ENDPOINT, HF_HUB_CACHE
 
@@ -109,27 +108,23 @@ def download_errors(name: str, cfg: Any) -> Iterator[None]:
     # The file that is requested first: for hf-hub: names the architecture, otherwise the weights.
     files = ("config.json",) if cfg is None else ("model.safetensors", "pytorch_model.bin")
     checkpoints = Path(torch.hub.get_dir()) / "checkpoints"
-    cached = (url and (checkpoints / Path(urlparse(url).path).name).exists()) or any(
-        isinstance(huggingface_hub.try_to_load_from_cache(repository, file), str)
-        for file in files
-        if repository
-    )
+    has_file = url and (checkpoints / Path(urlparse(url).path).name).exists()
 
-    def failed(reason: object) -> WeightsError:
-        what, looked, way = str(url), str(checkpoints), f"download {url}"
+    def missing_weights(reason: object) -> WeightsError:
+        weights, folder, advice = str(url), str(checkpoints), f"download {url}"
         if repository:
-            what, looked = f"{repository}/{files[0]}", HF_HUB_CACHE
-            way = f"run `hf download {repository}`"
+            weights, folder = f"{repository}/{files[0]}", HF_HUB_CACHE
+            advice = f"run `hf download {repository}`"
         return WeightsError(
-            f"the weights {what} of {name} are not on this machine and cannot be downloaded "
-            f"({reason}). Looked in {looked} and at {ENDPOINT if repository else url}. Either "
-            f"{way} on a machine with internet access and copy the result into that folder, or "
+            f"the weights {weights} of {name} are not on this machine and cannot be downloaded "
+            f"({reason}). Looked in {folder} and at {ENDPOINT if repository else url}. Either "
+            f"{advice} on a machine with internet access and copy the result into that folder, or "
             "give model.weights=PATH to a local .safetensors or .pth (model.weights=null runs "
             "with random weights)."
         )
 
     try:
-        if repository and not cached:
+        if repository and not (has_file or is_cached(repository, files)):
             resolve_hub()
         yield
     except pickle.UnpicklingError as error:
@@ -138,7 +133,7 @@ def download_errors(name: str, cfg: Any) -> Iterator[None]:
             f"read: {first_line(error)} Expected a file of tensors only."
         ) from error
     except (OSError, RuntimeError) as error:
-        raise failed(first_line(error)) from error
+        raise missing_weights(first_line(error)) from error
 
 
 @contextlib.contextmanager
@@ -159,7 +154,9 @@ def whole_models(name: str) -> Iterator[None]:
     load = nn.Module.load_state_dict
     missing: list[list[str]] = []
 
-    def recorded(module: nn.Module, state: Mapping[str, Any], *args: Any, **keywords: Any) -> Any:
+    def load_recorded(
+        module: nn.Module, state: Mapping[str, Any], *args: Any, **keywords: Any
+    ) -> Any:
         try:
             result = load(module, state, *args, **keywords)
         except RuntimeError as error:
@@ -172,7 +169,7 @@ def whole_models(name: str) -> Iterator[None]:
         return result
 
     with _patch_lock:
-        nn.Module.load_state_dict = recorded  # type: ignore[method-assign, assignment]
+        nn.Module.load_state_dict = load_recorded  # type: ignore[method-assign, assignment]
         try:
             yield
         finally:

@@ -19,7 +19,7 @@ def crop_size(preset: Any) -> list[int] | None:
     return None if side is None else [side[0], side[0]]
 
 
-def resized(preset: Any, side: int) -> Any:
+def resize_preset(preset: Any, side: int) -> Any:
     """Return the transform of some weights for images of another size.
 
     Args:
@@ -29,7 +29,7 @@ def resized(preset: Any, side: int) -> Any:
     """
     from torchvision.transforms._presets import ImageClassification, SemanticSegmentation
 
-    known: dict[str, Any] = {
+    values: dict[str, Any] = {
         "mean": tuple(getattr(preset, "mean", ())),
         "std": tuple(getattr(preset, "std", ())),
         "interpolation": getattr(preset, "interpolation", None),
@@ -37,9 +37,9 @@ def resized(preset: Any, side: int) -> Any:
     }
     if isinstance(preset, ImageClassification):
         resize = round(preset.resize_size[0] * side / preset.crop_size[0])
-        return ImageClassification(crop_size=side, resize_size=resize, **known)
+        return ImageClassification(crop_size=side, resize_size=resize, **values)
     if isinstance(preset, SemanticSegmentation):
-        return SemanticSegmentation(resize_size=side, **known)
+        return SemanticSegmentation(resize_size=side, **values)
     return preset
 
 

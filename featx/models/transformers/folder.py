@@ -246,10 +246,19 @@ def _check_dtypes(state: Mapping[str, torch.Tensor], folder: Path) -> None:
     """
     import torch
 
-    plain = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.bool)
-    other = [f"{name} is {str(x.dtype)[6:]}" for name, x in state.items() if x.dtype not in plain]
-    if other:
+    plain_dtypes = (
+        torch.float64,
+        torch.float32,
+        torch.float16,
+        torch.bfloat16,
+        torch.int64,
+        torch.bool,
+    )
+    quantised = [
+        f"{name} is {str(x.dtype)[6:]}" for name, x in state.items() if x.dtype not in plain_dtypes
+    ]
+    if quantised:
         raise WeightsError(
-            f"the weights of {folder} are quantised: {counted(len(other), 'tensor')} "
-            f"({', '.join(other[:3])}). Give weights in float32, float16 or bfloat16."
+            f"the weights of {folder} are quantised: {counted(len(quantised), 'tensor')} "
+            f"({', '.join(quantised[:3])}). Give weights in float32, float16 or bfloat16."
         )

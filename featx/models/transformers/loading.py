@@ -13,8 +13,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from featx.base import log_message
-from featx.errors import MissingExtraError, ModelError, WeightsError, counted, one_line
+from featx.base import import_extra, log_message
+from featx.errors import ModelError, WeightsError, counted, one_line
 
 if TYPE_CHECKING:
     import torch
@@ -46,13 +46,8 @@ def import_transformers() -> Any:
     Raises:
         MissingExtraError: it is not installed.
     """
-    try:
-        import transformers
-    except ImportError as error:
-        raise MissingExtraError(
-            'model=transformers needs the extra transformers: pip install "featx[transformers]".'
-        ) from error
-    return transformers
+    what, extra = "model=transformers", "transformers"
+    return import_extra("transformers", what, "the extra transformers", extra)
 
 
 def blueprint(
@@ -78,14 +73,14 @@ def blueprint(
     values = {key: value for key, value in config.items() if key != "model_type"}
     try:
         if family.config is not None:
-            made = getattr(transformers, family.config).from_dict(values)
+            model_config = getattr(transformers, family.config).from_dict(values)
         else:
-            made = transformers.CONFIG_MAPPING[model_type].from_dict(values)
+            model_config = transformers.CONFIG_MAPPING[model_type].from_dict(values)
         if family.model is not None:
-            made = getattr(made, "vision_config", made)
+            model_config = getattr(model_config, "vision_config", model_config)
             model = getattr(transformers, family.model)
         else:
-            model = transformers.MODEL_MAPPING[type(made)]
+            model = transformers.MODEL_MAPPING[type(model_config)]
     except KeyError as error:
         raise ModelError(
             f"transformers {transformers.__version__} has no image model of the model_type "
@@ -102,11 +97,11 @@ def blueprint(
     arguments = {}
     if _POOLING in inspect.signature(model.__init__).parameters:
         needed = family.embedding == "pooler_output"
-        found = tensors is not None and any(map(_is_of_pooler, tensors))
-        arguments[_POOLING] = needed or found
+        has_pooler = tensors is not None and any(map(_is_of_pooler, tensors))
+        arguments[_POOLING] = needed or has_pooler
     if "attn_implementation" in args:
-        made._attn_implementation = args["attn_implementation"]
-    return Blueprint(model, made, arguments)
+        model_config._attn_implementation = args["attn_implementation"]
+    return Blueprint(model, model_config, arguments)
 
 
 def untrained(plan: Blueprint, seed: int) -> torch.nn.Module:
@@ -118,12 +113,12 @@ def untrained(plan: Blueprint, seed: int) -> torch.nn.Module:
     """
     from featx.models.base import seeded
 
-    with seeded(seed), quiet(), _refused(plan):
+    with seeded(seed), quiet(), _build_errors(plan):
         module: torch.nn.Module = plan.model(plan.config, **plan.arguments)
         return module.float()
 
 
-def loaded(plan: Blueprint, state: Mapping[str, torch.Tensor], origin: str) -> torch.nn.Module:
+def load_model(plan: Blueprint, state: Mapping[str, torch.Tensor], origin: str) -> torch.nn.Module:
     """Return the model with the tensors of a folder, in float32.
 
     Args:
@@ -142,7 +137,7 @@ def loaded(plan: Blueprint, state: Mapping[str, torch.Tensor], origin: str) -> t
         unpooled = replace(plan, arguments={**plan.arguments, _POOLING: False})
         module, info = _from_state(unpooled, state, origin)
     _check_loaded(module, info, origin)
-    _tell_left_out(info["unexpected_keys"], module, origin)
+    _log_left_out(info["unexpected_keys"], module, origin)
     return module  # type: ignore[no-any-return]  # transformers is not typed here
 
 
@@ -155,7 +150,7 @@ def _from_state(
     from featx.models.base import seeded
 
     try:
-        with seeded(0), quiet(), _refused(plan):
+        with seeded(0), quiet(), _build_errors(plan):
             # Without a folder, transformers looks for no files, adapters or code.
             module, info = plan.model.from_pretrained(
                 None,
@@ -188,19 +183,19 @@ def _check_loaded(module: Any, info: Mapping[str, Any], origin: str) -> None:
 
     children = {name for name, _ in module.named_children()}
     missing = sorted(info["missing_keys"])
-    extra = sorted(
+    unexpected = sorted(
         name
         for name in info["unexpected_keys"]
         if _own_name(name, module).partition(".")[0] in children
     )
-    wrong = [str(entry[0]) for entry in info["mismatched_keys"]]
-    if missing or extra or wrong:
+    misshapen = [str(entry[0]) for entry in info["mismatched_keys"]]
+    if missing or unexpected or misshapen:
         raise WeightsError(
             f"the weights of {origin} are not those of a {type(module).__name__} with this "
             f"config.json: {counted(len(missing), 'tensor')} missing ({', '.join(missing[:3])}), "
-            f"{len(extra)} left over ({', '.join(extra[:3])}), {len(wrong)} of another shape "
-            f"({', '.join(wrong[:3])}). transformers would fill the gaps with random values. Copy "
-            "or download the whole folder, with its own config.json."
+            f"{len(unexpected)} left over ({', '.join(unexpected[:3])}), {len(misshapen)} of "
+            f"another shape ({', '.join(misshapen[:3])}). transformers would fill the gaps with "
+            "random values. Copy or download the whole folder, with its own config.json."
         )
     damaged = [name for name, x in module.state_dict().items() if torch.isnan(x.float()).any()]
     if damaged:
@@ -215,19 +210,19 @@ def _own_name(name: str, module: Any) -> str:
     return name.removeprefix(f"{module.base_model_prefix}.")
 
 
-def _tell_left_out(names: Any, module: Any, origin: str) -> None:
+def _log_left_out(names: Any, module: Any, origin: str) -> None:
     """Write one line about the tensors of a folder that the model has no use for."""
     if names:
         parts = Counter(_own_name(name, module).partition(".")[0] for name in names)
-        each = ", ".join(f"{part} ({number})" for part, number in parts.most_common(8))
+        parts_text = ", ".join(f"{part} ({number})" for part, number in parts.most_common(8))
         log_message(
             f"{origin}: {counted(len(names), 'tensor')} left out, as no part of a "
-            f"{type(module).__name__}: {each}"
+            f"{type(module).__name__}: {parts_text}"
         )
 
 
 @contextlib.contextmanager
-def _refused(plan: Blueprint) -> Iterator[None]:
+def _build_errors(plan: Blueprint) -> Iterator[None]:
     """Turn the errors of a class about its configuration into a ModelError."""
     try:
         yield

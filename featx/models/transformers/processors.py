@@ -60,9 +60,9 @@ def processor_choice(folder: Path, size: tuple[int, int] | None) -> ProcessorCho
         ModelError: it makes images of several sizes, or cannot be told another size.
         WeightsError: there is none, or it cannot be read.
     """
-    processor = _opened(folder, {})
+    processor = _open_processor(folder, {})
     if size is not None:
-        processor = _opened(folder, _options_of_size(processor, size))
+        processor = _open_processor(folder, _options_of_size(processor, size))
     reference = _reference(processor)
     kind = type(processor).__name__.removesuffix("Pil")
     crop, name = _size_of(reference, kind), f"{kind}, {processor.backend}"
@@ -72,7 +72,7 @@ def processor_choice(folder: Path, size: tuple[int, int] | None) -> ProcessorCho
     return ProcessorChoice(_by_the_processor(processor, kind, reference, crop), name, False)
 
 
-def _opened(folder: Path, options: Mapping[str, Any]) -> Any:
+def _open_processor(folder: Path, options: Mapping[str, Any]) -> Any:
     """Return the processor of a folder, the one of Pillow if it has one.
 
     The backends of transformers differ by several levels of 255, so one is chosen for good. Pillow

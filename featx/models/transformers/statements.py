@@ -182,7 +182,9 @@ def is_proven(reference: Reference, statement: Statement) -> bool:
     """Whether the statement makes the images of the processor, of all made images."""
     import torch
 
-    stated = _stated_on_floats(statement) if statement.on_floats else _stated(statement).reference
+    stated = (
+        _as_float_reference(statement) if statement.on_floats else _as_pillow(statement).reference
+    )
     scale = 255 * torch.tensor(statement.std).view(3, 1, 1)
     return all(
         bool(((reference(image) - stated(image)) * scale).abs().max() <= _CLOSE)
@@ -204,7 +206,7 @@ def _sizes_of_half_margins(statement: Statement) -> list[tuple[int, int]]:
     return [(wide, short), (short, tall)]
 
 
-def _stated(statement: Statement) -> Preprocess:
+def _as_pillow(statement: Statement) -> Preprocess:
     """The statement as a Preprocess whose reference is Pillow."""
     from featx.models.preprocessing import pillow_preprocess
 
@@ -219,14 +221,14 @@ def _stated(statement: Statement) -> Preprocess:
     )
 
 
-def _stated_on_floats(statement: Statement) -> Reference:
+def _as_float_reference(statement: Statement) -> Reference:
     """The statement computed on floats, which are not rounded after resizing."""
     import torch.nn.functional as F
     from torchvision.transforms import functional as TF
 
     from featx.images import centre_crop
 
-    def stated(image: Image.Image) -> torch.Tensor:
+    def reference(image: Image.Image) -> torch.Tensor:
         x = TF.pil_to_tensor(image).float()[None] / 255
         size, mode = statement.resize, statement.interpolation
         if isinstance(size, int):
@@ -237,9 +239,9 @@ def _stated_on_floats(statement: Statement) -> Reference:
         normalised: torch.Tensor = TF.normalize(cropped, [*statement.mean], [*statement.std])
         return normalised
 
-    return stated
+    return reference
 
 
 def as_preprocess(reference: Reference, statement: Statement) -> Preprocess:
     """The preprocessing with the processor as reference and the statement for the fast path."""
-    return replace(_stated(statement), reference=reference)
+    return replace(_as_pillow(statement), reference=reference)

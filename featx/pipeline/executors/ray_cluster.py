@@ -13,7 +13,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from featx.errors import ConfigError, MissingExtraError, RunError
+from featx.base import import_extra
+from featx.errors import ConfigError, RunError
 
 logger = logging.getLogger(__name__)
 
@@ -233,8 +234,4 @@ def ray_module() -> Any:
     Raises:
         MissingExtraError: Ray is not installed.
     """
-    try:
-        import ray
-    except ImportError as error:
-        raise MissingExtraError('executor=ray needs Ray: pip install "featx[ray]".') from error
-    return ray
+    return import_extra("ray", "executor=ray", "Ray", "ray")

@@ -17,7 +17,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from featx.errors import MissingExtraError, RunError
+from featx.base import import_extra
+from featx.errors import RunError
 from featx.pipeline.executors.part_worker import PartWorker, add_worker_context, rows_text
 from featx.pipeline.executors.scheduler import MAX_DEATHS
 from featx.pipeline.executors.slurm_queue import seconds_left
@@ -202,11 +203,6 @@ def submitit_module() -> Any:
     Raises:
         MissingExtraError: submitit is not installed.
     """
-    try:
-        import submitit
-    except ImportError as error:
-        raise MissingExtraError(
-            'executor=slurm needs submitit: pip install "featx[slurm]".'
-        ) from error
+    submitit = import_extra("submitit", "executor=slurm", "submitit", "slurm")
     logging.getLogger("submitit").setLevel(logging.ERROR)
     return submitit

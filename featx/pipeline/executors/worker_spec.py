@@ -299,7 +299,7 @@ def worker_context(spec: WorkerSpec, device: str) -> Iterator[RunContext]:
         source = spec.source
         if source is None:
             source = open_source(config.data)
-            source.listing()  # some sources need this before they can read
+            source.listing()  # so that it can tell if the data set changes from now on
         listing = spec.part_task.listing(spec.root, spec.num_rows, spec.fingerprint["listing"])
         if listing is None:
             raise RunError(f"{spec.root} has no listing of {spec.num_rows} rows that is readable.")

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import BinaryIO
 
-from featx.export.base import File, Format, FormatMember
+from featx.export import File, Format, FormatMember
 
 
 class Keys(Format):

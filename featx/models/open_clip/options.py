@@ -1,0 +1,32 @@
+"""Options of model=open_clip."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from featx.config import CheckpointConfig, ModelConfig, TransformConfig
+from featx.errors import ConfigError
+
+
+@dataclass
+class OpenClipOptions(ModelConfig):
+    """Options of model=open_clip."""
+
+    name: str = ""
+    library: str = "open_clip"
+    weights_like: str | None = None
+    """Tag of the library whose preprocessing and activation belong to a file in model.weights."""
+    normalize: bool = False
+    """Whether the embedding is divided by its length, as by encode_image(normalize=True)."""
+    transform: TransformConfig = field(default_factory=TransformConfig)
+    """Preprocessing of the images, by default that of the weights."""
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    """Which tensors of a file in model.weights are those of the model."""
+
+    def __post_init__(self) -> None:
+        if not self.name:
+            raise ConfigError(
+                "model=open_clip needs model.name=NAME, such as ViT-B-32, or model.name=FOLDER "
+                "with open_clip_config.json."
+            )
+        super().__post_init__()

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-_taken: int | None = None
+_cpu_limit: int | None = None
 """Number of CPUs given to `take_cpus`; None if this process shares them with no other."""
 
 
@@ -17,7 +17,7 @@ def num_cpus() -> int:
     )
     quota = cpu_quota()
     limits = [allowed, *([] if quota is None else [int(quota)])]
-    return max(1, min(limits) if _taken is None else min(*limits, _taken))
+    return max(1, min(limits) if _cpu_limit is None else min(*limits, _cpu_limit))
 
 
 def take_cpus(count: int | None) -> None:
@@ -26,8 +26,8 @@ def take_cpus(count: int | None) -> None:
     Args:
         count: number of CPUs; None removes the limit.
     """
-    global _taken
-    _taken = count
+    global _cpu_limit
+    _cpu_limit = count
 
 
 def cpu_quota(root: Path = Path("/")) -> float | None:
@@ -55,8 +55,8 @@ def free_memory(root: Path = Path("/")) -> float | None:
         available = next(line for line in lines if line.startswith("MemAvailable:"))
     except (OSError, StopIteration):
         return None
-    rooms = _limits_of_groups(root, "memory", _free_bytes_v2, _free_bytes_v1)
-    return max(0.0, min([1024.0 * int(available.split()[1]), *rooms]))
+    free_of_groups = _limits_of_groups(root, "memory", _free_bytes_v2, _free_bytes_v1)
+    return max(0.0, min([1024.0 * int(available.split()[1]), *free_of_groups]))
 
 
 def resident_memory() -> int | None:

@@ -17,28 +17,28 @@ class ProcessSetting(Generic[T]):
     engines do that are opened and closed in the same order.
 
     Args:
-        now: function that returns the present value.
-        put: function that sets a value.
-        needed: the value while there is any user.
+        get: function that returns the present value.
+        set_value: function that sets a value.
+        value: the value while there is any user.
     """
 
-    def __init__(self, now: Callable[[], T], put: Callable[[T], None], needed: T) -> None:
-        self._now = now
-        self._put = put
-        self._needed = needed
+    def __init__(self, get: Callable[[], T], set_value: Callable[[T], None], value: T) -> None:
+        self._get = get
+        self._set = set_value
+        self._value = value
         self._lock = threading.Lock()
         self._users = 0
-        self._before = needed
+        self._saved = value
 
     def __enter__(self) -> None:
         with self._lock:
             if self._users == 0:
-                self._before = self._now()
-                self._put(self._needed)
+                self._saved = self._get()
+                self._set(self._value)
             self._users += 1
 
     def __exit__(self, *error: object) -> None:
         with self._lock:
             self._users -= 1
             if self._users == 0:
-                self._put(self._before)
+                self._set(self._saved)

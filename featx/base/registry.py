@@ -66,7 +66,7 @@ def for_options(
         no instance of `options`.
     """
 
-    def checked(config: object, /, *args: ParamsT.args, **kwargs: ParamsT.kwargs) -> ResultT:
+    def call(config: object, /, *args: ParamsT.args, **kwargs: ParamsT.kwargs) -> ResultT:
         """Call `function` if the options are those of this member."""
         if not isinstance(config, options):
             advice = "" if maker is None else f" {maker} makes them."
@@ -76,7 +76,7 @@ def for_options(
             )
         return function(config, *args, **kwargs)
 
-    return checked
+    return call
 
 
 class Registry(Generic[MemberT]):
@@ -126,7 +126,7 @@ class Registry(Generic[MemberT]):
                 )
         return self._members[name]
 
-    def chosen(self, name: str, values: Mapping[str, object]) -> MemberT:
+    def select(self, name: str, values: Mapping[str, object]) -> MemberT:
         """Return the member that the options of a group select.
 
         It is that of the name, unless a family overrides this method.

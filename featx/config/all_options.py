@@ -63,7 +63,7 @@ def refuse_given_of_others(config: Config, given: Iterable[str]) -> None:
     for group in member_groups().values():
         prefix = f"{group.group}."
         names = sorted(name.removeprefix(prefix) for name in given if name.startswith(prefix))
-        chosen = group.chosen(vars(getattr(config, group.group)))
+        chosen = group.select(vars(getattr(config, group.group)))
         refuse_names_of_others(group, group_class(group), chosen, names)
 
 

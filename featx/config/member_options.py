@@ -40,7 +40,7 @@ class MemberGroup:
         group, _, selector = option.partition(".")
         return cls(option, group, selector or "name")
 
-    def chosen(self, values: Mapping[str, Any]) -> str:
+    def select(self, values: Mapping[str, Any]) -> str:
         """Return the name of the member that the options of the group select.
 
         Args:
@@ -49,7 +49,7 @@ class MemberGroup:
         Raises:
             ConfigError: there is no such member.
         """
-        return family(self.option).chosen(str(values[self.selector]), values).name
+        return family(self.option).select(str(values[self.selector]), values).name
 
 
 def default_of_field(f: Field[Any]) -> Any:
@@ -92,7 +92,7 @@ def make_options(option: str, base: type[OptionsT], values: Mapping[str, Any]) -
         ConfigError: there is no such member, or a value is unknown, without effect or invalid.
     """
     group = MemberGroup.of(option)
-    chosen = options_class(option, group.chosen(values), base)
+    chosen = options_class(option, group.select(values), base)
     all_options: type = options_of_all(option, base)  # type: ignore[arg-type]  # a class is hashable
     names = [f.name for f in fields(all_options)]
     for key in values:
@@ -185,7 +185,7 @@ def refuse_options_of_others(group: MemberGroup, base: type, values: Mapping[str
         for name in values
         if name in defaults and _plain(values[name]) != _plain(defaults[name])
     ]
-    refuse_names_of_others(group, base, group.chosen(values), given)
+    refuse_names_of_others(group, base, group.select(values), given)
 
 
 def refuse_names_of_others(

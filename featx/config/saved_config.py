@@ -187,7 +187,7 @@ def _unread_plugin_options(node: DictConfig) -> list[tuple[str, str]]:
     """
     unread = []
     for group in member_groups().values():
-        chosen = group.chosen(node[group.group])
+        chosen = group.select(node[group.group])
         for name, owners in option_owners(group.option, group_class(group)).items():
             members = [family(group.option).get(owner) for owner in owners]
             is_foreign = all(not _is_of_featx(member.options) for member in members)

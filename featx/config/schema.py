@@ -102,7 +102,7 @@ def _with_options_of_choice(node: DictConfig, group: MemberGroup) -> DictConfig:
     options = node[group.group]
     values: dict[str, Any] = OmegaConf.to_container(options, resolve=False)  # type: ignore[assignment]  # a structured node has texts as keys
     values[group.selector] = options[group.selector]  # resolved, as the member is found by it
-    chosen: type[Any] = options_class(group.option, group.chosen(values), base)
+    chosen: type[Any] = options_class(group.option, group.select(values), base)
     refuse_options_of_others(group, base, values)
     names = {f.name for f in fields(chosen)}
     member_values = {key: value for key, value in values.items() if key in names}

@@ -154,7 +154,7 @@ def attach_captures(
         captures = replace(
             captures,
             order=tuple(hooks.fired),
-            follows_data=reads.seen,
+            follows_data=reads.has_reads,
             num_calls=hooks.num_calls,
         )
     if score is not None and hooks.numbers is not None:

@@ -146,12 +146,12 @@ class MovedRows:
 
     Args:
         precision: 'fp32', 'fp16' or 'bf16', the precision of the forward passes.
-        places: pairs (position in the first batch, position in every later batch).
+        positions: pairs (position in the first batch, position in every later batch).
     """
 
-    def __init__(self, precision: str, places: list[tuple[int, int]]) -> None:
+    def __init__(self, precision: str, positions: list[tuple[int, int]]) -> None:
         self._scale = _TOLERANCE[precision]
-        self._places = places
+        self._positions = positions
         self._rows: dict[str, torch.Tensor] | None = None
 
     def check(self, values: Mapping[str, torch.Tensor]) -> None:
@@ -164,13 +164,13 @@ class MovedRows:
             ModelError: an image has other rows than in the first pass.
         """
         first = self._rows is None
-        places = [pair[0 if first else 1] for pair in self._places]
-        rows = {name: value[places].clone() for name, value in values.items()}
+        positions = [pair[0 if first else 1] for pair in self._positions]
+        rows = {name: value[positions].clone() for name, value in values.items()}
         if self._rows is None:
             self._rows = rows
             return
-        for name, before in self._rows.items():
-            for row, other in zip(before, rows[name], strict=True):
+        for name, first_rows in self._rows.items():
+            for row, other in zip(first_rows, rows[name], strict=True):
                 check_row(name, row, other, scale=self._scale)
 
 
@@ -213,12 +213,12 @@ class ValueReads(ObservingMode):  # type: ignore[no-untyped-call]
     The control flow of such a pass may depend on the images. Enter the mode by `watch`.
 
     Attributes:
-        seen: whether any value was read.
+        has_reads: whether any value was read.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.seen = False
+        self.has_reads = False
 
     @contextlib.contextmanager
     def watch(self) -> Iterator[ValueReads]:
@@ -227,7 +227,7 @@ class ValueReads(ObservingMode):  # type: ignore[no-untyped-call]
             yield self
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.seen = self.seen or _reads(func, args)
+        self.has_reads = self.has_reads or _reads(func, args)
         return func(*args, **(kwargs or {}))
 
 
@@ -240,7 +240,7 @@ class _MethodReads(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if getattr(func, "__name__", "") in _READERS:
-            self._reads.seen = True
+            self._reads.has_reads = True
         return func(*args, **(kwargs or {}))
 
 

@@ -55,9 +55,9 @@ class InFlightJournal:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._slots = iter(range(_NUM_SLOTS))
-        self._own = threading.local()
+        self._thread = threading.local()
         self._lock = threading.Lock()
-        self._made = _make_folder(path.parent)
+        self._created_folders = _make_folder(path.parent)
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX)  # released by the kernel when the process dies
@@ -73,8 +73,8 @@ class InFlightJournal:
 
     def recording(self, key: bytes) -> _Recording:
         """Context manager that records that the calling thread decodes the image with this key."""
-        at = self._slot() if len(key) <= _SLOT_BYTES - _LENGTH.size else None
-        return _Recording(self._memory, at, key)
+        offset = self._slot() if len(key) <= _SLOT_BYTES - _LENGTH.size else None
+        return _Recording(self._memory, offset, key)
 
     def close(self) -> None:
         """Remove the file, and the empty folders that were created for it.
@@ -83,18 +83,18 @@ class InFlightJournal:
         """
         self._path.unlink(missing_ok=True)
         os.close(self._file)
-        for folder in self._made:
+        for folder in self._created_folders:
             with contextlib.suppress(OSError):
                 folder.rmdir()
 
     def _slot(self) -> int | None:
         """Byte offset of the slot of the calling thread, or None if all slots are taken."""
-        if not hasattr(self._own, "at"):
+        if not hasattr(self._thread, "offset"):
             with self._lock:
                 number = next(self._slots, None)
-            self._own.at = None if number is None else number * _SLOT_BYTES
-        at: int | None = self._own.at
-        return at
+            self._thread.offset = None if number is None else number * _SLOT_BYTES
+        offset: int | None = self._thread.offset
+        return offset
 
 
 class _Recording:
@@ -102,27 +102,27 @@ class _Recording:
 
     Args:
         memory: the mapped journal.
-        at: byte offset of the slot, or None if nothing is recorded.
+        offset: byte offset of the slot, or None if nothing is recorded.
         key: key of the image.
     """
 
-    __slots__ = ("_at", "_key", "_memory")
+    __slots__ = ("_key", "_memory", "_offset")
 
-    def __init__(self, memory: mmap.mmap, at: int | None, key: bytes) -> None:
+    def __init__(self, memory: mmap.mmap, offset: int | None, key: bytes) -> None:
         self._memory = memory
-        self._at = at
+        self._offset = offset
         self._key = key
 
     def __enter__(self) -> None:
-        if self._at is not None:
-            first = self._at + _LENGTH.size
+        if self._offset is not None:
+            first = self._offset + _LENGTH.size
             # First the key, then its length: a reader never sees a length whose key is incomplete.
             self._memory[first : first + len(self._key)] = self._key
-            _LENGTH.pack_into(self._memory, self._at, len(self._key))
+            _LENGTH.pack_into(self._memory, self._offset, len(self._key))
 
     def __exit__(self, *error: object) -> None:
-        if self._at is not None:
-            _LENGTH.pack_into(self._memory, self._at, 0)
+        if self._offset is not None:
+            _LENGTH.pack_into(self._memory, self._offset, 0)
 
 
 def in_flight_keys(path: Path) -> set[bytes]:
@@ -136,10 +136,10 @@ def in_flight_keys(path: Path) -> set[bytes]:
     except OSError:
         return set()
     keys = set()
-    for at in range(0, len(content) - _SLOT_BYTES + 1, _SLOT_BYTES):
-        (length,) = _LENGTH.unpack_from(content, at)
+    for offset in range(0, len(content) - _SLOT_BYTES + 1, _SLOT_BYTES):
+        (length,) = _LENGTH.unpack_from(content, offset)
         if 0 < length <= _SLOT_BYTES - _LENGTH.size:
-            keys.add(content[at + _LENGTH.size : at + _LENGTH.size + length])
+            keys.add(content[offset + _LENGTH.size : offset + _LENGTH.size + length])
     return keys
 
 

@@ -50,20 +50,20 @@ def every_call(
         The calls that have not ended, innermost last. After an exception these are the calls that
         it interrupted.
     """
-    going_on: list[OpenCall] = []
-    ended: dict[str, int] = {}
+    open_calls: list[OpenCall] = []
+    num_ended: dict[str, int] = {}
 
     def hooks_of(name: str) -> tuple[Any, Any]:
         def before(module: nn.Module, args: Any, kwargs: Any) -> None:
-            call = OpenCall(name, module, going_on[-1] if going_on else None)
-            going_on.append(call)
+            call = OpenCall(name, module, open_calls[-1] if open_calls else None)
+            open_calls.append(call)
             begin(call, [*args, *kwargs.values()])
 
         def after(module: nn.Module, args: Any, output: Any) -> None:
-            ended[name] = ended.get(name, 0) + 1
-            while (call := going_on.pop()).module is not module:
+            num_ended[name] = num_ended.get(name, 0) + 1
+            while (call := open_calls.pop()).module is not module:
                 pass  # the model caught an exception from this inner call
-            end(call, ended[name], output)
+            end(call, num_ended[name], output)
 
         return before, after
 
@@ -72,4 +72,4 @@ def every_call(
             before, after = hooks_of(name)
             handles.callback(submodule.register_forward_pre_hook(before, with_kwargs=True).remove)
             handles.callback(submodule.register_forward_hook(after).remove)
-        yield going_on
+        yield open_calls

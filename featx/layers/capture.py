@@ -78,8 +78,13 @@ def _parse(layer: str, names: Mapping[str, str]) -> list[CapturePoint]:
     """
     parsed = parse_operation(layer)
     name, capture, path = parsed or ("", "", ())
-    module, _, plain = name.rpartition(".")
-    if not plain or name in names or module not in names or not is_function_name(plain):
+    module, _, operation_name = name.rpartition(".")
+    if (
+        not operation_name
+        or name in names
+        or module not in names
+        or not is_function_name(operation_name)
+    ):
         return [parse_capture_point(layer, names)]
     operation = CapturePoint(layer.removesuffix(":output"), module, capture, None, path, name)
     if not module:

@@ -32,14 +32,14 @@ def log_forward(module: nn.Module, x: torch.Tensor, log: Callable[[str], None]) 
         ModelError: the forward pass fails; the last lines name the call.
     """
     lines = _Lines(module, x.device, log)
-    with every_call(module, lines.begin, lines.end) as going_on:
+    with every_call(module, lines.begin, lines.end) as open_calls:
         try:
             module(x)
         except Exception as error:
-            if not going_on:
+            if not open_calls:
                 raise
-            lines.failed(going_on[-1], error)
-            raise ModelError(_failure_text(going_on, error)) from error
+            lines.log_failure(open_calls[-1], error)
+            raise ModelError(_failure_text(open_calls, error)) from error
 
 
 _WHOLE = "(the model)"
@@ -52,7 +52,7 @@ class _Lines:
     def __init__(self, module: nn.Module, device: torch.device, log: Callable[[str], None]) -> None:
         self._device = device
         self._log = log
-        self._telling_s = 0.0
+        self._logging_s = 0.0
         self._all_finite = True
         names = [name or _WHOLE for name, _ in module.named_modules()]
         self._name_width = max(len(name) + 2 * name.count(".") for name in names)
@@ -63,32 +63,34 @@ class _Lines:
         synchronise(self._device)
         started_at = time.perf_counter()
         outer = call.parent
-        if outer is not None and not outer.data.opened:
-            outer.data.opened = True
+        if outer is not None and not outer.data.has_start_line:
+            outer.data.has_start_line = True
             self._log(f"{self._head(outer, outer.name)} -> ...")
-        call.data = _CallState(_shapes(inputs), any(_bad(t) for t in elements(inputs).values()))
-        ended = time.perf_counter()
-        self._telling_s += ended - started_at
-        call.data.started_at = ended - self._telling_s
+        call.data = _CallState(
+            _shapes(inputs), any(_num_nonfinite(t) for t in elements(inputs).values())
+        )
+        ended_at = time.perf_counter()
+        self._logging_s += ended_at - started_at
+        call.data.started_at = ended_at - self._logging_s
 
     def end(self, call: OpenCall, number: int, output: Any) -> None:
         """Write the line of a call."""
         synchronise(self._device)
-        ended = time.perf_counter()
-        milliseconds = 1e3 * (ended - self._telling_s - call.data.started_at)
+        ended_at = time.perf_counter()
+        milliseconds = 1e3 * (ended_at - self._logging_s - call.data.started_at)
         name = f"{call.name}@{number}" if number > 1 else call.name
-        found = elements(output)
+        tensors = elements(output)
         dtypes = ", ".join(
-            dict.fromkeys(str(t.dtype).removeprefix("torch.") for t in found.values())
+            dict.fromkeys(str(t.dtype).removeprefix("torch.") for t in tensors.values())
         )
         text = f"{self._head(call, name)} -> {_shapes(output)}"
         self._log(
             f"{text:<{self._name_width + self._type_width + 33}}  {dtypes or '-':<8}"
             f"{milliseconds:>8.2f} ms{self._alarm(call, output)}"
         )
-        self._telling_s += time.perf_counter() - ended
+        self._logging_s += time.perf_counter() - ended_at
 
-    def failed(self, call: OpenCall, error: Exception) -> None:
+    def log_failure(self, call: OpenCall, error: Exception) -> None:
         """Write the line of a call that raised an exception."""
         self._log(f"{self._head(call, call.name)} -> {type(error).__name__}")
 
@@ -100,12 +102,12 @@ class _Lines:
 
     def _alarm(self, call: OpenCall, output: Any) -> str:
         """Number of non-finite values in an output, and whether the input had some; or ''."""
-        bad = sum(_bad(t) for t in elements(output).values())
-        if not bad:
+        num_nonfinite = sum(_num_nonfinite(t) for t in elements(output).values())
+        if not num_nonfinite:
             return ""
-        text = f"  {bad:,} NOT FINITE"
+        text = f"  {num_nonfinite:,} NOT FINITE"
         if self._all_finite:
-            text += ", as some of its input" if call.data.bad_input else ", the first"
+            text += ", as some of its input" if call.data.has_nonfinite_input else ", the first"
         self._all_finite = False
         return text
 
@@ -115,19 +117,19 @@ class _CallState:
 
     Attributes:
         shapes: shapes of the inputs.
-        bad_input: whether an input has a non-finite value.
-        opened: whether the starting line was written.
+        has_nonfinite_input: whether an input has a non-finite value.
+        has_start_line: whether the starting line was written.
         started_at: seconds of the clock at the start, minus the time of logging so far.
     """
 
-    def __init__(self, shapes: str, bad_input: bool) -> None:
+    def __init__(self, shapes: str, has_nonfinite_input: bool) -> None:
         self.shapes = shapes
-        self.bad_input = bad_input
-        self.opened = False
+        self.has_nonfinite_input = has_nonfinite_input
+        self.has_start_line = False
         self.started_at = 0.0
 
 
-def _bad(x: torch.Tensor) -> int:
+def _num_nonfinite(x: torch.Tensor) -> int:
     """Number of values that are NaN or infinite."""
     return int((~torch.isfinite(x)).sum())
 
@@ -142,10 +144,10 @@ def _shapes(value: Any) -> str:
     return ", ".join(listed) or "no tensor"
 
 
-def _failure_text(going_on: list[OpenCall], error: Exception) -> str:
+def _failure_text(open_calls: list[OpenCall], error: Exception) -> str:
     """Message for an exception, with the innermost call and the line of code outside torch."""
-    call = going_on[-1]
-    outer = [c.name or _WHOLE for c in reversed(going_on[:-1])]
+    call = open_calls[-1]
+    outer = [c.name or _WHOLE for c in reversed(open_calls[:-1])]
     frames = traceback.extract_tb(error.__traceback__)
     library = str(Path(torch.__file__).parent)
     where = [f for f in frames if not f.filename.startswith(library)][-1]

@@ -22,9 +22,9 @@ def has_class_token(module: nn.Module) -> bool:
     Without either attribute it is assumed to have one. The answer matters only if
     `num_prefix_tokens` is above 0.
     """
-    said = getattr(module, "has_class_token", None)
-    if isinstance(said, bool):
-        return said
+    attribute = getattr(module, "has_class_token", None)
+    if isinstance(attribute, bool):
+        return attribute
     return getattr(module, "cls_token", module) is not None
 
 

@@ -88,11 +88,11 @@ class WeightsOnDisk:
 
         for name in names:
             try:
-                entries = try_to_load_from_cache(repository, name, cache_dir=self.hub)
+                path = try_to_load_from_cache(repository, name, cache_dir=self.hub)
             except HFValidationError:  # a folder that is no repository's
                 return None
-            if isinstance(entries, str):
-                return Path(entries)
+            if isinstance(path, str):
+                return Path(path)
         return None
 
 

@@ -66,7 +66,7 @@ class _Libraries(Registry[ModelLibrary]):
         asked = [library for library in self if library.auto_rank is not None]
         return sorted(asked, key=lambda library: (library.auto_rank or 0, library.name))
 
-    def chosen(self, name: str, values: Mapping[str, object]) -> ModelLibrary:
+    def select(self, name: str, values: Mapping[str, object]) -> ModelLibrary:
         """Return the library that the options of a model select.
 
         Args:
@@ -160,7 +160,7 @@ def resolve_library(config: ModelConfig) -> ModelLibrary:
         ModelError: no library has the model; the message says what to type instead of a name of
             other programs, or lists the nearest names.
     """
-    library = LIBRARIES.chosen(config.library, {"name": config.name})
+    library = LIBRARIES.select(config.library, {"name": config.name})
     if library.knows(config.name):
         return library
     asked = LIBRARIES.asked_by_auto() if library.name == AUTO_LIBRARY else [library]

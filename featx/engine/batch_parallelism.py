@@ -70,21 +70,21 @@ def trial_threads(cpus: int | None, resume_state: ResumeState | None) -> int | N
     return int(resume_state.resolved.get("threads", cpus))
 
 
-def room_for_batches(before: int | None, after: int | None, most: int) -> int:
+def room_for_batches(bytes_before: int | None, bytes_after: int | None, limit: int) -> int:
     """Largest number of parallel batches that half of the free memory allows.
 
     Args:
-        before: bytes of resident memory of this process before the trial passes, or None if
+        bytes_before: bytes of resident memory of this process before the trial passes, or None if
             unknown.
-        after: the same after them. Freed memory stays with the process, so the difference is about
-            what one forward pass needs.
-        most: upper bound; `USUAL_REPLICAS` is one as well if the memory is unknown.
+        bytes_after: the same after them. Freed memory stays with the process, so the difference is
+            about what one forward pass needs.
+        limit: upper bound; `USUAL_REPLICAS` is one as well if the memory is unknown.
     """
     free = free_memory()
-    if before is None or after is None or free is None:
-        return min(most, USUAL_REPLICAS)
-    batch_bytes = max(1, after - before)
-    return int(min(most, 1 + free / (2 * batch_bytes)))
+    if bytes_before is None or bytes_after is None or free is None:
+        return min(limit, USUAL_REPLICAS)
+    batch_bytes = max(1, bytes_after - bytes_before)
+    return int(min(limit, 1 + free / (2 * batch_bytes)))
 
 
 @dataclass(frozen=True)

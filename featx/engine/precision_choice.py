@@ -155,25 +155,25 @@ class _Measurement:
         A CPU without units for the precision would take minutes for all trial images. A value
         above `_TOO_SLOW` has been measured in turns.
         """
-        few = self._images[:_SHORT_TIMING_IMAGES]
-        seconds = self._time_briefly(precision, few)
+        few_images = self._images[:_SHORT_TIMING_IMAGES]
+        seconds = self._time_briefly(precision, few_images)
         # A batch of two takes longer per image than the trial images, so this refuses nothing yet.
         fp32_s = self._measured["fp32"].seconds_per_image
         if seconds <= _TOO_SLOW * fp32_s:
             return seconds / fp32_s
-        fp32_s = self._time_briefly("fp32", few)
+        fp32_s = self._time_briefly("fp32", few_images)
         for _ in range(ROUNDS - 1):
             if not _TOO_SLOW < seconds / fp32_s < _FAR_TOO_SLOW:
                 break
-            seconds = min(seconds, self._time_briefly(precision, few))
-            fp32_s = min(fp32_s, self._time_briefly("fp32", few))
+            seconds = min(seconds, self._time_briefly(precision, few_images))
+            fp32_s = min(fp32_s, self._time_briefly("fp32", few_images))
         return seconds / fp32_s
 
-    def _time_briefly(self, precision: str, few: torch.Tensor) -> float:
+    def _time_briefly(self, precision: str, few_images: torch.Tensor) -> float:
         """Seconds per image of the faster of two passes over a few images."""
         # The proof of weight casting is left out: it takes forward passes itself.
         self._configure(precision, cast_once=False)
-        return self._engine.time_passes(few, repeats=2).seconds_per_image
+        return self._engine.time_passes(few_images, repeats=2).seconds_per_image
 
     def _configure(self, precision: str, cast_once: bool = True) -> None:
         self._engine.configure_compute(replace(self._compute, precision=precision), cast_once)

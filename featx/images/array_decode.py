@@ -77,8 +77,8 @@ def decode_npy(data: bytes, policy: ImagePolicy) -> npt.NDArray[Any]:
     dtype, is_fortran, shape, offset = npy_header(data)
     if dtype.newbyteorder("<").str not in _DTYPES:
         raise format_fault(f"the array is {dtype}; expected whole numbers or floats")
-    where = channel_axis(shape, policy.channels)
-    _check_pixels(shape[1 if where == 0 else 0], shape[2 if where == 0 else 1], policy)
+    axis = channel_axis(shape, policy.channels)
+    _check_pixels(shape[1 if axis == 0 else 0], shape[2 if axis == 0 else 1], policy)
     num_bytes = int(np.prod(shape, dtype=object)) * dtype.itemsize
     if len(data) - offset < num_bytes:
         raise ImageFault(Status.TRUNCATED, f"{len(data) - offset} bytes of {num_bytes}")
@@ -88,7 +88,7 @@ def decode_npy(data: bytes, policy: ImagePolicy) -> npt.NDArray[Any]:
     array = values.reshape(shape[::-1]).T if is_fortran else values.reshape(shape)
     if array.ndim == 2:
         return array[:, :, None]
-    return array.transpose(1, 2, 0) if where == 0 else array
+    return array.transpose(1, 2, 0) if axis == 0 else array
 
 
 def npy_header(data: bytes) -> tuple[np.dtype[Any], bool, tuple[int, ...], int]:
@@ -294,10 +294,10 @@ def why_not_rgb(data: bytes) -> str | None:
     Args:
         data: encoded bytes that Pillow does not read.
     """
-    how = "and its white is not stated: model.transform.scale states it, and reads any channels"
+    advice = "and its white is not stated: model.transform.scale states it, and reads any channels"
     if data.startswith(NPY):
         dtype, _, shape, _ = npy_header(data)
-        return f"an array {shape} of {dtype}, which is no RGB image of 8 bits, {how}"
+        return f"an array {shape} of {dtype}, which is no RGB image of 8 bits, {advice}"
     if not is_tiff(data):
         return None
     try:
@@ -310,7 +310,7 @@ def why_not_rgb(data: bytes) -> str | None:
     except Exception:  # noqa: BLE001 - a damaged header, which the caller reports
         return None
     named = f"a TIFF of {counted(samples, 'channel')} of {bits} bits"
-    return f"{named}, which is no RGB image of 8 bits, {how}"
+    return f"{named}, which is no RGB image of 8 bits, {advice}"
 
 
 _HOW_CHANNELS = (

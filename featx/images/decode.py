@@ -454,17 +454,17 @@ def check_png(data: bytes) -> None:
     Raises:
         ImageFault: a checksum is wrong.
     """
-    at = 8
-    while at + 12 <= len(data):
-        length, kind = struct.unpack_from(">I4s", data, at)
-        end = at + 8 + length
+    offset = 8
+    while offset + 12 <= len(data):
+        length, kind = struct.unpack_from(">I4s", data, offset)
+        end = offset + 8 + length
         if kind == b"IEND" or end + 4 > len(data):
             return  # decoding finds out whether the file is complete
         if kind == b"IDAT":
             stored = int.from_bytes(data[end : end + 4])
-            if zlib.crc32(memoryview(data)[at + 4 : end]) != stored:
+            if zlib.crc32(memoryview(data)[offset + 4 : end]) != stored:
                 raise ImageFault(Status.DECODE_ERROR, "the checksum of its pixels is wrong")
-        at = end + 4
+        offset = end + 4
 
 
 def _scale_transparent_colour(image: ImageFile.ImageFile) -> None:

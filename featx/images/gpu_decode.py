@@ -80,12 +80,12 @@ class DeviceDecoder:
             RunError: the device has too little memory, or cannot decode JPEGs.
         """
         crops: dict[int, torch.Tensor] = {}
-        for some in _few_at_a_time(jpegs):
+        for group in _groups_of_few(jpegs):
             try:
-                crops |= self._crop({i: jpegs[i] for i in some})
+                crops |= self._crop({i: jpegs[i] for i in group})
             except torch.OutOfMemoryError as error:
                 raise RunError(
-                    f"out of memory on {self.device} while decoding {len(some)} images on it. "
+                    f"out of memory on {self.device} while decoding {len(group)} images on it. "
                     "Nothing committed is lost: give the same command again with decode=fast and "
                     "another out=DIR, or when other processes use less of the device's memory."
                 ) from error
@@ -196,16 +196,16 @@ def _torchvision_decoder() -> Any:
     return decode_jpeg
 
 
-def _few_at_a_time(jpegs: Sequence[EncodedJpeg]) -> Iterator[list[int]]:
+def _groups_of_few(jpegs: Sequence[EncodedJpeg]) -> Iterator[list[int]]:
     """Split images, in their order, into groups of at most MAX_PIXELS pixels; yields numbers."""
-    some: list[int] = []
-    pixels = 0
+    group: list[int] = []
+    num_pixels = 0
     for i, jpeg in enumerate(jpegs):
         width, height = jpeg.size
-        if some and pixels + width * height > MAX_PIXELS:
-            yield some
-            some, pixels = [], 0
-        some.append(i)
-        pixels += width * height
-    if some:
-        yield some
+        if group and num_pixels + width * height > MAX_PIXELS:
+            yield group
+            group, num_pixels = [], 0
+        group.append(i)
+        num_pixels += width * height
+    if group:
+        yield group

@@ -47,25 +47,25 @@ def plain_jpeg_size(data: bytes) -> tuple[int, int] | None:
     """
     if not data.startswith(_START):
         return None
-    at, size = 2, None
+    offset, size = 2, None
     end = len(data) - _SEGMENT.size
-    while at <= end:
-        prefix, marker, length = _SEGMENT.unpack_from(data, at)
+    while offset <= end:
+        prefix, marker, length = _SEGMENT.unpack_from(data, offset)
         if prefix != 0xFF or length < 2:
             return None
         if marker == _SCAN:
             return size
         if marker in _FRAMES:
-            if size is not None or length != 17 or at + 19 > len(data):
+            if size is not None or length != 17 or offset + 19 > len(data):
                 return None
-            bits, height, width, components = _FRAME.unpack_from(data, at + 4)
+            bits, height, width, components = _FRAME.unpack_from(data, offset + 4)
             if bits != 8 or components != 3 or not height or not width:
                 return None
             size = width, height
         elif marker == _PROFILE:
-            if not data.startswith(_PROFILE_NAME, at + 4):
+            if not data.startswith(_PROFILE_NAME, offset + 4):
                 return None
         elif marker not in _HARMLESS:
             return None
-        at += 2 + length
+        offset += 2 + length
     return None

@@ -196,12 +196,12 @@ class RowLoader:
             ImageFault: the image cannot be read or decoded, or the box lies outside it.
         """
         name, load = self._decoder.image_key(key), functools.partial(self._load_whole, key)
-        whole = self._whole_images.get(name, load, self._decoder.is_retry)
+        image = self._whole_images.get(name, load, self._decoder.is_retry)
         if checksum is not None:
-            checksum[0] = whole.checksum
+            checksum[0] = image.checksum
         started_at = time.perf_counter()
         with self.span("decode"):
-            cut = self._decoder.cut(key, whole.image(), box)
+            cut = self._decoder.cut(key, image.image(), box)
             np.copyto(out, self._prepare(self._as_transform_input(cut)))
         self._times.add(0, time.perf_counter() - started_at)
 

@@ -91,19 +91,21 @@ class _Header:
         order = "<" if data[:2] == b"II" else ">"
         is_big = struct.unpack_from(f"{order}H", data, 2)[0] == 43
         number, entry, inline = ("Q", "HHQ", 8) if is_big else ("I", "HHI", 4)
-        [at] = struct.unpack_from(order + number, data, inline)
-        [count] = struct.unpack_from(order + ("Q" if is_big else "H"), data, at)
-        at += 8 if is_big else 2
+        [offset] = struct.unpack_from(order + number, data, inline)
+        [count] = struct.unpack_from(order + ("Q" if is_big else "H"), data, offset)
+        offset += 8 if is_big else 2
         fields = {}
         for _ in range(count):
-            tag, kind, length = struct.unpack_from(order + entry, data, at)
-            at += struct.calcsize(order + entry)
+            tag, kind, length = struct.unpack_from(order + entry, data, offset)
+            offset += struct.calcsize(order + entry)
             size = length * _TYPE_BYTES.get(kind, 0)
-            begin = at if size <= inline else struct.unpack_from(order + number, data, at)[0]
+            begin = (
+                offset if size <= inline else struct.unpack_from(order + number, data, offset)[0]
+            )
             if begin + size > len(data):
                 raise LookupError(f"tag {tag} lies behind the end")
             fields[tag] = _Field(kind, length, data[begin : begin + size])
-            at += inline
+            offset += inline
         return cls(order, fields)
 
     def numbers(self, tag: int, default: int | None = None) -> tuple[int, ...]:

@@ -119,13 +119,13 @@ def endings(
     return frozenset(os.fsencode("." + ending.lower().lstrip(".")) for ending in extensions)
 
 
-def relabel(listing: Listing, names: Mapping[str, str | int], where: str) -> Listing:
+def relabel(listing: Listing, names: Mapping[str, str | int], origin: str) -> Listing:
     """Replace the classes of a listing, which are folder names, by other names or numbers.
 
     Args:
         listing: listing as returned by `FolderSource`.
         names: folder name -> class name or class number; several folders may share a class.
-        where: origin of `names`, for error messages.
+        origin: origin of `names`, for error messages.
 
     Raises:
         DataError: a folder is missing in `names`, or a number is not a valid class index.
@@ -134,10 +134,10 @@ def relabel(listing: Listing, names: Mapping[str, str | int], where: str) -> Lis
     if unknown:
         shown = ", ".join(unknown[:5])
         raise DataError(
-            f"{where} has no class for {counted(len(unknown), 'folder')} of the data set, such as "
+            f"{origin} has no class for {counted(len(unknown), 'folder')} of the data set, such as "
             f"{shown}."
         )
-    values, classes = from_values([names[name] for name in listing.classes], where)
+    values, classes = from_values([names[name] for name in listing.classes], origin)
     table = np.append(values, -1)  # label -1 (no folder) selects the last entry
     return replace(listing, labels=table[listing.labels], classes=classes)
 

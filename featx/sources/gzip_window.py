@@ -130,13 +130,13 @@ class GzipWindow:
 
     def _copy(self, offset: int, length: int) -> bytes:
         """Copy bytes out of the window."""
-        pieces, at = [], self._start
+        pieces, start = [], self._start
         for block in self._blocks:
-            piece = block[max(0, offset - at) : max(0, offset + length - at)]
+            piece = block[max(0, offset - start) : max(0, offset + length - start)]
             if piece:
                 pieces.append(piece)
-            at += len(block)
-            if at >= offset + length:
+            start += len(block)
+            if start >= offset + length:
                 break
         return b"".join(pieces)
 
@@ -145,13 +145,13 @@ class _Raw(io.RawIOBase):
     """Sequential stream over a function that reads by offset, as `gzip` needs it."""
 
     def __init__(self, read: Callable[[int, int], bytes], size: int) -> None:
-        self._read, self._size, self._at = read, size, 0
+        self._read, self._size, self._offset = read, size, 0
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
-        data = self._read(self._at, min(len(buffer), self._size - self._at))
+        data = self._read(self._offset, min(len(buffer), self._size - self._offset))
         buffer[: len(data)] = data
-        self._at += len(data)
+        self._offset += len(data)
         return len(data)

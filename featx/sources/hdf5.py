@@ -175,19 +175,21 @@ class Hdf5Source:
         """
         if self._label_name is None:
             return np.full(count, -1, dtype=np.int64), ()
-        where = f"{self._path}: /{self._label_name}"
+        origin = f"{self._path}: /{self._label_name}"
         dataset = self._plain(file, self._label_name)
         if dataset.shape != (count,):
-            raise DataError(f"{where} is {dataset.shape}; expected ({count},), one for each image.")
+            raise DataError(
+                f"{origin} is {dataset.shape}; expected ({count},), one for each image."
+            )
         values = dataset[:]
         if values.dtype.kind in "iu":
-            return from_numbers(values, where)
+            return from_numbers(values, origin)
         if values.dtype.kind == "S" or h5py.check_string_dtype(dataset.dtype) is not None:
             return from_names(os.fsdecode(value) for value in values.tolist())
-        raise DataError(f"{where} is {values.dtype}; expected whole numbers or text.")
+        raise DataError(f"{origin} is {values.dtype}; expected whole numbers or text.")
 
 
-def _channels_come_first(images: h5py.Dataset, where: str) -> bool:
+def _channels_come_first(images: h5py.Dataset, origin: str) -> bool:
     """Check the layout of the images and return whether it is (N, C, H, W).
 
     Raises:
@@ -206,15 +208,15 @@ def _channels_come_first(images: h5py.Dataset, where: str) -> bool:
         "(N, H, W), (N, H, W, C) or (N, C, H, W)"
     )
     if images.ndim not in (3, 4) or dtype.kind not in "biuf":
-        raise DataError(f"{where} is {shape} {dtype}; expected {expected}.")
+        raise DataError(f"{origin} is {shape} {dtype}; expected {expected}.")
     if int(np.prod(shape[1:])) > MAX_FILE_BYTES:
-        raise DataError(f"{where} is {shape}: over {MAX_FILE_BYTES} bytes an image.")
+        raise DataError(f"{origin} is {shape}: over {MAX_FILE_BYTES} bytes an image.")
     if images.ndim == 3 or not _is_rgb(images):
         return False
     last, first = shape[3] in (1, 3), shape[1] in (1, 3)
     if last and first:
         why = "the channels may come first or last"
-        raise DataError(f"{where} is {shape}: {why}; expected {expected}.")
+        raise DataError(f"{origin} is {shape}: {why}; expected {expected}.")
     return first
 
 

@@ -76,7 +76,7 @@ class HuggingFaceSource:
     def __init__(self, dataset: Any, root: Path, config: HuggingFaceOptions) -> None:
         from datasets import Image
 
-        self._where = str(root)
+        self._origin = str(root)
         self._column = _image_column(dataset, config.path_column, root)
         self._label_column = _label_column(dataset, config.label_column, root)
         self._folder = FolderSource(root, config.follow_links)
@@ -95,7 +95,7 @@ class HuggingFaceSource:
         """
         count = len(self._dataset)
         if not count:
-            raise DataError(f"data.root={self._where} has no rows.")
+            raise DataError(f"data.root={self._origin} has no rows.")
         labels, classes = self._labels(count)
         # The fingerprint of the data set changes with every operation on it.
         tag = zlib.crc32(str(self._dataset._fingerprint).encode())
@@ -156,13 +156,13 @@ class HuggingFaceSource:
         """
         if self._label_column is None:
             return np.full(count, -1, dtype=np.int64), ()
-        where = f"{self._where}, column {self._label_column}"
+        origin = f"{self._origin}, column {self._label_column}"
         values = list(self._dataset[self._label_column])
         names = getattr(self._dataset.features[self._label_column], "names", None)
         if names and not any(isinstance(value, str) for value in values):
             numbers = [-1 if value is None else value for value in values]
-            return from_indices(np.array(numbers, dtype=np.int64), names, where)
-        return from_values(values, where)
+            return from_indices(np.array(numbers, dtype=np.int64), names, origin)
+        return from_values(values, origin)
 
 
 def _image_column(dataset: Any, name: str | None, root: Path) -> str:

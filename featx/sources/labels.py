@@ -17,12 +17,12 @@ Labels = tuple[npt.NDArray[np.int64], tuple[str, ...]]
 """Labels (N,) int64, -1 for none, and the class names in the order of the indices."""
 
 
-def from_numbers(values: npt.NDArray[np.integer], where: str) -> Labels:
+def from_numbers(values: npt.NDArray[np.integer], origin: str) -> Labels:
     """Use whole numbers as class indices; the name of each class is its number.
 
     Args:
         values: (N,) integers, -1 for no label.
-        where: origin of the labels, for error messages.
+        origin: origin of the labels, for error messages.
 
     Raises:
         DataError: a number is below -1 or above `MAX_CLASS`.
@@ -31,8 +31,8 @@ def from_numbers(values: npt.NDArray[np.integer], where: str) -> Labels:
     if wrong.any():
         row = int(np.flatnonzero(wrong)[0])
         raise DataError(
-            f"{where}: {int(values[row])} in row {row} is no class index (0 to {MAX_CLASS}, -1 for "
-            "none). If the numbers are names of classes, write them as text."
+            f"{origin}: {int(values[row])} in row {row} is no class index (0 to {MAX_CLASS}, -1 "
+            "for none). If the numbers are names of classes, write them as text."
         )
     top = int(values.max(initial=-1))
     return values.astype(np.int64), tuple(str(number) for number in range(top + 1))
@@ -59,30 +59,30 @@ def renumber(names: npt.NDArray[np.object_], codes: npt.NDArray[np.int64]) -> La
     return table[codes], tuple(used_names)
 
 
-def from_indices(values: npt.NDArray[np.integer], names: Sequence[str], where: str) -> Labels:
+def from_indices(values: npt.NDArray[np.integer], names: Sequence[str], origin: str) -> Labels:
     """Combine class indices with class names that are known already.
 
     Args:
         values: (N,) integers, -1 for no label.
         names: class names in the order of the indices.
-        where: origin of the labels, for error messages.
+        origin: origin of the labels, for error messages.
 
     Raises:
         DataError: an index has no name.
     """
-    labels, _ = from_numbers(values, where)
+    labels, _ = from_numbers(values, origin)
     if len(labels) and labels.max() >= len(names):
         row = int(labels.argmax())
-        raise DataError(f"{where}: {int(labels[row])} in row {row}, of {len(names)} classes.")
+        raise DataError(f"{origin}: {int(labels[row])} in row {row}, of {len(names)} classes.")
     return labels, tuple(str(name) for name in names)
 
 
-def from_values(values: Sequence[object], where: str) -> Labels:
+def from_values(values: Sequence[object], origin: str) -> Labels:
     """Convert labels of unknown type: whole numbers or names, with None for no label.
 
     Args:
         values: N labels.
-        where: origin of the labels, for error messages.
+        origin: origin of the labels, for error messages.
 
     Raises:
         DataError: the labels are of mixed or unsupported types.
@@ -92,11 +92,11 @@ def from_values(values: Sequence[object], where: str) -> Labels:
         return np.full(len(values), -1, dtype=np.int64), ()
     if kinds <= {"number", "none"}:
         numbers = [-1 if value is None else int(value) for value in values]  # type: ignore[call-overload]
-        return from_numbers(np.array(numbers, dtype=np.int64), where)
+        return from_numbers(np.array(numbers, dtype=np.int64), origin)
     if kinds <= {"name", "none"}:
         return from_names([None if value is None else str(value) for value in values])
     raise DataError(
-        f"{where}: found labels of kind {', '.join(sorted(kinds - {'none'}))}; expected whole "
+        f"{origin}: found labels of kind {', '.join(sorted(kinds - {'none'}))}; expected whole "
         "numbers or names throughout, None where there is no label."
     )
 

@@ -30,7 +30,7 @@ from featx.types import (
     image_checksum,
 )
 
-_WHERE = "labels of the data set"
+_ORIGIN = "labels of the data set"
 
 _FILES = FolderSource(Path("/"))
 """Reader of files at any path: the paths come from the user's own code, so they are not
@@ -231,10 +231,10 @@ class MapSource:
         else:
             values = self._labels_of_items(count)
         self._labels = values
-        labels, classes = from_values(values, _WHERE)
+        labels, classes = from_values(values, _ORIGIN)
         names = getattr(self._dataset, "classes", None)
         if isinstance(names, list | tuple) and not any(isinstance(v, str) for v in values):
-            return from_indices(labels, names, _WHERE)
+            return from_indices(labels, names, _ORIGIN)
         return labels, classes
 
     def _labels_of_items(self, count: int) -> list[Any]:

@@ -94,12 +94,12 @@ def find_rows(keys: npt.NDArray[np.bytes_], some: npt.NDArray[np.bytes_]) -> npt
     return rows
 
 
-def duplicate_keys(keys: npt.NDArray[np.bytes_], most: int = 5) -> list[bytes]:
+def duplicate_keys(keys: npt.NDArray[np.bytes_], limit: int = 5) -> list[bytes]:
     """Return some duplicate keys.
 
     Args:
         keys: (N,) keys in bytewise order.
-        most: maximum number of keys to return.
+        limit: maximum number of keys to return.
     """
-    duplicates: list[bytes] = np.unique(keys[1:][keys[1:] == keys[:-1]])[:most].tolist()
+    duplicates: list[bytes] = np.unique(keys[1:][keys[1:] == keys[:-1]])[:limit].tolist()
     return duplicates

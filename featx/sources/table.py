@@ -84,13 +84,13 @@ class TableSource:
     """
 
     def __init__(self, root: str, config: TableOptions) -> None:
-        self._where = str(Path(root).expanduser())
+        self._origin = str(Path(root).expanduser())
         self._path_column = config.path_column
         self._label_column = config.label_column
         self._column_names = sorted(config.columns or ())
         self._follow_links = config.follow_links
         self._root = (
-            Path(config.image_root).expanduser() if config.image_root else _folder_of(self._where)
+            Path(config.image_root).expanduser() if config.image_root else _folder_of(self._origin)
         )
         self._folder = FolderSource(self._root, config.follow_links)
         self._images: ImageColumn | None = None
@@ -108,7 +108,7 @@ class TableSource:
         try:
             listing = self._listing()
         except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-            raise DataError(f"data.root={self._where} cannot be read: {error}.") from error
+            raise DataError(f"data.root={self._origin} cannot be read: {error}.") from error
         self._listed = True
         return listing
 
@@ -132,14 +132,14 @@ class TableSource:
 
     def _listing(self) -> Listing:
         """List all rows; exceptions of pyarrow pass through."""
-        tables, skipped = find_tables(self._where, self._follow_links)
+        tables, skipped = find_tables(self._origin, self._follow_links)
         files = [path for _, path in tables]
-        table = Table(files, self._where)
+        table = Table(files, self._origin)
         column = self._find_image_column(table.names)
         table.check_has(column)
         label_column = self._find_label_column(table.names)
         if column == label_column:
-            raise DataError(f"{self._where}: {column} is the column of paths and of labels.")
+            raise DataError(f"{self._origin}: {column} is the column of paths and of labels.")
         holds_images = table.is_parquet and not _is_text(table.parts, column)
         if holds_images:
             pieces = [
@@ -152,7 +152,7 @@ class TableSource:
             pieces = [self._paths(file, paths) for file, paths in columns]
         keys = np.concatenate(pieces)
         if not len(keys):
-            raise DataError(f"{self._where} has no rows.")
+            raise DataError(f"{self._origin} has no rows.")
         labels, classes = self._labels(table, label_column, len(keys))
         order = np.arange(len(keys))
         if not (keys[1:] > keys[:-1]).all():
@@ -161,8 +161,8 @@ class TableSource:
         if duplicates := duplicate_keys(keys):
             names = ", ".join(os.fsdecode(key) for key in duplicates)
             raise DataError(
-                f"{self._where}: {column} has some paths more than once: {names}. A key stands for "
-                "one row."
+                f"{self._origin}: {column} has some paths more than once: {names}. A key stands "
+                "for one row."
             )
         content_tags = None
         if holds_images:
@@ -181,12 +181,12 @@ class TableSource:
             DataError: there is no such column.
         """
         if self._path_column is not None:
-            return _existing_column(self._where, "data.path_column", self._path_column, names)
+            return _existing_column(self._origin, "data.path_column", self._path_column, names)
         for name in ("path", "image"):
             if name in names:
                 return name
         raise DataError(
-            f"{self._where} has no column path or image; it has {', '.join(names)}. Choose one "
+            f"{self._origin} has no column path or image; it has {', '.join(names)}. Choose one "
             "with data.path_column=NAME."
         )
 
@@ -196,14 +196,14 @@ class TableSource:
             return "label" if "label" in names else None
         if not self._label_column:
             return None
-        return _existing_column(self._where, "data.label_column", self._label_column, names)
+        return _existing_column(self._origin, "data.label_column", self._label_column, names)
 
     def _columns(self, table: Table, order: npt.NDArray[np.int64]) -> dict[str, npt.NDArray[Any]]:
         """Read the columns of the option data.columns in the order of the listing."""
         columns = {}
         for name in self._column_names:
-            name = _existing_column(self._where, "data.columns", name, table.names)
-            values = column_values(table.values(name), f"{self._where}, column {name}")
+            name = _existing_column(self._origin, "data.columns", name, table.names)
+            values = column_values(table.values(name), f"{self._origin}, column {name}")
             columns[name] = values[order]
         return columns
 
@@ -281,19 +281,19 @@ class TableSource:
             return np.full(count, -1, dtype=np.int64), ()
         column = table.labels(name)
         kind = column.type
-        where = f"{self._where}, column {name}"
+        origin = f"{self._origin}, column {name}"
         if pa.types.is_integer(kind):
             numbers = column.fill_null(-1).cast(pa.int64()).to_numpy()
             if names := table.class_names(name):
-                return from_indices(numbers, names, where)
-            return from_numbers(numbers, where)
+                return from_indices(numbers, names, origin)
+            return from_numbers(numbers, origin)
         if pa.types.is_boolean(kind):
             column, kind = column.cast(pa.string()), pa.string()
         if pa.types.is_null(kind):
             return np.full(count, -1, dtype=np.int64), ()
         if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
             raise DataError(
-                f"{where} is {kind}; expected text or whole numbers. Without labels: "
+                f"{origin} is {kind}; expected text or whole numbers. Without labels: "
                 "data.label_column= (empty)."
             )
         encoded = column.combine_chunks().dictionary_encode()
@@ -334,11 +334,11 @@ def _folder_of(root: str) -> Path:
     return Path(base_of(root) or ".") if is_pattern(root) and not path.exists() else path.parent
 
 
-def _existing_column(where: str, key: str, name: str, names: list[str]) -> str:
+def _existing_column(origin: str, key: str, name: str, names: list[str]) -> str:
     """Return a column name after checking that the table has it.
 
     Args:
-        where: the table, for the error message.
+        origin: the table, for the error message.
         key: full name of the option.
         name: its value.
         names: columns of the table.
@@ -347,7 +347,7 @@ def _existing_column(where: str, key: str, name: str, names: list[str]) -> str:
         DataError: there is no such column.
     """
     if name not in names:
-        raise DataError(f"{key}={name}: {where} has {', '.join(names)}.{nearest(name, names)}")
+        raise DataError(f"{key}={name}: {origin} has {', '.join(names)}.{nearest(name, names)}")
     return name
 
 

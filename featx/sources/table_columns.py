@@ -19,12 +19,12 @@ _BATCH_ROWS = 1 << 16
 """Rows whose texts are Python objects at a time."""
 
 
-def column_values(column: Any, where: str) -> npt.NDArray[Any]:
+def column_values(column: Any, origin: str) -> npt.NDArray[Any]:
     """Convert a column of a table to a column of a listing.
 
     Args:
         column: pyarrow.ChunkedArray.
-        where: origin of the column, for error messages.
+        origin: origin of the column, for error messages.
 
     Returns:
         (N,) int64, bool, float64 with NaN for missing values, or UTF-8 bytes with '' for missing
@@ -40,14 +40,14 @@ def column_values(column: Any, where: str) -> npt.NDArray[Any]:
     if pa.types.is_null(kind):
         return np.zeros(len(column), dtype="S1")
     if pa.types.is_string(kind) or pa.types.is_large_string(kind):
-        return _texts(column, where)
+        return _texts(column, origin)
     if pa.types.is_boolean(kind) and not column.null_count:
         return np.asarray(column.to_numpy(), dtype=np.bool_)
     if pa.types.is_boolean(kind):
         column, kind = column.cast(pa.int8()), pa.int8()
     if not (pa.types.is_integer(kind) or pa.types.is_floating(kind)):
         raise DataError(
-            f"{where} is {kind}; expected whole numbers, numbers, booleans or text. Write it as "
+            f"{origin} is {kind}; expected whole numbers, numbers, booleans or text. Write it as "
             "text, or leave it out of data.columns."
         )
     are_whole = pa.types.is_integer(kind) and not column.null_count
@@ -55,7 +55,7 @@ def column_values(column: Any, where: str) -> npt.NDArray[Any]:
         numbers = column.cast(pa.int64() if are_whole else pa.float64())
     except pa.ArrowInvalid as error:
         raise DataError(
-            f"{where} has a number that a store cannot hold exactly ({error}): whole numbers go "
+            f"{origin} has a number that a store cannot hold exactly ({error}): whole numbers go "
             "up to 2^63 - 1, and up to 2^53 if some are missing. Write it as text."
         ) from error
     return np.asarray(numbers.to_numpy(), dtype=np.int64 if are_whole else np.float64)
@@ -73,31 +73,31 @@ def text_bytes(column: Any) -> npt.NDArray[np.bytes_]:
     return np.concatenate(pieces) if pieces else np.empty(0, dtype="S1")
 
 
-def check_columns(columns: Mapping[str, Any], num_rows: int, where: str) -> None:
+def check_columns(columns: Mapping[str, Any], num_rows: int, origin: str) -> None:
     """Check that a listing can have these columns.
 
     Args:
         columns: name -> (N,) values.
         num_rows: N.
-        where: origin of the columns, for error messages.
+        origin: origin of the columns, for error messages.
 
     Raises:
         DataError: a name, the order of the names, a shape or a dtype is not allowed.
     """
     if problem := column_name_problem(list(columns)):
-        raise DataError(f"{where}: {problem}")
+        raise DataError(f"{origin}: {problem}")
     if list(columns) != sorted(columns):
-        raise DataError(f"{where}: expected columns in the order of their names.")
+        raise DataError(f"{origin}: expected columns in the order of their names.")
     for name, values in columns.items():
         fits = isinstance(values, np.ndarray) and values.shape == (num_rows,)
         if not fits or not (values.dtype.kind in "Sb" or values.dtype.str in ("<i8", "<f8")):
             raise DataError(
-                f"{where}: column {name}: expected an array ({num_rows},) of int64, float64, bool "
+                f"{origin}: column {name}: expected an array ({num_rows},) of int64, float64, bool "
                 "or fixed-length bytes."
             )
 
 
-def _texts(column: Any, where: str) -> npt.NDArray[np.bytes_]:
+def _texts(column: Any, origin: str) -> npt.NDArray[np.bytes_]:
     """Convert a column of text to (N,) UTF-8 bytes.
 
     Raises:
@@ -113,5 +113,5 @@ def _texts(column: Any, where: str) -> npt.NDArray[np.bytes_]:
         (too_long, f"a text of more than {MAX_TEXT_BYTES} bytes"),
     ):
         if (row := pc.index(is_refused, pa.scalar(True)).as_py()) >= 0:
-            raise DataError(f"{where} has {description} in row {row}, which a store cannot hold.")
+            raise DataError(f"{origin} has {description} in row {row}, which a store cannot hold.")
     return text_bytes(column)

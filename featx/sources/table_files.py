@@ -135,7 +135,7 @@ class Table:
 
     Args:
         files: paths in order.
-        where: origin of the files, for error messages.
+        origin: origin of the files, for error messages.
 
     Attributes:
         parts: one `Csv` or `Parquet` per file.
@@ -145,8 +145,8 @@ class Table:
         DataError: a file cannot be read or is not a table, or both kinds of files occur.
     """
 
-    def __init__(self, files: Sequence[Path], where: str) -> None:
-        self._where = where
+    def __init__(self, files: Sequence[Path], origin: str) -> None:
+        self._origin = origin
         self.parts: list[Csv | Parquet] = []
         for file in files:
             with _read_errors(file):
@@ -155,7 +155,7 @@ class Table:
         if len(kinds) > 1:
             first, second = kinds.values()
             raise DataError(
-                f"{where} holds tables of two kinds, such as {first} and {second}. Choose one "
+                f"{origin} holds tables of two kinds, such as {first} and {second}. Choose one "
                 "kind with data.root='DIR/*.parquet'."
             )
         self.is_parquet = Parquet in kinds
@@ -231,7 +231,7 @@ class Table:
             part.class_names(name) for part in self.parts if isinstance(part, Parquet)
         ]
         if any(names != names_of_files[0] for names in names_of_files):
-            raise DataError(f"{self._where}: the files have different names for {name}'s classes.")
+            raise DataError(f"{self._origin}: the files have different names for {name}'s classes.")
         return names_of_files[0] if names_of_files else None
 
     def _join_files(self, name: str) -> Any:
@@ -249,7 +249,8 @@ class Table:
         except pa.ArrowException as error:
             kinds = sorted({str(piece.type) for piece in pieces})
             raise DataError(
-                f"{self._where}: column {name} is {' and '.join(kinds)}, not the same in all files."
+                f"{self._origin}: column {name} is {' and '.join(kinds)}, not the same in all "
+                "files."
             ) from error
 
 

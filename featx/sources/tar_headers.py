@@ -43,13 +43,13 @@ class CutOffError(Exception):
     """The tar ends before its end marker, or continues with something that is not a header.
 
     Attributes:
-        at: offset of the first byte that belongs to no complete member.
+        offset: number of the first byte that belongs to no complete member.
         cut: the incomplete member, or None.
     """
 
-    def __init__(self, message: str, at: int, cut: Member | None = None) -> None:
+    def __init__(self, message: str, offset: int, cut: Member | None = None) -> None:
         super().__init__(message)
-        self.at = at
+        self.offset = offset
         self.cut = cut
 
 
@@ -64,24 +64,24 @@ def members(read: Read) -> Iterator[Member]:
     Raises:
         CutOffError: after the last complete member, if the tar is damaged or truncated.
     """
-    at, name, size = 0, None, None
+    offset, name, size = 0, None, None
     while True:
-        start = at
-        header = read(at, BLOCK)
+        start = offset
+        header = read(offset, BLOCK)
         if header == _ZEROS:
-            _check_end(read, at + BLOCK)
+            _check_end(read, offset + BLOCK)
             return
         if len(header) < BLOCK:
             what = "without an end marker" if not header else "in the middle of a header"
-            raise CutOffError(f"it ends at byte {at + len(header)} {what}", at)
+            raise CutOffError(f"it ends at byte {offset + len(header)} {what}", offset)
         if not _sum_is_right(header):
-            raise CutOffError(f"the header at byte {at} is damaged", at)
+            raise CutOffError(f"the header at byte {offset} is damaged", offset)
         kind = header[156:157]
-        own_size = _number(header[124:136], at)
-        at += BLOCK
+        own_size = _number(header[124:136], offset)
+        offset += BLOCK
         if kind in (b"L", b"K", b"x", b"X", b"g"):
-            text = _read_extended(read, at, own_size)
-            at += _round_to_blocks(own_size)
+            text = _read_extended(read, offset, own_size)
+            offset += _round_to_blocks(own_size)
             if kind == b"L":
                 name = text.split(b"\0", 1)[0]
             elif kind in (b"x", b"X"):
@@ -94,36 +94,36 @@ def members(read: Read) -> Iterator[Member]:
                 continue
             # In pax format a sparse file has an extended header, followed by its own header. It is
             # reported as not regular.
-            header = read(at, BLOCK)
+            header = read(offset, BLOCK)
             if len(header) < BLOCK or not _sum_is_right(header):
-                raise CutOffError(f"the header at byte {at} is damaged", at)
-            own_size = _number(header[124:136], at)
-            at += BLOCK
+                raise CutOffError(f"the header at byte {offset} is damaged", offset)
+            own_size = _number(header[124:136], offset)
+            offset += BLOCK
         if kind == b"S":
-            at = _after_sparse_map(read, header, at)
+            offset = _after_sparse_map(read, header, offset)
         length = own_size if size is None else size
         length = 0 if kind in _WITHOUT_DATA else length
         full = name if name is not None else _name(header)
-        member = Member(full, at, length, kind in _REGULAR)
+        member = Member(full, offset, length, kind in _REGULAR)
         # The last byte of the data shows whether they are complete, without reading all of them.
-        if length and len(read(at + length - 1, 1)) < 1:
+        if length and len(read(offset + length - 1, 1)) < 1:
             raise CutOffError(f"it ends in the middle of {member.name!r}", start, member)
         if kind != b"5" and not full.endswith(b"/"):
             yield member
-        at += _round_to_blocks(length)
+        offset += _round_to_blocks(length)
         name = size = None
 
 
-def _check_end(read: Read, at: int) -> None:
+def _check_end(read: Read, offset: int) -> None:
     """Check that only zeros follow the end marker.
 
     Raises:
         CutOffError: other data follow, such as a concatenated tar, whose members would be missed.
     """
-    while block := read(at, 1 << 16):
+    while block := read(offset, 1 << 16):
         if block.count(0) != len(block):
-            raise CutOffError(f"it has bytes after its end marker at byte {at}", at)
-        at += len(block)
+            raise CutOffError(f"it has bytes after its end marker at byte {offset}", offset)
+        offset += len(block)
 
 
 def _sum_is_right(header: bytes) -> bool:
@@ -142,7 +142,7 @@ def _sum_is_right(header: bytes) -> bool:
     return stored == unsigned - 256 * sum(byte > 127 for byte in rest)
 
 
-def _number(field: bytes, at: int) -> int:
+def _number(field: bytes, offset: int) -> int:
     """Parse a numeric field: octal digits, or a big-endian binary number if the first bit is set.
 
     Raises:
@@ -153,7 +153,9 @@ def _number(field: bytes, at: int) -> int:
     try:
         return int(field.split(b"\0")[0].strip() or b"0", 8)
     except ValueError as error:
-        raise CutOffError(f"the header at byte {at} has a size that is no number", at) from error
+        raise CutOffError(
+            f"the header at byte {offset} has a size that is no number", offset
+        ) from error
 
 
 def _name(header: bytes) -> bytes:
@@ -164,21 +166,23 @@ def _name(header: bytes) -> bytes:
     return prefix + b"/" + name if prefix and header[257:263] == b"ustar\0" else name
 
 
-def _read_extended(read: Read, at: int, size: int) -> bytes:
+def _read_extended(read: Read, offset: int, size: int) -> bytes:
     """Read the data of an extended header.
 
     Raises:
         CutOffError: it is too large or truncated.
     """
     if size > _MAX_EXTENDED:
-        raise CutOffError(f"the header at byte {at - BLOCK} claims a name of {size} bytes", at)
-    text = read(at, size)
+        raise CutOffError(
+            f"the header at byte {offset - BLOCK} claims a name of {size} bytes", offset
+        )
+    text = read(offset, size)
     if len(text) < size:
-        raise CutOffError("it ends in the middle of a header", at - BLOCK)
+        raise CutOffError("it ends in the middle of a header", offset - BLOCK)
     return text
 
 
-def _pax(text: bytes, at: int) -> dict[bytes, bytes]:
+def _pax(text: bytes, offset: int) -> dict[bytes, bytes]:
     r"""Parse pax records 'length key=value\n', where the length includes the whole record.
 
     Raises:
@@ -190,15 +194,15 @@ def _pax(text: bytes, at: int) -> dict[bytes, bytes]:
         length = int(digits) if digits.isdigit() and len(digits) < 8 else 0
         key, equals, value = rest[: length - len(digits) - 1].partition(b"=")
         if not equals or not value.endswith(b"\n") or length > len(text):
-            raise CutOffError(f"the extended header at byte {at} is damaged", at)
+            raise CutOffError(f"the extended header at byte {offset} is damaged", offset)
         records[key] = value[:-1]
         text = text[length:]
     if not records.get(b"size", b"0").isdigit():
-        raise CutOffError(f"the extended header at byte {at} is damaged", at)
+        raise CutOffError(f"the extended header at byte {offset} is damaged", offset)
     return records
 
 
-def _after_sparse_map(read: Read, header: bytes, at: int) -> int:
+def _after_sparse_map(read: Read, header: bytes, offset: int) -> int:
     """Return the offset of the data of an old GNU sparse file, behind its extension headers.
 
     Raises:
@@ -206,11 +210,11 @@ def _after_sparse_map(read: Read, header: bytes, at: int) -> int:
     """
     more = header[482]
     while more:
-        block = read(at, BLOCK)
+        block = read(offset, BLOCK)
         if len(block) < BLOCK:
-            raise CutOffError("it ends in the middle of a header", at)
-        more, at = block[504], at + BLOCK
-    return at
+            raise CutOffError("it ends in the middle of a header", offset)
+        more, offset = block[504], offset + BLOCK
+    return offset
 
 
 def _round_to_blocks(size: int) -> int:

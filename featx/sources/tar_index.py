@@ -108,7 +108,7 @@ def build(shard: Shard, endings: frozenset[bytes]) -> TarIndex:
                 images.append(member._replace(name=name))
     except CutOffError as error:
         cut = str(error)
-        if error.at == 0 and not error.cut:
+        if error.offset == 0 and not error.cut:
             raise DataError(f"{shard.url} is no tar: {error}.") from error
         if error.cut and not _reason_to_skip(_clean(error.cut.name), error.cut, endings):
             images.append(error.cut._replace(name=_clean(error.cut.name), size=-1))
@@ -150,8 +150,8 @@ class _Blocks:
         if not self._start <= offset <= offset + length <= end:
             wanted = max(length, self._size)
             self._start, self._data = offset, self._shard.read(offset, wanted)
-        at = offset - self._start
-        return self._data[at : at + length]
+        start = offset - self._start
+        return self._data[start : start + length]
 
 
 def _is_gzip(shard: Shard) -> bool:
@@ -234,9 +234,9 @@ def _load(path: Path, state: str) -> TarIndex | None:
     if header["state"] != state:
         return None
     count, width = header["count"], header["width"]
-    at = len(head) + 1
-    names = np.frombuffer(body, f"S{width}", count, at)
-    numbers = np.frombuffer(body, "<i8", 3 * count, at + names.nbytes).reshape(3, count)
+    offset = len(head) + 1
+    names = np.frombuffer(body, f"S{width}", count, offset)
+    numbers = np.frombuffer(body, "<i8", 3 * count, offset + names.nbytes).reshape(3, count)
     offsets, sizes, labels = numbers
     return TarIndex(
         names, offsets, sizes, labels, header["skipped"], header["cut"], header["compressed"]

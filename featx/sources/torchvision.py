@@ -107,10 +107,10 @@ def open_source(config: TorchvisionOptions) -> Source:
     if split not in kind.splits:
         raise DataError(f"data.split={split}: {dataset_name} has {' and '.join(kind.splits)}.")
     dataset = _construct(dataset_name, root, kind.splits[split])
-    where = f"{dataset_name} {split}"
+    origin = f"{dataset_name} {split}"
     labels = np.asarray(getattr(dataset, kind.labels)).astype(np.int64)
     names = getattr(dataset, "classes", None) or [str(i) for i in range(int(labels.max()) + 1)]
-    labelled = from_indices(labels, names, where)
+    labelled = from_indices(labels, names, origin)
     if kind.files is None:
         return _Pixels(np.asarray(dataset.data), labelled)
     paths = [os.fsencode(path) for path in getattr(dataset, kind.files)]

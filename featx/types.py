@@ -108,9 +108,9 @@ class Source(Protocol):
     def read(self, key: bytes) -> bytes:
         """Read the encoded bytes of one image.
 
-        It is called in several threads, and in processes that have not called `listing`: a worker,
-        a report or a comparison of images takes the keys from the store. A source that was listed
-        may in addition find out that the data set has changed since.
+        It is called in several threads, and in processes that have not called `listing`: a report,
+        and a worker that got the source as a Python object, take the keys from the store. A source
+        that was listed may in addition find out that the data set has changed since.
 
         Args:
             key: a key that `listing` returns, here or in another process.

@@ -220,7 +220,7 @@ class FaultTolerantDecoder:
         return self._decode_recorded(image_key, lambda *_: decoded.cut(box), decoded.data)
 
     def prepare_jpeg(self, key: bytes, data: bytes) -> EncodedJpeg | None:
-        """Prepare the image of a row for a GPU with `prepare_jpeg`; otherwise like `decode_pillow`.
+        """Prepare the image of a row for decoding on a GPU; otherwise like `decode_pillow`.
 
         Returns:
             The JPEG, or None if the image has to be decoded on the CPU.

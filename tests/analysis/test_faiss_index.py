@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import builtins
+import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -130,15 +129,8 @@ class TestWithFaiss:
 
 
 def test_without_faiss_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = builtins.__import__
-
-    def without(name: str, *arguments: Any, **keys: Any) -> Any:
-        if name == "faiss":
-            raise ImportError(name)
-        return real(name, *arguments, **keys)
-
     store = clusters(50)
-    monkeypatch.setattr(builtins, "__import__", without)
+    monkeypatch.setitem(sys.modules, "faiss", None)
     with pytest.raises(MissingExtraError, match=r'pip install "featx\[faiss\]"') as missing:
         RowIndex(store, "flat", 0.9, device="cpu")
     assert missing.value.exit_code == 2

@@ -1,3 +1,4 @@
+from . import supervisor as supervisor
 from .allocator import is_kept_in_threads as is_kept_in_threads
 from .allocator import keep_freed_memory as keep_freed_memory
 from .allocator import return_freed_memory as return_freed_memory

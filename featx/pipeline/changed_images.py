@@ -20,7 +20,7 @@ import numpy.typing as npt
 from featx.base import log_message, num_cpus
 from featx.errors import counted
 from featx.images import read_image
-from featx.store import UNSETTLED, Manifest, layout, read_image_states, stored_image_checksums
+from featx.store import UNSETTLED, Manifest, changed_states, layout, stored_image_checksums
 from featx.types import (
     NO_IMAGE,
     UNKNOWN_IMAGE,
@@ -133,17 +133,14 @@ def compare_images(
     Raises:
         RunError: the file system of the images keeps failing.
     """
-    present = np.ones(len(keys), np.bool_) if present is None else present
     now_ns = time.time_ns()  # taken before any state is read
-    states = np.full(len(keys), UNSETTLED)
-    source_states = source.states(keys[present]) if isinstance(source, Stateful) else None
-    if source_states is not None:
-        states[present] = source_states
+    states = _current_states(source, keys, present)
+    present = np.ones(len(keys), np.bool_) if present is None else present
     expected, mixed, computed = _expected(len(keys), runs)
     has_checksum = expected != UNKNOWN_IMAGE
     doubtful = np.full(len(keys), read_all)
-    if source_states is not None:
-        doubtful = states != read_image_states(states_file, len(keys))
+    if states is not None:
+        doubtful = changed_states(states_file, states)
     doubtful = has_checksum & present & (doubtful | mixed)
     rows = np.flatnonzero(doubtful)
     current = expected.copy()
@@ -156,20 +153,44 @@ def compare_images(
             run.computed & (recorded != UNKNOWN_IMAGE) & (recorded != now) & (now != NO_IMAGE)
         )
         changed.append(np.flatnonzero(is_other) + run.first_row)
-    # A state is kept only if it stands for bytes that are known to be those of the row. All others
-    # become UNSETTLED, which equals no state, so that the next comparison reads the bytes again.
     gone = has_checksum & (expected != NO_IMAGE) & (current == NO_IMAGE)
-    unsettled = gone | (np.abs(states["mtime_ns"] - now_ns) < RECENT_NS)
-    unsettled[np.concatenate(changed)] = True
-    states[unsettled] = UNSETTLED
+    if states is not None:
+        # A state is kept only if it stands for bytes that are has_checksum to be those of the row. All
+        # others become UNSETTLED, which equals no state, so that the next comparison reads the
+        # bytes again.
+        written_at = states["mtime_ns"]
+        unsettled = gone | ((written_at > now_ns - RECENT_NS) & (written_at < now_ns + RECENT_NS))
+        unsettled[np.concatenate(changed)] = True
+        states[unsettled] = UNSETTLED
     return ImageChanges(
         changed=tuple(changed),
         gone=np.flatnonzero(gone),
-        num_rows=int(has_checksum.sum()) if source_states is not None or read_all else len(rows),
+        num_rows=int(has_checksum.sum()) if states is not None or read_all else len(rows),
         num_read=len(rows),
         num_unknown=int((computed & ~has_checksum).sum()),
-        states=None if source_states is None else states,
+        states=states,
     )
+
+
+def _current_states(
+    source: Source, keys: npt.NDArray[np.bytes_], present: npt.NDArray[np.bool_] | None
+) -> npt.NDArray[np.void] | None:
+    """States of the images now: an own array, UNSETTLED for keys that are not present.
+
+    Args:
+        source, keys, present: as for `image_changes`.
+
+    Returns:
+        (N,) IMAGE_STATE, or None if the data set knows no states.
+    """
+    if not isinstance(source, Stateful):
+        return None
+    source_states = source.states(keys if present is None else keys[present])
+    if source_states is None:
+        return None
+    states = np.full(len(keys), UNSETTLED)
+    states[slice(None) if present is None else present] = source_states
+    return states
 
 
 def rows_of_two_images(root: Path, manifest: Manifest) -> npt.NDArray[np.int64]:

@@ -13,8 +13,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from featx.base import announce, digest, installed_version, log_message, shown_path
 from featx.config import Config, layer_requests
 from featx.models import resolve_library
@@ -27,11 +25,11 @@ from featx.pipeline.run_target import StoreTarget
 from featx.storage import is_url, parse_path
 from featx.store import (
     Manifest,
+    changed_states,
     is_listing_of,
     layout,
     listing_identity,
     load_manifest,
-    read_image_states,
     read_packed,
 )
 from featx.types import Listing, Source, Stateful, StoreHeader
@@ -148,9 +146,9 @@ def _has_same_images(out: Path, manifest: Manifest, source: Source, listing: Lis
     if not is_listing_of(out / layout.LISTING, listing):
         return False
     states = source.states(listing.keys) if isinstance(source, Stateful) else None
-    stored_states = read_image_states(out / layout.IMAGES, len(listing))
-    if states is not None and not np.array_equal(states, stored_states):
+    if states is not None and changed_states(out / layout.IMAGES, states).any():
         return False
+    del states  # `image_changes` asks for them again
     changes = image_changes(source, listing.keys, out, manifest)
     return not (len(changes.rows) or len(changes.gone) or changes.num_unknown)
 

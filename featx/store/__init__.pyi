@@ -22,8 +22,8 @@ from .heartbeat import read_heartbeats as read_heartbeats
 from .heartbeat import refuse_other_writers as refuse_other_writers
 from .heartbeat import report_lost_work as report_lost_work
 from .image_states import UNSETTLED as UNSETTLED
+from .image_states import changed_states as changed_states
 from .image_states import keep_image_states as keep_image_states
-from .image_states import read_image_states as read_image_states
 from .image_states import stored_image_checksums as stored_image_checksums
 from .layer_array import LayerArray as LayerArray
 from .layer_array import row_indices as row_indices

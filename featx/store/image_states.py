@@ -26,6 +26,9 @@ from featx.types import IMAGE_STATE, UNKNOWN_IMAGE, Part
 UNSETTLED = np.array((-3, -3, -3), IMAGE_STATE)
 """State in images.h5 of a row whose image must be compared; no image has it."""
 
+_ROWS_AT_ONCE = 1 << 18
+"""Rows whose states are read together."""
+
 
 def image_states_file(states: npt.NDArray[np.void]) -> memoryview:
     """Content of images.h5: /size, /mtime_ns and /tag, (N,) int64 each."""
@@ -47,30 +50,35 @@ def keep_image_states(disk: AtomicFolder, path: Path, states: npt.NDArray[np.voi
         path: path of images.h5.
         states: (N,) IMAGE_STATE.
     """
-    if not np.array_equal(read_image_states(path, len(states)), states):
+    if changed_states(path, states).any():
         disk.replace(path, image_states_file(states))
 
 
-def read_image_states(path: Path, num_rows: int) -> npt.NDArray[np.void]:
-    """Read images.h5; unknown states are UNSETTLED.
+def changed_states(path: Path, states: npt.NDArray[np.void]) -> npt.NDArray[np.bool_]:
+    """Compare the states of all rows with images.h5, in pieces, so that they are in memory once.
 
     Args:
         path: path of the file, which may be missing.
-        num_rows: number of rows of the listing; the file has fewer if the data set has grown.
+        states: (N,) IMAGE_STATE; the file has fewer rows if the data set has grown.
 
     Returns:
-        (N,) IMAGE_STATE.
+        (N,) bool, whether the state differs. Rows that the file does not have count as UNSETTLED.
     """
-    states = np.full(num_rows, UNSETTLED, dtype=IMAGE_STATE)
+    unsettled: npt.NDArray[np.bool_] = states == UNSETTLED
+    changed = ~unsettled
     try:
         with open_metadata(path) as file:
-            fields = {name: file[name][:num_rows] for name in IMAGE_STATE.names or ()}
-        size = min(map(len, fields.values()))
-        for name, values in fields.items():
-            states[name][:size] = values[:size]
+            fields = {name: file[name] for name in IMAGE_STATE.names or ()}
+            size = min(len(states), *map(len, fields.values()))
+            for start in range(0, size, _ROWS_AT_ONCE):
+                rows = slice(start, min(start + _ROWS_AT_ONCE, size))
+                known = np.empty(rows.stop - start, IMAGE_STATE)
+                for name, values in fields.items():
+                    known[name] = values[rows]
+                changed[rows] = states[rows] != known
     except layout.UNREADABLE:
-        states[:] = UNSETTLED  # the file is a cache; without it the bytes are compared
-    return states
+        return ~unsettled  # the file is a cache; without it the bytes are compared
+    return changed
 
 
 def image_checksums_in(

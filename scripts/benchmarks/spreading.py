@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import re
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from benchmarks.commands import Add
 
@@ -74,48 +76,123 @@ def compare_workers(
         )
 
 
-def made_names(root: Path, count: int) -> Any:
-    """A folder as a source, whose names are made up as they are asked for."""
+NAMED_KEY_BYTES = 43
+"""Bytes of the keys of `made_names` that look like names of files in class folders."""
+
+
+def made_names(root: Path, count: int, key_bytes: int) -> Any:
+    """A folder as a source, whose names are made up as they are asked for.
+
+    Names of other lengths than NAMED_KEY_BYTES are numbers, without folders.
+    """
     from featx.sources.base import FolderSource
+    from featx.types import IMAGE_STATE
 
     class Names(FolderSource):
         def _walk(self) -> Iterator[bytes]:
+            if key_bytes != NAMED_KEY_BYTES:
+                yield from (b"%0*d" % (key_bytes, i) for i in range(count))
+                return
             each = -(-count // 1000)
             for i in range(count):
                 yield b"class-%04d/photo_of_something_%09d.jpg" % (i // each, i)
 
+        def states(self, keys: npt.NDArray[np.bytes_]) -> npt.NDArray[np.void]:
+            return np.full(len(keys), np.ones((), IMAGE_STATE))
+
     return Names(root)
+
+
+def mib_of(field: str, process: int | str = "self", file: str = "status") -> float:
+    """A field of a process in /proc, in MiB."""
+    found = re.search(rf"^{field}:\s+(\d+)", Path(f"/proc/{process}/{file}").read_text(), re.M)
+    assert found is not None
+    return int(found[1]) / 1024
 
 
 def peak_mib(begin: bool = False) -> float:
     """Of this process since it was last asked to begin, as the kernel counts it."""
     if begin:
         Path("/proc/self/clear_refs").write_text("5")
-    peak = re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())
-    assert peak is not None
-    return int(peak[1]) / 1024
+    return mib_of("VmHWM")
+
+
+WATCH = """
+import sys, threading
+from benchmarks.spreading import mib_of
+done = threading.Event()
+threading.Thread(target=lambda: (sys.stdin.read(), done.set()), daemon=True).start()
+most = mib_of("RssAnon", sys.argv[1])
+print(flush=True)
+while not done.wait(0.01):
+    most = max(most, mib_of("RssAnon", sys.argv[1]))
+print(most)
+"""
+"""Program that looks every 10 ms for the memory of a process that it does not share."""
 
 
 class Stages:
     """What stages take, one after the other.
 
     Attributes:
-        found: stage -> (seconds of the CPU, MiB at the peak of the process).
+        found: stage -> (seconds of the CPU, MiB at the peak of the process that it does not share,
+            MiB at the peak with the pages of mapped files).
     """
 
     def __init__(self) -> None:
-        self.found: dict[str, tuple[float, float]] = {}
+        self.found: dict[str, tuple[float, float, float]] = {}
 
     def timed(self, stage: str, work: Callable[[], Any]) -> Any:
         """What it returns."""
         peak_mib(begin=True)
-        begun = time.process_time()
-        value = work()
-        self.found[stage] = time.process_time() - begun, peak_mib()
+        # A thread of this process would have to wait for long calls of numpy and HDF5.
+        with subprocess.Popen(
+            [sys.executable, "-c", WATCH, str(os.getpid())], cwd=Path(__file__).parents[1],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        ) as watch:  # fmt: skip
+            assert watch.stdout is not None
+            watch.stdout.readline()
+            begun = time.process_time()
+            value = work()
+            seconds = time.process_time() - begun
+            private = float(watch.communicate()[0])
+        self.found[stage] = seconds, private, peak_mib()
+        print(f"  {stage}: {seconds:.2f} s, {private:.0f} MiB", file=sys.stderr, flush=True)
         return value
 
 
-def scale_one(folder: str, num_rows: int) -> None:
+WORKER = """
+import sys
+from pathlib import Path
+from featx.store.listing import read_listing
+rows = read_listing(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
+print(len(rows), flush=True)
+sys.stdin.read()
+"""
+"""Worker that has read its listing, and then waits."""
+
+
+def workers_mib(store: Path, num_rows: int, identity: str, count: int = 8) -> tuple[float, float]:
+    """MiB that workers of one machine need together: not shared, and shared, counted once."""
+    command = [sys.executable, "-c", WORKER, str(store), str(num_rows), identity]
+    with contextlib.ExitStack() as stack:
+        workers = [
+            stack.enter_context(
+                subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+            )
+            for _ in range(count)
+        ]
+        for worker in workers:
+            assert worker.stdout is not None
+            assert int(worker.stdout.readline()) == num_rows
+        private = sum(mib_of("RssAnon", worker.pid) for worker in workers)
+        together = sum(mib_of("Pss", worker.pid, "smaps_rollup") for worker in workers)
+        for worker in workers:
+            worker.communicate()
+    return private, together - private
+
+
+def scale_one(folder: str, num_rows: int, key_bytes: int) -> None:
     """Print JSON of the stages of a store of so many rows.
 
     A row is a vector of two float16; parts have the 65,536 rows that 2.5 KiB a row would give
@@ -128,19 +205,22 @@ def scale_one(folder: str, num_rows: int) -> None:
 
     stages, root = Stages(), Path(folder)
     store = root / "store"
-    identity, key = scale_writing(stages, root, num_rows)
+    identity, key = scale_writing(stages, root, num_rows, key_bytes)
     stages.timed("status", lambda: store_status(store))
     files = sum(len(names) for _, _, names in os.walk(store))
     stages.timed("worker", lambda: read_listing(store, num_rows, identity))
+    workers = workers_mib(store, num_rows, identity)
     stages.timed("open", lambda: featx.open(store))
     assert stages.timed("find a key", lambda: featx.open(store).row(key)) == num_rows - 1
     stages.timed("pack", lambda: pack(store))
     size = (store / "features.h5").stat().st_size
-    print(json.dumps({"rows": num_rows, "stages": stages.found, "files": files, "bytes": size}))
+    found = {"stages": stages.found, "files": files, "bytes": size, "workers": workers}
+    print(json.dumps({"rows": num_rows, **found}))
 
 
-def scale_writing(stages: Stages, root: Path, num_rows: int) -> tuple[str, bytes]:
+def scale_writing(stages: Stages, root: Path, num_rows: int, key_bytes: int) -> tuple[str, bytes]:
     """The stages of who writes, who holds the listing all the time: its identity, its last key."""
+    from featx.pipeline.changed_images import image_changes
     from featx.store.layout import Grid
     from featx.store.listing import listing_identity
     from featx.store.manifest import Run
@@ -148,12 +228,13 @@ def scale_writing(stages: Stages, root: Path, num_rows: int) -> tuple[str, bytes
     from featx.store.session import StoreSession
     from featx.types import LayerSpec, StoreHeader
 
-    rows = stages.timed("list", made_names(root, num_rows).listing)
+    source = made_names(root, num_rows, key_bytes)
+    rows = stages.timed("list", source.listing)
     identity = stages.timed("identity", lambda: listing_identity(rows))
     spec = LayerSpec("layer", "layer", "output", "none", {}, (2,), "float16", "float32")
     header = StoreHeader({"listing": identity}, "", "made up", "none", "", "none", {})
     run = Run(header, (spec,), Grid(num_rows, 1 << 16), "none", {})
-    values = np.zeros((1 << 16, 2), np.float16)
+    values, checksums = np.zeros((1 << 16, 2), np.float16), np.full(1 << 16, 7, np.uint64)
 
     def begin() -> None:
         with StoreSession(root / "store", run, rows).hold():
@@ -163,14 +244,25 @@ def scale_writing(stages: Stages, root: Path, num_rows: int) -> tuple[str, bytes
         with (session := StoreSession(root / "store", run, rows)).hold():
             for part in session.missing():
                 builder = PartBuilder(part, [spec])
-                builder.add(part.start, {"layer": values[: len(part)]}, [])
+                features = {"layer": values[: len(part)]}
+                builder.add(part.start, features, [], checksums[: len(part)])
                 session.commit(builder)
 
     def resume() -> None:
         with (session := StoreSession(root / "store", run, rows)).hold():
             assert session.whole
 
-    for stage, work in (("begin", begin), ("commit", compute), ("resume", resume)):
+    def compare_images() -> None:
+        with (session := StoreSession(root / "store", run, rows)).hold():
+            changes = image_changes(source, rows.keys, session.root, session.manifest)
+            assert changes.states is not None
+            assert not len(changes.rows)
+            session.write_image_states(changes.states)
+
+    for stage, work in (
+        ("begin", begin), ("states", compare_images), ("commit", compute), ("resume", resume),
+        ("images", compare_images),
+    ):  # fmt: skip
         stages.timed(stage, work)
     return identity, bytes(rows.keys[-1])
 
@@ -181,25 +273,30 @@ def scale(arguments: argparse.Namespace) -> None:
     for num_rows in sorted(arguments.rows):
         with tempfile.TemporaryDirectory(prefix="featx-scale-", dir=arguments.folder) as name:
             # scripts/benchmark imports torch, whose 500 MiB are not those of a listing.
-            code = f"from benchmarks.spreading import scale_one; scale_one({name!r}, {num_rows})"
+            given = f"{name!r}, {num_rows}, {arguments.key_bytes}"
+            code = f"from benchmarks.spreading import scale_one; scale_one({given})"
             answer = subprocess.run(
                 [sys.executable, "-c", code], cwd=Path(__file__).parents[1],
                 stdout=subprocess.PIPE, text=True, check=True,
             ).stdout  # fmt: skip
         done.append(json.loads(answer))
         print(f"{num_rows:,} rows: {done[-1]['files']} files, {done[-1]['bytes'] / 1e6:.0f} MB")
+        print("8 workers: {:.0f} MiB not shared, {:.0f} MiB shared".format(*done[-1]["workers"]))
     before, last = done[-2:]
     beyond = [n for n in (10**7, 10**8, 10**9) if n > last["rows"]]
     sizes = [*(entry["rows"] for entry in done), *beyond]
-    print("\nseconds of the CPU / MiB at the peak; ~ is on the line through the last two measured")
-    print("stage       " + "".join(f"{size:>20,}" for size in sizes))
+    print("\nseconds of the CPU / MiB at the peak that no process shares / with mapped files;")
+    print("~ is on the line through the last two measured")
+    print("stage       " + "".join(f"{size:>24,}" for size in sizes))
     for stage, figures in last["stages"].items():
-        cells = ["{:.2f} / {:.0f}".format(*entry["stages"][stage]) for entry in done]
+        cells = ["{:.2f} / {:.0f} / {:.0f}".format(*entry["stages"][stage]) for entry in done]
         for size in beyond:
             steps = (size - last["rows"]) / (last["rows"] - before["rows"])
             pairs = zip(before["stages"][stage], figures, strict=True)
-            cells.append("~{:.0f} / ~{:.0f}".format(*(b + steps * (b - a) for a, b in pairs)))
-        print(f"{stage:12}" + "".join(f"{cell:>20}" for cell in cells))
+            cells.append(
+                "~{:.0f} / ~{:.0f} / ~{:.0f}".format(*(b + steps * (b - a) for a, b in pairs))
+            )
+        print(f"{stage:12}" + "".join(f"{cell:>24}" for cell in cells))
 
 
 def add_commands(add: Add) -> None:
@@ -218,4 +315,5 @@ def add_commands(add: Add) -> None:
     one = add("scale", scale)
     sizes = [10**5, 10**6, 10**7]
     one.add_argument("--rows", nargs="+", type=int, default=sizes, help="two or more, really done")
+    one.add_argument("--key-bytes", type=int, default=NAMED_KEY_BYTES, help="bytes of a key")
     one.add_argument("--folder", help="where the stores lie")

@@ -155,7 +155,7 @@ def compare_images(
         changed.append(np.flatnonzero(is_other) + run.first_row)
     gone = has_checksum & (expected != NO_IMAGE) & (current == NO_IMAGE)
     if states is not None:
-        # A state is kept only if it stands for bytes that are has_checksum to be those of the row. All
+        # A state is kept only if it stands for bytes that are known to be those of the row. All
         # others become UNSETTLED, which equals no state, so that the next comparison reads the
         # bytes again.
         written_at = states["mtime_ns"]

@@ -35,7 +35,7 @@ def probe(arguments: argparse.Namespace) -> None:
             rows = torch.from_numpy(x[fitted])
             labels = torch.from_numpy(y[fitted])
             fit = fit_logistic(rows, labels, num_classes, arguments.l2)
-        print(f"  featx: {fit.iterations} iterations, gradient {fit.gradient:.2g}")
+        print(f"  featx: {fit.iterations} iterations, gradient {fit.max_abs_gradient:.2g}")
         return (x[tested] @ fit.weight.numpy().T + fit.bias.numpy()).argmax(1)
 
     def by_sklearn() -> np.ndarray:

@@ -8,8 +8,9 @@ import torch
 
 from featx.analysis.probe.logistic_regression import EXACT_NUMBERS, FINAL_TOLERANCE
 from featx.analysis.probe.matrix_products import threads_for
+from featx.analysis.probe.minimisation import minimise
 from featx.analysis.probe.penalised_objective import PenalisedObjective
-from featx.analysis.probe.preconditioner import SecondMoments, minimise
+from featx.analysis.probe.preconditioner import SecondMoments
 from featx.base import float64_device
 
 
@@ -35,7 +36,7 @@ class BinaryObjective(PenalisedObjective):
 
     Args:
         x: (n, D), float32 or in the dtype of the weights.
-        targets: (n, T) in the dtype of the weights, 1 or 0.
+        targets: (n, T), 1 or 0.
         l2: strength of the penalty.
         weight: (T, D).
         bias: (T,).
@@ -50,14 +51,22 @@ class BinaryObjective(PenalisedObjective):
         bias: torch.Tensor,
     ) -> None:
         super().__init__(x, l2, weight, bias)
-        self._targets = targets
+        self._targets = targets.to(x.dtype)
 
-    def loss_and_residual(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def loss_and_residual(
+        self, logits: torch.Tensor, rows: slice
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `PenalisedObjective`."""
+        targets = self._targets[rows]
         losses = torch.nn.functional.binary_cross_entropy_with_logits(
-            logits, self._targets, reduction="sum"
+            logits, targets, reduction="none"
         )
-        return losses / len(logits), logits.sigmoid_().sub_(self._targets)
+        return losses.sum(dtype=self.weight.dtype), logits.sigmoid_().sub_(targets)
+
+    def of_rows(self, indices: torch.Tensor) -> BinaryObjective:
+        """See `PenalisedObjective`."""
+        targets = self._targets[indices]
+        return BinaryObjective(self.x[indices], targets, self.l2, self.weight, self.bias)
 
     def activation(self, logits: torch.Tensor) -> torch.Tensor:
         """See `PenalisedObjective`."""

@@ -11,8 +11,9 @@ import numpy.typing as npt
 import torch
 
 from featx.analysis.probe.matrix_products import threads_for
+from featx.analysis.probe.minimisation import minimise
 from featx.analysis.probe.newton import finish_by_newton
-from featx.analysis.probe.preconditioner import SecondMoments, minimise
+from featx.analysis.probe.preconditioner import SecondMoments
 from featx.analysis.probe.regression_targets import ClassTargets, CountTargets
 from featx.analysis.probe.softmax_objective import SoftmaxObjective
 

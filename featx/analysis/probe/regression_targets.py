@@ -2,22 +2,40 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Protocol
 
 import torch
 
 
 class Targets(Protocol):
-    """What the rows of a matrix are to be predicted as."""
+    """What the rows of a matrix are to be predicted as.
 
-    def loss(self, log_p: torch.Tensor) -> torch.Tensor:
-        """Compute the mean cross-entropy of (n, C) log-probabilities."""
+    With targets t of sum 1 (one class) or weights of mean 1 (counts), the cross-entropy of a row
+    with logits z is (sum t) logsumexp(z) - sum t z.
+    """
 
-    def residual(self, p: torch.Tensor) -> torch.Tensor:
-        """Convert (n, C) probabilities in place to n times the gradient in the logits."""
+    def sum_of_logits(self, logits: torch.Tensor, rows: slice, dtype: torch.dtype) -> torch.Tensor:
+        """Compute the sum of t z of some rows.
 
-    def weighted(self, values: torch.Tensor) -> torch.Tensor:
-        """Multiply the rows of (n, C) values by their weights, of mean 1."""
+        Args:
+            logits: (b, C).
+            rows: the b rows.
+            dtype: dtype of the sum.
+        """
+
+    def residual(self, p: torch.Tensor, rows: slice) -> torch.Tensor:
+        """Convert (b, C) probabilities of some rows in place to gradients of their losses."""
+
+    def weighted(self, values: torch.Tensor, rows: slice) -> torch.Tensor:
+        """Multiply (b, ...) values of some rows by their weights sum t, of mean 1."""
+
+    def of_rows(self, indices: torch.Tensor) -> Targets:
+        """Return the targets of some rows, weighted as among all rows.
+
+        Args:
+            indices: (b,) of the rows.
+        """
 
 
 class ClassTargets:
@@ -28,21 +46,24 @@ class ClassTargets:
     """
 
     def __init__(self, y: torch.Tensor) -> None:
-        self._y = y
-        self._rows = torch.arange(len(y), device=y.device)
+        self._columns = y[:, None]
 
-    def loss(self, log_p: torch.Tensor) -> torch.Tensor:
+    def sum_of_logits(self, logits: torch.Tensor, rows: slice, dtype: torch.dtype) -> torch.Tensor:
         """See `Targets`."""
-        return -log_p[self._rows, self._y].mean()
+        return logits.gather(1, self._columns[rows]).sum(dtype=dtype)
 
-    def residual(self, p: torch.Tensor) -> torch.Tensor:
+    def residual(self, p: torch.Tensor, rows: slice) -> torch.Tensor:
         """See `Targets`."""
-        p[self._rows, self._y] -= 1
-        return p
+        columns = self._columns[rows]
+        return p.scatter_add_(1, columns, p.new_full((1, 1), -1.0).expand_as(columns))
 
-    def weighted(self, values: torch.Tensor) -> torch.Tensor:
+    def weighted(self, values: torch.Tensor, rows: slice) -> torch.Tensor:
         """See `Targets`; every row weighs 1."""
         return values
+
+    def of_rows(self, indices: torch.Tensor) -> ClassTargets:
+        """See `Targets`."""
+        return ClassTargets(self._columns[indices, 0])
 
 
 class CountTargets:
@@ -59,14 +80,20 @@ class CountTargets:
         self._counts *= len(counts) / self._counts.sum()
         self._weights = self._counts.sum(1, keepdim=True)
 
-    def loss(self, log_p: torch.Tensor) -> torch.Tensor:
+    def sum_of_logits(self, logits: torch.Tensor, rows: slice, dtype: torch.dtype) -> torch.Tensor:
         """See `Targets`."""
-        return -torch.dot(self._counts.flatten(), log_p.flatten()) / len(log_p)
+        return torch.dot(self._counts[rows].flatten(), logits.to(dtype).flatten())
 
-    def residual(self, p: torch.Tensor) -> torch.Tensor:
+    def residual(self, p: torch.Tensor, rows: slice) -> torch.Tensor:
         """See `Targets`."""
-        return p.mul_(self._weights).sub_(self._counts)
+        return p.mul_(self._weights[rows]).sub_(self._counts[rows])
 
-    def weighted(self, values: torch.Tensor) -> torch.Tensor:
+    def weighted(self, values: torch.Tensor, rows: slice) -> torch.Tensor:
         """See `Targets`; a row weighs as much as its counts sum to."""
-        return values * self._weights
+        return values * self._weights[rows]
+
+    def of_rows(self, indices: torch.Tensor) -> CountTargets:
+        """See `Targets`."""
+        part = copy.copy(self)
+        part._counts, part._weights = self._counts[indices], self._weights[indices]
+        return part

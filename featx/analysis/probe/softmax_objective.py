@@ -30,11 +30,23 @@ class SoftmaxObjective(PenalisedObjective):
         super().__init__(x, l2, weight, bias)
         self._targets = targets
 
-    def loss_and_residual(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def loss_and_residual(
+        self, logits: torch.Tensor, rows: slice
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `PenalisedObjective`."""
-        log_p = logits - logits.logsumexp(1, keepdim=True)
-        loss = self._targets.loss(log_p)
-        return loss, self._targets.residual(log_p.exp_())
+        wide = self.weight.dtype
+        logits -= logits.amax(1, keepdim=True)
+        of_targets = self._targets.sum_of_logits(logits, rows, wide)
+        p = logits.exp_()
+        sums = p.sum(1, keepdim=True)
+        p /= sums
+        normalisers = self._targets.weighted(sums.to(wide).log_(), rows).sum()
+        return normalisers - of_targets, self._targets.residual(p, rows)
+
+    def of_rows(self, indices: torch.Tensor) -> SoftmaxObjective:
+        """See `PenalisedObjective`."""
+        targets = self._targets.of_rows(indices)
+        return SoftmaxObjective(self.x[indices], targets, self.l2, self.weight, self.bias)
 
     def activation(self, logits: torch.Tensor) -> torch.Tensor:
         """See `PenalisedObjective`."""
@@ -48,7 +60,8 @@ class SoftmaxObjective(PenalisedObjective):
             v: (C, D + 1) weights, and biases in the last column.
         """
         logits = self.x @ v[:, :-1].T + v[:, -1]
-        s = self._targets.weighted(p * (logits - (p * logits).sum(1, keepdim=True))) / len(self.x)
+        s = p * (logits - (p * logits).sum(1, keepdim=True))
+        s = self._targets.weighted(s, slice(None)) / len(self.x)
         return torch.cat([s.T @ self.x + self.l2 * v[:, :-1], s.sum(0)[:, None]], dim=1)
 
     def largest_change(self, weight: torch.Tensor, bias: torch.Tensor) -> float:

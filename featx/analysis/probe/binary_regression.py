@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from featx.analysis.probe.logistic_regression import EXACT_NUMBERS, FINAL_TOLERANCE
-from featx.analysis.probe.matrix_products import threads_for
+from featx.analysis.probe.matrix_products import one_torch_thread
 from featx.analysis.probe.minimisation import minimise
 from featx.analysis.probe.penalised_objective import PenalisedObjective
 from featx.analysis.probe.preconditioner import SecondMoments
@@ -101,7 +101,7 @@ class LabelledMatrix:
             weight.copy_(start.weight)
             bias.copy_(start.bias)
         objective = BinaryObjective(x, targets, l2, weight, bias)
-        with threads_for(x.numel(), x.device):
+        with one_torch_thread(x.device):
             iterations = minimise(objective, self._moments, FINAL_TOLERANCE)
             objective()
         return BinaryFit(weight, bias, objective.max_abs_gradient, iterations)

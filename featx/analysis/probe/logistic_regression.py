@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from featx.analysis.probe.matrix_products import threads_for
+from featx.analysis.probe.matrix_products import one_torch_thread
 from featx.analysis.probe.minimisation import minimise
 from featx.analysis.probe.newton import finish_by_newton
 from featx.analysis.probe.preconditioner import SecondMoments
@@ -120,7 +120,7 @@ def fit_logistic(
         bias.copy_(start.bias)
     targets = ClassTargets(y) if y.ndim == 1 else CountTargets(y, wide)
     objective = SoftmaxObjective(x, targets, l2, weight, bias)
-    with threads_for(x.numel(), device):
+    with one_torch_thread(device):
         iterations = minimise(
             objective, moments or SecondMoments(x), FINAL_TOLERANCE if exact else TOLERANCE
         )

@@ -122,15 +122,15 @@ class InverseFactor(Variables):
 
     def from_weight(self, weight: torch.Tensor) -> torch.Tensor:
         """See `Variables`."""
-        return weight @ self._lower
+        return product(weight, self._lower)
 
     def to_weight(self, variables: torch.Tensor) -> torch.Tensor:
         """See `Variables`."""
-        return variables @ self._inverse
+        return product(variables, self._inverse)
 
     def gradient(self, of_weight: torch.Tensor) -> torch.Tensor:
         """See `Variables`."""
-        return of_weight @ self._inverse.T
+        return product(of_weight, self._inverse.T)
 
 
 class LeadingDirections(Variables):

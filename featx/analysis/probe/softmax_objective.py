@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from featx.analysis.probe.matrix_products import product
 from featx.analysis.probe.penalised_objective import PenalisedObjective
 from featx.analysis.probe.regression_targets import Targets
 
@@ -59,12 +60,12 @@ class SoftmaxObjective(PenalisedObjective):
             p: (n, C) probabilities at which the Hessian is taken.
             v: (C, D + 1) weights, and biases in the last column.
         """
-        logits = self.x @ v[:, :-1].T + v[:, -1]
+        logits = product(self.x, v[:, :-1].T) + v[:, -1]
         s = p * (logits - (p * logits).sum(1, keepdim=True))
         s = self._targets.weighted(s, slice(None)) / len(self.x)
-        return torch.cat([s.T @ self.x + self.l2 * v[:, :-1], s.sum(0)[:, None]], dim=1)
+        return torch.cat([product(s.T, self.x) + self.l2 * v[:, :-1], s.sum(0)[:, None]], dim=1)
 
     def largest_change(self, weight: torch.Tensor, bias: torch.Tensor) -> float:
         """Return the largest change of a logit by a step, relative to the row's mean logit."""
-        logits = self.x @ weight.T + bias
+        logits = product(self.x, weight.T) + bias
         return float((logits - logits.mean(1, keepdim=True)).abs().max())

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -192,8 +192,8 @@ def workers_mib(store: Path, num_rows: int, identity: str, count: int = 8) -> tu
     return private, together - private
 
 
-def scale_one(folder: str, num_rows: int, key_bytes: int) -> None:
-    """Print JSON of the stages of a store of so many rows.
+def scale_one(folder: str, num_rows: int, key_bytes: int, skipped: Sequence[str] = ()) -> None:
+    """Print JSON of the stages of a store of so many rows, without those to be skipped.
 
     A row is a vector of two float16; parts have the 65,536 rows that 2.5 KiB a row would give
     them, so listing, parts, resume and packing do what they would, but for the features' bytes.
@@ -205,20 +205,24 @@ def scale_one(folder: str, num_rows: int, key_bytes: int) -> None:
 
     stages, root = Stages(), Path(folder)
     store = root / "store"
-    identity, key = scale_writing(stages, root, num_rows, key_bytes)
+    identity, key = scale_writing(stages, root, num_rows, key_bytes, skipped)
     stages.timed("status", lambda: store_status(store))
     files = sum(len(names) for _, _, names in os.walk(store))
     stages.timed("worker", lambda: read_listing(store, num_rows, identity))
     workers = workers_mib(store, num_rows, identity)
     stages.timed("open", lambda: featx.open(store))
     assert stages.timed("find a key", lambda: featx.open(store).row(key)) == num_rows - 1
-    stages.timed("pack", lambda: pack(store))
-    size = (store / "features.h5").stat().st_size
+    size = sum(path.stat().st_size for path in (store / "parts").iterdir())
+    if "pack" not in skipped:
+        stages.timed("pack", lambda: pack(store))
+        size = (store / "features.h5").stat().st_size
     found = {"stages": stages.found, "files": files, "bytes": size, "workers": workers}
     print(json.dumps({"rows": num_rows, **found}))
 
 
-def scale_writing(stages: Stages, root: Path, num_rows: int, key_bytes: int) -> tuple[str, bytes]:
+def scale_writing(
+    stages: Stages, root: Path, num_rows: int, key_bytes: int, skipped: Sequence[str]
+) -> tuple[str, bytes]:
     """The stages of who writes, who holds the listing all the time: its identity, its last key."""
     from featx.pipeline.changed_images import image_changes
     from featx.store.layout import Grid
@@ -263,7 +267,8 @@ def scale_writing(stages: Stages, root: Path, num_rows: int, key_bytes: int) -> 
         ("begin", begin), ("states", compare_images), ("commit", compute), ("resume", resume),
         ("images", compare_images),
     ):  # fmt: skip
-        stages.timed(stage, work)
+        if stage not in skipped:
+            stages.timed(stage, work)
     return identity, bytes(rows.keys[-1])
 
 
@@ -273,7 +278,7 @@ def scale(arguments: argparse.Namespace) -> None:
     for num_rows in sorted(arguments.rows):
         with tempfile.TemporaryDirectory(prefix="featx-scale-", dir=arguments.folder) as name:
             # scripts/benchmark imports torch, whose 500 MiB are not those of a listing.
-            given = f"{name!r}, {num_rows}, {arguments.key_bytes}"
+            given = f"{name!r}, {num_rows}, {arguments.key_bytes}, {arguments.skip!r}"
             code = f"from benchmarks.spreading import scale_one; scale_one({given})"
             answer = subprocess.run(
                 [sys.executable, "-c", code], cwd=Path(__file__).parents[1],
@@ -316,4 +321,8 @@ def add_commands(add: Add) -> None:
     sizes = [10**5, 10**6, 10**7]
     one.add_argument("--rows", nargs="+", type=int, default=sizes, help="two or more, really done")
     one.add_argument("--key-bytes", type=int, default=NAMED_KEY_BYTES, help="bytes of a key")
+    one.add_argument(
+        "--skip", nargs="+", default=[], choices=["states", "images", "pack"],
+        help="stages that this machine has no memory or disk for",
+    )  # fmt: skip
     one.add_argument("--folder", help="where the stores lie")

@@ -141,7 +141,7 @@ class MadeRun:
                 session.commit(self.part_of(session, self.grid.part(index)))
             if packed:
                 pack(root)
-                session.after_packing()
+                session.finish_packing()
         return root
 
     def finish(
@@ -151,9 +151,9 @@ class MadeRun:
         with self.session(root, grow).hold() as session:
             for part in session.missing()[:at_most]:
                 session.commit(self.part_of(session, part))
-            if packed and not session.packed:
+            if packed and not session.is_packed:
                 pack(root)
-                session.after_packing()
+                session.finish_packing()
         return root
 
     def copied(self, root: Path, packed: bool = False) -> Path:

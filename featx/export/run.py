@@ -127,7 +127,7 @@ def _refuse_other_folders(out: Path) -> None:
         ConfigError: it is the folder of a store.
         StoreError: it contains other files.
     """
-    if any((out / name).exists() for name in (layout.DESCRIPTOR, layout.PACKED)):
+    if any((out / name).exists() for name in (layout.MANIFEST, layout.PACKED)):
         raise ConfigError(f"out={out} is the folder of a store. Choose another out for the export.")
     if out.is_dir() and not (out / RECORD).exists():
         # Names with a leading dot are not data: featx's own lock, or files of a desktop.

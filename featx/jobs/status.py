@@ -50,7 +50,7 @@ def statuses(root: Path, sleep: Callable[[float], None] = time.sleep) -> Iterato
 
 def has_ended(status: StoreStatus) -> bool:
     """Whether every part is committed and no process is at work, such as packing, any more."""
-    return status.complete and not any(record.alive for record in status.workers)
+    return status.complete and not any(record.is_alive for record in status.workers)
 
 
 def status_text(status: StoreStatus) -> str:
@@ -85,13 +85,13 @@ def _queue_text(driver: HeartbeatRecord) -> str:
         f"{each.tasks} {each.state}" + (f" ({each.reason})" if each.reason else "")
         for each in driver.queue
     )
-    return text if driver.alive else f"{text}, {time_text(driver.age_s)} ago"
+    return text if driver.is_alive else f"{text}, {time_text(driver.age_s)} ago"
 
 
 def _worker_text(record: HeartbeatRecord) -> str:
     """Describe one process that writes the store."""
     values = record.values
-    state = "alive" if record.alive else "silent"
+    state = "alive" if record.is_alive else "silent"
     text = f"{values['what']}  pid {values['pid']} on {values['host']}  {state}"
     if not values["parts"]:
         return f"{text}, last heartbeat {record.age_s:.0f} s ago"

@@ -28,7 +28,7 @@ from featx.store import (
     load_manifest,
     missing_parts,
     pack_store,
-    set_damage_aside,
+    quarantine_damage,
 )
 
 EXIT_DAMAGED = 2
@@ -79,7 +79,7 @@ def _repair(config: Config, report: Report) -> tuple[Report, dict[str, Any]]:
     """
     root = report.root
     was_packed = (root / layout.PACKED).exists()
-    moved = set_damage_aside(report)
+    moved = quarantine_damage(report)
     for path in moved:
         log_message(f"moved {path}")
     manifest = _manifest(root)
@@ -106,7 +106,7 @@ def _manifest(root: Path) -> Manifest:
     """
     manifest, _ = load_manifest(root)
     if manifest is None:
-        raise StoreError(f"{root / layout.DESCRIPTOR} has disappeared while the store was checked.")
+        raise StoreError(f"{root / layout.MANIFEST} has disappeared while the store was checked.")
     return manifest
 
 

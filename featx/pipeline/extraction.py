@@ -75,7 +75,7 @@ def run_extraction(
         FeatxError: the config or the store does not fit, or the run failed.
         Interrupted: SIGINT or SIGTERM arrived; complete parts are committed.
     """
-    marker = OverwriteMark(parse_path(config.out) / layout.OVERWRITING, config, source is None)
+    marker = OverwriteMark(parse_path(config.out) / layout.OVERWRITE_MARKER, config, source is None)
 
     def output(config: Config) -> StoreOutput:
         return StoreOutput(config, config_yaml, known_rows_only, observe, source)
@@ -215,13 +215,13 @@ class StoreOutput(RunOutput[StoreSession]):
 
     def _request(self, session: StoreSession) -> str | None:
         """Digest by which `finished` recognises this command; None while parts are missing."""
-        if not session.whole or not self._is_recognised:
+        if not session.is_complete or not self._is_recognised:
             return None
         return request_digest(self.config, session.manifest, session.listing, self._weights)
 
     def is_whole(self, session: StoreSession) -> bool:
         """Return whether the store misses no part of any run."""
-        return session.whole
+        return session.is_complete
 
 
 def part_task_of(target: StoreTarget, context: RunContext, session: StoreSession) -> StorePartTask:
@@ -258,7 +258,7 @@ def store_exit_code(config: Config, summary: dict[str, Any]) -> int:
 
 def _pack(config: Config, session: StoreSession) -> None:
     """Pack the parts into one features.h5, if the config asks for it and there is room."""
-    if session.packed or not session.whole:
+    if session.is_packed or not session.is_complete:
         return
     mixed = _mixed_rows(session)
     _check_mixed_rows_failed(session, mixed)
@@ -278,7 +278,7 @@ def _pack(config: Config, session: StoreSession) -> None:
         log_message(f"the parts are kept: {reason}. featx.open reads parts as well.")
         return
     pack_parts(session.root, session.lock, stored_bytes)
-    session.after_packing()
+    session.finish_packing()
 
 
 def _mixed_rows(session: StoreSession) -> list[int]:

@@ -110,7 +110,7 @@ class FeatureSink:
     def _commit_part(self, builder: PartBuilder) -> Sequence[Failure]:
         """Commit a part; return the failures of the part that the store holds then."""
         there = self._commit(builder)
-        self._heartbeat.committed(builder.part)
+        self._heartbeat.record_commit(builder.part)
         return there
 
 

@@ -105,7 +105,12 @@ def finished_summary(
         return None
     manifest, is_intact = load_manifest(out)
     recorded = _recorded(out)
-    if manifest is None or not is_intact or not recorded or (out / layout.OVERWRITING).exists():
+    if (
+        manifest is None
+        or not is_intact
+        or not recorded
+        or (out / layout.OVERWRITE_MARKER).exists()
+    ):
         return None
     source, listing = target.list_images()
     entry = recorded.get(request_digest(config, manifest, listing, states))

@@ -125,8 +125,8 @@ class RetrySink:
     ) -> None:
         """Replace a part by a copy with new values in the rows that were computed."""
         stored, before, images = self._session.read_part(part)
-        lacking = set(self._session.lacking_rows(part))
-        require(lacking <= features.keys(), "a row that no piece holds was not computed")
+        missing = set(self._session.missing_rows(part))
+        require(missing <= features.keys(), "a row that no piece holds was not computed")
         for row, checksum in checksums.items():
             images[row - part.start] = checksum
         for row, values in features.items():

@@ -107,7 +107,9 @@ def _rows_of_requested_runs(session: StoreSession, changes: ImageChanges) -> npt
     """Changed rows of the runs that compute the requested layers."""
     pairs = zip(session.manifest.runs, changes.changed, strict=True)
     return np.unique(
-        np.concatenate([[], *(rows for run, rows in pairs if session.makes(run))]).astype(np.int64)
+        np.concatenate(
+            [[], *(rows for run, rows in pairs if session.has_requested_layers(run))]
+        ).astype(np.int64)
     )
 
 

@@ -414,7 +414,7 @@ class FolderSource:
 
 def _is_store(folder: bytes) -> bool:
     """Return whether a folder is a featx store, whose images (heat maps, sprites) are output."""
-    return os.path.lexists(os.path.join(folder, os.fsencode(layout.DESCRIPTOR)))
+    return os.path.lexists(os.path.join(folder, os.fsencode(layout.MANIFEST)))
 
 
 _OTHER_KINDS = {

@@ -287,7 +287,7 @@ class AtomicFolder:
         except OSError as error:
             raise failed(path, error) from error
 
-    def set_aside(self, path: Path, folder: Path) -> Path:
+    def quarantine(self, path: Path, folder: Path) -> Path:
         """Move a file into quarantine; it is never deleted.
 
         The new name is synced before the old name is removed, so that a crash leaves at least one.

@@ -100,7 +100,7 @@ class S3Folder(AtomicFolder):
         with s3_outage.without_waiting(), contextlib.suppress(OSError):
             s3_client.delete(*_of(path))
 
-    def set_aside(self, path: Path, folder: Path) -> Path:
+    def quarantine(self, path: Path, folder: Path) -> Path:
         """Copy a damaged object into quarantine, and delete it unless it was replaced meanwhile.
 
         The copy is named after the content. So two writers that find the same damage make one copy,
@@ -113,7 +113,7 @@ class S3Folder(AtomicFolder):
             StoreError: the server ignores the condition of a deletion.
         """
 
-        def set_aside() -> Path | None:
+        def quarantine() -> Path | None:
             bucket, key = _of(path)
             try:
                 etag = s3_client.head(bucket, key).etag
@@ -126,7 +126,7 @@ class S3Folder(AtomicFolder):
                 return folder  # another writer was quicker
             return aside
 
-        moved = with_retries(path, set_aside)
+        moved = with_retries(path, quarantine)
         if moved is None:
             raise StoreError(
                 f"{path} is damaged, and the server ignores IfMatch of a DELETE request, without "

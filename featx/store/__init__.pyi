@@ -31,10 +31,10 @@ from .layer_selection import matching_layers as matching_layers
 from .layer_selection import only_layer as only_layer
 from .layout import Grid as Grid
 from .leftovers import leftover_bytes as leftover_bytes
+from .listing import content_tags_digest as content_tags_digest
 from .listing import in_stored_order as in_stored_order
 from .listing import is_listing_of as is_listing_of
 from .listing import listing_identity as listing_identity
-from .listing import marks_digest as marks_digest
 from .listing import read_listing as read_listing
 from .listing_writer import write_listing as write_listing
 from .manifest import DamagedManifestError as DamagedManifestError
@@ -54,7 +54,7 @@ from .part_files import part_names as part_names
 from .part_files import publish_part as publish_part
 from .reader import FeatureStore as FeatureStore
 from .reader import check_rows_present as check_rows_present
-from .repair import set_damage_aside as set_damage_aside
+from .repair import quarantine_damage as quarantine_damage
 from .session import StoreSession as StoreSession
 from .session import missing_parts as missing_parts
 from .status import StoreStatus as StoreStatus

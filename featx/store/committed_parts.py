@@ -15,16 +15,16 @@ from featx.store import layout
 from featx.store.failures import read_failures
 from featx.store.hdf5_files import damage_text, open_metadata
 from featx.store.manifest import Manifest, Run, num_runs_of
-from featx.store.part_files import look_at_part, look_at_parts, part_names, part_path, shape_problem
+from featx.store.part_files import inspect_part, inspect_parts, part_names, part_path, shape_problem
 from featx.store.pieces import Pieces
-from featx.store.repair import is_of, keep_good_rows, parts_from
+from featx.store.repair import matches_manifest, repair_part, unpack_good_rows
 from featx.types import Failure, Listing, Part
 
 logger = logging.getLogger(__name__)
 
 
 class CommittedParts:
-    """What a store holds: committed parts, pieces of repaired parts, and failed rows.
+    """Content of a store: committed parts, pieces of repaired parts, and failed rows.
 
     Args:
         disk: performs every write to the store.
@@ -32,13 +32,13 @@ class CommittedParts:
     Attributes:
         indices: indices of the committed parts.
         pieces: pieces of parts that are not committed.
-        packed_runs: number of runs that features.h5 holds.
+        num_packed_runs: number of runs that features.h5 holds.
     """
 
     def __init__(self, disk: AtomicFolder) -> None:
         self.indices: set[int] = set()
         self.pieces = Pieces()
-        self.packed_runs = 0
+        self.num_packed_runs = 0
         self._disk = disk
         self._root = disk.root
         self._failed: dict[int, Failure] = {}
@@ -64,11 +64,11 @@ class CommittedParts:
             self._failed.setdefault(failure.row, failure)
         return new
 
-    def missing_of(self, run: Run) -> list[Part]:
+    def missing_parts(self, run: Run) -> list[Part]:
         """Parts of a run that are not committed."""
         first = run.grid.first_part
-        lacking = (i for i in range(len(run.grid)) if first + i not in self.indices)
-        return [run.grid.part(i) for i in lacking]
+        missing = (i for i in range(len(run.grid)) if first + i not in self.indices)
+        return [run.grid.part(i) for i in missing]
 
     def survey(self, manifest: Manifest, listing: Listing) -> None:
         """Find the committed parts and read their failures; move invalid files to quarantine.
@@ -82,7 +82,7 @@ class CommittedParts:
         packed = self._root / layout.PACKED
         if packed.exists():
             self._survey_packed(packed, manifest, listing)
-        if self.packed_runs == len(manifest.runs):
+        if self.num_packed_runs == len(manifest.runs):
             remove_parts(self._disk)
             return
         known = {
@@ -93,33 +93,33 @@ class CommittedParts:
         for name in sorted(part_names(self._root)):
             part = known.get(name)
             if part is None:
-                quarantine(self._disk, folder / name, "this run has no such part")
+                quarantine_invalid(self._disk, folder / name, "this run has no such part")
             elif part.index in self.indices:
                 # features.h5 holds it: killed before it was deleted
                 self._disk.remove(folder / name)
             else:
                 present.append(part)
-        for part, problem, failures in look_at_parts(self._root, manifest, present):
+        for part, problem, failures in inspect_parts(self._root, manifest, present):
             self.add_failures(failures)
-            is_whole = problem is None
+            is_intact = problem is None
             if problem is not None:
                 path = part_path(self._root, part.index)
-                is_whole = self._replace_damaged(path, part, problem, manifest, listing)
-            if is_whole:
+                is_intact = self._replace_damaged(path, part, problem, manifest, listing)
+            if is_intact:
                 self.indices.add(part.index)
         self._survey_pieces(manifest, listing)
 
     def _survey_pieces(self, manifest: Manifest, listing: Listing) -> None:
         """Find the pieces of parts and compare all of their chunks, as pieces are few."""
         for path in sorted((self._root / layout.PARTS).glob(layout.PIECE_GLOB)):
-            piece = layout.piece_of(path.name)
+            piece = layout.parse_piece_name(path.name)
             if piece is None or manifest.part_of(piece) is None:
-                quarantine(self._disk, path, "this run has no such part")
+                quarantine_invalid(self._disk, path, "this run has no such part")
             elif piece.index in self.indices:
                 self._disk.remove(path)  # its part is complete: killed before it was deleted
             else:
                 run = manifest.run_of(piece)
-                problem, failures = look_at_part(path, piece, run, compare=True)
+                problem, failures = inspect_part(path, piece, run, compare=True)
                 self.add_failures(failures)
                 if problem is not None:
                     self._replace_damaged(path, piece, problem, manifest, listing)
@@ -127,13 +127,13 @@ class CommittedParts:
 
     def _survey_packed(self, path: Path, manifest: Manifest, listing: Listing) -> None:
         """Check features.h5 and record its runs; turn its good rows into parts if it is damaged."""
-        num_runs, failures, problem = _look_at_packed(path, manifest)
+        num_runs, failures, problem = _inspect_packed(path, manifest)
         if problem is not None:
             if (known := _stored_listing(manifest, listing)) is not None:
-                parts_from(self._disk, path, manifest, known)
-            quarantine(self._disk, path, problem)
+                unpack_good_rows(self._disk, path, manifest, known)
+            quarantine_invalid(self._disk, path, problem)
             return
-        self.packed_runs = num_runs
+        self.num_packed_runs = num_runs
         self.add_failures(failures)
         for run in manifest.runs[:num_runs]:
             self.indices.update(part.index for part in run.parts())
@@ -146,23 +146,23 @@ class CommittedParts:
         Returns:
             whether all of its rows are good, so that an equal file has taken its place.
         """
-        kept = keep_good_rows(self._disk, path, manifest, part, _stored_listing(manifest, listing))
-        logger.warning("%s is not valid: %s. It was %s.", path, problem, kept)
-        if kept.is_whole:
-            _, failures = look_at_part(path, part, manifest.run_of(part))
+        result = repair_part(self._disk, path, manifest, part, _stored_listing(manifest, listing))
+        logger.warning("%s is not valid: %s. It was %s.", path, problem, result)
+        if result.is_complete:
+            _, failures = inspect_part(path, part, manifest.run_of(part))
             self.add_failures(failures)
-        return kept.is_whole
+        return result.is_complete
 
 
 def _stored_listing(manifest: Manifest, listing: Listing) -> Listing | None:
     """Listing with which the store was started, or None if this run has another one."""
     known = listing.head(manifest.num_rows)
-    return known if is_of(known, manifest) else None
+    return known if matches_manifest(known, manifest) else None
 
 
 @dataclass(frozen=True)
 class PackedRows:
-    """What features.h5 holds of a store that it holds as a whole.
+    """Content of a features.h5 with all rows of a store.
 
     Attributes:
         failures: failed rows, in ascending order.
@@ -174,7 +174,7 @@ class PackedRows:
 
 
 def read_packed(root: Path, manifest: Manifest) -> PackedRows | None:
-    """Return what features.h5 holds; None unless it holds all rows of all runs.
+    """Describe the content of features.h5; None unless it holds all rows of all runs.
 
     Args:
         root: folder of the store.
@@ -183,13 +183,13 @@ def read_packed(root: Path, manifest: Manifest) -> PackedRows | None:
     path = root / layout.PACKED
     if not path.exists():
         return None
-    num_runs, failures, problem = _look_at_packed(path, manifest)
+    num_runs, failures, problem = _inspect_packed(path, manifest)
     if problem is not None or num_runs != len(manifest.runs):
         return None
     return PackedRows(sorted(failures, key=lambda failure: failure.row), path.stat().st_size)
 
 
-def _look_at_packed(path: Path, manifest: Manifest) -> tuple[int, list[Failure], str | None]:
+def _inspect_packed(path: Path, manifest: Manifest) -> tuple[int, list[Failure], str | None]:
     """Return the number of runs in features.h5, their failures, and what is wrong, or None."""
     try:
         with open_metadata(path) as file:
@@ -212,9 +212,9 @@ def _packed_problem(file: h5py.File, manifest: Manifest, num_runs: int) -> str |
     return shape_problem(file, num_rows, list(specs.values()))
 
 
-def quarantine(disk: AtomicFolder, path: Path, problem: str) -> None:
+def quarantine_invalid(disk: AtomicFolder, path: Path, problem: str) -> None:
     """Move a file of a store to quarantine and log the reason."""
-    quarantined = disk.set_aside(path, disk.root / layout.QUARANTINE)
+    quarantined = disk.quarantine(path, disk.root / layout.QUARANTINE)
     logger.warning("%s is not valid: %s. It was moved to %s.", path, problem, quarantined)
 
 

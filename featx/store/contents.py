@@ -19,7 +19,7 @@ from featx.store.pieces import Pieces, piece_path
 from featx.store.token_geometry import geometry_values
 from featx.types import Part
 
-_LOOKS = 3
+_NUM_ATTEMPTS = 3
 """Number of attempts to list a folder that is being packed meanwhile."""
 
 
@@ -97,7 +97,7 @@ def find_contents(root: Path, handles: Handles) -> Contents:
         raise StoreError(f"there is no store at {root}.")
     if root.is_file():
         return _packed_contents(root, handles)[0]
-    for _ in range(_LOOKS):
+    for _ in range(_NUM_ATTEMPTS):
         before = _packed_state(root)
         handles.close()
         trouble: OSError | None = None
@@ -136,13 +136,13 @@ def _folder_contents(root: Path, is_packed: bool, handles: Handles) -> Contents:
         # Keys of new rows come from samples.h5, so both files must belong to the same store.
         if contents.attrs.get("fingerprint") != manifest.digest_of(num_runs):
             raise StoreError(
-                f"{root / layout.PACKED} belongs to another run than {layout.DESCRIPTOR}."
+                f"{root / layout.PACKED} belongs to another run than {layout.MANIFEST}."
             )
         if len(manifest.runs) == num_runs:
             return contents
         return _with_parts(root, manifest, contents, num_runs, handles)
     if manifest is None:
-        raise StoreError(f"{root} holds no store: there is no {layout.DESCRIPTOR} in it.")
+        raise StoreError(f"{root} holds no store: there is no {layout.MANIFEST} in it.")
     return _with_parts(root, manifest, None, 0, handles)
 
 
@@ -173,7 +173,7 @@ def _packed_contents(path: Path, handles: Handles) -> tuple[Contents, int | None
         num_runs: int | None = None
         with contextlib.suppress(DamagedManifestError):
             num_runs = num_runs_of(opened.file)
-        attrs.pop(layout.MANIFEST, None)
+        attrs.pop(layout.MANIFEST_COPY, None)
     segment = Segment(path, 0, num_rows, str(attrs.get("fingerprint")), frozenset(layers))
     complete = bool(attrs.get("complete", False))
     contents = Contents(num_rows, complete, (segment,), layers, path, names, classes, attrs)
@@ -208,7 +208,7 @@ def _with_parts(
         classes, names = opened.texts(layout.CLASSES), opened.column_names()
         if (known := opened.dataset(layout.KEY).size) < manifest.num_rows:
             raise StoreError(
-                f"{listing} has {known} rows, but {layout.DESCRIPTOR} counts {manifest.num_rows}."
+                f"{listing} has {known} rows, but {layout.MANIFEST} counts {manifest.num_rows}."
             )
     there = names_in(root, layout.PART_OR_PIECE_GLOB)
     segments = list(packed.segments) if packed else []

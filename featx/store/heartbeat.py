@@ -62,14 +62,18 @@ class Heartbeat:
 
     Args:
         disk: writes to the store.
-        what: role of the process, such as 'driver' or 'worker on cuda:0'.
+        role: role of the process, such as 'driver' or 'worker on cuda:0'.
         driver: `heartbeat_name` of the driver of this worker, or None for a process without driver.
-        outlives: whether the process continues when its driver dies, so that no other run may write
-            before it ends.
+        outlives_driver: whether the process continues when its driver dies, so that no other run
+            may write before it ends.
     """
 
     def __init__(
-        self, disk: AtomicFolder, what: str, driver: str | None = None, outlives: bool = False
+        self,
+        disk: AtomicFolder,
+        role: str,
+        driver: str | None = None,
+        outlives_driver: bool = False,
     ) -> None:
         self._path = disk.root / layout.WORKERS / heartbeat_name(os.getpid())
         self._disk = disk
@@ -77,9 +81,9 @@ class Heartbeat:
             "host": socket.gethostname(),
             "pid": os.getpid(),
             "pids": pid_namespace(),
-            "what": what,
+            "what": role,
             "driver": driver,
-            "outlives": outlives,
+            "outlives": outlives_driver,
             "since": time.time(),
             "part": None,
             "part_since": None,
@@ -89,7 +93,7 @@ class Heartbeat:
             "failures": None,
             "queue": [],
         }
-        self._ended = False
+        self._is_ended = False
         self._due = threading.Event()  # set to end the pause before the next write
         self._thread = threading.Thread(target=self._beat, daemon=True, name="featx-heartbeat")
 
@@ -99,7 +103,7 @@ class Heartbeat:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._ended = True
+        self._is_ended = True
         self._due.set()
         self._thread.join()
         self._disk.forget(self._path)
@@ -109,7 +113,7 @@ class Heartbeat:
         rows = [part.start, part.stop]
         self._values |= {"part": part.index, "part_rows": rows, "part_since": time.time()}
 
-    def committed(self, part: Part) -> None:
+    def record_commit(self, part: Part) -> None:
         """Record that this part is committed."""
         self._values["parts"] += 1
         self._values["rows"] += len(part)
@@ -135,7 +139,7 @@ class Heartbeat:
         while True:
             self._due.wait(BEAT_S)
             self._due.clear()
-            if self._ended:
+            if self._is_ended:
                 return
             self.write()
 
@@ -154,13 +158,13 @@ class HeartbeatRecord:
         path: path of the file.
         values: content, as `Heartbeat` wrote it.
         age_s: seconds since the last write, by the time of the file and the clock of this machine.
-        alive: whether the process wrote recently and, on this machine, still exists.
+        is_alive: whether the process wrote recently and, on this machine, still exists.
     """
 
     path: Path
     values: dict[str, Any]
     age_s: float
-    alive: bool
+    is_alive: bool
 
     @property
     def name(self) -> str:
@@ -180,9 +184,9 @@ def read_heartbeats(root: Path) -> Sequence[HeartbeatRecord]:
         with contextlib.suppress(OSError, ValueError):  # the process has just deleted its file
             values = {"pids": None, **json.loads(path.read_bytes())}
             age_s = time.time() - path.stat().st_mtime
-            here = (values["host"], values["pids"]) == (socket.gethostname(), pid_namespace())
-            alive = age_s < SILENT_S and not (here and _is_gone(values["pid"]))
-            heartbeats.append(HeartbeatRecord(path, values, age_s, alive))
+            is_local = (values["host"], values["pids"]) == (socket.gethostname(), pid_namespace())
+            is_alive = age_s < SILENT_S and not (is_local and _is_gone(values["pid"]))
+            heartbeats.append(HeartbeatRecord(path, values, age_s, is_alive))
     return heartbeats
 
 
@@ -190,7 +194,7 @@ def report_lost_work(root: Path) -> None:
     """Log what processes that were killed had not committed, from the files that they left."""
     for record in read_heartbeats(root):
         values = record.values
-        if record.alive or values["what"] == DRIVER:
+        if record.is_alive or values["what"] == DRIVER:
             continue
         if values.get("part") is None:
             logger.warning("%s was killed; rows that it had not committed are lost.", record.name)
@@ -218,8 +222,8 @@ def clear_heartbeats(disk: AtomicFolder, driver: str | None = None) -> None:
         driver: `heartbeat_name` of the driver that calls this, or None.
     """
     for record in read_heartbeats(disk.root):
-        ours = driver is not None and record.values.get("driver") == driver
-        if disk.has_locks or not record.alive or ours:
+        is_own_worker = driver is not None and record.values.get("driver") == driver
+        if disk.has_locks or not record.is_alive or is_own_worker:
             disk.forget(record.path)
 
 
@@ -232,7 +236,7 @@ def refuse_other_writers(root: Path) -> list[HeartbeatRecord]:
     Raises:
         StoreLockedError: a worker is alive that continues without its driver.
     """
-    alive = [record for record in read_heartbeats(root) if record.alive]
+    alive = [record for record in read_heartbeats(root) if record.is_alive]
     for record in alive:
         if record.values.get("outlives"):
             raise StoreLockedError(

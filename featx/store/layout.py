@@ -24,7 +24,7 @@ FORMAT = 2
 FORMAT_PLAIN = 1
 """Version of HDF5 files and of stores with a single run, which every featx can read."""
 
-DESCRIPTOR = "featx.json"
+MANIFEST = "featx.json"
 LISTING = "samples.h5"
 IMAGES = "images.h5"
 PACKED = "features.h5"
@@ -32,8 +32,8 @@ PARTS = "parts"
 FAILURES_CSV = "failures.csv"
 SUMMARY = "summary.json"
 LOCK = ".lock"
-OVERWRITING = ".overwriting"
-STATS_OVERWRITING = ".stats-overwriting"
+OVERWRITE_MARKER = ".overwriting"
+STATS_OVERWRITE_MARKER = ".stats-overwriting"
 QUARANTINE = "quarantine"
 WORKERS = "workers"
 JOBS = "jobs"
@@ -61,7 +61,7 @@ CLASSES = "classes"
 COLUMNS = "columns"
 FAILURES = "failures"
 FAILURE_COLUMNS = ("row", "error", "message")
-MANIFEST = "manifest"
+MANIFEST_COPY = "manifest"
 TEXT_CHECKSUMS = "text_checksums"
 CHUNK_TABLE = "chunk_table"
 
@@ -109,7 +109,7 @@ def piece_name(piece: Part) -> str:
     return f"piece-{piece.index:06d}-{piece.start}-{piece.stop}.h5"
 
 
-def piece_of(name: str) -> Part | None:
+def parse_piece_name(name: str) -> Part | None:
     """Rows of a piece from its file name, or None for names of other files."""
     match = _PIECE_NAME.fullmatch(name)
     return None if match is None else Part(*map(int, match.groups()))

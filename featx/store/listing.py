@@ -40,7 +40,7 @@ def listing_identity(listing: Listing) -> str:
     return f"{len(listing)} rows, sha256 {listing_digest(listing)}"
 
 
-def marks_digest(listing: Listing, num_rows: int | None = None) -> str | None:
+def content_tags_digest(listing: Listing, num_rows: int | None = None) -> str | None:
     """SHA-256 over the content tags of the first rows.
 
     Args:

@@ -286,7 +286,7 @@ def read_manifest(root: Path) -> Manifest | None:
     Raises:
         StoreError: the file cannot be read, is damaged, or has a newer format.
     """
-    path = root / layout.DESCRIPTOR
+    path = root / layout.MANIFEST
     try:
         data = path.read_bytes()
     except (FileNotFoundError, NotADirectoryError):
@@ -319,12 +319,12 @@ def load_manifest(root: Path) -> tuple[Manifest | None, bool]:
 
 def num_runs_of(packed: h5py.File) -> int:
     """Number of runs that a features.h5 holds."""
-    return len(_copy_in(packed).runs) if layout.MANIFEST in packed.attrs else 1
+    return len(_copy_in(packed).runs) if layout.MANIFEST_COPY in packed.attrs else 1
 
 
 def _copy_in(file: h5py.File) -> Manifest:
     """Manifest that a part or features.h5 carries."""
-    return Manifest.from_json(bytes(file.attrs[layout.MANIFEST]), Path(file.filename))
+    return Manifest.from_json(bytes(file.attrs[layout.MANIFEST_COPY]), Path(file.filename))
 
 
 def _copy_of_manifest(root: Path) -> Manifest | None:

@@ -46,7 +46,7 @@ from featx.store.part_builder import (
     make_feature_groups,
     write_columns,
 )
-from featx.store.repair import keep_good_rows, parts_from
+from featx.store.repair import repair_part, unpack_good_rows
 from featx.types import UNKNOWN_IMAGE, Failure, LayerSpec, Listing, Part, Status
 
 HEADROOM_BYTES = 16 << 20
@@ -152,7 +152,7 @@ def pack_store(root: Path) -> bool:
     """
     manifest, _ = load_manifest(root)
     if manifest is None:
-        raise StoreError(f"{root} holds no store: there is no {layout.DESCRIPTOR} in it.")
+        raise StoreError(f"{root} holds no store: there is no {layout.MANIFEST} in it.")
     disk = AtomicFolder(root)
     with exclusive_lock(root / layout.LOCK) as lock:
         # Slurm tasks without a driver write without this lock.
@@ -205,7 +205,7 @@ def pack(root: Path, in_memory: bool = False) -> None:
     """
     manifest, _ = load_manifest(root)
     if manifest is None:
-        raise StoreError(f"{root} holds no store: there is no {layout.DESCRIPTOR}.")
+        raise StoreError(f"{root} holds no store: there is no {layout.MANIFEST}.")
     if any(codecs.CODECS.get(run.codec).needs_plugin for run in manifest.runs):
         codecs.load_plugin()
     sources = _source_files(root, manifest)
@@ -234,7 +234,7 @@ def pack(root: Path, in_memory: bool = False) -> None:
                 check_texts(packed, read_at)
                 check_chunks(packed)
         except layout.UNREADABLE as error:
-            damaged = _set_damaged_aside(disk, sources, manifest, listing)
+            damaged = _quarantine_damaged(disk, sources, manifest, listing)
             if isinstance(error, OSError) and not isinstance(error, StoreError) and not damaged:
                 raise  # the disk failed; no source is damaged
             raise StoreError(f"{error}{damaged}") from error
@@ -303,7 +303,7 @@ def _source_files(root: Path, manifest: Manifest) -> list[_SourceFile]:
     return sources
 
 
-def _set_damaged_aside(
+def _quarantine_damaged(
     disk: AtomicFolder, sources: list[_SourceFile], manifest: Manifest, listing: Listing
 ) -> str:
     """Move sources that differ from their checksums to quarantine, and keep their good rows.
@@ -320,12 +320,12 @@ def _set_damaged_aside(
             if not layout.is_damage(error):
                 continue
             if source.part is None:
-                parts_from(disk, source.path, manifest, listing)
-                target = disk.set_aside(source.path, disk.root / layout.QUARANTINE)
+                unpack_good_rows(disk, source.path, manifest, listing)
+                target = disk.quarantine(source.path, disk.root / layout.QUARANTINE)
                 text += f" {source.path.name} is damaged ({error}), moved to {target}."
             else:
-                kept = keep_good_rows(disk, source.path, manifest, source.part, listing)
-                text += f" {source.path.name} is damaged ({error}), {kept}."
+                result = repair_part(disk, source.path, manifest, source.part, listing)
+                text += f" {source.path.name} is damaged ({error}), {result}."
     return text
 
 
@@ -382,7 +382,7 @@ class _Packing:
             packed[f"{layout.CHECKSUMS}/{name}"] = sums
         write_classes(packed, self._listing.classes)
         write_failures(packed, self._failures.values())
-        packed.attrs[layout.MANIFEST] = np.bytes_(self._manifest.to_json())
+        packed.attrs[layout.MANIFEST_COPY] = np.bytes_(self._manifest.to_json())
         packed.attrs["num_failures"] = len(self._failures)
         packed.attrs["complete"] = True
         write_chunk_table(packed, self._manifest.digest, len(self._manifest.runs), 0)

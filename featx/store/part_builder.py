@@ -198,7 +198,7 @@ class PartBuilder:
             for name in self._specs:
                 sums = self._write_layer(file[f"{layout.FEATURES}/{name}"], name)
                 file[f"{layout.CHECKSUMS}/{layout.FEATURES}/{name}"] = sums
-            file.attrs[layout.MANIFEST] = np.bytes_(manifest)
+            file.attrs[layout.MANIFEST_COPY] = np.bytes_(manifest)
             write_classes(file, listing.classes)
             write_failures(file, self.failures)
             write_chunk_table(file, run.digest, 1, self.part.start)

@@ -129,7 +129,7 @@ def publish_part(
     path = part_path(disk.root, builder.part.index)
     if builder.publish(disk, path, run, listing, manifest.to_json()):
         return builder.failures
-    problem, failures = look_at_part(path, builder.part, run)
+    problem, failures = inspect_part(path, builder.part, run)
     if problem is not None:
         raise StoreError(f"{path} was written by another process and is not valid: {problem}.")
     return failures
@@ -145,7 +145,7 @@ def parts_committed_by_others(
     """
     there = part_names(root)
     present = [part for part in parts if layout.part_name(part.index) in there]
-    for part, problem, failures in look_at_parts(root, manifest, present):
+    for part, problem, failures in inspect_parts(root, manifest, present):
         if problem is not None:
             path = part_path(root, part.index)
             raise RunError(
@@ -154,10 +154,10 @@ def parts_committed_by_others(
         yield part, failures
 
 
-def look_at_parts(
+def inspect_parts(
     root: Path, manifest: Manifest, parts: Sequence[Part], many: int = MANY_FILES
 ) -> Iterator[tuple[Part, str | None, Sequence[Failure]]]:
-    """Apply `look_at_part` to several parts, in order; files in a bucket are prefetched.
+    """Apply `inspect_part` to several parts, in order; files in a bucket are prefetched.
 
     Of many parts on a disk only the chunk tables are read, which takes a tenth of the time; parts
     with failures, and those that their table does not describe as they should be, are opened.
@@ -174,22 +174,22 @@ def look_at_parts(
     if len(parts) < many or is_url(root):
         paths = [part_path(root, part.index) for part in parts]
         for part, path, opened in zip(parts, paths, fetched_ahead(paths), strict=True):
-            yield part, *look_at_part(path, part, manifest.run_of(part), opened)
+            yield part, *inspect_part(path, part, manifest.run_of(part), opened)
         return
     folder = os.fspath(root / layout.PARTS)
 
-    def is_whole(part: Part) -> bool:
+    def is_complete(part: Part) -> bool:
         path = os.path.join(folder, layout.part_name(part.index))  # a Path takes 15 us
-        return _is_whole_by_table(path, part, manifest.run_of(part))
+        return _is_complete_by_table(path, part, manifest.run_of(part))
 
-    for part, whole in zip(parts, in_threads(is_whole, parts), strict=True):
-        if whole:
+    for part, is_valid in zip(parts, in_threads(is_complete, parts), strict=True):
+        if is_valid:
             yield part, None, ()
         else:
-            yield part, *look_at_part(part_path(root, part.index), part, manifest.run_of(part))
+            yield part, *inspect_part(part_path(root, part.index), part, manifest.run_of(part))
 
 
-def _is_whole_by_table(path: str, part: Part, run: Run) -> bool:
+def _is_complete_by_table(path: str, part: Part, run: Run) -> bool:
     """Whether the chunk table of a file describes the part without failures."""
     try:
         with contextlib.closing(TailFile(path)) as raw:
@@ -201,7 +201,7 @@ def _is_whole_by_table(path: str, part: Part, run: Run) -> bool:
             return False
         entries = {about["path"]: (about["shape"], about["dtype"]) for about in header["datasets"]}
     except (OSError, LookupError, TypeError):
-        return False  # `look_at_part` says what it is
+        return False  # `inspect_part` says what it is
     rows = [entries.get(path, ([], ""))[0] for path in (layout.KEY, layout.LABEL, layout.STATUS)]
     failed = entries.get(f"{layout.FAILURES}/row")
     return (
@@ -215,7 +215,7 @@ def _is_whole_by_table(path: str, part: Part, run: Run) -> bool:
     )
 
 
-def look_at_part(
+def inspect_part(
     path: Path,
     part: Part,
     run: Run,

@@ -22,7 +22,7 @@ class Pieces:
 
     def __init__(self, names: Iterable[str] = ()) -> None:
         self._pieces: dict[int, list[Part]] = {}
-        found = [piece for piece in map(layout.piece_of, names) if piece is not None]
+        found = [piece for piece in map(layout.parse_piece_name, names) if piece is not None]
         # A repair writes a shorter piece from a damaged one, and then moves the damaged one to
         # quarantine. If it is killed in between, both exist, and the shorter one is sound.
         for piece in sorted(found, key=lambda piece: (len(piece), piece.start)):

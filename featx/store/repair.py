@@ -33,7 +33,7 @@ from featx.store.pieces import piece_path
 from featx.types import UNKNOWN_IMAGE, Failure, Listing, Part, Status
 
 
-def set_damage_aside(report: Report) -> list[Path]:
+def quarantine_damage(report: Report) -> list[Path]:
     """Move the damaged files of a store to quarantine; the command of the run recreates them.
 
     Good rows are kept: features.h5 becomes parts, and a part with a damaged chunk becomes pieces,
@@ -58,32 +58,32 @@ def set_damage_aside(report: Report) -> list[Path]:
         damaged = {damage.path for damage in report.damages}
         manifest, _ = load_manifest(root)
         if manifest is None:
-            raise StoreError(f"{root} holds no store: there is no {layout.DESCRIPTOR} in it.")
+            raise StoreError(f"{root} holds no store: there is no {layout.MANIFEST} in it.")
         listing = read_listing(root, manifest.num_rows, manifest.listing_identity)
         packed = root / layout.PACKED
-        descriptor = root / layout.DESCRIPTOR
+        manifest_path = root / layout.MANIFEST
         # Damaged parts go first, since parts made from features.h5 may need their names.
-        aside = [path for path in sorted(damaged - {packed}) if path.exists()]
+        others = [path for path in sorted(damaged - {packed}) if path.exists()]
         moved = []
-        for path in aside:
-            rows = _rows_of(path, manifest)
-            if rows is not None and is_of(listing, manifest):
-                moved.append(keep_good_rows(disk, path, manifest, rows, listing).aside)
+        for path in others:
+            rows = _rows_by_name(path, manifest)
+            if rows is not None and matches_manifest(listing, manifest):
+                moved.append(repair_part(disk, path, manifest, rows, listing).quarantine_path)
             else:
-                moved.append(disk.set_aside(path, root / layout.QUARANTINE))
-        if descriptor in damaged:
-            disk.publish(descriptor, manifest.to_json())
+                moved.append(disk.quarantine(path, root / layout.QUARANTINE))
+        if manifest_path in damaged:
+            disk.publish(manifest_path, manifest.to_json())
         if packed in damaged and packed.exists():
-            if is_of(listing, manifest):
-                parts_from(disk, packed, manifest, listing)
-            moved.append(disk.set_aside(packed, root / layout.QUARANTINE))
-        if root / layout.LISTING in damaged and is_of(listing, manifest):
+            if matches_manifest(listing, manifest):
+                unpack_good_rows(disk, packed, manifest, listing)
+            moved.append(disk.quarantine(packed, root / layout.QUARANTINE))
+        if root / layout.LISTING in damaged and matches_manifest(listing, manifest):
             write_listing(disk, root / layout.LISTING, listing, replace=False)
         return moved
 
 
-def take_apart(root: Path, manifest: Manifest, listing: Listing) -> None:
-    """Turn all rows of features.h5 into parts again, and delete the file.
+def unpack_store(root: Path, manifest: Manifest, listing: Listing) -> None:
+    """Write all rows of features.h5 as parts again, and delete the file.
 
     Args:
         root: folder of the store; the caller holds its lock.
@@ -104,23 +104,25 @@ def take_apart(root: Path, manifest: Manifest, listing: Listing) -> None:
             f"{packed}: {damage_text(packed, error)}. job=verify verify.repair=true rebuilds what "
             "is damaged."
         ) from error
-    parts_from(disk, packed, manifest, listing)
+    unpack_good_rows(disk, packed, manifest, listing)
     names = [layout.part_name(part.index) for run in runs for part in run.parts()]
-    lacking = [name for name in names if not (root / layout.PARTS / name).exists()]
-    if lacking:
+    missing = [name for name in names if not (root / layout.PARTS / name).exists()]
+    if missing:
         raise StoreError(
-            f"{packed} does not say why some rows failed ({lacking[0]}). "
+            f"{packed} does not say why some rows failed ({missing[0]}). "
             "job=verify verify.repair=true extracts them again."
         )
     disk.remove(packed)
 
 
-def is_of(listing: Listing | None, manifest: Manifest) -> TypeGuard[Listing]:
+def matches_manifest(listing: Listing | None, manifest: Manifest) -> TypeGuard[Listing]:
     """Whether the manifest allows that a listing is the one that the store was made with."""
     return listing is not None and manifest.listing_identity in (None, listing_identity(listing))
 
 
-def parts_from(disk: AtomicFolder, packed: Path, manifest: Manifest, listing: Listing) -> None:
+def unpack_good_rows(
+    disk: AtomicFolder, packed: Path, manifest: Manifest, listing: Listing
+) -> None:
     """Write the good rows of features.h5 as parts, or as pieces of parts with damaged chunks.
 
     Args:
@@ -134,43 +136,45 @@ def parts_from(disk: AtomicFolder, packed: Path, manifest: Manifest, listing: Li
         RunError: the parts cannot be written; features.h5 stays.
     """
     disk.make_folder(disk.root / layout.PARTS)
-    with contextlib.suppress(IsADirectoryError), _damaged_file(packed) as file:
+    with contextlib.suppress(IsADirectoryError), _open_damaged(packed) as file:
         runs = manifest.runs[: file.num_runs]
         if len(runs) < file.num_runs or file.identity != manifest.digest_of(file.num_runs):
             return
         failures = file.failures()
         for run in runs:
             for part in run.parts():
-                for rows, data in _files_of(file, manifest, run, part, listing, failures):
-                    disk.publish(_path_of(disk.root, manifest, rows), data)
+                for rows, data in _good_files(file, manifest, run, part, listing, failures):
+                    disk.publish(_file_path(disk.root, manifest, rows), data)
 
 
 @dataclass(frozen=True)
-class KeptRows:
+class RepairResult:
     """Result of moving a damaged part or piece to quarantine.
 
     Attributes:
-        aside: new path of the damaged file.
+        quarantine_path: new path of the damaged file.
         num_rows: number of rows that it should hold.
         num_kept: number of these rows that are good.
     """
 
-    aside: Path
+    quarantine_path: Path
     num_rows: int
     num_kept: int
 
     @property
-    def is_whole(self) -> bool:
+    def is_complete(self) -> bool:
         """Whether all rows are good."""
         return self.num_kept == self.num_rows
 
     def __str__(self) -> str:
-        return f"moved to {self.aside}; {self.num_kept} of its {self.num_rows} rows are kept"
+        return (
+            f"moved to {self.quarantine_path}; {self.num_kept} of its {self.num_rows} rows are kept"
+        )
 
 
-def keep_good_rows(
+def repair_part(
     disk: AtomicFolder, path: Path, manifest: Manifest, part: Part, listing: Listing | None
-) -> KeptRows:
+) -> RepairResult:
     """Move a damaged part or piece to quarantine; files with its good rows take its place.
 
     Args:
@@ -184,46 +188,46 @@ def keep_good_rows(
         StoreError: the file cannot be read now.
         RunError: the disk is full or fails.
     """
-    saved = [] if listing is None else list(_saved(path, manifest, part, listing))
-    files = [(_path_of(disk.root, manifest, rows), data) for rows, data in saved]
+    rebuilt = [] if listing is None else list(_rebuilt_files(path, manifest, part, listing))
+    files = [(_file_path(disk.root, manifest, rows), data) for rows, data in rebuilt]
     # Files with other names are published before the damaged file is moved, so that a kill in
     # between loses no row.
     for name, data in files:
         if name != path:
             disk.publish(name, data)
-    aside = disk.set_aside(path, disk.root / layout.QUARANTINE)
+    quarantine_path = disk.quarantine(path, disk.root / layout.QUARANTINE)
     for name, data in files:
         if name == path:
             disk.publish(name, data)
-    return KeptRows(aside, len(part), sum(len(rows) for rows, _ in saved))
+    return RepairResult(quarantine_path, len(part), sum(len(rows) for rows, _ in rebuilt))
 
 
-def _saved(
+def _rebuilt_files(
     path: Path, manifest: Manifest, part: Part, listing: Listing
 ) -> Iterator[tuple[Part, memoryview]]:
-    """Files with the good rows of a damaged part or piece; yields rows and content."""
+    """Build the files with the good rows of a damaged part or piece; yields rows and content."""
     run = manifest.run_of(part)
-    with contextlib.suppress(IsADirectoryError), _damaged_file(path) as file:
+    with contextlib.suppress(IsADirectoryError), _open_damaged(path) as file:
         if file.identity == run.digest and file.start == part.start:
-            yield from _files_of(file, manifest, run, part, listing, file.failures())
+            yield from _good_files(file, manifest, run, part, listing, file.failures())
 
 
-def _path_of(root: Path, manifest: Manifest, rows: Part) -> Path:
+def _file_path(root: Path, manifest: Manifest, rows: Part) -> Path:
     """Path for rows of a part: that of the part if they are all of it, else of a piece."""
-    is_whole = manifest.part_of(rows) == rows
-    return part_path(root, rows.index) if is_whole else piece_path(root, rows)
+    is_complete = manifest.part_of(rows) == rows
+    return part_path(root, rows.index) if is_complete else piece_path(root, rows)
 
 
-def _rows_of(path: Path, manifest: Manifest) -> Part | None:
+def _rows_by_name(path: Path, manifest: Manifest) -> Part | None:
     """Rows that a part or piece holds by its name; None for other files."""
-    if (piece := layout.piece_of(path.name)) is not None:
+    if (piece := layout.parse_piece_name(path.name)) is not None:
         return None if manifest.part_of(piece) is None else piece
     parts = (part for run in manifest.runs for part in run.parts())
     return next((part for part in parts if layout.part_name(part.index) == path.name), None)
 
 
 @contextlib.contextmanager
-def _damaged_file(path: Path) -> Iterator[DamagedFile]:
+def _open_damaged(path: Path) -> Iterator[DamagedFile]:
     """Open a damaged file; raises StoreError if it cannot be read now."""
     try:
         with DamagedFile.opened(path) as file:
@@ -235,7 +239,7 @@ def _damaged_file(path: Path) -> Iterator[DamagedFile]:
         raise
 
 
-def _files_of(
+def _good_files(
     file: DamagedFile,
     manifest: Manifest,
     run: Run,
@@ -324,15 +328,15 @@ def _good_rows(
         # With several runs, a row may have failed in another run and have values in this one.
         good &= ~(is_finite & (status != Status.OK))
     reasons: dict[int, tuple[Status, str, str]] = {}
-    for place in np.flatnonzero(good & is_nan).tolist():
-        row = part.start + place
+    for index in np.flatnonzero(good & is_nan).tolist():
+        row = part.start + index
         try:
-            reason = Status(int(status[place]))
+            reason = Status(int(status[index]))
         except ValueError:
-            good[place] = False
+            good[index] = False
             continue
         if failures is not None and row not in failures:
-            good[place] = False
+            good[index] = False
             continue
         error, message = (LOST_TEXT, LOST_TEXT) if failures is None else failures[row]
         texts = [text.decode("utf-8", "surrogateescape") for text in (error, message)]

@@ -20,7 +20,7 @@ from featx.errors import StoreError, StoreLockedError
 from featx.storage import open_folder
 from featx.store import layout
 from featx.store.checksums import check_chunks
-from featx.store.committed_parts import CommittedParts, quarantine, remove_parts
+from featx.store.committed_parts import CommittedParts, quarantine_invalid, remove_parts
 from featx.store.compatibility import merge_manifest
 from featx.store.dtypes import nan, raw_dtype, read_raw
 from featx.store.failures import csv_rows, failures_csv, read_failures
@@ -47,7 +47,7 @@ from featx.store.part_files import (
     publish_part,
 )
 from featx.store.pieces import Pieces, piece_path
-from featx.store.repair import take_apart
+from featx.store.repair import unpack_store
 from featx.types import UNKNOWN_IMAGE, Failure, LayerSpec, Listing, Part
 
 logger = logging.getLogger(__name__)
@@ -78,7 +78,7 @@ class StoreSession:
         self._grow = grow
         self._requested = requested
         self.manifest = Manifest((requested,))
-        self._begun: set[PartBuilder] = set()  # not committed yet
+        self._uncommitted: set[PartBuilder] = set()
         self._manifest_before = b""  # featx.json as it was read, for compare_and_swap
 
     @contextlib.contextmanager
@@ -100,7 +100,7 @@ class StoreSession:
                 self._report_other_driver(others[0], overwrite)
             if overwrite:
                 self._clear()
-            before = self._restored()
+            before = self._restore_manifest()
             self.manifest = before or self.manifest
             report_lost_work(self.root)
             # Only the holder of the store may delete what other processes have left.
@@ -108,25 +108,25 @@ class StoreSession:
             clear_leftovers(self.disk)
             if before is not None:
                 self._parts.survey(before, self.listing)
-                unfinished = [run for run in before.runs if self._parts.missing_of(run)]
+                unfinished = [run for run in before.runs if self._parts.missing_parts(run)]
                 self.manifest = merge_manifest(
                     self.root, before, self._requested, unfinished, self._grow
                 )
-            self._begin(before)
-            if not self.packed:
+            self._write_manifest_and_listing(before)
+            if not self.is_packed:
                 self.disk.make_folder(self.root / layout.PARTS)
             self.write_failures()  # a killed run may have lost lines, as `append` does not sync
             try:
                 yield self
             finally:
-                for builder in self._begun:
+                for builder in self._uncommitted:
                     builder.discard()
-                self._begun.clear()
+                self._uncommitted.clear()
 
     @property
-    def packed(self) -> bool:
+    def is_packed(self) -> bool:
         """Whether features.h5 holds every run."""
-        return self._parts.packed_runs == len(self.manifest.runs)
+        return self._parts.num_packed_runs == len(self.manifest.runs)
 
     @property
     def failures(self) -> list[Failure]:
@@ -140,13 +140,13 @@ class StoreSession:
 
     def missing(self) -> list[Part]:
         """Parts of the requested layers that are still to be computed, in order."""
-        runs = [run for run in self.manifest.runs if self.makes(run)]
-        return [part for run in runs for part in self._parts.missing_of(run)]
+        runs = [run for run in self.manifest.runs if self.has_requested_layers(run)]
+        return [part for run in runs for part in self._parts.missing_parts(run)]
 
     @property
-    def whole(self) -> bool:
+    def is_complete(self) -> bool:
         """Whether every part of every run is committed."""
-        return not any(self._parts.missing_of(run) for run in self.manifest.runs)
+        return not any(self._parts.missing_parts(run) for run in self.manifest.runs)
 
     @property
     def num_committed(self) -> int:
@@ -163,9 +163,9 @@ class StoreSession:
     def lost_rows(self) -> list[int]:
         """Rows of the requested layers that were lost with damaged chunks of repaired parts."""
         parts = [part for part in self.missing() if self._parts.pieces.of(part)]
-        return [row for part in parts for row in self.lacking_rows(part)]
+        return [row for part in parts for row in self.missing_rows(part)]
 
-    def lacking_rows(self, part: Part) -> list[int]:
+    def missing_rows(self, part: Part) -> list[int]:
         """Rows of a part that the store does not hold."""
         gaps = () if part.index in self._parts.indices else self._parts.pieces.gaps(part)
         return [row for gap in gaps for row in range(gap.start, gap.stop)]
@@ -178,13 +178,13 @@ class StoreSession:
         A part that is not committed when the store is released is given up.
         """
         builder = begin_part(self.disk, part, specs, self.manifest, self.listing, streamed_bytes)
-        self._begun.add(builder)
+        self._uncommitted.add(builder)
         return builder
 
     def commit(self, builder: PartBuilder) -> Sequence[Failure]:
         """Commit a part; return the failures of the part that the store holds then."""
         failures = publish_part(self.disk, builder, self.manifest, self.listing)
-        self._begun.discard(builder)
+        self._uncommitted.discard(builder)
         self.record_commit(builder.part, failures)
         return failures
 
@@ -215,24 +215,24 @@ class StoreSession:
             StoreError: features.h5 is damaged.
             RunError: the disk is full or fails; features.h5 stays.
         """
-        if self._parts.packed_runs:
-            take_apart(self.root, self.manifest, self.listing)
-            self._parts.packed_runs = 0
+        if self._parts.num_packed_runs:
+            unpack_store(self.root, self.manifest, self.listing)
+            self._parts.num_packed_runs = 0
 
-    def makes(self, run: Run) -> bool:
+    def has_requested_layers(self, run: Run) -> bool:
         """Whether a run of the store computed exactly the requested layers."""
         return run.names == self._requested.names
 
     def parts_with(self, rows: Iterable[int]) -> list[Part]:
         """Parts of the requested layers with any of some rows, committed or with pieces."""
-        runs = [run for run in self.manifest.runs if self.makes(run)]
+        runs = [run for run in self.manifest.runs if self.has_requested_layers(run)]
         parts = {run.grid.part_of(row) for run in runs for row in rows if run.grid.holds(row)}
-        there = [
+        stored = [
             part
             for part in parts
             if part.index in self._parts.indices or self._parts.pieces.of(part)
         ]
-        return sorted(there, key=lambda part: part.index)
+        return sorted(stored, key=lambda part: part.index)
 
     def read_part(
         self, part: Part
@@ -247,25 +247,25 @@ class StoreSession:
             StoreError: the part is damaged.
         """
         if part.index in self._parts.indices:
-            return self._rows_in(self.part_path(part.index), part)
+            return self._read_file(self.part_path(part.index), part)
         rows = {
             spec.name: np.full((len(part), *spec.shape), nan(spec.dtype), raw_dtype(spec.dtype))
             for spec in self.manifest.run_of(part).layers
         }
         failures, images = [], np.full(len(part), UNKNOWN_IMAGE, np.uint64)
         for piece in self._parts.pieces.of(part):
-            features, failed, sums = self._rows_in(piece_path(self.root, piece), piece)
-            place = slice(piece.start - part.start, piece.stop - part.start)
+            features, failed, sums = self._read_file(piece_path(self.root, piece), piece)
+            inside = slice(piece.start - part.start, piece.stop - part.start)
             for name, values in features.items():
-                rows[name][place] = values
+                rows[name][inside] = values
             failures += failed
-            images[place] = sums
+            images[inside] = sums
         return rows, failures, images
 
-    def _rows_in(
+    def _read_file(
         self, path: Path, part: Part
     ) -> tuple[dict[str, npt.NDArray[Any]], list[Failure], npt.NDArray[np.uint64]]:
-        """Read the file of a part or piece, as `stored` does."""
+        """Read the file of a part or piece, as `read_part` does."""
         try:
             with open_metadata(path) as file:
                 check_chunks(file)
@@ -319,19 +319,19 @@ class StoreSession:
 
     def stored_bytes(self) -> int:
         """Bytes of features.h5 and of all committed parts."""
-        done = {layout.part_name(index) for index in self._parts.indices}
+        committed = {layout.part_name(index) for index in self._parts.indices}
         parts = (self.root / layout.PARTS).glob(layout.PART_GLOB)
-        paths = [path for path in parts if path.name in done]
-        if self._parts.packed_runs:
+        paths = [path for path in parts if path.name in committed]
+        if self._parts.num_packed_runs:
             paths.append(self.root / layout.PACKED)
         return sum(path.stat().st_size for path in paths)
 
-    def after_packing(self) -> None:
-        """Delete the parts, and their folder if it is empty.
+    def finish_packing(self) -> None:
+        """Record that all runs are packed; delete the parts, and their folder if it is empty.
 
         Must be called only after a features.h5 with all of them has been published.
         """
-        self._parts.packed_runs = len(self.manifest.runs)
+        self._parts.num_packed_runs = len(self.manifest.runs)
         remove_parts(self.disk)
 
     def part_path(self, index: int) -> Path:
@@ -353,26 +353,26 @@ class StoreSession:
             other.name,
         )
 
-    def _restored(self) -> Manifest | None:
-        """Manifest of the store, or None; a lost or damaged featx.json is restored from a copy."""
-        path = self.root / layout.DESCRIPTOR
+    def _restore_manifest(self) -> Manifest | None:
+        """Read the manifest, or None; restore a lost or damaged featx.json from a copy."""
+        path = self.root / layout.MANIFEST
         with contextlib.suppress(OSError):  # load_manifest reports errors
             self._manifest_before = path.read_bytes()
         manifest, intact = load_manifest(self.root)
         if manifest is not None and not intact:
             if path.exists():
-                quarantine(self.disk, path, "it is damaged; the copy in a part replaces it")
+                quarantine_invalid(self.disk, path, "it is damaged; the copy in a part replaces it")
             self.disk.publish(path, manifest.to_json())
         return manifest
 
-    def _begin(self, before: Manifest | None) -> None:
+    def _write_manifest_and_listing(self, before: Manifest | None) -> None:
         """Write the manifest and the listing if they have changed.
 
         A first run starts with its manifest. A store that grows gets its longer listing first,
         since rows beyond those that the manifest counts are ignored.
         """
-        manifest, listing = self.root / layout.DESCRIPTOR, self.root / layout.LISTING
-        if before is None and not self._announced(manifest):
+        manifest, listing = self.root / layout.MANIFEST, self.root / layout.LISTING
+        if before is None and not self._create_manifest(manifest):
             raise StoreError(
                 f"{manifest} was created by another process, which started this store at the "
                 "same time. Give the same command again to resume it, or choose another out=DIR."
@@ -380,7 +380,7 @@ class StoreSession:
         if listing.exists():
             num_rows, problem = compare_listing(listing, self.listing)
             if problem:
-                quarantine(self.disk, listing, problem)
+                quarantine_invalid(self.disk, listing, problem)
             if problem or num_rows != len(self.listing):
                 write_listing(self.disk, listing, self.listing)
             if problem:
@@ -395,7 +395,7 @@ class StoreSession:
                     "the same command again when that process has ended."
                 )
 
-    def _announced(self, path: Path) -> bool:
+    def _create_manifest(self, path: Path) -> bool:
         """Create the manifest; return False if another process has started another run."""
         if self.disk.publish(path, self.manifest.to_json()):
             return True
@@ -407,14 +407,14 @@ class StoreSession:
 
         The manifest goes last, so that a folder that is only half deleted still counts as a store.
         """
-        ours = (layout.DESCRIPTOR, layout.LISTING, layout.PACKED)
-        if not any((self.root / name).exists() for name in ours):
+        essential = (layout.MANIFEST, layout.LISTING, layout.PACKED)
+        if not any((self.root / name).exists() for name in essential):
             return
         remove_parts(self.disk)
         names = (layout.PACKED, layout.FAILURES_CSV, layout.SUMMARY, layout.IMAGES, layout.LISTING)
         heads = (layout.PROBE, layout.PROBE_HEADS, layout.ZEROSHOT, layout.ZEROSHOT_HEADS)
         derived = (layout.TENSORBOARD, *heads, layout.JOBS)
-        for name in (*names, *derived, ".hydra", layout.OVERWRITING, layout.DESCRIPTOR):
+        for name in (*names, *derived, ".hydra", layout.OVERWRITE_MARKER, layout.MANIFEST):
             self.disk.remove(self.root / name)
 
 
@@ -427,17 +427,17 @@ def missing_parts(root: Path, manifest: Manifest) -> list[tuple[Run, list[Part]]
     num_packed = 0
     with contextlib.suppress(*layout.UNREADABLE), open_metadata(root / layout.PACKED) as file:
         num_packed = num_runs_of(file)
-    there, pieces = part_names(root), Pieces.in_store(root)
-    lacking = [
+    names, pieces = part_names(root), Pieces.in_store(root)
+    parts_of_runs = [
         (
             run,
             [
                 gap
                 for part in run.parts()
-                if layout.part_name(part.index) not in there
+                if layout.part_name(part.index) not in names
                 for gap in pieces.gaps(part)
             ],
         )
         for run in manifest.runs[num_packed:]
     ]
-    return [(run, parts) for run, parts in lacking if parts]
+    return [(run, parts) for run, parts in parts_of_runs if parts]

@@ -66,7 +66,7 @@ class StoreStatus:
         values = dict(vars(self))
         values |= {"root": str(self.root), "complete": self.complete}
         values["workers"] = [
-            {**record.values, "age_s": round(record.age_s, 1), "alive": record.alive}
+            {**record.values, "age_s": round(record.age_s, 1), "alive": record.is_alive}
             for record in self.workers
         ]
         return values
@@ -80,14 +80,14 @@ def store_status(root: Path) -> StoreStatus:
     """
     manifest, _ = load_manifest(root)
     if manifest is None:
-        raise StoreError(f"{root} holds no store: there is no {layout.DESCRIPTOR} in it.")
+        raise StoreError(f"{root} holds no store: there is no {layout.MANIFEST} in it.")
     lacking = [part for _, parts in missing_parts(root, manifest) for part in parts]
     rows = sum(run.grid.num_rows for run in manifest.runs)
     rows_left, parts_left = sum(map(len, lacking)), len({part.index for part in lacking})
     commits = _commits(root, manifest.runs)
     speed, per_part = _speed(commits)
     workers = read_heartbeats(root)
-    at_work = any(record.alive for record in workers)
+    at_work = any(record.is_alive for record in workers)
     return StoreStatus(
         root=root,
         rows=rows,
@@ -145,7 +145,7 @@ def _stuck(
 ) -> list[str]:
     """Sentences about states that need an action of the user to progress."""
     found = []
-    alive = [record for record in workers if record.alive]
+    alive = [record for record in workers if record.is_alive]
     if parts_left and not alive:
         found.append(
             f"{counted(parts_left, 'part is', 'parts are')} missing and no process writes the "
@@ -154,7 +154,7 @@ def _stuck(
     computing = sum(record.values.get("part") is not None for record in alive)
     for record in workers:
         name = record.name
-        if not record.alive:
+        if not record.is_alive:
             undone = ", its part is not done" if record.values.get("part") is not None else ""
             found.append(f"{name}: last heartbeat {record.age_s:.0f} s ago{undone}")
         elif (since := record.values.get("part_since")) is not None:

@@ -64,12 +64,12 @@ def _manifest_of_file(path: Path, report: Report) -> Manifest | None:
                 raise StoreError(f"{path} is an HDF5 file, but not a featx store.")
             if "part" in file.attrs:
                 raise StoreError(f"{path} is one part of a store; verify the store's folder.")
-            if layout.MANIFEST not in file.attrs:
+            if layout.MANIFEST_COPY not in file.attrs:
                 raise DamagedManifestError(
-                    f"{path} has no attribute {layout.MANIFEST}, which records how its rows were "
-                    "made."
+                    f"{path} has no attribute {layout.MANIFEST_COPY}, which records how its rows "
+                    "were made."
                 )
-            text = bytes(file.attrs[layout.MANIFEST])
+            text = bytes(file.attrs[layout.MANIFEST_COPY])
         return Manifest.from_json(text, path)
     except DamagedManifestError as error:
         report.damages.append(Damage(path, str(error)))
@@ -93,14 +93,14 @@ def _listing_of_file(path: Path, manifest: Manifest, report: Report) -> Listing 
 def _manifest_of_folder(root: Path, report: Report) -> Manifest | None:
     """Manifest of a store; None and a damage if no copy of it is valid."""
     manifest, intact = None, True
-    path = root / layout.DESCRIPTOR
+    path = root / layout.MANIFEST
     try:
         manifest, intact = load_manifest(root)
     except DamagedManifestError as error:
         report.damages.append(Damage(path, str(error)))
         return None
     if manifest is None:
-        raise StoreError(f"{root} holds no store: there is no {layout.DESCRIPTOR} in it.")
+        raise StoreError(f"{root} holds no store: there is no {layout.MANIFEST} in it.")
     if not intact:
         try:
             what = "it is missing" if read_manifest(root) is None else "it is damaged"
@@ -166,7 +166,7 @@ def _files(root: Path, manifest: Manifest, report: Report) -> Iterator[tuple[Pat
                 for rows in pieces.of(part):
                     yield there.pop(layout.piece_name(rows)), _expected_part(run, rows)
     for path in there.values():
-        piece = layout.piece_of(path.name)
+        piece = layout.parse_piece_name(path.name)
         if piece is not None and manifest.part_of(piece) is not None:
             continue  # a piece of an existing part, which the next run deletes
         report.damages.append(Damage(path, "the store has no such part"))

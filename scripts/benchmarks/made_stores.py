@@ -101,4 +101,4 @@ def make_store(
     with session.hold():
         write_parts(session, rows)
         pack(root)
-        session.after_packing()
+        session.finish_packing()

@@ -46,7 +46,7 @@ def is_whole(photos: Path) -> None:
 def wait_for_silence() -> None:
     """Wait until no process writes the store, as a user does with job=status."""
     deadline = time.monotonic() + 200
-    while any(record.alive for record in read_heartbeats(place(OUT))):
+    while any(record.is_alive for record in read_heartbeats(place(OUT))):
         assert time.monotonic() < deadline, "a task does not end"
         time.sleep(1)
 

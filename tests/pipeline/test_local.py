@@ -47,9 +47,9 @@ def work(run: MadeRun, tmp_path: Path) -> Callable[..., WorkerPool]:
             stub: Any = StubSpec(run, root, events, **given)
             pool = WorkerPool(stub, ["cpu"] * workers, session, session.missing(), STUB)
             pool.work()
-            assert session.whole
+            assert session.is_complete
             pack(root)
-            session.after_packing()
+            session.finish_packing()
         return pool
 
     return do

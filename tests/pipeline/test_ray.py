@@ -358,7 +358,7 @@ def test_in_a_bucket_kills_cost_nothing_and_two_drivers_are_safe(
     def actors() -> list[int]:
         records = read_heartbeats(place(out))
         return [
-            s.values["pid"] for s in records if s.alive and s.values["what"].startswith("actor")
+            s.values["pid"] for s in records if s.is_alive and s.values["what"].startswith("actor")
         ]
 
     with subprocess.Popen(slow, env=environment, stderr=subprocess.DEVNULL, text=True) as process:

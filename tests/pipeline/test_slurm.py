@@ -168,7 +168,7 @@ def test_other_jobs_give_the_same_as_one_process(photos: Path, cluster: Any, job
 def test_statistics_are_left_alone_while_tasks_of_a_dead_driver_live(photos: Path) -> None:
     Path("store").mkdir()
     with (
-        Heartbeat(AtomicFolder(Path("store")), "task 9 on cuda", outlives=True),
+        Heartbeat(AtomicFolder(Path("store")), "task 9 on cuda", outlives_driver=True),
         pytest.raises(StoreLockedError, match=r"written by task 9 on cuda \(pid \d+ on .*job=stat"),
     ):
         distributed_jobs.run("stats", photos)
@@ -374,7 +374,7 @@ def test_nobody_else_writes_while_tasks_of_a_dead_driver_live(tmp_path: Path) ->
     run = make_run()
     run.write(tmp_path / "store", [0])
     with (
-        Heartbeat(AtomicFolder(tmp_path / "store"), "task 9 on cuda", outlives=True),
+        Heartbeat(AtomicFolder(tmp_path / "store"), "task 9 on cuda", outlives_driver=True),
         pytest.raises(StoreLockedError, match=r"written by task 9 on cuda \(pid \d+ on .*job=stat"),
         run.session(tmp_path / "store").hold(),
     ):
@@ -406,7 +406,7 @@ def test_in_a_bucket_nobody_else_writes_while_tasks_of_a_dead_driver_live(bucket
     run, root = make_run(), place(f"s3://{bucket}/run")
     run.write(root, [0])
     with (
-        Heartbeat(S3Folder(root), "task 9 on cuda", outlives=True),
+        Heartbeat(S3Folder(root), "task 9 on cuda", outlives_driver=True),
         pytest.raises(StoreLockedError, match=r"by task 9 on cuda .*continues without its driver"),
         run.session(root).hold(),
     ):

@@ -138,7 +138,7 @@ import sys
 from pathlib import Path
 from featx.storage.local_folder import AtomicFolder
 from featx.store.heartbeat import Heartbeat
-with Heartbeat(AtomicFolder(Path("store")), "task 9 on cuda", outlives=True):
+with Heartbeat(AtomicFolder(Path("store")), "task 9 on cuda", outlives_driver=True):
     sys.stdin.read()
 """
 

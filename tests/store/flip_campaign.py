@@ -25,7 +25,7 @@ from featx.errors import StoreError, StoreMismatchError
 from featx.store import layout
 from featx.store.manifest import load_manifest
 from featx.store.pack import pack
-from featx.store.repair import set_damage_aside
+from featx.store.repair import quarantine_damage
 from featx.store.session import missing_parts
 from featx.store.verification import check_store
 
@@ -80,13 +80,13 @@ def finished(root: Path, runs: list[MadeRun]) -> list[tuple[int, int]]:
                 for part in session.missing():
                     computed |= {(number, row) for row in range(part.start, part.stop)}
                     session.commit(run.builder(part))
-                if not session.whole or session.packed:
+                if not session.is_complete or session.is_packed:
                     break
                 try:
                     pack(root)
                 except StoreError:
                     continue
-                session.after_packing()
+                session.finish_packing()
                 break
     return sorted(computed)
 
@@ -121,7 +121,7 @@ def wrong_in(root: Path, runs: list[MadeRun]) -> list[str]:
 def repaired(root: Path) -> list[tuple[int, int]]:
     """job=verify verify.repair=true, as far as the store goes; the rows of runs that it lost."""
     before = missing_rows(root)
-    set_damage_aside(check_store(root))
+    quarantine_damage(check_store(root))
     return sorted(missing_rows(root) - before)
 
 

@@ -78,13 +78,13 @@ def resumed(root: Path, run: MadeRun) -> list[str]:
         with run.session(root).hold() as session:
             for part in session.missing():
                 session.commit(run.builder(part))
-            if session.packed:
+            if session.is_packed:
                 break
             try:
                 pack(root)
             except StoreError:
                 continue
-            session.after_packing()
+            session.finish_packing()
             break
     return wrong_of(root, run)
 

@@ -21,7 +21,7 @@ from featx.store.listing import (
 from featx.store.listing_writer import listing_file
 from featx.store.pack import pack
 from featx.store.reader import FeatureStore
-from featx.store.repair import set_damage_aside, take_apart
+from featx.store.repair import quarantine_damage, unpack_store
 from featx.store.verification import check_store
 from featx.types import Listing
 
@@ -134,7 +134,7 @@ def test_they_are_put_back_from_another_file(tmp_path: Path, lost: str) -> None:
             file["columns/patient"][1] = b"nobody"
     report = check_store(tmp_path)
     assert not report.complete
-    set_damage_aside(report)
+    quarantine_damage(report)
     run.finish(tmp_path, packed=True)
     assert check_store(tmp_path).complete
     check_columns(tmp_path, run.listing)
@@ -146,7 +146,7 @@ def test_a_packed_store_taken_apart_for_a_retry_keeps_them(tmp_path: Path) -> No
     run.copied(tmp_path, packed=True)
     packed = dataset_digests(tmp_path / "features.h5")
     with run.session(tmp_path).hold() as session:
-        take_apart(tmp_path, session.manifest, session.listing)
+        unpack_store(tmp_path, session.manifest, session.listing)
     check_columns(tmp_path, run.listing)
     pack(tmp_path)
     assert dataset_digests(tmp_path / "features.h5") == packed

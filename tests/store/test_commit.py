@@ -224,13 +224,13 @@ def test_quarantine_keeps_the_file_and_other_files_of_that_name(tmp_path: Path) 
     disk = AtomicFolder(tmp_path)
     for content in (b"one", b"two"):
         (tmp_path / "part.h5").write_bytes(content)
-        target = disk.set_aside(tmp_path / "part.h5", tmp_path / "quarantine")
+        target = disk.quarantine(tmp_path / "part.h5", tmp_path / "quarantine")
         assert target.read_bytes() == content
     assert not (tmp_path / "part.h5").exists()
     assert len(list((tmp_path / "quarantine").iterdir())) == 2
 
 
-@pytest.mark.parametrize("method", ["remove", "set_aside"])
+@pytest.mark.parametrize("method", ["remove", "quarantine"])
 def test_a_disk_that_fails_while_clearing_up_is_a_run_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
@@ -245,7 +245,7 @@ def test_a_disk_that_fails_while_clearing_up_is_a_run_error(
     monkeypatch.setattr(os, "unlink", failing)
     monkeypatch.setattr(os, "rename", failing)
     with pytest.raises(RunError, match="Input/output error"):
-        disk.remove(path) if method == "remove" else disk.set_aside(path, tmp_path / "q")
+        disk.remove(path) if method == "remove" else disk.quarantine(path, tmp_path / "q")
 
 
 class TestReservedFile:

@@ -374,8 +374,8 @@ def test_a_clock_that_jumps_confuses_nothing(
             (root / "parts" / "part-000000.h5").write_bytes(content)
         first_run_and_growth(root)
     assert (root / "features.h5").read_bytes() == (quick / "whole" / "features.h5").read_bytes()
-    aside = sorted(path.read_bytes() for path in (root / "quarantine").iterdir())
-    assert aside == [b"one", b"three", b"two"]
+    quarantined = sorted(path.read_bytes() for path in (root / "quarantine").iterdir())
+    assert quarantined == [b"one", b"three", b"two"]
 
 
 WRITER = """
@@ -545,7 +545,7 @@ with made.session(root).hold() as session:
         session.commit(made.builder(part))
     print("packing", flush=True)
     pack_in_child(root, session.lock)
-    session.after_packing()
+    session.finish_packing()
 """
 
 
@@ -553,9 +553,9 @@ def resume(run: MadeRun, root: Path, overwrite: bool) -> None:
     with run.session(root).hold(overwrite) as session:
         for part in session.missing():
             session.commit(run.builder(part))
-        if not session.packed:
+        if not session.is_packed:
             pack_in_child(root, session.lock)
-            session.after_packing()
+            session.finish_packing()
 
 
 def kill_the_parent(work: Path, wait_s: float, overwrite: bool) -> None:
@@ -628,7 +628,7 @@ def test_a_packed_file_of_another_run_costs_no_part(quick: Path) -> None:
         shutil.copy(other / "features.h5", root / "features.h5")
         with contextlib.suppress(FeatxError):
             pack(root)
-            session.after_packing()
+            session.finish_packing()
     with FIRST.session(root).hold() as session:
         assert session.missing() == [], "committed rows are gone"
 

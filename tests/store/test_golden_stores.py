@@ -13,7 +13,7 @@ from made_store import MadeRun, dataset_digests, make_added
 from featx.store import dtypes
 from featx.store.manifest import read_manifest
 from featx.store.reader import FeatureStore
-from featx.store.repair import set_damage_aside
+from featx.store.repair import quarantine_damage
 from featx.store.verification import check_store
 
 
@@ -77,7 +77,7 @@ def test_the_same_command_finds_it_done_and_packs_it(golden: tuple[MadeRun, Path
     before = {path: path.read_bytes() for path in root.rglob("*.h5")}
     with run.session(root).hold() as session:
         assert session.missing() == []
-        assert session.packed == (root / "features.h5").exists()
+        assert session.is_packed == (root / "features.h5").exists()
         assert session.failures == list(run.failures)
     assert {path: path.read_bytes() for path in before} == before
     run.finish(root, packed=True)
@@ -92,7 +92,7 @@ def test_what_is_lost_of_it_is_computed_again(golden: tuple[MadeRun, Path]) -> N
         (root / "features.h5").write_bytes(data[: len(data) // 2])
     else:
         (root / "parts" / "part-000001.h5").unlink()
-    set_damage_aside(check_store(root))
+    quarantine_damage(check_store(root))
     with run.session(root).hold() as session:
         run.compute_lost(session)
     run.finish(root, packed=True)

@@ -15,7 +15,7 @@ import featx
 from featx.store.chunk_table import column_by_table
 from featx.store.hdf5_files import open_raw
 from featx.store.manifest import Manifest
-from featx.store.part_files import look_at_parts, part_path
+from featx.store.part_files import inspect_parts, part_path
 from featx.store.tail_file import TailFile, in_threads
 from featx.types import Part
 
@@ -29,7 +29,7 @@ def run() -> MadeRun:
 
 def looks(root: Path, run: MadeRun, many: int) -> list[tuple[Part, str | None, list[int]]]:
     made = run.as_run()
-    found = look_at_parts(root, Manifest((made,)), made.parts(), many)
+    found = inspect_parts(root, Manifest((made,)), made.parts(), many)
     return [(part, problem, [failure.row for failure in failed]) for part, problem, failed in found]
 
 

@@ -23,9 +23,9 @@ from featx.storage.s3_folder import S3Folder
 from featx.storage.s3_path import S3Path, parse_path
 from featx.store import layout
 from featx.store.heartbeat import Heartbeat, read_heartbeats
-from featx.store.part_files import look_at_parts
+from featx.store.part_files import inspect_parts
 from featx.store.reader import FeatureStore
-from featx.store.repair import set_damage_aside
+from featx.store.repair import quarantine_damage
 from featx.store.session import StoreSession
 from featx.store.verification import check_store
 
@@ -135,7 +135,7 @@ def test_a_store_is_written_found_again_and_read(
     assert (root / "failures.csv").read_text().count("\n") == 3 + 2  # one message has a line break
     watch.clear()
     with RUN.session(root).hold() as session:
-        assert session.whole
+        assert session.is_complete
         assert session.num_failed == 2
         assert session.stored_bytes() == sum(
             entry.size for path, entry in root.entries() if "/parts/" in path.key
@@ -257,12 +257,12 @@ def test_a_resume_fetches_parts_in_parallel(monkeypatch: pytest.MonkeyPatch) -> 
     counted = Counted(memory)
     monkeypatch.setattr(s3_client, "request", counted)
     with run.session(root).hold() as session:
-        assert session.whole
+        assert session.is_complete
         assert session.failures == list(run.failures)
     assert 4 < counted.most <= s3_client.CONNECTIONS
     parts = [key for key in counted.keys if "/parts/part-" in key]
     assert {parts.count(key) for key in parts} == {2}  # no block twice
-    found = [(part.index, problem) for part, problem, _ in look_at_parts(
+    found = [(part.index, problem) for part, problem, _ in inspect_parts(
         root, session.manifest, list(session.manifest.runs[0].parts())
     )]  # fmt: skip
     assert found == [(index, None) for index in range(64)]
@@ -319,8 +319,8 @@ def test_two_writers_at_once_spoil_nothing(places: Iterator[S3Path]) -> None:
             first, second = (one, other) if part.index % 2 else (other, one)
             first.commit(RUN.builder(part))
             second.commit(RUN.builder(part))
-        assert one.whole
-        assert other.whole
+        assert one.is_complete
+        assert other.is_complete
         assert one.failures == other.failures == list(RUN.failures)
         for session in (one, other):
             session.write_failures()
@@ -335,7 +335,7 @@ def test_two_that_begin_at_once_are_one_run_or_one_of_them_is_reported(
 
     def late(run: MadeRun) -> Callable[..., bool]:
         def published(self: S3Folder, path: Path, data: bytes) -> bool:
-            if path.name == layout.DESCRIPTOR:
+            if path.name == layout.MANIFEST:
                 monkeypatch.setattr(S3Folder, "publish", publish)
                 run.write(root)
             return publish(self, path, data)
@@ -378,7 +378,7 @@ def test_a_damaged_part_is_quarantined_by_who_finds_it_and_not_what_replaced_it(
 
     s3_client.head = replaced_after
     try:
-        S3Folder(finished).set_aside(part, finished / layout.QUARANTINE)
+        S3Folder(finished).quarantine(part, finished / layout.QUARANTINE)
     finally:
         s3_client.head = head
     assert part.read_bytes() == data
@@ -391,7 +391,7 @@ def test_damage_that_verify_finds_is_repaired(finished: S3Path) -> None:
     s3_client.write(part.bucket, part.key, bytes(data))
     report = check_store(finished)
     assert [damage.path for damage in report.damages] == [part]
-    set_damage_aside(report)
+    quarantine_damage(report)
     assert check_store(finished).missing == [part.name]
     finish(RUN, finished)
     check_store_of(RUN, finished)
@@ -489,7 +489,7 @@ def test_overwrite_waits_until_nobody_writes(
 ) -> None:
     with Heartbeat(S3Folder(finished), "driver"):
         [record] = read_heartbeats(finished)
-        assert record.alive
+        assert record.is_alive
         with (
             pytest.raises(StoreLockedError, match=r"written by driver .*Stop it"),
             RUN.session(finished).hold(overwrite=True),
@@ -538,8 +538,8 @@ def test_a_packed_store_that_was_copied_there_resumes(
     RUN.write(tmp_path / "run", packed=True)
     root = upload(tmp_path / "run", f"s3://{bucket}/packed")
     with RUN.session(root).hold() as session:
-        assert session.whole
-        assert session.packed
+        assert session.is_complete
+        assert session.is_packed
     added = make_added(RUN, {"late": (7,)})
     finish(added, root)
     store = FeatureStore(root)

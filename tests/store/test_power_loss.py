@@ -33,7 +33,7 @@ from featx.store.listing import listing_identity
 from featx.store.listing_writer import write_listing
 from featx.store.pack import pack
 from featx.store.reader import FeatureStore
-from featx.store.repair import set_damage_aside
+from featx.store.repair import quarantine_damage
 from featx.store.verification import check_store
 
 pytestmark = pytest.mark.usefixtures("small_reserve")
@@ -55,16 +55,16 @@ class Command:
         run = self.run
         session = run.session(root, self.grow)
         if self.repair and root.exists():
-            set_damage_aside(check_store(root))
+            quarantine_damage(check_store(root))
         with session.hold(self.overwrite):
             acknowledge("started")
             for part in session.missing():
                 session.commit(run.part_of(session, part, 1))
                 acknowledge("part", part.start, part.stop)
-            if session.whole and not session.packed:
+            if session.is_complete and not session.is_packed:
                 pack(root)
                 acknowledge("whole")
-                session.after_packing()
+                session.finish_packing()
             acknowledge("whole")
 
 
@@ -206,8 +206,8 @@ class Checker:
         replace(command, overwrite=command.overwrite and not promises.started).give(root)
         assert dataset_digests(root / "features.h5") == self._final, "the run ends differently"
         if self.scenario.lost:
-            aside = list((root / "quarantine").glob("features.h5*"))
-            assert aside, "a file that cannot be trusted was deleted"
+            quarantined = list((root / "quarantine").glob("features.h5*"))
+            assert quarantined, "a file that cannot be trusted was deleted"
 
     def _check_readable(self, root: Path, promises: Promises) -> None:
         promised = promises.started or bool(self.scenario.earlier)

@@ -1,4 +1,4 @@
-"""Repair sets aside what is bad and keeps every good row, bit for bit."""
+"""Repair moves what is damaged to quarantine and keeps every good row, bit for bit."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from featx.storage.local_folder import AtomicFolder
 from featx.store import layout
 from featx.store.manifest import read_manifest
 from featx.store.reader import FeatureStore
-from featx.store.repair import set_damage_aside
+from featx.store.repair import quarantine_damage
 from featx.store.session import missing_parts
 from featx.store.verification import check_store
 from featx.types import Status
@@ -44,7 +44,7 @@ def lacking(root: Path) -> list[int]:
 
 
 def repaired(root: Path) -> list[str]:
-    return [path.name for path in set_damage_aside(check_store(root))]
+    return [path.name for path in quarantine_damage(check_store(root))]
 
 
 def test_a_sound_store_is_left_alone(run: MadeRun, tmp_path: Path) -> None:
@@ -281,10 +281,10 @@ def interrupted(root: Path, at: int, monkeypatch: pytest.MonkeyPatch) -> bool:
         return step
 
     with monkeypatch.context() as patch:
-        for name in ("publish", "set_aside"):
+        for name in ("publish", "quarantine"):
             patch.setattr(AtomicFolder, name, dying(getattr(AtomicFolder, name)))
         try:
-            set_damage_aside(check_store(root))
+            quarantine_damage(check_store(root))
         except KeyboardInterrupt:
             return True
     return False
@@ -302,8 +302,8 @@ def test_an_interrupted_repair_is_given_again(
     assert interrupted(tmp_path, at, monkeypatch)
     repaired(tmp_path)
     assert lacking(tmp_path) == [0]
-    aside = sorted(path.name for path in (tmp_path / "quarantine").iterdir())
-    assert aside == ["features.h5.1", "featx.json.1"]
+    quarantined = sorted(path.name for path in (tmp_path / "quarantine").iterdir())
+    assert quarantined == ["features.h5.1", "featx.json.1"]
     run.finish(tmp_path, packed=True)
     assert dataset_digests(tmp_path / "features.h5") == before
     assert temporary_files(tmp_path) == []
@@ -324,7 +324,7 @@ def test_a_full_disk_leaves_the_packed_file_where_it_is(
     with monkeypatch.context() as patch:
         patch.setattr(os, "pwrite", full)
         with pytest.raises(RunError, match="Free some space"):
-            set_damage_aside(report)
+            quarantine_damage(report)
     assert (tmp_path / "features.h5").read_bytes() == bad
     assert not (tmp_path / "quarantine").exists()
     repaired(tmp_path)
@@ -343,7 +343,7 @@ def test_a_packed_file_that_cannot_be_read_now_is_left_where_it_is(
 
     monkeypatch.setattr("featx.store.chunk_table.open_metadata", failing)
     with pytest.raises(StoreError, match="When it can be read"):
-        set_damage_aside(report)
+        quarantine_damage(report)
     assert (tmp_path / "features.h5").exists()
 
 
@@ -352,7 +352,7 @@ def test_a_store_that_is_being_written_is_not_repaired(run: MadeRun, tmp_path: P
     spoil(tmp_path / "parts" / "part-000001.h5", "features/flat", 3)
     report = check_store(tmp_path)
     with run.session(tmp_path).hold(), pytest.raises(StoreLockedError):
-        set_damage_aside(report)
+        quarantine_damage(report)
     assert (tmp_path / "parts" / "part-000001.h5").exists()
 
 

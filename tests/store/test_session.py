@@ -96,7 +96,7 @@ def test_a_packed_store_is_done_and_leftover_parts_go(run: MadeRun, tmp_path: Pa
     pack(tmp_path)
     part_path(tmp_path, 2).unlink()
     with run.session(tmp_path).hold() as session:
-        assert session.packed
+        assert session.is_packed
         assert session.missing() == []
         assert session.failures == list(run.failures)
     assert not (tmp_path / "parts").exists()
@@ -190,9 +190,9 @@ def test_a_damaged_part_is_quarantined_and_computed_again(
         lost = missing(run, tmp_path)
     assert lost in ([], [0])  # no more than its chunks are needed to make it again
     assert "part-000000.h5 is not valid" in caplog.text
-    aside = list((tmp_path / "quarantine").iterdir())
-    assert len(aside) == 1
-    assert aside[0].name.startswith("part-000000.h5.")
+    quarantined = list((tmp_path / "quarantine").iterdir())
+    assert len(quarantined) == 1
+    assert quarantined[0].name.startswith("part-000000.h5.")
     run.write(tmp_path, lost, packed=True)
     assert_whole(run, tmp_path)
 
@@ -262,7 +262,7 @@ def test_a_damaged_packed_file_is_quarantined_and_the_parts_are_kept(
     change = {**DAMAGES, "not complete": edit(lambda file: file.attrs.modify("complete", False))}
     change[damage](tmp_path / "features.h5")
     with run.session(tmp_path).hold() as session:
-        assert not session.packed
+        assert not session.is_packed
         assert session.missing() == []
     assert [path.name[:11] for path in (tmp_path / "quarantine").iterdir()] == ["features.h5"]
     run.write(tmp_path, [], packed=True)
@@ -274,7 +274,7 @@ def test_a_part_under_the_packed_files_name_does_not_count(tmp_path: Path) -> No
     run.write(tmp_path)
     shutil.copy(part_path(tmp_path, 0), tmp_path / "features.h5")
     with run.session(tmp_path).hold() as session:
-        assert not session.packed
+        assert not session.is_packed
 
 
 @pytest.mark.parametrize("other", ["rows", "labels", "damaged"])
@@ -614,9 +614,9 @@ with session.hold():
     print("held", flush=True)
     for part in session.missing():
         session.commit(run.builder(part))
-    if not session.packed:
+    if not session.is_packed:
         pack(root)
-        session.after_packing()
+        session.finish_packing()
 """
 
 
@@ -646,7 +646,7 @@ def kill_until_done(tmp_path: Path, seed: int) -> None:
             break
     assert kills, "it was never killed; the test proves nothing"
     with run.session(root).hold() as session:
-        assert session.packed
+        assert session.is_packed
     assert dataset_digests(root / "features.h5") == expected
     assert_whole(run, root)
     assert temporary_files(root) == []

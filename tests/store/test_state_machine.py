@@ -33,7 +33,7 @@ from featx.store.listing import listing_identity
 from featx.store.manifest import Run, load_manifest
 from featx.store.pack import pack
 from featx.store.reader import FeatureStore
-from featx.store.repair import set_damage_aside
+from featx.store.repair import quarantine_damage
 from featx.store.session import missing_parts
 from featx.store.verification import check_store
 from featx.types import Status, StoreHeader
@@ -288,7 +288,7 @@ class StoreLife(RuleBasedStateMachine):
     @rule(resume=st.booleans())
     def repair(self, resume: bool) -> None:
         before = self.committed()
-        set_damage_aside(check_store(self.root))
+        quarantine_damage(check_store(self.root))
         now = self.committed()
         assert {name: now.get(name) for name in before} == before, "a good part was taken away"
         report = check_store(self.root)
@@ -332,7 +332,7 @@ class StoreLife(RuleBasedStateMachine):
         """Repair and the commands of all runs again: the store is as if nothing had happened."""
         if not self.started:
             return
-        set_damage_aside(check_store(self.root))
+        quarantine_damage(check_store(self.root))
         self.damaged = set()
         self.forget_flips()
         for _ in range(len(self.jobs) + 1):

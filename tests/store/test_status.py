@@ -87,7 +87,7 @@ def test_a_packed_store_is_complete(run: MadeRun, tmp_path: Path) -> None:
     run.write(tmp_path)
     with session.hold():
         pack(tmp_path)
-        session.after_packing()
+        session.finish_packing()
     status = store_status(tmp_path)
     assert (status.complete, status.packed, status.stuck) == (True, True, [])
 
@@ -98,7 +98,7 @@ def test_recent_writers_are_alive_and_others_reported(run: MadeRun, tmp_path: Pa
     heartbeat_file(tmp_path, pid=2, age_s=100)
     heartbeat_file(tmp_path, pid=3, age_s=-20)  # the clock of its file server is ahead
     status = store_status(tmp_path)
-    assert [worker.alive for worker in status.workers] == [True, False, True]
+    assert [worker.is_alive for worker in status.workers] == [True, False, True]
     assert len(status.stuck) == 1
     assert "pid 2 on elsewhere): last heartbeat 100 s ago" in status.stuck[0]
 
@@ -112,11 +112,11 @@ def test_on_this_machine_a_process_that_is_gone_is_told_at_once(
     host, here = socket.gethostname(), pid_namespace()
     heartbeat_file(tmp_path, host, process.pid, pids=here)
     heartbeat_file(tmp_path, host, os.getpid(), pids=here)
-    alive = {worker.values["pid"]: worker.alive for worker in store_status(tmp_path).workers}
+    alive = {worker.values["pid"]: worker.is_alive for worker in store_status(tmp_path).workers}
     assert alive == {process.pid: False, os.getpid(): True}
     # In a container that has this host's name, the number means another process.
     heartbeat_file(tmp_path, host, process.pid, pids=7)
-    alive = {worker.values["pid"]: worker.alive for worker in store_status(tmp_path).workers}
+    alive = {worker.values["pid"]: worker.is_alive for worker in store_status(tmp_path).workers}
     assert alive[process.pid]
 
 
@@ -159,16 +159,16 @@ def test_a_heartbeat_tells_what_is_done_and_leaves_nothing_behind(
     monkeypatch.setattr(heartbeat, "BEAT_S", 0.02)
     with Heartbeat(AtomicFolder(tmp_path), "cpu") as beat:
         beat.begin(Part(3, 24, 32))
-        beat.committed(Part(2, 16, 24))
+        beat.record_commit(Part(2, 16, 24))
         deadline = time.monotonic() + 10
         while not (records := read_heartbeats(tmp_path)) or records[0].values["part"] != 3:
             assert time.monotonic() < deadline
             time.sleep(0.02)
         (found,) = records
-        assert found.alive
+        assert found.is_alive
         assert found.values["part_rows"] == [24, 32]
         assert (found.values["parts"], found.values["rows"]) == (1, 8)
-        beat.committed(Part(3, 24, 32))
+        beat.record_commit(Part(3, 24, 32))
         assert found.values["last_commit"] == pytest.approx(time.time(), abs=5)
     assert list(tmp_path.iterdir()) == []
 

@@ -75,7 +75,7 @@ def run_stats(config: Config, config_yaml: str, source: Source | None = None) ->
         FeatxError: the config does not fit the statistics in the folder, or the run failed.
         Interrupted: a signal ended the run; complete parts are committed.
     """
-    path = Path(config.out).expanduser() / layout.STATS_OVERWRITING
+    path = Path(config.out).expanduser() / layout.STATS_OVERWRITE_MARKER
     marker = OverwriteMark(path, config, source is None)
 
     def output(config: Config) -> StatsOutput:
@@ -203,7 +203,7 @@ def _check_images(context: RunContext, parts: MomentsOfParts) -> None:
 
 def _clear(disk: AtomicFolder, overwrite: bool) -> None:
     """Delete unfinished files of killed processes; with overwrite, all statistics."""
-    names = (STATS_FILE, FAILURES_CSV, STATS_IMAGES, layout.STATS_OVERWRITING, layout.TRACE)
+    names = (STATS_FILE, FAILURES_CSV, STATS_IMAGES, layout.STATS_OVERWRITE_MARKER, layout.TRACE)
     for pattern in (*(f"{TEMPORARY}{name}.*" for name in names), f"{layout.WORKERS}/{TEMPORARY}*"):
         for leftover in disk.root.glob(pattern):
             disk.remove(leftover)

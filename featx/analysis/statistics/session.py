@@ -210,7 +210,7 @@ class MomentsOfParts:
         try:
             return self.tree.check_file(path, start, stop)
         except (DamagedError, LayerError) as error:  # LayerError: a file of this run has all layers
-            target = self.disk.set_aside(path, self.path.parent / layout.QUARANTINE)
+            target = self.disk.quarantine(path, self.path.parent / layout.QUARANTINE)
             logger.warning("%s Moved to %s; its rows are done again.", error, target)
             return None
 

@@ -149,7 +149,7 @@ class StatsSink:
     ) -> Sequence[Failure]:
         """Commit a part and report it."""
         committed_failures = self._commit(part, failures, moments, checksums)
-        self._heartbeat.committed(part)
+        self._heartbeat.record_commit(part)
         return committed_failures
 
 

@@ -15,7 +15,7 @@ from featx.errors import ConfigError
 from featx.images import PILLOW
 from featx.layers import RowLayout, channel_axis, token_geometries
 from featx.pipeline import check_out, list_images, seconds_of_part
-from featx.store import marks_digest
+from featx.store import content_tags_digest
 from featx.types import LayerSpec, Listing, ResumeState, Source, TokenGeometry
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ class StatsTarget:
         if (
             listing.content_tags is not None
         ):  # statistics store no tag per row, so the digest covers all
-            self.settings["data.content_tags"] = marks_digest(listing)
+            self.settings["data.content_tags"] = content_tags_digest(listing)
         return source, listing
 
     def unfinished(self, listing: Listing, chosen: ChosenLayers) -> ChosenLayers:

@@ -98,7 +98,7 @@ class Task:
                     if not missing:
                         return TaskResult([], WorkerStats())
                     folder = open_folder(spec.root)
-                    heartbeat = Heartbeat(folder, name, spec.driver, outlives=True)
+                    heartbeat = Heartbeat(folder, name, spec.driver, outlives_driver=True)
                     with heartbeat, worker_context(spec, self._device) as context:
                         ready_s = time.monotonic() - started_at
                         worker = PartWorker(context, spec, self._results.append, heartbeat)
@@ -194,7 +194,7 @@ def is_driver_alive(spec: WorkerSpec) -> bool:
         records = read_heartbeats(spec.root)
     except OSError:
         return True  # the store cannot be read now
-    return any(record.alive for record in records if record.path.name == spec.driver)
+    return any(record.is_alive for record in records if record.path.name == spec.driver)
 
 
 def submitit_module() -> Any:

@@ -155,7 +155,7 @@ def computed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[frozenset[str], int]
 def without_retry_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """A write to a disk or server that the test lets fail is not retried, and fails at once."""
     monkeypatch.setattr("featx.storage.durability.RETRY_WAITS_S", ())
-    monkeypatch.setattr("featx.storage.s3_outage.PATIENCE_S", 0.0)
+    monkeypatch.setattr("featx.storage.s3_outage.MAX_OUTAGE_S", 0.0)
 
 
 @pytest.fixture

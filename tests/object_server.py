@@ -120,7 +120,7 @@ class MemoryServer:
         if (bucket, key) not in self._objects:
             raise FileNotFoundError(errno.ENOENT, "no such object", key)
         if etag not in (None, self._objects[bucket, key][1]):
-            raise s3_client.TakenError(errno.EEXIST, "another one", key)
+            raise s3_client.PreconditionFailedError(errno.EEXIST, "another one", key)
         return self._objects[bucket, key]
 
     def _put_object(
@@ -134,7 +134,7 @@ class MemoryServer:
         if IfMatch is not None:
             self._found(Bucket, Key, IfMatch)
         if IfNoneMatch == "*" and (Bucket, Key) in self._objects:
-            raise s3_client.TakenError(errno.EEXIST, "it is there", Key)
+            raise s3_client.PreconditionFailedError(errno.EEXIST, "it is there", Key)
         etag = f'"{hashlib.md5(Body).hexdigest()}"'
         self._objects[Bucket, Key] = Body, etag, time.time()
         return {"ETag": etag}
@@ -147,7 +147,7 @@ class MemoryServer:
         if Range:
             first, last = map(int, Range.removeprefix("bytes=").split("-"))
             if first >= len(data):
-                raise s3_client.EmptyError(errno.EINVAL, "no such range", Key)
+                raise s3_client.InvalidRangeError(errno.EINVAL, "no such range", Key)
             found["ContentRange"] = f"{Range}/{len(data)}"
             data = data[first : last + 1]
         return {**found, "Body": data, "ContentLength": len(data)}

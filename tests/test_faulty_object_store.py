@@ -89,7 +89,7 @@ def test_a_server_that_refuses_everything_is_told_before_the_run(
         extract(str(photos), out=f"s3://{bucket}/run")
     assert ended.value.exit_code == 2
     proxy.spoil(lambda method, path: None)
-    assert not list(place(f"s3://{bucket}/run").entries())
+    assert not list(place(f"s3://{bucket}/run").objects())
 
 
 @pytest.mark.slow

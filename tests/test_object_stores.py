@@ -207,7 +207,7 @@ def test_nothing_of_the_credentials_is_kept_or_said(images: Path, out: str) -> N
     running = start(out, images, stderr=subprocess.PIPE)
     _, said = running.communicate(timeout=240)
     assert running.returncode == 0, said
-    kept = b"".join(path.read_bytes() for path, _ in place(out).entries())
+    kept = b"".join(path.read_bytes() for path, _ in place(out).objects())
     endpoint = os.environ["AWS_ENDPOINT_URL"].removeprefix("http://").encode()
     for secret in (b"id-of-a-tester", b"secret-of-a-tester", endpoint):
         assert secret not in kept

@@ -27,7 +27,7 @@ import featx
 from featx.errors import StoreError
 from featx.store import TokenReader
 from featx.torch import TokenDataset
-from featx.torch.keyed_delay import EpochOrder, Extent
+from featx.torch.keyed_delay import EpochOrder, EpochSizes
 from featx.torch.token_pool import TokenPool
 from featx.torch.token_selection import TokenBlocks, TokenSelection
 from featx.types import TokenGeometry
@@ -304,7 +304,9 @@ class ReaderThatCounts:
     def __init__(self) -> None:
         self.num_segments, self.highest = 0, 0
 
-    def jobs(self, rows: Any, positions: Any, out: Any, places: np.ndarray, size: int) -> list[Any]:
+    def read_tasks(
+        self, rows: Any, positions: Any, out: Any, places: np.ndarray, size: int
+    ) -> list[Any]:
         self.num_segments += 1
         self.highest = max(self.highest, int(places.max()))
         return [lambda: None]
@@ -314,7 +316,7 @@ class ReaderThatCounts:
 def test_segments_are_read_ahead_as_far_as_there_is_room(batch_size: int) -> None:
     """With large batches the tokens of several segments leave at once."""
     selection = TokenSelection(np.arange(6000), np.arange(5))
-    extent = Extent(len(selection), 300, 1, batch_size, False)
+    extent = EpochSizes(len(selection), 300, 1, batch_size, False)
     order = EpochOrder(TokenBlocks.of(selection, 1, 1), extent, (0, 0), 0, True)
     reader, held = ReaderThatCounts(), extent.held_tokens
     with ThreadPoolExecutor(1) as threads:
@@ -471,13 +473,13 @@ def test_parts_that_are_packed_before_jobs_read_them(
     out = np.zeros((90 * T, C * 2), np.uint8)
     rows, positions = np.divmod(np.arange(100 * T, 190 * T), T)
     places = np.random.default_rng(0).permutation(len(out))
-    jobs = reader.jobs(rows, positions, out, places, 10_000)
-    assert len(jobs) > 1
+    tasks = reader.read_tasks(rows, positions, out, places, 10_000)
+    assert len(tasks) > 1
     pack_alone(root)
     for path in (root / "parts").glob("*.h5"):
         path.unlink()
-    for job in jobs:
-        job()
+    for task in tasks:
+        task()
     expected = as_tokens(run, "tokens")[rows, positions]
     np.testing.assert_array_equal(out[places].view(np.float16), expected)
 
@@ -580,7 +582,7 @@ def test_tokens_of_ranks_are_those_of_their_blocks(world_size: int) -> None:
     """Of more blocks than are counted at once."""
     selection = TokenSelection(np.arange(300_001), np.arange(5))
     blocks = TokenBlocks.of(selection, 1, 2)
-    extent = Extent(len(selection), 100_000, world_size, 64, False)
+    extent = EpochSizes(len(selection), 100_000, world_size, 64, False)
     sizes = []
     for rank in range(world_size):
         order = EpochOrder(blocks, extent, (0, 0), rank, True)

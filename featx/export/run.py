@@ -22,7 +22,7 @@ from featx.errors import ConfigError, RunError, StoreError, StoreMismatchError, 
 from featx.export.base import FORMATS, File, Folder, Format
 from featx.export.hub import check_push, push
 from featx.export.selection import ExportSelection
-from featx.storage import TEMPORARY, AtomicFolder, exclusive_lock
+from featx.storage import TEMPORARY_PREFIX, AtomicFolder, exclusive_lock
 from featx.store import FeatureStore, layout, matching_layers
 from featx.types import Status
 
@@ -141,7 +141,7 @@ def _refuse_other_folders(out: Path) -> None:
 
 def _clear(disk: AtomicFolder, overwrite: bool) -> None:
     """Delete temporary files, and with overwrite the files of the existing export."""
-    for leftover in list(disk.root.rglob(f"{TEMPORARY}*")):
+    for leftover in list(disk.root.rglob(f"{TEMPORARY_PREFIX}*")):
         disk.remove(leftover)
     record = disk.root / RECORD
     if overwrite and record.exists():
@@ -308,15 +308,15 @@ def _write(disk: AtomicFolder, file: File | Folder) -> None:
         disk.make_folder(path.parent)
     if isinstance(file, Folder):
         disk.remove(path)  # complete, but the process was killed before it was recorded
-        with disk.filled_folder(path) as folder:
+        with disk.fill_folder(path) as folder:
             file.write(folder)
         return
     if file.reserved_bytes is not None:
-        with disk.reserved(path, file.reserved_bytes, replace=True) as stream:
+        with disk.reserve_file(path, file.reserved_bytes, replace=True) as stream:
             # h5py calls the methods of a file that ReservedFile has.
             file.write(cast(BinaryIO, stream))
         return
-    with disk.streamed(path) as stream:
+    with disk.stream_file(path) as stream:
         file.write(stream)
 
 

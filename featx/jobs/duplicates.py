@@ -32,7 +32,7 @@ def run(config: Config, config_yaml: str) -> int:
         groups = duplicate_groups(store, layer, threshold, config.device, progress.step)
     path = disk.root / "duplicates.csv"
     header = ("group", "size", "row", "key", "class", "cosine_to_first")
-    with disk.streamed(path) as file:
+    with disk.stream_file(path) as file:
         write_csv(file, header, _members(store, layer, groups))
     mixed = [group for group in groups if len(set(store.labels[group].tolist())) > 1]
     summary = {

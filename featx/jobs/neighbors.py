@@ -168,7 +168,7 @@ def _write_files(
     """
     disk = result_folder(store, config)
     table_file, csv_file = disk.root / "neighbors.npz", disk.root / "neighbors.csv"
-    with disk.streamed(table_file) as file:
+    with disk.stream_file(table_file) as file:
         np.savez(
             file,
             row=neighbours.rows,
@@ -184,7 +184,7 @@ def _write_files(
         disk.remove(csv_file)
         return [table_file]
     header = ("row", "key", "rank", "neighbor", "neighbor_key", neighbours.metric)
-    with disk.streamed(csv_file) as file:
+    with disk.stream_file(csv_file) as file:
         write_csv(file, header, _pairs(store, neighbours))
     return [table_file, csv_file]
 

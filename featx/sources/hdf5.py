@@ -24,7 +24,7 @@ from featx.sources.labels import Labels, from_names, from_numbers
 from featx.sources.pixel_encoding import encode_numbers, encode_pixels
 from featx.sources.registry import SOURCES, source_member
 from featx.sources.row_keys import numbered_keys, parse_numbered_key, sampled_content_tags
-from featx.store import check_plain, codecs, layout, open_hdf5
+from featx.store import codecs, layout, open_hdf5, open_plain_dataset
 from featx.types import ImageFault, Listing, Source, Status
 
 _CACHE_BYTES = 64 << 20
@@ -162,7 +162,7 @@ class Hdf5Source:
             DataError: there is no such dataset, or it refers to other files.
         """
         try:
-            return check_plain(file, name)
+            return open_plain_dataset(file, name)
         except StoreError as error:
             names = ", ".join(f"/{key}" for key in list(file)[:20])
             raise DataError(f"{error} At the top of the file: {names or 'nothing'}.") from error

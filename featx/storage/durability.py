@@ -16,7 +16,14 @@ T = TypeVar("T")
 RETRY_WAITS_S = (0.2, 1.0, 3.0)
 """Seconds to wait before each retry of a write on a full or failing disk, until the run stops."""
 
-_PASSING = {errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.ESTALE, errno.EAGAIN, errno.ETIMEDOUT}
+_TRANSIENT_ERRORS = {
+    errno.EIO,
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.ESTALE,
+    errno.EAGAIN,
+    errno.ETIMEDOUT,
+}
 """Errors that may pass: a full disk or quota, I/O errors, and lost connections of network disks."""
 
 
@@ -74,13 +81,13 @@ def with_retries(path: Path, write: Callable[[], T]) -> T:
         try:
             return write()
         except OSError as error:
-            if wait_s is None or error.errno not in _PASSING:
-                raise failed(path, error) from error
+            if wait_s is None or error.errno not in _TRANSIENT_ERRORS:
+                raise storage_error(path, error) from error
             time.sleep(wait_s)
     raise AssertionError("unreachable")
 
 
-def failed(path: Path | str, error: OSError, doing: str = "writing") -> StorageError:
+def storage_error(path: Path | str, error: OSError, doing: str = "writing") -> StorageError:
     """Error for a write that failed, with advice that fits its errno.
 
     Args:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from featx.errors import StoreError, StoreLockedError
-from featx.storage.durability import failed, sync_folder
+from featx.storage.durability import storage_error, sync_folder
 
 
 @contextlib.contextmanager
@@ -58,20 +58,20 @@ def exclusive_lock(path: Path) -> Iterator[int]:
                 "since": time.strftime("%Y-%m-%d %H:%M:%S"),
             }
         )
-        _note_holder(descriptor, holder_text)
+        _write_holder(descriptor, holder_text)
         try:
             # Names that a killed holder created may not be synced yet, and this run relies on them.
             sync_folder(path.parent)
         except OSError as error:
-            raise failed(path.parent, error) from error
+            raise storage_error(path.parent, error) from error
         yield descriptor
-        _note_holder(descriptor, "")
+        _write_holder(descriptor, "")
     finally:
         with contextlib.suppress(OSError):  # no data of the store was written through it
             os.close(descriptor)
 
 
-def _note_holder(descriptor: int, text: str) -> None:
+def _write_holder(descriptor: int, text: str) -> None:
     """Write into the lock file who holds it; only for people, so errors are ignored."""
     with contextlib.suppress(OSError):
         os.ftruncate(descriptor, 0)

@@ -58,7 +58,7 @@ class RawFile:
         if hasattr(self, "_descriptor"):
             close(self._descriptor)
 
-    def size_now(self) -> int:
+    def current_size(self) -> int:
         """Current size of the file in bytes."""
         return os.fstat(self._descriptor).st_size
 
@@ -68,31 +68,31 @@ class RawFile:
         shape = (max(0, self.size - width + 1),)
         return np.ndarray(shape, f"V{width}", self.mapped.data, strides=(1,))
 
-    def read_into(self, buffer: Bytes, at: int, label: str) -> None:
-        """Fill `buffer` with the bytes that start at `at`.
+    def read_into(self, buffer: Bytes, address: int, label: str) -> None:
+        """Fill `buffer` with the bytes that start at `address`.
 
         Args:
             buffer: (n,) uint8 array.
-            at: address of the first byte.
+            address: address of the first byte.
             label: name of what is read, for messages.
         """
         if self.mapped is None:
-            self.pread_into(buffer, at, label)
+            self.pread_into(buffer, address, label)
             return
-        buffer[:] = self.mapped[at : at + len(buffer)]
+        buffer[:] = self.mapped[address : address + len(buffer)]
 
-    def read_pieces(self, pieces: Iterable[tuple[Bytes, int]], label: str) -> None:
+    def read_ranges_into(self, ranges: Iterable[tuple[Bytes, int]], label: str) -> None:
         """Fill several buffers, each with the bytes that start at its address."""
-        for buffer, at in pieces:
-            self.read_into(buffer, at, label)
+        for buffer, address in ranges:
+            self.read_into(buffer, address, label)
 
-    def pread_into(self, buffer: Bytes, at: int, label: str) -> None:
+    def pread_into(self, buffer: Bytes, address: int, label: str) -> None:
         """Fill `buffer` by system calls, which raise an error where a memory map raises SIGBUS."""
         done = 0
         while done < len(buffer):
-            count = os.preadv(self._descriptor, [buffer[done:].data], at + done)
+            count = os.preadv(self._descriptor, [buffer[done:].data], address + done)
             if count == 0:
-                raise StoreError(f"{label}: the file ends before byte {at + len(buffer)}")
+                raise StoreError(f"{label}: the file ends before byte {address + len(buffer)}")
             done += count
 
 

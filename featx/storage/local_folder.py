@@ -21,12 +21,12 @@ from pathlib import Path
 from typing import BinaryIO
 
 from featx.errors import FeatxError, RunError, StoreError
-from featx.storage.durability import failed, sync_folder, with_retries, write_all
+from featx.storage.durability import storage_error, sync_folder, with_retries, write_all
 from featx.storage.folder_lock import exclusive_lock
 from featx.storage.reserved_file import ReservedFile
 from featx.storage.unfinished_file import UnfinishedFile
 
-TEMPORARY = ".tmp-"
+TEMPORARY_PREFIX = ".tmp-"
 """Prefix of the names of temporary files and folders."""
 
 _NO_HARD_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EMLINK, errno.ENOSYS}
@@ -41,7 +41,7 @@ class AtomicFolder:
 
     Attributes:
         root: folder of the store.
-        has_locks: whether `locked` keeps all other writers out.
+        has_locks: whether `lock` keeps all other writers out.
     """
 
     has_locks = True
@@ -78,7 +78,7 @@ class AtomicFolder:
                         self.sync_folder(there.parent)
                 self.sync_folder(folder.parent if new else folder)
             except OSError as error:
-                raise failed(folder, error) from error
+                raise storage_error(folder, error) from error
 
     def publish(self, path: Path, data: bytes | memoryview) -> bool:
         """Create a file, complete or not at all.
@@ -145,7 +145,7 @@ class AtomicFolder:
             with path.open("a", encoding="utf-8", errors="surrogateescape", newline="") as file:
                 file.write(text)
         except OSError as error:
-            raise failed(path, error) from error
+            raise storage_error(path, error) from error
 
     def write_best_effort(self, path: Path, text: str) -> None:
         """Replace the content of a file that only informs people.
@@ -158,7 +158,7 @@ class AtomicFolder:
                 temporary.write_text(text, encoding="utf-8")
                 temporary.replace(path)
 
-    def forget(self, path: Path) -> None:
+    def remove_best_effort(self, path: Path) -> None:
         """Delete a file written by `write_best_effort`, and its folder if that is empty."""
         with contextlib.suppress(OSError):
             path.unlink()
@@ -166,7 +166,7 @@ class AtomicFolder:
             path.parent.rmdir()
 
     @contextlib.contextmanager
-    def reserved(self, path: Path, size: int, replace: bool = False) -> Iterator[ReservedFile]:
+    def reserve_file(self, path: Path, size: int, replace: bool = False) -> Iterator[ReservedFile]:
         """File of limited size whose space is reserved first; published when the block succeeds.
 
         Args:
@@ -201,9 +201,9 @@ class AtomicFolder:
         except FeatxError:
             raise  # an error of the block; StoreError is an OSError too
         except OSError as error:
-            raise failed(path, error) from error
+            raise storage_error(path, error) from error
 
-    def unfinished(self, path: Path, replace: bool = False) -> UnfinishedFile:
+    def begin_file(self, path: Path, replace: bool = False) -> UnfinishedFile:
         """Begin a file that is written at any address and gets its name at the end.
 
         Args:
@@ -218,25 +218,25 @@ class AtomicFolder:
         return with_retries(path, lambda: UnfinishedFile(path, temporary, name, self.sync_folder))
 
     @contextlib.contextmanager
-    def streamed(self, path: Path) -> Iterator[BinaryIO]:
+    def stream_file(self, path: Path) -> Iterator[BinaryIO]:
         """File of any size, written sequentially; it replaces `path` when the block succeeds.
 
         Raises:
             RunError: the disk is full or fails; the old content is still there.
         """
         try:
-            self._remove_dead(path)
+            self._remove_abandoned(path)
             with self._temporary(path) as temporary, temporary.open("xb") as file:
-                _lock_as_alive(file)
+                _mark_in_use(file)
                 yield file
                 file.flush()
                 os.fsync(file.fileno())
                 os.replace(temporary, path)  # noqa: PTH105 - as in `replace`
             self.sync_folder(path.parent)
         except FeatxError:
-            raise  # an error of the block, as in `reserved`
+            raise  # an error of the block, as in `reserve_file`
         except OSError as error:
-            raise failed(path, error) from error
+            raise storage_error(path, error) from error
 
     def replace_unlocked(self, path: Path, data: bytes) -> None:
         """Replace the content of a file from a job that holds no lock on the folder.
@@ -246,9 +246,9 @@ class AtomicFolder:
         """
 
         def replace() -> None:
-            self._remove_dead(path)
+            self._remove_abandoned(path)
             with self._temporary(path) as temporary, temporary.open("xb") as file:
-                _lock_as_alive(file)
+                _mark_in_use(file)
                 file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
@@ -258,7 +258,7 @@ class AtomicFolder:
         with_retries(path, replace)
 
     @contextlib.contextmanager
-    def filled_folder(self, path: Path) -> Iterator[Path]:
+    def fill_folder(self, path: Path) -> Iterator[Path]:
         """Folder that the block fills; it gets its final name when the block succeeds.
 
         Yields:
@@ -285,7 +285,7 @@ class AtomicFolder:
         except FeatxError:
             raise
         except OSError as error:
-            raise failed(path, error) from error
+            raise storage_error(path, error) from error
 
     def quarantine(self, path: Path, folder: Path) -> Path:
         """Move a file into quarantine; it is never deleted.
@@ -307,7 +307,7 @@ class AtomicFolder:
             path.unlink(missing_ok=True)  # without hard links, `_link` has moved the file
             self.sync_folder(path.parent)
         except OSError as error:
-            raise failed(path, error) from error
+            raise storage_error(path, error) from error
         return target
 
     def remove(self, path: Path) -> None:
@@ -318,13 +318,13 @@ class AtomicFolder:
             else:
                 path.unlink(missing_ok=True)
         except OSError as error:
-            raise failed(path, error, "deleting") from error
+            raise storage_error(path, error, "deleting") from error
 
     def sync_folder(self, folder: Path) -> None:
         """Sync the entries of a folder, so that new names in it survive a power failure."""
         sync_folder(folder)
 
-    def locked(self, path: Path) -> contextlib.AbstractContextManager[int]:
+    def lock(self, path: Path) -> contextlib.AbstractContextManager[int]:
         """Hold the exclusive lock of the store within the block; see `exclusive_lock`."""
         return exclusive_lock(path)
 
@@ -346,11 +346,11 @@ class AtomicFolder:
 
     def _temporary_name(self, path: Path) -> Path:
         """New temporary name in the folder of `path`."""
-        return path.parent / f"{TEMPORARY}{path.name}.{os.getpid()}.{time.monotonic_ns()}"
+        return path.parent / f"{TEMPORARY_PREFIX}{path.name}.{os.getpid()}.{time.monotonic_ns()}"
 
-    def _remove_dead(self, path: Path) -> None:
+    def _remove_abandoned(self, path: Path) -> None:
         """Delete temporary files for a path whose writers are dead, and so hold no lock on them."""
-        for leftover in path.parent.glob(f"{TEMPORARY}{glob.escape(path.name)}.*"):
+        for leftover in path.parent.glob(f"{TEMPORARY_PREFIX}{glob.escape(path.name)}.*"):
             with contextlib.suppress(OSError), leftover.open("rb") as file:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 leftover.unlink()
@@ -388,7 +388,7 @@ class AtomicFolder:
         return True
 
 
-def _lock_as_alive(file: BinaryIO) -> None:
+def _mark_in_use(file: BinaryIO) -> None:
     """Lock a temporary file until it is closed, to show that its writer is alive.
 
     The kernel releases the lock of a killed process. On a file system without locks no process
@@ -398,7 +398,7 @@ def _lock_as_alive(file: BinaryIO) -> None:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
-def reads_back_differently(path: Path | str, dataset: str) -> RunError:
+def memory_mismatch_error(path: Path | str, dataset: str) -> RunError:
     """Error for an HDF5 file in memory whose content differs from what was written to it.
 
     Args:
@@ -412,7 +412,7 @@ def reads_back_differently(path: Path | str, dataset: str) -> RunError:
     )
 
 
-def other_bytes_on_disk(path: Path, what: str) -> RunError:
+def disk_mismatch_error(path: Path, what: str) -> RunError:
     """Error for a file that gives back other bytes than were written to it.
 
     Args:

@@ -33,33 +33,33 @@ ATTEMPTS = 4
 A request is repeated if it gets no answer, or one that asks to retry.
 """
 
-_LONGEST_PAUSE_S = 20.0
+_MAX_PAUSE_S = 20.0
 """Longest pause in seconds between two attempts during an outage."""
 
 # Error codes of S3 by what they mean for the caller. HEAD requests have no body, so botocore
 # reports their HTTP status instead of a code.
-_MISSING = ("NoSuchKey", "404", "NotFound")
-_TAKEN = ("PreconditionFailed", "412")
-_WAIT = (
+_NOT_FOUND = ("NoSuchKey", "404", "NotFound")
+_PRECONDITION_FAILED = ("PreconditionFailed", "412")
+_RETRYABLE = (
     "ConditionalRequestConflict", "OperationAborted", "SlowDown", "TooManyRequests", "Throttling",
     "ThrottlingException", "RequestLimitExceeded", "RequestTimeout", "409", "429", "503",
 )  # fmt: skip
-_REFUSED = (
+_ACCESS_DENIED = (
     "AccessDenied", "AllAccessDisabled", "InvalidAccessKeyId", "SignatureDoesNotMatch",
     "ExpiredToken", "InvalidToken",
 )  # fmt: skip
 
 
-class TakenError(OSError):
+class PreconditionFailedError(OSError):
     """The condition of a request does not hold: the name is taken, or the content has changed."""
 
 
-class EmptyError(OSError):
+class InvalidRangeError(OSError):
     """The requested range starts behind the end of the object."""
 
 
 @dataclass(frozen=True)
-class Entry:
+class ObjectMetadata:
     """Metadata of an object at one moment.
 
     Attributes:
@@ -85,8 +85,8 @@ def request(operation: str, **parameters: Any) -> dict[str, Any]:
 
     Raises:
         FileNotFoundError: the object does not exist.
-        TakenError: the condition of the request does not hold.
-        EmptyError: the range starts behind the end of the object.
+        PreconditionFailedError: the condition of the request does not hold.
+        InvalidRangeError: the range starts behind the end of the object.
         ObjectStoreError: the server refuses the request, has no such bucket, or does not answer;
             within `s3_outage.waiting_limit` only after the time limit.
     """
@@ -99,19 +99,19 @@ def request(operation: str, **parameters: Any) -> dict[str, Any]:
             answer = _attempt_request(s3, operation, parameters, url)
         except ObjectStoreError as error:
             if error.errno != errno.EAGAIN:
-                s3_outage.answered()
+                s3_outage.record_answer()
                 raise
             since = time.monotonic() if since is None else since
             # The jitter keeps the workers of a cluster from repeating their requests all at once.
             pause = pause_s * random.uniform(0.5, 1.0)
             if not s3_outage.wait(error, since, pause):
                 raise
-            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+            pause_s = min(2 * pause_s, _MAX_PAUSE_S)
         except OSError:
-            s3_outage.answered()
+            s3_outage.record_answer()
             raise
         else:
-            s3_outage.answered()
+            s3_outage.record_answer()
             return answer
 
 
@@ -147,7 +147,7 @@ def _attempt_request(
         except ClientError as error:
             described = _error_of(error.response, url)
             # botocore has already repeated requests that failed with status 500 or more.
-            should_retry = error.response.get("Error", {}).get("Code") in _WAIT
+            should_retry = error.response.get("Error", {}).get("Code") in _RETRYABLE
             if should_retry and attempt < ATTEMPTS:
                 time.sleep(0.1 * 2**attempt)
                 continue
@@ -156,8 +156,8 @@ def _attempt_request(
             text = f"{type(error).__name__}: {error}".rstrip(".")
             if isinstance(error, NoCredentialsError):
                 text += "; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE"
-            passing = (ConnectionError, HTTPClientError, IncompleteReadError, OSError)
-            number = errno.EAGAIN if isinstance(error, passing) else errno.EIO
+            transient = (ConnectionError, HTTPClientError, IncompleteReadError, OSError)
+            number = errno.EAGAIN if isinstance(error, transient) else errno.EIO
             raise ObjectStoreError(number, text, url) from error
     raise AssertionError("unreachable")
 
@@ -168,15 +168,15 @@ def _error_of(response: dict[str, Any], url: str) -> OSError:
     code = str(details.get("Code", ""))
     status = int(response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
     text = f"{code}: {details.get('Message', '')}".rstrip(".: ")
-    if code in _MISSING:
+    if code in _NOT_FOUND:
         return FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), url)
-    if code in _TAKEN:
-        return TakenError(errno.EEXIST, text, url)
+    if code in _PRECONDITION_FAILED:
+        return PreconditionFailedError(errno.EEXIST, text, url)
     if code == "InvalidRange":
-        return EmptyError(errno.EINVAL, text, url)
-    if code in _WAIT or status >= 500:
+        return InvalidRangeError(errno.EINVAL, text, url)
+    if code in _RETRYABLE or status >= 500:
         return ObjectStoreError(errno.EAGAIN, text, url)
-    if code in _REFUSED or status in (401, 403):
+    if code in _ACCESS_DENIED or status in (401, 403):
         return ObjectStoreError(errno.EACCES, f"the server refuses it ({text})", url)
     if code == "NoSuchBucket":
         return ObjectStoreError(errno.ENODEV, f"there is no such bucket ({text})", url)
@@ -215,42 +215,42 @@ def threads(process: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(CONNECTIONS, thread_name_prefix="featx-s3")
 
 
-def read(bucket: str, key: str, span: tuple[int, int] | None = None, etag: str | None = None) -> (
-    tuple[bytes, Entry]
-):  # fmt: skip
+def read(
+    bucket: str, key: str, byte_range: tuple[int, int] | None = None, etag: str | None = None
+) -> tuple[bytes, ObjectMetadata]:
     """Read an object, or the bytes [start, stop) of it as far as they exist.
 
     Args:
         bucket: name of the bucket.
         key: key of the object.
-        span: start and stop with start < stop; None for the whole object.
+        byte_range: start and stop with start < stop; None for the whole object.
         etag: entity tag that the object must still have; None accepts any.
 
     Returns:
         the bytes, and the metadata of the whole object.
 
     Raises:
-        TakenError: the object has another entity tag.
+        PreconditionFailedError: the object has another entity tag.
     """
     conditions = {} if etag is None else {"IfMatch": etag}
-    if span is not None:
-        conditions["Range"] = f"bytes={span[0]}-{span[1] - 1}"
+    if byte_range is not None:
+        conditions["Range"] = f"bytes={byte_range[0]}-{byte_range[1] - 1}"
     answer = request("get_object", Bucket=bucket, Key=key, **conditions)
-    entry = _entry(answer, "ContentLength")
+    metadata = _metadata(answer, "ContentLength")
     # Some servers ignore the condition of a GET and return the bytes of the new object.
-    if etag is not None and entry.etag != etag:
-        raise TakenError(
-            errno.EEXIST, f"it has the entity tag {entry.etag}", f"s3://{bucket}/{key}"
+    if etag is not None and metadata.etag != etag:
+        raise PreconditionFailedError(
+            errno.EEXIST, f"it has the entity tag {metadata.etag}", f"s3://{bucket}/{key}"
         )
     if "ContentRange" in answer:
         total = int(answer["ContentRange"].rpartition("/")[2])
-        entry = Entry(total, entry.etag, entry.modified)
-    return answer["Body"], entry
+        metadata = ObjectMetadata(total, metadata.etag, metadata.modified)
+    return answer["Body"], metadata
 
 
-def head(bucket: str, key: str) -> Entry:
+def head(bucket: str, key: str) -> ObjectMetadata:
     """Metadata of an object."""
-    return _entry(request("head_object", Bucket=bucket, Key=key), "ContentLength")
+    return _metadata(request("head_object", Bucket=bucket, Key=key), "ContentLength")
 
 
 def write(bucket: str, key: str, data: bytes | memoryview, **condition: str) -> None:
@@ -294,7 +294,9 @@ def copy(bucket: str, key: str, destination: str, etag: str) -> None:
     )
 
 
-def list_objects(bucket: str, prefix: str, most: int | None = None) -> Iterator[tuple[str, Entry]]:
+def list_objects(
+    bucket: str, prefix: str, most: int | None = None
+) -> Iterator[tuple[str, ObjectMetadata]]:
     """List the keys that begin with a prefix, in bytewise order.
 
     Args:
@@ -311,12 +313,14 @@ def list_objects(bucket: str, prefix: str, most: int | None = None) -> Iterator[
     while True:
         answer = request("list_objects_v2", **parameters)
         for details in answer.get("Contents", []):
-            yield details["Key"], _entry(details, "Size")
+            yield details["Key"], _metadata(details, "Size")
         if most is not None or not answer.get("IsTruncated"):
             return
         parameters["ContinuationToken"] = answer["NextContinuationToken"]
 
 
-def _entry(answer: dict[str, Any], size: str) -> Entry:
+def _metadata(answer: dict[str, Any], size: str) -> ObjectMetadata:
     """Metadata from an answer; `size` names its entry with the size."""
-    return Entry(int(answer[size]), str(answer["ETag"]), answer["LastModified"].timestamp())
+    return ObjectMetadata(
+        int(answer[size]), str(answer["ETag"]), answer["LastModified"].timestamp()
+    )

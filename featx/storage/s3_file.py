@@ -30,7 +30,7 @@ Bytes = npt.NDArray[np.uint8]
 BLOCK_BYTES = 64 << 10
 """Size of the blocks that are fetched for reads of HDF5."""
 
-_KEPT_BLOCKS = 32
+_MAX_CACHED_BLOCKS = 32
 """Number of blocks that are cached per file."""
 
 _GAP_BYTES = 64 << 10
@@ -39,7 +39,7 @@ _GAP_BYTES = 64 << 10
 _RANGE_BYTES = 8 << 20
 """Ranges longer than this are split into concurrent requests."""
 
-_FILES_AHEAD = 2 * s3_client.CONNECTIONS
+_NUM_PREFETCHED_FILES = 2 * s3_client.CONNECTIONS
 """Number of files to prefetch beyond the current one; each takes at most 2 MiB."""
 
 
@@ -48,13 +48,14 @@ class S3File(PositionedFile):
 
     Args:
         path: path of the object.
-        ahead: numbers of blocks to fetch now, besides the first one, as far as the object has them.
+        prefetched_blocks: numbers of blocks to fetch now, besides the first one, as far as the
+            object has them.
 
     Attributes:
         size: size in bytes.
         mapped: always None, as for a RawFile that is not mapped.
         error: error of the last failed read, which HDF5 may replace by its own.
-        used: numbers of the blocks that were read.
+        used_blocks: numbers of the blocks that were read.
 
     Raises:
         FileNotFoundError: the object does not exist.
@@ -63,21 +64,23 @@ class S3File(PositionedFile):
 
     mapped: Bytes | None = None
 
-    def __init__(self, path: S3Path, ahead: Iterable[int] = ()) -> None:
+    def __init__(self, path: S3Path, prefetched_blocks: Iterable[int] = ()) -> None:
         super().__init__()
         self.error: OSError | None = None
         self._path = path
         self._lock = threading.Lock()
         self._blocks: OrderedDict[int, bytes] = OrderedDict()
         try:
-            self._blocks[0], self._entry = s3_client.read(path.bucket, path.key, (0, BLOCK_BYTES))
-        except s3_client.EmptyError:
-            self._entry = path.entry()
-        self.size = self._entry.size
-        self.used: set[int] = set()
-        for block in sorted(ahead):
+            self._blocks[0], self._metadata = s3_client.read(
+                path.bucket, path.key, (0, BLOCK_BYTES)
+            )
+        except s3_client.InvalidRangeError:
+            self._metadata = path.metadata()
+        self.size = self._metadata.size
+        self.used_blocks: set[int] = set()
+        for block in sorted(prefetched_blocks):
             if block and block * BLOCK_BYTES < self.size:
-                self._keep(block, block)
+                self._fetch_blocks(block, block)
 
     def readinto(self, buffer: Any) -> int:
         view = memoryview(buffer).cast("B")
@@ -97,71 +100,71 @@ class S3File(PositionedFile):
             return b""
         first, last = address // BLOCK_BYTES, (stop - 1) // BLOCK_BYTES
         # A long read bypasses the cache, as it would push most other blocks out.
-        if last - first >= _KEPT_BLOCKS // 2:
+        if last - first >= _MAX_CACHED_BLOCKS // 2:
             whole = np.empty(stop - address, np.uint8)
             self.read_into(whole, address, str(self._path))
             return whole.tobytes()
         with self._lock:
-            lacking = [i for i in range(first, last + 1) if i not in self._blocks]
-            if lacking:
-                self._keep(lacking[0], lacking[-1])
-            self.used.update(range(first, last + 1))
+            missing = [i for i in range(first, last + 1) if i not in self._blocks]
+            if missing:
+                self._fetch_blocks(missing[0], missing[-1])
+            self.used_blocks.update(range(first, last + 1))
             for i in range(first, last + 1):
                 self._blocks.move_to_end(i)
             found = b"".join(self._blocks[i] for i in range(first, last + 1))
-            while len(self._blocks) > _KEPT_BLOCKS:
+            while len(self._blocks) > _MAX_CACHED_BLOCKS:
                 self._blocks.popitem(last=False)
         begin = address - first * BLOCK_BYTES
         return found[begin : begin + stop - address]
 
-    def _keep(self, first: int, last: int) -> None:
+    def _fetch_blocks(self, first: int, last: int) -> None:
         """Fetch blocks `first` to `last` by one request and put them into the cache."""
         start = first * BLOCK_BYTES
         data = self._fetch(start, min((last + 1) * BLOCK_BYTES, self.size))
         for i in range(first, last + 1):
-            at = i * BLOCK_BYTES - start
-            self._blocks[i] = data[at : at + BLOCK_BYTES]
+            offset = i * BLOCK_BYTES - start
+            self._blocks[i] = data[offset : offset + BLOCK_BYTES]
 
-    def size_now(self) -> int:
+    def current_size(self) -> int:
         """Size of the object; it cannot change, as every request asks for the same entity tag."""
         return self.size
 
-    def read_into(self, buffer: Bytes, at: int, label: str) -> None:
-        """Fill `buffer` with the bytes that start at `at`."""
-        self.read_pieces([(buffer, at)], label)
+    def read_into(self, buffer: Bytes, address: int, label: str) -> None:
+        """Fill `buffer` with the bytes that start at `address`."""
+        self.read_ranges_into([(buffer, address)], label)
 
     pread_into = read_into
 
-    def read_pieces(self, pieces: Iterable[tuple[Bytes, int]], label: str) -> None:
+    def read_ranges_into(self, ranges: Iterable[tuple[Bytes, int]], label: str) -> None:
         """Fill several buffers, each with the bytes that start at its address.
 
         Args:
-            pieces: (buffer, address) in any order; each buffer is a (n,) uint8 array.
+            ranges: (buffer, address) in any order; each buffer is a (n,) uint8 array.
             label: name of what is read, for messages.
 
         Raises:
             StoreError: the object ends before the last byte.
             OSError: the object cannot be read now, or was replaced.
         """
-        pieces = list(pieces)
-        over = max((at + len(buffer) for buffer, at in pieces), default=0)
-        if over > self.size:
-            raise StoreError(f"{label}: the file ends before byte {over}")
-        whole = [
-            (buffer[i : i + _RANGE_BYTES], at + i)
-            for buffer, at in pieces
+        ranges = list(ranges)
+        end = max((address + len(buffer) for buffer, address in ranges), default=0)
+        if end > self.size:
+            raise StoreError(f"{label}: the file ends before byte {end}")
+        split = [
+            (buffer[i : i + _RANGE_BYTES], address + i)
+            for buffer, address in ranges
             for i in range(0, len(buffer), _RANGE_BYTES)
         ]
-        whole.sort(key=lambda piece: piece[1])
+        split.sort(key=lambda piece: piece[1])
         groups: list[list[tuple[Bytes, int]]] = []
         stop = 0
-        for buffer, at in whole:
-            near = groups and at - stop <= _GAP_BYTES
-            if near and at + len(buffer) - groups[-1][0][1] <= _RANGE_BYTES:
-                groups[-1].append((buffer, at))
+        for buffer, address in split:
+            is_near = groups and address - stop <= _GAP_BYTES
+            if is_near and address + len(buffer) - groups[-1][0][1] <= _RANGE_BYTES:
+                groups[-1].append((buffer, address))
             else:
-                groups.append([(buffer, at)])
-            stop = max(stop if near else 0, at + len(buffer))
+                groups.append([(buffer, address)])
+            stop = max(stop if is_near else 0, address + len(buffer))
         if len(groups) == 1:
             self._fill(groups[0])
         else:
@@ -171,18 +174,18 @@ class S3File(PositionedFile):
     def _fill(self, group: Sequence[tuple[Bytes, int]]) -> None:
         """Fill buffers that lie close together by one request."""
         start = group[0][1]
-        stop = max(at + len(buffer) for buffer, at in group)
+        stop = max(address + len(buffer) for buffer, address in group)
         data = np.frombuffer(self._fetch(start, stop), np.uint8)
-        for buffer, at in group:
-            buffer[:] = data[at - start : at - start + len(buffer)]
+        for buffer, address in group:
+            buffer[:] = data[address - start : address - start + len(buffer)]
 
     def _fetch(self, start: int, stop: int) -> bytes:
         """Fetch the bytes [start, stop) of the object; its entity tag must be unchanged."""
         try:
             data, _ = s3_client.read(
-                self._path.bucket, self._path.key, (start, stop), self._entry.etag
+                self._path.bucket, self._path.key, (start, stop), self._metadata.etag
             )
-        except s3_client.TakenError as error:
+        except s3_client.PreconditionFailedError as error:
             text = "it was replaced while it was being read"
             raise ObjectStoreError(errno.ESTALE, text, str(self._path)) from error
         if len(data) != stop - start:
@@ -191,7 +194,7 @@ class S3File(PositionedFile):
         return data
 
 
-def fetched_ahead(paths: Sequence[Path]) -> Iterator[Callable[[], S3File] | None]:
+def prefetch_files(paths: Sequence[Path]) -> Iterator[Callable[[], S3File] | None]:
     """Prefetch files with the same layout, such as the parts of a run, in order.
 
     h5py lets only one thread at a time into HDF5, also while that thread waits for bytes. So
@@ -214,13 +217,13 @@ def fetched_ahead(paths: Sequence[Path]) -> Iterator[Callable[[], S3File] | None
     try:
         for number in range(len(objects)):
             # The first file shows which blocks to fetch.
-            most = number + (_FILES_AHEAD if number else 1)
+            most = number + (_NUM_PREFETCHED_FILES if number else 1)
             for path in objects[number + len(opening) : most]:
                 opening.append(s3_client.threads(os.getpid()).submit(S3File, path, used))
             now = opening.popleft()
             yield now.result
             if now.exception() is None:
-                used = now.result().used
+                used = now.result().used_blocks
     finally:
         for future in opening:
             future.cancel()

@@ -19,12 +19,12 @@ from pathlib import Path
 
 from featx.errors import ObjectStoreError, StoreError
 from featx.storage import s3_client, s3_outage
-from featx.storage.durability import failed, with_retries
+from featx.storage.durability import storage_error, with_retries
 from featx.storage.local_folder import AtomicFolder
-from featx.storage.s3_client import TakenError
+from featx.storage.s3_client import PreconditionFailedError
 from featx.storage.s3_path import S3Path
 
-_ENDLESS = 1 << 60
+_UNLIMITED_BYTES = 1 << 60
 
 _NO_ETAG = '"00000000000000000000000000000000"'
 """Entity tag that no object has, as no known content has this MD5."""
@@ -53,11 +53,11 @@ class S3Folder(AtomicFolder):
         Raises:
             RunError: the server refuses the request or does not answer.
         """
-        return with_retries(path, lambda: _created(path, data, IfNoneMatch="*"))
+        return with_retries(path, lambda: _write_object(path, data, IfNoneMatch="*"))
 
     def replace(self, path: Path, data: bytes | memoryview) -> None:
         """Create or replace an object, completely or not at all."""
-        with_retries(path, lambda: _created(path, data))
+        with_retries(path, lambda: _write_object(path, data))
 
     def replace_unlocked(self, path: Path, data: bytes) -> None:
         """Same as `replace`, as requests leave no temporary files behind."""
@@ -76,14 +76,17 @@ class S3Folder(AtomicFolder):
         """
 
         def compare_and_swap() -> bool:
-            found, entry = s3_client.read(*_of(path))
+            found, metadata = s3_client.read(*_bucket_and_key(path))
             if found == data:  # written by an earlier attempt whose answer was lost
                 return True
             if found != before:
                 return False
             # botocore repeats a request whose answer was lost. The object has the new content then,
             # and the server refuses the second request as it would after a write of someone else.
-            return _created(path, data, IfMatch=entry.etag) or s3_client.read(*_of(path))[0] == data
+            return (
+                _write_object(path, data, IfMatch=metadata.etag)
+                or s3_client.read(*_bucket_and_key(path))[0] == data
+            )
 
         return with_retries(path, compare_and_swap)
 
@@ -93,12 +96,12 @@ class S3Folder(AtomicFolder):
     def write_best_effort(self, path: Path, text: str) -> None:
         """Create or replace an object that only informs people; errors are ignored."""
         with s3_outage.without_waiting(), contextlib.suppress(OSError):
-            _created(path, text.encode())
+            _write_object(path, text.encode())
 
-    def forget(self, path: Path) -> None:
+    def remove_best_effort(self, path: Path) -> None:
         """Delete an object written by `write_best_effort`."""
         with s3_outage.without_waiting(), contextlib.suppress(OSError):
-            s3_client.delete(*_of(path))
+            s3_client.delete(*_bucket_and_key(path))
 
     def quarantine(self, path: Path, folder: Path) -> Path:
         """Copy a damaged object into quarantine, and delete it unless it was replaced meanwhile.
@@ -114,17 +117,17 @@ class S3Folder(AtomicFolder):
         """
 
         def quarantine() -> Path | None:
-            bucket, key = _of(path)
+            bucket, key = _bucket_and_key(path)
             try:
                 etag = s3_client.head(bucket, key).etag
-                aside = folder / f"{path.name}.{etag.strip(chr(34))[:16]}"
-                s3_client.copy(bucket, key, _of(aside)[1], etag)
-                if not _honours_deletions(aside):
+                quarantine_path = folder / f"{path.name}.{etag.strip(chr(34))[:16]}"
+                s3_client.copy(bucket, key, _bucket_and_key(quarantine_path)[1], etag)
+                if not _honours_delete_condition(quarantine_path):
                     return None
                 s3_client.delete(bucket, key, IfMatch=etag)
-            except (FileNotFoundError, TakenError):
+            except (FileNotFoundError, PreconditionFailedError):
                 return folder  # another writer was quicker
-            return aside
+            return quarantine_path
 
         moved = with_retries(path, quarantine)
         if moved is None:
@@ -138,23 +141,23 @@ class S3Folder(AtomicFolder):
 
     def remove(self, path: Path) -> None:
         """Delete an object, or all objects below a folder."""
-        bucket, key = _of(path)
+        bucket, key = _bucket_and_key(path)
         try:
             for name, _ in list(s3_client.list_objects(bucket, key)):
                 if name == key or name.startswith(f"{key}/"):
                     s3_client.delete(bucket, name)
         except OSError as error:
-            raise failed(path, error, "deleting") from error
+            raise storage_error(path, error, "deleting") from error
 
     def sync_folder(self, folder: Path) -> None:
         """Do nothing: acknowledged objects are durable."""
 
     def free_bytes(self) -> int:
         """Size that no store reaches, as a bucket has no limit."""
-        return _ENDLESS
+        return _UNLIMITED_BYTES
 
     @contextlib.contextmanager
-    def locked(self, path: Path) -> Iterator[int]:
+    def lock(self, path: Path) -> Iterator[int]:
         """Check that the server honours conditional writes; other writers are not kept out.
 
         Within the block, requests wait for a server that does not answer.
@@ -165,16 +168,16 @@ class S3Folder(AtomicFolder):
         Raises:
             StoreError: at the start, the server ignores the condition of a write, refuses to write,
                 or cannot be reached.
-            RunError: later, the server refuses a request, or does not answer for PATIENCE_S
+            RunError: later, the server refuses a request, or does not answer for MAX_OUTAGE_S
                 seconds.
         """
         holder = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.ctime()}
-        _created(path, json.dumps(holder).encode(), IfNoneMatch="*")
+        _write_object(path, json.dumps(holder).encode(), IfNoneMatch="*")
         # The lock object exists now, so both conditions are false and a correct server refuses.
         for condition in ({"IfNoneMatch": "*"}, {"IfMatch": _NO_ETAG}):
-            if _created(path, b"", **condition):
+            if _write_object(path, b"", **condition):
                 with contextlib.suppress(OSError):
-                    s3_client.delete(*_of(path))
+                    s3_client.delete(*_bucket_and_key(path))
                 raise StoreError(
                     f"{self.root}: the server ignores {next(iter(condition))} of a PUT request, "
                     "without which two writers could damage the store. Nothing was written. Use "
@@ -187,34 +190,34 @@ class S3Folder(AtomicFolder):
                 yield descriptor
         except ObjectStoreError as error:
             # The location was valid at the start, so this is a failure of the run (exit code 1).
-            raise failed(error.filename, error, "a request for") from error
+            raise storage_error(error.filename, error, "a request for") from error
         finally:
             os.close(descriptor)
 
 
-def _created(path: Path, data: bytes | memoryview, **condition: str) -> bool:
+def _write_object(path: Path, data: bytes | memoryview, **condition: str) -> bool:
     """Write an object; return False if the condition does not hold."""
     try:
-        s3_client.write(*_of(path), data, **condition)
-    except TakenError:
+        s3_client.write(*_bucket_and_key(path), data, **condition)
+    except PreconditionFailedError:
         return False
     return True
 
 
-def _honours_deletions(copy: Path) -> bool:
+def _honours_delete_condition(copy: Path) -> bool:
     """Whether the server honours the condition of a deletion, tried on a copy that may be lost.
 
     This is not checked at the start of a run, since only damaged objects are deleted with a
     condition.
     """
     try:
-        s3_client.delete(*_of(copy), IfMatch=_NO_ETAG)
-    except TakenError:
+        s3_client.delete(*_bucket_and_key(copy), IfMatch=_NO_ETAG)
+    except PreconditionFailedError:
         return True
     return False
 
 
-def _of(path: Path) -> tuple[str, str]:
+def _bucket_and_key(path: Path) -> tuple[str, str]:
     """Bucket and key of a path."""
     assert isinstance(path, S3Path), f"{path} is no object"
     return path.bucket, path.key

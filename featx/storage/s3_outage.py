@@ -11,13 +11,13 @@ from collections.abc import Iterator
 
 from featx.errors import ObjectStoreError
 
-PATIENCE_S = 600.0
+MAX_OUTAGE_S = 600.0
 """Seconds that a run waits for a server that does not answer or is overloaded."""
 
-_SLICE_S = 0.5
+_CHECK_INTERVAL_S = 0.5
 """Interval in seconds at which waiting threads check whether the run was told to stop."""
 
-_QUIET_S = 60.0
+_REPORT_INTERVAL_S = 60.0
 """Least seconds between two reports of an outage."""
 
 logger = logging.getLogger(__name__)
@@ -29,9 +29,9 @@ class Outage:
     def __init__(self) -> None:
         self._limits: dict[object, float] = {}  # running `waiting_limit` -> its seconds
         self._lock = threading.Lock()
-        self._began: float | None = None  # first failed request since the last answer
-        self._reported: float | None = None  # last report of an outage
-        self._is_reported = self._stopped = False
+        self._first_failure: float | None = None  # first failed request since the last answer
+        self._last_report: float | None = None  # last report of an outage
+        self._is_reported = self._is_stopped = False
 
     @property
     def limit_s(self) -> float:
@@ -45,7 +45,7 @@ class Outage:
         Several runs of one process may start and end in any order.
         """
         run = object()
-        self._limits[run], self._stopped = limit_s, False
+        self._limits[run], self._is_stopped = limit_s, False
         return run
 
     def end(self, run: object) -> None:
@@ -54,33 +54,35 @@ class Outage:
 
     def stop(self) -> None:
         """End every wait; takes no lock, so a signal handler may call it."""
-        self._stopped = True
+        self._is_stopped = True
 
-    def answered(self) -> None:
+    def record_answer(self) -> None:
         """Record that a request got an answer; report the end of a reported outage."""
-        if self._began is None:
+        if self._first_failure is None:
             return
         with self._lock:
             # Checked again under the lock: only one of several threads reports the end.
-            began, self._began = self._began, None
+            first_failure, self._first_failure = self._first_failure, None
             was_reported, self._is_reported = self._is_reported, False
-        if began is not None and was_reported:
-            logger.warning("the object store answers again after %.0f s", time.monotonic() - began)
+        if first_failure is not None and was_reported:
+            logger.warning(
+                "the object store answers again after %.0f s", time.monotonic() - first_failure
+            )
 
     def wait(self, error: ObjectStoreError, since: float, pause_s: float) -> bool:
         """Pause before a request is repeated; see the function `wait`."""
         now = time.monotonic()
         with self._lock:
-            if self._began is None:
-                self._began = since
-            left_s = min(since, self._began) + self.limit_s - now
-            if left_s <= 0 or self._stopped:
+            if self._first_failure is None:
+                self._first_failure = since
+            left_s = min(since, self._first_failure) + self.limit_s - now
+            if left_s <= 0 or self._is_stopped:
                 return False
             is_new = not self._is_reported and (
-                self._reported is None or now - self._reported > _QUIET_S
+                self._last_report is None or now - self._last_report > _REPORT_INTERVAL_S
             )
             if is_new:
-                self._is_reported, self._reported = True, now
+                self._is_reported, self._last_report = True, now
         if is_new:
             logger.warning(
                 "%s The run waits until the object store answers, at most %.0f s; nothing "
@@ -88,9 +90,9 @@ class Outage:
             )  # fmt: skip
         until = now + min(pause_s, left_s)
         while (left_s := until - time.monotonic()) > 0:
-            if self._stopped:
+            if self._is_stopped:
                 return False
-            time.sleep(min(left_s, _SLICE_S))
+            time.sleep(min(left_s, _CHECK_INTERVAL_S))
         return True
 
 
@@ -98,9 +100,9 @@ _outage = Outage()
 _waits = contextvars.ContextVar("waits", default=True)
 
 
-def answered() -> None:
+def record_answer() -> None:
     """Record that the server has answered a request of this process."""
-    _outage.answered()
+    _outage.record_answer()
 
 
 def wait(error: ObjectStoreError, since: float, pause_s: float) -> bool:
@@ -125,10 +127,10 @@ def waiting_limit(limit_s: float | None = None) -> Iterator[None]:
     wait, and one when the server answers again.
 
     Args:
-        limit_s: seconds from the first failed request; None for PATIENCE_S.
+        limit_s: seconds from the first failed request; None for MAX_OUTAGE_S.
     """
     outage = _outage
-    run = outage.start(PATIENCE_S if limit_s is None else limit_s)
+    run = outage.start(MAX_OUTAGE_S if limit_s is None else limit_s)
     try:
         yield
     finally:

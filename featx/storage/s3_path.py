@@ -15,7 +15,7 @@ from typing import Any
 
 from featx.errors import ConfigError, ObjectStoreError
 from featx.storage import s3_client
-from featx.storage.s3_client import Entry
+from featx.storage.s3_client import ObjectMetadata
 
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/(.*)")
 
@@ -88,18 +88,18 @@ class S3Path(PosixPath):
     def is_absolute(self) -> bool:
         return True
 
-    def entry(self) -> Entry:
+    def metadata(self) -> ObjectMetadata:
         """Metadata of the object; raises FileNotFoundError if it does not exist."""
         return s3_client.head(self.bucket, self.key)
 
-    def entries(self) -> Iterator[tuple[S3Path, Entry]]:
+    def objects(self) -> Iterator[tuple[S3Path, ObjectMetadata]]:
         """List all objects below this folder with their metadata."""
-        for key, entry in s3_client.list_objects(self.bucket, f"{self.key}/"):
-            yield S3Path("s3:", self.bucket, key), entry
+        for key, metadata in s3_client.list_objects(self.bucket, f"{self.key}/"):
+            yield S3Path("s3:", self.bucket, key), metadata
 
     def is_file(self) -> bool:
         try:
-            self.entry()
+            self.metadata()
         except FileNotFoundError:
             return False
         return True
@@ -112,18 +112,18 @@ class S3Path(PosixPath):
 
     def stat(self, *, follow_symlinks: bool = True) -> os.stat_result:
         """Size and time of the object; the inode number is derived from the entity tag."""
-        return _as_stat(self.__dict__.pop("_listed", None) or self.entry())
+        return _as_stat(self.__dict__.pop("_listed", None) or self.metadata())
 
     def glob(self, pattern: str) -> Iterator[S3Path]:  # type: ignore[override]
         """List objects directly in this folder; one request returns names and metadata."""
         start = re.split(r"[*?\[]", pattern, maxsplit=1)[0]
         folder = f"{self.key}/"
-        for key, entry in s3_client.list_objects(self.bucket, folder + start):
+        for key, metadata in s3_client.list_objects(self.bucket, folder + start):
             name = key[len(folder) :]
             if "/" not in name and fnmatch.fnmatchcase(name, pattern):
                 found = self / name
                 # `stat` uses this once instead of a request; a later call asks the server again.
-                found.__dict__["_listed"] = entry
+                found.__dict__["_listed"] = metadata
                 yield found
 
     def open(
@@ -139,10 +139,10 @@ class S3Path(PosixPath):
         return io.TextIOWrapper(data, encoding or "utf-8", errors, newline)
 
 
-def _as_stat(entry: Entry) -> os.stat_result:
+def _as_stat(metadata: ObjectMetadata) -> os.stat_result:
     """Metadata of an object as os.stat_result."""
-    inode = zlib.crc32(entry.etag.encode())
-    times = (int(entry.modified),) * 3
-    values = (stat.S_IFREG | 0o444, inode, 0, 1, 0, 0, entry.size, *times)
-    exact = {"st_mtime": entry.modified, "st_mtime_ns": int(entry.modified * 1e9)}
+    inode = zlib.crc32(metadata.etag.encode())
+    times = (int(metadata.modified),) * 3
+    values = (stat.S_IFREG | 0o444, inode, 0, 1, 0, 0, metadata.size, *times)
+    exact = {"st_mtime": metadata.modified, "st_mtime_ns": int(metadata.modified * 1e9)}
     return os.stat_result(values, exact)

@@ -9,14 +9,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 from featx.errors import FeatxError
-from featx.storage.durability import failed, with_retries, write_all
+from featx.storage.durability import storage_error, with_retries, write_all
 
 
 class UnfinishedFile:
     """Temporary file in the folder of its final name, open for writing at any address.
 
     It is deleted if it is not published: by `discard`, or when the object is collected or the
-    interpreter ends. Made by `AtomicFolder.unfinished`.
+    interpreter ends. Made by `AtomicFolder.begin_file`.
 
     Args:
         path: final name.
@@ -67,7 +67,7 @@ class UnfinishedFile:
                     break
                 done += count
         except OSError as error:
-            raise failed(self.path, error, "reading back") from error
+            raise storage_error(self.path, error, "reading back") from error
         return done
 
     def publish(self, check: Callable[[], None]) -> bool:
@@ -100,7 +100,7 @@ class UnfinishedFile:
         except FeatxError:
             raise  # an error of `check`; StoreError is an OSError too
         except OSError as error:
-            raise failed(self.path, error) from error
+            raise storage_error(self.path, error) from error
         finally:
             self.discard()
         return created

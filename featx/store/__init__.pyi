@@ -7,10 +7,10 @@ from .compatibility import refuse_difference as refuse_difference
 from .damage_report import Report as Report
 from .dtypes import from_raw as from_raw
 from .failures import failures_csv as failures_csv
-from .hdf5_files import check_plain as check_plain
 from .hdf5_files import damage_text as damage_text
 from .hdf5_files import open_hdf5 as open_hdf5
 from .hdf5_files import open_metadata as open_metadata
+from .hdf5_files import open_plain_dataset as open_plain_dataset
 from .heartbeat import DRIVER as DRIVER
 from .heartbeat import Heartbeat as Heartbeat
 from .heartbeat import HeartbeatRecord as HeartbeatRecord

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from featx.errors import StoreError
 from featx.store import layout
 from featx.store.dtypes import read_raw
-from featx.store.hdf5_files import check_plain
+from featx.store.hdf5_files import open_plain_dataset
 
 
 def row_datasets(file: h5py.File) -> list[str]:
@@ -42,7 +42,7 @@ def chunks_with_verdict(
     Yields:
         first row of the chunk, its rows as stored (bfloat16 as uint16), and whether they are good.
     """
-    dataset, sums = file[path], check_plain(file, f"{layout.CHECKSUMS}/{path}")[:]
+    dataset, sums = file[path], open_plain_dataset(file, f"{layout.CHECKSUMS}/{path}")[:]
     step = dataset.chunks[0]
     if len(sums) != -(-len(dataset) // step):
         raise StoreError(f"/{path} has {len(sums)} checksums for {len(dataset)} rows")
@@ -84,16 +84,18 @@ def good_chunks(
 def failures_agree(file: h5py.File) -> bool:
     """Whether /failures agrees with its checksum."""
     path = f"{layout.CHECKSUMS}/{layout.FAILURES}"
-    columns = [check_plain(file, f"{layout.FAILURES}/{name}")[:] for name in layout.FAILURE_COLUMNS]
-    return bool(check_plain(file, path)[0] == layout.failures_checksum(columns))
+    columns = [
+        open_plain_dataset(file, f"{layout.FAILURES}/{name}")[:] for name in layout.FAILURE_COLUMNS
+    ]
+    return bool(open_plain_dataset(file, path)[0] == layout.failures_checksum(columns))
 
 
 def classes_agree(file: h5py.File) -> bool:
     """Whether /classes agrees with its checksum."""
     path = f"{layout.CHECKSUMS}/{layout.CLASSES}"
-    values = check_plain(file, layout.CLASSES)[:]
+    values = open_plain_dataset(file, layout.CLASSES)[:]
     sums = layout.chunk_checksums(values, max(1, len(values)))
-    return bool(np.array_equal(check_plain(file, path)[:], sums))
+    return bool(np.array_equal(open_plain_dataset(file, path)[:], sums))
 
 
 def check_chunks(file: h5py.File) -> None:

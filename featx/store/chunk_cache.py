@@ -19,9 +19,9 @@ CACHE_BYTES = 64 << 20
 
 
 class DecodedChunks:
-    """Least recently used cache of decoded chunks, by the token of their dataset.
+    """Least recently used cache of decoded chunks, by the key of their dataset.
 
-    A token is an object that only one dataset uses; unlike an id, it is never reused.
+    A key is an object that only one dataset uses; unlike an id, it is never reused.
     """
 
     def __init__(self) -> None:
@@ -29,33 +29,35 @@ class DecodedChunks:
         self._chunks: OrderedDict[tuple[object, int], npt.NDArray[np.uint8]] = OrderedDict()
         self._bytes = 0
 
-    def get(self, token: object, number: int) -> npt.NDArray[np.uint8] | None:
+    def get(self, dataset_key: object, number: int) -> npt.NDArray[np.uint8] | None:
         """Chunk `number` of a dataset, or None if it is not cached."""
         with self._lock:
-            rows = self._chunks.get((token, number))
+            rows = self._chunks.get((dataset_key, number))
             if rows is not None:
-                self._chunks.move_to_end((token, number))
+                self._chunks.move_to_end((dataset_key, number))
             return rows
 
-    def put(self, token: object, number: int, chunk: npt.NDArray[np.uint8]) -> None:
+    def put(self, dataset_key: object, number: int, chunk: npt.NDArray[np.uint8]) -> None:
         """Add a chunk; the least recently used chunks are dropped to make room."""
         with self._lock:
-            if (token, number) in self._chunks or len(chunk) > CACHE_BYTES:
+            if (dataset_key, number) in self._chunks or len(chunk) > CACHE_BYTES:
                 return
-            self._chunks[token, number] = chunk
+            self._chunks[dataset_key, number] = chunk
             self._bytes += len(chunk)
             while self._bytes > CACHE_BYTES:
                 self._bytes -= len(self._chunks.popitem(last=False)[1])
 
-    def drop(self, token: object) -> None:
+    def drop(self, dataset_key: object) -> None:
         """Drop all chunks of a dataset."""
         with self._lock:
-            for key in [key for key in self._chunks if key[0] is token]:
+            for key in [key for key in self._chunks if key[0] is dataset_key]:
                 self._bytes -= len(self._chunks.pop(key))
 
 
-class Process:
-    """Thread pool and cache of one process; use `process()` to get them.
+class DecodePool:
+    """Threads that decode chunks, and the cache of decoded chunks, of one process.
+
+    Use `decode_pool()` to get it.
 
     Attributes:
         pid: process id.
@@ -65,21 +67,21 @@ class Process:
     def __init__(self) -> None:
         self.pid = os.getpid()
         self.cache = DecodedChunks()
-        self._threads = _num_cpus()
-        self._pool = ThreadPoolExecutor(self._threads, "featx-decode")
+        self._num_threads = _num_cpus()
+        self._pool = ThreadPoolExecutor(self._num_threads, "featx-decode")
 
-    def each(self, work: Callable[[T], None], items: Sequence[T]) -> None:
+    def for_each(self, work: Callable[[T], None], items: Sequence[T]) -> None:
         """Call work(item) for all items in the threads; raise the first error after all have ended.
 
         Args:
             work: function to call.
             items: arguments; a single item is handled in the calling thread.
         """
-        if len(items) == 1 or self._threads == 1:
+        if len(items) == 1 or self._num_threads == 1:
             for item in items:
                 work(item)
             return
-        share = -(-len(items) // (4 * self._threads))
+        share = -(-len(items) // (4 * self._num_threads))
         shares = [items[i : i + share] for i in range(0, len(items), share)]
 
         def work_on(share: Sequence[T]) -> None:
@@ -92,17 +94,17 @@ class Process:
             future.result()
 
 
-_shared: Process | None = None
+_shared: DecodePool | None = None
 
 
-def process() -> Process:
+def decode_pool() -> DecodePool:
     """Thread pool and cache of this process, created again after a fork.
 
     Threads do not survive a fork, and locks may be held by threads that are gone.
     """
     global _shared
     if _shared is None or _shared.pid != os.getpid():
-        _shared = Process()
+        _shared = DecodePool()
     return _shared
 
 

@@ -19,8 +19,8 @@ Verify: TypeAlias = Literal["chunks", "rows", False]
 chunks of compressed layers. 'rows': all chunks of which a row is read. False: none.
 """
 
-_SHARE = 4
-_SHARE_FAR = 2
+_INVERSE_SHARE = 4
+_INVERSE_SHARE_REMOTE = 2
 """Inverse of the share of a chunk that a read must take for the chunk to be compared.
 
 To compare a chunk means to read all of it, which is more expensive in an object store.
@@ -51,11 +51,11 @@ class ChunkCheck:
 
     Args:
         dataset: chunked dataset of a file open for reading.
-        sums: (chunks,) uint32, `layout.checksum` of the rows of each chunk.
+        checksums: (chunks,) uint32, `layout.checksum` of the rows of each chunk.
         path: path of the file, for messages.
         first_row: first row of the dataset in the store, for messages.
         all_rows: compare every chunk of which a row is read.
-        is_far: whether the file lies in an object store.
+        is_remote: whether the file lies in an object store.
 
     Raises:
         StoreError: the number of checksums differs from the number of chunks.
@@ -64,58 +64,64 @@ class ChunkCheck:
     def __init__(
         self,
         dataset: h5py.Dataset,
-        sums: npt.NDArray[np.uint32],
+        checksums: npt.NDArray[np.uint32],
         path: Path,
         first_row: int,
         all_rows: bool,
-        is_far: bool = False,
+        is_remote: bool = False,
     ) -> None:
         self._name = dataset.name
         self._num_rows = len(dataset)
-        self._step = int(dataset.chunks[0])
+        self._rows_per_chunk = int(dataset.chunks[0])
         item_bytes = dataset.id.get_type().get_size()  # h5py calls a bfloat16 a float32
         self._row_bytes = int(np.prod(dataset.shape[1:], dtype=np.int64)) * item_bytes
         self._path = path
         self._first_row = first_row
-        num_chunks = -(-self._num_rows // self._step)
-        if sums.shape != (num_chunks,) or sums.dtype.kind != "u":
+        num_chunks = -(-self._num_rows // self._rows_per_chunk)
+        if checksums.shape != (num_chunks,) or checksums.dtype.kind != "u":
             raise StoreError(
-                f"{path}: {self._name} has {num_chunks} chunks, and its checksums are {sums.shape} "
-                f"{sums.dtype}. {repair_hint(path)}"
+                f"{path}: {self._name} has {num_chunks} chunks, and its checksums are "
+                f"{checksums.shape} {checksums.dtype}. {repair_hint(path)}"
             )
-        self._sums = sums
-        self._compared = np.zeros(num_chunks, np.bool_)
-        share = _SHARE_FAR if is_far else _SHARE
+        self._checksums = checksums
+        self._is_compared = np.zeros(num_chunks, np.bool_)
+        share = _INVERSE_SHARE_REMOTE if is_remote else _INVERSE_SHARE
         # Otherwise a single row never makes a longer chunk due, and skips all further work.
-        self._single_rows = all_rows or self._step == 1
-        self._enough = 1 if self._single_rows else max(2, -(-self._step // share))
+        self._may_compare_single_row = all_rows or self._rows_per_chunk == 1
+        self._min_due_rows = (
+            1 if self._may_compare_single_row else max(2, -(-self._rows_per_chunk // share))
+        )
 
     def chunk_rows(self, chunk: int) -> int:
         """Number of rows in a chunk."""
-        return min(self._step, self._num_rows - chunk * self._step)
+        return min(self._rows_per_chunk, self._num_rows - chunk * self._rows_per_chunk)
 
-    def due_of_run(self, first: int, count: int) -> list[int]:
+    def due_in_range(self, first: int, count: int) -> list[int]:
         """Chunks that must be compared before rows [first, first + count) are returned."""
         stop = first + count
-        if count <= 1 and not self._single_rows and stop < self._num_rows:
+        if count <= 1 and not self._may_compare_single_row and stop < self._num_rows:
             return []
-        low = first // self._step
-        undone = np.flatnonzero(~self._compared[low : (stop - 1) // self._step + 1]) + low
+        low = first // self._rows_per_chunk
+        uncompared = (
+            np.flatnonzero(~self._is_compared[low : (stop - 1) // self._rows_per_chunk + 1]) + low
+        )
         return [
             chunk
-            for chunk in undone.tolist()
+            for chunk in uncompared.tolist()
             if self._is_due(
-                chunk, min(stop, (chunk + 1) * self._step) - max(first, chunk * self._step)
+                chunk,
+                min(stop, (chunk + 1) * self._rows_per_chunk)
+                - max(first, chunk * self._rows_per_chunk),
             )
         ]
 
-    def due_of_rows(self, rows: npt.NDArray[np.int64]) -> list[int]:
+    def due_in_rows(self, rows: npt.NDArray[np.int64]) -> list[int]:
         """Chunks, in ascending order, to compare before rows in any order are returned."""
-        chunks = rows // self._step
-        undone = chunks[~self._compared[chunks]]
-        if not len(undone):
+        chunks = rows // self._rows_per_chunk
+        uncompared = chunks[~self._is_compared[chunks]]
+        if not len(uncompared):
             return []
-        due, counts = np.unique(undone, return_counts=True)
+        due, counts = np.unique(uncompared, return_counts=True)
         pairs = zip(due.tolist(), counts.tolist(), strict=True)
         return [chunk for chunk, count in pairs if self._is_due(chunk, count)]
 
@@ -129,18 +135,18 @@ class ChunkCheck:
         Raises:
             StoreError: the rows differ from the checksum.
         """
-        if self._compared[chunk]:
+        if self._is_compared[chunk]:
             return
         num_rows = self.chunk_rows(chunk)
         rows = data.reshape(-1).view(np.uint8)[: num_rows * self._row_bytes]
-        if layout.checksum(rows) != self._sums[chunk]:
-            first = self._first_row + chunk * self._step
+        if layout.checksum(rows) != self._checksums[chunk]:
+            first = self._first_row + chunk * self._rows_per_chunk
             raise StoreError(
                 f"{self._path}: {self._name}, rows {first} to {first + num_rows - 1} differ from "
                 f"their checksum. {repair_hint(self._path)}"
             )
-        self._compared[chunk] = True
+        self._is_compared[chunk] = True
 
     def _is_due(self, chunk: int, count: int) -> bool:
         """Whether a read of `count` rows of a chunk is large enough to compare it."""
-        return count >= self._enough or count >= self.chunk_rows(chunk)
+        return count >= self._min_due_rows or count >= self.chunk_rows(chunk)

@@ -25,7 +25,7 @@ import numpy.typing as npt
 from featx.errors import StoreError
 from featx.store import codecs, layout
 from featx.store.checksums import chunks_with_verdict, failures_agree, row_datasets
-from featx.store.dtypes import NAMES, hdf5_type, name_of, raw_dtype, read_raw
+from featx.store.dtypes import NAMES, dtype_name, hdf5_type, raw_dtype, read_raw
 from featx.store.filter_pipeline import Pipeline
 from featx.store.hdf5_files import open_metadata, open_raw
 from featx.store.manifest import num_runs_of
@@ -47,8 +47,6 @@ _FIRST_WINDOW = 64 << 10
 
 LOST_TEXT = b"lost with a damaged file"
 """Placeholder for an unknown exception or message of a failure."""
-
-_LZF = h5py.h5z.FILTER_LZF
 
 
 class RawBytes(Protocol):
@@ -88,7 +86,7 @@ def write_chunk_table(file: h5py.File, identity: str, num_runs: int, start: int)
             {
                 "path": path,
                 "shape": dataset.shape,
-                "dtype": name_of(dataset) if is_feature else dataset.dtype.str,
+                "dtype": dtype_name(dataset) if is_feature else dataset.dtype.str,
                 "chunk_rows": dataset.chunks[0] if dataset.chunks else max(1, len(dataset)),
                 "filters": [[number, list(values)] for number, _, values, _ in filters],
                 "chunks": len(table),
@@ -327,11 +325,10 @@ def _decoded(entry: DatasetEntry, stored: bytes, mask: int) -> bytes:
     shape = (entry.chunk_rows, *entry.shape[1:])
     if mask == (1 << len(entry.filters)) - 1:  # no filters, or all were skipped for this chunk
         return stored
-    if entry.filters[-1][0] > _LZF:  # the filters of larger numbers are plug-ins
-        codecs.load_plugin()
+    codecs.load_plugin_for(number for number, _ in entry.filters)
     chunk_bytes = int(np.prod(shape, dtype=np.int64)) * entry.raw_dtype.itemsize
     pipeline = Pipeline(entry.filters, chunk_bytes)
-    if pipeline.supported:
+    if pipeline.is_supported:
         return pipeline.decode(stored, mask).tobytes()
     # Only HDF5 knows this filter, so it reads a file in memory that holds this one chunk.
     with h5py.File(io.BytesIO(), "w", libver=layout.LIBVER) as file:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,6 +53,22 @@ def load_plugin() -> Any:
             "this codec needs the package hdf5plugin: pip install hdf5plugin."
         ) from error
     return hdf5plugin
+
+
+def load_plugin_for(filters: Iterable[int]) -> None:
+    """Import hdf5plugin if one of some filters is not part of h5py.
+
+    Args:
+        filters: HDF5 filter numbers.
+
+    Raises:
+        MissingExtraError: hdf5plugin is needed and not installed.
+    """
+    import h5py  # here, as the names of codecs are listed without h5py
+
+    # LZF has the highest number of the filters that are part of h5py.
+    if any(number > h5py.h5z.FILTER_LZF for number in filters):
+        load_plugin()
 
 
 def _zstd() -> dict[str, Any]:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import h5py
 
-from featx.storage import TEMPORARY, AtomicFolder
+from featx.storage import TEMPORARY_PREFIX, AtomicFolder
 from featx.store import layout
 from featx.store.failures import read_failures
 from featx.store.hdf5_files import damage_text, open_metadata
@@ -221,7 +221,7 @@ def quarantine_invalid(disk: AtomicFolder, path: Path, problem: str) -> None:
 def remove_parts(disk: AtomicFolder) -> None:
     """Delete the parts and pieces of a store, and their folder if it is empty."""
     parts = disk.root / layout.PARTS
-    for pattern in (layout.PART_GLOB, layout.PIECE_GLOB, f"{TEMPORARY}*"):
+    for pattern in (layout.PART_GLOB, layout.PIECE_GLOB, f"{TEMPORARY_PREFIX}*"):
         for path in parts.glob(pattern):
             disk.remove(path)
     with contextlib.suppress(OSError):  # it holds other files, or does not exist

@@ -199,7 +199,7 @@ def pipelines_of(run: Run, specs: Sequence[LayerSpec]) -> dict[str, Pipeline] | 
             step = _chunk_rows(run, spec)
             create_layer(file, spec, Extent(step, step, step), run.codec)
             found[spec.name] = Pipeline.of(file[f"{layout.FEATURES}/{spec.name}"])
-    return found if all(pipeline.supported for pipeline in found.values()) else None
+    return found if all(pipeline.is_supported for pipeline in found.values()) else None
 
 
 def _chunk_rows(run: Run, spec: LayerSpec) -> int:

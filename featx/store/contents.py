@@ -12,7 +12,7 @@ import numpy as np
 from featx.errors import StoreError
 from featx.store import layout
 from featx.store.dtypes import memory_dtype
-from featx.store.hdf5_files import Handles, OpenFile, check_hard
+from featx.store.hdf5_files import Handles, OpenFile, check_hard_links
 from featx.store.manifest import DamagedManifestError, Manifest, Run, load_manifest, num_runs_of
 from featx.store.part_files import names_in
 from featx.store.pieces import Pieces, piece_path
@@ -166,7 +166,7 @@ def _packed_contents(path: Path, handles: Handles) -> tuple[Contents, int | None
                     f"{path}: /{name} is {column.shape} {column.dtype}; the store has {num_rows} "
                     "rows."
                 )
-        check_hard(opened.file, layout.FEATURES)
+        check_hard_links(opened.file, layout.FEATURES)
         layers = {name: _layer_info(opened, name, num_rows) for name in opened.names()}
         classes = opened.texts(layout.CLASSES)
         names = opened.column_names()

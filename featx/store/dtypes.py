@@ -40,7 +40,7 @@ def raw_dtype(name: str) -> np.dtype[Any]:
     return np.dtype(_RAW[name])
 
 
-def name_of(dataset: h5py.Dataset) -> str:
+def dtype_name(dataset: h5py.Dataset) -> str:
     """Name of the number type of a dataset.
 
     h5py reports bfloat16 as float32, so the HDF5 types are compared.
@@ -95,7 +95,7 @@ def read_raw(dataset: h5py.Dataset, start: int, stop: int) -> npt.NDArray[Any]:
         start: first row.
         stop: row after the last one.
     """
-    if dataset.dtype != memory_dtype("bfloat16") or name_of(dataset) != "bfloat16":
+    if dataset.dtype != memory_dtype("bfloat16") or dtype_name(dataset) != "bfloat16":
         rows: npt.NDArray[Any] = dataset[start:stop]
         return rows
     bits = np.empty((stop - start, *dataset.shape[1:]), raw_dtype("bfloat16"))

@@ -16,8 +16,8 @@ from featx.store import layout
 from featx.store.checksums import chunks_with_verdict, classes_agree, failures_agree
 from featx.store.chunk_table import has_chunk_table
 from featx.store.damage_report import Damage, Report
-from featx.store.dtypes import from_raw, name_of
-from featx.store.hdf5_files import check_hard, check_plain, damage_text, open_hdf5
+from featx.store.dtypes import dtype_name, from_raw
+from featx.store.hdf5_files import check_hard_links, damage_text, open_hdf5, open_plain_dataset
 from featx.store.listing import (
     column_names,
     is_column_type,
@@ -69,7 +69,7 @@ def check_file(path: Path, expected: ExpectedFile, listing: Listing | None, repo
                 report.damages.append(Damage(path, what))
             if layout.CHUNK_TABLE in file and not has_chunk_table(path):
                 report.damages.append(Damage(path, f"/{layout.CHUNK_TABLE} is damaged"))
-            check_hard(file, layout.FEATURES)
+            check_hard_links(file, layout.FEATURES)
             names = {spec.name for spec in expected.specs}
             for name in file[layout.FEATURES]:
                 if name not in names:
@@ -111,7 +111,7 @@ def _check_columns(
     num_rows = expected.stop - expected.start
     columns: dict[str, npt.NDArray[Any]] = {}
     if layout.COLUMNS in file:
-        check_hard(file, layout.COLUMNS)
+        check_hard_links(file, layout.COLUMNS)
     column_paths = [f"{layout.COLUMNS}/{name}" for name in column_names(file)]
     kinds = {
         layout.KEY: "S",
@@ -120,7 +120,7 @@ def _check_columns(
         layout.IMAGE_CHECKSUM: "<u8",
     }
     for name in (*kinds, *column_paths):
-        dataset = check_plain(file, name)
+        dataset = open_plain_dataset(file, name)
         kind = kinds.get(name)
         right = is_column_type(dataset.dtype) if kind is None else kind in _kinds(dataset)
         if dataset.shape != (num_rows,) or not right:
@@ -146,7 +146,7 @@ def _check_columns(
         for name in [name for name in of_listing if name in columns]:
             if not same_values(columns[name], of_listing[name][rows]):
                 report.damages.append(Damage(path, f"/{name} is not that of the listing"))
-        check_plain(file, layout.CLASSES)
+        open_plain_dataset(file, layout.CLASSES)
         classes = layout.text_array(listing.classes).tolist()
         stored_classes = file[layout.CLASSES][:].tolist()
         # Rows that were added later may have added classes.
@@ -178,7 +178,7 @@ def _check_failures(
     failed = np.flatnonzero(status != Status.OK) + expected.start
     columns = {}
     for name in layout.FAILURE_COLUMNS:
-        columns[name] = check_plain(file, f"{layout.FAILURES}/{name}")[:]
+        columns[name] = open_plain_dataset(file, f"{layout.FAILURES}/{name}")[:]
     failed_rows = columns["row"]
     lengths = {len(values) for values in columns.values()}
     if not np.array_equal(failed_rows, failed) or len(lengths) > 1:
@@ -204,11 +204,11 @@ def _check_layer(
 ) -> None:
     """Check every chunk of a layer: its checksum, values in ok rows, and NaN in failed rows."""
     name = f"{layout.FEATURES}/{spec.name}"
-    dataset = check_plain(file, name)
+    dataset = open_plain_dataset(file, name)
     shape = (expected.stop - expected.start, *spec.shape)
-    if dataset.shape != shape or name_of(dataset) != spec.dtype:
+    if dataset.shape != shape or dtype_name(dataset) != spec.dtype:
         raise StoreError(
-            f"/{name} is {dataset.shape} {name_of(dataset)}, expected {shape} {spec.dtype}"
+            f"/{name} is {dataset.shape} {dtype_name(dataset)}, expected {shape} {spec.dtype}"
         )
     wanted = layout.layer_attributes(spec)
     if "token_grid" in dataset.attrs:  # a file packed by an older release has no places of tokens

@@ -41,18 +41,18 @@ class Pipeline:
 
     Attributes:
         chunk_bytes: as above.
-        supported: whether all filters are known here; otherwise h5py must be used.
+        is_supported: whether all filters are known here; otherwise h5py must be used.
     """
 
     def __init__(self, filters: list[tuple[int, tuple[int, ...]]], chunk_bytes: int) -> None:
         self.chunk_bytes = chunk_bytes
         self._stages: list[_Stage] = []
-        self.supported = True
+        self.is_supported = True
         for position, (number, values) in enumerate(filters):
             stage = _stage(number, values, chunk_bytes)
             # The decoded size of a compressor is known only if it is the last filter.
             if stage is None or (number != _SHUFFLE and position + 1 < len(filters)):
-                self.supported = False
+                self.is_supported = False
                 return
             self._stages.append(stage)
 
@@ -78,7 +78,7 @@ class Pipeline:
         Args:
             chunk: object with chunk_bytes contiguous bytes, in C order.
         """
-        require(self.supported, "this pipeline is a case for h5py")
+        require(self.is_supported, "this pipeline is a case for h5py")
         data = _flat(chunk)
         require(len(data) == self.chunk_bytes, f"{len(data)} bytes, a chunk has {self.chunk_bytes}")
         for stage in self._stages:
@@ -98,7 +98,7 @@ class Pipeline:
         Raises:
             StoreError: the bytes are damaged; never more than a chunk is decoded.
         """
-        require(self.supported, "this pipeline is a case for h5py")
+        require(self.is_supported, "this pipeline is a case for h5py")
         data = _flat(stored)
         if filter_mask >> len(self._stages):
             raise StoreError(f"the filter mask {filter_mask:#x} names filters that are not there")

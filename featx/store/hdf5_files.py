@@ -22,24 +22,26 @@ from featx.storage import S3File, S3Path
 from featx.store import codecs, layout
 from featx.store.attribute_checksums import check_texts
 from featx.store.chunk_check import ChunkCheck, Verify, repair_hint
-from featx.store.chunk_reader import ChunkRows
+from featx.store.chunk_reader import ChunkReader
 from featx.store.mapped_dataset import mapped_values
 
-_MAX_OPEN_FILES = 128
-_SHARE_OF_LIMIT = 8
-"""Limits on the number of files that a store keeps open per process.
-
-These are _MAX_OPEN_FILES, and 1/_SHARE_OF_LIMIT of the limit of the process if that is less.
-"""
-
-_LZF = h5py.h5z.FILTER_LZF
-"""Highest number of the filters that are part of h5py; others come with hdf5plugin."""
+_MAX_OPEN_FILES, _SHARE_OF_LIMIT = 128, 8
+"""Limits on the number of open files: see `max_open_files`."""
 
 _MAX_COMPRESSION = 1 << 20
 """Largest compression ratio that a dataset may claim, so that a damaged file cannot exhaust memory.
 
 Zeros and NaN compress well: 32,768 times with zstd, and a whole row to 32 bytes with blosc2.
 """
+
+
+def max_open_files() -> int:
+    """Number of files that a process keeps open for a store, or for the tokens of a layer.
+
+    It is _MAX_OPEN_FILES, or 1/_SHARE_OF_LIMIT of the limit of the process if that is less.
+    """
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return max(4, min(_MAX_OPEN_FILES, limit // _SHARE_OF_LIMIT))
 
 
 class OpenFile:
@@ -52,19 +54,19 @@ class OpenFile:
     Attributes:
         path: path of the file.
         file: h5py file.
-        known: whether the file was checked to belong to the run of the store.
-        users: number of threads that are reading from it.
+        is_checked: whether the file was checked to belong to the run of the store.
+        num_readers: number of threads that are reading from it.
     """
 
     def __init__(self, path: Path, verify: Verify = "chunks") -> None:
         self.path = path
         self._verify = verify
-        self._far = S3File(path) if isinstance(path, S3Path) else None
-        self.file = _open_checked(path, self._far)
-        self.known = False
-        self.users = 0
+        self._remote_file = S3File(path) if isinstance(path, S3Path) else None
+        self.file = _open_store_file(path, self._remote_file)
+        self.is_checked = False
+        self.num_readers = 0
         self._datasets: dict[str, h5py.Dataset] = {}
-        self._rows: dict[str, ChunkRows] = {}
+        self._rows: dict[str, ChunkReader] = {}
 
     def names(self) -> list[str]:
         """Names of the datasets in /features."""
@@ -74,25 +76,25 @@ class OpenFile:
         """Names of the datasets in /columns, which only some stores have."""
         if layout.COLUMNS not in self.file:
             return ()
-        check_hard(self.file, layout.COLUMNS)
+        check_hard_links(self.file, layout.COLUMNS)
         return tuple(self.file[layout.COLUMNS])
 
     def dataset(self, path: str) -> h5py.Dataset:
         """Dataset at `path`; raises StoreError unless it is a plain one."""
         if path not in self._datasets:
-            dataset = check_plain(self.file, path)
-            filters = dataset.id.get_create_plist()
-            if any(filters.get_filter(i)[0] > _LZF for i in range(filters.get_nfilters())):
-                codecs.load_plugin()
+            dataset = open_plain_dataset(self.file, path)
+            properties = dataset.id.get_create_plist()
+            numbers = (properties.get_filter(i)[0] for i in range(properties.get_nfilters()))
+            codecs.load_plugin_for(numbers)
             self._datasets[path] = dataset
         return self._datasets[path]
 
     def texts(self, path: str) -> tuple[str, ...]:
         """Dataset of UTF-8 bytes as strings."""
-        values = self._compared(path).tolist()
+        values = self._read_compared(path).tolist()
         return tuple(value.decode("utf-8", "surrogateescape") for value in values)
 
-    def _compared(self, path: str) -> npt.NDArray[Any]:
+    def _read_compared(self, path: str) -> npt.NDArray[Any]:
         """Read a whole dataset and compare it with its checksums.
 
         Large texts are mapped, see `mapped_values`. Numbers are copied: callers may change them,
@@ -102,7 +104,7 @@ class OpenFile:
             StoreError: a checksum differs.
         """
         dataset, mapped = self.dataset(path), None
-        if dataset.dtype.kind == "S" and self._far is None:
+        if dataset.dtype.kind == "S" and self._remote_file is None:
             mapped = mapped_values(dataset, self.file.id.get_vfd_handle())
         values: npt.NDArray[Any] = dataset[:] if mapped is None else mapped
         if (sums := self.checksums(path)) is None or not len(values):
@@ -155,11 +157,11 @@ class OpenFile:
                 f"{self.path}: /{path} is {dataset.shape} {dataset.dtype}; expected {num_rows} "
                 "rows."
             )
-        return self._compared(path)[:num_rows]
+        return self._read_compared(path)[:num_rows]
 
     def rows(
         self, path: str, shape: tuple[int, ...], dtype: np.dtype[Any], first_row: int = 0
-    ) -> ChunkRows:
+    ) -> ChunkReader:
         """Reader for the rows of a dataset, which bypasses HDF5 where possible.
 
         Args:
@@ -184,9 +186,9 @@ class OpenFile:
                 filtered = dataset.id.get_create_plist().get_nfilters() > 0
                 all_rows = filtered or self._verify == "rows"
                 check = ChunkCheck(
-                    dataset, sums, self.path, first_row, all_rows, self._far is not None
+                    dataset, sums, self.path, first_row, all_rows, self._remote_file is not None
                 )
-            self._rows[path] = ChunkRows(dataset, self.path, self._far, check, first_row)
+            self._rows[path] = ChunkReader(dataset, self.path, self._remote_file, check, first_row)
         return self._rows[path]
 
     def close(self) -> None:
@@ -214,8 +216,7 @@ class Handles:
         self._pid = os.getpid()
         self._lock = threading.RLock()
         self._files: OrderedDict[Path, OpenFile] = OrderedDict()
-        allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        self._most = max(4, min(_MAX_OPEN_FILES, allowed // _SHARE_OF_LIMIT))
+        self._max_open = max_open_files()
 
     def __getstate__(self) -> dict[str, Any]:
         return {"verify": self.verify}
@@ -235,12 +236,12 @@ class Handles:
         if self._pid != os.getpid():
             self._reset()
         with self._lock:
-            # Last in the order means most recently used. `users` keeps other threads from closing
-            # the file while this one reads from it without the lock.
+            # Last in the order means most recently used. `num_readers` keeps other threads from
+            # closing the file while this one reads from it without the lock.
             file = self._files.pop(path, None) or OpenFile(path, self.verify)
             self._files[path] = file
-            file.users += 1
-            self._close_idle(self._most)
+            file.num_readers += 1
+            self._close_idle(self._max_open)
         try:
             yield file
         except (FeatxError, FileNotFoundError):
@@ -249,7 +250,7 @@ class Handles:
             raise StoreError(f"{path}: {damage_text(path, error)}") from error
         finally:
             with self._lock:
-                file.users -= 1
+                file.num_readers -= 1
 
     def close(self) -> None:
         """Close all files that no thread is reading; they are opened again when needed."""
@@ -258,7 +259,7 @@ class Handles:
 
     def _close_idle(self, most: int) -> None:
         """Close the least recently used files beyond `most` that no thread is reading."""
-        idle = [path for path, file in self._files.items() if not file.users]
+        idle = [path for path, file in self._files.items() if not file.num_readers]
         for path in idle[: max(0, len(self._files) - most)]:
             self._files.pop(path).close()
 
@@ -270,7 +271,7 @@ def open_hdf5(path: Path, **options: Any) -> h5py.File:
     h5py.File of the user, so both flags are tried.
     """
     if isinstance(path, S3Path):
-        return _open_far(S3File(path), **options)
+        return _open_remote(S3File(path), **options)
     try:
         file = h5py.File(path, "r", **options)
     except OSError:
@@ -283,7 +284,7 @@ def open_hdf5(path: Path, **options: Any) -> h5py.File:
     return file
 
 
-def _open_far(raw: S3File, **options: Any) -> h5py.File:
+def _open_remote(raw: S3File, **options: Any) -> h5py.File:
     """Open an object for reading with h5py, which keeps a reference to it.
 
     Raises:
@@ -301,7 +302,7 @@ def _open_far(raw: S3File, **options: Any) -> h5py.File:
     return file
 
 
-class WatchedFile(io.FileIO):
+class ErrorRecordingFile(io.FileIO):
     """File object that keeps the error of a failed read, as HDF5 loses the reason.
 
     Attributes:
@@ -327,14 +328,14 @@ class WatchedFile(io.FileIO):
             raise
 
 
-def open_raw(path: Path) -> S3File | WatchedFile:
+def open_raw(path: Path) -> S3File | ErrorRecordingFile:
     """Open a file for reading bytes, on a disk or in an object store."""
-    return S3File(path) if isinstance(path, S3Path) else WatchedFile(path)
+    return S3File(path) if isinstance(path, S3Path) else ErrorRecordingFile(path)
 
 
 @contextlib.contextmanager
 def open_metadata(
-    path: Path, opened: Callable[[], S3File | WatchedFile] | None = None
+    path: Path, opened: Callable[[], S3File | ErrorRecordingFile] | None = None
 ) -> Iterator[h5py.File]:
     """Open a file through Python, for its metadata; HDF5 gets no handle of the real file.
 
@@ -390,14 +391,14 @@ def damage_text(path: Path, error: Exception) -> str:
     return f"it cannot be read ({error})"
 
 
-def _open_checked(path: Path, far: S3File | None) -> h5py.File:
+def _open_store_file(path: Path, remote_file: S3File | None) -> h5py.File:
     """Open a file of a store; raise StoreError if it is no valid HDF5 file."""
-    if far is None:
+    if remote_file is None:
         with path.open("rb"):  # raises FileNotFoundError or PermissionError, unlike h5py
             pass
     try:
-        if far is not None:
-            return _open_far(far, rdcc_nbytes=0)
+        if remote_file is not None:
+            return _open_remote(remote_file, rdcc_nbytes=0)
         return open_hdf5(path, rdcc_nbytes=0)
     except FileNotFoundError as error:  # the part was packed and deleted in between
         error.filename = error.filename or str(path)
@@ -410,7 +411,7 @@ def _open_checked(path: Path, far: S3File | None) -> h5py.File:
         ) from error
 
 
-def check_plain(file: h5py.File, path: str) -> h5py.Dataset:
+def open_plain_dataset(file: h5py.File, path: str) -> h5py.Dataset:
     """Dataset at `path`, if it lies in this file and is not larger than the file can hold.
 
     Args:
@@ -420,7 +421,7 @@ def check_plain(file: h5py.File, path: str) -> h5py.Dataset:
     Raises:
         StoreError: it is missing, a link, virtual, external, or impossibly large.
     """
-    check_hard(file, path)
+    check_hard_links(file, path)
     # file[path], is_virtual and external would look up the path and the settings once each: a
     # command opens hundreds of datasets.
     found = h5py.h5o.open(file.id, path.encode())
@@ -442,7 +443,7 @@ def check_plain(file: h5py.File, path: str) -> h5py.Dataset:
     return dataset
 
 
-def check_hard(file: h5py.File, path: str) -> None:
+def check_hard_links(file: h5py.File, path: str) -> None:
     """Raise StoreError unless every step of `path` is a hard link within this file."""
     where = ""
     for name in path.split("/"):

@@ -106,7 +106,7 @@ class Heartbeat:
         self._is_ended = True
         self._due.set()
         self._thread.join()
-        self._disk.forget(self._path)
+        self._disk.remove_best_effort(self._path)
 
     def begin(self, part: Part) -> None:
         """Record that this part is being computed."""
@@ -224,7 +224,7 @@ def clear_heartbeats(disk: AtomicFolder, driver: str | None = None) -> None:
     for record in read_heartbeats(disk.root):
         is_own_worker = driver is not None and record.values.get("driver") == driver
         if disk.has_locks or not record.is_alive or is_own_worker:
-            disk.forget(record.path)
+            disk.remove_best_effort(record.path)
 
 
 def refuse_other_writers(root: Path) -> list[HeartbeatRecord]:
@@ -249,7 +249,7 @@ def refuse_other_writers(root: Path) -> list[HeartbeatRecord]:
 
 def clear_heartbeat(disk: AtomicFolder, name: str) -> None:
     """Delete the heartbeat file of a process that has ended, by its `heartbeat_name`."""
-    disk.forget(disk.root / layout.WORKERS / name)
+    disk.remove_best_effort(disk.root / layout.WORKERS / name)
 
 
 def heartbeat_name(pid: int) -> str:

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from featx.errors import StoreError
-from featx.storage import AtomicFolder, fetched_ahead
+from featx.storage import AtomicFolder, prefetch_files
 from featx.store import layout
 from featx.store.checksums import chunks_with_verdict
 from featx.store.hdf5_files import open_metadata, raise_unless_damage
@@ -142,7 +142,7 @@ def stored_image_checksums(
                 parts.append((number, part, part_path(root, part.index)))
             else:
                 parts += [(number, piece, piece_path(root, piece)) for piece in pieces.of(part)]
-    fetched = fetched_ahead([path for _, _, path in parts])
+    fetched = prefetch_files([path for _, _, path in parts])
     for (number, part, path), opened in zip(parts, fetched, strict=True):
         first = part.start - manifest.runs[number].grid.first_row
         rows = slice(first, first + len(part))

@@ -110,11 +110,11 @@ class LayerArray:
         """Read the selected rows; returns an array in memory."""
         if type(index) is int and -len(self) <= index < len(self):
             start = index % len(self)
-            row: npt.NDArray[Any] = self._store._read_run(self.name, start, start + 1)[0]
+            row: npt.NDArray[Any] = self._store._read_range(self.name, start, start + 1)[0]
             return row
         if type(index) is slice and index.step in (None, 1):
             start, stop, _ = index.indices(len(self))
-            return self._store._read_run(self.name, start, max(start, stop))
+            return self._store._read_range(self.name, start, max(start, stop))
         first, *rest = index if isinstance(index, tuple) and index else (index,)
         if isinstance(first, tuple) or first is Ellipsis:
             if len(rest) < self.ndim:

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
-from featx.storage import TEMPORARY, AtomicFolder
+from featx.storage import TEMPORARY_PREFIX, AtomicFolder
 from featx.store import layout
 
 _FOLDERS = (
@@ -41,4 +41,4 @@ def leftover_bytes(root: Path) -> int:
 def _leftovers(root: Path) -> Iterator[Path]:
     """Paths of temporary files."""
     for folder in _FOLDERS:
-        yield from root.glob(f"{folder}/{TEMPORARY}*" if folder else f"{TEMPORARY}*")
+        yield from root.glob(f"{folder}/{TEMPORARY_PREFIX}*" if folder else f"{TEMPORARY_PREFIX}*")

@@ -11,7 +11,7 @@ import h5py
 import numpy as np
 import numpy.typing as npt
 
-from featx.storage import AtomicFolder, UnfinishedFile, is_url, other_bytes_on_disk
+from featx.storage import AtomicFolder, UnfinishedFile, disk_mismatch_error, is_url
 from featx.store import layout
 from featx.store.listing import make_groups, row_values, write_classes
 from featx.store.part_files import STREAMED_BYTES
@@ -58,7 +58,7 @@ def write_listing(
         write = disk.replace if replace else disk.publish
         write(path, listing_file(listing))
         return
-    file = disk.unfinished(path, replace)
+    file = disk.begin_file(path, replace)
     try:
         content = _StreamedListing(listing)
         for address, data in content.pieces():
@@ -133,4 +133,4 @@ class _StreamedListing:
         for address, data in self.pieces():
             found = buffer[: len(data)]
             if file.read_into(found, address) != len(data) or found != data:
-                raise other_bytes_on_disk(file.path, f"the listing at byte {address}")
+                raise disk_mismatch_error(file.path, f"the listing at byte {address}")

@@ -258,7 +258,7 @@ def _file_of(
     """
     path = disk.root / layout.PACKED
     if reserved is not None:
-        with disk.reserved(path, reserved, replace=True) as file:
+        with disk.reserve_file(path, reserved, replace=True) as file:
             yield file, file.pread
         return
     buffer = io.BytesIO()

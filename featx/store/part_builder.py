@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from featx.base import num_cpus
 from featx.errors import require
-from featx.storage import AtomicFolder, reads_back_differently
+from featx.storage import AtomicFolder, memory_mismatch_error
 from featx.store import codecs, layout
 from featx.store.attribute_checksums import check_texts, seal_texts
 from featx.store.checksums import chunks_with_verdict
@@ -219,7 +219,7 @@ class PartBuilder:
         is_good = all(good for _, _, good in chunks_with_verdict(file, path))
         if file[path].shape != shape or not is_good:
             name = layout.part_name(self.part.index)
-            raise reads_back_differently(f"{layout.PARTS}/{name}", path)
+            raise memory_mismatch_error(f"{layout.PARTS}/{name}", path)
 
 
 @dataclass(frozen=True)
@@ -272,7 +272,7 @@ def write_rows(dataset: h5py.Dataset, rows: npt.NDArray[Any]) -> None:
     """
     pipeline = Pipeline.of(dataset)
     step = dataset.chunks[0]
-    if dataset.id.get_create_plist().get_nfilters() == 0 or not pipeline.supported:
+    if dataset.id.get_create_plist().get_nfilters() == 0 or not pipeline.is_supported:
         write_raw(dataset, 0, rows)
         return
 

@@ -13,7 +13,7 @@ import h5py
 import numpy as np
 
 from featx.errors import RunError, StoreError
-from featx.storage import AtomicFolder, S3File, fetched_ahead, is_url
+from featx.storage import AtomicFolder, S3File, is_url, prefetch_files
 from featx.store import layout
 from featx.store.checksums import check_chunks
 from featx.store.chunk_table import table_header
@@ -98,12 +98,12 @@ def begin_part(
         return PartBuilder(part, specs)
     path = part_path(disk.root, part.index)
     if run.codec == "none":
-        file = disk.unfinished(path)
+        file = disk.begin_file(path)
         return StreamedPart(part, specs, file, run, listing, manifest.to_json())
     pipelines = pipelines_of(run, specs)
     if pipelines is None:  # a release of hdf5plugin whose filters can be reached by HDF5 only
         return PartBuilder(part, specs)
-    file, spool = disk.unfinished(path), disk.unfinished(path)
+    file, spool = disk.begin_file(path), disk.begin_file(path)
     return CompressedPart(part, specs, file, spool, pipelines, run, listing, manifest.to_json())
 
 
@@ -173,7 +173,7 @@ def inspect_parts(
     """
     if len(parts) < many or is_url(root):
         paths = [part_path(root, part.index) for part in parts]
-        for part, path, opened in zip(parts, paths, fetched_ahead(paths), strict=True):
+        for part, path, opened in zip(parts, paths, prefetch_files(paths), strict=True):
             yield part, *inspect_part(path, part, manifest.run_of(part), opened)
         return
     folder = os.fspath(root / layout.PARTS)

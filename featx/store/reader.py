@@ -20,7 +20,7 @@ from featx.store.contents import find_contents
 from featx.store.description import describe_html, describe_text
 from featx.store.hdf5_files import Handles
 from featx.store.layer_array import LayerArray
-from featx.store.layer_rows import LayerRows
+from featx.store.layer_reader import LayerReader
 from featx.store.listing import is_ascending
 from featx.types import UNKNOWN_IMAGE, Status
 
@@ -117,7 +117,7 @@ class FeatureStore:
         self._contents = find_contents(self.root, self._handles)
         self.complete = self._contents.complete
         self.attrs = self._contents.attrs
-        self._rows = LayerRows(self.root, self._contents, self._handles)
+        self._layer_reader = LayerReader(self.root, self._contents, self._handles)
         self.classes = self._contents.classes
         self.columns = self._contents.column_names
 
@@ -171,7 +171,7 @@ class FeatureStore:
     @property
     def num_rows_present(self) -> int:
         """Number of rows that the store holds so far, failed ones included."""
-        return self._rows.num_present(self.layers[0])
+        return self._layer_reader.num_present(self.layers[0])
 
     @cached_property
     def keys(self) -> npt.NDArray[np.str_]:
@@ -208,12 +208,12 @@ class FeatureStore:
     @cached_property
     def status(self) -> npt.NDArray[np.uint8]:
         """(N,) uint8: `featx.types.Status` of each row; 0 is ok, 255 is not computed yet."""
-        return self._again_if_packed(self._read_status)
+        return self._retry_if_packed(self._read_status)
 
     def _read_status(self) -> npt.NDArray[np.uint8]:
         """Combine the status of all files; see `status`."""
         status = np.full(len(self), Status.ABSENT, dtype=np.uint8)
-        for segment, statuses in self._rows.statuses():
+        for segment, statuses in self._layer_reader.statuses():
             # A row that failed in one run has failed, whatever a later run made of it.
             before = status[segment.start : segment.stop]
             undecided = (before == Status.ABSENT) | (before == Status.OK)
@@ -227,13 +227,13 @@ class FeatureStore:
         0 stands for rows that are not there or have no recorded checksum, 1 for rows without image
         bytes.
         """
-        return self._again_if_packed(self._read_image_checksums)
+        return self._retry_if_packed(self._read_image_checksums)
 
     def _read_image_checksums(self) -> npt.NDArray[np.uint64]:
         """Combine the checksums of all files; see `image_checksums`."""
         checksums = np.full(len(self), UNKNOWN_IMAGE, dtype=np.uint64)
         for segment in self._contents.segments:
-            with self._rows.open(segment) as opened:
+            with self._layer_reader.open(segment) as opened:
                 num_rows = segment.stop - segment.start
                 of_segment = opened.column(layout.IMAGE_CHECKSUM, num_rows, "u")
             before = checksums[segment.start : segment.stop]
@@ -253,7 +253,7 @@ class FeatureStore:
         message.
         """
         failures = []
-        for row, error, message in self._again_if_packed(self._read_failures):
+        for row, error, message in self._retry_if_packed(self._read_failures):
             failures.append(
                 {
                     "row": row,
@@ -276,7 +276,7 @@ class FeatureStore:
         """Row, exception and message of each failed row, from the first run in which it failed."""
         failures: dict[int, tuple[int, bytes, bytes]] = {}
         for segment in self._contents.segments:
-            with self._rows.open(segment) as opened:
+            with self._layer_reader.open(segment) as opened:
                 if not opened.file.attrs.get("num_failures", 1):
                     continue
                 columns = [values.tolist() for values in opened.failures()]
@@ -333,7 +333,7 @@ class FeatureStore:
         with self._handles.use(self._contents.columns) as opened:
             return opened.column(name, len(self), kind)
 
-    def _again_if_packed(self, read: Callable[[], T]) -> T:
+    def _retry_if_packed(self, read: Callable[[], T]) -> T:
         """Call `read`, and once more after a refresh if a part vanished due to packing.
 
         Raises:
@@ -366,12 +366,12 @@ class FeatureStore:
         Returns:
             (n, ...) array.
         """
-        return self._again_if_packed(lambda: self._rows.read(layer, rows))
+        return self._retry_if_packed(lambda: self._layer_reader.read(layer, rows))
 
-    def _read_run(self, layer: str, start: int, stop: int) -> npt.NDArray[Any]:
+    def _read_range(self, layer: str, start: int, stop: int) -> npt.NDArray[Any]:
         """Read rows [start, stop) of a layer, (n, ...); absent rows are NaN."""
-        return self._again_if_packed(lambda: self._rows.read_run(layer, start, stop))
+        return self._retry_if_packed(lambda: self._layer_reader.read_range(layer, start, stop))
 
     def _chunk_rows(self, layer: str) -> int:
         """Rows per chunk in the first file of a layer."""
-        return self._again_if_packed(lambda: self._rows.chunk_rows(layer))
+        return self._retry_if_packed(lambda: self._layer_reader.chunk_rows(layer))

@@ -52,7 +52,7 @@ def quarantine_damage(report: Report) -> list[Path]:
         RunError: the disk is full or fails; nothing was moved without a replacement.
     """
     root, disk = report.root, open_folder(report.root)
-    with disk.locked(root / layout.LOCK):
+    with disk.lock(root / layout.LOCK):
         if disk.has_locks:
             clear_leftovers(disk)
         damaged = {damage.path for damage in report.damages}

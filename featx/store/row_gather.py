@@ -1,4 +1,4 @@
-"""Gathering of rows from a mapped file, and runs of rows that are read as one range."""
+"""Gathering of rows from a mapped file, and consecutive rows that are read as one range."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _PIECE_BYTES = 128 << 10
 _PAGE = 4096
 
 
-def gather(file: RawFile, at: Rows, width: int) -> npt.NDArray[np.void]:
+def gather(file: RawFile, addresses: Rows, width: int) -> npt.NDArray[np.void]:
     """Gather items of `width` bytes of a mapped file.
 
     Args:
         file: mapped file.
-        at: (n,) address of each item.
+        addresses: (n,) address of each item.
         width: bytes per item.
 
     Raises:
@@ -34,19 +34,19 @@ def gather(file: RawFile, at: Rows, width: int) -> npt.NDArray[np.void]:
     mapped = file.mapped
     if mapped is None:
         raise ValueError("rows are gathered from mapped files only")
-    rest = int(at[0]) % width
-    if width % _PAGE or bool((at % width != rest).any()):
-        return file.items(width)[at]
+    rest = int(addresses[0]) % width
+    if width % _PAGE or bool((addresses % width != rest).any()):
+        return file.items(width)[addresses]
     # Items at the same offset of their pages, such as rows of 2048 float16 numbers, are slow to
-    # copy to some targets; see `_empty_near`.
+    # copy to some targets; see `_empty_unaliased`.
     items = mapped[rest : rest + (file.size - rest) // width * width].view(f"V{width}")
-    taken = _empty_near(file.address + rest, len(at) * width).view(f"V{width}")
+    taken = _empty_unaliased(file.address + rest, len(addresses) * width).view(f"V{width}")
     # mode="clip" writes into `taken` without a buffer; all indices were checked before.
-    np.take(items, at // width, out=taken, mode="clip")
+    np.take(items, addresses // width, out=taken, mode="clip")
     return taken
 
 
-def _empty_near(source: int, size: int) -> Bytes:
+def _empty_unaliased(source: int, size: int) -> Bytes:
     """Uninitialised array at an address that is good for copies from address `source`.
 
     If a target lies just behind its source modulo 4096, the CPU mistakes each load for a dependency
@@ -62,26 +62,29 @@ def _empty_near(source: int, size: int) -> Bytes:
     return raw[start : start + size]
 
 
-def runs(joined: npt.NDArray[np.bool_]) -> Iterator[tuple[int, int]]:
-    """Start and stop of each run of items; joined[i] says that item i + 1 continues item i."""
-    edges = [0, *(np.flatnonzero(~joined) + 1).tolist(), len(joined) + 1]
+def consecutive_ranges(is_joined: npt.NDArray[np.bool_]) -> Iterator[tuple[int, int]]:
+    """Start and stop of each range of items; is_joined[i]: whether item i + 1 continues item i."""
+    edges = [0, *(np.flatnonzero(~is_joined) + 1).tolist(), len(is_joined) + 1]
     return itertools.pairwise(edges)
 
 
 def gather_into(
-    items: npt.NDArray[np.void], at: Rows, out: npt.NDArray[np.void], places: Rows
+    items: npt.NDArray[np.void], addresses: Rows, out: npt.NDArray[np.void], out_indices: Rows
 ) -> None:
-    """Set out[places] = items[at], through a temporary array that stays in the CPU cache."""
-    first = int(places.min())
-    if int(places.max()) - first + 1 == len(places):
-        # The places are a permutation: reading in their order makes the writing sequential.
-        by_place = np.full(len(at), -1, np.int64)
-        by_place[places - first] = at
-        if (by_place < 0).any():
+    """Set out[out_indices] = items[addresses].
+
+    The copy goes through a temporary array that stays in the CPU cache.
+    """
+    first = int(out_indices.min())
+    if int(out_indices.max()) - first + 1 == len(out_indices):
+        # The indices are a permutation: reading in their order makes the writing sequential.
+        ordered = np.full(len(addresses), -1, np.int64)
+        ordered[out_indices - first] = addresses
+        if (ordered < 0).any():
             raise IndexError("two rows have the same index in `out`")
-        at, out = by_place, out[first : first + len(at)]
-        places = np.arange(0)
+        addresses, out = ordered, out[first : first + len(addresses)]
+        out_indices = np.arange(0)
     step = max(1, _PIECE_BYTES // items.itemsize)
-    for i in range(0, len(at), step):
-        destination = places[i : i + step] if len(places) else slice(i, i + step)
-        out[destination] = items[at[i : i + step]]
+    for i in range(0, len(addresses), step):
+        target = out_indices[i : i + step] if len(out_indices) else slice(i, i + step)
+        out[target] = items[addresses[i : i + step]]

@@ -93,7 +93,7 @@ class StoreSession:
             StoreMismatchError: the store was started with other settings.
         """
         self.disk.make_folder(self.root)
-        with self.disk.locked(self.root / layout.LOCK) as self.lock:
+        with self.disk.lock(self.root / layout.LOCK) as self.lock:
             # Slurm tasks without a driver, and writers in a bucket, hold no lock: ask heartbeats.
             others = refuse_other_writers(self.root)
             if others and not self.disk.has_locks:

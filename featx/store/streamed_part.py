@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from featx.errors import RunError, require
-from featx.storage import AtomicFolder, UnfinishedFile, other_bytes_on_disk
+from featx.storage import AtomicFolder, UnfinishedFile, disk_mismatch_error
 from featx.store import layout
 from featx.store.attribute_checksums import check_texts
 from featx.store.chunk_table import chunks_of
@@ -162,7 +162,7 @@ class StreamedPart(PartBuilder):
         return self._buffer if count == size else bytearray()
 
     def _differs(self, what: str) -> RunError:
-        return other_bytes_on_disk(self._file.path, what)
+        return disk_mismatch_error(self._file.path, what)
 
 
 class Chunks:

@@ -1,7 +1,7 @@
-"""Ranges of files that hold pieces of rows, found for many pieces at once and read by jobs.
+"""Ranges of files that hold pieces of rows, found for many pieces at once and read in groups.
 
 numpy takes microseconds for each call on a short array, so that the ranges of thousands of pieces
-are found together, and a job that reads some of them makes few calls.
+are found together, and a read of a group of them makes few calls.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from featx.store.chunk_places import ChunkPlaces
+from featx.store.layer_chunks import LayerChunks
 from featx.store.row_gather import gather_into
 from featx.store.token_files import TokenFiles
 
@@ -22,10 +22,10 @@ Bytes = npt.NDArray[np.uint8]
 _GAP_BYTES = 64 << 10
 """Largest gap between two pieces that are read as one range: as long to read as a call takes."""
 
-SPAN_BYTES = 4 << 20
+RANGE_BYTES = 4 << 20
 """Bytes of a range, beyond which it is cut, and of the ranges that are read into one buffer."""
 
-_FEW = 16
+_MIN_PIECES_PER_RANGE = 16
 """Pieces of a range on average, below which all ranges of a group are written by one call."""
 
 
@@ -34,130 +34,138 @@ class TokenRanges:
     """Ranges of files that hold pieces of rows in ascending order; see `find_ranges`.
 
     Attributes:
-        at: (n,) address of each piece in its file.
+        address: (n,) address of each piece in its file.
         width: bytes of a piece.
         chunk: (n,) chunk of each piece.
         is_due: (n,) bool, whether its chunk is to be compared with its checksum.
         first: (m,) first piece of each range.
         last: (m,) piece after the last one of each range.
         is_dense: (m,) bool, whether the pieces of a range follow one another without gaps.
-        number: (m,) number of the file of each range.
-        low: (m,) address of the first byte of each range.
+        file: (m,) number of the file of each range.
+        start: (m,) address of the first byte of each range.
         size: (m,) bytes of each range.
     """
 
-    at: Rows
+    address: Rows
     width: int
     chunk: Rows
     is_due: npt.NDArray[np.bool_]
     first: Rows
     last: Rows
     is_dense: npt.NDArray[np.bool_]
-    number: Rows
-    low: Rows
+    file: Rows
+    start: Rows
     size: Rows
 
     def groups(self, num_bytes: int) -> list[slice]:
         """Divide the ranges into groups of one file each, of about `num_bytes`."""
         group = np.cumsum(self.size) // num_bytes
-        is_new = (group[1:] != group[:-1]) | (self.number[1:] != self.number[:-1])
+        is_new = (group[1:] != group[:-1]) | (self.file[1:] != self.file[:-1])
         edges = [0, *(np.flatnonzero(is_new) + 1).tolist(), len(group)]
         return [slice(low, high) for low, high in itertools.pairwise(edges)]
 
-    def pieces(self, some: slice) -> slice:
+    def pieces(self, group: slice) -> slice:
         """Pieces of a group of ranges."""
-        return slice(int(self.first[some.start]), int(self.last[some.stop - 1]))
+        return slice(int(self.first[group.start]), int(self.last[group.stop - 1]))
 
-    def read(self, files: TokenFiles, some: slice, target: Bytes, places: Rows) -> None:
+    def read(self, files: TokenFiles, group: slice, target: Bytes, out_indices: Rows) -> None:
         """Read a group of ranges, and compare the chunks that are due before a piece is written.
 
         Args:
             files: open files.
-            some: one of `groups`.
+            group: one of `groups`.
             target: (k, width) array.
-            places: (n,) index into `target` of each piece of all ranges.
+            out_indices: (n,) index into `target` of each piece of all ranges.
 
         Raises:
             StoreError: a chunk differs from its checksum, or a file ends early.
             OSError: a file cannot be read now.
         """
-        low = self.low[some]
-        data, offset = files.ranges(int(self.number[some.start]), low, self.size[some])
+        start = self.start[group]
+        data, offset = files.read_ranges(int(self.file[group.start]), start, self.size[group])
         # Address in the buffer less that in the file, of each range.
-        shifts = offset - low
-        part = self.pieces(some)
+        shifts = offset - start
+        part = self.pieces(group)
         if self.is_due[part].any():
-            shift = np.repeat(shifts, self.last[some] - self.first[some])
+            shift = np.repeat(shifts, self.last[group] - self.first[group])
             due = np.flatnonzero(self.is_due[part])
-            chunks, index = np.unique(self.chunk[part][due], return_index=True)
-            files.compare_all(chunks, data, shift[due[index]])
-        self._write(data, some, shifts, target.reshape(-1).view(f"V{self.width}"), places)
+            numbers, index = np.unique(self.chunk[part][due], return_index=True)
+            files.compare_chunks(numbers, data, shift[due[index]])
+        self._write(data, group, shifts, target.reshape(-1).view(f"V{self.width}"), out_indices)
 
     def _write(
-        self, data: Bytes, some: slice, shifts: Rows, target: npt.NDArray[np.void], places: Rows
+        self,
+        data: Bytes,
+        group: slice,
+        shifts: Rows,
+        target: npt.NDArray[np.void],
+        out_indices: Rows,
     ) -> None:
-        """Write the pieces of a group from a buffer to their places."""
-        first, last, part = self.first[some], self.last[some], self.pieces(some)
-        if not self.is_dense[some].all() or part.stop - part.start < _FEW * len(first):
+        """Write the pieces of a group from a buffer to target[out_indices]."""
+        first, last, part = self.first[group], self.last[group], self.pieces(group)
+        has_few_pieces = part.stop - part.start < _MIN_PIECES_PER_RANGE * len(first)
+        if has_few_pieces or not self.is_dense[group].all():
             items = np.ndarray((len(data) - self.width + 1,), target.dtype, data.data, strides=(1,))
-            at = self.at[part] + np.repeat(shifts, last - first)
-            gather_into(items, at, target, places[part])
+            addresses = self.address[part] + np.repeat(shifts, last - first)
+            gather_into(items, addresses, target, out_indices[part])
             return
-        low = self.at[first] + shifts
-        size = (last - first) * self.width
-        # One copy of each piece, and not two by way of the array that `gather_into` needs.
+        begins = self.address[first] + shifts
+        ends = begins + (last - first) * self.width
+        # One copy of each piece, and not two through the array that `gather_into` needs.
         for start, stop, begin, end in zip(
-            first.tolist(), last.tolist(), low.tolist(), (low + size).tolist(), strict=True
+            first.tolist(), last.tolist(), begins.tolist(), ends.tolist(), strict=True
         ):
-            target[places[start:stop]] = data[begin:end].view(target.dtype)
+            target[out_indices[start:stop]] = data[begin:end].view(target.dtype)
 
 
 def find_ranges(
-    places: ChunkPlaces, rows: Rows, offsets: Rows, width: int, span: int, compares: bool
+    chunks: LayerChunks, rows: Rows, offsets: Rows, width: int, range_bytes: int, compares: bool
 ) -> TokenRanges:
     """Find the ranges of files that hold some pieces; near pieces are read as one range.
 
     Args:
-        places: addresses of the chunks, which are not compressed.
+        chunks: chunks of the layer, which are not compressed.
         rows: (n,) ascending rows, n at least 1.
         offsets: (n,) first byte of each piece in its row, ascending within a row.
         width: bytes of a piece.
-        span: longer ranges are cut where the parts of this size of a file meet, but not within a
-            piece or chunk.
+        range_bytes: longer ranges are cut at multiples of this address, but not within a piece or
+            chunk.
         compares: read the chunks whole that were not compared yet.
 
     Raises:
         StoreError: a row is in no file.
     """
-    number, chunk, within = places.locate(rows)
-    address = places.address[chunk]
-    at = address + within * places.row_bytes + offsets
-    begin, end = at, at + width
-    is_due = ~places.compared[chunk] if compares else np.zeros(len(at), np.bool_)
+    file, chunk, within = chunks.locate(rows)
+    chunk_address = chunks.address[chunk]
+    address = chunk_address + within * chunks.row_bytes + offsets
+    begin, end = address, address + width
+    is_due = ~chunks.is_compared[chunk] if compares else np.zeros(len(address), np.bool_)
     if any_due := bool(is_due.any()):
         # A chunk that is due is read whole, so that no range ends within it.
-        begin = np.where(is_due, address, at)
-        end = np.where(is_due, address + places.size[chunk], end)
-    step = np.diff(at)
+        begin = np.where(is_due, chunk_address, address)
+        end = np.where(is_due, chunk_address + chunks.size[chunk], end)
+    step = np.diff(address)
     is_far = (step > width + _GAP_BYTES) | (step < 0)
     if any_due:
         is_far &= ~(is_due[1:] & (chunk[1:] == chunk[:-1]))
-    is_far |= number[1:] != number[:-1]
-    first, last = _runs(is_far)
-    if len(long := np.flatnonzero(at[last - 1] - at[first] > span)):
-        is_long = np.zeros(len(at), np.bool_)
-        for run in long.tolist():
-            is_long[first[run] : last[run]] = True
-        part = begin // span
-        first, last = _runs(is_far | (is_long[1:] & (part[1:] != part[:-1])))
-    low = np.minimum.reduceat(begin, first)
-    size = np.maximum.reduceat(end, first) - low
+    is_far |= file[1:] != file[:-1]
+    first, last = _split_ranges(is_far)
+    if len(long := np.flatnonzero(address[last - 1] - address[first] > range_bytes)):
+        is_long = np.zeros(len(address), np.bool_)
+        for number in long.tolist():
+            is_long[first[number] : last[number]] = True
+        part = begin // range_bytes
+        first, last = _split_ranges(is_far | (is_long[1:] & (part[1:] != part[:-1])))
+    start = np.minimum.reduceat(begin, first)
+    size = np.maximum.reduceat(end, first) - start
     num_gaps = np.concatenate([[0], np.cumsum(step != width)])
     is_dense = num_gaps[last - 1] == num_gaps[first]
-    return TokenRanges(at, width, chunk, is_due, first, last, is_dense, number[first], low, size)
+    return TokenRanges(
+        address, width, chunk, is_due, first, last, is_dense, file[first], start, size
+    )
 
 
-def _runs(is_new: npt.NDArray[np.bool_]) -> tuple[Rows, Rows]:
-    """First item of each run, and the item after its last; is_new[i]: item i + 1 begins one."""
+def _split_ranges(is_new: npt.NDArray[np.bool_]) -> tuple[Rows, Rows]:
+    """First item of each range, and the item after its last; is_new[i]: item i + 1 begins one."""
     first = np.concatenate([[0], np.flatnonzero(is_new) + 1])
     return first, np.append(first[1:], len(is_new) + 1)

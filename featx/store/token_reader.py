@@ -19,14 +19,15 @@ import numpy.typing as npt
 
 from featx.base import free_memory
 from featx.errors import ConfigError, StoreError
-from featx.storage import S3Path, is_local, reads_directly
-from featx.store.chunk_cache import process
+from featx.storage import S3Path, is_local, supports_direct_io
+from featx.store.chunk_cache import decode_pool
 from featx.store.chunk_check import Verify, check_verify, repair_hint
-from featx.store.chunk_places import ChunkPlaces
 from featx.store.dtypes import raw_dtype
+from featx.store.hdf5_files import max_open_files
+from featx.store.layer_chunks import LayerChunks
 from featx.store.row_gather import gather, gather_into
-from featx.store.token_files import TokenFiles, most_files
-from featx.store.token_ranges import SPAN_BYTES, TokenRanges, find_ranges
+from featx.store.token_files import TokenFiles
+from featx.store.token_ranges import RANGE_BYTES, TokenRanges, find_ranges
 
 if TYPE_CHECKING:
     from featx.store.reader import FeatureStore
@@ -59,7 +60,7 @@ class TokenReader:
         num_tokens: tokens of a row.
         channels: numbers of a token.
         dtype: name of the number type: 'float16', 'float32' or 'bfloat16'.
-        way: how tokens are read: "map" (memory map), "direct" (past the page cache), "file"
+        read_method: how tokens are read: "map" (memory map), "direct" (past the page cache), "file"
             (system calls, or requests to an object store), "chunks" (decoded chunks) or "hdf5".
         chunk_rows: rows of a chunk, which are compared together.
 
@@ -92,18 +93,18 @@ class TokenReader:
     def _open(self) -> None:
         """Find the chunks of the layer and decide how they are read."""
         try:
-            places = ChunkPlaces(self._store, self._layer)
+            chunks = LayerChunks(self._store, self._layer)
         except FileNotFoundError:  # the parts were packed since the store was opened
             self._store.refresh()
             if self._store.attrs.get("fingerprint") != self._fingerprint:
                 raise StoreError(
                     f"another run has changed {self._store.root}; open it again."
                 ) from None
-            places = ChunkPlaces(self._store, self._layer)
-        self.dtype, self.chunk_rows = places.dtype, places.chunk_rows
+            chunks = LayerChunks(self._store, self._layer)
+        self.dtype, self.chunk_rows = chunks.dtype, chunks.chunk_rows
         self._token_bytes = self.channels * raw_dtype(self.dtype).itemsize
-        self.way = _way(places, self._direct, self._mapped)
-        self._files = TokenFiles(places, self.way)
+        self.read_method = _choose_read_method(chunks, self._direct, self._mapped)
+        self._files = TokenFiles(chunks, self.read_method)
 
     @property
     def token_bytes(self) -> int:
@@ -113,7 +114,7 @@ class TokenReader:
     @property
     def reads_whole_chunks(self) -> bool:
         """Whether a token costs the reading of its chunk, as in compressed layers."""
-        return self.way in ("chunks", "hdf5")
+        return self.read_method in ("chunks", "hdf5")
 
     @property
     def reads_whole_rows(self) -> bool:
@@ -141,68 +142,72 @@ class TokenReader:
         self._check_range(rows, positions)
 
         def read(files: TokenFiles) -> npt.NDArray[Any]:
-            if self.way == "map" and not self._channels_first:
+            if self.read_method == "map" and not self._channels_first:
                 return self._gather(files, rows, positions)
             out = np.empty((len(rows), self.token_bytes), np.uint8)
             order = np.lexsort((positions, rows))
-            # The other ways share the work of a read among the threads of the process themselves.
-            alone = self.way in ("map", "hdf5")
-            parts = [order] if alone else np.array_split(order, min(16, -(-len(order) // 256)))
-            process().each(lambda at: self._read(files, rows[at], positions[at], out, at), parts)
+            # These two methods divide a read among the threads of the pool themselves.
+            is_serial = self.read_method in ("map", "hdf5")
+            parts = [order] if is_serial else np.array_split(order, min(16, -(-len(order) // 256)))
+            decode_pool().for_each(
+                lambda part: self._read(files, rows[part], positions[part], out, part), parts
+            )
             return out
 
-        return self._again_if_moved(read).view(raw_dtype(self.dtype)).reshape(len(rows), -1)
+        return self._retry_if_packed(read).view(raw_dtype(self.dtype)).reshape(len(rows), -1)
 
-    def read_into(self, rows: Rows, positions: Rows, out: Bytes, places: Rows) -> None:
-        """Read token (rows[i], positions[i]) into out[places[i]].
+    def read_into(self, rows: Rows, positions: Rows, out: Bytes, out_indices: Rows) -> None:
+        """Read token (rows[i], positions[i]) into out[out_indices[i]].
 
         Args:
             rows: (n,) int64 ascending rows of the store.
             positions: (n,) int64 positions, ascending within a row.
             out: (m, token_bytes) contiguous array.
-            places: (n,) int64 distinct indices in [0, m).
+            out_indices: (n,) int64 distinct indices in [0, m).
 
         Raises:
             IndexError, StoreError, OSError: as `take`.
         """
         if len(rows):
             self._check_range(rows, positions)
-            self._again_if_moved(lambda files: self._read(files, rows, positions, out, places))
+            self._retry_if_packed(
+                lambda files: self._read(files, rows, positions, out, out_indices)
+            )
 
-    def jobs(
-        self, rows: Rows, positions: Rows, out: Bytes, places: Rows, num_bytes: int
+    def read_tasks(
+        self, rows: Rows, positions: Rows, out: Bytes, out_indices: Rows, num_bytes: int
     ) -> list[Callable[[], None]]:
-        """Divide what `read_into` does into jobs for threads, of about `num_bytes` each.
+        """Divide what `read_into` does into tasks for threads, of about `num_bytes` each.
 
-        A chunk that is due is compared in one job only.
+        A chunk that is due is compared in one task only.
 
         Args:
-            rows, positions, out, places: as for `read_into`.
-            num_bytes: bytes that a job reads.
+            rows, positions, out, out_indices: as for `read_into`.
+            num_bytes: bytes that a task reads.
 
         Raises:
-            IndexError, StoreError: as `take`; the jobs raise StoreError and OSError, too.
+            IndexError, StoreError: as `take`; the tasks raise StoreError and OSError, too.
         """
         if not len(rows):
             return []
         self._check_range(rows, positions)
         files = self._files
-        if self.way == "map" or self.reads_whole_rows:
+        if self.read_method == "map" or self.reads_whole_rows:
             parts = self._parts(rows, num_bytes)
             return [
-                partial(self.read_into, rows[part], positions[part], out, places[part])
+                partial(self.read_into, rows[part], positions[part], out, out_indices[part])
                 for part in parts
             ]
         offsets = positions * self.token_bytes
-        ranges = self._find_ranges(files, rows, offsets, self.token_bytes, SPAN_BYTES // 4)
+        ranges = self._find_ranges(files, rows, offsets, self.token_bytes, RANGE_BYTES // 4)
 
         def read(group: slice) -> None:
             try:
-                ranges.read(files, group, out, places)
+                ranges.read(files, group, out, out_indices)
             except FileNotFoundError:  # the parts of the store were packed meanwhile
                 part = ranges.pieces(group)
-                self._open_again(files)
-                self.read_into(rows[part], positions[part], out, places[part])
+                self._reopen(files)
+                self.read_into(rows[part], positions[part], out, out_indices[part])
 
         return [partial(read, group) for group in ranges.groups(num_bytes)]
 
@@ -225,16 +230,16 @@ class TokenReader:
                 wrong = values[(values < 0) | (values >= stop)][0]
                 raise IndexError(f"{self._layer} has {stop} {what}s; {what} {wrong} was asked for")
 
-    def _again_if_moved(self, work: Callable[[TokenFiles], T]) -> T:
+    def _retry_if_packed(self, work: Callable[[TokenFiles], T]) -> T:
         """Call `work`, and once more if the parts of the store were packed meanwhile."""
         files = self._files
         try:
             return work(files)
         except FileNotFoundError:
-            self._open_again(files)
+            self._reopen(files)
             return work(self._files)
 
-    def _open_again(self, files: TokenFiles) -> None:
+    def _reopen(self, files: TokenFiles) -> None:
         """Find the chunks anew, unless another thread has replaced `files` by now."""
         with self._lock:
             if self._files is files:
@@ -242,49 +247,50 @@ class TokenReader:
 
     def _gather(self, files: TokenFiles, rows: Rows, positions: Rows) -> npt.NDArray[Any]:
         """Gather tokens of mapped files, (n,) void."""
-        places, width = files.places, self.token_bytes
-        number, chunk, within = places.locate(rows)
+        chunks, width = files.chunks, self.token_bytes
+        number, chunk, within = chunks.locate(rows)
         self._compare(files, chunk)
-        at = places.address[chunk] + within * places.row_bytes + positions * width
-        if len(places.files) == 1:
-            return gather(files.mapped(0), at, width)
-        addresses, mapped = files.all_mapped()
-        lowest = int(addresses.min())
+        addresses = chunks.address[chunk] + within * chunks.row_bytes + positions * width
+        if len(chunks.files) == 1:
+            return gather(files.mapped(0), addresses, width)
+        starts, mapped = files.all_mapped()
+        lowest = int(starts.min())
         # One gather over all files, at addresses of memory: file by file it would take half as long
         # again. The array spans the maps and all that lies between them, of which no byte is read:
         # `locate` has checked the rows, and each chunk lies in its file.
         stop = max(file.address + file.size for file in mapped)
-        span = (ctypes.c_ubyte * (stop - lowest)).from_address(lowest)
-        memory: Bytes = np.ctypeslib.as_array(span)
+        memory: Bytes = np.ctypeslib.as_array(
+            (ctypes.c_ubyte * (stop - lowest)).from_address(lowest)
+        )
         items = np.ndarray((len(memory) - width + 1,), f"V{width}", memory.data, strides=(1,))
-        taken: npt.NDArray[Any] = items[at + (addresses[number] - lowest)]
+        taken: npt.NDArray[Any] = items[addresses + (starts[number] - lowest)]
         return taken
 
-    def _compare(self, files: TokenFiles, chunks: Rows) -> None:
+    def _compare(self, files: TokenFiles, numbers: Rows) -> None:
         """Compare chunks of mapped files, unless that was done before."""
         if self._verify is False:
             return
-        due = np.unique(chunks[~files.places.compared[chunks]])
+        due = np.unique(numbers[~files.chunks.is_compared[numbers]])
         if not len(due):
             return
 
         def compare(chunk: int) -> None:
-            number, address, size = files.place_of(chunk)
+            number, address, size = files.locate(chunk)
             mapped = files.mapped(number).mapped
             assert mapped is not None
             files.compare(chunk, mapped[address : address + size])
 
-        process().each(compare, due.tolist())
+        decode_pool().for_each(compare, due.tolist())
 
     def _read(
-        self, files: TokenFiles, rows: Rows, positions: Rows, out: Bytes, places: Rows
+        self, files: TokenFiles, rows: Rows, positions: Rows, out: Bytes, out_indices: Rows
     ) -> None:
-        """Read ascending tokens to their places, by the way of this layer."""
+        """Read ascending tokens into out[out_indices], by the read method of this layer."""
         if not self.reads_whole_rows:
-            self._read_items(files, rows, positions * self.token_bytes, out, places)
+            self._read_items(files, rows, positions * self.token_bytes, out, out_indices)
             return
         unique, inverse = np.unique(rows, return_inverse=True)
-        step = max(1, _PIECE_BYTES // files.places.row_bytes)
+        step = max(1, _PIECE_BYTES // files.chunks.row_bytes)
         for i in range(0, len(unique), step):
             some = np.flatnonzero((inverse >= i) & (inverse < i + step))
             whole = self._whole_rows(files, unique[i : i + step])
@@ -293,7 +299,9 @@ class TokenReader:
                 tokens = values[inverse[some] - i, :, positions[some]]
             else:
                 tokens = values[inverse[some] - i, positions[some]]
-            out[places[some]] = np.ascontiguousarray(tokens).view(np.uint8).reshape(len(some), -1)
+            out[out_indices[some]] = (
+                np.ascontiguousarray(tokens).view(np.uint8).reshape(len(some), -1)
+            )
 
     @property
     def _token_axes(self) -> tuple[int, int]:
@@ -303,28 +311,28 @@ class TokenReader:
 
     def _whole_rows(self, files: TokenFiles, rows: Rows) -> Bytes:
         """Read distinct ascending rows, (n, row bytes)."""
-        out = np.empty((len(rows), files.places.row_bytes), np.uint8)
-        if self.way == "hdf5":
+        out = np.empty((len(rows), files.chunks.row_bytes), np.uint8)
+        if self.read_method == "hdf5":
             values = self._store[self._layer][rows]
             if self.dtype == "bfloat16":  # widened to float32 by the reader, which is exact
                 values = (values.view(np.uint32) >> 16).astype(np.uint16)
             return np.ascontiguousarray(values).view(np.uint8).reshape(len(rows), -1)
-        if self.way == "chunks":
-            _, chunk, within = files.places.locate(rows)
+        if self.read_method == "chunks":
+            _, chunk, within = files.chunks.locate(rows)
             for some in _split(np.arange(len(rows)), chunk):
                 decoded = self._decoded(files, int(chunk[some[0]]))
-                out[some] = decoded.reshape(-1, files.places.row_bytes)[within[some]]
+                out[some] = decoded.reshape(-1, files.chunks.row_bytes)[within[some]]
             return out
         self._read_items(files, rows, np.zeros(len(rows), np.int64), out, np.arange(len(rows)))
         return out
 
     def _decoded(self, files: TokenFiles, chunk: int) -> Bytes:
         """Read and decode one chunk, and compare it unless that was done before."""
-        number, address, size = files.place_of(chunk)
-        segment = files.places.files[number].segment
+        number, address, size = files.locate(chunk)
+        segment = files.chunks.files[number].segment
         try:
-            data = files.places.files[number].pipeline.decode(
-                files.span(number, address, size), int(files.places.mask[chunk])
+            data = files.chunks.files[number].pipeline.decode(
+                files.read_range(number, address, size), int(files.chunks.mask[chunk])
             )
         except StoreError as error:
             raise StoreError(f"{segment.path}: {error}. {repair_hint(segment.path)}") from error
@@ -333,7 +341,7 @@ class TokenReader:
         return data
 
     def _read_items(
-        self, files: TokenFiles, rows: Rows, offsets: Rows, out: Bytes, places: Rows
+        self, files: TokenFiles, rows: Rows, offsets: Rows, out: Bytes, out_indices: Rows
     ) -> None:
         """Read pieces of ascending rows, as long as the rows of `out`.
 
@@ -342,47 +350,47 @@ class TokenReader:
             rows: (n,) rows.
             offsets: (n,) first byte of each piece in its row.
             out: (m, bytes) array.
-            places: (n,) indices into `out`.
+            out_indices: (n,) indices into `out`.
         """
         width = out.shape[1]
-        if self.way == "map":
-            found = files.places
-            number, chunk, within = found.locate(rows)
-            at = found.address[chunk] + within * found.row_bytes + offsets
+        if self.read_method == "map":
+            chunks = files.chunks
+            number, chunk, within = chunks.locate(rows)
+            addresses = chunks.address[chunk] + within * chunks.row_bytes + offsets
             target = out.reshape(-1).view(f"V{width}")
             self._compare(files, chunk)
             for some in _split(np.arange(len(rows)), number):
                 items = files.mapped(int(number[some[0]])).items(width)
-                gather_into(items, at[some], target, places[some])
+                gather_into(items, addresses[some], target, out_indices[some])
             return
-        ranges = self._find_ranges(files, rows, offsets, width, SPAN_BYTES)
-        for group in ranges.groups(SPAN_BYTES):
-            ranges.read(files, group, out, places)
+        ranges = self._find_ranges(files, rows, offsets, width, RANGE_BYTES)
+        for group in ranges.groups(RANGE_BYTES):
+            ranges.read(files, group, out, out_indices)
 
     def _find_ranges(
-        self, files: TokenFiles, rows: Rows, offsets: Rows, width: int, span: int
+        self, files: TokenFiles, rows: Rows, offsets: Rows, width: int, range_bytes: int
     ) -> TokenRanges:
         """Ranges of files that hold pieces of ascending rows; see `find_ranges`."""
         compares = self._verify is not False
-        return find_ranges(files.places, rows, offsets, width, span, compares)
+        return find_ranges(files.chunks, rows, offsets, width, range_bytes, compares)
 
 
-def _way(places: ChunkPlaces, direct: bool | None, may_map: bool) -> str:
-    """How the tokens of a layer are read; see TokenReader."""
-    paths = [file.segment.path for file in places.files]
-    if not places.is_supported():
+def _choose_read_method(chunks: LayerChunks, direct: bool | None, may_map: bool) -> str:
+    """Read method for the tokens of a layer; see TokenReader."""
+    paths = [file.segment.path for file in chunks.files]
+    if not chunks.is_supported():
         return "hdf5"
-    if not places.is_stored_plainly():
+    if not chunks.is_stored_plainly():
         return "chunks"
     if isinstance(paths[0], S3Path):
         return "file"
     if direct is None:
         free = free_memory()
-        direct = free is not None and int(places.size.sum()) > free // 2
-    if direct and reads_directly(paths[0]):
+        direct = free is not None and int(chunks.size.sum()) > free // 2
+    if direct and supports_direct_io(paths[0]):
         return "direct"
-    few = len(paths) <= most_files()
-    return "map" if may_map and few and is_local(paths[0].stat().st_dev) else "file"
+    may_map = may_map and len(paths) <= max_open_files()
+    return "map" if may_map and is_local(paths[0].stat().st_dev) else "file"
 
 
 def _shape_of_tokens(store: FeatureStore, layer: str) -> tuple[int, int, bool]:
@@ -391,11 +399,11 @@ def _shape_of_tokens(store: FeatureStore, layer: str) -> tuple[int, int, bool]:
     shape = array.shape[1:]
     if len(shape) == 2:
         return shape[0], shape[1], False
-    places = array.tokens
-    if len(shape) == 3 and places is not None and places.grid in (shape[1:], shape[:2]):
-        first = places.grid == shape[1:]
+    geometry = array.tokens
+    if len(shape) == 3 and geometry is not None and geometry.grid in (shape[1:], shape[:2]):
+        first = geometry.grid == shape[1:]
         channels = shape[0] if first else shape[2]
-        return places.grid[0] * places.grid[1], channels, first
+        return geometry.grid[0] * geometry.grid[1], channels, first
     raise StoreError(
         f"{store.root}: rows of {layer} have shape {shape}; expected tokens (T, C), or a map whose "
         "channels are known (the store records this when it is made). Extract the layer with "

@@ -57,7 +57,7 @@ class FeatureDataset(Dataset[tuple[torch.Tensor, int]]):
         self._labels = self.store.labels
         self._rows = np.flatnonzero(self.store.ok)
         self._rows.flags.writeable = False
-        self._blocks: _Blocks | None = None
+        self._block_cache: _BlockCache | None = None
 
     @property
     def rows(self) -> npt.NDArray[np.int64]:
@@ -81,7 +81,7 @@ class FeatureDataset(Dataset[tuple[torch.Tensor, int]]):
             block_rows: number of consecutive rows of the store that are read together.
             num_blocks: number of blocks that each process keeps.
         """
-        self._blocks = _Blocks(self._features, block_rows, num_blocks)
+        self._block_cache = _BlockCache(self._features, block_rows, num_blocks)
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -116,7 +116,7 @@ class FeatureDataset(Dataset[tuple[torch.Tensor, int]]):
         Raises:
             StoreError: as for `__getitems__`.
         """
-        read = self._features[rows] if self._blocks is None else self._blocks.read(rows)
+        read = self._features[rows] if self._block_cache is None else self._block_cache.read(rows)
         # Checked after the read, because another run may replace the store at any time until then.
         if self.store.attrs.get("fingerprint") != self._fingerprint:
             raise StoreError(f"another run has changed {self.store.root}; open it again.")
@@ -224,7 +224,7 @@ def _dataset_and_rows(source: Sized) -> tuple[FeatureDataset | None, npt.NDArray
     return None, np.arange(len(source))
 
 
-class _Blocks:
+class _BlockCache:
     """Cache of blocks of consecutive rows of one layer.
 
     Threads may share an instance without a lock: a block that one thread drops stays valid for
@@ -241,11 +241,11 @@ class _Blocks:
         self._features = features
         self._block_rows = block_rows
         self._num_blocks = num_blocks
-        self._kept: OrderedDict[int, npt.NDArray[Any]] = OrderedDict()
+        self._cached: OrderedDict[int, npt.NDArray[Any]] = OrderedDict()
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state without the cached blocks."""
-        return {**self.__dict__, "_kept": OrderedDict()}
+        return {**self.__dict__, "_cached": OrderedDict()}
 
     def read(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[Any]:
         """Copy rows out of their blocks, so that changes to the result do not affect the cache.
@@ -253,24 +253,24 @@ class _Blocks:
         Returns:
             (n, ...) features of the rows.
         """
-        numbers, places = np.divmod(rows, self._block_rows)
+        numbers, offsets = np.divmod(rows, self._block_rows)
         # A batch of BlockShuffleSampler touches at most two windows. In any other order, every row
         # could cost the read of a whole block, so the rows are read directly.
         if len(np.unique(numbers)) > 2 * self._num_blocks:
             return self._features[rows]
         out = np.empty((len(rows), *self._features.shape[1:]), self._features.dtype)
-        for i, (number, place) in enumerate(zip(numbers.tolist(), places.tolist(), strict=True)):
-            out[i] = self._block(number)[place]
+        for i, (number, offset) in enumerate(zip(numbers.tolist(), offsets.tolist(), strict=True)):
+            out[i] = self._block(number)[offset]
         return out
 
     def _block(self, number: int) -> npt.NDArray[Any]:
         """Return a block from the cache or from the store."""
-        block = self._kept.pop(number, None)
+        block = self._cached.pop(number, None)
         if block is None:
             start = number * self._block_rows
             block = self._features[start : start + self._block_rows]
-        self._kept[number] = block
-        while len(self._kept) > self._num_blocks:
+        self._cached[number] = block
+        while len(self._cached) > self._num_blocks:
             with contextlib.suppress(KeyError):  # another thread has removed it
-                self._kept.popitem(last=False)
+                self._cached.popitem(last=False)
         return block

@@ -32,8 +32,8 @@ _BLOCKS, _DELAYS, _OUTPUT = range(3)
 
 
 @dataclass(frozen=True)
-class Extent:
-    """Sizes that an order is made of.
+class EpochSizes:
+    """Sizes that determine the order of an epoch.
 
     Attributes:
         num_tokens: tokens of all ranks.
@@ -60,13 +60,13 @@ class Extent:
         return min(DELAY, self.num_segments)
 
     @property
-    def spread(self) -> float:
-        """Tokens of a rank from which those of an output segment are drawn."""
+    def spread_tokens(self) -> float:
+        """Number of tokens of a rank from which those of an output segment are drawn."""
         return self.delay * self.num_tokens / self.world_size / self.num_segments
 
     @property
     def held_tokens(self) -> int:
-        """Tokens that are held at most: those that wait, a segment that is read, and a batch."""
+        """Largest number of tokens in memory: waiting ones, a segment that is read, and a batch."""
         size = math.ceil(self.num_tokens / self.world_size / self.num_segments)
         waiting = (self.delay + 1) / 2 * size
         # The number that waits is a sum of D binomials; eight standard deviations.
@@ -80,38 +80,38 @@ class EpochOrder:
 
     Args:
         blocks: division of the tokens.
-        extent: sizes.
+        sizes: sizes of the order.
         key: seed and epoch.
-        rank: number of this process among `extent.world_size`.
+        rank: number of this process among `sizes.world_size`.
         shuffled: permute blocks and tokens; otherwise everything is in the order of the store.
     """
 
     def __init__(
         self,
         blocks: TokenBlocks,
-        extent: Extent,
+        sizes: EpochSizes,
         key: tuple[int, int],
         rank: int,
         shuffled: bool,
     ) -> None:
         self._blocks = blocks
-        self._extent = extent
+        self._sizes = sizes
         self._key = key
         self._rank = rank
         self._shuffled = shuffled
-        self.num_segments = extent.num_segments
-        self.delay = extent.delay if shuffled else 1
+        self.num_segments = sizes.num_segments
+        self.delay = sizes.delay if shuffled else 1
         order = np.argsort(self._draws(len(blocks), _BLOCKS, 0), kind="stable")
         if not shuffled:
             order = np.arange(len(blocks))
         self._order = order
-        self._own = order[rank :: extent.world_size]
+        self._own = order[rank :: sizes.world_size]
         self._edges = np.linspace(0, len(self._own), self.num_segments + 1).astype(np.int64)
 
     @cached_property
     def rank_tokens(self) -> list[int]:
         """Number of tokens of the blocks of each rank."""
-        world_size = self._extent.world_size
+        world_size = self._sizes.world_size
         found = np.zeros(world_size, np.int64)
         # An epoch of 10^9 tokens has 10^7 blocks, so their bounds are not all held at once.
         for begin in range(0, len(self._order), _COUNTED_BLOCKS):
@@ -125,13 +125,13 @@ class EpochOrder:
     @property
     def num_batches(self) -> int:
         """Number of batches, equal for all ranks: that of the rank with the fewest tokens."""
-        fewest, size = min(self.rank_tokens), self._extent.batch_size
-        return fewest // size if self._extent.drop_last else -(-fewest // size)
+        fewest, size = min(self.rank_tokens), self._sizes.batch_size
+        return fewest // size if self._sizes.drop_last else -(-fewest // size)
 
     @property
     def num_left_out(self) -> int:
         """Number of tokens that come in no batch of any rank."""
-        given = self.num_batches * self._extent.batch_size
+        given = self.num_batches * self._sizes.batch_size
         return sum(max(0, tokens - given) for tokens in self.rank_tokens)
 
     def segment(self, number: int) -> tuple[Ints, npt.NDArray[np.int64]]:

@@ -20,8 +20,8 @@ from torch.utils.data import IterableDataset, get_worker_info
 from featx.base import num_cpus
 from featx.errors import StoreError
 from featx.store import FeatureStore, TokenReader, Verify
-from featx.torch.argument_checks import check_whole_number
-from featx.torch.keyed_delay import EpochOrder, Extent
+from featx.torch.argument_checks import check_whole_number, check_whole_numbers
+from featx.torch.keyed_delay import EpochOrder, EpochSizes
 from featx.torch.token_plan import (
     ahead_tokens,
     block_tokens,
@@ -32,9 +32,9 @@ from featx.torch.token_plan import (
 from featx.torch.token_pool import TokenPool
 from featx.torch.token_selection import (
     Ints,
-    chosen_positions,
+    select_positions,
     select_tokens,
-    token_places,
+    token_geometry,
 )
 
 _DIRECT_THREADS = 8
@@ -46,7 +46,7 @@ Batch = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class _Arguments:
-    """What decides which tokens come in which batch; a state is of no use for others."""
+    """Arguments that determine the batches of an epoch; a state fits no others."""
 
     fingerprint: str
     layer: str
@@ -133,7 +133,7 @@ class TokenDataset(IterableDataset[Batch]):
         threads: int | None = None,
         direct: bool | None = None,
     ) -> None:
-        _check_numbers(
+        check_whole_numbers(
             1,
             batch_size=batch_size,
             memory=memory,
@@ -141,7 +141,7 @@ class TokenDataset(IterableDataset[Batch]):
             block=block,
             threads=threads,
         )
-        _check_numbers(0, seed=seed, rank=rank)
+        check_whole_numbers(0, seed=seed, rank=rank)
         if order not in ("shuffled", "stored"):
             raise ValueError(f"order={order!r}: expected 'shuffled' or 'stored'.")
         if not 0 <= rank < world_size:
@@ -153,9 +153,9 @@ class TokenDataset(IterableDataset[Batch]):
         self._direct = direct
         self._readers: dict[bool, tuple[int, TokenReader]] = {}
         reader = self._reader()
-        self._places = token_places(self.store, layer, tokens, prefix, reader.num_tokens)
-        self.grid = None if self._places is None else self._places.grid
-        chosen = chosen_positions(tokens, reader.num_tokens, self._places)
+        self._geometry = token_geometry(self.store, layer, tokens, prefix, reader.num_tokens)
+        self.grid = None if self._geometry is None else self._geometry.grid
+        chosen = select_positions(tokens, reader.num_tokens, self._geometry)
         self._selection = select_tokens(self.store, rows, chosen, per_image, seed)
         if world_size > len(self._selection):
             raise ValueError(
@@ -163,17 +163,17 @@ class TokenDataset(IterableDataset[Batch]):
                 "tokens, so that every rank has one."
             )
         needed = math.ceil(len(self._selection) / world_size)
-        self._extent = Extent(
+        self._sizes = EpochSizes(
             len(self._selection),
             segment_tokens(memory, reader.token_bytes, needed),
             world_size,
             batch_size,
             drop_last,
         )
-        self._blocks, self._group = choose_blocks(self._selection, self._extent, reader, block)
+        self._blocks, self._group = choose_blocks(self._selection, self._sizes, reader, block)
         # A segment is at least a block, where whole chunks or a given block exceed the memory.
-        size = max(self._extent.segment_tokens, block_tokens(self._blocks))
-        self._extent = replace(self._extent, segment_tokens=size)
+        size = max(self._sizes.segment_tokens, block_tokens(self._blocks))
+        self._sizes = replace(self._sizes, segment_tokens=size)
         if order == "shuffled" and block is None:
             self._warn_of_little_mixing()
         # Shared with a worker process of a DataLoader: the epoch of the next iteration, and the
@@ -181,7 +181,7 @@ class TokenDataset(IterableDataset[Batch]):
         self._shared = torch.zeros(2, dtype=torch.int64)
         self._shared.share_memory_()  # type: ignore[no-untyped-call]
         self._position = (0, 0, 0, 0)  # epoch, batches, output segment, tokens taken of it
-        self._started = False
+        self._is_started = False
 
     @property
     def keys(self) -> npt.NDArray[np.str_]:
@@ -215,7 +215,7 @@ class TokenDataset(IterableDataset[Batch]):
         if self._order == "stored":
             images = max(1.0, self.batch_size / self._selection.per_row)
             return {"effective_images": images, "distinct_images_in_batch": images, **sizes}
-        images = effective_images(self._selection, self._extent, group[1])
+        images = effective_images(self._selection, self._sizes, group[1])
         size = min(self.batch_size, tokens)
         return {
             "effective_images": images,
@@ -240,11 +240,11 @@ class TokenDataset(IterableDataset[Batch]):
                 f"row {row}, position {position}: {self.layer} has {len(self.store)} rows of "
                 f"{reader.num_tokens} tokens."
             )
-        places = self._places
-        if places is None or places.input_size == (0, 0) or position < places.prefix_tokens:
+        geometry = self._geometry
+        if geometry is None or geometry.input_size == (0, 0) or position < geometry.prefix_tokens:
             raise ValueError(f"position {position} of {self.layer} has no known place.")
-        y, x = divmod(position - places.prefix_tokens, places.grid[1])
-        height, width = (n / m for n, m in zip(places.input_size, places.grid, strict=True))
+        y, x = divmod(position - geometry.prefix_tokens, geometry.grid[1])
+        height, width = (n / m for n, m in zip(geometry.input_size, geometry.grid, strict=True))
         return x * width, y * height, (x + 1) * width, (y + 1) * height
 
     def take(
@@ -295,7 +295,7 @@ class TokenDataset(IterableDataset[Batch]):
         if position[0] != epoch:
             position = (epoch, 0, 0, 0)
         self._shared[0], self._shared[1] = epoch + 1, os.getpid()
-        self._started = True
+        self._is_started = True
         yield from self._batches(*position)
 
     def state_dict(self) -> dict[str, Any]:
@@ -312,7 +312,7 @@ class TokenDataset(IterableDataset[Batch]):
                 "torchdata's StatefulDataLoader."
             )
         epoch, batches, segment, offset = self._position
-        if not self._started:
+        if not self._is_started:
             epoch = int(self._shared[0])
         return {
             "epoch": epoch,
@@ -323,7 +323,7 @@ class TokenDataset(IterableDataset[Batch]):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on after the batches that were given when the state was taken.
+        """Resume after the batches that were given when the state was taken.
 
         Raises:
             ValueError: the state is of another store or of other arguments. At the start of an
@@ -350,7 +350,7 @@ class TokenDataset(IterableDataset[Batch]):
         self._shared[0] = int(state["epoch"])
         epoch, batches, segment, offset = (int(state[name]) for name in names)
         self._position = (epoch, batches, segment, offset)
-        self._started = True
+        self._is_started = True
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state without open files."""
@@ -364,18 +364,18 @@ class TokenDataset(IterableDataset[Batch]):
     @property
     def _ahead_tokens(self) -> int:
         """Number of tokens that are read ahead in addition to those of the order."""
-        if self._extent.num_segments == 1:
+        if self._sizes.num_segments == 1:
             return 0
         return ahead_tokens(self._memory, self._reader().token_bytes)
 
     @property
     def _held_tokens(self) -> int:
         """Number of tokens that are held at most."""
-        return self._extent.held_tokens + self._ahead_tokens
+        return self._sizes.held_tokens + self._ahead_tokens
 
     @cached_property
     def _arguments(self) -> _Arguments:
-        """What decides on the order."""
+        """Arguments that determine the order."""
         chosen = hashlib.sha256(self._selection.rows.tobytes())
         chosen.update(self._selection.positions.tobytes())
         return _Arguments(
@@ -386,10 +386,10 @@ class TokenDataset(IterableDataset[Batch]):
             order=self._order,
             seed=self.seed,
             blocks=self._group,
-            segments=self._extent.num_segments,
+            segments=self._sizes.num_segments,
             drop_last=self.drop_last,
             rank=self.rank,
-            world_size=self._extent.world_size,
+            world_size=self._sizes.world_size,
         )
 
     def _reader(self, is_random: bool = False) -> TokenReader:
@@ -404,12 +404,12 @@ class TokenDataset(IterableDataset[Batch]):
         """Number of threads that read."""
         if self._threads is not None:
             return self._threads
-        return _DIRECT_THREADS if reader.way == "direct" else max(2, num_cpus())
+        return _DIRECT_THREADS if reader.read_method == "direct" else max(2, num_cpus())
 
     def _epoch_order(self, epoch: int) -> EpochOrder:
         """Order of an epoch."""
         shuffled = self._order == "shuffled"
-        return EpochOrder(self._blocks, self._extent, (self.seed, epoch), self.rank, shuffled)
+        return EpochOrder(self._blocks, self._sizes, (self.seed, epoch), self.rank, shuffled)
 
     def _batches(self, epoch: int, batches: int, segment: int, offset: int) -> Iterator[Batch]:
         """Yield the batches of an epoch after the first `batches`."""
@@ -426,14 +426,14 @@ class TokenDataset(IterableDataset[Batch]):
             ahead = 2 * self._ahead_tokens
             pool = TokenPool(reader, self._selection, order, self._held_tokens, ahead, threads)
             try:
-                kept = np.zeros((2, 0), np.int64)
+                incomplete = np.zeros((2, 0), np.int64)
                 for number, output in enumerate(pool.outputs(segment), segment):
                     # Tokens that a state has passed over are read, as others of their segments are
                     # needed, and dropped here.
                     given = offset if number == segment else 0
                     pool.release(output[1][:given])
-                    rest = np.concatenate([kept, np.stack(output)[:, given:]], axis=1)
-                    consumed = given - kept.shape[1]
+                    rest = np.concatenate([incomplete, np.stack(output)[:, given:]], axis=1)
+                    consumed = given - incomplete.shape[1]
                     last = number == order.num_segments - 1
                     while left and (rest.shape[1] >= size or (last and rest.shape[1])):
                         now, rest = rest[:, :size], rest[:, size:]
@@ -446,7 +446,7 @@ class TokenDataset(IterableDataset[Batch]):
                         if not left:
                             self._position = (epoch + 1, 0, 0, 0)
                         yield batch
-                    kept = rest
+                    incomplete = rest
                     if not left:
                         return
             finally:
@@ -456,9 +456,9 @@ class TokenDataset(IterableDataset[Batch]):
         """Batch of some tokens."""
         rows, positions = self._selection.locate(tokens)
         yx = np.full((len(rows), 2), -1, np.int32)
-        if self._places is not None:
-            patch = positions - self._places.prefix_tokens
-            yx[:, 0], yx[:, 1] = np.divmod(patch, self._places.grid[1])
+        if self._geometry is not None:
+            patch = positions - self._geometry.prefix_tokens
+            yx[:, 0], yx[:, 1] = np.divmod(patch, self._geometry.grid[1])
             yx[patch < 0] = -1
         return {
             "features": _as_tensor(values, reader),
@@ -472,7 +472,7 @@ class TokenDataset(IterableDataset[Batch]):
         """Warn if too few images come together in a batch."""
         found, wanted = self.mixing["distinct_images_in_batch"], 0.8 * self.batch_size
         possible = min(wanted, 0.8 * len(self._selection.rows))
-        if found < possible and self._extent.num_segments > 1:
+        if found < possible and self._sizes.num_segments > 1:
             warnings.warn(
                 f"a batch of {self.batch_size} tokens has tokens of about {found:.0f} images. More "
                 f"memory mixes better: memory={self._memory} is given.",
@@ -485,13 +485,6 @@ def _as_tensor(values: npt.NDArray[Any], reader: TokenReader) -> torch.Tensor:
     bits = {"float16": np.float16, "float32": np.float32, "bfloat16": np.int16}[reader.dtype]
     tensor = torch.from_numpy(values.view(bits).reshape(len(values), reader.channels))
     return tensor.view(torch.bfloat16) if reader.dtype == "bfloat16" else tensor
-
-
-def _check_numbers(least: int, **arguments: int | None) -> None:
-    """Raise ValueError unless each argument is a whole number of at least `least`, or None."""
-    for name, value in arguments.items():
-        if value is not None:
-            check_whole_number(name, value, least)
 
 
 def _refuse_many_workers() -> None:

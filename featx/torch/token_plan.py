@@ -7,7 +7,7 @@ import math
 import numpy as np
 
 from featx.store import TokenReader
-from featx.torch.keyed_delay import DELAY, Extent
+from featx.torch.keyed_delay import DELAY, EpochSizes
 from featx.torch.token_selection import TokenBlocks, TokenSelection
 
 LEAST_BLOCK_BYTES = 64 << 10
@@ -56,7 +56,7 @@ def ahead_tokens(memory: int, token_bytes: int) -> int:
 
 
 def choose_blocks(
-    selection: TokenSelection, extent: Extent, reader: TokenReader, block: int | None
+    selection: TokenSelection, sizes: EpochSizes, reader: TokenReader, block: int | None
 ) -> tuple[TokenBlocks, tuple[int, int]]:
     """Divide the tokens into blocks: rows of the store in a group, and blocks of a group.
 
@@ -68,7 +68,7 @@ def choose_blocks(
         rows = 1 << max(0, (block // per_row).bit_length() - 1)
         group = (rows, 1) if block >= per_row else (1, -(-per_row // block))
     else:
-        group = _default_group(selection, extent, reader)
+        group = _default_group(selection, sizes, reader)
     if reader.reads_whole_rows:
         group = (group[0], 1)
     if reader.reads_whole_chunks:
@@ -77,7 +77,7 @@ def choose_blocks(
 
 
 def _default_group(
-    selection: TokenSelection, extent: Extent, reader: TokenReader
+    selection: TokenSelection, sizes: EpochSizes, reader: TokenReader
 ) -> tuple[int, int]:
     """Largest blocks that mix well, from a chunk down to LEAST_BLOCK_BYTES."""
     row_bytes = selection.per_row * reader.token_bytes
@@ -90,14 +90,14 @@ def _default_group(
     for group in smallest or groups[:1]:
         # Adjacent images are often alike, so that a block counts as an image where it is larger.
         size = selection.per_row * group[0] / group[1]
-        blocks = extent.spread / size if extent.num_segments > extent.delay else math.inf
-        images = effective_images(selection, extent, group[1])
-        if size <= extent.segment_tokens and min(blocks, images) >= GOOD_MIXING * extent.batch_size:
+        blocks = sizes.spread_tokens / size if sizes.num_segments > sizes.delay else math.inf
+        images = effective_images(selection, sizes, group[1])
+        if size <= sizes.segment_tokens and min(blocks, images) >= GOOD_MIXING * sizes.batch_size:
             return group
     return (smallest or groups[:1])[-1]
 
 
-def effective_images(selection: TokenSelection, extent: Extent, pieces: int) -> float:
+def effective_images(selection: TokenSelection, sizes: EpochSizes, pieces: int) -> float:
     """1 / P(two tokens of a batch are of one image), for blocks that are parts of images.
 
     A token shares its output segment with the others of its block with probability 1 / D, and with
@@ -107,7 +107,7 @@ def effective_images(selection: TokenSelection, extent: Extent, pieces: int) -> 
     """
     per_row, total = selection.per_row, len(selection)
     of_block = max(1.0, per_row / pieces)
-    share = (of_block - 1) / extent.spread + (per_row - of_block) / total
+    share = (of_block - 1) / sizes.spread_tokens + (per_row - of_block) / total
     return min(1 / share, float(len(selection.rows))) if share else float(len(selection.rows))
 
 

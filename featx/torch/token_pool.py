@@ -1,4 +1,4 @@
-"""Tokens of an epoch on their way from the files to batches, in a memory of fixed size."""
+"""Tokens of an epoch that are read and not yet in a batch, in a memory of fixed size."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from featx.torch.token_selection import Ints, TokenSelection
 
 Bytes = npt.NDArray[np.uint8]
 
-_JOBS = 4
-_LEAST_JOB_BYTES, _JOB_BYTES = 512 << 10, 1 << 20
-"""Reads that a segment is divided into at least, and the bytes of a read that limit that."""
+_MIN_READS = 4
+_MIN_READ_BYTES, _MAX_READ_BYTES = 512 << 10, 1 << 20
+"""Least number of reads that a segment is divided into, and the limits on the bytes of a read."""
 
 
 class TokenPool:
@@ -29,7 +29,7 @@ class TokenPool:
         selection: tokens of the epoch.
         order: order of the epoch.
         num_slots: number of tokens that are held at most.
-        ahead: number of tokens of later segments at which reading ahead ends.
+        num_ahead: number of tokens of later segments at which reading ahead ends.
         threads: reads tokens while batches are used.
     """
 
@@ -39,14 +39,14 @@ class TokenPool:
         selection: TokenSelection,
         order: EpochOrder,
         num_slots: int,
-        ahead: int,
+        num_ahead: int,
         threads: ThreadPoolExecutor,
     ) -> None:
         self._reader = reader
         self._selection = selection
         self._order = order
         self._threads = threads
-        self._ahead = ahead
+        self._num_ahead = num_ahead
         self._tokens = np.empty((num_slots, reader.token_bytes), np.uint8)
         self._free = np.arange(num_slots)
         self._num_free = num_slots
@@ -93,24 +93,24 @@ class TokenPool:
 
     def close(self) -> None:
         """Wait until no thread writes to the pool any more."""
-        jobs = [job for _, _, jobs in self._reading for job in jobs]
-        for job in jobs:
-            job.cancel()
-        for job in jobs:
-            if not job.cancelled():
-                job.exception()
+        pending = [future for _, _, futures in self._reading for future in futures]
+        for future in pending:
+            future.cancel()
+        for future in pending:
+            if not future.cancelled():
+                future.exception()
 
     def _read_ahead(self, number: int, first: int, last: int) -> None:
         """Begin to read the segments up to the one behind `number`, and more if slots are free."""
-        ahead = sum(count for other, count, _ in self._reading if other > number)
+        num_ahead = sum(count for other, count, _ in self._reading if other > number)
         while self._next is not None:
             now, tokens, delay = self._next
             is_needed = now <= number + 1
-            if not is_needed and (ahead >= self._ahead or len(tokens) > self._num_free):
+            if not is_needed and (num_ahead >= self._num_ahead or len(tokens) > self._num_free):
                 return
             self._begin(now, tokens, delay)
             if now > number:
-                ahead += len(tokens)
+                num_ahead += len(tokens)
             self._next = self._plan(now + 1, first, last) if now < last else None
 
     def _plan(self, number: int, first: int, last: int) -> tuple[int, Ints, Ints]:
@@ -126,24 +126,24 @@ class TokenPool:
         slots = self._allocate(len(tokens))
         # A stable sort of small integers takes linear time.
         order = np.argsort(delay.astype(np.uint8), kind="stable")
-        leaving, of_output, to = delay[order], tokens[order], slots[order]
-        edges = [0, *(np.flatnonzero(np.diff(leaving)) + 1).tolist(), len(order)]
+        delays, by_output, slots_by_output = delay[order], tokens[order], slots[order]
+        edges = [0, *(np.flatnonzero(np.diff(delays)) + 1).tolist(), len(order)]
         for low, high in itertools.pairwise(edges):
             if high > low:
                 # Copies: a view would keep the arrays of the segment until its last token leaves.
-                part = of_output[low:high].copy(), to[low:high].copy()
-                self._waiting.setdefault(number + int(leaving[low]), []).append(part)
+                part = by_output[low:high].copy(), slots_by_output[low:high].copy()
+                self._waiting.setdefault(number + int(delays[low]), []).append(part)
         rows, positions = self._selection.locate(tokens)
         width = self._reader.token_bytes
-        size = max(_LEAST_JOB_BYTES, min(_JOB_BYTES, len(rows) * width // _JOBS))
-        jobs = self._reader.jobs(rows, positions, self._tokens, slots, size)
-        self._reading.append((number, len(tokens), [self._threads.submit(job) for job in jobs]))
+        size = max(_MIN_READ_BYTES, min(_MAX_READ_BYTES, len(rows) * width // _MIN_READS))
+        tasks = self._reader.read_tasks(rows, positions, self._tokens, slots, size)
+        self._reading.append((number, len(tokens), [self._threads.submit(task) for task in tasks]))
 
     def _finish(self, number: int) -> None:
         """Wait until the segments up to one are read; raises the error of the first that failed."""
         while self._reading and self._reading[0][0] <= number:
-            for job in self._reading[0][2]:
-                job.result()
+            for future in self._reading[0][2]:
+                future.result()
             self._reading.popleft()
 
     def _allocate(self, count: int) -> Ints:
@@ -155,9 +155,9 @@ class TokenPool:
 
     def _grow(self, more: int) -> None:
         """Add slots, which a run of chance may need once in 10^15 segments."""
-        for _, _, jobs in self._reading:
-            for job in jobs:  # they write to the array that is replaced
-                job.result()
+        for _, _, futures in self._reading:
+            for future in futures:  # they write to the array that is replaced
+                future.result()
         before = len(self._tokens)
         self._tokens = np.concatenate([self._tokens, np.empty_like(self._tokens[:more])])
         self._free = np.concatenate([self._free, np.empty(more, np.int64)])

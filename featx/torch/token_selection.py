@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from featx.base import sampled_positions
 from featx.store import FeatureStore
+from featx.torch.argument_checks import index_array
 from featx.types import TokenGeometry
 
 Ints: TypeAlias = npt.NDArray[np.int64]
@@ -42,9 +43,9 @@ class TokenSelection:
 
     def locate(self, tokens: Ints) -> tuple[Ints, Ints]:
         """Row of the store and position of each token, both (n,)."""
-        row, at = np.divmod(tokens, self.per_row)
-        of_one = self.positions.ndim == 1
-        return self.rows[row], self.positions[at] if of_one else self.positions[row, at]
+        row, index = np.divmod(tokens, self.per_row)
+        is_shared = self.positions.ndim == 1
+        return self.rows[row], self.positions[index] if is_shared else self.positions[row, index]
 
 
 @dataclass(frozen=True)
@@ -95,40 +96,15 @@ class TokenBlocks:
         return found
 
 
-def index_array(name: str, values: Any, size: int) -> Ints:
-    """Distinct ascending indices of an axis, from a list of integers or a boolean mask.
-
-    Args:
-        name: what they are, for messages.
-        values: integers from 0 to `size` - 1, or `size` truth values.
-        size: length of the axis.
-
-    Raises:
-        ValueError: they are neither of these, such as fractions or a mask of another length.
-    """
-    array = np.asarray(values)
-    if array.dtype == np.bool_ and array.shape == (size,):
-        return np.flatnonzero(array)
-    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
-        raise ValueError(
-            f"{name}: expected a list of integers or a mask of {size} truth values, and got an "
-            f"array of {array.dtype} with shape {array.shape}."
-        )
-    if array.size and (array.min() < 0 or array.max() >= size):
-        wrong = array[(array < 0) | (array >= size)][0]
-        raise ValueError(f"{name}: expected numbers from 0 to {size - 1}, and got {wrong}.")
-    return np.unique(array).astype(np.int64)
-
-
-def chosen_positions(
-    tokens: str | Sequence[int], num_tokens: int, places: TokenGeometry | None
+def select_positions(
+    tokens: str | Sequence[int], num_tokens: int, geometry: TokenGeometry | None
 ) -> Ints:
     """Positions that the argument `tokens` of TokenDataset stands for.
 
     Args:
         tokens: 'all', 'patches', 'cls', 'registers', or positions or a mask of them.
         num_tokens: tokens of a row.
-        places: what is known about them.
+        geometry: positions of patches and prefix tokens, or None if unknown.
 
     Raises:
         ValueError: the rows have no such tokens.
@@ -145,12 +121,12 @@ def chosen_positions(
         raise ValueError(
             f"tokens={tokens!r}: expected 'all', 'patches', 'cls', 'registers' or positions."
         )
-    if places is None:
+    if geometry is None:
         raise ValueError(
             f"tokens={tokens!r}: the store does not record which tokens are patches. Give prefix=, "
             "the number of class and register tokens of the model, or tokens='all'."
         )
-    prefix, num_class = places.prefix_tokens, int(places.has_class_token)
+    prefix, num_class = geometry.prefix_tokens, int(geometry.has_class_token)
     found = {
         "patches": every[prefix:],
         "cls": every[:num_class],
@@ -164,7 +140,7 @@ def chosen_positions(
     return found
 
 
-def token_places(
+def token_geometry(
     store: FeatureStore,
     layer: str,
     tokens: str | Sequence[int],
@@ -183,7 +159,7 @@ def token_places(
     Raises:
         ValueError: they form no square, or are a sample and are asked for by their places.
     """
-    _refuse_places_of_sample(store, layer, tokens, prefix)
+    _refuse_geometry_of_sample(store, layer, tokens, prefix)
     found = store[layer].tokens
     if prefix is None:
         return found
@@ -236,7 +212,7 @@ def select_tokens(
     return TokenSelection(ok, positions[np.concatenate(sampled)])
 
 
-def _refuse_places_of_sample(
+def _refuse_geometry_of_sample(
     store: FeatureStore, layer: str, tokens: str | Sequence[int], prefix: int | None
 ) -> None:
     """Raise ValueError if sampled tokens are asked for by their places, or as a grid."""

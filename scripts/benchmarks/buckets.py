@@ -58,7 +58,7 @@ def bucket(arguments: argparse.Namespace) -> None:
     from featx.storage.s3_path import parse_path
     from featx.store.session import StoreSession
 
-    ahead, request = s3_file._FILES_AHEAD, s3_client.request
+    ahead, request = s3_file._NUM_PREFETCHED_FILES, s3_client.request
     run, listing = make_run(arguments.parts * 64, (1280,), part_rows=64)
     with tempfile.TemporaryDirectory() as name, served(Path(name) / "log"):
         root = parse_path(f"s3://{BUCKET}/run")
@@ -77,7 +77,7 @@ def bucket(arguments: argparse.Namespace) -> None:
             s3_client.request = asked
             took: dict[int, list[float]] = {1: [], ahead: []}
             for _ in range(arguments.runs):
-                for s3_file._FILES_AHEAD, seconds in took.items():
+                for s3_file._NUM_PREFETCHED_FILES, seconds in took.items():
                     made.clear()
                     begun = time.perf_counter()
                     with (session := StoreSession(root, run, listing)).hold():

@@ -281,7 +281,7 @@ def write_codec(path: Path, values: np.ndarray, codec: str, threads: int) -> Non
             **codecs.filters(codec),
         )
         pipeline = Pipeline.of(made)
-        if not pipeline.supported:
+        if not pipeline.is_supported:
             made[:] = values
             return
 
@@ -305,12 +305,12 @@ def read_codec(path: Path, values: np.ndarray) -> None:
     """Read all rows of /x back, and compare them."""
     import h5py
 
-    from featx.store.chunk_reader import ChunkRows
+    from featx.store.chunk_reader import ChunkReader
 
     with h5py.File(path, "r") as file:
-        rows = ChunkRows(file["x"], path)
+        rows = ChunkReader(file["x"], path)
         out = np.empty_like(values)
-        rows.read_run(0, out)
+        rows.read_range(0, out)
         rows.close()
     if not np.array_equal(out.view(np.uint16), values.view(np.uint16)):
         raise AssertionError(f"{path} reads back differently")

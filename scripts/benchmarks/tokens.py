@@ -193,11 +193,11 @@ def copy_alone(memory: int) -> int:
 
 def measure_cold(forms: dict[str, Path], arguments: argparse.Namespace) -> None:
     """Shuffled epochs from the disk, and the packed file read in order past the page cache."""
-    from featx.storage import reads_directly
+    from featx.storage import supports_direct_io
     from featx.torch import TokenDataset
 
     packed = forms["packed"] / "features.h5"
-    if not reads_directly(packed):
+    if not supports_direct_io(packed):
         print("cold: the file system refuses O_DIRECT, so there is no reference")
         return
 

@@ -70,7 +70,7 @@ def test_credentials_that_may_not_write_are_told_before_the_run(
     assert "the server refuses it" in last_line(driver)
     assert OUT in last_line(driver)
     assert text in last_line(driver) or "(403: Forbidden)" in last_line(driver)
-    assert not list(place(OUT).entries())
+    assert not list(place(OUT).objects())
 
 
 def test_a_key_that_may_only_read_opens_a_store(
@@ -139,5 +139,5 @@ def test_a_server_that_ignores_conditions_is_refused_and_nothing_is_left_there(
                 assert driver.finish() == 2, driver.said
             assert "ignores IfNoneMatch of a PUT request" in last_line(driver)
             assert "Nothing was written" in last_line(driver)
-        assert not list(place("s3://bucket/run").entries())
+        assert not list(place("s3://bucket/run").objects())
     s3_client.client.cache_clear()

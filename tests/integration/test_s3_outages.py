@@ -22,7 +22,7 @@ pytest_plugins = ["seaweed_fixtures"]
 
 IMPATIENT = (
     "-c",
-    "from featx import __main__; from featx.storage import s3_outage; s3_outage.PATIENCE_S = 15; "
+    "from featx import __main__; from featx.storage import s3_outage; s3_outage.MAX_OUTAGE_S = 15; "
     "__main__.main()",
 )
 """featx's command that waits for 15 s only."""

@@ -70,8 +70,8 @@ def server(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> S
     made = Server(getattr(request, "param", UNREACHABLE))
     monkeypatch.setattr(s3_client, "client", lambda process: made)
     monkeypatch.setattr(s3_outage, "_outage", s3_outage.Outage())
-    monkeypatch.setattr(s3_outage, "_SLICE_S", 0.01)
-    monkeypatch.setattr(s3_client, "_LONGEST_PAUSE_S", 0.05)
+    monkeypatch.setattr(s3_outage, "_CHECK_INTERVAL_S", 0.01)
+    monkeypatch.setattr(s3_client, "_MAX_PAUSE_S", 0.05)
     monkeypatch.setattr(s3_client.random, "uniform", lambda low, high: 0.05)
     return made
 
@@ -182,7 +182,7 @@ def test_in_mid_run_an_outage_is_no_mistake_of_the_user(monkeypatch: pytest.Monk
     root = place("s3://bucket/run")
     with (
         pytest.raises(StorageError, match="When the object store accepts the request") as output,
-        S3Folder(root).locked(root / ".lock"),
+        S3Folder(root).lock(root / ".lock"),
     ):
         raise ObjectStoreError(errno.EAGAIN, "no answer", "s3://bucket/run/parts")
     assert output.value.exit_code == 1

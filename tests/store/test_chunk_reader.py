@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from featx.errors import StoreError
 from featx.storage import local_file
 from featx.store import chunk_cache, chunk_index, chunk_reader, dtypes, layout
-from featx.store.chunk_reader import ChunkRows
+from featx.store.chunk_reader import ChunkReader
 from featx.store.codecs import filters
 
 CODECS = ("none", "lzf", "gzip", "zstd", "blosc2")
@@ -53,9 +53,9 @@ def make_file(
 
 
 @contextmanager
-def opened(path: Path) -> Iterator[ChunkRows]:
+def opened(path: Path) -> Iterator[ChunkReader]:
     with h5py.File(path, "r") as file:
-        rows = ChunkRows(file["x"], path)
+        rows = ChunkReader(file["x"], path)
         yield rows
         rows.close()
 
@@ -64,7 +64,7 @@ def numbers(shape: tuple[int, ...], dtype: str = "<f2", seed: int = 0) -> np.nda
     return np.random.default_rng(seed).normal(size=shape).astype(dtype)
 
 
-def read(rows: ChunkRows, asked: list[int] | np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+def read(rows: ChunkReader, asked: list[int] | np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
     """Any rows by `read`, as a reader of several files does it: into scattered places."""
     asked = np.asarray(asked, np.int64)
     out = np.full((len(asked) + 2, *shape), -77, rows.dtype)
@@ -97,7 +97,7 @@ def test_every_codec_type_and_shape_reads_the_rows_that_h5py_reads(
     assert np.isnan(expected[3]).all()
     with opened(path) as rows:
         assert np.isnan(rows.take(np.array([3]))).all()
-        assert rows.way == ("map" if codec == "none" else "decode")
+        assert rows.read_method == ("map" if codec == "none" else "decode")
         for got, want in [
             (rows.take(np.array(asked)), expected[asked]),
             (read(rows, asked, shape), expected[asked]),
@@ -111,7 +111,7 @@ def test_every_codec_type_and_shape_reads_the_rows_that_h5py_reads(
             got, want = (np.where(np.isnan(x), np.float32(9), x) for x in (got, want))
             assert got.tobytes() == want.tobytes()
         out = np.empty((20, *shape), rows.dtype)
-        rows.read_run(9, out)
+        rows.read_range(9, out)
         assert out.tobytes() == expected[9:29].tobytes()
 
 
@@ -141,7 +141,7 @@ def test_files_of_a_network_are_read_without_a_map(tmp_path: Path, way: str) -> 
     path = make_file(tmp_path / "x.h5", values, 16, interleaved=True)
     asked = np.random.default_rng(1).integers(0, 300, 200)
     with opened(path) as rows:
-        assert rows.way == way
+        assert rows.read_method == way
         assert np.array_equal(rows.take(asked), values[asked])
         assert np.array_equal(read(rows, asked, (64,)), values[asked])
         assert np.array_equal(rows.take(np.arange(300)), values)
@@ -171,7 +171,7 @@ def test_rows_and_places_out_of_range_are_errors_and_nothing_is_written(tmp_path
             with pytest.raises(IndexError, match="has 20 rows"):
                 rows.take(np.array(asked))
         with pytest.raises(IndexError):
-            rows.read_run(18, out)
+            rows.read_range(18, out)
         assert not out.any()
 
 
@@ -202,7 +202,7 @@ def test_a_chunk_that_was_never_written_is_an_error_not_a_fill_value(
         with pytest.raises(StoreError, match=r"x\.h5: /x: .*row 8 was never written"):
             rows.take(np.array([0, 9]))
         with pytest.raises(StoreError, match="row 16 was never written"):
-            rows.read_run(16, np.empty((2, 4), "<f2"))
+            rows.read_range(16, np.empty((2, 4), "<f2"))
         assert (rows.take(np.array([0, 25, 7])) == np.array([[1], [2], [1]])).all()
 
 
@@ -237,7 +237,7 @@ def test_a_file_replaced_under_its_name_is_never_mixed_up(tmp_path: Path, way: s
     with h5py.File(path) as file:
         make_file(tmp_path / "new.h5", -values, 8)
         (tmp_path / "new.h5").replace(path)
-        rows = ChunkRows(file["x"], path)
+        rows = ChunkReader(file["x"], path)
         assert np.array_equal(rows.take(np.array([9, 3])), values[[9, 3]])
         path.unlink()
         assert np.array_equal(rows.take(np.array([39, 0])), values[[39, 0]])
@@ -296,7 +296,7 @@ def test_more_chunks_than_the_file_could_hold_are_refused_before_memory_is_taken
         h5py.File(tmp_path / "x.h5") as file,
         pytest.raises(StoreError, match="claims 1125899906842624 chunks"),
     ):
-        ChunkRows(file["x"], tmp_path / "x.h5")
+        ChunkReader(file["x"], tmp_path / "x.h5")
 
 
 @pytest.mark.parametrize("codec", ["gzip", "zstd", "blosc2"])
@@ -333,7 +333,7 @@ def test_a_chunk_that_only_hdf5_decodes_is_decoded_once_for_the_reads_of_its_row
     )
     with opened(path) as rows:
         for first in range(0, 36, 4):
-            assert np.array_equal(rows.take_run(first, 4), values[first : first + 4])
+            assert np.array_equal(rows.take_range(first, 4), values[first : first + 4])
         assert np.array_equal(rows.take(np.array([36, 0, 20])), values[[36, 0, 20]])
     assert decoded == [(0, 16), (16, 32), (32, 37)]
 
@@ -343,12 +343,12 @@ def test_a_file_open_for_writing_or_not_on_disk_is_left_to_h5py(tmp_path: Path) 
     path = make_file(tmp_path / "x.h5", values, 8)
     with h5py.File(path, "r+") as file:
         file["x"][3] = 7  # HDF5 may still hold it
-        rows = ChunkRows(file["x"], path)
-        assert rows.way == "h5py"
+        rows = ChunkReader(file["x"], path)
+        assert rows.read_method == "h5py"
         assert (rows.take(np.array([3, 3])) == 7).all()
         rows.close()
     with path.open("rb") as source, h5py.File(source, "r") as file:
-        assert ChunkRows(file["x"], path).way == "h5py"
+        assert ChunkReader(file["x"], path).read_method == "h5py"
 
 
 @pytest.mark.parametrize("chunk", [None, (8, 2), (8, 6)], ids=str)
@@ -359,7 +359,7 @@ def test_a_dataset_whose_chunks_are_not_whole_rows_is_left_to_h5py(
     with h5py.File(tmp_path / "x.h5", "w") as file:
         file.create_dataset("x", data=values, chunks=chunk, maxshape=(40, 8) if chunk else None)
     with opened(tmp_path / "x.h5") as rows:
-        assert rows.way == "h5py"
+        assert rows.read_method == "h5py"
         assert np.array_equal(rows.take(np.array([19, 2, 2, 3])), values[[19, 2, 2, 3]])
 
 
@@ -367,7 +367,7 @@ def test_a_file_with_a_user_block_is_left_to_h5py(tmp_path: Path) -> None:
     with h5py.File(tmp_path / "x.h5", "w", userblock_size=512) as file:
         file.create_dataset("x", data=numbers((20, 4)), chunks=(8, 4))
     with opened(tmp_path / "x.h5") as rows:
-        assert rows.way == "h5py"
+        assert rows.read_method == "h5py"
         assert np.array_equal(rows.take(np.array([19, 2])), numbers((20, 4))[[19, 2]])
 
 
@@ -379,11 +379,11 @@ def test_an_index_of_many_chunks_is_asked_for_few_at_first(
     path = make_file(tmp_path / "x.h5", values, 2)
     with opened(path) as rows:
         assert np.array_equal(rows.take(np.array([299, 7])), values[[299, 7]])
-        assert (rows._index.at >= 0).sum() == 2
+        assert (rows._index.address >= 0).sum() == 2
         assert np.array_equal(rows.take(np.array([5, 299])), values[[5, 299]])
-        assert (rows._index.at >= 0).sum() == 3
+        assert (rows._index.address >= 0).sum() == 3
         assert np.array_equal(rows.take(np.arange(300)), values)
-        assert rows._index.whole
+        assert rows._index.is_complete
 
 
 def test_a_closed_reader_says_so_and_leaves_nothing_open(tmp_path: Path) -> None:
@@ -407,7 +407,7 @@ def test_a_closed_reader_says_so_and_leaves_nothing_open(tmp_path: Path) -> None
             rows.take(np.array([3, 9]))
         with pytest.raises(ValueError, match="closed"):
             rows.take(np.array([3]))
-        assert not any(key[0] is rows._token for key in chunk_cache.process().cache._chunks)
+        assert not any(key[0] is rows._cache_key for key in chunk_cache.decode_pool().cache._chunks)
     assert used() == before
 
 
@@ -434,12 +434,12 @@ def test_closing_under_readers_gives_right_rows_or_an_error(tmp_path: Path, code
     make_file(tmp_path / "decoy.h5", -values, 16, codec)
     for _ in range(15):
         with h5py.File(path) as file:
-            rows = ChunkRows(file["x"], path)
+            rows = ChunkReader(file["x"], path)
             wrong: list[str] = []
             reading = threading.Barrier(5)
 
             def work(
-                rows: ChunkRows = rows,
+                rows: ChunkReader = rows,
                 wrong: list[str] = wrong,
                 reading: threading.Barrier = reading,
             ) -> None:
@@ -481,7 +481,7 @@ def test_a_forked_child_decodes_with_threads_of_its_own(tmp_path: Path) -> None:
         assert np.array_equal(rows.take(np.arange(64)), values)  # threads and cache are there
         context = multiprocessing.get_context("fork")
         answer = context.Queue()
-        with chunk_cache.process().cache._lock:  # and it stays locked in the child
+        with chunk_cache.decode_pool().cache._lock:  # and it stays locked in the child
             child = context.Process(target=read_in_child, args=(path, answer))
             child.start()
         assert answer.get(timeout=60) == values.tobytes()
@@ -497,16 +497,16 @@ def test_the_cache_of_decoded_chunks_is_bounded_and_spares_decoding(
     monkeypatch.setattr(chunk_cache, "CACHE_BYTES", 3 * 8 * 128 * 2)
     monkeypatch.setattr(chunk_cache, "_shared", None)
     decoded = []
-    whole = ChunkRows._decode
+    whole = ChunkReader._decode
     monkeypatch.setattr(
-        ChunkRows, "_decode", lambda self, file, i: decoded.append(i) or whole(self, file, i)
+        ChunkReader, "_decode", lambda self, file, i: decoded.append(i) or whole(self, file, i)
     )
     with opened(path) as rows:
         for row in (0, 1, 7, 9, 3):
             assert np.array_equal(rows.take(np.array([row])), values[[row]])
         assert decoded == [0, 1]
         rows.take(np.arange(64))
-        cache = chunk_cache.process().cache
+        cache = chunk_cache.decode_pool().cache
         assert len(cache._chunks) == 3
         assert cache._bytes == 3 * 8 * 128 * 2
     assert cache._bytes == 0
@@ -521,7 +521,7 @@ def test_bfloat16_in_pieces_is_the_same(tmp_path: Path, monkeypatch: pytest.Monk
     assert not np.array_equal(expected, values)
     asked = np.random.default_rng(0).integers(0, 100, 60)
     with opened(path) as rows:
-        assert rows.way == "map"
+        assert rows.read_method == "map"
         assert np.array_equal(rows.take(asked), expected[asked])
         assert np.array_equal(rows.take(np.arange(100)), expected)
 

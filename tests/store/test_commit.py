@@ -135,7 +135,7 @@ def test_reserved_whatever_call_fails_leaves_all_or_nothing(
         target = tmp_path / f"{fail_at}.h5"
         with watched(Calls(tmp_path, fail_at, error, spare=("unlink",))) as calls:
             try:
-                with AtomicFolder(tmp_path).reserved(target, 1 << 20) as file:
+                with AtomicFolder(tmp_path).reserve_file(target, 1 << 20) as file:
                     file.write(CONTENT)
             except RunError:
                 failed.append(calls.failed)
@@ -270,7 +270,7 @@ class TestReservedFile:
         target = tmp_path / "f"
         with (
             pytest.raises(RunError, match="10 bytes were reserved, 12 are needed"),
-            AtomicFolder(tmp_path).reserved(target, 10) as file,
+            AtomicFolder(tmp_path).reserve_file(target, 10) as file,
         ):
             file.write(bytes(12))
         assert list(tmp_path.iterdir()) == []
@@ -279,7 +279,7 @@ class TestReservedFile:
         """A StoreError is an OSError too, and must not be reported as a disk that fails."""
         with (
             pytest.raises(StoreError, match=r"^of another run$"),
-            AtomicFolder(tmp_path).reserved(tmp_path / "f", 10),
+            AtomicFolder(tmp_path).reserve_file(tmp_path / "f", 10),
         ):
             raise StoreError("of another run")
         assert list(tmp_path.iterdir()) == []
@@ -375,7 +375,7 @@ def test_a_file_system_without_locks_is_refused(
 
 KILLED = {
     "replace_unlocked": "disk.replace_unlocked(path, b'half')",
-    "streamed": "with disk.streamed(path) as file: file.write(b'half')",
+    "streamed": "with disk.stream_file(path) as file: file.write(b'half')",
 }
 
 
@@ -392,7 +392,7 @@ def test_what_a_killed_writer_left_goes_and_a_living_one_keeps_its_file(
     [dead] = temporary_files(tmp_path)
     other = tmp_path / ".tmp-another.html.1.2"
     other.touch()
-    with disk.streamed(path) as file:
+    with disk.stream_file(path) as file:
         file.write(b"first")
         assert not dead.exists()
         disk.replace_unlocked(path, b"second")

@@ -24,7 +24,7 @@ def write(path: Path, raw: np.ndarray, kind: h5py.h5t.TypeID) -> None:
 def test_a_dataset_of_each_type_tells_its_name(tmp_path: Path, name: str) -> None:
     write(tmp_path / "x.h5", np.zeros(3, dtypes.raw_dtype(name)), dtypes.hdf5_type(name))
     with h5py.File(tmp_path / "x.h5") as file:
-        assert dtypes.name_of(file["x"]) == name
+        assert dtypes.dtype_name(file["x"]) == name
         assert file["x"].dtype == dtypes.memory_dtype(name)
 
 
@@ -78,7 +78,7 @@ def test_any_other_type_is_refused_by_name(tmp_path: Path, dtype: str) -> None:
     with h5py.File(tmp_path / "x.h5", "w") as file:
         dataset = file.create_dataset("odd", data=np.zeros(3, dtype))
         with pytest.raises(StoreError, match=r"/odd holds .*expected one of float16"):
-            dtypes.name_of(dataset)
+            dtypes.dtype_name(dataset)
 
 
 def other_16_bits(fields: tuple[int, ...], bias: int, order: int) -> h5py.h5t.TypeID:
@@ -103,7 +103,7 @@ def test_a_type_that_h5py_shows_alike_is_refused(
 ) -> None:
     write(tmp_path / "x.h5", EVERY_16_BITS, other_16_bits(fields, bias, order))
     with h5py.File(tmp_path / "x.h5") as file, pytest.raises(StoreError, match="expected one of"):
-        dtypes.name_of(file["x"])
+        dtypes.dtype_name(file["x"])
 
 
 @pytest.mark.parametrize("name", dtypes.NAMES)

@@ -654,7 +654,7 @@ class Failing(io.FileIO):
 
 made, root = make_run(), Path(sys.argv[1])
 made.finish(root)
-files.WatchedFile.__bases__ = (Failing,)
+files.ErrorRecordingFile.__bases__ = (Failing,)
 try:
     made.finish(root)
 except StoreError as error:

@@ -70,7 +70,7 @@ def test_h5py_reads_what_we_encode_and_we_decode_what_it_writes(
     values = values_of(kind, shape, dtype, seed)
     dataset = make_dataset(shape, dtype, **filters(codec))
     pipeline = Pipeline.of(dataset)
-    assert pipeline.supported
+    assert pipeline.is_supported
     assert pipeline.chunk_bytes == values.nbytes
     corner = (0,) * len(shape)
     dataset.id.write_direct_chunk(corner, pipeline.encode(values))
@@ -127,13 +127,13 @@ def test_a_mask_of_filters_that_are_not_there_is_refused() -> None:
 )
 def test_filters_that_are_not_known_here_are_left_to_h5py(options: dict[str, Any]) -> None:
     options = {"dtype": "<f2", **options}
-    assert not Pipeline.of(make_dataset((8, 16), **options)).supported
+    assert not Pipeline.of(make_dataset((8, 16), **options)).is_supported
 
 
 def test_a_compressor_before_another_filter_is_left_to_h5py() -> None:
-    assert not Pipeline([(1, (4,)), (2, (2,))], 256).supported
-    assert not Pipeline([(1, (4,)), (32015, (1,))], 256).supported
-    assert Pipeline([(2, (2,)), (32015, (1,))], 256).supported
+    assert not Pipeline([(1, (4,)), (2, (2,))], 256).is_supported
+    assert not Pipeline([(1, (4,)), (32015, (1,))], 256).is_supported
+    assert Pipeline([(2, (2,)), (32015, (1,))], 256).is_supported
 
 
 @pytest.mark.parametrize(
@@ -142,7 +142,7 @@ def test_a_compressor_before_another_filter_is_left_to_h5py() -> None:
 def test_blosc2_parameters_that_do_not_fit_the_chunk_are_never_passed_on(
     values: tuple[int, ...],
 ) -> None:
-    assert not Pipeline([(filter_plugins.Blosc2.number, values)], 256).supported
+    assert not Pipeline([(filter_plugins.Blosc2.number, values)], 256).is_supported
 
 
 def test_without_the_plugins_the_dataset_is_left_to_h5py(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,12 +150,12 @@ def test_without_the_plugins_the_dataset_is_left_to_h5py(monkeypatch: pytest.Mon
     monkeypatch.setattr("hdf5plugin.PLUGIN_PATH", "/nowhere")
     filter_plugins._load.cache_clear()
     try:
-        assert not Pipeline.of(dataset).supported
+        assert not Pipeline.of(dataset).is_supported
         assert filter_plugins.load(filter_plugins.Blosc2) is None
     finally:
         monkeypatch.undo()
         filter_plugins._load.cache_clear()
-    assert Pipeline.of(dataset).supported
+    assert Pipeline.of(dataset).is_supported
 
 
 @pytest.mark.parametrize("codec", CODECS)

@@ -101,7 +101,7 @@ def test_a_random_batch_reads_a_small_share_of_the_bytes(
     run = make_run(8192, 1024, {"wide": (2048,)}).identified()
     run.copied(tmp_path / "run", packed=packed)
     root = upload(tmp_path / "run", f"s3://{bucket}/run")
-    total = sum(entry.size for _, entry in root.entries())
+    total = sum(entry.size for _, entry in root.objects())
     assert total > 64 << 20
     watch.clear()
     store = FeatureStore(root)
@@ -238,7 +238,7 @@ def test_long_lists_come_in_pieces_and_names_may_be_odd(
     monkeypatch.setattr(s3_client, "request", short)
     check_rows(FeatureStore(str(root)), run)
     assert len(pages) >= 8
-    assert len(list(root.entries())) == 50 + 4
+    assert len(list(root.objects())) == 50 + 4
 
 
 def test_what_is_no_store_is_reported(bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -325,7 +325,7 @@ def test_an_answer_that_breaks_off_is_asked_for_again(
     ("code", "kind", "said"),
     [
         ("NoSuchKey", FileNotFoundError, "No such file"),
-        ("PreconditionFailed", s3_client.TakenError, "PreconditionFailed"),
+        ("PreconditionFailed", s3_client.PreconditionFailedError, "PreconditionFailed"),
         ("AccessDenied", ObjectStoreError, r"the server refuses it \(AccessDenied: why\)"),
         ("ExpiredToken", ObjectStoreError, r"the server refuses it \(ExpiredToken: why\)"),
         ("NoSuchBucket", ObjectStoreError, r"there is no such bucket \(NoSuchBucket: why\)"),

@@ -18,7 +18,7 @@ from object_server import MemoryServer, RequestLog, upload
 
 from featx.errors import ObjectStoreError, RunError, StoreError, StoreLockedError
 from featx.storage import durability, s3_client, s3_file, s3_outage
-from featx.storage.s3_file import fetched_ahead
+from featx.storage.s3_file import prefetch_files
 from featx.storage.s3_folder import S3Folder
 from featx.storage.s3_path import S3Path, parse_path
 from featx.store import layout
@@ -71,7 +71,7 @@ class Faulty:
 def quick_retries(monkeypatch: pytest.MonkeyPatch) -> None:
     """Failed writes are retried twice, at once; a server that does not answer is not waited for."""
     monkeypatch.setattr(durability, "RETRY_WAITS_S", (0, 0))
-    monkeypatch.setattr(s3_outage, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(s3_outage, "MAX_OUTAGE_S", 0.0)
 
 
 def check_store_of(run: MadeRun, root: Path) -> None:
@@ -120,7 +120,7 @@ def test_a_store_is_written_found_again_and_read(
     root = next(places)
     finish(RUN, root)
     check_store_of(RUN, root)
-    names = [path.key.removeprefix(f"{root.key}/") for path, _ in root.entries()]
+    names = [path.key.removeprefix(f"{root.key}/") for path, _ in root.objects()]
     # What is created is created with a condition.
     created = [v for n, v in watch.requests if n == "put_object" and "part-" in v["Key"]]
     assert [values["IfNoneMatch"] for values in created] == ["*"] * 3
@@ -138,7 +138,7 @@ def test_a_store_is_written_found_again_and_read(
         assert session.is_complete
         assert session.num_failed == 2
         assert session.stored_bytes() == sum(
-            entry.size for path, entry in root.entries() if "/parts/" in path.key
+            entry.size for path, entry in root.objects() if "/parts/" in path.key
         )
 
 
@@ -275,18 +275,18 @@ def test_no_more_is_fetched_than_is_soon_looked_at(monkeypatch: pytest.MonkeyPat
     counted = Counted(memory)
     monkeypatch.setattr(s3_client, "request", counted)
     paths = [parse_path(f"s3://memory/run/{number:03d}") for number in range(200)]
-    files = fetched_ahead(paths)
+    files = prefetch_files(paths)
     for number in range(3):
         opened = next(files)
         assert opened is not None
         assert opened().pread(3, 0) == b"xxx"
         time.sleep(0.2)
-        assert len(counted.keys) <= 1 + number + s3_file._FILES_AHEAD
+        assert len(counted.keys) <= 1 + number + s3_file._NUM_PREFETCHED_FILES
     files.close()
     before = len(counted.keys)
     time.sleep(0.2)
     assert len(counted.keys) <= before + s3_client.CONNECTIONS
-    assert list(fetched_ahead([Path("a"), Path("b")])) == [None, None]
+    assert list(prefetch_files([Path("a"), Path("b")])) == [None, None]
 
 
 @pytest.mark.parametrize("error", [errno.EIO, errno.EACCES])
@@ -371,7 +371,7 @@ def test_a_damaged_part_is_quarantined_by_who_finds_it_and_not_what_replaced_it(
     s3_client.write(part.bucket, part.key, data[: len(data) // 2])
     head = s3_client.head
 
-    def replaced_after(bucket: str, key: str) -> s3_client.Entry:
+    def replaced_after(bucket: str, key: str) -> s3_client.ObjectMetadata:
         found = head(bucket, key)
         s3_client.write(part.bucket, part.key, data)
         return found
@@ -411,7 +411,7 @@ def test_a_server_that_ignores_a_condition_is_refused(
     root = next(places)
     with pytest.raises(StoreError, match=f"ignores {condition} of a PUT"):
         finish(RUN, root)
-    assert not list(root.entries())
+    assert not list(root.objects())
 
 
 def test_where_deletions_have_no_condition_damage_stays_until_the_user_moves_it(
@@ -512,14 +512,14 @@ def test_layers_are_added_by_one_at_a_time(
 ) -> None:
     first = make_added(RUN, {"late": (7,)})
     second = make_added(RUN, {"later": (3,)}, seed=2)
-    begin = StoreSession._begin
+    begin = StoreSession._write_manifest_and_listing
 
     def overtaken(self: StoreSession, before: Any) -> None:
-        monkeypatch.setattr(StoreSession, "_begin", begin)
+        monkeypatch.setattr(StoreSession, "_write_manifest_and_listing", begin)
         finish(first, finished)
         begin(self, before)
 
-    monkeypatch.setattr(StoreSession, "_begin", overtaken)
+    monkeypatch.setattr(StoreSession, "_write_manifest_and_listing", overtaken)
     with pytest.raises(StoreError, match="was changed by another process"):
         finish(second, finished)
     store = FeatureStore(finished)

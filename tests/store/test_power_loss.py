@@ -28,7 +28,7 @@ from system_calls import DiskModel, File, Op, Recording, Tree
 
 from featx.errors import FeatxError, StoreError
 from featx.storage.durability import write_all
-from featx.storage.local_folder import TEMPORARY, AtomicFolder
+from featx.storage.local_folder import TEMPORARY_PREFIX, AtomicFolder
 from featx.store.listing import listing_identity
 from featx.store.listing_writer import write_listing
 from featx.store.pack import pack
@@ -190,7 +190,7 @@ class Checker:
 
     def check(self, tree: Tree, promises: Promises) -> None:
         state = frozenset(
-            (name, b"" if TEMPORARY in name or name.endswith(".lock") else data)
+            (name, b"" if TEMPORARY_PREFIX in name or name.endswith(".lock") else data)
             for name, data in tree.items()
         )
         key = state, promises.started, promises.whole, frozenset(promises.rows)
@@ -401,7 +401,7 @@ def lose_power_everywhere(
         model.apply(op)
         if op[0] == "ack":
             promises.add(*op[1:])
-        if most < MANY and op[0] in ("write", "size", "grow") and TEMPORARY in op[1]:
+        if most < MANY and op[0] in ("write", "size", "grow") and TEMPORARY_PREFIX in op[1]:
             continue
         try:
             for tree in crash_states(model, rng, most):
@@ -502,7 +502,7 @@ def kill_then_lose_power(scenario: Scenario, work: Path) -> int:
             model.apply(op)
             if op[0] == "ack":
                 promises.add(*op[1:])
-            if op[0] in ("ack", "unlink") and TEMPORARY not in op[1]:
+            if op[0] in ("ack", "unlink") and TEMPORARY_PREFIX not in op[1]:
                 try:
                     for choose in (durable, gone):
                         checker.check(model.tree(choose, none_there), promises)
@@ -525,9 +525,9 @@ FOUND = (AssertionError, FeatxError, OSError, RuntimeError)
 
 
 SYNCS: dict[str, Callable[[str], bool]] = {
-    "folder": lambda path: TEMPORARY not in path,
-    "part": lambda path: TEMPORARY in path and "features.h5" not in path,
-    "packed file": lambda path: TEMPORARY in path and "features.h5" in path,
+    "folder": lambda path: TEMPORARY_PREFIX not in path,
+    "part": lambda path: TEMPORARY_PREFIX in path and "features.h5" not in path,
+    "packed file": lambda path: TEMPORARY_PREFIX in path and "features.h5" in path,
 }
 """What is synced -> whether a path is one of these."""
 

@@ -46,13 +46,13 @@ def flip_value(root: Path, row: int, name: str = "features/flat") -> None:
         pipeline = Pipeline.of(dataset)
         stored = bytearray(dataset.id.read_direct_chunk((row // step * step, *rest))[1])
         row_bytes = pipeline.chunk_bytes // step
-    if pipeline.supported and len(pipeline):
+    if pipeline.is_supported and len(pipeline):
         data = pipeline.decode(bytes(stored)).copy()
         data[row % step * row_bytes] ^= 1
         with h5py.File(path, "r+") as file:
             file[name].id.write_direct_chunk((row // step * step, *rest), pipeline.encode(data))
         return
-    at = row % step * row_bytes if pipeline.supported else len(stored) // 2
+    at = row % step * row_bytes if pipeline.is_supported else len(stored) // 2
     with path.open("r+b") as raw:
         raw.seek(info.byte_offset + at)
         raw.write(bytes([stored[at] ^ 1]))

@@ -40,7 +40,7 @@ from featx.pipeline import (
     peak_memory_mib,
 )
 from featx.pipeline.executors import RunOutcome
-from featx.storage import TEMPORARY, AtomicFolder, exclusive_lock
+from featx.storage import TEMPORARY_PREFIX, AtomicFolder, exclusive_lock
 from featx.store import (
     Grid,
     Heartbeat,
@@ -204,7 +204,10 @@ def _check_images(context: RunContext, parts: MomentsOfParts) -> None:
 def _clear(disk: AtomicFolder, overwrite: bool) -> None:
     """Delete unfinished files of killed processes; with overwrite, all statistics."""
     names = (STATS_FILE, FAILURES_CSV, STATS_IMAGES, layout.STATS_OVERWRITE_MARKER, layout.TRACE)
-    for pattern in (*(f"{TEMPORARY}{name}.*" for name in names), f"{layout.WORKERS}/{TEMPORARY}*"):
+    for pattern in (
+        *(f"{TEMPORARY_PREFIX}{name}.*" for name in names),
+        f"{layout.WORKERS}/{TEMPORARY_PREFIX}*",
+    ):
         for leftover in disk.root.glob(pattern):
             disk.remove(leftover)
     if overwrite:

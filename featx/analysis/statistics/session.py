@@ -15,7 +15,7 @@ from featx.analysis.statistics.moments_tree import MomentsTree, spans_in
 from featx.analysis.statistics.part_moments import is_aligned
 from featx.analysis.statistics.stats_file import DamagedError
 from featx.errors import LayerError, StoreError, require
-from featx.storage import TEMPORARY
+from featx.storage import TEMPORARY_PREFIX
 from featx.store import Grid, failures_csv, layout, write_listing
 from featx.types import UNKNOWN_IMAGE, Failure, Listing, Part
 
@@ -68,7 +68,7 @@ class MomentsOfParts:
                 self.disk.remove(self.folder)
                 return
         self.disk.make_folder(self.folder)
-        for leftover in self.folder.glob(f"{TEMPORARY}*"):
+        for leftover in self.folder.glob(f"{TEMPORARY_PREFIX}*"):
             self.disk.remove(leftover)
         for start, stop in spans_in(self.folder):
             path = self.tree.file(start, stop)

@@ -33,8 +33,8 @@ from featx.analysis.statistics.norms_group import (
 )
 from featx.analysis.statistics.part_moments import StatsLayer
 from featx.errors import LayerError, StoreError, nearest
-from featx.storage import reads_back_differently
-from featx.store import check_plain, damage_text, layout, open_metadata
+from featx.storage import memory_mismatch_error
+from featx.store import damage_text, layout, open_metadata, open_plain_dataset
 from featx.types import Failure, Status
 
 STATS_FORMAT = 1
@@ -126,13 +126,13 @@ def file_bytes(
             read = read_layer(file, path, name, root)[0]
             for key in _ARRAYS:
                 if not torch.equal(getattr(read, key), getattr(moments[name], key).cpu()):
-                    raise reads_back_differently(path, name)
+                    raise memory_mismatch_error(path, name)
             if not are_equal_norms(read.norms, moments[name].norms):
-                raise reads_back_differently(path, name)
+                raise memory_mismatch_error(path, name)
         if len(read_failures(file, path, root)) != len(failures):
-            raise reads_back_differently(path, layout.FAILURES)
+            raise memory_mismatch_error(path, layout.FAILURES)
         if not np.array_equal(read_checksums(file, path, root), checksums):
-            raise reads_back_differently(path, layout.IMAGE_CHECKSUM)
+            raise memory_mismatch_error(path, layout.IMAGE_CHECKSUM)
     data = buffer.getbuffer()
     # The checksum is written last, into the user block, because it covers everything behind it.
     data[:_SEAL_BYTES] = _seal(zlib.crc32(data[_SEAL_BYTES:]))
@@ -205,7 +205,7 @@ def read_checksums(file: h5py.File, path: Path, root: Mapping[str, Any]) -> npt.
         DamagedError: they do not match the root attributes.
     """
     num_rows = root["stop"] - root["start"]
-    dataset = check_plain(file, layout.IMAGE_CHECKSUM)
+    dataset = open_plain_dataset(file, layout.IMAGE_CHECKSUM)
     if dataset.shape != (num_rows,) or dataset.dtype != np.uint64:
         raise DamagedError(f"{path}: /{layout.IMAGE_CHECKSUM} does not fit its {num_rows} rows.")
     checksums: npt.NDArray[np.uint64] = dataset[()]
@@ -253,7 +253,7 @@ def _plain_datasets(
         DamagedError: a dataset is missing or refers to another file.
     """
     try:
-        return {name: check_plain(file, f"{group}/{name}") for name in names}
+        return {name: open_plain_dataset(file, f"{group}/{name}") for name in names}
     except StoreError as error:
         raise DamagedError(f"{path} is damaged: /{group} is not what featx writes.") from error
 

@@ -1,4 +1,4 @@
-"""Addresses of all chunks of one layer, in one array over all files of a store.
+"""Chunks of one layer: addresses and checksums, in arrays over all files of a store.
 
 They come from the chunk table at the end of each file, which one read fetches: HDF5 takes 1.6 ms
 to open a part, and the table 0.1 ms.
@@ -11,7 +11,6 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import h5py
 import numpy as np
 import numpy.typing as npt
 
@@ -20,7 +19,7 @@ from featx.storage import S3File
 from featx.store import codecs, layout
 from featx.store.chunk_index import ChunkIndex
 from featx.store.chunk_table import CHUNK, DatasetEntry, find_table
-from featx.store.dtypes import name_of
+from featx.store.dtypes import dtype_name
 from featx.store.filter_pipeline import Pipeline
 from featx.store.tail_file import open_tail
 
@@ -29,9 +28,6 @@ if TYPE_CHECKING:
     from featx.store.reader import FeatureStore
 
 Rows = npt.NDArray[np.int64]
-
-_LZF = h5py.h5z.FILTER_LZF
-"""Highest number of the filters that are part of h5py; others come with hdf5plugin."""
 
 FileState = tuple[int, int, int, int] | None
 """Device, inode, size and modification time of a file; None in an object store."""
@@ -44,7 +40,7 @@ class LayerFile:
     Attributes:
         segment: path and rows of the file.
         pipeline: filters of its chunks.
-        state: what the file was when its chunk table was read.
+        state: state of the file when its chunk table was read.
     """
 
     segment: Segment
@@ -52,8 +48,8 @@ class LayerFile:
     state: FileState
 
 
-class ChunkPlaces:
-    """Where the chunks of a layer lie; arrays have one entry for each chunk of each file.
+class LayerChunks:
+    """Chunks of a layer; arrays have one entry for each chunk of each file.
 
     Args:
         store: open store.
@@ -68,7 +64,7 @@ class ChunkPlaces:
         size: (chunks,) int64 bytes in the file.
         mask: (chunks,) int64 filter mask.
         sums: (chunks,) uint32 checksum of the rows.
-        compared: (chunks,) bool, whether the rows were compared with their checksum.
+        is_compared: (chunks,) bool, whether the rows were compared with their checksum.
 
     Raises:
         StoreError: the addresses of a file cannot be read or are impossible.
@@ -77,16 +73,16 @@ class ChunkPlaces:
     def __init__(self, store: FeatureStore, layer: str) -> None:
         self.path = f"{layout.FEATURES}/{layer}"
         self._row_shape = store[layer].shape[1:]
-        segments, starts = store._rows._segments_of(layer)
+        segments, starts = store._layer_reader._segments_of(layer)
         files, entries = list[LayerFile](), list[DatasetEntry]()
         for segment in segments:
             entry, state = self._entry_of(store, segment)
             entries.append(entry)
             # All parts of a run share one pipeline.
-            alike = (
+            shares_pipeline = (
                 entries[0].filters == entry.filters and entries[0].chunk_rows == entry.chunk_rows
             )
-            pipeline = files[0].pipeline if files and alike else _pipeline(entry)
+            pipeline = files[0].pipeline if files and shares_pipeline else _pipeline(entry)
             files.append(LayerFile(segment, pipeline, state))
         if not files:
             raise StoreError(f"{store.root} has no rows of {layer} yet.")
@@ -98,7 +94,7 @@ class ChunkPlaces:
             table[name].astype(np.int64) for name in ("address", "size", "mask")
         )
         self.sums: npt.NDArray[np.uint32] = table["crc"].copy()
-        self.compared = np.zeros(len(table), np.bool_)
+        self.is_compared = np.zeros(len(table), np.bool_)
         self._starts: Rows = starts
         self._stops = np.array([file.segment.stop for file in files], np.int64)
         self._chunk_rows = np.array([entry.chunk_rows for entry in entries], np.int64)
@@ -118,8 +114,8 @@ class ChunkPlaces:
         if len(rows) and (file.min() < 0 or (rows >= self._stops[file]).any()):
             raise StoreError(f"some rows are not in the store yet, such as {int(rows.max())}.")
         within = rows - self._starts[file]
-        chunk, place = np.divmod(within, self._chunk_rows[file])
-        return file, chunk + self._first_chunk[file], place
+        chunk, row = np.divmod(within, self._chunk_rows[file])
+        return file, chunk + self._first_chunk[file], row
 
     def file_of(self, chunk: int) -> int:
         """Number of the file that holds a chunk."""
@@ -139,11 +135,11 @@ class ChunkPlaces:
 
     def is_stored_plainly(self) -> bool:
         """Whether no file has filters, so that rows lie in the files as they are."""
-        return all(file.pipeline.supported and not len(file.pipeline) for file in self.files)
+        return all(file.pipeline.is_supported and not len(file.pipeline) for file in self.files)
 
     def is_supported(self) -> bool:
         """Whether all filters are known, so that chunks are decoded without HDF5."""
-        return all(file.pipeline.supported for file in self.files)
+        return all(file.pipeline.is_supported for file in self.files)
 
     def _entry_of(self, store: FeatureStore, segment: Segment) -> tuple[DatasetEntry, FileState]:
         """Chunks of a layer in one file, and the state of the file."""
@@ -168,7 +164,7 @@ class ChunkPlaces:
 
     def _entry_by_hdf5(self, store: FeatureStore, segment: Segment, size: int) -> DatasetEntry:
         """Chunks of a layer in a file whose chunk table is damaged, from HDF5."""
-        with store._rows.open(segment) as opened:
+        with store._layer_reader.open(segment) as opened:
             dataset = opened.dataset(self.path)
             properties = dataset.id.get_create_plist()
             filter_infos = [properties.get_filter(i) for i in range(properties.get_nfilters())]
@@ -177,11 +173,11 @@ class ChunkPlaces:
             index = ChunkIndex(dataset, f"{segment.path}: {self.path}", Pipeline.of(dataset), size)
             index.find(np.arange(count))
             table = np.zeros(count, CHUNK)
-            table["address"], table["size"], table["mask"] = index.at, index.size, index.mask
+            table["address"], table["size"], table["mask"] = index.address, index.size, index.mask
             if (sums := opened.checksums(self.path)) is not None:
                 table["crc"] = sums
             step = int(dataset.chunks[0])
-            return DatasetEntry(dataset.shape, name_of(dataset), step, filters, table)
+            return DatasetEntry(dataset.shape, dtype_name(dataset), step, filters, table)
 
 
 def file_state(descriptor: int) -> FileState:
@@ -197,8 +193,7 @@ def _row_bytes(entry: DatasetEntry) -> int:
 
 def _pipeline(entry: DatasetEntry) -> Pipeline:
     """Filters of a dataset; the plug-in is loaded if one of them needs it."""
-    if any(number > _LZF for number, _ in entry.filters):
-        codecs.load_plugin()
+    codecs.load_plugin_for(number for number, _ in entry.filters)
     return Pipeline(entry.filters, entry.chunk_rows * _row_bytes(entry))
 
 

@@ -29,7 +29,7 @@ _buffers = threading.local()
 """Aligned buffer of each thread, which grows to its longest range."""
 
 
-class SpanFile:
+class RangeFile:
     """File from which ranges of bytes are read by system calls, in any number of threads.
 
     The descriptor is closed with the last reference, so no reader can meet another file.
@@ -61,11 +61,11 @@ class SpanFile:
         """File descriptor."""
         return self._descriptor
 
-    def read(self, at: int, size: int) -> Bytes:
+    def read(self, address: int, size: int) -> Bytes:
         """Read a range of bytes.
 
         Args:
-            at: address of the first byte.
+            address: address of the first byte.
             size: number of bytes.
 
         Returns:
@@ -75,15 +75,15 @@ class SpanFile:
             StoreError: the file ends before the range does.
             OSError: the file cannot be read now.
         """
-        data, offset = self.read_ranges(np.array([at]), np.array([size]))
+        data, offset = self.read_ranges(np.array([address]), np.array([size]))
         return data[int(offset[0]) : int(offset[0]) + size]
 
-    def read_ranges(self, at: Rows, size: Rows) -> tuple[Bytes, Rows]:
+    def read_ranges(self, addresses: Rows, sizes: Rows) -> tuple[Bytes, Rows]:
         """Read several ranges of bytes, one after the other, into one buffer.
 
         Args:
-            at: (n,) int64 address of the first byte of each range.
-            size: (n,) int64 number of bytes of each.
+            addresses: (n,) int64 address of the first byte of each range.
+            sizes: (n,) int64 number of bytes of each.
 
         Returns:
             a buffer of this thread, valid until the next call from it; (n,) int64 offset of each
@@ -94,13 +94,13 @@ class SpanFile:
             OSError: the file cannot be read now.
         """
         align = _ALIGN if self._direct else 1
-        start = at // align * align
-        length = -(-(at + size) // align) * align - start
+        start = addresses // align * align
+        length = -(-(addresses + sizes) // align) * align - start
         stop = np.cumsum(length)
         begin = stop - length
         buffer = _buffer(int(stop[-1]) if len(stop) else 0)
         view = buffer.data
-        needed = at + size - start
+        needed = addresses + sizes - start
         for address, low, high, least in zip(
             start.tolist(), begin.tolist(), stop.tolist(), needed.tolist(), strict=True
         ):
@@ -110,16 +110,16 @@ class SpanFile:
                 if count == 0:
                     raise StoreError(f"{self._label}: the file ends before byte {address + least}")
                 done += count
-        offset: Rows = begin + at - start
+        offset: Rows = begin + addresses - start
         return buffer, offset
 
 
-def reads_directly(path: Path) -> bool:
+def supports_direct_io(path: Path) -> bool:
     """Whether the file system of a file allows reading past the page cache, by a test read."""
     if not hasattr(os, "O_DIRECT"):  # not on macOS
         return False
     try:
-        file = SpanFile(path, direct=True)
+        file = RangeFile(path, direct=True)
         file.read(0, min(_ALIGN, file.size))
     except OSError as error:
         if error.errno in (errno.EINVAL, errno.EOPNOTSUPP):

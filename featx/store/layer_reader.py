@@ -15,14 +15,14 @@ import numpy.typing as npt
 from featx.errors import StoreError
 from featx.storage import S3Path
 from featx.store import layout
-from featx.store.chunk_reader import ChunkRows
+from featx.store.chunk_reader import ChunkReader
 from featx.store.chunk_table import column_by_table
 from featx.store.contents import Contents, Segment
 from featx.store.hdf5_files import Handles, OpenFile
 from featx.store.tail_file import MANY_FILES, TailFile, in_threads
 
 
-class LayerRows:
+class LayerReader:
     """Rows of all layers of a store whose files were found; absent rows are NaN.
 
     Args:
@@ -36,7 +36,7 @@ class LayerRows:
         self._contents = contents
         self._handles = handles
         self._places: dict[str, tuple[list[Segment], npt.NDArray[np.int64]]] = {}
-        self._at_hand: dict[str, tuple[int, ChunkRows]] = {}  # layer -> process id, reader
+        self._at_hand: dict[str, tuple[int, ChunkReader]] = {}  # layer -> process id, reader
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_at_hand": {}}
@@ -56,11 +56,11 @@ class LayerRows:
             chunks = opened.dataset(f"{layout.FEATURES}/{layer}").chunks
         return int(chunks[0]) if chunks else num_rows
 
-    def read_run(self, layer: str, start: int, stop: int) -> npt.NDArray[Any]:
+    def read_range(self, layer: str, start: int, stop: int) -> npt.NDArray[Any]:
         """Read rows [start, stop) of a layer, (n, ...)."""
         if (chunks := self._whole(layer)) is None:
             return self.read(layer, np.arange(start, stop))
-        return chunks.take_run(start, stop - start)
+        return chunks.take_range(start, stop - start)
 
     def _segments_of(self, layer: str) -> tuple[list[Segment], npt.NDArray[np.int64]]:
         """Files with rows of a layer in ascending order, and the first row of each."""
@@ -71,7 +71,7 @@ class LayerRows:
             self._places[layer] = there, starts
         return self._places[layer]
 
-    def _whole(self, layer: str) -> ChunkRows | None:
+    def _whole(self, layer: str) -> ChunkReader | None:
         """Reader of a layer that lies in one file with all rows, or None for a layer in parts.
 
         The reader is cached, as finding the open file takes several times as long as reading a row.
@@ -156,7 +156,7 @@ class LayerRows:
     def open(self, segment: Segment) -> Iterator[OpenFile]:
         """Open the file of a segment; refuse a file of another run or with other rows."""
         with self._handles.use(segment.path) as opened:
-            if not opened.known:
+            if not opened.is_checked:
                 attrs = opened.file.attrs
                 if attrs.get("fingerprint") != segment.identity:
                     raise StoreError(
@@ -165,11 +165,11 @@ class LayerRows:
                     )
                 if attrs.get("start", 0) != segment.start:
                     raise StoreError(f"{segment.path} holds the rows of another part.")
-                opened.known = True
+                opened.is_checked = True
             yield opened
 
     @contextlib.contextmanager
-    def _open_rows(self, segment: Segment, layer: str) -> Iterator[ChunkRows]:
+    def _open_rows(self, segment: Segment, layer: str) -> Iterator[ChunkReader]:
         """Open the rows of a layer in one segment."""
         info = self._contents.layers[layer]
         shape = (segment.stop - segment.start, *info.row_shape)

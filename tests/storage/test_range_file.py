@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from featx.errors import StoreError
-from featx.storage import SpanFile, reads_directly
+from featx.storage import RangeFile, supports_direct_io
 
 
 @pytest.fixture
@@ -21,7 +21,7 @@ def path(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("direct", [False, True])
 def test_ranges_lie_at_their_offsets_in_one_buffer(path: Path, direct: bool) -> None:
     content = path.read_bytes()
-    file = SpanFile(path, direct and reads_directly(path))
+    file = RangeFile(path, direct and supports_direct_io(path))
     at = np.array([0, 4095, 4096, 50_000, 8191, 99_990])
     size = np.array([1, 2, 4096, 30_001, 1, 11])
     buffer, offset = file.read_ranges(at, size)
@@ -32,6 +32,6 @@ def test_ranges_lie_at_their_offsets_in_one_buffer(path: Path, direct: bool) -> 
 
 @pytest.mark.parametrize("direct", [False, True])
 def test_a_range_behind_the_end_is_an_error(path: Path, direct: bool) -> None:
-    file = SpanFile(path, direct and reads_directly(path))
+    file = RangeFile(path, direct and supports_direct_io(path))
     with pytest.raises(StoreError, match="the file ends before byte 100002"):
         file.read_ranges(np.array([5, 100_000]), np.array([10, 2]))

@@ -129,7 +129,7 @@ def _neighbors_of_all(store: FeatureStore, config: Config) -> tuple[dict[str, An
         "rows": len(neighbours.rows),
         "k": neighbours.neighbours.shape[1],
         "exact": options.recall in (None, 1),
-        "index": None if index is None else index.about,
+        "index": None if index is None else index.as_dict(),
         "nearest_of_same_class": _same_class(store, neighbours),
         "retrieval": retrieval,
         "files": [str(path) for path in files],
@@ -217,10 +217,10 @@ def _index(recall: float, store: FeatureStore, layer: str, config: Config) -> Ro
 
     k, metric = config.neighbors.k, config.neighbors.metric
     index = RowIndex(store, layer, recall, k, metric, config.seed, config.device)
-    if recall < 1 and 4 * index.looked_at > index.lists:
+    if recall < 1 and 4 * index.num_probed_lists > index.num_lists:
         log_message(
-            f"the index searches {index.looked_at} of its {index.lists} lists (nprobe) to find "
-            f"{recall:g} of the nearest rows: without neighbors.recall the search would be "
+            f"the index searches {index.num_probed_lists} of its {index.num_lists} lists (nprobe) "
+            f"to find {recall:g} of the nearest rows: without neighbors.recall the search would be "
             "exact and hardly slower"
         )
     return index
@@ -232,8 +232,8 @@ def _index_text(index: RowIndex) -> str:
         return "all of the nearest rows, by faiss's exact search"
     return (
         f"{index.recall:.2%} of the nearest rows, measured on {index.num_measured_rows} rows by "
-        f"exact\nsearch; {index.looked_at} of {index.lists} lists (nprobe) were searched for "
-        "each row"
+        f"exact\nsearch; {index.num_probed_lists} of {index.num_lists} lists (nprobe) were "
+        "searched for each row"
     )
 
 

@@ -140,9 +140,9 @@ def nearest(arguments: argparse.Namespace) -> None:
         timed("all rows by the index", searching, index.nearest_rows)
         all_exact = statistics.median(seconds) * arguments.rows / len(asked)
         print(
-            f"{index.recall:.2%} of the nearest rows by {index.looked_at} of {index.lists} lists, "
-            f"in {making[0] + searching[0]:.0f} s of processor time; all exactly, reckoned from "
-            f"the rows above, {all_exact:.0f} s"
+            f"{index.recall:.2%} of the nearest rows by {index.num_probed_lists} of "
+            f"{index.num_lists} lists, in {making[0] + searching[0]:.0f} s of processor time; all "
+            f"exactly, reckoned from the rows above, {all_exact:.0f} s"
         )
 
 

@@ -53,19 +53,19 @@ class TestWithFaiss:
         found = made.nearest_rows()
         assert np.array_equal(found.rows, np.flatnonzero(store.ok))
         assert found.metric == metric
-        assert 1 <= made.looked_at < made.lists
+        assert 1 <= made.num_probed_lists < made.num_lists
         share = share_found(store, found, 5)
         assert 0.88 < share < 1
         assert made.recall == pytest.approx(share, abs=0.02)
         assert made.num_measured_rows == 1000
 
     @pytest.mark.parametrize("metric", ["cosine", "euclidean"])
-    def test_it_is_the_exact_search_where_all_lists_are_looked_at(self, metric: str) -> None:
+    def test_it_is_the_exact_search_where_all_lists_are_searched(self, metric: str) -> None:
         store = clusters(900)
         made = RowIndex(store, "flat", 0.5, 6, metric, device="cpu")
-        made.looked_at = made.lists
+        made.num_probed_lists = made.num_lists
         found, output = made.nearest_rows(), nearest_rows(store, "flat", 6, metric, device="cpu")
-        assert made.lists > 5
+        assert made.num_lists > 5
         assert np.array_equal(found.neighbours, output.neighbours)
         assert np.allclose(found.scores, output.scores, atol=1e-6)
 
@@ -74,7 +74,7 @@ class TestWithFaiss:
         store = clusters(900)
         made = RowIndex(store, "flat", 1, 6, metric, device="cpu")
         found, output = made.nearest_rows(), nearest_rows(store, "flat", 6, metric, device="cpu")
-        assert made.about == {"recall": 1.0, "measured_on": 0, "lists": 1, "probed_lists": 1}
+        assert made.as_dict() == {"recall": 1.0, "measured_on": 0, "lists": 1, "probed_lists": 1}
         assert np.array_equal(found.neighbours, output.neighbours)
         assert np.allclose(found.scores, output.scores, atol=1e-6)
 
@@ -92,7 +92,7 @@ class TestWithFaiss:
     def test_rows_whose_lists_are_too_small_are_searched_exactly(self) -> None:
         store = clusters(900)
         made = RowIndex(store, "flat", 0.5, 800, device="cpu")
-        made.looked_at = 1  # no list has 800 rows
+        made.num_probed_lists = 1  # no list has 800 rows
         found = made.nearest_rows()
         exact = nearest_rows(store, "flat", 800, device="cpu")
         assert np.array_equal(found.neighbours, exact.neighbours)
@@ -111,7 +111,7 @@ class TestWithFaiss:
         output: list[int] = []
         made = RowIndex(store, "flat", 0.99, 10, device="cpu")
         found = made.nearest_rows(output.append)
-        assert (made.lists, made.looked_at, made.recall) == (1, 1, 1.0)
+        assert (made.num_lists, made.num_probed_lists, made.recall) == (1, 1, 1.0)
         assert np.array_equal(
             found.neighbours, nearest_rows(store, "flat", device="cpu").neighbours
         )

@@ -31,17 +31,17 @@ from featx.config import METRICS, check_choice
 from featx.errors import ConfigError
 from featx.store import FeatureStore
 
-SAMPLE = 1000
+NUM_SAMPLED_ROWS = 1000
 """Number of random rows that choose how many lists are searched. The recall is then measured on as
 many other rows."""
 
-ROWS_OF_A_LIST = 64
+TRAINING_ROWS_PER_LIST = 64
 """Training vectors of k-means per list."""
 
-MARGIN = 2.0
+NUM_STANDARD_ERRORS = 2.0
 """Standard errors by which the recall on the sample must exceed the requested recall."""
 
-TIE = 1e-6
+TIE_TOLERANCE = 1e-6
 """Difference of scores that counts as rounding; a neighbour within it is as near as the exact
 one."""
 
@@ -53,8 +53,8 @@ class RowIndex:
         store: open store; rows that failed are left out.
         layer: name of the layer; a map counts as one long vector.
         recall: requested share of the k nearest rows, above 0 and at most 1. Enough lists are
-            searched to reach it on SAMPLE random rows with MARGIN standard errors to spare. With 1
-            there are no lists, and all pairs are compared.
+            searched to exceed it by NUM_STANDARD_ERRORS standard errors on NUM_SAMPLED_ROWS random
+            rows. With 1 there are no lists, and all pairs are compared.
         k: number of neighbours, limited to the number of other rows.
         metric: 'cosine' or 'euclidean'.
         seed: seed of k-means and of both samples.
@@ -64,8 +64,8 @@ class RowIndex:
         recall: share measured on rows other than those that chose the number of lists. It may be
             slightly below the requested share.
         num_measured_rows: number of these rows; 0 for exact search.
-        lists: number of lists, about 4 sqrt(n).
-        looked_at: number of lists that are searched per row.
+        num_lists: number of lists, about 4 sqrt(n).
+        num_probed_lists: number of lists that are searched per row.
 
     Raises:
         MissingExtraError: faiss is not installed.
@@ -95,12 +95,15 @@ class RowIndex:
         self._k = min(k, len(self._vectors) - 1)
         rng = np.random.default_rng([seed, 4])
         num_kept = min(len(self._vectors), self._vectors.rows_of(sizes.KEEP_BYTES))
-        num_lists = min(round(4 * math.sqrt(len(self._vectors))), num_kept // ROWS_OF_A_LIST)
-        self.lists = 1 if recall == 1 else max(1, num_lists)
-        self.looked_at, self.recall, self.num_measured_rows = 1, 1.0, 0
+        max_lists = num_kept // TRAINING_ROWS_PER_LIST
+        num_lists = min(round(4 * math.sqrt(len(self._vectors))), max_lists)
+        self.num_lists = 1 if recall == 1 else max(1, num_lists)
+        self.num_probed_lists, self.recall, self.num_measured_rows = 1, 1.0, 0
         self._index = self._build(rng, seed)
         if recall < 1:
-            self._choose(recall, rng.permutation(len(self._vectors))[: 2 * SAMPLE])
+            self._choose_num_probed_lists(
+                recall, rng.permutation(len(self._vectors))[: 2 * NUM_SAMPLED_ROWS]
+            )
 
     def nearest_rows(self, on_progress: Callable[[int], None] = lambda rows: None) -> Neighbours:
         """Search the nearest rows of every row.
@@ -124,14 +127,13 @@ class RowIndex:
             self._vectors.rows, np.concatenate(neighbours), np.concatenate(scores), self._metric
         )
 
-    @property
-    def about(self) -> dict[str, float | int]:
-        """Measured recall and number of lists as JSON types."""
+    def as_dict(self) -> dict[str, float | int]:
+        """Measured recall and numbers of lists as JSON types."""
         return {
             "recall": self.recall,
             "measured_on": self.num_measured_rows,
-            "lists": self.lists,
-            "probed_lists": self.looked_at,
+            "lists": self.num_lists,
+            "probed_lists": self.num_probed_lists,
         }
 
     @property
@@ -139,7 +141,7 @@ class RowIndex:
         """Name of the metric."""
         return "cosine" if self._cosine else "euclidean"
 
-    def _choose(self, recall: float, samples: npt.NDArray[np.int64]) -> None:
+    def _choose_num_probed_lists(self, recall: float, samples: npt.NDArray[np.int64]) -> None:
         """Choose the number of lists to search, and measure the recall.
 
         Args:
@@ -148,12 +150,14 @@ class RowIndex:
         """
         half = len(samples) // 2
         exact = nearest_among(self._vectors, samples, self._k, self._metric).scores
-        while self.looked_at < self.lists:
-            shares = self._shares(samples[:half], exact[:half])
-            if shares.mean() - MARGIN * shares.std() / math.sqrt(half) >= recall:
+        while self.num_probed_lists < self.num_lists:
+            recalls = self._recalls(samples[:half], exact[:half])
+            if recalls.mean() - NUM_STANDARD_ERRORS * recalls.std() / math.sqrt(half) >= recall:
                 break
-            self.looked_at = min(self.lists, self.looked_at + max(1, self.looked_at // 4))
-        self.recall = float(self._shares(samples[half:], exact[half:]).mean())
+            self.num_probed_lists = min(
+                self.num_lists, self.num_probed_lists + max(1, self.num_probed_lists // 4)
+            )
+        self.recall = float(self._recalls(samples[half:], exact[half:]).mean())
         self.num_measured_rows = len(samples) - half
 
     def _build(self, rng: np.random.Generator, seed: int) -> Any:
@@ -161,12 +165,14 @@ class RowIndex:
         vectors, faiss = self._vectors, self._faiss
         faiss.omp_set_num_threads(torch.get_num_threads())
         kind = faiss.METRIC_L2  # also for cosines: the order of unit vectors is the same
-        if self.lists == 1:
+        if self.num_lists == 1:
             index = faiss.index_factory(vectors.width, "Flat", kind)
         else:
-            index = faiss.index_factory(vectors.width, f"IVF{self.lists},Flat", kind)
+            index = faiss.index_factory(vectors.width, f"IVF{self.num_lists},Flat", kind)
             index.cp.seed = seed % (1 << 31)
-            places = np.sort(rng.permutation(len(vectors))[: self.lists * ROWS_OF_A_LIST])
+            places = np.sort(
+                rng.permutation(len(vectors))[: self.num_lists * TRAINING_ROWS_PER_LIST]
+            )
             rows = vectors.at(torch.from_numpy(places).to(vectors.device))
             index.train(rows.cpu().numpy())
         for _, block in vectors.blocks(vectors.rows_of(sizes.BLOCK_BYTES)):
@@ -175,8 +181,8 @@ class RowIndex:
 
     def _search(self, places: npt.NDArray[np.int64]) -> Neighbours:
         """Search the nearest rows of the vectors at some places."""
-        if self.lists > 1:
-            self._index.nprobe = self.looked_at
+        if self.num_lists > 1:
+            self._index.nprobe = self.num_probed_lists
         vectors, k = self._vectors, self._k
         queries = torch.from_numpy(places).to(vectors.device)
         x = vectors.at(queries)
@@ -197,7 +203,7 @@ class RowIndex:
             rows[incomplete], scores[incomplete] = exact.neighbours, exact.scores
         return Neighbours(vectors.rows[places], rows, scores, self._metric)
 
-    def _shares(
+    def _recalls(
         self, places: npt.NDArray[np.int64], exact: npt.NDArray[np.float32]
     ) -> npt.NDArray[np.float64]:
         """Compute the recall of each place: the share of its neighbours that are near enough.
@@ -210,9 +216,11 @@ class RowIndex:
         """
         scores = self._search(places).scores
         last = exact[:, -1:]
-        is_near = scores >= last - TIE if self._cosine else scores <= last * (1 + TIE)
-        shares: npt.NDArray[np.float64] = is_near.mean(1)
-        return shares
+        is_near = (
+            scores >= last - TIE_TOLERANCE if self._cosine else scores <= last * (1 + TIE_TOLERANCE)
+        )
+        recalls: npt.NDArray[np.float64] = is_near.mean(1)
+        return recalls
 
 
 def _faiss() -> Any:

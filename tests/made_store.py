@@ -20,7 +20,7 @@ import numpy as np
 from featx.storage.folder_lock import exclusive_lock
 from featx.store import layout
 from featx.store.attribute_checksums import seal_texts
-from featx.store.listing import in_stored_order, listing_identity
+from featx.store.listing import listing_identity, merge_listing
 from featx.store.manifest import Run
 from featx.store.pack import pack, pack_in_child
 from featx.store.part_builder import PartBuilder
@@ -280,7 +280,7 @@ def make_grown(
     ant = names.index("ant")
     labels = [label_of.get(key, ant if key.startswith(b"ant/") else -1) for key in keys.tolist()]
     found = Listing(keys, np.array(labels, np.int64), names)
-    listing = in_stored_order(Path("made"), old, found)
+    listing = merge_listing(Path("made"), old, found)
     rng = np.random.default_rng(count + new_rows)
     features = {
         spec.name: np.concatenate(

@@ -130,7 +130,7 @@ def embed_images(
     names_of_run: dict[int, list[str]] = {}
     runs = {id(run): run for run in manifest.runs}
     for name in layers:
-        names_of_run.setdefault(id(manifest.holder(name)), []).append(name)
+        names_of_run.setdefault(id(manifest.first_run_with(name)), []).append(name)
     for number, names in names_of_run.items():
         sink = _extract(config, str(store.root), runs[number], names, images)
         features |= sink.features

@@ -92,7 +92,7 @@ def _run_of(store: FeatureStore) -> Run:
             f"{', '.join(store.layers)}. Extract it with layers=[embedding]."
         )
     manifest, _ = load_manifest(output_folder(store))
-    run = None if manifest is None else manifest.holder(EMBEDDING)
+    run = None if manifest is None else manifest.first_run_with(EMBEDDING)
     if run is None:
         raise StoreError(
             f"{store.root} has no featx.json, which says with which model it was made. Give the "

@@ -21,8 +21,8 @@ from featx.jobs.base import CUSTOM_CODE, JOBS, Input, Job, print_summary
 from featx.pipeline import run_extraction, unknown_images_text
 from featx.storage import is_url
 from featx.store import (
+    DamageReport,
     Manifest,
-    Report,
     check_store,
     layout,
     load_manifest,
@@ -71,7 +71,7 @@ def run(config: Config, config_yaml: str) -> int:
     return EXIT_INCOMPLETE if report.missing else 0
 
 
-def _repair(config: Config, report: Report) -> tuple[Report, dict[str, Any]]:
+def _repair(config: Config, report: DamageReport) -> tuple[DamageReport, dict[str, Any]]:
     """Quarantine damaged files, extract the missing rows, and check the store again.
 
     Returns:
@@ -110,7 +110,9 @@ def _manifest(root: Path) -> Manifest:
     return manifest
 
 
-def _text(report: Report, images: ImagesReport, reextracted: ReproducibilityReport | None) -> str:
+def _text(
+    report: DamageReport, images: ImagesReport, reextracted: ReproducibilityReport | None
+) -> str:
     """Format the result for people."""
     rows = [
         ("store", str(report.root)),
@@ -159,7 +161,7 @@ def _images_text(images: ImagesReport) -> str:
 
 
 def _conclusion(
-    report: Report, images: ImagesReport, reextracted: ReproducibilityReport | None
+    report: DamageReport, images: ImagesReport, reextracted: ReproducibilityReport | None
 ) -> str:
     """Return one sentence on the state of the store, and what to do."""
     if report.damages:

@@ -14,11 +14,11 @@ from featx.sources import open_source, with_boxes
 from featx.storage import parse_path
 from featx.store import (
     Manifest,
-    growth_refused,
-    in_stored_order,
+    growth_message,
     layout,
     listing_identity,
     load_manifest,
+    merge_listing,
     missing_parts,
     read_listing,
     refuse_difference,
@@ -175,12 +175,12 @@ def list_images(
         root = parse_path(config.out)
         before = _stored_listing(root, stored, listing)
         if before is not None:
-            listing = in_stored_order(root, before, listing)
+            listing = merge_listing(root, before, listing)
             if known_rows_only:
                 return source, before
         new_rows = len(listing) - stored.num_rows
         if new_rows > 0 and not config.grow:
-            raise StoreMismatchError(growth_refused(root, new_rows))
+            raise StoreMismatchError(growth_message(root, new_rows))
     return source, listing
 
 
@@ -209,7 +209,7 @@ def _stored_listing(root: Path, stored: Manifest, listed: Listing) -> Listing | 
         run_identity = str(run.header.fingerprint.get("listing"))
         run_listing = read_listing(root, run.grid.stop_row, run_identity)
         if run_listing is not None and listing_identity(run_listing) == run_identity:
-            merged = in_stored_order(root, run_listing, listed)
+            merged = merge_listing(root, run_listing, listed)
             return merged if listing_identity(merged) == identity else None
     if before is not None:
         raise StoreMismatchError(
@@ -260,7 +260,7 @@ def _refuse_another_layer(
         reduce_args={**before.reduce_args, **reduce.args},
         dtype=point.dtype or config.dtype,
     )
-    line = stored.holder(point.name).header.fingerprint.get(f"layer.{point.name}")
+    line = stored.first_run_with(point.name).header.fingerprint.get(f"layer.{point.name}")
     refuse_difference(
         out,
         {f"layer {point.name}": {**asdict(before), "as": line}},

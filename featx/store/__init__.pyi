@@ -2,9 +2,9 @@ from . import codecs as codecs
 from . import layout as layout
 from .chunk_check import Verify as Verify
 from .committed_parts import read_packed as read_packed
-from .compatibility import growth_refused as growth_refused
+from .compatibility import growth_message as growth_message
 from .compatibility import refuse_difference as refuse_difference
-from .damage_report import Report as Report
+from .damage_report import DamageReport as DamageReport
 from .dtypes import from_raw as from_raw
 from .failures import failures_csv as failures_csv
 from .hdf5_files import damage_text as damage_text
@@ -23,8 +23,8 @@ from .heartbeat import refuse_other_writers as refuse_other_writers
 from .heartbeat import report_lost_work as report_lost_work
 from .image_states import UNSETTLED as UNSETTLED
 from .image_states import changed_states as changed_states
-from .image_states import keep_image_states as keep_image_states
 from .image_states import stored_image_checksums as stored_image_checksums
+from .image_states import write_image_states as write_image_states
 from .layer_array import LayerArray as LayerArray
 from .layer_array import row_indices as row_indices
 from .layer_selection import matching_layers as matching_layers
@@ -32,9 +32,9 @@ from .layer_selection import only_layer as only_layer
 from .layout import Grid as Grid
 from .leftovers import leftover_bytes as leftover_bytes
 from .listing import content_tags_digest as content_tags_digest
-from .listing import in_stored_order as in_stored_order
 from .listing import is_listing_of as is_listing_of
 from .listing import listing_identity as listing_identity
+from .listing import merge_listing as merge_listing
 from .listing import read_listing as read_listing
 from .listing_writer import write_listing as write_listing
 from .manifest import DamagedManifestError as DamagedManifestError

@@ -1,4 +1,4 @@
-"""Chunk table: a second record of where the rows of a file lie, readable without HDF5.
+"""Chunk table: a second record of the addresses of all rows of a file, readable without HDF5.
 
 HDF5 refuses a dataset, or a whole file, if one bit of its metadata is flipped. The table is found
 by its first bytes alone and gives the address and checksum of every chunk, so that all intact
@@ -154,8 +154,8 @@ class FoundRows:
     values: npt.NDArray[Any]
     good: npt.NDArray[np.bool_]
 
-    def completed(self, other: FoundRows | None) -> FoundRows:
-        """The same rows, with bad rows replaced by those of another way of reading."""
+    def complete(self, other: FoundRows | None) -> FoundRows:
+        """Replace bad rows by those that were read by another method."""
         if other is None or (other.values.shape, other.values.dtype) != (
             self.values.shape,
             self.values.dtype,
@@ -192,7 +192,7 @@ class DamagedFile:
 
     @classmethod
     @contextlib.contextmanager
-    def opened(cls, path: Path) -> Iterator[DamagedFile]:
+    def open(cls, path: Path) -> Iterator[DamagedFile]:
         """Open a file as far as it is readable.
 
         Raises:
@@ -230,10 +230,10 @@ class DamagedFile:
             OSError: with errno, if the file cannot be read now.
         """
         rows = None
-        for read in (self._by_table, self._by_hdf5):
-            with _damage_passed_over():
+        for read in (self._read_by_table, self._read_by_hdf5):
+            with _suppress_damage():
                 read_rows = read(name, start, stop)
-                rows = read_rows if rows is None else rows.completed(read_rows)
+                rows = read_rows if rows is None else rows.complete(read_rows)
             if rows is not None and rows.good.all():
                 break
         return rows
@@ -241,12 +241,12 @@ class DamagedFile:
     def failures(self) -> dict[int, tuple[bytes, bytes]] | None:
         """Row -> exception and message of all failed rows, or None if the rows are unknown."""
         names = [f"{layout.FAILURES}/{name}" for name in layout.FAILURE_COLUMNS]
-        with _damage_passed_over():
+        with _suppress_damage():
             count = self._entries[names[0]].shape[0]
-            rows, errors, messages = (self._all_by_table(name, count) for name in names)
+            rows, errors, messages = (self._read_all_by_table(name, count) for name in names)
             if rows is None:  # the status column tells the same rows
                 [num_rows] = self._entries[layout.STATUS].shape
-                status = self._all_by_table(layout.STATUS, num_rows)
+                status = self._read_all_by_table(layout.STATUS, num_rows)
                 rows = None if status is None else np.flatnonzero(status) + self.start
             if rows is not None and len(rows) == count:
                 lost = np.full(count, LOST_TEXT)
@@ -254,18 +254,18 @@ class DamagedFile:
                 return dict(
                     zip(rows.tolist(), zip(*(t.tolist() for t in texts), strict=True), strict=True)
                 )
-        with _damage_passed_over():
+        with _suppress_damage():
             if self._file is not None and failures_agree(self._file):
                 rows, errors, messages = (self._file[name][:].tolist() for name in names)
                 return dict(zip(rows, zip(errors, messages, strict=True), strict=True))
         return None
 
-    def _all_by_table(self, name: str, count: int) -> npt.NDArray[Any] | None:
+    def _read_all_by_table(self, name: str, count: int) -> npt.NDArray[Any] | None:
         """First `count` rows of a dataset by the table, or None unless all of them are good."""
-        rows = self._by_table(name, 0, count)
+        rows = self._read_by_table(name, 0, count)
         return rows.values if rows is not None and rows.good.all() else None
 
-    def _by_table(self, name: str, start: int, stop: int) -> FoundRows | None:
+    def _read_by_table(self, name: str, start: int, stop: int) -> FoundRows | None:
         """Read rows by the chunk table."""
         entry = self._entries.get(name)
         if entry is None or stop > entry.shape[0]:
@@ -274,8 +274,8 @@ class DamagedFile:
         good = np.zeros(stop - start, np.bool_)
         step = entry.chunk_rows
         for chunk in range(start // step, -(-stop // step)):
-            with _damage_passed_over():
-                if (chunk_values := _chunk(self._raw, entry, chunk)) is None:
+            with _suppress_damage():
+                if (chunk_values := _read_chunk(self._raw, entry, chunk)) is None:
                     continue
                 first = chunk * step
                 low, high = max(start, first), min(stop, first + len(chunk_values))
@@ -283,7 +283,7 @@ class DamagedFile:
                 good[low - start : high - start] = True
         return FoundRows(values, good)
 
-    def _by_hdf5(self, name: str, start: int, stop: int) -> FoundRows | None:
+    def _read_by_hdf5(self, name: str, start: int, stop: int) -> FoundRows | None:
         """Read rows by HDF5."""
         if self._file is None or stop > len(self._file[name]):
             return None
@@ -298,7 +298,7 @@ class DamagedFile:
 
 
 @contextlib.contextmanager
-def _damage_passed_over() -> Iterator[None]:
+def _suppress_damage() -> Iterator[None]:
     """Suppress errors of damaged data, but not errors of access to the file."""
     try:
         yield
@@ -307,11 +307,11 @@ def _damage_passed_over() -> Iterator[None]:
             raise
 
 
-def _chunk(raw: RawBytes, entry: DatasetEntry, chunk: int) -> npt.NDArray[Any] | None:
+def _read_chunk(raw: RawBytes, entry: DatasetEntry, chunk: int) -> npt.NDArray[Any] | None:
     """Rows of a chunk by the table, or None if they differ from their checksum."""
     chunk_entry = entry.table[chunk]
     stored = raw.pread(int(chunk_entry["size"]), int(chunk_entry["address"]))
-    data = _decoded(entry, stored, int(chunk_entry["mask"]))
+    data = _decode(entry, stored, int(chunk_entry["mask"]))
     count = min(entry.chunk_rows, entry.shape[0] - chunk * entry.chunk_rows)
     row_bytes = entry.raw_dtype.itemsize * int(np.prod(entry.shape[1:], dtype=np.int64))
     if layout.checksum(data[: count * row_bytes]) != int(chunk_entry["crc"]):
@@ -320,7 +320,7 @@ def _chunk(raw: RawBytes, entry: DatasetEntry, chunk: int) -> npt.NDArray[Any] |
     return values.reshape(count, *entry.shape[1:])
 
 
-def _decoded(entry: DatasetEntry, stored: bytes, mask: int) -> bytes:
+def _decode(entry: DatasetEntry, stored: bytes, mask: int) -> bytes:
     """Decode a chunk; raises any error of reading damaged data."""
     shape = (entry.chunk_rows, *entry.shape[1:])
     if mask == (1 << len(entry.filters)) - 1:  # no filters, or all were skipped for this chunk
@@ -354,7 +354,7 @@ def find_table(raw: RawBytes) -> tuple[dict[str, Any], dict[str, DatasetEntry]] 
     Returns:
         `fingerprint`, `num_runs` and `start` of the file, and path -> description of each dataset.
     """
-    for header, body in _tables(raw):
+    for header, body in _find_tables(raw):
         with contextlib.suppress(ValueError, LookupError, TypeError):
             return header, {
                 about["path"]: _entry_of(about, body, first_chunk)
@@ -363,7 +363,9 @@ def find_table(raw: RawBytes) -> tuple[dict[str, Any], dict[str, DatasetEntry]] 
     return None
 
 
-def column_by_table(raw: RawBytes, path: str, identity: str, start: int) -> npt.NDArray[Any] | None:
+def read_column_by_table(
+    raw: RawBytes, path: str, identity: str, start: int
+) -> npt.NDArray[Any] | None:
     """Read a dataset of a file by its chunk table alone, a tenth of the time that HDF5 takes.
 
     Args:
@@ -376,58 +378,58 @@ def column_by_table(raw: RawBytes, path: str, identity: str, start: int) -> npt.
         the values, each chunk compared with its checksum; None if they differ, or if the file has
         no such table.
     """
-    for header, body in _tables(raw):
+    for header, body in _find_tables(raw):
         with contextlib.suppress(ValueError, LookupError, TypeError):
             if header["fingerprint"] != identity or header["start"] != start:
                 return None
             for about, first_chunk in _first_chunks(header):
                 if about["path"] == path and not about["filters"]:
                     entry = _entry_of(about, body, first_chunk)
-                    chunks = [_chunk(raw, entry, chunk) for chunk in range(len(entry.table))]
-                    sound = [values for values in chunks if values is not None]
-                    return np.concatenate(sound) if sound and len(sound) == len(chunks) else None
+                    chunks = [_read_chunk(raw, entry, chunk) for chunk in range(len(entry.table))]
+                    good = [values for values in chunks if values is not None]
+                    return np.concatenate(good) if good and len(good) == len(chunks) else None
         break
     return None
 
 
 def table_header(raw: RawBytes) -> dict[str, Any] | None:
     """Header of the chunk table of a file, or None if it has no complete table."""
-    return next((header for header, _ in _tables(raw)), None)
+    return next((header for header, _ in _find_tables(raw)), None)
 
 
-def _tables(raw: RawBytes) -> Iterator[tuple[dict[str, Any], bytes]]:
+def _find_tables(raw: RawBytes) -> Iterator[tuple[dict[str, Any], bytes]]:
     """Header and body of each complete table in a file, from its end."""
-    for at in _places_of_magic(raw):
+    for address in _find_magic(raw):
         with contextlib.suppress(ValueError, LookupError, TypeError):
-            head = raw.pread(len(MAGIC) + 16, at)
+            head = raw.pread(len(MAGIC) + 16, address)
             size = int.from_bytes(head[-16:-8], "little")
-            if size > raw.size - at:
+            if size > raw.size - address:
                 continue
-            body = raw.pread(size, at + len(head))
+            body = raw.pread(size, address + len(head))
             if zlib.crc32(body) != int.from_bytes(head[-8:], "little"):
                 continue
             length = int.from_bytes(body[:8], "little")
-            yield _parsed_header(body[8 : 8 + length]), body
+            yield _parse_header(body[8 : 8 + length]), body
 
 
-def _parsed_header(text: bytes) -> dict[str, Any]:
-    """Header of a table; texts that differ in the first row only are parsed once.
+def _parse_header(text: bytes) -> dict[str, Any]:
+    """Parse the header of a table; texts that differ in the first row only are parsed once.
 
-    A run has very many parts whose headers do.
+    The headers of the parts of a run differ in nothing else.
     """
     if (start := _START.search(text)) is None:
         return dict(json.loads(text))
-    return {**_parsed(text[: start.start()], text[start.end() :]), "start": int(start[1])}
+    return {**_parse_text(text[: start.start()], text[start.end() :]), "start": int(start[1])}
 
 
 @functools.lru_cache(maxsize=8)
-def _parsed(before: bytes, behind: bytes) -> dict[str, Any]:
-    """Header whose text is cut out around the first row; nobody may change it."""
+def _parse_text(before: bytes, behind: bytes) -> dict[str, Any]:
+    """Parse a header without its first row; callers must not change the result."""
     return dict(json.loads(before + b'"start":0,' + behind))
 
 
 def _first_chunks(header: dict[str, Any]) -> Iterator[tuple[dict[str, Any], int]]:
-    """Description of each dataset, and its place among the entries of a table."""
+    """Description of each dataset, and the number of its first entry in the table."""
     first_chunk = 0
     for about in header["datasets"]:
         yield about, first_chunk
@@ -442,16 +444,16 @@ def _entry_of(about: dict[str, Any], body: bytes, first_chunk: int) -> DatasetEn
     return DatasetEntry(tuple(about["shape"]), about["dtype"], about["chunk_rows"], filters, table)
 
 
-def _places_of_magic(raw: RawBytes) -> Iterator[int]:
+def _find_magic(raw: RawBytes) -> Iterator[int]:
     """Addresses at which a table may start, from the end of the file."""
     stop, window = raw.size, _FIRST_WINDOW
     while stop > 0:
         start = max(0, stop - window)
         data = raw.pread(stop - start + len(MAGIC) - 1, start)
-        at = data.rfind(MAGIC)
-        while at >= 0:
-            yield start + at
-            at = data.rfind(MAGIC, 0, at + len(MAGIC) - 1)
+        offset = data.rfind(MAGIC)
+        while offset >= 0:
+            yield start + offset
+            offset = data.rfind(MAGIC, 0, offset + len(MAGIC) - 1)
         stop, window = start, _WINDOW
 
 

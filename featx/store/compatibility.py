@@ -12,10 +12,10 @@ from featx.errors import StoreMismatchError
 from featx.store import layout
 from featx.store.manifest import Manifest, Run
 
-_OF_THE_ROWS = ("listing",)
+_ROW_ENTRIES = ("listing",)
 """Entries of a fingerprint that describe the rows; a run that adds rows has other values."""
 
-_OF_ONE_RUN = ("layers", "part_rows", "codec", "dtype", *_OF_THE_ROWS)
+_RUN_ENTRIES = ("layers", "part_rows", "codec", "dtype", *_ROW_ENTRIES)
 """Entries that may differ between the runs of a store, besides those named layer.<name>."""
 
 
@@ -40,24 +40,25 @@ def merge_manifest(
     new_rows = requested.grid.num_rows - before.num_rows
     _refuse_other_settings(root, before, requested, new_rows > 0)
     if new_rows > 0 and not grow:
-        raise StoreMismatchError(growth_refused(root, new_rows))
+        raise StoreMismatchError(growth_message(root, new_rows))
     if unfinished and all(run.names != requested.names for run in unfinished):
         raise StoreMismatchError(
-            f"{root} is not complete: it was started with layers={_listed(unfinished[0].names)}, "
-            f"and this command has layers={_listed(requested.names)}. Give the command that "
-            "started it to complete it, out=DIR for a new store, or overwrite=true to delete it."
+            f"{root} is not complete: it was started with "
+            f"layers={_name_list(unfinished[0].names)}, and this command has "
+            f"layers={_name_list(requested.names)}. Give the command that started it to complete "
+            "it, out=DIR for a new store, or overwrite=true to delete it."
         )
     if new_rows > 0 and set(before.layers) != requested.names:
         raise StoreMismatchError(
-            f"{root} has layers {_listed(before.layers)}, and rows can only be added to all of "
-            f"them; this command has layers={_listed(requested.names)}. Name them all, or choose "
-            "another out=DIR."
+            f"{root} has layers {_name_list(before.layers)}, and rows can only be added to all of "
+            f"them; this command has layers={_name_list(requested.names)}. Name them all, or "
+            "choose another out=DIR."
         )
     if new_rows <= 0 and requested.names <= set(before.layers):
         return before
-    if new_rows <= 0 and (twice := requested.names & set(before.layers)):
+    if new_rows <= 0 and (repeated := requested.names & set(before.layers)):
         raise StoreMismatchError(
-            f"{root} has {_listed(twice)} already; only layers that it lacks can be added."
+            f"{root} has {_name_list(repeated)} already; only layers that it lacks can be added."
         )
     grid = layout.Grid(
         num_rows=new_rows if new_rows > 0 else before.num_rows,
@@ -71,75 +72,77 @@ def merge_manifest(
 def _refuse_other_settings(root: Path, before: Manifest, requested: Run, grows: bool) -> None:
     """Raise StoreMismatchError if settings differ that the runs of the store must share."""
     known = sorted(requested.names & set(before.layers))
-    of_layers = _of_layers(requested, known)
+    layer_settings = _layers_settings(requested, known)
     # If some runs have exactly these layers, the request must equal one of them, apart from rows
     # that were added since.
-    alike = [run for run in before.runs if run.names == requested.names]
-    if alike and not grows:
+    same_layers = [run for run in before.runs if run.names == requested.names]
+    if same_layers and not grows:
         latest = before.runs[-1].header.fingerprint
-        rows = {key: latest.get(key) for key in _OF_THE_ROWS}
-        stored = [{**_all_of(run), **_of_layers(run, known), **rows} for run in alike]
-        now = {**_all_of(requested), **of_layers}
-        if all(differences(one, now) for one in stored):
+        rows = {key: latest.get(key) for key in _ROW_ENTRIES}
+        stored = [
+            {**_run_settings(run), **_layers_settings(run, known), **rows} for run in same_layers
+        ]
+        now = {**_run_settings(requested), **layer_settings}
+        if all(differences(settings, now) for settings in stored):
             refuse_difference(root, stored[-1], now)
         return
     latest_run = before.runs[-1]
     stored_layers = {
         key: value
         for name in known
-        for key, value in _of_layers(before.holder(name), [name]).items()
+        for key, value in _layers_settings(before.first_run_with(name), [name]).items()
     }
-    keys = () if grows else _OF_THE_ROWS
+    keys = () if grows else _ROW_ENTRIES
     refuse_difference(
         root,
-        {**_common(latest_run, keys), **stored_layers},
-        {**_common(requested, keys), **of_layers},
+        {**_shared_settings(latest_run, keys), **stored_layers},
+        {**_shared_settings(requested, keys), **layer_settings},
     )
 
 
-def _all_of(run: Run) -> dict[str, Any]:
+def _run_settings(run: Run) -> dict[str, Any]:
     """All settings of a run."""
     settings = run.header.fingerprint
     return {
         **settings,
-        **{key: settings.get(key) for key in _OF_THE_ROWS},
+        **{key: settings.get(key) for key in _ROW_ENTRIES},
         "layers": sorted(settings.get("layers", [])),
         "part_rows": run.grid.part_rows,
         "codec": run.codec,
     }
 
 
-def _of_layers(run: Run, names: Iterable[str]) -> dict[str, Any]:
+def _layers_settings(run: Run, names: Iterable[str]) -> dict[str, Any]:
     """Settings of some layers of a run."""
-    return {f"layer {name}": _of_layer(run, name) for name in names}
+    return {f"layer {name}": _layer_settings(run, name) for name in names}
 
 
-def _common(run: Run, also: Sequence[str]) -> dict[str, Any]:
-    """Settings that all runs of a store share, and the entries named in `also`."""
+def _shared_settings(run: Run, keys: Sequence[str]) -> dict[str, Any]:
+    """Settings that all runs of a store share, and the entries named in `keys`."""
     settings = run.header.fingerprint
     return {
-        **{key: settings.get(key) for key in also},
+        **{key: settings.get(key) for key in keys},
         **{
             key: value
             for key, value in settings.items()
-            if key not in _OF_ONE_RUN and not key.startswith("layer.")
+            if key not in _RUN_ENTRIES and not key.startswith("layer.")
         },
     }
 
 
-def _of_layer(run: Run, name: str) -> dict[str, Any]:
+def _layer_settings(run: Run, name: str) -> dict[str, Any]:
     """Settings that change the values of one layer only."""
     spec = next(spec for spec in run.layers if spec.name == name)
     return {**asdict(spec), "fingerprint_entry": run.header.fingerprint.get(f"layer.{name}")}
 
 
-def _listed(names: Iterable[str]) -> str:
+def _name_list(names: Iterable[str]) -> str:
     """Names as a sorted list for messages."""
     return f"[{','.join(sorted(names))}]"
 
 
-def growth_refused(root: Path, new_rows: int) -> str:
-    """Message for a data set that has grown since the store was started."""
+def growth_message(root: Path, new_rows: int) -> str:
+    """Error message for a data set that has grown since the store was started."""
     return (
         f"the data set has {new_rows} new images that are not in {root}. grow=true adds them "
         "after the existing rows, whose numbers do not change; out=DIR makes a new store."
@@ -159,9 +162,10 @@ def refuse_difference(root: Path, before: Mapping[str, Any], now: Mapping[str, A
         return
     # The fingerprint restates all of a layer as one text, which is of use only if nothing else
     # shows the difference.
-    of_layers = {key.removeprefix("layer ") for key, *_ in changed if key.startswith("layer ")}
-    restated = {f"layer.{name}" for name in of_layers}
-    lines = [line for entry in changed if entry[0] not in restated for line in _lines_of(*entry)]
+    changed_layers = {key.removeprefix("layer ") for key, *_ in changed if key.startswith("layer ")}
+    restated = {f"layer.{name}" for name in changed_layers}
+    shown = [entry for entry in changed if entry[0] not in restated]
+    lines = [line for entry in shown for line in _difference_lines(*entry)]
     raise StoreMismatchError(
         f"{root} was started with other settings:\n" + "\n".join(lines) + "\n"
         "Features of both would be mixed. Give the settings of the store to resume it, out=DIR "
@@ -169,11 +173,13 @@ def refuse_difference(root: Path, before: Mapping[str, Any], now: Mapping[str, A
     )
 
 
-def _lines_of(key: str, old: Any, new: Any) -> list[str]:
+def _difference_lines(key: str, old: Any, new: Any) -> list[str]:
     """Lines of a message about one difference; those of nested settings name each that differs."""
     if not (isinstance(old, Mapping) and isinstance(new, Mapping)):
         return [f"  {key}: the store has {old!r}, now {new!r}"]
     inner = differences(old, new)
     if len(inner) > 1:
         inner = [entry for entry in inner if entry[0] != "fingerprint_entry"]
-    return [line for name, *values in inner for line in _lines_of(f"{key}, {name}", *values)]
+    return [
+        line for name, *values in inner for line in _difference_lines(f"{key}, {name}", *values)
+    ]

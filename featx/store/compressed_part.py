@@ -20,24 +20,24 @@ from featx.store.filter_pipeline import Pipeline
 from featx.store.manifest import Run
 from featx.store.part_builder import Extent, create_layer
 from featx.store.sparse_image import SparseImage
-from featx.store.streamed_part import Chunks, StreamedPart
+from featx.store.streamed_part import ChunkWriter, StreamedPart
 from featx.types import LayerSpec, Listing, Part
 
 
 class CompressedPart(StreamedPart):
     """Streamed part of layers with a codec.
 
-    Where a compressed chunk will lie is unknown before all chunks of the layers before it. So the
-    chunks go to a second temporary file as they come; at the end HDF5 lays out the file for chunks
-    of these sizes, and they are copied to their places. The file has the bytes of one that is built
-    in memory.
+    The address of a compressed chunk depends on the sizes of all chunks before it. So the chunks go
+    to a second temporary file as they come; at the end HDF5 lays out the file for chunks of these
+    sizes, and they are copied to their addresses. The file has the bytes of one that is built in
+    memory.
 
     Args:
         part: rows of the part.
         specs: datasets of the part.
         file: temporary file of the part.
         spool: temporary file for the chunks, which is never published.
-        pipelines: dataset name -> filters of the codec, from `pipelines_of`.
+        pipelines: dataset name -> filters of the codec, from `codec_pipelines`.
         run: run that the part belongs to.
         listing: listing of the whole store.
         manifest: content of featx.json.
@@ -56,7 +56,7 @@ class CompressedPart(StreamedPart):
     ) -> None:
         self._spool = _Spool(spool)
         self._pipelines = pipelines
-        self._compressed: dict[str, _CompressedChunks] = {}
+        self._compressed: dict[str, _CompressedChunkWriter] = {}
         super().__init__(part, specs, file, run, listing, manifest)
 
     def discard(self) -> None:
@@ -64,16 +64,16 @@ class CompressedPart(StreamedPart):
         self._spool.discard()
         super().discard()
 
-    def _begin(self, run: Run, listing: Listing, manifest: bytes) -> None:
+    def _prepare(self, run: Run, listing: Listing, manifest: bytes) -> None:
         self._compressed = {
-            name: _CompressedChunks(
+            name: _CompressedChunkWriter(
                 spec, len(self.part), _chunk_rows(run, spec), self._pipelines[name], self._spool
             )
             for name, spec in self._specs.items()
         }
         self._layers = {**self._compressed}
 
-    def _end(self, run: Run, listing: Listing, manifest: bytes) -> SparseImage:
+    def _lay_out_complete(self, run: Run, listing: Listing, manifest: bytes) -> SparseImage:
         for chunks in self._compressed.values():
             chunks.finish()
         image = self._lay_out(run, listing, manifest)
@@ -122,8 +122,8 @@ class _Spool:
         self.file.discard()
 
 
-class _CompressedChunks(Chunks):
-    """Rows of one layer, which are compressed in several threads and spooled.
+class _CompressedChunkWriter(ChunkWriter):
+    """Compresses the rows of one layer in several threads and spools them.
 
     Args:
         spec: dataset.
@@ -134,7 +134,7 @@ class _CompressedChunks(Chunks):
 
     Attributes:
         sizes: bytes of each chunk that is compressed.
-        starts: where each of them lies in the spool.
+        starts: address of each of them in the spool.
     """
 
     def __init__(
@@ -159,11 +159,11 @@ class _CompressedChunks(Chunks):
             data = self._pipeline.decode(found)
         except StoreError:
             return False
-        return layout.checksum(data[: self._bytes_of(number)]) == self.sums[number]
+        return layout.checksum(data[: self._num_bytes(number)]) == self.sums[number]
 
     def finish(self) -> None:
         """Spool the last chunks."""
-        self._take(0)
+        self._spool_finished(0)
         if self._threads is not None:
             self._threads.shutdown()
             self._threads = None
@@ -174,24 +174,24 @@ class _CompressedChunks(Chunks):
         # HDF5 stores whole chunks; the padding of the last one is never read. The copy is needed,
         # as the caller may use its rows again.
         data = np.zeros(self._pipeline.chunk_bytes, np.uint8)
-        data[: self._bytes_of(number)] = chunk.reshape(-1).view(np.uint8)
+        data[: self._num_bytes(number)] = chunk.reshape(-1).view(np.uint8)
         self._futures.append(self._threads.submit(self._pipeline.encode, data))
-        self._take(2 * num_cpus())
+        self._spool_finished(2 * num_cpus())
 
-    def _take(self, most: int) -> None:
+    def _spool_finished(self, most: int) -> None:
         """Spool chunks in their order, until at most `most` are still being compressed."""
         while len(self._futures) > most:
             data = self._futures.popleft().result()
             self.starts.append(self._spool.append(data))
             self.sizes.append(len(data))
 
-    def _bytes_of(self, number: int) -> int:
+    def _num_bytes(self, number: int) -> int:
         """Bytes of the rows of a chunk, without padding."""
         rows = min(self.step, self._num_rows - number * self.step)
         return rows * self._spec.row_bytes
 
 
-def pipelines_of(run: Run, specs: Sequence[LayerSpec]) -> dict[str, Pipeline] | None:
+def codec_pipelines(run: Run, specs: Sequence[LayerSpec]) -> dict[str, Pipeline] | None:
     """Filters of each dataset of a run; None if one of them is known to HDF5 only."""
     found = {}
     with h5py.File(io.BytesIO(), "w", libver=layout.LIBVER) as file:

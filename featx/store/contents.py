@@ -1,4 +1,4 @@
-"""Contents of a store: which file holds which rows of which layers."""
+"""Contents of a store: the files, and the rows and layers that each of them holds."""
 
 from __future__ import annotations
 
@@ -100,18 +100,18 @@ def find_contents(root: Path, handles: Handles) -> Contents:
     for _ in range(_NUM_ATTEMPTS):
         before = _packed_state(root)
         handles.close()
-        trouble: OSError | None = None
+        failure: OSError | None = None
         try:
             contents = _folder_contents(root, before is not None, handles)
         except (FileNotFoundError, StoreError) as error:
-            trouble = error
+            failure = error
         if _packed_state(root) == before:
             break
-        # The store was packed meanwhile and parts were vanishing, so it needs another look.
-    if isinstance(trouble, FileNotFoundError):
-        raise StoreError(f"{root} holds no store: {trouble.filename} is missing.")
-    if trouble is not None:
-        raise trouble
+        # The store was packed meanwhile and parts vanished, so its folder is listed again.
+    if isinstance(failure, FileNotFoundError):
+        raise StoreError(f"{root} holds no store: {failure.filename} is missing.")
+    if failure is not None:
+        raise failure
     return contents
 
 
@@ -140,10 +140,10 @@ def _folder_contents(root: Path, is_packed: bool, handles: Handles) -> Contents:
             )
         if len(manifest.runs) == num_runs:
             return contents
-        return _with_parts(root, manifest, contents, num_runs, handles)
+        return _contents_with_parts(root, manifest, contents, num_runs, handles)
     if manifest is None:
         raise StoreError(f"{root} holds no store: there is no {layout.MANIFEST} in it.")
-    return _with_parts(root, manifest, None, 0, handles)
+    return _contents_with_parts(root, manifest, None, 0, handles)
 
 
 def _packed_contents(path: Path, handles: Handles) -> tuple[Contents, int | None]:
@@ -152,7 +152,7 @@ def _packed_contents(path: Path, handles: Handles) -> tuple[Contents, int | None
     Only this number is taken from the manifest; everything that describes rows has checksums.
     """
     with handles.use(path) as opened:
-        attrs = {name: _plain(value) for name, value in opened.file.attrs.items()}
+        attrs = {name: _python_value(value) for name, value in opened.file.attrs.items()}
         if "featx_format" not in attrs:
             raise StoreError(f"{path} is an HDF5 file, but not a featx store.")
         layout.check_version(path, int(attrs["featx_format"]))
@@ -195,7 +195,7 @@ def _layer_info(opened: OpenFile, name: str, num_rows: int) -> LayerInfo:
     return LayerInfo(dataset.shape[1:], dataset.dtype, attrs)
 
 
-def _with_parts(
+def _contents_with_parts(
     root: Path, manifest: Manifest, packed: Contents | None, num_packed: int, handles: Handles
 ) -> Contents:
     """Contents of the packed runs, if any, together with the parts of later runs.
@@ -210,21 +210,21 @@ def _with_parts(
             raise StoreError(
                 f"{listing} has {known} rows, but {layout.MANIFEST} counts {manifest.num_rows}."
             )
-    there = names_in(root, layout.PART_OR_PIECE_GLOB)
+    file_names = names_in(root, layout.PART_OR_PIECE_GLOB)
     segments = list(packed.segments) if packed else []
     layers = dict(packed.layers) if packed else {}
     num_rows = packed.num_rows if packed else 0
     complete = packed is None or packed.complete
     hidden: set[str] = set()
     for number, run in enumerate(manifest.runs[num_packed:], num_packed):
-        of_parts = _segments(root, run, there)
-        whole = all(layout.part_name(part.index) in there for part in run.parts())
+        run_segments = _segments(root, run, file_names)
+        is_committed = all(layout.part_name(part.index) in file_names for part in run.parts())
         adds_layers = number > 0 and not run.names <= {*layers, *hidden}
-        if adds_layers and not (whole and complete):
+        if adds_layers and not (is_committed and complete):
             hidden |= run.names
             continue
-        complete = complete and whole
-        segments += of_parts
+        complete = complete and is_committed
+        segments += run_segments
         num_rows = max(num_rows, run.grid.stop_row)
         for spec in run.layers:
             if spec.name in hidden:
@@ -247,20 +247,20 @@ def _with_parts(
     return Contents(num_rows, complete, tuple(segments), in_order, listing, names, classes, attrs)
 
 
-def _segments(root: Path, run: Run, there: set[str]) -> list[Segment]:
+def _segments(root: Path, run: Run, file_names: set[str]) -> list[Segment]:
     """Parts of a run that exist, and pieces of parts that do not."""
-    pieces = Pieces(there)
+    pieces = Pieces(file_names)
     files: list[tuple[Path, Part]] = []
     # A path is joined once for each part, and not twice: most of the time of opening very many.
     folder, names = root / layout.PARTS, run.names
     for part in run.parts():
-        if (name := layout.part_name(part.index)) in there:
+        if (name := layout.part_name(part.index)) in file_names:
             files.append((folder / name, part))
         else:
             files += [(piece_path(root, piece), piece) for piece in pieces.of(part)]
     return [Segment(path, rows.start, rows.stop, run.digest, names) for path, rows in files]
 
 
-def _plain(value: Any) -> Any:
+def _python_value(value: Any) -> Any:
     """Python number in place of a numpy scalar."""
     return value.item() if isinstance(value, np.generic) else value

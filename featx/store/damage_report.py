@@ -27,7 +27,7 @@ class Damage:
 
 
 @dataclass
-class Report:
+class DamageReport:
     """Result of checking a store.
 
     Attributes:

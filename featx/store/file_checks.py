@@ -15,7 +15,7 @@ from featx.errors import StoreError
 from featx.store import layout
 from featx.store.checksums import chunks_with_verdict, classes_agree, failures_agree
 from featx.store.chunk_table import has_chunk_table
-from featx.store.damage_report import Damage, Report
+from featx.store.damage_report import Damage, DamageReport
 from featx.store.dtypes import dtype_name, from_raw
 from featx.store.hdf5_files import check_hard_links, damage_text, open_hdf5, open_plain_dataset
 from featx.store.listing import (
@@ -30,7 +30,7 @@ from featx.types import LayerSpec, Listing, Status, StoreHeader, TokenGeometry
 
 @dataclass(frozen=True)
 class ExpectedFile:
-    """What a file of the store must contain.
+    """Content that a file of a store must have.
 
     Attributes:
         start: first row in the store.
@@ -55,9 +55,11 @@ class ExpectedFile:
     tokens: Mapping[str, TokenGeometry]
 
 
-def check_file(path: Path, expected: ExpectedFile, listing: Listing | None, report: Report) -> None:
+def check_file(
+    path: Path, expected: ExpectedFile, listing: Listing | None, report: DamageReport
+) -> None:
     """Check one file with rows and record its damages."""
-    whole = (expected.start, expected.stop)
+    all_rows = (expected.start, expected.stop)
     report.num_files += 1
     try:
         with open_hdf5(path) as file:
@@ -77,10 +79,12 @@ def check_file(path: Path, expected: ExpectedFile, listing: Listing | None, repo
             for spec in expected.specs:
                 _check_layer(path, file, spec, expected, status, report)
     except layout.UNREADABLE as error:
-        report.damages.append(Damage(path, damage_text(path, error), *whole))
+        report.damages.append(Damage(path, damage_text(path, error), *all_rows))
 
 
-def _check_attributes(path: Path, file: h5py.File, expected: ExpectedFile, report: Report) -> None:
+def _check_attributes(
+    path: Path, file: h5py.File, expected: ExpectedFile, report: DamageReport
+) -> None:
     """Check the root attributes; some identify the rows, the others only describe them."""
     wanted = layout.root_attributes(
         expected.header, expected.identity, complete=expected.part is None
@@ -91,8 +95,8 @@ def _check_attributes(path: Path, file: h5py.File, expected: ExpectedFile, repor
     for name, value in wanted.items():
         # An empty value means that featx.json does not contain it.
         if value != "" and (stored := file.attrs.get(name)) != value:
-            of_rows = name in ("fingerprint", "complete", "part", "start")
-            rows = (expected.start, expected.stop) if of_rows else ()
+            identifies_rows = name in ("fingerprint", "complete", "part", "start")
+            rows = (expected.start, expected.stop) if identifies_rows else ()
             what = f"its attribute {name} is {_short(stored)}, expected {_short(value)}"
             report.damages.append(Damage(path, what, *rows))
 
@@ -104,7 +108,11 @@ def _short(value: object) -> str:
 
 
 def _check_columns(
-    path: Path, file: h5py.File, expected: ExpectedFile, listing: Listing | None, report: Report
+    path: Path,
+    file: h5py.File,
+    expected: ExpectedFile,
+    listing: Listing | None,
+    report: DamageReport,
 ) -> npt.NDArray[np.uint8]:
     """Compare /key, /label and /columns with the listing; return /status, (n,) uint8."""
     rows = slice(expected.start, expected.stop)
@@ -122,8 +130,8 @@ def _check_columns(
     for name in (*kinds, *column_paths):
         dataset = open_plain_dataset(file, name)
         kind = kinds.get(name)
-        right = is_column_type(dataset.dtype) if kind is None else kind in _kinds(dataset)
-        if dataset.shape != (num_rows,) or not right:
+        is_valid = is_column_type(dataset.dtype) if kind is None else kind in _kinds(dataset)
+        if dataset.shape != (num_rows,) or not is_valid:
             wanted = kind or "bytes, bool, int64 or float64"
             raise StoreError(
                 f"/{name} is {dataset.shape} {dataset.dtype}, expected {num_rows} {wanted}"
@@ -131,7 +139,7 @@ def _check_columns(
         chunks = []
         for start, values, good in chunks_with_verdict(file, name):
             chunks.append(values)
-            _count(report, values)
+            _count_chunk(report, values)
             if not good:
                 # Without a valid status the rows are unusable; keys can be read from samples.h5.
                 length = len(values) if name == layout.STATUS else 0
@@ -140,18 +148,18 @@ def _check_columns(
                 report.damages.append(Damage(path, what, first, first + length))
         columns[name] = np.concatenate(chunks)
     if listing is not None:
-        of_listing = row_values(listing)
-        if set(of_listing) - {layout.KEY, layout.LABEL} != set(column_paths):
+        listed = row_values(listing)
+        if set(listed) - {layout.KEY, layout.LABEL} != set(column_paths):
             report.damages.append(Damage(path, f"/{layout.COLUMNS} are not those of the listing"))
-        for name in [name for name in of_listing if name in columns]:
-            if not same_values(columns[name], of_listing[name][rows]):
+        for name in [name for name in listed if name in columns]:
+            if not same_values(columns[name], listed[name][rows]):
                 report.damages.append(Damage(path, f"/{name} is not that of the listing"))
         open_plain_dataset(file, layout.CLASSES)
         classes = layout.text_array(listing.classes).tolist()
         stored_classes = file[layout.CLASSES][:].tolist()
         # Rows that were added later may have added classes.
-        lacking = expected.stop == len(listing) and len(stored_classes) < len(classes)
-        if stored_classes != classes[: len(stored_classes)] or lacking:
+        is_short = expected.stop == len(listing) and len(stored_classes) < len(classes)
+        if stored_classes != classes[: len(stored_classes)] or is_short:
             report.damages.append(Damage(path, f"/{layout.CLASSES} is not that of the listing"))
     status: npt.NDArray[np.uint8] = columns[layout.STATUS]
     known = [int(s) for s in Status if s != Status.ABSENT]
@@ -172,7 +180,7 @@ def _check_failures(
     file: h5py.File,
     expected: ExpectedFile,
     status: npt.NDArray[np.uint8],
-    report: Report,
+    report: DamageReport,
 ) -> None:
     """Compare /failures with /status and with its checksum."""
     failed = np.flatnonzero(status != Status.OK) + expected.start
@@ -200,7 +208,7 @@ def _check_layer(
     spec: LayerSpec,
     expected: ExpectedFile,
     status: npt.NDArray[np.uint8],
-    report: Report,
+    report: DamageReport,
 ) -> None:
     """Check every chunk of a layer: its checksum, values in ok rows, and NaN in failed rows."""
     name = f"{layout.FEATURES}/{spec.name}"
@@ -219,7 +227,7 @@ def _check_layer(
             what = f"/{name} has {attribute} {stored}, expected {value}"
             report.damages.append(Damage(path, what))
     for start, raw, good in chunks_with_verdict(file, name):
-        _count(report, raw)
+        _count_chunk(report, raw)
         first = expected.start + start
         if not good:
             what = f"/{name} differs from its checksum at row {first}"
@@ -232,13 +240,14 @@ def _check_layer(
             # With several runs, a row may have failed in another run than that of this layer.
             wrong |= ~ok & ~np.isnan(values).all(1)
         for row in np.flatnonzero(wrong)[:1]:
-            at = first + int(row)
             label = Status(int(status[start + row])).label
-            what = f"/{name}: row {at} has status {label}, which contradicts its values"
+            what = (
+                f"/{name}: row {first + int(row)} has status {label}, which contradicts its values"
+            )
             report.damages.append(Damage(path, what, first, first + len(raw), spec.name))
 
 
-def _count(report: Report, values: npt.NDArray[Any]) -> None:
+def _count_chunk(report: DamageReport, values: npt.NDArray[Any]) -> None:
     """Count a chunk that was compared."""
     report.num_chunks += 1
     report.num_bytes += values.nbytes

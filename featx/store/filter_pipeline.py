@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from featx.errors import StoreError, require
-from featx.store.filter_plugins import Blosc2, PluginFilter, Zstd, load
+from featx.store.filter_plugins import Blosc2, PluginFilter, Zstd, load_filter
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 """(n,) uint8, contiguous."""
@@ -49,7 +49,7 @@ class Pipeline:
         self._stages: list[_Stage] = []
         self.is_supported = True
         for position, (number, values) in enumerate(filters):
-            stage = _stage(number, values, chunk_bytes)
+            stage = _create_stage(number, values, chunk_bytes)
             # The decoded size of a compressor is known only if it is the last filter.
             if stage is None or (number != _SHUFFLE and position + 1 < len(filters)):
                 self.is_supported = False
@@ -78,7 +78,7 @@ class Pipeline:
         Args:
             chunk: object with chunk_bytes contiguous bytes, in C order.
         """
-        require(self.is_supported, "this pipeline is a case for h5py")
+        require(self.is_supported, "only h5py knows a filter of this pipeline")
         data = _flat(chunk)
         require(len(data) == self.chunk_bytes, f"{len(data)} bytes, a chunk has {self.chunk_bytes}")
         for stage in self._stages:
@@ -98,7 +98,7 @@ class Pipeline:
         Raises:
             StoreError: the bytes are damaged; never more than a chunk is decoded.
         """
-        require(self.is_supported, "this pipeline is a case for h5py")
+        require(self.is_supported, "only h5py knows a filter of this pipeline")
         data = _flat(stored)
         if filter_mask >> len(self._stages):
             raise StoreError(f"the filter mask {filter_mask:#x} names filters that are not there")
@@ -110,19 +110,19 @@ class Pipeline:
         return data
 
 
-def _stage(number: int, values: tuple[int, ...], chunk_bytes: int) -> _Stage | None:
+def _create_stage(number: int, values: tuple[int, ...], chunk_bytes: int) -> _Stage | None:
     """Filter for an HDF5 filter number and parameters, or None if featx does not implement it."""
     if number == _DEFLATE and len(values) == 1 and values[0] <= 9:
         return _Deflate(values[0])
     if number == _SHUFFLE and len(values) == 1 and values[0] > 0:
         return _Shuffle(values[0])
-    called = None
+    plugin = None
     if number == Zstd.number and len(values) <= 1:
-        called = load(Zstd)
+        plugin = load_filter(Zstd)
     elif number == Blosc2.number and len(values) >= 7 and values[3] == chunk_bytes:
         # For chunks of several dimensions, their number and the chunk shape follow.
-        called = load(Blosc2) if len(values) in (7, 8 + (*values, 0)[7]) else None
-    return None if called is None else _Plugged(called, values)
+        plugin = load_filter(Blosc2) if len(values) in (7, 8 + (*values, 0)[7]) else None
+    return None if plugin is None else _PluginStage(plugin, values)
 
 
 class _Deflate:
@@ -170,18 +170,18 @@ class _Shuffle:
         return data[:whole], data[whole:]
 
 
-class _Plugged:
+class _PluginStage:
     """Filter of hdf5plugin, called as HDF5 calls it."""
 
-    def __init__(self, called: PluginFilter, values: tuple[int, ...]) -> None:
-        self._called = called
+    def __init__(self, plugin: PluginFilter, values: tuple[int, ...]) -> None:
+        self._plugin = plugin
         self._values = values
 
     def encode(self, data: Bytes) -> Bytes:
-        return self._called.encode(self._values, data)
+        return self._plugin.encode(self._values, data)
 
     def decode(self, data: Bytes, size: int) -> Bytes:
-        return self._called.decode(self._values, data, size)
+        return self._plugin.decode(self._values, data, size)
 
 
 def _flat(data: Any) -> Bytes:

@@ -74,10 +74,10 @@ class PluginFilter(abc.ABC):
 
     def __init__(self, library: ctypes.CDLL) -> None:
         library.H5PLget_plugin_info.restype = ctypes.POINTER(_PluginClass)
-        described = library.H5PLget_plugin_info().contents
-        if described.version != 1 or described.id != self.number:
+        description = library.H5PLget_plugin_info().contents
+        if description.version != 1 or description.id != self.number:
             raise OSError(f"{library} is not the filter {self.number}")
-        self._filter = _FILTER_TYPE(described.filter)
+        self._filter = _FILTER_TYPE(description.filter)
         self._library = library
         # The filter frees the buffer that it gets, and the caller the one that it returns, so both
         # must come from malloc.
@@ -98,10 +98,10 @@ class PluginFilter(abc.ABC):
             raise MemoryError(f"no {len(data)} bytes for the {self.name} filter")
         try:
             ctypes.memmove(buffer, data.ctypes.data, len(data))
-            room = ctypes.c_size_t(len(data))
+            capacity = ctypes.c_size_t(len(data))
             parameters = (ctypes.c_uint * len(values))(*values)
             size = self._filter(
-                0, len(values), parameters, len(data), ctypes.byref(room), ctypes.byref(buffer)
+                0, len(values), parameters, len(data), ctypes.byref(capacity), ctypes.byref(buffer)
             )
             if not 0 < size <= 2 * len(data) + _MAX_OVERHEAD:
                 raise StoreError(f"the {self.name} filter cannot encode {len(data)} bytes")
@@ -172,9 +172,9 @@ class Blosc2(PluginFilter):
         library.blosc2_init()  # not thread-safe, so it is called before the library is used
 
     def decode(self, values: tuple[int, ...], frame: Bytes, size: int) -> Bytes:
-        wrong = _blosc2_fault(frame, size) or _array_fault(frame, values[8:])
-        if wrong:
-            raise StoreError(f"the blosc2 frame {wrong}; the chunk has {size} bytes")
+        problem = _blosc2_problem(frame, size) or _array_problem(frame, values[8:])
+        if problem:
+            raise StoreError(f"the blosc2 frame {problem}; the chunk has {size} bytes")
         decoded = np.empty(size, np.uint8)
         # The plugin writes chunks of several dimensions as n-dimensional arrays (b2nd).
         fill = self._fill_plain if len(values) == 7 else self._fill_array
@@ -213,7 +213,7 @@ class Blosc2(PluginFilter):
 _loading = threading.Lock()
 
 
-def load(kind: type[Zstd] | type[Blosc2]) -> PluginFilter | None:
+def load_filter(kind: type[Zstd] | type[Blosc2]) -> PluginFilter | None:
     """Filter object, or None if it cannot be used: another system than Linux, or no hdf5plugin."""
     with _loading:
         return _load(kind)
@@ -221,7 +221,7 @@ def load(kind: type[Zstd] | type[Blosc2]) -> PluginFilter | None:
 
 @functools.cache
 def _load(kind: type[Zstd] | type[Blosc2]) -> PluginFilter | None:
-    """Filter object, cached; see `load`."""
+    """Filter object, cached; see `load_filter`."""
     try:
         return kind()
     except (ImportError, OSError, AttributeError):
@@ -237,20 +237,22 @@ def _plugin_path(name: str) -> Path:
     return Path(hdf5plugin.PLUGIN_PATH) / f"libh5{name}.so"
 
 
-def _blosc2_fault(frame: Bytes, size: int) -> str:
+def _blosc2_problem(frame: Bytes, size: int) -> str:
     """Check the header of a frame, as blosc2 divides by sizes in it and allocates them.
 
     The layout is described in README_CFRAME_FORMAT of C-Blosc2. A frame holds one blosc2 chunk;
     with several dimensions its blocks may extend beyond the HDF5 chunk and make it larger.
 
     Returns:
-        what is wrong, or an empty text.
+        description of the problem, or an empty text.
     """
     header = frame[:_BLOSC2_HEADER].tobytes()
     if len(header) < _BLOSC2_HEADER or not header.startswith(_BLOSC2_MAGIC):
         return "has no header"
-    length, decoded = (struct.unpack_from(">q", header, at)[0] for at in (16, 30))
-    itemsize, block, chunk = (struct.unpack_from(">i", header, at)[0] for at in (48, 53, 58))
+    length, decoded = (struct.unpack_from(">q", header, offset)[0] for offset in (16, 30))
+    itemsize, block, chunk = (
+        struct.unpack_from(">i", header, offset)[0] for offset in (48, 53, 58)
+    )
     if length != len(frame):
         return f"claims to be {length} bytes, there are {len(frame)}"
     if not size <= decoded <= _BLOSC2_MAX_PADDING * size or chunk != decoded:
@@ -260,22 +262,22 @@ def _blosc2_fault(frame: Bytes, size: int) -> str:
     return ""
 
 
-def _array_fault(frame: Bytes, shape: tuple[int, ...]) -> str:
+def _array_problem(frame: Bytes, shape: tuple[int, ...]) -> str:
     """Check the description of a b2nd array, whose shape must be that of the chunk.
 
     The description is msgpack: a list of version, number of dimensions, shape, chunk shape, block
     shape and more, with shapes as lists of big-endian numbers. blosc2 would loop over any shape.
 
     Returns:
-        what is wrong, or an empty text.
+        description of the problem, or an empty text.
     """
     if not shape:
         return ""
     header = frame[: struct.unpack_from(">i", frame.data, 11)[0]].tobytes()
-    entry = header.find(b"\xde\0\1\xa4b2nd\xd2")  # the only one in the frame's list
-    if entry < 0 or entry + 13 > len(header):
+    offset = header.find(b"\xde\0\1\xa4b2nd\xd2")  # the only one in the frame's list
+    if offset < 0 or offset + 13 > len(header):
         return "describes no array"
-    start = struct.unpack_from(">i", header, entry + 9)[0] + 5
+    start = struct.unpack_from(">i", header, offset + 9)[0] + 5
     count = bytes([0x90 + len(shape)])
     expected = count + b"".join(b"\xd3" + length.to_bytes(8, "big") for length in shape)
     expected += count + b"".join(b"\xd2" + length.to_bytes(4, "big") for length in shape) + count

@@ -23,7 +23,7 @@ from featx.store import codecs, layout
 from featx.store.attribute_checksums import check_texts
 from featx.store.chunk_check import ChunkCheck, Verify, repair_hint
 from featx.store.chunk_reader import ChunkReader
-from featx.store.mapped_dataset import mapped_values
+from featx.store.mapped_dataset import map_values
 
 _MAX_OPEN_FILES, _SHARE_OF_LIMIT = 128, 8
 """Limits on the number of open files: see `max_open_files`."""
@@ -97,7 +97,7 @@ class OpenFile:
     def _read_compared(self, path: str) -> npt.NDArray[Any]:
         """Read a whole dataset and compare it with its checksums.
 
-        Large texts are mapped, see `mapped_values`. Numbers are copied: callers may change them,
+        Large texts are mapped, see `map_values`. Numbers are copied: callers may change them,
         and torch warns of arrays that are read-only.
 
         Raises:
@@ -105,7 +105,7 @@ class OpenFile:
         """
         dataset, mapped = self.dataset(path), None
         if dataset.dtype.kind == "S" and self._remote_file is None:
-            mapped = mapped_values(dataset, self.file.id.get_vfd_handle())
+            mapped = map_values(dataset, self.file.id.get_vfd_handle())
         values: npt.NDArray[Any] = dataset[:] if mapped is None else mapped
         if (sums := self.checksums(path)) is None or not len(values):
             return values

@@ -42,7 +42,7 @@ def image_states_file(states: npt.NDArray[np.void]) -> memoryview:
     return buffer.getbuffer()
 
 
-def keep_image_states(disk: AtomicFolder, path: Path, states: npt.NDArray[np.void]) -> None:
+def write_image_states(disk: AtomicFolder, path: Path, states: npt.NDArray[np.void]) -> None:
     """Write images.h5 if its content changes.
 
     Args:
@@ -81,7 +81,7 @@ def changed_states(path: Path, states: npt.NDArray[np.void]) -> npt.NDArray[np.b
     return changed
 
 
-def image_checksums_in(
+def read_image_checksums(
     file: h5py.File, start: int = 0, stop: int | None = None
 ) -> npt.NDArray[np.uint64]:
     """Read the image checksums of rows [start, stop) of a file, by default of all.
@@ -94,12 +94,13 @@ def image_checksums_in(
     if file[layout.IMAGE_CHECKSUM].shape != file[layout.KEY].shape:
         raise StoreError(f"/{layout.IMAGE_CHECKSUM} has another length than /{layout.KEY}")
     step = file[layout.IMAGE_CHECKSUM].chunks[0]
-    for at, values, good in chunks_with_verdict(file, layout.IMAGE_CHECKSUM, start // step * step):
-        if at >= stop:
+    first_row = start // step * step
+    for first, values, good in chunks_with_verdict(file, layout.IMAGE_CHECKSUM, first_row):
+        if first >= stop:
             break
-        low, high = max(at, start), min(at + len(values), stop)
+        low, high = max(first, start), min(first + len(values), stop)
         if good:
-            checksums[low - start : high - start] = values[low - at : high - at]
+            checksums[low - start : high - start] = values[low - first : high - first]
     return checksums
 
 
@@ -114,7 +115,7 @@ def stored_image_checksums(
 
     Returns:
         for each run, (n,) uint64 checksums of its rows (UNKNOWN_IMAGE if unknown), and (n,) bool
-        whether the rows are there.
+        whether the rows are stored.
 
     Raises:
         StoreError: a file cannot be read now.
@@ -127,13 +128,13 @@ def stored_image_checksums(
         try:
             with open_metadata(packed) as file:
                 num_packed = min(num_runs_of(file), len(manifest.runs))
-                of_all = image_checksums_in(file)
+                all_sums = read_image_checksums(file)
         except layout.UNREADABLE as error:
             raise_unless_damage(packed, error)
         else:
-            for run, (sums, there) in zip(manifest.runs[:num_packed], checksums, strict=False):
-                of_run = of_all[run.grid.first_row : run.grid.stop_row]
-                sums[: len(of_run)], there[: len(of_run)] = of_run, True
+            for run, (sums, is_stored) in zip(manifest.runs[:num_packed], checksums, strict=False):
+                run_sums = all_sums[run.grid.first_row : run.grid.stop_row]
+                sums[: len(run_sums)], is_stored[: len(run_sums)] = run_sums, True
     names, pieces = part_names(root), Pieces.in_store(root)
     parts: list[tuple[int, Part, Path]] = []
     for number, run in enumerate(manifest.runs[num_packed:], num_packed):
@@ -148,7 +149,7 @@ def stored_image_checksums(
         rows = slice(first, first + len(part))
         try:
             with open_metadata(path, opened) as file:
-                checksums[number][0][rows] = image_checksums_in(file, 0, len(part))
+                checksums[number][0][rows] = read_image_checksums(file, 0, len(part))
         except layout.UNREADABLE as error:
             raise_unless_damage(path, error)
             continue

@@ -16,10 +16,10 @@ from featx.errors import StoreError
 from featx.storage import S3Path
 from featx.store import layout
 from featx.store.chunk_reader import ChunkReader
-from featx.store.chunk_table import column_by_table
+from featx.store.chunk_table import read_column_by_table
 from featx.store.contents import Contents, Segment
 from featx.store.hdf5_files import Handles, OpenFile
-from featx.store.tail_file import MANY_FILES, TailFile, in_threads
+from featx.store.tail_file import MANY_FILES, TailFile, map_in_threads
 
 
 class LayerReader:
@@ -35,11 +35,11 @@ class LayerReader:
         self._root = root
         self._contents = contents
         self._handles = handles
-        self._places: dict[str, tuple[list[Segment], npt.NDArray[np.int64]]] = {}
-        self._at_hand: dict[str, tuple[int, ChunkReader]] = {}  # layer -> process id, reader
+        self._segments: dict[str, tuple[list[Segment], npt.NDArray[np.int64]]] = {}
+        self._whole_readers: dict[str, tuple[int, ChunkReader]] = {}  # layer -> process id, reader
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_at_hand": {}}
+        return {**self.__dict__, "_whole_readers": {}}
 
     def num_present(self, layer: str) -> int:
         """Number of rows of a layer that are stored."""
@@ -58,32 +58,32 @@ class LayerReader:
 
     def read_range(self, layer: str, start: int, stop: int) -> npt.NDArray[Any]:
         """Read rows [start, stop) of a layer, (n, ...)."""
-        if (chunks := self._whole(layer)) is None:
+        if (chunks := self._reader_of_whole(layer)) is None:
             return self.read(layer, np.arange(start, stop))
         return chunks.take_range(start, stop - start)
 
     def _segments_of(self, layer: str) -> tuple[list[Segment], npt.NDArray[np.int64]]:
         """Files with rows of a layer in ascending order, and the first row of each."""
-        if layer not in self._places:
-            there = [s for s in self._contents.segments if layer in s.layers]
-            there.sort(key=lambda segment: segment.start)
-            starts = np.array([segment.start for segment in there], dtype=np.int64)
-            self._places[layer] = there, starts
-        return self._places[layer]
+        if layer not in self._segments:
+            segments = [s for s in self._contents.segments if layer in s.layers]
+            segments.sort(key=lambda segment: segment.start)
+            starts = np.array([segment.start for segment in segments], dtype=np.int64)
+            self._segments[layer] = segments, starts
+        return self._segments[layer]
 
-    def _whole(self, layer: str) -> ChunkReader | None:
+    def _reader_of_whole(self, layer: str) -> ChunkReader | None:
         """Reader of a layer that lies in one file with all rows, or None for a layer in parts.
 
         The reader is cached, as finding the open file takes several times as long as reading a row.
         """
-        process, chunks = self._at_hand.get(layer, (0, None))
+        process, chunks = self._whole_readers.get(layer, (0, None))
         if chunks is not None and process == os.getpid() and not chunks.closed:
             return chunks
         segments, _ = self._segments_of(layer)
         if len(segments) != 1 or segments[0].stop - segments[0].start != self._contents.num_rows:
             return None
         with self._open_rows(segments[0], layer) as chunks:
-            self._at_hand[layer] = os.getpid(), chunks
+            self._whole_readers[layer] = os.getpid(), chunks
         return chunks
 
     def read(self, layer: str, rows: npt.NDArray[np.int64]) -> npt.NDArray[Any]:
@@ -93,14 +93,14 @@ class LayerReader:
             layer: name of the layer.
             rows: (n,) rows in [0, N) in any order, repeats allowed.
         """
-        if (chunks := self._whole(layer)) is not None:
+        if (chunks := self._reader_of_whole(layer)) is not None:
             return chunks.take(rows)
         info = self._contents.layers[layer]
         segments, starts = self._segments_of(layer)
         out = np.empty((len(rows), *info.row_shape), dtype=info.dtype)
-        increasing = len(rows) < 2 or bool((rows[1:] >= rows[:-1]).all())
-        places = np.arange(len(rows)) if increasing else np.argsort(rows, kind="stable")
-        ordered = rows if increasing else rows[places]
+        is_sorted = len(rows) < 2 or bool((rows[1:] >= rows[:-1]).all())
+        out_indices = np.arange(len(rows)) if is_sorted else np.argsort(rows, kind="stable")
+        ordered = rows if is_sorted else rows[out_indices]
         # Sorted rows fall into consecutive groups, one for each segment.
         nearest_segment = np.searchsorted(starts, ordered, side="right") - 1
         edges = np.flatnonzero(np.diff(nearest_segment)) + 1
@@ -108,7 +108,12 @@ class LayerReader:
             if low == high:
                 continue
             self._fill(
-                layer, segments, int(nearest_segment[low]), ordered[low:high], places[low:high], out
+                layer,
+                segments,
+                int(nearest_segment[low]),
+                ordered[low:high],
+                out_indices[low:high],
+                out,
             )
         return out
 
@@ -118,32 +123,32 @@ class LayerReader:
         segments: list[Segment],
         number: int,
         rows: npt.NDArray[np.int64],
-        places: npt.NDArray[np.int64],
+        out_indices: npt.NDArray[np.int64],
         out: npt.NDArray[Any],
     ) -> None:
-        """Write sorted rows of a segment to their places of `out`; absent rows become NaN."""
+        """Write sorted rows of a segment into out[out_indices]; absent rows become NaN."""
         if number < 0:
-            out[places] = np.nan
+            out[out_indices] = np.nan
             return
         segment = segments[number]
         inside = int(np.searchsorted(rows, segment.stop))
-        out[places[inside:]] = np.nan
+        out[out_indices[inside:]] = np.nan
         if inside:
             with self._open_rows(segment, layer) as chunks:
-                chunks.read(rows[:inside] - segment.start, out, places[:inside])
+                chunks.read(rows[:inside] - segment.start, out, out_indices[:inside])
 
     def statuses(self) -> Iterator[tuple[Segment, npt.NDArray[np.uint8]]]:
         """Each segment with the status of its rows, (n,) uint8.
 
-        Of very many files the chunk tables are read, and HDF5 opens only those that their table
-        does not describe. Fewer files stay open, so that rows that are read later are of the same
-        moment.
+        If the store has very many files, only their chunk tables are read, and HDF5 opens the files
+        whose table does not describe them. Fewer files stay open, so that rows that are read later
+        are of the same moment.
         """
         segments = self._contents.segments
-        many = len(segments) >= MANY_FILES and not isinstance(segments[0].path, S3Path)
+        use_tables = len(segments) >= MANY_FILES and not isinstance(segments[0].path, S3Path)
         by_table: Iterator[npt.NDArray[np.uint8] | None] = itertools.repeat(None, len(segments))
-        if many:
-            by_table = in_threads(_status_by_table, segments)
+        if use_tables:
+            by_table = map_in_threads(_status_by_table, segments)
         for segment, values in zip(segments, by_table, strict=True):
             if values is not None:
                 yield segment, values
@@ -180,7 +185,7 @@ class LayerReader:
 def _status_by_table(segment: Segment) -> npt.NDArray[np.uint8] | None:
     """Status of the rows of a file by its chunk table, or None if that does not tell."""
     with contextlib.closing(TailFile(segment.path)) as raw:
-        values = column_by_table(raw, layout.STATUS, segment.identity, segment.start)
+        values = read_column_by_table(raw, layout.STATUS, segment.identity, segment.start)
     count = segment.stop - segment.start
     if values is None or values.shape != (count,) or values.dtype.kind != "u":
         return None

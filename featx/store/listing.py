@@ -16,11 +16,11 @@ from featx.errors import StoreMismatchError, counted
 from featx.storage import S3File
 from featx.store import layout
 from featx.store.hdf5_files import damage_text, open_metadata, open_raw, raise_unless_damage
-from featx.store.mapped_dataset import mapped_values
+from featx.store.mapped_dataset import map_values
 from featx.types import Listing
 
 _ROWS_AT_ONCE = 1 << 18
-"""Rows that are looked at together, so that 10^8 rows need no second copy in memory."""
+"""Rows that are compared together, so that 10^8 rows need no second copy in memory."""
 
 
 def listing_digest(listing: Listing) -> str:
@@ -104,20 +104,20 @@ def compare_listing(path: Path, listing: Listing) -> tuple[int, str | None]:
                 return num_rows, f"it has {num_rows} keys and {len(labels)} labels"
             if column_names(file) != tuple(listing.columns):
                 return num_rows, f"its /{layout.COLUMNS} are not those of this store"
-            differing = []
+            invalid = []
             for name, values in row_values(listing).items():
                 is_same, agrees = _compare_rows(file, name, values)
                 if not is_same or len(file[name]) != num_rows:
                     return num_rows, f"its dataset /{name} is not that of this store"
-                differing += [] if agrees else [name]
+                invalid += [] if agrees else [name]
             # Either of them may have further classes, of rows that the other does not have.
-            pairs = zip(_classes_in(file), listing.classes, strict=False)
+            pairs = zip(_read_classes(file), listing.classes, strict=False)
             if any(listed != known for listed, known in pairs):
                 return num_rows, f"its dataset /{layout.CLASSES} is not that of this store"
             _, agrees = _compare_rows(file, layout.CLASSES)
-            differing += [] if agrees else [layout.CLASSES]
-            if differing:
-                return num_rows, f"its dataset /{differing[0]} differs from its checksum"
+            invalid += [] if agrees else [layout.CLASSES]
+            if invalid:
+                return num_rows, f"its dataset /{invalid[0]} differs from its checksum"
             return num_rows, None
     except layout.UNREADABLE as error:
         return 0, damage_text(path, error)
@@ -186,10 +186,10 @@ def read_listing(root: Path, num_rows: int, identity: str | None = None) -> List
     return second_best
 
 
-def listing_in(path: Path, num_rows: int) -> Listing | None:
+def read_listing_file(path: Path, num_rows: int) -> Listing | None:
     """Read the first rows of the listing in a file; None if it is damaged or has fewer rows.
 
-    Large datasets of samples.h5 are mapped; see `mapped_values`.
+    Large datasets of samples.h5 are mapped; see `map_values`.
 
     Raises:
         StoreError: the file cannot be read now.
@@ -201,24 +201,24 @@ def listing_in(path: Path, num_rows: int) -> Listing | None:
                 dataset = file[name]
                 values = None
                 if not isinstance(raw, S3File):
-                    values = mapped_values(dataset, raw.fileno())
+                    values = map_values(dataset, raw.fileno())
                 rows: npt.NDArray[Any] = (dataset if values is None else values)[:num_rows]
                 return rows
 
             keys, labels = first_rows(layout.KEY), first_rows(layout.LABEL)
-            classes = _classes_in(file)
+            classes = _read_classes(file)
             columns = {name: first_rows(f"{layout.COLUMNS}/{name}") for name in column_names(file)}
     except FileNotFoundError:
         return None
     except layout.UNREADABLE as error:
         raise_unless_damage(path, error)
         return None
-    sound = len(keys) == len(labels) == num_rows
-    sound = sound and keys.dtype.kind == "S" and labels.dtype == np.dtype("<i8")
-    sound = sound and all(
+    is_valid = len(keys) == len(labels) == num_rows
+    is_valid = is_valid and keys.dtype.kind == "S" and labels.dtype == np.dtype("<i8")
+    is_valid = is_valid and all(
         values.shape == (num_rows,) and is_column_type(values.dtype) for values in columns.values()
     )
-    return Listing(keys, labels, classes, columns=columns) if sound else None
+    return Listing(keys, labels, classes, columns=columns) if is_valid else None
 
 
 def is_ascending(keys: npt.NDArray[np.bytes_]) -> bool:
@@ -242,12 +242,12 @@ def column_names(file: h5py.File) -> tuple[str, ...]:
 
 def _from_samples(root: Path, num_rows: int) -> Listing | None:
     """Read the listing from samples.h5."""
-    return listing_in(root / layout.LISTING, num_rows)
+    return read_listing_file(root / layout.LISTING, num_rows)
 
 
 def _from_packed(root: Path, num_rows: int) -> Listing | None:
     """Read the listing from features.h5."""
-    return listing_in(root / layout.PACKED, num_rows)
+    return read_listing_file(root / layout.PACKED, num_rows)
 
 
 def _from_parts(root: Path, num_rows: int) -> Listing | None:
@@ -260,7 +260,7 @@ def _from_parts(root: Path, num_rows: int) -> Listing | None:
         except layout.UNREADABLE as error:
             raise_unless_damage(path, error)
             continue
-        if (piece := listing_in(path, count)) is not None:
+        if (piece := read_listing_file(path, count)) is not None:
             pieces.append((start, piece))
     taken: list[dict[str, npt.NDArray[Any]]] = []
     row = 0
@@ -277,13 +277,13 @@ def _from_parts(root: Path, num_rows: int) -> Listing | None:
     return Listing(keys, labels, classes, columns=columns).head(num_rows)
 
 
-def _classes_in(file: h5py.File) -> tuple[str, ...]:
+def _read_classes(file: h5py.File) -> tuple[str, ...]:
     """Names of the classes in a file."""
     names: list[bytes] = file[layout.CLASSES][:].tolist()
     return tuple(name.decode("utf-8", "surrogateescape") for name in names)
 
 
-def in_stored_order(root: Path, stored: Listing, listed: Listing) -> Listing:
+def merge_listing(root: Path, stored: Listing, listed: Listing) -> Listing:
     """Reorder a listing: rows of the store first, in its order, then new rows.
 
     Rows of the store keep their position, label and columns. New rows follow in bytewise order of
@@ -301,43 +301,43 @@ def in_stored_order(root: Path, stored: Listing, listed: Listing) -> Listing:
     before, now = row_values(stored), row_values(listed)
     if stored.classes == listed.classes and all(same_values(before[p], now[p]) for p in before):
         return listed
-    place = np.searchsorted(listed.keys, stored.keys)
-    there = listed.keys[np.minimum(place, len(listed) - 1)] == stored.keys
-    if not there.all():
-        gone = stored.keys[~there]
+    position = np.searchsorted(listed.keys, stored.keys)
+    is_present = listed.keys[np.minimum(position, len(listed) - 1)] == stored.keys
+    if not is_present.all():
+        removed = stored.keys[~is_present]
         raise StoreMismatchError(
-            f"{root} has {counted(len(gone), 'row whose image is', 'rows whose images are')} no "
+            f"{root} has {counted(len(removed), 'row whose image is', 'rows whose images are')} no "
             "longer in the data set, such as "
-            f"{gone[0].decode('utf-8', 'replace')}. Put the missing images back, or choose "
+            f"{removed[0].decode('utf-8', 'replace')}. Put the missing images back, or choose "
             "out=DIR for a new store."
         )
     classes = (*stored.classes, *(c for c in listed.classes if c not in set(stored.classes)))
-    labels = _renumbered(listed, classes)
-    changed = np.flatnonzero(labels[place] != stored.labels)
+    labels = _renumber_labels(listed, classes)
+    changed = np.flatnonzero(labels[position] != stored.labels)
     if len(changed):
         row = int(changed[0])
         was, is_now = (
             classes[label] if label >= 0 else "no label"
-            for label in (int(stored.labels[row]), int(labels[place[row]]))
+            for label in (int(stored.labels[row]), int(labels[position[row]]))
         )
         raise StoreMismatchError(
             f"{root} has other labels: {stored.keys[row].decode('utf-8', 'replace')} was {was} "
             f"and is {is_now} now. Choose out=DIR for a new store."
         )
     for name, values in stored.columns.items():
-        _refuse_changed_column(root, name, stored.keys, values, listed.columns[name][place])
-    new = np.ones(len(listed), dtype=bool)
-    new[place] = False
+        _refuse_changed_column(root, name, stored.keys, values, listed.columns[name][position])
+    is_new = np.ones(len(listed), dtype=bool)
+    is_new[position] = False
     return Listing(
-        np.concatenate([stored.keys, listed.keys[new]]),
-        np.concatenate([stored.labels, labels[new]]),
+        np.concatenate([stored.keys, listed.keys[is_new]]),
+        np.concatenate([stored.labels, labels[is_new]]),
         classes,
         listed.skipped,
         None
         if listed.content_tags is None
-        else np.concatenate([listed.content_tags[place], listed.content_tags[new]]),
+        else np.concatenate([listed.content_tags[position], listed.content_tags[is_new]]),
         {
-            name: np.concatenate([values, listed.columns[name][new]])
+            name: np.concatenate([values, listed.columns[name][is_new]])
             for name, values in stored.columns.items()
         },
     )
@@ -346,7 +346,7 @@ def in_stored_order(root: Path, stored: Listing, listed: Listing) -> Listing:
 def _refuse_other_columns(root: Path, stored: Listing, listed: Listing) -> None:
     """Raise StoreMismatchError if the columns have other names or types."""
     before, now = (
-        {name: _type_of(values) for name, values in listing.columns.items()}
+        {name: _column_type(values) for name, values in listing.columns.items()}
         for listing in (stored, listed)
     )
     if before != now:
@@ -360,7 +360,7 @@ def _refuse_other_columns(root: Path, stored: Listing, listed: Listing) -> None:
         )
 
 
-def _type_of(values: npt.NDArray[Any]) -> str:
+def _column_type(values: npt.NDArray[Any]) -> str:
     """Type of a column in words."""
     return {"S": "text", "b": "booleans", "i": "whole numbers", "f": "numbers"}[values.dtype.kind]
 
@@ -386,7 +386,7 @@ def _refuse_changed_column(
     )
 
 
-def _renumbered(listed: Listing, classes: tuple[str, ...]) -> npt.NDArray[np.int64]:
+def _renumber_labels(listed: Listing, classes: tuple[str, ...]) -> npt.NDArray[np.int64]:
     """Labels of a listing as indices into other classes."""
     number = {name: i for i, name in enumerate(classes)}
     table = np.array([*(number[name] for name in listed.classes), -1], dtype=np.int64)

@@ -98,34 +98,34 @@ class _StreamedListing:
         self._image = SparseImage()
         with h5py.File(self._image, "w", libver=layout.LIBVER) as file:
 
-            def hold_place(path: str, values: npt.NDArray[Any]) -> None:
-                # HDF5 gives a dataset its place when the first value is written, and the rest of
-                # it takes no memory. The name comes after that, as in `listing_file`.
+            def reserve_dataset(path: str, values: npt.NDArray[Any]) -> None:
+                # HDF5 allocates a dataset when the first value is written, and the rest of it takes
+                # no memory. The name comes after that, as in `listing_file`.
                 dataset = file.create_dataset(None, values.shape, values.dtype)
                 dataset[:1] = values[:1]
                 file[path] = dataset
 
-            _fill(file, listing, hold_place)
+            _fill(file, listing, reserve_dataset)
         with h5py.File(self._image, "r") as file:
-            self._places = {file[path].id.get_offset(): path for path in self._values}
+            self._paths_by_address = {file[path].id.get_offset(): path for path in self._values}
 
     def pieces(self) -> Iterator[tuple[int, bytes | memoryview]]:
         """Address and bytes of all pieces, in order."""
-        at = 0
-        for address in sorted(self._places):
-            yield from self._of_image(at, address)
-            values = self._values[self._places[address]]
+        stop = 0
+        for address in sorted(self._paths_by_address):
+            yield from self._image_pieces(stop, address)
+            values = self._values[self._paths_by_address[address]]
             step = max(1, _PIECE_BYTES // values.itemsize)
             for start in range(0, len(values), step):
                 rows = np.ascontiguousarray(values[start : start + step])
                 yield address + start * values.itemsize, rows.view(np.uint8).data
-            at = address + values.nbytes
-        yield from self._of_image(at, self._image.size)
+            stop = address + values.nbytes
+        yield from self._image_pieces(stop, self._image.size)
 
-    def _of_image(self, start: int, stop: int) -> Iterator[tuple[int, bytes]]:
-        """Address and bytes of what the image holds between two addresses."""
-        for at in range(start, stop, _PIECE_BYTES):
-            yield at, self._image.pread(min(_PIECE_BYTES, stop - at), at)
+    def _image_pieces(self, start: int, stop: int) -> Iterator[tuple[int, bytes]]:
+        """Address and bytes of the pieces of the image between two addresses."""
+        for address in range(start, stop, _PIECE_BYTES):
+            yield address, self._image.pread(min(_PIECE_BYTES, stop - address), address)
 
     def compare(self, file: UnfinishedFile) -> None:
         """Read a file back and compare it with all pieces; raises RunError if it differs."""

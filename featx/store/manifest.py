@@ -24,7 +24,7 @@ from featx.store.hdf5_files import open_metadata
 from featx.store.token_geometry import geometry_of, geometry_values
 from featx.types import ITEM_BYTES, LayerSpec, Part, StoreHeader, TokenGeometry
 
-_NEEDED = ("fingerprint", "fingerprint_sha256", "num_rows", "part_rows", "codec", "layers")
+_REQUIRED = ("fingerprint", "fingerprint_sha256", "num_rows", "part_rows", "codec", "layers")
 _HEADER = ("config", "model", "weights", "weights_sha256", "transform", "versions")
 
 _CONFORMANCE = "conformance"
@@ -36,7 +36,7 @@ _TOKENS = "tokens"
 It is no part of `layers`, in which older releases refuse names that they do not know.
 """
 
-_SUM = "sha256"
+_CHECKSUM = "sha256"
 """Entry with the SHA-256 of all other entries of featx.json."""
 
 _MAX_PARTS = 1_000_000
@@ -116,7 +116,7 @@ class Run:
         Raises:
             ValueError, TypeError, LookupError: the values are not valid.
         """
-        missing = set(_NEEDED) - set(values)
+        missing = set(_REQUIRED) - set(values)
         if missing:
             raise ValueError(f"it lacks {', '.join(sorted(missing))}")
         header = {name: values.get(name, "") for name in _HEADER}
@@ -188,7 +188,9 @@ class Manifest:
     @property
     def tokens(self) -> dict[str, TokenGeometry]:
         """Places of the tokens of every dataset that has any."""
-        return {name: places for run in reversed(self.runs) for name, places in run.tokens.items()}
+        return {
+            name: geometry for run in reversed(self.runs) for name, geometry in run.tokens.items()
+        }
 
     @property
     def digest(self) -> str:
@@ -213,7 +215,7 @@ class Manifest:
         identity = latest.header.fingerprint.get("listing")
         return None if identity is None else str(identity)
 
-    def holder(self, layer: str) -> Run:
+    def first_run_with(self, layer: str) -> Run:
         """First run that computes a dataset."""
         return next(run for run in self.runs if layer in run.names)
 
@@ -239,7 +241,7 @@ class Manifest:
         }
         if others:
             values["additions"] = [run.as_dict() for run in others]
-        values[_SUM] = digest(values)
+        values[_CHECKSUM] = digest(values)
         return (json.dumps(values, indent=2) + "\n").encode()
 
     @classmethod
@@ -258,7 +260,7 @@ class Manifest:
             values = json.loads(data)
             version = int(values["featx_format"])
             if version <= layout.FORMAT:
-                if values.pop(_SUM, None) not in (None, digest(values)):
+                if values.pop(_CHECKSUM, None) not in (None, digest(values)):
                     raise ValueError("it differs from its own sha256")
                 runs = [Run.from_dict(run) for run in (values, *values.get("additions", []))]
                 _check_numbering(runs)
@@ -308,33 +310,33 @@ def load_manifest(root: Path) -> tuple[Manifest | None, bool]:
     try:
         manifest = read_manifest(root)
     except DamagedManifestError:
-        if (copy := _copy_of_manifest(root)) is None:
+        if (copy := _find_copy(root)) is None:
             raise
         return copy, False
     if manifest is not None:
         return manifest, True
-    copy = _copy_of_manifest(root)
+    copy = _find_copy(root)
     return copy, copy is None
 
 
 def num_runs_of(packed: h5py.File) -> int:
     """Number of runs that a features.h5 holds."""
-    return len(_copy_in(packed).runs) if layout.MANIFEST_COPY in packed.attrs else 1
+    return len(_read_copy(packed).runs) if layout.MANIFEST_COPY in packed.attrs else 1
 
 
-def _copy_in(file: h5py.File) -> Manifest:
+def _read_copy(file: h5py.File) -> Manifest:
     """Manifest that a part or features.h5 carries."""
     return Manifest.from_json(bytes(file.attrs[layout.MANIFEST_COPY]), Path(file.filename))
 
 
-def _copy_of_manifest(root: Path) -> Manifest | None:
+def _find_copy(root: Path) -> Manifest | None:
     """Manifest with the most runs among the copies in features.h5 and the parts, or None."""
     copies: list[Manifest] = []
     parts = sorted((root / layout.PARTS).glob(layout.PART_OR_PIECE_GLOB))
     for path in [root / layout.PACKED, *parts]:
         try:
             with open_metadata(path) as file:
-                copies.append(_copy_in(file))
+                copies.append(_read_copy(file))
         except (StoreError, *layout.UNREADABLE):
             continue  # one of them is enough
     return max(copies, key=lambda manifest: len(manifest.runs), default=None)

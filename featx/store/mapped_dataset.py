@@ -16,7 +16,7 @@ MAPPED_BYTES = 64 << 20
 that somebody truncates, ends the process by SIGBUS."""
 
 
-def mapped_values(
+def map_values(
     dataset: h5py.Dataset, descriptor: int, least_bytes: int = MAPPED_BYTES
 ) -> npt.NDArray[Any] | None:
     """Map the values of a dataset, so that all processes of a machine share one copy in memory.

@@ -35,7 +35,7 @@ from featx.store.dtypes import write_raw
 from featx.store.failures import read_failures, write_failures
 from featx.store.hdf5_files import damage_text, open_hdf5
 from featx.store.heartbeat import refuse_other_writers
-from featx.store.image_states import image_checksums_in
+from featx.store.image_states import read_image_checksums
 from featx.store.leftovers import clear_leftovers
 from featx.store.listing import make_groups, read_listing, row_values, same_values, write_classes
 from featx.store.manifest import Manifest, load_manifest, num_runs_of
@@ -118,7 +118,7 @@ def pack_in_child(root: Path, lock: int) -> None:
     Raises:
         RunError: packing failed. The parts are kept; damaged ones are in quarantine/.
     """
-    done = subprocess.run(
+    result = subprocess.run(
         module_command("featx.store.pack", str(root)),
         env=module_environment(),
         pass_fds=(lock,),
@@ -126,8 +126,8 @@ def pack_in_child(root: Path, lock: int) -> None:
         text=True,
         check=False,
     )
-    if done.returncode:
-        reason = done.stderr.strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
+    if result.returncode:
+        reason = result.stderr.strip().splitlines()[-1:] or [f"exit code {result.returncode}"]
         raise _packing_failed(root, reason[0])
 
 
@@ -159,8 +159,8 @@ def pack_store(root: Path) -> bool:
         refuse_other_writers(root)
         clear_leftovers(disk)
         sources = _source_files(root, manifest)
-        new = [source.path.name for source in sources] != [layout.PACKED]
-        if new:
+        has_parts = [source.path.name for source in sources] != [layout.PACKED]
+        if has_parts:
             stored_bytes = sum(source.path.stat().st_size for source in sources)
             size = packed_size_bound(stored_bytes)
             if (free := disk.free_bytes()) < size:
@@ -170,7 +170,7 @@ def pack_store(root: Path) -> bool:
                 )
             pack_parts(root, lock, stored_bytes)
         remove_parts(disk)
-    return new
+    return has_parts
 
 
 @dataclass(frozen=True)
@@ -222,13 +222,13 @@ def pack(root: Path, in_memory: bool = False) -> None:
             "the store, on a file system without locks. Give the same command again."
         ) from error
     disk = AtomicFolder(root)
-    with _file_of(disk, None if in_memory else size) as (file, read_at):
+    with _open_packed_file(disk, None if in_memory else size) as (file, read_at):
         try:
             with h5py.File(file, "w", libver=layout.LIBVER) as packed:
-                packing = _Packing(manifest, listing, packed)
-                packing.create()
+                writer = _PackWriter(manifest, listing, packed)
+                writer.create()
                 seal_texts(packed, file)
-                packing.copy(sources)
+                writer.copy(sources)
             # Read back before the file gets its name and the parts are deleted.
             with h5py.File(file, "r") as packed:
                 check_texts(packed, read_at)
@@ -241,7 +241,7 @@ def pack(root: Path, in_memory: bool = False) -> None:
 
 
 @contextlib.contextmanager
-def _file_of(
+def _open_packed_file(
     disk: AtomicFolder, reserved: int | None
 ) -> Iterator[tuple[ReservedFile | io.BytesIO, Callable[[int, int], bytes]]]:
     """File object for the packed file, which gets its name when the block succeeds.
@@ -329,7 +329,7 @@ def _quarantine_damaged(
     return text
 
 
-class _Packing:
+class _PackWriter:
     """Packed file that is being filled.
 
     Args:
@@ -376,7 +376,7 @@ class _Packing:
         packed = self._packed
         for source in sources:
             with open_hdf5(source.path) as file:
-                self._take(file, source)
+                self._copy_source(file, source)
         write_columns(packed, self._columns)
         for name, sums in self._sums.items():
             packed[f"{layout.CHECKSUMS}/{name}"] = sums
@@ -389,7 +389,7 @@ class _Packing:
 
     def _create_layer(self, spec: LayerSpec) -> None:
         """Create an empty dataset with chunks for the rows of the whole store."""
-        run = self._manifest.holder(spec.name)
+        run = self._manifest.first_run_with(spec.name)
         grid = layout.Grid(self._num_rows, run.grid.part_rows)
         chunk_rows = grid.chunk_rows(spec.row_bytes, run.codec != "none")
         extent = Extent(self._num_rows, len(grid) * grid.slots, chunk_rows)
@@ -397,7 +397,7 @@ class _Packing:
         num_chunks = -(-self._num_rows // chunk_rows)
         self._sums[f"{layout.FEATURES}/{spec.name}"] = np.zeros(num_chunks, dtype=np.uint32)
 
-    def _take(self, file: h5py.File, source: _SourceFile) -> None:
+    def _copy_source(self, file: h5py.File, source: _SourceFile) -> None:
         """Copy the rows of one file to their positions."""
         if file.attrs["fingerprint"] != source.identity:
             raise StoreError(f"{source.path} belongs to another run.")
@@ -415,14 +415,14 @@ class _Packing:
         status = self._status[rows]
         statuses = np.concatenate([values for _, values in good_chunks(file, layout.STATUS)])
         status[:] = np.where((status == Status.ABSENT) | (status == Status.OK), statuses, status)
-        self._take_image_checksums(file, source)
+        self._copy_image_checksums(file, source)
         for failure in read_failures(file):
             self._failures.setdefault(failure.row, failure)
 
-    def _take_image_checksums(self, file: h5py.File, source: _SourceFile) -> None:
+    def _copy_image_checksums(self, file: h5py.File, source: _SourceFile) -> None:
         """Copy image checksums; they must agree with those of other layers of the same rows."""
         images = self._images[source.start : source.stop]
-        new_images = image_checksums_in(file)
+        new_images = read_image_checksums(file)
         both = (images != UNKNOWN_IMAGE) & (new_images != UNKNOWN_IMAGE)
         if (other := np.flatnonzero(both & (images != new_images))).size:
             key = os.fsdecode(bytes(self._listing.keys[source.start + int(other[0])]))
@@ -439,15 +439,15 @@ class _Packing:
         rows, target, sums = file[path], self._packed[path], self._sums[path]
         step = target.chunks[0]
         num_rows = len(rows)
-        alike = rows.chunks == target.chunks and _filters(rows) == _filters(target)
-        if alike and first_row % step == 0:
+        has_same_chunks = rows.chunks == target.chunks and _filters(rows) == _filters(target)
+        if has_same_chunks and first_row % step == 0:
             stored = file[f"{layout.CHECKSUMS}/{path}"][:]
             # A short last chunk may be copied as it is only if no rows follow it in the store.
-            last = first_row + num_rows == self._num_rows
-            whole = -(-num_rows // step) if last else num_rows // step
-            copy_chunks(rows, target, first_row, whole)
-            sums[first_row // step : first_row // step + whole] = stored[:whole]
-            begin = whole * step
+            is_last = first_row + num_rows == self._num_rows
+            num_whole = -(-num_rows // step) if is_last else num_rows // step
+            copy_chunks(rows, target, first_row, num_whole)
+            sums[first_row // step : first_row // step + num_whole] = stored[:num_whole]
+            begin = num_whole * step
         else:
             begin = 0
         for start, values in good_chunks(file, path, begin):

@@ -103,14 +103,14 @@ class PartBuilder:
 
         Args:
             name: name of the dataset.
-            first: place of the first row in the part.
+            first: index of the first row in the part.
             rows: (n, ...) values; the caller may use the array again afterwards.
-            failed: places among the rows of those that failed, which become NaN.
+            failed: indices of the failed rows in `rows`, which become NaN.
         """
         stored = self._features[name]
         stored[first : first + len(rows)] = rows
-        for place in failed:
-            stored[first + place] = nan(self._specs[name].dtype)
+        for index in failed:
+            stored[first + index] = nan(self._specs[name].dtype)
 
     def publish(
         self, disk: AtomicFolder, path: Path, run: Run, listing: Listing, manifest: bytes
@@ -133,7 +133,7 @@ class PartBuilder:
         return disk.publish(path, self.build(run, listing, manifest))
 
     def discard(self) -> None:
-        """Delete what a part that is not published has on the disk."""
+        """Delete the temporary files of a part that is not published."""
 
     def build(self, run: Run, listing: Listing, manifest: bytes) -> memoryview:
         """Build the HDF5 file in memory and check it.
@@ -154,8 +154,8 @@ class PartBuilder:
         columns = self._columns(listing)
         self._fill(buffer, columns, run, listing, manifest)
         with h5py.File(buffer, "r") as file:
-            check_texts(file, lambda size, at: bytes(buffer.getbuffer()[at : at + size]))
-            for path, length in self._lengths(columns).items():
+            check_texts(file, lambda size, start: bytes(buffer.getbuffer()[start : start + size]))
+            for path, length in self._shapes(columns).items():
                 self._check_chunks(file, path, length)
         return buffer.getbuffer()
 
@@ -190,8 +190,8 @@ class PartBuilder:
             create_columns(file, columns, extent)
             for spec in self._specs.values():
                 chunk_rows = run.grid.chunk_rows(spec.row_bytes, run.codec != "none")
-                places = run.tokens.get(spec.name)
-                create_layer(file, spec, replace(extent, chunk_rows=chunk_rows), run.codec, places)
+                tokens = run.tokens.get(spec.name)
+                create_layer(file, spec, replace(extent, chunk_rows=chunk_rows), run.codec, tokens)
             # All texts are in the file now, and no rows yet, which could be mistaken for heaps.
             seal_texts(file, buffer)
             write_columns(file, columns)
@@ -209,7 +209,7 @@ class PartBuilder:
         write_rows(dataset, values)
         return layout.chunk_checksums(values, dataset.chunks[0])
 
-    def _lengths(self, columns: Mapping[str, npt.NDArray[Any]]) -> dict[str, tuple[int, ...]]:
+    def _shapes(self, columns: Mapping[str, npt.NDArray[Any]]) -> dict[str, tuple[int, ...]]:
         """Dataset path -> shape that it must have."""
         layers = {f"{layout.FEATURES}/{name}": rows for name, rows in self._features.items()}
         return {path: values.shape for path, values in {**columns, **layers}.items()}
@@ -276,7 +276,7 @@ def write_rows(dataset: h5py.Dataset, rows: npt.NDArray[Any]) -> None:
         write_raw(dataset, 0, rows)
         return
 
-    def encoded(start: int) -> bytes:
+    def encode(start: int) -> bytes:
         chunk = rows[start : start + step]
         if len(chunk) < step:  # HDF5 stores whole chunks; the padding is never read
             rest = np.zeros((step - len(chunk), *rows.shape[1:]), rows.dtype)
@@ -286,7 +286,7 @@ def write_rows(dataset: h5py.Dataset, rows: npt.NDArray[Any]) -> None:
     starts = range(0, len(rows), step)
     rest = (0,) * (rows.ndim - 1)
     with ThreadPoolExecutor(num_cpus()) as threads:
-        for start, data in zip(starts, threads.map(encoded, starts), strict=True):
+        for start, data in zip(starts, threads.map(encode, starts), strict=True):
             dataset.id.write_direct_chunk((start, *rest), data)
 
 

@@ -18,14 +18,14 @@ from featx.store import layout
 from featx.store.checksums import check_chunks
 from featx.store.chunk_table import table_header
 from featx.store.codecs import CODECS
-from featx.store.compressed_part import CompressedPart, pipelines_of
+from featx.store.compressed_part import CompressedPart, codec_pipelines
 from featx.store.dtypes import memory_dtype
 from featx.store.failures import read_failures
 from featx.store.hdf5_files import damage_text, open_metadata
 from featx.store.manifest import Manifest, Run
 from featx.store.part_builder import PartBuilder
 from featx.store.streamed_part import StreamedPart
-from featx.store.tail_file import MANY_FILES, TailFile, in_threads
+from featx.store.tail_file import MANY_FILES, TailFile, map_in_threads
 from featx.types import Failure, LayerSpec, Listing, Part
 
 _END_OF_FILE = 28
@@ -100,7 +100,7 @@ def begin_part(
     if run.codec == "none":
         file = disk.begin_file(path)
         return StreamedPart(part, specs, file, run, listing, manifest.to_json())
-    pipelines = pipelines_of(run, specs)
+    pipelines = codec_pipelines(run, specs)
     if pipelines is None:  # a release of hdf5plugin whose filters can be reached by HDF5 only
         return PartBuilder(part, specs)
     file, spool = disk.begin_file(path), disk.begin_file(path)
@@ -143,8 +143,8 @@ def parts_committed_by_others(
     Raises:
         RunError: a file is not valid.
     """
-    there = part_names(root)
-    present = [part for part in parts if layout.part_name(part.index) in there]
+    names = part_names(root)
+    present = [part for part in parts if layout.part_name(part.index) in names]
     for part, problem, failures in inspect_parts(root, manifest, present):
         if problem is not None:
             path = part_path(root, part.index)
@@ -182,7 +182,7 @@ def inspect_parts(
         path = os.path.join(folder, layout.part_name(part.index))  # a Path takes 15 us
         return _is_complete_by_table(path, part, manifest.run_of(part))
 
-    for part, is_valid in zip(parts, in_threads(is_complete, parts), strict=True):
+    for part, is_valid in zip(parts, map_in_threads(is_complete, parts), strict=True):
         if is_valid:
             yield part, None, ()
         else:
@@ -274,6 +274,6 @@ def shape_problem(file: h5py.File, num_rows: int, specs: Sequence[LayerSpec]) ->
         # The low-level interface takes a third of the time, and a store may have 10,000 parts.
         dataset = h5py.h5d.open(file.id, path.encode())
         if dataset.shape != shape or dtype not in (None, dataset.dtype):
-            is_now = f"{dataset.shape} {dataset.dtype}"
-            return f"dataset {path} is {is_now}, expected {shape} {dtype or ''}"
+            found = f"{dataset.shape} {dataset.dtype}"
+            return f"dataset {path} is {found}, expected {shape} {dtype or ''}"
     return None

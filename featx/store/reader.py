@@ -41,11 +41,11 @@ def check_rows_present(
     """
     if not values.size:
         return
-    gone = np.isnan(values.reshape(len(rows), -1)[:, 0])
-    if gone.any():
+    is_lost = np.isnan(values.reshape(len(rows), -1)[:, 0])
+    if is_lost.any():
         raise StoreError(
-            f"{store.root} has lost row {int(rows[gone][0])} of {layer} since it was opened. Give "
-            "the command that made the store again to compute it."
+            f"{store.root} has lost row {int(rows[is_lost][0])} of {layer} since it was opened. "
+            "Give the command that made the store again to compute it."
         )
 
 
@@ -101,7 +101,7 @@ class FeatureStore:
         self.root = parse_path(path).absolute()
         self.verify = verify
         self._handles = Handles(verify)
-        self._find()
+        self._load_contents()
 
     def refresh(self) -> FeatureStore:
         """Look again which rows and layers exist, while a run is in progress; returns self."""
@@ -109,10 +109,10 @@ class FeatureStore:
         columns = ("keys", "labels", "status", "failures", "key_bytes", "image_checksums")
         for name in (*columns, "_key_order"):
             self.__dict__.pop(name, None)
-        self._find()
+        self._load_contents()
         return self
 
-    def _find(self) -> None:
+    def _load_contents(self) -> None:
         """Find the files of the store and reset everything that depends on them."""
         self._contents = find_contents(self.root, self._handles)
         self.complete = self._contents.complete
@@ -224,7 +224,7 @@ class FeatureStore:
     def image_checksums(self) -> npt.NDArray[np.uint64]:
         """(N,) uint64: BLAKE2b checksum (8 bytes, little-endian) of each row's encoded image.
 
-        0 stands for rows that are not there or have no recorded checksum, 1 for rows without image
+        0 stands for rows that are not stored or have no recorded checksum, 1 for rows without image
         bytes.
         """
         return self._retry_if_packed(self._read_image_checksums)
@@ -235,10 +235,10 @@ class FeatureStore:
         for segment in self._contents.segments:
             with self._layer_reader.open(segment) as opened:
                 num_rows = segment.stop - segment.start
-                of_segment = opened.column(layout.IMAGE_CHECKSUM, num_rows, "u")
+                segment_checksums = opened.column(layout.IMAGE_CHECKSUM, num_rows, "u")
             before = checksums[segment.start : segment.stop]
             unknown = before == UNKNOWN_IMAGE
-            before[unknown] = of_segment[unknown]
+            before[unknown] = segment_checksums[unknown]
         return checksums
 
     @property
@@ -295,11 +295,13 @@ class FeatureStore:
         wanted = os.fsencode(key)
         keys, order = self.key_bytes, self._key_order
         # With a text longer than the keys, numpy would copy all of them to that length.
-        at = int(np.searchsorted(keys, np.bytes_(wanted[: keys.itemsize]), sorter=order))
+        position = int(np.searchsorted(keys, np.bytes_(wanted[: keys.itemsize]), sorter=order))
         rows = range(len(self)) if order is None else order
-        if at < len(self) and bytes(keys[rows[at]]) == wanted:
-            return int(rows[at])
-        nearby = [os.fsdecode(bytes(keys[row])) for row in rows[max(0, at - 500) : at + 500]]
+        if position < len(self) and bytes(keys[rows[position]]) == wanted:
+            return int(rows[position])
+        nearby = [
+            os.fsdecode(bytes(keys[row])) for row in rows[max(0, position - 500) : position + 500]
+        ]
         raise KeyError(f"{self.root} has no row {key!r}.{nearest(os.fsdecode(wanted), nearby)}")
 
     def xy(self, layer: str) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]]:

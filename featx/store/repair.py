@@ -20,7 +20,7 @@ from featx.storage import AtomicFolder, open_folder
 from featx.store import layout
 from featx.store.checksums import check_chunks
 from featx.store.chunk_table import LOST_TEXT, DamagedFile
-from featx.store.damage_report import Report
+from featx.store.damage_report import DamageReport
 from featx.store.dtypes import from_raw, raw_dtype
 from featx.store.hdf5_files import damage_text, open_metadata, raise_unless_damage
 from featx.store.leftovers import clear_leftovers
@@ -33,7 +33,7 @@ from featx.store.pieces import piece_path
 from featx.types import UNKNOWN_IMAGE, Failure, Listing, Part, Status
 
 
-def quarantine_damage(report: Report) -> list[Path]:
+def quarantine_damage(report: DamageReport) -> list[Path]:
     """Move the damaged files of a store to quarantine; the command of the run recreates them.
 
     Good rows are kept: features.h5 becomes parts, and a part with a damaged chunk becomes pieces,
@@ -230,7 +230,7 @@ def _rows_by_name(path: Path, manifest: Manifest) -> Part | None:
 def _open_damaged(path: Path) -> Iterator[DamagedFile]:
     """Open a damaged file; raises StoreError if it cannot be read now."""
     try:
-        with DamagedFile.opened(path) as file:
+        with DamagedFile.open(path) as file:
             yield file
     except FeatxError:
         raise

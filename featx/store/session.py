@@ -32,7 +32,7 @@ from featx.store.heartbeat import (
     refuse_other_writers,
     report_lost_work,
 )
-from featx.store.image_states import image_checksums_in, keep_image_states
+from featx.store.image_states import read_image_checksums, write_image_states
 from featx.store.leftovers import clear_leftovers
 from featx.store.listing import compare_listing
 from featx.store.listing_writer import write_listing
@@ -273,7 +273,7 @@ class StoreSession:
                     spec.name: read_raw(file[f"{layout.FEATURES}/{spec.name}"], 0, len(part))
                     for spec in self.manifest.run_of(part).layers
                 }
-                return rows, read_failures(file), image_checksums_in(file)
+                return rows, read_failures(file), read_image_checksums(file)
         except layout.UNREADABLE as error:
             raise StoreError(
                 f"{path}: {damage_text(path, error)}. job=verify verify.repair=true rebuilds it."
@@ -290,7 +290,7 @@ class StoreSession:
 
     def write_image_states(self, states: npt.NDArray[np.void]) -> None:
         """Write images.h5 if its content changes."""
-        keep_image_states(self.disk, self.root / layout.IMAGES, states)
+        write_image_states(self.disk, self.root / layout.IMAGES, states)
 
     def survey_again(self) -> None:
         """Find the parts and their failures again, after some parts were replaced."""

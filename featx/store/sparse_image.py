@@ -7,7 +7,7 @@ from typing import Any
 
 from featx.storage import PositionedFile
 
-_PAGE = 1 << 16
+_PAGE_BYTES = 1 << 16
 
 
 class SparseImage(PositionedFile):
@@ -26,32 +26,34 @@ class SparseImage(PositionedFile):
 
     def truncate(self, size: int | None = None) -> int:
         self.size = self._position if size is None else size
-        last, end = divmod(self.size, _PAGE)
+        last, end = divmod(self.size, _PAGE_BYTES)
         for page in [page for page in self._pages if page > last or (page == last and not end)]:
             del self._pages[page]
         if last in self._pages:
-            self._pages[last][end:] = bytes(_PAGE - end)  # a file that grows again has zeros here
+            self._pages[last][end:] = bytes(
+                _PAGE_BYTES - end
+            )  # a file that grows again has zeros here
         return self.size
 
     def readinto(self, buffer: Any) -> int:
         view = memoryview(buffer).cast("B")
         count = max(0, min(len(view), self.size - self._position))
-        for at, page, begin, length in _spans(self._position, count):
-            held = self._pages.get(page)
-            view[at : at + length] = (
-                bytes(length) if held is None else memoryview(held)[begin : begin + length]
+        for offset, page, begin, length in _split_by_pages(self._position, count):
+            content = self._pages.get(page)
+            view[offset : offset + length] = (
+                bytes(length) if content is None else memoryview(content)[begin : begin + length]
             )
         self._position += count
         return count
 
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
-        for at, page, begin, length in _spans(self._position, len(view)):
-            piece = view[at : at + length]
+        for offset, page, begin, length in _split_by_pages(self._position, len(view)):
+            piece = view[offset : offset + length]
             if page not in self._pages:
                 if piece.tobytes() == _ZEROS[:length]:
                     continue
-                self._pages[page] = bytearray(_PAGE)
+                self._pages[page] = bytearray(_PAGE_BYTES)
             self._pages[page][begin : begin + length] = piece
         self._position += len(view)
         self.size = max(self.size, self._position)
@@ -63,18 +65,18 @@ class SparseImage(PositionedFile):
         return self.read(size) or b""
 
 
-_ZEROS = bytes(_PAGE)
+_ZEROS = bytes(_PAGE_BYTES)
 
 
-def _spans(start: int, count: int) -> Iterator[tuple[int, int, int, int]]:
+def _split_by_pages(start: int, count: int) -> Iterator[tuple[int, int, int, int]]:
     """Divide `count` bytes from `start` on by pages.
 
     Yields:
-        place among the bytes, number of the page, place in the page, and length.
+        offset among the bytes, number of the page, offset in the page, and length.
     """
-    at = 0
-    while at < count:
-        page, begin = divmod(start + at, _PAGE)
-        length = min(_PAGE - begin, count - at)
-        yield at, page, begin, length
-        at += length
+    offset = 0
+    while offset < count:
+        page, begin = divmod(start + offset, _PAGE_BYTES)
+        length = min(_PAGE_BYTES - begin, count - offset)
+        yield offset, page, begin, length
+        offset += length

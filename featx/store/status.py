@@ -81,13 +81,13 @@ def store_status(root: Path) -> StoreStatus:
     manifest, _ = load_manifest(root)
     if manifest is None:
         raise StoreError(f"{root} holds no store: there is no {layout.MANIFEST} in it.")
-    lacking = [part for _, parts in missing_parts(root, manifest) for part in parts]
+    missing = [part for _, parts in missing_parts(root, manifest) for part in parts]
     rows = sum(run.grid.num_rows for run in manifest.runs)
-    rows_left, parts_left = sum(map(len, lacking)), len({part.index for part in lacking})
+    rows_left, parts_left = sum(map(len, missing)), len({part.index for part in missing})
     commits = _commits(root, manifest.runs)
-    speed, per_part = _speed(commits)
+    speed, part_s = _speed(commits)
     workers = read_heartbeats(root)
-    at_work = any(record.is_alive for record in workers)
+    is_active = any(record.is_alive for record in workers)
     return StoreStatus(
         root=root,
         rows=rows,
@@ -96,11 +96,11 @@ def store_status(root: Path) -> StoreStatus:
         parts_done=manifest.num_parts - parts_left,
         packed=(root / layout.PACKED).exists(),
         rows_per_second=speed,
-        seconds_left=rows_left / speed if speed and at_work and rows_left else None,
+        seconds_left=rows_left / speed if speed and is_active and rows_left else None,
         last_commit_age_s=time.time() - commits[-1][0] if commits else None,
         failures=_num_failures(root, workers),
         workers=workers,
-        stuck=_stuck(workers, parts_left, per_part),
+        stuck=_stuck(workers, parts_left, part_s),
     )
 
 
@@ -119,12 +119,12 @@ def _speed(commits: Sequence[tuple[float, int]]) -> tuple[float | None, float | 
     if not commits:
         return None, None
     last = commits[-1][0]
-    lately = [commit for commit in commits if commit[0] >= last - WINDOW_S]
-    took = last - lately[0][0]
-    if took <= 0:
+    recent = [commit for commit in commits if commit[0] >= last - WINDOW_S]
+    duration_s = last - recent[0][0]
+    if duration_s <= 0:
         return None, None
     # The rows of the first commit were computed before the time that is measured.
-    return sum(rows for _, rows in lately[1:]) / took, took / (len(lately) - 1)
+    return sum(rows for _, rows in recent[1:]) / duration_s, duration_s / (len(recent) - 1)
 
 
 def _num_failures(root: Path, workers: Sequence[HeartbeatRecord]) -> int:
@@ -140,9 +140,7 @@ def _num_failures(root: Path, workers: Sequence[HeartbeatRecord]) -> int:
     return max(0, *known, 0)
 
 
-def _stuck(
-    workers: Sequence[HeartbeatRecord], parts_left: int, per_part: float | None
-) -> list[str]:
+def _stuck(workers: Sequence[HeartbeatRecord], parts_left: int, part_s: float | None) -> list[str]:
     """Sentences about states that need an action of the user to progress."""
     found = []
     alive = [record for record in workers if record.is_alive]
@@ -159,12 +157,12 @@ def _stuck(
             found.append(f"{name}: last heartbeat {record.age_s:.0f} s ago{undone}")
         elif (since := record.values.get("part_since")) is not None:
             start, stop = record.values["part_rows"]
-            usual = (per_part or 0.0) * max(1, computing)
+            usual_s = (part_s or 0.0) * max(1, computing)
             # Both times are of the clock of the worker, which may differ from that of this machine.
-            takes = record.values["beat"] + record.age_s - since
-            if takes > max(_STUCK_S, _STUCK_PARTS * usual):
+            elapsed_s = record.values["beat"] + record.age_s - since
+            if elapsed_s > max(_STUCK_S, _STUCK_PARTS * usual_s):
                 found.append(
                     f"{name} has been at part {record.values['part']} (rows {start} to {stop - 1}) "
-                    f"for {takes:.0f} s; a part takes about {usual:.0f} s"
+                    f"for {elapsed_s:.0f} s; a part takes about {usual_s:.0f} s"
                 )
     return found

@@ -26,10 +26,10 @@ _ZERO_BYTES = 8 << 20
 
 
 class StreamedPart(PartBuilder):
-    """Part whose chunks are written to their final places in a temporary file.
+    """Part whose chunks are written to their final addresses in a temporary file.
 
     HDF5 writes the file twice into a `SparseImage`, with zeros for the rows: at the start, which
-    tells where each chunk will lie, and at the end with all columns and checksums. What the image
+    gives the address of each chunk, and at the end with all columns and checksums. What the image
     holds then is written around the rows. So the file has the bytes of one that is built in memory,
     HDF5 holds no handle on a real file, and a failing disk never meets HDF5.
 
@@ -56,17 +56,17 @@ class StreamedPart(PartBuilder):
         super().__init__(part, specs)
         self._file = file
         self._buffer = bytearray()
-        self._layers: dict[str, Chunks] = {
-            spec.name: Chunks(spec, len(part), file) for spec in specs
+        self._layers: dict[str, ChunkWriter] = {
+            spec.name: ChunkWriter(spec, len(part), file) for spec in specs
         }
         try:
-            self._begin(run, listing, manifest)
+            self._prepare(run, listing, manifest)
         except BaseException:
             self.discard()
             raise
 
-    def _begin(self, run: Run, listing: Listing, manifest: bytes) -> None:
-        """Find out where the chunks will lie."""
+    def _prepare(self, run: Run, listing: Listing, manifest: bytes) -> None:
+        """Find the addresses of the chunks."""
         self._lay_out(run, listing, manifest)
 
     def publish(
@@ -75,13 +75,13 @@ class StreamedPart(PartBuilder):
         """Commit the part under its final name; see `PartBuilder.publish`."""
         self._require_all_rows()
         require(path == self._file.path, "the part was started under another name")
-        image = self._end(run, listing, manifest)
+        image = self._lay_out_complete(run, listing, manifest)
         for start, stop in self._gaps(image):
             self._file.write(image.pread(stop - start, start), start)
         return self._file.publish(lambda: self._compare(image))
 
-    def _end(self, run: Run, listing: Listing, manifest: bytes) -> SparseImage:
-        """Lay out the complete file, whose chunks are in their places; return what is not rows."""
+    def _lay_out_complete(self, run: Run, listing: Listing, manifest: bytes) -> SparseImage:
+        """Lay out the complete file around its chunks; return the file without the rows."""
         before = {name: chunks.addresses for name, chunks in self._layers.items()}
         image = self._lay_out(run, listing, manifest)
         for name, chunks in self._layers.items():
@@ -102,7 +102,7 @@ class StreamedPart(PartBuilder):
         self._layers[name].put(first, rows)
 
     def _lay_out(self, run: Run, listing: Listing, manifest: bytes) -> SparseImage:
-        """Let HDF5 write the file with zeros for rows; check it, and note where the chunks lie.
+        """Let HDF5 write the file with zeros for rows; check it, and set the chunks' addresses.
 
         Returns:
             the file without the rows.
@@ -132,13 +132,13 @@ class StreamedPart(PartBuilder):
     def _gaps(self, image: SparseImage) -> Iterator[tuple[int, int]]:
         """Areas of the file without rows, in order: address and end."""
         extents = sorted(extent for chunks in self._layers.values() for extent in chunks.extents())
-        at = 0
+        stop = 0
         for address, size in extents:
-            if address > at:
-                yield at, address
-            at = address + size
-        if image.size > at:
-            yield at, image.size
+            if address > stop:
+                yield stop, address
+            stop = address + size
+        if image.size > stop:
+            yield stop, image.size
 
     def _compare(self, image: SparseImage) -> None:
         """Read the temporary file, and compare it with the image and the checksums.
@@ -147,26 +147,26 @@ class StreamedPart(PartBuilder):
             RunError: the disk fails, or gives other bytes.
         """
         for start, stop in self._gaps(image):
-            if self._found(start, stop - start) != image.pread(stop - start, start):
-                raise self._differs("the description of its datasets")
+            if self._read_back(start, stop - start) != image.pread(stop - start, start):
+                raise self._mismatch_error("the description of its datasets")
         for name, chunks in self._layers.items():
             for number, (address, size) in enumerate(chunks.extents()):
-                if not chunks.is_intact(number, self._found(address, size)):
-                    raise self._differs(f"/{layout.FEATURES}/{name}")
+                if not chunks.is_intact(number, self._read_back(address, size)):
+                    raise self._mismatch_error(f"/{layout.FEATURES}/{name}")
 
-    def _found(self, address: int, size: int) -> bytearray:
+    def _read_back(self, address: int, size: int) -> bytearray:
         """Bytes of the temporary file, in a buffer that the next call uses again."""
         if len(self._buffer) != size:
             self._buffer = bytearray(size)
         count = self._file.read_into(memoryview(self._buffer), address)
         return self._buffer if count == size else bytearray()
 
-    def _differs(self, what: str) -> RunError:
+    def _mismatch_error(self, what: str) -> RunError:
         return disk_mismatch_error(self._file.path, what)
 
 
-class Chunks:
-    """Rows of one layer, which are written chunk by chunk to their final places.
+class ChunkWriter:
+    """Writes the rows of one layer chunk by chunk to their final addresses.
 
     Args:
         spec: dataset.
@@ -175,7 +175,7 @@ class Chunks:
 
     Attributes:
         step: rows per chunk.
-        addresses: where each chunk lies in the file.
+        addresses: address of each chunk in the file.
         sums: chunk -> checksum, of the chunks that are written.
     """
 
@@ -187,7 +187,7 @@ class Chunks:
         self._num_rows = num_rows
         self._file = file
         self._stop = 0  # row after the last one that arrived
-        self._waiting: list[npt.NDArray[Any]] = []  # rows of a chunk that is not complete
+        self._incomplete: list[npt.NDArray[Any]] = []  # rows of a chunk that is not complete
 
     def extents(self) -> Iterator[tuple[int, int]]:
         """Address and bytes of the rows of each chunk; the padding of the last is not counted."""
@@ -199,19 +199,19 @@ class Chunks:
         """Add the next rows; those of an incomplete chunk are copied."""
         require(first == self._stop, "the rows of a streamed part have to arrive in order")
         while len(rows):
-            number, num_waiting = divmod(self._stop, self.step)
+            number, num_incomplete = divmod(self._stop, self.step)
             stop = min((number + 1) * self.step, self._num_rows)
             some, rows = rows[: stop - self._stop], rows[stop - self._stop :]
             self._stop += len(some)
             if self._stop < stop:
-                self._waiting.append(some.copy())
+                self._incomplete.append(some.copy())
                 continue
             chunk = (
-                np.concatenate([*self._waiting, some])
-                if num_waiting
+                np.concatenate([*self._incomplete, some])
+                if num_incomplete
                 else np.ascontiguousarray(some)
             )
-            self._waiting = []
+            self._incomplete = []
             self.sums[number] = layout.checksum(chunk)
             self._store(number, chunk)
 

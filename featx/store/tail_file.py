@@ -1,4 +1,4 @@
-"""Ends of very many files, such as the chunk tables of all parts of a store, read in threads."""
+"""Reading of the ends of very many files in threads, such as the chunk tables of all parts."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ MANY_FILES = 1000
 _TAIL_BYTES = 64 << 10
 """Bytes at the end of a file, in which the chunk table of most parts lies."""
 
-_NUM_THREADS, _GROUP = 4, 256
-"""Threads, whose reads wait for a disk together, and files that a thread reads in one go."""
+_NUM_THREADS, _GROUP_FILES = 4, 256
+"""Threads, whose reads wait for a disk together, and files that a thread reads in one call."""
 
 
 class TailFile:
-    """File whose end is read as it is opened: of a small part, that is all of it.
+    """File whose end is read as it is opened; a small part is read completely.
 
     So four system calls read the chunk table of a part: open, fstat, pread and close.
 
@@ -66,7 +66,7 @@ def open_tail(path: Path) -> S3File | TailFile:
     return S3File(path) if isinstance(path, S3Path) else TailFile(path)
 
 
-def in_threads(work: Callable[[T], R], items: Sequence[T]) -> Iterator[R]:
+def map_in_threads(work: Callable[[T], R], items: Sequence[T]) -> Iterator[R]:
     """Yield work(item) for each of very many items, in order.
 
     Args:
@@ -79,7 +79,7 @@ def in_threads(work: Callable[[T], R], items: Sequence[T]) -> Iterator[R]:
 
     threads = ThreadPoolExecutor(_NUM_THREADS, "featx-files")
     try:
-        groups = [items[i : i + _GROUP] for i in range(0, len(items), _GROUP)]
+        groups = [items[i : i + _GROUP_FILES] for i in range(0, len(items), _GROUP_FILES)]
         for results in threads.map(work_on, groups):
             yield from results
     finally:

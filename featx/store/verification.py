@@ -9,15 +9,15 @@ import numpy as np
 
 from featx.errors import StoreError
 from featx.store import layout
-from featx.store.damage_report import Damage, Report
+from featx.store.damage_report import Damage, DamageReport
 from featx.store.file_checks import ExpectedFile, check_file
 from featx.store.hdf5_files import damage_text, open_hdf5
 from featx.store.listing import (
     compare_listing,
     is_ascending,
     listing_identity,
-    listing_in,
     read_listing,
+    read_listing_file,
 )
 from featx.store.manifest import (
     DamagedManifestError,
@@ -31,7 +31,7 @@ from featx.store.pieces import Pieces
 from featx.types import Listing, Part
 
 
-def check_store(root: Path) -> Report:
+def check_store(root: Path) -> DamageReport:
     """Check everything in a store.
 
     Args:
@@ -41,7 +41,7 @@ def check_store(root: Path) -> Report:
         StoreError: there is no store, it has a newer format, or cannot be read now; or a single
             file is no features.h5.
     """
-    report = Report(root)
+    report = DamageReport(root)
     if root.is_file():
         manifest = _manifest_of_file(root, report)
         listing = _listing_of_file(root, manifest, report) if manifest else None
@@ -56,7 +56,7 @@ def check_store(root: Path) -> Report:
     return report
 
 
-def _manifest_of_file(path: Path, report: Report) -> Manifest | None:
+def _manifest_of_file(path: Path, report: DamageReport) -> Manifest | None:
     """Manifest that a single features.h5 carries; None and a damage if it is not valid."""
     try:
         with open_hdf5(path) as file:
@@ -80,9 +80,9 @@ def _manifest_of_file(path: Path, report: Report) -> Manifest | None:
     return None
 
 
-def _listing_of_file(path: Path, manifest: Manifest, report: Report) -> Listing | None:
+def _listing_of_file(path: Path, manifest: Manifest, report: DamageReport) -> Listing | None:
     """Listing in a single features.h5; None and a damage if it is not that of the manifest."""
-    listing = listing_in(path, manifest.num_rows)
+    listing = read_listing_file(path, manifest.num_rows)
     if listing is not None and manifest.listing_identity not in (None, listing_identity(listing)):
         what = "its keys, labels, classes or columns are not those of the extracted rows"
         report.damages.append(Damage(path, what))
@@ -90,7 +90,7 @@ def _listing_of_file(path: Path, manifest: Manifest, report: Report) -> Listing 
     return listing
 
 
-def _manifest_of_folder(root: Path, report: Report) -> Manifest | None:
+def _manifest_of_folder(root: Path, report: DamageReport) -> Manifest | None:
     """Manifest of a store; None and a damage if no copy of it is valid."""
     manifest, intact = None, True
     path = root / layout.MANIFEST
@@ -110,17 +110,17 @@ def _manifest_of_folder(root: Path, report: Report) -> Manifest | None:
     return manifest
 
 
-def _check_listing(root: Path, manifest: Manifest, report: Report) -> Listing | None:
+def _check_listing(root: Path, manifest: Manifest, report: DamageReport) -> Listing | None:
     """Check samples.h5; return the listing that the runs were made with, or None if it is lost."""
     path = root / layout.LISTING
     identity = manifest.listing_identity
     listing = read_listing(root, manifest.num_rows, identity)
-    strange = listing is None or identity not in (None, listing_identity(listing))
+    is_foreign = listing is None or identity not in (None, listing_identity(listing))
     if not path.exists():
         report.damages.append(Damage(path, "it is missing"))
     elif listing is None:
         report.damages.append(Damage(path, f"it does not hold {manifest.num_rows} rows"))
-    elif strange:
+    elif is_foreign:
         report.damages.append(Damage(path, "it is not the listing that the rows were made from"))
     else:
         num_rows, problem = compare_listing(path, listing)
@@ -128,7 +128,7 @@ def _check_listing(root: Path, manifest: Manifest, report: Report) -> Listing | 
             problem = f"it has {num_rows} rows, the store {len(listing)}"
         if problem is not None:
             report.damages.append(Damage(path, problem))
-    if listing is None or strange:
+    if listing is None or is_foreign:
         return None  # the files cannot be compared with it
     keys = listing.keys
     if not is_ascending(keys) and len(np.unique(keys)) != len(keys):
@@ -136,8 +136,10 @@ def _check_listing(root: Path, manifest: Manifest, report: Report) -> Listing | 
     return listing
 
 
-def _files(root: Path, manifest: Manifest, report: Report) -> Iterator[tuple[Path, ExpectedFile]]:
-    """Files with rows that a store has, and what they must contain; missing ones are recorded."""
+def _files(
+    root: Path, manifest: Manifest, report: DamageReport
+) -> Iterator[tuple[Path, ExpectedFile]]:
+    """Files of a store with rows, and their expected content; missing ones are recorded."""
     packed = root if root.is_file() else root / layout.PACKED
     num_packed = 0
     if packed.is_file():
@@ -155,17 +157,17 @@ def _files(root: Path, manifest: Manifest, report: Report) -> Iterator[tuple[Pat
     if root.is_file():
         return
     files = sorted((root / layout.PARTS).glob(layout.PART_OR_PIECE_GLOB))
-    there, pieces = {path.name: path for path in files}, Pieces(path.name for path in files)
+    existing, pieces = {path.name: path for path in files}, Pieces(path.name for path in files)
     for number, run in enumerate(manifest.runs):
         for part in run.parts():
             name = layout.part_name(part.index)
-            if (path := there.pop(name, None)) is not None:
+            if (path := existing.pop(name, None)) is not None:
                 yield path, _expected_part(run, part)
             elif number >= num_packed:
                 report.missing.append(name)
                 for rows in pieces.of(part):
-                    yield there.pop(layout.piece_name(rows)), _expected_part(run, rows)
-    for path in there.values():
+                    yield existing.pop(layout.piece_name(rows)), _expected_part(run, rows)
+    for path in existing.values():
         piece = layout.parse_piece_name(path.name)
         if piece is not None and manifest.part_of(piece) is not None:
             continue  # a piece of an existing part, which the next run deletes
@@ -173,7 +175,7 @@ def _files(root: Path, manifest: Manifest, report: Report) -> Iterator[tuple[Pat
 
 
 def _expected_packed(manifest: Manifest, num_runs: int) -> ExpectedFile:
-    """What a features.h5 with the first runs must contain."""
+    """Expected content of a features.h5 with the first runs."""
     runs = manifest.runs[:num_runs]
     return ExpectedFile(
         start=0,
@@ -189,7 +191,7 @@ def _expected_packed(manifest: Manifest, num_runs: int) -> ExpectedFile:
 
 
 def _expected_part(run: Run, part: Part) -> ExpectedFile:
-    """What the file of a part or piece must contain."""
+    """Expected content of the file of a part or piece."""
     return ExpectedFile(
         start=part.start,
         stop=part.stop,

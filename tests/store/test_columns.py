@@ -13,9 +13,9 @@ from made_store import MadeRun, dataset_digests, edited, make_added, make_grown,
 from featx.errors import StoreError, StoreMismatchError
 from featx.store.listing import (
     compare_listing,
-    in_stored_order,
     listing_digest,
     listing_identity,
+    merge_listing,
     read_listing,
 )
 from featx.store.listing_writer import listing_file
@@ -195,14 +195,14 @@ def test_the_identity_of_the_rows_holds_names_types_and_values() -> None:
 
 def test_other_columns_or_values_are_refused_by_name() -> None:
     stored = made(9, ()).listing
-    assert in_stored_order(Path("s"), stored, stored) is stored
+    assert merge_listing(Path("s"), stored, stored) is stored
     for columns, message in (
         ({}, r"it has age \(numbers\), .*now gives none"),
         ({**stored.columns, "slide": stored.columns["age"]}, r"slide \(whole numbers\); the data"),
         ({**stored.columns, "x": stored.columns["age"]}, r"now gives .*x \(numbers\)"),
     ):
         with pytest.raises(StoreMismatchError, match=message):
-            in_stored_order(Path("s"), stored, replace(stored, columns=columns))
+            merge_listing(Path("s"), stored, replace(stored, columns=columns))
     for name, value, message in (
         ("patient", b"nobody", r"column patient: cat/0004\.jpg had 'pä 922' and has 'nobody' now"),
         ("age", 5.0, r"column age: cat/0004\.jpg had .* and has 5\.0 now"),
@@ -211,7 +211,7 @@ def test_other_columns_or_values_are_refused_by_name() -> None:
         changed = stored.columns[name].copy()
         changed[2] = value
         with pytest.raises(StoreMismatchError, match=message):
-            in_stored_order(
+            merge_listing(
                 Path("s"), stored, replace(stored, columns={**stored.columns, name: changed})
             )
 

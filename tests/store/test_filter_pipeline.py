@@ -151,7 +151,7 @@ def test_without_the_plugins_the_dataset_is_left_to_h5py(monkeypatch: pytest.Mon
     filter_plugins._load.cache_clear()
     try:
         assert not Pipeline.of(dataset).is_supported
-        assert filter_plugins.load(filter_plugins.Blosc2) is None
+        assert filter_plugins.load_filter(filter_plugins.Blosc2) is None
     finally:
         monkeypatch.undo()
         filter_plugins._load.cache_clear()

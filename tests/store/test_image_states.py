@@ -13,7 +13,7 @@ from featx.store.image_states import (
     UNSETTLED,
     changed_states,
     image_states_file,
-    keep_image_states,
+    write_image_states,
 )
 from featx.types import IMAGE_STATE
 
@@ -67,9 +67,9 @@ def test_without_a_file_that_can_be_read_every_state_has_changed(tmp_path: Path)
 
 def test_the_file_is_written_only_if_it_changes(tmp_path: Path) -> None:
     path, disk = tmp_path / "images.h5", AtomicFolder(tmp_path)
-    keep_image_states(disk, path, made_states(10))
+    write_image_states(disk, path, made_states(10))
     before = path.stat().st_ino
-    keep_image_states(disk, path, made_states(10))
+    write_image_states(disk, path, made_states(10))
     assert path.stat().st_ino == before
-    keep_image_states(disk, path, made_states(11))
+    write_image_states(disk, path, made_states(11))
     assert not changed_states(path, made_states(11)).any()

@@ -17,12 +17,12 @@ from featx.errors import StoreError, StoreMismatchError
 from featx.store import layout
 from featx.store.listing import (
     compare_listing,
-    in_stored_order,
     is_ascending,
     listing_digest,
     listing_identity,
-    listing_in,
+    merge_listing,
     read_listing,
+    read_listing_file,
 )
 from featx.store.listing_writer import listing_file
 from featx.types import Listing
@@ -63,7 +63,7 @@ def test_known_rows_keep_their_places_and_every_row_its_label(
     case: tuple[Listing, Listing, dict[bytes, str | None]],
 ) -> None:
     stored, found, labels = case
-    joined = in_stored_order(HERE, stored, found)
+    joined = merge_listing(HERE, stored, found)
     count = len(stored)
     assert joined.keys[:count].tolist() == stored.keys.tolist()
     assert joined.labels[:count].tolist() == stored.labels.tolist()
@@ -74,7 +74,7 @@ def test_known_rows_keep_their_places_and_every_row_its_label(
     assert new == sorted(new)
     for key, label in zip(joined.keys.tolist(), joined.labels.tolist(), strict=True):
         assert (joined.classes[label] if label >= 0 else None) == labels[key]
-    again = in_stored_order(HERE, joined, found)
+    again = merge_listing(HERE, joined, found)
     assert listing_digest(again) == listing_digest(joined)
 
 
@@ -90,17 +90,17 @@ def test_rows_that_are_gone_or_have_another_label_are_refused(
     labels[at] = -1 if labels[at] >= 0 else 0
     if found.classes:
         with pytest.raises(StoreMismatchError, match="has other labels"):
-            in_stored_order(HERE, stored, replace(found, labels=labels))
+            merge_listing(HERE, stored, replace(found, labels=labels))
     if len(found) > 1:
         fewer = Listing(np.delete(found.keys, at), np.delete(found.labels, at), found.classes)
         with pytest.raises(StoreMismatchError, match="1 row whose image is no longer"):
-            in_stored_order(HERE, stored, fewer)
+            merge_listing(HERE, stored, fewer)
 
 
 def test_longer_keys_widen_the_column_and_change_no_known_one() -> None:
     stored = Listing(np.array([b"b", b"a"]), np.array([-1, -1]))
     found = Listing(np.array([b"a", b"a" * 30, b"b"]), np.array([-1, -1, -1]))
-    joined = in_stored_order(HERE, stored, found)
+    joined = merge_listing(HERE, stored, found)
     assert joined.keys.tolist() == [b"b", b"a", b"a" * 30]
 
 
@@ -158,7 +158,7 @@ def test_what_is_written_is_read_with_unusual_bytes(tmp_path: Path) -> None:
     keys = np.array([b"a\xff.jpg", "ü.jpg".encode(), b"z z\n.jpg"])
     listing = Listing(keys, np.array([0, -1, 1]), ("dög", os.fsdecode(b"\xfe")))
     (tmp_path / "samples.h5").write_bytes(listing_file(listing))
-    for found in (read_listing(tmp_path, 3), listing_in(tmp_path / "samples.h5", 3)):
+    for found in (read_listing(tmp_path, 3), read_listing_file(tmp_path / "samples.h5", 3)):
         assert found is not None
         assert listing_digest(found) == listing_digest(listing)
 
@@ -274,4 +274,4 @@ class TestFoundAgain:
         with h5py.File(tmp_path / "samples.h5", "r+") as file:
             del file["label"]
             file["label"] = listing.labels.astype(">i8")
-        assert listing_in(tmp_path / "samples.h5", 9) is None
+        assert read_listing_file(tmp_path / "samples.h5", 9) is None

@@ -22,7 +22,7 @@ from featx.errors import FeatxError, RunError
 from featx.storage import AtomicFolder, is_local
 from featx.store.listing import compare_listing, listing_identity, read_listing
 from featx.store.listing_writer import listing_file, write_listing
-from featx.store.mapped_dataset import MAPPED_BYTES, mapped_values
+from featx.store.mapped_dataset import MAPPED_BYTES, map_values
 from featx.store.reader import FeatureStore
 from featx.types import Listing
 
@@ -143,7 +143,7 @@ class TestMapped:
 
     def mapped(self, path: Path, name: str, least_bytes: int = 0) -> Any:
         with path.open("rb") as raw, h5py.File(path) as file:
-            return mapped_values(file[name], raw.fileno(), least_bytes)
+            return map_values(file[name], raw.fileno(), least_bytes)
 
     @pytest.mark.parametrize("name", ["key", "label", "columns/age", "columns/patient"])
     def test_values(self, path: Path, name: str) -> None:
@@ -179,7 +179,7 @@ class TestMapped:
         with path.open("rb") as raw, h5py.File(path) as file:
             keys = file["key"]
             os.truncate(path, 4096)
-            assert mapped_values(keys, raw.fileno(), 0) is None
+            assert map_values(keys, raw.fileno(), 0) is None
         path.write_bytes(listing_file(make_listing(700)))
         monkeypatch.setattr("featx.storage.local_file.is_local", lambda device: False)
         assert self.mapped(path, "key") is None

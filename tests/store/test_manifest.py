@@ -49,8 +49,8 @@ def test_it_counts_rows_parts_and_layers_of_all_runs() -> None:
     manifest = three_runs()
     assert (manifest.num_rows, manifest.num_parts) == (39, 4 + 2 + 3)
     assert set(manifest.layers) == {"flat", "map", "deep"}
-    assert manifest.holder("deep") is manifest.runs[1]
-    assert manifest.holder("flat") is manifest.runs[0]
+    assert manifest.first_run_with("deep") is manifest.runs[1]
+    assert manifest.first_run_with("flat") is manifest.runs[0]
     covered = [part.index for run in manifest.runs for part in run.parts()]
     assert covered == list(range(9))
     assert [(p.start, p.stop) for p in manifest.runs[2].parts()] == [(29, 33), (33, 37), (37, 39)]

@@ -12,11 +12,11 @@ import pytest
 from made_store import MadeRun, make_run
 
 import featx
-from featx.store.chunk_table import column_by_table
+from featx.store.chunk_table import read_column_by_table
 from featx.store.hdf5_files import open_raw
 from featx.store.manifest import Manifest
 from featx.store.part_files import inspect_parts, part_path
-from featx.store.tail_file import TailFile, in_threads
+from featx.store.tail_file import TailFile, map_in_threads
 from featx.types import Part
 
 FAILED = (2, 9)
@@ -65,7 +65,7 @@ def test_a_file_cut_off_anywhere_is_found(run: MadeRun, tmp_path: Path) -> None:
 
 def status_by_table(path: Path, run: MadeRun, start: int) -> np.ndarray | None:
     with contextlib.closing(open_raw(path)) as raw:
-        return column_by_table(raw, "status", run.as_run().digest, start)
+        return read_column_by_table(raw, "status", run.as_run().digest, start)
 
 
 def test_the_status_by_the_table_is_that_of_hdf5(run: MadeRun, tmp_path: Path) -> None:
@@ -89,16 +89,18 @@ def test_a_table_that_is_longer_than_the_end_that_is_read_at_once(tmp_path: Path
         assert tail.size == len(whole) > 128 << 10
         for at, size in ((0, 100), (len(whole) - 70_000, 5), (len(whole) - 9, 20)):
             assert tail.pread(size, at) == whole[at : at + size]
-        assert column_by_table(tail, "status", wide.as_run().digest, 0).tolist() == [0] * 4
+        assert read_column_by_table(tail, "status", wide.as_run().digest, 0).tolist() == [0] * 4
 
 
 def test_very_many_items_in_threads_keep_their_order() -> None:
-    assert list(in_threads(lambda item: item * item, range(1000))) == [i * i for i in range(1000)]
-    results = in_threads(lambda item: 1 // (300 - item), range(1000))
+    assert list(map_in_threads(lambda item: item * item, range(1000))) == [
+        i * i for i in range(1000)
+    ]
+    results = map_in_threads(lambda item: 1 // (300 - item), range(1000))
     assert next(results) == 0
     with pytest.raises(ZeroDivisionError):
         list(results)
-    abandoned = in_threads(str, range(1000))
+    abandoned = map_in_threads(str, range(1000))
     next(abandoned)
     abandoned.close()
     assert not [one.name for one in threading.enumerate() if one.name.startswith("featx-files")]

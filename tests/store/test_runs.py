@@ -23,7 +23,7 @@ from made_store import (
 from featx.errors import StoreError, StoreMismatchError
 from featx.storage.local_folder import AtomicFolder
 from featx.store.committed_parts import remove_parts
-from featx.store.listing import in_stored_order, read_listing
+from featx.store.listing import merge_listing, read_listing
 from featx.store.pack import pack
 from featx.store.reader import FeatureStore
 from featx.store.verification import check_store
@@ -351,11 +351,11 @@ class TestRefused:
         assert stored is not None
         fewer = Listing(stored.keys[1:], stored.labels[1:], stored.classes)
         with pytest.raises(StoreMismatchError, match=r"1 row whose image .* cat/0000.jpg"):
-            in_stored_order(tmp_path, stored, fewer)
+            merge_listing(tmp_path, stored, fewer)
         labels = stored.labels.copy()
         labels[4] = 1 - labels[4]
         with pytest.raises(StoreMismatchError, match="has other labels"):
-            in_stored_order(tmp_path, stored, Listing(stored.keys, labels, stored.classes))
+            merge_listing(tmp_path, stored, Listing(stored.keys, labels, stored.classes))
 
 
 @pytest.mark.parametrize(("part_rows", "codec"), [(8, "gzip"), (16, "none")])

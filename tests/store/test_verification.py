@@ -20,7 +20,7 @@ from featx.errors import StoreError
 from featx.storage.local_folder import AtomicFolder
 from featx.store import layout
 from featx.store.committed_parts import remove_parts
-from featx.store.damage_report import Damage, Report
+from featx.store.damage_report import Damage, DamageReport
 from featx.store.pack import pack
 from featx.store.verification import check_store
 
@@ -43,7 +43,7 @@ def snapshot(root: Path) -> dict[Path, tuple[bytes, int]]:
     }
 
 
-def checked(root: Path) -> Report:
+def checked(root: Path) -> DamageReport:
     """The report; that nothing was written, opened for writing or left behind is checked too."""
     before = snapshot(root)
     report = check_store(root)
@@ -52,7 +52,7 @@ def checked(root: Path) -> Report:
     return report
 
 
-def sound(root: Path, num_rows: int) -> Report:
+def sound(root: Path, num_rows: int) -> DamageReport:
     report = checked(root)
     assert report.complete, report.as_dict()
     assert report.num_rows == num_rows
@@ -427,7 +427,7 @@ def test_a_file_that_cannot_be_read_now_is_no_damage(
 
 def test_a_report_is_json_with_rows_and_files(tmp_path: Path) -> None:
     damage = Damage(tmp_path / "parts" / "part-000001.h5", "torn", 8, 16, "flat")
-    report = Report(tmp_path, 29, missing=["part-000002.h5"], damages=[damage])
+    report = DamageReport(tmp_path, 29, missing=["part-000002.h5"], damages=[damage])
     found = json.loads(json.dumps(report.as_dict()))
     assert found["complete"] is False
     assert found["damages"] == [{"file": "part-000001.h5", "what": "torn", "rows": [8, 16]}]

@@ -147,7 +147,7 @@ def _about_head(
     about = result["layers"][layer]
     manifest, _ = load_manifest(output_folder(store))
     is_same_store = manifest is not None and manifest.digest == store.attrs["fingerprint"]
-    run = manifest.holder(layer) if manifest is not None and is_same_store else None
+    run = manifest.first_run_with(layer) if manifest is not None and is_same_store else None
     reduction = about["reduction"]
     if method == "attentive":  # which takes rows as they are stored
         reduction = {**reduction, "then": "attention", "axes": []}

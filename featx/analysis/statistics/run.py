@@ -45,10 +45,10 @@ from featx.store import (
     Grid,
     Heartbeat,
     clear_heartbeats,
-    keep_image_states,
     layout,
     refuse_other_writers,
     report_lost_work,
+    write_image_states,
 )
 from featx.types import Failure, Source
 
@@ -198,7 +198,7 @@ def _check_images(context: RunContext, parts: MomentsOfParts) -> None:
     if not config.refresh and rows:
         log_message(f"{changed_failures_text(keys, rows)}")
     if changes.states is not None:
-        keep_image_states(parts.disk, states_file, changes.states)
+        write_image_states(parts.disk, states_file, changes.states)
 
 
 def _clear(disk: AtomicFolder, overwrite: bool) -> None:

@@ -295,26 +295,26 @@ def copy(bucket: str, key: str, destination: str, etag: str) -> None:
 
 
 def list_objects(
-    bucket: str, prefix: str, most: int | None = None
+    bucket: str, prefix: str, max_keys: int | None = None
 ) -> Iterator[tuple[str, ObjectMetadata]]:
     """List the keys that begin with a prefix, in bytewise order.
 
     Args:
         bucket: name of the bucket.
         prefix: first characters of the keys.
-        most: largest number of keys; None for all.
+        max_keys: largest number of keys; None for all.
 
     Yields:
         key and metadata of each object.
     """
     parameters: dict[str, Any] = {"Bucket": bucket, "Prefix": prefix}
-    if most is not None:
-        parameters["MaxKeys"] = most
+    if max_keys is not None:
+        parameters["MaxKeys"] = max_keys
     while True:
         answer = request("list_objects_v2", **parameters)
         for details in answer.get("Contents", []):
             yield details["Key"], _metadata(details, "Size")
-        if most is not None or not answer.get("IsTruncated"):
+        if max_keys is not None or not answer.get("IsTruncated"):
             return
         parameters["ContinuationToken"] = answer["NextContinuationToken"]
 

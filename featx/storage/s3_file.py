@@ -217,8 +217,8 @@ def prefetch_files(paths: Sequence[Path]) -> Iterator[Callable[[], S3File] | Non
     try:
         for number in range(len(objects)):
             # The first file shows which blocks to fetch.
-            most = number + (_NUM_PREFETCHED_FILES if number else 1)
-            for path in objects[number + len(opening) : most]:
+            stop = number + (_NUM_PREFETCHED_FILES if number else 1)
+            for path in objects[number + len(opening) : stop]:
                 opening.append(s3_client.threads(os.getpid()).submit(S3File, path, used))
             now = opening.popleft()
             yield now.result

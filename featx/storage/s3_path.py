@@ -105,7 +105,7 @@ class S3Path(PosixPath):
         return True
 
     def is_dir(self) -> bool:
-        return any(s3_client.list_objects(self.bucket, f"{self.key}/", most=1))
+        return any(s3_client.list_objects(self.bucket, f"{self.key}/", max_keys=1))
 
     def exists(self) -> bool:
         return self.is_file() or self.is_dir()

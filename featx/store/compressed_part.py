@@ -178,9 +178,9 @@ class _CompressedChunkWriter(ChunkWriter):
         self._futures.append(self._threads.submit(self._pipeline.encode, data))
         self._spool_finished(2 * num_cpus())
 
-    def _spool_finished(self, most: int) -> None:
-        """Spool chunks in their order, until at most `most` are still being compressed."""
-        while len(self._futures) > most:
+    def _spool_finished(self, max_pending: int) -> None:
+        """Spool chunks in their order, until at most `max_pending` are in the threads."""
+        while len(self._futures) > max_pending:
             data = self._futures.popleft().result()
             self.starts.append(self._spool.append(data))
             self.sizes.append(len(data))

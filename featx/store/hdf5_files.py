@@ -257,10 +257,10 @@ class Handles:
         with self._lock:
             self._close_idle(0)
 
-    def _close_idle(self, most: int) -> None:
-        """Close the least recently used files beyond `most` that no thread is reading."""
+    def _close_idle(self, max_open: int) -> None:
+        """Close the least recently used files beyond `max_open` that no thread is reading."""
         idle = [path for path, file in self._files.items() if not file.num_readers]
-        for path in idle[: max(0, len(self._files) - most)]:
+        for path in idle[: max(0, len(self._files) - max_open)]:
             self._files.pop(path).close()
 
 

@@ -178,7 +178,7 @@ def read_listing(root: Path, num_rows: int, identity: str | None = None) -> List
         StoreError: a file cannot be read now.
     """
     second_best = None
-    for read in (_from_samples, _from_packed, _from_parts):
+    for read in (_read_from_samples, _read_from_packed, _read_from_parts):
         listing = read(root, num_rows)
         if listing is not None and identity in (None, listing_identity(listing)):
             return listing
@@ -240,17 +240,17 @@ def column_names(file: h5py.File) -> tuple[str, ...]:
     return tuple(file.get(layout.COLUMNS, ()))
 
 
-def _from_samples(root: Path, num_rows: int) -> Listing | None:
+def _read_from_samples(root: Path, num_rows: int) -> Listing | None:
     """Read the listing from samples.h5."""
     return read_listing_file(root / layout.LISTING, num_rows)
 
 
-def _from_packed(root: Path, num_rows: int) -> Listing | None:
+def _read_from_packed(root: Path, num_rows: int) -> Listing | None:
     """Read the listing from features.h5."""
     return read_listing_file(root / layout.PACKED, num_rows)
 
 
-def _from_parts(root: Path, num_rows: int) -> Listing | None:
+def _read_from_parts(root: Path, num_rows: int) -> Listing | None:
     """Concatenate the rows of the listing in all parts; parts of several runs overlap."""
     pieces: list[tuple[int, Listing]] = []
     for path in sorted((root / layout.PARTS).glob(layout.PART_OR_PIECE_GLOB)):

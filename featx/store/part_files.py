@@ -155,7 +155,7 @@ def parts_committed_by_others(
 
 
 def inspect_parts(
-    root: Path, manifest: Manifest, parts: Sequence[Part], many: int = MANY_FILES
+    root: Path, manifest: Manifest, parts: Sequence[Part], min_parts: int = MANY_FILES
 ) -> Iterator[tuple[Part, str | None, Sequence[Failure]]]:
     """Apply `inspect_part` to several parts, in order; files in a bucket are prefetched.
 
@@ -166,12 +166,12 @@ def inspect_parts(
         root: folder of the store.
         manifest: manifest of the store.
         parts: parts whose files exist.
-        many: least number of parts of which only the chunk tables are read.
+        min_parts: least number of parts of which only the chunk tables are read.
 
     Yields:
         part, problem and failures.
     """
-    if len(parts) < many or is_url(root):
+    if len(parts) < min_parts or is_url(root):
         paths = [part_path(root, part.index) for part in parts]
         for part, path, opened in zip(parts, paths, prefetch_files(paths), strict=True):
             yield part, *inspect_part(path, part, manifest.run_of(part), opened)

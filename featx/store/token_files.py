@@ -43,7 +43,7 @@ class TokenFiles:
         chunks = self.chunks
         return chunks.file_of(chunk), int(chunks.address[chunk]), int(chunks.size[chunk])
 
-    def mapped(self, number: int) -> RawFile:
+    def mapped_file(self, number: int) -> RawFile:
         """Mapped file."""
         file = self._file(number)
         assert isinstance(file, RawFile)
@@ -54,7 +54,7 @@ class TokenFiles:
 
     def all_mapped(self) -> tuple[Rows, list[RawFile]]:
         """Address of the map of each file, and the files, which must be kept while it is used."""
-        mapped = [self.mapped(number) for number in range(len(self.chunks.files))]
+        mapped = [self.mapped_file(number) for number in range(len(self.chunks.files))]
         return np.array([file.address for file in mapped], np.int64), mapped
 
     def read_range(self, number: int, address: int, size: int) -> Bytes:

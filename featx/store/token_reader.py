@@ -252,7 +252,7 @@ class TokenReader:
         self._compare(files, chunk)
         addresses = chunks.address[chunk] + within * chunks.row_bytes + positions * width
         if len(chunks.files) == 1:
-            return gather(files.mapped(0), addresses, width)
+            return gather(files.mapped_file(0), addresses, width)
         starts, mapped = files.all_mapped()
         lowest = int(starts.min())
         # One gather over all files, at addresses of memory: file by file it would take half as long
@@ -276,7 +276,7 @@ class TokenReader:
 
         def compare(chunk: int) -> None:
             number, address, size = files.locate(chunk)
-            mapped = files.mapped(number).mapped
+            mapped = files.mapped_file(number).mapped
             assert mapped is not None
             files.compare(chunk, mapped[address : address + size])
 
@@ -320,13 +320,13 @@ class TokenReader:
         if self.read_method == "chunks":
             _, chunk, within = files.chunks.locate(rows)
             for some in _split(np.arange(len(rows)), chunk):
-                decoded = self._decoded(files, int(chunk[some[0]]))
+                decoded = self._decode(files, int(chunk[some[0]]))
                 out[some] = decoded.reshape(-1, files.chunks.row_bytes)[within[some]]
             return out
         self._read_items(files, rows, np.zeros(len(rows), np.int64), out, np.arange(len(rows)))
         return out
 
-    def _decoded(self, files: TokenFiles, chunk: int) -> Bytes:
+    def _decode(self, files: TokenFiles, chunk: int) -> Bytes:
         """Read and decode one chunk, and compare it unless that was done before."""
         number, address, size = files.locate(chunk)
         segment = files.chunks.files[number].segment
@@ -360,7 +360,7 @@ class TokenReader:
             target = out.reshape(-1).view(f"V{width}")
             self._compare(files, chunk)
             for some in _split(np.arange(len(rows)), number):
-                items = files.mapped(int(number[some[0]])).items(width)
+                items = files.mapped_file(int(number[some[0]])).items(width)
                 gather_into(items, addresses[some], target, out_indices[some])
             return
         ranges = self._find_ranges(files, rows, offsets, width, RANGE_BYTES)

@@ -71,8 +71,8 @@ class EpochSizes:
         waiting = (self.delay + 1) / 2 * size
         # The number that waits is a sum of D binomials; eight standard deviations.
         noise = 8 * math.sqrt(self.delay * size / 4)
-        ahead = size if self.num_segments > 1 else 0
-        return math.ceil(waiting + noise) + ahead + self.batch_size
+        read_ahead = size if self.num_segments > 1 else 0
+        return math.ceil(waiting + noise) + read_ahead + self.batch_size
 
 
 class EpochOrder:

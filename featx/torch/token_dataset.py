@@ -23,10 +23,10 @@ from featx.store import FeatureStore, TokenReader, Verify
 from featx.torch.argument_checks import check_whole_number, check_whole_numbers
 from featx.torch.keyed_delay import EpochOrder, EpochSizes
 from featx.torch.token_plan import (
-    ahead_tokens,
     block_tokens,
     choose_blocks,
     effective_images,
+    read_ahead_tokens,
     segment_tokens,
 )
 from featx.torch.token_pool import TokenPool
@@ -362,16 +362,16 @@ class TokenDataset(IterableDataset[Batch]):
         return self.store.ok
 
     @property
-    def _ahead_tokens(self) -> int:
+    def _read_ahead_tokens(self) -> int:
         """Number of tokens that are read ahead in addition to those of the order."""
         if self._sizes.num_segments == 1:
             return 0
-        return ahead_tokens(self._memory, self._reader().token_bytes)
+        return read_ahead_tokens(self._memory, self._reader().token_bytes)
 
     @property
     def _held_tokens(self) -> int:
         """Number of tokens that are held at most."""
-        return self._sizes.held_tokens + self._ahead_tokens
+        return self._sizes.held_tokens + self._read_ahead_tokens
 
     @cached_property
     def _arguments(self) -> _Arguments:
@@ -423,8 +423,8 @@ class TokenDataset(IterableDataset[Batch]):
         self._position = (epoch, batches, segment, offset)
         with ThreadPoolExecutor(self._num_threads(reader), "featx-tokens") as threads:
             # Large batches give back more tokens at once than those that are added for this.
-            ahead = 2 * self._ahead_tokens
-            pool = TokenPool(reader, self._selection, order, self._held_tokens, ahead, threads)
+            num_ahead = 2 * self._read_ahead_tokens
+            pool = TokenPool(reader, self._selection, order, self._held_tokens, num_ahead, threads)
             try:
                 incomplete = np.zeros((2, 0), np.int64)
                 for number, output in enumerate(pool.outputs(segment), segment):

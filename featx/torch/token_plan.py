@@ -22,7 +22,7 @@ _TOKEN_OVERHEAD = 40
 _SEGMENT_OVERHEAD = 120
 """Bytes for each token of a segment while it is read: addresses, delays and their order."""
 
-_AHEAD_BYTES = 8 << 20
+_READ_AHEAD_BYTES = 8 << 20
 """Bytes of tokens that are read ahead in addition to the memory, at most an eighth of it. A disk of
 1 GB/s reads 5 MB while the interpreter's lock changes hands once on a busy machine."""
 
@@ -45,14 +45,14 @@ def segment_tokens(memory: int, token_bytes: int, needed: int) -> int:
     return max(1, int(room / ((DELAY + 1) / 2 * token + token + _SEGMENT_OVERHEAD)))
 
 
-def ahead_tokens(memory: int, token_bytes: int) -> int:
+def read_ahead_tokens(memory: int, token_bytes: int) -> int:
     """Tokens that are read ahead in addition to those that wait.
 
     Args:
         memory: bytes that may be held.
         token_bytes: bytes of a token.
     """
-    return min(_AHEAD_BYTES, memory // 8) // (token_bytes + _SEGMENT_OVERHEAD)
+    return min(_READ_AHEAD_BYTES, memory // 8) // (token_bytes + _SEGMENT_OVERHEAD)
 
 
 def choose_blocks(

@@ -39,10 +39,10 @@ SMALL = {
     "loader-overhead": "--images 512 --photos 8 --batch-size 16 --runs 1",
     "regressions": "HEAD HEAD --models resnet18 --precisions fp32 --images 8 --runs 1 --least 0 "
     "--commands",
-    "roof": "--models resnet18 --batch-size 2 --runs 1",
+    "roofline": "--models resnet18 --batch-size 2 --runs 1",
     "scale": "--rows 1000 2000",
     "startup": "--images 8 --runs 1",
-    "spread": "--images 32 --workers null 1 --runs 1",
+    "workers": "--images 32 --workers null 1 --runs 1",
     "tokens": "--gigabytes 0.01 --runs 1 --batches 2 --memory-mib 4",
     "table": "--rows 1000 --runs 1",
 }

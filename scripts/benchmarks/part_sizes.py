@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 
 from benchmarks.commands import COMMAND, Add
-from benchmarks.made_stores import made_rows, make_run
+from benchmarks.process_memory import peak_mib, reset_peak
 from benchmarks.reading import forget_pages
-from benchmarks.spreading import peak_mib
+from benchmarks.synthetic_stores import made_rows, make_run
 
 SHAPE = (197, 768)
 """Tokens of an image, as a ViT-B of 224 pixels gives them, and their numbers."""
@@ -45,7 +45,7 @@ def commit_one(folder: Path, mib: int, codec: str) -> None:
     run, listing = make_run(num_rows, SHAPE, power_of_two_at_least(num_rows), codec)
     batch = next(iter(made_rows(num_rows, SHAPE)))[:BATCH]
     with StoreSession(folder / "store", run, listing).hold() as session:
-        peak_mib(begin=True)
+        reset_peak()
         before, begun, busy = peak_mib(), time.perf_counter(), time.process_time()
         [part] = session.missing()
         builder = session.begin_part(part, run.layers)
@@ -83,7 +83,7 @@ def commit(arguments: argparse.Namespace) -> None:
 
 def timed(title: str, work: Callable[[], Any]) -> Any:
     """Print seconds, seconds of the CPU, and the peak of memory above the start."""
-    peak_mib(begin=True)
+    reset_peak()
     before, begun, busy = peak_mib(), time.perf_counter(), time.process_time()
     value = work()
     print(

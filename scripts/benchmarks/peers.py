@@ -86,7 +86,7 @@ def _measure(
 
 
 def _run_clip_retrieval_like(config: Config, layer: str, place: Path) -> float:
-    from benchmarks.clip_retrieval_like import extract
+    from benchmarks.clip_retrieval_peer import extract
     from featx.models import build_backbone
 
     backbone = build_backbone(config.model, config.seed)

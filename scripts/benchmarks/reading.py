@@ -18,7 +18,7 @@ import numpy as np
 
 from benchmarks.commands import COMMAND, Add
 from benchmarks.figures import print_figures
-from benchmarks.made_stores import made_rows, make_store, rectified_rows
+from benchmarks.synthetic_stores import made_rows, make_store, rectified_rows
 
 BATCH = 256
 """Rows of a batch in `read`."""

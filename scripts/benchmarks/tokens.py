@@ -21,8 +21,8 @@ import numpy as np
 
 from benchmarks.commands import COMMAND, Add
 from benchmarks.figures import print_figures
-from benchmarks.made_stores import made_rows, make_run, make_store, write_parts
 from benchmarks.reading import forget_pages
+from benchmarks.synthetic_stores import made_rows, make_run, make_store, write_parts
 
 SHAPE = (197, 768)
 """Tokens of an image, as a ViT-B of 224 pixels gives them, and their numbers."""
@@ -241,10 +241,10 @@ def measure_memory(forms: dict[str, Path], arguments: argparse.Namespace) -> Non
 
 def one_epoch(arguments: argparse.Namespace) -> None:
     """Print the peak of one epoch in MiB."""
-    from benchmarks.spreading import peak_mib
+    from benchmarks.process_memory import peak_mib, reset_peak
     from featx.torch import TokenDataset
 
-    peak_mib(begin=True)
+    reset_peak()
     before = peak_mib()
     dataset = TokenDataset(
         arguments.one, "layer", tokens="all", memory=arguments.memory_mib << 20, direct=False

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import statistics
 import subprocess
 import tempfile
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.commands import COMMAND, Add
+from benchmarks.process_memory import peak_mib
 
 if TYPE_CHECKING:
     from featx.types import Source
@@ -75,9 +75,7 @@ def measure_listing(source: Source) -> None:
     begun, used = time.perf_counter(), time.process_time()
     found = source.listing()
     seconds, used = time.perf_counter() - begun, time.process_time() - used
-    peak = re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())
-    assert peak is not None
-    print(f"{len(found)} {len(found.classes)} {seconds:.2f} {used:.2f} {int(peak[1]) / 1024:.0f}")
+    print(f"{len(found)} {len(found.classes)} {seconds:.2f} {used:.2f} {peak_mib():.0f}")
 
 
 def tell_listing(command: list[str]) -> None:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.commands import Add
-from benchmarks.made_stores import make_run, write_parts
+from benchmarks.synthetic_stores import make_run, write_parts
 
 BUCKET = "measured"
 

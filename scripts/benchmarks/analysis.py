@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.commands import Add
-from benchmarks.made_stores import clustered_rows, make_store
+from benchmarks.synthetic_stores import clustered_rows, make_store
 
 
 def probe(arguments: argparse.Namespace) -> None:

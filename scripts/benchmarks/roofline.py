@@ -23,8 +23,8 @@ def run(arguments: argparse.Namespace) -> None:
 
     keep_freed_memory()
     a, b = torch.randn(SIDE, SIDE), torch.randn(SIDE, SIDE)
-    roof = 2 * SIDE**3 / _seconds(lambda: a @ b, arguments.runs) / 1e9
-    print(f"matrix product: {roof:.0f} GFLOP/s")
+    limit = 2 * SIDE**3 / _seconds(lambda: a @ b, arguments.runs) / 1e9
+    print(f"matrix product: {limit:.0f} GFLOP/s")
     shape = (arguments.batch_size, 3, 224, 224)
     x = torch.randn(shape).contiguous(memory_format=torch.channels_last)
     for name in arguments.models:
@@ -39,7 +39,7 @@ def run(arguments: argparse.Namespace) -> None:
                 rate, speed = arguments.batch_size / seconds, work / seconds
                 print(
                     f"{name}, {kind}: {rate:.1f} images/s, {speed:.0f} GFLOP/s, "
-                    f"{speed / roof:.2f} of the matrix product"
+                    f"{speed / limit:.2f} of the matrix product"
                 )
 
 
@@ -63,7 +63,7 @@ def _seconds(work: Callable[[], object], runs: int) -> float:
 
 def add_commands(add: Add) -> None:
     """The command of scripts/benchmark that is measured here."""
-    one = add("roof", run)
+    one = add("roofline", run)
     one.add_argument("--models", nargs="+", default=["resnet50", "vit_base_patch16_224"])
     one.add_argument("--batch-size", type=int, default=16)
     one.add_argument("--runs", type=int, default=5)

@@ -6,7 +6,6 @@ import argparse
 import contextlib
 import json
 import os
-import re
 import statistics
 import subprocess
 import sys
@@ -20,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmarks.commands import Add
+from benchmarks.process_memory import peak_mib, read_mib, reset_peak
 
 
 def parts(arguments: argparse.Namespace) -> None:
@@ -41,7 +41,7 @@ def parts(arguments: argparse.Namespace) -> None:
         compare_workers(arguments, folder, keys, 60, "parts a minute")
 
 
-def spread(arguments: argparse.Namespace) -> None:
+def compare_processes(arguments: argparse.Namespace) -> None:
     """Images a second of a real model, by one process and by workers, from the first batch on."""
     keys = [
         "data=textiles", f"data.limit={arguments.images}", "precision=fp32", "compile=false",
@@ -103,29 +103,15 @@ def made_names(root: Path, count: int, key_bytes: int) -> Any:
     return Names(root)
 
 
-def mib_of(field: str, process: int | str = "self", file: str = "status") -> float:
-    """A field of a process in /proc, in MiB."""
-    found = re.search(rf"^{field}:\s+(\d+)", Path(f"/proc/{process}/{file}").read_text(), re.M)
-    assert found is not None
-    return int(found[1]) / 1024
-
-
-def peak_mib(begin: bool = False) -> float:
-    """Of this process since it was last asked to begin, as the kernel counts it."""
-    if begin:
-        Path("/proc/self/clear_refs").write_text("5")
-    return mib_of("VmHWM")
-
-
 WATCH = """
 import sys, threading
-from benchmarks.spreading import mib_of
+from benchmarks.process_memory import read_mib
 done = threading.Event()
 threading.Thread(target=lambda: (sys.stdin.read(), done.set()), daemon=True).start()
-most = mib_of("RssAnon", sys.argv[1])
+most = read_mib("RssAnon", sys.argv[1])
 print(flush=True)
 while not done.wait(0.01):
-    most = max(most, mib_of("RssAnon", sys.argv[1]))
+    most = max(most, read_mib("RssAnon", sys.argv[1]))
 print(most)
 """
 """Program that looks every 10 ms for the memory of a process that it does not share."""
@@ -144,7 +130,7 @@ class Stages:
 
     def timed(self, stage: str, work: Callable[[], Any]) -> Any:
         """What it returns."""
-        peak_mib(begin=True)
+        reset_peak()
         # A thread of this process would have to wait for long calls of numpy and HDF5.
         with subprocess.Popen(
             [sys.executable, "-c", WATCH, str(os.getpid())], cwd=Path(__file__).parents[1],
@@ -185,8 +171,8 @@ def workers_mib(store: Path, num_rows: int, identity: str, count: int = 8) -> tu
         for worker in workers:
             assert worker.stdout is not None
             assert int(worker.stdout.readline()) == num_rows
-        private = sum(mib_of("RssAnon", worker.pid) for worker in workers)
-        together = sum(mib_of("Pss", worker.pid, "smaps_rollup") for worker in workers)
+        private = sum(read_mib("RssAnon", worker.pid) for worker in workers)
+        together = sum(read_mib("Pss", worker.pid, "smaps_rollup") for worker in workers)
         for worker in workers:
             worker.communicate()
     return private, together - private
@@ -279,7 +265,7 @@ def scale(arguments: argparse.Namespace) -> None:
         with tempfile.TemporaryDirectory(prefix="featx-scale-", dir=arguments.folder) as name:
             # scripts/benchmark imports torch, whose 500 MiB are not those of a listing.
             given = f"{name!r}, {num_rows}, {arguments.key_bytes}, {arguments.skip!r}"
-            code = f"from benchmarks.spreading import scale_one; scale_one({given})"
+            code = f"from benchmarks.scaling import scale_one; scale_one({given})"
             answer = subprocess.run(
                 [sys.executable, "-c", code], cwd=Path(__file__).parents[1],
                 stdout=subprocess.PIPE, text=True, check=True,
@@ -311,7 +297,7 @@ def add_commands(add: Add) -> None:
     one.add_argument("--workers", nargs="+", default=["null", "1", "2"], help="worker processes")
     one.add_argument("--runs", type=int, default=3)
     one.add_argument("--folder", help="where the store lies")
-    one = add("spread", spread)
+    one = add("workers", compare_processes)
     one.add_argument("keys", nargs="*", help="of the command, such as model=resnet50")
     one.add_argument("--images", type=int, default=1024)
     one.add_argument("--workers", nargs="+", default=["null", "1", "2"], help="worker processes")

@@ -1,4 +1,4 @@
-"""An HTTP proxy in front of an S3 server that spoils some of its answers."""
+"""An HTTP proxy in front of an S3 server that breaks some of its answers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Choice = Callable[[str, str], Fault | None]
 """Chooses the fault of a request, by its method and path; None lets the request pass."""
 
 MOST_IN_SUCCESSION = 2
-"""How often `some` spoils the same request in succession; botocore makes four attempts."""
+"""How often `random_faults` breaks the same request in succession; botocore makes four attempts."""
 
 
 class Exchange(BaseHTTPRequestHandler):
@@ -106,18 +106,18 @@ def error(status: int, code: str) -> Fault:
     return answer
 
 
-def dropped(exchange: Exchange) -> None:
+def drop_request(exchange: Exchange) -> None:
     """The connection ends before the server gets the request."""
     exchange.drop()
 
 
-def unheard(exchange: Exchange) -> None:
+def drop_answer(exchange: Exchange) -> None:
     """The server does what was asked, and its answer is lost."""
     exchange.forward()
     exchange.drop()
 
 
-def cut(exchange: Exchange) -> None:
+def truncate_answer(exchange: Exchange) -> None:
     """Half of the body of the answer arrives, or nothing of an answer without one."""
     status, headers, body = exchange.forward()
     if body:
@@ -125,7 +125,7 @@ def cut(exchange: Exchange) -> None:
     exchange.drop()
 
 
-def late(exchange: Exchange) -> None:
+def delay_answer(exchange: Exchange) -> None:
     """The answer comes in two pieces, after a second each."""
     status, headers, body = exchange.forward()
     time.sleep(1)
@@ -137,14 +137,14 @@ def late(exchange: Exchange) -> None:
 FAULTS: dict[str, Fault] = {
     "InternalError": error(500, "InternalError"),
     "SlowDown": error(503, "SlowDown"),
-    "dropped": dropped,
-    "unheard": unheard,
-    "cut": cut,
-    "late": late,
+    "dropped request": drop_request,
+    "dropped answer": drop_answer,
+    "truncated answer": truncate_answer,
+    "delayed answer": delay_answer,
 }
 
 
-def some(faults: list[Fault], share: float, seed: int = 0) -> Choice:
+def random_faults(faults: list[Fault], share: float, seed: int = 0) -> Choice:
     """Choose faults for a share of all requests, of which each succeeds in the end.
 
     Args:
@@ -179,7 +179,7 @@ class FaultyProxy:
         self.url = f"http://127.0.0.1:{server.server_address[1]}"
         self.seen = server.seen
 
-    def spoil(self, choose: Choice) -> None:
+    def set_faults(self, choose: Choice) -> None:
         """Choose the faults of all requests from now on."""
         self._server.choose = choose
 

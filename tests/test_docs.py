@@ -411,10 +411,10 @@ def test_the_tutorial_of_a_table_and_a_report(
     assert 200_000 < Path("rolls.html").stat().st_size < 1_500_000
     probe = json.loads(Path("runs/rolls/probe.json").read_text())
     assert probe["split"]["groups"]["by"] == "roll"
-    told: list[str] = []
-    exec(reading, {"print": lambda *values: told.append(" ".join(map(str, values)))})
-    assert told[0].startswith("240 rows")
-    assert "roll" in told[0]
+    printed: list[str] = []
+    exec(reading, {"print": lambda *values: printed.append(" ".join(map(str, values)))})
+    assert printed[0].startswith("240 rows")
+    assert "roll" in printed[0]
 
 
 @pytest.mark.slow
@@ -442,10 +442,10 @@ def test_the_tutorial_of_a_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPat
                 env=with_path(REPOSITORY), capture_output=True, text=True, check=False,
             )  # fmt: skip
             assert done.returncode == 0, f"{line}\n{done.stderr}"
-        told: list[str] = []
-        exec(reading, {"print": lambda value: told.append(str(value))})
+        printed: list[str] = []
+        exec(reading, {"print": lambda value: printed.append(str(value))})
     s3_client.client.cache_clear()
-    assert "48 rows, 48 ok, 3 classes, complete" in told[0]
+    assert "48 rows, 48 ok, 3 classes, complete" in printed[0]
     local, slurm = (rows_of(featx.open(f"runs/{name}")) for name in ("shards", "slurm"))
     assert local == slurm
 

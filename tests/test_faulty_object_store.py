@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from conftest import with_path
-from faulty_proxy import FAULTS, Fault, FaultyProxy, error, faulty_proxy, some
+from faulty_proxy import FAULTS, Fault, FaultyProxy, error, faulty_proxy, random_faults
 from object_server import place, rows_of
 from tiny_model import COMMAND, extract, write_images
 
@@ -40,19 +40,19 @@ def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [kind for kind in FAULTS if kind != "late"])
+@pytest.mark.parametrize("kind", [kind for kind in FAULTS if kind != "delayed answer"])
 @pytest.mark.usefixtures("no_pauses")
 def test_a_share_of_all_answers_is_spoilt_and_the_rows_are_the_same(
     tmp_path: Path, bucket: str, proxy: FaultyProxy, kind: str
 ) -> None:
     photos = write_images(tmp_path / "photos", 9)
     near = extract(str(photos), layers=["conv", "pool"])
-    proxy.spoil(some([FAULTS[kind]], 0.3))
+    proxy.set_faults(random_faults([FAULTS[kind]], 0.3))
     out = f"s3://{bucket}/run"
     extract(str(photos), out=out)
     far = extract(str(photos), layers=["conv", "pool"], out=out)
     assert rows_of(far) == rows_of(near)
-    proxy.spoil(lambda method, path: None)
+    proxy.set_faults(lambda method, path: None)
     assert check_store(place(out)).complete
     assert not list((place(out) / "quarantine").glob("*"))
 
@@ -72,11 +72,11 @@ def test_credentials_that_expire_in_mid_run_end_it_at_once(
         parts.extend([path] if method == "PUT" and "/parts/" in path else [])
         return error(400 if code == "ExpiredToken" else 403, code) if len(parts) > 2 else None
 
-    proxy.spoil(choose)
+    proxy.set_faults(choose)
     with pytest.raises(RunError, match=rf"{code}.*Nothing committed is lost. When the") as ended:
         extract(str(photos), out=out)
     assert ended.value.exit_code == 1
-    proxy.spoil(lambda method, path: None)
+    proxy.set_faults(lambda method, path: None)
     assert rows_of(extract(str(photos), out=out)) == rows_of(near)
 
 
@@ -84,11 +84,11 @@ def test_credentials_that_expire_in_mid_run_end_it_at_once(
 def test_a_server_that_refuses_everything_is_told_before_the_run(
     photos: Path, bucket: str, proxy: FaultyProxy, code: str
 ) -> None:
-    proxy.spoil(lambda method, path: error(403, code))
+    proxy.set_faults(lambda method, path: error(403, code))
     with pytest.raises(StoreError, match=f"s3://{bucket}/run.*: the server refuses it") as ended:
         extract(str(photos), out=f"s3://{bucket}/run")
     assert ended.value.exit_code == 2
-    proxy.spoil(lambda method, path: None)
+    proxy.set_faults(lambda method, path: None)
     assert not list(place(f"s3://{bucket}/run").objects())
 
 
@@ -98,7 +98,7 @@ def test_the_command_survives_faults_of_every_kind(
     photos: Path, bucket: str, proxy: FaultyProxy, workers: str
 ) -> None:
     near = extract(str(photos))
-    proxy.spoil(some(list(FAULTS.values()), 0.2))
+    proxy.set_faults(random_faults(list(FAULTS.values()), 0.2))
     out = f"s3://{bucket}/run"
     command = [*COMMAND, "data=folder", f"data.root={photos}", f"executor.workers={workers}"]
     done = subprocess.run(
@@ -107,5 +107,5 @@ def test_the_command_survives_faults_of_every_kind(
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr
-    proxy.spoil(lambda method, path: None)
+    proxy.set_faults(lambda method, path: None)
     assert rows_of(featx.open(out)) == rows_of(near)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from reading_back import READERS
+from format_readers import READERS
 
 import featx
 from featx.testing import ExportContract

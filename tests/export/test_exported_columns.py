@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from reading_back import READERS
+from format_readers import READERS
 from tiny_model import extract, run_job, write_image
 
 import featx

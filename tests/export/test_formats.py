@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from format_readers import READERS
 from made_store import MadeRun, make_run
-from reading_back import READERS
 from tiny_model import extract, run_job, write_image
 
 import featx

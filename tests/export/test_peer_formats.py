@@ -15,8 +15,8 @@ import h5py
 import numpy as np
 import pytest
 import torch
+from format_readers import READERS
 from made_store import MadeRun, make_run
-from reading_back import READERS
 from tiny_model import run_job
 
 import featx

@@ -54,20 +54,20 @@ class Driver:
             )
 
     @property
-    def said(self) -> str:
+    def output(self) -> str:
         """All that it printed so far."""
         return self._log.read_text(errors="replace")
 
     def lines(self, text: str) -> list[str]:
         """The lines with some text."""
-        return [line for line in self.said.splitlines() if text in line]
+        return [line for line in self.output.splitlines() if text in line]
 
     def wait_for(self, text: str, limit_s: float = 200) -> str:
         """Wait until it says something; the first line with it."""
         deadline = time.monotonic() + limit_s
         while not (lines := self.lines(text)):
-            assert self.process.poll() is None, self.said
-            assert time.monotonic() < deadline, self.said
+            assert self.process.poll() is None, self.output
+            assert time.monotonic() < deadline, self.output
             time.sleep(0.1)
         return lines[0]
 
@@ -75,8 +75,8 @@ class Driver:
         """Wait until a store on a disk has so many parts."""
         deadline = time.monotonic() + limit_s
         while len(list(root.glob("parts/part-*.h5"))) < count:
-            assert self.process.poll() is None, self.said
-            assert time.monotonic() < deadline, self.said
+            assert self.process.poll() is None, self.output
+            assert time.monotonic() < deadline, self.output
             time.sleep(0.1)
 
     def finish(self, limit_s: float = 300) -> int:
@@ -85,7 +85,7 @@ class Driver:
 
 
 @contextlib.contextmanager
-def driving(
+def running_driver(
     *overrides: str,
     data: Path | str = "photos",
     pause_s: float = 0.5,
@@ -113,14 +113,14 @@ def driving(
         driver.process.wait()
 
 
-def alone(data: Path) -> dict[str, str]:
+def extract_in_process(data: Path) -> dict[str, str]:
     """The datasets of a run in this process; a pause has no effect on them."""
-    extract(data, out="alone")
-    return dataset_digests(Path("alone/features.h5"))
+    extract(data, out="reference")
+    return dataset_digests(Path("reference/features.h5"))
 
 
-def stored() -> dict[str, str]:
-    """The datasets of the run of `driving`, which leaves no temporary file."""
+def store_digests() -> dict[str, str]:
+    """The datasets of the run of `running_driver`, which leaves no temporary file."""
     assert temporary_files(Path("store")) == []
     return dataset_digests(Path("store/features.h5"))
 

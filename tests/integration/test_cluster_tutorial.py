@@ -85,7 +85,7 @@ def test_the_first_section_of_scaling_is_complete(
     """From a bucket into a bucket, with Slurm."""
     page = DOCS / "scaling.md"
     local = ("executor=slurm", "executor.mode=local", "executor.workers=2", "executor.cpus=1")
-    data = ("data=webdataset", f"data.root={shards}", "out=alone")
+    data = ("data=webdataset", f"data.root={shards}", "out=reference")
     run([sys.executable, "-m", "featx", *data, *local])
     upload(shards, "s3://bucket/train")
     run(command("job=plan", page))
@@ -93,7 +93,7 @@ def test_the_first_section_of_scaling_is_complete(
     assert "48 of 48" in run(command("job=status store=s3://bucket/features", page))
     run(command("job=verify store=s3://bucket/features", page))
     store = featx.open("s3://bucket/features")
-    assert rows_of(store) == rows_of(featx.open("alone"))
+    assert rows_of(store) == rows_of(featx.open("reference"))
     features, labels = store.xy("embedding")
     assert len(features) == len(labels) == 48
     assert not list((tmp_path / "jobs").iterdir())

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
-from drivers import SYSTEM_TEST, Driver, alone, driving, stored
+from drivers import SYSTEM_TEST, Driver, extract_in_process, running_driver, store_digests
 from ray_cluster import RayCluster, running_ray
 from tiny_model import write_images
 
@@ -35,12 +35,14 @@ def ray() -> Iterator[RayCluster]:
 
 def run(ray: RayCluster, pause_s: float, *more: str) -> AbstractContextManager[Driver]:
     """A run on the nodes of a cluster."""
-    return driving(*RAY, *more, pause_s=pause_s, environment=ray.environment, within=ray.within)
+    return running_driver(
+        *RAY, *more, pause_s=pause_s, environment=ray.environment, within=ray.within
+    )
 
 
 def is_quiet(driver: Driver) -> None:
     """Nothing of Ray's own is in the terminal."""
-    assert not [line for line in driver.said.splitlines() if any(text in line for text in NOISE)]
+    assert not [line for line in driver.output.splitlines() if any(text in line for text in NOISE)]
 
 
 def test_a_node_that_is_killed_in_mid_part_costs_no_row(photos: Path, ray: RayCluster) -> None:
@@ -49,9 +51,9 @@ def test_a_node_that_is_killed_in_mid_part_costs_no_row(photos: Path, ray: RayCl
         ray.kill("n2")
         line = driver.wait_for("another one takes its place", 60)
         assert "an actor died in part " in line
-        assert driver.finish() == 0, driver.said
+        assert driver.finish() == 0, driver.output
     is_quiet(driver)
-    assert stored() == alone(photos)
+    assert store_digests() == extract_in_process(photos)
 
 
 def test_a_driver_that_is_killed_is_started_again(photos: Path, ray: RayCluster) -> None:
@@ -59,10 +61,10 @@ def test_a_driver_that_is_killed_is_started_again(photos: Path, ray: RayCluster)
         driver.wait_for_parts(1)
         driver.process.kill()
     with run(ray, 2) as second:
-        assert second.finish() == 0, second.said
-    assert "rows are there already" in second.said
+        assert second.finish() == 0, second.output
+    assert "rows are there already" in second.output
     is_quiet(second)
-    assert stored() == alone(photos)
+    assert store_digests() == extract_in_process(photos)
 
 
 def test_the_loss_of_the_head_ends_the_run_within_a_minute_and_a_new_one_resumes_it(
@@ -73,28 +75,28 @@ def test_the_loss_of_the_head_ends_the_run_within_a_minute_and_a_new_one_resumes
         driver.wait_for_parts(1)
         ray.kill("head")
         began = time.monotonic()
-        assert driver.finish(90) == 1, driver.said
+        assert driver.finish(90) == 1, driver.output
         assert time.monotonic() - began < 60
     is_quiet(driver)
     [line] = driver.lines("the head of the Ray cluster at 127.0.0.1:6400 has not answered for")
     assert "Nothing committed is lost; start the cluster again and run the same command" in line
     with run(ray, 0) as refused:
-        assert refused.finish(60) == 2, refused.said
-    assert "executor.address=auto: no Ray cluster answers there" in refused.said
+        assert refused.finish(60) == 2, refused.output
+    assert "executor.address=auto: no Ray cluster answers there" in refused.output
     is_quiet(refused)
     for name in ("n1", "n2"):
         ray.kill(name)
     ray.start_head()
     ray.start_node("n1")
     with run(ray, 0) as second:
-        assert second.finish() == 0, second.said
-    assert "rows are there already" in second.said
-    assert stored() == alone(photos)
+        assert second.finish() == 0, second.output
+    assert "rows are there already" in second.output
+    assert store_digests() == extract_in_process(photos)
 
 
 def test_a_wrong_token_is_one_line(photos: Path, ray: RayCluster) -> None:
     wrong = {**ray.environment, "RAY_AUTH_TOKEN": "0" * 64}
-    with driving(*RAY, pause_s=0, environment=wrong, within=ray.within) as driver:
-        assert driver.finish(120) == 2, driver.said
-    assert "the Ray cluster there wants a token" in driver.said.strip().splitlines()[-1]
+    with running_driver(*RAY, pause_s=0, environment=wrong, within=ray.within) as driver:
+        assert driver.finish(120) == 2, driver.output
+    assert "the Ray cluster there wants a token" in driver.output.strip().splitlines()[-1]
     is_quiet(driver)

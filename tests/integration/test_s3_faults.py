@@ -8,8 +8,8 @@ import signal
 from pathlib import Path
 
 import pytest
-from drivers import SYSTEM_TEST, Driver, driving
-from faulty_proxy import FAULTS, error, faulty_proxy, some
+from drivers import SYSTEM_TEST, Driver, running_driver
+from faulty_proxy import FAULTS, error, faulty_proxy, random_faults
 from object_server import environment, num_parts, place, rows_of
 from processes import wait_until
 from s3rver import CREDENTIALS, running_s3rver
@@ -30,26 +30,26 @@ OUT = "s3://bucket/run"
 
 def is_whole(photos: Path) -> None:
     """Every row is that of a run to the disk, and nothing was damaged on the way."""
-    assert rows_of(featx.open(OUT)) == rows_of(extract(photos, out="alone"))
+    assert rows_of(featx.open(OUT)) == rows_of(extract(photos, out="reference"))
     assert check_store(place(OUT)).complete
     assert not list((place(OUT) / "quarantine").glob("*"))
 
 
 def last_line(driver: Driver) -> str:
     """The last line of a command that failed without a traceback."""
-    assert "Traceback" not in driver.said
-    return driver.said.strip().splitlines()[-1]
+    assert "Traceback" not in driver.output
+    return driver.output.strip().splitlines()[-1]
 
 
 @pytest.mark.parametrize("more", [(), ("executor.workers=2",)])
 def test_spoilt_answers_of_every_kind_change_no_row(
     photos: Path, server: SeaweedServer, more: tuple[str, ...]
 ) -> None:
-    with faulty_proxy(server.url, some(list(FAULTS.values()), 0.2)) as proxy:
+    with faulty_proxy(server.url, random_faults(list(FAULTS.values()), 0.2)) as proxy:
         there = {"AWS_ENDPOINT_URL": proxy.url}
-        with driving(f"out={OUT}", *more, pause_s=0, environment=there) as driver:
-            assert driver.finish() == 0, driver.said
-        assert "Traceback" not in driver.said
+        with running_driver(f"out={OUT}", *more, pause_s=0, environment=there) as driver:
+            assert driver.finish() == 0, driver.output
+        assert "Traceback" not in driver.output
         assert len(proxy.seen) > 50
     is_whole(photos)
 
@@ -65,8 +65,8 @@ def test_spoilt_answers_of_every_kind_change_no_row(
 def test_credentials_that_may_not_write_are_told_before_the_run(
     photos: Path, server: SeaweedServer, given: dict[str, str], text: str
 ) -> None:
-    with driving(f"out={OUT}", pause_s=0, environment=given) as driver:
-        assert driver.finish() == 2, driver.said
+    with running_driver(f"out={OUT}", pause_s=0, environment=given) as driver:
+        assert driver.finish() == 2, driver.output
     assert "the server refuses it" in last_line(driver)
     assert OUT in last_line(driver)
     assert text in last_line(driver) or "(403: Forbidden)" in last_line(driver)
@@ -76,7 +76,7 @@ def test_credentials_that_may_not_write_are_told_before_the_run(
 def test_a_key_that_may_only_read_opens_a_store(
     photos: Path, server: SeaweedServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    near = extract(photos, out="alone")
+    near = extract(photos, out="reference")
     extract(photos, out=OUT)
     for name, value in READER.items():
         monkeypatch.setenv(name, value)
@@ -85,8 +85,8 @@ def test_a_key_that_may_only_read_opens_a_store(
 
 
 def test_a_bucket_that_is_not_there_is_one_line(photos: Path, server: SeaweedServer) -> None:
-    with driving("out=s3://no-such-bucket/run", pause_s=0) as driver:
-        assert driver.finish() == 2, driver.said
+    with running_driver("out=s3://no-such-bucket/run", pause_s=0) as driver:
+        assert driver.finish() == 2, driver.output
     assert "s3://no-such-bucket/run" in last_line(driver)
     assert "there is no such bucket" in last_line(driver)
 
@@ -96,16 +96,16 @@ def test_keys_that_are_withdrawn_in_mid_run_end_it_and_new_ones_resume_it(
 ) -> None:
     with faulty_proxy(server.url) as proxy:
         there = {"AWS_ENDPOINT_URL": proxy.url}
-        with driving(f"out={OUT}", pause_s=1, environment=there) as driver:
+        with running_driver(f"out={OUT}", pause_s=1, environment=there) as driver:
             wait_until(lambda: num_parts(OUT) > 1, driver.process)
-            proxy.spoil(lambda method, path: error(400, "ExpiredToken"))
-            assert driver.finish(60) == 1, driver.said
-    assert "Traceback" not in driver.said
-    *_, message, command = driver.said.strip().splitlines()
+            proxy.set_faults(lambda method, path: error(400, "ExpiredToken"))
+            assert driver.finish(60) == 1, driver.output
+    assert "Traceback" not in driver.output
+    *_, message, command = driver.output.strip().splitlines()
     assert "ExpiredToken" in message
     assert "Nothing committed is lost" in message
     again = Driver(shlex.split(command)[3:], {})
-    assert again.finish() == 0, again.said
+    assert again.finish() == 0, again.output
     is_whole(photos)
 
 
@@ -118,12 +118,15 @@ def test_two_drivers_with_workers_that_are_killed_give_the_same_rows(
         return [pid for what, pid in kinds if what.startswith("worker")]
 
     asked = (f"out={OUT}", "executor.workers=2", "device=cpu")
-    with driving(*asked, pause_s=1.5) as first, driving(*asked, pause_s=1.5) as second:
+    with (
+        running_driver(*asked, pause_s=1.5) as first,
+        running_driver(*asked, pause_s=1.5) as second,
+    ):
         wait_until(lambda: num_parts(OUT) > 0 and len(workers()) > 1, first.process)
         os.kill(workers()[0], signal.SIGKILL)
-        assert first.finish() == 0, first.said
-        assert second.finish() == 0, second.said
-    assert "was killed by SIGKILL" in first.said + second.said
+        assert first.finish() == 0, first.output
+        assert second.finish() == 0, second.output
+    assert "was killed by SIGKILL" in first.output + second.output
     is_whole(photos)
 
 
@@ -135,8 +138,8 @@ def test_a_server_that_ignores_conditions_is_refused_and_nothing_is_left_there(
             monkeypatch.setenv(name, value)
         s3_client.client.cache_clear()
         for more in ((), ("executor.workers=2",), ("overwrite=true",)):
-            with driving(f"out={OUT}", *more, pause_s=0) as driver:
-                assert driver.finish() == 2, driver.said
+            with running_driver(f"out={OUT}", *more, pause_s=0) as driver:
+                assert driver.finish() == 2, driver.output
             assert "ignores IfNoneMatch of a PUT request" in last_line(driver)
             assert "Nothing was written" in last_line(driver)
         assert not list(place("s3://bucket/run").objects())

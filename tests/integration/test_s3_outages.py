@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
-from drivers import SYSTEM_TEST, Driver, driving
+from drivers import SYSTEM_TEST, Driver, running_driver
 from object_server import num_parts, place, rows_of
 from seaweed import SeaweedServer
 from slurm_cluster import running_cluster
@@ -34,14 +34,14 @@ OUT = "s3://bucket/run"
 def wait_for_parts(driver: Driver, count: int) -> None:
     deadline = time.monotonic() + 200
     while num_parts(OUT) < count:
-        assert driver.process.poll() is None, driver.said
-        assert time.monotonic() < deadline, driver.said
+        assert driver.process.poll() is None, driver.output
+        assert time.monotonic() < deadline, driver.output
         time.sleep(0.2)
 
 
 def is_whole(photos: Path) -> None:
     """Every row is that of a run to the disk."""
-    assert rows_of(featx.open(OUT)) == rows_of(extract(photos, out="alone"))
+    assert rows_of(featx.open(OUT)) == rows_of(extract(photos, out="reference"))
     assert check_store(place(OUT)).complete
 
 
@@ -49,14 +49,14 @@ def is_whole(photos: Path) -> None:
 def test_a_server_that_is_killed_and_started_is_waited_for(
     photos: Path, server: SeaweedServer, more: tuple[str, ...]
 ) -> None:
-    with driving(f"out={OUT}", *more, pause_s=2) as driver:
+    with running_driver(f"out={OUT}", *more, pause_s=2) as driver:
         wait_for_parts(driver, 1)
         server.kill()
         driver.wait_for("The run waits until the object store answers")
         time.sleep(10)
         server.start()
-        assert driver.finish() == 0, driver.said
-    assert len(driver.lines("The run waits until")) <= 3, driver.said
+        assert driver.finish() == 0, driver.output
+    assert len(driver.lines("The run waits until")) <= 3, driver.output
     assert driver.lines("the object store answers again after")
     is_whole(photos)
 
@@ -67,7 +67,7 @@ def test_tasks_of_slurm_continue_when_the_server_is_killed_and_started(
     with running_cluster(tmp_path / "slurm") as cluster:
         cluster.set_environment(monkeypatch)
         slurm = ("executor=slurm", "executor.cpus=1", "executor.workers=2", "executor.folder=jobs")
-        with driving(f"out={OUT}", *slurm, pause_s=2) as driver:
+        with running_driver(f"out={OUT}", *slurm, pause_s=2) as driver:
             wait_for_parts(driver, 1)
             before = cluster.tasks("RUNNING")
             server.kill()
@@ -75,29 +75,29 @@ def test_tasks_of_slurm_continue_when_the_server_is_killed_and_started(
             time.sleep(10)
             assert cluster.tasks("RUNNING") == before, "a task was ended by the outage"
             server.start()
-            assert driver.finish() == 0, driver.said
-        assert len(driver.lines("submitted ")) == 1, driver.said
+            assert driver.finish() == 0, driver.output
+        assert len(driver.lines("submitted ")) == 1, driver.output
     is_whole(photos)
 
 
 def test_a_server_that_is_gone_for_good_ends_the_run_which_resumes_later(
     photos: Path, server: SeaweedServer
 ) -> None:
-    with driving(f"out={OUT}", pause_s=2, program=IMPATIENT) as driver:
+    with running_driver(f"out={OUT}", pause_s=2, program=IMPATIENT) as driver:
         wait_for_parts(driver, 1)
         server.kill()
-        assert driver.finish() == 1, driver.said
-    said = driver.said.strip().splitlines()
+        assert driver.finish() == 1, driver.output
+    said = driver.output.strip().splitlines()
     assert (
         "Nothing committed is lost. When the object store accepts the request, give the same"
         in said[-2]
     )
     assert said[-1].startswith("python -m featx ")
-    assert "Traceback" not in driver.said
+    assert "Traceback" not in driver.output
     server.start()
     again = Driver(shlex.split(said[-1])[3:], {})
-    assert again.finish() == 0, again.said
-    assert "rows are there already" in again.said
+    assert again.finish() == 0, again.output
+    assert "rows are there already" in again.output
     is_whole(photos)
 
 
@@ -105,9 +105,9 @@ def test_a_server_that_is_not_there_at_the_start_is_told_at_once(
     photos: Path, server: SeaweedServer
 ) -> None:
     server.kill()
-    with driving(f"out={OUT}", pause_s=0) as driver:
+    with running_driver(f"out={OUT}", pause_s=0) as driver:
         began = time.monotonic()
         assert driver.finish() == 2
     assert time.monotonic() - began < 60
-    assert "EndpointConnectionError" in driver.said
-    assert "The run waits" not in driver.said
+    assert "EndpointConnectionError" in driver.output
+    assert "The run waits" not in driver.output

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from drivers import SYSTEM_TEST, driving
+from drivers import SYSTEM_TEST, running_driver
 from faulty_proxy import Fault, error, faulty_proxy
 from object_server import num_parts, place, rows_of
 from processes import wait_until
@@ -30,7 +30,7 @@ QUICK = ("device=cpu",)
 
 def is_whole(photos: Path, out: str) -> None:
     """Every row is that of a run to the disk."""
-    assert rows_of(featx.open(out)) == rows_of(extract(photos, out="alone"))
+    assert rows_of(featx.open(out)) == rows_of(extract(photos, out="reference"))
     assert check_store(place(out)).complete
 
 
@@ -48,9 +48,9 @@ def test_a_prefix_may_contain_any_character(
 ) -> None:
     out = f"s3://bucket/{prefix}"
     for said in ("Done: 21 rows", "nothing was left to do"):
-        with driving(f"out='{out}'", *QUICK, pause_s=0) as driver:
-            assert driver.finish() == 0, driver.said
-        assert said in driver.said
+        with running_driver(f"out='{out}'", *QUICK, pause_s=0) as driver:
+            assert driver.finish() == 0, driver.output
+        assert said in driver.output
     for name in ("status", "verify"):
         done = job(f"job={name}", f"store='{out}'")
         assert done.returncode == 0, done.stderr
@@ -65,12 +65,12 @@ def test_a_bucket_that_keeps_versions(photos: Path, server: SeaweedServer) -> No
     s3_client.request(
         "put_bucket_versioning", Bucket="versions", VersioningConfiguration=configuration
     )
-    with driving(f"out={out}", "executor.workers=2", *QUICK, pause_s=1) as driver:
+    with running_driver(f"out={out}", "executor.workers=2", *QUICK, pause_s=1) as driver:
         wait_until(lambda: num_parts(out) > 1, driver.process)
         driver.process.kill()
     for more in ((), ("overwrite=true",)):
-        with driving(f"out={out}", *QUICK, *more, pause_s=0) as driver:
-            assert driver.finish() == 0, driver.said
+        with running_driver(f"out={out}", *QUICK, *more, pause_s=0) as driver:
+            assert driver.finish() == 0, driver.output
         is_whole(photos, out)
     part = place(out) / "parts" / "part-000001.h5"
     damaged = part.read_bytes()[:-500]
@@ -79,8 +79,8 @@ def test_a_bucket_that_keeps_versions(photos: Path, server: SeaweedServer) -> No
     done = job("job=verify", f"store={out}", "verify.repair=true")
     assert "part-000001.h5" in done.stdout + done.stderr
     assert list((place(out) / "quarantine").glob("part-000001.h5.*")), done.stdout + done.stderr
-    with driving(f"out={out}", *QUICK, pause_s=0) as driver:
-        assert driver.finish() == 0, driver.said
+    with running_driver(f"out={out}", *QUICK, pause_s=0) as driver:
+        assert driver.finish() == 0, driver.output
     is_whole(photos, out)
 
 
@@ -96,9 +96,9 @@ def test_a_bucket_that_refuses_a_third_of_all_requests_for_now(
     with faulty_proxy(server.url, choose) as proxy:
         there = {"AWS_ENDPOINT_URL": proxy.url}
         more = ("executor.workers=2", *QUICK)
-        with driving(f"out={out}", *more, pause_s=0, environment=there) as driver:
-            assert driver.finish() == 0, driver.said
-        assert "Traceback" not in driver.said
+        with running_driver(f"out={out}", *more, pause_s=0, environment=there) as driver:
+            assert driver.finish() == 0, driver.output
+        assert "Traceback" not in driver.output
         done = job("job=verify", f"store={out}", **there)
         assert done.returncode == 0, done.stderr
     is_whole(photos, out)

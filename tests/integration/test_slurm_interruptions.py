@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from drivers import SYSTEM_TEST, alone, driving, stored
+from drivers import SYSTEM_TEST, extract_in_process, running_driver, store_digests
 from slurm_cluster import SLURM, SlurmCluster, processes_of_tasks
 
 pytestmark = SYSTEM_TEST
@@ -29,74 +29,74 @@ def status() -> dict[str, Any]:
 
 
 def test_a_task_that_is_requeued_goes_on(photos: Path, cluster: SlurmCluster) -> None:
-    with driving(*SLURM, "executor.workers=2", pause_s=2) as driver:
+    with running_driver(*SLURM, "executor.workers=2", pause_s=2) as driver:
         driver.wait_for_parts(1)
         cluster.ask("scontrol", "requeue", cluster.tasks("RUNNING")[-1])
-        assert driver.finish() == 0, driver.said
-    assert stored() == alone(photos)
+        assert driver.finish() == 0, driver.output
+    assert store_digests() == extract_in_process(photos)
 
 
 def test_tasks_that_are_preempted_go_on(photos: Path, cluster: SlurmCluster) -> None:
-    with driving(*SLURM, "executor.workers=4", pause_s=2) as driver:
+    with running_driver(*SLURM, "executor.workers=4", pause_s=2) as driver:
         driver.wait_for_parts(1)
         # It needs both nodes, so that tasks of the run have to leave them.
         cluster.ask(
             "sbatch", "--partition=urgent", "--nodes=2", "--exclusive", "--output=/dev/null",
             "--wrap=sleep 5",
         )  # fmt: skip
-        assert driver.finish() == 0, driver.said
-    assert driver.lines("submitted again"), driver.said
-    assert stored() == alone(photos)
+        assert driver.finish() == 0, driver.output
+    assert driver.lines("submitted again"), driver.output
+    assert store_digests() == extract_in_process(photos)
 
 
 def test_a_node_that_goes_down_costs_no_row(photos: Path, cluster: SlurmCluster) -> None:
-    with driving(*SLURM, "executor.workers=4", pause_s=2) as driver:
+    with running_driver(*SLURM, "executor.workers=4", pause_s=2) as driver:
         driver.wait_for_parts(1)
         cluster.ask("scontrol", "update", "nodename=n2", "state=down", "reason=test")
         try:
-            assert driver.finish() == 0, driver.said
+            assert driver.finish() == 0, driver.output
         finally:
             # Refused if the node has returned to service by itself.
             with contextlib.suppress(subprocess.CalledProcessError):
                 cluster.ask("scontrol", "update", "nodename=n2", "state=resume")
-    assert stored() == alone(photos)
+    assert store_digests() == extract_in_process(photos)
 
 
 def test_a_driver_that_is_killed_is_started_again(photos: Path, cluster: SlurmCluster) -> None:
-    with driving(*SLURM, "executor.workers=2", pause_s=2) as driver:
+    with running_driver(*SLURM, "executor.workers=2", pause_s=2) as driver:
         driver.wait_for_parts(1)
         driver.process.kill()
     # The tasks continue without their driver, and nobody else may write meanwhile.
-    with driving(*SLURM, "executor.workers=2") as second:
-        assert second.finish() in (0, 2), second.said
+    with running_driver(*SLURM, "executor.workers=2") as second:
+        assert second.finish() in (0, 2), second.output
         refused = second.process.returncode == 2
     if refused:
-        assert "continues without its driver" in second.said
+        assert "continues without its driver" in second.output
     deadline = time.monotonic() + 200
     while processes_of_tasks(Path("store")) and time.monotonic() < deadline:
         time.sleep(0.5)
-    with driving(*SLURM, "executor.workers=2") as third:
-        assert third.finish() == 0, third.said
-    assert stored() == alone(photos)
+    with running_driver(*SLURM, "executor.workers=2") as third:
+        assert third.finish() == 0, third.output
+    assert store_digests() == extract_in_process(photos)
 
 
 def test_a_second_driver_is_refused_while_the_first_is_at_work(
     photos: Path, cluster: SlurmCluster
 ) -> None:
-    with driving(*SLURM, "executor.workers=1", pause_s=8) as first:
+    with running_driver(*SLURM, "executor.workers=1", pause_s=8) as first:
         first.wait_for_parts(1)
-        with driving(*SLURM, "executor.workers=1") as second:
-            assert second.finish() == 2, second.said
-        assert "is being written by" in second.said
-        assert "Traceback" not in second.said
-        assert first.finish() == 0, first.said
-    assert stored() == alone(photos)
+        with running_driver(*SLURM, "executor.workers=1") as second:
+            assert second.finish() == 2, second.output
+        assert "is being written by" in second.output
+        assert "Traceback" not in second.output
+        assert first.finish() == 0, first.output
+    assert store_digests() == extract_in_process(photos)
 
 
 def test_tasks_that_are_held_are_reported_until_they_are_released(
     photos: Path, cluster: SlurmCluster
 ) -> None:
-    with driving(*SLURM, "executor.workers=1", environment={"SBATCH_HOLD": "1"}) as driver:
+    with running_driver(*SLURM, "executor.workers=1", environment={"SBATCH_HOLD": "1"}) as driver:
         driver.wait_for("submitted 1 task")
         (task,) = cluster.tasks()
         cluster.ask("scontrol", "hold", task.partition("_")[0])
@@ -109,14 +109,14 @@ def test_tasks_that_are_held_are_reported_until_they_are_released(
         assert queue[0][0]["state"] == "PENDING"
         assert "JobHeld" in queue[0][0]["reason"]
         cluster.ask("scontrol", "release", task.partition("_")[0])
-        assert driver.finish() == 0, driver.said
-    assert stored() == alone(photos)
+        assert driver.finish() == 0, driver.output
+    assert store_digests() == extract_in_process(photos)
 
 
 def test_a_driver_and_its_tasks_that_all_die_leave_a_store_that_resumes(
     photos: Path, cluster: SlurmCluster
 ) -> None:
-    with driving(*SLURM, "executor.workers=2", pause_s=2) as driver:
+    with running_driver(*SLURM, "executor.workers=2", pause_s=2) as driver:
         driver.wait_for_parts(2)
         driver.process.kill()
         for task in cluster.tasks():
@@ -125,6 +125,6 @@ def test_a_driver_and_its_tasks_that_all_die_leave_a_store_that_resumes(
             os.kill(pid, signal.SIGKILL)
     cluster.clear()
     time.sleep(46)  # until the heartbeats of the tasks are silent
-    with driving(*SLURM, "executor.workers=2") as second:
-        assert second.finish() == 0, second.said
-    assert stored() == alone(photos)
+    with running_driver(*SLURM, "executor.workers=2") as second:
+        assert second.finish() == 0, second.output
+    assert store_digests() == extract_in_process(photos)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from conftest import with_path
-from drivers import SYSTEM_TEST, TESTS, driving
+from drivers import SYSTEM_TEST, TESTS, running_driver
 from faulty_proxy import error, faulty_proxy
 from object_server import num_parts, place, rows_of
 from processes import wait_until
@@ -39,7 +39,7 @@ if os.environ.get("SLURMD_NODENAME") == "n2":
 
 def is_whole(photos: Path) -> None:
     """Every row is that of a run to the disk."""
-    assert rows_of(featx.open(OUT)) == rows_of(extract(photos, out="alone"))
+    assert rows_of(featx.open(OUT)) == rows_of(extract(photos, out="reference"))
     assert check_store(place(OUT)).complete
 
 
@@ -56,19 +56,19 @@ def test_drivers_that_are_killed_at_any_time(
 ) -> None:
     rng = random.Random(os.getpid())
     for number in range(4):
-        with driving(*GIVEN, pause_s=2) as driver:
+        with running_driver(*GIVEN, pause_s=2) as driver:
             deadline = time.monotonic() + rng.uniform(3, 40)
             while driver.process.poll() is None and time.monotonic() < deadline:
                 time.sleep(0.1)
             code = driver.process.poll()
         # It was killed, is done, or was refused because tasks of the one before are alive.
-        assert code in (None, 0, 2), driver.said
-        assert code != 2 or "continues without its driver" in driver.said
+        assert code in (None, 0, 2), driver.output
+        assert code != 2 or "continues without its driver" in driver.output
         if number % 2:
             wait_for_silence()
     wait_for_silence()
-    with driving(*GIVEN, pause_s=0) as driver:
-        assert driver.finish() == 0, driver.said
+    with running_driver(*GIVEN, pause_s=0) as driver:
+        assert driver.finish() == 0, driver.output
     is_whole(photos)
 
 
@@ -77,20 +77,20 @@ def test_keys_that_expire_end_the_driver_and_its_tasks(
 ) -> None:
     with faulty_proxy(server.url) as proxy:
         there = {"AWS_ENDPOINT_URL": proxy.url}
-        with driving(*GIVEN, pause_s=3, environment=there) as driver:
+        with running_driver(*GIVEN, pause_s=3, environment=there) as driver:
             wait_until(lambda: num_parts(OUT) > 0, driver.process)
             proxy.spoil(lambda method, path: error(400, "ExpiredToken"))
-            assert driver.finish(60) == 1, driver.said
-        assert "ExpiredToken" in driver.said
-        assert "Nothing committed is lost" in driver.said
+            assert driver.finish(60) == 1, driver.output
+        assert "ExpiredToken" in driver.output
+        assert "Nothing committed is lost" in driver.output
         deadline = time.monotonic() + 60
         while cluster.tasks():
             assert time.monotonic() < deadline, "a task continues without its keys"
             time.sleep(0.5)
     wait_for_silence()
-    with driving(*GIVEN, pause_s=0) as driver:
-        assert driver.finish() == 0, driver.said
-    assert "rows are there already" in driver.said
+    with running_driver(*GIVEN, pause_s=0) as driver:
+        assert driver.finish() == 0, driver.output
+    assert "rows are there already" in driver.output
     is_whole(photos)
 
 
@@ -102,7 +102,7 @@ def test_a_node_whose_clock_is_wrong(
     (tmp_path / "clock" / "sitecustomize.py").write_text(CLOCK)
     there = {**with_path(tmp_path / "clock", TESTS), "CLOCK_IS_OFF_BY": str(off_by_s)}
     more = ("executor.workers=4", "executor.time_limit_min=4")
-    with driving(*GIVEN, *more, pause_s=2, environment=there) as driver:
-        assert driver.finish() == 0, driver.said
-    assert not driver.lines("submitted again"), driver.said
+    with running_driver(*GIVEN, *more, pause_s=2, environment=there) as driver:
+        assert driver.finish() == 0, driver.output
+    assert not driver.lines("submitted again"), driver.output
     is_whole(photos)

@@ -170,8 +170,8 @@ def test_kept_parts_and_packed_file_hold_the_same(photo_folder: Path, tmp_path: 
 @pytest.mark.parametrize("codec", slow_except(["lzf", "gzip", "zstd", "blosc2"], "gzip", "zstd"))
 def test_codecs_change_no_value(photo_folder: Path, codec: str) -> None:
     plain = extract(photo_folder, out="plain", layers=["conv"])
-    coded = extract(photo_folder, out=codec, layers=["conv"], codec=codec)
-    assert coded["conv"][:].tobytes() == plain["conv"][:].tobytes()
+    compressed = extract(photo_folder, out=codec, layers=["conv"], codec=codec)
+    assert compressed["conv"][:].tobytes() == plain["conv"][:].tobytes()
     with h5py.File(f"{codec}/features.h5") as file:
         assert file.attrs["codec"] == codec
 

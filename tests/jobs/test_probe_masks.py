@@ -30,8 +30,8 @@ PATCHES = {**MODEL, "name": "patches", "factory": "zoo:PatchColours"}
 LAYERS = {"maps": "none", "tokens": "none"}
 
 
-def picture(classes: np.ndarray, path: Path, side: int = 4) -> None:
-    """An image of flat patches, one colour a class; PNG, so that no pixel changes."""
+def write_image(classes: np.ndarray, path: Path, side: int = 4) -> None:
+    """Write an image of flat patches, one colour a class; PNG, so that no pixel changes."""
     path.parent.mkdir(parents=True, exist_ok=True)
     Image.fromarray(COLOURS[classes].repeat(side, 0).repeat(side, 1)).save(path)
 
@@ -60,7 +60,7 @@ def scenes(count: int = 16, num_classes: int = 3) -> np.ndarray:
 def dataset(classes: np.ndarray, layers: dict[str, str] | None = None, **data: Any) -> None:
     """A store of images of these patches, and a mask for each."""
     for i, each in enumerate(classes):
-        picture(each, Path(f"photos/{'ab'[i % 2]}/{i:03d}.png"))
+        write_image(each, Path(f"photos/{'ab'[i % 2]}/{i:03d}.png"))
         mask(each.repeat(4, 0).repeat(4, 1), f"{'ab'[i % 2]}/{i:03d}.png")
     options = {"name": "folder", "root": "photos", **data}
     extract(options, model=PATCHES, layers=layers or LAYERS)
@@ -212,7 +212,7 @@ def test_boxes_of_an_image_take_its_mask_and_stay_together() -> None:
     rows = ["path,x,y,width,height"]
     for i in range(8):
         classes = rng.integers(0, 3, (4, 6)).repeat(4, 0).repeat(4, 1)  # 16 x 24 patches
-        picture(classes, Path(f"photos/{i}.png"))
+        write_image(classes, Path(f"photos/{i}.png"))
         mask(classes.repeat(4, 0).repeat(4, 1), f"{i}.png")
         rows += [f"{i}.png,{x},{y},32,32" for x, y in ((0, 0), (64, 32), (32, 16))]
     Path("boxes.csv").write_text("\n".join(rows))
@@ -237,7 +237,7 @@ def test_unusable_masks_are_left_out_by_name() -> None:
     mask(np.full((32, 32), 7), "b/003.png")
     Path("masks/a/004.png").write_bytes(b"damaged")
     Image.new("RGB", (32, 32)).save("masks/b/005.png")
-    picture(1 - np.eye(8, dtype=int), Path("photos/a/006.png"))
+    write_image(1 - np.eye(8, dtype=int), Path("photos/a/006.png"))
     Path("names.txt").write_text("red\ngreen\nblue\n")
     found = probe(mask_classes="names.txt")
     reasons = {each["key"]: each["reason"] for each in found["masks"]["refused"]}
@@ -266,7 +266,7 @@ def test_ignored_pixels_count_nowhere_and_failed_rows_shift_nothing() -> None:
     (Path("photos") / "a").mkdir(parents=True)
     Path("photos/a/0005.png").write_bytes(b"no image")
     for i, each in enumerate(classes):
-        picture(each, Path(f"photos/{'ab'[i % 2]}/{i:03d}.png"))
+        write_image(each, Path(f"photos/{'ab'[i % 2]}/{i:03d}.png"))
         numbers = each.repeat(4, 0).repeat(4, 1)
         numbers[:7] = 9
         mask(numbers, f"{'ab'[i % 2]}/{i:03d}.png")
@@ -332,7 +332,7 @@ def test_what_cannot_be_probed_is_refused_with_the_reason() -> None:
 
 def test_layers_without_places_are_refused() -> None:
     for i, each in enumerate(scenes(8)):
-        picture(each, Path(f"photos/{i}.png"))
+        write_image(each, Path(f"photos/{i}.png"))
         mask(each.repeat(4, 0).repeat(4, 1), f"{i}.png")
     extract("photos", model=PATCHES, layers={"maps": "avg"})
     with pytest.raises(ConfigError, match=r"probe.masks needs tokens or maps, and maps has one"):

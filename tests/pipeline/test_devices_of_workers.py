@@ -98,14 +98,14 @@ def test_two_workers_give_what_one_process_gives(
     photos: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     (photos / "cat" / "broken.png").write_bytes(b"no image")
-    alone = extract(photos, out="alone", max_failures=5)
+    reference = extract(photos, out="reference", max_failures=5)
     shared = extract(photos, executor={"workers": 2}, max_failures=5)
     assert shared.complete
-    assert digests("store") == digests(alone.root)
+    assert digests("store") == digests(reference.root)
     assert [f["key"] for f in shared.failures] == ["cat/broken.png"]
     manifest = json.loads(Path("store/featx.json").read_text())
     assert manifest["resolved"]["threads"] == 1
-    assert manifest["fingerprint"] == json.loads(Path("alone/featx.json").read_text())[
+    assert manifest["fingerprint"] == json.loads(Path("reference/featx.json").read_text())[
         "fingerprint"
     ]  # fmt: skip
     summary = json.loads(Path("store/summary.json").read_text())
@@ -122,11 +122,11 @@ def test_two_workers_give_what_one_process_gives(
 @pytest.mark.parametrize("job", distributed_jobs.JOBS)
 def test_other_jobs_give_what_one_process_gives(photos: Path, job: str) -> None:
     (photos / "cat" / "000.png").write_bytes(b"no image")
-    distributed_jobs.run(job, photos, "alone", max_failures=5)
+    distributed_jobs.run(job, photos, "reference", max_failures=5)
     for workers in (2, 4):
         keys: dict[str, Any] = {"executor": {"workers": workers}, "max_failures": 5}
         assert distributed_jobs.run(job, photos, **keys, overwrite=True) == 0
-        assert distributed_jobs.made(job) == distributed_jobs.made(job, "alone")
+        assert distributed_jobs.made(job) == distributed_jobs.made(job, "reference")
         assert temporary_files(Path("store")) == []
         assert not Path("store/workers").exists()
     assert distributed_jobs.run(job, photos, **keys) == 0  # nothing is left to do
@@ -143,16 +143,16 @@ def test_any_number_of_workers_gives_the_same_bits_of_a_real_model(workers: int)
         "batch_size": 4,
         "part_rows": 4,
     }
-    alone = featx.extract(**keys, out="alone")
+    reference = featx.extract(**keys, out="reference")
     featx.extract(**keys, out="store", executor={"workers": workers})
-    assert digests("store") == digests(alone.root)
+    assert digests("store") == digests(reference.root)
 
 
 @pytest.mark.slow
 def test_an_object_of_python_goes_to_the_workers_too() -> None:
-    extract(OfADataset(), out="alone")
+    extract(OfADataset(), out="reference")
     extract(OfADataset(), executor={"workers": 2})
-    assert digests("store") == digests("alone")
+    assert digests("store") == digests("reference")
 
 
 def test_an_object_that_cannot_travel_is_refused_by_name() -> None:
@@ -171,9 +171,9 @@ def test_sources_with_open_files_are_opened_by_each_worker(tmp_path: Path) -> No
     with h5py.File("images.h5", "w") as file:
         file["x"] = np.random.default_rng(0).integers(0, 256, (13, 40, 40, 3), dtype=np.uint8)
     data = {"name": "hdf5", "root": "images.h5", "dataset": "/x"}
-    extract(data, out="alone")
+    extract(data, out="reference")
     extract(data, executor={"workers": 2})
-    assert digests("store") == digests("alone")
+    assert digests("store") == digests("reference")
 
 
 # Threads
@@ -269,7 +269,7 @@ KILLED = r"worker \d \(cpu\) was killed by SIGKILL (in part \d+ \(rows|before it
 @pytest.mark.parametrize("victim", ["worker", "driver"])
 def test_other_jobs_killed_in_the_middle_give_the_same(photos: Path, job: str, victim: str) -> None:
     pause = {**MODEL, "args": {"pause_s": 0.4}}
-    distributed_jobs.run(job, photos, "alone", model=pause)
+    distributed_jobs.run(job, photos, "reference", model=pause)
     environment = {**with_path(TESTS), "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(
         command_of(job), env=environment, stderr=subprocess.PIPE, text=True
@@ -290,7 +290,7 @@ def test_other_jobs_killed_in_the_middle_give_the_same(photos: Path, job: str, v
         assert all(ended(pid) for pid in workers), "a worker lives on"
         assert 1 <= distributed_jobs.parts_done(job, Path("store")) < 6
         subprocess.run(command_of(job), env=environment, check=True, timeout=120)
-    assert distributed_jobs.made(job) == distributed_jobs.made(job, "alone")
+    assert distributed_jobs.made(job) == distributed_jobs.made(job, "reference")
     assert temporary_files(Path("store")) == []
 
 
@@ -328,7 +328,7 @@ def workers_here() -> list[int]:
 @pytest.mark.slow
 @pytest.mark.parametrize("end", ["worker", "driver", "sigint", "sigterm"])
 def test_killed_in_the_middle_the_datasets_are_the_same(photos: Path, end: str) -> None:
-    alone = extract(photos, out="alone", model={**MODEL, "args": {"pause_s": 0.4}})
+    reference = extract(photos, out="reference", model={**MODEL, "args": {"pause_s": 0.4}})
     process = started()
     workers = workers_here()
     assert len(workers) == 2
@@ -351,7 +351,7 @@ def test_killed_in_the_middle_the_datasets_are_the_same(photos: Path, end: str) 
             check=True,
             timeout=120,
         )
-    assert digests("store") == digests(alone.root)
+    assert digests("store") == digests(reference.root)
     assert temporary_files(Path("store")) == []
 
 

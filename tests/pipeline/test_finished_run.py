@@ -304,9 +304,9 @@ def test_failed_rows_are_told(extract: Extract, capsys: pytest.CaptureFixture[st
     first = capsys.readouterr()
     assert not extract(out="failing", max_failures=3)
     again = capsys.readouterr()
-    told = [line for line in first.err.splitlines() if "broken.png" in line]
-    assert told
-    assert [line for line in again.err.splitlines() if "broken.png" in line] == told
+    messages = [line for line in first.err.splitlines() if "broken.png" in line]
+    assert messages
+    assert [line for line in again.err.splitlines() if "broken.png" in line] == messages
     assert "1 failed" in again.out
 
 

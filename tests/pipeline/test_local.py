@@ -69,8 +69,8 @@ def _nobody_left(tmp_path: Path) -> Iterator[None]:
 
 
 def is_whole(run: MadeRun, tmp_path: Path) -> bool:
-    run.write(tmp_path / "alone", packed=True)
-    digests = [dataset_digests(tmp_path / name / "features.h5") for name in ("alone", "store")]
+    run.write(tmp_path / "reference", packed=True)
+    digests = [dataset_digests(tmp_path / name / "features.h5") for name in ("reference", "store")]
     return digests[0] == digests[1]
 
 

@@ -142,10 +142,10 @@ def test_actors_give_the_same_datasets_and_load_the_backbone_once(
     photos: Path, ray: MadeRay
 ) -> None:
     (photos / "cat" / "broken.png").write_bytes(b"no image")
-    extract(photos, out="alone", max_failures=5)
+    extract(photos, out="reference", max_failures=5)
     store = extract(photos, executor="ray", max_failures=5)
     assert store.complete
-    assert digests("store") == digests("alone")
+    assert digests("store") == digests("reference")
     assert [failure["key"] for failure in store.failures] == ["cat/broken.png"]
     assert len(ray.actors) == 3
     assert ray.asked == {"num_cpus": 1, "num_gpus": 0.0}
@@ -155,11 +155,11 @@ def test_actors_give_the_same_datasets_and_load_the_backbone_once(
 @pytest.mark.slow
 def test_other_jobs_give_the_same_as_one_process(photos: Path, ray: MadeRay, job: str) -> None:
     (photos / "cat" / "000.png").write_bytes(b"no image")
-    distributed_jobs.run(job, photos, "alone", max_failures=5)
+    distributed_jobs.run(job, photos, "reference", max_failures=5)
     ray.die_at = {1: 1}
     assert distributed_jobs.run(job, photos, executor="ray", max_failures=5) == 0
     assert len(ray.actors) == 4
-    assert distributed_jobs.made(job) == distributed_jobs.made(job, "alone")
+    assert distributed_jobs.made(job) == distributed_jobs.made(job, "reference")
 
 
 def test_the_part_of_an_actor_that_dies_is_done_by_another(
@@ -183,7 +183,7 @@ def test_a_part_that_takes_its_actors_with_it_ends_the_run(photos: Path, ray: Ma
 def test_the_loss_of_the_head_ends_the_run_which_resumes_later(
     photos: Path, ray: MadeRay, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    extract(photos, out="alone")
+    extract(photos, out="reference")
     with socket.create_server(("127.0.0.1", 0)) as head:
         address = f"127.0.0.1:{head.getsockname()[1]}"
     context = SimpleNamespace(gcs_address=address)
@@ -195,7 +195,7 @@ def test_the_loss_of_the_head_ends_the_run_which_resumes_later(
         extract(photos, executor="ray")
     context.gcs_address = ""
     assert extract(photos, executor="ray").complete
-    assert digests("store") == digests("alone")
+    assert digests("store") == digests("reference")
 
 
 def test_an_exception_in_an_actor_names_its_part(
@@ -254,7 +254,7 @@ def test_actors_commit_into_a_bucket(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", "cache")
     (photos / "cat" / "broken.png").write_bytes(b"no image")
-    near = extract(photos, out="alone", max_failures=5)
+    near = extract(photos, out="reference", max_failures=5)
     ray.die_at = {1: 1}
     out = f"s3://{bucket}/run"
     far = extract(photos, out=out, executor="ray", max_failures=5)
@@ -289,13 +289,13 @@ ENVIRONMENT = {**with_path(TESTS), "OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENAB
 @pytest.mark.slow
 def test_two_real_actors_give_the_same_datasets(photos: Path) -> None:
     pytest.importorskip("ray")
-    extract(photos, out="alone")
+    extract(photos, out="reference")
     done = subprocess.run(
         command("executor.workers=2"), env=ENVIRONMENT, capture_output=True, text=True, timeout=500,
         check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert digests("store") == digests("alone")
+    assert digests("store") == digests("reference")
     assert temporary_files(Path("store")) == []
 
 
@@ -313,7 +313,7 @@ def actors_alive() -> list[int]:
 def test_killed_in_the_middle_the_datasets_are_the_same(photos: Path, victim: str) -> None:
     pytest.importorskip("ray")
     pause = {**MODEL, "args": {"pause_s": 0.7}}
-    extract(photos, out="alone", model=pause)
+    extract(photos, out="reference", model=pause)
     slow = command("executor.workers=2", "+model.args.pause_s=0.7")
     with subprocess.Popen(slow, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True) as process:
         deadline = time.monotonic() + 300
@@ -331,7 +331,7 @@ def test_killed_in_the_middle_the_datasets_are_the_same(photos: Path, victim: st
     else:
         assert all(ended(pid, 60) for pid in actors), "an actor lives on"
         subprocess.run(slow, env=ENVIRONMENT, timeout=500, check=True)
-    assert digests("store") == digests("alone")
+    assert digests("store") == digests("reference")
     assert temporary_files(Path("store")) == []
     assert not Path("store/workers").exists(), "job=status would tell of actors that are gone"
 
@@ -341,7 +341,7 @@ def test_in_a_bucket_kills_cost_nothing_and_two_drivers_are_safe(
     photos: Path, bucket: str, tmp_path: Path
 ) -> None:
     pytest.importorskip("ray")
-    near = extract(photos, out="alone", model={**MODEL, "args": {"pause_s": 2.0}})
+    near = extract(photos, out="reference", model={**MODEL, "args": {"pause_s": 2.0}})
     out = f"s3://{bucket}/run"
     slow = command("executor.workers=2", "+model.args.pause_s=2.0", f"out={out}")
     environment = {**os.environ, **ENVIRONMENT, "XDG_CACHE_HOME": str(tmp_path / "cache")}
@@ -381,7 +381,7 @@ def test_in_a_bucket_kills_cost_nothing_and_two_drivers_are_safe(
 def test_a_node_that_is_lost_costs_the_part_of_its_actor_only(photos: Path) -> None:
     """Two machines of one CPU each, as raylets of their own; the driver's has none."""
     cluster_utils = pytest.importorskip("ray.cluster_utils")
-    extract(photos, out="alone")
+    extract(photos, out="reference")
     cluster = cluster_utils.Cluster(
         initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False}
     )
@@ -403,6 +403,6 @@ def test_a_node_that_is_lost_costs_the_part_of_its_actor_only(photos: Path) -> N
     assert process.returncode == 0, output
     # Where the machine is slow its actor may not have had a part yet.
     assert len(re.findall(r"an actor died in (part \d+ \(rows|no part)", output)) == 1, output
-    assert digests("store") == digests("alone")
+    assert digests("store") == digests("reference")
     assert temporary_files(Path("store")) == []
     assert not Path("store/workers").exists()

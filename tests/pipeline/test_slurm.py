@@ -123,7 +123,7 @@ def test_tasks_get_neighbouring_parts_and_give_the_same_datasets(
 ) -> None:
     checked: list[str | None] = []
     (photos / "cat" / "broken.png").write_bytes(b"no image")
-    extract(photos, out="alone", max_failures=5)
+    extract(photos, out="reference", max_failures=5)
     monkeypatch.setattr("shutil.which", lambda name: "/usr/bin/srun")
     monkeypatch.setattr(slurm, "check_partition", checked.append)
     monkeypatch.setattr(slurm_array, "SlurmQueue", lambda report: None)  # its jobs know themselves
@@ -133,7 +133,7 @@ def test_tasks_get_neighbouring_parts_and_give_the_same_datasets(
     }  # fmt: skip
     store = extract(photos, executor=keys, max_failures=5)
     assert store.complete
-    assert digests("store") == digests("alone")
+    assert digests("store") == digests("reference")
     assert [failure["key"] for failure in store.failures] == ["cat/broken.png"]
     assert [[part.index for part in task._parts] for task in cluster.tasks] == [
         [0, 1],
@@ -155,12 +155,12 @@ def test_tasks_get_neighbouring_parts_and_give_the_same_datasets(
 @pytest.mark.slow
 def test_other_jobs_give_the_same_as_one_process(photos: Path, cluster: Any, job: str) -> None:
     (photos / "cat" / "000.png").write_bytes(b"no image")
-    distributed_jobs.run(job, photos, "alone", max_failures=5)
+    distributed_jobs.run(job, photos, "reference", max_failures=5)
     cluster.lose = 1
     keys = {"executor": {**LOCAL, "workers": 2}, "max_failures": 5}
     assert distributed_jobs.run(job, photos, **keys) == 0
     assert len(cluster.tasks) == 4
-    assert distributed_jobs.made(job) == distributed_jobs.made(job, "alone")
+    assert distributed_jobs.made(job) == distributed_jobs.made(job, "reference")
     assert distributed_jobs.run(job, photos, **keys) == 0
     assert len(cluster.tasks) == 4, "what was whole was submitted again"
 
@@ -388,7 +388,7 @@ def test_tasks_commit_into_a_bucket(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", "cache")
     (photos / "cat" / "broken.png").write_bytes(b"no image")
-    near = extract(photos, out="alone", max_failures=5)
+    near = extract(photos, out="reference", max_failures=5)
     cluster.lose = 1
     out = f"s3://{bucket}/run"
     keys = {**LOCAL, "workers": 2, "folder": "shared/jobs"}
@@ -487,7 +487,7 @@ def tasks_alive() -> list[int]:
 def test_preempted_or_stopped_the_datasets_are_the_same(
     photos: Path, signum: signal.Signals | None
 ) -> None:
-    extract(photos, out="alone", model={**MODEL, "args": {"pause_s": 0.5}})
+    extract(photos, out="reference", model={**MODEL, "args": {"pause_s": 0.5}})
     environment = {**with_path(TESTS), "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(command(), env=environment)
     wait_for(lambda: list(Path("store/parts").glob("part-*.h5")), process)
@@ -504,7 +504,7 @@ def test_preempted_or_stopped_the_datasets_are_the_same(
             time.sleep(0.1)
         code = subprocess.run(command(), env=environment, timeout=300, check=False).returncode
     assert code == 0
-    assert digests("store") == digests("alone")
+    assert digests("store") == digests("reference")
     assert temporary_files(Path("store")) == []
 
 
@@ -513,7 +513,7 @@ def test_preempted_or_stopped_the_datasets_are_the_same(
 def test_killed_in_a_bucket_nothing_is_lost(
     photos: Path, bucket: str, tmp_path: Path, victim: str
 ) -> None:
-    near = extract(photos, out="alone", model={**MODEL, "args": {"pause_s": 0.5}})
+    near = extract(photos, out="reference", model={**MODEL, "args": {"pause_s": 0.5}})
     out = f"s3://{bucket}/run"
     cache = str(tmp_path / "cache")
     environment = {**with_path(TESTS), "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": cache}

@@ -100,7 +100,7 @@ def test_a_second_host_is_refused_sees_the_truth_and_resumes_when_the_first_is_l
     photos: Path,
 ) -> None:
     write_images(photos, 240)
-    extract(photos, out="alone")
+    extract(photos, out="reference")
     with running_on("node-a", *RUN) as first:
         wait_until(lambda: len(parts()) >= 1, first)
         os.kill(driver_of(first), signal.SIGSTOP)  # so that it is not done before all was looked at
@@ -129,7 +129,9 @@ def test_a_second_host_is_refused_sees_the_truth_and_resumes_when_the_first_is_l
     assert resumed.returncode == 0, resumed.stderr
     assert f"{4 * there} of 240 rows are there already" in resumed.stderr
     assert not Path("store/workers").exists(), "node-a's processes are listed for ever"
-    assert dataset_digests(Path("store/features.h5")) == dataset_digests(Path("alone/features.h5"))
+    assert dataset_digests(Path("store/features.h5")) == dataset_digests(
+        Path("reference/features.h5")
+    )
     assert temporary_files(Path("store")) == []
 
 

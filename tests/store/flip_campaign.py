@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from flipping import ADDRESS_SPACE, SECONDS, attempt
+from byte_flips import ADDRESS_SPACE, SECONDS, attempt
 from made_store import MadeRun, make_added, make_run
 
 import featx

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-import flipping
+import byte_flips
 import h5py
 import pytest
 
@@ -20,7 +20,7 @@ SIGNATURE = b"GCOL"
 
 @pytest.fixture(params=[False, True], ids=["part", "packed"])
 def file(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    root = flipping.flipped_run("none").finish(tmp_path / "store", packed=request.param)
+    root = byte_flips.flipped_run("none").finish(tmp_path / "store", packed=request.param)
     return root / (layout.PACKED if request.param else f"parts/{layout.part_name(1)}")
 
 
@@ -38,7 +38,7 @@ def test_every_heap_of_a_file_has_a_checksum(file: Path) -> None:
 
 
 def test_long_texts_fill_several_heaps(tmp_path: Path) -> None:
-    run = flipping.flipped_run("none")
+    run = byte_flips.flipped_run("none")
     run = replace(run, header=replace(run.header, config="x: 1\n" * 4000))
     path = run.identified().finish(tmp_path / "store", packed=True) / layout.PACKED
     assert sum(size for _, size in heaps(path)) > 20_000
@@ -71,4 +71,4 @@ def test_files_of_early_runs_have_no_such_checksum(file: Path) -> None:
     with h5py.File(file, "r+") as opened:
         del opened.attrs[layout.TEXT_CHECKSUMS]
     with open_hdf5(file) as opened:
-        assert opened.attrs["model"] == flipping.flipped_run("none").header.model
+        assert opened.attrs["model"] == byte_flips.flipped_run("none").header.model

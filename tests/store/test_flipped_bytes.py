@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import flipping
+import byte_flips
 import h5py
 import numpy as np
 import pytest
@@ -47,7 +47,7 @@ def flip_all(
     while len(answers) < len(flips):
         rest = flips[len(answers) :]
         done = subprocess.run(
-            [sys.executable, flipping.__file__, str(pristine), target, codec],
+            [sys.executable, byte_flips.__file__, str(pristine), target, codec],
             input="".join(f"{offset} {mask}\n" for offset, mask in rest),
             capture_output=True,
             text=True,
@@ -86,7 +86,7 @@ def verdict(answer: dict[str, Any], is_data: bool) -> str | None:
 
 
 def make_pristine(tmp_path: Path, target: str, codec: str) -> Path:
-    run = flipping.flipped_run(codec)
+    run = byte_flips.flipped_run(codec)
     packed = target == "features.h5"
     return run.finish(tmp_path / "pristine", packed=packed)
 

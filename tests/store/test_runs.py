@@ -187,7 +187,7 @@ def test_rows_show_as_they_come(first: MadeRun, tmp_path: Path, packed: bool) ->
 
 
 STORIES = list(itertools.permutations(["layers", "rows", "more rows"]))
-TOLD = [
+TESTED_STORIES = [
     *STORIES[1:4],
     *(pytest.param(story, marks=pytest.mark.slow) for story in STORIES[:1] + STORIES[4:]),
 ]
@@ -203,7 +203,7 @@ TOLD = [
         pytest.param("always", False, marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.parametrize("story", TOLD, ids="-".join)
+@pytest.mark.parametrize("story", TESTED_STORIES, ids="-".join)
 def test_rows_and_layers_in_any_order_equal_one_go(
     tmp_path: Path, story: tuple[str, ...], packing: str, kill: bool
 ) -> None:

@@ -50,7 +50,7 @@ def own() -> nn.Module:
 
 
 KEYS: dict[str, Any] = {
-    "model": {**MODEL, "factory": "test_given_back:own", "weights": "default"},
+    "model": {**MODEL, "factory": "test_module_restoration:own", "weights": "default"},
     "layers": ["conv", "bn", "frozen", "head"],
 }
 

@@ -1,7 +1,8 @@
 """Flips bytes of a store, one at a time, and says what reading, checking and resuming make of it.
 
 Run as a process of its own, because HDF5 may take the process down with it:
-`python flipping.py PRISTINE TARGET` reads lines "offset mask" and answers each with a line of JSON.
+`python byte_flips.py PRISTINE TARGET` reads lines "offset mask" and answers each with a line of
+JSON.
 """
 
 from __future__ import annotations

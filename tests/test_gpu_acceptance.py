@@ -53,7 +53,7 @@ def test_a_step_that_fails_or_has_no_time_leaves_its_line(
     monkeypatch.setenv("PYTHONPATH", "")
     (tmp_path / "work").mkdir()
     (tmp_path / "work" / "odd").write_text("no folder")
-    code, lines, tables = accept(tmp_path, "correctness", "--only", "odd-files", "little-memory")
+    code, lines, tables = accept(tmp_path, "correctness", "--only", "odd-files", "low-memory")
     assert code == 1
     assert [line["state"] for line in lines] == ["failed", "done"]
     assert "- odd-files: failed" in tables

@@ -75,9 +75,9 @@ def against_the_cpu(settings: Settings) -> Mapping[str, Any]:
     rows, wrong = [], []
     for model in _models(settings):
         options = ("precision=fp32", "dtype=float32", "data.limit=64")
-        there = _extract(settings, f"device-{model}", model, *options)
-        here = _extract(settings, f"cpu-{model}", model, *options, "device=cpu")
-        a, b = (featx_module.open(str(path))["embedding"][:] for path in (there, here))
+        on_device = _extract(settings, f"device-{model}", model, *options)
+        on_cpu = _extract(settings, f"cpu-{model}", model, *options, "device=cpu")
+        a, b = (featx_module.open(str(path))["embedding"][:] for path in (on_device, on_cpu))
         error = float(np.abs(a - b).max() / np.abs(b).max())
         rows.append({"model": model, "relative difference": error})
         if not error < 1e-4:
@@ -204,7 +204,7 @@ def odd_files(settings: Settings) -> Mapping[str, Any]:
     return {"rows": [row], "wrong": wrong, "goals": goals}
 
 
-def little_memory(settings: Settings) -> Mapping[str, Any]:
+def low_memory(settings: Settings) -> Mapping[str, Any]:
     """A device with 4 GiB free: the batch is halved until it fits, and the run ends well."""
     if settings.dry_run:
         return {"rows": [{"free": "not tried on a CPU"}]}
@@ -212,7 +212,7 @@ def little_memory(settings: Settings) -> Mapping[str, Any]:
 
     free = torch.cuda.mem_get_info()[0]
     kept = torch.empty(max(0, free - 4 * 2**30), dtype=torch.uint8, device=settings.device)
-    out = _extract(settings, "little-memory", "vit_b_16", "precision=fp32", "data.limit=256")
+    out = _extract(settings, "low-memory", "vit_b_16", "precision=fp32", "data.limit=256")
     manifest = (out / "featx.json").read_text()
     size = int(re.findall(r'"batch_size": ?(\d+)', manifest)[0])
     del kept
@@ -262,6 +262,6 @@ STEPS = (
     Step("equal-bytes", 120, equal_bytes),
     Step("kills-and-resumes", 150, kills_and_resumes),
     Step("odd-files", 60, odd_files),
-    Step("little-memory", 60, little_memory),
+    Step("low-memory", 60, low_memory),
     Step("reads-tf32", 40, reads_tf32),
 )

@@ -47,7 +47,7 @@ GOALS = {
 
 
 SHARES_TRIED = (4, 8, 12, 16)
-"""Sixteenths of the images that the GPU decodes, beside the share that featx chooses."""
+"""Sixteenths of the images that the GPU decodes, besides the share that featx chooses."""
 
 
 def decoding(settings: Settings) -> Mapping[str, Any]:
@@ -102,7 +102,7 @@ def decoding(settings: Settings) -> Mapping[str, Any]:
 
 
 def _rate(source: Source, listing: Listing, decode: DecodeSettings, device: torch.device) -> float:
-    """Images/s of a loader whose batches nobody computes."""
+    """Images/s of a loader whose batches are not used."""
     from featx.images import Loader
     from featx.types import Part
 
@@ -118,7 +118,7 @@ def runs(settings: Settings) -> Mapping[str, Any]:
     goals: dict[str, bool] = {}
     for name, (count, options) in (DRY_JOBS if settings.dry_run else JOBS).items():
         rates: dict[str, float] = {}
-        for how, given in _ways(settings).items():
+        for how, given in _variants(settings).items():
             try:
                 rates[how] = _run(settings, rows, name, how, count, (*options, *given))
             except RuntimeError as error:
@@ -132,9 +132,12 @@ def runs(settings: Settings) -> Mapping[str, Any]:
     return {"rows": rows, "goals": goals}
 
 
-def _ways(settings: Settings) -> dict[str, tuple[str, ...]]:
-    ways = {"one process": ("decode=fast",), "two processes": ("decode=fast", "executor.workers=2")}
-    return ways if settings.dry_run else {**ways, "decode=gpu": ("decode=gpu",)}
+def _variants(settings: Settings) -> dict[str, tuple[str, ...]]:
+    variants = {
+        "one process": ("decode=fast",),
+        "two processes": ("decode=fast", "executor.workers=2"),
+    }
+    return variants if settings.dry_run else {**variants, "decode=gpu": ("decode=gpu",)}
 
 
 def _run(
@@ -187,8 +190,8 @@ def _device_use(settings: Settings) -> Iterator[list[float]]:
             yield found
         finally:
             sampler.terminate()
-            said, _ = sampler.communicate()
-            samples = [float(line) for line in said.split() if line.strip().isdigit()]
+            printed, _ = sampler.communicate()
+            samples = [float(line) for line in printed.split() if line.strip().isdigit()]
             busy = [sample for sample in samples if sample > 0]  # start and end of the command
             found.append(sum(busy) / len(busy) if busy else 0.0)
 

@@ -1,4 +1,4 @@
-"""Command `model`: forward passes alone, with images on the device, beside what the GPU can do."""
+"""Command `model`: forward passes alone, with images on the device, and the roofline of the GPU."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ SECONDS = 1.5
 """Seconds of each timed round."""
 
 
-def roof(settings: Settings) -> Mapping[str, Any]:
-    """What the device reaches: a large matrix product, and a copy in its memory."""
+def roofline(settings: Settings) -> Mapping[str, Any]:
+    """Roofline of the device: a large matrix product, and a copy in its memory."""
     n = 512 if settings.dry_run else 8192
     rows = []
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
@@ -122,7 +122,7 @@ def batch_sizes(settings: Settings) -> Mapping[str, Any]:
     return {"rows": rows}
 
 
-def prices(settings: Settings) -> Mapping[str, Any]:
+def other_settings(settings: Settings) -> Mapping[str, Any]:
     """Images/s of the engine with settings that featx leaves off, or chooses by values only."""
     cudnn: Any = torch.backends.cudnn
     matmul: Any = torch.backends.cuda.matmul
@@ -294,10 +294,10 @@ def _wait(settings: Settings) -> None:
 
 
 STEPS = (
-    Step("roof", 60, roof),
+    Step("roofline", 60, roofline),
     Step("models", 300, models),
     Step("batch-sizes", 90, batch_sizes),
     Step("profile", 50, profile),
-    Step("prices", 60, prices),
+    Step("other-settings", 60, other_settings),
     Step("compiled", 120, compiled),
 )

@@ -118,9 +118,9 @@ def _in_process(command: str, step: Step, settings: Settings, limit_s: float) ->
             process.wait()
             return {"state": "too long", "error": f"stopped after {limit_s:.0f} s"}
     result = settings.out / f"{step.name}.json"
-    said = log.read_text(errors="replace")
+    printed = log.read_text(errors="replace")
     if code or not result.exists():
-        return {"state": "failed", "error": "\n".join(said.splitlines()[-12:])}
+        return {"state": "failed", "error": "\n".join(printed.splitlines()[-12:])}
     figures = json.loads(result.read_text())
     result.unlink()
     log.unlink()  # few files may be brought back; those of failed steps are kept
@@ -144,16 +144,16 @@ def machine() -> dict[str, Any]:
     """Describe the machine: GPU, clocks, power limit, CPUs, memory and versions."""
     query = "name,driver_version,memory.total,power.limit,clocks.max.sm,clocks.sm"
     return {
-        "gpu": _said("nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"),
+        "gpu": _output_of("nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"),
         "cpus": os.cpu_count(),
         "memory_gib": round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30),
         "python": platform.python_version(),
-        "commit": _said("git", "-C", str(REPOSITORY), "rev-parse", "--short", "HEAD"),
+        "commit": _output_of("git", "-C", str(REPOSITORY), "rev-parse", "--short", "HEAD"),
         **{name: _version(name) for name in ("torch", "torchvision", "timm", "pillow", "h5py")},
     }
 
 
-def _said(*command: str) -> str:
+def _output_of(*command: str) -> str:
     """Output of a command; '' if it does not exist or fails."""
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
@@ -195,7 +195,7 @@ def featx(
 
 
 def write_tables(settings: Settings) -> None:
-    """Write gpu.md from gpu.jsonl: what is wrong, missed goals, and the figures of each step."""
+    """Write gpu.md from gpu.jsonl: wrong values, missed goals, and the figures of each step."""
     lines = [json.loads(line) for line in (settings.out / "gpu.jsonl").read_text().splitlines()]
     parts = ["# Acceptance on a GPU", ""]
     if settings.dry_run:
@@ -216,7 +216,7 @@ def write_tables(settings: Settings) -> None:
 
 
 def _problems(line: Mapping[str, Any]) -> list[str]:
-    """What is wrong in a step, and which of its goals were missed."""
+    """Errors, wrong values and missed goals of a step."""
     figures = line.get("figures", {})
     goals = [f"missed: {text}" for text, reached in figures.get("goals", {}).items() if not reached]
     state = [] if line["state"] == "done" else [f"{line['state']}: {line.get('error', '')}"]

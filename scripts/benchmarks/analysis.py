@@ -1,4 +1,4 @@
-"""What is made of features: heads that are fitted, and nearest rows."""
+"""Analysis of features: linear probes, and nearest neighbours."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def probe(arguments: argparse.Namespace) -> None:
 
     from featx.analysis.probe.logistic_regression import TOLERANCE, fit_logistic
 
-    x, y = positions_of(arguments) if arguments.store else made_problem(arguments)
+    x, y = read_positions(arguments) if arguments.store else make_problem(arguments)
     num_rows, num_classes = len(x) * 5 // 6, int(y.max()) + 1
     fitted, tested = slice(0, num_rows), slice(num_rows, len(x))
     mean, scale = x[fitted].mean(0), x[fitted].std(0)
@@ -45,15 +45,15 @@ def probe(arguments: argparse.Namespace) -> None:
         print(f"  scikit-learn: {int(fit.n_iter_.max())} iterations")
         return fit.predict(x[tested])
 
-    found: dict[str, list[float]] = {"featx": [], "scikit-learn": []}
+    seconds: dict[str, list[float]] = {"featx": [], "scikit-learn": []}
     for _ in range(arguments.runs):
-        for name, work in (("featx", by_featx), ("scikit-learn", by_sklearn)):
-            begun = time.perf_counter()
-            predicted = work()
-            found[name].append(time.perf_counter() - begun)
-            right = float((predicted == y[tested]).mean())
-            print(f"  {name}: {found[name][-1]:.1f} s, accuracy {right:.4f}", flush=True)
-    ratios = [b / a for a, b in zip(*found.values(), strict=True)]
+        for name, predict in (("featx", by_featx), ("scikit-learn", by_sklearn)):
+            started_at = time.perf_counter()
+            predicted = predict()
+            seconds[name].append(time.perf_counter() - started_at)
+            accuracy = float((predicted == y[tested]).mean())
+            print(f"  {name}: {seconds[name][-1]:.1f} s, accuracy {accuracy:.4f}", flush=True)
+    ratios = [b / a for a, b in zip(*seconds.values(), strict=True)]
     print(
         f"{num_rows} x {x.shape[1]}, {num_classes} classes, l2 "
         f"{arguments.l2:g}: scikit-learn takes {statistics.median(ratios):.2f} times as long "
@@ -61,8 +61,8 @@ def probe(arguments: argparse.Namespace) -> None:
     )
 
 
-def made_problem(arguments: argparse.Namespace) -> tuple[np.ndarray, np.ndarray]:
-    """Made-up features and classes."""
+def make_problem(arguments: argparse.Namespace) -> tuple[np.ndarray, np.ndarray]:
+    """Synthetic features and classes."""
     rng = np.random.default_rng(0)
     total = arguments.rows + arguments.rows // 5
     y = rng.integers(0, arguments.classes, total)
@@ -78,7 +78,7 @@ def made_problem(arguments: argparse.Namespace) -> tuple[np.ndarray, np.ndarray]
     return x, y
 
 
-def positions_of(arguments: argparse.Namespace) -> tuple[np.ndarray, np.ndarray]:
+def read_positions(arguments: argparse.Namespace) -> tuple[np.ndarray, np.ndarray]:
     """Positions of the maps or tokens of a store in a random order, with the classes of their rows.
 
     The values of all layers at a position are joined; `reduce=align` gives layers the same grid.
@@ -105,10 +105,10 @@ def crops(arguments: argparse.Namespace) -> None:
     from PIL import Image
 
     rng = np.random.default_rng(0)
-    every = sorted(arguments.folder.rglob("*.jpg"))
+    paths = sorted(arguments.folder.rglob("*.jpg"))
     lines = ["path,x,y,width,height,label"]
-    for number, place in enumerate(np.linspace(0, len(every) - 1, 100).astype(int)):
-        with Image.open(every[place]) as image:
+    for number, index in enumerate(np.linspace(0, len(paths) - 1, 100).astype(int)):
+        with Image.open(paths[index]) as image:
             width, height = image.size
         boxes: list[str] = []
         while len(boxes) < arguments.boxes:
@@ -116,7 +116,7 @@ def crops(arguments: argparse.Namespace) -> None:
             left, top = rng.integers(width - side + 1), rng.integers(height - side + 1)
             if (box := f"{left},{top},{side},{side}") not in boxes:
                 boxes.append(box)
-        key = every[place].relative_to(arguments.folder)
+        key = paths[index].relative_to(arguments.folder)
         lines += [f"{key},{box},image{number:03d}" for box in boxes]
     arguments.table.write_text("\n".join(lines) + "\n", encoding="utf-8")
     print(f"{arguments.table}: {len(lines) - 1} boxes")
@@ -131,22 +131,22 @@ def nearest(arguments: argparse.Namespace) -> None:
         root = Path(name, "store")
         make_store(root, arguments.rows, (arguments.features,), clustered_rows)
         store = featx.open(root)
-        asked = np.random.default_rng(1).permutation(arguments.rows)[: arguments.queries]
-        seconds = exact_search(store, asked, arguments.runs)
-        making, searching = [], []
-        index = timed(
-            "making the index", making, lambda: RowIndex(store, "layer", arguments.recall)
+        queries = np.random.default_rng(1).permutation(arguments.rows)[: arguments.queries]
+        seconds = compare_exact_search(store, queries, arguments.runs)
+        build_s, search_s = [], []
+        index = measure(
+            "building the index", build_s, lambda: RowIndex(store, "layer", arguments.recall)
         )
-        timed("all rows by the index", searching, index.nearest_rows)
-        all_exact = statistics.median(seconds) * arguments.rows / len(asked)
+        measure("all rows by the index", search_s, index.nearest_rows)
+        all_exact = statistics.median(seconds) * arguments.rows / len(queries)
         print(
-            f"{index.recall:.2%} of the nearest rows by {index.num_probed_lists} of "
-            f"{index.num_lists} lists, in {making[0] + searching[0]:.0f} s of processor time; all "
-            f"exactly, reckoned from the rows above, {all_exact:.0f} s"
+            f"{index.recall:.2%} of the nearest rows by {index.num_probed_lists} of {index.num_lists} lists, "
+            f"in {build_s[0] + search_s[0]:.0f} s of processor time; all exactly, extrapolated "
+            f"from the rows above, {all_exact:.0f} s"
         )
 
 
-def exact_search(store: Any, asked: np.ndarray, runs: int) -> list[float]:
+def compare_exact_search(store: Any, queries: np.ndarray, runs: int) -> list[float]:
     """Exact search by featx and by faiss, in turn; seconds of processor time of featx's runs."""
     import faiss
     import torch
@@ -160,56 +160,62 @@ def exact_search(store: Any, asked: np.ndarray, runs: int) -> list[float]:
     flat = faiss.IndexFlatIP(matrix.shape[1])
     flat.add(matrix)
     exact = {
-        "featx": lambda: nearest_among(vectors, asked, 10).scores,
-        "faiss": lambda: flat.search(matrix[asked], 11)[0][:, 1:],
+        "featx": lambda: nearest_among(vectors, queries, 10).scores,
+        "faiss": lambda: flat.search(matrix[queries], 11)[0][:, 1:],
     }
     seconds: dict[str, list[float]] = {kind: [] for kind in exact}
     for _ in range(runs):
-        found = {kind: timed(kind, seconds[kind], work) for kind, work in exact.items()}
-        assert np.allclose(found["featx"], found["faiss"], atol=1e-5), "not the same rows"
+        scores = {kind: measure(kind, seconds[kind], search) for kind, search in exact.items()}
+        assert np.allclose(scores["featx"], scores["faiss"], atol=1e-5), "not the same rows"
     ratios = [b / a for a, b in zip(*seconds.values(), strict=True)]
     print(
-        f"{len(asked)} of {len(matrix)} rows of {matrix.shape[1]}, exactly: faiss takes "
+        f"{len(queries)} of {len(matrix)} rows of {matrix.shape[1]}, exactly: faiss takes "
         f"{statistics.median(ratios):.2f} times the processor time of featx "
         f"({min(ratios):.2f} to {max(ratios):.2f})"
     )
     return seconds["featx"]
 
 
-def timed(name: str, seconds: list[float], work: Callable[[], Any]) -> Any:
-    """What it returns; its processor time is added to `seconds`, both times are said."""
+def measure(name: str, seconds: list[float], function: Callable[[], Any]) -> Any:
+    """Call a function, print its times, and add its processor time to `seconds`."""
     wall, cpu = time.perf_counter(), time.process_time()
-    found = work()
+    value = function()
     seconds.append(time.process_time() - cpu)
     print(
         f"  {name}: {seconds[-1]:.1f} s of processor time, {time.perf_counter() - wall:.1f} s",
         flush=True,
     )
-    return found
+    return value
 
 
 def add_commands(add: Add) -> None:
-    """The commands of scripts/benchmark that are measured here."""
-    one = add("probe", probe)
-    one.add_argument("--rows", type=int, default=50_000, help="to fit on; a fifth more are tested")
-    one.add_argument("--features", type=int, default=2048)
-    one.add_argument("--classes", type=int, default=10)
-    one.add_argument("--signal", type=float, default=0.05, help="spread of the classes' centres")
-    one.add_argument("--l2", type=float, default=1e-3)
-    one.add_argument("--store", help="store whose positions are the rows, instead of made-up ones")
-    one.add_argument(
+    """Register the commands of this module."""
+    command = add("probe", probe)
+    command.add_argument(
+        "--rows", type=int, default=50_000, help="to fit on; a fifth more are tested"
+    )
+    command.add_argument("--features", type=int, default=2048)
+    command.add_argument("--classes", type=int, default=10)
+    command.add_argument(
+        "--signal", type=float, default=0.05, help="spread of the classes' centres"
+    )
+    command.add_argument("--l2", type=float, default=1e-3)
+    command.add_argument(
+        "--store", help="store whose positions are the rows, instead of synthetic ones"
+    )
+    command.add_argument(
         "--condition", type=float, default=1, help="ratio of the features' largest and smallest "
         "variance after a rotation; 1 for features that are not correlated",
     )  # fmt: skip
-    one.add_argument("--runs", type=int, default=1)
-    one = add("crops", crops)
-    one.add_argument("folder", type=Path, help="folder of JPEG images")
-    one.add_argument("table", type=Path, help="CSV file to write")
-    one.add_argument("--boxes", type=int, default=13, help="boxes of each image")
-    one = add("nearest", nearest)
-    one.add_argument("--rows", type=int, default=100_000)
-    one.add_argument("--features", type=int, default=512)
-    one.add_argument("--queries", type=int, default=4096, help="rows of the exact search")
-    one.add_argument("--recall", type=float, default=0.99)
-    one.add_argument("--runs", type=int, default=3)
-    one.add_argument("--folder", help="where the store lies")
+    command.add_argument("--runs", type=int, default=1)
+    command = add("crops", crops)
+    command.add_argument("folder", type=Path, help="folder of JPEG images")
+    command.add_argument("table", type=Path, help="CSV file to write")
+    command.add_argument("--boxes", type=int, default=13, help="boxes of each image")
+    command = add("nearest", nearest)
+    command.add_argument("--rows", type=int, default=100_000)
+    command.add_argument("--features", type=int, default=512)
+    command.add_argument("--queries", type=int, default=4096, help="rows of the exact search")
+    command.add_argument("--recall", type=float, default=0.99)
+    command.add_argument("--runs", type=int, default=3)
+    command.add_argument("--folder", help="where the store lies")

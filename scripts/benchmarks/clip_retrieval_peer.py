@@ -21,7 +21,7 @@ BATCH_SIZE, WORKERS = 256, 4
 
 
 class Reader(Dataset):
-    """Files by name: the picture for the model, and its path for the metadata."""
+    """Files by name: the image for the model, and its path for the metadata."""
 
     def __init__(self, folder: Path, transform: Any) -> None:
         self.paths = sorted(folder.rglob("*.jpg"))
@@ -41,32 +41,34 @@ class Reader(Dataset):
 def extract(
     module: torch.nn.Module, layer: str, transform: Any, folder: Path, out: Path
 ) -> tuple[float, np.ndarray]:
-    """Write the layer's features of all pictures.
+    """Write the features of a layer for all images.
 
     Returns:
-        seconds from the first picture to the last file, and the features (N, D) as written.
+        seconds from the first image to the last file, and the features (N, D) as written.
     """
-    found: list[torch.Tensor] = []
+    captured: list[torch.Tensor] = []
     handle = module.get_submodule(layer).register_forward_hook(
-        lambda module, args, output: found.append(output)
+        lambda module, args, output: captured.append(output)
     )
-    pictures = Reader(folder, transform)
+    images = Reader(folder, transform)
     with torch.no_grad():
         module(torch.zeros(32, 3, 224, 224))  # warm, as the other contenders are
-    found.clear()
-    begun = time.perf_counter()
+    captured.clear()
+    started_at = time.perf_counter()
     loader = DataLoader(
-        pictures, BATCH_SIZE, num_workers=WORKERS, multiprocessing_context="fork", prefetch_factor=2
+        images, BATCH_SIZE, num_workers=WORKERS, multiprocessing_context="fork", prefetch_factor=2
     )
     embeddings, names = [], []
     with torch.no_grad():
         for batch in loader:
             module(batch["image_tensor"])
-            embeddings.append(found.pop().cpu().numpy().reshape(len(batch["image_filename"]), -1))
+            embeddings.append(
+                captured.pop().cpu().numpy().reshape(len(batch["image_filename"]), -1)
+            )
             names += batch["image_filename"]
     rows = np.concatenate(embeddings).astype(np.float16)
     np.save(out / "img_emb_0.npy", rows)
     (out / "metadata_0.json").write_text(json.dumps(names))
-    seconds = time.perf_counter() - begun
+    seconds = time.perf_counter() - started_at
     handle.remove()
     return seconds, rows

@@ -8,7 +8,7 @@ import tempfile
 from pathlib import Path
 
 from benchmarks.commands import Add
-from benchmarks.random_weights import run_of
+from benchmarks.random_weights import make_config
 from featx.jobs.bench import contenders
 from featx.jobs.bench.photos import make_photos
 
@@ -20,13 +20,13 @@ def run(arguments: argparse.Namespace) -> None:
         make_photos(folder / "photos", arguments.images)
         rates: dict[str, list[float]] = {layer: [] for layer in arguments.layers}
         for number in range(arguments.runs):
-            for layer, found in rates.items():
-                config, text = run_of(arguments.model, layer, folder / "photos", reduce="avg")
-                place = folder / f"{number}-{layer}"
-                place.mkdir()
-                measured = contenders.in_new_process(contenders.run_featx, config, text, place)
-                found.append(measured.images_per_second)
-                print(f"  {layer}: {found[-1]:.1f} images/s", flush=True)
+            for layer, layer_rates in rates.items():
+                config, text = make_config(arguments.model, layer, folder / "photos", reduce="avg")
+                out = folder / f"{number}-{layer}"
+                out.mkdir()
+                measured = contenders.in_new_process(contenders.run_featx, config, text, out)
+                layer_rates.append(measured.images_per_second)
+                print(f"  {layer}: {layer_rates[-1]:.1f} images/s", flush=True)
     early, last = (rates[layer] for layer in arguments.layers)
     ratios = [a / b for a, b in zip(early, last, strict=True)]
     print(
@@ -37,9 +37,9 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def add_commands(add: Add) -> None:
-    """The command of scripts/benchmark that is measured here."""
-    one = add("depth", run)
-    one.add_argument("--model", default="resnet50", help="random weights")
-    one.add_argument("--layers", nargs=2, default=["layer1", "avgpool"], help="early, and last")
-    one.add_argument("--images", type=int, default=512)
-    one.add_argument("--runs", type=int, default=3)
+    """Register the command of this module."""
+    command = add("depth", run)
+    command.add_argument("--model", default="resnet50", help="random weights")
+    command.add_argument("--layers", nargs=2, default=["layer1", "avgpool"], help="early, and last")
+    command.add_argument("--images", type=int, default=512)
+    command.add_argument("--runs", type=int, default=3)

@@ -63,7 +63,7 @@ class Figure:
         return cls(case, metric)
 
     def speedup(self, before: float, after: float) -> float:
-        """How many times as good a value is as an earlier one."""
+        """Return how many times as good a value is as an earlier one."""
         better, worse = (after, before) if self.of.is_rate else (before, after)
         return better / worse if worse else 1.0
 
@@ -83,11 +83,11 @@ def print_figures(case: str, **values: float) -> None:
 
 def read_figures(printed: str) -> dict[Figure, float]:
     """Read the lines of JSON in what a command has printed; other lines are for people."""
-    found: dict[Figure, float] = {}
+    figures: dict[Figure, float] = {}
     for line in printed.splitlines():
         if line.startswith("{"):
             values: Mapping[str, object] = json.loads(line)
             for metric, value in values.items():
                 if metric in METRICS and isinstance(value, int | float):
-                    found[Figure(str(values["case"]), metric)] = float(value)
-    return found
+                    figures[Figure(str(values["case"]), metric)] = float(value)
+    return figures

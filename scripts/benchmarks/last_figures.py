@@ -1,9 +1,9 @@
 """The last recorded figures, with which a checkout is compared in a few minutes.
 
 A slower machine is no regression. So two reference speeds of the machine are measured in the same
-run, without featx, and a figure is compared as a multiple of the one that it depends on. Nor is
-another program one: what depends on the machine is measured in processor time, and runs on one CPU,
-where no thread waits for another.
+run, without featx, and a figure is compared as a multiple of the one that it depends on. Other
+programs are no regression either: what depends on the machine is measured in processor time on one
+CPU, where no thread waits for another.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def check(path: Path, record: bool = False, measured: Callable[[], Measured] | N
 
 
 def measure() -> Measured:
-    """Measure reference speeds of the machine, the best of all turns, and figures in turns."""
+    """Measure reference speeds of the machine, the best of all rounds, and figures in turn."""
     best: dict[str, float] = {}
     figures: dict[str, float] = {}
 
@@ -146,18 +146,18 @@ def measure() -> Measured:
             take_references()
             figures |= _command_figures(command, *options, cwd=Path(name))
         take_references()
-        figures |= _time_of_an_image(Path(name))
+        figures |= _measure_image(Path(name))
         take_references()
     return best, figures
 
 
 def python_speed() -> float:
     """Millions of steps of a loop of plain Python per second of processor time."""
-    steps, found = 300_000, {}
-    begun = time.process_time()
+    steps, values = 300_000, {}
+    started_at = time.process_time()
     for i in range(steps):
-        found[str(i % 1000)] = [i, i + 1]
-    return steps / (time.process_time() - begun) / 1e6
+        values[str(i % 1000)] = [i, i + 1]
+    return steps / (time.process_time() - started_at) / 1e6
 
 
 def torch_speed() -> float:
@@ -167,21 +167,23 @@ def torch_speed() -> float:
     torch.set_num_threads(1)
     a, b = torch.randn(1024, 1024), torch.randn(1024, 1024)
     torch.mm(a, b)
-    begun = time.process_time()
+    started_at = time.process_time()
     for _ in range(10):
         torch.mm(a, b)
-    return 10 * 2 * 1024**3 / (time.process_time() - begun) / 1e9
+    return 10 * 2 * 1024**3 / (time.process_time() - started_at) / 1e9
 
 
 def _command_figures(command: str, *options: str, cwd: Path) -> dict[str, float]:
     """Figures of a command of scripts/benchmark of this checkout."""
     script = str(REPOSITORY / "scripts" / "benchmark")
-    on_one_cpu = command != "read"  # whose ways are compared with each other
-    found = read_figures(_output([sys.executable, script, command, *options], cwd, on_one_cpu))
-    return {figure.name: value for figure, value in found.items() if figure.metric not in _LEFT_OUT}
+    on_one_cpu = command != "read"  # it compares readers with each other
+    figures = read_figures(_output([sys.executable, script, command, *options], cwd, on_one_cpu))
+    return {
+        figure.name: value for figure, value in figures.items() if figure.metric not in _LEFT_OUT
+    }
 
 
-def _time_of_an_image(folder: Path) -> dict[str, float]:
+def _measure_image(folder: Path) -> dict[str, float]:
     """Processor time of an image on one CPU, from file to store, with random weights."""
     model, precision = MODEL
     make_photos(folder / "photos", _MANY)

@@ -1,4 +1,4 @@
-"""Images per second that the loader hands over, with its own work alone and with real decoding."""
+"""Images per second that the loader hands over, without decoding and with it."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from featx.sources import FolderSource
 from featx.types import Listing, Part, Source
 
 PIXELS = np.zeros((256, 256, 3), np.uint8)
-"""What takes the place of a decoded image."""
+"""Array that replaces a decoded image."""
 
 CROP = torch.zeros((3, 224, 224), dtype=torch.uint8)
-"""What takes the place of a resized and cropped image."""
+"""Tensor that replaces a resized and cropped image."""
 
 
 @dataclass(frozen=True)
 class LoaderRate:
-    """What the loader hands over.
+    """Speed of the loader.
 
     Attributes:
         images_per_second: images handed over per second, by all threads.
@@ -68,7 +68,7 @@ class NoResize(Preprocess):
 
 
 def _no_pixels(*arguments: object) -> np.ndarray:
-    """Takes the place of `decode_array`; a Mock would take longer than the loader."""
+    """Replaces `decode_array`; a Mock would take longer than the loader."""
     return PIXELS
 
 
@@ -98,15 +98,15 @@ def measure(
         Part(number, start % num_rows, min(start % num_rows + step, num_rows))
         for number, start in enumerate(range(0, num_images, step))
     ]
-    nothing = "featx.images.fault_tolerant_decode.decode_array"
-    replaced = mock.patch(nothing, _no_pixels) if is_empty else contextlib.nullcontext()
+    target = "featx.images.fault_tolerant_decode.decode_array"
+    replaced = mock.patch(target, _no_pixels) if is_empty else contextlib.nullcontext()
     with replaced, Loader(source, listing, settings, batch_size) as loader:
         num_loaded = 0
-        begun, processor = time.perf_counter(), time.process_time()
+        started_at, processor = time.perf_counter(), time.process_time()
         for _, batch in loader.batches(parts):
             num_loaded += batch.count
-        took, processor = time.perf_counter() - begun, time.process_time() - processor
-    return LoaderRate(num_loaded / took, 1e6 * processor / num_loaded)
+        seconds, processor = time.perf_counter() - started_at, time.process_time() - processor
+    return LoaderRate(num_loaded / seconds, 1e6 * processor / num_loaded)
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -120,22 +120,22 @@ def run(arguments: argparse.Namespace) -> None:
         photos = FolderSource(folder)
         measure(photos, arguments.photos, arguments.batch_size, False)  # files, threads, kernels
         for _ in range(arguments.runs):
-            nothing = NoFiles(arguments.images)
-            empty.append(measure(nothing, arguments.images, arguments.batch_size, True))
+            no_files = NoFiles(arguments.images)
+            empty.append(measure(no_files, arguments.images, arguments.batch_size, True))
             real.append(measure(photos, 4 * arguments.photos, arguments.batch_size, False))
     for label, rates in (("nothing decoded", empty), (f"{arguments.photos} JPEGs", real)):
-        middle = LoaderRate(
+        median = LoaderRate(
             statistics.median(rate.images_per_second for rate in rates),
             statistics.median(rate.microseconds for rate in rates),
         )
         fastest = max(rate.images_per_second for rate in rates)
         print(
-            f"{label:16} {middle.images_per_second:8.0f} images/s (fastest {fastest:.0f}), "
-            f"{middle.microseconds:7.1f} us of processor time per image, "
-            f"{1e6 / middle.microseconds:.0f} images/s and core"
+            f"{label:16} {median.images_per_second:8.0f} images/s (fastest {fastest:.0f}), "
+            f"{median.microseconds:7.1f} us of processor time per image, "
+            f"{1e6 / median.microseconds:.0f} images/s and core"
         )
         if arguments.json:
-            print(json.dumps({"case": label, **asdict(middle)}))
+            print(json.dumps({"case": label, **asdict(median)}))
 
 
 def add_commands(add: Add) -> None:

@@ -24,11 +24,11 @@ BUCKET = "measured"
 
 
 @contextlib.contextmanager
-def served(log: Path) -> Iterator[None]:
-    """moto's server with an empty bucket, which the environment leads to as long as this runs."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+def run_s3_server(log: Path) -> Iterator[None]:
+    """Run moto's server with an empty bucket, and let the environment variables of AWS name it."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
     url = f"http://127.0.0.1:{port}"
     os.environ |= {
         "AWS_ACCESS_KEY_ID": "id", "AWS_SECRET_ACCESS_KEY": "word",
@@ -36,7 +36,7 @@ def served(log: Path) -> Iterator[None]:
     }  # fmt: skip
     with log.open("wb") as output:
         command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
-        running = subprocess.Popen(command, stdout=output, stderr=output)
+        server = subprocess.Popen(command, stdout=output, stderr=output)
         try:
             for _ in range(300):
                 with contextlib.suppress(urllib.error.URLError):
@@ -48,51 +48,57 @@ def served(log: Path) -> Iterator[None]:
             s3_client.request("create_bucket", Bucket=BUCKET)
             yield
         finally:
-            running.terminate()
-            running.wait(30)
+            server.terminate()
+            server.wait(30)
 
 
 def bucket(arguments: argparse.Namespace) -> None:
-    """Seconds of a resume that finds all parts: looked at one by one, and fetched ahead."""
+    """Seconds of a resume that finds all parts: read one by one, and read ahead."""
     from featx.storage import s3_client, s3_file
     from featx.storage.s3_path import parse_path
     from featx.store.session import StoreSession
 
     ahead, request = s3_file._NUM_PREFETCHED_FILES, s3_client.request
     run, listing = make_run(arguments.parts * 64, (1280,), part_rows=64)
-    with tempfile.TemporaryDirectory() as name, served(Path(name) / "log"):
+    with tempfile.TemporaryDirectory() as name, run_s3_server(Path(name) / "log"):
         root = parse_path(f"s3://{BUCKET}/run")
         with (session := StoreSession(root, run, listing)).hold():
             write_parts(session)
         for wait_ms in arguments.wait_ms:
-            made: list[str] = []
+            operations: list[str] = []
 
-            def asked(
-                operation: str, _made: list[str] = made, _s: float = wait_ms / 1000, **rest: Any
+            def counted_request(
+                operation: str,
+                _operations: list[str] = operations,
+                _wait_s: float = wait_ms / 1000,
+                **rest: Any,
             ) -> dict[str, Any]:
-                _made.append(operation)
-                time.sleep(_s)
+                _operations.append(operation)
+                time.sleep(_wait_s)
                 return request(operation, **rest)
 
-            s3_client.request = asked
-            took: dict[int, list[float]] = {1: [], ahead: []}
+            s3_client.request = counted_request
+            seconds_of: dict[int, list[float]] = {1: [], ahead: []}
             for _ in range(arguments.runs):
-                for s3_file._NUM_PREFETCHED_FILES, seconds in took.items():
-                    made.clear()
-                    begun = time.perf_counter()
+                for s3_file._NUM_PREFETCHED_FILES, seconds in seconds_of.items():
+                    operations.clear()
+                    started_at = time.perf_counter()
                     with (session := StoreSession(root, run, listing)).hold():
                         assert session.whole
-                    seconds.append(time.perf_counter() - begun)
-            print(f"{arguments.parts} parts, {len(made)} requests of {wait_ms:g} ms and moto's own")
-            for files, seconds in took.items():
-                middle = statistics.median(seconds)
+                    seconds.append(time.perf_counter() - started_at)
+            requests = f"{len(operations)} requests of {wait_ms:g} ms and moto's own"
+            print(f"{arguments.parts} parts, {requests}")
+            for files, seconds in seconds_of.items():
+                median = statistics.median(seconds)
                 text = "one by one" if files == 1 else f"{files} files ahead"
-                print(f"  {text:15} {middle:6.2f} s ({min(seconds):.2f} to {max(seconds):.2f})")
+                print(f"  {text:15} {median:6.2f} s ({min(seconds):.2f} to {max(seconds):.2f})")
 
 
 def add_commands(add: Add) -> None:
-    """The command of scripts/benchmark that is measured here."""
-    one = add("bucket", bucket)
-    one.add_argument("--parts", type=int, default=500, help="of 64 rows of 1280 float16")
-    one.add_argument("--wait-ms", nargs="+", type=float, default=[0, 30], help="for each request")
-    one.add_argument("--runs", type=int, default=3)
+    """Register the command of this module."""
+    command = add("bucket", bucket)
+    command.add_argument("--parts", type=int, default=500, help="of 64 rows of 1280 float16")
+    command.add_argument(
+        "--wait-ms", nargs="+", type=float, default=[0, 30], help="for each request"
+    )
+    command.add_argument("--runs", type=int, default=3)

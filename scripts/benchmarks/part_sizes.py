@@ -1,4 +1,4 @@
-"""Parts by their size and number: what a commit takes, and a store of very many parts."""
+"""Parts by their size and number: the cost of a commit, and a store of very many parts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import numpy as np
 from benchmarks.commands import COMMAND, Add
 from benchmarks.process_memory import peak_mib, reset_peak
 from benchmarks.reading import forget_pages
-from benchmarks.synthetic_stores import made_rows, make_run
+from benchmarks.synthetic_stores import make_run, synthetic_rows
 
 SHAPE = (197, 768)
 """Tokens of an image, as a ViT-B of 224 pixels gives them, and their numbers."""
@@ -28,7 +28,8 @@ BATCH = 32
 
 
 @contextlib.contextmanager
-def made_folder(arguments: argparse.Namespace) -> Iterator[Path]:
+def temporary_folder(arguments: argparse.Namespace) -> Iterator[Path]:
+    """Make a folder, and remove it at the end of the block."""
     folder = Path(tempfile.mkdtemp(prefix="featx-parts-", dir=arguments.folder))
     try:
         yield folder
@@ -37,16 +38,16 @@ def made_folder(arguments: argparse.Namespace) -> Iterator[Path]:
 
 
 def commit_one(folder: Path, mib: int, codec: str) -> None:
-    """Print JSON of what one part of about so many MiB takes, from its first row to its name."""
+    """Print the figures of a part of about `mib` MiB as JSON, from its first row to its commit."""
     from featx.store.layout import power_of_two_at_least
     from featx.store.session import StoreSession
 
     num_rows = max(1, (mib << 20) // (2 * SHAPE[0] * SHAPE[1]))
     run, listing = make_run(num_rows, SHAPE, power_of_two_at_least(num_rows), codec)
-    batch = next(iter(made_rows(num_rows, SHAPE)))[:BATCH]
+    batch = next(iter(synthetic_rows(num_rows, SHAPE)))[:BATCH]
     with StoreSession(folder / "store", run, listing).hold() as session:
         reset_peak()
-        before, begun, busy = peak_mib(), time.perf_counter(), time.process_time()
+        before, started_at, processor = peak_mib(), time.perf_counter(), time.process_time()
         [part] = session.missing()
         builder = session.begin_part(part, run.layers)
         for start in range(0, num_rows, BATCH):
@@ -54,8 +55,8 @@ def commit_one(folder: Path, mib: int, codec: str) -> None:
         session.commit(builder)
         figures = {
             "mib": num_rows * 2 * SHAPE[0] * SHAPE[1] / 2**20,
-            "seconds": time.perf_counter() - begun,
-            "processor_seconds": time.process_time() - busy,
+            "seconds": time.perf_counter() - started_at,
+            "processor_seconds": time.process_time() - processor,
             "peak_mib": peak_mib() - before,
         }
     print(json.dumps(figures))
@@ -67,35 +68,37 @@ def commit(arguments: argparse.Namespace) -> None:
         commit_one(Path(arguments.folder), arguments.one, arguments.codec)
         return
     for mib in arguments.mib:
-        with made_folder(arguments) as folder:
+        with temporary_folder(arguments) as folder:
             command = [*COMMAND, "commit", "--one", str(mib), "--folder", str(folder)]
             command += ["--codec", arguments.codec]
             done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
-        found = json.loads(done)
-        rate = found["mib"] * 1.048576 / found["processor_seconds"]
+        figures = json.loads(done)
+        rate = figures["mib"] * 1.048576 / figures["processor_seconds"]
         print(
-            f"{found['mib']:6.0f} MiB, codec {arguments.codec}: {found['seconds']:6.2f} s, "
-            f"{found['processor_seconds']:6.2f} s of CPU ({rate:.0f} MB/s a core), peak "
-            f"{found['peak_mib']:.0f} MiB ({found['peak_mib'] / found['mib']:.2f} times the part)",
+            f"{figures['mib']:6.0f} MiB, codec {arguments.codec}: {figures['seconds']:6.2f} s, "
+            f"{figures['processor_seconds']:6.2f} s of processor time ({rate:.0f} MB/s a core), "
+            f"peak {figures['peak_mib']:.0f} MiB "
+            f"({figures['peak_mib'] / figures['mib']:.2f} times the part)",
             flush=True,
         )
 
 
-def timed(title: str, work: Callable[[], Any]) -> Any:
-    """Print seconds, seconds of the CPU, and the peak of memory above the start."""
+def measure(title: str, function: Callable[[], Any]) -> Any:
+    """Call a function; print its seconds, processor time, and peak memory above the start."""
     reset_peak()
-    before, begun, busy = peak_mib(), time.perf_counter(), time.process_time()
-    value = work()
+    before, started_at, processor = peak_mib(), time.perf_counter(), time.process_time()
+    value = function()
+    seconds, processor = time.perf_counter() - started_at, time.process_time() - processor
     print(
-        f"{title:34} {time.perf_counter() - begun:8.2f} s {time.process_time() - busy:8.2f} s of "
-        f"CPU, {peak_mib() - before:6.0f} MiB",
+        f"{title:34} {seconds:8.2f} s {processor:8.2f} s of processor time, "
+        f"{peak_mib() - before:6.0f} MiB",
         flush=True,
     )
     return value
 
 
 def many_parts(arguments: argparse.Namespace) -> None:
-    """A store of very many parts of tiny rows: made, resumed, and opened by each reader."""
+    """A store of very many parts of tiny rows: written, resumed, and opened by each reader."""
     import featx
     from featx.store.session import StoreSession
     from featx.store.status import store_status
@@ -105,7 +108,7 @@ def many_parts(arguments: argparse.Namespace) -> None:
     num_rows = arguments.parts * arguments.rows
     print(f"{arguments.parts} parts of {arguments.rows} rows {shape} float16, {num_rows} rows")
     kept = arguments.store
-    with contextlib.nullcontext() if kept else made_folder(arguments) as folder:
+    with contextlib.nullcontext() if kept else temporary_folder(arguments) as folder:
         root = Path(kept) if folder is None else folder / "store"
         run, listing = make_run(num_rows, shape, arguments.rows)
         values = np.ones((arguments.rows, *shape), np.float16)
@@ -122,24 +125,24 @@ def many_parts(arguments: argparse.Namespace) -> None:
                 assert session.whole
 
         if not (root / "featx.json").exists():
-            timed("all parts committed", write)
-        timed("resume", resume)
+            measure("all parts committed", write)
+        measure("resume", resume)
         for file in (root / "parts").iterdir():
             forget_pages(file)
-        timed("resume, nothing in the page cache", resume)
-        timed("job=status", lambda: store_status(root))
-        timed("featx.open", lambda: featx.open(root))
-        timed("status of all rows", lambda: featx.open(root).status)
-        timed("FeatureDataset", lambda: len(FeatureDataset(root, "layer")))
+        measure("resume, nothing in the page cache", resume)
+        measure("job=status", lambda: store_status(root))
+        measure("featx.open", lambda: featx.open(root))
+        measure("status of all rows", lambda: featx.open(root).status)
+        measure("FeatureDataset", lambda: len(FeatureDataset(root, "layer")))
         if arguments.tokens > 1:
             tokens = {"tokens": "all", "memory": arguments.memory_mib << 20, "block": 64}
-            data = timed(
+            data = measure(
                 "TokenDataset", lambda: TokenDataset(root, "layer", **tokens, drop_last=False)
             )
             batches = iter(data)
-            timed("its first batch", lambda: next(batches))
-            timed("the next 1000", lambda: sum(1 for _ in islice(batches, 1000)))
-            timed("4096 tokens by take", lambda: data.take(*random_tokens(num_rows, shape[0])))
+            measure("its first batch", lambda: next(batches))
+            measure("the next 1000", lambda: sum(1 for _ in islice(batches, 1000)))
+            measure("4096 tokens by take", lambda: data.take(*random_tokens(num_rows, shape[0])))
 
 
 def random_tokens(num_rows: int, num_tokens: int) -> tuple[Any, Any]:
@@ -149,16 +152,18 @@ def random_tokens(num_rows: int, num_tokens: int) -> tuple[Any, Any]:
 
 
 def add_commands(add: Add) -> None:
-    """The commands of scripts/benchmark that are measured here."""
-    one = add("commit", commit)
-    one.add_argument("--mib", nargs="+", type=int, default=[64, 256, 512, 1024, 2048])
-    one.add_argument("--codec", default="none")
-    one.add_argument("--folder", help="where the store lies; not a file system in memory")
-    one.add_argument("--one", type=int, help=argparse.SUPPRESS)
-    one = add("many-parts", many_parts)
-    one.add_argument("--parts", type=int, default=40_000)
-    one.add_argument("--rows", type=int, default=1, help="of a part, a power of two")
-    one.add_argument("--tokens", type=int, default=1, help="of a row, each of one number; 1: none")
-    one.add_argument("--memory-mib", type=int, default=8, help="of TokenDataset")
-    one.add_argument("--folder", help="where the store lies")
-    one.add_argument("--store", help="a store that is made unless it is there, and kept")
+    """Register the commands of this module."""
+    command = add("commit", commit)
+    command.add_argument("--mib", nargs="+", type=int, default=[64, 256, 512, 1024, 2048])
+    command.add_argument("--codec", default="none")
+    command.add_argument("--folder", help="where the store lies; not a file system in memory")
+    command.add_argument("--one", type=int, help=argparse.SUPPRESS)
+    command = add("many-parts", many_parts)
+    command.add_argument("--parts", type=int, default=40_000)
+    command.add_argument("--rows", type=int, default=1, help="of a part, a power of two")
+    command.add_argument(
+        "--tokens", type=int, default=1, help="of a row, each of one number; 1: none"
+    )
+    command.add_argument("--memory-mib", type=int, default=8, help="of TokenDataset")
+    command.add_argument("--folder", help="where the store lies")
+    command.add_argument("--store", help="a store that is made unless it is there, and kept")

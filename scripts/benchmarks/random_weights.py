@@ -1,4 +1,4 @@
-"""The run that is measured where weights do not matter: they are drawn from the seed."""
+"""Config of a run whose weights are random, because they do not matter to its speed."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from featx.config.saved_config import saved_yaml
 from featx.config.schema import from_keywords, from_omegaconf
 
 
-def run_of(model: str, layer: str, photos: Path, **keys: object) -> tuple[Config, str]:
-    """One layer of all photos, in fp32 unless `keys` say otherwise.
+def make_config(model: str, layer: str, photos: Path, **options: object) -> tuple[Config, str]:
+    """Make the config of one layer of all photos, in fp32 unless `options` say otherwise.
 
     Args:
-        model: a name of torchvision or timm.
-        layer: a name.
-        photos: a folder.
-        keys: others of the command.
+        model: name of a model of torchvision or timm.
+        layer: name of a layer.
+        photos: folder of images.
+        options: further options of the command.
 
     Returns:
         the config, and its YAML as a store keeps it.
     """
     weights = {"name": model, "weights": None}
     node = from_keywords(
-        {"model": weights, "layers": [layer], "data": photos, "precision": "fp32", **keys}
+        {"model": weights, "layers": [layer], "data": photos, "precision": "fp32", **options}
     )
     return from_omegaconf(node), saved_yaml(node)

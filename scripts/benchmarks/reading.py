@@ -18,56 +18,60 @@ import numpy as np
 
 from benchmarks.commands import COMMAND, Add
 from benchmarks.figures import print_figures
-from benchmarks.synthetic_stores import made_rows, make_store, rectified_rows
+from benchmarks.synthetic_stores import make_store, rectified_rows, synthetic_rows
 
 BATCH = 256
 """Rows of a batch in `read`."""
 
 
-def in_turn(
+def compare_readers(
     title: str,
-    ways: dict[str, Callable[[Any], np.ndarray]],
-    questions: list[Any],
+    readers: dict[str, Callable[[Any], np.ndarray]],
+    requests: list[Any],
     rows_each: int,
     runs: int,
-    few: dict[str, int],
+    num_requests: dict[str, int],
 ) -> float:
-    """Time every way on the same questions, several runs in turn, and print rows per second.
+    """Time every reader on the same requests, several runs in turn, and print rows per second.
 
     Args:
-        ways: name -> reads the rows of one question; the first is what the others are compared to.
-        few: a slow way's own number of questions.
+        title: name of the case.
+        readers: name -> reads the rows of one request; the first is the reference.
+        requests: arguments of the readers.
+        rows_each: number of rows of a request.
+        runs: number of rounds.
+        num_requests: slow reader -> number of requests, instead of all.
 
     Returns:
-        Speed of the last way divided by that of the first.
+        Speed of the last reader divided by that of the first.
     """
-    expected = next(iter(ways.values()))(questions[0])
-    found: dict[str, list[float]] = {name: [] for name in ways}
-    for name, read in ways.items():
-        assert np.array_equal(read(questions[0]), expected), f"{name} reads other rows"
+    expected = next(iter(readers.values()))(requests[0])
+    rates: dict[str, list[float]] = {name: [] for name in readers}
+    for name, read in readers.items():
+        assert np.array_equal(read(requests[0]), expected), f"{name} reads other rows"
     for _ in range(runs):
-        for name, read in ways.items():
-            asked = questions[: few.get(name, len(questions))]
+        for name, read in readers.items():
+            chosen = requests[: num_requests.get(name, len(requests))]
             started_at = time.perf_counter()
-            for question in asked:
-                read(question)
-            found[name].append(len(asked) * rows_each / (time.perf_counter() - started_at))
-    reference = statistics.median(next(iter(found.values())))
-    for name, figures in found.items():
-        middle = statistics.median(figures)
+            for request in chosen:
+                read(request)
+            rates[name].append(len(chosen) * rows_each / (time.perf_counter() - started_at))
+    reference = statistics.median(next(iter(rates.values())))
+    for name, figures in rates.items():
+        median = statistics.median(figures)
         spread = f"({min(figures):.0f} to {max(figures):.0f})"
-        print(f"{title:34} {name:8} {middle:11.0f} rows/s {spread:24} {middle / reference:7.3f}")
+        print(f"{title:34} {name:8} {median:11.0f} rows/s {spread:24} {median / reference:7.3f}")
         title = ""
-    return middle / reference
+    return median / reference
 
 
-def read_kind(
+def read_shape(
     folder: Path, kind: str, shape: tuple[int, ...], size: int, runs: int
 ) -> dict[str, float]:
-    """One table: the rows of one shape, `size` bytes of them.
+    """Print the table of rows of one shape, `size` bytes of them.
 
     Returns:
-        What was read -> speed of featx divided by that of numpy's memmap.
+        Case -> speed of featx divided by that of numpy's memmap.
     """
     import h5py
 
@@ -77,9 +81,9 @@ def read_kind(
     make_store(folder / "store", num_rows, shape)
     flat = np.lib.format.open_memmap(folder / "x.npy", "w+", np.float16, (num_rows, *shape))
     done = 0
-    for piece in made_rows(num_rows, shape):
-        flat[done : done + len(piece)] = piece
-        done += len(piece)
+    for block in synthetic_rows(num_rows, shape):
+        flat[done : done + len(block)] = block
+        done += len(block)
     flat.flush()
     del flat
     mapped = np.load(folder / "x.npy", mmap_mode="r")
@@ -90,26 +94,26 @@ def read_kind(
 
         def plain_rows(rows: np.ndarray) -> np.ndarray:
             """h5py wants increasing rows without repeats."""
-            unique, places = np.unique(rows, return_inverse=True)
-            return plain[unique.tolist()][places]
+            unique, inverse = np.unique(rows, return_inverse=True)
+            return plain[unique.tolist()][inverse]
 
         print(f"\n{kind}: {num_rows} rows {shape} float16, {size / 1e9:.1f} GB; ratio to memmap")
-        found: dict[str, float] = {}
+        ratios: dict[str, float] = {}
         title = "single rows at random"
         singles = rng.integers(0, num_rows, 2000).tolist()
-        ways = {"memmap": lambda i: np.array(mapped[i]), "h5py": plain.__getitem__}
-        ways["featx"] = layer.__getitem__
-        found[title] = in_turn(title, ways, singles, 1, runs, {"h5py": 200})
+        readers = {"memmap": lambda i: np.array(mapped[i]), "h5py": plain.__getitem__}
+        readers["featx"] = layer.__getitem__
+        ratios[title] = compare_readers(title, readers, singles, 1, runs, {"h5py": 200})
         title = f"batches of {BATCH} at random"
         batches = [rng.integers(0, num_rows, BATCH) for _ in range(min(200, num_rows // BATCH))]
-        ways = {"memmap": mapped.__getitem__, "h5py": plain_rows, "featx": layer.__getitem__}
-        found[title] = in_turn(title, ways, batches, BATCH, runs, {"h5py": 2})
+        readers = {"memmap": mapped.__getitem__, "h5py": plain_rows, "featx": layer.__getitem__}
+        ratios[title] = compare_readers(title, readers, batches, BATCH, runs, {"h5py": 2})
         title = f"an epoch in order, {BATCH} at once"
         slices = [slice(i, i + BATCH) for i in range(0, num_rows - BATCH + 1, BATCH)]
-        ways = {"memmap": lambda s: np.array(mapped[s]), "h5py": plain.__getitem__}
-        ways["featx"] = layer.__getitem__
-        found[title] = in_turn(title, ways, slices, BATCH, runs, {"h5py": 400})
-    return found
+        readers = {"memmap": lambda s: np.array(mapped[s]), "h5py": plain.__getitem__}
+        readers["featx"] = layer.__getitem__
+        ratios[title] = compare_readers(title, readers, slices, BATCH, runs, {"h5py": 400})
+    return ratios
 
 
 def read(arguments: argparse.Namespace) -> None:
@@ -117,9 +121,9 @@ def read(arguments: argparse.Namespace) -> None:
     size = int(arguments.gigabytes * 1e9)
     for kind, shape in (("vectors", (2048,)), ("layer4 maps", (2048, 7, 7))):
         with tempfile.TemporaryDirectory(prefix="featx-read-", dir=arguments.folder) as folder:
-            found = read_kind(Path(folder), kind, shape, size, arguments.runs)
+            ratios = read_shape(Path(folder), kind, shape, size, arguments.runs)
         if arguments.json:
-            for title, ratio in found.items():
+            for title, ratio in ratios.items():
                 print_figures(f"{kind}, {title}", of_memmap=ratio)
 
 
@@ -134,7 +138,7 @@ def forget_pages(path: Path) -> None:
 
 
 def checks(arguments: argparse.Namespace) -> None:
-    """What comparing chunks with their checksums costs an epoch in order, for every codec.
+    """Cost of comparing chunks with their checksums in an epoch in order, for every codec.
 
     The file comes from the disk, from the page cache, and from there by a store that has compared
     it before. Epochs without a check and with one alternate. The cost is the median over the pairs,
@@ -161,7 +165,7 @@ def checks(arguments: argparse.Namespace) -> None:
                 return time.perf_counter() - started_at[0], time.process_time() - started_at[1]
 
             for state in ("disk", "cache", "again"):
-                took: dict[Any, list[tuple[float, float]]] = {False: [], "chunks": []}
+                seconds: dict[Any, list[tuple[float, float]]] = {False: [], "chunks": []}
                 for run in range(arguments.runs):
                     # The second one finds a warmer machine, so the order alternates as well.
                     for verify in (False, "chunks") if run % 2 else ("chunks", False):
@@ -170,8 +174,8 @@ def checks(arguments: argparse.Namespace) -> None:
                             forget_pages(root / "features.h5")
                         if state == "again":
                             epoch(store)
-                        took[verify].append(epoch(store))
-                without, checked = (np.array(took[key]) for key in (False, "chunks"))
+                        seconds[verify].append(epoch(store))
+                without, checked = (np.array(seconds[key]) for key in (False, "chunks"))
                 wall, processor = 100 * (np.median(checked / without, axis=0) - 1)
                 rates = [size / np.median(each[:, 0]) for each in (without, checked)]
                 print(
@@ -211,20 +215,20 @@ def loader(arguments: argparse.Namespace) -> None:
         next(rows)  # the workers have started
         started_at, waited, count = time.perf_counter(), 0.0, 0
         while True:
-            asked = time.perf_counter()
+            requested_at = time.perf_counter()
             batch = next(rows, None)
-            waited += time.perf_counter() - asked
+            waited += time.perf_counter() - requested_at
             if batch is None:
                 break
             count += len(batch[1])
             if train:
                 step(*batch)
-        took = time.perf_counter() - started_at
-        return count / took, waited / took
+        seconds = time.perf_counter() - started_at
+        return count / seconds, waited / seconds
 
-    ways = [(workers, train) for workers in arguments.workers for train in (False, True)]
-    found: dict[tuple[int, bool], list[tuple[float, float]]] = {way: [] for way in ways}
-    alone: list[float] = []
+    cases = [(workers, train) for workers in arguments.workers for train in (False, True)]
+    figures_of: dict[tuple[int, bool], list[tuple[float, float]]] = {case: [] for case in cases}
+    training_rates: list[float] = []
     with tempfile.TemporaryDirectory(prefix="featx-loader-", dir=arguments.folder) as folder:
         root = Path(folder) / "store"
         make_store(root, num_rows, (width,))
@@ -233,16 +237,17 @@ def loader(arguments: argparse.Namespace) -> None:
             started_at = time.perf_counter()
             for _ in range(200):
                 step(x, y)
-            alone.append(200 * BATCH / (time.perf_counter() - started_at))
-            for way in ways:
-                found[way].append(epoch(root, *way))
+            training_rates.append(200 * BATCH / (time.perf_counter() - started_at))
+            for case in cases:
+                figures_of[case].append(epoch(root, *case))
     processors = len(os.sched_getaffinity(0))
     print(
         f"{num_rows} rows of {width} float16, batches of {BATCH}, {arguments.classes} classes, "
-        f"{processors} processors\ntraining alone, rows in memory {statistics.median(alone):9.0f} "
-        f"rows/s ({min(alone):.0f} to {max(alone):.0f})"
+        f"{processors} processors\ntraining alone, rows in memory "
+        f"{statistics.median(training_rates):9.0f} rows/s "
+        f"({min(training_rates):.0f} to {max(training_rates):.0f})"
     )
-    for (workers, train), figures in found.items():
+    for (workers, train), figures in figures_of.items():
         rates = [rows for rows, _ in figures]
         share = statistics.median(waiting for _, waiting in figures)
         what = f"training, waits {share:4.0%}" if train else "loader alone"
@@ -252,18 +257,18 @@ def loader(arguments: argparse.Namespace) -> None:
         )
 
 
-def rate(work: Callable[[], object], size: int, runs: int) -> float:
+def measure_rate(function: Callable[[], object], size: int, runs: int) -> float:
     """Megabytes per second of the best run."""
     best = float("inf")
     for _ in range(runs):
         started_at = time.perf_counter()
-        work()
+        function()
         best = min(best, time.perf_counter() - started_at)
     return size / best / 1e6
 
 
 def write_codec(path: Path, values: np.ndarray, codec: str, threads: int) -> None:
-    """Write /x: filters in our own threads where they are known to us, else by h5py."""
+    """Write /x: by the filter pipeline of featx in threads if it supports the codec, or by h5py."""
     import h5py
 
     from featx.store import codecs, layout
@@ -316,28 +321,28 @@ def read_codec(path: Path, values: np.ndarray) -> None:
         raise AssertionError(f"{path} reads back differently")
 
 
-def codec_figures(arguments: argparse.Namespace) -> None:
-    """One line a codec, of the features in a file; with as many threads as there are processors."""
+def print_codecs(arguments: argparse.Namespace) -> None:
+    """Print a line for each codec, with as many threads as this process may use processors."""
     values = np.load(arguments.one)
     threads = len(os.sched_getaffinity(0))
     with tempfile.TemporaryDirectory(prefix="featx-codec-", dir=arguments.folder) as folder:
         for codec in arguments.codecs:
             path = Path(folder) / "x.h5"
-            writing = rate(
+            writing = measure_rate(
                 lambda path=path, codec=codec: write_codec(path, values, codec, threads),
                 values.nbytes,
                 arguments.runs,
             )
-            reading = rate(
+            reading = measure_rate(
                 lambda path=path: read_codec(path, values), values.nbytes, arguments.runs
             )
             print(codec, values.nbytes / path.stat().st_size, writing, reading)
 
 
 def codecs(arguments: argparse.Namespace) -> None:
-    """Features of the packaged pictures, and what each codec makes of them."""
+    """Ratio and speed of each codec on features of the packaged images."""
     if arguments.one:
-        codec_figures(arguments)
+        print_codecs(arguments)
         return
     import featx
 
@@ -354,14 +359,14 @@ def codecs(arguments: argparse.Namespace) -> None:
         for layer in layers:
             values = store[layer][:]
             zeros = 100 * float(np.mean(values == 0))
-            # Few rows would measure the overhead: the same ones again, never within one chunk.
+            # Few rows would measure the overhead, so they are repeated, never within one chunk.
             times = max(1, int(arguments.megabytes * 1e6) // values.nbytes)
-            many = Path(folder) / "x.npy"
-            np.save(many, np.concatenate([values] * times))
+            repeated = Path(folder) / "x.npy"
+            np.save(repeated, np.concatenate([values] * times))
             print(f"{layer} {values.shape} float16, {times} times; {zeros:.0f} % zeros")
             figures: dict[str, list[str]] = {}
             for allowed in (processors[:1], processors):
-                command = [*COMMAND, *sys.argv[1:], "--one", str(many)]
+                command = [*COMMAND, *sys.argv[1:], "--one", str(repeated)]
                 os.sched_setaffinity(0, allowed)  # the child's threads are as many
                 done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
                 os.sched_setaffinity(0, processors)
@@ -376,32 +381,34 @@ def codecs(arguments: argparse.Namespace) -> None:
 
 
 def add_commands(add: Add) -> None:
-    """The commands of scripts/benchmark that are measured here."""
-    one = add("read", read)
-    one.add_argument("--gigabytes", type=float, default=2, help="of each kind of rows")
-    one.add_argument("--runs", type=int, default=5)
-    one.add_argument("--folder", help="where there is room for three times as much")
-    one.add_argument("--json", action="store_true", help="print the ratios to memmap as JSON too")
-    one = add("checks", checks)
-    one.add_argument("--gigabytes", type=float, default=1)
-    one.add_argument("--codecs", nargs="+", default=["none", "lzf", "gzip", "zstd", "blosc2"])
-    one.add_argument("--runs", type=int, default=5)
-    one.add_argument("--folder", help="where there is room for three times as much")
-    one = add("loader", loader)
-    one.add_argument("--gigabytes", type=float, default=0.2)
-    one.add_argument("--classes", type=int, default=100)
-    one.add_argument("--workers", type=int, nargs="+", default=[0, 2, 8])
-    one.add_argument("--runs", type=int, default=3)
-    one.add_argument("--folder", help="where there is room for twice as much")
-    one = add("codecs", codecs)
-    one.add_argument("--images", type=int, default=512)
-    one.add_argument(
+    """Register the commands of this module."""
+    command = add("read", read)
+    command.add_argument("--gigabytes", type=float, default=2, help="of each kind of rows")
+    command.add_argument("--runs", type=int, default=5)
+    command.add_argument("--folder", help="where there is room for three times as much")
+    command.add_argument(
+        "--json", action="store_true", help="print the ratios to memmap as JSON too"
+    )
+    command = add("checks", checks)
+    command.add_argument("--gigabytes", type=float, default=1)
+    command.add_argument("--codecs", nargs="+", default=["none", "lzf", "gzip", "zstd", "blosc2"])
+    command.add_argument("--runs", type=int, default=5)
+    command.add_argument("--folder", help="where there is room for three times as much")
+    command = add("loader", loader)
+    command.add_argument("--gigabytes", type=float, default=0.2)
+    command.add_argument("--classes", type=int, default=100)
+    command.add_argument("--workers", type=int, nargs="+", default=[0, 2, 8])
+    command.add_argument("--runs", type=int, default=3)
+    command.add_argument("--folder", help="where there is room for twice as much")
+    command = add("codecs", codecs)
+    command.add_argument("--images", type=int, default=512)
+    command.add_argument(
         "--megabytes", type=float, default=64, help="of each layer, at least one round"
     )
-    one.add_argument(
-        "--maps", nargs="+", default=["blocks.6", "bn2"], help="layers beside embedding"
+    command.add_argument(
+        "--maps", nargs="+", default=["blocks.6", "bn2"], help="layers besides embedding"
     )
-    one.add_argument("--codecs", nargs="+", default=["none", "lzf", "gzip", "zstd", "blosc2"])
-    one.add_argument("--runs", type=int, default=3)
-    one.add_argument("--folder", help="where the files lie; RAM measures the codecs alone")
-    one.add_argument("--one", help=argparse.SUPPRESS)
+    command.add_argument("--codecs", nargs="+", default=["none", "lzf", "gzip", "zstd", "blosc2"])
+    command.add_argument("--runs", type=int, default=3)
+    command.add_argument("--folder", help="where the files lie; RAM measures the codecs alone")
+    command.add_argument("--one", help=argparse.SUPPRESS)

@@ -43,7 +43,7 @@ HISTORY = {
 """Columns of the table in docs/performance.md -> names of the figures in a cell."""
 
 _NOT_THERE = ("invalid choice", "unrecognized arguments")
-"""What argparse says of a command, or an option of it, that a commit does not have yet."""
+"""Texts of argparse for a command, or an option of it, that a commit does not have yet."""
 
 
 @dataclass
@@ -60,9 +60,9 @@ class Side:
     folder: Path
     values: dict[Figure, list[float]] = field(default_factory=dict)
 
-    def add(self, found: dict[Figure, float]) -> None:
+    def add(self, figures: dict[Figure, float]) -> None:
         """Add the values of one round."""
-        for figure, value in found.items():
+        for figure, value in figures.items():
             self.values.setdefault(figure, []).append(value)
 
 
@@ -86,7 +86,7 @@ def run(arguments: argparse.Namespace) -> None:
         compare_models(sides, arguments, Path(name))
         compare_commands(sides, arguments.commands, arguments.runs, Path(name))
     figures = dict.fromkeys(figure for side in sides for figure in side.values)
-    slower = [figure.name for figure in figures if is_slower(figure, sides, arguments.least)]
+    slower = [figure.name for figure in figures if print_verdict(figure, sides, arguments.least)]
     print("\n" + history_row(sides, *map(short_name, commits)))
     if slower:
         print(f"SLOWER: {', '.join(slower)}")
@@ -96,7 +96,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 @contextlib.contextmanager
 def worktrees(folder: Path, *commits: str) -> Iterator[list[Path]]:
-    """The files of each commit in a folder of their own, while the block goes on."""
+    """Check out each commit in a folder of its own, until the end of the block."""
     made: list[Path] = []
     try:
         for number, commit in enumerate(commits):
@@ -128,20 +128,20 @@ def compare_models(sides: Sequence[Side], arguments: argparse.Namespace, folder:
     photos = folder / "photos"
     if arguments.models and arguments.data is None:
         make_photos(photos, arguments.images)
-    keys = [
+    options = [
         "model.weights=null", "data=folder", f"data.root={arguments.data or photos}",
-        f"data.limit={arguments.images}", *arguments.keys,
+        f"data.limit={arguments.images}", *arguments.options,
     ]  # fmt: skip
     for model in arguments.models:
         for precision in arguments.precisions:
-            chosen = [f"model={model}", f"precision={precision}", *keys]
+            chosen = [f"model={model}", f"precision={precision}", *options]
             for number in range(arguments.runs):
-                for side in in_turn_order(sides, number):
+                for side in order_of_round(sides, number):
                     out = folder / f"{model}-{precision}-{number}-{side.folder.name}"
                     side.add(measure(side.folder, chosen, out, f"{model} {precision}"))
 
 
-def in_turn_order(sides: Sequence[Side], number: int) -> Sequence[Side]:
+def order_of_round(sides: Sequence[Side], number: int) -> Sequence[Side]:
     """Return the sides in the order of a round, which changes from round to round.
 
     The second run of a round was 5 % slower whichever commit it was (docs/performance.md).
@@ -149,15 +149,17 @@ def in_turn_order(sides: Sequence[Side], number: int) -> Sequence[Side]:
     return sides if number % 2 == 0 else sides[::-1]
 
 
-def measure(folder: Path, keys: list[str], out: Path, case: str) -> dict[Figure, float]:
+def measure(folder: Path, options: list[str], out: Path, case: str) -> dict[Figure, float]:
     """Run the command with the files of a commit.
 
     Returns:
         Images per second and peak memory, as its summary says.
     """
-    done = run_in_checkout([sys.executable, "-m", "featx", *keys, f"out={out}"], folder, out.parent)
+    done = run_in_checkout(
+        [sys.executable, "-m", "featx", *options, f"out={out}"], folder, out.parent
+    )
     if done.returncode:
-        print(f"{folder} failed with {' '.join(keys)}:\n{done.stderr}", file=sys.stderr)
+        print(f"{folder} failed with {' '.join(options)}:\n{done.stderr}", file=sys.stderr)
         raise SystemExit(2)
     summary = json.loads((out / "summary.json").read_text())
     print(f"  {case}: {summary['images_per_second']:.1f} images/s", flush=True)
@@ -173,10 +175,10 @@ def compare_commands(
     """Run commands of scripts/benchmark of each side in turn."""
     for name in commands:
         for number in range(runs):
-            for side in in_turn_order(sides, number):
-                found = command_figures(side.folder, [name, *COMMANDS[name]], folder)
-                print(f"  {name}, {side.name}: {'not there' if found is None else 'done'}")
-                side.add(found or {})
+            for side in order_of_round(sides, number):
+                figures = command_figures(side.folder, [name, *COMMANDS[name]], folder)
+                print(f"  {name}, {side.name}: {'not there' if figures is None else 'done'}")
+                side.add(figures or {})
 
 
 def command_figures(folder: Path, command: list[str], cwd: Path) -> dict[Figure, float] | None:
@@ -201,14 +203,14 @@ def command_figures(folder: Path, command: list[str], cwd: Path) -> dict[Figure,
     return read_figures(done.stdout)
 
 
-def ratios_of(figure: Figure, sides: Sequence[Side]) -> list[float]:
-    """How many times as good a figure is in each round; empty if a commit does not have it."""
+def speedups(figure: Figure, sides: Sequence[Side]) -> list[float]:
+    """Return how many times as good a figure is in each round; empty if a commit lacks it."""
     before, after = (side.values.get(figure, []) for side in sides)
     return [figure.speedup(*pair) for pair in zip(before, after, strict=False)]
 
 
-def is_slower(figure: Figure, sides: Sequence[Side], least: float) -> bool:
-    """Print the medians and the verdict of one figure.
+def print_verdict(figure: Figure, sides: Sequence[Side], least: float) -> bool:
+    """Print the medians and the verdict of one figure; return whether it is slower.
 
     Memory is printed but not judged: the allocator makes it differ by a tenth from run to run.
     """
@@ -218,7 +220,7 @@ def is_slower(figure: Figure, sides: Sequence[Side], least: float) -> bool:
     ]
     text = f"{figure.name:58} {' -> '.join(shown)} {figure.of.unit}"
     slower = False
-    if ratios := ratios_of(figure, sides):
+    if ratios := speedups(figure, sides):
         ratio = statistics.median(ratios)
         slower = ratio < least and figure.metric != "peak_mib"
         text += f", {ratio:.2f} times as good ({min(ratios):.2f} to {max(ratios):.2f})"
@@ -231,30 +233,34 @@ def history_row(sides: Sequence[Side], before: str, after: str) -> str:
     cells = [time.strftime("%d %B %Y").lstrip("0"), f"{before}..{after}", last_figures.machine()]
     for names in HISTORY.values():
         figures = [Figure.named(name) for name in names]
-        found = [ratios_of(figure, sides) for figure in figures]
-        is_asked = any(figure in side.values for figure in figures for side in sides)
-        shown = [f"{statistics.median(ratios):.2f}" for ratios in found if ratios]
-        cells.append(" / ".join(shown) or ("not there" if is_asked else ""))
+        ratios_of = [speedups(figure, sides) for figure in figures]
+        is_measured = any(figure in side.values for figure in figures for side in sides)
+        shown = [f"{statistics.median(ratios):.2f}" for ratios in ratios_of if ratios]
+        cells.append(" / ".join(shown) or ("not there" if is_measured else ""))
     return f"| {' | '.join(cells)} |"
 
 
 def add_commands(add: Add) -> None:
-    """The command of scripts/benchmark that is measured here."""
-    one = add("regressions", run)
-    one.add_argument("before", nargs="?", help="a commit, such as main~1")
-    one.add_argument("after", nargs="?", default="HEAD", help="a commit; HEAD when not given")
-    one.add_argument("--keys", nargs="+", default=[], help="of the command, as layers=stages")
-    one.add_argument("--models", nargs="*", default=MODELS, help="random weights")
-    one.add_argument("--precisions", nargs="+", default=["fp32", "bf16"])
-    one.add_argument("--commands", nargs="*", default=[*COMMANDS], help="of scripts/benchmark")
-    one.add_argument("--data", help="a folder of images; made-up photographs when not given")
-    one.add_argument("--images", type=int, default=96)
-    one.add_argument("--runs", type=int, default=3, help="rounds, with each commit once")
-    one.add_argument(
+    """Register the command of this module."""
+    command = add("regressions", run)
+    command.add_argument("before", nargs="?", help="a commit, such as main~1")
+    command.add_argument("after", nargs="?", default="HEAD", help="a commit; HEAD when not given")
+    command.add_argument("--options", nargs="+", default=[], help="of featx, such as layers=stages")
+    command.add_argument("--models", nargs="*", default=MODELS, help="random weights")
+    command.add_argument("--precisions", nargs="+", default=["fp32", "bf16"])
+    command.add_argument("--commands", nargs="*", default=[*COMMANDS], help="of scripts/benchmark")
+    command.add_argument("--data", help="a folder of images; made-up photographs when not given")
+    command.add_argument("--images", type=int, default=96)
+    command.add_argument("--runs", type=int, default=3, help="rounds, with each commit once")
+    command.add_argument(
         "--least", type=float, default=0.9, help="median ratio of the rounds that is not slower"
     )
-    one.add_argument(
+    command.add_argument(
         "--short", action="store_true", help="compare the checkout with its last recorded figures"
     )
-    one.add_argument("--recorded", default=last_figures.FILE, help="file of the recorded figures")
-    one.add_argument("--record", action="store_true", help="with --short: write that file anew")
+    command.add_argument(
+        "--recorded", default=last_figures.FILE, help="file of the recorded figures"
+    )
+    command.add_argument(
+        "--record", action="store_true", help="with --short: write that file again"
+    )

@@ -1,4 +1,4 @@
-"""What this CPU can do at all: a model's GFLOP/s beside those of a large matrix product."""
+"""Roofline of this CPU: GFLOP/s of models, compared with those of a large matrix product."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from collections.abc import Callable
 from benchmarks.commands import Add
 
 SIDE = 2048
-"""Of the square matrices: their product is 17 GFLOP, and they do not fit the caches."""
+"""Side of the square matrices: their product is 17 GFLOP, and they do not fit the caches."""
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """fp32, all threads; models eager, folded where they have BatchNorm, and compiled."""
+    """GFLOP/s in fp32 with all threads: a matrix product, and models eager and compiled."""
     import timm
     import torch
     from torch.utils.flop_counter import FlopCounterMode
@@ -32,11 +32,11 @@ def run(arguments: argparse.Namespace) -> None:
         with torch.no_grad():
             with FlopCounterMode(display=False) as counter:
                 module(x)
-            work = counter.get_total_flops() / 1e9
+            gflop = counter.get_total_flops() / 1e9
             kinds = {"eager": module, "compiled": _compiled(module)}
             for kind, forward in kinds.items():
                 seconds = _seconds(lambda forward=forward: forward(x), arguments.runs)
-                rate, speed = arguments.batch_size / seconds, work / seconds
+                rate, speed = arguments.batch_size / seconds, gflop / seconds
                 print(
                     f"{name}, {kind}: {rate:.1f} images/s, {speed:.0f} GFLOP/s, "
                     f"{speed / limit:.2f} of the matrix product"
@@ -44,26 +44,26 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _compiled(module: object) -> Callable[..., object]:
-    """As Engine.settle does; with freezing, inductor folds BatchNorm itself."""
+    """Compile as `Engine.configure_compute` does; with freezing, inductor folds BatchNorm."""
     import torch
 
     return torch.compile(module, dynamic=False, options={"freezing": True})
 
 
-def _seconds(work: Callable[[], object], runs: int) -> float:
-    """The median of some runs after a warm-up."""
-    work()
-    found = []
+def _seconds(function: Callable[[], object], runs: int) -> float:
+    """Median seconds of some calls after a first one that is not counted."""
+    function()
+    seconds = []
     for _ in range(runs):
-        begun = time.perf_counter()
-        work()
-        found.append(time.perf_counter() - begun)
-    return statistics.median(found)
+        started_at = time.perf_counter()
+        function()
+        seconds.append(time.perf_counter() - started_at)
+    return statistics.median(seconds)
 
 
 def add_commands(add: Add) -> None:
-    """The command of scripts/benchmark that is measured here."""
-    one = add("roofline", run)
-    one.add_argument("--models", nargs="+", default=["resnet50", "vit_base_patch16_224"])
-    one.add_argument("--batch-size", type=int, default=16)
-    one.add_argument("--runs", type=int, default=5)
+    """Register the command of this module."""
+    command = add("roofline", run)
+    command.add_argument("--models", nargs="+", default=["resnet50", "vit_base_patch16_224"])
+    command.add_argument("--batch-size", type=int, default=16)
+    command.add_argument("--runs", type=int, default=5)

@@ -1,4 +1,4 @@
-"""Parts and rows in numbers: scheduled, committed, and up to the point where it stops scaling."""
+"""Scaling: parts per minute, worker processes, and stores of growing numbers of rows."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from benchmarks.process_memory import peak_mib, read_mib, reset_peak
 
 
 def parts(arguments: argparse.Namespace) -> None:
-    """Parts a minute of one process and of workers, from the first that is ready to the end."""
+    """Parts per minute of one process and of workers, from the first part that is ready on."""
     import h5py
 
     with tempfile.TemporaryDirectory(dir=arguments.folder) as name:
@@ -31,40 +31,48 @@ def parts(arguments: argparse.Namespace) -> None:
         pixels = np.random.default_rng(0).integers(0, 256, (arguments.parts, 8, 8, 3), np.uint8)
         with h5py.File(folder / "images.h5", "w") as file:
             file["x"] = pixels
-        keys = [
+        options = [
             "model=custom", "model.factory=benchmarks.null_model:MeanColour",
             "model.weights=null", "model.transform.resize=8", "model.transform.crop=8",
             "layers=[mean]", "precision=fp32", "compile=false", "batch_size=1",
             "part_rows=1", "pack=false", "data=hdf5",
             f"data.root={folder / 'images.h5'}", "data.dataset=/x",
         ]  # fmt: skip
-        compare_workers(arguments, folder, keys, 60, "parts a minute")
+        compare_workers(arguments, folder, options, 60, "parts a minute")
 
 
 def compare_processes(arguments: argparse.Namespace) -> None:
-    """Images a second of a real model, by one process and by workers, from the first batch on."""
-    keys = [
+    """Images per second of a real model, by one process and by workers, from the first batch on."""
+    options = [
         "data=textiles", f"data.limit={arguments.images}", "precision=fp32", "compile=false",
-        "pack=false", *arguments.keys,
+        "pack=false", *arguments.options,
     ]  # fmt: skip
     with tempfile.TemporaryDirectory(dir=arguments.folder) as name:
-        compare_workers(arguments, Path(name), keys, 1, "images a second")
+        compare_workers(arguments, Path(name), options, 1, "images a second")
 
 
 def compare_workers(
-    arguments: argparse.Namespace, folder: Path, keys: list[str], times: float, unit: str
+    arguments: argparse.Namespace, folder: Path, options: list[str], factor: float, unit: str
 ) -> None:
-    """The command with `keys` on each of `arguments.workers`, once a round in turn."""
+    """Run the command with `options` for each of `arguments.workers`, once a round in turn.
+
+    Args:
+        arguments: options of the command of scripts/benchmark.
+        folder: folder for the store.
+        options: options of featx.
+        factor: what images/s are multiplied by.
+        unit: unit of that product.
+    """
     rates_of: dict[str, list[float]] = {workers: [] for workers in arguments.workers}
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     for _ in range(arguments.runs):
         for workers, rates in rates_of.items():
             out = folder / "store"
-            ends = [f"out={out}", "overwrite=true", f"executor.workers={workers}"]
-            command = [sys.executable, "-m", "featx", *keys, *ends]
+            last = [f"out={out}", "overwrite=true", f"executor.workers={workers}"]
+            command = [sys.executable, "-m", "featx", *options, *last]
             subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
             summary = json.loads((out / "summary.json").read_text())
-            rates.append(times * summary["images_per_second"])
+            rates.append(factor * summary["images_per_second"])
             print(f"  executor.workers={workers}: {rates[-1]:.1f} {unit}", flush=True)
     first = next(iter(rates_of.values()))
     for workers, rates in rates_of.items():
@@ -77,18 +85,18 @@ def compare_workers(
 
 
 NAMED_KEY_BYTES = 43
-"""Bytes of the keys of `made_names` that look like names of files in class folders."""
+"""Bytes of those keys of `SyntheticSource` that look like names of files in class folders."""
 
 
-def made_names(root: Path, count: int, key_bytes: int) -> Any:
-    """A folder as a source, whose names are made up as they are asked for.
+def make_source(root: Path, count: int, key_bytes: int) -> Any:
+    """Make a folder source whose keys are generated when they are listed.
 
-    Names of other lengths than NAMED_KEY_BYTES are numbers, without folders.
+    Keys of other lengths than NAMED_KEY_BYTES are numbers, without folders.
     """
     from featx.sources.base import FolderSource
     from featx.types import IMAGE_STATE
 
-    class Names(FolderSource):
+    class SyntheticSource(FolderSource):
         def _walk(self) -> Iterator[bytes]:
             if key_bytes != NAMED_KEY_BYTES:
                 yield from (b"%0*d" % (key_bytes, i) for i in range(count))
@@ -100,49 +108,49 @@ def made_names(root: Path, count: int, key_bytes: int) -> Any:
         def states(self, keys: npt.NDArray[np.bytes_]) -> npt.NDArray[np.void]:
             return np.full(len(keys), np.ones((), IMAGE_STATE))
 
-    return Names(root)
+    return SyntheticSource(root)
 
 
-WATCH = """
+MEMORY_MONITOR = """
 import sys, threading
 from benchmarks.process_memory import read_mib
 done = threading.Event()
 threading.Thread(target=lambda: (sys.stdin.read(), done.set()), daemon=True).start()
-most = read_mib("RssAnon", sys.argv[1])
+largest = read_mib("RssAnon", sys.argv[1])
 print(flush=True)
 while not done.wait(0.01):
-    most = max(most, read_mib("RssAnon", sys.argv[1]))
-print(most)
+    largest = max(largest, read_mib("RssAnon", sys.argv[1]))
+print(largest)
 """
-"""Program that looks every 10 ms for the memory of a process that it does not share."""
+"""Program that reads the private memory of a process every 10 ms, and prints the largest."""
 
 
 class Stages:
-    """What stages take, one after the other.
+    """Figures of stages, one after the other.
 
     Attributes:
-        found: stage -> (seconds of the CPU, MiB at the peak of the process that it does not share,
-            MiB at the peak with the pages of mapped files).
+        figures: stage -> (processor time in seconds, peak of private memory in MiB, peak with the
+            pages of mapped files in MiB).
     """
 
     def __init__(self) -> None:
-        self.found: dict[str, tuple[float, float, float]] = {}
+        self.figures: dict[str, tuple[float, float, float]] = {}
 
-    def timed(self, stage: str, work: Callable[[], Any]) -> Any:
-        """What it returns."""
+    def measure(self, stage: str, function: Callable[[], Any]) -> Any:
+        """Call a function, record its figures, and return its value."""
         reset_peak()
         # A thread of this process would have to wait for long calls of numpy and HDF5.
         with subprocess.Popen(
-            [sys.executable, "-c", WATCH, str(os.getpid())], cwd=Path(__file__).parents[1],
+            [sys.executable, "-c", MEMORY_MONITOR, str(os.getpid())], cwd=Path(__file__).parents[1],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-        ) as watch:  # fmt: skip
-            assert watch.stdout is not None
-            watch.stdout.readline()
-            begun = time.process_time()
-            value = work()
-            seconds = time.process_time() - begun
-            private = float(watch.communicate()[0])
-        self.found[stage] = seconds, private, peak_mib()
+        ) as monitor:  # fmt: skip
+            assert monitor.stdout is not None
+            monitor.stdout.readline()
+            started_at = time.process_time()
+            value = function()
+            seconds = time.process_time() - started_at
+            private = float(monitor.communicate()[0])
+        self.figures[stage] = seconds, private, peak_mib()
         print(f"  {stage}: {seconds:.2f} s, {private:.0f} MiB", file=sys.stderr, flush=True)
         return value
 
@@ -155,11 +163,13 @@ rows = read_listing(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
 print(len(rows), flush=True)
 sys.stdin.read()
 """
-"""Worker that has read its listing, and then waits."""
+"""Program of a worker that reads its listing, and then waits."""
 
 
-def workers_mib(store: Path, num_rows: int, identity: str, count: int = 8) -> tuple[float, float]:
-    """MiB that workers of one machine need together: not shared, and shared, counted once."""
+def measure_workers_mib(
+    store: Path, num_rows: int, identity: str, count: int = 8
+) -> tuple[float, float]:
+    """MiB that workers of one machine need together: private, and shared, counted once."""
     command = [sys.executable, "-c", WORKER, str(store), str(num_rows), identity]
     with contextlib.ExitStack() as stack:
         workers = [
@@ -178,11 +188,11 @@ def workers_mib(store: Path, num_rows: int, identity: str, count: int = 8) -> tu
     return private, together - private
 
 
-def scale_one(folder: str, num_rows: int, key_bytes: int, skipped: Sequence[str] = ()) -> None:
-    """Print JSON of the stages of a store of so many rows, without those to be skipped.
+def measure_size(folder: str, num_rows: int, key_bytes: int, skipped: Sequence[str] = ()) -> None:
+    """Print JSON of the stages of a store of so many rows, without the skipped stages.
 
     A row is a vector of two float16; parts have the 65,536 rows that 2.5 KiB a row would give
-    them, so listing, parts, resume and packing do what they would, but for the features' bytes.
+    them, so listing, parts, resume and packing do the same work, except for the bytes of features.
     """
     import featx
     from featx.store.listing import read_listing
@@ -191,25 +201,29 @@ def scale_one(folder: str, num_rows: int, key_bytes: int, skipped: Sequence[str]
 
     stages, root = Stages(), Path(folder)
     store = root / "store"
-    identity, key = scale_writing(stages, root, num_rows, key_bytes, skipped)
-    stages.timed("status", lambda: store_status(store))
+    identity, key = measure_writing(stages, root, num_rows, key_bytes, skipped)
+    stages.measure("status", lambda: store_status(store))
     files = sum(len(names) for _, _, names in os.walk(store))
-    stages.timed("worker", lambda: read_listing(store, num_rows, identity))
-    workers = workers_mib(store, num_rows, identity)
-    stages.timed("open", lambda: featx.open(store))
-    assert stages.timed("find a key", lambda: featx.open(store).row(key)) == num_rows - 1
+    stages.measure("worker", lambda: read_listing(store, num_rows, identity))
+    workers = measure_workers_mib(store, num_rows, identity)
+    stages.measure("open", lambda: featx.open(store))
+    assert stages.measure("find a key", lambda: featx.open(store).row(key)) == num_rows - 1
     size = sum(path.stat().st_size for path in (store / "parts").iterdir())
     if "pack" not in skipped:
-        stages.timed("pack", lambda: pack(store))
+        stages.measure("pack", lambda: pack(store))
         size = (store / "features.h5").stat().st_size
-    found = {"stages": stages.found, "files": files, "bytes": size, "workers": workers}
-    print(json.dumps({"rows": num_rows, **found}))
+    measured = {"stages": stages.figures, "files": files, "bytes": size, "workers": workers}
+    print(json.dumps({"rows": num_rows, **measured}))
 
 
-def scale_writing(
+def measure_writing(
     stages: Stages, root: Path, num_rows: int, key_bytes: int, skipped: Sequence[str]
 ) -> tuple[str, bytes]:
-    """The stages of who writes, who holds the listing all the time: its identity, its last key."""
+    """Measure the stages of the writing process, which holds the listing all the time.
+
+    Returns:
+        Identity of the listing, and its last key.
+    """
     from featx.pipeline.changed_images import image_changes
     from featx.store.layout import Grid
     from featx.store.listing import listing_identity
@@ -218,9 +232,9 @@ def scale_writing(
     from featx.store.session import StoreSession
     from featx.types import LayerSpec, StoreHeader
 
-    source = made_names(root, num_rows, key_bytes)
-    rows = stages.timed("list", source.listing)
-    identity = stages.timed("identity", lambda: listing_identity(rows))
+    source = make_source(root, num_rows, key_bytes)
+    rows = stages.measure("list", source.listing)
+    identity = stages.measure("identity", lambda: listing_identity(rows))
     spec = LayerSpec("layer", "layer", "output", "none", {}, (2,), "float16", "float32")
     header = StoreHeader({"listing": identity}, "", "made up", "none", "", "none", {})
     run = Run(header, (spec,), Grid(num_rows, 1 << 16), "none", {})
@@ -249,35 +263,35 @@ def scale_writing(
             assert not len(changes.rows)
             session.write_image_states(changes.states)
 
-    for stage, work in (
+    for stage, function in (
         ("begin", begin), ("states", compare_images), ("commit", compute), ("resume", resume),
         ("images", compare_images),
     ):  # fmt: skip
         if stage not in skipped:
-            stages.timed(stage, work)
+            stages.measure(stage, function)
     return identity, bytes(rows.keys[-1])
 
 
 def scale(arguments: argparse.Namespace) -> None:
-    """Each size is a process of its own; larger ones are on the line through the last two."""
+    """Each size runs in its own process; larger sizes are extrapolated from the last two."""
     done = []
     for num_rows in sorted(arguments.rows):
         with tempfile.TemporaryDirectory(prefix="featx-scale-", dir=arguments.folder) as name:
             # scripts/benchmark imports torch, whose 500 MiB are not those of a listing.
-            given = f"{name!r}, {num_rows}, {arguments.key_bytes}, {arguments.skip!r}"
-            code = f"from benchmarks.scaling import scale_one; scale_one({given})"
-            answer = subprocess.run(
+            parameters = f"{name!r}, {num_rows}, {arguments.key_bytes}, {arguments.skip!r}"
+            code = f"from benchmarks.scaling import measure_size; measure_size({parameters})"
+            printed = subprocess.run(
                 [sys.executable, "-c", code], cwd=Path(__file__).parents[1],
                 stdout=subprocess.PIPE, text=True, check=True,
             ).stdout  # fmt: skip
-        done.append(json.loads(answer))
+        done.append(json.loads(printed))
         print(f"{num_rows:,} rows: {done[-1]['files']} files, {done[-1]['bytes'] / 1e6:.0f} MB")
-        print("8 workers: {:.0f} MiB not shared, {:.0f} MiB shared".format(*done[-1]["workers"]))
+        print("8 workers: {:.0f} MiB private, {:.0f} MiB shared".format(*done[-1]["workers"]))
     before, last = done[-2:]
     beyond = [n for n in (10**7, 10**8, 10**9) if n > last["rows"]]
     sizes = [*(entry["rows"] for entry in done), *beyond]
-    print("\nseconds of the CPU / MiB at the peak that no process shares / with mapped files;")
-    print("~ is on the line through the last two measured")
+    print("\nseconds of processor time / peak MiB of private memory / with mapped files;")
+    print("~ is extrapolated from the last two")
     print("stage       " + "".join(f"{size:>24,}" for size in sizes))
     for stage, figures in last["stages"].items():
         cells = ["{:.2f} / {:.0f} / {:.0f}".format(*entry["stages"][stage]) for entry in done]
@@ -291,24 +305,30 @@ def scale(arguments: argparse.Namespace) -> None:
 
 
 def add_commands(add: Add) -> None:
-    """The commands of scripts/benchmark that are measured here."""
-    one = add("parts", parts)
-    one.add_argument("--parts", type=int, default=2000, help="of one row each")
-    one.add_argument("--workers", nargs="+", default=["null", "1", "2"], help="worker processes")
-    one.add_argument("--runs", type=int, default=3)
-    one.add_argument("--folder", help="where the store lies")
-    one = add("workers", compare_processes)
-    one.add_argument("keys", nargs="*", help="of the command, such as model=resnet50")
-    one.add_argument("--images", type=int, default=1024)
-    one.add_argument("--workers", nargs="+", default=["null", "1", "2"], help="worker processes")
-    one.add_argument("--runs", type=int, default=3)
-    one.add_argument("--folder", help="where the store lies")
-    one = add("scale", scale)
+    """Register the commands of this module."""
+    command = add("parts", parts)
+    command.add_argument("--parts", type=int, default=2000, help="of one row each")
+    command.add_argument(
+        "--workers", nargs="+", default=["null", "1", "2"], help="worker processes"
+    )
+    command.add_argument("--runs", type=int, default=3)
+    command.add_argument("--folder", help="where the store lies")
+    command = add("workers", compare_processes)
+    command.add_argument("options", nargs="*", help="of featx, such as model=resnet50")
+    command.add_argument("--images", type=int, default=1024)
+    command.add_argument(
+        "--workers", nargs="+", default=["null", "1", "2"], help="worker processes"
+    )
+    command.add_argument("--runs", type=int, default=3)
+    command.add_argument("--folder", help="where the store lies")
+    command = add("scale", scale)
     sizes = [10**5, 10**6, 10**7]
-    one.add_argument("--rows", nargs="+", type=int, default=sizes, help="two or more, really done")
-    one.add_argument("--key-bytes", type=int, default=NAMED_KEY_BYTES, help="bytes of a key")
-    one.add_argument(
+    command.add_argument(
+        "--rows", nargs="+", type=int, default=sizes, help="two or more sizes, which are measured"
+    )
+    command.add_argument("--key-bytes", type=int, default=NAMED_KEY_BYTES, help="bytes of a key")
+    command.add_argument(
         "--skip", nargs="+", default=[], choices=["states", "images", "pack"],
         help="stages that this machine has no memory or disk for",
     )  # fmt: skip
-    one.add_argument("--folder", help="where the stores lie")
+    command.add_argument("--folder", help="where the stores lie")

@@ -55,7 +55,7 @@ def run(arguments: argparse.Namespace) -> None:
         folder = Path(name)
         make_photos(folder / "photos", arguments.images)
         for path in (folder / "photos").rglob("*"):
-            os.utime(path, (1e9, 1e9))  # images of this moment are compared by their bytes
+            os.utime(path, (1e9, 1e9))  # images that were just written are compared by their bytes
         measure(Command("bytecode", commands[0].arguments), folder, "before")
         for number in range(arguments.runs):
             for command in commands:
@@ -77,12 +77,12 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def measure(command: Command, folder: Path, out: str) -> None:
-    """Run a command in a folder, and note how long it takes."""
+    """Run a command in a folder, and record how long it takes."""
     line = [text.replace("OUT", out) for text in command.arguments]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     # An installed package has bytecode. Without it, each command would compile featx first.
     environment.pop("PYTHONDONTWRITEBYTECODE", None)
-    before, begun = processor_seconds(), time.perf_counter()
+    before, started_at = processor_seconds(), time.perf_counter()
     done = subprocess.run(
         [sys.executable, "-m", "featx", *line],
         cwd=folder,
@@ -91,7 +91,7 @@ def measure(command: Command, folder: Path, out: str) -> None:
         text=True,
         check=False,
     )
-    command.seconds.append(time.perf_counter() - begun)
+    command.seconds.append(time.perf_counter() - started_at)
     command.processor.append(processor_seconds() - before)
     if done.returncode != command.code:
         raise SystemExit(f"{' '.join(line)} ended with {done.returncode}:\n{done.stderr}")
@@ -104,9 +104,9 @@ def processor_seconds() -> float:
 
 
 def add_commands(add: Add) -> None:
-    """The command of scripts/benchmark that is measured here."""
-    one = add("startup", run)
-    one.add_argument("--model", default="resnet18", help="random weights")
-    one.add_argument("--images", type=int, default=20)
-    one.add_argument("--runs", type=int, default=5, help="rounds, with each command once")
-    one.add_argument("--json", action="store_true", help="print the medians as JSON as well")
+    """Register the command of this module."""
+    command = add("startup", run)
+    command.add_argument("--model", default="resnet18", help="random weights")
+    command.add_argument("--images", type=int, default=20)
+    command.add_argument("--runs", type=int, default=5, help="rounds, with each command once")
+    command.add_argument("--json", action="store_true", help="print the medians as JSON as well")

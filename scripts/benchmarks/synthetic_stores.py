@@ -1,4 +1,4 @@
-"""Stores with made-up rows, to read from and to search in."""
+"""Stores with synthetic rows, to read from and to search in."""
 
 from __future__ import annotations
 
@@ -15,40 +15,40 @@ if TYPE_CHECKING:
 
 Rows = Callable[[int, tuple[int, ...]], Iterator[np.ndarray]]
 
-PIECE_ROWS = 512
-"""Rows that are made, or written, at once."""
+BLOCK_ROWS = 512
+"""Rows that are generated, or written, at once."""
 
 
-def made_rows(num_rows: int, shape: tuple[int, ...]) -> Iterator[np.ndarray]:
-    """Pieces of (PIECE_ROWS, *shape) float16 in [0, 2), every row another one."""
+def synthetic_rows(num_rows: int, shape: tuple[int, ...]) -> Iterator[np.ndarray]:
+    """Blocks of (BLOCK_ROWS, *shape) float16 in [0, 2), every row different."""
     rng = np.random.default_rng(0)
-    base = rng.integers(0, 1 << 14, (PIECE_ROWS, *shape), dtype=np.uint16)
-    for i, start in enumerate(range(0, num_rows, PIECE_ROWS)):
+    base = rng.integers(0, 1 << 14, (BLOCK_ROWS, *shape), dtype=np.uint16)
+    for i, start in enumerate(range(0, num_rows, BLOCK_ROWS)):
         yield ((base + i) & 0x3FFF).view(np.float16)[: num_rows - start]
 
 
 def rectified_rows(num_rows: int, shape: tuple[int, ...]) -> Iterator[np.ndarray]:
-    """Pieces of (PIECE_ROWS, *shape) float16 behind a ReLU, 77 % zeros, every row another one.
+    """Blocks of (BLOCK_ROWS, *shape) float16 behind a ReLU, 77 % zeros, every row different.
 
     The share is that of EfficientNet-Lite0's embedding, so codecs find what they find in features.
     """
     rng = np.random.default_rng(0)
-    base = rng.standard_normal((PIECE_ROWS, *shape), dtype=np.float32) - 0.74
+    base = rng.standard_normal((BLOCK_ROWS, *shape), dtype=np.float32) - 0.74
     base = np.maximum(base, 0).astype(np.float16)
-    for i, start in enumerate(range(0, num_rows, PIECE_ROWS)):
+    for i, start in enumerate(range(0, num_rows, BLOCK_ROWS)):
         yield np.roll(base, i, axis=1)[: num_rows - start]
 
 
 def clustered_rows(num_rows: int, shape: tuple[int, ...]) -> Iterator[np.ndarray]:
-    """Pieces of (PIECE_ROWS, D) float16 around 1000 centres on a bent surface of 32 dimensions."""
+    """Blocks of (BLOCK_ROWS, D) float16 around 1000 centres on a bent surface of 32 dimensions."""
     rng = np.random.default_rng(0)
     centres = rng.standard_normal((1000, 32), dtype=np.float32)
-    turned = rng.standard_normal((32, *shape), dtype=np.float32) / 5
-    for start in range(0, num_rows, PIECE_ROWS):
-        count = min(PIECE_ROWS, num_rows - start)
-        places = centres[rng.integers(0, 1000, count)]
-        places += 0.7 * rng.standard_normal(places.shape, dtype=np.float32)
-        rows = np.maximum(places @ turned, 0)
+    rotation = rng.standard_normal((32, *shape), dtype=np.float32) / 5
+    for start in range(0, num_rows, BLOCK_ROWS):
+        count = min(BLOCK_ROWS, num_rows - start)
+        points = centres[rng.integers(0, 1000, count)]
+        points += 0.7 * rng.standard_normal(points.shape, dtype=np.float32)
+        rows = np.maximum(points @ rotation, 0)
         rows += 0.05 * rng.standard_normal(rows.shape, dtype=np.float32)
         yield rows.astype(np.float16)
 
@@ -56,7 +56,7 @@ def clustered_rows(num_rows: int, shape: tuple[int, ...]) -> Iterator[np.ndarray
 def make_run(
     num_rows: int, shape: tuple[int, ...], part_rows: int = 0, codec: str = "none"
 ) -> tuple[Run, Listing]:
-    """A run of one layer, and its rows; part_rows=0: as many as extraction gives a part."""
+    """Make a run of one layer, and its listing; part_rows=0 for as many as a run of featx has."""
     from featx.store import layout
     from featx.store.manifest import Run
     from featx.types import LayerSpec, Listing, StoreHeader
@@ -69,17 +69,17 @@ def make_run(
     return Run(header, (spec,), layout.Grid(num_rows, part_rows), codec, {}), listing
 
 
-def write_parts(session: StoreSession, rows: Rows = made_rows) -> None:
-    """Commit what a session lacks of its one layer, part by part."""
+def write_parts(session: StoreSession, rows: Rows = synthetic_rows) -> None:
+    """Commit the missing parts of the one layer of a session."""
     [run] = session.manifest.runs
     [spec] = run.layers
-    pieces = rows(run.grid.num_rows, spec.shape)
+    blocks = rows(run.grid.num_rows, spec.shape)
     left = np.zeros((0, *spec.shape), np.float16)
     for part in session.missing():
         builder = session.begin_part(part, [spec])
         at = part.start
         while at < part.stop:
-            left = left if len(left) else next(pieces)
+            left = left if len(left) else next(blocks)
             now, left = left[: part.stop - at], left[part.stop - at :]
             builder.add(at, {"layer": now}, [])
             at += len(now)
@@ -90,10 +90,10 @@ def make_store(
     root: Path,
     num_rows: int,
     shape: tuple[int, ...],
-    rows: Rows = made_rows,
+    rows: Rows = synthetic_rows,
     codec: str = "none",
 ) -> None:
-    """A packed store with one layer, made as extraction makes it."""
+    """Make a packed store with one layer, as extraction does."""
     from featx.store.pack import pack
     from featx.store.session import StoreSession
 

@@ -1,8 +1,8 @@
-"""thingsvision from a folder of pictures to its HDF5 file; run by an interpreter that has it.
+"""thingsvision from a folder of images to its HDF5 file; run by an interpreter that has it.
 
     PYTHON thingsvision_peer.py FOLDER MODEL LAYER STATE_DICT OUT
 
-Prints the seconds from the first picture to the closed file as the last line, and leaves the rows
+Prints the seconds from the first image to the closed file as the last line, and leaves the rows
 in OUT/features.npy. It is used as its README has it: a data set, its DataLoader, extract_features
 with flattened activations, save_features.
 """
@@ -27,16 +27,16 @@ def main(folder: str, model: str, layer: str, state_dict: str, out: str) -> None
     transforms = extractor.get_transformations(resize_dim=256, crop_dim=224)
     with torch.no_grad():
         extractor.model(torch.zeros(32, 3, 224, 224))  # warm, as the other contenders are
-    begun = time.perf_counter()
-    pictures = ImageDataset(
+    started_at = time.perf_counter()
+    images = ImageDataset(
         root=folder, out_path=out, backend=extractor.get_backend(), transforms=transforms
     )
-    batches = DataLoader(dataset=pictures, batch_size=32, backend=extractor.get_backend())
+    batches = DataLoader(dataset=images, batch_size=32, backend=extractor.get_backend())
     features = extractor.extract_features(
         batches=batches, module_name=layer, flatten_acts=True, output_type="ndarray"
     )
     save_features(features, out_path=out, file_format="hdf5")
-    seconds = time.perf_counter() - begun
+    seconds = time.perf_counter() - started_at
     np.save(Path(out) / "features.npy", np.asarray(features, np.float64))
     print(seconds)
 

@@ -43,7 +43,7 @@ SMALL = {
     "scale": "--rows 1000 2000",
     "startup": "--images 8 --runs 1",
     "workers": "--images 32 --workers null 1 --runs 1",
-    "tokens": "--gigabytes 0.01 --runs 1 --batches 2 --memory-mib 4",
+    "tokens": "--gigabytes 0.01 --runs 1 --batches 2 --memory-mib 4 --json",
     "table": "--rows 1000 --runs 1",
 }
 

@@ -26,6 +26,7 @@ METRICS = {
     "images_per_second": Metric("images/s", True, "torch"),
     "microseconds": Metric("us an image", False, "python"),
     "model_milliseconds": Metric("ms an image", False, "torch"),
+    "of_first": Metric("of the first case", True, None),
     "of_memmap": Metric("of memmap", True, None),
     "peak_mib": Metric("MiB", False, None),
     "processor_seconds": Metric("s of processor time", False, "python"),

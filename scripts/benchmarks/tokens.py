@@ -59,15 +59,16 @@ def measure_in_turn(cases: Mapping[str, Callable[[], int]], runs: int) -> dict[s
 def print_rates(title: str, rates_of: dict[str, list[float]], as_json: bool) -> None:
     """Print medians, and the median of the ratios to the first case in the same round."""
     first = next(iter(rates_of.values()))
+    label = title  # of the first line only
     for name, rates in rates_of.items():
         ratio = statistics.median(one / base for one, base in zip(rates, first, strict=True))
         spread = f"({min(rates):.0f} to {max(rates):.0f})"
         print(
-            f"{title:30} {name:24} {statistics.median(rates):10.0f} tok/s {spread:22} {ratio:.3f}"
+            f"{label:30} {name:24} {statistics.median(rates):10.0f} tok/s {spread:22} {ratio:.3f}"
         )
         if as_json and rates is not first:
             print_figures(f"{title}, {name}", of_first=ratio)
-        title = ""
+        label = ""
 
 
 def measure_take(folder: Path, layouts: dict[str, Path], arguments: argparse.Namespace) -> None:

@@ -43,6 +43,7 @@ SMALL = {
     "scale": "--rows 1000 2000",
     "startup": "--images 8 --runs 1",
     "workers": "--images 32 --workers null 1 --runs 1",
+    "tiles": "--side 400 --boxes 4",
     "tokens": "--gigabytes 0.01 --runs 1 --batches 2 --memory-mib 4 --json",
     "table": "--rows 1000 --runs 1",
 }
@@ -72,6 +73,19 @@ def test_none_is_left_out() -> None:
 @pytest.mark.parametrize("name", SMALL)
 def test_a_command_gives_figures(name: str) -> None:
     assert re.search(r"\d", benchmark(name, *SMALL[name].split()))
+
+
+@pytest.mark.slow
+def test_a_memory_cgroup_limits_the_command_and_is_removed() -> None:
+    cgroups = Path("/sys/fs/cgroup/memory")
+    if not os.access(cgroups, os.W_OK):
+        pytest.skip("needs root and a writable memory cgroup of version 1")
+    small = SMALL["tiles"].split()
+    printed = benchmark("tiles", *small, "--limit", "2000000000")
+    assert "ended with 0 in a memory cgroup of 2,000,000,000 bytes" in printed
+    killed = benchmark("tiles", *small, "--limit", "100000000", code=1)
+    assert "ended with 1 in a memory cgroup of 100,000,000 bytes" in killed
+    assert not list(cgroups.glob("featx-benchmark-*"))
 
 
 @pytest.mark.slow

@@ -77,6 +77,17 @@ def not_available(about: dict[str, Any]) -> list[str]:
     return [f"not available: {', '.join(labels)}; {reason}" for reason, labels in names.items()]
 
 
+def points_text(share: float, sign: str = "") -> str:
+    """Format a difference of shares in percentage points, without a sign of zero.
+
+    Args:
+        share: difference, in [-1, 1].
+        sign: '+' also marks positive numbers.
+    """
+    rounded = round(100 * share, 1) or 0.0  # not -0.0
+    return f"{rounded:{sign if rounded else ''}.1f}"
+
+
 def interval_text(interval: Sequence[float]) -> str:
     """Return an interval of shares in percent, without the sign: '85.6 - 96.4'."""
     low, high = (f"{100 * edge:.1f}" for edge in interval)

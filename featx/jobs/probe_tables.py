@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import textwrap
+from collections.abc import Sequence
 from typing import Any
 
 from featx.base import WIDTH, percent_text, table
 from featx.config import Config
-from featx.jobs.probe_metrics import METRICS, interval_text, metric_text, not_available
+from featx.jobs.probe_metrics import (
+    METRICS,
+    interval_text,
+    metric_text,
+    not_available,
+    points_text,
+)
 
 
 def layers_table(config: Config, result: dict[str, Any]) -> str:
@@ -19,10 +26,9 @@ def layers_table(config: Config, result: dict[str, Any]) -> str:
         cells += [percent_text(about[method]["accuracy"]) for method in methods]
         cells.insert(3, interval_text(about[methods[0]]["interval"]))
         if layer in tests:
-            low, high = (-100 * edge for edge in reversed(tests[layer]["interval"]))
             cells += [
-                f"{-100 * tests[layer]['difference']:+.1f}",
-                f"{low:+.1f} to {high:+.1f}",
+                points_text(-tests[layer]["difference"], "+"),
+                _negated_interval_text(tests[layer]["interval"]),
                 f"{tests[layer]['p_holm']:.2g}",
                 yes_or_no(tests[layer]["told_apart"]),
             ]
@@ -53,11 +59,10 @@ def seeds_table(config: Config, result: dict[str, Any]) -> str:
         cells = [layer, _percent_spread_text(first), interval_text((first["min"], first["max"]))]
         cells += [_percent_spread_text(entries[method]["accuracy"]) for method in methods[1:]]
         if difference := about["differences"].get(layer):
-            points = -100 * difference["mean"]
             better = sum(value < 0 for value in difference["values"])
             p = difference["p_holm"]
             cells += [
-                f"{points:+.1f} ± {100 * difference['std']:.1f}",
+                f"{points_text(-difference['mean'], '+')} ± {100 * difference['std']:.1f}",
                 f"{better} of {count}",
                 "-" if p is None else f"{p:.2g}",
                 yes_or_no(difference["told_apart"]),
@@ -80,6 +85,14 @@ def seeds_table(config: Config, result: dict[str, Any]) -> str:
             "of layers (Holm); told apart: p < 0.05."
         )
     return text
+
+
+def _negated_interval_text(interval: Sequence[float] | None) -> str:
+    """Format an interval of the best layer minus another one, seen from the other; '-' for None."""
+    if interval is None:
+        return "-"
+    low, high = interval
+    return f"{points_text(-high, '+')} to {points_text(-low, '+')}"
 
 
 def yes_or_no(value: bool | None) -> str:
@@ -129,7 +142,25 @@ def few_shot_table(config: Config, result: dict[str, Any]) -> str:
             cells = [_mean_text(each) for each in entries]
             rows.append((layer, method, *cells))
     header = ("layer", "method", *(f"{shots} a class" for shots in config.probe.all_shots))
-    return "Few-shot, mean ± standard deviation over the draws:\n" + table(header, rows, left=2)
+    text = "Few-shot, mean ± standard deviation over the draws:\n" + table(header, rows, left=2)
+    # All layers and methods have the same draws.
+    entries = next(iter(result["layers"].values()))[config.probe.methods[0]]["few_shot"]
+    lines = [_shortage_text(shots, entries[str(shots)]) for shots in config.probe.all_shots]
+    return "\n".join([text, *(textwrap.fill(line, WIDTH) for line in lines if line)])
+
+
+def _shortage_text(shots: int, entry: dict[str, Any]) -> str:
+    """Return a note if classes have fewer training rows than the draws ask for, or ''."""
+    fewest, most = entry["rows_per_class"]
+    if most < shots:
+        found = str(most) if fewest == most else f"{fewest} to {most}"
+        return (
+            f"{shots} a class: no class has so many training rows; each draw takes all of them, "
+            f"{found} a class."
+        )
+    if fewest < shots:
+        return f"{shots} a class: some classes have fewer training rows, {fewest} at least."
+    return ""
 
 
 def _mean_text(accuracy: dict[str, Any]) -> str:

@@ -15,7 +15,13 @@ from featx.base import (
 )
 from featx.config import Config
 from featx.errors import counted
-from featx.jobs.probe_metrics import interval_text, intervals_text, metrics_text, seeds_metrics_text
+from featx.jobs.probe_metrics import (
+    interval_text,
+    intervals_text,
+    metrics_text,
+    points_text,
+    seeds_metrics_text,
+)
 from featx.jobs.probe_tables import details_table, few_shot_table, layers_table, seeds_table
 from featx.storage import parse_path
 from featx.store import layout
@@ -48,8 +54,9 @@ def _answer(result: dict[str, Any]) -> str:
     seed_text = f" of seed {result['split']['seed']}" if result["seeds"] else ""
     answer = (
         f"Best layer{seed_text}: {result['layer']} ({result['method']}, chosen on validation "
-        f"rows). {percent_text(result['accuracy'])} of {result['rows']} test rows are right, 95 % "
-        f"interval {interval_text(result['interval'])} %{folds_text}."
+        f"rows). {percent_text(result['accuracy'])} of {counted(result['rows'], 'test row')} "
+        f"{'is' if result['rows'] == 1 else 'are'} right, 95 % interval "
+        f"{interval_text(result['interval'])} %{folds_text}."
     )
     highest = [] if result["seeds"] else _highest_on_test(result)
     lines = [answer, *_comparison(result), *highest, *_store_comparison(result)]
@@ -63,32 +70,38 @@ def _comparison(result: dict[str, Any]) -> list[str]:
         return []
     other, test = min(tests.items(), key=lambda pair: pair[1]["difference"])
     return [
-        _difference_text(result["layer"], other, test),
+        _difference_text(result["layer"], other, test, f"p = {test['p_holm']:.2g} (Holm)"),
         *indistinguishable_text(result["layer"], tests, f"the test {test['unit']}s"),
     ]
 
 
 def indistinguishable_text(best: str, tests: dict[str, Any], where: str) -> list[str]:
-    """Return which layers cannot be told apart from the best one; nothing if that is unknown.
+    """Return which layers cannot be told apart from the best one, and for which it is unknown.
 
     Args:
         best: the best layer.
         tests: other layer -> its comparison with the best one.
         where: what they are compared on.
     """
-    if not tests or any(test["told_apart"] is None for test in tests.values()):
-        return []
-    indistinguishable = [layer for layer, test in tests.items() if not test["told_apart"]]
-    if not indistinguishable:
+    unknown = {layer: test for layer, test in tests.items() if test["told_apart"] is None}
+    indistinguishable = [layer for layer, test in tests.items() if test["told_apart"] is False]
+    lines = []
+    if indistinguishable:
+        names = _layers_text(indistinguishable)
+        lines.append(f"Cannot be told apart from {best} on {where}: {names}.")
+    elif tests and not unknown:
         subject = "The other layer" if len(tests) == 1 else f"All {len(tests)} other layers"
-        return [f"{subject} can be told apart from {best} on {where} (p < 0.05, Holm)."]
-    names = ", ".join(indistinguishable[:_LAYERS_NAMED])
-    more = (
-        f" and {len(indistinguishable) - _LAYERS_NAMED} more"
-        if indistinguishable[_LAYERS_NAMED:]
-        else ""
-    )
-    return [f"Cannot be told apart from {best} on {where}: {names}{more}."]
+        lines.append(f"{subject} can be told apart from {best} on {where} (p < 0.05, Holm).")
+    if unknown:
+        [reason] = {test["not_tested"] for test in unknown.values()}
+        lines.append(f"Not tested against {best}: {_layers_text(list(unknown))}; {reason}.")
+    return lines
+
+
+def _layers_text(layers: list[str]) -> str:
+    """Return the names of layers, of many the first ones only."""
+    more = f" and {len(layers) - _LAYERS_NAMED} more" if layers[_LAYERS_NAMED:] else ""
+    return ", ".join(layers[:_LAYERS_NAMED]) + more
 
 
 def _highest_on_test(result: dict[str, Any]) -> list[str]:
@@ -115,26 +128,42 @@ def _store_comparison(result: dict[str, Any]) -> list[str]:
         f"{shown_path(result['store'])} ({result['layer']}, {result['method']})",
         f"{shown_path(comparison['store'])} ({comparison['layer']}, {comparison['method']})",
     )
+    p = comparison["p"]
     left_out = (
         f", {comparison['rows_left_out']} others left out" if comparison["rows_left_out"] else ""
     )
     return [
-        f"{_difference_text(*names, comparison)} {comparison['rows']} test rows of both{left_out}; "
-        f"exact McNemar test p = {comparison['p']:.2g}."
+        f"{_difference_text(*names, comparison, f'p = {p:.2g}')} "
+        f"{counted(comparison['rows'], 'test row')} of both{left_out}; "
+        f"exact McNemar test p = {p:.2g}."
     ]
 
 
-def _difference_text(first: str, second: str, comparison: dict[str, Any]) -> str:
+def _difference_text(first: str, second: str, comparison: dict[str, Any], p_text: str) -> str:
     """Say by how much one is more accurate: 'a better than b: +2.1 points, ...'.
 
-    It is called better or worse only if the interval leaves no doubt which of them it is.
+    It is called better or worse only if the exact test and the interval both tell them apart.
+
+    Args:
+        first: name of the first classifier.
+        second: name of the second classifier.
+        comparison: entries of their paired test.
+        p_text: p-value by which they are told apart, such as 'p = 0.25'.
     """
-    difference, (low, high) = comparison["difference"], comparison["interval"]
-    verb = "better than" if low > 0 else "worse than" if high < 0 else "against"
-    return (
-        f"{first} {verb} {second}: {100 * difference:+.1f} points, 95 % interval "
-        f"{100 * low:.1f} to {100 * high:.1f}."
-    )
+    difference, interval = comparison["difference"], comparison["interval"]
+    verb = "against"
+    if comparison["told_apart"]:
+        verb = "better than" if difference > 0 else "worse than"
+    if interval is not None:
+        low, high = interval
+        text = f"95 % interval {points_text(low)} to {points_text(high)}"
+        if not comparison["told_apart"] and (low > 0 or high < 0):
+            text += f", but they cannot be told apart: exact McNemar test, {p_text}"
+    elif difference == 0:
+        text = f"no test {comparison['unit']} is right for one of them only"
+    else:
+        text = f"without an interval, as every test {comparison['unit']} has the same difference"
+    return f"{first} {verb} {second}: {points_text(difference, '+')} points, {text}."
 
 
 def _seeds_answer(result: dict[str, Any]) -> str:
@@ -144,8 +173,8 @@ def _seeds_answer(result: dict[str, Any]) -> str:
     answer = (
         f"Over {len(about['seeds'])} splits {percent_text(accuracy['mean'])} of the test rows are "
         f"right, standard deviation {100 * accuracy['std']:.1f} points, smallest "
-        f"{percent_text(accuracy['min'])}, largest {percent_text(accuracy['max'])}, with the layer "
-        f"that each split chose on validation rows ({counts_text(about['layer_of_seeds'])})."
+        f"{percent_text(accuracy['min'])}, largest {percent_text(accuracy['max'])}"
+        f"{choice_text(about)}."
     )
     sentences = indistinguishable_text(
         about["layer"], about["differences"], f"the {len(about['seeds'])} splits"
@@ -154,13 +183,26 @@ def _seeds_answer(result: dict[str, Any]) -> str:
     return "\n".join(textwrap.fill(line, WIDTH) for line in lines)
 
 
+def choice_text(seeds: dict[str, Any]) -> str:
+    """Return which layers were tested over the splits of all seeds; '' if there is one only.
+
+    Args:
+        seeds: entry `seeds` of probe.json.
+    """
+    layers = seeds["layer_of_splits"]
+    if len(seeds["layers"]) == 1:
+        return ""
+    where = "fold" if len(layers) > len(seeds["seeds"]) else "split"
+    return f", with the layer that each {where} chose on validation rows ({counts_text(layers)})"
+
+
 def _task_text(result: dict[str, Any]) -> str:
     """Return what is predicted, and how that was decided."""
     return f"{result['task']}: {result['task_reason']}"
 
 
 def counts_text(layers: list[str]) -> str:
-    """Return how many folds or seeds chose each layer, the most frequent first."""
+    """Return how many folds or splits chose each layer, the most frequent first."""
     counts = Counter(layers).most_common()
     return ", ".join(
         f"{layer} in {count}{'' if place else f' of {len(layers)}'}"
@@ -264,7 +306,7 @@ def _near_text(result: dict[str, Any]) -> str:
     if near["rows"] is None:
         return f"not looked for: {near['not_checked']}"
     text = (
-        f"{near['rows']} of {result['rows']} test rows are like a training row (cosine "
+        f"{near['rows']} of {counted(result['rows'], 'test row')} are like a training row (cosine "
         f"{near['cosine']:g} of {near['layer']}, standardised)"
     )
     if near["rows"] and (accuracy_without := near["without"]) is not None:

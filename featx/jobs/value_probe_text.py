@@ -9,7 +9,13 @@ from featx.base import WIDTH, command_text, facts, shown_path, table
 from featx.config import Config
 from featx.errors import counted
 from featx.jobs.probe_tables import yes_or_no
-from featx.jobs.probe_text import counts_text, groups_text, indistinguishable_text, split_text
+from featx.jobs.probe_text import (
+    choice_text,
+    counts_text,
+    groups_text,
+    indistinguishable_text,
+    split_text,
+)
 from featx.storage import parse_path
 from featx.store import layout
 
@@ -71,9 +77,8 @@ def _seeds_answer(result: dict[str, Any]) -> str:
     span = about["chosen"][name]
     between = "" if span is None else f" (from {span['min']:.3f} to {span['max']:.3f})"
     answer = (
-        f"Over {len(about['seeds'])} splits {texts[0]}{between}, {', '.join(texts[1:])}, with the "
-        "layer that each split chose on validation rows "
-        f"({counts_text(about['layer_of_seeds'])})."
+        f"Over {len(about['seeds'])} splits {texts[0]}{between}, {', '.join(texts[1:])}"
+        f"{choice_text(about)}."
     )
     sentences = indistinguishable_text(
         about["layer"], about["differences"] or {}, f"the {len(about['seeds'])} splits"

@@ -19,6 +19,9 @@ from featx.analysis.probe.paired_tests import (
     sign_test,
 )
 from featx.analysis.probe.row_predictions import RowPredictions, join_folds
+from featx.analysis.probe.split_differences import SplitValues
+from featx.analysis.probe.split_differences import differences as compare_splits
+from featx.analysis.probe.splits import Split
 
 
 @pytest.mark.parametrize(
@@ -88,8 +91,24 @@ def test_the_bootstrap_draws_groups_like_scipys() -> None:
     ).confidence_interval  # fmt: skip
     found = bootstrapped_difference(gains, sizes)
     assert found == pytest.approx(tuple(expected), abs=0.006)
-    by_rows = bootstrapped_difference(np.repeat(1, 10), np.ones(10, np.int64))
-    assert by_rows == (1.0, 1.0)
+
+
+@pytest.mark.parametrize("gains", [[1] * 10, [0] * 10, [-1]])
+def test_a_difference_that_all_resamples_share_has_no_interval(gains: list[int]) -> None:
+    assert bootstrapped_difference(np.array(gains), np.ones(len(gains), np.int64)) is None
+    # Groups of different sizes that one classifier wins completely.
+    assert bootstrapped_difference(np.array([2, 3]), np.array([2, 3])) is None
+
+
+def test_few_rows_are_not_told_apart_by_the_interval_alone() -> None:
+    found = compare(rows_with([True] * 6), rows_with([True] * 3 + [False] * 3))
+    assert found["interval"][0] > 0
+    assert found["p"] == 0.25
+    assert not found["told_apart"]
+    found = compare(rows_with([True]), rows_with([False]))
+    assert (found["interval"], found["p"], found["told_apart"]) == (None, 1, False)
+    found = compare(rows_with([True] * 10), rows_with([False] * 10))
+    assert (found["interval"], found["told_apart"]) == (None, True)
 
 
 def test_holm_gives_the_numbers_of_r() -> None:
@@ -128,8 +147,29 @@ def test_the_resampled_test_keeps_its_level_where_the_plain_one_does_not() -> No
         found += (resampled_test(means, 1.0)[1] or 0.0) < 0.05
         plain += stats.ttest_1samp(means, 0).pvalue < 0.05
     assert found <= 0.1 * 300 < plain
-    assert resampled_test([0.1, 0.1], 0.25) == ((0.1, 0.1), 0.0)
-    assert resampled_test([0.0, 0.0], 0.25) == ((0.0, 0.0), 1.0)
+
+
+@pytest.mark.parametrize(
+    ("differences", "p"),
+    [([0.1, 0.1], None), ([0.0, 0.0], 1.0), ([23 / 24 - 22 / 24, 22 / 24 - 21 / 24], None)],
+)
+def test_equal_differences_over_splits_tell_nothing_about_their_error(
+    differences: list[float], p: float | None
+) -> None:
+    assert resampled_test(differences, 0.25) == (None, p)
+    splits = [Split(np.arange(60), np.arange(60, 80), np.arange(80, 100))] * 2
+    values = {
+        "best": SplitValues(differences, differences),
+        "flat": SplitValues([0.0, 0.0], [0.0, 0.0]),
+        "far": SplitValues([-0.5, -0.501], [-0.5, -0.501]),
+    }
+    found = compare_splits(values, "best", splits)
+    assert found["flat"]["p"] == found["flat"]["p_holm"] == p
+    assert found["flat"]["told_apart"] is (None if p is None else False)
+    assert (found["flat"]["not_tested"] is None) == (p is not None)
+    # The layer without a test counts in the correction.
+    assert found["far"]["p_holm"] == pytest.approx(2 * found["far"]["p"])
+    assert found["far"]["not_tested"] is None
 
 
 def test_without_scipy_the_resampled_test_has_no_result(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -136,12 +136,21 @@ def test_the_layer_is_the_one_that_scikit_learn_chooses_on_the_validation_rows(
 
 
 @pytest.mark.parametrize(("options", "splits"), [({"split": "kfold", "folds": 3}, 6), ({}, 2)])
-def test_every_split_of_every_seed_chooses_for_itself(options: dict[str, Any], splits: int) -> None:
+def test_every_split_of_every_seed_chooses_for_itself(
+    capsys: pytest.CaptureFixture[str], options: dict[str, Any], splits: int
+) -> None:
     x, y = blobs(240, signal=0.35)
     halves = {"even": x[:, ::2], "odd": x[:, 1::2], "late": x[:, 8:18]}
     write_store(Path("store"), y, **halves)
-    found = probe(method="ridge", seeds=2, **options)
+    ridge = {"method": "ridge", **options}
+    assert run_job("probe", store="store", device="cpu", probe={"seeds": 2, **ridge}) == 0
+    found = json.loads(Path("store/probe.json").read_text())
     selection = found["layer_selection"]
+    assert found["seeds"]["layer_of_splits"] == [split["layer"] for split in selection["splits"]]
+    out = " ".join(capsys.readouterr().out.split())
+    where, count = ("fold", 6) if options else ("split", 2)
+    most, times = next(iter(selection["counts"].items()))
+    assert f"each {where} chose on validation rows ({most} in {times} of {count}" in out
     assert len(selection["splits"]) == splits == sum(selection["counts"].values())
     accuracies = [split["accuracy"] for split in selection["splits"]]
     assert selection["accuracy"]["mean"] == pytest.approx(np.mean(accuracies))

@@ -61,6 +61,24 @@ def test_accuracies_follow_from_the_rows_of_each_draw(split: dict[str, Any]) -> 
                 assert about["std"] == pytest.approx(np.std(accuracies, ddof=1), abs=1e-12)
 
 
+def test_shots_that_the_classes_do_not_have_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    """80 % of 30 and of 10 rows are for training."""
+    places = np.concatenate([np.flatnonzero(Y == 0)[:30], np.flatnonzero(Y == 1)[:10]])
+    write_store(Path("store"), Y[places], x=X[places])
+    found = probe(method="ridge", shots=[2, 10, 100], draws=2)
+    entry = found["few_shot"]
+    assert [entry[shots]["rows_per_class"] for shots in ("2", "10", "100")] == [
+        [2, 2], [8, 10], [8, 24],
+    ]  # fmt: skip
+    out = " ".join(capsys.readouterr().out.split())
+    assert "\n2 a class:" not in out
+    assert "10 a class: some classes have fewer training rows, 8 at least." in out
+    assert (
+        "100 a class: no class has so many training rows; each draw takes all of them, 8 to 24 a "
+        "class."
+    ) in out
+
+
 def test_a_probe_without_shots_removes_the_file_of_an_earlier_one() -> None:
     write_store(Path("store"), Y, x=X)
     probe(shots=1, draws=1)

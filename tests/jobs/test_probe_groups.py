@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from made_store import MadeRun, make_labelled
 from PIL import Image
+from probe_problem import write_store
 from tiny_model import extract, run_job
 
 import featx
@@ -171,6 +172,21 @@ def test_the_accuracy_without_near_duplicates(capsys: pytest.CaptureFixture[str]
     capsys.readouterr()
     run_job("probe", store="store", device="cpu", probe=split)
     assert "without them the accuracy is" in capsys.readouterr().out
+
+
+def test_rows_without_any_variation_are_duplicates(capsys: pytest.CaptureFixture[str]) -> None:
+    """Standardised, all features of these rows are 0, which has no direction."""
+    x = np.full((60, 80), 2.5, np.float32)
+    write_store(Path("store"), np.arange(60) % 2, x=x)
+    found = probe(method="ridge", l2=1)
+    assert found["near_duplicates"]["rows"] == found["rows"]
+    assert found["near_duplicates"]["pairs"][0]["cosine"] == 1
+    # A row of means among others is like no other one.
+    x = np.random.default_rng(0).normal(size=(60, 80)).astype(np.float32)
+    x[1:] -= x[1:].mean(0)
+    x[0] = 0
+    write_store(Path("others"), np.arange(60) % 2, x=x)
+    assert probe("others", method="ridge", l2=1)["near_duplicates"]["rows"] == 0
 
 
 def test_what_is_not_checked_is_said(

@@ -16,6 +16,7 @@ from sklearn import metrics as oracle
 from sklearn.calibration import calibration_curve
 from tiny_model import job_config, run_job
 
+import featx
 from featx.analysis.probe import run_probe
 from featx.errors import ConfigError, DataError, StoreError, StoreMismatchError
 
@@ -239,7 +240,7 @@ def test_seeds_have_a_split_each_and_their_spread_follows_from_the_file(
     p = 2 * stats.t.sf(abs(np.mean(expected)) / error, 3)
     assert difference["p"] == difference["p_holm"] == pytest.approx(p)
     assert difference["told_apart"] == (p < 0.05)
-    chosen = [accuracies[layer][i] for i, layer in enumerate(seeds["layer_of_seeds"])]
+    chosen = [accuracies[layer][i] for i, layer in enumerate(seeds["layer_of_splits"])]
     assert seeds["chosen"]["accuracy"]["mean"] == pytest.approx(np.mean(chosen))
     assert out.startswith(f"Over 4 splits {100 * np.mean(chosen):.1f} % of the test rows are right")
     assert f"standard deviation {100 * np.std(chosen, ddof=1):.1f} points" in out
@@ -293,10 +294,14 @@ def test_differences_of_layers_are_printed_with_their_interval(
         assert test["interval"] == pytest.approx(list(oracle_interval), abs=0.017)
     nearest = min(tests, key=lambda layer: tests[layer]["difference"])
     points, (low, high) = tests[nearest]["difference"], tests[nearest]["interval"]
+    verdict = "."
+    if low > 0 and not tests[nearest]["told_apart"]:
+        p = tests[nearest]["p_holm"]
+        verdict = f", but they cannot be told apart: exact McNemar test, p = {p:.2g} (Holm)."
     assert (
-        f"{nearest}: {100 * points:+.1f} points, 95 % interval {100 * low:.1f} to {100 * high:.1f}."
-        in " ".join(out.split())
-    )
+        f"{nearest}: {100 * points:+.1f} points, 95 % interval {100 * low:.1f} to "
+        f"{100 * high:.1f}{verdict}"
+    ) in " ".join(out.split())
 
 
 @pytest.mark.slow
@@ -366,8 +371,31 @@ def test_a_layer_is_called_better_only_if_the_interval_excludes_zero(
     write_store(Path("store"), y, whole=x, few=x[:, :width])
     found = probe()
     (layer, test), out = *found["paired_tests"].items(), " ".join(capsys.readouterr().out.split())
-    assert (test["interval"][0] > 0) == (verb == "better than")
+    assert test["told_apart"] == (verb == "better than")
     assert f"{found['layer']} {verb} {layer}: " in out
+
+
+def test_few_test_rows_are_not_called_better(capsys: pytest.CaptureFixture[str]) -> None:
+    """4 of 6 test rows for one layer and none for the other: p = 0.125, and an interval above 0."""
+    rng = np.random.default_rng(0)
+    y = np.arange(60) % 2
+    good = (10.0 * y[:, None] + rng.normal(size=(60, 2))).astype(np.float32)
+    poor = good.copy()
+    poor[54:58] = good[54:58][:, ::-1] * -1 + 10.0  # of the other class
+    write_store(Path("store"), y, good=good, poor=poor)
+    roles = ["train"] * 44 + ["validation"] * 10 + ["test"] * 6
+    keys = featx.open("store").keys
+    lines = [f"{key},{role}\n" for key, role in zip(keys, roles, strict=True)]
+    Path("split.csv").write_text("key,split\n" + "".join(lines))
+    found = probe(split="column", split_file="split.csv")
+    (test,) = found["paired_tests"].values()
+    out = " ".join(capsys.readouterr().out.split())
+    assert (test["first_only"], test["second_only"], test["p"]) == (4, 0, 0.125)
+    assert test["interval"][0] > 0
+    assert not test["told_apart"]
+    assert "good against poor: +66.7 points, 95 % interval 33.3 to 100.0, but they cannot be told "
+    assert "better than" not in out
+    assert "apart: exact McNemar test, p = 0.12 (Holm)." in out
 
 
 @pytest.mark.parametrize("options", [{}, {"split": "kfold"}], ids=["holdout", "kfold"])

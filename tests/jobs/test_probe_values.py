@@ -235,7 +235,7 @@ def test_seeds_have_a_spread_and_differences_of_their_own(
             entry = seeds["layers"][layer][method]["r2"]
             assert entry["values"] == pytest.approx(values[layer, method])
             assert entry["std"] == pytest.approx(np.std(values[layer, method], ddof=1))
-    assert (seeds["layer"], seeds["layer_of_seeds"]) == ("x", ["x"] * 3)
+    assert (seeds["layer"], seeds["layer_of_splits"]) == ("x", ["x"] * 3)
     gain = np.subtract(values["x", "linear"], values["odd", "linear"])
     error = np.std(gain, ddof=1) * np.sqrt(1 / 3 + 60 / 240)
     p = 2 * stats.t.sf(gain.mean() / error, 2)

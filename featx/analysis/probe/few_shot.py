@@ -62,7 +62,7 @@ def fit_few_shot(problem: Problem, method: str, task: Task) -> tuple[dict[str, A
     options, entry, draws = problem.options, {}, list[Draw]()
     option = options.k if method == "knn" else options.l2
     for shots in options.all_shots:
-        accuracies, rows = [], []
+        accuracies, rows, rows_of_classes = [], [], list[int]()
         for number in range(options.draws or 5):
             fold = number % len(task.splits)
             split = task.splits[fold]
@@ -72,11 +72,13 @@ def fit_few_shot(problem: Problem, method: str, task: Task) -> tuple[dict[str, A
             predicted = fitted.scores(split.test).argmax(1)
             accuracies.append(float((predicted == problem.y[split.test]).mean()))
             rows.append(len(places))
+            rows_of_classes += np.unique(problem.y[places], return_counts=True)[1].tolist()
             draws.append(Draw(shots, number, fold, places, split.test, predicted))
         chosen_as = option if option is not None else "shots" if method == "knn" else FEW_SHOT
         entry[str(shots)] = {
             **mean_and_spread(accuracies),
             "rows": rows,
+            "rows_per_class": [min(rows_of_classes), max(rows_of_classes)],
             methods.name_of_choice(method): chosen_as,
         }
     return entry, draws

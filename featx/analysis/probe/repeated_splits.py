@@ -21,10 +21,10 @@ def seeds_entry(seed_probes: Sequence[SeedProbe], methods: Sequence[str]) -> dic
         methods: methods of the probe, of which the first one chooses the best layer.
 
     Returns:
-        seeds; layer_of_seeds, the layer that each seed chose on its validation rows, and chosen,
-        the metrics with it; layers -> method -> metrics; layer, the one with the highest mean
-        accuracy on the validation rows of all seeds; and differences, other layer -> entry of
-        `differences`. A metric is given by `spread`.
+        seeds; layer_of_splits, the layer that each split chose on its validation rows, every fold
+        of every seed, and chosen, the metrics with it; layers -> method -> metrics; layer, the one
+        with the highest mean accuracy on the validation rows of all seeds; and differences, other
+        layer -> entry of `differences`. A metric is given by `spread`.
     """
     method = methods[0]
     tops = [each.top(method) for each in seed_probes]
@@ -48,7 +48,7 @@ def seeds_entry(seed_probes: Sequence[SeedProbe], methods: Sequence[str]) -> dic
     }
     return {
         "seeds": [each.task.seed for each in seed_probes],
-        "layer_of_seeds": [top.layer for top in tops],
+        "layer_of_splits": [choice.layer for each in seed_probes for choice in each.choice.chosen],
         "chosen": metric_spreads(METRICS, [top.about for top in tops]),
         "layers": {
             layer: {name: metric_spreads(METRICS, entries(layer, name)) for name in methods}

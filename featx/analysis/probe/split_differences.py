@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -63,8 +64,8 @@ def differences(
     Returns:
         other layer -> spread over the seeds of the value of the best layer minus that of the other
         one; interval and p of the mean over all splits, as returned by `resampled_test`; p_holm,
-        corrected for the number of layers; and told_apart, whether it is below ALPHA. Without scipy
-        the last four are None.
+        corrected for the number of layers; told_apart, whether it is below ALPHA; and not_tested,
+        the reason if p is None, and with it the two entries before.
     """
     share = float(np.mean([len(split.test) / len(split.train) for split in splits]))
     entries: dict[str, Any] = {}
@@ -76,12 +77,20 @@ def differences(
         by_seed = _differences(best_values.by_seed, layer_values.by_seed)
         interval, p = resampled_test(by_split, share)
         entries[layer] = {**spread(by_seed), "interval": interval, "p": p}
-    p_values = [entry["p"] for entry in entries.values()]
-    has_scipy = None not in p_values
-    corrected = holm(p_values) if has_scipy else p_values
+    # A layer without a p-value counts as a test of the family that finds nothing.
+    corrected = holm([1.0 if entry["p"] is None else entry["p"] for entry in entries.values()])
     for entry, p in zip(entries.values(), corrected, strict=True):
-        entry["p_holm"], entry["told_apart"] = p, p < ALPHA if has_scipy else None
+        is_tested = entry["p"] is not None
+        entry["p_holm"], entry["told_apart"] = (p, p < ALPHA) if is_tested else (None, None)
+        entry["not_tested"] = None if is_tested else _why_not_tested()
     return entries
+
+
+def _why_not_tested() -> str:
+    """Return the reason why `resampled_test` gives no p-value."""
+    if importlib.util.find_spec("scipy") is None:
+        return "scikit-learn is not installed"
+    return "the difference is the same in every split, which tells nothing about its error"
 
 
 def _differences(a: Sequence[float], b: Sequence[float]) -> list[float]:

@@ -51,16 +51,21 @@ class ValueSeed:
         """Return the numbers of the best layer; each fold chooses on its own validation rows."""
         best = min(self.layers, key=lambda layer: self.layers[layer][method]["validation_loss"])
         folds = range(len(self.task.rows.splits))
-        chosen = [
-            min(self.layers, key=lambda layer: self.fits[layer, method][fold].validation_loss)
-            for fold in folds
-        ]
+        chosen = self.chosen_layers(method)
         predicted = [self.fits[chosen[fold], method][fold].predicted for fold in folds]
         rows, about = np.concatenate(predicted), self.layers[best][method]
         if len(folds) > 1 and len(self.layers) > 1:
             metrics = self.task.judge(self.task.test_places, rows)
             about = {**about, "layer_of_folds": chosen, **metrics}
         return ValueTop(best, about, rows)
+
+    def chosen_layers(self, method: str) -> list[str]:
+        """Return the layer with the smallest validation loss in each fold."""
+        folds = range(len(self.task.rows.splits))
+        return [
+            min(self.layers, key=lambda layer: self.fits[layer, method][fold].validation_loss)
+            for fold in folds
+        ]
 
     def split_values(self, layer: str, method: str) -> list[float | None]:
         """Return the first metric of a layer on the test rows of each split."""
@@ -77,10 +82,11 @@ def value_seeds_entry(seed_probes: Sequence[ValueSeed], methods: Sequence[str]) 
         methods: methods of the probe, of which the first one chooses the best layer.
 
     Returns:
-        seeds; layer_of_seeds, the layer that each seed chose on its validation rows, and chosen,
-        the metrics with it; layers -> method -> metrics; layer, the one with the smallest mean loss
-        on the validation rows of all seeds; and differences of the first metric, as returned by
-        `differences`, None if it is not available in every split. A metric is given by `spread`.
+        seeds; layer_of_splits, the layer that each split chose on its validation rows, every fold
+        of every seed, and chosen, the metrics with it; layers -> method -> metrics; layer, the one
+        with the smallest mean loss on the validation rows of all seeds; and differences of the
+        first metric, as returned by `differences`, None if it is not available in every split. A
+        metric is given by `spread`.
     """
     first, method = seed_probes[0], methods[0]
     names, layers = first.task.metrics, list(first.layers)
@@ -95,7 +101,7 @@ def value_seeds_entry(seed_probes: Sequence[ValueSeed], methods: Sequence[str]) 
     best = min(layers, key=loss)
     return {
         "seeds": [each.task.seed for each in seed_probes],
-        "layer_of_seeds": [top.layer for top in tops],
+        "layer_of_splits": [layer for each in seed_probes for layer in each.chosen_layers(method)],
         "chosen": metric_spreads(names, [top.about for top in tops]),
         "layers": {
             layer: {name: metric_spreads(names, entries(layer, name)) for name in methods}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,9 +17,10 @@ class ComparedLayers:
         best_only: number of test rows or groups for the best layer.
         other_only: number for the other layer.
         difference: accuracy of the best layer minus that of the other one.
-        interval: its 95 % interval.
+        interval: its 95 % interval; None if every test row or group has the same difference.
         p: two-sided p-value, corrected for the number of layers.
-        told_apart: whether the two layers differ by p and by the interval of the difference.
+        told_apart: whether the two layers differ by p and by the interval of the difference, if
+            there is one.
     """
 
     layer: str
@@ -27,7 +28,7 @@ class ComparedLayers:
     best_only: int
     other_only: int
     difference: float
-    interval: tuple[float, float]
+    interval: tuple[float, float] | None
     p: float
     told_apart: bool
 
@@ -46,7 +47,7 @@ class Difference:
     Attributes:
         mean: mean accuracy of the best layer minus that of this one.
         std: its standard deviation.
-        told_apart: whether the corrected resampled t-test tells them apart, or None without scipy.
+        told_apart: whether the corrected resampled t-test tells them apart; None if there is none.
     """
 
     mean: float
@@ -59,12 +60,17 @@ def comparisons(entry: Mapping[str, Any]) -> tuple[ComparedLayers, ...]:
     tests = [
         ComparedLayers(
             str(layer), str(each["unit"]), int(each["first_only"]), int(each["second_only"]),
-            float(each["difference"]), (float(each["interval"][0]), float(each["interval"][1])),
-            float(each["p_holm"]), bool(each["told_apart"]),
+            float(each["difference"]), _interval(each["interval"]), float(each["p_holm"]),
+            bool(each["told_apart"]),
         )
         for layer, each in entry.items()
     ]  # fmt: skip
     return tuple(sorted(tests, key=lambda each: -each.p))
+
+
+def _interval(entry: Sequence[float] | None) -> tuple[float, float] | None:
+    """Convert an interval of probe.json."""
+    return None if entry is None else (float(entry[0]), float(entry[1]))
 
 
 def differences_of(seeds: Mapping[str, Any] | None) -> dict[str, Difference]:

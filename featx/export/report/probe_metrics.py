@@ -108,7 +108,7 @@ def repeated_of(seeds: Mapping[str, Any] | None) -> SeedsAccuracy | None:
         std=float(accuracy["std"]),
         low=float(accuracy["min"]),
         high=float(accuracy["max"]),
-        layers=tuple(Counter(map(str, seeds["layer_of_seeds"])).most_common()),
+        layers=tuple(Counter(map(str, seeds["layer_of_splits"])).most_common()),
         layer=str(seeds["layer"]),
     )
 

@@ -39,6 +39,12 @@ class Embedding:
     ok: npt.NDArray[np.bool_]
     failures: Mapping[int, str]
 
+    def __repr__(self) -> str:
+        return (
+            f"Embedding({len(self.ok)} images, {len(self.failures)} failed, layers: "
+            f"{', '.join(self.features)})"
+        )
+
     def __getitem__(self, layer: str) -> npt.NDArray[Any]:
         """Return the features of a layer."""
         return self.features[layer]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import textwrap
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -16,6 +17,9 @@ from featx.store import FeatureStore, matching_layers
 
 if TYPE_CHECKING:
     from featx.analysis.similarity import LayerSimilarity
+
+_WIDE_IS_SIMILAR = ("cka", "svcca")
+"""Measures that are near 1 for layers with more numbers than there are images."""
 
 _TITLES = {
     "cka": "linear CKA",
@@ -52,6 +56,7 @@ def run(config: Config, config_yaml: str) -> int:
             rsa_distance=options.rsa_distance,
             measures=options.chosen_measures,
         )
+    notes = _notes(similarity, store, other)
     summary = {
         "store": str(store.root),
         "other_store": None if other is None else str(other.root),
@@ -62,6 +67,7 @@ def run(config: Config, config_yaml: str) -> int:
         "others": list(similarity.others),
         "rsa_distance": similarity.rsa_distance if "rsa" in similarity.measures else None,
         **{name: _as_json(values) for name, values in similarity.measures.items()},
+        "notes": notes,
     }
     path = disk.root / "layers.json"
     disk.replace_unlocked(path, json.dumps(summary, indent=2).encode())
@@ -71,6 +77,8 @@ def run(config: Config, config_yaml: str) -> int:
     if other is not None:
         stores = (("down", shown_path(store.root)), ("across", shown_path(other.root)))
         rows = [*stores, *rows]
+    if notes:
+        rows.append(("notes", "\n".join(notes)))
     print_summary(config, summary, "\n\n".join([*_tables(similarity), facts(rows)]))
     return 0
 
@@ -86,6 +94,32 @@ JOBS.register(
         why="it reads an existing store; `layers` selects its layers",
     )
 )
+
+
+def _notes(
+    similarity: LayerSimilarity, store: FeatureStore, other: FeatureStore | None
+) -> list[str]:
+    """Return what the scores cannot show: layers that are too wide, or equal for all images."""
+    notes, num_rows = [], similarity.num_rows
+    layers = {name: store[name].shape for name in similarity.layers}
+    if other is not None:
+        layers |= {name: other[name].shape for name in similarity.others}
+    wide = [name for name, shape in layers.items() if np.prod(shape[1:]) > num_rows]
+    affected = [_TITLES[name] for name in _WIDE_IS_SIMILAR if name in similarity.measures]
+    if wide and affected:
+        notes.append(
+            f"{' and '.join(affected)}: near 1 for any two layers, even noise, where one has more "
+            f"numbers than the {num_rows} images: {', '.join(wide)}. Use cka_debiased."
+        )
+    values = list(similarity.measures.values())
+    constant = [
+        layer
+        for place, layer in enumerate(similarity.layers)
+        if all(np.isnan(matrix[place]).all() for matrix in values)
+    ]
+    if constant:
+        notes.append(f"nan: {', '.join(constant)} is equal for all images.")
+    return [textwrap.fill(note, WIDTH - 8) for note in notes]
 
 
 def _tables(similarity: LayerSimilarity) -> list[str]:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import textwrap
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from featx.base import CountProgress, facts, shown_path, table
+import numpy as np
+
+from featx.base import WIDTH, CountProgress, facts, shown_path, table
 from featx.config import Config, DistanceConfig
 from featx.errors import ConfigError
 from featx.jobs.base import JOBS, Input, Job, print_summary
@@ -42,12 +46,14 @@ def run(config: Config, config_yaml: str) -> int:
             )
             for layer in layers
         ]
+    notes = _notes(distances, {layer: store[layer].shape for layer in layers})
     summary = {
         "store": str(store.root),
         "other_store": str(other.root),
         "subsets": options.subsets,
         "seed": config.seed,
         "layers": [asdict(each) for each in distances],
+        "notes": notes,
     }
     rows = [
         ("store", f"{shown_path(store.root)}, {distances[0].rows} rows"),
@@ -57,8 +63,41 @@ def run(config: Config, config_yaml: str) -> int:
         *((f"{each.layer}", f"no Fréchet distance: {each.not_available}")
           for each in distances if each.not_available is not None),
     ]  # fmt: skip
+    if notes:
+        rows.append(("notes", "\n".join(textwrap.fill(note, WIDTH - 13) for note in notes)))
     print_summary(config, summary, f"{_table(distances)}\n\n{facts(rows)}")
     return 0
+
+
+def _notes(
+    distances: Sequence[DataSetDistance], shapes: Mapping[str, tuple[int, ...]]
+) -> list[str]:
+    """Return what few rows do to the distances.
+
+    Args:
+        distances: distances of each layer.
+        shapes: layer -> shape of its rows in the first store, (N, ...).
+    """
+    notes = []
+    first = distances[0]
+    fewest = min(first.rows, first.other_rows)
+    biased = [
+        each.layer
+        for each in distances
+        if each.frechet is not None and fewest < np.prod(shapes[each.layer][1:])
+    ]
+    if biased:
+        notes.append(
+            f"The Fréchet distance is biased upwards where the layer has more numbers than the "
+            f"smaller store rows ({fewest}): {', '.join(biased)}. Compare equal numbers of rows "
+            "only, or use KID."
+        )
+    if first.subset_rows == fewest:
+        notes.append(
+            f"Each subset has all {fewest} rows of the smaller store, so the standard deviation of "
+            "KID is too small; distance.subset_rows=N takes fewer."
+        )
+    return notes
 
 
 def _common_layers(store: FeatureStore, other: FeatureStore, config: Config) -> list[str]:

@@ -76,6 +76,7 @@ def test_an_image_that_fails_has_its_reason_and_changes_no_other(
     found = featx.embed(images, store, **CODE)
     assert found.ok.tolist() == [False, True, False, False, False]
     assert list(found.failures) == [0, 2, 3, 4]
+    assert repr(found).endswith("4 failed, layers: " + ", ".join(found.features) + ")")
     assert found.failures[0].startswith("missing: ")
     assert found.failures[2].startswith("unsupported: ")
     assert "the image is a int" in found.failures[3]

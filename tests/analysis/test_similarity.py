@@ -24,7 +24,15 @@ from featx.analysis.similarity.duplicates import cosines_to_first
 from featx.analysis.similarity.gram_measures import average_ranks
 from featx.errors import ConfigError, LayerError, StoreError
 from featx.jobs.similarity_files import write_csv
-from featx.similarity import duplicate_groups, layer_similarity, linear_cka, nearest_rows, rsa
+from featx.similarity import (
+    duplicate_groups,
+    layer_similarity,
+    linear_cka,
+    nearest_rows,
+    procrustes_distance,
+    rsa,
+    svcca,
+)
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path")
 
@@ -296,6 +304,11 @@ class TestLayerSimilarity:
         assert rsa(x, y, "cosine") == pytest.approx(direct_rsa(x, y), abs=1e-5)
         assert rsa(x, y) == pytest.approx(correlation_rsa(x, y), abs=1e-5)
         assert abs(rsa(x, y) - rsa(x, y, "cosine")) > 0.01
+        failed = x.copy()
+        failed[3] = np.nan
+        for measure in (linear_cka, rsa, svcca, procrustes_distance):
+            with pytest.raises(ConfigError, match=r"1 of \d+ rows of the second matrix"):
+                measure(x, failed)
         with pytest.raises(ConfigError, match="expected one of correlation, cosine"):
             rsa(x, y, "euclidean")
         assert 0.05 < direct_debiased_cka(x, y) < direct_cka(x, y) < 0.95

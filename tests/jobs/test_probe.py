@@ -160,6 +160,7 @@ def test_a_split_file(capsys: pytest.CaptureFixture[str]) -> None:
     write_store(Path("store"), Y, x=X)
     roles = ["train"] * 150 + ["val"] * 50 + ["test"] * 90
     lines = [f"{i:05d}.jpg,{role}" for i, role in enumerate(roles)]
+    lines += [f"{i:05d}.jpg," for i in range(290, 295)]  # without a split, as those not named
     Path("splits.csv").write_text("\n".join(["key,split", "gone.jpg,train", *lines]))
     found = probe(capsys, split="column", split_file="splits.csv")
     assert found["split"]["fit"] == [150]
@@ -167,7 +168,7 @@ def test_a_split_file(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["rows"] == 90
     assert found["notes_on_rows"] == [
         "1 key of splits.csv is not among the labelled rows of the store",
-        "10 labelled rows that splits.csv does not name: left out",
+        "10 labelled rows without a split in splits.csv: left out",
     ]
     assert head()["mean"] == pytest.approx(X[:200].mean(0), rel=1e-4)
     Path("splits.csv").write_text("key,split\n00000.jpg,train\n")

@@ -115,6 +115,33 @@ def test_layers(store: featx.FeatureStore, capsys: pytest.CaptureFixture[str]) -
     assert json.loads(capsys.readouterr().out)["layers"] == ["map", "flat"]
 
 
+def test_scores_of_wide_and_constant_layers_are_explained(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    run = make_run(30, 8)
+    flat = run.features["flat"]
+    replace(run, features={**run.features, "flat": np.ones_like(flat)}).write(Path("store"))
+    ask("cka", json=True, layers=["flat", "map"], rows=11)
+    found = json.loads(capsys.readouterr().out)
+    wide, constant = (" ".join(note.split()) for note in found["notes"])
+    assert wide.startswith("linear CKA: near 1 for any two layers, even noise, where one has more ")
+    assert "numbers than the 11 images: map." in wide
+    assert constant == "nan: flat is equal for all images."
+    ask("cka", layers=["flat", "map"], rows=11)
+    assert "nan: flat is equal for all images." in capsys.readouterr().out
+
+
+def test_few_rows_of_data_sets_are_explained(capsys: pytest.CaptureFixture[str]) -> None:
+    for name, num_rows in (("store", 30), ("other", 11)):
+        make_run(num_rows, 8).write(Path(name))
+    ask("distance", json=True, layers=None, other_store="other")
+    biased, subsets = json.loads(capsys.readouterr().out)["notes"]
+    assert "more numbers than the smaller store rows (11): map." in " ".join(biased.split())
+    assert "Each subset has all 11 rows of the smaller store" in subsets
+    ask("distance", json=True, layers="flat", other_store="other", subset_rows=5)
+    assert "Each subset" not in str(json.loads(capsys.readouterr().out)["notes"])
+
+
 def test_measures_of_layers(store: featx.FeatureStore, capsys: pytest.CaptureFixture[str]) -> None:
     ask("cka", layers=["flat", "map"])
     assert "RSA, correlation distance" in capsys.readouterr().out

@@ -50,7 +50,7 @@ def given_split(
                 "labelled rows of the store"
             )
         if unnamed := int((roles == "").sum()):
-            notes.append(f"{counted(unnamed, 'labelled row')} that {path} does not name: left out")
+            notes.append(f"{counted(unnamed, 'labelled row')} without a split in {path}: left out")
     sides = {role: np.flatnonzero(roles == role) for role in ("train", "validation", "test")}
     for role in ("train", "test"):
         if not len(sides[role]):
@@ -98,8 +98,8 @@ def read_split_file(path: Path, keys: Sequence[str]) -> tuple[npt.NDArray[np.str
         keys: n keys of the labelled rows.
 
     Returns:
-        (n,) 'train', 'validation', 'test', or '' for a key that is not in the file; and the number
-        of keys in the file that are not among `keys`.
+        (n,) 'train', 'validation', 'test', or '' for a key that the file gives no split; and the
+        number of keys with a split in the file that are not among `keys`.
 
     Raises:
         DataError: the file is missing or malformed, or gives a key two roles.
@@ -117,6 +117,8 @@ def read_split_file(path: Path, keys: Sequence[str]) -> tuple[npt.NDArray[np.str
             role_of_key: dict[str, str] = {}
             for line in reader:
                 key, role = line["key"], (line["split"] or "").strip()
+                if role == "" and line["split"] is not None:
+                    continue  # a row without a split; a line that ends before it is an error
                 if role not in ROLES:
                     raise DataError(
                         f"probe.split_file={path}, line {reader.line_num}: split is {role!r}, "

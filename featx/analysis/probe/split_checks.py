@@ -19,7 +19,9 @@ def small_classes(
     """Return notes about classes with too few rows or groups to be tested."""
     if groups is None:
         if single := int((np.bincount(training.y) == 1).sum()):
-            return [f"{single} classes with a single row are trained on and never tested"]
+            verb = "is" if single == 1 else "are"
+            classes = counted(single, "class", "classes")
+            return [f"{classes} with a single row {verb} trained on and never tested"]
         return []
     pairs = np.unique(np.stack([training.y, groups], axis=1), axis=0)
     counts = np.bincount(pairs[:, 0])

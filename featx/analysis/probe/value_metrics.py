@@ -49,14 +49,14 @@ def regression_metrics(
         name -> value, None if it is not available; and name -> reason for those.
     """
     from scipy.stats import spearmanr
-    from sklearn.metrics import mean_absolute_error
+    from sklearn.metrics import mean_absolute_error, r2_score
 
     a, b = truth[:, 0], predicted[:, 0]
 
     def r2() -> float:
         if np.ptp(a) == 0:
             raise UndefinedMetricError("the test rows have a single value")
-        return float(1 - np.square(a - b).sum() / np.square(a - a.mean()).sum())
+        return float(r2_score(a, b))
 
     def spearman() -> float:
         if np.ptp(a) == 0 or np.ptp(b) == 0:

@@ -150,6 +150,9 @@ def linear_cka(
         x: (n, D), or any shape with n rows.
         y: (n, E), or any shape with n rows.
         debiased: whether to use the U-centred matrices.
+
+    Raises:
+        ConfigError: the numbers of rows differ, or a number is not finite.
     """
     _check_rows(x, y)
     measure = "cka_debiased" if debiased else "cka"
@@ -167,7 +170,7 @@ def rsa(
         distance: 'correlation', 1 minus Pearson's correlation of two rows, or 'cosine'.
 
     Raises:
-        ConfigError: the distance is unknown, or the numbers of rows differ.
+        ConfigError: the distance is unknown, the numbers of rows differ, or a number is not finite.
     """
     check_choice("distance", distance, RSA_DISTANCES)
     _check_rows(x, y)
@@ -180,6 +183,9 @@ def svcca(x: npt.NDArray[np.floating], y: npt.NDArray[np.floating]) -> float:
     Args:
         x: (n, D), or any shape with n rows.
         y: (n, E), or any shape with n rows.
+
+    Raises:
+        ConfigError: the numbers of rows differ, or a number is not finite.
     """
     return _compare_matrices(x, y, "svcca")
 
@@ -191,6 +197,9 @@ def procrustes_distance(x: npt.NDArray[np.floating], y: npt.NDArray[np.floating]
     Args:
         x: (n, D), or any shape with n rows.
         y: (n, E), or any shape with n rows.
+
+    Raises:
+        ConfigError: the numbers of rows differ, or a number is not finite.
     """
     return _compare_matrices(x, y, "procrustes")
 
@@ -206,11 +215,18 @@ def _compare_matrices(
 
 
 def _check_rows(x: npt.NDArray[np.floating], y: npt.NDArray[np.floating]) -> None:
-    """Raise ConfigError unless two matrices have the same number of rows."""
+    """Raise ConfigError unless two matrices have the same number of rows, all of finite numbers."""
     if len(x) != len(y):
         raise ConfigError(
             f"the matrices have {len(x)} and {len(y)} rows; expected the same images in both."
         )
+    for name, matrix in (("first", x), ("second", y)):
+        is_finite = np.isfinite(matrix.reshape(len(matrix), -1)).all(1)
+        if num_bad := int((~is_finite).sum()):
+            raise ConfigError(
+                f"{num_bad} of {len(matrix)} rows of the {name} matrix have numbers that are not "
+                "finite, such as those of failed images; leave them out: store[layer][store.ok]."
+            )
 
 
 class _Layers:

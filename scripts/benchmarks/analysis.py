@@ -140,9 +140,9 @@ def nearest(arguments: argparse.Namespace) -> None:
         measure("all rows by the index", search_s, index.nearest_rows)
         all_exact = statistics.median(seconds) * arguments.rows / len(queries)
         print(
-            f"{index.recall:.2%} of the nearest rows by {index.num_probed_lists} of {index.num_lists} lists, "
-            f"in {build_s[0] + search_s[0]:.0f} s of processor time; all exactly, extrapolated "
-            f"from the rows above, {all_exact:.0f} s"
+            f"{index.recall:.2%} of the nearest rows by {index.num_probed_lists} of "
+            f"{index.num_lists} lists, in {build_s[0] + search_s[0]:.0f} s of processor time; all "
+            f"exactly, extrapolated from the rows above, {all_exact:.0f} s"
         )
 
 

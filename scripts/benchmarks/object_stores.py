@@ -84,7 +84,7 @@ def bucket(arguments: argparse.Namespace) -> None:
                     operations.clear()
                     started_at = time.perf_counter()
                     with (session := StoreSession(root, run, listing)).hold():
-                        assert session.whole
+                        assert session.is_complete
                     seconds.append(time.perf_counter() - started_at)
             requests = f"{len(operations)} requests of {wait_ms:g} ms and moto's own"
             print(f"{arguments.parts} parts, {requests}")

@@ -122,7 +122,7 @@ def many_parts(arguments: argparse.Namespace) -> None:
 
         def resume() -> None:
             with (session := StoreSession(root, run, listing)).hold():
-                assert session.whole
+                assert session.is_complete
 
         if not (root / "featx.json").exists():
             measure("all parts committed", write)

@@ -254,7 +254,7 @@ def measure_writing(
 
     def resume() -> None:
         with (session := StoreSession(root / "store", run, rows)).hold():
-            assert session.whole
+            assert session.is_complete
 
     def compare_images() -> None:
         with (session := StoreSession(root / "store", run, rows)).hold():

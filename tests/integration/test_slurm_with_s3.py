@@ -79,7 +79,7 @@ def test_keys_that_expire_end_the_driver_and_its_tasks(
         there = {"AWS_ENDPOINT_URL": proxy.url}
         with running_driver(*GIVEN, pause_s=3, environment=there) as driver:
             wait_until(lambda: num_parts(OUT) > 0, driver.process)
-            proxy.spoil(lambda method, path: error(400, "ExpiredToken"))
+            proxy.set_faults(lambda method, path: error(400, "ExpiredToken"))
             assert driver.finish(60) == 1, driver.output
         assert "ExpiredToken" in driver.output
         assert "Nothing committed is lost" in driver.output

@@ -10,7 +10,7 @@ from probe_problem import blobs, write_store
 from sklearn.metrics import average_precision_score
 
 import featx
-from featx.analysis.similarity import retrieval_metrics
+from featx.analysis.similarity import retrieval, retrieval_metrics, row_vectors
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path", "one_thread")
 
@@ -62,6 +62,43 @@ def test_ties_count_against_the_class() -> None:
     assert found is not None
     # Rows 0 and 1 have row 2 as near as their class, row 2 has two, row 3 has two: none is first.
     assert found["recall"] == {"1": 0.0}
+
+
+@pytest.mark.parametrize("metric", ["cosine", "euclidean"])
+@pytest.mark.parametrize("offset", [0, 1000])
+@pytest.mark.parametrize("rows_of_block", [None, 3])
+def test_copies_are_ties_whatever_their_values(
+    metric: str, offset: float, rows_of_block: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Copies of one vector in two classes, with values that have no finite binary fraction."""
+    if rows_of_block:
+        monkeypatch.setattr(retrieval, "_BLOCK_NUMBERS", 7 * 40)
+        monkeypatch.setattr(row_vectors, "KEEP_BYTES", 0)
+        monkeypatch.setattr(row_vectors.Vectors, "rows_of", lambda self, num_bytes: rows_of_block)
+    rng = np.random.default_rng(0)
+    groups = (rng.normal(size=(4, 1, 301)) / 3 + offset).astype(np.float32)
+    y = np.arange(40) % 2
+    write_store(Path("store"), y, x=groups.repeat(10, axis=1).reshape(40, 301))
+    found = retrieval_metrics(featx.open("store"), "x", metric, "cpu")
+    assert found is not None
+    # Four of the nine copies of a row have its class and five have not.
+    assert found["recall"] == {"1": 0.0, "5": 0.0, "10": 1.0}
+    # Precision is 4 / 9 at the copies. Of the other 15 rows of the class five follow at a time, at
+    # ranks that are the same for all rows.
+    precisions = [4 / 9] * 4 + [9 / 19] * 5 + [14 / 29] * 5 + [19 / 39] * 5
+    assert found["map"] == pytest.approx(np.mean(precisions), abs=1e-12)
+
+
+def test_a_row_that_is_nearer_by_little_is_nearer() -> None:
+    x = np.full((4, 8), 0.1, np.float32)
+    x[1, 0] += 1e-4
+    x[2, 0] += 3e-4
+    x[3, 1] = 5
+    write_store(Path("store"), np.array([0, 0, 1, 1]), x=x)
+    found = retrieval_metrics(featx.open("store"), "x", "euclidean", "cpu")
+    assert found is not None
+    # Rows 0 and 1 find each other; rows 2 and 3 have a row of the other class nearer.
+    assert found["recall"] == {"1": 0.5}
 
 
 def test_without_two_rows_of_a_class_there_is_nothing_to_retrieve() -> None:

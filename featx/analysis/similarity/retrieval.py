@@ -34,6 +34,10 @@ def retrieval_metrics(
     scikit-learn's label_ranking_average_precision_score. A query whose class has no other row is
     left out, but is among the rows that others retrieve. With cosine, vectors of zeros come last.
 
+    Rows are as near as each other if their squared distances |a - b|^2, computed in float64 from
+    float32 vectors of D values, differ by no more than their rounding, (D + 4) 2^-52 (|a|^2 +
+    |b|^2) each. So copies are as near as each other.
+
     Args:
         store: open store.
         layer: name of the layer; a map counts as one long vector.
@@ -59,11 +63,15 @@ def retrieval_metrics(
     block_rows = max(1, _BLOCK_NUMBERS // len(rows))
     for start in range(0, len(queries), block_rows):
         places = queries[start : start + block_rows]
-        scores, same = _ranking(vectors, labels, places)
-        nearest = np.where(same, scores, -np.inf).max(1, keepdims=True)
-        num_nearer.append(((scores >= nearest) & ~same).sum(1))
+        scores, rounding = _ranking(vectors, places)
+        itself = np.arange(len(places)), places
+        scores[itself] = -np.inf
+        same = labels[places][:, None] == labels
+        same[itself] = False
+        nearest = np.where(same, scores - rounding, -np.inf).max(1, keepdims=True)
+        num_nearer.append(((scores + rounding >= nearest) & ~same).sum(1))
         if reason is None:
-            precisions.append(len(places) * _mean_average_precision(same, scores))
+            precisions.append(len(places) * _mean_average_precision(same, scores, rounding))
     ranks = np.concatenate(num_nearer)
     return {
         "queries": len(queries),
@@ -83,31 +91,69 @@ def _why_no_map(num_rows: int) -> str | None:
     return None
 
 
-def _mean_average_precision(same: npt.NDArray[np.bool_], scores: npt.NDArray[np.float64]) -> float:
-    """Return the mean average precision of the rows of a block."""
+def _mean_average_precision(
+    same: npt.NDArray[np.bool_],
+    scores: npt.NDArray[np.float64],
+    rounding: npt.NDArray[np.float64],
+) -> float:
+    """Return the mean average precision of the rows of a block.
+
+    Args:
+        same: (m, n) whether a row has the class of the query.
+        scores: (m, n) nearness, -inf for the query itself.
+        rounding: (m, n) largest errors of the scores.
+    """
     from sklearn.metrics import label_ranking_average_precision_score
 
-    return float(label_ranking_average_precision_score(same, scores))
+    # The query itself comes last, behind all rows of its class, and changes no precision.
+    return float(label_ranking_average_precision_score(same, _ranks(scores, rounding)))
+
+
+def _ranks(
+    scores: npt.NDArray[np.float64], rounding: npt.NDArray[np.float64]
+) -> npt.NDArray[np.int64]:
+    """Number the scores of each row from the smallest; equal ones have the same number.
+
+    Scores that follow each other are equal if the intervals given by their errors overlap.
+
+    Args:
+        scores: (m, n) numbers, or -inf.
+        rounding: (m, n) largest errors of the scores.
+
+    Returns:
+        (m, n) ranks.
+    """
+    order = np.argsort(scores, axis=1)
+    ordered, errors = (np.take_along_axis(each, order, 1) for each in (scores, rounding))
+    is_larger = ordered[:, 1:] - errors[:, 1:] > ordered[:, :-1] + errors[:, :-1]
+    ranks = np.zeros(scores.shape, np.int64)
+    np.put_along_axis(ranks, order[:, 1:], np.cumsum(is_larger, axis=1), 1)
+    return ranks
 
 
 def _ranking(
-    vectors: Vectors, labels: npt.NDArray[np.int64], places: npt.NDArray[np.int64]
-) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.bool_]]:
-    """Compute the nearness of all other rows to some rows, and whether they have the same class.
+    vectors: Vectors, places: npt.NDArray[np.int64]
+) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+    """Compute the nearness of all rows to some rows, and its largest errors.
+
+    A sum of D products in float64 has an error of at most D 2^-53 times the sum of their
+    magnitudes, in any order, and 2 |a . b| is at most |a|^2 + |b|^2 (N. J. Higham, Accuracy and
+    Stability of Numerical Algorithms, 2002, chapter 3). Products of float32 values are exact.
 
     Returns:
-        (m, n - 1) negative squared distances, and (m, n - 1) bool.
+        (m, n) negative squared distances, and (m, n) errors.
     """
     query_vectors = vectors.at(torch.from_numpy(places).to(vectors.device))
     home = float64_device(vectors.device)
     wide = query_vectors.to(home).double()
     squares = wide.square().sum(1, keepdim=True)
+    share = (vectors.width + 4) * np.finfo(np.float64).eps
     nearness = np.empty((len(places), len(vectors)))
+    errors = np.empty_like(nearness)
     for start, block in vectors.blocks(vectors.rows_of(64 << 20)):
         block_vectors = block.to(home).double()
-        near = 2 * (wide @ block_vectors.T) - squares - block_vectors.square().sum(1)
+        sums = squares + block_vectors.square().sum(1)
+        near = 2 * (wide @ block_vectors.T) - sums
         nearness[:, start : start + len(block)] = near.cpu().numpy()
-    is_other = np.arange(len(vectors)) != places[:, None]
-    shape = (len(places), len(vectors) - 1)
-    same = labels[places][:, None] == labels
-    return nearness[is_other].reshape(shape), same[is_other].reshape(shape)
+        errors[:, start : start + len(block)] = (share * sums).cpu().numpy()
+    return nearness, errors

@@ -61,6 +61,7 @@ class Listing:
         columns: name -> (N,) further values of each row, in bytewise order of the names: int64,
             float64 (NaN for missing values), bool, or fixed-length UTF-8 bytes (empty for missing
             values).
+        warnings: sentences about values that are probably not meant so; a run logs them.
     """
 
     keys: npt.NDArray[np.bytes_]
@@ -69,6 +70,7 @@ class Listing:
     skipped: Mapping[str, int] = field(default_factory=dict)
     content_tags: npt.NDArray[np.int64] | None = None
     columns: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict)
+    warnings: tuple[str, ...] = ()
 
     def __len__(self) -> int:
         return len(self.keys)

@@ -7,6 +7,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from featx.base import log_message
 from featx.config import Config
 from featx.errors import ConfigError, StoreMismatchError
 from featx.pipeline.provenance import layer_line
@@ -170,6 +171,8 @@ def list_images(
     """
     source = open_source(config.data) if source is None else with_boxes(source, config.data)
     listing = source.listing()
+    for warning in listing.warnings:
+        log_message(warning, level="warning")
     listing = listing if config.data.limit is None else listing.head(config.data.limit)
     if stored is not None:
         root = parse_path(config.out)

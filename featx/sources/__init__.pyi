@@ -8,3 +8,4 @@ from .opening import with_boxes as with_boxes
 from .registry import SOURCES as SOURCES
 from .registry import SourceMember as SourceMember
 from .registry import source_member as source_member
+from .table_columns import MISSING_MARKS as MISSING_MARKS

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import csv
 import os
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -18,6 +19,7 @@ from featx.errors import DataError, counted
 from featx.sources.key_forms import box_key
 from featx.sources.labels import from_names, renumber
 from featx.sources.row_keys import duplicate_keys
+from featx.sources.table_columns import MISSING_MARKS, warning_of_marks
 from featx.types import Box, BoxReader, Listing, Source, Stateful
 
 COLUMNS = ("path", "x", "y", "width", "height")
@@ -87,7 +89,12 @@ class BoxedSource:
             labels, classes = renumber(np.array(classes, dtype=object), labels)
         content_tags = None if images.content_tags is None else images.content_tags[positions]
         columns = {name: values[positions] for name, values in images.columns.items()}
-        return Listing(keys, labels, classes, images.skipped, content_tags, columns)
+        warnings = images.warnings
+        texts = [line.label for line in lines if line.label]
+        if marks := Counter(text for text in texts if text.lower() in MISSING_MARKS):
+            origin = f"data.boxes={self._file}, column label"
+            warnings = (*warnings, warning_of_marks(marks, origin))
+        return Listing(keys, labels, classes, images.skipped, content_tags, columns, warnings)
 
     def read(self, key: bytes) -> bytes:
         """Read the whole encoded image that a box lies in. Raises as `Source.read` does."""

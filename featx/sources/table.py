@@ -170,9 +170,9 @@ class TableSource:
             content_tags = np.concatenate([footer_content_tags(file, column) for file in files])[
                 order
             ]
-        return Listing(
-            keys, labels[order], classes, skipped, content_tags, self._columns(table, order)
-        )
+        values = self._columns(table, order)
+        warnings = tuple(table.warnings.values())
+        return Listing(keys, labels[order], classes, skipped, content_tags, values, warnings)
 
     def _find_image_column(self, names: list[str]) -> str:
         """Return the column of paths or images: data.path_column, else 'path', else 'image'.

@@ -9,7 +9,18 @@ import numpy as np
 import numpy.typing as npt
 
 from featx.config import column_name_problem
-from featx.errors import DataError
+from featx.errors import DataError, counted
+
+MISSING_MARKS = frozenset(
+    {
+        *("na", "n/a", "#na", "#n/a", "#n/a n/a", "<na>", "nan", "-nan", "null", "none"),
+        *("1.#ind", "-1.#ind", "1.#qnan", "-1.#qnan"),
+    }
+)
+"""Texts in lower case that mark a missing number: those of pandas.read_csv, in any case."""
+
+_MARKS_SHOWN = 3
+"""Maximum number of different marks that a warning quotes."""
 
 MAX_TEXT_BYTES = 4096
 """Maximum length of a text in a column in bytes. Texts have a fixed length per column, so the
@@ -71,6 +82,50 @@ def text_bytes(column: Any) -> npt.NDArray[np.bytes_]:
         )
     ]
     return np.concatenate(pieces) if pieces else np.empty(0, dtype="S1")
+
+
+def is_missing_mark(text: Any) -> Any:
+    """Return whether each text of a pyarrow.ChunkedArray is one of `MISSING_MARKS`, in any case."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    lower = pc.utf8_lower(text)
+    return pc.is_in(lower, value_set=pa.array(sorted(MISSING_MARKS), lower.type))
+
+
+def marks_in_text(column: Any) -> dict[str, int]:
+    """Count the marks of missing numbers in a column of text, where they are values.
+
+    Args:
+        column: pyarrow.ChunkedArray of any type.
+
+    Returns:
+        mark, as written -> number of rows; empty for columns of other types.
+    """
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    if not (pa.types.is_string(column.type) or pa.types.is_large_string(column.type)):
+        return {}
+    marks = pc.value_counts(column.filter(is_missing_mark(column)))
+    return {each["values"]: each["counts"] for each in marks.to_pylist()}
+
+
+def warning_of_marks(counts: Mapping[str, int], origin: str) -> str:
+    """Return the warning of marks of missing numbers in a column of text.
+
+    Args:
+        counts: mark, as written -> number of rows; not empty.
+        origin: origin of the column.
+    """
+    shown = [repr(mark) for mark in sorted(counts, key=lambda mark: (-counts[mark], mark))]
+    if len(shown) > _MARKS_SHOWN:
+        shown = [*shown[:_MARKS_SHOWN], "..."]
+    num_rows = counted(sum(counts.values()), "row has", "rows have")
+    return (
+        f"{origin}: {num_rows} the text {' or '.join(shown)}, which counts as a value like any "
+        "other; leave a cell empty where the value is missing"
+    )
 
 
 def check_columns(columns: Mapping[str, Any], num_rows: int, origin: str) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 from featx.errors import DataError
 from featx.sources.base import FolderSource
 from featx.sources.path_patterns import base_of, is_pattern, matching_files
+from featx.sources.table_columns import is_missing_mark, marks_in_text, warning_of_marks
 
 _WHOLE = r"^-?\d{1,18}$"
 """Whole numbers that fit into int64, leading zeros included."""
@@ -21,9 +22,9 @@ _NUMBER = r"^[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$"
 _EXACT_WHOLE = r"^(0|-?[1-9]\d{0,17})$"
 """Whole numbers whose text int64 preserves: no leading zeros, such as 007, and at most 18
 digits."""
-_EXACT_NUMBER = r"^-?((0|[1-9]\d{0,14})(\.\d*)?|\.\d+)([eE][-+]?\d+)?$"
+_EXACT_NUMBER = r"^-?(((0|[1-9]\d{0,14})(\.\d*)?|\.\d+)([eE][-+]?\d+)?|(?i:inf|infinity))$"
 """Decimal numbers that are not identifiers: no leading zeros and at most 15 digits before the
-point."""
+point; and infinity."""
 
 _BOOLEAN = r"^([Tt]rue|TRUE|[Ff]alse|FALSE)$"
 
@@ -140,6 +141,7 @@ class Table:
     Attributes:
         parts: one `Csv` or `Parquet` per file.
         is_parquet: whether the files are Parquet.
+        warnings: column that was read -> warning of the marks of missing numbers in its text.
 
     Raises:
         DataError: a file cannot be read or is not a table, or both kinds of files occur.
@@ -148,6 +150,7 @@ class Table:
     def __init__(self, files: Sequence[Path], origin: str) -> None:
         self._origin = origin
         self.parts: list[Csv | Parquet] = []
+        self.warnings: dict[str, str] = {}
         for file in files:
             with _read_errors(file):
                 self.parts.append(_open_file(file))
@@ -194,32 +197,42 @@ class Table:
     def labels(self, name: str) -> Any:
         """Read the column of labels.
 
-        A column of CSV files becomes numbers if all values are numbers, else text; empty values are
-        null. If two different texts would become the same number, such as 1 and 01, the column
-        stays text.
+        A column of CSV files becomes numbers if all values are numbers or marks of missing numbers,
+        else text; empty values are null, and so are marks in a column of numbers or booleans. If
+        two different texts would become the same number, such as 1 and 01, the column stays text.
         """
         import pyarrow as pa
         import pyarrow.compute as pc
 
         column = self._join_files(name)
         if self.is_parquet:
-            return column
-        numbers = _convert_column(column, ((_WHOLE, pa.int64()), (_NUMBER, pa.float64())))
+            return self._warn_of_marks(name, column)
+        # Booleans stay the text that is written; only their marks of missing values become null.
+        kinds = (_BOOLEAN, pa.string()), (_WHOLE, pa.int64()), (_NUMBER, pa.float64())
+        numbers = _convert_column(column, kinds)
         if pa.types.is_integer(numbers.type):
-            text = _convert_column(column, ())
+            text = column.filter(pc.is_valid(numbers))
             if pc.count_distinct(text).as_py() > pc.count_distinct(numbers).as_py():
-                return text
-        return numbers
+                numbers = _convert_column(column, ())
+        return self._warn_of_marks(name, numbers)
 
     def values(self, name: str) -> Any:
-        """Read any column; one of CSV becomes booleans or numbers if nothing is lost."""
+        """Read any column; one of CSV becomes booleans or numbers if nothing is lost.
+
+        Marks of missing numbers are null in a column of booleans or numbers.
+        """
         import pyarrow as pa
+        import pyarrow.compute as pc
 
         column = self._join_files(name)
         if self.is_parquet:
-            return column
+            return self._warn_of_marks(name, column)
         kinds = (_BOOLEAN, pa.bool_()), (_EXACT_WHOLE, pa.int64()), (_EXACT_NUMBER, pa.float64())
-        return _convert_column(column, kinds)
+        converted = _convert_column(column, kinds)
+        if pa.types.is_floating(converted.type) and not pc.any(pc.is_finite(converted)).as_py():
+            # Without one finite number, 'INF' is a code or a name.
+            converted = _convert_column(column, ())
+        return self._warn_of_marks(name, converted)
 
     def class_names(self, name: str) -> list[str] | None:
         """Return the class names that Parquet files store for a column of whole numbers, or None.
@@ -233,6 +246,12 @@ class Table:
         if any(names != names_of_files[0] for names in names_of_files):
             raise DataError(f"{self._origin}: the files have different names for {name}'s classes.")
         return names_of_files[0] if names_of_files else None
+
+    def _warn_of_marks(self, name: str, column: Any) -> Any:
+        """Record a warning if a column of text has marks of missing numbers; returns the column."""
+        if counts := marks_in_text(column):
+            self.warnings[name] = warning_of_marks(counts, f"{self._origin}, column {name}")
+        return column
 
     def _join_files(self, name: str) -> Any:
         """Concatenate a column of all files; integer types of different widths become the widest.
@@ -320,6 +339,8 @@ def _read_errors(file: Path) -> Iterator[None]:
 def _convert_column(text: Any, kinds: tuple[tuple[str, Any], ...]) -> Any:
     """Convert a text column to the first type whose pattern all values match; '' becomes null.
 
+    Marks of missing numbers match every pattern and become null, unless there are no other values.
+
     Args:
         text: pyarrow.ChunkedArray of strings.
         kinds: pairs of regular expression and Arrow type, in order of preference.
@@ -333,7 +354,10 @@ def _convert_column(text: Any, kinds: tuple[tuple[str, Any], ...]) -> Any:
     text = pc.if_else(pc.equal(text, ""), pa.scalar(None, pa.string()), text)
     if text.null_count == len(text):
         return pa.chunked_array([pa.nulls(len(text))])
+    values = pc.if_else(is_missing_mark(text), pa.scalar(None, pa.string()), text)
+    if values.null_count == len(values):
+        return text
     for form, kind in kinds:
-        if pc.all(pc.match_substring_regex(text, form)).as_py():
-            return text.cast(kind)
+        if pc.all(pc.match_substring_regex(values, form)).as_py():
+            return values.cast(kind)
     return text

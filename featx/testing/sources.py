@@ -169,6 +169,7 @@ def _as_plain(listing: Listing) -> dict[str, object]:
         "labels": listing.labels.tolist(),
         "classes": tuple(listing.classes),
         "skipped": dict(listing.skipped),
+        "warnings": listing.warnings,
         "content tags": None if listing.content_tags is None else listing.content_tags.tolist(),
         # As bytes: NaN, a missing number, differs from itself.
         "columns": {name: values.tobytes() for name, values in listing.columns.items()},

@@ -46,6 +46,16 @@ def test_whole_numbers_of_any_size_are_classes_of_their_own(tmp_path: Path) -> N
     assert found.y.tolist() == [2, 3, 0, 1, 4]
 
 
+def test_booleans_are_classes_with_the_names_of_tables(tmp_path: Path) -> None:
+    made = make_labelled({"x": np.ones((3, 2))}, [-1] * 3, [])
+    listing = replace(made.listing, columns={"good": np.array([True, False, True])})
+    for packed in (False, True):
+        root = replace(made, listing=listing).write(tmp_path / f"{packed}", packed=packed)
+        found = labelled_rows(FeatureStore(root), "good")
+        assert found.classes == ("false", "true")
+        assert found.y.tolist() == [1, 0, 1]
+
+
 def test_an_incomplete_store_and_one_without_labels_are_refused(tmp_path: Path) -> None:
     run = make_run(21)
     with pytest.raises(StoreError, match="not complete: 8 of 21 rows"):

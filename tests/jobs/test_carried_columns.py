@@ -45,6 +45,21 @@ def check(store: featx.FeatureStore, count: int = 12) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("executor", [{}, {"workers": 2}], ids=["one", "workers"])
+def test_marks_of_missing_values_in_text_are_warned_of_once(
+    executor: dict[str, Any], capfd: pytest.CaptureFixture[str]
+) -> None:
+    write_table()
+    text = Path("t.csv").read_text().replace(",1,", ",NaN,", 1).replace(",0,", ",cat,")
+    Path("t.csv").write_text(text)
+    extract(TABLE, executor=executor)
+    warning = "warning: t.csv, column label: 1 row has the text 'NaN', which counts as a value"
+    assert capfd.readouterr().err.count("the text 'NaN'") == 1
+    extract(TABLE)
+    assert capfd.readouterr().err.count(warning) == 1
+
+
+@pytest.mark.slow
 def test_a_run_a_resume_and_a_growth() -> None:
     write_table()
     check(extract(TABLE))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -188,6 +189,32 @@ def test_auto_never_takes_whole_numbers_as_numbers(
     assert f"task {task}: {found['task_reason']}" in out
 
 
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({5: "unknown"}, "holds text ('unknown' in 1 of 300 rows); expected numbers"),
+        ({5: "unknown", 9: "?"}, "holds text ('unknown' and others in 2 of 300 rows)"),
+        ({2: "NA", 3: "nan", 5: "?", 7: ""}, "holds text ('?' in 1 of 300 rows)"),
+        ({5: "007"}, "holds text ('007' in 1 of 300 rows)"),
+    ],
+)
+def test_the_first_text_in_a_column_of_numbers_is_named(
+    values: dict[int, str], message: str
+) -> None:
+    others = "" if "007" in values.values() else "1.5"
+    store_with(num=np.array([values.get(i, others) for i in range(300)]))
+    with pytest.raises(DataError, match=re.escape(f"probe.task=regression: num {message}")):
+        probe(label_column="num", task="regression")
+
+
+def test_infinite_numbers_are_counted() -> None:
+    age = AGE.copy()
+    age[5:7] = np.inf, -np.inf
+    store_with(age=age)
+    with pytest.raises(DataError, match="age holds infinite numbers in 2 of 300 rows"):
+        probe(label_column="age", task="regression")
+
+
 def test_whole_numbers_are_predicted_as_numbers_on_request() -> None:
     store_with(count=np.round(AGE).astype(np.int64))
     found = probe(label_column="count", task="regression", split="kfold", folds=3)
@@ -323,7 +350,7 @@ def test_options_that_make_no_sense(options: dict[str, Any], message: str) -> No
 def test_columns_of_the_wrong_kind_are_refused() -> None:
     store_with(age=AGE, tags=TAGS, same=np.ones(300), one=["a"] * 300)
     for options, message in (
-        ({"label_column": "tags", "task": "regression"}, "tags holds text; expected numbers"),
+        ({"label_column": "tags", "task": "regression"}, "tags holds text .*expected numbers"),
         ({"label_column": "age", "task": "multilabel"}, "age holds numbers; expected text"),
         ({"label_column": "age", "task": "classification"}, "numbers that are not whole"),
         ({"label_column": "same", "task": "regression"}, "same is 1 in all rows"),

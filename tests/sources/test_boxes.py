@@ -116,6 +116,16 @@ def test_labels_of_the_boxes_themselves(photos: Path) -> None:
     assert [classes[int(i)] for i in store.labels] == [given[key] for key in store.keys]
 
 
+def test_labels_that_are_marks_of_missing_values_are_warned_of(photos: Path) -> None:
+    lines = [(*line, ("NaN", "tail", "")[i % 3]) for i, line in enumerate(boxes_of(photos))]
+    file = write_boxes(lines, (*HEADER, "label"))
+    listing = BoxedSource(FolderSource(photos), file).listing()
+    assert listing.classes == ("NaN", "tail")
+    (warning,) = listing.warnings
+    num_rows = sum(line[-1] == "NaN" for line in lines)
+    assert f"column label: {num_rows} rows have the text 'NaN'" in warning
+
+
 @pytest.mark.parametrize(
     ("lines", "header", "message"),
     [

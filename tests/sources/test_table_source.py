@@ -16,7 +16,7 @@ import pytest
 
 from featx.config.schema import from_keywords, from_omegaconf
 from featx.errors import ConfigError, DataError, MissingExtraError
-from featx.sources import open_source, parquet_images
+from featx.sources import MISSING_MARKS, open_source, parquet_images
 from featx.sources.table import TableOptions
 from featx.types import ImageFault, Listing, Source, Status
 
@@ -328,6 +328,80 @@ def test_columns_of_a_csv_keep_what_stands_in_them(tmp_path: Path) -> None:
     assert columns["label"].tolist() == [b"x", b"y", b"x"]
     assert table(tmp_path / "t.csv").listing().columns == {}
     assert {name: len(v) for name, v in listing.head(2).columns.items()} == dict.fromkeys(names, 2)
+
+
+def test_marks_of_missing_numbers_are_those_of_pandas_in_any_case() -> None:
+    parsers = pytest.importorskip("pandas._libs.parsers", reason="pandas is not installed")
+    marks = {mark.lower() for mark in parsers.STR_NA_VALUES if mark}
+    assert marks == MISSING_MARKS
+
+
+@pytest.mark.parametrize(
+    "mark", ["NaN", "nan", "NA", "n/a", "#N/A", "<NA>", "NULL", "none", "-nan"]
+)
+def test_marks_in_columns_of_numbers_are_missing_values(tmp_path: Path, mark: str) -> None:
+    lines = (f"a,{mark},{mark},,True", f"b,3,7,1.5,{mark}", f"c,,2,{mark},false")
+    text = "\n".join(("path,label,whole,number,good", *lines)) + "\n"
+    names = ["whole", "number", "good", "label"]
+    listing = table(write(tmp_path / "t.csv", text), columns=names).listing()
+    assert listing.labels.tolist() == [-1, 3, -1]
+    assert listing.classes == ("0", "1", "2", "3")
+    np.testing.assert_array_equal(listing.columns["whole"], [np.nan, 7, 2])
+    np.testing.assert_array_equal(listing.columns["number"], [np.nan, 1.5, np.nan])
+    np.testing.assert_array_equal(listing.columns["good"], [1, np.nan, 0])
+    np.testing.assert_array_equal(listing.columns["label"], [np.nan, 3, np.nan])
+    assert listing.warnings == ()
+    listing = table(tmp_path / "t.csv", label_column="good").listing()
+    assert labels_of(listing) == {"a": "True", "b": None, "c": "false"}
+    assert listing.warnings == ()
+
+
+def test_marks_in_text_are_values_and_warned_of(tmp_path: Path) -> None:
+    text = (
+        "path,label,country,only,num,id\n"
+        "a,NaN,NA,NaN,nan,NA\n"
+        "b,dog,DE,,unknown,007\n"
+        "c,NaN,NA,,1.5,012\n"
+        "d,nan,FR,,,\n"
+    )
+    names = ["country", "id", "label", "num", "only"]
+    listing = table(write(tmp_path / "t.csv", text), columns=names).listing()
+    assert listing.classes == ("NaN", "dog", "nan")
+    assert listing.labels.tolist() == [0, 1, 0, 2]
+    assert listing.columns["country"].tolist() == [b"NA", b"DE", b"NA", b"FR"]
+    assert listing.columns["only"].tolist() == [b"NaN", b"", b"", b""]
+    assert listing.columns["num"].tolist() == [b"nan", b"unknown", b"1.5", b""]
+    end = "which counts as a value like any other; leave a cell empty where the value is missing"
+    assert sorted(listing.warnings) == [
+        f"{tmp_path}/t.csv, column country: 2 rows have the text 'NA', {end}",
+        f"{tmp_path}/t.csv, column id: 1 row has the text 'NA', {end}",
+        f"{tmp_path}/t.csv, column label: 3 rows have the text 'NaN' or 'nan', {end}",
+        f"{tmp_path}/t.csv, column num: 1 row has the text 'nan', {end}",
+        f"{tmp_path}/t.csv, column only: 1 row has the text 'NaN', {end}",
+    ]
+
+
+def test_two_labels_with_marks_never_become_one(tmp_path: Path) -> None:
+    listing = table(write(tmp_path / "t.csv", "path,label\na,1\nb,01\nc,NaN\n")).listing()
+    assert listing.classes == ("01", "1", "NaN")
+    assert len(listing.warnings) == 1
+
+
+def test_infinity_is_a_number_beside_finite_ones(tmp_path: Path) -> None:
+    text = "path,x,code,empty\na,inf,INF,\nb,-Infinity,,\nc,NaN,INF,\nd,2,,\n"
+    listing = table(
+        write(tmp_path / "t.csv", text), columns=["x", "code", "empty"], label_column=""
+    ).listing()
+    np.testing.assert_array_equal(listing.columns["x"], [np.inf, -np.inf, np.nan, 2])
+    assert listing.columns["code"].tolist() == [b"INF", b"", b"INF", b""]
+
+
+def test_texts_of_a_parquet_are_warned_of_too(tmp_path: Path) -> None:
+    columns = {"path": ["a", "b"], "label": ["nan", "cat"], "age": [None, 1.5]}
+    pq.write_table(pa.table(columns), tmp_path / "t.parquet")
+    listing = table(tmp_path / "t.parquet", columns=["age"]).listing()
+    (warning,) = listing.warnings
+    assert "column label: 1 row has the text 'nan'" in warning
 
 
 def test_columns_of_a_parquet_have_the_types_that_they_have(tmp_path: Path) -> None:

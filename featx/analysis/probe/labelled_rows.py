@@ -109,7 +109,10 @@ def _column_labels(
         names = distinct.tolist()
     labels = np.full(len(values), -1, dtype=np.int64)
     labels[has_value] = numbers
-    return labels, tuple(str(name) for name in names)
+    # Booleans are named as tables write them, instead of as Python does.
+    return labels, tuple(
+        str(name).lower() if isinstance(name, bool) else str(name) for name in names
+    )
 
 
 def match_classes(test: LabelledRows, classes: tuple[str, ...]) -> LabelledRows:

@@ -10,6 +10,7 @@ import numpy.typing as npt
 from featx.analysis.probe.labelled_rows import LabelledRows
 from featx.config import ProbeConfig
 from featx.errors import DataError, StoreError, counted
+from featx.sources import MISSING_MARKS
 from featx.store import FeatureStore
 
 SEPARATOR = ";"
@@ -143,11 +144,41 @@ def _value_mask(
         is_known: npt.NDArray[np.bool_] = np.char.strip(values.astype(np.str_)) != ""
         return is_known
     if values.dtype.kind not in "fiub":
-        raise DataError(f"probe.task=regression: {column} holds text; expected numbers.")
+        raise DataError(
+            f"probe.task=regression: {column} holds text{_example_of_text(values.tolist())}; "
+            "expected numbers."
+        )
     numbers = values.astype(np.float64)
-    if np.isinf(numbers).any():
-        raise DataError(f"probe.task=regression: {column} holds infinite numbers.")
+    if num_infinite := int(np.isinf(numbers).sum()):
+        raise DataError(
+            f"probe.task=regression: {column} holds infinite numbers in {num_infinite} of "
+            f"{counted(len(values), 'row')}; expected finite ones, or none where the value is "
+            "missing."
+        )
     return ~np.isnan(numbers)
+
+
+def _example_of_text(texts: list[str]) -> str:
+    """Quote the first text that is no number, and count the rows with such texts.
+
+    Returns:
+        ' (...)', or '' if all rows are empty.
+    """
+    given = [text for text in texts if text and text.lower() not in MISSING_MARKS]
+    # Numbers with leading zeros, such as 007, are kept as text by tables.
+    others = [text for text in given if not _is_number(text)] or given
+    if not others:
+        return ""
+    also = "" if len(set(others)) == 1 else " and others"
+    return f" ({others[0]!r}{also} in {len(others)} of {counted(len(texts), 'row')})"
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
 
 
 def _indicators(

@@ -153,6 +153,12 @@ class PatchColours(nn.Module):
         return self.tokens(self.maps(x)).mean(1)
 
 
+class PatchColoursWithoutPrefix(PatchColours):
+    """The same without the attribute: which tokens are patches is unknown."""
+
+    num_prefix_tokens = 0
+
+
 class _Prefixed(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         tokens = x.flatten(2).transpose(1, 2)

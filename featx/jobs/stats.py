@@ -113,6 +113,11 @@ def _text(summary: dict[str, Any]) -> str:
     norms = [(name, layer["token_norms"]) for name, layer in layers if layer["token_norms"]]
     if norms:
         parts.append(_norms_table(norms))
+    parts += [
+        textwrap.fill(f"{name}: no norms of tokens, as {layer['no_token_norms']}", WIDTH)
+        for name, layer in layers
+        if layer["no_token_norms"]
+    ]
     distances = [
         f"Fréchet distance of {layer}: {_number(distance)}"
         for layer, distance in summary["frechet"].items()

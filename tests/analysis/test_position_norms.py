@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +18,7 @@ from PIL import Image
 from tiny_model import KEYS, MODEL, extract, run_job
 
 import featx
-from featx.analysis.statistics import Statistics, token_norms
+from featx.analysis.statistics import Statistics, token_norms, why_no_norms
 from featx.analysis.statistics.moments import EDGES, NUM_BINS, PositionNorms
 from featx.analysis.statistics.norms_group import are_equal_norms, read_norms, write_norms
 from featx.analysis.statistics.part_moments import StatsLayer
@@ -198,8 +199,47 @@ def test_norms_that_do_not_fit_are_damage(name: str, values: np.ndarray, said: s
             read_norms(file, dict(file.attrs), 40)
 
 
-def test_pooled_tokens_have_none() -> None:
+def test_tokens_of_unknown_places_have_a_reason(capsys: pytest.CaptureFixture[str]) -> None:
+    images(4)
+    model = {**PATCHES, "factory": "zoo:PatchColoursWithoutPrefix"}
+    data = {"name": "folder", "root": "photos"}
+    keys = {**KEYS, "model": model, "layers": ["tokens", "maps"], "data": data}
+    given = {"reduce": {"name": "none"}, "stats": {"covariance": "diagonal"}}
+    assert run_job("stats", **keys, **given) == 0
+    out = capsys.readouterr().out
+    assert all(len(line) <= WIDTH for line in out.splitlines())
+    words = " ".join(out.split())
+    assert (
+        "tokens: no norms of tokens, as it is unknown which of its 66 tokens are patches" in words
+    )
+    assert words.count("no norms of tokens") == 1  # maps need no prefix tokens
+    assert run_job("stats", **keys, **given, json=True) == 0
+    layers = json.loads(capsys.readouterr().out)["layers"]
+    assert layers["tokens"]["token_norms"] is None
+    assert "num_prefix_tokens" in layers["tokens"]["no_token_norms"]
+    assert layers["maps"]["no_token_norms"] is None
+
+
+@pytest.mark.parametrize(
+    ("shape", "attributes", "reason"),
+    [
+        ((66, 3), {}, "which of its 66 tokens are patches"),
+        ((5, 7, 3), {"capture": "input"}, "its rows of shape 5x7x3 are not known to be a map"),
+        ((9,), {}, None),
+        ((4, 66, 66), {"capture": "attention"}, None),
+        ((16, 3), {"reduce": "sample"}, None),
+    ],
+)
+def test_only_tokens_without_places_have_a_reason(
+    shape: tuple[int, ...], attributes: dict[str, str], reason: str | None
+) -> None:
+    found = why_no_norms(shape, {"capture": "output", "reduce": "none", **attributes})
+    assert found is None if reason is None else reason in str(found)
+
+
+def test_pooled_tokens_have_none(capsys: pytest.CaptureFixture[str]) -> None:
     images(6)
     assert take(out="pooled", reduce="avg")["tokens"].norms is None
+    assert "no norms" not in capsys.readouterr().out
     with h5py.File("pooled/stats.h5") as file:
         assert "norms" not in file["layers/tokens"]

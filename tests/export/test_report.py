@@ -89,6 +89,17 @@ def test_norms_of_tokens() -> None:
     assert "Norms of tokens" not in Path("store/report.html").read_text(encoding="utf-8")
 
 
+def test_layers_without_norms_of_tokens_have_a_reason(capsys: pytest.CaptureFixture[str]) -> None:
+    run = make_run(9, 8, {"blocks": (7, 3), "flat": (4,)})
+    specs = tuple(replace(spec, reduce="none", reduce_args={}) for spec in run.specs)
+    replace(run, specs=specs).write(Path("store"))
+    page = report()
+    reason = "no norms of tokens, as it is unknown which of its 7 tokens are patches"
+    assert f"blocks: {reason}" in page.words
+    assert f"blocks: {reason}" in " ".join(capsys.readouterr().err.split())
+    assert page.words.count("no norms of tokens") == 1
+
+
 def test_a_whole_store(photos: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (photos / "cat" / "broken.png").write_bytes(b"\x89PNG\r\n\x1a\n and no more")
     extract(photos, layers=["conv", "deep", "pool"], max_failures=2)

@@ -19,6 +19,7 @@ from featx.analysis.statistics.session import FAILURES_CSV, MomentsOfParts, Stat
 from featx.analysis.statistics.sink import StatsPartTask, StatsSink, tree_of
 from featx.analysis.statistics.stats_file import PARTS_FOLDER, STATS_FILE, STATS_IMAGES
 from featx.analysis.statistics.target import StatsTarget
+from featx.analysis.statistics.tokens import why_no_norms
 from featx.base import log_message, shown_path, size_text
 from featx.config import Config
 from featx.errors import ConfigError, StoreMismatchError
@@ -273,7 +274,15 @@ def _summary(
     for name in statistics:
         moments = statistics[name]
         norms = None if moments.norms is None else norms_summary(moments.norms)
-        layers[name] = {**spread_of(moments), "token_norms": norms}
+        reason = None
+        if moments.norms is None:
+            about = statistics.about(name)
+            reason = why_no_norms(about["shape"], about)
+        layers[name] = {
+            **spread_of(moments),
+            "token_norms": norms,
+            "no_token_norms": reason,
+        }
         if reference is not None and name in reference:
             distances[name] = _distance(moments, reference[name])
     figures = outcome.metrics

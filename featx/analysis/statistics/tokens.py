@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -12,6 +14,12 @@ from featx.types import TokenGeometry
 
 BLOCK_BYTES = 64 << 20
 """Bytes of float32 values that are read at a time."""
+
+_CAPTURES = ("output", "input", "grad_output", "grad_input")
+"""Captures whose rows may be tokens or maps."""
+
+_REDUCTIONS = ("none", "grid", "align")
+"""Reductions that keep all tokens and positions in their places."""
 
 FENCES = 3.0
 """Distance of an outlier from the quartiles, in interquartile ranges: Tukey's outer fence."""
@@ -98,6 +106,31 @@ def token_norms(store: FeatureStore, layer: str, rows: npt.NDArray[np.int64]) ->
         float(is_outlier.mean()),
         float(is_outlier.any(1).mean()),
         is_outlier.mean(0).reshape(places.grid),
+    )
+
+
+def why_no_norms(shape: Sequence[int], attributes: Mapping[str, Any]) -> str | None:
+    """Return why a layer without the places of its tokens has no norms of tokens.
+
+    Args:
+        shape: shape of a row.
+        attributes: attributes of the layer in a store or in statistics, with capture and reduce.
+
+    Returns:
+        a clause that follows 'no norms of tokens, as', or None if norms are not to be expected: of
+        vectors, of attention weights, and after a reduction that does not keep all tokens.
+    """
+    kept = attributes.get("reduce") in _REDUCTIONS and attributes.get("capture") in _CAPTURES
+    if not kept or len(shape) < 2:
+        return None
+    if len(shape) == 2:
+        return (
+            f"it is unknown which of its {shape[0]} tokens are patches; num_prefix_tokens of the "
+            "model's module says how many at the front are not (docs/layers.md)"
+        )
+    return (
+        f"its rows of shape {'x'.join(map(str, shape))} are not known to be a map of the input's "
+        "proportions (docs/statistics.md)"
     )
 
 

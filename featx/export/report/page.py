@@ -56,6 +56,7 @@ class Page:
         reasons: failed rows by reason.
         statistics: statistics of each layer.
         token_norms: norms of the tokens of each layer that has all of them.
+        no_token_norms: layer and reason why it has no norms of tokens, where they are expected.
         plots: embedding plots of each layer of `plotted`.
         neighbours: nearest neighbours in one layer, or None with fewer than two ok rows.
         duplicates: near-duplicates.
@@ -79,6 +80,7 @@ class Page:
     reasons: list[Reason]
     statistics: list[LayerStatistics]
     token_norms: list[TokenNorms]
+    no_token_norms: list[tuple[str, str]]
     plots: list[LayerPlot]
     neighbours: Neighbours | None
     duplicates: Duplicates

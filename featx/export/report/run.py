@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from featx.analysis.statistics import token_norms
+from featx.analysis.statistics import token_norms, why_no_norms
 from featx.config import Config, DataConfig
 from featx.errors import FeatxError, MissingExtraError, StoreError, counted
 from featx.export.report.embedding_plots import (
@@ -125,6 +125,9 @@ def _contents(
         vectors = row_vectors(store, layer, rows)
         plots.append(layer_plot(vectors, store.labels[rows], seed, options.tsne))
     folders = _folders(config, store)
+    without_norms = _layers_without_norms(store, layers)
+    for layer, reason in without_norms:
+        log(f"{layer}: no norms of tokens, as {reason}")
     return Page(
         store=store,
         seed=seed,
@@ -142,6 +145,7 @@ def _contents(
         token_norms=[
             norms for layer in layers if (norms := token_norms(store, layer, rows)) is not None
         ],
+        no_token_norms=without_norms,
         plots=plots,
         neighbours=neighbours,
         duplicates=duplicates,
@@ -151,6 +155,16 @@ def _contents(
         test_images=_test_images(config, probes, log),
         sprite=thumbnails.sprite(rows.tolist()),
     )
+
+
+def _layers_without_norms(store: FeatureStore, layers: tuple[str, ...]) -> list[tuple[str, str]]:
+    """Return the layers whose tokens have no known places, each with the reason."""
+    found = []
+    for layer in layers:
+        array = store[layer]
+        if array.tokens is None and (reason := why_no_norms(array.shape[1:], array.attrs)):
+            found.append((layer, reason))
+    return found
 
 
 def _layers_to_plot(layers: tuple[str, ...], probes: Probes) -> tuple[str, ...]:

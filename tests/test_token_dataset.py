@@ -570,7 +570,7 @@ def test_an_epoch_of_many_images_is_mixed_from_its_begin_to_its_end(tmp_path: Pa
     A store of that size has 30 GB, so an image has 49 tokens of 2 bytes here.
     """
     root = mixed_run(tmp_path / "store", 100_000, 49)
-    data = TokenDataset(root, "tokens", tokens="all", memory=18_000_000, block=49)
+    data = TokenDataset(root, "tokens", tokens="all", memory=17_500_000, block=49)
     assert data.mixing["held_bytes"] / 2 < 0.07 * data.num_tokens
     distinct = np.array([len(np.unique(batch["row"].numpy())) for batch in data])
     one = len(distinct) // 100

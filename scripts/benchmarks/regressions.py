@@ -137,7 +137,8 @@ def compare_models(sides: Sequence[Side], arguments: argparse.Namespace, folder:
             chosen = [f"model={model}", f"precision={precision}", *options]
             for number in range(arguments.runs):
                 for side in order_of_round(sides, number):
-                    out = folder / f"{model}-{precision}-{number}-{side.folder.name}"
+                    name = model.replace("/", "-")  # timm/vit_base_patch16_224
+                    out = folder / f"{name}-{precision}-{number}-{side.folder.name}"
                     side.add(measure(side.folder, chosen, out, f"{model} {precision}"))
 
 

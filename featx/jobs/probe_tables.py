@@ -155,8 +155,8 @@ def _shortage_text(shots: int, entry: dict[str, Any]) -> str:
     if most < shots:
         found = str(most) if fewest == most else f"{fewest} to {most}"
         return (
-            f"{shots} a class: no class has so many training rows; each draw takes all of them, "
-            f"{found} a class."
+            f"{shots} a class: no class has so many training rows; all of them are taken, {found} "
+            "a class."
         )
     if fewest < shots:
         return f"{shots} a class: some classes have fewer training rows, {fewest} at least."

@@ -74,9 +74,10 @@ def test_shots_that_the_classes_do_not_have_are_named(capsys: pytest.CaptureFixt
     assert "\n2 a class:" not in out
     assert "10 a class: some classes have fewer training rows, 8 at least." in out
     assert (
-        "100 a class: no class has so many training rows; each draw takes all of them, 8 to 24 a "
-        "class."
+        "100 a class: no class has so many training rows; all of them are taken, 8 to 24 a class."
     ) in out
+    assert [len(entry[shots]["values"]) for shots in ("2", "10", "100")] == [2, 2, 1]
+    assert entry["100"]["std"] is None
 
 
 def test_a_probe_without_shots_removes_the_file_of_an_earlier_one() -> None:

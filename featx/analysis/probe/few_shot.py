@@ -74,6 +74,8 @@ def fit_few_shot(problem: Problem, method: str, task: Task) -> tuple[dict[str, A
             rows.append(len(places))
             rows_of_classes += np.unique(problem.y[places], return_counts=True)[1].tolist()
             draws.append(Draw(shots, number, fold, places, split.test, predicted))
+            if len(places) == len(split.train) and len(task.splits) == 1:
+                break  # further draws would have the same rows, and no spread
         chosen_as = option if option is not None else "shots" if method == "knn" else FEW_SHOT
         entry[str(shots)] = {
             **mean_and_spread(accuracies),

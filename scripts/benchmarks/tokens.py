@@ -30,12 +30,8 @@ SHAPE = (197, 768)
 
 def write_layouts(folder: Path, num_rows: int) -> dict[str, Path]:
     """Write the same rows as a packed store, as a store in parts, and as one .npy file."""
-    from featx.store.session import StoreSession
-
     make_store(folder / "packed", num_rows, SHAPE)
-    part_rows = 1 << max(0, (num_rows // 8).bit_length() - 1)
-    with StoreSession(folder / "parts", *make_run(num_rows, SHAPE, part_rows)).hold() as session:
-        write_parts(session)
+    write_store_in_parts(folder / "parts", num_rows)
     flat = np.lib.format.open_memmap(folder / "x.npy", "w+", np.float16, (num_rows, *SHAPE))
     done = 0
     for block in synthetic_rows(num_rows, SHAPE):
@@ -43,6 +39,15 @@ def write_layouts(folder: Path, num_rows: int) -> dict[str, Path]:
         done += len(block)
     flat.flush()
     return {name: folder / name for name in ("packed", "parts")}
+
+
+def write_store_in_parts(root: Path, num_rows: int) -> None:
+    """Write synthetic rows as a store of 8 to 15 parts."""
+    from featx.store.session import StoreSession
+
+    part_rows = 1 << max(0, (num_rows // 8).bit_length() - 1)
+    with StoreSession(root, *make_run(num_rows, SHAPE, part_rows)).hold() as session:
+        write_parts(session)
 
 
 def measure_in_turn(cases: Mapping[str, Callable[[], int]], runs: int) -> dict[str, list[float]]:
@@ -228,9 +233,9 @@ def measure_cold(layouts: dict[str, Path], arguments: argparse.Namespace) -> Non
     print_rates("shuffled epoch, cold", measure_in_turn(cases, arguments.runs), arguments.json)
 
 
-def measure_memory(layouts: dict[str, Path], arguments: argparse.Namespace) -> None:
+def measure_memory(store: Path, arguments: argparse.Namespace) -> None:
     """Peak resident memory of an epoch above that of its start, in a process of its own."""
-    command = [*COMMAND, "tokens", "--one", str(layouts["packed"])]
+    command = [*COMMAND, "tokens", "--one", str(store)]
     command += ["--memory-mib", str(arguments.memory_mib)]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     peak = json.loads(done.stdout)
@@ -265,11 +270,15 @@ def tokens(arguments: argparse.Namespace) -> None:
     try:
         num_rows = max(16, int(arguments.gigabytes * 1e9) // (2 * SHAPE[0] * SHAPE[1]))
         print(f"{num_rows} rows {SHAPE} float16, {num_rows * SHAPE[0]} tokens")
+        if arguments.peak_only:
+            write_store_in_parts(folder / "parts", num_rows)
+            measure_memory(folder / "parts", arguments)
+            return
         layouts = write_layouts(folder, num_rows)
         measure_take(folder, layouts, arguments)
         measure_epochs(layouts, arguments)
         measure_cold(layouts, arguments)
-        measure_memory(layouts, arguments)
+        measure_memory(layouts["packed"], arguments)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -285,4 +294,8 @@ def add_commands(add: Add) -> None:
     command.add_argument("--runs", type=int, default=5)
     command.add_argument("--folder", help="where the stores lie; not a file system in memory")
     command.add_argument("--json", action="store_true", help="also print figures as JSON")
+    command.add_argument(
+        "--peak-only", action="store_true",
+        help="write a store in parts only, and measure the peak memory of an epoch",
+    )  # fmt: skip
     command.add_argument("--one", help=argparse.SUPPRESS)

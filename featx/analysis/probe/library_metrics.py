@@ -87,22 +87,13 @@ def compute_metrics(
 
 
 def _auroc(y: npt.NDArray[np.int64], scores: npt.NDArray[np.float64]) -> float:
-    """Return the mean area under the ROC curve of each tested class against the others.
+    """Return the mean area under the ROC curve of each tested class against the others."""
+    from sklearn.metrics import roc_auc_score
 
-    The area is Mann and Whitney's statistic, (R - m (m + 1) / 2) / (m (n - m)), with the sum R of
-    the ranks of the m rows of the class, ties sharing their mean rank. roc_auc_score gives the same
-    number in five times the time, because it builds every curve.
-    """
-    from scipy.stats import rankdata
-
-    tested, counts = np.unique(y, return_counts=True)
+    tested = np.unique(y).tolist()
     if len(tested) < 2:
         raise UndefinedMetricError("all test rows are of one class")
-    areas = []
-    for label, count in zip(tested.tolist(), counts.tolist(), strict=True):
-        ranks = rankdata(scores[:, label])[y == label]
-        areas.append((ranks.sum() - count * (count + 1) / 2) / (count * (len(y) - count)))
-    return float(np.mean(areas))
+    return float(np.mean([roc_auc_score(y == label, scores[:, label]) for label in tested]))
 
 
 def _log_loss(

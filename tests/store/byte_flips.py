@@ -13,6 +13,7 @@ import resource
 import shutil
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -103,22 +104,40 @@ def answer(work: Path, target: str, offset: int, mask: int, run: MadeRun) -> dic
     return found
 
 
-def main() -> None:
-    pristine, target, codec = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
-    run = flipped_run(codec)
+def answer_lines(
+    pristine: Path, work: Path, seconds: int, answer_line: Callable[[str], dict[str, Any]]
+) -> None:
+    """Answer each line of stdin by a line of JSON, on a copy of a store.
+
+    Args:
+        pristine: the store.
+        work: folder of the copy, made anew for each line.
+        seconds: time of one answer, after which a signal ends the process: HDF5 may hang.
+        answer_line: flips the byte that a line names in `work`, and says what followed.
+    """
     os.fsync = lambda descriptor: None  # nobody pulls the plug here
-    work = pristine.parent / f"work-{os.getpid()}"
-    wrong_of(pristine, run)  # what is loaded on first use is loaded
     resource.setrlimit(resource.RLIMIT_AS, (ADDRESS_SPACE, ADDRESS_SPACE))
     for line in sys.stdin:
-        offset, mask = map(int, line.split())
         shutil.copytree(pristine, work)
-        signal.alarm(SECONDS)  # a hang inside HDF5 ends the process
-        found = answer(work, target, offset, mask, run)
+        signal.alarm(seconds)
+        found = answer_line(line)
         signal.alarm(0)
         shutil.rmtree(work)
         sys.stdout.write(json.dumps(found) + "\n")
         sys.stdout.flush()
+
+
+def main() -> None:
+    pristine, target, codec = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
+    run = flipped_run(codec)
+    work = pristine.parent / f"work-{os.getpid()}"
+    wrong_of(pristine, run)  # what is loaded on first use is loaded
+
+    def answer_line(line: str) -> dict[str, Any]:
+        offset, mask = map(int, line.split())
+        return answer(work, target, offset, mask, run)
+
+    answer_lines(pristine, work, SECONDS, answer_line)
 
 
 if __name__ == "__main__":

@@ -7,17 +7,14 @@ flip_campaign.py FOLDER KIND CODEC` reads lines "file offset bit" and answers ea
 from __future__ import annotations
 
 import contextlib
-import json
 import os
-import resource
 import shutil
-import signal
 import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from byte_flips import ADDRESS_SPACE, SECONDS, attempt
+from byte_flips import SECONDS, answer_lines, attempt
 from made_store import MadeRun, make_added, make_run
 
 import featx
@@ -152,19 +149,14 @@ def main() -> None:
     folder, kind, codec = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
     layout.CHUNK_BYTES = layout.CHUNK_BYTES_COMPRESSED = CHUNK_BYTES
     runs = runs_of(kind, codec)
-    os.fsync = lambda descriptor: None  # nobody pulls the plug here
     work = folder.parent / f"work-{os.getpid()}" / "store"
     wrong_in(folder, runs)  # what is loaded on first use is loaded
-    resource.setrlimit(resource.RLIMIT_AS, (ADDRESS_SPACE, ADDRESS_SPACE))
-    for line in sys.stdin:
+
+    def answer_line(line: str) -> dict[str, Any]:
         target, offset, bit = line.split()
-        shutil.copytree(folder, work)
-        signal.alarm(2 * SECONDS)  # a hang inside HDF5 ends the process
-        found = answer(work, target, int(offset), int(bit), runs)
-        signal.alarm(0)
-        shutil.rmtree(work)
-        sys.stdout.write(json.dumps(found) + "\n")
-        sys.stdout.flush()
+        return answer(work, target, int(offset), int(bit), runs)
+
+    answer_lines(folder, work, 2 * SECONDS, answer_line)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from featx.errors import DataError, counted
 from featx.sources.key_forms import box_key
 from featx.sources.labels import from_names, renumber
 from featx.sources.row_keys import duplicate_keys
-from featx.sources.table_columns import MISSING_MARKS, warning_of_marks
+from featx.sources.table_columns import AS_VALUE, MISSING_MARKS, warning_of_marks
 from featx.types import Box, BoxReader, Listing, Source, Stateful
 
 COLUMNS = ("path", "x", "y", "width", "height")
@@ -93,7 +93,7 @@ class BoxedSource:
         texts = [line.label for line in lines if line.label]
         if marks := Counter(text for text in texts if text.lower() in MISSING_MARKS):
             origin = f"data.boxes={self._file}, column label"
-            warnings = (*warnings, warning_of_marks(marks, origin))
+            warnings = (*warnings, warning_of_marks(marks, origin, AS_VALUE))
         return Listing(keys, labels, classes, images.skipped, content_tags, columns, warnings)
 
     def read(self, key: bytes) -> bytes:

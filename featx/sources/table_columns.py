@@ -19,6 +19,15 @@ MISSING_MARKS = frozenset(
 )
 """Texts in lower case that mark a missing number: those of pandas.read_csv, in any case."""
 
+AS_VALUE = "which counts as a value like any other; leave a cell empty where the value is missing"
+"""What a mark of a missing number means in a column of text, and what to do instead."""
+
+AS_NO_LABEL = (
+    "which counts as no label because the other labels are numbers or booleans; if it names a "
+    "class, rename it"
+)
+"""What such a mark means among labels that are numbers or booleans, and what to do instead."""
+
 _MARKS_SHOWN = 3
 """Maximum number of different marks that a warning quotes."""
 
@@ -94,7 +103,7 @@ def is_missing_mark(text: Any) -> Any:
 
 
 def marks_in_text(column: Any) -> dict[str, int]:
-    """Count the marks of missing numbers in a column of text, where they are values.
+    """Count the marks of missing numbers in a column of text.
 
     Args:
         column: pyarrow.ChunkedArray of any type.
@@ -111,21 +120,19 @@ def marks_in_text(column: Any) -> dict[str, int]:
     return {each["values"]: each["counts"] for each in marks.to_pylist()}
 
 
-def warning_of_marks(counts: Mapping[str, int], origin: str) -> str:
-    """Return the warning of marks of missing numbers in a column of text.
+def warning_of_marks(counts: Mapping[str, int], origin: str, meaning: str) -> str:
+    """Return the warning of marks of missing numbers in a column of text or labels.
 
     Args:
         counts: mark, as written -> number of rows; not empty.
         origin: origin of the column.
+        meaning: `AS_VALUE` or `AS_NO_LABEL`.
     """
     shown = [repr(mark) for mark in sorted(counts, key=lambda mark: (-counts[mark], mark))]
     if len(shown) > _MARKS_SHOWN:
         shown = [*shown[:_MARKS_SHOWN], "..."]
     num_rows = counted(sum(counts.values()), "row has", "rows have")
-    return (
-        f"{origin}: {num_rows} the text {' or '.join(shown)}, which counts as a value like any "
-        "other; leave a cell empty where the value is missing"
-    )
+    return f"{origin}: {num_rows} the text {' or '.join(shown)}, {meaning}"
 
 
 def check_columns(columns: Mapping[str, Any], num_rows: int, origin: str) -> None:

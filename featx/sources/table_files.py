@@ -12,7 +12,13 @@ from typing import Any
 from featx.errors import DataError
 from featx.sources.base import FolderSource
 from featx.sources.path_patterns import base_of, is_pattern, matching_files
-from featx.sources.table_columns import is_missing_mark, marks_in_text, warning_of_marks
+from featx.sources.table_columns import (
+    AS_NO_LABEL,
+    AS_VALUE,
+    is_missing_mark,
+    marks_in_text,
+    warning_of_marks,
+)
 
 _WHOLE = r"^-?\d{1,18}$"
 """Whole numbers that fit into int64, leading zeros included."""
@@ -206,7 +212,8 @@ class Table:
 
         column = self._join_files(name)
         if self.is_parquet:
-            return self._warn_of_marks(name, column)
+            self._warn_of_marks(name, column, AS_VALUE)
+            return column
         # Booleans stay the text that is written; only their marks of missing values become null.
         kinds = (_BOOLEAN, pa.string()), (_WHOLE, pa.int64()), (_NUMBER, pa.float64())
         numbers = _convert_column(column, kinds)
@@ -214,7 +221,10 @@ class Table:
             text = column.filter(pc.is_valid(numbers))
             if pc.count_distinct(text).as_py() > pc.count_distinct(numbers).as_py():
                 numbers = _convert_column(column, ())
-        return self._warn_of_marks(name, numbers)
+        lost = column.filter(pc.is_null(numbers))
+        self._warn_of_marks(name, lost, AS_NO_LABEL)
+        self._warn_of_marks(name, numbers, AS_VALUE)
+        return numbers
 
     def values(self, name: str) -> Any:
         """Read any column; one of CSV becomes booleans or numbers if nothing is lost.
@@ -226,13 +236,15 @@ class Table:
 
         column = self._join_files(name)
         if self.is_parquet:
-            return self._warn_of_marks(name, column)
+            self._warn_of_marks(name, column, AS_VALUE)
+            return column
         kinds = (_BOOLEAN, pa.bool_()), (_EXACT_WHOLE, pa.int64()), (_EXACT_NUMBER, pa.float64())
         converted = _convert_column(column, kinds)
         if pa.types.is_floating(converted.type) and not pc.any(pc.is_finite(converted)).as_py():
             # Without one finite number, 'INF' is a code or a name.
             converted = _convert_column(column, ())
-        return self._warn_of_marks(name, converted)
+        self._warn_of_marks(name, converted, AS_VALUE)
+        return converted
 
     def class_names(self, name: str) -> list[str] | None:
         """Return the class names that Parquet files store for a column of whole numbers, or None.
@@ -247,11 +259,17 @@ class Table:
             raise DataError(f"{self._origin}: the files have different names for {name}'s classes.")
         return names_of_files[0] if names_of_files else None
 
-    def _warn_of_marks(self, name: str, column: Any) -> Any:
-        """Record a warning if a column of text has marks of missing numbers; returns the column."""
+    def _warn_of_marks(self, name: str, column: Any, meaning: str) -> None:
+        """Record a warning if a column of text has marks of missing numbers.
+
+        Args:
+            name: name of the column.
+            column: pyarrow.ChunkedArray of any type.
+            meaning: `AS_VALUE` or `AS_NO_LABEL`.
+        """
         if counts := marks_in_text(column):
-            self.warnings[name] = warning_of_marks(counts, f"{self._origin}, column {name}")
-        return column
+            origin = f"{self._origin}, column {name}"
+            self.warnings[name] = warning_of_marks(counts, origin, meaning)
 
     def _join_files(self, name: str) -> Any:
         """Concatenate a column of all files; integer types of different widths become the widest.

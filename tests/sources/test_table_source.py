@@ -350,10 +350,14 @@ def test_marks_in_columns_of_numbers_are_missing_values(tmp_path: Path, mark: st
     np.testing.assert_array_equal(listing.columns["number"], [np.nan, 1.5, np.nan])
     np.testing.assert_array_equal(listing.columns["good"], [1, np.nan, 0])
     np.testing.assert_array_equal(listing.columns["label"], [np.nan, 3, np.nan])
-    assert listing.warnings == ()
-    listing = table(tmp_path / "t.csv", label_column="good").listing()
+    end = (
+        f"1 row has the text {mark!r}, which counts as no label because the other labels are "
+        "numbers or booleans; if it names a class, rename it"
+    )
+    assert listing.warnings == (f"{tmp_path}/t.csv, column label: {end}",)
+    listing = table(tmp_path / "t.csv", columns=names[:3], label_column="good").listing()
     assert labels_of(listing) == {"a": "True", "b": None, "c": "false"}
-    assert listing.warnings == ()
+    assert listing.warnings == (f"{tmp_path}/t.csv, column good: {end}",)
 
 
 def test_marks_in_text_are_values_and_warned_of(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import textwrap
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,6 +20,17 @@ if TYPE_CHECKING:
 
 _WIDE_IS_SIMILAR = ("cka", "svcca")
 """Measures that are near 1 for layers with more numbers than there are images."""
+
+_NAN_IF_CONSTANT = ("cka", "svcca", "procrustes")
+"""Measures that are NaN only for layers that are equal for all images."""
+
+_NAN_REASONS = {
+    "cka_debiased": "no two images have more in common than others",
+    "rsa": "all pairs of images have the same distance",
+}
+"""Measure -> why it can be NaN for a layer that is not equal for all images."""
+
+_ALL_OF_ONE_STORE = "all layers of one of the stores"
 
 _TITLES = {
     "cka": "linear CKA",
@@ -99,27 +110,59 @@ JOBS.register(
 def _notes(
     similarity: LayerSimilarity, store: FeatureStore, other: FeatureStore | None
 ) -> list[str]:
-    """Return what the scores cannot show: layers that are too wide, or equal for all images."""
-    notes, num_rows = [], similarity.num_rows
-    layers = {name: store[name].shape for name in similarity.layers}
+    """Return what the scores cannot show: layers that are too wide, or without a score."""
+    notes = []
+    names = _shown_names(store, similarity.layers, other is not None)
+    widths = _widths(store, similarity.layers)
     if other is not None:
-        layers |= {name: other[name].shape for name in similarity.others}
-    wide = [name for name, shape in layers.items() if np.prod(shape[1:]) > num_rows]
+        names += _shown_names(other, similarity.others, True)
+        widths += _widths(other, similarity.others)
+    wide = [name for name, width in zip(names, widths, strict=True) if width > similarity.num_rows]
     affected = [_TITLES[name] for name in _WIDE_IS_SIMILAR if name in similarity.measures]
     if wide and affected:
         notes.append(
             f"{' and '.join(affected)}: near 1 for any two layers, even noise, where one has more "
-            f"numbers than the {num_rows} images: {', '.join(wide)}. Use cka_debiased."
+            f"numbers than the {similarity.num_rows} images: {', '.join(wide)}. Use cka_debiased."
         )
-    values = list(similarity.measures.values())
-    constant = [
-        layer
-        for place, layer in enumerate(similarity.layers)
-        if all(np.isnan(matrix[place]).all() for matrix in values)
-    ]
+    without_score = {
+        measure: _without_score(matrix, names) for measure, matrix in similarity.measures.items()
+    }
+    constant = {name for measure in _NAN_IF_CONSTANT for name in without_score.get(measure, ())}
+    for measure, reason in _NAN_REASONS.items():
+        listed = [name for name in without_score.get(measure, ()) if name not in constant]
+        if listed:
+            notes.append(f"{_TITLES[measure]}: nan where {reason}: {', '.join(listed)}.")
     if constant:
-        notes.append(f"nan: {', '.join(constant)} is equal for all images.")
-    return [textwrap.fill(note, WIDTH - 8) for note in notes]
+        listed = [name for name in (*names, _ALL_OF_ONE_STORE) if name in constant]
+        notes.append(f"nan, because all images have the same features: {', '.join(listed)}.")
+    return notes
+
+
+def _shown_names(store: FeatureStore, layers: Sequence[str], is_one_of_two: bool) -> list[str]:
+    """Return the names of layers; of one of two stores with the path of the store."""
+    return [f"{name} of {shown_path(store.root)}" if is_one_of_two else name for name in layers]
+
+
+def _widths(store: FeatureStore, layers: Sequence[str]) -> list[int]:
+    """Return the number of values in a row of each layer."""
+    return [int(np.prod(store[name].shape[1:])) for name in layers]
+
+
+def _without_score(matrix: npt.NDArray[np.float64], names: Sequence[str]) -> list[str]:
+    """Return the layers that have no score with any other layer.
+
+    Args:
+        matrix: (layers, others) scores of one measure.
+        names: names of the layers of the rows, and of the columns if those are others.
+    """
+    is_nan = np.isnan(matrix)
+    has_none = is_nan.all(axis=1).tolist()
+    if len(names) == len(has_none):
+        return [name for name, value in zip(names, has_none, strict=True) if value]
+    if is_nan.all():  # whether by the rows or by the columns does not follow from the scores
+        return [_ALL_OF_ONE_STORE]
+    has_none += is_nan.all(axis=0).tolist()
+    return [name for name, value in zip(names, has_none, strict=True) if value]
 
 
 def _tables(similarity: LayerSimilarity) -> list[str]:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from featx.base import WIDTH, CountProgress, facts, shown_path, table
+from featx.base import CountProgress, facts, shown_path, table
 from featx.config import Config, DistanceConfig
 from featx.errors import ConfigError
 from featx.jobs.base import JOBS, Input, Job, print_summary
@@ -64,7 +63,7 @@ def run(config: Config, config_yaml: str) -> int:
           for each in distances if each.not_available is not None),
     ]  # fmt: skip
     if notes:
-        rows.append(("notes", "\n".join(textwrap.fill(note, WIDTH - 13) for note in notes)))
+        rows.append(("notes", "\n".join(notes)))
     print_summary(config, summary, f"{_table(distances)}\n\n{facts(rows)}")
     return 0
 

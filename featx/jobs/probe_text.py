@@ -70,7 +70,7 @@ def _comparison(result: dict[str, Any]) -> list[str]:
         return []
     other, test = min(tests.items(), key=lambda pair: pair[1]["difference"])
     return [
-        _difference_text(result["layer"], other, test, f"p = {test['p_holm']:.2g} (Holm)"),
+        difference_text(result["layer"], other, test, f"p = {test['p_holm']:.2g} (Holm)"),
         *indistinguishable_text(result["layer"], tests, f"the test {test['unit']}s"),
     ]
 
@@ -133,13 +133,13 @@ def _store_comparison(result: dict[str, Any]) -> list[str]:
         f", {comparison['rows_left_out']} others left out" if comparison["rows_left_out"] else ""
     )
     return [
-        f"{_difference_text(*names, comparison, f'p = {p:.2g}')} "
+        f"{difference_text(*names, comparison, f'p = {p:.2g}')} "
         f"{counted(comparison['rows'], 'test row')} of both{left_out}; "
         f"exact McNemar test p = {p:.2g}."
     ]
 
 
-def _difference_text(first: str, second: str, comparison: dict[str, Any], p_text: str) -> str:
+def difference_text(first: str, second: str, comparison: dict[str, Any], p_text: str) -> str:
     """Say by how much one is more accurate: 'a better than b: +2.1 points, ...'.
 
     It is called better or worse only if the exact test and the interval both tell them apart.
@@ -157,13 +157,35 @@ def _difference_text(first: str, second: str, comparison: dict[str, Any], p_text
     if interval is not None:
         low, high = interval
         text = f"95 % interval {points_text(low)} to {points_text(high)}"
-        if not comparison["told_apart"] and (low > 0 or high < 0):
-            text += f", but they cannot be told apart: exact McNemar test, {p_text}"
+        text += _doubt_text(comparison, p_text)
     elif difference == 0:
         text = f"no test {comparison['unit']} is right for one of them only"
     else:
         text = f"without an interval, as every test {comparison['unit']} has the same difference"
     return f"{first} {verb} {second}: {points_text(difference, '+')} points, {text}."
+
+
+def _doubt_text(comparison: dict[str, Any], p_text: str) -> str:
+    """Return why two classifiers cannot be told apart although the printed interval excludes 0.
+
+    With several layers, both the p-value and the interval are corrected by Holm's method.
+
+    Args:
+        comparison: entries of their paired test, with an interval.
+        p_text: p-value by which they are told apart.
+
+    Returns:
+        the end of a sentence, or '' if the interval contains 0 or they are told apart.
+    """
+    low, high = comparison["interval"]
+    if comparison["told_apart"] or low <= 0 <= high:
+        return ""
+    text = f", but they cannot be told apart: exact McNemar test, {p_text}"
+    corrected = comparison.get("interval_holm")
+    if corrected is not None and corrected[0] <= 0 <= corrected[1]:
+        low, high = corrected
+        text += f"; corrected interval {points_text(low)} to {points_text(high)} (Holm)"
+    return text
 
 
 def _seeds_answer(result: dict[str, Any]) -> str:
@@ -306,8 +328,9 @@ def _near_text(result: dict[str, Any]) -> str:
     if near["rows"] is None:
         return f"not looked for: {near['not_checked']}"
     text = (
-        f"{near['rows']} of {counted(result['rows'], 'test row')} are like a training row (cosine "
-        f"{near['cosine']:g} of {near['layer']}, standardised)"
+        f"{near['rows']} of {counted(result['rows'], 'test row')} "
+        f"{'is' if near['rows'] == 1 else 'are'} like a training row (cosine {near['cosine']:g} of "
+        f"{near['layer']}, standardised)"
     )
     if near["rows"] and (accuracy_without := near["without"]) is not None:
         text += (

@@ -35,8 +35,10 @@ def rows_of(path: str) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def ask(job: str, json: bool = False, out: str | None = None, **options: Any) -> int:
-    keys: dict[str, Any] = {"store": "store", "device": "cpu"}
+def ask(
+    job: str, json: bool = False, out: str | None = None, store: str = "store", **options: Any
+) -> int:
+    keys: dict[str, Any] = {"store": store, "device": "cpu"}
     keys["layers"] = options.pop("layers", "flat")
     keys |= {job: options} if options else {}
     return run_job(job, json=json, **keys, **({"out": out} if out else {}))
@@ -119,16 +121,37 @@ def test_scores_of_wide_and_constant_layers_are_explained(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     run = make_run(30, 8)
-    flat = run.features["flat"]
-    replace(run, features={**run.features, "flat": np.ones_like(flat)}).write(Path("store"))
+    constant = replace(run, features={**run.features, "flat": np.ones_like(run.features["flat"])})
+    constant.write(Path("store"))
+    run.write(Path("other"))
     ask("cka", json=True, layers=["flat", "map"], rows=11)
-    found = json.loads(capsys.readouterr().out)
-    wide, constant = (" ".join(note.split()) for note in found["notes"])
+    wide, equal = json.loads(capsys.readouterr().out)["notes"]
     assert wide.startswith("linear CKA: near 1 for any two layers, even noise, where one has more ")
     assert "numbers than the 11 images: map." in wide
-    assert constant == "nan: flat is equal for all images."
+    assert equal == "nan, because all images have the same features: flat."
     ask("cka", layers=["flat", "map"], rows=11)
-    assert "nan: flat is equal for all images." in capsys.readouterr().out
+    assert equal in capsys.readouterr().out
+    for store, other in (("store", "other"), ("other", "store")):
+        ask("cka", json=True, store=store, layers=["flat", "map"], rows=11, other_store=other)
+        wide, equal = json.loads(capsys.readouterr().out)["notes"]
+        assert f"11 images: map of {store}, map of {other}. Use" in wide
+        assert equal == "nan, because all images have the same features: flat of store."
+    ask("cka", json=True, layers="flat", other_store="other", measures=["cka"])
+    (equal,) = json.loads(capsys.readouterr().out)["notes"]
+    assert equal.endswith("have the same features: all layers of one of the stores.")
+
+
+def test_layers_without_an_order_of_distances_are_explained(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Rows of one number are constant rows, whose correlation distances are all 1."""
+    run = make_run(30, 8, {"one": (1,), "flat": (5,)})
+    run.write(Path("store"))
+    ask("cka", json=True, layers=None)
+    found = json.loads(capsys.readouterr().out)
+    assert found["notes"] == ["RSA: nan where all pairs of images have the same distance: one."]
+    assert found["rsa"][found["layers"].index("one")] == [None, None]
+    assert found["cka"][0][0] == pytest.approx(1, abs=1e-5)
 
 
 def test_few_rows_of_data_sets_are_explained(capsys: pytest.CaptureFixture[str]) -> None:

@@ -166,18 +166,6 @@ def packing_in_process(monkeypatch: pytest.MonkeyPatch) -> None:
     pack_in_process(monkeypatch)
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _without_sync() -> Iterator[None]:
-    """Make os.fsync do nothing in this process: no test outlives a power failure.
-
-    A run of 21 rows syncs 23 times, which is a third of its time. Tests of the order of system
-    calls record those of os.fsync and let them fail (store/system_calls.py).
-    """
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "fsync", lambda descriptor: None)
-        yield
-
-
 @pytest.fixture(autouse=True)
 def _settings_as_they_were() -> Iterator[None]:
     """A test that leaves an engine open names itself, and not the next one on this worker."""

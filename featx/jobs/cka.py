@@ -155,13 +155,11 @@ def _without_score(matrix: npt.NDArray[np.float64], names: Sequence[str]) -> lis
         matrix: (layers, others) scores of one measure.
         names: names of the layers of the rows, and of the columns if those are others.
     """
-    is_nan = np.isnan(matrix)
-    has_none = is_nan.all(axis=1).tolist()
-    if len(names) == len(has_none):
-        return [name for name, value in zip(names, has_none, strict=True) if value]
-    if is_nan.all():  # whether by the rows or by the columns does not follow from the scores
-        return [_ALL_OF_ONE_STORE]
-    has_none += is_nan.all(axis=0).tolist()
+    has_none = [bool(np.isnan(row).all()) for row in matrix]
+    if len(names) > len(has_none):
+        if all(has_none):  # whether by the rows or by the columns does not follow from the scores
+            return [_ALL_OF_ONE_STORE]
+        has_none += [bool(np.isnan(column).all()) for column in matrix.T]
     return [name for name, value in zip(names, has_none, strict=True) if value]
 
 

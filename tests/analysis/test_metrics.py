@@ -9,10 +9,8 @@ from sklearn.calibration import calibration_curve
 
 from featx.analysis.probe.metrics import (
     ProbePredictions,
-    calibration_error,
     mean_and_spread,
     prediction_metrics,
-    top_k,
     wilson,
 )
 
@@ -64,9 +62,20 @@ def test_calibration_error_is_that_of_scikit_learns_curve() -> None:
     rows = np.bincount(np.searchsorted(np.linspace(0, 1, 16)[1:-1], confidence), minlength=15)
     expected = (np.abs(share - middle) * rows[rows > 0]).sum() / len(y)
     assert calibration_error(y, scores) == pytest.approx(expected)
+    scores[0] = np.eye(8)[0] * (1 + 1e-12)  # votes that sum to more than 1 by rounding
+    assert 0 < calibration_error(y, scores) < 1
     # By hand: two rows at 0.9, one of them right: |0.5 - 0.9|; two at 0.6, both right: |1 - 0.6|.
     scores = np.array([[0.9, 0.1], [0.9, 0.1], [0.6, 0.4], [0.6, 0.4]])
     assert calibration_error(np.array([0, 1, 0, 0]), scores) == pytest.approx(0.4)
+    # All rows right, and all wrong: the confidence is off by 0.25 and 0.75 on average.
+    assert calibration_error(np.zeros(4, int), scores) == pytest.approx(0.25)
+    assert calibration_error(np.ones(4, int), scores) == pytest.approx(0.75)
+
+
+def calibration_error(y: np.ndarray, scores: np.ndarray) -> float:
+    found = prediction_metrics(ProbePredictions(y, scores, True))
+    assert found["calibration_bins"] == 15
+    return float(found["calibration_error"])
 
 
 @pytest.mark.parametrize(
@@ -84,11 +93,18 @@ def test_wilson(correct: int, count: int, expected: tuple[float, float]) -> None
 
 
 def test_top_k_does_not_count_classes_by_their_place_in_the_alphabet() -> None:
+    def top5(y: list[int], scores: np.ndarray, most_ranked: int | None = None) -> float | None:
+        predictions = ProbePredictions(np.array(y), scores, True, most_ranked=most_ranked)
+        found: float | None = prediction_metrics(predictions)["top5"]
+        return found
+
     scores = np.zeros((2, 6))
-    assert top_k(np.array([4, 5]), scores, 5) == 0
+    assert top5([4, 5], scores) == 0
+    assert top5([0, 1], scores) == 0
     scores[:, 2:] = 0.25
-    assert top_k(np.array([4, 5]), scores, 5) == 1
-    assert top_k(np.array([0, 5]), scores, 5) == 0.5
+    assert top5([4, 5], scores) == 1
+    assert top5([0, 5], scores) == 0.5
+    assert top5([0, 5], scores, most_ranked=4) is None
     five = prediction_metrics(ProbePredictions(np.array([0, 4]), np.eye(5)[[0, 4]], True))
     assert five["top5"] is None
 

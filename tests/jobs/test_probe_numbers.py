@@ -186,12 +186,15 @@ def test_without_scikit_learn_the_reason_is_given(
     write_store(Path("store"), y, x=x)
     monkeypatch.setitem(sys.modules, "sklearn", None)  # as if it were not installed
     found = probe()
-    assert found["auroc"] is found["mcc"] is None
+    assert found["auroc"] is found["mcc"] is found["balanced_accuracy"] is None
     assert "featx[evaluation]" in found["not_available"]["auroc"]
+    assert found["accuracy"] == found["correct"] / found["rows"]
     assert (
-        "not available: macro-F1, AUROC, log-loss, MCC, kappa; scikit-learn is not installed"
-        in (" ".join(capsys.readouterr().out.split()))
+        "not available: balanced accuracy, top-5, macro-F1, AUROC, log-loss, MCC, kappa, ECE; "
+        "scikit-learn is not installed" in " ".join(capsys.readouterr().out.split())
     )
+    assert run_job("report", store="store", report={"tsne": False}) == 0
+    assert "scikit-learn is not installed" in Path("store/report.html").read_text()
 
 
 def test_seeds_have_a_split_each_and_their_spread_follows_from_the_file(

@@ -9,8 +9,17 @@ from collections.abc import Callable, Mapping
 import numpy as np
 import numpy.typing as npt
 
-LIBRARY_METRICS = ("macro_f1", "auroc", "log_loss", "mcc", "kappa")
+LIBRARY_METRICS = (
+    "balanced_accuracy", "top5", "calibration_error", "macro_f1", "auroc", "log_loss", "mcc",
+    "kappa",
+)  # fmt: skip
 """Names of the metrics in probe.json."""
+
+TOP = 5
+"""k of the top-k accuracy."""
+
+CALIBRATION_BINS = 15
+"""Number of bins of the calibration error."""
 
 NOT_INSTALLED = 'scikit-learn is not installed: pip install "featx[evaluation]"'
 """Reason for the absence of all metrics without the extra."""
@@ -30,29 +39,38 @@ def classification_metrics(
     predicted: npt.NDArray[np.int64],
     scores: npt.NDArray[np.float64],
     probabilities: bool,
+    most_ranked: int | None = None,
 ) -> tuple[dict[str, float | None], dict[str, str]]:
     """Compute the metrics of LIBRARY_METRICS.
 
-    macro_f1 is the mean F1 of the classes that are tested or predicted. auroc is the mean, over the
-    tested classes, of the area under the ROC curve of the score of a class against the others.
-    log_loss is the mean of -log of the probability of the true class (a probability counts as
-    2.2e-16 at least). mcc is Matthews' correlation, kappa Cohen's.
+    balanced_accuracy is the mean recall of the tested classes. top5 is the share of rows whose true
+    class is among the five with the largest scores, calibration_error the expected calibration
+    error. macro_f1 is the mean F1 of the classes that are tested or predicted. auroc is the mean,
+    over the tested classes, of the area under the ROC curve of the score of a class against the
+    others. log_loss is the mean of -log of the probability of the true class (a probability counts
+    as 2.2e-16 at least). mcc is Matthews' correlation, kappa Cohen's.
 
     Args:
         y: (n,) true class of each row.
         predicted: (n,) predicted class.
         scores: (n, C) scores.
         probabilities: whether the scores of a row are probabilities and sum to 1.
+        most_ranked: maximum number of classes that the scores of a row can rank; None for all.
 
     Returns:
         name -> value, None if it is not available; and name -> reason for those.
     """
     if not has_scikit_learn():
         return dict.fromkeys(LIBRARY_METRICS), dict.fromkeys(LIBRARY_METRICS, NOT_INSTALLED)
-    from sklearn.metrics import cohen_kappa_score, f1_score
+    from sklearn.metrics import cohen_kappa_score, f1_score, recall_score
 
     return compute_metrics(
         {
+            "balanced_accuracy": lambda: recall_score(
+                y, predicted, labels=np.unique(y), average="macro"
+            ),
+            "top5": lambda: _top5(y, scores, most_ranked),
+            "calibration_error": lambda: _calibration_error(y, predicted, scores, probabilities),
             "macro_f1": lambda: f1_score(y, predicted, average="macro", zero_division=0),
             "auroc": lambda: _auroc(y, scores),
             "log_loss": lambda: _log_loss(y, scores, probabilities),
@@ -84,6 +102,61 @@ def compute_metrics(
         except UndefinedMetricError as reason:
             values[name], reasons[name] = None, str(reason)
     return values, reasons
+
+
+def calibration_bin(confidence: npt.NDArray[np.float64]) -> npt.NDArray[np.int64]:
+    """Return the bin of the calibration error of each row, as scikit-learn's calibration_curve.
+
+    The bins have equal width over [0, 1] and are closed above.
+
+    Args:
+        confidence: (n,) largest probability of each row.
+    """
+    edges = np.linspace(0, 1, CALIBRATION_BINS + 1)[1:-1]
+    bin_of_row: npt.NDArray[np.int64] = np.searchsorted(edges, confidence, side="left")
+    return bin_of_row
+
+
+def _top5(
+    y: npt.NDArray[np.int64], scores: npt.NDArray[np.float64], most_ranked: int | None
+) -> float:
+    """Return the share of rows whose true class has fewer than five others with at least its score.
+
+    scikit-learn ranks equal scores by the position of their classes. A slightly smaller score of
+    the true class counts ties against a row, so that classes without a vote do not win.
+    """
+    from sklearn.metrics import top_k_accuracy_score
+
+    rows, num_classes = np.arange(len(y)), scores.shape[1]
+    if num_classes <= TOP:
+        raise UndefinedMetricError(f"there are {num_classes} classes")
+    if most_ranked is not None and most_ranked < TOP:
+        raise UndefinedMetricError(f"k={most_ranked} neighbours rank fewer than {TOP} classes")
+    lowered = scores.copy()
+    lowered[rows, y] = np.nextafter(scores[rows, y], -np.inf)
+    return float(top_k_accuracy_score(y, lowered, k=TOP, labels=np.arange(num_classes)))
+
+
+def _calibration_error(
+    y: npt.NDArray[np.int64],
+    predicted: npt.NDArray[np.int64],
+    scores: npt.NDArray[np.float64],
+    probabilities: bool,
+) -> float:
+    """Return the expected calibration error: |accuracy - confidence| by bins, weighted by rows.
+
+    C. Guo et al., On Calibration of Modern Neural Networks, ICML 2017, equation 3.
+    """
+    from sklearn.calibration import calibration_curve
+
+    if not probabilities:
+        raise UndefinedMetricError("the method gives no probabilities")
+    confidence = np.minimum(scores.max(1), 1.0)  # a sum of votes exceeds 1 by rounding
+    accuracy, mean_confidence = calibration_curve(
+        predicted == y, confidence, n_bins=CALIBRATION_BINS, pos_label=True
+    )
+    num_rows = np.bincount(calibration_bin(confidence))
+    return float(np.abs(accuracy - mean_confidence) @ num_rows[num_rows > 0] / len(y))
 
 
 def _auroc(y: npt.NDArray[np.int64], scores: npt.NDArray[np.float64]) -> float:

@@ -13,15 +13,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from featx.analysis.probe.metrics import (
-    CALIBRATION_BINS,
-    METRICS,
-    TOP,
-    ProbePredictions,
-    calibration_bin,
-    prediction_metrics,
-    within_top_k,
-)
+from featx.analysis.probe.library_metrics import CALIBRATION_BINS, TOP, calibration_bin
+from featx.analysis.probe.metrics import METRICS, ProbePredictions, prediction_metrics
 
 Matrix = npt.NDArray[np.float64]
 
@@ -102,10 +95,10 @@ def resampled_metrics(predictions: ProbePredictions, weights: Matrix) -> dict[st
     metrics["macro_f1"] = _mean_where(2 * right / np.maximum(both, 1), both > 0)
     metrics |= _agreement(right.sum(1), support, num_predicted)
     if num_classes > TOP and (predictions.most_ranked or num_classes) >= TOP:
-        metrics["top5"] = weights @ within_top_k(y, scores, TOP) / total
+        metrics["top5"] = weights @ _is_within_top5(y, scores) / total
     if predictions.probabilities:
         gaps = weights * ((predicted == y) - scores.max(1))
-        bin_gaps = _sum_by_group(gaps, calibration_bin(scores), CALIBRATION_BINS)
+        bin_gaps = _sum_by_group(gaps, calibration_bin(scores.max(1)), CALIBRATION_BINS)
         metrics["calibration_error"] = np.abs(bin_gaps).sum(1) / total
         metrics["log_loss"] = _log_loss(y, scores, weights)
     metrics["auroc"] = _auroc(y, scores, weights, support)
@@ -149,6 +142,13 @@ def _mean_where(values: Matrix, is_counted: npt.NDArray[np.bool_]) -> Matrix:
     """Return the mean of each row's values where there are some."""
     mean: Matrix = (values * is_counted).sum(1) / is_counted.sum(1)
     return mean
+
+
+def _is_within_top5(y: npt.NDArray[np.int64], scores: Matrix) -> npt.NDArray[np.bool_]:
+    """Return whether each row counts in the top-5 accuracy, (n,)."""
+    true_scores = scores[np.arange(len(y)), y]
+    is_within: npt.NDArray[np.bool_] = (scores >= true_scores[:, None]).sum(1) <= TOP
+    return is_within
 
 
 def _agreement(right: Matrix, support: Matrix, num_predicted: Matrix) -> dict[str, Matrix]:

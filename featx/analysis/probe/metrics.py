@@ -10,18 +10,17 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from featx.analysis.probe.library_metrics import LIBRARY_METRICS, classification_metrics
+from featx.analysis.probe.library_metrics import (
+    CALIBRATION_BINS,
+    LIBRARY_METRICS,
+    classification_metrics,
+)
 
-METRICS = ("accuracy", "balanced_accuracy", "top5", "calibration_error", *LIBRARY_METRICS)
+METRICS = ("accuracy", *LIBRARY_METRICS)
 """Names in probe.json of the metrics that are one number each."""
 
 Z_95 = 1.959963984540054
 """Half the width of the 95 % interval of the standard normal distribution."""
-
-CALIBRATION_BINS = 15
-"""Default number of bins of the calibration error."""
-TOP = 5
-"""k of the top-k accuracy."""
 
 
 @dataclass(frozen=True)
@@ -59,13 +58,11 @@ def prediction_metrics(predictions: ProbePredictions) -> dict[str, Any]:
     """Compute all metrics of one test, as JSON types.
 
     Returns:
-        rows; correct; accuracy; interval (95 %, Wilson); effective_rows (of the interval);
-        balanced_accuracy (mean recall of the tested classes); top5 (None for five or fewer classes,
-        where it has no meaning, and if fewer than five classes can be ranked); calibration_error
-        (None without probabilities) and calibration_bins; the metrics of `classification_metrics`;
-        not_available (name of each metric that is None -> reason); precision, recall and support
-        (lists with one entry per class, None for a class that was never predicted or never tested);
-        and confusion: row i, column j counts rows of class i that were predicted as j.
+        rows; correct; accuracy; interval (95 %, Wilson); effective_rows (of the interval); the
+        metrics of `classification_metrics` and calibration_bins; not_available (name of each metric
+        that is None -> reason); precision, recall and support (lists with one entry per class, None
+        for a class that was never predicted or never tested); and confusion: row i, column j counts
+        rows of class i that were predicted as j.
     """
     y, scores = predictions.y, predictions.scores
     num_classes = scores.shape[1]
@@ -74,29 +71,18 @@ def prediction_metrics(predictions: ProbePredictions) -> dict[str, Any]:
     recall = [_share(a, b) for a, b in zip(right.tolist(), support.tolist(), strict=True)]
     precision = [_share(a, b) for a, b in zip(right.tolist(), num_predicted.tolist(), strict=True)]
     correct = int(right.sum())
-    tested = [value for value in recall if value is not None]
     effective = effective_rows(predictions.predicted == y, predictions.groups)
-    ranked = num_classes if predictions.most_ranked is None else predictions.most_ranked
     values, reasons = classification_metrics(
-        y, predictions.predicted, scores, predictions.probabilities
+        y, predictions.predicted, scores, predictions.probabilities, predictions.most_ranked
     )
-    if num_classes <= TOP:
-        reasons["top5"] = f"there are {num_classes} classes"
-    elif ranked < TOP:
-        reasons["top5"] = f"k={ranked} neighbours rank fewer than {TOP} classes"
-    if not predictions.probabilities:
-        reasons["calibration_error"] = "the method gives no probabilities"
     return {
         "rows": len(y),
         "correct": correct,
         "accuracy": correct / len(y),
         "interval": list(wilson(correct / len(y), effective)),
         "effective_rows": effective,
-        "balanced_accuracy": float(np.mean(tested)),
-        "top5": None if "top5" in reasons else top_k(y, scores, TOP),
-        "calibration_error": calibration_error(y, scores) if predictions.probabilities else None,
-        "calibration_bins": CALIBRATION_BINS,
         **values,
+        "calibration_bins": CALIBRATION_BINS,
         "not_available": reasons,
         "precision": precision,
         "recall": recall,
@@ -186,54 +172,6 @@ def confusion(
     """
     cells = np.bincount(y * num_classes + predicted, minlength=num_classes**2)
     return cells.reshape(num_classes, num_classes).astype(np.int64)
-
-
-def top_k(y: npt.NDArray[np.int64], scores: npt.NDArray[np.float64], k: int) -> float:
-    """Compute the share of rows whose true class is among the k best.
-
-    A row counts if fewer than k other classes have at least the score of its true class.
-
-    Ties count against a row, so that classes without a vote do not win by their position.
-    """
-    return float(within_top_k(y, scores, k).mean())
-
-
-def within_top_k(
-    y: npt.NDArray[np.int64], scores: npt.NDArray[np.float64], k: int
-) -> npt.NDArray[np.bool_]:
-    """Return whether each row counts in `top_k`, (n,)."""
-    true_scores = scores[np.arange(len(y)), y]
-    num_others = (scores >= true_scores[:, None]).sum(1) - 1
-    is_within: npt.NDArray[np.bool_] = num_others < k
-    return is_within
-
-
-def calibration_error(
-    y: npt.NDArray[np.int64], scores: npt.NDArray[np.float64], bins: int = CALIBRATION_BINS
-) -> float:
-    """Compute the expected calibration error: |accuracy - confidence| by bins, weighted by rows.
-
-    Bins of confidence have equal width over [0, 1] and are closed above. C. Guo et al., On
-    Calibration of Modern Neural Networks, ICML 2017, equation 3.
-
-    Args:
-        y: (n,) true classes.
-        scores: (n, C) probabilities.
-        bins: number of bins.
-    """
-    confidence = scores.max(1)
-    right = scores.argmax(1) == y
-    gap = np.bincount(calibration_bin(scores, bins), weights=right - confidence, minlength=bins)
-    return float(np.abs(gap).sum() / len(y))
-
-
-def calibration_bin(
-    scores: npt.NDArray[np.float64], bins: int = CALIBRATION_BINS
-) -> npt.NDArray[np.int64]:
-    """Return the bin of `calibration_error` of each row, (n,)."""
-    edges = np.linspace(0, 1, bins + 1)[1:-1]
-    bin_of_row: npt.NDArray[np.int64] = np.searchsorted(edges, scores.max(1), side="left")
-    return bin_of_row
 
 
 def mean_and_spread(values: list[float]) -> dict[str, Any]:

@@ -210,12 +210,13 @@ def _interval(task: ValueTask, predicted: Matrix) -> dict[str, Any]:
     order = np.argsort(unit_of_row, kind="stable")
     units = np.split(order, np.cumsum(np.bincount(unit_of_row))[:-1])
     rng = np.random.default_rng(0)  # the same numbers for the same predictions
-    values, metric = [], task.metrics[0]
+    truth, metrics = task.targets[places], list[float | None]()
     for _ in range(INTERVAL_RESAMPLES):
         drawn = np.concatenate([units[i] for i in rng.integers(len(units), size=len(units))])
-        values.append(task.judge(places[drawn], predicted[drawn], metric)[metric])
+        metrics.append(task.resampled_metric(truth[drawn], predicted[drawn]))
     interval = None
-    if None not in values and len(set(values)) > 1:
+    values = [value for value in metrics if value is not None]
+    if len(values) == len(metrics) and len(set(values)) > 1:
         interval = np.quantile(values, [0.025, 0.975]).tolist()
     unit = "row" if groups is None else "group"
     return {

@@ -71,7 +71,7 @@ class ValueSeed:
         """Return the first metric of a layer on the test rows of each split."""
         name = self.task.metrics[0]
         pairs = zip(self.task.rows.splits, self.fits[layer, method], strict=True)
-        return [self.task.judge(split.test, fit.predicted, name)[name] for split, fit in pairs]
+        return [self.task.judge(split.test, fit.predicted)[name] for split, fit in pairs]
 
 
 def value_seeds_entry(seed_probes: Sequence[ValueSeed], methods: Sequence[str]) -> dict[str, Any]:

@@ -15,6 +15,8 @@ from featx.analysis.probe.value_metrics import (
     multilabel_metrics,
     regression_metrics,
     require_scikit_learn,
+    resampled_multilabel_metric,
+    resampled_regression_metric,
 )
 from featx.analysis.probe.values import TaskKind, Values
 from featx.config import Config
@@ -76,19 +78,27 @@ class ValueTask:
         """Names of the metrics; the first one is that of the answer."""
         return REGRESSION_METRICS if self.kind.name == "regression" else MULTILABEL_METRICS
 
-    def judge(
-        self, places: npt.NDArray[np.int64], predicted: Matrix, only: str | None = None
-    ) -> dict[str, Any]:
+    def judge(self, places: npt.NDArray[np.int64], predicted: Matrix) -> dict[str, Any]:
         """Compute the metrics of some places, with `not_available` for the others.
 
         Args:
             places: (n,) places.
             predicted: (n, T) predictions.
-            only: name of the only metric to compute; None for all.
         """
         metrics = regression_metrics if self.kind.name == "regression" else multilabel_metrics
-        values, reasons = metrics(self.targets[places], predicted, only)
+        values, reasons = metrics(self.targets[places], predicted)
         return {**values, "not_available": reasons}
+
+    def resampled_metric(self, truth: Matrix, predicted: Matrix) -> float | None:
+        """Compute the first metric for one of many resamples; None if it is undefined.
+
+        Args:
+            truth: (n, T) targets.
+            predicted: (n, T) predictions.
+        """
+        if self.kind.name == "regression":
+            return resampled_regression_metric(truth, predicted)
+        return resampled_multilabel_metric(truth, predicted)
 
 
 def check_options(config: Config, kind: TaskKind) -> None:

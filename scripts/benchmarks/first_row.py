@@ -33,7 +33,8 @@ def run(arguments: argparse.Namespace) -> None:
 def seconds_to_first_row(model: str, folder: Path, out: Path) -> float:
     """Start a run over folder/photos, and end it by a signal when its first part is there."""
     command = [sys.executable, "-m", "featx", f"model={model}", "model.weights=null"]
-    command += ["data=folder", f"data.root={folder / 'photos'}", f"out={out}"]
+    # Packing removes the parts, which a short run does before they are seen here.
+    command += ["data=folder", f"data.root={folder / 'photos'}", f"out={out}", "pack=false"]
     started_at = time.perf_counter()
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         while not any((out / "parts").glob("part-*.h5")):

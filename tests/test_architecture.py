@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import json
 import os
 import re
@@ -12,13 +13,16 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from typing import Any
 
+import grimp
 import h5py
 import numpy as np
 import pytest
+from conftest import slow_except
 
 import featx
-from featx.base.families import family
+from featx.base import family, family_options
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 TEXT = (REPOSITORY / "docs" / "architecture.md").read_text(encoding="utf-8")
@@ -56,37 +60,39 @@ def test_every_package_has_its_line() -> None:
     assert set(re.findall(r"^\| `(\w+)` \|", TEXT, re.M)) >= packages
 
 
-def test_the_import_contract_lists_every_member() -> None:
+def contract(packages: list[str]) -> Any:
+    """The contract "Members of a family never import each other" of pyproject.toml."""
+    spec = importlib.util.spec_from_file_location(
+        "family_contract", REPOSITORY / "scripts" / "family_contract.py"
+    )
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.FamilyContract("members", {}, {"packages": packages})
+
+
+def test_the_import_contract_has_every_family() -> None:
     text = (REPOSITORY / "pyproject.toml").read_text(encoding="utf-8")
     contracts = tomllib.loads(text)["tool"]["importlinter"]["contracts"]
-    independent = [c["modules"] for c in contracts if c["type"] == "independence"]
-    for option, package in (
-        ("data", "featx.sources"),
-        ("executor", "featx.pipeline.executors"),
-        ("export.format", "featx.export"),
-        ("model.library", "featx.models.libraries"),
-    ):
-        expected = {f"{package}.{member.name}" for member in family(option)}
-        assert expected in [set(modules) for modules in independent]
+    (packages,) = [each["packages"] for each in contracts if each["type"] == "family"]
+    homes = {"featx.jobs", *(family(option).package for option in family_options())}
+    assert set(packages) == homes - {"featx.store.codecs"}, "all codecs are in one module"
 
 
-def added_to(table: str, entry: str, source: str) -> str:
-    """The source with one more entry at the front of a tuple, a list or a dictionary."""
-    pattern = rf"(^{re.escape(table)}\b[^=\n]*= [(\[{{])"
-    changed, count = re.subn(pattern, lambda found: f"{found[1]}\n    {entry}", source, flags=re.M)
-    assert count == 1, f"{table} is not a tuple, list or dictionary of the module"
-    return changed
-
-
-def at_the_top_of(function: str, lines: str, source: str) -> str:
-    """The source with more lines behind the docstring of a function."""
-    node = next(
-        node for node in ast.parse(source).body
-        if isinstance(node, ast.FunctionDef) and node.name == function
-    )  # fmt: skip
-    end = node.body[0].end_lineno
-    old = source.split("\n")
-    return "\n".join([*old[:end], *lines.rstrip().split("\n"), *old[end:]])
+def test_an_import_between_members_breaks_the_contract() -> None:
+    graph = grimp.build_graph("featx", exclude_type_checking_imports=True)
+    checked = contract(["featx.sources"])
+    assert checked.check(graph, verbose=False).kept
+    graph.add_import(importer="featx.sources.hdf5", imported="featx.sources.pixel_encoding")
+    assert checked.check(graph, verbose=False).kept
+    graph.add_import(importer="featx.sources.pixel_encoding", imported="featx.sources.video")
+    broken = checked.check(graph, verbose=False)
+    assert not broken.kept
+    chain = "featx.sources.hdf5 -> featx.sources.pixel_encoding -> featx.sources.video"
+    assert chain in broken.metadata["imports"]
+    with pytest.raises(ValueError, match="has 0 members"):
+        contract(["featx.base"]).check(graph, verbose=False)
 
 
 def make(section: str, copy: Path) -> list[str]:
@@ -97,19 +103,13 @@ def make(section: str, copy: Path) -> list[str]:
             commands += block.splitlines()
             continue
         head, body = block.split("\n", 1)
-        path, _, function = head.removeprefix("# ").partition(", at the top of ")
+        path = head.removeprefix("# ")
         if path.endswith(", at the end"):
             path = path.removesuffix(", at the end")
             body = (copy / path).read_text(encoding="utf-8") + body
-        elif function:
-            body = at_the_top_of(function, body, (copy / path).read_text(encoding="utf-8"))
         else:
             assert not (copy / path).exists(), f"{path} is there already: choose another example"
         (copy / path).write_text(body, encoding="utf-8")
-    rows = re.findall(r"^\| `(\w+/[\w./]+)` \| `(\w+)` \| `(.+)` \|$", section, re.M)
-    for path, table, entry in rows:
-        source = (copy / path).read_text(encoding="utf-8")
-        (copy / path).write_text(added_to(table, entry, source), encoding="utf-8")
     assert commands, "a section says how it was tried"
     return commands
 
@@ -120,8 +120,7 @@ def test_one_of_each_kind_is_shown() -> None:
     }  # fmt: skip
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", EXAMPLES)
+@pytest.mark.parametrize("kind", slow_except(EXAMPLES, "source", "reduction"))
 def test_an_example_runs_as_it_stands(kind: str, tmp_path: Path) -> None:
     copy = tmp_path / "copy"
     for folder in ("featx", "conf", "data"):

@@ -88,11 +88,15 @@ class Registry(Generic[MemberT]):
             that registers all members of a small family.
         entry_points: group of the entry points by which other distributions add members, such as
             'featx.sources', or None if the family is closed.
+
+    Attributes:
+        option: as above.
+        package: as above.
     """
 
     def __init__(self, option: str, package: str, entry_points: str | None = None) -> None:
         self.option = option
-        self._package = package
+        self.package = package
         self._group = entry_points
         self._members: dict[str, MemberT] = {}
         self._is_complete = False
@@ -153,9 +157,9 @@ class Registry(Generic[MemberT]):
     def __iter__(self) -> Iterator[MemberT]:
         """Iterate over all members in the order of their names; imports all of them."""
         if not self._is_complete:
-            folder = getattr(importlib.import_module(self._package), "__path__", ())
+            folder = getattr(importlib.import_module(self.package), "__path__", ())
             for module in pkgutil.iter_modules(folder):
-                importlib.import_module(f"{self._package}.{module.name}")
+                importlib.import_module(f"{self.package}.{module.name}")
             for entry in self._entry_points:
                 if entry.name not in self._members:
                     try:
@@ -167,13 +171,13 @@ class Registry(Generic[MemberT]):
 
     def _import_one(self, name: str) -> None:
         """Import the module or the entry point of this name, if there is one."""
-        home = importlib.import_module(self._package)
+        home = importlib.import_module(self.package)
         if (
             name.isidentifier()
             and hasattr(home, "__path__")
-            and importlib.util.find_spec(f"{self._package}.{name}") is not None
+            and importlib.util.find_spec(f"{self.package}.{name}") is not None
         ):
-            importlib.import_module(f"{self._package}.{name}")
+            importlib.import_module(f"{self.package}.{name}")
         if name in self._members:
             return
         for entry in self._entry_points:
@@ -206,6 +210,6 @@ class Registry(Generic[MemberT]):
             raise ConfigError(
                 f"{self.option}={entry.name} of the package {owner}: the entry point "
                 f"{entry.value} is no member called {entry.name!r}; expected an object as "
-                f"{self._package} registers."
+                f"{self.package} registers."
             )
         self.register(member)  # type: ignore[arg-type]  # the family's own subclass of Member

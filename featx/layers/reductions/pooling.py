@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from featx.config import ReduceConfig
 from featx.errors import ConfigError, ReduceError
 from featx.layers.reductions.registry import REDUCTIONS, reduction_member
-from featx.layers.reductions.row_layout import Reduction, RowLayout, channels_last
-
-if TYPE_CHECKING:
-    import torch
+from featx.layers.reductions.row_layout import Reduction, RowLayout, channels_last, mean
 
 _GEM_FLOOR = 1e-6
 """Smallest value that gem uses; smaller ones are raised to it."""
@@ -35,13 +31,6 @@ class GemOptions(ReduceConfig):
     def args(self) -> dict[str, float | str]:
         """The exponent."""
         return {"p": self.p}
-
-
-def mean(x: torch.Tensor, axes: tuple[int, ...]) -> torch.Tensor:
-    """Return the mean over the axes, summed in float32."""
-    import torch
-
-    return x.mean(axes, dtype=torch.float32)
 
 
 def _avg(config: ReduceConfig, rows: RowLayout) -> Reduction:

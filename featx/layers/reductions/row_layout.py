@@ -91,6 +91,13 @@ def positions_last(x: torch.Tensor, axis: int) -> torch.Tensor:
     return moved.reshape(len(x), -1, moved.shape[-1])
 
 
+def mean(x: torch.Tensor, axes: tuple[int, ...]) -> torch.Tensor:
+    """Return the mean over the axes, summed in float32."""
+    import torch
+
+    return x.mean(axes, dtype=torch.float32)
+
+
 def token_grid(
     num_tokens: int, input_size: tuple[int, int], num_prefix_tokens: int
 ) -> tuple[int, int] | None:

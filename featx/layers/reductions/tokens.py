@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from featx.config import ReduceConfig
 from featx.errors import ReduceError
-from featx.layers.reductions.pooling import mean
 from featx.layers.reductions.registry import REDUCTIONS, reduction_member
-from featx.layers.reductions.row_layout import Reduction, RowLayout, check_tokens
+from featx.layers.reductions.row_layout import Reduction, RowLayout, check_tokens, mean
 
 
 def _cls(config: ReduceConfig, rows: RowLayout) -> Reduction:

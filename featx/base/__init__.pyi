@@ -43,6 +43,7 @@ from .machine import num_cpus as num_cpus
 from .machine import resident_memory as resident_memory
 from .machine import take_cpus as take_cpus
 from .nested_tensors import ElementPath as ElementPath
+from .nested_tensors import are_equal as are_equal
 from .nested_tensors import elements as elements
 from .nested_tensors import shapes_of as shapes_of
 from .paths import cache_folder as cache_folder

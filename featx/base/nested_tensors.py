@@ -1,4 +1,4 @@
-"""Tensors and shapes in nested values, such as the tuple that a module returns."""
+"""Comparison of tensors; tensors and shapes in nested values, such as a module returns."""
 
 from __future__ import annotations
 
@@ -27,3 +27,8 @@ def elements(value: Any) -> dict[ElementPath, torch.Tensor]:
 def shapes_of(value: Any) -> dict[ElementPath, tuple[int, ...]]:
     """Path -> shape for every tensor in a nested value."""
     return {path: tuple(x.shape) for path, x in elements(value).items()}
+
+
+def are_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Return whether two tensors have equal shapes and elements; NaN equals NaN."""
+    return a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all())

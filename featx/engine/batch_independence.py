@@ -15,7 +15,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from featx.base import ObservingMode
+from featx.base import ObservingMode, are_equal
 from featx.engine.row_checks import row_tolerance
 from featx.errors import ModelError
 
@@ -197,7 +197,7 @@ class BufferSnapshot:
         changed = [
             name
             for name, now in self._module.named_buffers()
-            if name in self._before and not _same_tensor(now, self._before[name])
+            if name in self._before and not are_equal(now, self._before[name])
         ]
         if changed:
             raise ModelError(
@@ -256,8 +256,3 @@ def _reads(func: Any, args: Any) -> bool:
     # give a shape that depends on values.
     indices = [x for x in tree_leaves(args[1]) if isinstance(x, torch.Tensor)]
     return any(x.dtype in (torch.bool, torch.uint8) for x in indices)
-
-
-def _same_tensor(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors have equal shapes and elements; NaN equals NaN."""
-    return a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all())

@@ -18,11 +18,16 @@ _SHARES = ("balanced_accuracy", "top5")
 """Metrics that are printed in percent."""
 
 
+def number_text(value: float | None) -> str:
+    """Format a metric that is not printed in percent; '-' if it is not available."""
+    return "-" if value is None else f"{value:.3f}"
+
+
 def metric_text(name: str, value: float | None) -> str:
-    """Format a metric; '-' if it is not available."""
-    if value is None:
-        return "-"
-    return percent_text(value) if name in _SHARES else f"{value:.3f}"
+    """Format a metric of METRICS; '-' if it is not available."""
+    if value is not None and name in _SHARES:
+        return percent_text(value)
+    return number_text(value)
 
 
 def metrics_text(result: dict[str, Any]) -> str:

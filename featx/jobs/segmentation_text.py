@@ -8,6 +8,7 @@ from typing import Any
 from featx.base import WIDTH, command_text, facts, percent_text, shown_path, table
 from featx.config import Config
 from featx.errors import counted
+from featx.jobs.probe_metrics import number_text
 from featx.jobs.probe_text import counts_text, groups_text, split_text
 from featx.storage import parse_path
 from featx.store import layout
@@ -28,11 +29,6 @@ def segmentation_text(config: Config, result: dict[str, Any]) -> str:
     )
 
 
-def _number(value: float | None) -> str:
-    """Format a metric; '-' if it is not available."""
-    return "-" if value is None else f"{value:.3f}"
-
-
 def _answer(result: dict[str, Any]) -> str:
     """Return the best layer with its metrics, and the interval of mIoU."""
     interval = "no interval"
@@ -45,10 +41,10 @@ def _answer(result: dict[str, Any]) -> str:
     height, width = result["masks"]["crop"]
     return textwrap.fill(
         f"Best layer: {result['layer']} (linear, chosen on validation images). mIoU "
-        f"{_number(result['miou'])}, {interval}; pixel accuracy "
-        f"{_number(result['pixel_accuracy'])}, mean accuracy {_number(result['mean_accuracy'])}; "
-        f"{result['rows']} test images. These are of the crop of {height} x {width} pixels that "
-        f"the network saw, not of whole images.{folds}",
+        f"{number_text(result['miou'])}, {interval}; pixel accuracy "
+        f"{number_text(result['pixel_accuracy'])}, mean accuracy "
+        f"{number_text(result['mean_accuracy'])}; {result['rows']} test images. These are of the "
+        f"crop of {height} x {width} pixels that the network saw, not of whole images.{folds}",
         WIDTH,
     )
 
@@ -66,7 +62,7 @@ def _layers_table(result: dict[str, Any]) -> str:
                 str(about["features"]),
                 "{} x {}".format(*about["grid"]),
                 ",".join(f"{value:g}" for value in dict.fromkeys(chosen)),
-                *(_number(entry[name]) for name in names),
+                *(number_text(entry[name]) for name in names),
             )
         )
     header = ("layer", "width", "patches", "l2", "mIoU", "pixel\naccuracy", "mean\naccuracy")
@@ -81,8 +77,8 @@ def _classes_table(config: Config, result: dict[str, Any]) -> str:
     rows = [
         (
             result["classes"][i],
-            _number(result["iou"][i]),
-            _number(result["accuracy_of_classes"][i]),
+            number_text(result["iou"][i]),
+            number_text(result["accuracy_of_classes"][i]),
             percent_text(pixels[i] / sum(pixels)),
         )
         for i in listed_classes

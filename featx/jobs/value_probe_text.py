@@ -8,6 +8,7 @@ from typing import Any
 from featx.base import WIDTH, command_text, facts, shown_path, table
 from featx.config import Config
 from featx.errors import counted
+from featx.jobs.probe_metrics import number_text
 from featx.jobs.probe_tables import yes_or_no
 from featx.jobs.probe_text import (
     choice_text,
@@ -43,11 +44,6 @@ def values_text(config: Config, result: dict[str, Any]) -> str:
     return "\n\n".join(parts)
 
 
-def _number(value: float | None) -> str:
-    """Format a metric; '-' if it is not available."""
-    return "-" if value is None else f"{value:.3f}"
-
-
 def _answer(result: dict[str, Any]) -> str:
     """Return the best layer with its metrics, and the interval of the first one."""
     (first, name), *other_metrics = _METRICS[result["task"]]
@@ -55,7 +51,7 @@ def _answer(result: dict[str, Any]) -> str:
     if result["interval"] is not None:
         low, high = result["interval"]
         interval = f"95 % interval {low:.3f} to {high:.3f}"
-    more = ", ".join(f"{label} {_number(result[key])}" for label, key in other_metrics)
+    more = ", ".join(f"{label} {number_text(result[key])}" for label, key in other_metrics)
     folds = ""
     if chosen := result.get("layer_of_folds"):
         folds = f" Each fold chose its layer within training ({counts_text(chosen)})."
@@ -63,7 +59,8 @@ def _answer(result: dict[str, Any]) -> str:
     return textwrap.fill(
         f"Best layer{seed_text}: {result['layer']} ({result['method']}, chosen on validation "
         "rows). "
-        f"{first} {_number(result[name])}, {interval}; {more}; {result['rows']} test rows.{folds}",
+        f"{first} {number_text(result[name])}, {interval}; {more}; "
+        f"{result['rows']} test rows.{folds}",
         WIDTH,
     )
 
@@ -141,7 +138,7 @@ def _layers_table(config: Config, result: dict[str, Any]) -> str:
                     method,
                     str(about["features"]),
                     f"{name}={','.join(f'{value:g}' for value in dict.fromkeys(chosen))}",
-                    *(_number(entry[key]) for _, key in metrics),
+                    *(number_text(entry[key]) for _, key in metrics),
                 )
             )
     header = ("layer", "method", "width", "chosen", *(label for label, _ in metrics))

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from featx.base import elements
+from featx.base import are_equal, elements
 from featx.errors import LayerError
 from featx.layers.attention import weight_hooks
 from featx.layers.expected_pass import ANYTHING, Expected
@@ -405,9 +405,4 @@ class Copies:
     def overwritten(self) -> frozenset[str]:
         """Names of the captures that need a copy. Call it after the pass; it drops the tensors."""
         pairs, self._pairs = self._pairs, {}
-        return frozenset(name for name, (x, copy) in pairs.items() if not _same_values(x, copy))
-
-
-def _same_values(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether all elements are equal; NaN equals NaN."""
-    return bool(((a == b) | ((a != a) & (b != b))).all())
+        return frozenset(name for name, (x, copy) in pairs.items() if not are_equal(x, copy))

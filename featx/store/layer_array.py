@@ -3,18 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from featx.base import sampled_positions, size_text
 from featx.errors import StoreError
+from featx.store.contents import Contents
 from featx.store.token_geometry import geometry_of
 from featx.types import TokenGeometry
 
-if TYPE_CHECKING:
-    from featx.store.reader import FeatureStore
+
+class LayerSource(Protocol):
+    """Store that the rows of a layer are read from: what `LayerArray` needs of a `FeatureStore`.
+
+    Attributes:
+        root: folder or file of the store.
+    """
+
+    root: Path
+    _contents: Contents
+
+    @property
+    def key_bytes(self) -> npt.NDArray[np.bytes_]:
+        """(N,) fixed-length bytes: keys as the file system gives them."""
+
+    def __len__(self) -> int: ...
+
+    def _chunk_rows(self, layer: str) -> int:
+        """Return the rows per chunk in the first file of a layer."""
+
+    def _read(self, layer: str, rows: npt.NDArray[np.int64]) -> npt.NDArray[Any]:
+        """Read rows of a layer in any order; absent rows are NaN."""
+
+    def _read_range(self, layer: str, start: int, stop: int) -> npt.NDArray[Any]:
+        """Read rows [start, stop) of a layer; absent rows are NaN."""
 
 
 class LayerArray:
@@ -33,7 +58,7 @@ class LayerArray:
         shape: (N, ...).
     """
 
-    def __init__(self, store: FeatureStore, name: str) -> None:
+    def __init__(self, store: LayerSource, name: str) -> None:
         self._store = store
         self.name = name
         info = store._contents.layers[name]

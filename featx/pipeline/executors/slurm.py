@@ -129,7 +129,9 @@ def run(context: RunContext, session: Session, spec: WorkerSpec) -> RunOutcome:
     options = _options(context.config)
     folder = _folder_of_tasks(options, session)
     executor = _executor(options, folder)
-    outcome = JobArray(spec, context, session, folder, executor, options).run()
+    is_local = options.mode == "local"
+    array = JobArray(spec, context, session, folder, executor, options, is_local=is_local)
+    outcome = array.run()
     clear_heartbeats(session.disk, spec.driver)  # killed tasks leave their heartbeat files behind
     AtomicFolder(folder.parent).remove(folder)
     return outcome

@@ -6,8 +6,9 @@ import contextlib
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from featx.config import ExecutorConfig
 from featx.errors import ConfigError, RunError, counted
 from featx.pipeline.executors.part_worker import rows_text
 from featx.pipeline.executors.scheduler import MAX_DEATHS, RESUME_HINT, Scheduler
@@ -25,9 +26,6 @@ from featx.pipeline.executors.worker_stats import PartResult
 from featx.pipeline.run_context import RunContext
 from featx.store import layout
 from featx.types import Part
-
-if TYPE_CHECKING:
-    from featx.pipeline.executors.slurm import SlurmOptions
 
 POLL_S = 2.0
 """Seconds between two looks at the parts and tasks."""
@@ -55,6 +53,7 @@ class JobArray(Scheduler[Any]):
         folder: folder for the pickled tasks, their results and logs.
         executor: executor of submitit for this folder.
         options: options of the executor.
+        is_local: whether `executor` starts processes of this machine, which have no queue.
     """
 
     def __init__(
@@ -64,7 +63,9 @@ class JobArray(Scheduler[Any]):
         session: Session,
         folder: Path,
         executor: Any,
-        options: SlurmOptions,
+        options: ExecutorConfig,
+        *,
+        is_local: bool,
     ) -> None:
         parts = session.missing()
         num_tasks = max(1, min(options.workers or _NUM_TASKS, len(parts)))
@@ -76,7 +77,7 @@ class JobArray(Scheduler[Any]):
         self._ended_at: dict[Any, float] = {}  # jobs that have ended without a result so far
         self._submit_at = 0.0
         self._pause_s = 0.0  # the first look follows the submission at once
-        self._slurm = None if options.mode == "local" else SlurmQueue(self._report)
+        self._slurm = None if is_local else SlurmQueue(self._report)
 
     def start(self) -> None:
         """Submit all parts, if there are any."""

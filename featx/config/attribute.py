@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any
 
-from featx.config.checks import NAMES, check_choice, names_tuple
+from featx.config.checks import NAMES, check_choice, check_effects, names_tuple, only_with
 from featx.errors import ConfigError
 
 METHODS = (
@@ -34,18 +34,18 @@ class AttributeConfig:
     method: Annotated[Any, NAMES] = "gradcam"
     """Method of attribution: saliency, input_x_gradient, integrated_gradients, gradcam,
     guided_gradcam or occlusion, or a list of them."""
-    layer: str | None = None
+    layer: str | None = field(default=None, metadata=only_with("method", *OF_A_LAYER))
     """Layer of gradcam and guided_gradcam. null takes the last stage; of a transformer with a class
     token it takes the stage before, whose patch tokens still have an effect."""
-    steps: int | None = None
+    steps: int | None = field(default=None, metadata=only_with("method", "integrated_gradients"))
     """Number of points between baseline and image for integrated_gradients, 32 when not given."""
-    baseline: str | None = None
+    baseline: str | None = field(default=None, metadata=only_with("method", *BY_CAPTUM))
     """Image without information in integrated_gradients and occlusion: black, mean (of the model's
     preprocessing; when not given) or blur (the image itself, blurred)."""
-    window: int | None = None
+    window: int | None = field(default=None, metadata=only_with("method", "occlusion"))
     """Side of the square that occlusion hides, in pixels of the crop; a seventh of the crop when
     not given."""
-    stride: int | None = None
+    stride: int | None = field(default=None, metadata=only_with("method", "occlusion"))
     """Pixels from one square of occlusion to the next, half of attribute.window when not given."""
     per_class: int = 8
     """Number of rows drawn for each class of the data set, on one sheet below OUT/sheets; 0 draws
@@ -60,19 +60,7 @@ class AttributeConfig:
             raise ConfigError(f"attribute.method={self.method}: expected some of {METHODS}.")
         if self.baseline is not None:
             check_choice("attribute.baseline", self.baseline, BASELINES)
-        owners = {
-            "layer": OF_A_LAYER,
-            "steps": ("integrated_gradients",),
-            "baseline": BY_CAPTUM,
-            "window": ("occlusion",),
-            "stride": ("occlusion",),
-        }
-        for key, methods in owners.items():
-            if getattr(self, key) is not None and not set(methods) & set(self.methods):
-                raise ConfigError(
-                    f"attribute.{key} has an effect with attribute.method={' or '.join(methods)} "
-                    f"only, now {', '.join(self.methods)}."
-                )
+        check_effects("attribute", self)
         for key in ("steps", "window", "stride"):
             value = getattr(self, key)
             if value is not None and value < 1:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any
 
-from featx.config.checks import NAMES, check_choice, names_tuple
+from featx.config.checks import NAMES, check_choice, check_effects, names_tuple, only_with
 from featx.errors import ConfigError
 
 PROBES = ("linear", "knn", "ridge", "attentive")
@@ -26,13 +26,13 @@ class ProbeConfig:
     split: str = "holdout"
     """Split into training and test rows: holdout (a share of each class is tested), kfold (each row
     is tested once), or column (as probe.split_column or probe.split_file says)."""
-    test_share: float | None = None
+    test_share: float | None = field(default=None, metadata=only_with("split", "holdout"))
     """Share of each class that split=holdout tests, 0.2 when not given."""
-    folds: int | None = None
+    folds: int | None = field(default=None, metadata=only_with("split", "kfold"))
     """Number of folds of split=kfold, 5 when not given."""
-    split_file: str | None = None
+    split_file: str | None = field(default=None, metadata=only_with("split", "column"))
     """CSV file with the columns key and split (train, validation or test), for split=column."""
-    split_column: str | None = None
+    split_column: str | None = field(default=None, metadata=only_with("split", "column"))
     """Column of the store (data.columns) with train, validation or test, for split=column."""
     label_column: str | None = None
     """Column of the store (data.columns) to predict instead of its labels."""
@@ -40,15 +40,15 @@ class ProbeConfig:
     """What probe.label_column holds: classification (classes), regression (numbers), or multilabel
     (several labels a row, divided by probe.label_separator). auto takes fractional numbers as
     numbers, and everything else, whole numbers included, as classes."""
-    label_separator: str | None = None
+    label_separator: str | None = field(default=None, metadata=only_with("task", "multilabel"))
     """Text between the labels of a row with probe.task=multilabel; a semicolon when not given."""
     masks: str | None = None
     """Folder with a mask for each image, a PNG of class numbers with the key of the image and the
     ending .png. The linear probe then predicts the class of each pixel from the tokens or the map
     of a layer."""
-    ignore: int | None = 255
+    ignore: int | None = field(default=255, metadata=only_with("masks"))
     """Number of the pixels of probe.masks that count as unlabelled, or null for none."""
-    mask_classes: str | None = None
+    mask_classes: str | None = field(default=None, metadata=only_with("masks"))
     """Text file with the names of the classes of probe.masks, one a line, the first of number 0."""
     group_column: str | None = None
     """Column of the store (data.columns), such as patient or slide, whose rows of equal value stay
@@ -67,20 +67,22 @@ class ProbeConfig:
     that both have."""
     validation_share: float = 0.2
     """Share of the training rows of each class on which probe.l2 and probe.k are chosen."""
-    l2: float | None = None
+    l2: float | None = field(
+        default=None, metadata=only_with("method", "linear", "ridge", "attentive")
+    )
     """Strength of the L2 penalty of linear, ridge and attentive, relative to the mean loss; the
     best of several when not given."""
-    calibration: str = "none"
+    calibration: str = field(default="none", metadata=only_with("method", "linear"))
     """Calibration of the probabilities of linear on the validation rows: none, or temperature,
     which divides all logits by the number with the smallest loss."""
-    k: int | None = None
+    k: int | None = field(default=None, metadata=only_with("method", "knn"))
     """Number of neighbours of knn; the best of several when not given."""
-    temperature: float | None = None
+    temperature: float | None = field(default=None, metadata=only_with("method", "knn"))
     """Temperature of knn, which weighs a neighbour by exp(cosine / temperature); 0.07 when not
     given."""
     shots: Annotated[Any, "a list of whole numbers, or null"] = None
     """Numbers of training rows per class to train with as well, such as [1,5,10]."""
-    draws: int | None = None
+    draws: int | None = field(default=None, metadata=only_with("shots"))
     """Number of random choices of the rows of probe.shots, 5 when not given."""
     memory_gib: float = 4.0
     """Memory in GiB for the rows of a layer and their standardised copy; a larger layer is
@@ -102,20 +104,15 @@ class ProbeConfig:
         check_choice("probe.split", self.split, SPLITS)
         check_choice("probe.task", self.task, TASKS)
         check_choice("probe.calibration", self.calibration, CALIBRATIONS)
-        if self.calibration != "none" and "linear" not in self.methods:
-            raise ConfigError("probe.calibration has an effect with probe.method=linear only.")
         if self.task in ("regression", "multilabel") and self.label_column is None:
             raise ConfigError(
                 f"probe.task={self.task} needs probe.label_column=NAME, a column of the store; the "
                 "labels of a store are classes."
             )
-        if self.label_separator is not None and self.task != "multilabel":
-            raise ConfigError(
-                "probe.label_separator has an effect with probe.task=multilabel only."
-            )
         if self.label_separator == "":
             raise ConfigError("probe.label_separator is empty: expected a text such as ';'.")
-        self._check_owners()
+        check_effects("probe", self)
+        self._check_split()
         self._check_masks()
         self._check_ranges()
         self._check_shots()
@@ -150,48 +147,32 @@ class ProbeConfig:
         if not self.memory_gib >= 0:
             raise ConfigError(f"probe.memory_gib={self.memory_gib}: expected 0 or more.")
 
-    def _check_owners(self) -> None:
-        """Refuse options that another kind of split or another method reads."""
-        kind = "test_store" if self.test_store else self.split
+    def _check_split(self) -> None:
+        """Refuse options of the split that do not go together."""
         if self.test_store and self.split != "holdout":
             raise ConfigError(
                 f"probe.test_store says which rows are tested, and so does probe.split="
                 f"{self.split}; give one."
             )
-        for key, owner in (
-            ("test_share", "holdout"),
-            ("folds", "kfold"),
-            ("split_file", "column"),
-            ("split_column", "column"),
-        ):
-            if getattr(self, key) is not None and kind != owner:
-                raise ConfigError(f"probe.{key} has an effect with probe.split={owner} only.")
-        if self.seeds is not None and kind in ("column", "test_store"):
+        if self.test_store and self.test_share is not None:
+            raise ConfigError(
+                "probe.test_share has no effect with probe.test_store, which says which rows are "
+                "tested."
+            )
+        if self.seeds is not None and (self.test_store or self.split == "column"):
             raise ConfigError(
                 f"probe.seeds={self.seeds}: the test rows are given, so that further seeds would "
                 "test the same rows. Use probe.split=holdout or kfold."
             )
-        if kind == "column" and bool(self.split_file) == bool(self.split_column):
+        if self.split == "column" and bool(self.split_file) == bool(self.split_column):
             raise ConfigError(
                 "probe.split=column needs probe.split_file=FILE.csv with the columns key and split "
                 "or probe.split_column=NAME, a column of the store; one of the two."
             )
-        for key, owners in (
-            ("l2", ("linear", "ridge", "attentive")),
-            ("k", ("knn",)),
-            ("temperature", ("knn",)),
-        ):
-            if getattr(self, key) is not None and not set(owners) & set(self.methods):
-                raise ConfigError(
-                    f"probe.{key} has an effect with probe.method={', '.join(owners)} only."
-                )
 
     def _check_masks(self) -> None:
         """Refuse options that do not go together with masks."""
         if self.masks is None:
-            if self.mask_classes is not None or self.ignore != ProbeConfig.ignore:
-                key = "mask_classes" if self.mask_classes is not None else "ignore"
-                raise ConfigError(f"probe.{key} has an effect with probe.masks=DIR only.")
             return
         if self.ignore is not None and not 0 <= self.ignore < 1 << 16:
             raise ConfigError(
@@ -219,8 +200,6 @@ class ProbeConfig:
             raise ConfigError(
                 f"probe.shots={self.shots}: expected rows a class, such as 5 or [1,5,10]."
             )
-        if self.draws is not None and not self.all_shots:
-            raise ConfigError("probe.draws has an effect with probe.shots only.")
 
     @property
     def methods(self) -> tuple[str, ...]:

@@ -23,10 +23,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
-from featx.base.child_process import end_with_parent
-
-CRASHES = frozenset({signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL, signal.SIGFPE})
-"""Signals that end a process whose decoder accesses memory wrongly or aborts."""
+from featx.base.child_process import CRASHES, end_with_parent
 
 MAX_CRASHES = 100
 """Number of crashes after which the command gives up; the run can be resumed."""

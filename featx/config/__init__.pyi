@@ -28,6 +28,7 @@ from .model import CodeModelConfig as CodeModelConfig
 from .model import LibraryModelConfig as LibraryModelConfig
 from .model import ModelConfig as ModelConfig
 from .model import UnpreparedModelConfig as UnpreparedModelConfig
+from .model import check_weights_like as check_weights_like
 from .model import model_choice as model_choice
 from .model import model_options as model_options
 from .options import Kind as Kind

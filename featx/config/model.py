@@ -83,6 +83,23 @@ class ModelConfig:
         return None
 
 
+def check_weights_like(weights_like: str | None, has_file: bool) -> None:
+    """Refuse a tag of weights without a file that is like them.
+
+    Args:
+        weights_like: value of `model.weights_like`.
+        has_file: whether `model.weights` is a file of the user's own.
+
+    Raises:
+        ConfigError: model.weights_like has no effect.
+    """
+    if weights_like is not None and not has_file:
+        raise ConfigError(
+            "model.weights_like has an effect with a file of your own in model.weights only; tags "
+            "and folders bring their preprocessing."
+        )
+
+
 @dataclass
 class LibraryModelConfig(ModelConfig):
     """Options of a model that a library builds, of torchvision and timm."""
@@ -106,21 +123,6 @@ class LibraryModelConfig(ModelConfig):
         if self.input_size is not None and (len(self.input_size) != 2 or min(self.input_size) < 1):
             raise ConfigError(
                 f"model.input_size={self.input_size}: expected [height, width] in pixels."
-            )
-
-    def check_file(self, has_file: bool) -> None:
-        """Refuse a tag of weights without a file that is like them.
-
-        Args:
-            has_file: whether `model.weights` is a file of the user's own.
-
-        Raises:
-            ConfigError: model.weights_like has no effect.
-        """
-        if self.weights_like is not None and not has_file:
-            raise ConfigError(
-                "model.weights_like has an effect with a file of your own in model.weights only; "
-                "weights of the library bring their preprocessing."
             )
 
     def refuse_args(self, refused: Mapping[str, str]) -> None:

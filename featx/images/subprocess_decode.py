@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-from featx.base import CRASHES, module_command, module_environment
+from featx.base import check_decoder_end, start_decoder
 from featx.errors import RunError
 from featx.images.decode import decode_array
 from featx.images.image_policy import ImagePolicy
@@ -52,14 +52,7 @@ def decode_in_subprocess(
         RunError: no child can be started.
     """
     request = {"policy": asdict(policy), "at_least": at_least, "limit_s": limit_s}
-    with subprocess.Popen(
-        module_command("featx.images.subprocess_decode"),
-        env=module_environment(),
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        bufsize=0,
-    ) as child:
+    with start_decoder("featx.images.subprocess_decode", subprocess.PIPE) as child:
         assert child.stdout is not None
         try:
             child.stdout.read(len(_READY))  # the limit does not include the imports
@@ -72,12 +65,7 @@ def decode_in_subprocess(
             child.kill()
     if child.returncode == 0:
         return _pixels_of(answer)
-    if -child.returncode in CRASHES:
-        name = signal.Signals(-child.returncode).name
-        message = f"decoding it ends the process with {name}, also in a subprocess"
-        raise ImageFault(Status.CRASHES_DECODER, message, name)
-    if child.returncode == -signal.SIGKILL:
-        raise MemoryError("the process that decodes one image was killed")
+    check_decoder_end(child.returncode, "one image")
     lines = printed.decode(errors="replace").strip().splitlines()
     raise RunError(
         "an image that crashes or hangs its decoder cannot be decoded in a subprocess: the "

@@ -6,14 +6,13 @@ import contextlib
 import json
 import os
 import select
-import signal
 import subprocess
 import threading
 import time
 import weakref
 from typing import Any
 
-from featx.base import CRASHES, module_command, module_environment, num_cpus
+from featx.base import check_decoder_end, num_cpus, start_decoder
 from featx.errors import MissingExtraError, RunError
 from featx.types import ImageFault, Status
 
@@ -132,14 +131,8 @@ class _Child:
         Raises:
             MissingExtraError: torchcodec or FFmpeg is not installed.
         """
-        self._process = subprocess.Popen(
-            module_command("featx.sources.video_process"),
-            env=module_environment(),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,  # FFmpeg logs a line per frame
-            bufsize=0,
-        )
+        # FFmpeg logs a line per frame to stderr.
+        self._process = start_decoder("featx.sources.video_process", subprocess.DEVNULL)
         header = json.loads(self._line(self._process, None))  # imports have no time limit
         if "lacks" in header:
             self.end()
@@ -187,13 +180,7 @@ class _Child:
             self._pending += piece
             return
         code = process.wait()
-        if -code in CRASHES:
-            name = signal.Signals(-code).name
-            message = f"decoding it ends the process with {name}, also in a subprocess"
-            raise ImageFault(Status.CRASHES_DECODER, message, name)
-        self.end()
-        if code == -signal.SIGKILL:
-            raise MemoryError("the process that decodes videos was killed")
+        check_decoder_end(code, "videos")
         raise RunError(f"the process that decodes videos ended with exit code {code}.")
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from featx.config import LibraryModelConfig
+from featx.config import LibraryModelConfig, check_weights_like
 from featx.errors import ConfigError
 from featx.models.libraries.registry import LIBRARIES, LibraryFunctions, library_member
 from featx.models.model_names import registered_names
@@ -99,7 +99,7 @@ def build(config: TimmOptions, seed: int) -> Backbone:
     from featx.models.timm.backbone import timm_classes, wrap
 
     file = config.weights_file
-    config.check_file(has_file=file is not None)
+    check_weights_like(config.weights_like, has_file=file is not None)
     config.checkpoint.check_effect(has_file=file is not None, is_converted=True)
     name, size = tagged_name(config, file), image_size(config)
     check_tag(timm, name)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from featx.config import LibraryModelConfig
+from featx.config import LibraryModelConfig, check_weights_like
 from featx.errors import ConfigError, ModelError
 from featx.models.libraries.registry import LIBRARIES, LibraryFunctions, library_member
 from featx.models.model_names import registered_names
@@ -77,7 +77,7 @@ def build(config: TorchvisionOptions, seed: int) -> Backbone:
     enum = models.get_model_weights(name)
     file = config.weights_file
     entry = entry_of_file(enum, file) if file else weights_entry(enum, name, config.weights)
-    config.check_file(has_file=file is not None and entry is None)
+    check_weights_like(config.weights_like, has_file=file is not None and entry is None)
     _check_checkpoint(config, file, entry)
     like = entry or weights_entry(enum, name, config.weights_like or "default")
     preset = like.transforms()

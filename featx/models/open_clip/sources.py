@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from featx.base import import_extra
+from featx.config import check_weights_like
 from featx.errors import ConfigError, ModelError, WeightsError, nearest
 from featx.models.json_files import read_json
 from featx.models.known_names import hint_elsewhere
@@ -84,11 +85,7 @@ def source_of(config: OpenClipOptions) -> ClipSource:
         source = _source_of_name(open_clip, config)
     has_file = source.file is not None and config.weights != "default"
     config.checkpoint.check_effect(has_file=has_file, is_converted=False)
-    if config.weights_like is not None and source.like is None:
-        raise ConfigError(
-            "model.weights_like has an effect with a file of your own in model.weights only; tags "
-            "and folders bring their preprocessing."
-        )
+    check_weights_like(config.weights_like, has_file=source.like is not None)
     return source
 
 

@@ -19,7 +19,7 @@ import featx
 from featx.store.layer_array import LayerArray
 from featx.torch import BlockShuffleSampler, FeatureDataset
 
-READING_PAGE = Path(__file__).resolve().parent.parent / "docs" / "reading.md"
+READING_PAGE = Path(__file__).resolve().parents[2] / "docs" / "reading.md"
 FAILED = [0, 5, 6, 7, 40, 63, 99]
 
 

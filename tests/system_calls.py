@@ -1,4 +1,4 @@
-"""The store's system calls: failed one by one, or recorded and replayed on a model of the disk."""
+"""System calls of commits: failed one by one, or recorded and replayed on a model of the disk."""
 
 from __future__ import annotations
 

@@ -608,7 +608,7 @@ def test_an_epoch_of_a_million_tokens_holds_what_it_may(tmp_path: Path, memory_m
     run = make_run(5076, 512, {"layer": (197, 768)}, "float16")
     root = run.finish(tmp_path / "store")
     command = [sys.executable, "-c", EPOCH_OF_A_STORE, str(root), str(memory_mib)]
-    repository = Path(__file__).parents[1]
+    repository = Path(__file__).parents[2]
     done = subprocess.run(
         command, cwd=repository, env=with_path(repository), stdout=subprocess.PIPE, check=True
     )
@@ -618,7 +618,7 @@ def test_an_epoch_of_a_million_tokens_holds_what_it_may(tmp_path: Path, memory_m
 def test_the_examples_of_the_page(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    text = (Path(__file__).parents[1] / "docs" / "tokens.md").read_text(encoding="utf-8")
+    text = (Path(__file__).parents[2] / "docs" / "tokens.md").read_text(encoding="utf-8")
     examples = re.findall(r"^```python\n(.*?)^```", text, re.M | re.S)
     places = TokenGeometry(1, True, (14, 14), (224, 224))
     run = make_run(24, 8, {"blocks.11": (197, 8)}, "float16", failed=[1])

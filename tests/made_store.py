@@ -17,14 +17,10 @@ from typing import Any
 import h5py
 import numpy as np
 
-from featx.storage.folder_lock import exclusive_lock
-from featx.store import layout
+from featx.storage import exclusive_lock
+from featx.store import PartBuilder, Run, StoreSession, layout, listing_identity, merge_listing
 from featx.store.attribute_checksums import seal_texts
-from featx.store.listing import listing_identity, merge_listing
-from featx.store.manifest import Run
 from featx.store.pack import pack, pack_in_child
-from featx.store.part_builder import PartBuilder
-from featx.store.session import StoreSession
 from featx.types import (
     Failure,
     LayerSpec,

@@ -20,10 +20,8 @@ from typing import Any
 
 import pytest
 
-from featx.storage import s3_client
-from featx.storage.s3_path import S3Path, parse_path
-from featx.store import layout
-from featx.store.reader import FeatureStore
+from featx.storage import S3Path, parse_path, s3_client
+from featx.store import FeatureStore, layout
 
 
 @contextlib.contextmanager

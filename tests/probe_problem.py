@@ -10,10 +10,11 @@ import numpy as np
 import torch
 from made_store import make_labelled
 
-from featx.analysis.probe.labelled_rows import Features, labelled_rows, layer_vectors
+from featx.analysis.probe import layer_vectors
+from featx.analysis.probe.labelled_rows import Features, labelled_rows
 from featx.analysis.probe.problem import Problem
 from featx.config import ProbeConfig
-from featx.store.reader import FeatureStore
+from featx.store import FeatureStore
 
 
 def blobs(

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from featx.storage.local_folder import AtomicFolder
+from featx.storage import AtomicFolder
 
 SYSTEM_CALLS = ("open", "pwrite", "fsync", "close", "link", "unlink", "replace", "rename",
                 "posix_fallocate", "ftruncate", "mkdir")  # fmt: skip

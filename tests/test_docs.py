@@ -28,10 +28,9 @@ from tiny_model import write_images
 import featx
 from featx import __main__ as command
 from featx import jobs
-from featx.base.paths import shipped_folder
+from featx.base import shipped_folder
 from featx.cli import read_command_line, register_with_hydra
-from featx.config.all_options import describe_options
-from featx.config.schema import from_omegaconf
+from featx.config import describe_options, from_omegaconf
 from featx.models import read_catalogue
 from featx.storage import s3_client
 

@@ -16,7 +16,7 @@ from tiny_model import COMMAND, extract, write_images
 import featx
 from featx.errors import RunError, StoreError
 from featx.storage import s3_client
-from featx.store.verification import check_store
+from featx.store import check_store
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path", "packing_in_process", "cache_folder")
 

@@ -21,12 +21,10 @@ from tiny_model import COMMAND, KEYS, extract, run_job, write_image, write_image
 
 import featx as package
 from featx import jobs
-from featx.config.schema import from_keywords, from_omegaconf
+from featx.config import from_keywords, from_omegaconf
 from featx.errors import ConfigError, ObjectStoreError, RunError, StoreError
 from featx.storage import durability, s3_client
-from featx.store import layout
-from featx.store.heartbeat import read_heartbeats
-from featx.store.verification import check_store
+from featx.store import check_store, layout, read_heartbeats
 from featx.torch import FeatureDataset
 
 pytestmark = pytest.mark.usefixtures(

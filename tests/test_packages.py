@@ -1,6 +1,7 @@
 """Packages export what others use, and others import from packages, not from their modules."""
 
 import ast
+import functools
 import importlib
 import inspect
 import subprocess
@@ -15,6 +16,9 @@ ROOT = Path(featx.__file__).parent
 STUBS = sorted(ROOT.rglob("__init__.pyi"))
 PUBLIC = "featx/__init__.py"
 """The public names of featx are loaded from where they are defined."""
+
+
+REPOSITORY = ROOT.parent
 
 
 def package_of(stub: Path) -> str:
@@ -66,6 +70,52 @@ def test_other_packages_import_from_the_package() -> None:
             is_loader = node.module == "featx.base.exports"
             if len(parts) > 2 and is_module and not (own or is_private or is_loader):
                 found.append(f"{relative}:{node.lineno}: from {node.module}")
+    assert not found, "import these from their packages:\n" + "\n".join(found)
+
+
+@functools.cache
+def exported_from(package: str) -> dict[str, str]:
+    """Exported name -> the module that defines it, for the names of a package."""
+    modules = {}
+    stub = REPOSITORY.joinpath(*package.split("."), "__init__.pyi")
+    for node in ast.parse(stub.read_text(encoding="utf-8")).body if stub.exists() else []:
+        if isinstance(node, ast.ImportFrom) and node.module is not None:
+            source = f"{package}.{node.module}"
+            found = exported_from(source)
+            modules |= {alias.name: found.get(alias.name, source) for alias in node.names}
+    return modules
+
+
+def package_that_exports(module: str, name: str) -> str | None:
+    """The outermost package around a module that exports this name of it, below featx itself."""
+    parts = module.split(".")
+    packages = (".".join(parts[:length]) for length in range(2, len(parts)))
+    return next((each for each in packages if exported_from(each).get(name) == module), None)
+
+
+def test_the_module_of_a_name_exported_twice_is_the_one_that_defines_it() -> None:
+    module = "featx.models.libraries.registry"
+    assert package_that_exports(module, "LIBRARIES") == "featx.models"
+    assert package_that_exports(module, "no_such_name") is None
+    assert package_that_exports("featx.models", "LIBRARIES") is None
+
+
+def test_tests_and_scripts_import_what_a_package_exports_from_it() -> None:
+    found = []
+    scripts = (path for path in (REPOSITORY / "scripts").iterdir() if path.is_file())
+    modules = (path for name in ("tests", "scripts") for path in (REPOSITORY / name).rglob("*.py"))
+    for path in sorted({*scripts, *modules}):
+        text = path.read_text(encoding="utf-8")
+        if path.suffix != ".py" and "python" not in text.split("\n", 1)[0]:
+            continue
+        for node in ast.walk(ast.parse(text)):
+            if not isinstance(node, ast.ImportFrom) or not (node.module or "").startswith("featx."):
+                continue
+            found += [
+                f"{path.relative_to(REPOSITORY)}:{node.lineno}: from {package} import {alias.name}"
+                for alias in node.names
+                if (package := package_that_exports(node.module, alias.name))
+            ]
     assert not found, "import these from their packages:\n" + "\n".join(found)
 
 

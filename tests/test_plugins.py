@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import featx
-from featx.config.saved_config import from_saved
+from featx.config import from_saved
 from featx.errors import ConfigError
 
 REPOSITORY = Path(__file__).resolve().parent.parent

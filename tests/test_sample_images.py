@@ -13,8 +13,8 @@ import pytest
 from PIL import Image
 
 from featx.config import DataConfig
+from featx.images import ImagePolicy
 from featx.images.decode import decode_pillow
-from featx.images.image_policy import ImagePolicy
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 SAMPLE = REPOSITORY / "data" / "sample"

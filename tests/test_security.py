@@ -18,12 +18,17 @@ from tiny_model import KEYS, MODEL, extract, run_job
 from torch import nn
 
 import featx
-from featx.config import model_options
-from featx.config.saved_config import from_saved, saved_yaml
-from featx.config.schema import from_keywords, from_omegaconf, known_keys
+from featx.config import (
+    from_keywords,
+    from_omegaconf,
+    from_saved,
+    known_keys,
+    model_options,
+    saved_yaml,
+)
 from featx.errors import ConfigError
 from featx.models import build_backbone
-from featx.store.manifest import Manifest, load_manifest
+from featx.store import Manifest, load_manifest
 from featx.store.pack import pack
 
 pytestmark = pytest.mark.usefixtures("packing_in_process")

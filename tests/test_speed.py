@@ -13,8 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from featx.base.devices import may_have_bf16
-from featx.base.machine import num_cpus
+from featx.base import may_have_bf16, num_cpus
 from featx.jobs.bench.photos import make_photos
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]

@@ -10,13 +10,10 @@ import torch
 from torch import nn
 
 from featx.config import make_reduce
-from featx.engine.compute import Compute, TimedRows
-from featx.engine.engine import Engine
-from featx.images.preprocess import Preprocess
-from featx.layers.capture_hooks import CaptureHooks, Copies
-from featx.layers.selection import select
-from featx.layers.trace import CapturePoint
-from featx.models.base import Backbone
+from featx.engine import Compute, Engine, TimedRows
+from featx.images import Preprocess
+from featx.layers import CaptureHooks, CapturePoint, Copies, select
+from featx.models import Backbone
 
 CPU = torch.device("cpu")
 FP32 = Compute("fp32", False, False, 4)

@@ -12,9 +12,7 @@ from PIL import Image
 
 import featx
 from featx import jobs
-from featx.config import Config
-from featx.config.saved_config import saved_yaml
-from featx.config.schema import from_keywords, from_omegaconf
+from featx.config import Config, from_keywords, from_omegaconf, saved_yaml
 from featx.store.pack import pack
 
 MODEL = {

@@ -56,8 +56,7 @@ def decoding(settings: Settings) -> Mapping[str, Any]:
     from benchmarks import loader_overhead
 
     from featx.base import keep_freed_memory, num_cpus
-    from featx.config import DataConfig
-    from featx.config.schema import from_keywords, from_omegaconf
+    from featx.config import DataConfig, from_keywords, from_omegaconf
     from featx.images import CrashList, DecodeSettings, with_share
     from featx.models import build_backbone
     from featx.sources import open_source

@@ -151,8 +151,7 @@ def compare_exact_search(store: Any, queries: np.ndarray, runs: int) -> list[flo
     import faiss
     import torch
 
-    from featx.analysis.similarity.nearest_neighbours import nearest_among
-    from featx.analysis.similarity.row_vectors import Vectors
+    from featx.analysis.similarity import Vectors, nearest_among
 
     faiss.omp_set_num_threads(torch.get_num_threads())
     vectors = Vectors(store, "layer", torch.device("cpu"), unit=True)

@@ -33,9 +33,9 @@ def decode(arguments: argparse.Namespace) -> None:
     from PIL import Image
     from torchvision.transforms import v2
 
+    from featx.images import ImagePolicy, Preprocess
     from featx.images.decode import decode_array, prepare_jpeg
-    from featx.images.image_policy import SIMPLEJPEG, ImagePolicy
-    from featx.images.preprocess import Preprocess
+    from featx.images.image_policy import SIMPLEJPEG
     from featx.jobs.bench.photos import make_photos
 
     torch.set_num_threads(1)
@@ -124,7 +124,7 @@ def table(arguments: argparse.Namespace) -> None:
 def listing(arguments: argparse.Namespace) -> None:
     """Seconds, processor time and peak memory of a process that lists a folder."""
     if arguments.one:
-        from featx.sources.base import FolderSource
+        from featx.sources import FolderSource
 
         measure_listing(FolderSource(Path(arguments.one)))
         return

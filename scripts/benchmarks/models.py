@@ -18,7 +18,7 @@ def measure_model(model: str, batch_size: int, keep_memory: bool, seconds: float
     import timm
     import torch
 
-    from featx.base.allocator import keep_freed_memory
+    from featx.base import keep_freed_memory
 
     if keep_memory:
         keep_freed_memory()
@@ -58,10 +58,8 @@ def compare_copies(model: str, layers: str, reduce: str, arguments: argparse.Nam
     import torch
 
     from featx.config import make_reduce, model_options
-    from featx.engine.compute import Compute
-    from featx.engine.engine import Engine
-    from featx.layers.selection import select
-    from featx.layers.trace import CapturePoint
+    from featx.engine import Compute, Engine
+    from featx.layers import CapturePoint, select
     from featx.models import build_backbone
 
     backbone = build_backbone(model_options(name=model, weights=None), 0)
@@ -118,8 +116,8 @@ def fold(arguments: argparse.Namespace) -> None:
     import timm
     import torch
 
-    from featx.base.allocator import keep_freed_memory
-    from featx.models.batchnorm_folding import fold_pairs, foldable_pairs
+    from featx.base import keep_freed_memory
+    from featx.models import fold_pairs, foldable_pairs
 
     keep_freed_memory()
     for name in arguments.models:

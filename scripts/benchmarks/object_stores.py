@@ -54,9 +54,8 @@ def run_s3_server(log: Path) -> Iterator[None]:
 
 def bucket(arguments: argparse.Namespace) -> None:
     """Seconds of a resume that finds all parts: read one by one, and read ahead."""
-    from featx.storage import s3_client, s3_file
-    from featx.storage.s3_path import parse_path
-    from featx.store.session import StoreSession
+    from featx.storage import parse_path, s3_client, s3_file
+    from featx.store import StoreSession
 
     ahead, request = s3_file._NUM_PREFETCHED_FILES, s3_client.request
     run, listing = make_run(arguments.parts * 64, (1280,), part_rows=64)

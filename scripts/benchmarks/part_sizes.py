@@ -39,8 +39,8 @@ def temporary_folder(arguments: argparse.Namespace) -> Iterator[Path]:
 
 def commit_one(folder: Path, mib: int, codec: str) -> None:
     """Print the figures of a part of about `mib` MiB as JSON, from its first row to its commit."""
+    from featx.store import StoreSession
     from featx.store.layout import power_of_two_at_least
-    from featx.store.session import StoreSession
 
     num_rows = max(1, (mib << 20) // (2 * SHAPE[0] * SHAPE[1]))
     run, listing = make_run(num_rows, SHAPE, power_of_two_at_least(num_rows), codec)
@@ -100,8 +100,7 @@ def measure(title: str, function: Callable[[], Any]) -> Any:
 def many_parts(arguments: argparse.Namespace) -> None:
     """A store of very many parts of tiny rows: written, resumed, and opened by each reader."""
     import featx
-    from featx.store.session import StoreSession
-    from featx.store.status import store_status
+    from featx.store import StoreSession, store_status
     from featx.torch import FeatureDataset, TokenDataset
 
     shape = (arguments.tokens, 1) if arguments.tokens > 1 else (2,)

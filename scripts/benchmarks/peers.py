@@ -12,7 +12,7 @@ import numpy as np
 
 from benchmarks.commands import Add
 from benchmarks.random_weights import make_config
-from featx.config.run_config import Config
+from featx.config import Config
 from featx.jobs.bench import contenders
 from featx.jobs.bench.photos import make_photos
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from featx.config.run_config import Config
-from featx.config.saved_config import saved_yaml
-from featx.config.schema import from_keywords, from_omegaconf
+from featx.config import Config, from_keywords, from_omegaconf, saved_yaml
 
 
 def make_config(model: str, layer: str, photos: Path, **options: object) -> tuple[Config, str]:

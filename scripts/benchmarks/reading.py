@@ -145,7 +145,7 @@ def checks(arguments: argparse.Namespace) -> None:
     of the time that passes and of processor time, which other programs disturb less.
     """
     import featx
-    from featx.store.reader import FeatureStore
+    from featx.store import FeatureStore
 
     shape = (2048,)
     num_rows = int(arguments.gigabytes * 1e9) // (2 * shape[0])

@@ -19,7 +19,7 @@ def run(arguments: argparse.Namespace) -> None:
     import torch
     from torch.utils.flop_counter import FlopCounterMode
 
-    from featx.base.allocator import keep_freed_memory
+    from featx.base import keep_freed_memory
 
     keep_freed_memory()
     a, b = torch.randn(SIDE, SIDE), torch.randn(SIDE, SIDE)

@@ -93,7 +93,7 @@ def make_source(root: Path, count: int, key_bytes: int) -> Any:
 
     Keys of other lengths than NAMED_KEY_BYTES are numbers, without folders.
     """
-    from featx.sources.base import FolderSource
+    from featx.sources import FolderSource
     from featx.types import IMAGE_STATE
 
     class SyntheticSource(FolderSource):
@@ -195,9 +195,8 @@ def measure_size(folder: str, num_rows: int, key_bytes: int, skipped: Sequence[s
     them, so listing, parts, resume and packing do the same work, except for the bytes of features.
     """
     import featx
-    from featx.store.listing import read_listing
+    from featx.store import read_listing, store_status
     from featx.store.pack import pack
-    from featx.store.status import store_status
 
     stages, root = Stages(), Path(folder)
     store = root / "store"
@@ -224,12 +223,8 @@ def measure_writing(
     Returns:
         Identity of the listing, and its last key.
     """
-    from featx.pipeline.changed_images import image_changes
-    from featx.store.layout import Grid
-    from featx.store.listing import listing_identity
-    from featx.store.manifest import Run
-    from featx.store.part_builder import PartBuilder
-    from featx.store.session import StoreSession
+    from featx.pipeline import image_changes
+    from featx.store import Grid, PartBuilder, Run, StoreSession, listing_identity
     from featx.types import LayerSpec, StoreHeader
 
     source = make_source(root, num_rows, key_bytes)

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
-    from featx.store.manifest import Run
-    from featx.store.session import StoreSession
+    from featx.store import Run, StoreSession
     from featx.types import Listing
 
 Rows = Callable[[int, tuple[int, ...]], Iterator[np.ndarray]]
@@ -57,8 +56,7 @@ def make_run(
     num_rows: int, shape: tuple[int, ...], part_rows: int = 0, codec: str = "none"
 ) -> tuple[Run, Listing]:
     """Make a run of one layer, and its listing; part_rows=0 for as many as a run of featx has."""
-    from featx.store import layout
-    from featx.store.manifest import Run
+    from featx.store import Run, layout
     from featx.types import LayerSpec, Listing, StoreHeader
 
     spec = LayerSpec("layer", "layer", "output", "none", {}, shape, "float16", "float32")
@@ -94,8 +92,8 @@ def make_store(
     codec: str = "none",
 ) -> None:
     """Make a packed store with one layer, as extraction does."""
+    from featx.store import StoreSession
     from featx.store.pack import pack
-    from featx.store.session import StoreSession
 
     session = StoreSession(root, *make_run(num_rows, shape, codec=codec))
     with session.hold():

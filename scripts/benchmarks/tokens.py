@@ -43,7 +43,7 @@ def write_layouts(folder: Path, num_rows: int) -> dict[str, Path]:
 
 def write_store_in_parts(root: Path, num_rows: int) -> None:
     """Write synthetic rows as a store of 8 to 15 parts."""
-    from featx.store.session import StoreSession
+    from featx.store import StoreSession
 
     part_rows = 1 << max(0, (num_rows // 8).bit_length() - 1)
     with StoreSession(root, *make_run(num_rows, SHAPE, part_rows)).hold() as session:

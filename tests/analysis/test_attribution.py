@@ -16,13 +16,14 @@ from torch import nn
 from torchvision.models.vision_transformer import VisionTransformer
 
 import featx
-from featx.analysis.attribution.attributor import DELTA, Attributor
+from featx.analysis.attribution import Attributor
+from featx.analysis.attribution.attributor import DELTA
 from featx.analysis.attribution.guided_backpropagation import guided_rectifiers
 from featx.config import METHODS, SCALARS, AttributeConfig
-from featx.engine.compute import Compute
+from featx.engine import Compute
 from featx.errors import ConfigError, LayerError, MissingExtraError, ModelError
-from featx.images.preprocess import Preprocess
-from featx.models.base import Backbone
+from featx.images import Preprocess
+from featx.models import Backbone
 
 pytestmark = pytest.mark.usefixtures("packing_in_process")
 

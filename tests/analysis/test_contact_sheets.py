@@ -5,13 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from featx.analysis.attribution.contact_sheets import (
-    Tile,
-    contact_sheet,
-    feature_map_grid,
-    overlay,
-    scale_values,
-)
+from featx.analysis.attribution import Tile, contact_sheet, feature_map_grid
+from featx.analysis.attribution.contact_sheets import overlay, scale_values
 
 
 def test_a_scale_ends_at_the_largest_number() -> None:

@@ -14,7 +14,7 @@ import featx
 from featx.analysis.similarity import row_vectors
 from featx.errors import ConfigError, LayerError, MissingExtraError
 from featx.similarity import Neighbours, RowIndex, nearest_rows
-from featx.store.reader import FeatureStore
+from featx.store import FeatureStore
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path", "one_thread")
 

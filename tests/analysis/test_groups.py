@@ -9,11 +9,13 @@ import numpy as np
 import pytest
 from made_store import make_labelled
 
+from featx.analysis.probe import LabelledRows
 from featx.analysis.probe.groups import row_groups
-from featx.analysis.probe.labelled_rows import LabelledRows, labelled_rows
+from featx.analysis.probe.labelled_rows import labelled_rows
 from featx.errors import StoreError
-from featx.sources.key_forms import box_key, frame_key, origin_of
-from featx.store.reader import FeatureStore
+from featx.sources import origin_of
+from featx.sources.key_forms import box_key, frame_key
+from featx.store import FeatureStore
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -12,10 +12,11 @@ from made_store import make_labelled, make_run
 from probe_problem import blobs, features_of, write_store
 
 from featx.analysis.probe import labelled_rows as data
+from featx.analysis.probe import layer_vectors
 from featx.analysis.probe.heads import fit_scaler
-from featx.analysis.probe.labelled_rows import labelled_rows, layer_vectors, match_classes
+from featx.analysis.probe.labelled_rows import labelled_rows, match_classes
 from featx.errors import DataError, ReduceError, StoreError
-from featx.store.reader import FeatureStore
+from featx.store import FeatureStore
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

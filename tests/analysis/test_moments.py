@@ -26,10 +26,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from made_store import make_header, make_spec
 
+from featx.analysis.statistics import Moments, gaussian_distance, part_moments, stats_file
 from featx.analysis.statistics import moments as moments_module
-from featx.analysis.statistics import part_moments, stats_file
-from featx.analysis.statistics.covariance import gaussian_distance, principal_components, whitening
-from featx.analysis.statistics.moments import Moments, check_size
+from featx.analysis.statistics.covariance import principal_components, whitening
+from featx.analysis.statistics.moments import check_size
 from featx.analysis.statistics.moments_tree import MomentsTree
 from featx.analysis.statistics.part_moments import PartMoments, StatsLayer
 from featx.analysis.statistics.reader import open_stats
@@ -43,7 +43,7 @@ from featx.errors import (
     StoreError,
     StoreMismatchError,
 )
-from featx.storage.local_folder import AtomicFolder
+from featx.storage import AtomicFolder
 from featx.store import layout
 from featx.types import Failure, Part, Status
 

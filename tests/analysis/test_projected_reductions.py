@@ -17,7 +17,7 @@ from test_stats_run import files, matrix, take
 from tiny_model import MODEL, extract, run_job
 
 import featx
-from featx.analysis.statistics.moments import Moments
+from featx.analysis.statistics import Moments
 from featx.analysis.statistics.part_moments import StatsLayer
 from featx.analysis.statistics.projected_reductions import first_reduction
 from featx.analysis.statistics.stats_file import file_bytes
@@ -30,8 +30,7 @@ from featx.errors import (
     StoreError,
     StoreMismatchError,
 )
-from featx.layers import RowLayout
-from featx.layers.projection import ProjectedReduce, Projection
+from featx.layers import ProjectedReduce, Projection, RowLayout
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path", "packing_in_process")
 

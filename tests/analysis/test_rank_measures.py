@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
+from featx.analysis.statistics import Moments
 from featx.analysis.statistics.covariance import rank_me, spread
-from featx.analysis.statistics.moments import Moments
 
 
 @pytest.mark.parametrize("shape", [(200, 12), (9, 30)])

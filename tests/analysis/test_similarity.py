@@ -18,9 +18,8 @@ from made_store import MadeRun, make_run
 from sklearn.neighbors import NearestNeighbors
 
 import featx
+from featx.analysis.similarity import cosines_to_first, nearest_neighbours, row_vectors
 from featx.analysis.similarity import duplicates as groups_of
-from featx.analysis.similarity import nearest_neighbours, row_vectors
-from featx.analysis.similarity.duplicates import cosines_to_first
 from featx.analysis.similarity.gram_measures import average_ranks
 from featx.errors import ConfigError, LayerError, StoreError
 from featx.jobs.similarity_files import write_csv

@@ -24,13 +24,12 @@ from tiny_engine import of_speed
 from tiny_model import COMMAND, KEYS, MODEL, extract, run_job, write_image
 
 import featx
-from featx.analysis.statistics import target
-from featx.analysis.statistics.reader import Statistics
+from featx.analysis.statistics import Statistics, target
 from featx.analysis.statistics.session import MomentsOfParts
-from featx.config.schema import from_keywords, from_omegaconf
+from featx.config import from_keywords, from_omegaconf
 from featx.errors import ConfigError, NonFiniteError, StoreLockedError, StoreMismatchError
-from featx.pipeline.stop_signals import Interrupted
-from featx.storage.folder_lock import exclusive_lock
+from featx.pipeline import Interrupted
+from featx.storage import exclusive_lock
 from featx.types import image_checksum
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path", "packing_in_process")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from featx.base.devices import DeviceTimer, exact_cuda, to_cpu
+from featx.base import DeviceTimer, exact_cuda, to_cpu
 
 CUDNN: Any = torch.backends.cudnn
 MATMUL: Any = torch.backends.cuda.matmul

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from featx.base import machine
-from featx.base.machine import cpu_quota, free_memory, num_cpus, resident_memory, take_cpus
+from featx.base import free_memory, machine, num_cpus, resident_memory, take_cpus
+from featx.base.machine import cpu_quota
 
 
 def made(root: Path, files: dict[str, str]) -> Path:

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from featx.base import registry
-from featx.base.registry import Member, Registry
+from featx.base import Member, Registry, registry
 from featx.errors import ConfigError, FeatxError
 
 FAMILY = """

@@ -8,8 +8,8 @@ import torch
 from tiny_engine import backbone_of
 from torch import nn
 
-from featx.base.process_setting import ProcessSetting
-from featx.engine.engine import Engine
+from featx.base import ProcessSetting
+from featx.engine import Engine
 
 
 class Dial:

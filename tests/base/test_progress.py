@@ -10,9 +10,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from featx.base import console, progress
-from featx.base.console import announce, log_as_json, log_message
-from featx.base.progress import Progress
+from featx.base import Progress, announce, console, log_as_json, log_message, progress
 from featx.pipeline.bottleneck import bottleneck
 
 IDLE = {"read": 0.5, "decode": 1.0, "wait": 0.2, "model": 1.0, "copy": 0.1, "write": 0.1}

@@ -6,7 +6,7 @@ import shlex
 
 import pytest
 
-from featx.base.text import command_text, facts, percent_text, table
+from featx.base import command_text, facts, percent_text, table
 
 LONG = "encoder.layers.encoder_layer_11.self_attention.relative_position_bias.projection"
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from featx.base.thread_pool import ReplaceableThreadPool
+from featx.base import ReplaceableThreadPool
 
 NAME = "featx-test"
 

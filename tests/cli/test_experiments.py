@@ -12,8 +12,7 @@ import pytest
 import featx
 from featx.base import shipped_folder
 from featx.cli import explain_error, read_command_line, register_with_hydra
-from featx.config import Config
-from featx.config.schema import from_omegaconf
+from featx.config import Config, from_omegaconf
 from featx.errors import ConfigError
 from featx.jobs import JOBS, check
 

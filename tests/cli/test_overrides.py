@@ -12,13 +12,17 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from featx.base.paths import shipped_folder
-from featx.cli import register_with_hydra
-from featx.cli.overrides import read_command_line
-from featx.config.options import Kind, option_types
-from featx.config.run_config import Config
-from featx.config.saved_config import from_saved, saved_yaml
-from featx.config.schema import from_keywords, from_omegaconf
+from featx.base import shipped_folder
+from featx.cli import read_command_line, register_with_hydra
+from featx.config import (
+    Config,
+    Kind,
+    from_keywords,
+    from_omegaconf,
+    from_saved,
+    option_types,
+    saved_yaml,
+)
 from featx.errors import ConfigError
 from featx.jobs import JOBS, check
 

@@ -10,13 +10,21 @@ import pytest
 from omegaconf import OmegaConf
 
 from featx import jobs
-from featx.base.fingerprint import differences, digest
-from featx.config import DataConfig, ReduceConfig, make_reduce, model_options
-from featx.config.all_options import describe_options
-from featx.config.requested_layers import layer_requests
-from featx.config.run_config import Config
-from featx.config.saved_config import saved_yaml
-from featx.config.schema import from_keywords, from_omegaconf, given_keywords, known_keys
+from featx.base import differences, digest
+from featx.config import (
+    Config,
+    DataConfig,
+    ReduceConfig,
+    describe_options,
+    from_keywords,
+    from_omegaconf,
+    given_keywords,
+    known_keys,
+    layer_requests,
+    make_reduce,
+    model_options,
+    saved_yaml,
+)
 from featx.errors import ConfigError, FeatxError, nearest
 
 

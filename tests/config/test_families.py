@@ -8,10 +8,10 @@ from dataclasses import fields
 
 import pytest
 
-from featx.base.families import family, family_options
-from featx.config.all_options import describe_options, group_class, member_groups
+from featx.base import family, family_options
+from featx.config import describe_options, from_keywords, from_omegaconf, member_groups
+from featx.config.all_options import group_class
 from featx.config.member_options import options_class, options_of_all
-from featx.config.schema import from_keywords, from_omegaconf
 from featx.errors import ConfigError, FeatxError
 
 

@@ -9,10 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from featx.config.schema import from_keywords, from_omegaconf
-from featx.engine.auto_settings import AutoSettings
-from featx.engine.compute import Compute, TimedRows
-from featx.engine.engine import Engine
+from featx.config import from_keywords, from_omegaconf
+from featx.engine import AutoSettings, Compute, Engine, TimedRows
 from featx.errors import ConfigError, RunError
 
 CLOCK = "featx.engine.engine.time.perf_counter"

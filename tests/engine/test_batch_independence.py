@@ -20,9 +20,8 @@ from tiny_model import KEYS, extract, write_images
 from torch import nn
 
 import featx
+from featx.engine import Compute, Engine
 from featx.engine.batch_independence import MovedRows, ValueReads, moved_batch
-from featx.engine.compute import Compute
-from featx.engine.engine import Engine
 from featx.errors import FeatxError, ModelError, RunError
 
 pytestmark = pytest.mark.usefixtures("packing_in_process")

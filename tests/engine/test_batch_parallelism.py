@@ -15,9 +15,8 @@ from zoo import ResidualConvNet
 
 import featx
 from featx.config import model_options
-from featx.engine import batch_parallelism
+from featx.engine import BatchParallelism, Compute, Engine, batch_parallelism
 from featx.engine.batch_parallelism import (
-    BatchParallelism,
     _decide_on_cpu,
     _decide_on_device,
     _SpeedTrial,
@@ -26,8 +25,6 @@ from featx.engine.batch_parallelism import (
     room_for_batches,
     trial_threads,
 )
-from featx.engine.compute import Compute
-from featx.engine.engine import Engine
 from featx.models import build_backbone
 
 pytestmark = pytest.mark.usefixtures("packing_in_process")

@@ -15,14 +15,13 @@ from torch import nn
 from zoo import ClampedNet, ResidualConvNet
 
 import featx
-from featx.base.devices import choose_device
+from featx.base import choose_device
 from featx.config import model_options
-from featx.engine.compute import Compute
+from featx.engine import Compute
 from featx.engine.row_checks import finite_rows, largest_magnitudes, row_cosines
 from featx.errors import ConfigError, LayerError, ModelError, ReduceError, RunError
-from featx.layers.trace import CapturePoint
-from featx.models import build_backbone
-from featx.models.base import state_sha256
+from featx.layers import CapturePoint
+from featx.models import build_backbone, state_sha256
 
 pytestmark = pytest.mark.usefixtures("packing_in_process")
 

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from featx.engine.compute import Compute
-from featx.engine.engine import Engine
+from featx.engine import Compute, Engine
 from featx.engine.precision_choice import ROUNDS, ChosenPrecision, choose_precision
 
 IMAGES = torch.zeros(16, 3, 2, 2, dtype=torch.uint8)

@@ -19,15 +19,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from zoo import ConvBatchNorm, with_statistics
 
 from featx.config import ReduceConfig
-from featx.engine.compute import COMPUTE_DTYPES, Compute, TimedRows
-from featx.engine.engine import Engine
+from featx.engine import COMPUTE_DTYPES, Compute, Engine, TimedRows
 from featx.engine.precision_choice import choose_precision
 from featx.engine.row_checks import row_cosines
 from featx.engine.weight_casting import CastableWeights, cast_weights, castable_weights
 from featx.errors import ModelError
-from featx.layers.selection import select
-from featx.layers.tracer import no_fast_path
-from featx.models.base import state_sha256
+from featx.layers import no_fast_path, select
+from featx.models import state_sha256
 
 pytestmark = pytest.mark.usefixtures("packing_in_process")
 

@@ -22,8 +22,7 @@ import featx
 from featx.errors import ConfigError, RunError, StoreError, StoreLockedError, StoreMismatchError
 from featx.export import selection
 from featx.export.parquet import Parquet
-from featx.storage.folder_lock import exclusive_lock
-from featx.storage.local_folder import AtomicFolder
+from featx.storage import AtomicFolder, exclusive_lock
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path", "without_retry_waits", "small_blocks")
 

@@ -21,15 +21,14 @@ from tiny_model import extract as extract_and_pack
 from zoo import TwoStageConvNet
 
 import featx
-from featx.base.fingerprint import digest
-from featx.config.run_config import Config
+from featx.base import digest
+from featx.config import Config
 from featx.errors import ConfigError, MissingExtraError
 from featx.export.tensorboard import events
 from featx.export.tensorboard.histogram import Histogram
-from featx.pipeline import feature_sink
-from featx.pipeline.stop_signals import Interrupted
-from featx.sources.base import FolderSource
-from featx.store.manifest import load_manifest
+from featx.pipeline import Interrupted, feature_sink
+from featx.sources import FolderSource
+from featx.store import load_manifest
 from featx.types import ImageFault, Status
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path", "packing_in_process")

@@ -26,8 +26,9 @@ from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 from PIL import Image
 
+from featx.images import PILLOW, ImagePolicy
 from featx.images.decode import decode_array
-from featx.images.image_policy import PILLOW, SIMPLEJPEG, ImagePolicy
+from featx.images.image_policy import SIMPLEJPEG
 from featx.types import ImageFault, Status
 
 POLICY = ImagePolicy("apply", (10, 20, 30), 89_478_485)

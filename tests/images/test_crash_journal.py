@@ -16,7 +16,8 @@ from conftest import with_path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from featx.images.crash_journal import CrashList, InFlightJournal, in_flight_keys
+from featx.images import CrashList
+from featx.images.crash_journal import InFlightJournal, in_flight_keys
 
 
 def files(folder: Path) -> list[str]:

@@ -14,10 +14,7 @@ import pytest
 import torch
 from PIL import Image
 
-from featx.images.decode_settings import DecodeSettings
-from featx.images.image_policy import ImagePolicy
-from featx.images.loader import Loader
-from featx.images.preprocess import Preprocess
+from featx.images import DecodeSettings, ImagePolicy, Loader, Preprocess
 from featx.types import ImageFault, Listing, Part, Status
 
 SIDE = 16

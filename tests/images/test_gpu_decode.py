@@ -23,16 +23,14 @@ from PIL import Image, ImageOps
 
 import featx
 from featx.errors import ConfigError, RunError
-from featx.images import gpu_decode
+from featx.images import DecodeSettings, ImagePolicy, Loader, Preprocess, check_device, gpu_decode
 from featx.images import gpu_decode_share as sharing
 from featx.images.decode import MAX_GPU_PIXELS, EncodedJpeg, decode_array, prepare_jpeg
-from featx.images.decode_settings import SHARES, DecodeSettings
+from featx.images.decode_settings import SHARES
 from featx.images.gpu_decode import DeviceDecoder
-from featx.images.gpu_decode_share import balanced_share, check_device, decode_share
-from featx.images.image_policy import SIMPLEJPEG, ImagePolicy
-from featx.images.loader import Loader
+from featx.images.gpu_decode_share import balanced_share, decode_share
+from featx.images.image_policy import SIMPLEJPEG
 from featx.images.orientation import turn_tensor
-from featx.images.preprocess import Preprocess
 from featx.types import Batch, Failure, Listing, Part, Status
 
 pytestmark = pytest.mark.filterwarnings(

@@ -11,9 +11,9 @@ import numpy.typing as npt
 import pytest
 from PIL import Image
 
-from featx.images import decode
+from featx.images import ImagePolicy, decode
 from featx.images.decode import decode_array
-from featx.images.image_policy import SIMPLEJPEG, ImagePolicy
+from featx.images.image_policy import SIMPLEJPEG
 from featx.images.jpeg_header import plain_jpeg_size
 from featx.types import ImageFault
 

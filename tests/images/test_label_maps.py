@@ -18,10 +18,8 @@ from hypothesis import strategies as st
 from PIL import Image
 from torchvision.transforms import functional as TF
 
-from featx.images.decode import decode_pillow, image_sizes
-from featx.images.image_policy import ImagePolicy
-from featx.images.label_maps import LabelTransform, read_label_map
-from featx.images.preprocess import Preprocess
+from featx.images import ImagePolicy, LabelTransform, Preprocess, image_sizes, read_label_map
+from featx.images.decode import decode_pillow
 from featx.types import ImageFault, Status
 
 POLICY = ImagePolicy("apply", (255, 255, 255), 1 << 24)

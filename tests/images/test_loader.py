@@ -25,15 +25,18 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from featx.errors import RunError
-from featx.images import fault_tolerant_decode
+from featx.images import (
+    PREFETCH_BATCHES,
+    DecodeSettings,
+    FaultTolerantDecoder,
+    ImagePolicy,
+    Loader,
+    Preprocess,
+    fault_tolerant_decode,
+)
 from featx.images import loader as loader_module
 from featx.images.decode import decode_pillow
-from featx.images.decode_settings import DecodeSettings
-from featx.images.fault_tolerant_decode import FaultTolerantDecoder
-from featx.images.image_policy import ImagePolicy
-from featx.images.loader import PREFETCH_BATCHES, Loader
-from featx.images.preprocess import Preprocess
-from featx.sources.base import FolderSource
+from featx.sources import FolderSource
 from featx.types import Batch, ImageFault, Listing, Part, Status
 
 pytestmark = pytest.mark.usefixtures("without_read_waits")

@@ -14,7 +14,7 @@ from torchvision import models
 from torchvision.transforms import functional as TF
 
 from featx.errors import ModelError
-from featx.images.preprocess import Preprocess, centre_crop, check_reference
+from featx.images import Preprocess, centre_crop, check_reference
 from featx.models.timm import backbone as timm_backbone
 from featx.models.torchvision import transforms as torchvision_transforms
 

@@ -14,8 +14,9 @@ from broken_decoders import ABORT, CRASH, HANG, KILL, SLOW, gif
 from conftest import make_image
 
 from featx.errors import RunError
+from featx.images import ImagePolicy
 from featx.images.decode import decode_array
-from featx.images.image_policy import SIMPLEJPEG, ImagePolicy
+from featx.images.image_policy import SIMPLEJPEG
 from featx.images.subprocess_decode import decode_in_subprocess
 from featx.types import ImageFault, Status
 

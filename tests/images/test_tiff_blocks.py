@@ -12,10 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
+from featx.images import ImagePolicy, cut_out
 from featx.images.decode import decode_image
-from featx.images.image_policy import ImagePolicy
 from featx.images.tiff_blocks import TiffBlocks, tiff_blocks
-from featx.images.whole_images import cut_out
 from featx.types import Box, ImageFault, Status
 
 tifffile = pytest.importorskip("tifffile")

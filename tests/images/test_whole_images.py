@@ -11,13 +11,10 @@ import pytest
 import torch
 from PIL import Image
 
+from featx.images import DecodeSettings, ImagePolicy, Loader, Preprocess
 from featx.images.decode import decode_image
-from featx.images.decode_settings import DecodeSettings
-from featx.images.image_policy import ImagePolicy
-from featx.images.loader import Loader
-from featx.images.preprocess import Preprocess
 from featx.images.whole_images import WholeImage, WholeImages
-from featx.sources.base import FolderSource
+from featx.sources import FolderSource
 from featx.sources.boxes import BoxedSource
 from featx.types import ImageFault, Part, Status
 

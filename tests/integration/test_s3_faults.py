@@ -18,8 +18,7 @@ from tiny_model import extract
 
 import featx
 from featx.storage import s3_client
-from featx.store.heartbeat import read_heartbeats
-from featx.store.verification import check_store
+from featx.store import check_store, read_heartbeats
 
 pytestmark = SYSTEM_TEST
 

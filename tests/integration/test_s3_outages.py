@@ -14,7 +14,7 @@ from slurm_cluster import running_cluster
 from tiny_model import extract
 
 import featx
-from featx.store.verification import check_store
+from featx.store import check_store
 
 pytestmark = SYSTEM_TEST
 

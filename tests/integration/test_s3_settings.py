@@ -19,7 +19,7 @@ from tiny_model import extract
 
 import featx
 from featx.storage import s3_client
-from featx.store.verification import check_store
+from featx.store import check_store
 
 pytestmark = SYSTEM_TEST
 

@@ -18,8 +18,7 @@ from slurm_cluster import SLURM, SlurmCluster
 from tiny_model import extract
 
 import featx
-from featx.store.heartbeat import read_heartbeats
-from featx.store.verification import check_store
+from featx.store import check_store, read_heartbeats
 
 pytestmark = SYSTEM_TEST
 

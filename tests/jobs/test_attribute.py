@@ -17,7 +17,7 @@ from zoo import TwoStageConvNet
 import featx
 from featx.errors import ConfigError, LayerError, StoreMismatchError
 from featx.jobs import attribute
-from featx.models.base import state_sha256
+from featx.models import state_sha256
 from featx.types import Status
 
 pytestmark = pytest.mark.usefixtures("packing_in_process")

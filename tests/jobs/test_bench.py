@@ -13,10 +13,7 @@ from PIL import Image
 from tiny_model import COMMAND, KEYS, run_job
 
 from featx import jobs
-from featx.config import BenchConfig, JobConfig
-from featx.config.run_config import Config
-from featx.config.saved_config import saved_yaml
-from featx.config.schema import from_keywords, from_omegaconf
+from featx.config import BenchConfig, Config, JobConfig, from_keywords, from_omegaconf, saved_yaml
 from featx.errors import ConfigError
 from featx.jobs import bench
 from featx.jobs.bench import contenders

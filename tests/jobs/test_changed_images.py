@@ -24,8 +24,7 @@ from tiny_model import COMMAND, extract, run_job, write_image
 from featx import FeatureStore
 from featx import open as open_store
 from featx.errors import ConfigError, FeatxError, StoreMismatchError
-from featx.pipeline import changed_images, row_updates
-from featx.pipeline.stop_signals import Interrupted
+from featx.pipeline import Interrupted, changed_images, row_updates
 from featx.sources.pixel_encoding import encode_array
 from featx.storage import AtomicFolder
 from featx.store import session as session_module

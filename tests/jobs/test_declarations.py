@@ -19,13 +19,18 @@ from typing import Any
 import pytest
 from tiny_model import KEYS, MODEL, extract, pack_in_process, run_job, write_images
 
-from featx.config.export import ExportConfig
+from featx.config import (
+    Config,
+    ExportConfig,
+    Kind,
+    ModelConfig,
+    from_keywords,
+    from_omegaconf,
+    given_keywords,
+    option_types,
+    saved_yaml,
+)
 from featx.config.member_options import option_owners
-from featx.config.model import ModelConfig
-from featx.config.options import Kind, option_types
-from featx.config.run_config import Config
-from featx.config.saved_config import saved_yaml
-from featx.config.schema import from_keywords, from_omegaconf, given_keywords
 from featx.errors import ConfigError
 from featx.jobs import JOBS, Input, base, check, unread
 

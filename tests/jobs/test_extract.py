@@ -18,7 +18,7 @@ from conftest import slow_except
 
 import featx
 from featx.errors import NonFiniteError, RunError, StoreLockedError, StoreMismatchError
-from featx.pipeline.stop_signals import Interrupted
+from featx.pipeline import Interrupted
 
 pytestmark = pytest.mark.usefixtures("packing_in_process", "factory_module")
 
@@ -215,7 +215,7 @@ def test_rows_too_small_for_float16_are_reported(
 
 
 def test_every_image_failing_is_not_success(tmp_path: Path) -> None:
-    from featx.config.schema import from_keywords, from_omegaconf
+    from featx.config import from_keywords, from_omegaconf
     from featx.jobs import extract as job
 
     (tmp_path / "bad").mkdir()
@@ -241,7 +241,7 @@ def test_an_interrupted_run_keeps_its_parts(
     photo_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The signal comes while a part is half done: that part is done again, the others are kept."""
-    from featx.store.session import StoreSession
+    from featx.store import StoreSession
 
     commit = StoreSession.commit
 
@@ -270,7 +270,7 @@ def test_an_interrupted_run_keeps_its_parts(
 
 
 def test_a_second_writer_is_refused(photo_folder: Path, tmp_path: Path) -> None:
-    from featx.storage.folder_lock import exclusive_lock
+    from featx.storage import exclusive_lock
 
     (tmp_path / "store").mkdir()
     with (

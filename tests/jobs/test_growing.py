@@ -277,7 +277,7 @@ def test_rows_are_added_to_all_layers_or_to_none(
 
 @pytest.mark.slow
 def test_growing_resumes_after_a_stop(photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from featx.store.session import StoreSession
+    from featx.store import StoreSession
 
     extract({"name": "folder", "root": str(photos), "limit": 6})
     commit = StoreSession.commit

@@ -17,13 +17,11 @@ from torch import nn
 from zoo import TwoStageConvNet
 
 from featx import jobs
-from featx.base.console import print_result
-from featx.cli.layer_tables import layer_table, table_rows
-from featx.config import VIEWS_OF_LAYERS, ReduceConfig
-from featx.config.schema import from_keywords, from_omegaconf
+from featx.base import print_result
+from featx.cli import layer_table, table_rows
+from featx.config import VIEWS_OF_LAYERS, ReduceConfig, from_keywords, from_omegaconf
 from featx.errors import ConfigError, DataError, LayerError, MissingExtraError, ModelError
-from featx.layers.selection import select
-from featx.layers.tracer import trace_forward
+from featx.layers import select, trace_forward
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path")
 

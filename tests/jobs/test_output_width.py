@@ -13,8 +13,7 @@ from zoo import TwoStageConvNet
 
 from featx import jobs
 from featx.base import WIDTH
-from featx.config.saved_config import saved_yaml
-from featx.config.schema import from_keywords, from_omegaconf
+from featx.config import from_keywords, from_omegaconf, saved_yaml
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path")
 

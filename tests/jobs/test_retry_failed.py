@@ -17,8 +17,7 @@ from tiny_model import KEYS, extract, run_job
 
 import featx
 from featx.errors import ConfigError, StoreError, TooManyFailuresError
-from featx.pipeline import row_failures
-from featx.pipeline.stop_signals import Interrupted
+from featx.pipeline import Interrupted, row_failures
 from featx.storage import AtomicFolder
 from featx.store import session as session_module
 from featx.types import Status

@@ -371,7 +371,7 @@ def test_a_running_writer_keeps_repair_out(
     photos: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from featx.errors import StoreLockedError
-    from featx.storage.folder_lock import exclusive_lock
+    from featx.storage import exclusive_lock
 
     extract(photos)
     flip_byte_of_row(Path("store/features.h5"), "conv", 9)

@@ -16,10 +16,9 @@ from zoo import PatchTransformer, vision_transformer
 
 import featx
 from featx.config import ReduceConfig
-from featx.engine.engine import Engine
+from featx.engine import Engine
 from featx.errors import LayerError
-from featx.layers.attention import needs_plain_attention
-from featx.layers.selection import Selection, select
+from featx.layers import Selection, needs_plain_attention, select
 
 pytestmark = pytest.mark.usefixtures("packing_in_process")
 

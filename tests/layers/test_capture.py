@@ -15,7 +15,7 @@ from torch import nn
 
 import featx
 from featx.errors import LayerError
-from featx.layers.capture_hooks import CaptureHooks
+from featx.layers import CaptureHooks
 from featx.layers.operations import OperationRecorder
 
 

@@ -9,13 +9,11 @@ from tiny_engine import overwritten
 from torch import nn
 
 import featx
-from featx.base.nested_tensors import elements
+from featx.base import elements
 from featx.errors import LayerError, RunError
-from featx.layers.capture_hooks import CaptureHooks, StopForward
-from featx.layers.expected_pass import Expected
-from featx.layers.trace import CapturePoint
-from featx.layers.tracer import trace_forward
-from featx.models.base import state_sha256
+from featx.layers import CaptureHooks, CapturePoint, Expected, trace_forward
+from featx.layers.capture_hooks import StopForward
+from featx.models import state_sha256
 
 
 class Block(nn.Module):

@@ -16,10 +16,9 @@ from zoo import ClampedNet, PatchTransformer, ResidualConvNet, vision_transforme
 
 import featx
 from featx.config import ReduceConfig, make_reduce
-from featx.engine.compute import Compute
-from featx.engine.engine import Engine
+from featx.engine import Compute, Engine
 from featx.errors import LayerError, RunError
-from featx.layers.selection import select
+from featx.layers import select
 
 pytestmark = pytest.mark.usefixtures("without_compiler")
 

@@ -10,12 +10,10 @@ from tiny_engine import backbone_of, noise
 from torch import nn
 
 from featx.config import ReduceConfig
-from featx.engine.compute import Compute
-from featx.engine.engine import Engine
+from featx.engine import Compute, Engine
 from featx.errors import LayerError
-from featx.layers.selection import select
-from featx.layers.trace import CapturePoint
-from featx.models.base import Backbone, LibraryEmbedding
+from featx.layers import CapturePoint, select
+from featx.models import Backbone, LibraryEmbedding
 from featx.models.timm.backbone import embedding_of
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from featx.errors import ModelError
-from featx.layers.forward_log import log_forward
+from featx.layers import log_forward
 
 
 class Block(nn.Module):

@@ -14,16 +14,12 @@ from torch import nn
 
 import featx
 from featx import jobs
-from featx.config import make_reduce, model_options
-from featx.config.run_config import Config
-from featx.engine.compute import Compute
-from featx.engine.engine import Engine
+from featx.config import Config, make_reduce, model_options
+from featx.engine import Compute, Engine
 from featx.errors import ConfigError, LayerError, ModelError
-from featx.images.preprocess import Preprocess
-from featx.layers.gradient_target import target_values
-from featx.layers.selection import select
-from featx.models import build_backbone
-from featx.models.base import Backbone
+from featx.images import Preprocess
+from featx.layers import select, target_values
+from featx.models import Backbone, build_backbone
 
 pytestmark = pytest.mark.usefixtures("packing_in_process")
 

@@ -17,16 +17,12 @@ from zoo import ClampedNet, ResidualConvNet
 
 import featx
 from featx.config import ReduceConfig
-from featx.engine.compute import Compute
-from featx.engine.engine import Engine
+from featx.engine import Compute, Engine
 from featx.errors import ConfigError, LayerError, RunError
-from featx.layers.capture_hooks import CaptureHooks
+from featx.layers import CaptureHooks, CapturePoint, select, trace_forward
 from featx.layers.layer_names import parse_operation
 from featx.layers.operations import OperationRecorder, plain_name
 from featx.layers.profiling import measure_operations
-from featx.layers.selection import select
-from featx.layers.trace import CapturePoint
-from featx.layers.tracer import trace_forward
 
 pytestmark = pytest.mark.usefixtures("packing_in_process")
 

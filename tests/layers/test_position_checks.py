@@ -8,10 +8,9 @@ from tiny_engine import backbone_of, bound, noise
 from torch import nn
 
 from featx.config import make_reduce
-from featx.engine.engine import Engine
+from featx.engine import Engine
 from featx.errors import ReduceError
-from featx.layers.selection import select
-from featx.layers.tracer import trace_forward
+from featx.layers import select, trace_forward
 
 
 class Patches(nn.Module):

@@ -12,16 +12,9 @@ import pytest
 import torch
 from torch import nn
 
+from featx.layers import first_nonfinite, profile, trace_forward
 from featx.layers.call_hooks import every_call
-from featx.layers.profiling import (
-    first_nonfinite,
-    measure_memory,
-    measure_times,
-    measure_values,
-    profile,
-    summarise,
-)
-from featx.layers.tracer import trace_forward
+from featx.layers.profiling import measure_memory, measure_times, measure_values, summarise
 
 
 class Block(nn.Module):

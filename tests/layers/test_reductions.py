@@ -9,8 +9,8 @@ import torch
 
 from featx.config import make_reduce
 from featx.errors import ReduceError
-from featx.layers.reductions.registry import REDUCTIONS, reduction
-from featx.layers.reductions.row_layout import RowLayout, channels_last, token_grid
+from featx.layers import REDUCTIONS, RowLayout, channels_last, reduction
+from featx.layers.reductions.row_layout import token_grid
 
 SQUARE = (224, 224)
 

@@ -10,17 +10,13 @@ import pytest
 import torch
 from torch import nn
 
-from featx.cli.layer_tables import table_rows
+from featx.cli import table_rows
 from featx.config import PRESETS, ReduceConfig, model_options
-from featx.engine.compute import Compute
-from featx.engine.engine import Engine
+from featx.engine import Compute, Engine
 from featx.errors import ConfigError, LayerError
+from featx.layers import Selection, Trace, no_fast_path, select, trace_forward
 from featx.layers.layer_names import parse_capture_point
-from featx.layers.selection import Selection, select
-from featx.layers.trace import Trace
-from featx.layers.tracer import no_fast_path, trace_forward
-from featx.models import build_backbone
-from featx.models.base import Backbone
+from featx.models import Backbone, build_backbone
 
 NONE = ReduceConfig()
 

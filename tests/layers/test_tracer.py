@@ -10,7 +10,8 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from featx.layers.tracer import FlopCounter, trace_forward
+from featx.layers import trace_forward
+from featx.layers.tracer import FlopCounter
 
 
 class Decomposed(nn.Module):

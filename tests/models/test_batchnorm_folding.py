@@ -18,10 +18,9 @@ from torch import nn
 from torch.nn.utils import prune
 from zoo import ConvBatchNorm, with_statistics
 
-from featx.engine.compute import Compute
+from featx.engine import Compute
 from featx.errors import LayerError, StoreMismatchError
-from featx.models.base import state_sha256
-from featx.models.batchnorm_folding import fold_pairs, foldable_pairs
+from featx.models import fold_pairs, foldable_pairs, state_sha256
 
 pytestmark = pytest.mark.usefixtures("packing_in_process")
 

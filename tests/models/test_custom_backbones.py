@@ -17,9 +17,8 @@ from torchvision.transforms import v2
 import featx
 from featx.config import TransformConfig, model_options
 from featx.errors import ModelError, WeightsError
-from featx.images.preprocess import check_reference
-from featx.models import build_backbone
-from featx.models.base import Backbone
+from featx.images import check_reference
+from featx.models import Backbone, build_backbone
 
 pytestmark = pytest.mark.usefixtures("packing_in_process")
 

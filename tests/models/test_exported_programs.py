@@ -25,8 +25,7 @@ import featx
 from featx.config import TransformConfig, model_options
 from featx.errors import ConfigError, FeatxError, LayerError, ModelError, StoreMismatchError
 from featx.jobs import base as jobs
-from featx.models import build_backbone
-from featx.models.base import Backbone
+from featx.models import Backbone, build_backbone
 
 pytestmark = [
     pytest.mark.usefixtures("packing_in_process"),

@@ -25,8 +25,7 @@ import featx
 from featx.config import TransformConfig, model_options
 from featx.errors import ConfigError, ModelError, StoreMismatchError, WeightsError
 from featx.jobs import base as jobs
-from featx.models import build_backbone
-from featx.models.base import Backbone
+from featx.models import Backbone, build_backbone
 from featx.models.hub.checkout import find_checkout
 
 pytestmark = pytest.mark.usefixtures("packing_in_process")

@@ -12,9 +12,8 @@ import pytest
 
 from featx.config import model_options
 from featx.errors import FeatxError, ModelError
-from featx.models import build_backbone, registered_names, resolve_library
+from featx.models import build_backbone, hint, registered_names, resolve_library
 from featx.models.known_models import KnownModel, known_models
-from featx.models.known_names import hint
 
 
 def said_of(name: str) -> str:

@@ -10,8 +10,7 @@ import torch
 from program_zoo import Net, export
 
 from featx.config import ModelConfig, TransformConfig, model_options
-from featx.models import build_backbone
-from featx.models.base import Backbone
+from featx.models import Backbone, build_backbone
 from featx.testing import ModelLibraryContract
 
 CONFIGS = {

@@ -21,8 +21,7 @@ from transformers_zoo import write_folder
 from featx.config import model_options
 from featx.engine import Engine
 from featx.errors import ConfigError, FeatxError, ModelError, WeightsError
-from featx.models import build_backbone, seeded
-from featx.models.base import Backbone
+from featx.models import Backbone, build_backbone, seeded
 
 
 def build(name: str, weights: str | None = None, **options: Any) -> Backbone:

@@ -11,11 +11,9 @@ import torch
 from tiny_model import MODEL, extract, run_job
 from torch import nn
 
-from featx.engine.compute import Compute
-from featx.engine.engine import Engine
+from featx.engine import Compute, Engine
 from featx.errors import RunError
-from featx.models import stated_preprocess
-from featx.models.base import Backbone, state_sha256
+from featx.models import Backbone, state_sha256, stated_preprocess
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path", "packing_in_process")
 

@@ -17,9 +17,9 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 import featx
-from featx.engine.compute import Compute
+from featx.engine import Compute
 from featx.errors import ConfigError, FeatxError, LayerError, ModelError
-from featx.models.base import state_sha256
+from featx.models import state_sha256
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path", "packing_in_process")
 

@@ -17,8 +17,7 @@ from tiny_model import run_job
 import featx
 from featx.config import model_options
 from featx.errors import ConfigError, FeatxError, ModelError, WeightsError
-from featx.models import build_backbone
-from featx.models.base import Backbone
+from featx.models import Backbone, build_backbone
 
 SIZES = ((501, 225), (225, 301), (64, 200))
 

@@ -15,9 +15,8 @@ import torch
 import featx
 from featx.config import model_options
 from featx.errors import ModelError, WeightsError
-from featx.images.preprocess import check_reference
-from featx.models import build_backbone
-from featx.models.base import Backbone
+from featx.images import check_reference
+from featx.models import Backbone, build_backbone
 from featx.models.libraries.packaged import rename_keys
 
 pytestmark = pytest.mark.usefixtures("packing_in_process")

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 
 import featx
 from featx.errors import WeightsError
-from featx.models.checkpoint import read_weights
+from featx.models import read_weights
 from featx.models.libraries.packaged import rename_keys
 
 weights = pytest.importorskip(

@@ -13,9 +13,9 @@ from zoo import TwoStageConvNet
 
 from featx.config import model_options
 from featx.errors import ConfigError, ModelError, StoreMismatchError
-from featx.models import build_backbone
-from featx.models.base import Backbone, random_id, reset_weights
-from featx.store.manifest import load_manifest
+from featx.models import Backbone, build_backbone, random_id
+from featx.models.base import reset_weights
+from featx.store import load_manifest
 
 pytestmark = pytest.mark.usefixtures("packing_in_process")
 

@@ -20,9 +20,8 @@ from timm.data.transforms_factory import create_transform
 
 from featx.config import model_options
 from featx.errors import ModelError, WeightsError
-from featx.images.preprocess import check_reference
-from featx.models import build_backbone
-from featx.models.base import Backbone, seeded, state_sha256
+from featx.images import check_reference
+from featx.models import Backbone, build_backbone, seeded, state_sha256
 from featx.models.timm.backbone import embedding_of
 
 

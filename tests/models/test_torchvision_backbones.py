@@ -15,9 +15,8 @@ from torchvision.models import ResNet18_Weights
 
 from featx.config import model_options
 from featx.errors import ModelError, WeightsError
-from featx.images.preprocess import check_reference
-from featx.models import build_backbone
-from featx.models.base import Backbone, seeded
+from featx.images import check_reference
+from featx.models import Backbone, build_backbone, seeded
 
 State = dict[str, torch.Tensor]
 

@@ -12,12 +12,10 @@ from torch import nn
 from torchvision import models
 
 from featx.config import ReduceConfig, model_options
-from featx.engine.compute import Compute
-from featx.engine.engine import Engine
+from featx.engine import Compute, Engine
 from featx.errors import LayerError
-from featx.layers.selection import select
-from featx.models import build_backbone
-from featx.models.base import Backbone, seeded
+from featx.layers import select
+from featx.models import Backbone, build_backbone, seeded
 from featx.models.torchvision.creation import classifier_of
 
 LAST = {

@@ -22,8 +22,7 @@ from transformers_zoo import SMALL, quiet, small_model, tf, write_folder
 import featx
 from featx.config import model_options
 from featx.errors import ConfigError, FeatxError, ModelError, WeightsError
-from featx.models import build_backbone
-from featx.models.base import Backbone
+from featx.models import Backbone, build_backbone
 
 X = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
 

@@ -12,8 +12,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from featx.errors import WeightsError
-from featx.models.base import seeded, state_sha256
-from featx.models.checkpoint import load_weights, read_weights
+from featx.models import load_weights, read_weights, seeded, state_sha256
 
 State = dict[str, torch.Tensor]
 

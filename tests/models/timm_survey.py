@@ -22,12 +22,10 @@ import torch
 import torch.nn.functional as F
 
 from featx.config import ReduceConfig, make_reduce
-from featx.engine.compute import Compute
-from featx.engine.engine import Engine
+from featx.engine import Compute, Engine
 from featx.errors import FeatxError, LayerError, ReduceError
-from featx.layers.selection import select
-from featx.layers.trace import CapturePoint
-from featx.models.base import Backbone
+from featx.layers import CapturePoint, select
+from featx.models import Backbone
 from featx.models.timm.backbone import wrap
 
 DOCS = Path(__file__).parents[2] / "docs" / "layers.md"

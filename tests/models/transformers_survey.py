@@ -21,12 +21,10 @@ from timm_survey import DOCS, _close
 from transformers_zoo import SMALL, quiet, tf, write_folder
 
 from featx.config import ReduceConfig, make_reduce, model_options
-from featx.engine.compute import Compute
-from featx.engine.engine import Engine
+from featx.engine import Compute, Engine
 from featx.errors import LayerError, ReduceError
-from featx.layers.selection import select
-from featx.models import build_backbone
-from featx.models.base import Backbone
+from featx.layers import select
+from featx.models import Backbone, build_backbone
 
 BEGIN = "<!-- survey of transformers: begin -->"
 END = "<!-- survey of transformers: end -->"

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from featx.config.run_config import Config
+from featx.config import Config
 from featx.pipeline.executors.local_worker import DriverConnection
 
 
@@ -49,7 +49,7 @@ class StubSpec:
 
 def go_wrong(what: str, root: Path) -> None:
     if what == "crash":
-        from featx.images.crash_journal import CrashList
+        from featx.images import CrashList
 
         with CrashList(root).journal() as events:
             assert events is not None
@@ -82,9 +82,8 @@ def main() -> None:
     spec.note(f"pid-{os.getpid()}")
     from featx.pipeline.executors.part_worker import rows_text
     from featx.pipeline.executors.worker_stats import PartResult, WorkerStats
-    from featx.storage.local_folder import AtomicFolder
-    from featx.store.manifest import read_manifest
-    from featx.store.part_files import publish_part
+    from featx.storage import AtomicFolder
+    from featx.store import publish_part, read_manifest
 
     run = spec.run
     manifest = read_manifest(spec.root)

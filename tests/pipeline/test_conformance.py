@@ -23,8 +23,7 @@ from timm.data.transforms_factory import create_transform
 from tiny_model import extract, write_images
 from torch import nn
 
-from featx.config import make_reduce, model_options
-from featx.config.schema import from_keywords, from_omegaconf
+from featx.config import from_keywords, from_omegaconf, make_reduce, model_options
 from featx.engine import Compute, Engine
 from featx.errors import ModelError
 from featx.images import CrashList, DecodeSettings, Loader, Preprocess, centre_crop

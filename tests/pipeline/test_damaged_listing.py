@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import featx as package
-from featx.storage.local_folder import AtomicFolder
+from featx.storage import AtomicFolder
 
 Command = Callable[..., subprocess.CompletedProcess[str]]
 

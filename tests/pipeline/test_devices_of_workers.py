@@ -23,7 +23,7 @@ from tiny_model import COMMAND, KEYS, MODEL, extract, run_job
 from torch import nn
 
 import featx
-from featx.config.schema import from_keywords, from_omegaconf
+from featx.config import from_keywords, from_omegaconf
 from featx.errors import ConfigError, ModelError, RunError
 from featx.pipeline.executors import worker_spec
 
@@ -207,11 +207,11 @@ def test_a_resume_keeps_the_number_of_threads(
 
 def test_what_would_compute_other_values_is_no_worker(photos: Path) -> None:
     """Another version of a library, on another machine."""
-    from featx.analysis.engine_specs import FEATURES
+    from featx.analysis import FEATURES
+    from featx.pipeline import build_run_context
     from featx.pipeline.extraction import part_task_of
-    from featx.pipeline.run_context import build_run_context
     from featx.pipeline.run_target import StoreTarget
-    from featx.store.session import StoreSession
+    from featx.store import StoreSession
 
     keys = from_keywords({"model": MODEL, "layers": ["conv"], "data": str(photos), "out": "store"})
     target = StoreTarget(from_omegaconf(keys))

@@ -24,15 +24,14 @@ from tiny_engine import CPU, FP32, backbone_of, bound, noise
 from torch.utils._python_dispatch import TorchDispatchMode
 from zoo import ClampedNet, ResidualConvNet
 
-from featx.base.machine import num_cpus
+from featx.base import num_cpus
 from featx.config import ReduceConfig, model_options
-from featx.engine.batch_parallelism import BatchParallelism
-from featx.engine.compute import Compute
-from featx.engine.engine import Engine
+from featx.engine import BatchParallelism, Compute, Engine
 from featx.errors import RunError
-from featx.layers.selection import select
+from featx.layers import select
 from featx.models import build_backbone
-from featx.pipeline.forward_passes import ParallelPasses, Passes
+from featx.pipeline import Passes
+from featx.pipeline.forward_passes import ParallelPasses
 from featx.types import Batch, Part
 
 PART = Part(0, 0, 100)

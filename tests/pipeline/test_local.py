@@ -19,10 +19,10 @@ from made_store import MadeRun, dataset_digests, make_run, temporary_files
 from processes import ended
 from stub_worker import StubSpec
 
-from featx.config.run_config import Config
+from featx.config import Config
 from featx.errors import RunError, StoreLockedError, StoreMismatchError, TooManyFailuresError
+from featx.pipeline import Interrupted
 from featx.pipeline.executors.worker_pool import WorkerPool
-from featx.pipeline.stop_signals import Interrupted
 from featx.store.pack import pack
 
 HERE = Path(__file__).resolve().parent

@@ -14,13 +14,11 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from featx.config.run_config import Config
-from featx.engine.batch_parallelism import BatchParallelism
+from featx.config import Config
+from featx.engine import BatchParallelism
 from featx.errors import RunError
 from featx.images.row_loader import LoaderTimes
-from featx.pipeline.loop import run_parts
-from featx.pipeline.run_observer import RunObserver
-from featx.pipeline.stop_signals import Interrupted
+from featx.pipeline import Interrupted, RunObserver, run_parts
 from featx.pipeline.trial import TrialSpeed
 from featx.types import Batch, Failure, Part
 

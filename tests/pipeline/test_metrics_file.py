@@ -11,8 +11,7 @@ from tiny_model import KEYS, write_images
 
 from featx import jobs
 from featx.base import RunProgress
-from featx.config import LogConfig, saved_yaml
-from featx.config.schema import from_keywords, from_omegaconf
+from featx.config import LogConfig, from_keywords, from_omegaconf, saved_yaml
 from featx.errors import ConfigError, StoreMismatchError
 from featx.pipeline.metrics_file import INTERVAL_S, MetricsFile
 

@@ -16,8 +16,8 @@ from tiny_model import COMMAND, MODEL, extract, write_image
 
 import featx
 from featx.errors import StoreLockedError
-from featx.pipeline.stop_signals import Interrupted
-from featx.store.session import StoreSession
+from featx.pipeline import Interrupted
+from featx.store import StoreSession
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path", "packing_in_process")
 
@@ -127,7 +127,7 @@ def test_a_store_that_another_process_writes_is_left_alone(
 ) -> None:
     stopped_after(2, monkeypatch, photos, overwrite=True)
     before = part_times()
-    from featx.storage.folder_lock import exclusive_lock
+    from featx.storage import exclusive_lock
 
     with exclusive_lock(Path("store/.lock")), pytest.raises(StoreLockedError):
         extract(photos, overwrite=True)

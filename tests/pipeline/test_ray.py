@@ -27,13 +27,12 @@ from tiny_model import COMMAND, MODEL, extract
 
 import featx as package
 from featx.base import take_cpus
-from featx.config.schema import from_keywords, from_omegaconf
+from featx.config import from_keywords, from_omegaconf
 from featx.errors import ConfigError, MissingExtraError, RunError
 from featx.pipeline.executors import ray as ray_executor
 from featx.storage.s3_folder import S3Folder
-from featx.store import layout
-from featx.store.heartbeat import clear_heartbeats, pid_namespace, read_heartbeats
-from featx.store.verification import check_store
+from featx.store import check_store, clear_heartbeats, layout, read_heartbeats
+from featx.store.heartbeat import pid_namespace
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path", "one_thread", "packing_in_process")
 

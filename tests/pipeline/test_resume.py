@@ -23,12 +23,13 @@ from tiny_model import COMMAND, KEYS, MODEL, extract, write_images
 from zoo import TwoStageConvNet
 
 import featx
-from featx.config.schema import from_keywords, from_omegaconf
+from featx.config import from_keywords, from_omegaconf
 from featx.errors import StoreMismatchError
+from featx.pipeline import Interrupted
 from featx.pipeline.run_target import StoreTarget
-from featx.pipeline.stop_signals import GRACE_S, Interrupted
+from featx.pipeline.stop_signals import GRACE_S
+from featx.store import StoreSession
 from featx.store.layout import PART_BYTES
-from featx.store.session import StoreSession
 
 AUTO = {"batch_size": "auto", "part_rows": "auto", "precision": "auto", "compile": "auto"}
 

@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 from tiny_model import MODEL, extract
 
-from featx.config.run_config import Config
-from featx.pipeline.row_failures import exit_code
-from featx.store import heartbeat
-from featx.store.heartbeat import read_heartbeats
+from featx.config import Config
+from featx.pipeline import exit_code
+from featx.store import heartbeat, read_heartbeats
 
 
 @pytest.mark.parametrize(

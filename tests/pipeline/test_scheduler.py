@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from featx.config.run_config import Config
+from featx.config import Config
 from featx.errors import RunError, TooManyFailuresError
+from featx.pipeline import Interrupted
 from featx.pipeline.executors import EXECUTORS
 from featx.pipeline.executors.scheduler import MAX_DEATHS, Scheduler
 from featx.pipeline.executors.worker_stats import PartResult
-from featx.pipeline.stop_signals import Interrupted
 from featx.types import Failure, Part, Status
 
 PARTS = [Part(index, 4 * index, 4 * index + 4) for index in range(5)]

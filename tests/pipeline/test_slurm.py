@@ -24,17 +24,15 @@ from tiny_model import COMMAND, MODEL, extract
 
 import featx as package
 from featx.base import take_cpus
-from featx.config.schema import from_keywords, from_omegaconf
+from featx.config import from_keywords, from_omegaconf
 from featx.errors import ConfigError, MissingExtraError, RunError, StoreLockedError
 from featx.pipeline.executors import slurm, slurm_array, slurm_task
 from featx.pipeline.executors.worker_spec import PickledWorkerSpec
 from featx.pipeline.executors.worker_stats import WorkerStats
 from featx.pipeline.feature_sink import StorePartTask
-from featx.storage.local_folder import AtomicFolder
+from featx.storage import AtomicFolder
 from featx.storage.s3_folder import S3Folder
-from featx.store import layout
-from featx.store.heartbeat import Heartbeat, heartbeat_name, read_heartbeats
-from featx.store.verification import check_store
+from featx.store import Heartbeat, check_store, heartbeat_name, layout, read_heartbeats
 from featx.types import Part
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path", "one_thread", "packing_in_process")

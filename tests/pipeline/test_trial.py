@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from tiny_model import extract
 
+from featx.pipeline import slowdown_facts
 from featx.pipeline.run_context import num_trial_images
-from featx.pipeline.run_summary import slowdown_facts
 from featx.pipeline.trial import LEAST_SHARE, Shortfall, TrialSpeed
 
 pytestmark = pytest.mark.usefixtures("packing_in_process")

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from featx.config.run_config import Config
+from featx.config import Config
 from featx.pipeline.executors import worker_stats as module
 from featx.pipeline.executors.worker_stats import PartResult, ResultCollector, WorkerStats
 from featx.types import Part

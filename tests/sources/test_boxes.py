@@ -14,11 +14,10 @@ from PIL import Image
 from tiny_model import extract, run_job
 
 from featx.errors import ConfigError, DataError
-from featx.images import fault_tolerant_decode
-from featx.images.crash_journal import CrashList
-from featx.sources.base import FolderSource
+from featx.images import CrashList, fault_tolerant_decode
+from featx.sources import FolderSource
 from featx.sources.boxes import BoxedSource
-from featx.store.reader import FeatureStore
+from featx.store import FeatureStore
 from featx.types import Status
 
 pytestmark = pytest.mark.usefixtures("packing_in_process", "in_tmp_path")

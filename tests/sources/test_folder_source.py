@@ -21,9 +21,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from featx.errors import ConfigError, DataError
-from featx.sources import open_source
-from featx.sources.base import EXTENSIONS, MAX_FILE_BYTES, FolderSource
-from featx.sources.folder import FolderOptions
+from featx.sources import FolderOptions, FolderSource, open_source
+from featx.sources.base import EXTENSIONS, MAX_FILE_BYTES
 from featx.types import ImageFault, Source, Status
 
 OUT_OF_FOLDER = "links out of the folder (data.follow_links=true follows them)"

@@ -9,8 +9,8 @@ import pytest
 
 from featx.config import DataConfig
 from featx.errors import MissingExtraError
+from featx.images import ImagePolicy
 from featx.images.decode import decode_pillow
-from featx.images.image_policy import ImagePolicy
 from featx.sources import open_source
 from featx.types import Source
 

@@ -18,8 +18,7 @@ from tiny_model import KEYS, extract, run_job, write_image
 
 import featx
 from featx.errors import ConfigError, DataError, StoreMismatchError
-from featx.sources import source_of
-from featx.sources.base import FolderSource
+from featx.sources import FolderSource, source_of
 from featx.types import ImageFault, Listing, Source, Status
 
 pytestmark = pytest.mark.usefixtures("packing_in_process")

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from featx.config.schema import from_keywords, from_omegaconf
+from featx.config import from_keywords, from_omegaconf
 from featx.errors import ConfigError, DataError, MissingExtraError
 from featx.sources import MISSING_MARKS, open_source, parquet_images
 from featx.sources.table import TableOptions

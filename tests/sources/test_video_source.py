@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 from tiny_model import extract, run_job
 
-from featx.config.schema import from_keywords, from_omegaconf
+from featx.config import from_keywords, from_omegaconf
 from featx.errors import ConfigError, DataError, MissingExtraError, StoreMismatchError
 from featx.sources import open_source
 from featx.sources.video import VideoOptions

@@ -19,10 +19,8 @@ from processes import killed_at_sync
 from system_calls import Calls, watched
 
 from featx.errors import RunError, StoreError, StoreLockedError
+from featx.storage import AtomicFolder, ReservedFile, exclusive_lock
 from featx.storage.durability import write_all
-from featx.storage.folder_lock import exclusive_lock
-from featx.storage.local_folder import AtomicFolder
-from featx.storage.reserved_file import ReservedFile
 
 pytestmark = pytest.mark.usefixtures("without_retry_waits")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from featx.storage.local_file import is_local
+from featx.storage import is_local
 
 
 def test_only_file_systems_known_to_be_local_are_mapped(tmp_path: Path) -> None:

@@ -22,8 +22,8 @@ from made_store import MadeRun, make_run
 
 import featx
 from featx.errors import FeatxError, StoreError
+from featx.store import check_store
 from featx.store.pack import pack
-from featx.store.verification import check_store
 
 SECONDS = 10
 ADDRESS_SPACE = 4 << 30

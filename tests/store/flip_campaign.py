@@ -19,12 +19,8 @@ from made_store import MadeRun, make_added, make_run
 
 import featx
 from featx.errors import StoreError, StoreMismatchError
-from featx.store import layout
-from featx.store.manifest import load_manifest
+from featx.store import check_store, layout, load_manifest, missing_parts, quarantine_damage
 from featx.store.pack import pack
-from featx.store.repair import quarantine_damage
-from featx.store.session import missing_parts
-from featx.store.verification import check_store
 
 CHUNK_BYTES = 48
 """One row of /features/map and of /features/late, two of /features/flat; a part has four."""

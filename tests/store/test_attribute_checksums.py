@@ -11,9 +11,7 @@ import pytest
 
 import featx
 from featx.errors import StoreError
-from featx.store import layout
-from featx.store.hdf5_files import open_hdf5, open_metadata
-from featx.store.verification import check_store
+from featx.store import check_store, layout, open_hdf5, open_metadata
 
 SIGNATURE = b"GCOL"
 

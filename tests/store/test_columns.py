@@ -11,18 +11,18 @@ import pytest
 from made_store import MadeRun, dataset_digests, edited, make_added, make_grown, make_run
 
 from featx.errors import StoreError, StoreMismatchError
-from featx.store.listing import (
-    compare_listing,
-    listing_digest,
+from featx.store import (
+    FeatureStore,
+    check_store,
     listing_identity,
     merge_listing,
+    quarantine_damage,
     read_listing,
 )
+from featx.store.listing import compare_listing, listing_digest
 from featx.store.listing_writer import listing_file
 from featx.store.pack import pack
-from featx.store.reader import FeatureStore
-from featx.store.repair import quarantine_damage, unpack_store
-from featx.store.verification import check_store
+from featx.store.repair import unpack_store
 from featx.types import Listing
 
 COLUMNS = ("age", "good", "patient", "slide")

@@ -27,11 +27,8 @@ from made_store import MadeRun, dataset_digests, make_grown, make_run, temporary
 from system_calls import Calls, watched
 
 from featx.errors import FeatxError, RunError, StoreError, StoreLockedError
-from featx.store import hdf5_files
-from featx.store.manifest import read_manifest
+from featx.store import FeatureStore, StoreSession, hdf5_files, read_manifest
 from featx.store.pack import pack, pack_in_child
-from featx.store.reader import FeatureStore
-from featx.store.session import StoreSession
 
 pytestmark = pytest.mark.usefixtures("without_retry_waits")
 

@@ -10,11 +10,7 @@ import pytest
 from golden_stores import CODECS, GOLDEN, PARTS, golden_run
 from made_store import MadeRun, dataset_digests, make_added
 
-from featx.store import dtypes
-from featx.store.manifest import read_manifest
-from featx.store.reader import FeatureStore
-from featx.store.repair import quarantine_damage
-from featx.store.verification import check_store
+from featx.store import FeatureStore, check_store, dtypes, quarantine_damage, read_manifest
 
 
 @pytest.fixture(params=[*CODECS, PARTS])

@@ -9,12 +9,8 @@ import numpy as np
 import pytest
 
 from featx.storage import AtomicFolder
-from featx.store.image_states import (
-    UNSETTLED,
-    changed_states,
-    image_states_file,
-    write_image_states,
-)
+from featx.store import UNSETTLED, changed_states, write_image_states
+from featx.store.image_states import image_states_file
 from featx.types import IMAGE_STATE
 
 pytestmark = pytest.mark.usefixtures("small_pieces")

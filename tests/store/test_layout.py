@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from made_store import make_header, make_spec
 
-from featx.base.fingerprint import differences, digest
+from featx.base import differences, digest
 from featx.store import layout
 from featx.types import Status
 

@@ -20,10 +20,10 @@ from system_calls import Calls, watched
 
 from featx.errors import FeatxError, RunError
 from featx.storage import AtomicFolder, is_local
-from featx.store.listing import compare_listing, listing_identity, read_listing
-from featx.store.listing_writer import listing_file, write_listing
+from featx.store import FeatureStore, listing_identity, read_listing, write_listing
+from featx.store.listing import compare_listing
+from featx.store.listing_writer import listing_file
 from featx.store.mapped_dataset import MAPPED_BYTES, map_values
-from featx.store.reader import FeatureStore
 from featx.types import Listing
 
 pytestmark = pytest.mark.usefixtures("without_retry_waits")

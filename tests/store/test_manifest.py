@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given, settings
 from made_store import MadeRun, joined, make_added, make_grown, make_run
 
-from featx.base.fingerprint import digest
+from featx.base import digest
 from featx.errors import StoreError
-from featx.store.manifest import DamagedManifestError, Manifest, load_manifest, read_manifest
+from featx.store import DamagedManifestError, Manifest, load_manifest, read_manifest
 
 HERE = Path("featx.json")
 

@@ -13,9 +13,9 @@ import pytest
 from made_store import MadeRun, make_run
 
 import featx
+from featx.store import Manifest
 from featx.store.chunk_table import read_column_by_table
 from featx.store.hdf5_files import open_raw
-from featx.store.manifest import Manifest
 from featx.store.part_files import inspect_parts, part_path
 from featx.store.tail_file import TailFile, map_in_threads
 from featx.types import Part

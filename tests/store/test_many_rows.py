@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from made_store import MadeRun, make_header, make_run, make_spec
 
-from featx.store.reader import FeatureStore
+from featx.store import FeatureStore
 from featx.types import Listing
 
 ROWS = 1_000_000

@@ -14,11 +14,8 @@ from made_store import MadeRun, make_added, make_run
 from object_server import RequestLog, upload
 
 from featx.errors import ConfigError, MissingExtraError, ObjectStoreError, StoreError
-from featx.storage import s3_client
-from featx.storage.s3_path import S3Path, parse_path
-from featx.store.reader import FeatureStore
-from featx.store.status import store_status
-from featx.store.verification import check_store
+from featx.storage import S3Path, parse_path, s3_client
+from featx.store import FeatureStore, check_store, store_status
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),

@@ -17,17 +17,26 @@ from made_store import MadeRun, make_added, make_run
 from object_server import MemoryServer, RequestLog, upload
 
 from featx.errors import ObjectStoreError, RunError, StoreError, StoreLockedError
-from featx.storage import durability, s3_client, s3_file, s3_outage
-from featx.storage.s3_file import prefetch_files
+from featx.storage import (
+    S3Path,
+    durability,
+    parse_path,
+    prefetch_files,
+    s3_client,
+    s3_file,
+    s3_outage,
+)
 from featx.storage.s3_folder import S3Folder
-from featx.storage.s3_path import S3Path, parse_path
-from featx.store import layout
-from featx.store.heartbeat import Heartbeat, read_heartbeats
+from featx.store import (
+    FeatureStore,
+    Heartbeat,
+    StoreSession,
+    check_store,
+    layout,
+    quarantine_damage,
+    read_heartbeats,
+)
 from featx.store.part_files import inspect_parts
-from featx.store.reader import FeatureStore
-from featx.store.repair import quarantine_damage
-from featx.store.session import StoreSession
-from featx.store.verification import check_store
 
 pytestmark = pytest.mark.usefixtures("quick_retries")
 

@@ -18,22 +18,20 @@ from conftest import slow_except, with_path
 from made_store import MadeRun, dataset_digests, make_run, pack_alone, temporary_files
 from processes import killed_at_sync
 
-from featx.base.fingerprint import digest
+from featx.base import digest
 from featx.errors import RunError, StoreError
-from featx.storage.local_folder import AtomicFolder
-from featx.store import layout
-from featx.store.leftovers import leftover_bytes
-from featx.store.manifest import Manifest
-from featx.store.pack import (
-    IN_MEMORY_BYTES,
-    check_chunks,
-    pack,
+from featx.storage import AtomicFolder
+from featx.store import (
+    FeatureStore,
+    Manifest,
+    layout,
+    leftover_bytes,
     pack_parts,
     pack_store,
     packed_size_bound,
     reason_to_keep_parts,
 )
-from featx.store.reader import FeatureStore
+from featx.store.pack import IN_MEMORY_BYTES, check_chunks, pack
 
 CODECS = ["none", "lzf", "gzip", "zstd", "blosc2"]
 

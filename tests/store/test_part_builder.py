@@ -19,10 +19,8 @@ from hypothesis import strategies as st
 from made_store import MadeRun, make_run, temporary_files
 
 from featx.errors import RunError
-from featx.store import layout
+from featx.store import FeatureStore, PartBuilder, layout
 from featx.store.failures import read_failures
-from featx.store.part_builder import PartBuilder
-from featx.store.reader import FeatureStore
 from featx.types import Failure, Part, Status
 
 CODECS = ["none", "lzf", "gzip", "zstd", "blosc2"]

@@ -27,14 +27,16 @@ from made_store import MadeRun, dataset_digests, make_run
 from system_calls import DiskModel, File, Op, Recording, Tree
 
 from featx.errors import FeatxError, StoreError
+from featx.storage import TEMPORARY_PREFIX, AtomicFolder
 from featx.storage.durability import write_all
-from featx.storage.local_folder import TEMPORARY_PREFIX, AtomicFolder
-from featx.store.listing import listing_identity
-from featx.store.listing_writer import write_listing
+from featx.store import (
+    FeatureStore,
+    check_store,
+    listing_identity,
+    quarantine_damage,
+    write_listing,
+)
 from featx.store.pack import pack
-from featx.store.reader import FeatureStore
-from featx.store.repair import quarantine_damage
-from featx.store.verification import check_store
 
 pytestmark = pytest.mark.usefixtures("small_reserve")
 

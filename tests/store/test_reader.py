@@ -27,10 +27,8 @@ from made_store import MadeRun, make_run
 
 import featx
 from featx.errors import LayerError, StoreError
-from featx.store import contents
-from featx.store.hdf5_files import open_hdf5
+from featx.store import FeatureStore, contents, open_hdf5
 from featx.store.pack import pack
-from featx.store.reader import FeatureStore
 
 NUM_ROWS = 29
 

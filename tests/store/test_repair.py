@@ -15,13 +15,15 @@ import pytest
 from made_store import MadeRun, dataset_digests, joined, make_added, make_run, temporary_files
 
 from featx.errors import RunError, StoreError, StoreLockedError
-from featx.storage.local_folder import AtomicFolder
-from featx.store import layout
-from featx.store.manifest import read_manifest
-from featx.store.reader import FeatureStore
-from featx.store.repair import quarantine_damage
-from featx.store.session import missing_parts
-from featx.store.verification import check_store
+from featx.storage import AtomicFolder
+from featx.store import (
+    FeatureStore,
+    check_store,
+    layout,
+    missing_parts,
+    quarantine_damage,
+    read_manifest,
+)
 from featx.types import Status
 
 pytestmark = pytest.mark.usefixtures("without_retry_waits")

@@ -21,12 +21,10 @@ from made_store import (
 )
 
 from featx.errors import StoreError, StoreMismatchError
-from featx.storage.local_folder import AtomicFolder
+from featx.storage import AtomicFolder
+from featx.store import FeatureStore, check_store, merge_listing, read_listing
 from featx.store.committed_parts import remove_parts
-from featx.store.listing import merge_listing, read_listing
 from featx.store.pack import pack
-from featx.store.reader import FeatureStore
-from featx.store.verification import check_store
 from featx.types import Listing, Status
 
 ONE = {"flat": (5,), "map": (3, 2, 2)}

@@ -25,10 +25,9 @@ from made_store import MadeRun, dataset_digests, make_listing, make_run, tempora
 from system_calls import SYSTEM_CALLS, Calls, watched
 
 from featx.errors import FeatxError, RunError, StoreError, StoreLockedError, StoreMismatchError
+from featx.store import FeatureStore, read_manifest
 from featx.store.listing import listing_digest
-from featx.store.manifest import read_manifest
 from featx.store.pack import pack
-from featx.store.reader import FeatureStore
 
 pytestmark = pytest.mark.usefixtures("without_retry_waits")
 

@@ -27,15 +27,18 @@ from hypothesis.stateful import run_state_machine_as_test as run_machine
 from made_store import MadeRun, dataset_digests, joined, make_added, make_grown, make_run
 
 from featx.errors import StoreError, StoreLockedError, StoreMismatchError
-from featx.storage.local_folder import AtomicFolder
+from featx.storage import AtomicFolder
+from featx.store import (
+    FeatureStore,
+    Run,
+    check_store,
+    listing_identity,
+    load_manifest,
+    missing_parts,
+    quarantine_damage,
+)
 from featx.store.committed_parts import remove_parts
-from featx.store.listing import listing_identity
-from featx.store.manifest import Run, load_manifest
 from featx.store.pack import pack
-from featx.store.reader import FeatureStore
-from featx.store.repair import quarantine_damage
-from featx.store.session import missing_parts
-from featx.store.verification import check_store
 from featx.types import Status, StoreHeader
 
 READING = (StoreError, KeyError, RuntimeError, ValueError)

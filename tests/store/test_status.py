@@ -18,11 +18,10 @@ from tiny_model import run_job
 
 from featx.errors import StoreError
 from featx.jobs.status import statuses
-from featx.storage.local_folder import AtomicFolder
-from featx.store import heartbeat
-from featx.store.heartbeat import Heartbeat, QueueState, pid_namespace, read_heartbeats
+from featx.storage import AtomicFolder
+from featx.store import Heartbeat, QueueState, heartbeat, read_heartbeats, store_status
+from featx.store.heartbeat import pid_namespace
 from featx.store.pack import pack
-from featx.store.status import store_status
 from featx.types import Part
 
 

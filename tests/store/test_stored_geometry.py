@@ -18,8 +18,7 @@ from made_store import dataset_digests, edited, make_added, make_run
 
 import featx
 from featx.errors import StoreError
-from featx.store.manifest import read_manifest
-from featx.store.verification import check_store
+from featx.store import check_store, read_manifest
 from featx.types import TokenGeometry
 
 REPOSITORY = Path(__file__).resolve().parents[2]

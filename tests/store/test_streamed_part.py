@@ -26,9 +26,7 @@ from system_calls import Calls, watched
 
 from featx.errors import FeatxError, RunError
 from featx.storage import UnfinishedFile
-from featx.store.part_builder import PartBuilder
-from featx.store.reader import FeatureStore
-from featx.store.verification import check_store
+from featx.store import FeatureStore, PartBuilder, check_store
 
 pytestmark = pytest.mark.usefixtures("without_retry_waits")
 

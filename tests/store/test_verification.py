@@ -17,12 +17,11 @@ import pytest
 from made_store import MadeRun, edited, joined, make_added, make_grown, make_run
 
 from featx.errors import StoreError
-from featx.storage.local_folder import AtomicFolder
-from featx.store import layout
+from featx.storage import AtomicFolder
+from featx.store import DamageReport, check_store, layout
 from featx.store.committed_parts import remove_parts
-from featx.store.damage_report import Damage, DamageReport
+from featx.store.damage_report import Damage
 from featx.store.pack import pack
-from featx.store.verification import check_store
 
 
 @pytest.fixture

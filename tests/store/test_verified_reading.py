@@ -16,8 +16,8 @@ from object_server import RequestLog, upload
 
 import featx
 from featx.errors import ConfigError, StoreError
+from featx.store import FeatureStore
 from featx.store.filter_pipeline import Pipeline
-from featx.store.reader import FeatureStore
 
 NUM_ROWS = 56
 CODECS = ["none", "lzf", "gzip", "zstd", "blosc2"]

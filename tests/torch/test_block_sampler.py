@@ -16,7 +16,7 @@ from made_store import MadeRun, make_run
 from torch.utils.data import BatchSampler, DataLoader, Subset, random_split
 
 import featx
-from featx.store.layer_array import LayerArray
+from featx.store import LayerArray
 from featx.torch import BlockShuffleSampler, FeatureDataset
 
 READING_PAGE = Path(__file__).resolve().parents[2] / "docs" / "reading.md"

@@ -6,15 +6,14 @@ every bad one, so a run over it fills the same batches.
 
 from __future__ import annotations
 
-import io
 import struct
 import sys
 import zlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
+from encoded_images import encode
 from PIL import Image
 
 from featx.types import Status
@@ -26,12 +25,6 @@ def make_image(seed: int) -> Image.Image:
     squares = rng.integers(0, 256, (4, 4, 3), dtype=np.uint8)
     width, height = rng.integers(6, 30, 2)
     return Image.fromarray(squares.repeat(height, 0).repeat(width, 1))
-
-
-def encode(image: Image.Image, kind: str, **options: Any) -> bytes:
-    file = io.BytesIO()
-    image.save(file, kind, **options)
-    return file.getvalue()
 
 
 def _deep(image: Image.Image) -> Image.Image:

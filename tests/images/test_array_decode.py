@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+from encoded_images import encode
 from PIL import Image, ImageOps
 from torchvision.transforms import InterpolationMode
 from torchvision.transforms import functional as TF
@@ -40,12 +41,6 @@ def fault(data: bytes, channels: int, **policy: Any) -> ImageFault:
 def npy(array: npt.NDArray[Any], **options: Any) -> bytes:
     file = io.BytesIO()
     np.save(file, array, **options)
-    return file.getvalue()
-
-
-def saved(image: Image.Image, kind: str, **options: Any) -> bytes:
-    file = io.BytesIO()
-    image.save(file, kind, **options)
     return file.getvalue()
 
 
@@ -95,8 +90,8 @@ def test_grey_of_16_bits_keeps_them() -> None:
     image = Image.fromarray(DEEP)
     pgm = b"P5\n9 13\n65535\n" + DEEP.astype(">u2").tobytes()
     options = {"PNG": {}, "TIFF": {}}
-    files = [saved(image, kind, **more) for kind, more in options.items()]
-    files += [saved(image, "TIFF", compression="tiff_lzw"), pgm]
+    files = [encode(image, kind, **more) for kind, more in options.items()]
+    files += [encode(image, "TIFF", compression="tiff_lzw"), pgm]
     for data in files:
         found = decoded(data, 1)
         assert found.dtype.newbyteorder("<") == np.uint16
@@ -107,7 +102,7 @@ def test_grey_of_16_bits_keeps_them() -> None:
 @pytest.mark.parametrize("compression", [None, "tiff_adobe_deflate"])
 def test_grey_of_floats_keeps_them(compression: str | None) -> None:
     floats = RNG.standard_normal((13, 9)).astype(np.float32) * 1e4
-    data = saved(Image.fromarray(floats), "TIFF", compression=compression)
+    data = encode(Image.fromarray(floats), "TIFF", compression=compression)
     np.testing.assert_array_equal(decoded(data, 1)[:, :, 0], floats)
 
 
@@ -146,26 +141,26 @@ def png_16(pixels: npt.NDArray[np.uint16]) -> bytes:
 
 def test_images_of_8_bits() -> None:
     rgba = RNG.integers(0, 256, (13, 9, 4), dtype=np.uint8)
-    np.testing.assert_array_equal(decoded(saved(Image.fromarray(rgba, "RGBA"), "PNG"), 4), rgba)
+    np.testing.assert_array_equal(decoded(encode(Image.fromarray(rgba, "RGBA"), "PNG"), 4), rgba)
     rgb = Image.fromarray(rgba[:, :, :3])
     for kind in ("PNG", "BMP", "PPM", "TIFF"):
-        np.testing.assert_array_equal(decoded(saved(rgb, kind), 3), rgba[:, :, :3])
-    jpeg = saved(rgb, "JPEG")
+        np.testing.assert_array_equal(decoded(encode(rgb, kind), 3), rgba[:, :, :3])
+    jpeg = encode(rgb, "JPEG")
     np.testing.assert_array_equal(decoded(jpeg, 3), np.asarray(Image.open(io.BytesIO(jpeg))))
     np.testing.assert_array_equal(
-        decoded(saved(rgb.convert("L"), "PNG"), 1)[..., 0], rgb.convert("L")
+        decoded(encode(rgb.convert("L"), "PNG"), 1)[..., 0], rgb.convert("L")
     )
 
 
 def test_decoders_that_would_change_numbers_are_not_used() -> None:
     rgb = Image.fromarray(RNG.integers(0, 256, (13, 9, 3), dtype=np.uint8))
     wide = b"P6\n9 13\n65535\n" + bytes(13 * 9 * 6)
-    clear = saved(rgb, "PNG", transparency=(1, 2, 3))
+    clear = encode(rgb, "PNG", transparency=(1, 2, 3))
     for data in (
-        saved(rgb.quantize(16), "PNG"),
-        saved(rgb, "GIF"),
-        saved(rgb.convert("CMYK"), "TIFF"),
-        saved(rgb, "AVIF"),
+        encode(rgb.quantize(16), "PNG"),
+        encode(rgb, "GIF"),
+        encode(rgb.convert("CMYK"), "TIFF"),
+        encode(rgb, "AVIF"),
         wide,
         b"P5\n2 2\n100\n\0\1\2\3",
         clear,
@@ -180,13 +175,13 @@ def test_orientations_are_those_of_pillow(orientation: int) -> None:
     exif[ORIENTATION] = orientation
     grey = RNG.integers(0, 256, (13, 9), dtype=np.uint8)
     upright = np.asarray(
-        ImageOps.exif_transpose(opened(saved(Image.fromarray(grey), "PNG", exif=exif)))
+        ImageOps.exif_transpose(opened(encode(Image.fromarray(grey), "PNG", exif=exif)))
     )
     np.testing.assert_array_equal(turn_array(grey, orientation), upright)
     deep = Image.fromarray(DEEP)
     for data in (
-        saved(deep, "PNG", exif=exif),
-        saved(deep, "TIFF", tiffinfo={ORIENTATION: orientation}),
+        encode(deep, "PNG", exif=exif),
+        encode(deep, "TIFF", tiffinfo={ORIENTATION: orientation}),
     ):
         np.testing.assert_array_equal(decoded(data, 1)[..., 0], turn_array(DEEP, orientation))
         np.testing.assert_array_equal(decoded(data, 1, exif="ignore")[..., 0], DEEP)

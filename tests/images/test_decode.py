@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import make_image, slow_except
+from encoded_images import encode
 from PIL import Image, ImageFile, ImageOps
 
 from featx.config import DataConfig
@@ -34,12 +35,6 @@ BACKGROUND = (10, 20, 30)
 POLICY = ImagePolicy("apply", BACKGROUND, 89_478_485)
 IGNORE_EXIF = ImagePolicy("ignore", BACKGROUND, 89_478_485)
 ORIENTATION = 0x0112
-
-
-def encode(image: Image.Image, kind: str, **options: Any) -> bytes:
-    file = io.BytesIO()
-    image.save(file, kind, **options)
-    return file.getvalue()
 
 
 def chunk(kind: bytes, content: bytes) -> bytes:

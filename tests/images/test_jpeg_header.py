@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import io
 import random
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 import pytest
+from encoded_images import encode
 from PIL import Image
 
 from featx.images import ImagePolicy, decode
@@ -35,9 +35,7 @@ PLAIN = {
 
 
 def jpeg(image: Image.Image = IMAGE, kind: str = "JPEG", **options: object) -> bytes:
-    file = io.BytesIO()
-    image.save(file, kind, **options)
-    return file.getvalue()
+    return encode(image, kind, **options)
 
 
 def upside_down() -> Image.Exif:

@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import make_image
+from encoded_images import encode
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
@@ -55,9 +56,7 @@ PREPROCESS = Preprocess(to_tensor, (SIDE, SIDE), SIDE, "bilinear", (0, 0, 0), (1
 
 
 def encoded(seed: int) -> bytes:
-    file = io.BytesIO()
-    make_image(40 + seed % 7, 30 + seed % 5, seed=seed).save(file, "PNG")
-    return file.getvalue()
+    return encode(make_image(40 + seed % 7, 30 + seed % 5, seed=seed), "PNG")
 
 
 GOOD = [encoded(seed) for seed in range(23)]

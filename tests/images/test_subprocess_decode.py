@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 import time
 from pathlib import Path
@@ -12,6 +11,7 @@ import numpy as np
 import pytest
 from broken_decoders import ABORT, CRASH, HANG, KILL, SLOW, gif
 from conftest import make_image
+from encoded_images import encode
 
 from featx.errors import RunError
 from featx.images import ImagePolicy
@@ -33,9 +33,7 @@ def broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def encoded(kind: str) -> bytes:
-    file = io.BytesIO()
-    IMAGE.save(file, kind)
-    return file.getvalue()
+    return encode(IMAGE, kind)
 
 
 def fault_of(data: bytes, limit_s: float = 60) -> ImageFault:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import csv
-import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from probe_job import probe
 from probe_problem import write_store
 from safetensors.numpy import load_file
 from scipy.special import softmax
@@ -18,12 +18,6 @@ import featx
 from featx.errors import ConfigError
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path", "one_thread", "packing_in_process")
-
-
-def probe(**options: Any) -> dict[str, Any]:
-    assert run_job("probe", store="store", device="cpu", probe=options) == 0
-    found: dict[str, Any] = json.loads(Path("store/probe.json").read_text())
-    return found
 
 
 def marked(num_rows: int) -> tuple[np.ndarray, np.ndarray]:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
+from probe_job import probe
 from probe_problem import blobs, write_store
 from safetensors.numpy import load_file
 from scipy import optimize
@@ -16,18 +15,11 @@ from sklearn import metrics as oracle
 from sklearn.calibration import CalibratedClassifierCV
 from sklearn.frozen import FrozenEstimator
 from sklearn.linear_model import LogisticRegression
-from tiny_model import run_job
 
 from featx.analysis.probe.temperature_scaling import HIGHEST, LOWEST, fit_temperature
 from featx.errors import ConfigError
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path", "one_thread")
-
-
-def probe(**options: Any) -> dict[str, Any]:
-    assert run_job("probe", store="store", device="cpu", probe=options) == 0
-    found: dict[str, Any] = json.loads(Path("store/probe.json").read_text())
-    return found
 
 
 @pytest.mark.parametrize(

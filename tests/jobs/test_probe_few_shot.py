@@ -4,26 +4,19 @@ from __future__ import annotations
 
 import csv
 import hashlib
-import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from probe_job import probe
 from probe_problem import blobs, write_store
 from sklearn.linear_model import LogisticRegression
 from sklearn.preprocessing import StandardScaler
-from tiny_model import run_job
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path", "one_thread")
 
 X, Y = blobs(90, signal=0.3)
-
-
-def probe(**options: Any) -> dict[str, Any]:
-    assert run_job("probe", store="store", device="cpu", probe=options) == 0
-    found: dict[str, Any] = json.loads(Path("store/probe.json").read_text())
-    return found
 
 
 @pytest.mark.parametrize("split", [{}, {"split": "kfold", "folds": 3}])

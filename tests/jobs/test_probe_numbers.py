@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import csv
-import json
 import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from probe_job import probe
 from probe_problem import blobs, write_store
 from scipy import stats
 from sklearn import metrics as oracle
@@ -24,12 +24,6 @@ from featx.jobs.probe_text import difference_text
 pytestmark = pytest.mark.usefixtures("in_tmp_path", "one_thread")
 
 Line = dict[str, str]
-
-
-def probe(show: str | None = None, store: str = "store", **options: Any) -> dict[str, Any]:
-    assert run_job("probe", store=store, device="cpu", probe=options, show=show) == 0
-    found: dict[str, Any] = json.loads(Path(store, "probe.json").read_text())
-    return found
 
 
 def lines(store: str = "store") -> list[Line]:

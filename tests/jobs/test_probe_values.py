@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import json
 import re
 import sys
 from dataclasses import replace
@@ -13,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from made_store import make_labelled
+from probe_job import probe
 from probe_problem import blobs, write_store
 from scipy import stats
 from sklearn import metrics as oracle
@@ -35,12 +35,6 @@ AGE = 40 + 10 * Z[:, 0] - 5 * Z[:, 3] + 4 * RNG.normal(size=300)
 LABELS = Z[:, :4] + 0.7 * RNG.normal(size=(300, 4)) > 0.4
 NAMES = ["dog", "indoor", "night", "red"]
 TAGS = [";".join(np.array(NAMES)[row]) or "none" for row in LABELS]
-
-
-def probe(**options: Any) -> dict[str, Any]:
-    assert run_job("probe", store="store", device="cpu", probe=options) == 0
-    found: dict[str, Any] = json.loads(Path("store/probe.json").read_text())
-    return found
 
 
 def lines(method: str, layer: str = "x") -> list[dict[str, str]]:

@@ -19,11 +19,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from read_faults import fault_of
 
 from featx.errors import ConfigError, DataError
 from featx.sources import FolderOptions, FolderSource, open_source
 from featx.sources.base import EXTENSIONS, MAX_FILE_BYTES
-from featx.types import ImageFault, Source, Status
+from featx.types import Source, Status
 
 OUT_OF_FOLDER = "links out of the folder (data.follow_links=true follows them)"
 NOBODY = 65534
@@ -39,12 +40,6 @@ def write(root: Path, *names: str | bytes, content: bytes = b"image") -> None:
 
 def keys_of(root: Path, **options: bool) -> list[bytes]:
     return FolderSource(root, **options).listing().keys.tolist()
-
-
-def fault_of(source: FolderSource, key: bytes) -> ImageFault:
-    with pytest.raises(ImageFault) as caught:
-        source.read(key)
-    return caught.value
 
 
 @contextlib.contextmanager

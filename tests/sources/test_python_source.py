@@ -14,12 +14,13 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from read_faults import fault_of
 from tiny_model import KEYS, extract, run_job, write_image
 
 import featx
 from featx.errors import ConfigError, DataError, StoreMismatchError
 from featx.sources import FolderSource, source_of
-from featx.types import ImageFault, Listing, Source, Status
+from featx.types import Listing, Status
 
 pytestmark = pytest.mark.usefixtures("packing_in_process")
 
@@ -42,12 +43,6 @@ class Given:
 
 def pixels(row: int) -> np.ndarray:
     return np.full((6, 5, 3), row, np.uint8)
-
-
-def fault_of(source: Source, key: bytes) -> ImageFault:
-    with pytest.raises(ImageFault) as caught:
-        source.read(key)
-    return caught.value
 
 
 def test_items_may_be_images_of_many_kinds(tmp_path: Path) -> None:

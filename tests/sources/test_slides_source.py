@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from PIL import Image
+from read_faults import fault_of
 
 import featx
 from featx.errors import ConfigError, MissingExtraError
@@ -103,12 +104,6 @@ def test_rows_are_those_of_tiles_saved_as_png(
     assert featx.extract(data=slides, model=model, layers=["embedding"], out=out, **more).ok.all()
 
 
-def fault(source: Source, key: bytes) -> ImageFault:
-    with pytest.raises(ImageFault) as caught:
-        source.read(key)
-    return caught.value
-
-
 def test_a_broken_tile_fails_its_boxes_only(tmp_path: Path, pixels: npt.NDArray[np.uint8]) -> None:
     path = tmp_path / "slides" / "a.tif"
     written(path, pixels)
@@ -144,9 +139,9 @@ def test_files_that_are_no_slides(tmp_path: Path, pixels: npt.NDArray[np.uint8])
     written(tmp_path / "slides" / "a.tif", pixels)
     Image.fromarray(pixels).save(tmp_path / "slides" / "striped.tif")
     source = boxed(tmp_path, [(0, 0, 9, 9)], "striped.tif")
-    found = fault(source, source.listing().keys[0])
+    found = fault_of(source, source.listing().keys[0])
     assert (found.status, str(found)[-24:]) == (Status.UNSUPPORTED, "; a TIFF has to be tiled")
     source = boxed(tmp_path, [(0, 0, 9, 9), (0, 0, 40000, 40000)])
-    assert fault(source, b"a.tif#0,0,40000,40000").status == Status.TOO_LARGE
+    assert fault_of(source, b"a.tif#0,0,40000,40000").status == Status.TOO_LARGE
     (tmp_path / "slides" / "a.tif").unlink()
-    assert fault(source, b"a.tif#0,0,9,9").status == (Status.MISSING)
+    assert fault_of(source, b"a.tif#0,0,9,9").status == (Status.MISSING)

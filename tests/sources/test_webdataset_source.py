@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 from made_shards import write_shards, write_tar
+from read_faults import fault_of
 
 from featx.errors import ConfigError, DataError
 from featx.sources import open_source, tar_index, webdataset
@@ -49,12 +50,6 @@ def rows_of(listing: Listing) -> dict[bytes, str | None]:
 
 def contents(source: ShardSource) -> dict[bytes, bytes]:
     return {key: source.read(key) for key in source.listing().keys.tolist()}
-
-
-def fault_of(source: ShardSource, key: bytes) -> ImageFault:
-    with pytest.raises(ImageFault) as caught:
-        source.read(key)
-    return caught.value
 
 
 # What is listed

@@ -19,6 +19,8 @@ import featx
 from featx.store import LayerArray
 from featx.torch import BlockShuffleSampler, FeatureDataset
 
+pytest_plugins = ["written_store"]
+
 READING_PAGE = Path(__file__).resolve().parents[2] / "docs" / "reading.md"
 FAILED = [0, 5, 6, 7, 40, 63, 99]
 
@@ -27,11 +29,6 @@ FAILED = [0, 5, 6, 7, 40, 63, 99]
 def run() -> MadeRun:
     """100 rows in parts of 16; rows of a block of 8 that all failed are not among them."""
     return make_run(num_rows=100, part_rows=16, shapes={"flat": (3,)}, failed=FAILED)
-
-
-@pytest.fixture(scope="module", params=["parts", "packed"])
-def root(request: pytest.FixtureRequest, run: MadeRun, tmp_path_factory: pytest.TempPathFactory):
-    return run.write(tmp_path_factory.mktemp("store"), packed=request.param == "packed")
 
 
 def one_epoch(loader: DataLoader, run: MadeRun) -> list[int]:

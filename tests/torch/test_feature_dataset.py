@@ -16,15 +16,12 @@ from torch.utils.data import DataLoader
 from featx.errors import LayerError, StoreError
 from featx.torch import FeatureDataset
 
+pytest_plugins = ["written_store"]
+
 
 @pytest.fixture(scope="module")
 def run() -> MadeRun:
     return make_run(num_rows=29, part_rows=8, failed=[0, 2, 17, 28])
-
-
-@pytest.fixture(scope="module", params=["parts", "packed"])
-def root(request: pytest.FixtureRequest, run: MadeRun, tmp_path_factory: pytest.TempPathFactory):
-    return run.write(tmp_path_factory.mktemp("store"), packed=request.param == "packed")
 
 
 def ok_rows(run: MadeRun) -> np.ndarray:

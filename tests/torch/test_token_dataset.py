@@ -32,6 +32,8 @@ from featx.torch.token_pool import TokenPool
 from featx.torch.token_selection import TokenBlocks, TokenSelection
 from featx.types import TokenGeometry
 
+pytest_plugins = ["written_store"]
+
 pytestmark = pytest.mark.filterwarnings("ignore:a batch of")
 """Little memory mixes little, as the dataset says."""
 
@@ -50,11 +52,6 @@ def token_run(num_rows: int = 200, codec: str = "none", dtype: str = "float16") 
 @pytest.fixture(scope="module")
 def run() -> MadeRun:
     return token_run()
-
-
-@pytest.fixture(scope="module", params=["parts", "packed"])
-def root(request: pytest.FixtureRequest, run: MadeRun, tmp_path_factory: pytest.TempPathFactory):
-    return run.write(tmp_path_factory.mktemp("store"), packed=request.param == "packed")
 
 
 def dataset(root: Path, layer: str = "tokens", **arguments: Any) -> TokenDataset:

@@ -138,11 +138,11 @@ def _exit_code_of(node: Any, line: CommandLine, debug: bool) -> int:
             raise
         log_message(str(error), "error")
         if isinstance(error, StorageError):
-            log_message(_resume_command(line.typed))
+            log_message(resume_command(line.typed))
         return error.exit_code
 
 
-def _resume_command(arguments: Sequence[str]) -> str:
+def resume_command(arguments: Sequence[str]) -> str:
     """Return the command that resumes a failed run.
 
     Args:

@@ -20,7 +20,7 @@ import pytest
 from conftest import REPOSITORY
 from tiny_model import COMMAND
 
-from featx.__main__ import _resume_command
+from featx.__main__ import resume_command
 
 HERE = Path(__file__).parent
 
@@ -457,6 +457,6 @@ def test_the_wheel_carries_conf_and_images(tmp_path: Path) -> None:
 
 def test_the_command_that_resumes_deletes_nothing_and_can_be_pasted() -> None:
     given = ["data=folder", "data.root=my photos", "layers=[a,b]", "overwrite=true", "+overwrite=1"]
-    assert _resume_command(given) == (
+    assert resume_command(given) == (
         "python -m featx data=folder 'data.root=my photos' 'layers=[a,b]'"
     )

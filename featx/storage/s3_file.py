@@ -39,7 +39,7 @@ _GAP_BYTES = 64 << 10
 _RANGE_BYTES = 8 << 20
 """Ranges longer than this are split into concurrent requests."""
 
-_NUM_PREFETCHED_FILES = 2 * s3_client.CONNECTIONS
+NUM_PREFETCHED_FILES = 2 * s3_client.CONNECTIONS
 """Number of files to prefetch beyond the current one; each takes at most 2 MiB."""
 
 
@@ -217,7 +217,7 @@ def prefetch_files(paths: Sequence[Path]) -> Iterator[Callable[[], S3File] | Non
     try:
         for number in range(len(objects)):
             # The first file shows which blocks to fetch.
-            stop = number + (_NUM_PREFETCHED_FILES if number else 1)
+            stop = number + (NUM_PREFETCHED_FILES if number else 1)
             for path in objects[number + len(opening) : stop]:
                 opening.append(s3_client.threads(os.getpid()).submit(S3File, path, used))
             now = opening.popleft()

@@ -57,7 +57,7 @@ def bucket(arguments: argparse.Namespace) -> None:
     from featx.storage import parse_path, s3_client, s3_file
     from featx.store import StoreSession
 
-    ahead, request = s3_file._NUM_PREFETCHED_FILES, s3_client.request
+    ahead, request = s3_file.NUM_PREFETCHED_FILES, s3_client.request
     run, listing = make_run(arguments.parts * 64, (1280,), part_rows=64)
     with tempfile.TemporaryDirectory() as name, run_s3_server(Path(name) / "log"):
         root = parse_path(f"s3://{BUCKET}/run")
@@ -79,7 +79,7 @@ def bucket(arguments: argparse.Namespace) -> None:
             s3_client.request = counted_request
             seconds_of: dict[int, list[float]] = {1: [], ahead: []}
             for _ in range(arguments.runs):
-                for s3_file._NUM_PREFETCHED_FILES, seconds in seconds_of.items():
+                for s3_file.NUM_PREFETCHED_FILES, seconds in seconds_of.items():
                     operations.clear()
                     started_at = time.perf_counter()
                     with (session := StoreSession(root, run, listing)).hold():

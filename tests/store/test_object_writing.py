@@ -290,7 +290,7 @@ def test_no_more_is_fetched_than_is_soon_looked_at(monkeypatch: pytest.MonkeyPat
         assert opened is not None
         assert opened().pread(3, 0) == b"xxx"
         time.sleep(0.2)
-        assert len(counted.keys) <= 1 + number + s3_file._NUM_PREFETCHED_FILES
+        assert len(counted.keys) <= 1 + number + s3_file.NUM_PREFETCHED_FILES
     files.close()
     before = len(counted.keys)
     time.sleep(0.2)

@@ -141,8 +141,8 @@ def computed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[frozenset[str], int]
     seen: list[tuple[frozenset[str], int]] = []
     compute = feature_sink.compute_rows
 
-    def noted(prepared: Any, engine: Any, batch: Any) -> Any:
-        rows = compute(prepared, engine, batch)
+    def noted(context: Any, engine: Any, batch: Any) -> Any:
+        rows = compute(context, engine, batch)
         seen.append((frozenset(rows.features), batch.start))
         return rows
 

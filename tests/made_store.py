@@ -56,7 +56,7 @@ def make_listing(num_rows: int) -> Listing:
 
 @dataclass(frozen=True)
 class MadeRun:
-    """One run with all its rows; `features` holds what the engine would hand over.
+    """One run with all its rows; `features` holds what the engine would return.
 
     With `streamed` the rows of its parts go to the disk as they come, however small a part is.
     """

@@ -24,8 +24,9 @@ from tiny_engine import of_speed
 from tiny_model import COMMAND, KEYS, MODEL, extract, run_job, write_image
 
 import featx
-from featx.analysis.statistics import Statistics, target
+from featx.analysis.statistics import Statistics
 from featx.analysis.statistics.session import MomentsOfParts
+from featx.analysis.statistics.target import COMMIT_BYTES_PER_S, COMMIT_SHARE, StatsTarget
 from featx.config import from_keywords, from_omegaconf
 from featx.errors import ConfigError, NonFiniteError, StoreLockedError, StoreMismatchError
 from featx.pipeline import Interrupted
@@ -107,13 +108,13 @@ def test_equal_numpy_on_the_whole_matrix(
 
 
 def test_tokens_and_maps_with_channels_behind() -> None:
-    purpose = target.StatsTarget(config(stats={"observation": "position"}))
-    tokens = purpose._layer(make_spec("tokens", (50, 7)), (32, 32))
-    behind = purpose._layer(make_spec("map", (4, 4, 7)), (32, 32))
-    vector = purpose._layer(make_spec("vector", (7,)), (32, 32))
+    target = StatsTarget(config(stats={"observation": "position"}))
+    tokens = target._layer(make_spec("tokens", (50, 7)), (32, 32))
+    behind = target._layer(make_spec("map", (4, 4, 7)), (32, 32))
+    vector = target._layer(make_spec("vector", (7,)), (32, 32))
     assert [layer.positions for layer in (tokens, behind, vector)] == [50, 16, None]
     assert [layer.dim for layer in (tokens, behind, vector)] == [7, 7, 7]
-    assert purpose.axes == {"tokens": 2, "map": 3}
+    assert target.axes == {"tokens": 2, "map": 3}
 
 
 def config(**keys: Any) -> Any:
@@ -129,11 +130,11 @@ def test_a_part_is_longer_where_its_matrices_take_long_to_write() -> None:
                 crop = (32, 32)
 
     def seconds(dim: int, work_s: float = 1e6, **stats: str) -> float:
-        purpose = target.StatsTarget(config(stats=stats))
-        return purpose.part_limits(AnyEngine, [make_spec("a", (dim,))], work_s)[1]
+        target = StatsTarget(config(stats=stats))
+        return target.part_limits(AnyEngine, [make_spec("a", (dim,))], work_s)[1]
 
     assert seconds(2048) == seconds(4096) == 60
-    assert seconds(16384) == 8 * 16384**2 / target.COMMIT_BYTES_PER_S / target.COMMIT_SHARE
+    assert seconds(16384) == 8 * 16384**2 / COMMIT_BYTES_PER_S / COMMIT_SHARE
     assert seconds(100352, covariance="diagonal") == 60
     # A short run has parts for all of its workers.
     assert seconds(256, work_s=300) == 2

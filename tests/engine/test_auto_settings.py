@@ -44,10 +44,10 @@ def test_a_slow_pass_is_repeated_where_it_may_have_been_a_warm_up(
     engine: Any = Timed(device, first_s)
     monkeypatch.setattr(CLOCK, lambda: engine.now)
     config = from_omegaconf(from_keywords({"out": "store"}))
-    resolver = AutoSettings(config, engine, torch.zeros(4, 3, 2, 2, dtype=torch.uint8), 100, None)
-    resolver._time()
+    settings = AutoSettings(config, engine, torch.zeros(4, 3, 2, 2, dtype=torch.uint8), 100, None)
+    settings._time()
     assert engine.passes == passes
-    assert resolver.seconds_per_image == pytest.approx(seconds)
+    assert settings.seconds_per_image == pytest.approx(seconds)
 
 
 @pytest.mark.parametrize(("device", "batch_size", "images"), [("cpu", 64, 16), ("cuda", 64, 64)])
@@ -59,10 +59,10 @@ def test_a_gpu_is_timed_at_the_batch_size_of_the_run(
     sizes: list[int] = []
     engine.run = lambda batch: sizes.append(len(batch)) or {"layer": torch.zeros(len(batch), 1)}
     config = from_omegaconf(from_keywords({"out": "store"}))
-    resolver = AutoSettings(config, engine, torch.zeros(16, 3, 2, 2, dtype=torch.uint8), 100, None)
-    resolver._time()
+    settings = AutoSettings(config, engine, torch.zeros(16, 3, 2, 2, dtype=torch.uint8), 100, None)
+    settings._time()
     assert set(sizes) == {images}
-    assert (resolver.trial_rows is None) == (images != 16), "rows of the trial images only"
+    assert (settings.trial_rows is None) == (images != 16), "rows of the trial images only"
 
 
 class Compiled:
@@ -89,10 +89,10 @@ def compiled(compiled_s: float, value: float = 1.0, **keys: Any) -> tuple[AutoSe
     """What comes of compiling an engine."""
     engine: Any = Compiled(compiled_s, value)
     config = from_omegaconf(from_keywords({"out": "store", **keys}))
-    resolver = AutoSettings(config, engine, torch.zeros(4, 3, 2, 2, dtype=torch.uint8), 100, None)
-    resolver._time()
-    resolver._compile(engine.compute)
-    return resolver, engine
+    settings = AutoSettings(config, engine, torch.zeros(4, 3, 2, 2, dtype=torch.uint8), 100, None)
+    settings._time()
+    settings._compile(engine.compute)
+    return settings, engine
 
 
 @pytest.mark.parametrize(
@@ -107,18 +107,18 @@ def test_compile_auto_has_to_pay(
     compiled_s: float, keys: dict[str, Any], kept: bool, said: str | None
 ) -> None:
     value = 1.0001
-    resolver, engine = compiled(compiled_s, value, **keys)
+    settings, engine = compiled(compiled_s, value, **keys)
     assert engine.compute.compile is kept
-    assert resolver.choices.get("compile") == said
-    assert resolver.seconds_per_image == (compiled_s if kept else 1.0)
-    assert resolver.trial_rows is not None
-    assert resolver.trial_rows["layer"][0, 1] == (value if kept else 1.0), "the rows of the run"
+    assert settings.choices.get("compile") == said
+    assert settings.seconds_per_image == (compiled_s if kept else 1.0)
+    assert settings.trial_rows is not None
+    assert settings.trial_rows["layer"][0, 1] == (value if kept else 1.0), "the rows of the run"
 
 
 def test_other_values_are_not_kept_however_fast() -> None:
-    resolver, engine = compiled(0.1, value=-1.0)
+    settings, engine = compiled(0.1, value=-1.0)
     assert not engine.compute.compile
-    assert resolver.choices["compile"].startswith("false (cosine to eager is")
+    assert settings.choices["compile"].startswith("false (cosine to eager is")
     with pytest.raises(RunError, match="compile=true failed"):
         compiled(0.1, value=-1.0, compile=True)
 
@@ -145,16 +145,16 @@ def test_a_batch_without_room_is_refused_before_it_is_made(
     monkeypatch.setattr("featx.engine.auto_settings.free_memory", lambda: 1e8)
     config = from_omegaconf(from_keywords({"out": "store", "batch_size": size}))
     engine: Any = Large(device)
-    resolver = AutoSettings(config, engine, torch.zeros(0, 3, 100, 100), 100, None)
+    settings = AutoSettings(config, engine, torch.zeros(0, 3, 100, 100), 100, None)
     if not refused:
-        resolver._check_memory(size)
+        settings._check_memory(size)
         return
     with pytest.raises(
         ConfigError, match=r"batch_size=1000000 needs at least .* are free. batch"
     ) as raised:
-        resolver.resolve()
+        settings.resolve()
     fits = int(re.findall(r"batch_size=(\d+) fits", str(raised.value))[0])
-    resolver._check_memory(fits)
+    settings._check_memory(fits)
 
 
 @pytest.mark.parametrize(
@@ -165,5 +165,5 @@ def test_a_small_run_on_a_cpu_has_small_batches(device: str, rows: int, size: in
     """Else one thread computes the last batch and the others look on."""
     config = from_omegaconf(from_keywords({"out": "store"}))
     engine: Any = Timed(device, 0.1)
-    resolver = AutoSettings(config, engine, torch.zeros(4, 3, 2, 2, dtype=torch.uint8), rows, None)
-    assert resolver._batch_size() == size
+    settings = AutoSettings(config, engine, torch.zeros(4, 3, 2, 2, dtype=torch.uint8), rows, None)
+    assert settings._batch_size() == size

@@ -78,6 +78,20 @@ class ClampedNet(nn.Module):
         return self.clamp(self.layer(x))
 
 
+class SequenceFirst(nn.Module):
+    """(B, T, C) to (T, B, C), as PyTorch's transformers give by default."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.transpose(0, 1)
+
+
+class ZeroDivisionBetween(nn.Sequential):
+    """Two layers, with a division by zero between them that no layer owns."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self[1](self[0](x) / 0)
+
+
 class ConvBatchNorm(nn.Module):
     """conv -> bn, and another layer that reads the output of the convolution, if any does."""
 

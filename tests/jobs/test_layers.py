@@ -14,7 +14,7 @@ import pytest
 import torch
 from tiny_model import MODEL, write_image
 from torch import nn
-from zoo import TwoStageConvNet
+from zoo import SequenceFirst, TwoStageConvNet
 
 from featx import jobs
 from featx.base import print_result
@@ -38,7 +38,7 @@ class Odd(nn.Module):
         self.relu = nn.ReLU(inplace=True)
         self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
         self.aside = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-        self.first, self.swap, self.head = nn.Identity(), Swap(), nn.Linear(8, 4)
+        self.first, self.swap, self.head = nn.Identity(), SequenceFirst(), nn.Linear(8, 4)
         self.fail = fail
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -49,11 +49,6 @@ class Odd(nn.Module):
         if self.fail == "shape":
             x = x[..., :3]
         return self.head(self.swap(x).mean(0))
-
-
-class Swap(nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x.transpose(0, 1)
 
 
 ODD = {**MODEL, "name": "odd", "factory": "test_layers:odd"}
@@ -98,7 +93,7 @@ def test_shapes_by_hand(layers: Layers) -> None:
     rows = columns(layers(model=ODD))
     assert rows["attention[0]"][:2] == ["MultiheadAttention", "16x8"]
     assert rows["relu@1"] == rows["relu@2"]
-    assert rows["swap"][:3] == ["Swap", "2x8", "*"]
+    assert rows["swap"][:3] == ["SequenceFirst", "2x8", "*"]
     rows = columns(layers("all", model=ODD))
     assert rows["attention[0]"][2:4] == ["16x8", "+2"]
 

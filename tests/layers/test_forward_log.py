@@ -7,6 +7,7 @@ import re
 import pytest
 import torch
 from torch import nn
+from zoo import ZeroDivisionBetween
 
 from featx.errors import ModelError
 from featx.layers import log_forward
@@ -102,11 +103,7 @@ def test_values_that_are_not_finite_are_marked_and_the_first_is_reported() -> No
     marks = [line.partition(" ms")[2] for line in lines[1:]]
     assert marks == ["", "  3 NOT FINITE, the first", "  3 NOT FINITE", "  3 NOT FINITE"]
 
-    class Between(nn.Sequential):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self[1](self[0](x) / 0)
-
-    lines = watched(Between(nn.ReLU(), nn.ReLU()), torch.ones(1, 3))
+    lines = watched(ZeroDivisionBetween(nn.ReLU(), nn.ReLU()), torch.ones(1, 3))
     assert lines[2].endswith("  3 NOT FINITE, as some of its input")
 
 

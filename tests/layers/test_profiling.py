@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from zoo import ZeroDivisionBetween
 
 from featx.layers import first_nonfinite, profile, trace_forward
 from featx.layers.call_hooks import every_call
@@ -110,16 +111,11 @@ class Poison(nn.Module):
         return x + self.value
 
 
-class Between(nn.Sequential):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self[1](self[0](x) / 0)
-
-
 @pytest.mark.parametrize(
     ("model", "expected"),
     [
         (nn.Sequential(Poison(1), nn.Sequential(Poison(math.nan)), Poison(2)), (("1.0", 1), True)),
-        (Between(Poison(1), Poison(2)), (("1", 1), False)),
+        (ZeroDivisionBetween(Poison(1), Poison(2)), (("1", 1), False)),
         (nn.Sequential(Poison(1)), None),
     ],
 )

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import nn
+from zoo import SequenceFirst
 
 from featx.cli import table_rows
 from featx.config import PRESETS, ReduceConfig, model_options
@@ -29,13 +30,6 @@ class Attention(nn.Module):
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         y, weights = self.mha(x, x, x, need_weights=True)
         return y, weights
-
-
-class SequenceFirst(nn.Module):
-    """Gives (T, B, C), as PyTorch's transformers do by default."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x.transpose(0, 1)
 
 
 class Odd(nn.Module):

@@ -60,12 +60,12 @@ class RawBytes(Protocol):
         """Read bytes at an address."""
 
 
-def write_chunk_table(file: h5py.File, identity: str, num_runs: int, start: int) -> None:
+def write_chunk_table(file: h5py.File, fingerprint_sha256: str, num_runs: int, start: int) -> None:
     """Write /chunk_table as the last dataset of a file.
 
     Args:
         file: file open for writing, with all rows and their checksums.
-        identity: digest that the file carries as its fingerprint.
+        fingerprint_sha256: SHA-256 that the file carries as its fingerprint.
         num_runs: number of runs that the file holds; 1 for a part.
         start: first row of the file in the store.
     """
@@ -93,7 +93,12 @@ def write_chunk_table(file: h5py.File, identity: str, num_runs: int, start: int)
             }
         )
         tables.append(table)
-    header = {"fingerprint": identity, "num_runs": num_runs, "start": start, "datasets": about}
+    header = {
+        "fingerprint": fingerprint_sha256,
+        "num_runs": num_runs,
+        "start": start,
+        "datasets": about,
+    }
     text = json.dumps(header, separators=(",", ":")).encode()
     body = b"".join([len(text).to_bytes(8, "little"), text, *(table.tobytes() for table in tables)])
     head = MAGIC + len(body).to_bytes(8, "little") + zlib.crc32(body).to_bytes(8, "little")
@@ -174,7 +179,7 @@ class DamagedFile:
         file: h5py file, or None if HDF5 refuses the file.
 
     Attributes:
-        identity: digest that the file carries as its fingerprint, or None if unknown.
+        fingerprint_sha256: SHA-256 that the file carries as its fingerprint, or None if unknown.
         num_runs: number of runs that it holds.
         start: first row of the file in the store.
     """
@@ -183,11 +188,11 @@ class DamagedFile:
         self._raw = raw
         self._file = file
         self._entries: dict[str, DatasetEntry] = {}
-        self.identity: str | None = None
+        self.fingerprint_sha256: str | None = None
         self.num_runs, self.start = 1, 0
         if (header_and_entries := find_table(raw)) is not None:
             header, self._entries = header_and_entries
-            self.identity = str(header["fingerprint"])
+            self.fingerprint_sha256 = str(header["fingerprint"])
             self.num_runs, self.start = int(header["num_runs"]), int(header["start"])
 
     @classmethod
@@ -208,9 +213,9 @@ class DamagedFile:
             raw = open_raw(path)
             stack.callback(raw.close)
             damaged = cls(raw, file)
-            if damaged.identity is None and file is not None:
+            if damaged.fingerprint_sha256 is None and file is not None:
                 with contextlib.suppress(*layout.UNREADABLE):
-                    damaged.identity = str(file.attrs["fingerprint"])
+                    damaged.fingerprint_sha256 = str(file.attrs["fingerprint"])
                     damaged.start = int(file.attrs.get("start", 0))
                     damaged.num_runs = num_runs_of(file)
             yield damaged
@@ -364,14 +369,14 @@ def find_table(raw: RawBytes) -> tuple[dict[str, Any], dict[str, DatasetEntry]] 
 
 
 def read_column_by_table(
-    raw: RawBytes, path: str, identity: str, start: int
+    raw: RawBytes, path: str, fingerprint_sha256: str, start: int
 ) -> npt.NDArray[Any] | None:
     """Read a dataset of a file by its chunk table alone, a tenth of the time that HDF5 takes.
 
     Args:
         raw: file object for bytes.
         path: path of the dataset, which has no filters.
-        identity: fingerprint that the file must carry.
+        fingerprint_sha256: SHA-256 that the file must carry as its fingerprint.
         start: first row that the file must have in the store.
 
     Returns:
@@ -380,7 +385,7 @@ def read_column_by_table(
     """
     for header, body in _find_tables(raw):
         with contextlib.suppress(ValueError, LookupError, TypeError):
-            if header["fingerprint"] != identity or header["start"] != start:
+            if header["fingerprint"] != fingerprint_sha256 or header["start"] != start:
                 return None
             for about, first_chunk in _first_chunks(header):
                 if about["path"] == path and not about["filters"]:

@@ -31,14 +31,14 @@ class Segment:
         path: path of the file.
         start: first row in the store.
         stop: row after the last one.
-        identity: digest that the file must carry as its fingerprint.
+        fingerprint_sha256: SHA-256 that the file must carry as its fingerprint.
         layers: names of the datasets.
     """
 
     path: Path
     start: int
     stop: int
-    identity: str
+    fingerprint_sha256: str
     layers: frozenset[str]
 
 

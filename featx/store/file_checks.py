@@ -36,7 +36,7 @@ class ExpectedFile:
         start: first row in the store.
         stop: row after the last one.
         header: header of the run.
-        identity: digest that the file must carry as its fingerprint.
+        fingerprint_sha256: SHA-256 that the file must carry as its fingerprint.
         codec: codec of the run.
         specs: datasets of the file.
         part: index of the part, or None for features.h5.
@@ -47,7 +47,7 @@ class ExpectedFile:
     start: int
     stop: int
     header: StoreHeader
-    identity: str
+    fingerprint_sha256: str
     codec: str
     specs: tuple[LayerSpec, ...]
     part: int | None
@@ -87,7 +87,7 @@ def _check_attributes(
 ) -> None:
     """Check the root attributes; some identify the rows, the others only describe them."""
     wanted = layout.root_attributes(
-        expected.header, expected.identity, complete=expected.part is None
+        expected.header, expected.fingerprint_sha256, complete=expected.part is None
     )
     wanted["codec"] = expected.codec
     if expected.part is not None:

@@ -149,7 +149,10 @@ class LayerChunks:
             entry = None
             if (header_and_entries := find_table(raw)) is not None:
                 header, entries = header_and_entries
-                if header["fingerprint"] != segment.identity or header["start"] != segment.start:
+                if (
+                    header["fingerprint"] != segment.fingerprint_sha256
+                    or header["start"] != segment.start
+                ):
                     raise StoreError(
                         f"{segment.path} belongs to another run than {store.root} did when it was "
                         "opened."

@@ -163,7 +163,7 @@ class LayerReader:
         with self._handles.use(segment.path) as opened:
             if not opened.is_checked:
                 attrs = opened.file.attrs
-                if attrs.get("fingerprint") != segment.identity:
+                if attrs.get("fingerprint") != segment.fingerprint_sha256:
                     raise StoreError(
                         f"{segment.path} belongs to another run than {self._root} did when it was "
                         "opened."
@@ -185,7 +185,7 @@ class LayerReader:
 def _status_by_table(segment: Segment) -> npt.NDArray[np.uint8] | None:
     """Status of the rows of a file by its chunk table, or None if that does not tell."""
     with contextlib.closing(TailFile(segment.path)) as raw:
-        values = read_column_by_table(raw, layout.STATUS, segment.identity, segment.start)
+        values = read_column_by_table(raw, layout.STATUS, segment.fingerprint_sha256, segment.start)
     count = segment.stop - segment.start
     if values is None or values.shape != (count,) or values.dtype.kind != "u":
         return None

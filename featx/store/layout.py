@@ -198,17 +198,17 @@ def status_names() -> str:
     return json.dumps({int(s): s.label for s in Status})
 
 
-def root_attributes(header: StoreHeader, identity: str, complete: bool) -> dict[str, Any]:
+def root_attributes(header: StoreHeader, fingerprint_sha256: str, complete: bool) -> dict[str, Any]:
     """Root attributes of a part or of features.h5.
 
     Args:
         header: header of the run.
-        identity: SHA-256 of the fingerprint of the run; for features.h5, of all its runs.
+        fingerprint_sha256: SHA-256 of the fingerprint of the run; for features.h5, of all its runs.
         complete: whether the file holds every row.
     """
     return {
         "featx_format": FORMAT_PLAIN,
-        "fingerprint": identity,
+        "fingerprint": fingerprint_sha256,
         "config": header.config,
         "model": header.model,
         "weights": header.weights,

@@ -203,10 +203,12 @@ class Manifest:
             return self.runs[0].digest
         return digest({"runs": [run.digest for run in self.runs[:num_runs]]})
 
-    def num_runs_of(self, identity: str) -> int | None:
-        """Number of runs after which the store had this digest, or None if it never had."""
+    def num_runs_of(self, fingerprint_sha256: str) -> int | None:
+        """Number of runs after which the store had this SHA-256, or None if it never had."""
         counts = range(1, len(self.runs) + 1)
-        return next((count for count in counts if self.digest_of(count) == identity), None)
+        return next(
+            (count for count in counts if self.digest_of(count) == fingerprint_sha256), None
+        )
 
     @property
     def listing_identity(self) -> str | None:

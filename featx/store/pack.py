@@ -181,14 +181,14 @@ class _SourceFile:
         path: path of the file.
         start: first row in the store.
         stop: row after the last one.
-        identity: digest that the file must carry as its fingerprint.
+        fingerprint_sha256: SHA-256 that the file must carry as its fingerprint.
         part: part that the file holds, or None for features.h5.
     """
 
     path: Path
     start: int
     stop: int
-    identity: str
+    fingerprint_sha256: str
     part: Part | None = None
 
 
@@ -273,13 +273,13 @@ def _source_files(root: Path, manifest: Manifest) -> list[_SourceFile]:
     if packed.exists():
         try:
             with open_hdf5(packed) as file:
-                num_packed, identity = num_runs_of(file), file.attrs["fingerprint"]
+                num_packed, fingerprint_sha256 = num_runs_of(file), file.attrs["fingerprint"]
         except (*layout.UNREADABLE, StoreError) as error:
             raise StoreError(
                 f"{packed}: {damage_text(packed, error)}. job=verify verify.repair=true moves it "
                 "to quarantine/ and rebuilds it."
             ) from error
-        if len(manifest.runs) < num_packed or identity != manifest.digest_of(num_packed):
+        if len(manifest.runs) < num_packed or fingerprint_sha256 != manifest.digest_of(num_packed):
             raise StoreError(
                 f"{packed} belongs to another run. Move it away and give the same command again."
             )
@@ -399,7 +399,7 @@ class _PackWriter:
 
     def _copy_source(self, file: h5py.File, source: _SourceFile) -> None:
         """Copy the rows of one file to their positions."""
-        if file.attrs["fingerprint"] != source.identity:
+        if file.attrs["fingerprint"] != source.fingerprint_sha256:
             raise StoreError(f"{source.path} belongs to another run.")
         rows = slice(source.start, source.stop)
         num_rows = source.stop - source.start

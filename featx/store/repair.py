@@ -138,7 +138,9 @@ def unpack_good_rows(
     disk.make_folder(disk.root / layout.PARTS)
     with contextlib.suppress(IsADirectoryError), _open_damaged(packed) as file:
         runs = manifest.runs[: file.num_runs]
-        if len(runs) < file.num_runs or file.identity != manifest.digest_of(file.num_runs):
+        if len(runs) < file.num_runs or file.fingerprint_sha256 != manifest.digest_of(
+            file.num_runs
+        ):
             return
         failures = file.failures()
         for run in runs:
@@ -208,7 +210,7 @@ def _rebuilt_files(
     """Build the files with the good rows of a damaged part or piece; yields rows and content."""
     run = manifest.run_of(part)
     with contextlib.suppress(IsADirectoryError), _open_damaged(path) as file:
-        if file.identity == run.digest and file.start == part.start:
+        if file.fingerprint_sha256 == run.digest and file.start == part.start:
             yield from _good_files(file, manifest, run, part, listing, file.failures())
 
 

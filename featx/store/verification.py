@@ -113,9 +113,9 @@ def _manifest_of_folder(root: Path, report: DamageReport) -> Manifest | None:
 def _check_listing(root: Path, manifest: Manifest, report: DamageReport) -> Listing | None:
     """Check samples.h5; return the listing that the runs were made with, or None if it is lost."""
     path = root / layout.LISTING
-    identity = manifest.listing_identity
-    listing = read_listing(root, manifest.num_rows, identity)
-    is_foreign = listing is None or identity not in (None, listing_identity(listing))
+    recorded = manifest.listing_identity
+    listing = read_listing(root, manifest.num_rows, recorded)
+    is_foreign = listing is None or recorded not in (None, listing_identity(listing))
     if not path.exists():
         report.damages.append(Damage(path, "it is missing"))
     elif listing is None:
@@ -181,7 +181,7 @@ def _expected_packed(manifest: Manifest, num_runs: int) -> ExpectedFile:
         start=0,
         stop=max(run.grid.stop_row for run in runs),
         header=runs[0].header,
-        identity=manifest.digest_of(num_runs),
+        fingerprint_sha256=manifest.digest_of(num_runs),
         codec=runs[0].codec,
         specs=tuple({s.name: s for run in reversed(runs) for s in run.layers}.values()),
         part=None,
@@ -196,7 +196,7 @@ def _expected_part(run: Run, part: Part) -> ExpectedFile:
         start=part.start,
         stop=part.stop,
         header=run.header,
-        identity=run.digest,
+        fingerprint_sha256=run.digest,
         codec=run.codec,
         specs=run.layers,
         part=part.index,

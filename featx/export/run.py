@@ -173,7 +173,7 @@ def _was_overwriting(path: Path, fingerprint: dict[str, Any]) -> bool:
         return False
     record = _read(path)
     was_started = record.get("overwrite") is True and record.get("complete") is False
-    return was_started and not differences(record["identity"], fingerprint)
+    return was_started and not differences(record["fingerprint"], fingerprint)
 
 
 class _Record:
@@ -219,7 +219,7 @@ class _Record:
             StoreMismatchError: it describes an export of something else.
         """
         record = _read(self._path)
-        changed = differences(record["identity"], self._fingerprint)
+        changed = differences(record["fingerprint"], self._fingerprint)
         if changed:
             lines = [f"  {key}: {_shorten(old)}, now {_shorten(new)}" for key, old, new in changed]
             raise StoreMismatchError(
@@ -254,7 +254,7 @@ class _Record:
         record = {
             "complete": complete,
             "overwrite": self._overwrite,
-            "identity": self._fingerprint,
+            "fingerprint": self._fingerprint,
             "planned": [file.name for file in self._files],
             "whole": self.sizes,
             "about": self._about,
@@ -271,7 +271,7 @@ def _read(path: Path) -> dict[str, Any]:
     """
     try:
         record: dict[str, Any] = json.loads(path.read_bytes())
-        has_entries = isinstance(record["identity"], dict) and isinstance(record["whole"], dict)
+        has_entries = isinstance(record["fingerprint"], dict) and isinstance(record["whole"], dict)
         if not has_entries or not isinstance(record["planned"], list):
             raise ValueError("it has other entries")
     except (OSError, ValueError, LookupError, TypeError) as error:

@@ -186,7 +186,7 @@ def clip_retrieval(out: Path) -> Table:
     assert [len(array) for array in arrays] == [len(table) for table in tables]
     assert all(array.dtype == np.float16 for array in arrays)
     table = pd.concat(tables)
-    (layer,) = json.loads((out / "_export.json").read_text())["identity"]["layers"]
+    (layer,) = json.loads((out / "_export.json").read_text())["fingerprint"]["layers"]
     return _listed(
         {layer: np.concatenate(arrays)},
         table["image_path"].tolist(),
@@ -231,7 +231,7 @@ def hloc(out: Path) -> Table:
 def thingsvision(out: Path) -> Table:
     names = (out / "file_names.txt").read_text("utf-8").split("\n")
     assert names.pop() == ""
-    layers = list(json.loads((out / "_export.json").read_text())["identity"]["layers"])
+    layers = list(json.loads((out / "_export.json").read_text())["fingerprint"]["layers"])
     folders = [out] if len(layers) == 1 else [out / name for name in layers]
     rows = [np.load(folder / "features.npy") for folder in folders]
     return _listed(dict(zip(layers, rows, strict=True)), names)

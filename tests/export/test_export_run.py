@@ -206,7 +206,7 @@ def test_a_folder_that_is_no_export_is_refused_and_left_alone(store: Path) -> No
 
 
 @pytest.mark.parametrize(
-    "text", ["", "[]", "{}", '{"identity": {}, "whole": [], "planned": []}', "\0"]
+    "text", ["", "[]", "{}", '{"fingerprint": {}, "whole": [], "planned": []}', "\0"]
 )
 def test_a_record_that_cannot_be_read_is_no_licence_to_delete(store: Path, text: str) -> None:
     export()

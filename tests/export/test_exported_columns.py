@@ -202,7 +202,7 @@ def test_an_export_of_other_columns_is_refused() -> None:
     export("zarr")
     record = Path("out/_export.json")
     found = json.loads(record.read_text())
-    del found["identity"]["sha256 of columns"]
+    del found["fingerprint"]["sha256 of columns"]
     record.write_text(json.dumps(found))
     with pytest.raises(StoreMismatchError, match="sha256 of columns"):
         export("zarr")

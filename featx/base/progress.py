@@ -155,7 +155,7 @@ class Progress:
                 total=now.total,
                 failures=now.failures,
                 images_per_second=round(now.images_per_second, 3),
-                bound_by=stage,
+                bottleneck=stage,
             )
             print(line, file=sys.stderr, flush=True)
             return

@@ -92,7 +92,7 @@ def decoding(settings: Settings) -> Mapping[str, Any]:
     return {
         "rows": rows,
         "goals": {
-            "one process hands over 15,000 images/s": empty.images_per_second >= 15_000,
+            "one process delivers 15,000 images/s": empty.images_per_second >= 15_000,
             "the chosen share is within 10 % of the best": (
                 tried[chosen.device_share] >= 0.9 * best
             ),

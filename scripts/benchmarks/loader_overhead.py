@@ -1,4 +1,4 @@
-"""Images per second that the loader gives, without decoding and with it."""
+"""Images per second that the loader delivers, without decoding and with it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class LoaderRate:
     """Speed of the loader.
 
     Attributes:
-        images_per_second: images of the loader per second, by all threads.
+        images_per_second: images delivered per second, by all threads.
         microseconds: processor time per image, of all threads.
     """
 

@@ -98,21 +98,21 @@ class GzipWindow:
             the bytes, empty at the end. Bytes before damaged data are returned; the next call
             raises.
         """
-        pieces: list[bytes] = []
+        chunks: list[bytes] = []
         size = 0
         while size < _BLOCK and self._damage is None:
             try:
-                piece = self._file.read1(_BLOCK)
+                chunk = self._file.read1(_BLOCK)
             except DAMAGE as error:
                 self._damage = error
                 break
-            if not piece:
+            if not chunk:
                 break
-            pieces.append(piece)
-            size += len(piece)
-        if not pieces and self._damage is not None:
+            chunks.append(chunk)
+            size += len(chunk)
+        if not chunks and self._damage is not None:
             raise self._damage
-        return b"".join(pieces)
+        return b"".join(chunks)
 
     def _begin(self) -> None:
         """Start decompression at the beginning of the file."""
@@ -130,15 +130,15 @@ class GzipWindow:
 
     def _copy(self, offset: int, length: int) -> bytes:
         """Copy bytes out of the window."""
-        pieces, start = [], self._start
+        slices, start = [], self._start
         for block in self._blocks:
-            piece = block[max(0, offset - start) : max(0, offset + length - start)]
-            if piece:
-                pieces.append(piece)
+            overlap = block[max(0, offset - start) : max(0, offset + length - start)]
+            if overlap:
+                slices.append(overlap)
             start += len(block)
             if start >= offset + length:
                 break
-        return b"".join(pieces)
+        return b"".join(slices)
 
 
 class _Raw(io.RawIOBase):

@@ -49,13 +49,13 @@ def expand_braces(pattern: str) -> list[str]:
     Raises:
         DataError: a range runs backwards, or the pattern gives more than `_MAX_NAMES` names.
     """
-    pieces: list[list[str]] = []
+    alternatives: list[list[str]] = []
     end = 0
     for match in _RANGE.finditer(pattern):
-        pieces.append([pattern[end : match.start()]])
+        alternatives.append([pattern[end : match.start()]])
         end = match.end()
         if match[3] is not None:
-            pieces.append(match[3].split(","))
+            alternatives.append(match[3].split(","))
             continue
         first, last = int(match[1]), int(match[2])
         if not first <= last < first + _MAX_NAMES:
@@ -63,11 +63,11 @@ def expand_braces(pattern: str) -> list[str]:
                 f"data.root={pattern}: {match[0]} is no range of up to {_MAX_NAMES} names."
             )
         width = len(match[1])
-        pieces.append([f"{number:0{width}d}" for number in range(first, last + 1)])
-    pieces.append([pattern[end:]])
+        alternatives.append([f"{number:0{width}d}" for number in range(first, last + 1)])
+    alternatives.append([pattern[end:]])
     total = 1
-    for piece in pieces:
-        total *= len(piece)
+    for texts in alternatives:
+        total *= len(texts)
     if total > _MAX_NAMES:
         raise DataError(f"data.root={pattern} stands for {total} names, over {_MAX_NAMES}.")
-    return ["".join(parts) for parts in itertools.product(*pieces)]
+    return ["".join(parts) for parts in itertools.product(*alternatives)]

@@ -142,15 +142,15 @@ class TableSource:
             raise DataError(f"{self._origin}: {column} is the column of paths and of labels.")
         holds_images = table.is_parquet and not _is_text(table.parts, column)
         if holds_images:
-            pieces = [
+            keys_of_files = [
                 _behind(name, self._keys_of_images(part, column))
                 for (name, _), part in zip(tables, table.parts, strict=True)
                 if isinstance(part, Parquet)
             ]
         else:
-            columns = zip(files, table.pieces(column), strict=True)
-            pieces = [self._paths(file, paths) for file, paths in columns]
-        keys = np.concatenate(pieces)
+            columns = zip(files, table.columns(column), strict=True)
+            keys_of_files = [self._paths(file, paths) for file, paths in columns]
+        keys = np.concatenate(keys_of_files)
         if not len(keys):
             raise DataError(f"{self._origin} has no rows.")
         labels, classes = self._labels(table, label_column, len(keys))

@@ -83,14 +83,14 @@ def column_values(column: Any, origin: str) -> npt.NDArray[Any]:
 
 def text_bytes(column: Any) -> npt.NDArray[np.bytes_]:
     """Convert a column of text to (N,) fixed-length bytes, `_BATCH_ROWS` rows at a time."""
-    pieces = [
+    batches = [
         np.array([text.encode() for text in batch.to_pylist()], dtype=np.bytes_)
         for chunk in column.chunks
         for batch in (
             chunk.slice(start, _BATCH_ROWS) for start in range(0, len(chunk), _BATCH_ROWS)
         )
     ]
-    return np.concatenate(pieces) if pieces else np.empty(0, dtype="S1")
+    return np.concatenate(batches) if batches else np.empty(0, dtype="S1")
 
 
 def is_missing_mark(text: Any) -> Any:

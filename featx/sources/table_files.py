@@ -187,7 +187,7 @@ class Table:
                     f"{', '.join(part.names)}."
                 )
 
-    def pieces(self, name: str) -> list[Any]:
+    def columns(self, name: str) -> list[Any]:
         """Read a column of every file; columns of CSV files are text.
 
         Returns:
@@ -279,12 +279,12 @@ class Table:
         """
         import pyarrow as pa
 
-        pieces = self.pieces(name)
+        columns = self.columns(name)
         try:
-            tables = [pa.table({name: piece}) for piece in pieces]
+            tables = [pa.table({name: column}) for column in columns]
             return pa.concat_tables(tables, promote_options="permissive")[name]
         except pa.ArrowException as error:
-            kinds = sorted({str(piece.type) for piece in pieces})
+            kinds = sorted({str(column.type) for column in columns})
             raise DataError(
                 f"{self._origin}: column {name} is {' and '.join(kinds)}, not the same in all "
                 "files."

@@ -136,11 +136,11 @@ def _local_shard(name: bytes, path: str) -> Shard:
             now = os.fstat(descriptor)
             if (now.st_size, now.st_mtime_ns) != state:
                 raise OSError(errno.ESTALE, "the shard was changed while it was in use", path)
-            pieces = []
-            while length > 0 and (piece := os.pread(descriptor, length, offset)):
-                pieces.append(piece)
-                offset, length = offset + len(piece), length - len(piece)
-            return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+            chunks = []
+            while length > 0 and (chunk := os.pread(descriptor, length, offset)):
+                chunks.append(chunk)
+                offset, length = offset + len(chunk), length - len(chunk)
+            return chunks[0] if len(chunks) == 1 else b"".join(chunks)
         finally:
             os.close(descriptor)
 

@@ -81,29 +81,29 @@ class WebDataset(ShardedFormat):
     def _mean_bytes(self) -> float:
         """Return the mean size of a few evenly spaced images; reading all would take too long."""
         n = len(self.selection)
-        places = np.unique(np.linspace(0, n - 1, min(n, _SAMPLED)).astype(np.int64))
-        sizes = [len(self._encoded_image(place) or b"") for place in places.tolist()]
+        positions = np.unique(np.linspace(0, n - 1, min(n, _SAMPLED)).astype(np.int64))
+        sizes = [len(self._encoded_image(position) or b"") for position in positions.tolist()]
         return float(np.mean(sizes)) if sizes else 0.0
 
-    def _encoded_image(self, place: int) -> bytes | None:
+    def _encoded_image(self, position: int) -> bytes | None:
         """Return the encoded image of a row, or None if the row failed and has no readable image.
 
         Raises:
             DataError: the image of a row that did not fail is missing or has changed.
         """
-        key = bytes(self.selection.keys[place])
+        key = bytes(self.selection.keys[position])
         try:
             encoded = self._source.read(key)
         except (ImageFault, OSError) as error:
-            failed = self.selection.status[place] != Status.OK
+            failed = self.selection.status[position] != Status.OK
             if failed and isinstance(error, ImageFault):
                 return None
             raise DataError(
                 f"{os.fsdecode(key)} is a row of the store, and its image cannot be read now: "
                 f"{error}. If the images are in another folder, give data=folder data.root=DIR."
             ) from error
-        computed_from = self.selection.image_checksums[place]
-        ok = self.selection.status[place] == Status.OK
+        computed_from = self.selection.image_checksums[position]
+        ok = self.selection.status[position] == Status.OK
         if ok and computed_from not in (UNKNOWN_IMAGE, NO_IMAGE, image_checksum(encoded)):
             raise DataError(
                 f"{os.fsdecode(key)} has changed since its row was computed: the shards would hold "
@@ -122,25 +122,25 @@ class WebDataset(ShardedFormat):
                     name: _as_json_values(column[first:last])
                     for name, column in selection.columns.items()
                 }
-                for place in range(first, last):
-                    row = int(selection.rows[place])
-                    key = os.fsdecode(bytes(selection.keys[place]))
-                    label = int(selection.labels[place])
-                    if (encoded := self._encoded_image(place)) is not None:
+                for position in range(first, last):
+                    row = int(selection.rows[position])
+                    key = os.fsdecode(bytes(selection.keys[position]))
+                    label = int(selection.labels[position])
+                    if (encoded := self._encoded_image(position)) is not None:
                         _add(tar, f"{row:09d}{_ending(key)}", encoded)
                     for name, layer_values in values.items():
-                        _add(tar, f"{row:09d}.{name}.npy", _as_npy(layer_values[place - first]))
+                        _add(tar, f"{row:09d}.{name}.npy", _as_npy(layer_values[position - first]))
                     _add(tar, f"{row:09d}.cls", str(label).encode())
                     about = {
                         "key": as_utf8(key),
                         "row": row,
                         "label": label,
-                        "class": classes[place - first],
-                        "status": int(selection.status[place]),
+                        "class": classes[position - first],
+                        "status": int(selection.status[position]),
                     }
                     if columns:
                         about["columns"] = {
-                            name: column[place - first] for name, column in columns.items()
+                            name: column[position - first] for name, column in columns.items()
                         }
                     _add(tar, f"{row:09d}.json", json.dumps(about).encode())
 

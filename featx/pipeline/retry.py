@@ -91,10 +91,10 @@ class RetrySink:
         """Keep the requested rows of a batch; return the failures among them."""
         rows = computed()
         for row in self._rows.intersection(range(batch.start, batch.start + batch.count)):
-            place = row - batch.start
-            self._features[row] = {name: values[place] for name, values in rows.features.items()}
+            position = row - batch.start
+            self._features[row] = {name: values[position] for name, values in rows.features.items()}
             if rows.checksums is not None:
-                self._checksums[row] = rows.checksums[place]
+                self._checksums[row] = rows.checksums[position]
         failed = [failure for failure in rows.failures if failure.row in self._rows]
         self._failures += failed
         return failed

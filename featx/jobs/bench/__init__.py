@@ -83,18 +83,18 @@ def _measure(config: Config, config_yaml: str, folder: Path) -> dict[str, Any]:
     for number in range(config.bench.runs):
         log_message(f"round {number + 1} of {config.bench.runs}")
         for name in runs:
-            place = folder / f"{number}-{len(first_stores)}"
-            place.mkdir()
+            run_folder = folder / f"{number}-{len(first_stores)}"
+            run_folder.mkdir()
             if name == SCRIPT:
-                measurement = contenders.in_new_process(contenders.run_tutorial, config, place)
+                measurement = contenders.in_new_process(contenders.run_tutorial, config, run_folder)
             else:
                 measurement = contenders.in_new_process(
-                    contenders.run_featx, variants[name], config_yaml, place
+                    contenders.run_featx, variants[name], config_yaml, run_folder
                 )
             runs[name].append(measurement)
             if name in first_stores:
-                shutil.rmtree(place)
-            first_stores.setdefault(name, place)
+                shutil.rmtree(run_folder)
+            first_stores.setdefault(name, run_folder)
     out = str(folder / "stages")
     stages = contenders.in_new_process(
         contenders.stages_alone, replace(config, out=out), config_yaml

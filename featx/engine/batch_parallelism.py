@@ -162,7 +162,7 @@ def _decide_on_cpu(
     """
     # Threads whose freed memory is not kept ask the kernel for it in every layer, so there one
     # batch at a time has all CPUs.
-    if not engine.replicable or not is_kept_in_threads():
+    if not engine.can_be_replicated or not is_kept_in_threads():
         room = 1
     default_threads = -(-cpus // min(room, USUAL_REPLICAS))
     if trial is not None and room > 1:
@@ -219,7 +219,7 @@ class _SpeedTrial:
     """Parallel batches of an engine, timed.
 
     Args:
-        engine: engine after `configure_compute` that is replicable.
+        engine: engine after `configure_compute` that can be replicated.
         cpus: number of CPUs that compute.
         batch: (B, 3, H, W) images.
     """
@@ -262,7 +262,7 @@ def _decide_on_device(
     batch = make_batch(engine.compute.batch_size)
     if not _has_room(engine, batch):
         return BatchParallelism(None, 1, False, {"streams": _NO_ROOM})
-    if not engine.replicable:
+    if not engine.can_be_replicated:
         return BatchParallelism(None, 1, True, {"streams": "1"})
     try:
         are_equal = replicas_agree(engine, batch, CUDA_STREAMS)
@@ -302,7 +302,7 @@ def replicas_agree(engine: Engine, batch: torch.Tensor, count: int) -> bool:
     """Whether replicas that compute at the same time give the same bits as the engine alone.
 
     Args:
-        engine: engine after `configure_compute` that is replicable.
+        engine: engine after `configure_compute` that can be replicated.
         batch: (B, 3, H, W) images; each replica gets them in another order.
         count: number of replicas.
     """

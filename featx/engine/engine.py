@@ -265,7 +265,7 @@ class Engine(DeviceModel):
         return self._captures.follows_data
 
     @property
-    def replicable(self) -> bool:
+    def can_be_replicated(self) -> bool:
         """Whether `replicas` may be called: a forward pass is the same in any thread."""
         is_plain = all(
             point.capture in ("input", "output") and not point.operation
@@ -287,7 +287,7 @@ class Engine(DeviceModel):
         Yields:
             The replicas. Each may be used by one thread at a time.
         """
-        require(self.replicable, "an engine that cannot be replicated is replicated")
+        require(self.can_be_replicated, "an engine that cannot be replicated is replicated")
         synchronise(self.device)  # other streams do not wait for copies of weights
         # From now on several threads call the module. The hooks of each engine see only the pass of
         # its own thread, and those of this engine see none.

@@ -45,7 +45,7 @@ def test_half_of_what_is_free_is_left(
 
 
 @pytest.mark.parametrize(
-    ("cpus", "room", "replicable", "kept", "threads", "replicas"),
+    ("cpus", "room", "can_be_replicated", "kept", "threads", "replicas"),
     [
         (1, 4, True, True, 1, 1),
         (2, 4, True, True, 1, 2),
@@ -57,11 +57,11 @@ def test_half_of_what_is_free_is_left(
     ],
 )
 def test_threads_of_a_batch_and_batches_at_once(
-    monkeypatch: pytest.MonkeyPatch, cpus: int, room: int, replicable: bool, kept: bool,
+    monkeypatch: pytest.MonkeyPatch, cpus: int, room: int, can_be_replicated: bool, kept: bool,
     threads: int, replicas: int,
 ) -> None:  # fmt: skip
     monkeypatch.setattr("featx.engine.batch_parallelism.is_kept_in_threads", lambda: kept)
-    engine = types.SimpleNamespace(replicable=replicable)
+    engine = types.SimpleNamespace(can_be_replicated=can_be_replicated)
     found = _decide_on_cpu(cpus, engine, room, None)
     parallel = f", and {replicas} parallel batches" if replicas > 1 else ""
     assert found == BatchParallelism(
@@ -171,7 +171,9 @@ def test_only_a_long_run_is_timed(
     monkeypatch.setattr(_SpeedTrial, "images_per_second", measure)
     monkeypatch.setattr("featx.engine.batch_parallelism.is_kept_in_threads", lambda: True)
     monkeypatch.setattr("featx.engine.batch_parallelism.free_memory", lambda: 100 * GIB)
-    engine: Any = types.SimpleNamespace(replicable=True, compute=Compute("fp32", False, False, 32))
+    engine: Any = types.SimpleNamespace(
+        can_be_replicated=True, compute=Compute("fp32", False, False, 32)
+    )
     found = batch_parallelism.decide(engine, 16, None, 0, lambda size: noise(1), num_rows)
     assert (found.threads, found.replicas) == ((2, 8) if is_timed else (4, 4))
     assert bool(measured) == is_timed
@@ -185,7 +187,7 @@ def test_a_store_keeps_its_threads(
     monkeypatch: pytest.MonkeyPatch, cpus: int, stored: int, replicas: int, here: int | None
 ) -> None:
     monkeypatch.setattr("featx.engine.batch_parallelism.is_kept_in_threads", lambda: True)
-    engine = types.SimpleNamespace(replicable=True)
+    engine = types.SimpleNamespace(can_be_replicated=True)
     resume_state: Any = types.SimpleNamespace(resolved={"threads": stored}, what="the store was")
     found = _decide_on_cpu(cpus, engine, 4, resume_state)
     assert (found.threads, found.replicas) == (stored, replicas)
@@ -264,7 +266,7 @@ class Cuda:
 
     def __init__(self, patch: pytest.MonkeyPatch, free: float, host: float | None = None) -> None:
         self.backbone = types.SimpleNamespace(reentrant=True)
-        self.replicable = True
+        self.can_be_replicated = True
         self.same: bool | Exception = True
         self.emptied = 0
         for name, value in {
@@ -312,7 +314,7 @@ def test_two_batches_where_there_is_memory_for_them(
     ("change", "expected"),
     [
         ({"backbone": types.SimpleNamespace(reentrant=False)}, (1, False, "1")),
-        ({"replicable": False}, (1, True, "1")),  # compiled, or gradients are taken
+        ({"can_be_replicated": False}, (1, True, "1")),  # compiled, or gradients are taken
         ({"same": False}, (1, True, OTHER_BITS)),
         ({"same": torch.OutOfMemoryError("full")}, (1, False, NO_ROOM.replace("does", "did"))),
     ],

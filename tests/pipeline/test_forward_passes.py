@@ -212,7 +212,7 @@ def test_replicas_compute_what_the_engine_computes(
     inputs = [9 * noise(seed=seed) for seed in range(40)]
     with bound(backbone, *layers) as engine:
         expected = [digests_of(engine, x) for x in inputs]
-        assert engine.replicable
+        assert engine.can_be_replicated
         assert run_in_parallel(engine, inputs) == expected
         # Afterwards it is as before, and no hook is left of the replicas.
         assert [digests_of(engine, x) for x in inputs[:2]] == expected[:2]
@@ -278,15 +278,15 @@ def test_a_thread_may_go_from_one_replica_to_another(order: tuple[int, int]) -> 
 def test_what_replicas_are_not_for() -> None:
     backbone = backbone_of(ResidualConvNet())
     with bound(backbone, "fc") as engine:
-        assert not engine.replicable  # a user's own module may keep things
+        assert not engine.can_be_replicated  # a user's own module may keep things
     backbone.reentrant = True
     with bound(backbone, "fc") as engine:
-        assert engine.replicable
+        assert engine.can_be_replicated
         engine.compute = Compute("fp32", True, False, 4)
-        assert not engine.replicable
+        assert not engine.can_be_replicated
     for layer in ("fc:grad_output", "add"):
         with bound(backbone, layer) as engine:
-            assert not engine.replicable
+            assert not engine.can_be_replicated
 
 
 SMALL = ["torchvision/resnet18", "timm/vit_tiny_patch16_224", "timm/mobilenetv3_small_050"]
@@ -330,7 +330,7 @@ def test_models_of_the_libraries_may_be_passed_at_once(name: str) -> None:
             side = backbone.preprocess.crop[0]
             inputs = [noise(2, side, seed) for seed in range(6)]
             expected = [digests_of(engine, x) for x in inputs]
-            assert engine.replicable
+            assert engine.can_be_replicated
             assert run_in_parallel(engine, inputs) == expected
     finally:
         torch.set_num_threads(before)

@@ -89,7 +89,7 @@ class Attributor(Engine):
     """
 
     uses_fp32_only = True
-    replicable = False
+    can_be_replicated = False
 
     def __init__(
         self,

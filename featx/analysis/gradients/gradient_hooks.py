@@ -31,13 +31,13 @@ class Edge:
     handle: Any = None
 
     @property
-    def alive(self) -> bool:
+    def may_have_gradient(self) -> bool:
         """Whether a gradient came or may still come, because the graph of the tensor exists."""
         # The handle refers weakly to the hooks of the tensor, which exist as long as its graph.
         return bool(self.norms) or self.handle.hooks_dict_ref() is not None
 
     @property
-    def bad(self) -> bool:
+    def is_nonfinite(self) -> bool:
         """Whether the norm is NaN or infinite."""
         return self.norm is not None and not math.isfinite(self.norm)
 
@@ -136,15 +136,23 @@ class GradientHooks:
         """
         # A module that is called several times may, in one of its calls, only have passed on a
         # non-finite gradient that it was given.
-        passed_on = {call.layer for call in self._calls if any(e.bad for e in call.outputs)}
+        passed_on = {
+            call.layer for call in self._calls if any(e.is_nonfinite for e in call.outputs)
+        }
         own_modules = set(bad_modules) - passed_on
-        bad = [c for c in self._calls if c.layer in own_modules or any(e.bad for e in c.edges)]
+        bad = [
+            c for c in self._calls if c.layer in own_modules or any(e.is_nonfinite for e in c.edges)
+        ]
         bad_starts = sorted(call.start for call in bad)
         sources = []
         for call in self._calls:
             edges = [edge for edge in call.outputs if edge.norm is not None]
-            has_bad = call.layer in own_modules or any(e.bad for e in call.inputs)
-            if edges and not any(e.bad for e in edges) and (has_bad or _holds(call, bad_starts)):
+            has_bad = call.layer in own_modules or any(e.is_nonfinite for e in call.inputs)
+            if (
+                edges
+                and not any(e.is_nonfinite for e in edges)
+                and (has_bad or _holds(call, bad_starts))
+            ):
                 sources.append(call)
         source_starts = sorted(call.start for call in sources)
         return list(dict.fromkeys(c.layer for c in sources if not _holds(c, source_starts)))
@@ -153,7 +161,7 @@ class GradientHooks:
         """Return the non-finite norms at the inputs of some modules."""
         names = set(layers)
         calls = [call for call in self._calls if call.layer in names]
-        return [e.norm for c in calls for e in c.inputs if e.norm is not None and e.bad]
+        return [e.norm for c in calls for e in c.inputs if e.norm is not None and e.is_nonfinite]
 
     def _watch(self, name: str, watched: nn.Module) -> None:
         """Register the forward hooks of one module."""
@@ -220,7 +228,9 @@ class GradientHooks:
 
         Only outputs are checked, since an input may be a leaf, which stays alive.
         """
-        self._calls = [call for call in self._calls if any(e.alive for e in call.outputs)]
+        self._calls = [
+            call for call in self._calls if any(e.may_have_gradient for e in call.outputs)
+        ]
         self._edge_handles = [h for h in self._edge_handles if h.hooks_dict_ref() is not None]
         self._prune_at = 2 * len(self._calls) + 1024
 

@@ -138,7 +138,7 @@ class Thumbnails:
         return len(self._tiles)
 
     @property
-    def full(self) -> bool:
+    def is_full(self) -> bool:
         """Whether the maximum number of images is reached."""
         return self.num_read >= self.limit
 
@@ -208,7 +208,7 @@ class Thumbnails:
                 image, why_not = future.result()
                 if image is None:
                     self.unread[row] = why_not
-                elif row in self._tiles or not self.full:
+                elif row in self._tiles or not self.is_full:
                     self._tiles[row] = ImageOps.fit(image, (TILE_PIXELS, TILE_PIXELS))
                     yield row, image
             if not self._tiles and len(self.unread) >= _MAX_FAILED_IMAGES:

@@ -56,7 +56,7 @@ def build(config: OpenClipOptions, seed: int) -> Backbone:
         packages=("open_clip_torch",),
         provenance={
             "embedding": f"encode_image(normalize={config.normalize})",
-            "quick_gelu": int(source.quick_gelu),
+            "quick_gelu": int(source.uses_quick_gelu),
         },
     )
 

@@ -39,7 +39,7 @@ def random_tower(source: ClipSource, seed: int) -> torch.nn.Module:
         vision = {**source.model["vision_cfg"], "timm_model_pretrained": False}
         with seeded(seed):
             module: torch.nn.Module = _build_vision_tower(
-                source.model["embed_dim"], vision, source.quick_gelu
+                source.model["embed_dim"], vision, source.uses_quick_gelu
             )
     except (TypeError, ValueError, KeyError, AttributeError, RuntimeError) as error:
         reason = one_line(error)
@@ -83,7 +83,7 @@ def _of_tag(source: ClipSource) -> torch.nn.Module:
     open_clip = import_open_clip()
     with download_errors(open_clip.get_pretrained_cfg(source.name, source.tag), source):
         model = open_clip.create_model(
-            source.name, pretrained=source.tag, force_quick_gelu=source.quick_gelu
+            source.name, pretrained=source.tag, force_quick_gelu=source.uses_quick_gelu
         )
     module: torch.nn.Module = model.visual
     return module.eval()

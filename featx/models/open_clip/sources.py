@@ -48,7 +48,7 @@ class ClipSource:
     like: str | None = None
 
     @property
-    def quick_gelu(self) -> bool:
+    def uses_quick_gelu(self) -> bool:
         """Whether the activation is QuickGELU."""
         return bool(self.model.get("quick_gelu", False))
 

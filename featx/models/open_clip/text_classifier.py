@@ -105,10 +105,10 @@ def _whole_model(config: Any) -> Any:
         if source.tag is not None:
             with download_errors(open_clip.get_pretrained_cfg(source.name, source.tag), source):
                 return open_clip.create_model(
-                    source.name, pretrained=source.tag, force_quick_gelu=source.quick_gelu
+                    source.name, pretrained=source.tag, force_quick_gelu=source.uses_quick_gelu
                 )
         model = open_clip.create_model(
-            _place(config), load_weights=False, force_quick_gelu=source.quick_gelu
+            _place(config), load_weights=False, force_quick_gelu=source.uses_quick_gelu
         )
     except FeatxError:
         raise

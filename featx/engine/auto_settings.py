@@ -111,7 +111,7 @@ class AutoSettings:
         else:
             self._keep(chosen.measured)
         self._exact = None
-        if why := engine.why_eager:
+        if why := engine.eager_reason:
             if config.compile is True:
                 raise ConfigError(
                     f"compile=true is not possible because {why}: a compiled model hides these. "

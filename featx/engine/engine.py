@@ -166,7 +166,7 @@ class Engine(DeviceModel):
         return self.module, self.noise(1)
 
     @property
-    def why_cast_each_pass(self) -> str:
+    def repeated_cast_reason(self) -> str:
         """The reason why autocast casts weights in each pass; empty if they are cast once."""
         return self._weights.cast.doubt
 
@@ -328,7 +328,7 @@ class Engine(DeviceModel):
         return self._captures.takes_gradients
 
     @property
-    def why_eager(self) -> str | None:
+    def eager_reason(self) -> str | None:
         """The reason why the model cannot be compiled, or None if it can."""
         if self.takes_gradients:
             return "gradients are taken"

@@ -24,8 +24,8 @@ _UNCHANGED = ("none", "flatten")
 """Reductions that leave an embedding as it is."""
 
 
-def why_not_plain(point: CapturePoint, reduce: StoredReduce) -> str | None:
-    """Reason why rows have no counterpart on the plain path; None if they have one."""
+def explain_missing_plain_path(point: CapturePoint, reduce: StoredReduce) -> str | None:
+    """Explain why rows have no counterpart on the plain path; None if they have one."""
     if point.operation:
         return "operations have no hook of PyTorch"
     if point.capture not in _HOOKED:
@@ -42,7 +42,7 @@ def plain_rows(
 
     Args:
         model: model without hooks, as `attach_captures` leaves it.
-        chosen: captures that `why_not_plain` accepts, and the reduction of each.
+        chosen: captures that `explain_missing_plain_path` accepts, and the reduction of each.
         x: (B, 3, H, W) normalised float32 images.
 
     Returns:

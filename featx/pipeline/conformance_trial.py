@@ -15,7 +15,7 @@ import torch
 
 from featx.base import log_message, num_cpus
 from featx.config import Config
-from featx.engine import Engine, plain_rows, why_not_plain
+from featx.engine import Engine, explain_missing_plain_path, plain_rows
 from featx.errors import ModelError
 from featx.images import PILLOW, DecodeSettings, Loader, is_decoded_reduced
 from featx.pipeline.conformance import (
@@ -115,7 +115,11 @@ def take_plain_path(
         images: images of the run.
         trial: trial images, of which some are taken.
     """
-    why_not = {point.name: why for point, reduce in chosen if (why := why_not_plain(point, reduce))}
+    why_not = {
+        point.name: why
+        for point, reduce in chosen
+        if (why := explain_missing_plain_path(point, reduce))
+    }
     compared = [pair for pair in chosen if pair[0].name not in why_not]
     numbers, pixels = _library_pixels(config, images, trial)
     if not compared or not numbers:

@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 
 from featx.base import elements
-from featx.engine import Engine, plain_rows, why_not_plain
+from featx.engine import Engine, explain_missing_plain_path, plain_rows
 from featx.errors import ModelError
 from featx.models import Golden, read_golden
 from featx.pipeline.conformance import (
@@ -106,7 +106,7 @@ def _candidates(
 ) -> Mapping[str, torch.Tensor]:
     """What the model gives of some inputs: its output, its embedding, and the requested layers."""
     batches: dict[str, list[torch.Tensor]] = {}
-    compared = [pair for pair in chosen if not why_not_plain(*pair)]
+    compared = [pair for pair in chosen if not explain_missing_plain_path(*pair)]
     library = engine.backbone.embedding
     for start in range(0, len(inputs), _CHUNK):
         x = inputs[start : start + _CHUNK].to(engine.device)

@@ -18,7 +18,7 @@ from PIL import Image
 from tiny_model import KEYS, MODEL, extract, run_job
 
 import featx
-from featx.analysis.statistics import Statistics, token_norms, why_no_norms
+from featx.analysis.statistics import Statistics, explain_missing_norms, token_norms
 from featx.analysis.statistics.moments import EDGES, NUM_BINS, PositionNorms
 from featx.analysis.statistics.norms_group import are_equal_norms, read_norms, write_norms
 from featx.analysis.statistics.part_moments import StatsLayer
@@ -233,7 +233,7 @@ def test_tokens_of_unknown_places_have_a_reason(capsys: pytest.CaptureFixture[st
 def test_only_tokens_without_places_have_a_reason(
     shape: tuple[int, ...], attributes: dict[str, str], reason: str | None
 ) -> None:
-    found = why_no_norms(shape, {"capture": "output", "reduce": "none", **attributes})
+    found = explain_missing_norms(shape, {"capture": "output", "reduce": "none", **attributes})
     assert found is None if reason is None else reason in str(found)
 
 

@@ -203,7 +203,7 @@ def test_the_values_and_dtypes_of_autocast(
         names = [name for name, p in module.named_parameters() if p.dtype == BF16]
         values = engine.run(noise())
         specs = {s.name: s for s in engine.specs(engine.chosen)}  # type: ignore[attr-defined]
-        assert engine.why_cast_each_pass == ""
+        assert engine.repeated_cast_reason == ""
         assert num_casts(engine, module, noise()) == left
     assert {name.rpartition(".")[0] for name in names} == set(cast.split())
     assert not {p.dtype for p in module.parameters()} - {torch.float32}
@@ -287,8 +287,8 @@ def test_what_reads_a_weight_otherwise_keeps_autocasts_own_casts(
     with bound(backbone_of(module), *layers) as engine:
         configured(engine)
         values = engine.run(noise())
-        assert engine.why_cast_each_pass.startswith(doubt)
-        assert bool(doubt) == bool(engine.why_cast_each_pass)
+        assert engine.repeated_cast_reason.startswith(doubt)
+        assert bool(doubt) == bool(engine.repeated_cast_reason)
         assert {p.dtype for p in module.parameters()} == {torch.float32 if doubt else BF16}
     for name, expected in reference(module, layers, noise()).items():
         assert torch.equal(values[name], expected.float())

@@ -28,8 +28,8 @@ def fit(problem: Problem, split: Split) -> FittedProbe:
         )
         trials.append({"l2": l2, "accuracy": accuracy, "loss": loss})
     best = min(trials, key=lambda trial: trial["loss"])
-    fitted = fit_as_chosen(problem, split.train, best["l2"])
-    notes = logistic_regression.at_the_end(best["l2"], strengths)
+    fitted = fit_with_penalty(problem, split.train, best["l2"])
+    notes = logistic_regression.note_grid_end(best["l2"], strengths)
     return FittedProbe(
         fitted.scores,
         best["l2"],
@@ -41,7 +41,7 @@ def fit(problem: Problem, split: Split) -> FittedProbe:
     )
 
 
-def fit_as_chosen(problem: Problem, places: Places, l2: float) -> FittedProbe:
+def fit_with_penalty(problem: Problem, places: Places, l2: float) -> FittedProbe:
     """Fit on some places with a known penalty."""
     tokens = _tokens(problem)
     training = _train(problem, places, (l2,))

@@ -68,7 +68,7 @@ def fit_few_shot(problem: Problem, method: str, task: Task) -> tuple[dict[str, A
             split = task.splits[fold]
             places = splits.few_shot_places(problem.y, split.train, shots, number, problem.seed)
             chosen = option if option is not None else shots if method == "knn" else 1 / len(places)
-            fitted = methods.fit_as_chosen(problem, method, places, chosen)
+            fitted = methods.fit_with_setting(problem, method, places, chosen)
             predicted = fitted.scores(split.test).argmax(1)
             accuracies.append(float((predicted == problem.y[split.test]).mean()))
             rows.append(len(places))

@@ -214,7 +214,7 @@ def _entry(
         }
         if head is not None and extras.head:
             every = np.arange(len(task.training.rows))
-            final = methods.fit_as_chosen(problem, method, every, chosen)
+            final = methods.fit_with_setting(problem, method, every, chosen)
             fold_temperatures = [fitted.details.get("calibration_temperature") for fitted in fits]
             if temperatures := [each for each in fold_temperatures if each is not None]:
                 about["calibration_temperature_of_folds"] = temperatures

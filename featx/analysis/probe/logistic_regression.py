@@ -183,7 +183,7 @@ def accuracy_and_loss(
     return float((log_probabilities.argmax(1) == y).mean()), float(loss)
 
 
-def at_the_end(best: float, strengths: Sequence[float]) -> list[str]:
+def note_grid_end(best: float, strengths: Sequence[float]) -> list[str]:
     """Return a note if the best penalty is at an end of the grid: a better one may lie beyond."""
     if len(strengths) == 1 or best not in (strengths[0], strengths[-1]):
         return []

@@ -33,7 +33,7 @@ def fit(problem: Problem, method: str, split: Split) -> FittedProbe:
     return fits[method](problem, split)
 
 
-def fit_as_chosen(problem: Problem, method: str, places: Places, chosen: float) -> FittedProbe:
+def fit_with_setting(problem: Problem, method: str, places: Places, chosen: float) -> FittedProbe:
     """Fit on some places with a known penalty or number of neighbours.
 
     A few rows (few-shot) are read into memory even if the layer is streamed; all rows of a streamed
@@ -48,7 +48,7 @@ def fit_as_chosen(problem: Problem, method: str, places: Places, chosen: float) 
     if method == "knn":
         return _fit_knn(problem, places, int(chosen))
     if method == "attentive":
-        return attentive_method.fit_as_chosen(problem, places, chosen)
+        return attentive_method.fit_with_penalty(problem, places, chosen)
     scaler = fit_scaler(problem.features, places)
     if method == "ridge":
         solution = ridge.solve(problem.features, places, problem.y, problem.num_classes, scaler)
@@ -95,7 +95,7 @@ def _linear(problem: Problem, split: Split) -> FittedProbe:
             for l2, fit in zip(strengths, streamed.fits, strict=True)
         ]
     best = logistic_regression.best_trial(trials)
-    notes += logistic_regression.at_the_end(best.l2, strengths)
+    notes += logistic_regression.note_grid_end(best.l2, strengths)
     scaler_of_all = fit_scaler(problem.features, split.train)
     fitted = _fit_linear(problem, split.train, scaler_of_all, best.l2, best.fit)
     if problem.options.calibration == "temperature":
@@ -247,6 +247,6 @@ def _ridge(problem: Problem, split: Split) -> FittedProbe:
         trials.append({"l2": l2, "accuracy": accuracy, "loss": error})
     best = max(trials, key=lambda trial: (trial["accuracy"], -trial["loss"]))
     fitted = _head_probe(problem, solve(split.train).head(best["l2"]), best["l2"])
-    notes = logistic_regression.at_the_end(best["l2"], strengths)
+    notes = logistic_regression.note_grid_end(best["l2"], strengths)
     validation = best["accuracy"], best["loss"]
     return FittedProbe(fitted.scores, best["l2"], fitted.head, validation, trials, notes)

@@ -98,7 +98,7 @@ def fit_patches(patches: Patches, split: Split, l2: float | None) -> FittedPatch
         PatchClassifier(on_fit.scaler, best.fit, on_fit.classes), patches, split.validation
     )
     final, num_patches = _final(patches, split.train, best.l2)
-    notes = logistic_regression.at_the_end(best.l2, strengths)
+    notes = logistic_regression.note_grid_end(best.l2, strengths)
     if not final.fit.converged:
         notes.append(
             f"l2={best.l2:g}: L-BFGS has not converged in {final.fit.iterations} iterations "

@@ -131,7 +131,7 @@ def _numbers(problem: ValueProblem, split: Split) -> FittedValues:
     best = min(sweep, key=lambda trial: trial["loss"])
     head = _number_head(problem, split.train, best["l2"])
     predicted = scores_of(head, features, split.test)
-    notes = logistic_regression.at_the_end(best["l2"], strengths)
+    notes = logistic_regression.note_grid_end(best["l2"], strengths)
     return FittedValues(predicted, best["l2"], best["loss"], sweep, notes, head)
 
 
@@ -165,7 +165,7 @@ def _labels(problem: ValueProblem, split: Split) -> FittedValues:
     del rows
     best, best_loss, start = min(trials, key=lambda trial: trial[1])
     head, notes = _fit_labels(problem, split.train, best, start)
-    notes = [*logistic_regression.at_the_end(best, strengths), *notes]
+    notes = [*logistic_regression.note_grid_end(best, strengths), *notes]
     sweep = [{"l2": l2, "loss": loss} for l2, loss, _ in trials]
     predicted = scores_of(head, features, split.test)
     return FittedValues(predicted, best, best_loss, sweep, notes, head)

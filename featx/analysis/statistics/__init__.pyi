@@ -6,5 +6,5 @@ from .reader import Statistics as Statistics
 from .run import run_stats as run_stats
 from .session import FAILURES_CSV as FAILURES_CSV
 from .tokens import TokenNorms as TokenNorms
+from .tokens import explain_missing_norms as explain_missing_norms
 from .tokens import token_norms as token_norms
-from .tokens import why_no_norms as why_no_norms

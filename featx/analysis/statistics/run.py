@@ -19,7 +19,7 @@ from featx.analysis.statistics.session import FAILURES_CSV, MomentsOfParts, Stat
 from featx.analysis.statistics.sink import StatsPartTask, StatsSink, tree_of
 from featx.analysis.statistics.stats_file import PARTS_FOLDER, STATS_FILE, STATS_IMAGES
 from featx.analysis.statistics.target import StatsTarget
-from featx.analysis.statistics.tokens import why_no_norms
+from featx.analysis.statistics.tokens import explain_missing_norms
 from featx.base import log_message, shown_path, size_text
 from featx.config import Config
 from featx.errors import ConfigError, StoreMismatchError
@@ -277,7 +277,7 @@ def _summary(
         reason = None
         if moments.norms is None:
             about = statistics.about(name)
-            reason = why_no_norms(about["shape"], about)
+            reason = explain_missing_norms(about["shape"], about)
         layers[name] = {
             **spread_of(moments),
             "token_norms": norms,

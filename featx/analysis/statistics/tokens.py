@@ -109,8 +109,8 @@ def token_norms(store: FeatureStore, layer: str, rows: npt.NDArray[np.int64]) ->
     )
 
 
-def why_no_norms(shape: Sequence[int], attributes: Mapping[str, Any]) -> str | None:
-    """Return why a layer without the places of its tokens has no norms of tokens.
+def explain_missing_norms(shape: Sequence[int], attributes: Mapping[str, Any]) -> str | None:
+    """Explain why a layer without the places of its tokens has no norms of tokens.
 
     Args:
         shape: shape of a row.

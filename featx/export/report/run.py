@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from featx.analysis.statistics import token_norms, why_no_norms
+from featx.analysis.statistics import explain_missing_norms, token_norms
 from featx.config import Config, DataConfig
 from featx.errors import FeatxError, MissingExtraError, StoreError, counted
 from featx.export.report.embedding_plots import (
@@ -162,7 +162,7 @@ def _layers_without_norms(store: FeatureStore, layers: tuple[str, ...]) -> list[
     found = []
     for layer in layers:
         array = store[layer]
-        if array.tokens is None and (reason := why_no_norms(array.shape[1:], array.attrs)):
+        if array.tokens is None and (reason := explain_missing_norms(array.shape[1:], array.attrs)):
             found.append((layer, reason))
     return found
 

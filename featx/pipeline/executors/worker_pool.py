@@ -151,7 +151,7 @@ class WorkerPool(Scheduler[_Worker]):
             else:
                 self._read_output(worker)
         for worker in self.workers:
-            self._look_after(worker)
+            self._serve_or_replace(worker)
 
     def stop(self, error: BaseException) -> None:
         """Ask the workers to commit complete parts and end; `work` raises the error afterwards."""
@@ -193,7 +193,9 @@ class WorkerPool(Scheduler[_Worker]):
         # The driver serves all workers in one thread, so it must never wait for the output of one.
         os.set_blocking(worker.output.fileno(), False)
         self.add_worker(worker)
-        with contextlib.suppress(BrokenPipeError):  # a dead worker is handled in `_look_after`
+        with contextlib.suppress(
+            BrokenPipeError
+        ):  # a dead worker is handled in `_serve_or_replace`
             ours.send([os.path.abspath(folder) for folder in sys.path])  # noqa: PTH100 - '' too
             ours.send((self.spec, device))
 
@@ -213,9 +215,9 @@ class WorkerPool(Scheduler[_Worker]):
         self.worker_ready()
 
     def _on_request(self, worker: _Worker, waits: bool) -> None:
-        """Answer a request for a part, at once or in `_look_after`."""
+        """Answer a request for a part, at once or in `_serve_or_replace`."""
         if waits:
-            worker.is_waiting = True  # answered in `_look_after`
+            worker.is_waiting = True  # answered in `_serve_or_replace`
         else:
             self._send_part(worker, self._part_for(worker))
 
@@ -263,10 +265,10 @@ class WorkerPool(Scheduler[_Worker]):
         """Send a part, or None, to a worker that requested one."""
         if part is not None:
             self.assign(worker, part)
-        with contextlib.suppress(OSError):  # a dead worker is handled in `_look_after`
+        with contextlib.suppress(OSError):  # a dead worker is handled in `_serve_or_replace`
             worker.connection.send(part)
 
-    def _look_after(self, worker: _Worker) -> None:
+    def _serve_or_replace(self, worker: _Worker) -> None:
         """Answer a worker that waits; replace one that died."""
         if worker.is_waiting:
             part = self._part_for(worker)

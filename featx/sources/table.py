@@ -28,7 +28,7 @@ from featx.sources.path_patterns import base_of, is_pattern
 from featx.sources.registry import SOURCES, source_member
 from featx.sources.row_keys import duplicate_keys, numbered_keys
 from featx.sources.table_columns import column_values, text_bytes
-from featx.sources.table_files import Csv, Parquet, Table, find_tables
+from featx.sources.table_files import CsvTable, ParquetTable, Table, find_tables
 from featx.types import Listing, Source
 
 _SUSPECT = r"(^/|^~|(^|/)\.\.(/|$)|://|\x00)"
@@ -145,7 +145,7 @@ class TableSource:
             keys_of_files = [
                 _behind(name, self._keys_of_images(part, column))
                 for (name, _), part in zip(tables, table.parts, strict=True)
-                if isinstance(part, Parquet)
+                if isinstance(part, ParquetTable)
             ]
         else:
             columns = zip(files, table.columns(column), strict=True)
@@ -236,7 +236,7 @@ class TableSource:
                 "that paths start from; data.follow_links=true allows any path."
             )
 
-    def _keys_of_images(self, part: Parquet, column: str) -> npt.NDArray[np.bytes_]:
+    def _keys_of_images(self, part: ParquetTable, column: str) -> npt.NDArray[np.bytes_]:
         """Return the keys of one file of images: paths if all are different, else row numbers.
 
         Raises:
@@ -303,7 +303,7 @@ class TableSource:
         return renumber(np.array(encoded.dictionary.to_pylist(), dtype=object), codes)
 
 
-def _is_text(parts: Sequence[Csv | Parquet], column: str) -> bool:
+def _is_text(parts: Sequence[CsvTable | ParquetTable], column: str) -> bool:
     """Return whether a column holds paths.
 
     Raises:
@@ -313,7 +313,7 @@ def _is_text(parts: Sequence[Csv | Parquet], column: str) -> bool:
 
     text = {}
     for part in parts:
-        if isinstance(part, Parquet) and part.num_rows:
+        if isinstance(part, ParquetTable) and part.num_rows:
             kind = part.kind(column)
             text[pa.types.is_string(kind) or pa.types.is_large_string(kind)] = part.file
     if len(text) > 1:

@@ -40,7 +40,7 @@ _ENDINGS = frozenset({b".csv", b".tsv", b".gz", b".parquet"})
 """File name extensions of tables. `_is_table` leaves out .gz files that are not tables."""
 
 
-class Csv:
+class CsvTable:
     """Columns of a CSV file with a header.
 
     Args:
@@ -82,7 +82,7 @@ class Csv:
         return csv.read_csv(self.file, parse_options=self._parse, convert_options=options)[name]
 
 
-class Parquet:
+class ParquetTable:
     """Columns of a Parquet file, which is open only while a column is read.
 
     Args:
@@ -145,7 +145,7 @@ class Table:
         origin: origin of the files, for error messages.
 
     Attributes:
-        parts: one `Csv` or `Parquet` per file.
+        parts: one `CsvTable` or `ParquetTable` per file.
         is_parquet: whether the files are Parquet.
         warnings: column that was read -> warning of the marks of missing numbers in its text.
 
@@ -155,7 +155,7 @@ class Table:
 
     def __init__(self, files: Sequence[Path], origin: str) -> None:
         self._origin = origin
-        self.parts: list[Csv | Parquet] = []
+        self.parts: list[CsvTable | ParquetTable] = []
         self.warnings: dict[str, str] = {}
         for file in files:
             with _read_errors(file):
@@ -167,7 +167,7 @@ class Table:
                 f"{origin} holds tables of two kinds, such as {first} and {second}. Choose one "
                 "kind with data.root='DIR/*.parquet'."
             )
-        self.is_parquet = Parquet in kinds
+        self.is_parquet = ParquetTable in kinds
 
     @property
     def names(self) -> list[str]:
@@ -253,7 +253,7 @@ class Table:
             DataError: two files store different names.
         """
         names_of_files = [
-            part.class_names(name) for part in self.parts if isinstance(part, Parquet)
+            part.class_names(name) for part in self.parts if isinstance(part, ParquetTable)
         ]
         if any(names != names_of_files[0] for names in names_of_files):
             raise DataError(f"{self._origin}: the files have different names for {name}'s classes.")
@@ -327,7 +327,7 @@ def _is_table(name: bytes) -> bool:
     return not name.endswith(b".gz") or name.endswith((b".csv.gz", b".tsv.gz"))
 
 
-def _open_file(file: Path) -> Csv | Parquet:
+def _open_file(file: Path) -> CsvTable | ParquetTable:
     """Open a file as Parquet or CSV, which is decided by its first bytes.
 
     Raises:
@@ -340,7 +340,7 @@ def _open_file(file: Path) -> Csv | Parquet:
         )
     with file.open("rb") as opened:
         is_parquet = opened.read(4) == b"PAR1"
-    return Parquet(file) if is_parquet else Csv(file)
+    return ParquetTable(file) if is_parquet else CsvTable(file)
 
 
 @contextlib.contextmanager

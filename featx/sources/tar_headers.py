@@ -23,7 +23,7 @@ FIFOs."""
 _ZEROS = bytes(BLOCK)
 
 
-class Member(NamedTuple):
+class TarMember(NamedTuple):
     """One member of a tar file.
 
     Attributes:
@@ -47,7 +47,7 @@ class CutOffError(Exception):
         cut: the incomplete member, or None.
     """
 
-    def __init__(self, message: str, offset: int, cut: Member | None = None) -> None:
+    def __init__(self, message: str, offset: int, cut: TarMember | None = None) -> None:
         super().__init__(message)
         self.offset = offset
         self.cut = cut
@@ -58,7 +58,7 @@ Read = Callable[[int, int], bytes]
 to call."""
 
 
-def members(read: Read) -> Iterator[Member]:
+def members(read: Read) -> Iterator[TarMember]:
     """Yield all members except folders in the order of the tar.
 
     Raises:
@@ -104,7 +104,7 @@ def members(read: Read) -> Iterator[Member]:
         length = own_size if size is None else size
         length = 0 if kind in _WITHOUT_DATA else length
         full = name if name is not None else _name(header)
-        member = Member(full, offset, length, kind in _REGULAR)
+        member = TarMember(full, offset, length, kind in _REGULAR)
         # The last byte of the data shows whether they are complete, without reading all of them.
         if length and len(read(offset + length - 1, 1)) < 1:
             raise CutOffError(f"it ends in the middle of {member.name!r}", start, member)

@@ -24,7 +24,7 @@ from featx.base import cache_folder
 from featx.errors import DataError
 from featx.sources import tar_headers
 from featx.sources.gzip_window import DAMAGE, GzipWindow
-from featx.sources.tar_headers import CutOffError, Member
+from featx.sources.tar_headers import CutOffError, TarMember
 from featx.sources.tar_shards import Shard
 
 NO_LABEL = -2
@@ -93,7 +93,7 @@ def build(shard: Shard, endings: frozenset[bytes]) -> TarIndex:
     """Build the index of a shard by reading all its headers; see `index_of`."""
     compressed = _is_gzip(shard)
     skipped: Counter[str] = Counter()
-    images: list[Member] = []
+    images: list[TarMember] = []
     classes: dict[bytes, int] = {}
     cut = ""
     blocks = GzipWindow(shard.url, shard.read, shard.size) if compressed else _Blocks(shard)
@@ -174,7 +174,7 @@ def _clean(name: bytes) -> bytes:
     return b"/".join(part for part in name.split(b"/") if part not in (b"", b"."))
 
 
-def _reason_to_skip(name: bytes, member: Member, endings: frozenset[bytes]) -> str | None:
+def _reason_to_skip(name: bytes, member: TarMember, endings: frozenset[bytes]) -> str | None:
     """Return the reason why a member is not an image, or None if it is one."""
     if not member.regular:
         return "no regular files"

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from featx.sources.tar_headers import CutOffError, Member, members
+from featx.sources.tar_headers import CutOffError, TarMember, members
 
 FORMATS = {"ustar": tarfile.USTAR_FORMAT, "gnu": tarfile.GNU_FORMAT, "pax": tarfile.PAX_FORMAT}
 
@@ -26,7 +26,7 @@ def tar_of(files: dict[str, bytes], form: int = tarfile.PAX_FORMAT) -> bytes:
     return file.getvalue()
 
 
-def found(data: bytes) -> list[Member]:
+def found(data: bytes) -> list[TarMember]:
     return list(members(lambda offset, length: data[offset : offset + length]))
 
 

@@ -15,7 +15,7 @@ from featx.analysis.probe import methods, splits
 from featx.analysis.probe.metrics import mean_and_spread
 from featx.analysis.probe.problem import Problem
 from featx.analysis.probe.splits import Places
-from featx.analysis.probe.task import Task
+from featx.analysis.probe.task import ProbeTask
 
 FEW_SHOT = "1 / rows, as scikit-learn's C=1"
 """Text in probe.json for the penalty of few-shot fits."""
@@ -48,7 +48,9 @@ class Draw:
     predicted: npt.NDArray[np.int64]
 
 
-def fit_few_shot(problem: Problem, method: str, task: Task) -> tuple[dict[str, Any], list[Draw]]:
+def fit_few_shot(
+    problem: Problem, method: str, task: ProbeTask
+) -> tuple[dict[str, Any], list[Draw]]:
     """Fit with few rows per class over several draws, with fixed settings.
 
     Args:
@@ -87,7 +89,7 @@ def fit_few_shot(problem: Problem, method: str, task: Task) -> tuple[dict[str, A
 
 
 def few_shot_csv(
-    task: Task, classes: Sequence[str], tested: Mapping[tuple[str, str], Sequence[Draw]]
+    task: ProbeTask, classes: Sequence[str], tested: Mapping[tuple[str, str], Sequence[Draw]]
 ) -> bytes:
     """Return the file few_shot.csv.
 

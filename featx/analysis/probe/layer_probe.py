@@ -21,7 +21,7 @@ from featx.analysis.probe.matrix_products import threads_for
 from featx.analysis.probe.metrics import ProbePredictions, metrics_of_folds
 from featx.analysis.probe.problem import FittedProbe, Problem
 from featx.analysis.probe.row_predictions import RowPredictions, join_folds
-from featx.analysis.probe.task import Task
+from featx.analysis.probe.task import ProbeTask
 from featx.analysis.probe.tokens import Tokens, layer_tokens
 from featx.config import Config
 
@@ -48,8 +48,8 @@ class LayerProbe:
 
 
 @dataclass(frozen=True)
-class Extras:
-    """What a probe of a layer computes in addition to its metrics.
+class AdditionalResults:
+    """Choice of the results that a probe of a layer computes in addition to its metrics.
 
     Attributes:
         near_duplicates: whether to find near-duplicates of test rows with the vectors of the layer.
@@ -81,7 +81,9 @@ class LayerFeatures:
         return len(read) * read.width
 
 
-def layer_features(config: Config, task: Task, layer: str, device: torch.device) -> LayerFeatures:
+def layer_features(
+    config: Config, task: ProbeTask, layer: str, device: torch.device
+) -> LayerFeatures:
     """Open the rows of a layer; those that fit into probe.memory_gib are read."""
     labelled = [each for each in (task.training, task.testing) if each is not None]
     memory_bytes = config.probe.memory_gib * (1 << 30)
@@ -94,11 +96,11 @@ def layer_features(config: Config, task: Task, layer: str, device: torch.device)
 
 def probe_layer(
     config: Config,
-    task: Task,
+    task: ProbeTask,
     layer: str,
     features: LayerFeatures,
     choice: LayerChoice,
-    extras: Extras,
+    extras: AdditionalResults,
 ) -> LayerProbe:
     """Probe one layer with all methods.
 
@@ -156,7 +158,7 @@ def reduction_entry(rows: LayerRows) -> dict[str, Any]:
 
 
 def _test_predictions(
-    problem: Problem, method: str, task: Task, fits: Sequence[FittedProbe]
+    problem: Problem, method: str, task: ProbeTask, fits: Sequence[FittedProbe]
 ) -> list[ProbePredictions]:
     """Return the predictions for the test rows of each split."""
     return [
@@ -174,10 +176,10 @@ def _test_predictions(
 def _entry(
     problem: Problem,
     method: str,
-    task: Task,
+    task: ProbeTask,
     fits: Sequence[FittedProbe],
     folds: Sequence[ProbePredictions],
-    extras: Extras,
+    extras: AdditionalResults,
 ) -> tuple[dict[str, Any], Head | None, list[Draw]]:
     """Return the entry of one method in probe.json, the head or None, and the few-shot draws.
 

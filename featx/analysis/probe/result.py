@@ -14,7 +14,7 @@ from featx.analysis.probe.leakage import NEAR_COSINE
 from featx.analysis.probe.metrics import metrics_of_folds
 from featx.analysis.probe.paired_tests import compare_with_best
 from featx.analysis.probe.row_predictions import RowPredictions, join_folds
-from featx.analysis.probe.task import Task
+from featx.analysis.probe.task import ProbeTask
 from featx.config import Config
 from featx.store import FeatureStore
 
@@ -51,7 +51,7 @@ class SeedProbe:
         choice: layer that each fold chose.
     """
 
-    task: Task
+    task: ProbeTask
     layers: dict[str, LayerProbe]
     choice: LayerChoice
 
@@ -135,7 +135,7 @@ def probe_result(config: Config, first: SeedProbe, seconds: float) -> dict[str, 
 
 
 def _near_duplicates_entry(
-    task: Task, layer_probes: dict[str, LayerProbe], tested: RowPredictions
+    task: ProbeTask, layer_probes: dict[str, LayerProbe], tested: RowPredictions
 ) -> dict[str, Any]:
     """Return the entry `near_duplicates` of probe.json.
 

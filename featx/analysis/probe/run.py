@@ -13,7 +13,7 @@ import torch
 
 from featx.analysis.probe.labelled_rows import layer_vectors
 from featx.analysis.probe.layer_choice import LayerChoice
-from featx.analysis.probe.layer_probe import Extras, layer_features, probe_layer
+from featx.analysis.probe.layer_probe import AdditionalResults, layer_features, probe_layer
 from featx.analysis.probe.metric_intervals import bootstrap_entry
 from featx.analysis.probe.metrics import join_predictions
 from featx.analysis.probe.nested_selection import selection_entry
@@ -23,7 +23,7 @@ from featx.analysis.probe.result import SeedProbe, probe_result
 from featx.analysis.probe.row_predictions import MAX_SCORES, join_folds
 from featx.analysis.probe.segmentation_probe import run_segmentation_probe
 from featx.analysis.probe.store_comparison import OtherProbe, compared_store_entry, read_probe
-from featx.analysis.probe.task import Task, make_task
+from featx.analysis.probe.task import ProbeTask, make_task
 from featx.analysis.probe.tokens import ATTENTIVE, require_tokens
 from featx.analysis.probe.value_probe import run_value_probe
 from featx.analysis.probe.values import task_kind
@@ -71,7 +71,7 @@ def run_probe(
     widest = max(layers, key=lambda layer: layer_vectors(tasks[0].training, layer).width)
     keeps_scores = _num_scores(config, tasks, len(layers)) <= max_scores
     for layer in layers:
-        extras = Extras(layer == widest, True, keeps_scores)
+        extras = AdditionalResults(layer == widest, True, keeps_scores)
         _probe_layer(config, seed_probes, layer, device, extras)
         log(_line(layer, [each.layers[layer].about for each in seed_probes], config.probe.methods))
     result = probe_result(config, seed_probes[0], time.perf_counter() - started_at)
@@ -95,7 +95,7 @@ def _probe_layer(
     seed_probes: Sequence[SeedProbe],
     layer: str,
     device: torch.device,
-    extras: Extras,
+    extras: AdditionalResults,
 ) -> None:
     """Probe a layer with the splits of all seeds.
 
@@ -139,7 +139,7 @@ def _add_comparisons(
         )
 
 
-def _num_scores(config: Config, tasks: Sequence[Task], num_layers: int) -> int:
+def _num_scores(config: Config, tasks: Sequence[ProbeTask], num_layers: int) -> int:
     """Return the number of scores of all classes, layers, methods and test rows."""
     rows = sum(len(split.test) for task in tasks for split in task.splits)
     return rows * len(tasks[0].training.classes) * num_layers * len(config.probe.methods)

@@ -20,7 +20,7 @@ from featx.store import FeatureStore
 
 
 @dataclass(frozen=True)
-class Task:
+class ProbeTask:
     """Labels and splits, which are the same for all layers.
 
     Attributes:
@@ -52,7 +52,7 @@ class Task:
         return np.concatenate([keys, self.testing.store.keys[self.testing.rows]])
 
 
-def make_task(config: Config, store: FeatureStore, layers: Sequence[str]) -> Task:
+def make_task(config: Config, store: FeatureStore, layers: Sequence[str]) -> ProbeTask:
     """Select the rows, their classes and the splits.
 
     Args:
@@ -86,4 +86,4 @@ def make_task(config: Config, store: FeatureStore, layers: Sequence[str]) -> Tas
         check_split(split, y, training.classes, unit)
     notes = [*training.notes, *rows.notes, *missing_group_notes(rows, options.group_column)]
     about = rows.as_dict(config)
-    return Task(training, testing, y, rows.groups, rows.splits, config.seed, about, notes)
+    return ProbeTask(training, testing, y, rows.groups, rows.splits, config.seed, about, notes)

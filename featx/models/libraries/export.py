@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class ExportOptions(UnpreparedModelConfig):
+class ExportedProgramOptions(UnpreparedModelConfig):
     """Options of model=export."""
 
     name: str = ""
@@ -51,7 +51,7 @@ class ExportOptions(UnpreparedModelConfig):
             return None
 
 
-def build(config: ExportOptions, seed: int) -> Backbone:
+def build(config: ExportedProgramOptions, seed: int) -> Backbone:
     """Open a program, and compare the module built from it with the program itself.
 
     Args:
@@ -88,7 +88,7 @@ def build(config: ExportOptions, seed: int) -> Backbone:
     return backbone
 
 
-def untrained(config: ExportOptions, seed: int) -> nn.Module:
+def untrained(config: ExportedProgramOptions, seed: int) -> nn.Module:
     """Refuse model.init=reset.
 
     Raises:
@@ -97,7 +97,7 @@ def untrained(config: ExportOptions, seed: int) -> nn.Module:
     raise ModelError("model.init=reset: a program of torch.export has no untrained version.")
 
 
-def _transform(config: ExportOptions, program: Program) -> TransformConfig:
+def _transform(config: ExportedProgramOptions, program: Program) -> TransformConfig:
     """Return the preprocessing, with the crop that a program takes.
 
     Raises:
@@ -130,7 +130,7 @@ LIBRARIES.register(
     library_member(
         "export",
         "Programs of torch.export: a file of torch.export.save.",
-        ExportOptions,
+        ExportedProgramOptions,
         LibraryFunctions(build=build, untrained=untrained, names=tuple, knows=lambda name: True),
     )
 )

@@ -193,9 +193,7 @@ class WorkerPool(Scheduler[_Worker]):
         # The driver serves all workers in one thread, so it must never wait for the output of one.
         os.set_blocking(worker.output.fileno(), False)
         self.add_worker(worker)
-        with contextlib.suppress(
-            BrokenPipeError
-        ):  # a dead worker is handled in `_serve_or_replace`
+        with contextlib.suppress(BrokenPipeError):  # `_serve_or_replace` handles a dead worker
             ours.send([os.path.abspath(folder) for folder in sys.path])  # noqa: PTH100 - '' too
             ours.send((self.spec, device))
 
@@ -265,7 +263,7 @@ class WorkerPool(Scheduler[_Worker]):
         """Send a part, or None, to a worker that requested one."""
         if part is not None:
             self.assign(worker, part)
-        with contextlib.suppress(OSError):  # a dead worker is handled in `_serve_or_replace`
+        with contextlib.suppress(OSError):  # `_serve_or_replace` handles a dead worker
             worker.connection.send(part)
 
     def _serve_or_replace(self, worker: _Worker) -> None:

@@ -38,7 +38,7 @@ def return_freed_memory() -> None:
 
 
 def is_kept_in_threads() -> bool:
-    """Whether threads that start later also keep freed memory.
+    """Return whether threads that start later also keep freed memory.
 
     They do if `keep_freed_memory` was called before any thread allocated: an existing arena is
     given to one of the next threads. Other C libraries are assumed to keep it.

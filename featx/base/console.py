@@ -38,7 +38,7 @@ _as_json = False
 
 
 def writes_json() -> bool:
-    """Whether stderr receives JSON objects instead of text."""
+    """Return whether stderr receives JSON objects instead of text."""
     return _as_json
 
 

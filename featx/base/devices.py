@@ -196,7 +196,7 @@ class DeviceTimer:
 
 
 def may_have_bf16() -> bool:
-    """Whether this CPU may compute faster in bf16 than in fp32; x86 without AVX-512 does not."""
+    """Return whether this CPU may be faster in bf16 than in fp32; x86 without AVX-512 is not."""
     below = torch.backends.cpu.get_cpu_capability() in ("AVX2", "DEFAULT", "NO AVX")
     return not (below and platform.machine().lower() in ("x86_64", "amd64"))
 

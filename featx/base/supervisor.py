@@ -177,7 +177,7 @@ def count_crash_listed() -> None:
 
 
 def is_echo(signum: int) -> bool:
-    """Whether a signal repeats one that came within the last half second.
+    """Return whether a signal repeats one that came within the last half second.
 
     Ctrl-C reaches parent and child, and the parent forwards it as well; so does a signal to the
     whole process group.

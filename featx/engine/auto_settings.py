@@ -301,7 +301,7 @@ class AutoSettings:
         self.trial_rows = measured.rows if of_all else None
 
     def _worth_compiling(self) -> bool:
-        """Whether compile=auto should try: the run is long enough and a compiler is present."""
+        """Return whether compile=auto should try: the run is long enough and a compiler exists."""
         seconds = self.seconds_per_image * self._num_rows
         compiler = shutil.which("g++") or shutil.which("clang++") or shutil.which("c++")
         if seconds < COMPILE_PAYS_S:

@@ -245,7 +245,7 @@ class _MethodReads(TorchFunctionMode):
 
 
 def _reads(func: Any, args: Any) -> bool:
-    """Whether an operation returns a value to Python, or has a shape that depends on values."""
+    """Return whether an operation returns a value to Python or a shape that depends on values."""
     if torch.Tag.data_dependent_output in func.tags:
         return True
     if torch.Tag.dynamic_output_shape not in func.tags:

@@ -279,7 +279,7 @@ def _decide_on_device(
 
 
 def _has_room(engine: Engine, batch: torch.Tensor) -> bool:
-    """Whether device and host can hold the parallel batches in half of their free memory."""
+    """Return whether device and host can hold the parallel batches in half of their free memory."""
     device = engine.device
     engine.run(batch)
     bytes_before = torch.cuda.memory_allocated(device)
@@ -299,7 +299,7 @@ def _has_room(engine: Engine, batch: torch.Tensor) -> bool:
 
 
 def replicas_agree(engine: Engine, batch: torch.Tensor, count: int) -> bool:
-    """Whether replicas that compute at the same time give the same bits as the engine alone.
+    """Return whether replicas that compute at the same time give the same bits as the engine alone.
 
     Args:
         engine: engine after `configure_compute` that can be replicated.

@@ -234,7 +234,7 @@ class Engine(DeviceModel):
     def _is_same(
         self, values: Mapping[str, torch.Tensor], plain: Mapping[str, torch.Tensor]
     ) -> bool:
-        """Whether two passes differ by rounding only; always true if gradients are captured.
+        """Return whether two passes differ by rounding only; always true if gradients are captured.
 
         The input of a rectifier that is zero up to rounding lets a gradient pass or not, so
         gradients are not compared.

@@ -66,7 +66,7 @@ def plain_rows(
 
 
 def _are_embeddings(chosen: ChosenLayers) -> bool:
-    """Whether the embedding without a reduction is the only requested layer."""
+    """Return whether the embedding without a reduction is the only requested layer."""
     return all(point.name == "embedding" and r.name in _UNCHANGED for point, r in chosen)
 
 

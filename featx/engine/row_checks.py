@@ -39,7 +39,7 @@ def row_cosines(
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors have the same shape, dtype and bytes; NaN is equal to the same NaN."""
+    """Return whether two tensors have equal shapes, dtypes and bytes; NaN equals the same NaN."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     return torch.equal(_as_bytes(a), _as_bytes(b))

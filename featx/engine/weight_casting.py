@@ -141,7 +141,7 @@ def _storage_of(value: Any) -> int | None:
 
 
 def _is_plain(parameter: nn.Parameter) -> bool:
-    """Whether the data of a parameter can be replaced: no subclass and no inference tensor."""
+    """Return whether the data of a parameter is replaceable: no subclass, no inference tensor."""
     return (
         type(parameter) is nn.Parameter
         and type(parameter.data) is torch.Tensor

@@ -214,12 +214,12 @@ def _page(page: TiffPage, data: bytes) -> npt.NDArray[Any]:
 
 
 def is_tiff(data: bytes) -> bool:
-    """Whether bytes begin like a TIFF."""
+    """Return whether bytes begin like a TIFF."""
     return _TIFF.match(data) is not None
 
 
 def is_big_tiff(data: bytes) -> bool:
-    """Whether bytes begin like a BigTIFF, of which Pillow 13 reads some with warnings only."""
+    """Return whether bytes begin like a BigTIFF; Pillow 13 reads some with warnings only."""
     return data[:4] in (b"II+\0", b"MM\0+")
 
 
@@ -236,7 +236,7 @@ def pillow_array(image: ImageFile.ImageFile) -> npt.NDArray[Any] | None:
 
 
 def _is_exact(image: ImageFile.ImageFile) -> bool:
-    """Whether Pillow reads the numbers of an image as they are in the file."""
+    """Return whether Pillow reads the numbers of an image as they are in the file."""
     if image.format == "TIFF":
         tags = image.tag_v2  # type: ignore[attr-defined]
         layout = tags.get(_BITS), tags.get(_PHOTOMETRIC), tags.get(_SAMPLE_FORMAT, (1,))[0]
@@ -253,7 +253,7 @@ def _is_exact(image: ImageFile.ImageFile) -> bool:
 
 
 def is_deep_png(image: ImageFile.ImageFile) -> bool:
-    """Whether an image is a PNG of 16 bits and several channels, which Pillow reduces to 8 bits."""
+    """Return whether an image is a 16-bit PNG of several channels; Pillow reduces it to 8 bits."""
     raw_mode = image.tile[0].args if image.tile else None
     is_deep = raw_mode in ("RGB;16B", "RGBA;16B", "LA;16B")
     return is_deep and image.format == "PNG" and "transparency" not in image.info

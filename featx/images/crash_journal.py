@@ -144,7 +144,7 @@ def in_flight_keys(path: Path) -> set[bytes]:
 
 
 def was_decoding(folder: Path, pid: int) -> bool:
-    """Whether a process of this machine was decoding an image when it ended.
+    """Return whether a process of this machine was decoding an image when it ended.
 
     Args:
         folder: folder of the run.

@@ -358,12 +358,12 @@ def _plain_jpeg(
 
 
 def _far_larger(size: tuple[int, int], at_least: int) -> bool:
-    """Whether a JPEG of this (width, height) is decoded at a fraction of its size."""
+    """Return whether a JPEG of this (width, height) is decoded at a fraction of its size."""
     return min(size) >= 4 * at_least
 
 
 def is_decoded_reduced(data: bytes, at_least: int) -> bool:
-    """Whether `decode_pillow` reads an image at a fraction of its size.
+    """Return whether `decode_pillow` reads an image at a fraction of its size.
 
     Args:
         data: encoded bytes.
@@ -378,7 +378,7 @@ def is_decoded_reduced(data: bytes, at_least: int) -> bool:
 
 
 def _is_reduced(image: Image.Image, at_least: int) -> bool:
-    """Whether an image that was opened is decoded at a fraction of its size."""
+    """Return whether an image that was opened is decoded at a fraction of its size."""
     scalable = image.format in ("JPEG", "MPO") and image.mode == "RGB"
     return scalable and _far_larger(image.size, at_least)
 

@@ -93,5 +93,5 @@ class DecodeSettings:
         return cls(preprocess, policy, reference, config.data.timeout_s, crash_list, share)
 
     def is_for_device(self, key: bytes) -> bool:
-        """Whether the GPU decodes the image of a key, provided that it can."""
+        """Return whether the GPU decodes the image of a key, provided that it can."""
         return self.device_share is not None and zlib.crc32(key) % SHARES < self.device_share

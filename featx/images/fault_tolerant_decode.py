@@ -231,7 +231,7 @@ class FaultTolerantDecoder:
         return self._decode_recorded(image_key, prepare_jpeg, data)
 
     def _needs_subprocess(self, image_key: bytes) -> bool:
-        """Whether an image needs a child process: it hung before, or is on the crash list."""
+        """Return whether an image needs a child process: it hung before or is on the crash list."""
         return self._threads.is_retry_of_call or image_key in self._crash_list
 
     def _decode_recorded(self, image_key: bytes, decoder: Callable[..., T], data: bytes) -> T:

@@ -227,7 +227,7 @@ class Loader:
         return self._device_thread.submit(*work).result
 
     def _is_for_device(self, row: int) -> bool:
-        """Whether the GPU decodes the image of a row, provided that it can."""
+        """Return whether the GPU decodes the image of a row, provided that it can."""
         if self._device_decoder is None or self._regions is not None:
             return False
         return self._decoding.is_for_device(self._listing.keys[row])

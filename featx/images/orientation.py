@@ -51,7 +51,7 @@ def inverse(orientation: int) -> int:
 
 
 def is_transposed(orientation: int) -> bool:
-    """Whether turning upright exchanges height and width."""
+    """Return whether turning upright exchanges height and width."""
     return orientation >= 5
 
 

@@ -241,7 +241,7 @@ def resized_size(resize: int | tuple[int, int], height: int, width: int) -> tupl
 
 
 def _rows_first(x: torch.Tensor, size: tuple[int, int]) -> bool:
-    """Whether Pillow resizes the height of images before their width.
+    """Return whether Pillow resizes the height of images before their width.
 
     It resizes the width first if both axes are scaled alike. Pillow 13 changes the order if the
     height shrinks much more than the width, which saves work. The limit is fitted to Pillow 13.0,

@@ -325,7 +325,7 @@ def tiff_blocks(
 
 
 def _has_own_blocks(header: _Header, policy: ImagePolicy) -> bool:
-    """Whether the pixels of a block depend on that block and the tags only."""
+    """Return whether the pixels of a block depend on that block and the tags only."""
     samples = header.number(_SAMPLES, 1)
     if policy.channels is None:
         # Grey of floats becomes RGB by the range of the values of the whole image.

@@ -49,7 +49,7 @@ def statuses(root: Path, sleep: Callable[[float], None] = time.sleep) -> Iterato
 
 
 def has_ended(status: StoreStatus) -> bool:
-    """Whether every part is committed and no process is at work, such as packing, any more."""
+    """Return whether every part is committed and no process is at work any more, as in packing."""
     return status.complete and not any(record.is_alive for record in status.workers)
 
 

@@ -76,7 +76,7 @@ def with_evidence(
 
 
 def is_exposed(trace: Trace) -> bool:
-    """Whether the library's embedding is the output of a module that was added after the trace."""
+    """Return whether the library's embedding is the output of a module added after the trace."""
     embedding = trace.library_embedding
     return embedding is not None and embedding[0].module not in trace.names
 
@@ -225,7 +225,7 @@ class _Comparison:
                     self.matches.append(match)
 
     def _same(self, tensor: torch.Tensor) -> bool | None:
-        """Whether every bit is equal; None if values differ by more than rounding."""
+        """Return whether every bit is equal; None if values differ by more than rounding."""
         expected = self._expected
         if len(tensor.shape) < 2 or len(tensor) != len(expected):
             return None
@@ -238,7 +238,7 @@ class _Comparison:
 
 
 def _decides(module: nn.Module, classifier: str, x: torch.Tensor) -> bool:
-    """Whether the output of the model depends on the image only through one layer.
+    """Return whether the output of the model depends on the image only through one layer.
 
     The output of that layer is replaced by zeros. The output of the model must then be equal for
     different images. The last linear layer of a transformer block or of a squeeze-and-excitation

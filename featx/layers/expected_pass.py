@@ -29,7 +29,7 @@ class Expected:
     stop: bool = False
 
     def ends_after(self, fired: Sequence[str]) -> bool:
-        """Whether to end the pass now that the given captures have fired."""
+        """Return whether to end the pass now that the given captures have fired."""
         return self.stop and self.fired is not None and len(fired) >= len(self.fired)
 
     def check(

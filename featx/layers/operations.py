@@ -116,7 +116,7 @@ class OperationRecorder(TorchFunctionMode):
             self._counts.clear()
 
     def _is_recorded_thread(self) -> bool:
-        """Whether operations of the calling thread are reported."""
+        """Return whether operations of the calling thread are reported."""
         return self._thread in (None, threading.get_ident())
 
     def _frame_hooks(self, frame: tuple[str, bool]) -> tuple[Callable[..., None], ...]:
@@ -170,7 +170,7 @@ def plain_name(function: Any) -> str:
 
 
 def is_function_name(name: str) -> bool:
-    """Whether PyTorch has a function that would be named like this: 'add', 'softmax_2'."""
+    """Return whether PyTorch has a function that would be named like this: 'add', 'softmax_2'."""
     plain = re.sub(r"_\d+$", "", name)
     known = any(hasattr(place, plain) for place in (torch.Tensor, torch, F))
     return known or hasattr(torch.Tensor, f"__{plain.rstrip('_')}__")
@@ -185,13 +185,13 @@ def hide_operations() -> contextlib.AbstractContextManager[Any]:
 
 
 def _is_closed(module: nn.Module) -> bool:
-    """Whether operations inside a module are its own: the leaf rule of torch.fx."""
+    """Return whether operations inside a module are its own: the leaf rule of torch.fx."""
     package = type(module).__module__
     return package.startswith(("torch.nn", "torch.ao.nn")) and not isinstance(module, nn.Sequential)
 
 
 def _has_tensor(value: Any) -> bool:
-    """Whether a value is a tensor, or a tuple or list with a tensor at any depth."""
+    """Return whether a value is a tensor, or a tuple or list with a tensor at any depth."""
     if isinstance(value, torch.Tensor):
         return True
     return isinstance(value, tuple | list) and any(_has_tensor(part) for part in value)

@@ -103,7 +103,7 @@ def _response(
 
 
 def _own_position_responds_most(responses: torch.Tensor, cells: Sequence[tuple[int, int]]) -> bool:
-    """Whether each of several separate cells changes its own position most.
+    """Return whether each of several separate cells changes its own position most.
 
     Some positions respond more than others to any change, and some cells have more effect. Rows and
     columns are therefore normalised to the same sum in turn (R. Sinkhorn, A relationship between
@@ -128,7 +128,7 @@ def _own_position_responds_most(responses: torch.Tensor, cells: Sequence[tuple[i
 
 
 def _near_position_responds_most(responses: torch.Tensor, cells: Sequence[tuple[int, int]]) -> bool:
-    """Whether each cell changes a position at most one step from its own the most.
+    """Return whether each cell changes a position at most one step from its own the most.
 
     One step is allowed because strided convolutions before the tokens shift by half a cell.
 

@@ -172,7 +172,7 @@ class _Operations:
 
 
 def _is_linear(module: nn.Module) -> bool:
-    """Whether a module is nn.Linear or a 1 x 1 convolution."""
+    """Return whether a module is nn.Linear or a 1 x 1 convolution."""
     pointwise = isinstance(module, nn.Conv2d) and set(module.kernel_size) == {1}
     return isinstance(module, nn.Linear) or pointwise
 

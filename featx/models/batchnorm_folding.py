@@ -174,7 +174,7 @@ def _activate(norm: Any, x: torch.Tensor) -> Any:
 
 
 def _is_plain(part: nn.Module) -> bool:
-    """Whether a module computes what its class defines, from its own parameters, in eval mode.
+    """Return whether a module in eval mode computes what its class defines from its parameters.
 
     Weights may be recomputed in each pass, by a parametrisation or by a hook (torch.nn.utils.prune,
     and the hook-based weight_norm and spectral_norm). A hook may also read the output that is

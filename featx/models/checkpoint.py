@@ -237,7 +237,7 @@ def _check_values(
 
 
 def _keeps_values(value: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether a tensor means the same in the dtype of the module, rounding of floats aside."""
+    """Return whether a tensor means the same in the module's dtype, rounding of floats aside."""
     if dtype in _FLOATS:
         return value.dtype in _FLOATS
     if value.dtype in _FLOATS:  # a checkpoint that was converted to float16 as a whole

@@ -171,7 +171,7 @@ def num_classes(match: CheckpointMatch) -> int:
 
 
 def has_heads(module_state: Mapping[str, torch.Tensor], match: CheckpointMatch) -> bool:
-    """Whether a checkpoint has all tensors of the classifiers of a module, in their shapes.
+    """Return whether a checkpoint has all tensors of the classifiers of a module, in their shapes.
 
     Args:
         module_state: state dict of the module.
@@ -194,7 +194,7 @@ def _needed_names(module_state: Mapping[str, torch.Tensor], heads: Collection[st
 
 
 def _is_below(name: str, modules: Collection[str]) -> bool:
-    """Whether a tensor belongs to one of some modules."""
+    """Return whether a tensor belongs to one of some modules."""
     return any(name.startswith(f"{module}.") for module in modules)
 
 
@@ -280,7 +280,7 @@ def _only_match(
 
 
 def _differs(one: CheckpointMatch, other: CheckpointMatch, names: Sequence[str]) -> bool:
-    """Whether two matches have other values for some names."""
+    """Return whether two matches have other values for some names."""
     pairs = ((one.tensors[name], other.tensors[name]) for name in names)
     return any(a.shape != b.shape or not torch.equal(a, b) for a, b in pairs)
 
@@ -311,7 +311,7 @@ def _refusals(match: CheckpointMatch, needed: Sequence[str], resample: bool) -> 
 
 
 def _is_of_module(name: str, names: Collection[str]) -> bool:
-    """Whether a tensor that the module lacks belongs to a part that the module has.
+    """Return whether a tensor that the module lacks belongs to a part that the module has.
 
     Five blocks do not fit a model of three. A parameter beside the parts, such as registers,
     changes what the others mean; a part that the module lacks as a whole, such as a head, does not.

@@ -13,7 +13,7 @@ HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 def is_cached(repository: str | None, files: Iterable[str]) -> bool:
-    """Whether one of some files of a repository is in the cache of the hub on this machine."""
+    """Return whether one of some files of a repository is in this machine's cache of the hub."""
     from huggingface_hub import try_to_load_from_cache
 
     if not repository:

@@ -17,7 +17,7 @@ from featx.models.checkpoint import read_weights
 
 
 def has_class_token(module: nn.Module) -> bool:
-    """Whether a module has a class token, from its `has_class_token` or timm's `cls_token`.
+    """Return whether a module has a class token, from its `has_class_token` or timm's `cls_token`.
 
     Without either attribute it is assumed to have one. The answer matters only if
     `num_prefix_tokens` is above 0.

@@ -147,7 +147,7 @@ def _recorded(out: Path) -> dict[str | None, Mapping[str, Any]]:
 
 
 def _has_same_images(out: Path, manifest: Manifest, source: Source, listing: Listing) -> bool:
-    """Whether all images are as they were when the store was last compared with them."""
+    """Return whether all images are as they were when the store was last compared with them."""
     if not is_listing_of(out / layout.LISTING, listing):
         return False
     states = source.states(listing.keys) if isinstance(source, Stateful) else None

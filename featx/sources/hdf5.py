@@ -221,7 +221,7 @@ def _channels_come_first(images: h5py.Dataset, origin: str) -> bool:
 
 
 def _is_rgb(images: h5py.Dataset) -> bool:
-    """Whether rows are images of 8 bits with 1 or 3 channels; others are read as numbers."""
+    """Return whether rows are images of 8 bits with 1 or 3 channels; others are read as numbers."""
     if images.dtype != np.uint8:
         return False
     return images.ndim == 3 or images.shape[3] in (1, 3) or images.shape[1] in (1, 3)

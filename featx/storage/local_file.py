@@ -98,7 +98,7 @@ class RawFile:
 
 @functools.cache
 def is_local(device: int, mounts: Path = Path("/proc/self/mountinfo")) -> bool:
-    """Whether a device number belongs to a known local file system; False if unknown.
+    """Return whether a device number belongs to a known local file system; False if unknown.
 
     Args:
         device: number of the device, as from `os.stat`.

@@ -115,7 +115,7 @@ class RangeFile:
 
 
 def supports_direct_io(path: Path) -> bool:
-    """Whether the file system of a file allows reading past the page cache, by a test read."""
+    """Return whether a file can be read past the page cache, by a test read."""
     if not hasattr(os, "O_DIRECT"):  # not on macOS
         return False
     try:

@@ -205,7 +205,7 @@ def _write_object(path: Path, data: bytes | memoryview, **condition: str) -> boo
 
 
 def _honours_delete_condition(copy: Path) -> bool:
-    """Whether the server honours the condition of a deletion, tried on a copy that may be lost.
+    """Return whether the server honours the condition of a deletion, by a trial on a spare copy.
 
     This is not checked at the start of a run, since only damaged objects are deleted with a
     condition.

@@ -21,7 +21,7 @@ _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/(.*)")
 
 
 def is_url(text: str | os.PathLike[str]) -> bool:
-    """Whether an option such as `out` or `store` is a URL."""
+    """Return whether an option such as `out` or `store` is a URL."""
     return _URL.match(str(text)) is not None
 
 

@@ -82,7 +82,7 @@ def good_chunks(
 
 
 def failures_agree(file: h5py.File) -> bool:
-    """Whether /failures agrees with its checksum."""
+    """Return whether /failures agrees with its checksum."""
     path = f"{layout.CHECKSUMS}/{layout.FAILURES}"
     columns = [
         open_plain_dataset(file, f"{layout.FAILURES}/{name}")[:] for name in layout.FAILURE_COLUMNS
@@ -91,7 +91,7 @@ def failures_agree(file: h5py.File) -> bool:
 
 
 def classes_agree(file: h5py.File) -> bool:
-    """Whether /classes agrees with its checksum."""
+    """Return whether /classes agrees with its checksum."""
     path = f"{layout.CHECKSUMS}/{layout.CLASSES}"
     values = open_plain_dataset(file, layout.CLASSES)[:]
     sums = layout.chunk_checksums(values, max(1, len(values)))

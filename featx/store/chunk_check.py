@@ -148,5 +148,5 @@ class ChunkCheck:
         self._is_compared[chunk] = True
 
     def _is_due(self, chunk: int, count: int) -> bool:
-        """Whether a read of `count` rows of a chunk is large enough to compare it."""
+        """Return whether a read of `count` rows of a chunk is large enough to compare it."""
         return count >= self._min_due_rows or count >= self.chunk_rows(chunk)

@@ -348,7 +348,7 @@ class ChunkReader:
         decode_pool().for_each(compare, due)
 
     def _contains_chunk(self, chunk: int, first: int, count: int) -> bool:
-        """Whether all rows of a chunk are among the `count` rows from `first` on."""
+        """Return whether all rows of a chunk are among the `count` rows from `first` on."""
         begin = chunk * self._chunk_rows
         return first <= begin and min(begin + self._chunk_rows, self._num_rows) <= first + count
 
@@ -520,12 +520,12 @@ class ChunkReader:
 
 
 def _is_mapped(file: RawFile | S3File) -> TypeGuard[RawFile]:
-    """Whether the file is mapped into memory."""
+    """Return whether the file is mapped into memory."""
     return file.mapped is not None
 
 
 def _is_readable_directly(dataset: h5py.Dataset, driver: str) -> bool:
-    """Whether the bytes of a dataset can be read from its file, in chunks of whole rows."""
+    """Return whether the bytes of a dataset can be read from its file, in chunks of whole rows."""
     file = dataset.file
     return (
         dataset.chunks is not None

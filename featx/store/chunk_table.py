@@ -463,6 +463,6 @@ def _find_magic(raw: RawBytes) -> Iterator[int]:
 
 
 def has_chunk_table(path: Path) -> bool:
-    """Whether a file contains a complete chunk table."""
+    """Return whether a file contains a complete chunk table."""
     with contextlib.closing(open_raw(path)) as raw:
         return find_table(raw) is not None

@@ -154,7 +154,7 @@ class _CompressedChunkWriter(ChunkWriter):
         yield from zip(self.addresses, self.sizes, strict=True)
 
     def is_intact(self, number: int, found: bytes | bytearray) -> bool:
-        """Whether the bytes of a chunk, read back and decoded, are those of its rows."""
+        """Return whether the bytes of a chunk, read back and decoded, are those of its rows."""
         try:
             data = self._pipeline.decode(found)
         except StoreError:

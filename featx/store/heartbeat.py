@@ -272,7 +272,7 @@ def pid_namespace() -> int | None:
 
 
 def _is_gone(pid: int) -> bool:
-    """Whether no process with this pid exists on this machine."""
+    """Return whether no process with this pid exists on this machine."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

@@ -134,11 +134,11 @@ class LayerChunks:
         return int(self._chunk_rows.max())
 
     def is_stored_plainly(self) -> bool:
-        """Whether no file has filters, so that rows lie in the files as they are."""
+        """Return whether no file has filters, so that rows lie in the files as they are."""
         return all(file.pipeline.is_supported and not len(file.pipeline) for file in self.files)
 
     def is_supported(self) -> bool:
-        """Whether all filters are known, so that chunks are decoded without HDF5."""
+        """Return whether all filters are known, so that chunks are decoded without HDF5."""
         return all(file.pipeline.is_supported for file in self.files)
 
     def _entry_of(self, store: FeatureStore, segment: Segment) -> tuple[DatasetEntry, FileState]:
@@ -201,7 +201,7 @@ def _pipeline(entry: DatasetEntry) -> Pipeline:
 
 
 def _fits(entry: DatasetEntry, file_size: int) -> bool:
-    """Whether the chunks of a table are as many as they should be and lie in the file."""
+    """Return whether the chunks of a table are as many as they should be and lie in the file."""
     if len(entry.table) != -(-entry.shape[0] // entry.chunk_rows):
         return False
     address, size = entry.table["address"], entry.table["size"]

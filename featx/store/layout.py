@@ -92,7 +92,7 @@ UNREADABLE = (OSError, LookupError, ValueError, TypeError, AttributeError, Runti
 
 
 def is_damage(error: Exception) -> bool:
-    """Whether an error shows damage of the file, rather than failed access (EIO, EACCES, ...).
+    """Return whether an error shows damage of the file, not failed access (EIO, EACCES, ...).
 
     Errors of HDF5 about the content are OSErrors without errno.
     """
@@ -161,7 +161,7 @@ class Grid:
         return Part(self.first_part + index, start, stop)
 
     def holds(self, row: int) -> bool:
-        """Whether a row of the listing belongs to the run."""
+        """Return whether a row of the listing belongs to the run."""
         return self.first_row <= row < self.stop_row
 
     def part_of(self, row: int) -> Part:

@@ -63,7 +63,7 @@ def row_values(listing: Listing) -> dict[str, npt.NDArray[Any]]:
 
 
 def same_values(some: npt.NDArray[Any], others: npt.NDArray[Any]) -> bool:
-    """Whether two arrays of `row_values` are equal; NaN equals NaN."""
+    """Return whether two arrays of `row_values` are equal; NaN equals NaN."""
     if some.dtype.kind == others.dtype.kind == "f":
         return np.array_equal(some, others, equal_nan=True)
     return some.dtype.kind == others.dtype.kind and np.array_equal(some, others)
@@ -124,7 +124,7 @@ def compare_listing(path: Path, listing: Listing) -> tuple[int, str | None]:
 
 
 def is_listing_of(path: Path, listing: Listing) -> bool:
-    """Whether samples.h5 is undamaged and has exactly the rows of a listing.
+    """Return whether samples.h5 is undamaged and has exactly the rows of a listing.
 
     Raises:
         StoreError: the file cannot be read now.
@@ -222,7 +222,7 @@ def read_listing_file(path: Path, num_rows: int) -> Listing | None:
 
 
 def is_ascending(keys: npt.NDArray[np.bytes_]) -> bool:
-    """Whether each key is greater than the one before it, so that none occurs twice."""
+    """Return whether each key is greater than the one before it, so that none occurs twice."""
     for start in range(0, len(keys) - 1, _ROWS_AT_ONCE):
         some = keys[start : start + _ROWS_AT_ONCE + 1]
         if not (some[1:] > some[:-1]).all():
@@ -231,7 +231,7 @@ def is_ascending(keys: npt.NDArray[np.bytes_]) -> bool:
 
 
 def is_column_type(dtype: np.dtype[Any]) -> bool:
-    """Whether a column of the listing may have this dtype: bytes, bool, int64 or float64."""
+    """Return whether a column of the listing may have this dtype: bytes, bool, int64 or float64."""
     return dtype.kind in "Sb" or dtype.str in ("<i8", "<f8")
 
 

@@ -60,7 +60,7 @@ def names_in(root: Path, pattern: str) -> set[str]:
 def is_streamed(
     root: Path, codec: str, num_bytes: int, streamed_bytes: int = STREAMED_BYTES
 ) -> bool:
-    """Whether the rows of a part are written to the disk as they come, and not held in memory.
+    """Return whether the rows of a part are written as they come instead of being held in memory.
 
     Args:
         root: folder of the store; parts in an object store are built in memory.
@@ -190,7 +190,7 @@ def inspect_parts(
 
 
 def _is_complete_by_table(path: str, part: Part, run: Run) -> bool:
-    """Whether the chunk table of a file describes the part without failures."""
+    """Return whether the chunk table of a file describes the part without failures."""
     try:
         with contextlib.closing(TailFile(path)) as raw:
             header = table_header(raw) or {}

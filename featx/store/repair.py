@@ -116,7 +116,7 @@ def unpack_store(root: Path, manifest: Manifest, listing: Listing) -> None:
 
 
 def matches_manifest(listing: Listing | None, manifest: Manifest) -> TypeGuard[Listing]:
-    """Whether the manifest allows that a listing is the one that the store was made with."""
+    """Return whether the manifest allows that a listing is the one that the store was made with."""
     return listing is not None and manifest.listing_identity in (None, listing_identity(listing))
 
 

@@ -220,7 +220,7 @@ class StoreSession:
             self._parts.num_packed_runs = 0
 
     def has_requested_layers(self, run: Run) -> bool:
-        """Whether a run of the store computed exactly the requested layers."""
+        """Return whether a run of the store computed exactly the requested layers."""
         return run.names == self._requested.names
 
     def parts_with(self, rows: Iterable[int]) -> list[Part]:

@@ -216,7 +216,7 @@ class ChunkWriter:
             self._store(number, chunk)
 
     def is_intact(self, number: int, found: bytes | bytearray) -> bool:
-        """Whether the bytes of a chunk, read back, are those of its rows."""
+        """Return whether the bytes of a chunk, read back, are those of its rows."""
         return layout.checksum(found) == self.sums[number]
 
     def _store(self, number: int, chunk: npt.NDArray[Any]) -> None:

@@ -135,8 +135,11 @@ def untrained(config: TimmOptions, seed: int) -> torch.nn.Module:
 
 
 def knows(name: str) -> bool:
-    """Whether timm has a model: by its name, by name.tag, or where only timm can look, such as
-    hf-hub:owner/model."""
+    """Return whether timm has a model.
+
+    Args:
+        name: NAME, NAME.TAG, or a place where only timm can look, such as hf-hub:owner/model.
+    """
     return name.startswith(_SCHEMES) or name.split(".", 1)[0] in registered_names("timm")
 
 

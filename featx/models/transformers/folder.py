@@ -165,7 +165,7 @@ def refuse_code(folder: Path) -> None:
 
 
 def _has_key(value: object, key: str) -> bool:
-    """Whether nested mappings have a key anywhere."""
+    """Return whether nested mappings have a key anywhere."""
     if isinstance(value, Mapping):
         return key in value or any(_has_key(part, key) for part in value.values())
     return isinstance(value, list) and any(_has_key(part, key) for part in value)

@@ -169,7 +169,7 @@ def _from_state(
 
 
 def _is_of_pooler(name: str) -> bool:
-    """Whether a tensor is one of a pooler."""
+    """Return whether a tensor is one of a pooler."""
     return ".pooler." in f".{name}"
 
 

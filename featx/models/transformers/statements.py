@@ -108,7 +108,7 @@ def statement_of(processor: Any) -> Statement | None:
 
 
 def _is_plain(processor: Any, name: str) -> bool:
-    """Whether a processor does what its options say, in the order resize, crop, normalise."""
+    """Return whether a processor does what its options say in the order resize, crop, normalise."""
     own = vars(type(processor))
     return name in _PLAIN or not {"_preprocess", "preprocess", "resize", "rescale"} & set(own)
 
@@ -179,7 +179,7 @@ def _triple(value: Any) -> Triple:
 
 
 def is_proven(reference: Reference, statement: Statement) -> bool:
-    """Whether the statement makes the images of the processor, of all made images."""
+    """Return whether the statement makes the images of the processor, of all made images."""
     import torch
 
     stated = (

@@ -89,7 +89,7 @@ class Scheduler(ABC, Generic[WorkerT]):
         """End all workers that are left; called once, whatever ends the run."""
 
     def is_active(self) -> bool:
-        """Whether `work` has to wait for further events."""
+        """Return whether `work` has to wait for further events."""
         return self.is_work_left()
 
     def stop(self, error: BaseException) -> None:
@@ -129,7 +129,7 @@ class Scheduler(ABC, Generic[WorkerT]):
     # Parts
 
     def is_work_left(self) -> bool:
-        """Whether a part is not yet committed, be it queued or assigned."""
+        """Return whether a part is not yet committed, be it queued or assigned."""
         return bool(self._missing)
 
     def missing(self) -> list[Part]:
@@ -244,5 +244,5 @@ class Scheduler(ABC, Generic[WorkerT]):
         return max(self._deaths[index] for index in indices or [None])
 
     def has_deaths(self, parts: Sequence[Part]) -> bool:
-        """Whether a worker died in one of some parts."""
+        """Return whether a worker died in one of some parts."""
         return any(self._deaths[part.index] for part in parts)

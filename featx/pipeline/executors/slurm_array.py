@@ -84,7 +84,7 @@ class JobArray(Scheduler[Any]):
         self._submit(is_first=True)
 
     def is_active(self) -> bool:
-        """Whether a part is missing or a task has not ended."""
+        """Return whether a part is missing or a task has not ended."""
         return self.is_work_left() or bool(self.workers)
 
     def handle_events(self) -> None:

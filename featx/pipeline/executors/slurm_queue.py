@@ -59,7 +59,7 @@ _ADVICE = {
 
 
 def is_no_controller(text: str) -> bool:
-    """Whether the output of a Slurm command says that the controller does not answer now."""
+    """Return whether the output of a Slurm command says that the controller does not answer now."""
     return _NO_CONTROLLER.search(text) is not None
 
 
@@ -263,7 +263,7 @@ class SlurmQueue:
         )
 
     def _is_due(self, what: str, now: float) -> bool:
-        """Whether the last report of this kind is REPORT_S seconds old; if so, one is due now."""
+        """Return whether a report is due, as the last one of this kind is REPORT_S seconds old."""
         last = self._reported_at.get(what)
         if last is not None and now - last < REPORT_S:
             return False
@@ -272,7 +272,7 @@ class SlurmQueue:
 
 
 def _waits(state: TaskState) -> bool:
-    """Whether a task is queued and not running."""
+    """Return whether a task is queued and not running."""
     return state.state in ("PENDING", "REQUEUED", "REQUEUE_HOLD", "SPECIAL_EXIT", "SUSPENDED")
 
 

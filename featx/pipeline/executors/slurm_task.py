@@ -189,7 +189,7 @@ def _end_margin_s(limit_s: float) -> float:
 
 
 def is_driver_alive(spec: WorkerSpec) -> bool:
-    """Whether a driver is alive that submits again what a task leaves undone."""
+    """Return whether a driver is alive that submits again what a task leaves undone."""
     try:
         records = read_heartbeats(spec.root)
     except OSError:

@@ -130,7 +130,7 @@ class WorkerPool(Scheduler[_Worker]):
             self._start_worker(number, device)
 
     def is_active(self) -> bool:
-        """Whether a worker is alive; after an error, for GRACE_S seconds only."""
+        """Return whether a worker is alive; after an error, for GRACE_S seconds only."""
         is_late = self._error is not None and time.monotonic() > self._deadline
         return bool(self.workers) and not is_late
 

@@ -1,13 +1,11 @@
-"""Nearest neighbours, near-duplicates and layer similarity: exact and in blocks, on any device.
+"""Nearest neighbours, near-duplicates and similarity of layers: in blocks, on any device.
 
-Only `RowIndex`, an index of faiss, is approximate: it misses some of the nearest rows.
-
-row_vectors.py                rows of a layer as vectors on a device
-nearest_neighbours.py         nearest rows by exact search
-faiss_index.py                nearest rows by an index, with a measured recall and in less time
-retrieval.py                  recall@k and mean average precision of the classes
-duplicates.py                 groups of near-duplicates
-representation_similarity.py  linear CKA and RSA between layers
+In: rows of a layer as vectors, read from one store or from two.
+Out: nearest rows of each row, groups of near-duplicates, retrieval metrics of the classes, scores
+of pairs of layers (CKA, RSA, SVCCA, Procrustes), and distances of data sets (KID, Fréchet).
+Names for others: those in `__init__.pyi`.
+The search for neighbours is exact. Only `RowIndex`, an index of faiss, is approximate: it misses
+some of the nearest rows.
 """
 
 from featx.base.exports import lazy_exports

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ExtractionRecipe:
-    """How the rows of some layers of a store were extracted.
+    """Settings by which the rows of some layers of a store were extracted.
 
     Attributes:
         origin: file or store that says so, for messages.

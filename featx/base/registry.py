@@ -23,7 +23,7 @@ from featx.errors import ConfigError, FeatxError, nearest
 
 @dataclass(frozen=True)
 class Member:
-    """What every member of a family declares about itself.
+    """Declaration of a member of a family.
 
     Attributes:
         name: value of the option that selects the member, such as 'folder' of `data=folder`.

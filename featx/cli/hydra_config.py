@@ -267,7 +267,7 @@ class Experiments(ConfigFiles):
 
 
 class _SearchPath(SearchPathPlugin):
-    """Where Hydra looks for configs besides conf/: the user's folders, jobs, and model names."""
+    """Search path of Hydra besides conf/: the user's folders, jobs, and model names."""
 
     folders: ClassVar[Sequence[Path]] = ()
 

@@ -11,11 +11,11 @@ from featx.errors import ConfigError
 
 @dataclass
 class CheckpointConfig:
-    """Which tensors of a file in `model.weights` are those of the model."""
+    """Choice and conversion of the tensors of a file in `model.weights`."""
 
     prefix: str | None = None
-    """What stands before the names of the model in the file, such as 'teacher/backbone.', in which
-    '/' stands for nesting; null finds it, unless several state dicts fit."""
+    """Text before the names of the model in the file, such as 'teacher/backbone.', in which '/'
+    stands for nesting; null finds it, unless several state dicts fit."""
     convert: str = "auto"
     """Conversion of a file whose names are not those of the model: timm uses checkpoint_filter_fn
     of the family (model=timm only), auto does so where the family has one, none refuses the

@@ -15,7 +15,7 @@ OBJECT_SOURCE = "python"
 
 @dataclass
 class DataConfig:
-    """Where the images are, and how unusual ones are treated.
+    """Location of the images, and treatment of unusual ones.
 
     A source with options of its own has them in a subclass in its own module, such as
     `featx.sources.folder.FolderOptions`.

@@ -10,7 +10,7 @@ from featx.errors import ConfigError
 
 @dataclass
 class ExecutorConfig:
-    """Where the parts of a run are computed.
+    """Processes that compute the parts of a run.
 
     An executor with options of its own has them in a subclass in its own module, such as
     `featx.pipeline.executors.slurm.SlurmOptions`, which overrides the properties below.

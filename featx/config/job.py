@@ -14,7 +14,7 @@ VIEWS_OF_LAYERS = ("shapes", "cost", "values", "all", "watch")
 
 @dataclass
 class JobConfig:
-    """What the command does."""
+    """Job of the command, and the form of its result."""
 
     name: str = "extract"
     """Name of the job, from the option `job` itself."""

@@ -116,7 +116,7 @@ class LibraryModelConfig(ModelConfig):
     transform: TransformConfig = field(default_factory=TransformConfig)
     """Preprocessing of the images, by default that of the weights."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    """Which tensors of a file in model.weights are those of the model."""
+    """Choice and conversion of the tensors of a file in model.weights."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -153,7 +153,7 @@ class CodeModelConfig(UnpreparedModelConfig):
     """Options of a model that code of the user makes, of model=custom and model=hub."""
 
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    """Which tensors of a file in model.weights are those of the model."""
+    """Choice and conversion of the tensors of a file in model.weights."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -37,9 +37,9 @@ class ProbeConfig:
     label_column: str | None = None
     """Column of the store (data.columns) to predict instead of its labels."""
     task: str = "auto"
-    """What probe.label_column holds: classification (classes), regression (numbers), or multilabel
-    (several labels a row, divided by probe.label_separator). auto takes fractional numbers as
-    numbers, and everything else, whole numbers included, as classes."""
+    """Kind of the labels in probe.label_column: classification (classes), regression (numbers), or
+    multilabel (several labels a row, divided by probe.label_separator). auto takes fractional
+    numbers as numbers, and everything else, whole numbers included, as classes."""
     label_separator: str | None = field(default=None, metadata=only_with("task", "multilabel"))
     """Text between the labels of a row with probe.task=multilabel; a semicolon when not given."""
     masks: str | None = None

@@ -107,7 +107,7 @@ class Config:
     """All options of one run, under the names that the command uses."""
 
     job: JobConfig = field(default_factory=JobConfig)
-    """What the command does; the table of jobs lists them."""
+    """Job of the command; the table of jobs lists them."""
     model: ModelConfig = field(default_factory=ModelConfig)
     """Model: any name of torchvision or timm, efficientnet_lite0 (packaged, works offline), or a
     library, such as custom, or timm with model.name."""
@@ -222,7 +222,7 @@ class Config:
     models: ModelsConfig = field(default_factory=ModelsConfig)
     """Models that job=models looks for."""
     status: StatusConfig = field(default_factory=StatusConfig)
-    """How job=status shows a run."""
+    """View of a run in job=status."""
     log: LogConfig = field(default_factory=LogConfig)
     """Messages of the command during a run."""
     bench: BenchConfig = field(default_factory=BenchConfig)

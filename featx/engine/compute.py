@@ -1,4 +1,4 @@
-"""How features are computed: precision, compilation, memory format; and the rows that come out."""
+"""Settings of the computation (precision, compilation, memory format), and the computed rows."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ compile=auto keeps the eager model, which can compute parallel batches on a CPU.
 
 @dataclass(frozen=True)
 class Compute:
-    """How features are computed; every field affects the values and is part of the fingerprint.
+    """Settings of the computation; every field affects the values and is part of the fingerprint.
 
     Attributes:
         precision: 'fp32', 'bf16' or 'fp16', by autocast.

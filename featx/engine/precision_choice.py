@@ -150,7 +150,7 @@ class _Measurement:
         self._measured[precision] = TimedRows(measured_before.rows, seconds)
 
     def _times_slower(self, precision: str) -> float:
-        """How many times as long as fp32 a precision takes, by passes over two images.
+        """Return the time of a precision as a multiple of fp32's, by passes over two images.
 
         A CPU without units for the precision would take minutes for all trial images. A value
         above `_TOO_SLOW` has been measured in turns.
@@ -182,7 +182,7 @@ class _Measurement:
         return self._measured[precision].rows
 
     def _gain(self, precision: str, other: str) -> float:
-        """How many times as fast as another precision one is."""
+        """Return the speed of a precision as a multiple of another one's."""
         return self._measured[other].seconds_per_image / self._measured[precision].seconds_per_image
 
 

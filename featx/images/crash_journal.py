@@ -1,4 +1,4 @@
-"""In-flight journals and crash lists: which images may crash their decoder.
+"""In-flight journals, and crash lists of images that may crash their decoder.
 
 A decoder that crashes ends its process. So each thread writes the key of the image it decodes into
 a small memory-mapped file, the in-flight journal, which outlives the process. The next start reads

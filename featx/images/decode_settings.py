@@ -21,7 +21,7 @@ SHARES = 16
 
 @dataclass(frozen=True)
 class DecodeSettings:
-    """How encoded bytes become the images of a run.
+    """Settings by which encoded bytes become the images of a run.
 
     Attributes:
         preprocess: transform of the backbone.

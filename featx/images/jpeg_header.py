@@ -16,7 +16,7 @@ _SEGMENT = struct.Struct(">BBH")
 """
 
 _FRAME = struct.Struct(">BHHB")
-"""Of a frame: bits per value, height, width, and number of components."""
+"""Fields of a frame: bits per value, height, width, and number of components."""
 
 _FRAMES = frozenset({0xC0, 0xC1, 0xC2})
 """Frames of Huffman-coded images: baseline, extended, and progressive."""

@@ -19,7 +19,7 @@ from featx.types import ImageFault, Status
 _TRANSFORM = re.compile(
     r"resize (?:to (\d+)x(\d+)|(\d+)) (?:bilinear|bicubic) antialias, crop (\d+)x(\d+)( floor)?,"
 )
-"""What `Preprocess.describe` says of a transform with a fast path."""
+"""Start of the text of `Preprocess.describe` for a transform with a fast path."""
 
 _SCALED = ("L;2", "L;4")
 """Raw modes of PNG whose numbers Pillow stretches to 0..255, which changes class numbers."""

@@ -26,7 +26,7 @@ def format_fault(message: str) -> ImageFault:
 
 @dataclass(frozen=True)
 class PixelScale:
-    """How the numbers of an image become those of a model.
+    """Conversion of the numbers of an image to those of a model.
 
     Attributes:
         divisor: number by which pixels are divided; None for the largest number of their dtype.

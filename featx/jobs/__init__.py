@@ -1,4 +1,4 @@
-"""What the command can do: one module for each job, which registers its declaration.
+"""Jobs of the command: one module for each job, which registers its declaration.
 
 In: a checked `Config`, and the same config as the user gave it, in YAML.
 Out: the exit code; files in `out`, the result on stdout, messages on stderr.

@@ -44,7 +44,7 @@ _ALWAYS_READ = ("job.name", "log.json")
 
 
 class Input(Enum):
-    """What a job reads."""
+    """Kind of input that a job reads."""
 
     IMAGES = "images"
     """The images that `data` names; the model computes."""

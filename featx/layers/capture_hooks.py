@@ -33,7 +33,7 @@ class StopForward(BaseException):
 
 @dataclass
 class PassRecord:
-    """What the hooks have captured in one forward pass.
+    """Tensors and events that the hooks have captured in one forward pass.
 
     Gradients arrive after the forward pass, possibly after another pass has started, so they are
     written into the record of the pass to which they belong.

@@ -11,7 +11,7 @@ from featx.errors import RunError
 
 @dataclass(frozen=True)
 class Expected:
-    """What an earlier forward pass did; a pass that does anything else is an error.
+    """Course of an earlier forward pass; a pass that does anything else is an error.
 
     Attributes:
         fired: names of the captures in the order in which they fire, or None if not yet known.

@@ -14,7 +14,7 @@ from featx.models.model_names import registered_names
 FILE = Path(__file__).with_name("catalogue.tsv")
 
 OWN_REPOSITORY = "="
-"""What the file says for the repository timm/NAME.TAG."""
+"""Abbreviation in the file for the repository timm/NAME.TAG."""
 
 COLUMNS = (
     *("library", "name", "tag", "width", "input", "parameters", "licence"),
@@ -63,7 +63,7 @@ class CatalogueEntry:
 
     @property
     def option(self) -> str:
-        """What one types after `model=`, such as 'resnet50' or 'timm model.name=resnet50'."""
+        """Text to type after `model=`, such as 'resnet50' or 'timm model.name=resnet50'."""
         if self.library == "packaged":
             return self.name
         if self.library == "timm" and self.tag:

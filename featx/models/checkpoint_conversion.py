@@ -99,7 +99,7 @@ class Conversion:
 
 @dataclass(frozen=True)
 class _Trace:
-    """What a converted tensor was made of.
+    """Origin of the values of a converted tensor.
 
     Attributes:
         names: names in the file; none for values that the function has made up.
@@ -111,7 +111,7 @@ class _Trace:
 
 
 def _trace(x: torch.Tensor, names: Mapping[int, str]) -> _Trace:
-    """Return what a tensor was made of.
+    """Return the origin of the values of a tensor.
 
     Args:
         x: result of a conversion.

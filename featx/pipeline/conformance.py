@@ -265,7 +265,7 @@ def _broken_end_to_end(compared: Compared, reduced: Sequence[int]) -> list[str]:
 
 
 def _notes(compared: Compared, reduced: Sequence[int]) -> list[str]:
-    """What breaks no promise and is worth knowing, as sentences."""
+    """Return sentences on what breaks no promise but is worth knowing."""
     cosines = [
         float(difference.cosines[i])
         for difference in compared.end_to_end.values()

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """How to build the engine of a run and how to choose its layers.
+    """Functions that build the engine of a run and choose its layers.
 
     All three functions are module-level functions, since workers receive them pickled by name.
 

@@ -104,7 +104,7 @@ def _pixel_levels(engine: Engine, golden: Golden, path: str) -> dict[str, float]
 def _candidates(
     engine: Engine, chosen: ChosenLayers, inputs: torch.Tensor
 ) -> Mapping[str, torch.Tensor]:
-    """What the model gives of some inputs: its output, its embedding, and the requested layers."""
+    """Compute the output, the embedding and the requested layers of the model for some inputs."""
     batches: dict[str, list[torch.Tensor]] = {}
     compared = [pair for pair in chosen if not explain_missing_plain_path(*pair)]
     library = engine.backbone.embedding

@@ -44,7 +44,7 @@ PARTS_PER_LIMIT = 8
 
 
 class RunTarget(Protocol):
-    """What a run must produce: rows of a store, or statistics.
+    """Output that a run must produce: rows of a store, or statistics.
 
     Attributes:
         dtype: name of the dtype in which the engine returns values, such as 'float16'.

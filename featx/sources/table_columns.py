@@ -20,13 +20,13 @@ MISSING_MARKS = frozenset(
 """Texts in lower case that mark a missing number: those of pandas.read_csv, in any case."""
 
 AS_VALUE = "which counts as a value like any other; leave a cell empty where the value is missing"
-"""What a mark of a missing number means in a column of text, and what to do instead."""
+"""Clause on the meaning of a mark of a missing number in a column of text, with a remedy."""
 
 AS_NO_LABEL = (
     "which counts as no label because the other labels are numbers or booleans; if it names a "
     "class, rename it"
 )
-"""What such a mark means among labels that are numbers or booleans, and what to do instead."""
+"""Clause on the meaning of such a mark among numeric or boolean labels, with a remedy."""
 
 _MARKS_SHOWN = 3
 """Maximum number of different marks that a warning quotes."""

@@ -33,7 +33,7 @@ from featx.types import UNTOLD, Listing, Source
 
 @dataclass(frozen=True)
 class _Kind:
-    """How one class of torchvision.datasets is opened.
+    """Arguments and attributes of one class of torchvision.datasets.
 
     Attributes:
         splits: name of a split -> keyword arguments of the constructor.

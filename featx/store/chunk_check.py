@@ -13,7 +13,7 @@ from featx.errors import ConfigError, StoreError
 from featx.store import layout
 
 Verify: TypeAlias = Literal["chunks", "rows", False]
-"""Which chunks a reader compares with their checksums.
+"""Choice of the chunks that a reader compares with their checksums.
 
 'chunks': chunks of which one read takes a quarter or more (half in an object store), and all
 chunks of compressed layers. 'rows': all chunks of which a row is read. False: none.

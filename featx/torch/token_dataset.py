@@ -203,7 +203,7 @@ class TokenDataset(IterableDataset[Batch]):
 
     @cached_property
     def mixing(self) -> dict[str, float]:
-        """How well batches are mixed, before anything is read.
+        """Measures of the mixing of batches, known before anything is read.
 
         `effective_images` is 1 / P(two tokens of a batch are of one image),
         `distinct_images_in_batch` what follows for a batch, `held_bytes` the tokens that are held,

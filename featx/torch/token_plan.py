@@ -1,4 +1,4 @@
-"""How the tokens of an epoch are divided, so that memory suffices and batches are mixed."""
+"""Division of the tokens of an epoch, so that memory suffices and batches are mixed."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ _CELL = 3
 
 @dataclass(frozen=True)
 class _TextStyle:
-    """How a line of text is drawn.
+    """Style of a line of text.
 
     Attributes:
         size: size of the font in pixels.

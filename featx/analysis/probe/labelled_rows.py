@@ -163,7 +163,7 @@ class LayerRows:
 
     @property
     def reduction(self) -> str:
-        """How rows become vectors: 'none', 'flatten' or 'avg'."""
+        """Reduction of rows to vectors: 'none', 'flatten' or 'avg'."""
         if self.pooled is not None:
             return "avg"
         return "none" if self.store[self.layer].ndim == 2 else "flatten"

@@ -22,7 +22,7 @@ from featx.types import UNKNOWN_IMAGE, ImageFault, Source, image_checksum
 
 @dataclass(frozen=True)
 class MaskSettings:
-    """How the masks of a store are found and read.
+    """Settings by which the masks of a store are found and read.
 
     Attributes:
         store: the store.

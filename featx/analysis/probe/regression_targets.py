@@ -9,7 +9,7 @@ import torch
 
 
 class Targets(Protocol):
-    """What the rows of a matrix are to be predicted as.
+    """Targets of the rows of a matrix.
 
     With targets t of sum 1 (one class) or weights of mean 1 (counts), the cross-entropy of a row
     with logits z is (sum t) logsumexp(z) - sum t z.

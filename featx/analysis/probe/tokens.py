@@ -19,7 +19,7 @@ ATTENTIVE = "probe.method=attentive"
 
 @dataclass(frozen=True)
 class TokenLayout:
-    """How the values of a flattened row form tokens.
+    """Arrangement of tokens in the values of a flattened row.
 
     Attributes:
         count: T, the number of tokens: positions of a map, or tokens including the class token.

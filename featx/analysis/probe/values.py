@@ -22,7 +22,7 @@ MANY_NUMBERS = 20
 
 @dataclass(frozen=True)
 class TaskKind:
-    """What a probe predicts.
+    """Kind of the targets that a probe predicts.
 
     Attributes:
         name: 'classification', 'regression', 'multilabel' or 'segmentation'.

@@ -21,7 +21,7 @@ class OpenClipOptions(ModelConfig):
     transform: TransformConfig = field(default_factory=TransformConfig)
     """Preprocessing of the images, by default that of the weights."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    """Which tensors of a file in model.weights are those of the model."""
+    """Choice and conversion of the tensors of a file in model.weights."""
 
     def __post_init__(self) -> None:
         if not self.name:

@@ -1,4 +1,4 @@
-"""Where a CLIP model comes from: a tag of open_clip, a file, or a folder.
+"""Sources of CLIP models: a tag of open_clip, a file, or a folder.
 
 Architecture, activation and preprocessing of a CLIP model belong to its weights. A file alone does
 not tell them: 58 of the 196 tags of open_clip 3.3 have other preprocessing than the default, and 27

@@ -20,7 +20,7 @@ TEMPLATE_SETS = ("openai", "simple")
 """Names of lists of templates that open_clip has."""
 
 _LOCAL = "local-dir:"
-"""What open_clip wants in front of the name of a folder."""
+"""Prefix that marks the name of a folder for open_clip."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What `embedding`, `cls`, `patch_avg` and `stages` mean in the families of transformers.
+"""Meaning of `embedding`, `cls`, `patch_avg` and `stages` in the families of transformers.
 
 A family is a `model_type` of config.json. Most families have their own way from tokens or maps to
 one vector, which the shapes of tensors do not show: the embedding of a ViT is its class token, that
@@ -36,7 +36,7 @@ _EMBEDDINGS: dict[str, Callable[[Mapping[str, Any]], torch.Tensor]] = {
 
 @dataclass(frozen=True)
 class Family:
-    """What the layer presets mean in the models of one `model_type`.
+    """Meaning of the layer presets in the models of one `model_type`.
 
     Attributes:
         embedding: a key of `_EMBEDDINGS`.

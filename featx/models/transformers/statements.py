@@ -1,4 +1,4 @@
-"""What image processors of transformers do, in values that featx's fast path can follow.
+"""Steps of transformers' image processors, in values that featx's fast path can follow.
 
 A statement is derived from the class and the options of a processor, and then proven: processor and
 statement are computed for made images of odd sizes.
@@ -46,7 +46,7 @@ RESAMPLING = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic"}
 
 @dataclass(frozen=True)
 class Statement:
-    """What a processor does, as values of `featx.images.Preprocess`.
+    """Steps of a processor, as values of `featx.images.Preprocess`.
 
     Attributes:
         resize: shorter side, or (height, width).

@@ -25,7 +25,7 @@ from featx.storage import AtomicFolder
 from featx.store import clear_heartbeats, layout
 
 _ENDLESS = 10**9
-"""How often submitit may queue a task again after its time limit; `Task` has its own limit."""
+"""Number of times that submitit may queue a task again after its time limit. `Task` has its own."""
 
 
 DEFAULT_TIME_LIMIT_MIN = 240

@@ -329,7 +329,7 @@ class WorkerPool(Scheduler[_Worker]):
 
 
 def _end_text(code: int) -> str:
-    """How a process ended, as text."""
+    """Return how a process ended, as text."""
     if code >= 0:
         return f"ended with exit code {code}"
     with contextlib.suppress(ValueError):

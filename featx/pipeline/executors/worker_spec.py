@@ -54,7 +54,7 @@ class PartSink(BatchSink[ComputedT], Protocol[ComputedT]):
 
 
 class PartTask(Protocol):
-    """What workers compute and where they commit it; travels with the worker spec.
+    """Rows that workers compute, and their destination; travels with the worker spec.
 
     Only its own sink sees the result for a batch, so the type stays open: `PartSink[Any]`.
 

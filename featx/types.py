@@ -216,6 +216,19 @@ def image_checksum(data: bytes) -> int:
     return number if number > NO_IMAGE else number + NO_IMAGE + 1
 
 
+def count_different_images(
+    checksums: npt.NDArray[np.uint64], others: npt.NDArray[np.uint64]
+) -> int:
+    """Count the pairs of images whose bytes are known to differ.
+
+    Args:
+        checksums: (n,) image checksums of rows.
+        others: (n,) image checksums of the rows that they are compared with.
+    """
+    are_known = (checksums > NO_IMAGE) & (others > NO_IMAGE)
+    return int((are_known & (checksums != others)).sum())
+
+
 @dataclass(frozen=True)
 class Failure:
     """Failed row, as recorded in failures.csv.

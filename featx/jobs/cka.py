@@ -117,6 +117,11 @@ def _notes(
     if other is not None:
         names += _shown_names(other, similarity.others, True)
         widths += _widths(other, similarity.others)
+    if similarity.num_different:
+        notes.append(
+            f"{similarity.num_different} of the {similarity.num_rows} images have other bytes in "
+            "the other store: if their keys are those of other images, the scores say nothing."
+        )
     wide = [name for name, width in zip(names, widths, strict=True) if width > similarity.num_rows]
     affected = [_TITLES[name] for name in _WIDE_IS_SIMILAR if name in similarity.measures]
     if wide and affected:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from featx.base import percent_text
+from featx.errors import counted
 
 METRICS = (
     ("balanced accuracy", "balanced_accuracy"), ("top-5", "top5"), ("macro-F1", "macro_f1"),
@@ -57,7 +58,8 @@ def intervals_text(bootstrap: dict[str, Any]) -> str:
         f"{count} resamples without {name} are left out of its interval"
         for name, count in bootstrap["undefined"].items()
     ]
-    about = f"95 %, {bootstrap['resamples']} resamples of {bootstrap['units']} {bootstrap['unit']}s"
+    units = counted(bootstrap["units"], bootstrap["unit"])
+    about = f"95 %, {bootstrap['resamples']} resamples of {units}"
     return "\n".join([*lines, about, *undefined])
 
 

@@ -129,13 +129,19 @@ def _store_comparison(result: dict[str, Any]) -> list[str]:
         f"{shown_path(comparison['store'])} ({comparison['layer']}, {comparison['method']})",
     )
     p = comparison["p"]
+    others = ""
+    if num_others := comparison["rows_of_other_images"]:
+        others = (
+            f" The images of {num_others} of these rows have other bytes there: if their keys are "
+            "those of other images, the comparison says nothing."
+        )
     left_out = (
         f", {comparison['rows_left_out']} others left out" if comparison["rows_left_out"] else ""
     )
     return [
         f"{difference_text(*names, comparison, f'p = {p:.2g}')} "
         f"{counted(comparison['rows'], 'test row')} of both{left_out}; "
-        f"exact McNemar test p = {p:.2g}."
+        f"exact McNemar test p = {p:.2g}.{others}"
     ]
 
 
@@ -237,6 +243,7 @@ def _facts(config: Config, result: dict[str, Any]) -> list[tuple[str, str]]:
     store = parse_path(result["store"])
     folder = store if store.is_dir() else store.parent
     groups = result["split"]["groups"]
+    over_splits = seeds_metrics_text(result) if result["seeds"] else ""
     rows = [
         *([("task", _task_text(result))] if config.probe.label_column else []),
         ("rows", f"{result['rows_labelled']} labelled, {len(result['classes'])} classes"),
@@ -246,7 +253,7 @@ def _facts(config: Config, result: dict[str, Any]) -> list[tuple[str, str]]:
         ("metrics", metrics_text(result)),
         *([("calibration", calibration)] if (calibration := _calibration_text(result)) else []),
         *([("intervals", intervals_text(result["bootstrap"]))] if result["bootstrap"] else []),
-        *([("over splits", seeds_metrics_text(result))] if result["seeds"] else []),
+        *([("over splits", over_splits)] if over_splits else []),
     ]
     if folds := result.get("folds"):
         mean, std = percent_text(folds["mean"]), percent_text(folds["std"])

@@ -32,7 +32,7 @@ def test_failed_and_unlabelled_rows_are_left_out_and_said(tmp_path: Path) -> Non
     assert found.notes == (
         "1 failed row is left out",
         "1 row without a label is left out",
-        "classes without a row, left out: 1",
+        "1 class without a row is left out",
     )
 
 

@@ -450,7 +450,7 @@ class TestLayerSimilarity:
         with pytest.raises(ConfigError, match="one layer to compare"):
             layer_similarity(store, device="cpu")
         few = write(make_run(5, 4, {"a": (5,)}, failed=[0, 1]), "few")
-        with pytest.raises(ConfigError, match="3 common images are ok"):
+        with pytest.raises(ConfigError, match="3 images are ok in both"):
             layer_similarity(store, few, device="cpu")
 
 

@@ -314,7 +314,7 @@ def test_what_cannot_be_probed_is_reported(capsys: pytest.CaptureFixture[str]) -
     with pytest.raises(DataError, match="every class has a single row"):
         probe(capsys, store="single")
     make_labelled({"x": X[:4]}, [0, 0, 1, 1], list("ab")).write(Path("pairs"))
-    with pytest.raises(DataError, match="a single row to train on"):
+    with pytest.raises(DataError, match="no row is left for validation"):
         probe(capsys, store="pairs")
 
 

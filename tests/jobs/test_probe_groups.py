@@ -259,7 +259,7 @@ def test_what_groups_do_not_allow_is_reported() -> None:
     run_with(None, columns).write(Path("store"), packed=True)
     with pytest.raises(DataError, match=r"every class has a single group \(label_itself\)"):
         probe(group_column="label_itself")
-    with pytest.raises(DataError, match=r"single group \(two_each\) to train on"):
+    with pytest.raises(DataError, match=r"single group \(two_each\) besides the test rows"):
         probe(group_column="two_each")
     with pytest.raises(DataError, match=r"probe.folds=5 are more than the groups allow"):
         probe(group_column="three", split="kfold")
@@ -267,8 +267,7 @@ def test_what_groups_do_not_allow_is_reported() -> None:
     run_with(None, {"few": few}).write(Path("few"), packed=True)
     notes = probe("few", group_column="few", split="kfold")["notes_on_rows"]
     assert notes[0] == (
-        "1 classes, such as b, lie in fewer groups than the 5 folds: they are not tested in every "
-        "fold"
+        "1 class, such as b, in fewer groups than the 5 folds: not tested in every fold"
     )
 
 
@@ -303,3 +302,50 @@ def test_extracted_boxes_are_grouped_and_the_same_images_in_two_stores_are_repor
         "2 test rows of probe.test_store are of the same images as training rows, byte for byte: "
         "the accuracy is too high"
     ]
+
+
+def test_other_images_under_the_same_keys_are_reported(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Paired comparisons match rows by key, which other images may have too."""
+    for folder, first in (("photos", 0), ("others", 2)):
+        for i in range(20):
+            pixels = np.random.default_rng(i + (first if i < 6 else 0)).integers(
+                0, 256, (40, 40, 3), np.uint8
+            )
+            path = Path(folder, "ab"[i % 2], f"{i:02d}.png")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(pixels).save(path)
+        extract({"name": "folder", "root": folder}, out=f"{folder}-store")
+    assert run_job("probe", store="others-store", device="cpu", layers=["conv"]) == 0
+    capsys.readouterr()
+    options = {"compare_store": "others-store"}
+    assert run_job("probe", store="photos-store", layers=["conv"], probe=options) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    found = json.loads(Path("photos-store/probe.json").read_text())
+    with Path("photos-store/probe/predictions.csv").open(encoding="utf-8", newline="") as file:
+        tested = {row["key"] for row in csv.DictReader(file) if row["split"] == "test"}
+    num_others = sum(int(Path(key).stem) < 6 for key in tested)
+    assert num_others > 0
+    assert found["compared_store"]["rows_of_other_images"] == num_others
+    assert f"The images of {num_others} of these rows have other bytes there" in out
+    assert (
+        run_job("cka", store="photos-store", layers=["conv"], cka={"other_store": "others-store"})
+        == 0
+    )
+    out = " ".join(capsys.readouterr().out.split())
+    assert "6 of the 20 images have other bytes in the other store" in out
+    assert (
+        run_job("cka", store="photos-store", layers=["conv"], cka={"other_store": "photos-store"})
+        == 0
+    )
+    assert "other bytes" not in capsys.readouterr().out
+
+
+def test_test_rows_of_few_groups_have_a_note() -> None:
+    run_with(columns={"few": GROUP_OF // 4}).write(Path("store"), packed=True)
+    notes = probe(group_column="few")["notes_on_rows"]
+    (note,) = (note for note in notes if "narrow" in note)
+    assert note == (
+        "the test rows are of 3 groups; with fewer than 20 the intervals are too narrow"
+    )

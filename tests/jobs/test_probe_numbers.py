@@ -187,6 +187,8 @@ def test_without_scikit_learn_the_reason_is_given(
         "not available: balanced accuracy, top-5, macro-F1, AUROC, log-loss, MCC, kappa, ECE; "
         "scikit-learn is not installed" in " ".join(capsys.readouterr().out.split())
     )
+    probe(seeds=2)
+    assert "over splits" not in capsys.readouterr().out
     assert run_job("report", store="store", report={"tsne": False}) == 0
     assert "scikit-learn is not installed" in Path("store/report.html").read_text()
 

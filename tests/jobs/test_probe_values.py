@@ -149,6 +149,7 @@ def test_knn_averages_the_values_of_the_nearest_rows() -> None:
 @pytest.mark.parametrize(
     ("values", "task", "said"),
     [
+        (np.arange(300) % 2 == 0, "classification", "column holds booleans"),
         pytest.param(
             np.arange(300) % 10,
             "classification",
@@ -170,7 +171,7 @@ def test_knn_averages_the_values_of_the_nearest_rows() -> None:
         ),
         (AGE, "regression", "column holds fractional numbers"),
     ],
-    ids=["digits", "whole floats", "ages", "text", "fractional"],
+    ids=["booleans", "digits", "whole floats", "ages", "text", "fractional"],
 )
 def test_auto_never_takes_whole_numbers_as_numbers(
     values: np.ndarray, task: str, said: str, capsys: pytest.CaptureFixture[str]
@@ -297,6 +298,22 @@ def test_rows_of_another_store_are_tested(task: str) -> None:
         assert said == pytest.approx(fitted.predict_proba(test)[:, 1], abs=2e-4)
         assert [float(row["true:dog"]) for row in rows] == y[200:].astype(float).tolist()
         assert "1 label that no training row has, such as unseen" in str(found["notes_on_rows"])
+
+
+def test_rows_that_are_left_out_are_named_once_for_each_store() -> None:
+    for number, (store, num_missing) in enumerate((("store", 4), ("other", 3))):
+        age = AGE.copy()
+        age[:num_missing] = np.nan
+        run = make_labelled({"x": X}, Y, ["c0", "c1", "c2"])
+        run = replace(run, listing=replace(run.listing, columns={"age": age}))
+        run.changed(of=number).write(Path(store), packed=True)
+    notes = probe(label_column="age", task="regression", test_store="other", l2=0.01)[
+        "notes_on_rows"
+    ]
+    assert [note for note in notes if "left out" in note] == [
+        "4 rows without a value of age left out",
+        "probe.test_store: 3 rows without a value of age left out",
+    ]
 
 
 def test_more_features_than_rows_and_constant_features() -> None:

@@ -56,7 +56,7 @@ def given_split(
         if not len(sides[role]):
             raise DataError(
                 f"{where} names no labelled row of the store for {role}. Keys are those of the "
-                f"store, such as {keys[0]!r}."
+                f"store, such as {str(keys[0])!r}."
             )
     return splits.split_from_places(
         training.y,

@@ -76,7 +76,8 @@ def labelled_rows(store: FeatureStore, column: str | None = None) -> LabelledRow
             + " left out"
         )
     if num_absent := len(classes) - len(present):
-        notes.append(f"classes without a row, left out: {num_absent}")
+        one, many = "class without a row is", "classes without a row are"
+        notes.append(f"{counted(num_absent, one, many)} left out")
     names = tuple(classes[label] for label in present.tolist())
     return LabelledRows(store, rows, y.astype(np.int64), names, tuple(notes))
 

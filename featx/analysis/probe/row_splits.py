@@ -18,6 +18,9 @@ from featx.analysis.probe.splits import Split
 from featx.config import Config
 from featx.errors import counted
 
+_FEW_GROUPS = 20
+"""Number of groups of test rows below which the intervals of the bootstrap are too narrow."""
+
 
 @dataclass(frozen=True)
 class RowSplits:
@@ -104,6 +107,20 @@ def missing_group_notes(rows: RowSplits, column: str | None) -> list[str]:
     return [
         f"{counted(grouped.num_missing, 'row has', 'rows have')} no value of {column}: each is "
         "a group of its own"
+    ]
+
+
+def few_group_notes(rows: RowSplits) -> list[str]:
+    """Return a note about test rows of so few groups that their intervals are too narrow."""
+    if rows.groups is None:
+        return []
+    tested = np.concatenate([split.test for split in rows.splits])
+    num_groups = len(np.unique(rows.groups[tested]))
+    if num_groups >= _FEW_GROUPS:
+        return []
+    return [
+        f"the test rows are of {counted(num_groups, 'group')}; with fewer than {_FEW_GROUPS} the "
+        "intervals are too narrow"
     ]
 
 

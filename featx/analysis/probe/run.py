@@ -14,6 +14,7 @@ import torch
 from featx.analysis.probe.labelled_rows import layer_vectors
 from featx.analysis.probe.layer_choice import LayerChoice
 from featx.analysis.probe.layer_probe import AdditionalResults, layer_features, probe_layer
+from featx.analysis.probe.library_metrics import import_scikit_learn
 from featx.analysis.probe.metric_intervals import bootstrap_entry
 from featx.analysis.probe.metrics import join_predictions
 from featx.analysis.probe.nested_selection import selection_entry
@@ -57,6 +58,7 @@ def run_probe(
         return run_segmentation_probe(config, store, kind, log)
     if kind.name != "classification":
         return run_value_probe(config, store, kind, log)
+    import_scikit_learn()
     layers = matching_layers(store, config.layers)
     if "attentive" in config.probe.methods:
         require_tokens(store, layers, ATTENTIVE)
@@ -135,7 +137,11 @@ def _add_comparisons(
     if other is not None:
         places = np.concatenate([split.test for split in first.task.splits])
         result["compared_store"] = compared_store_entry(
-            other, join_folds(folds), first.task.keys[places], result["classes"]
+            other,
+            join_folds(folds),
+            first.task.keys[places],
+            first.task.image_checksums[places],
+            result["classes"],
         )
 
 

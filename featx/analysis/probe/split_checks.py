@@ -27,15 +27,16 @@ def small_classes(
     counts = np.bincount(pairs[:, 0])
     notes = []
     for few, text in (
-        (counts == 1, "lie in a single group: they are trained on and never tested"),
+        (counts == 1, "in a single group: trained on and never tested"),
         (
             (counts > 1) & (counts < folds),
-            f"lie in fewer groups than the {folds} folds: they are not tested in every fold",
+            f"in fewer groups than the {folds} folds: not tested in every fold",
         ),
     ):
         if few.any():
             names = ", ".join(training.classes[label] for label in np.flatnonzero(few)[:5].tolist())
-            notes.append(f"{int(few.sum())} classes, such as {names}, {text}")
+            classes = counted(int(few.sum()), "class", "classes")
+            notes.append(f"{classes}, such as {names}, {text}")
     return notes
 
 
@@ -77,8 +78,9 @@ def check_split(split: Split, y: npt.NDArray[np.int64], classes: Sequence[str], 
         )
     if not len(split.validation):
         raise DataError(
-            f"no row is left to choose strengths on: every class has a single {unit} to train on. "
-            f"A probe needs more {'images' if unit == 'row' else 'groups'} of a class."
+            "no row is left for validation, which chooses settings and layers: every class has a "
+            f"single {unit} besides the test rows. Give more "
+            f"{'images' if unit == 'row' else 'groups'} of a class, or a smaller probe.test_share."
         )
     if len(np.unique(y[split.fit])) < 2:
         raise DataError("the training rows are of one class only; a probe needs two or more.")

@@ -18,6 +18,7 @@ from featx.analysis.probe.paired_tests import compare
 from featx.analysis.probe.row_predictions import RowPredictions
 from featx.errors import DataError, StoreError, StoreMismatchError
 from featx.store import FeatureStore, layout
+from featx.types import count_different_images
 
 
 @dataclass(frozen=True)
@@ -29,12 +30,14 @@ class OtherProbe:
         layer: its best layer.
         method: method of the probe.
         tested: key -> true and predicted class of each test row.
+        checksums: key -> image checksum of each test row.
     """
 
     store: str
     layer: str
     method: str
     tested: Mapping[str, tuple[str, str]]
+    checksums: Mapping[str, int]
 
 
 def read_probe(path: str) -> OtherProbe:
@@ -67,7 +70,10 @@ def read_probe(path: str) -> OtherProbe:
             for line in lines
             if _is_of_best_layer(line, about)
         }
-        return OtherProbe(str(store.root), str(about["layer"]), str(about["method"]), tested)
+        pairs = zip(store.keys.tolist(), store.image_checksums.tolist(), strict=True)
+        checksums = {key: checksum for key, checksum in pairs if key in tested}
+        layer, method = str(about["layer"]), str(about["method"])
+        return OtherProbe(str(store.root), layer, method, tested, checksums)
     except FileNotFoundError as error:
         raise StoreError(f"{folder} has no probe to compare with: {remedy}") from error
     except (LookupError, TypeError, ValueError) as error:
@@ -84,7 +90,11 @@ def _is_of_best_layer(line: Mapping[str, str], about: Mapping[str, Any]) -> bool
 
 
 def compared_store_entry(
-    other: OtherProbe, ours: RowPredictions, keys: npt.NDArray[Any], classes: Sequence[str]
+    other: OtherProbe,
+    ours: RowPredictions,
+    keys: npt.NDArray[Any],
+    checksums: npt.NDArray[np.uint64],
+    classes: Sequence[str],
 ) -> dict[str, Any]:
     """Compare the predictions for the rows that both probes tested.
 
@@ -92,11 +102,13 @@ def compared_store_entry(
         other: probe of the other store.
         ours: predictions of this probe.
         keys: (n,) key of each of its test rows.
+        checksums: (n,) image checksum of each of them.
         classes: class names.
 
     Returns:
         store, layer and method of the other probe; rows, the number of rows that both tested;
-        rows_left_out, the number of test rows of this store that the other did not test; the
+        rows_left_out, the number of test rows of this store that the other did not test;
+        rows_of_other_images, the number of compared rows whose images have other bytes there; the
         accuracies of both on these rows; and the entries of `paired_tests.compare`.
 
     Raises:
@@ -120,6 +132,7 @@ def compared_store_entry(
                 f"{keys[row]} is of the class {classes[ours.y[row]]} in this store and of {true} "
                 f"in {other.store}; stores are compared on rows with the same labels."
             )
+    there = np.array([other.checksums[str(key)] for key in keys[rows].tolist()], np.uint64)
     # A class that this store does not have is a wrong prediction.
     predicted = np.array([number.get(name, -1) for _, name in classes_there])
     groups = None if ours.groups is None else ours.groups[rows]
@@ -131,6 +144,7 @@ def compared_store_entry(
         "method": other.method,
         "rows": len(rows),
         "rows_left_out": len(keys) - len(rows),
+        "rows_of_other_images": count_different_images(checksums[rows], there),
         "accuracies": [float(a.right.mean()), float(b.right.mean())],
         **compare(a, b),
     }

@@ -11,7 +11,12 @@ import numpy.typing as npt
 
 from featx.analysis.probe.labelled_rows import LabelledRows, labelled_rows, match_classes
 from featx.analysis.probe.other_store import open_other_store
-from featx.analysis.probe.row_splits import missing_group_notes, split_by_store, split_rows
+from featx.analysis.probe.row_splits import (
+    few_group_notes,
+    missing_group_notes,
+    split_by_store,
+    split_rows,
+)
 from featx.analysis.probe.split_checks import check_split, small_classes
 from featx.analysis.probe.splits import Split
 from featx.config import Config
@@ -51,6 +56,14 @@ class ProbeTask:
             return keys
         return np.concatenate([keys, self.testing.store.keys[self.testing.rows]])
 
+    @property
+    def image_checksums(self) -> npt.NDArray[np.uint64]:
+        """(n,) image checksum of each place, training rows first."""
+        checksums = self.training.store.image_checksums[self.training.rows]
+        if self.testing is None:
+            return checksums
+        return np.concatenate([checksums, self.testing.store.image_checksums[self.testing.rows]])
+
 
 def make_task(config: Config, store: FeatureStore, layers: Sequence[str]) -> ProbeTask:
     """Select the rows, their classes and the splits.
@@ -84,6 +97,11 @@ def make_task(config: Config, store: FeatureStore, layers: Sequence[str]) -> Pro
     unit = "row" if rows.groups is None or grouped is None else f"group ({grouped.by})"
     for split in rows.splits:
         check_split(split, y, training.classes, unit)
-    notes = [*training.notes, *rows.notes, *missing_group_notes(rows, options.group_column)]
+    notes = [
+        *training.notes,
+        *rows.notes,
+        *missing_group_notes(rows, options.group_column),
+        *few_group_notes(rows),
+    ]
     about = rows.as_dict(config)
     return ProbeTask(training, testing, y, rows.groups, rows.splits, config.seed, about, notes)

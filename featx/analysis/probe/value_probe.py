@@ -17,6 +17,7 @@ import torch
 from featx.analysis.probe.heads import Head
 from featx.analysis.probe.labelled_rows import Features, layer_vectors
 from featx.analysis.probe.layer_probe import reduction_entry
+from featx.analysis.probe.library_metrics import import_scikit_learn
 from featx.analysis.probe.matrix_products import threads_for
 from featx.analysis.probe.metric_intervals import INTERVAL_RESAMPLES
 from featx.analysis.probe.other_store import open_other_store
@@ -58,6 +59,7 @@ def run_value_probe(
     """
     started_at = time.perf_counter()
     check_options(config, kind)
+    import_scikit_learn()
     layers = matching_layers(store, config.layers)
     device = choose_device(config.device)
     values, testing = valued_rows(store, config.probe, kind), None
@@ -187,7 +189,7 @@ def _result(config: Config, first: ValueSeed, seconds: float) -> dict[str, Any]:
         "split": task.rows.as_dict(config),
         "chosen_by": "validation_loss",
         "notes_on_rows": [
-            *(note for each in task.stores for note in each.labelled.notes),
+            *task.values.labelled.notes,
             *task.rows.notes,
             *missing_group_notes(task.rows, config.probe.group_column),
             *untrained_label_notes(task),

@@ -78,6 +78,8 @@ def task_kind(store: FeatureStore, options: ProbeConfig) -> TaskKind:
                 f"{column} holds fractional numbers; probe.task=regression says so explicitly",
             )
         values = finite
+    if values.dtype.kind == "b":
+        return TaskKind("classification", f"{column} holds booleans")
     count = len(np.unique(values))
     hint = "; probe.task=regression predicts them as numbers" if count >= MANY_NUMBERS else ""
     return TaskKind("classification", f"{column} holds {count} different whole numbers{hint}")
@@ -117,7 +119,10 @@ def valued_rows(
     if num_failed := int((~store.ok).sum()):
         notes.append(f"{counted(num_failed, 'failed row is', 'failed rows are')} left out")
     if num_missing := int((store.ok & ~has_value).sum()):
-        notes.append(f"{counted(num_missing, 'row')} without a value of {column} left out")
+        missing = counted(num_missing, "row")
+        notes.append(f"{missing} without a value of {column} left out")
+    if names is not None:
+        notes = [f"probe.test_store: {note}" for note in notes]
     labelled = LabelledRows(store, rows, np.zeros(len(rows), np.int64), ("",), tuple(notes))
     if kind.name == "regression":
         values = column_values[rows].astype(np.float64)[:, None]

@@ -34,8 +34,9 @@ from featx.analysis.similarity.gram_measures import (
 from featx.analysis.similarity.row_vectors import Vectors
 from featx.base import choose_device, float64_device
 from featx.config import MEASURES, RSA_DISTANCES, USUAL_MEASURES, check_choice
-from featx.errors import ConfigError
+from featx.errors import ConfigError, counted
 from featx.store import FeatureStore, matching_layers
+from featx.types import count_different_images
 
 ROWS = 2000
 """Default number of images."""
@@ -63,6 +64,7 @@ class LayerSimilarity:
         rsa_distance: distance of RSA, 'correlation' or 'cosine'.
         num_rows: number of images that were used.
         num_common: number of images that were available.
+        num_different: number of used images that have other bytes in the second store.
     """
 
     layers: tuple[str, ...]
@@ -71,6 +73,7 @@ class LayerSimilarity:
     rsa_distance: str
     num_rows: int
     num_common: int
+    num_different: int = 0
 
 
 def layer_similarity(
@@ -109,13 +112,21 @@ def layer_similarity(
         check_choice("cka.measures", name, MEASURES)
     rows, other_rows = _common_rows(store, other)
     if len(rows) < 4:
-        raise ConfigError(f"{len(rows)} common images are ok; expected at least 4.")
+        where = f"{store.root}" if other is None else f"both {store.root} and {other.root}"
+        raise ConfigError(
+            f"{counted(len(rows), 'image is', 'images are')} ok in {where}"
+            f"{'' if other is None else ', matched by key'}; expected at least 4."
+        )
     count = min(num_rows, len(rows))
     chosen_places = np.sort(np.random.default_rng(seed).permutation(len(rows))[:count])
     compute_device = float64_device(choose_device(device))
     left = _Layers(store, rows[chosen_places], matching_layers(store, layers), compute_device)
-    right = left
+    right, num_different = left, 0
     if other is not None:
+        num_different = count_different_images(
+            store.image_checksums[rows[chosen_places]],
+            other.image_checksums[other_rows[chosen_places]],
+        )
         right = _Layers(
             other, other_rows[chosen_places], matching_layers(other, layers), compute_device
         )
@@ -138,7 +149,9 @@ def layer_similarity(
     if cross_measures:
         matrices |= _compare_by_products(left, right, cross_measures, on_progress)
     sorted_matrices = {name: matrices[name] for name in measures}
-    return LayerSimilarity(left.names, right.names, sorted_matrices, rsa_distance, count, len(rows))
+    return LayerSimilarity(
+        left.names, right.names, sorted_matrices, rsa_distance, count, len(rows), num_different
+    )
 
 
 def linear_cka(

@@ -190,9 +190,11 @@ def test_debug_shows_the_traceback(featx: Featx, monkeypatch: pytest.MonkeyPatch
     assert "DataError" in done.stderr
 
 
-def test_importing_featx_is_quick_and_loads_neither_torch_nor_hydra() -> None:
+@pytest.mark.parametrize("module", ["featx", "featx.__main__"])
+def test_importing_featx_is_quick_and_loads_neither_torch_nor_hydra(module: str) -> None:
+    """The command imports the second one in the process that watches over the one that computes."""
     code = (
-        "import sys, time; t = time.perf_counter(); import featx; "
+        f"import sys, time; t = time.perf_counter(); import {module}; "
         "print(time.perf_counter() - t); "
         "assert not {'torch', 'hydra', 'omegaconf', 'h5py', 'numpy'} & set(sys.modules)"
     )

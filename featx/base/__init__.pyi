@@ -3,11 +3,9 @@ from .allocator import is_kept_in_threads as is_kept_in_threads
 from .allocator import keep_freed_memory as keep_freed_memory
 from .allocator import return_freed_memory as return_freed_memory
 from .child_process import CRASHES as CRASHES
-from .child_process import check_decoder_end as check_decoder_end
 from .child_process import end_with_parent as end_with_parent
 from .child_process import module_command as module_command
 from .child_process import module_environment as module_environment
-from .child_process import start_decoder as start_decoder
 from .console import announce as announce
 from .console import announcements as announcements
 from .console import discard_output as discard_output

@@ -37,7 +37,7 @@ class FamilyContract(Contract):
             if len(members) < 2:
                 raise ValueError(f"{package} has {len(members)} members; expected several.")
             imports += [
-                f"{' -> '.join([*route.heads, *route.middle, *route.tails])}"
+                " -> ".join([*route.heads, *route.middle, *route.tails])
                 for dependency in graph.find_illegal_dependencies_for_layers((members,))
                 for route in dependency.routes
             ]

@@ -110,26 +110,16 @@ def layer_similarity(
     check_choice("cka.rsa_distance", rsa_distance, RSA_DISTANCES)
     for name in measures:
         check_choice("cka.measures", name, MEASURES)
-    rows, other_rows = _common_rows(store, other)
-    if len(rows) < 4:
-        where = f"{store.root}" if other is None else f"both {store.root} and {other.root}"
-        raise ConfigError(
-            f"{counted(len(rows), 'image is', 'images are')} ok in {where}"
-            f"{'' if other is None else ', matched by key'}; expected at least 4."
-        )
-    count = min(num_rows, len(rows))
-    chosen_places = np.sort(np.random.default_rng(seed).permutation(len(rows))[:count])
+    rows, other_rows, num_common = _chosen_rows(store, other, num_rows, seed)
+    count = len(rows)
     compute_device = float64_device(choose_device(device))
-    left = _Layers(store, rows[chosen_places], matching_layers(store, layers), compute_device)
+    left = _Layers(store, rows, matching_layers(store, layers), compute_device)
     right, num_different = left, 0
     if other is not None:
         num_different = count_different_images(
-            store.image_checksums[rows[chosen_places]],
-            other.image_checksums[other_rows[chosen_places]],
+            store.image_checksums[rows], other.image_checksums[other_rows]
         )
-        right = _Layers(
-            other, other_rows[chosen_places], matching_layers(other, layers), compute_device
-        )
+        right = _Layers(other, other_rows, matching_layers(other, layers), compute_device)
     elif len(left.names) < 2:
         raise ConfigError(
             f"{store.root} has one layer to compare, {left.names[0]}; name more with layers=, "
@@ -150,7 +140,7 @@ def layer_similarity(
         matrices |= _compare_by_products(left, right, cross_measures, on_progress)
     sorted_matrices = {name: matrices[name] for name in measures}
     return LayerSimilarity(
-        left.names, right.names, sorted_matrices, rsa_distance, count, len(rows), num_different
+        left.names, right.names, sorted_matrices, rsa_distance, count, num_common, num_different
     )
 
 
@@ -358,6 +348,29 @@ def _compare_by_products(
                     matrices[measure][j, i] = value
         on_progress(1)
     return matrices
+
+
+def _chosen_rows(
+    store: FeatureStore, other: FeatureStore | None, num_rows: int, seed: int
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], int]:
+    """Choose rows at random among those that both stores have and that did not fail.
+
+    Returns:
+        the rows of both stores, two (n,) int64 arrays in the same order; and the number of rows
+        that were available.
+
+    Raises:
+        ConfigError: there are fewer than four.
+    """
+    rows, other_rows = _common_rows(store, other)
+    if len(rows) < 4:
+        where = f"{store.root}" if other is None else f"both {store.root} and {other.root}"
+        raise ConfigError(
+            f"{counted(len(rows), 'image is', 'images are')} ok in {where}"
+            f"{'' if other is None else ', matched by key'}; expected at least 4."
+        )
+    chosen = np.sort(np.random.default_rng(seed).permutation(len(rows))[:num_rows])
+    return rows[chosen], other_rows[chosen], len(rows)
 
 
 def _common_rows(

@@ -186,12 +186,11 @@ def _doubt_text(comparison: dict[str, Any], p_text: str) -> str:
     low, high = comparison["interval"]
     if comparison["told_apart"] or low <= 0 <= high:
         return ""
-    text = f", but they cannot be told apart: exact McNemar test, {p_text}"
-    corrected = comparison.get("interval_holm")
-    if corrected is not None and corrected[0] <= 0 <= corrected[1]:
-        low, high = corrected
-        text += f"; corrected interval {points_text(low)} to {points_text(high)} (Holm)"
-    return text
+    low, high = comparison.get("interval_holm") or (low, high)
+    reason = f"exact McNemar test, {p_text}"
+    if low <= 0 <= high:
+        reason = f"interval {points_text(low)} to {points_text(high)} (Holm)"
+    return f", but they cannot be told apart: {reason}"
 
 
 def _seeds_answer(result: dict[str, Any]) -> str:

@@ -267,7 +267,7 @@ def test_what_groups_do_not_allow_is_reported() -> None:
     run_with(None, {"few": few}).write(Path("few"), packed=True)
     notes = probe("few", group_column="few", split="kfold")["notes_on_rows"]
     assert notes[0] == (
-        "1 class, such as b, in fewer groups than the 5 folds: not tested in every fold"
+        "1 class, such as b, is in fewer groups than the 5 folds, and not tested in every fold"
     )
 
 

@@ -296,12 +296,11 @@ def test_differences_of_layers_are_printed_with_their_interval(
     points, (low, high) = tests[nearest]["difference"], tests[nearest]["interval"]
     verdict = "."
     if low > 0 and not tests[nearest]["told_apart"]:
-        p = tests[nearest]["p_holm"]
-        verdict = f", but they cannot be told apart: exact McNemar test, p = {p:.2g} (Holm)"
         low_holm, high_holm = tests[nearest]["interval_holm"]
+        reason = f"exact McNemar test, p = {tests[nearest]['p_holm']:.2g} (Holm)"
         if low_holm <= 0:
-            verdict += f"; corrected interval {100 * low_holm:.1f} to {100 * high_holm:.1f} (Holm)"
-        verdict += "."
+            reason = f"interval {100 * low_holm:.1f} to {100 * high_holm:.1f} (Holm)"
+        verdict = f", but they cannot be told apart: {reason}."
     assert (
         f"{nearest}: {100 * points:+.1f} points, 95 % interval {100 * low:.1f} to "
         f"{100 * high:.1f}{verdict}"
@@ -402,23 +401,29 @@ def test_few_test_rows_are_not_called_better(capsys: pytest.CaptureFixture[str])
     assert "apart: exact McNemar test, p = 0.12 (Holm)." in out
 
 
-def test_a_difference_says_what_cannot_tell_two_layers_apart() -> None:
-    comparison = {
-        "unit": "row", "difference": 0.1, "interval": (0.01, 0.19), "told_apart": False,
-    }  # fmt: skip
-    p_text = "p = 0.04 (Holm)"
-    wide = {**comparison, "interval_holm": (-0.01, 0.21)}
-    begin = "a against b: +10.0 points, 95 % interval 1.0 to 19.0"
-    doubt = f"{begin}, but they cannot be told apart: exact McNemar test, {p_text}"
-    assert difference_text("a", "b", comparison, p_text) == f"{doubt}."
-    assert difference_text("a", "b", {**comparison, "interval_holm": (0.001, 0.2)}, p_text) == (
-        f"{doubt}."
+@pytest.mark.parametrize(
+    ("entries", "doubt"),
+    [
+        ({"interval_holm": (0.01, 0.19)}, ", but they cannot be told apart: exact McNemar test, p"),
+        ({"interval_holm": (-0.01, 0.21)}, ", but they cannot be told apart: interval -1.0 to 21.0"
+         " (Holm)"),
+        ({}, ", but they cannot be told apart: exact McNemar test, p"),
+        ({"told_apart": True, "interval_holm": (0.01, 0.19)}, ""),
+    ],
+)  # fmt: skip
+def test_a_difference_says_what_cannot_tell_two_layers_apart(
+    entries: dict[str, Any], doubt: str
+) -> None:
+    comparison = {"difference": 0.1, "interval": (0.01, 0.19), "told_apart": False, **entries}
+    verb = "better than" if comparison["told_apart"] else "against"
+    assert difference_text("a", "b", comparison, "p") == (
+        f"a {verb} b: +10.0 points, 95 % interval 1.0 to 19.0{doubt}."
     )
-    assert difference_text("a", "b", wide, p_text) == (
-        f"{doubt}; corrected interval -1.0 to 21.0 (Holm)."
-    )
-    zero = {**comparison, "interval": (-0.1, 0.19)}
-    assert difference_text("a", "b", zero, p_text) == (
+
+
+def test_an_interval_around_zero_needs_no_reason() -> None:
+    comparison = {"difference": 0.1, "interval": (-0.1, 0.19), "told_apart": False}
+    assert difference_text("a", "b", comparison, "p") == (
         "a against b: +10.0 points, 95 % interval -10.0 to 19.0."
     )
 

@@ -58,7 +58,6 @@ def run_probe(
         return run_segmentation_probe(config, store, kind, log)
     if kind.name != "classification":
         return run_value_probe(config, store, kind, log)
-    import_scikit_learn()
     layers = matching_layers(store, config.layers)
     if "attentive" in config.probe.methods:
         require_tokens(store, layers, ATTENTIVE)
@@ -72,6 +71,7 @@ def run_probe(
     seed_probes = [SeedProbe(task, {}, LayerChoice(len(task.splits))) for task in tasks]
     widest = max(layers, key=lambda layer: layer_vectors(tasks[0].training, layer).width)
     keeps_scores = _num_scores(config, tasks, len(layers)) <= max_scores
+    import_scikit_learn()
     for layer in layers:
         extras = AdditionalResults(layer == widest, True, keeps_scores)
         _probe_layer(config, seed_probes, layer, device, extras)

@@ -27,16 +27,18 @@ def small_classes(
     counts = np.bincount(pairs[:, 0])
     notes = []
     for few, text in (
-        (counts == 1, "in a single group: trained on and never tested"),
+        (counts == 1, "in a single group, trained on and never tested"),
         (
             (counts > 1) & (counts < folds),
-            f"in fewer groups than the {folds} folds: not tested in every fold",
+            f"in fewer groups than the {folds} folds, and not tested in every fold",
         ),
     ):
         if few.any():
             names = ", ".join(training.classes[label] for label in np.flatnonzero(few)[:5].tolist())
-            classes = counted(int(few.sum()), "class", "classes")
-            notes.append(f"{classes}, such as {names}, {text}")
+            num_few = int(few.sum())
+            verb = "is" if num_few == 1 else "are"
+            classes = counted(num_few, "class", "classes")
+            notes.append(f"{classes}, such as {names}, {verb} {text}")
     return notes
 
 

@@ -51,18 +51,17 @@ class ProbeTask:
     @property
     def keys(self) -> npt.NDArray[np.str_]:
         """(n,) key of each place, training rows first."""
-        keys = self.training.store.keys[self.training.rows]
-        if self.testing is None:
-            return keys
-        return np.concatenate([keys, self.testing.store.keys[self.testing.rows]])
+        return np.concatenate([each.store.keys[each.rows] for each in self._stores])
 
     @property
     def image_checksums(self) -> npt.NDArray[np.uint64]:
         """(n,) image checksum of each place, training rows first."""
-        checksums = self.training.store.image_checksums[self.training.rows]
-        if self.testing is None:
-            return checksums
-        return np.concatenate([checksums, self.testing.store.image_checksums[self.testing.rows]])
+        return np.concatenate([each.store.image_checksums[each.rows] for each in self._stores])
+
+    @property
+    def _stores(self) -> list[LabelledRows]:
+        """Rows of the store, then those of the other one, if any."""
+        return [self.training] if self.testing is None else [self.training, self.testing]
 
 
 def make_task(config: Config, store: FeatureStore, layers: Sequence[str]) -> ProbeTask:

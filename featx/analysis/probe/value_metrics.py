@@ -92,8 +92,8 @@ def multilabel_metrics(
     )
 
 
-def resampled_regression_metric(truth: Matrix, predicted: Matrix) -> float | None:
-    """Compute the first metric of `regression_metrics` for one of many resamples."""
+def first_regression_metric(truth: Matrix, predicted: Matrix) -> float | None:
+    """Compute the first metric of `regression_metrics` alone, for many resamples or splits."""
     from sklearn import config_context
 
     # scikit-learn checks each of its arguments, which takes longer than the metric of a few rows;
@@ -103,8 +103,8 @@ def resampled_regression_metric(truth: Matrix, predicted: Matrix) -> float | Non
     return values["r2"]
 
 
-def resampled_multilabel_metric(truth: Matrix, predicted: Matrix) -> float | None:
-    """Compute the first metric of `multilabel_metrics` for one of many resamples."""
+def first_multilabel_metric(truth: Matrix, predicted: Matrix) -> float | None:
+    """Compute the first metric of `multilabel_metrics` alone, for many resamples or splits."""
     values, _ = compute_metrics(
         {"map": lambda: _mean_over_labels(truth, predicted, _average_precision)}
     )

@@ -59,7 +59,6 @@ def run_value_probe(
     """
     started_at = time.perf_counter()
     check_options(config, kind)
-    import_scikit_learn()
     layers = matching_layers(store, config.layers)
     device = choose_device(config.device)
     values, testing = valued_rows(store, config.probe, kind), None
@@ -71,6 +70,7 @@ def run_value_probe(
         task = _task(replace(config, seed=seed), values, testing, kind)
         check_splits(task, config)
         seed_probes.append(ValueSeed(task, {}, {}, {}))
+    import_scikit_learn()
     for layer in layers:
         with torch.no_grad(), exact_cuda:
             stored = [layer_vectors(each.labelled, layer) for each in seed_probes[0].task.stores]
@@ -215,7 +215,7 @@ def _interval(task: ValueTask, predicted: Matrix) -> dict[str, Any]:
     truth, metrics = task.targets[places], list[float | None]()
     for _ in range(INTERVAL_RESAMPLES):
         drawn = np.concatenate([units[i] for i in rng.integers(len(units), size=len(units))])
-        metrics.append(task.resampled_metric(truth[drawn], predicted[drawn]))
+        metrics.append(task.first_metric(truth[drawn], predicted[drawn]))
     interval = None
     values = [value for value in metrics if value is not None]
     if len(values) == len(metrics) and len(set(values)) > 1:

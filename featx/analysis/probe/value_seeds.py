@@ -69,9 +69,9 @@ class ValueSeed:
 
     def split_values(self, layer: str, method: str) -> list[float | None]:
         """Return the first metric of a layer on the test rows of each split."""
-        name = self.task.metrics[0]
         pairs = zip(self.task.rows.splits, self.fits[layer, method], strict=True)
-        return [self.task.judge(split.test, fit.predicted)[name] for split, fit in pairs]
+        targets = self.task.targets
+        return [self.task.first_metric(targets[split.test], fit.predicted) for split, fit in pairs]
 
 
 def value_seeds_entry(seed_probes: Sequence[ValueSeed], methods: Sequence[str]) -> dict[str, Any]:

@@ -12,11 +12,11 @@ from featx.analysis.probe.row_splits import RowSplits
 from featx.analysis.probe.value_metrics import (
     MULTILABEL_METRICS,
     REGRESSION_METRICS,
+    first_multilabel_metric,
+    first_regression_metric,
     multilabel_metrics,
     regression_metrics,
     require_scikit_learn,
-    resampled_multilabel_metric,
-    resampled_regression_metric,
 )
 from featx.analysis.probe.values import TaskKind, Values
 from featx.config import Config
@@ -89,16 +89,16 @@ class ValueTask:
         values, reasons = metrics(self.targets[places], predicted)
         return {**values, "not_available": reasons}
 
-    def resampled_metric(self, truth: Matrix, predicted: Matrix) -> float | None:
-        """Compute the first metric for one of many resamples; None if it is undefined.
+    def first_metric(self, truth: Matrix, predicted: Matrix) -> float | None:
+        """Compute the first metric alone, for many resamples or splits; None if it is undefined.
 
         Args:
             truth: (n, T) targets.
             predicted: (n, T) predictions.
         """
         if self.kind.name == "regression":
-            return resampled_regression_metric(truth, predicted)
-        return resampled_multilabel_metric(truth, predicted)
+            return first_regression_metric(truth, predicted)
+        return first_multilabel_metric(truth, predicted)
 
 
 def check_options(config: Config, kind: TaskKind) -> None:

@@ -18,10 +18,10 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
+from featx.base import check_decoder_end, start_decoder
 from featx.errors import RunError
 from featx.images.decode import decode_array
 from featx.images.image_policy import ImagePolicy
-from featx.sources import check_decoder_end, start_decoder
 from featx.types import ImageFault, Status
 
 _READY = b"!"

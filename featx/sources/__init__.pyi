@@ -1,6 +1,4 @@
 from .base import FolderSource as FolderSource
-from .decoder_process import check_decoder_end as check_decoder_end
-from .decoder_process import start_decoder as start_decoder
 from .folder import FolderOptions as FolderOptions
 from .key_forms import origin_of as origin_of
 from .key_forms import parse_box_key as parse_box_key

@@ -12,9 +12,8 @@ import time
 import weakref
 from typing import Any
 
-from featx.base import num_cpus
+from featx.base import check_decoder_end, num_cpus, start_decoder
 from featx.errors import MissingExtraError, RunError
-from featx.sources.decoder_process import check_decoder_end, start_decoder
 from featx.types import ImageFault, Status
 
 _MOST = 4

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 
-from featx.base import CRASHES, module_command, module_environment
+from featx.base.child_process import CRASHES, module_command, module_environment
 from featx.types import ImageFault, Status
 
 

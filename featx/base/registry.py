@@ -90,8 +90,8 @@ class Registry(Generic[MemberT]):
             'featx.sources', or None if the family is closed.
 
     Attributes:
-        option: as above.
-        package: as above.
+        option: option that selects a member.
+        package: package of the members, or the module that registers all of them.
     """
 
     def __init__(self, option: str, package: str, entry_points: str | None = None) -> None:

@@ -25,7 +25,7 @@ from featx.analysis.probe.heads import (
     Head,
     read_head,
 )
-from featx.analysis.probe.labelled_rows import as_vectors
+from featx.analysis.probe.layer_rows import as_vectors
 from featx.config import (
     Config,
     ModelConfig,

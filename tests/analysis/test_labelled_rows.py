@@ -11,8 +11,7 @@ import torch
 from made_store import make_labelled, make_run
 from probe_problem import blobs, features_of, write_store
 
-from featx.analysis.probe import labelled_rows as data
-from featx.analysis.probe import layer_vectors
+from featx.analysis.probe import layer_rows, layer_vectors
 from featx.analysis.probe.heads import fit_scaler
 from featx.analysis.probe.labelled_rows import labelled_rows, match_classes
 from featx.errors import DataError, ReduceError, StoreError
@@ -69,7 +68,7 @@ def test_an_incomplete_store_and_one_without_labels_are_refused(tmp_path: Path) 
 def test_small_maps_are_flattened_and_large_ones_averaged_over_positions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(data, "MAX_FLAT", 40)
+    monkeypatch.setattr(layer_rows, "MAX_FLAT", 40)
     rng = np.random.default_rng(0)
     rows = {
         "vector": rng.normal(size=(4, 50)),
@@ -98,7 +97,7 @@ def test_small_maps_are_flattened_and_large_ones_averaged_over_positions(
 def test_a_large_map_whose_channels_are_unknown_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(data, "MAX_FLAT", 40)
+    monkeypatch.setattr(layer_rows, "MAX_FLAT", 40)
     made = make_labelled(
         {"cube": np.ones((2, 4, 4, 4)), "four": np.ones((2, 3, 3, 3, 3))}, [0, 1], ["a", "b"]
     )
@@ -113,7 +112,7 @@ def test_in_memory_and_in_blocks_are_the_same_values(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     x, y = blobs(50)
-    monkeypatch.setattr(data, "BLOCK_BYTES", 4 * 20 * 7)
+    monkeypatch.setattr(layer_rows, "BLOCK_BYTES", 4 * 20 * 7)
     whole, streamed = features_of(tmp_path, x, y), features_of(tmp_path, x, y, memory_bytes=0)
     assert whole.whole is not None
     assert streamed.whole is None
@@ -126,7 +125,7 @@ def test_in_memory_and_in_blocks_are_the_same_values(
 def test_the_scaler_is_numpys_mean_and_std_and_leaves_constants_at_zero(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(data, "BLOCK_BYTES", 4 * 20 * 7)
+    monkeypatch.setattr(layer_rows, "BLOCK_BYTES", 4 * 20 * 7)
     x, y = blobs(60)
     x[:, 4] = 0.1  # which float32 does not hold, so sums of it round
     x[:, 5] += 1e4

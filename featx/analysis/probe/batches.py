@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import DataLoader, Subset
 
-from featx.analysis.probe.labelled_rows import LayerRows
+from featx.analysis.probe.layer_rows import LayerRows
 from featx.torch import BlockShuffleSampler, FeatureDataset
 
 

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from featx.analysis.probe.labelled_rows import Features
+from featx.analysis.probe.layer_rows import Features
 from featx.analysis.probe.tokens import TokenLayout
 from featx.base import float64_device
 from featx.errors import StoreError

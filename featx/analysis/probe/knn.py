@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from featx.analysis.probe.labelled_rows import Features
+from featx.analysis.probe.layer_rows import Features
 from featx.analysis.similarity.nearest_neighbours import best_of_blocks
 from featx.base import float64_device
 

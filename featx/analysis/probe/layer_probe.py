@@ -14,8 +14,8 @@ import torch
 from featx.analysis.probe import methods
 from featx.analysis.probe.few_shot import Draw, fit_few_shot
 from featx.analysis.probe.heads import Head
-from featx.analysis.probe.labelled_rows import Features, LayerRows, layer_vectors
 from featx.analysis.probe.layer_choice import LayerChoice
+from featx.analysis.probe.layer_rows import Features, LayerRows, layer_vectors
 from featx.analysis.probe.leakage import NearDuplicates, near_duplicates, repeated_rows
 from featx.analysis.probe.matrix_products import threads_for
 from featx.analysis.probe.metrics import ProbePredictions, metrics_of_folds

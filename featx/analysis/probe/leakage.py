@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 
 from featx.analysis.probe.heads import fit_scaler
-from featx.analysis.probe.labelled_rows import Features
+from featx.analysis.probe.layer_rows import Features
 from featx.analysis.probe.splits import Places, Split
 
 NEAR_COSINE = 0.9

@@ -15,7 +15,7 @@ from torch import nn
 from featx.analysis import gradients
 from featx.analysis.probe.batches import StreamedBatches
 from featx.analysis.probe.heads import Scaler
-from featx.analysis.probe.labelled_rows import LayerRows
+from featx.analysis.probe.layer_rows import LayerRows
 from featx.analysis.probe.logistic_regression import Fit
 from featx.analysis.probe.matrix_products import threads_for
 

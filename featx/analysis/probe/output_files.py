@@ -11,7 +11,6 @@ from typing import Any
 
 from featx.analysis.probe.few_shot import few_shot_csv
 from featx.analysis.probe.heads import Head, head_bytes, head_path
-from featx.analysis.probe.labelled_rows import output_folder
 from featx.analysis.probe.result import SeedProbe
 from featx.analysis.probe.row_predictions import TestedSplits, predictions_csv
 from featx.errors import ConfigError
@@ -169,3 +168,8 @@ def _about_head(
         "resolved": dict(run.resolved) if run else None,
         "spec": next(asdict(spec) for spec in run.layers if spec.name == layer) if run else None,
     }
+
+
+def output_folder(store: FeatureStore) -> Path:
+    """Return the folder for files computed from a store: its folder, or that of its single file."""
+    return store.root if store.root.is_dir() else store.root.parent

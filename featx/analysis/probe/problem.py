@@ -12,7 +12,7 @@ import torch
 
 from featx.analysis.probe import minibatch_regression
 from featx.analysis.probe.heads import Head
-from featx.analysis.probe.labelled_rows import Features
+from featx.analysis.probe.layer_rows import Features
 from featx.analysis.probe.splits import Places
 from featx.analysis.probe.tokens import Tokens
 from featx.config import ProbeConfig

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 
 from featx.analysis.probe.heads import Head, Scaler
-from featx.analysis.probe.labelled_rows import Features
+from featx.analysis.probe.layer_rows import Features
 from featx.base import float64_device
 from featx.errors import ConfigError
 

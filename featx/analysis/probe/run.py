@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from featx.analysis.probe.labelled_rows import layer_vectors
 from featx.analysis.probe.layer_choice import LayerChoice
 from featx.analysis.probe.layer_probe import AdditionalResults, layer_features, probe_layer
+from featx.analysis.probe.layer_rows import layer_vectors
 from featx.analysis.probe.library_metrics import import_scikit_learn
 from featx.analysis.probe.metric_intervals import bootstrap_entry
 from featx.analysis.probe.metrics import join_predictions

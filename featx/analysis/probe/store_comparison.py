@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from featx.analysis.probe.labelled_rows import output_folder
+from featx.analysis.probe.output_files import output_folder
 from featx.analysis.probe.paired_tests import compare
 from featx.analysis.probe.row_predictions import RowPredictions
 from featx.errors import DataError, StoreError, StoreMismatchError

@@ -9,7 +9,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from featx.analysis.probe.labelled_rows import Features, LabelledRows, LayerRows, map_channels_last
+from featx.analysis.probe.labelled_rows import LabelledRows
+from featx.analysis.probe.layer_rows import Features, LayerRows, map_channels_last
 from featx.errors import ConfigError
 from featx.store import FeatureStore
 

@@ -19,7 +19,7 @@ from featx.analysis.probe.heads import (
     fit_scaler,
     scores_of,
 )
-from featx.analysis.probe.labelled_rows import Features
+from featx.analysis.probe.layer_rows import Features
 from featx.analysis.probe.splits import Places, Split
 from featx.config import ProbeConfig
 from featx.errors import ConfigError

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 
 from featx.analysis.probe.heads import Head
-from featx.analysis.probe.labelled_rows import Features, layer_vectors
 from featx.analysis.probe.layer_probe import reduction_entry
+from featx.analysis.probe.layer_rows import Features, layer_vectors
 from featx.analysis.probe.library_metrics import import_scikit_learn
 from featx.analysis.probe.matrix_products import threads_for
 from featx.analysis.probe.metric_intervals import INTERVAL_RESAMPLES

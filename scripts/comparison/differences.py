@@ -16,9 +16,8 @@ NOT_COMPARED = (
     # Locks, heartbeats and caches of a run, and states of files, which contain times.
     "*/.lock*", "*/workers/*", "*/images.h5:tag", "*/stats-images.h5:tag", "*/jobs/*",
     # Times, rates, memory, and what a run concludes of them.
-    "*.json:*seconds*", "*.json:*images_per_second", "*.json:*share_of_trial",
-    "*.json:*below_trial", "*.json:*bottleneck", "*.json:*memory_mib", "*.json:*finished",
-    "*.json:*.request", "*.prom*",
+    "*:*seconds*", "*:*per_second", "*:*_age_s", "*:*share_of_trial", "*:*below_trial",
+    "*:*bottleneck", "*:*memory_mib", "*:*finished", "*:*.request", "*.prom*",
     # Versions, and digests of what is compared entry by entry.
     "*:*versions.*", "*.json:.sha256", "*@manifest.sha256", "*@text_checksums",
 )  # fmt: skip

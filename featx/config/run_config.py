@@ -232,7 +232,13 @@ class Config:
     def __post_init__(self) -> None:
         check_choice("precision", self.precision, ("auto", "fp32", "bf16", "fp16"))
         check_choice("dtype", self.dtype, tuple(ITEM_BYTES))
-        check_choice("decode", self.decode, ("fast", "reference", "gpu"))
+        if self.decode == "gpu":
+            raise ConfigError(
+                "decode=gpu is no longer offered: images are decoded by processes on all CPUs "
+                "(data.workers). Use decode=fast, whose features may differ in the last digits, so "
+                "into a new out."
+            )
+        check_choice("decode", self.decode, ("fast", "reference"))
         family("codec").get(self.codec)
         check_choice("nonfinite", self.nonfinite, ("error", "record"))
         _check_auto_or_int("batch_size", self.batch_size)

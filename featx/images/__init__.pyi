@@ -1,12 +1,8 @@
-from .crash_journal import CrashList as CrashList
-from .crash_journal import was_decoding as was_decoding
 from .decode import image_sizes as image_sizes
 from .decode import is_decoded_reduced as is_decoded_reduced
 from .decode_settings import DecodeSettings as DecodeSettings
-from .fault_tolerant_decode import FaultTolerantDecoder as FaultTolerantDecoder
-from .fault_tolerant_decode import read_image as read_image
-from .gpu_decode_share import check_device as check_device
-from .gpu_decode_share import with_share as with_share
+from .decoder_pool import DecoderPool as DecoderPool
+from .decoder_process import DecodingClock as DecodingClock
 from .image_policy import PILLOW as PILLOW
 from .image_policy import ImagePolicy as ImagePolicy
 from .label_maps import LabelTransform as LabelTransform
@@ -18,4 +14,5 @@ from .pixel_scale import PixelScale as PixelScale
 from .preprocess import Preprocess as Preprocess
 from .preprocess import centre_crop as centre_crop
 from .preprocess import check_reference as check_reference
-from .whole_images import cut_out as cut_out
+from .row_loader import cut_out as cut_out
+from .row_loader import read_image as read_image

@@ -12,6 +12,7 @@ import numpy.typing as npt
 import pytest
 import torch
 from encoded_images import encode
+from featx.images.subprocess_decode import decode_in_subprocess
 from PIL import Image, ImageOps
 from torchvision.transforms import InterpolationMode
 from torchvision.transforms import functional as TF
@@ -19,7 +20,6 @@ from torchvision.transforms import functional as TF
 from featx.images import ImagePolicy, PixelFormatError, PixelScale, Preprocess
 from featx.images.decode import decode_array
 from featx.images.orientation import turn_array
-from featx.images.subprocess_decode import decode_in_subprocess
 from featx.types import ImageFault, Status
 
 RNG = np.random.default_rng(0)

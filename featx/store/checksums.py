@@ -42,7 +42,8 @@ def chunks_with_verdict(
     Yields:
         first row of the chunk, its rows as stored (bfloat16 as uint16), and whether they are good.
     """
-    dataset, sums = file[path], open_plain_dataset(file, f"{layout.CHECKSUMS}/{path}")[:]
+    dataset = open_plain_dataset(file, path)
+    sums = open_plain_dataset(file, f"{layout.CHECKSUMS}/{path}")[:]
     step = dataset.chunks[0]
     if len(sums) != -(-len(dataset) // step):
         raise StoreError(f"/{path} has {len(sums)} checksums for {len(dataset)} rows")

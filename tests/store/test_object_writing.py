@@ -388,6 +388,8 @@ def test_a_damaged_part_is_quarantined_by_who_finds_it_and_not_what_replaced_it(
     s3_client.head = replaced_after
     try:
         S3Folder(finished).quarantine(part, finished / layout.QUARANTINE)
+        assert part.read_bytes() == data
+        s3_client.write(part.bucket, part.key, data[: len(data) // 2])
         S3Folder(finished).quarantine(part, finished / layout.QUARANTINE, b"rebuilt")
     finally:
         s3_client.head = head

@@ -82,11 +82,7 @@ class OpenFile:
     def dataset(self, path: str) -> h5py.Dataset:
         """Dataset at `path`; raises StoreError unless it is a plain one."""
         if path not in self._datasets:
-            dataset = open_plain_dataset(self.file, path)
-            properties = dataset.id.get_create_plist()
-            numbers = (properties.get_filter(i)[0] for i in range(properties.get_nfilters()))
-            codecs.load_plugin_for(numbers)
-            self._datasets[path] = dataset
+            self._datasets[path] = open_plain_dataset(self.file, path)
         return self._datasets[path]
 
     def texts(self, path: str) -> tuple[str, ...]:
@@ -414,12 +410,16 @@ def _open_store_file(path: Path, remote_file: S3File | None) -> h5py.File:
 def open_plain_dataset(file: h5py.File, path: str) -> h5py.Dataset:
     """Dataset at `path`, if it lies in this file and is not larger than the file can hold.
 
+    Its filters are loaded: a process that has not imported hdf5plugin would take the error of HDF5
+    about a missing filter for damage.
+
     Args:
         file: file open for reading.
         path: path of the dataset.
 
     Raises:
         StoreError: it is missing, a link, virtual, external, or impossibly large.
+        MissingExtraError: neither h5py nor hdf5plugin has one of its filters.
     """
     check_hard_links(file, path)
     # file[path], is_virtual and external would look up the path and the settings once each: a
@@ -436,7 +436,9 @@ def open_plain_dataset(file: h5py.File, path: str) -> h5py.Dataset:
     dataset = h5py.Dataset(found, readonly=file.mode == "r")
     size = dataset.size * found.get_type().get_size()  # a bfloat16 reads as float32
     stored = found.get_storage_size()
-    if size > stored * (_MAX_COMPRESSION if settings.get_nfilters() else 1):
+    num_filters = settings.get_nfilters()
+    codecs.load_plugin_for(settings.get_filter(i)[0] for i in range(num_filters))
+    if size > stored * (_MAX_COMPRESSION if num_filters else 1):
         raise StoreError(
             f"{file.filename}: /{path} claims {size} bytes, the file holds {stored} of it; refused."
         )

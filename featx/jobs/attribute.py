@@ -128,9 +128,9 @@ def _caption(context: RunContext, store: FeatureStore, row: int) -> str:
         return f"{target} {score:.3g}"
     number = int(store["target"][row])
     names = context.engine.backbone.classes
-    if target in ("label", "loss") and not names:
-        names = store.classes
     name = names[number] if number < len(names) else f"class {number}"
+    if target in ("label", "loss") and not names:
+        name = store.classes[int(store.labels[row])]
     caption = f"{name}  {float(store['probability'][row]):.2f}"
     return f"loss {score:.3g} of {caption}" if target == "loss" else caption
 

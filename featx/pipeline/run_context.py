@@ -6,12 +6,14 @@ Checks are ordered by cost: errors that need no model are raised before a model 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 
 from featx.base import keep_freed_memory, resident_memory
 from featx.config import Config
@@ -21,6 +23,7 @@ from featx.models import build_backbone, resolve_library
 from featx.pipeline.engine_spec import EngineSpec
 from featx.pipeline.provenance import fingerprint, header
 from featx.pipeline.run_target import RunTarget, StoreTarget
+from featx.pipeline.target_labels import target_labels
 from featx.store import Grid, Run, codecs
 from featx.types import Batch, Failure, LayerSpec, Listing, ResumeState, Source, StoreHeader
 
@@ -105,6 +108,11 @@ class RunContext:
             tokens=token_geometries(self.specs, self.engine.backbone),
         )
 
+    @functools.cached_property
+    def target_labels(self) -> npt.NDArray[np.int64]:
+        """Class of the model of every row, (N,) int64; see `target_labels`."""
+        return target_labels(self.config.target, self.listing, self.engine.backbone)
+
     def labels_of(self, batch: Batch) -> torch.Tensor | None:
         """Class indices of a batch for gradients of `target=label` or `target=loss`.
 
@@ -119,7 +127,7 @@ class RunContext:
         import torch
 
         labels = torch.zeros(len(batch.images), dtype=torch.int64)
-        batch_labels = self.listing.labels[batch.start : batch.start + batch.count]
+        batch_labels = self.target_labels[batch.start : batch.start + batch.count]
         labels[: batch.count] = torch.from_numpy(batch_labels.copy())
         return labels
 
@@ -250,6 +258,7 @@ def _open_model(
         keep_freed_memory()  # before any thread allocates
     backbone = build_backbone(config.model, config.seed)
     stack.callback(backbone.give_back)  # covers errors raised before the engine is entered
+    target_labels(config.target, listing, backbone)  # raises before any trial pass
     check_reference(backbone.preprocess)
     memory_before = resident_memory()
     engine = stack.enter_context(spec.build(config, backbone, devices[0], target.dtype))

@@ -44,6 +44,8 @@ from .machine import free_memory as free_memory
 from .machine import num_cpus as num_cpus
 from .machine import resident_memory as resident_memory
 from .machine import take_cpus as take_cpus
+from .module_hooks import After as After
+from .module_hooks import ModuleHooks as ModuleHooks
 from .nested_tensors import ElementPath as ElementPath
 from .nested_tensors import are_equal as are_equal
 from .nested_tensors import elements as elements

@@ -147,9 +147,8 @@ class Config:
     """Fold BatchNorm into the convolution before it, if values change by rounding only; false
     computes every layer as it is."""
     decode: str = "fast"
-    """Decoder of images: fast; reference, which uses Pillow and the transform of the weights
-    exactly; or gpu, which is like fast but decodes sound JPEGs on the CUDA device that computes, as
-    many as it decodes faster."""
+    """Decoder of images: fast; or reference, which uses Pillow and the transform of the weights
+    exactly."""
     conformance: ConformanceConfig = field(default_factory=ConformanceConfig)
     """Comparison of some images with the model library's own transform and forward pass, before a
     run starts."""

@@ -301,7 +301,7 @@ class DecoderPool:
         """Forget a job whose images nobody needs any more."""
         with self._state:
             job.is_abandoned = True
-            if not job.num_open:
+            if not job.num_open and not self._is_closing:
                 self._free_slots[job.worker, job.layout.num_rows].append(job.slot)
 
     def _take_slot(self, worker: int, layout: SlotLayout) -> Slot:

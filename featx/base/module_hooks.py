@@ -92,8 +92,12 @@ class ModuleHooks:
         """
         try:
             for name, module in modules:
-                named = [each and functools.partial(each, name) for each in (before, after)]
-                self.add(module, *named, **options)
+                self.add(
+                    module,
+                    before and functools.partial(before, name),
+                    after and functools.partial(after, name),
+                    **options,
+                )
         except BaseException:
             self.remove()
             raise

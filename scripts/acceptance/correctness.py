@@ -181,7 +181,7 @@ def kills_and_resumes(settings: Settings) -> Mapping[str, Any]:
 
 
 def odd_files(settings: Settings) -> Mapping[str, Any]:
-    """decode=fast and decode=reference: the same rows fail for the same reason; cosines of others."""
+    """decode=fast and decode=reference: the same failures, and cosines of the rest."""
     photos, stores = odd_folder(settings), {}
     for decode in ("fast", "reference"):
         out = _store(settings, f"odd-{decode}")

@@ -3,8 +3,10 @@ from .decode import is_decoded_reduced as is_decoded_reduced
 from .decode_settings import DecodeSettings as DecodeSettings
 from .decoder_pool import DecoderPool as DecoderPool
 from .decoder_process import DecodingClock as DecodingClock
+from .image_boxes import cut_out as cut_out
 from .image_policy import PILLOW as PILLOW
 from .image_policy import ImagePolicy as ImagePolicy
+from .image_reading import read_image as read_image
 from .label_maps import LabelTransform as LabelTransform
 from .label_maps import read_label_map as read_label_map
 from .loader import PREFETCH_BATCHES as PREFETCH_BATCHES
@@ -14,5 +16,3 @@ from .pixel_scale import PixelScale as PixelScale
 from .preprocess import Preprocess as Preprocess
 from .preprocess import centre_crop as centre_crop
 from .preprocess import check_reference as check_reference
-from .row_loader import cut_out as cut_out
-from .row_loader import read_image as read_image

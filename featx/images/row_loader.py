@@ -5,10 +5,9 @@ from __future__ import annotations
 import functools
 import io
 import os
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +19,8 @@ from featx.errors import RunError
 from featx.images.decode import decode_array, decode_box_image, decode_pillow
 from featx.images.decode_settings import DecodeSettings
 from featx.images.decoder_process import DecodingClock
+from featx.images.image_boxes import DecodedImage, cut_out
+from featx.images.image_reading import read_image
 from featx.images.tiff_blocks import TiffBlocks
 from featx.types import (
     NO_IMAGE,
@@ -32,77 +33,9 @@ from featx.types import (
     image_checksum,
 )
 
-DecodedImage = Image.Image | npt.NDArray[Any]
-"""Upright image: a Pillow image, (H, W, 3) uint8 RGB, or (H, W, channels) of any numbers for a
-transform with a scale. The fast path takes arrays, the reference Pillow images."""
-
-_RETRY_WAITS_S = (0.1, 0.5, 2.0)
-"""Seconds to wait before each repeated attempt to read an image."""
-
 _LARGE_BYTES = 8 << 20
 """Least size of an encoded image, out of which boxes are cut, from which on the allocator returns
 freed memory to the kernel: its blocks are large, and the next ones may not fit into their place."""
-
-
-def read_image(source: Source, key: bytes) -> bytes:
-    """Read the encoded bytes of the image of a row, with retries for a few seconds.
-
-    Args:
-        source: source of the images.
-        key: key of the row.
-
-    Raises:
-        ImageFault: this image is missing or empty.
-        RunError: reading fails repeatedly with an OSError.
-    """
-    for wait_s in (*_RETRY_WAITS_S, None):
-        try:
-            return source.read(key)
-        except OSError as error:
-            # The disk, not the image: such a failure never becomes a row.
-            if wait_s is None:
-                raise RunError(
-                    f"reading {os.fsdecode(key)} failed: {error.strerror or error}, "
-                    f"{len(_RETRY_WAITS_S) + 1} times. Nothing committed is lost; when the "
-                    "images can be read again, give the same command again."
-                ) from error
-            time.sleep(wait_s)
-    raise AssertionError("unreachable")
-
-
-@overload
-def cut_out(decoded: Image.Image, box: Box) -> Image.Image: ...
-
-
-@overload
-def cut_out(decoded: npt.NDArray[Any], box: Box) -> npt.NDArray[Any]: ...
-
-
-def cut_out(decoded: Image.Image | npt.NDArray[Any], box: Box) -> Image.Image | npt.NDArray[Any]:
-    """Cut a box out of an upright image.
-
-    Args:
-        decoded: (H, W, C), or a Pillow image.
-        box: pixels to cut out.
-
-    Returns:
-        A copy of the box, of the type of `decoded`.
-
-    Raises:
-        ImageFault: the box reaches outside the image.
-    """
-    if isinstance(decoded, Image.Image):
-        width, height = decoded.size
-    else:
-        height, width, _ = decoded.shape
-    right, bottom = box.x + box.width, box.y + box.height
-    if right > width or bottom > height:
-        raise ImageFault(
-            Status.TRANSFORM_ERROR, f"the box reaches outside the image of {width} x {height}"
-        )
-    if isinstance(decoded, Image.Image):
-        return decoded.crop((box.x, box.y, right, bottom))
-    return decoded[box.y : bottom, box.x : right].copy()
 
 
 @dataclass(frozen=True)

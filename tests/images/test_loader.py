@@ -32,7 +32,7 @@ from featx.images import (
     ImagePolicy,
     Loader,
     Preprocess,
-    row_loader,
+    image_reading,
 )
 from featx.images import loader as loader_module
 from featx.images.decode import decode_pillow
@@ -121,7 +121,7 @@ def expected_row(data: bytes, reference: bool = False) -> torch.Tensor:
 @pytest.fixture
 def without_read_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Retries come at once."""
-    monkeypatch.setattr(row_loader, "_RETRY_WAITS_S", (0, 0, 0))
+    monkeypatch.setattr(image_reading, "_RETRY_WAITS_S", (0, 0, 0))
 
 
 @pytest.fixture(autouse=True)
@@ -420,7 +420,7 @@ def test_a_fault_is_not_retried() -> None:
 
 
 def test_retries_wait_longer_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(row_loader, "_RETRY_WAITS_S", (0.05, 0.1))
+    monkeypatch.setattr(image_reading, "_RETRY_WAITS_S", (0.05, 0.1))
     source = FailingSource(GOOD[:1], b"000000", IO_ERROR, times=2)
     started_at = time.perf_counter()
     load_all(source, [Part(0, 0, 1)])

@@ -8,7 +8,7 @@ import io
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -17,10 +17,13 @@ from PIL import Image, ImageOps
 from featx.base import num_cpus
 from featx.config import DataConfig
 from featx.errors import FeatxError
-from featx.images import DecoderPool, DecodingClock, ImagePolicy, cut_out
+from featx.images import ImagePolicy, cut_out
 from featx.images.decode import decode_pillow
 from featx.sources import open_source
 from featx.types import ImageFault, RegionSource, Source, Status
+
+if TYPE_CHECKING:
+    from featx.images import DecodingClock
 
 PIXELS = 144
 """Shorter side of a thumbnail in pixels."""
@@ -128,6 +131,8 @@ class Thumbnails:
         """
         if self.why_none:
             return
+        from featx.images import DecoderPool  # imports torch
+
         try:
             source = open_source(config)
             policy = ImagePolicy.from_config(config)

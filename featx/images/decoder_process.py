@@ -33,7 +33,7 @@ import numpy.typing as npt
 import torch
 
 from featx.base import end_with_parent, return_freed_memory
-from featx.errors import RunError
+from featx.errors import RunError, require
 from featx.images.decoder_warnings import redirect_warnings
 from featx.images.shared_memory import Slot, SlotLayout
 from featx.types import ImageFault
@@ -475,7 +475,7 @@ class Foreman:
 def send(results: int, kind: Kind, group: int, row: int, content: bytes) -> None:
     """Write a message."""
     header = MESSAGE.pack(kind, group, row, len(content), 0.0, 0.0, 0)
-    assert len(header) + len(content) <= ATOMIC_BYTES, "a message may be torn"
+    require(len(header) + len(content) <= ATOMIC_BYTES, "a message may be torn")
     os.write(results, header + content)
 
 

@@ -20,8 +20,15 @@ from conftest import make_image
 from encoded_images import encode
 
 from featx.errors import RunError
-from featx.images import DecodeSettings, ImagePolicy, Loader, Preprocess, decoder_pool, row_loader
-from featx.images.loader import PREFETCH_BATCHES
+from featx.images import (
+    PREFETCH_BATCHES,
+    DecodeSettings,
+    ImagePolicy,
+    Loader,
+    Preprocess,
+    decoder_pool,
+    row_loader,
+)
 from featx.sources import FolderSource
 from featx.types import Failure, Listing, Part, Status
 

@@ -12,8 +12,7 @@ import pytest
 from made_store import make_run
 
 from featx.errors import MissingExtraError
-from featx.store import codecs
-from featx.store.hdf5_files import open_plain_dataset
+from featx.store import codecs, open_plain_dataset
 
 VERIFY = """
 import sys

@@ -17,8 +17,7 @@ from PIL import Image, ImageOps
 from featx.base import num_cpus
 from featx.config import DataConfig
 from featx.errors import FeatxError
-from featx.images import ImagePolicy, cut_out
-from featx.images.decode import decode_pillow
+from featx.images import ImagePolicy, cut_out, decode_pillow
 from featx.sources import open_source
 from featx.types import ImageFault, RegionSource, Source, Status
 

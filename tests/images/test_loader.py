@@ -30,10 +30,10 @@ from featx.images import (
     ImagePolicy,
     Loader,
     Preprocess,
+    decode_pillow,
     image_reading,
 )
 from featx.images import loader as loader_module
-from featx.images.decode import decode_pillow
 from featx.sources import FolderSource
 from featx.types import Batch, ImageFault, Listing, Part, Status
 

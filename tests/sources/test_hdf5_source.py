@@ -14,8 +14,7 @@ from PIL import Image
 
 from featx.config import DataConfig
 from featx.errors import ConfigError, DataError
-from featx.images import ImagePolicy
-from featx.images.decode import decode_pillow
+from featx.images import ImagePolicy, decode_pillow
 from featx.sources import open_source
 from featx.sources.hdf5 import Hdf5Options
 from featx.types import ImageFault, Source, Status

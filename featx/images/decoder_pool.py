@@ -196,6 +196,9 @@ class DecoderPool:
 
     def __exit__(self, *error: object) -> None:
         """End all decoders; batches that were handed out stay valid."""
+        # Workers hold the source, whose files must not stay open until garbage is collected.
+        self._workers = ()
+        self.on_warnings = lambda row, messages: None
         with self._state:
             self._is_closing = True
             if not self._num_started:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import os
 import signal
 import subprocess
@@ -155,6 +156,7 @@ def bad_decoder(monkeypatch: pytest.MonkeyPatch, folder: Path, act: Callable[[],
 
 
 def kill_self(signum: int) -> None:
+    faulthandler.disable()  # that of pytest would print a traceback
     os.kill(os.getpid(), signum)
     time.sleep(60)
 
@@ -164,7 +166,7 @@ def kill_self(signum: int) -> None:
     ("act", "status", "error"),
     [
         (lambda: kill_self(signal.SIGSEGV), Status.CRASHES_DECODER, "SIGSEGV"),
-        (os.abort, Status.CRASHES_DECODER, "SIGABRT"),
+        (lambda: kill_self(signal.SIGABRT), Status.CRASHES_DECODER, "SIGABRT"),
         (lambda: os._exit(3), Status.CRASHES_DECODER, "exit code 3"),
         (lambda: time.sleep(60), Status.TIMEOUT, "TimeoutError"),
     ],

@@ -16,8 +16,9 @@ import torch
 
 from featx.base import num_cpus
 from featx.images.decode_settings import DecodeSettings
-from featx.images.decoder_pool import DecoderPool, Job
-from featx.images.decoder_process import LoaderTimes
+from featx.images.decoder_channels import LoaderTimes
+from featx.images.decoder_jobs import Job
+from featx.images.decoder_pool import DecoderPool
 from featx.images.decoder_warnings import DecoderWarnings
 from featx.images.image_policy import PILLOW
 from featx.images.row_loader import RowLoader
@@ -49,6 +50,7 @@ class Loader:
             memory, from which copies run asynchronously.
 
     Attributes:
+        num_decoders: number of decoders of a run.
         times: seconds and bytes of the decoders since `start_counting`.
     """
 
@@ -59,7 +61,7 @@ class Loader:
         decoding: DecodeSettings,
         device: torch.device | None = None,
     ) -> None:
-        self._listing = listing
+        self.num_decoders = decoding.workers or num_cpus()
         self._decoding = decoding
         self._warnings = DecoderWarnings()
         regions = isinstance(source, RegionSource)
@@ -70,8 +72,7 @@ class Loader:
         self._rows = RowLoader(source, listing, decoding)
         self._pool = DecoderPool(
             [self._rows, RowLoader(source, listing, library)],
-            listing.keys,
-            decoding.workers or num_cpus(),
+            self.num_decoders,
             decoding.timeout_s,
             reads_in_decoders=getattr(source, "reads_in_decoders", False),
             keeps_images_together=regions,

@@ -373,7 +373,13 @@ def _load_trial_images(loader: Loader, num_rows: int, count: int) -> TrialImages
     num_decoded = max(1, len(decoded))
     images = torch.stack([*decoded.values()]) if decoded else loader.load([])
     times = loader.times
-    return TrialImages([*decoded], images, times.read_s / num_decoded, times.decode_s / num_decoded)
+    return TrialImages(
+        [*decoded],
+        images,
+        times.read_s / num_decoded,
+        times.decode_s / num_decoded,
+        loader.num_decoders,
+    )
 
 
 def _refuse_pixel_format(failures: Sequence[Failure]) -> None:

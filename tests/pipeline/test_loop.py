@@ -17,7 +17,7 @@ import torch
 from featx.config import Config
 from featx.engine import BatchParallelism
 from featx.errors import RunError
-from featx.images.decoder_process import LoaderTimes
+from featx.images.decoder_channels import LoaderTimes
 from featx.pipeline import Interrupted, RunObserver, run_parts
 from featx.pipeline.trial import TrialSpeed
 from featx.types import Batch, Failure, Part
@@ -31,6 +31,7 @@ class Images:
 
     times = LoaderTimes()
     warnings: ClassVar[dict[str, int]] = {}
+    num_decoders = 1
 
     def start_counting(self) -> None:
         pass

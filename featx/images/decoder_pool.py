@@ -63,6 +63,13 @@ about 60 µs, whatever its size."""
 ATTEMPTS = 2
 """Number of decoders that an image may end before its rows fail."""
 
+FEW_ROWS = 64
+"""Number of rows up to which one decoder may be enough."""
+
+_PATIENCE_S = 0.05
+"""Seconds that a job of few rows is awaited before all decoders are started. A start takes about as
+long: each fork copies the page tables of a process that has imported torch."""
+
 KEPT_BATCHES = 4
 """Number of finished jobs whose images stay in shared memory; those of further ones are copied."""
 
@@ -80,6 +87,9 @@ _KILLED = (
 
 class DecoderPool:
     """Decoders that load rows; a context manager. It forks nothing before it is asked for a row.
+
+    One decoder starts then. The others follow if there are more than FEW_ROWS rows, or a job takes
+    longer than their start.
 
     Args:
         workers: workers that jobs name by their numbers.
@@ -128,6 +138,7 @@ class DecoderPool:
         self._threads: list[threading.Thread] = []
         self._pid: int | None = None
         self._num_started = 0
+        self._num_begun = 0
         self._is_closing = False
 
     def __enter__(self) -> DecoderPool:
@@ -169,14 +180,6 @@ class DecoderPool:
         for file in files:
             os.close(file)
 
-    def start_all(self) -> None:
-        """Start all decoders. Before this is called only one runs, which is enough for trials."""
-        with self._state:
-            self._start()
-            if self._num_started < self._count:
-                self._num_started = self._count
-                self._order(START_ALL)
-
     def begin(self, worker: int, rows: npt.NDArray[np.int64], num_places: int) -> Job:
         """Start loading rows.
 
@@ -197,6 +200,9 @@ class DecoderPool:
             slot.rows[: len(rows)] = rows
             slot.checksums[: len(rows)] = NO_IMAGE
             job = Job(worker, rows, slot, layout)
+            self._num_begun += len(rows)
+            if self._num_begun > FEW_ROWS:
+                self._start_all()
             spans = self._spans(job)
             job.num_open = len(spans)
             self._fail_known(job, 0, len(rows))
@@ -220,9 +226,14 @@ class DecoderPool:
         Raises:
             RunError: reading fails repeatedly, memory is exhausted, or decoders are killed.
         """
+
+        def is_done() -> bool:
+            return not job.num_open or self._error is not None or job.error is not None
+
         with self._state:
-            while job.num_open and self._error is None and job.error is None:
-                self._state.wait()
+            if not self._state.wait_for(is_done, _PATIENCE_S):
+                self._start_all()
+                self._state.wait_for(is_done)
         slot, name = job.slot, (job.worker, job.layout.num_rows)
         if job.error is not None:
             raise job.error[1]
@@ -355,6 +366,12 @@ class DecoderPool:
             for _ in range(self._count):
                 self._start_thread(self._read_groups)
         self._start_thread(self._collect)
+
+    def _start_all(self) -> None:
+        """Start all decoders; the lock is held."""
+        if self._num_started < self._count:
+            self._num_started = self._count
+            self._order(START_ALL)
 
     def _fork_supervisor(self, control: int) -> int:
         """Fork the supervisor and return its process id.

@@ -70,9 +70,8 @@ class Supervisor:
             signal.signal(signum, signal.SIG_IGN)
         torch.set_num_threads(1)  # the threads of OpenMP did not survive the fork
         return_freed_memory()  # the process of the model would copy each such page that it reuses
-        for worker in self._workers:
-            with contextlib.suppress(Exception):  # rows will tell
-                worker.warm_up()
+        with contextlib.suppress(Exception):  # rows will tell
+            self._workers[0].warm_up()
         gc.freeze()  # a collection would touch, and so copy, every page
         wake = self._wake_at_child_end()
         poll = select.poll()

@@ -40,7 +40,7 @@ _RUN, _LIBRARY = 0, 1
 class Loader:
     """Reads, decodes and crops the images of a run; a context manager that owns the decoders.
 
-    Decoders are forked when the first image is asked for, and all of them when the first batch is.
+    Decoders are forked when the first image is asked for.
 
     Args:
         source: source of the images.
@@ -124,7 +124,6 @@ class Loader:
         pending: deque[tuple[Part, Job]] = deque()
         try:
             for part, start, count in spans:
-                self._pool.start_all()
                 job = self._pool.begin(_RUN, np.arange(start, start + count), batch_size)
                 # Batches finish in any order; the queue hands them out in the order of the rows.
                 pending.append((part, job))

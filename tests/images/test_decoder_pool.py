@@ -224,7 +224,6 @@ def test_threads_where_no_process_can_be_forked(folder: Path, in_parent: bool) -
     source = FolderSource(folder)
     rows = row_loader.RowLoader(source, source.listing(), DecodeSettings(PREPROCESS, POLICY))
     with DecoderPool([rows], 3, reads_in_decoders=not in_parent, can_fork=False) as pool:
-        pool.start_all()
         starts = range(0, NUM_ROWS, 16)
         jobs = [pool.begin(0, np.arange(start, start + 16), 16) for start in starts]
         found = [(*pool.finish(job), job.failures) for job in jobs]
@@ -317,11 +316,15 @@ def test_shared_memory_is_bounded_and_batches_that_are_kept_stay(folder: Path) -
 
 def test_nothing_is_forked_before_an_image_is_asked_for(folder: Path) -> None:
     source = FolderSource(folder)
-    with Loader(source, source.listing(), DecodeSettings(PREPROCESS, POLICY)) as loader:
+    with Loader(source, source.listing(), DecodeSettings(PREPROCESS, POLICY, workers=2)) as loader:
         assert loader._pool._pid is None
         loader.load([3])
         assert len(pids(loader)) == 1
-        list(loader.batches([Part(0, 0, 8)], 8))
+        list(loader.batches([Part(0, 0, NUM_ROWS)], 8))
+        until = time.monotonic() + 10
+        while len(pids(loader)) < 2 and time.monotonic() < until:
+            time.sleep(0.01)
+        assert len(pids(loader)) == 2
     assert not any(thread.name == "featx-loader" for thread in threading.enumerate())
 
 
@@ -332,7 +335,7 @@ from pathlib import Path
 from test_decoder_pool import *
 source = FolderSource(Path(sys.argv[1]))
 with Loader(source, source.listing(), DecodeSettings(PREPROCESS, POLICY, workers=3)) as loader:
-    batches = loader.batches([Part(0, 0, NUM_ROWS)], 4)
+    batches = loader.batches([Part(0, 0, NUM_ROWS)], 32)
     next(batches)
     time.sleep(0.3)
     print(loader._pool._pid, *pids(loader), flush=True)

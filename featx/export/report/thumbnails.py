@@ -230,7 +230,6 @@ class Thumbnails:
 
     def _load(self, rows: Sequence[int], partial: bool) -> Iterable[tuple[int, Image.Image | None]]:
         """Load the small images of some rows; None for one that cannot be read or decoded."""
-        self._pool.start_all()
         chunks = [rows[i : i + _JOB_ROWS] for i in range(0, len(rows), _JOB_ROWS)]
         jobs = [self._pool.begin(int(partial), np.array(chunk), _JOB_ROWS) for chunk in chunks]
         for job in jobs:

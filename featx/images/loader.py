@@ -70,21 +70,39 @@ class Loader:
         jpeg = decoding.policy.jpeg if regions else PILLOW
         library = replace(decoding, policy=replace(decoding.policy, jpeg=jpeg), reference=True)
         self._rows = RowLoader(source, listing, decoding)
-        self._pool = DecoderPool(
-            [self._rows, RowLoader(source, listing, library)],
-            self.num_decoders,
-            decoding.timeout_s,
-            reads_in_decoders=getattr(source, "reads_in_decoders", False),
-            keeps_images_together=regions,
-            is_pinned=device is not None and device.type == "cuda",
-        )
-        self._pool.on_warnings = self._count_warnings
+        self._workers = [self._rows, RowLoader(source, listing, library)]
+        self._reads_in_decoders = getattr(source, "reads_in_decoders", False)
+        self._has_regions = regions
+        self._is_pinned = device is not None and device.type == "cuda"
+        self._pool = self._new_pool()
 
     def __enter__(self) -> Loader:
         return self
 
     def __exit__(self, *error: object) -> None:
         self._pool.__exit__(*error)
+
+    def _new_pool(self) -> DecoderPool:
+        """Decoders that are not started yet."""
+        pool = DecoderPool(
+            self._workers,
+            self.num_decoders,
+            self._decoding.timeout_s,
+            self._reads_in_decoders,
+            self._has_regions,
+            self._is_pinned,
+        )
+        pool.on_warnings = self._count_warnings
+        return pool
+
+    def end_decoders(self) -> None:
+        """End the decoders; others are forked when the next image is asked for.
+
+        Decoders keep the memory that their parent had when they were forked, also what it has freed
+        since, such as weights that were folded or converted.
+        """
+        self._pool.__exit__()
+        self._pool = self._new_pool()
 
     @property
     def times(self) -> LoaderTimes:

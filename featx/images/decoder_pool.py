@@ -88,8 +88,8 @@ _KILLED = (
 class DecoderPool:
     """Decoders that load rows; a context manager. It forks nothing before it is asked for a row.
 
-    One decoder starts then. The others follow if there are more than FEW_ROWS rows, or a job takes
-    longer than their start.
+    One decoder starts then. The others follow if there are more than FEW_ROWS rows, if a job takes
+    longer than their start, or if images are kept together.
 
     Args:
         workers: workers that jobs name by their numbers.
@@ -201,7 +201,8 @@ class DecoderPool:
             slot.checksums[: len(rows)] = NO_IMAGE
             job = Job(worker, rows, slot, layout)
             self._num_begun += len(rows)
-            if self._num_begun > FEW_ROWS:
+            # An image must not move to another decoder, which would decode it once more.
+            if self._num_begun > FEW_ROWS or self._keeps_images_together:
                 self._start_all()
             spans = self._spans(job)
             job.num_open = len(spans)
@@ -325,7 +326,7 @@ class DecoderPool:
         if len(self._tasks) == 1:
             return 0
         _, key = self._image_of(group.job, int(group.job.rows[group.first]))
-        return zlib.crc32(key) % self._num_started
+        return zlib.crc32(key) % self._count
 
     def _image_of(self, job: Job, row: int) -> tuple[int, bytes]:
         """Number of the worker of a job, and key of the image of a row."""

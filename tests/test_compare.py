@@ -125,16 +125,17 @@ def test_times_rates_and_versions_are_no_difference(
 
 FAKE = """import sys, h5py
 with h5py.File("features.h5", "w") as file:
-    file["features/conv"] = [1.0, VALUE]
+    file["features/conv"] = [1.0, 2.0]
 print("Done:", len(sys.argv), "arguments")
+sys.exit(0)
 """
 """A package featx whose command takes a tenth of a second."""
 
 
-def fake_checkout(folder: Path, value: float) -> Path:
+def fake_checkout(folder: Path, before: str = "", after: str = "") -> Path:
     (folder / "featx").mkdir(parents=True)
     (folder / "featx" / "__init__.py").write_text("")
-    (folder / "featx" / "__main__.py").write_text(FAKE.replace("VALUE", str(value)))
+    (folder / "featx" / "__main__.py").write_text(FAKE.replace(before, after))
     return folder
 
 
@@ -150,25 +151,44 @@ def compare(*arguments: object, code: int) -> str:
     return done.stdout
 
 
-def test_the_script_runs_both_checkouts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_equal_checkouts_are_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
-    first, second = fake_checkout(tmp_path / "a", 2.0), fake_checkout(tmp_path / "b", 2.0)
-    only = ("--only", "source-folder*", "--jobs", 2)
-    assert "2 same, 0 differs, 0 not run" in compare(first, second, *only, code=0)
+    first, second = fake_checkout(tmp_path / "a"), fake_checkout(tmp_path / "b")
+    printed = compare(first, second, "--only", "source-folder*", "--jobs", 2, code=0)
+    assert "2 same, 0 differs, 0 not run" in printed
     assert not list(tmp_path.glob("featx-compare-*"))
-    other = fake_checkout(tmp_path / "c", 2.5)
-    file = tmp_path / "found.json"
-    assert "0 same, 2 differs" in compare(first, other, *only, "--json", file, code=1)
-    line = "features.h5:features/conv: 1 of 2 differ by up to 0.5, the first at (1,): 2.0 -> 2.5"
-    assert [case["differences"] for case in json.loads(file.read_text())] == [[line], [line]]
+
+
+CHANGED = {
+    "value": (
+        ("2.0", "2.5"),
+        ["features.h5:features/conv: 1 of 2 differ by up to 0.5, the first at (1,): 2.0 -> 2.5"],
+    ),
+    "message": (("Done:", "Did"), ["messages/01.out:: 'Done: 14 arguments' -> 'Did 14 arguments'"]),
+    "exit code": (
+        ("exit(0)", "exit(3)"),
+        ["B: messages/01: exit code 3, expected 0", "messages/01.code:: '0' -> '3'"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CHANGED)
+def test_a_checkout_that_does_something_else_differs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    change, expected = CHANGED[name]
+    first, second = fake_checkout(tmp_path / "a"), fake_checkout(tmp_path / "b", *change)
+    only, file = ("--only", "source-folder"), tmp_path / "found.json"
+    assert "0 same, 1 differs" in compare(first, second, *only, "--json", file, code=1)
+    assert json.loads(file.read_text())[0]["differences"] == expected
 
 
 def test_a_command_that_fails_in_both_checkouts_is_not_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
-    broken = fake_checkout(tmp_path / "a", 2.0)
-    (broken / "featx" / "__main__.py").write_text("raise SystemExit(1)")
+    broken = fake_checkout(tmp_path / "a", "exit(0)", "exit(1)")
     printed = compare(broken, broken, "--only", "source-folder", code=1)
     assert "A: messages/01: exit code 1, expected 0" in printed
 

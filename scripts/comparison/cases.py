@@ -66,7 +66,7 @@ SOURCES = {
     "boxes": "data=folder data.root=DATA/photos data.boxes=DATA/boxes.csv max_failures=2",
     "slides": "data=slides data.root=DATA/slides data.boxes=DATA/slide-boxes.csv max_failures=3",
     "video": "data=video data.root=DATA/videos data.every_s=0.5",
-    "sample": "data=sample",
+    "sample": "data=sample out=sample",
     "damaged": "data=folder data.root=DATA/odd max_failures=1.0",
     "damaged-reference": "data=folder data.root=DATA/odd max_failures=1.0 decode=reference "
     "data.exif=ignore data.background=black",
@@ -122,7 +122,10 @@ MODELS = {
         Step(f"{CUSTOM} model.weights=net.pth model.init=reset layers=[head] {MADE} out=reset", 2),
         Step(f"{CUSTOM} model.weights=net.pth seed=3 layers=[deep] {MADE} dtype=float32", 2),
     ),
-    "packaged": (f"data.limit=12 {FIXED} out=store", f"data=sample {FIXED} layers=stages out=two"),
+    "packaged": (
+        f"data.limit=12 {FIXED} out=store",
+        f"data=sample {FIXED} layers=stages out=sample",
+    ),
     "reductions": (
         f"{RESNET} 'layers={{conv1: grid, layer1: max, layer2: gem, layer3: flatten}}'",
         f"{VIT} 'layers={{blocks.0: cls, blocks.1: patch_avg, blocks.2: grid, blocks.3: avg}}' "
@@ -137,7 +140,8 @@ MODELS = {
         f"{RUN} reduce=whiten reduce.stats=stats reduce.epsilon=0.1 out=whitened",
     ),
     "captures": (
-        f"{RUN} 'layers=[conv:input,deep,pool:grad_output,relu]' target=label",
+        f"{RUN} 'layers=[conv:input,deep,pool:grad_output,relu]' target=label "
+        "data.classes=DATA/classes.json",
         f"{RUN} capture=[output,grad_output] layers=[conv,deep] target=entropy out=gradients",
         f"{VIT} 'layers=[\"blocks.*.attn\"]' capture=attention out=attention",
         f"{RESNET} 'layers=[layer1.0.add,layer2.0.conv1,\"layer2.0.relu@2\"]' out=operations",
@@ -326,6 +330,7 @@ WRONG = (
     f"{PHOTOS} layers=[conv:grad_outputs]",
     f"{PHOTOS} layers=[conv",
     f"{PHOTOS} layers=[convv]",
+    f"{PHOTOS} layers=[pool:grad_output] target=label out=unnamed",
     f"{PHOTOS} reduce=gemm",
     f"{PHOTOS} reduce.p=2",
     f"{PHOTOS} part_rows=3",

@@ -15,8 +15,10 @@ from comparison.contents import read_values
 NOT_COMPARED = (
     # Locks, heartbeats and caches of a run, and states of files, which contain times.
     "*/.lock*", "*/workers/*", "*/images.h5:tag", "*/stats-images.h5:tag", "*/jobs/*",
+    # Times of the images of data=sample, which are those of the checkout.
+    "*/sample/images.h5:mtime_ns",
     # Times, rates, memory, and what a run concludes of them.
-    "*:*seconds*", "*:*per_second", "*:*_age_s", "*:*share_of_trial", "*:*below_trial",
+    "*:*seconds*", "*:*per_second*", "*:*_age_s", "*:*share_of_trial", "*:*below_trial",
     "*:*bottleneck", "*:*memory_mib", "*:*finished", "*:*.request", "*.prom*",
     # Versions, and digests of what is compared entry by entry.
     "*:*versions.*", "*.json:.sha256", "*@manifest.sha256", "*@text_checksums",

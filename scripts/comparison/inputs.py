@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import gzip
 import io
+import json
 import os
 import shutil
 import struct
@@ -118,7 +119,7 @@ def _columns(photos: list[Path]) -> dict[str, list[object]]:
 
 
 def make_tables(folder: Path, photos: list[Path]) -> None:
-    """Write photos.csv, photos.parquet with encoded images, and boxes.csv."""
+    """Write photos.csv, photos.parquet with encoded images, boxes.csv and classes.json."""
     columns = _columns(photos)
     with (folder / "photos.csv").open("w", newline="") as file:
         csv.writer(file).writerows([list(columns), *zip(*columns.values(), strict=True)])
@@ -127,6 +128,8 @@ def make_tables(folder: Path, photos: list[Path]) -> None:
     boxes.append([columns["path"][0], 1000, 1000, 5, 5])
     with (folder / "boxes.csv").open("w", newline="") as file:
         csv.writer(file).writerows([["path", "x", "y", "width", "height"], *boxes])
+    numbers = {name: number for number, name in enumerate(CLASSES)}
+    (folder / "classes.json").write_text(json.dumps(numbers))
     try:
         import pyarrow as pa
         from pyarrow import parquet

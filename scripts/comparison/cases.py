@@ -238,7 +238,7 @@ RUNS = {
         COPIED,
         "job=verify store=store",
         "$ $PYTHON -m flip store/features.h5 features/pool 6; rm photos/*/006.*",
-        Step(f"job=verify store=store verify.repair=true {FACTORY}", 1),
+        Step(f"job=verify store=store verify.repair=true {FACTORY}", 2),
     ),
 }
 """Resumes, kills, executors, growth and damage."""
@@ -248,7 +248,7 @@ LABELLED = (
     f"data.columns=[patient,age,tags,use] {SMALL} 'layers={{conv: none, pool: flatten}}' out=store"
 )
 FORMATS = ("npy", "parquet", "safetensors", "zarr", "webdataset", "huggingface")
-VECTOR_FORMATS = ("faiss", "hloc", "clip_retrieval")
+VECTOR_FORMATS = ("faiss", "hloc", "clip_retrieval", "projector", "thingsvision")
 
 JOBS = {
     "probe": (
@@ -276,7 +276,6 @@ JOBS = {
         LABELLED,
         *(f"job=export store=store export.format={name}" for name in FORMATS),
         *(f"job=export store=store layers=pool export.format={name}" for name in VECTOR_FORMATS),
-        "job=export store=store export.format=csv",
     ),
     "report": (
         LABELLED,
@@ -305,7 +304,7 @@ JOBS = {
     "attribute": (
         f"job=attribute {RESNET} attribute.per_class=2 "
         "'attribute.method=[saliency,input_x_gradient,integrated_gradients,gradcam,occlusion]' "
-        "attribute.steps=4 attribute.window=16".replace("out=store", "out=maps"),
+        "attribute.steps=4 attribute.window=16 data.limit=9".replace("out=store", "out=maps"),
     ),
     "inspect": (
         f"job=layers data=folder data.root=DATA/photos {CUSTOM}",

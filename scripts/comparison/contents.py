@@ -21,6 +21,8 @@ Values = Iterator[tuple[str, Any]]
 """Names of the values of a file, and the values: arrays, texts, bytes, numbers."""
 
 NORMALISED = (
+    # Progress, a line every few seconds.
+    (r"(?m)^\d+ of \d+ (images|rows), .*\bleft, .*\n", ""),
     (r"\d{4}-\d\d-\d\d[ T]\d\d:\d\d(:\d\d(\.\d+)?)?", "DATE"),
     (r"[~<]?\d[\d.,]* (images|rows|parts|queries|epochs)(/s|/min| a second| per second)", "RATE"),
     (r"[~<]?\b\d[\d.,]*(e[+-]\d+)? ?(s|ms|min|h|seconds|minutes)\b", "TIME"),

@@ -11,9 +11,9 @@ import pytest
 from encoded_images import encode
 from PIL import Image
 
-from featx.images import ImagePolicy
-from featx.images.decode import decode_array, decode_pillow
-from featx.images.image_policy import ACCEPT, PILLOW, SIMPLEJPEG
+from featx.images import PILLOW, ImagePolicy, decode_pillow
+from featx.images.decode import decode_array
+from featx.images.image_policy import ACCEPT, SIMPLEJPEG
 from featx.images.jpeg_decode import jpeg_damage, plain_jpeg_size, read_header
 from featx.types import ImageFault, Status
 
@@ -209,6 +209,26 @@ def test_the_size_of_a_jpeg_without_exif() -> None:
         b"\xff\xd8\xff",
     ):
         assert size_of(data) is None
+
+
+def test_the_command_refuses_accepts_and_records(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    photos = tmp_path / "photos"
+    photos.mkdir()
+    for i in range(4):
+        sound = encode(photo(seed=i), "JPEG")
+        (photos / f"{i}.jpg").write_bytes(sound if i else damaged(sound)["half lost"])
+    store = extract(photos, max_failures=1)
+    assert store.ok.tolist() == [False, True, True, True]
+    assert "premature end of data segment" in Path("store/failures.csv").read_text()
+    capsys.readouterr()
+    accepted = extract(photos, out="accepted", data={"damaged": "accept"})
+    assert accepted.ok.all()
+    assert "1 image: damaged JPEG: Corrupt JPEG data: premature" in capsys.readouterr().out
+    assert accepted.attrs["fingerprint"] != store.attrs["fingerprint"]
+    assert np.array_equal(accepted["avgpool"][1:], store["avgpool"][1:])
 
 
 def test_no_photograph_is_refused(shared_data: Path) -> None:

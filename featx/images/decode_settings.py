@@ -55,7 +55,8 @@ class DecodeSettings:
             resume_state: resume state, or None for a new run.
 
         Raises:
-            ConfigError: data.white and a scale are given, the background is no colour, or a recorded decoder is not installed.
+            ConfigError: data.white and a scale are given, the background is no colour, or a
+                recorded decoder is not installed.
         """
         reference = config.decode == "reference" or not preprocess.has_fast_path
         scale = preprocess.scale

@@ -7,6 +7,7 @@ anything is read.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import threading
@@ -19,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from featx.config import DataConfig
-from featx.errors import ConfigError, DataError, StoreError
+from featx.errors import ConfigError, DataError, MissingExtraError, StoreError
 from featx.sources.base import MAX_FILE_BYTES, state_of_files
 from featx.sources.labels import Labels, from_names, from_numbers
 from featx.sources.pixel_encoding import encode_numbers, encode_pixels
@@ -174,7 +175,8 @@ class Hdf5Source:
         except StoreError as error:
             names = ", ".join(f"/{key}" for key in list(file)[:20])
             raise DataError(f"{error} At the top of the file: {names or 'nothing'}.") from error
-        codecs.load_plugin_for(number for number, _ in _filters(dataset))
+        with contextlib.suppress(MissingExtraError):  # a filter may be named and not applied
+            codecs.load_plugin_for(number for number, _ in _filters(dataset))
         _refuse_missing_filters(dataset, f"{self._path}: /{name}")
         return dataset
 
@@ -314,7 +316,7 @@ def _refuse_missing_filters(dataset: h5py.Dataset, origin: str) -> None:
             shown = f"{number} ({name})" if name else f"{number}"
             raise DataError(
                 f"{origin} is compressed with the HDF5 filter {shown}, which neither this "
-                "HDF5 nor the package hdf5plugin (imported) has. Put the filter's "
+                "HDF5 nor the package hdf5plugin has. Put the filter's "
                 "plugin into a folder that HDF5_PLUGIN_PATH names, or write the dataset "
                 "again where it can be read: h5repack -f GZIP=4 OLD NEW."
             )

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from featx.config import Config
 from featx.errors import ConfigError, require
-from featx.images.image_policy import PILLOW, ImagePolicy, heif_version, jpeg_decoder
+from featx.images.image_policy import PILLOW, SIMPLEJPEG, ImagePolicy, heif_version
 from featx.images.preprocess import Preprocess
 from featx.types import Listing, ResumeState
 
@@ -68,7 +68,7 @@ class DecodeSettings:
             )
         policy = replace(
             ImagePolicy.from_config(config.data),
-            jpeg=PILLOW if reference else jpeg_decoder(resolved.get("jpeg", PILLOW)),
+            jpeg=PILLOW if reference else resolved.get("jpeg", PILLOW) or SIMPLEJPEG,
             heif=heif_version(listing.keys, resolved.get("heif"), new=resume_state is None),
             channels=None if scale is None else scale.channels,
         )

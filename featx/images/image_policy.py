@@ -101,26 +101,6 @@ def warn(message: str) -> None:
     warnings.warn_explicit(message, UserWarning, __file__, 1, "PIL.featx", {})
 
 
-def jpeg_decoder(recorded: str | None = None) -> str:
-    """Decoder of JPEGs for decode=fast: SIMPLEJPEG if it is installed, otherwise PILLOW.
-
-    Args:
-        recorded: decoder recorded in the resume state, or None for a new store.
-
-    Raises:
-        ConfigError: simplejpeg is recorded and not installed.
-    """
-    installed = importlib.util.find_spec("simplejpeg") is not None
-    if recorded is None:
-        return SIMPLEJPEG if installed else PILLOW
-    if recorded == SIMPLEJPEG and not installed:
-        raise ConfigError(
-            "this store was started with simplejpeg, which is not installed: "
-            'pip install "featx[jpeg]", or choose another out=DIR.'
-        )
-    return recorded
-
-
 def heif_version(keys: npt.NDArray[np.bytes_], recorded: str | None, new: bool) -> str | None:
     """Version of pillow-heif that a store requires, or None.
 

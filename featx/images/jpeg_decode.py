@@ -84,7 +84,7 @@ def plain_jpeg_size(data: bytes, header: Header) -> tuple[int, int] | None:
         return None
     try:
         height, width, colours, _ = simplejpeg.decode_jpeg_header(data)
-    except ValueError:
+    except (ValueError, KeyError):  # KeyError: simplejpeg 1.9 has no name for 4:4:1
         return None
     return (width, height) if colours in ("YCbCr", "RGB", "Gray") else None
 

@@ -28,7 +28,7 @@ from featx.config import DataConfig
 from featx.errors import ConfigError
 from featx.images import PILLOW, ImagePolicy, decode_pillow
 from featx.images.decode import FORMATS, decode_array
-from featx.images.image_policy import SIMPLEJPEG, jpeg_decoder
+from featx.images.image_policy import SIMPLEJPEG
 from featx.images.rgb_conversion import to_rgb
 from featx.types import ImageFault, Status
 
@@ -857,7 +857,6 @@ def jpeg_files() -> dict[str, bytes]:
 @pytest.mark.parametrize("name", jpeg_files())
 @pytest.mark.parametrize("at_least", [None, 20, 50])
 def test_both_decoders_give_the_same_pixels(name: str, at_least: int | None) -> None:
-    pytest.importorskip("simplejpeg")
     data = jpeg_files()[name]
     expected = np.asarray(decode_pillow(data, POLICY, at_least))
     quick = replace(POLICY, jpeg=SIMPLEJPEG)
@@ -867,7 +866,6 @@ def test_both_decoders_give_the_same_pixels(name: str, at_least: int | None) -> 
 
 @pytest.mark.parametrize("orientation", range(1, 9))
 def test_both_decoders_turn_an_image_upright(orientation: int) -> None:
-    pytest.importorskip("simplejpeg")
     image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (40, 60, 3), np.uint8))
     data = stored_with("JPEG", image, orientation)
     for exif in ("apply", "ignore"):
@@ -878,7 +876,6 @@ def test_both_decoders_turn_an_image_upright(orientation: int) -> None:
 
 def test_a_jpeg_that_is_not_sound_is_what_pillow_says_it_is() -> None:
     """Flipped, cut and lengthened files: the same pixels or the same fault, whoever decodes."""
-    pytest.importorskip("simplejpeg")
     rng = np.random.default_rng(3)
     outcomes = set()
     for data in jpeg_files().values():
@@ -904,11 +901,3 @@ def same_outcome(data: bytes) -> bool:
         return False
     assert np.array_equal(found, expected)
     return True
-
-
-def test_a_resume_keeps_the_decoder_of_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert jpeg_decoder(PILLOW) == PILLOW
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert jpeg_decoder() == PILLOW
-    with pytest.raises(ConfigError, match=r"pip install .featx\[jpeg\]"):
-        jpeg_decoder(SIMPLEJPEG)

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import io
 import itertools
+import os
 import struct
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,7 +23,9 @@ import pytest
 import tiff_writer
 from PIL import Image
 from tiff_writer import Kind, write_tiff
+from tiny_model import COMMAND
 
+from featx import open as open_store
 from featx.images import ImagePolicy, image_sizes
 from featx.images.decode import decode_array, decode_box_image
 from featx.types import ImageFault, Status
@@ -403,3 +408,44 @@ def test_what_needs_tifffile_names_the_extra(monkeypatch: pytest.MonkeyPatch) ->
     for kind in (Kind(), Kind(1, 16), Kind(1, 8, planar=2), Kind(1, 16, photometric=1)):
         channels = 3 if kind.photometric == 2 else 1
         assert decode_array(write_tiff((SHARES[..., :channels], kind)), POLICY, None).shape
+
+
+def test_the_command_reads_refuses_and_records(
+    featx: Callable[..., subprocess.CompletedProcess[str]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Every file gives the features of its 8-bit PNG, or is a row that says what is missing."""
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]), prepend=os.pathsep)
+    folder = tmp_path / "images"
+    folder.mkdir()
+    kinds = {
+        "planes": (Kind(1, 16, planar=2), 65535.0),
+        "bits12": (Kind(1, 12), 4095.0),
+        "inverted": (Kind(1, 16, photometric=0), 65535.0),
+        "floats": (Kind(3, 32), 1.0),
+        "signed": (Kind(2, 16), 1.0),
+    }
+    for name, (kind, white) in kinds.items():
+        numbers = numbers_of(kind, 1 if kind.photometric == 0 else 3, white)
+        (folder / f"{name}.tif").write_bytes(write_tiff((numbers, kind)))
+        rgb = expected_rgb(kind, numbers, white).astype(np.uint8)
+        Image.fromarray(rgb).save(folder / f"{name}.png")
+    (folder / "tags.tif").write_bytes(bomb())
+    command = (*COMMAND, "data=folder", f"data.root={folder}", "max_failures=1.0")
+    for options, refused in (
+        ((), {"floats.tif", "signed.tif", "tags.tif"}),
+        (("data.white=1", "out=white"), {"tags.tif"}),
+    ):
+        done = featx(*command, *options)
+        assert done.returncode == 0, done.stderr
+        store = open_store(tmp_path / ("white" if options else "store"))
+        names = [os.fsdecode(key) for key in store.keys]
+        assert {name for name, ok in zip(names, store.ok, strict=True) if not ok} == refused
+        rows = dict(zip(names, store["conv"][:].astype(float), strict=True))
+        for name in {f"{kind}.tif" for kind in kinds} - refused:
+            assert np.allclose(rows[name], rows[name.replace(".tif", ".png")], atol=0.01), name
+    assert featx(*command, "data.white=255").returncode == 2
+    failures = (tmp_path / "store/failures.csv").read_text()
+    assert "whose white is not stated: data.white=1" in failures
+    assert "its tags overlap, to more bytes than it has" in failures

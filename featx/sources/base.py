@@ -137,9 +137,10 @@ def relabel(listing: Listing, names: Mapping[str, str | int], origin: str) -> Li
             f"{origin} has no class for {counted(len(unknown), 'folder')} of the data set, such as "
             f"{shown}."
         )
-    values, classes = from_values([names[name] for name in listing.classes], origin)
+    values, classes, warnings = from_values([names[name] for name in listing.classes], origin)
     table = np.append(values, -1)  # label -1 (no folder) selects the last entry
-    return replace(listing, labels=table[listing.labels], classes=classes)
+    warnings = (*listing.warnings, *warnings)
+    return replace(listing, labels=table[listing.labels], classes=classes, warnings=warnings)
 
 
 def _read_to_end(descriptor: int, size: int) -> bytes:

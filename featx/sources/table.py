@@ -21,7 +21,15 @@ from featx.base import import_extra
 from featx.config import column_name_problem
 from featx.errors import ConfigError, DataError, nearest
 from featx.sources.base import FolderSource
-from featx.sources.labels import Labels, from_indices, from_numbers, renumber
+from featx.sources.labels import (
+    Labels,
+    find_column,
+    find_label_column,
+    from_encoded_texts,
+    from_numbers,
+    note_on_columns,
+    renumber,
+)
 from featx.sources.options import ColumnOptions
 from featx.sources.parquet_images import ImageColumn, footer_content_tags
 from featx.sources.path_patterns import base_of, is_pattern
@@ -153,7 +161,7 @@ class TableSource:
         keys = np.concatenate(keys_of_files)
         if not len(keys):
             raise DataError(f"{self._origin} has no rows.")
-        labels, classes = self._labels(table, label_column, len(keys))
+        labels, classes, warnings = self._labels(table, label_column, len(keys))
         order = np.arange(len(keys))
         if not (keys[1:] > keys[:-1]).all():
             order = np.argsort(keys, kind="stable")
@@ -171,8 +179,16 @@ class TableSource:
                 order
             ]
         values = self._columns(table, order)
-        warnings = tuple(table.warnings.values())
-        return Listing(keys, labels[order], classes, skipped, content_tags, values, warnings)
+        return Listing(
+            keys,
+            labels[order],
+            classes,
+            skipped,
+            content_tags,
+            values,
+            tuple(dict.fromkeys((*warnings, *table.warnings.values()))),
+            self._label_note(table.names, column, label_column),
+        )
 
     def _find_image_column(self, names: list[str]) -> str:
         """Return the column of paths or images: data.path_column, else 'path', else 'image'.
@@ -182,8 +198,8 @@ class TableSource:
         """
         if self._path_column is not None:
             return _existing_column(self._origin, "data.path_column", self._path_column, names)
-        for name in ("path", "image"):
-            if name in names:
+        for wanted in ("path", "image"):
+            if (name := find_column(names, wanted)) is not None:
                 return name
         raise DataError(
             f"{self._origin} has no column path or image; it has {', '.join(names)}. Choose one "
@@ -193,10 +209,17 @@ class TableSource:
     def _find_label_column(self, names: list[str]) -> str | None:
         """Return data.label_column, 'label' by default if it exists, or None for no labels."""
         if self._label_column is None:
-            return "label" if "label" in names else None
+            return find_label_column(names)
         if not self._label_column:
             return None
         return _existing_column(self._origin, "data.label_column", self._label_column, names)
+
+    def _label_note(self, names: list[str], column: str, label_column: str | None) -> str:
+        """Return which columns look like labels, unless the options say which one holds them."""
+        if self._label_column is not None:
+            return "" if self._label_column else "data.label_column is empty"
+        others = [name for name in names if name not in (column, *self._column_names)]
+        return note_on_columns(others, label_column)
 
     def _columns(self, table: Table, order: npt.NDArray[np.int64]) -> dict[str, npt.NDArray[Any]]:
         """Read the columns of the option data.columns in the order of the listing."""
@@ -278,19 +301,18 @@ class TableSource:
         import pyarrow as pa
 
         if name is None:
-            return np.full(count, -1, dtype=np.int64), ()
+            return Labels.none(count)
         column = table.labels(name)
         kind = column.type
         origin = f"{self._origin}, column {name}"
-        if pa.types.is_integer(kind):
-            numbers = column.fill_null(-1).cast(pa.int64()).to_numpy()
-            if names := table.class_names(name):
-                return from_indices(numbers, names, origin)
-            return from_numbers(numbers, origin)
+        if pa.types.is_integer(kind) or pa.types.is_floating(kind):
+            missing = column.is_null().to_numpy()
+            numbers = column.fill_null(0).to_numpy()
+            return from_numbers(numbers, origin, missing, table.class_names(name))
         if pa.types.is_boolean(kind):
             column, kind = column.cast(pa.string()), pa.string()
         if pa.types.is_null(kind):
-            return np.full(count, -1, dtype=np.int64), ()
+            return Labels.none(count)
         if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
             raise DataError(
                 f"{origin} is {kind}; expected text or whole numbers. Without labels: "
@@ -300,7 +322,10 @@ class TableSource:
         if isinstance(encoded, pa.ChunkedArray):
             encoded = encoded.combine_chunks()
         codes = encoded.indices.fill_null(-1).to_numpy().astype(np.int64)
-        return renumber(np.array(encoded.dictionary.to_pylist(), dtype=object), codes)
+        names = encoded.dictionary.to_pylist()
+        if not table.is_parquet:
+            return from_encoded_texts(names, codes, origin)
+        return renumber(np.array(names, dtype=object), codes)
 
 
 def _is_text(parts: Sequence[CsvTable | ParquetTable], column: str) -> bool:

@@ -13,17 +13,11 @@ from featx.errors import DataError
 from featx.sources.base import FolderSource
 from featx.sources.path_patterns import base_of, is_pattern, matching_files
 from featx.sources.table_columns import (
-    AS_NO_LABEL,
     AS_VALUE,
     is_missing_mark,
     marks_in_text,
     warning_of_marks,
 )
-
-_WHOLE = r"^-?\d{1,18}$"
-"""Whole numbers that fit into int64, leading zeros included."""
-_NUMBER = r"^[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$"
-"""Decimal numbers in any usual notation."""
 
 _EXACT_WHOLE = r"^(0|-?[1-9]\d{0,17})$"
 """Whole numbers whose text int64 preserves: no leading zeros, such as 007, and at most 18
@@ -201,30 +195,11 @@ class Table:
         return columns
 
     def labels(self, name: str) -> Any:
-        """Read the column of labels.
-
-        A column of CSV files becomes numbers if all values are numbers or marks of missing numbers,
-        else text; empty values are null, and so are marks in a column of numbers or booleans. If
-        two different texts would become the same number, such as 1 and 01, the column stays text.
-        """
-        import pyarrow as pa
-        import pyarrow.compute as pc
-
+        """Read the column of labels; one of CSV files is text."""
         column = self._join_files(name)
         if self.is_parquet:
-            self._warn_of_marks(name, column, AS_VALUE)
-            return column
-        # Booleans stay the text that is written; only their marks of missing values become null.
-        kinds = (_BOOLEAN, pa.string()), (_WHOLE, pa.int64()), (_NUMBER, pa.float64())
-        numbers = _convert_column(column, kinds)
-        if pa.types.is_integer(numbers.type):
-            text = column.filter(pc.is_valid(numbers))
-            if pc.count_distinct(text).as_py() > pc.count_distinct(numbers).as_py():
-                numbers = _convert_column(column, ())
-        lost = column.filter(pc.is_null(numbers))
-        self._warn_of_marks(name, lost, AS_NO_LABEL)
-        self._warn_of_marks(name, numbers, AS_VALUE)
-        return numbers
+            self._warn_of_marks(name, column)
+        return column
 
     def values(self, name: str) -> Any:
         """Read any column; one of CSV becomes booleans or numbers if nothing is lost.
@@ -236,14 +211,14 @@ class Table:
 
         column = self._join_files(name)
         if self.is_parquet:
-            self._warn_of_marks(name, column, AS_VALUE)
+            self._warn_of_marks(name, column)
             return column
         kinds = (_BOOLEAN, pa.bool_()), (_EXACT_WHOLE, pa.int64()), (_EXACT_NUMBER, pa.float64())
         converted = _convert_column(column, kinds)
         if pa.types.is_floating(converted.type) and not pc.any(pc.is_finite(converted)).as_py():
             # Without one finite number, 'INF' is a code or a name.
             converted = _convert_column(column, ())
-        self._warn_of_marks(name, converted, AS_VALUE)
+        self._warn_of_marks(name, converted)
         return converted
 
     def class_names(self, name: str) -> list[str] | None:
@@ -259,17 +234,11 @@ class Table:
             raise DataError(f"{self._origin}: the files have different names for {name}'s classes.")
         return names_of_files[0] if names_of_files else None
 
-    def _warn_of_marks(self, name: str, column: Any, meaning: str) -> None:
-        """Record a warning if a column of text has marks of missing numbers.
-
-        Args:
-            name: name of the column.
-            column: pyarrow.ChunkedArray of any type.
-            meaning: `AS_VALUE` or `AS_NO_LABEL`.
-        """
+    def _warn_of_marks(self, name: str, column: Any) -> None:
+        """Record a warning if a column of text has marks of missing numbers."""
         if counts := marks_in_text(column):
             origin = f"{self._origin}, column {name}"
-            self.warnings[name] = warning_of_marks(counts, origin, meaning)
+            self.warnings[name] = warning_of_marks(counts, origin, AS_VALUE)
 
     def _join_files(self, name: str) -> Any:
         """Concatenate a column of all files; integer types of different widths become the widest.

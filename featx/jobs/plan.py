@@ -74,10 +74,9 @@ def _seconds_per_image_read(context: RunContext) -> float | None:
     """Measure reading and decoding the first images with all threads, without the model."""
     size = min(len(context.listing), 8 * num_cpus())
     part = Part(0, 0, min(len(context.listing), size * _TRIAL_BATCHES))
-    with context.loader(size) as loader:
-        started_at = time.perf_counter()
-        count = sum(batch.count for _, batch in loader.batches([part]))
-        return (time.perf_counter() - started_at) / count
+    started_at = time.perf_counter()
+    count = sum(batch.count for _, batch in context.loader.batches([part], size))
+    return (time.perf_counter() - started_at) / count
 
 
 def _text(context: RunContext, plan: dict[str, Any]) -> str:

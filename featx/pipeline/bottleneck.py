@@ -22,13 +22,12 @@ def bottleneck(
     wait_share = seconds["wait"] / elapsed_s
     if wait_share > WAITING_SHARE:
         stage = max(("read", "decode"), key=lambda stage: seconds[stage])
-        gpu = ", or decode=gpu" if device == "cuda" and "decode_on_device" not in seconds else ""
         busy = f"{seconds[stage] / elapsed_s:.1f} of {threads} threads busy, "
         busy += f"{wait_share:.0%} of the time "
         return {
             "read": f"reading images: {busy}waited for; a faster disk or network would help",
             "decode": f"decoding: {busy}waited for; more CPU cores would help, and for JPEGs "
-            'pip install "featx[jpeg]" where it is missing' + gpu,
+            'pip install "featx[jpeg]" where it is missing',
         }[stage]
     known = ("model", "copy", "write", "statistics")
     stage = max((s for s in known if s in seconds), key=lambda stage: seconds[stage])

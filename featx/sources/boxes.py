@@ -56,6 +56,11 @@ class BoxedSource:
         self._file = file
         self._label_note = ""
 
+    @property
+    def reads_in_decoders(self) -> bool:
+        """Whether decoders read the images."""
+        return getattr(self._source, "reads_in_decoders", False)
+
     def listing(self) -> Listing:
         """List all boxes.
 

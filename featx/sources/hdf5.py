@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from featx.config import DataConfig
-from featx.errors import ConfigError, DataError, StoreError, counted
+from featx.errors import ConfigError, DataError, MissingExtraError, StoreError, counted
 from featx.sources.base import MAX_FILE_BYTES, state_of_files
 from featx.sources.labels import Labels, from_names, from_numbers, looks_like_labels
 from featx.sources.pixel_encoding import encode_numbers, encode_pixels
@@ -183,8 +183,7 @@ class Hdf5Source:
         except StoreError as error:
             names = ", ".join(f"/{key}" for key in list(file)[:20])
             raise DataError(f"{error} At the top of the file: {names or 'nothing'}.") from error
-        codecs.load_plugin_for(number for number, _ in _filters(dataset))
-        _refuse_missing_filters(dataset, f"{self._path}: /{name}")
+        _load_filters(dataset, f"{self._path}: /{name}")
         return dataset
 
     def _labels(self, file: h5py.File, count: int) -> Labels:
@@ -329,31 +328,22 @@ def _stored_chunks(dataset: h5py.Dataset) -> list[Any]:
     return chunks
 
 
-def _filters(dataset: h5py.Dataset) -> list[tuple[int, str]]:
-    """Return number and name of the HDF5 filters of a dataset, in their order."""
+def _load_filters(dataset: h5py.Dataset, origin: str) -> None:
+    """Load the HDF5 filters with which the chunks of a dataset were written.
+
+    Raises:
+        DataError: a filter is missing.
+    """
     settings = dataset.id.get_create_plist()
-    filters = [settings.get_filter(i) for i in range(settings.get_nfilters())]
-    return [(number, name.decode("utf-8", "replace")) for number, _, _, name in filters]
-
-
-def _refuse_missing_filters(dataset: h5py.Dataset, origin: str) -> None:
-    """Raise DataError if a chunk was written with a filter that this HDF5 does not have."""
-    filters = _filters(dataset)
-    missing = [i for i, (number, _) in enumerate(filters) if not h5py.h5z.filter_avail(number)]
-    if not missing:
-        return
-    # An optional filter may have been left out when a chunk was written; its bit is set then.
-    masks = [chunk.filter_mask for chunk in _stored_chunks(dataset)]
-    for i in missing:
-        if any(not mask >> i & 1 for mask in masks):
-            number, name = filters[i]
-            shown = f"{number} ({name})" if name else f"{number}"
-            raise DataError(
-                f"{origin} is compressed with the HDF5 filter {shown}, which neither this "
-                "HDF5 nor the package hdf5plugin (imported) has. Put the filter's "
-                "plugin into a folder that HDF5_PLUGIN_PATH names, or write the dataset "
-                "again where it can be read: h5repack -f GZIP=4 OLD NEW."
-            )
+    numbers = [settings.get_filter(i)[0] for i in range(settings.get_nfilters())]
+    try:
+        codecs.load_plugin_for(numbers)
+    except MissingExtraError as error:
+        # An optional filter may have been left out when a chunk was written; its bit is set then.
+        masks = [chunk.filter_mask for chunk in _stored_chunks(dataset)]
+        missing = [i for i, n in enumerate(numbers) if not h5py.h5z.filter_avail(n)]
+        if any(not mask >> i & 1 for mask in masks for i in missing):
+            raise DataError(f"{origin}: {error}") from error
 
 
 SOURCES.register(

@@ -98,12 +98,12 @@ def measure(
         Part(number, start % num_rows, min(start % num_rows + step, num_rows))
         for number, start in enumerate(range(0, num_images, step))
     ]
-    target = "featx.images.fault_tolerant_decode.decode_array"
+    target = "featx.images.row_loader.decode_array"
     replaced = mock.patch(target, _no_pixels) if is_empty else contextlib.nullcontext()
-    with replaced, Loader(source, listing, settings, batch_size) as loader:
+    with replaced, Loader(source, listing, settings) as loader:
         num_loaded = 0
         started_at, processor = time.perf_counter(), time.process_time()
-        for _, batch in loader.batches(parts):
+        for _, batch in loader.batches(parts, batch_size):
             num_loaded += batch.count
         seconds, processor = time.perf_counter() - started_at, time.process_time() - processor
     return LoaderRate(num_loaded / seconds, 1e6 * processor / num_loaded)

@@ -14,8 +14,7 @@ from PIL import Image
 
 from featx.config import DataConfig
 from featx.errors import ConfigError, DataError
-from featx.images import ImagePolicy
-from featx.images.decode import decode_pillow
+from featx.images import ImagePolicy, decode_pillow
 from featx.sources import open_source
 from featx.sources.hdf5 import Hdf5Options
 from featx.types import ImageFault, Source, Status
@@ -349,7 +348,11 @@ def test_a_missing_filter_is_one_error_that_names_it(tmp_path: Path) -> None:
         settings = {"compression": 32099, "allow_unknown_filter": True, "chunks": (2,)}
         file.create_dataset("labels", (5,), "i8", **settings)
         file["labels"].id.write_direct_chunk((0,), bytes(16), 0)
-    refused(tmp_path / "z.h5", "/labels is compressed with the HDF5 filter 32099", labels="labels")
+    refused(
+        tmp_path / "z.h5",
+        "/labels: the data are compressed with the HDF5 filter 32099",
+        labels="labels",
+    )
 
 
 def test_threads_read_rows_in_any_order(tmp_path: Path) -> None:

@@ -13,8 +13,6 @@ from .console import log_as_json as log_as_json
 from .console import log_message as log_message
 from .console import print_result as print_result
 from .console import quiet_logs as quiet_logs
-from .decoder_process import check_decoder_end as check_decoder_end
-from .decoder_process import start_decoder as start_decoder
 from .deferred_dynamo import defer_dynamo as defer_dynamo
 from .devices import DeviceTimer as DeviceTimer
 from .devices import OwnStream as OwnStream

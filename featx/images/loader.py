@@ -16,8 +16,9 @@ import torch
 
 from featx.base import num_cpus
 from featx.images.decode_settings import DecodeSettings
-from featx.images.decoder_pool import DecoderPool, Job
-from featx.images.decoder_process import LoaderTimes
+from featx.images.decoder_channels import LoaderTimes
+from featx.images.decoder_jobs import Job
+from featx.images.decoder_pool import DecoderPool
 from featx.images.decoder_warnings import DecoderWarnings
 from featx.images.image_policy import PILLOW
 from featx.images.row_loader import RowLoader
@@ -39,7 +40,7 @@ _RUN, _LIBRARY = 0, 1
 class Loader:
     """Reads, decodes and crops the images of a run; a context manager that owns the decoders.
 
-    Decoders are forked when the first image is asked for, and all of them when the first batch is.
+    Decoders are forked when the first image is asked for.
 
     Args:
         source: source of the images.
@@ -49,6 +50,7 @@ class Loader:
             memory, from which copies run asynchronously.
 
     Attributes:
+        num_decoders: number of decoders of a run.
         times: seconds and bytes of the decoders since `start_counting`.
     """
 
@@ -59,7 +61,7 @@ class Loader:
         decoding: DecodeSettings,
         device: torch.device | None = None,
     ) -> None:
-        self._listing = listing
+        self.num_decoders = decoding.workers or num_cpus()
         self._decoding = decoding
         self._warnings = DecoderWarnings()
         regions = isinstance(source, RegionSource)
@@ -68,22 +70,39 @@ class Loader:
         jpeg = decoding.policy.jpeg if regions else PILLOW
         library = replace(decoding, policy=replace(decoding.policy, jpeg=jpeg), reference=True)
         self._rows = RowLoader(source, listing, decoding)
-        self._pool = DecoderPool(
-            [self._rows, RowLoader(source, listing, library)],
-            listing.keys,
-            decoding.workers or num_cpus(),
-            decoding.timeout_s,
-            reads_in_decoders=getattr(source, "reads_in_decoders", False),
-            keeps_images_together=regions,
-            is_pinned=device is not None and device.type == "cuda",
-        )
-        self._pool.on_warnings = self._count_warnings
+        self._workers = [self._rows, RowLoader(source, listing, library)]
+        self._reads_in_decoders = getattr(source, "reads_in_decoders", False)
+        self._has_regions = regions
+        self._is_pinned = device is not None and device.type == "cuda"
+        self._pool = self._new_pool()
 
     def __enter__(self) -> Loader:
         return self
 
     def __exit__(self, *error: object) -> None:
         self._pool.__exit__(*error)
+
+    def _new_pool(self) -> DecoderPool:
+        """Decoders that are not started yet."""
+        pool = DecoderPool(
+            self._workers,
+            self.num_decoders,
+            self._decoding.timeout_s,
+            self._reads_in_decoders,
+            self._has_regions,
+            self._is_pinned,
+        )
+        pool.on_warnings = self._count_warnings
+        return pool
+
+    def end_decoders(self) -> None:
+        """End the decoders; others are forked when the next image is asked for.
+
+        Decoders keep the memory that their parent had when they were forked, also what it has freed
+        since, such as weights that were folded or converted.
+        """
+        self._pool.__exit__()
+        self._pool = self._new_pool()
 
     @property
     def times(self) -> LoaderTimes:
@@ -123,7 +142,6 @@ class Loader:
         pending: deque[tuple[Part, Job]] = deque()
         try:
             for part, start, count in spans:
-                self._pool.start_all()
                 job = self._pool.begin(_RUN, np.arange(start, start + count), batch_size)
                 # Batches finish in any order; the queue hands them out in the order of the rows.
                 pending.append((part, job))

@@ -18,7 +18,7 @@ from featx.base import return_freed_memory
 from featx.errors import RunError
 from featx.images.decode import decode_array, decode_box_image, decode_pillow
 from featx.images.decode_settings import DecodeSettings
-from featx.images.decoder_process import DecodingClock
+from featx.images.decoder import DecodingClock
 from featx.images.image_boxes import DecodedImage, cut_out
 from featx.images.image_reading import read_image
 from featx.images.tiff_blocks import TiffBlocks
@@ -62,6 +62,7 @@ class RowLoader:
         decoding: transform and limits.
 
     Attributes:
+        keys: (N,) keys of all rows.
         shape: (C, H, W) of an image.
         dtype: float32 if the reference transform normalises, otherwise uint8.
     """
@@ -71,7 +72,7 @@ class RowLoader:
         self.dtype: np.dtype[Any] = np.dtype(np.float32 if decoding.reference else np.uint8)
         self._torch_dtype = torch.float32 if decoding.reference else torch.uint8
         self._source = source
-        self._keys = listing.keys
+        self.keys = listing.keys
         self._decoding = decoding
         self._policy = decoding.policy
         self._regions = source if isinstance(source, RegionSource) else None
@@ -83,12 +84,15 @@ class RowLoader:
 
     def image_key(self, row: int) -> bytes:
         """Key of the image that a row is, or whose box it is."""
-        key = bytes(self._keys[row])
+        key = bytes(self.keys[row])
         return key if self._regions is None else self._regions.image_key(key)
 
     def read(self, row: int) -> bytes:
         """Read the encoded bytes of the image of a row. Raises as `read_image`."""
-        return read_image(self._source, bytes(self._keys[row]))
+        try:
+            return read_image(self._source, bytes(self.keys[row]))
+        except MemoryError as error:
+            raise self._out_of_memory(row) from error
 
     def warm_up(self) -> None:
         """Import the decoders, and call them once."""
@@ -124,7 +128,7 @@ class RowLoader:
         """
         try:
             if self._regions is not None:
-                box = self._regions.box(bytes(self._keys[row]))
+                box = self._regions.box(bytes(self.keys[row]))
                 self._fill_box(row, box, read, out, checksum, clock)
                 return
             data = read()
@@ -133,12 +137,15 @@ class RowLoader:
                 # numpy copies in this thread; torch would start threads of OpenMP.
                 np.copyto(out, self._prepare(self._decode(data)))
         except MemoryError as error:
-            # The machine, not the image: such a failure never becomes a row.
-            raise RunError(
-                f"out of memory at {os.fsdecode(bytes(self._keys[row]))}. Nothing committed is "
-                "lost; free some memory and give the same command again. A smaller batch_size or "
-                "data.max_pixels needs less."
-            ) from error
+            raise self._out_of_memory(row) from error
+
+    def _out_of_memory(self, row: int) -> RunError:
+        """The error of a machine without memory, which never becomes the failure of a row."""
+        return RunError(
+            f"out of memory at {os.fsdecode(bytes(self.keys[row]))}. Nothing committed is lost; "
+            "free some memory and give the same command again. A smaller batch_size or "
+            "data.max_pixels needs less."
+        )
 
     def _fill_box(
         self,

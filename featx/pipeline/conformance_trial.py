@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from featx.base import log_message, num_cpus
+from featx.base import log_message
 from featx.config import Config
 from featx.engine import Engine, explain_missing_plain_path, plain_rows
 from featx.errors import ModelError
@@ -44,14 +44,16 @@ class TrialImages:
     Attributes:
         rows: row of each image.
         images: (n, 3, H, W), uint8 in [0, 255] or normalised float32.
-        read_s: busy seconds of one thread for reading an image.
+        read_s: seconds of one decoder for reading an image.
         decode_s: the same for decoding.
+        num_decoders: number of decoders of the run.
     """
 
     rows: Sequence[int]
     images: torch.Tensor
     read_s: float
     decode_s: float
+    num_decoders: int
 
     def speed(self, model_s: float, device: torch.device) -> TrialSpeed:
         """Speed that the trial images predict for a run.
@@ -60,7 +62,9 @@ class TrialImages:
             model_s: seconds per image for the model.
             device: device of the model.
         """
-        return TrialSpeed(self.read_s, self.decode_s, model_s, num_cpus(), device.type == "cpu")
+        return TrialSpeed(
+            self.read_s, self.decode_s, model_s, self.num_decoders, device.type == "cpu"
+        )
 
 
 @dataclass(frozen=True)

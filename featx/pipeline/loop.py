@@ -9,7 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from featx.base import Progress, SilentProgress, log_message, num_cpus
+from featx.base import Progress, SilentProgress, log_message
 from featx.errors import counted
 from featx.pipeline.bottleneck import bottleneck
 from featx.pipeline.forward_passes import ComputedT, Passes
@@ -212,7 +212,7 @@ def _metrics(
         )
     engine, trial = context.engine, context.trial
     precision = context.config.precision
-    sentence = bottleneck(seconds, elapsed_s, num_cpus(), engine.device.type, precision)
+    sentence = bottleneck(seconds, elapsed_s, loader.num_decoders, engine.device.type, precision)
     num_batches = num_computed / engine.compute.batch_size / context.parallelism.replicas
     comparison = trial.compare(seconds, num_rows, elapsed_s, num_batches)
     return RunMetrics(

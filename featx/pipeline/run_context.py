@@ -163,7 +163,7 @@ def build_run_context(
     # From here on torch is needed, which takes seconds to import.
     from featx.base import cpu_threads
     from featx.engine import batch_parallelism
-    from featx.images import DecodeSettings, Loader
+    from featx.images import FEW_ROWS, DecodeSettings, Loader
 
     with contextlib.ExitStack() as stack:
         model = _open_model(stack, request, source, listing)
@@ -177,6 +177,8 @@ def build_run_context(
         trial = _load_trial_images(loader, len(listing), count)
         context = _decide(request, model, _Images(source, listing, decoding, loader, trial))
         stack.enter_context(cpu_threads(context.parallelism.threads))
+        if len(listing) > FEW_ROWS:
+            loader.end_decoders()  # they hold the weights as they were before the trial
         yield context
 
 
@@ -373,7 +375,13 @@ def _load_trial_images(loader: Loader, num_rows: int, count: int) -> TrialImages
     num_decoded = max(1, len(decoded))
     images = torch.stack([*decoded.values()]) if decoded else loader.load([])
     times = loader.times
-    return TrialImages([*decoded], images, times.read_s / num_decoded, times.decode_s / num_decoded)
+    return TrialImages(
+        [*decoded],
+        images,
+        times.read_s / num_decoded,
+        times.decode_s / num_decoded,
+        loader.num_decoders,
+    )
 
 
 def _refuse_pixel_format(failures: Sequence[Failure]) -> None:

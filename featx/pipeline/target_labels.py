@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -88,7 +87,7 @@ def _match_classes(origin: str, names: Sequence[str], backbone: Backbone) -> lis
 
 def _normal(name: str) -> str:
     """Return a name in lower case, with single blanks for underscores and blanks."""
-    return " ".join(re.sub(r"_", " ", name).casefold().split())
+    return " ".join(name.replace("_", " ").casefold().split())
 
 
 def _shown(names: Sequence[str]) -> str:

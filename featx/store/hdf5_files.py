@@ -410,14 +410,14 @@ def _open_store_file(path: Path, remote_file: S3File | None) -> h5py.File:
 def open_plain_dataset(file: h5py.File, path: str, may_be_partial: bool = False) -> h5py.Dataset:
     """Dataset at `path`, if it lies in this file and is not larger than the file can hold.
 
-    Its filters are loaded: a process that has not imported hdf5plugin would take the error of HDF5
-    about a missing filter for damage.
+    The filters of a dataset of featx are loaded: a process that has not imported hdf5plugin would
+    take the error of HDF5 about a missing filter for damage.
 
     Args:
         file: file open for reading.
         path: path of the dataset.
         may_be_partial: whether chunks without filters may be missing, as in a file of others whose
-            writer stopped.
+            writer stopped. The caller then checks the filters, which its chunks may not use.
 
     Raises:
         StoreError: it is missing, a link, virtual, external, or impossibly large.
@@ -444,7 +444,8 @@ def open_plain_dataset(file: h5py.File, path: str, may_be_partial: bool = False)
     size = dataset.size * found.get_type().get_size()  # a bfloat16 reads as float32
     stored = found.get_storage_size()
     num_filters = settings.get_nfilters()
-    codecs.load_plugin_for(settings.get_filter(i)[0] for i in range(num_filters))
+    if not may_be_partial:
+        codecs.load_plugin_for(settings.get_filter(i)[0] for i in range(num_filters))
     if size and not stored:
         raise StoreError(
             f"{file.filename}: /{path} claims {size} bytes, but was never written: the file holds "

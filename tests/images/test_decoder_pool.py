@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import os
 import signal
 import subprocess
@@ -22,6 +23,7 @@ from encoded_images import encode
 from featx.errors import RunError
 from featx.images import (
     PREFETCH_BATCHES,
+    DecoderPool,
     DecodeSettings,
     ImagePolicy,
     Loader,
@@ -30,6 +32,7 @@ from featx.images import (
     row_loader,
 )
 from featx.sources import FolderSource
+from featx.sources.boxes import BoxedSource
 from featx.types import Failure, Listing, Part, Status
 
 POLICY = ImagePolicy("apply", (255, 255, 255), 10**7)
@@ -92,7 +95,7 @@ def assert_equal(found: Loaded, expected: Loaded, bad: int | None = None) -> Non
 def pids(loader: Loader) -> list[int]:
     table = loader._pool._channels.table
     until = time.monotonic() + 10
-    while not table.pids.any() and time.monotonic() < until:  # the foreman has just started
+    while not table.pids.any() and time.monotonic() < until:  # the supervisor has just started
         time.sleep(0.01)
     return [pid for pid in table.pids.tolist() if pid]
 
@@ -132,7 +135,7 @@ def test_decoders_that_are_killed_again_and_again_cost_no_row(folder: Path) -> N
     assert_equal(found, load(folder))
 
 
-def test_the_end_of_the_foreman_ends_the_run(folder: Path) -> None:
+def test_the_end_of_the_supervisor_ends_the_run(folder: Path) -> None:
     def act(loader: Loader) -> None:
         os.kill(loader._pool._pid, signal.SIGKILL)
         time.sleep(0.3)  # until the kernel has ended its decoders
@@ -155,6 +158,7 @@ def bad_decoder(monkeypatch: pytest.MonkeyPatch, folder: Path, act: Callable[[],
 
 
 def kill_self(signum: int) -> None:
+    faulthandler.disable()  # that of pytest would print a traceback
     os.kill(os.getpid(), signum)
     time.sleep(60)
 
@@ -164,7 +168,7 @@ def kill_self(signum: int) -> None:
     ("act", "status", "error"),
     [
         (lambda: kill_self(signal.SIGSEGV), Status.CRASHES_DECODER, "SIGSEGV"),
-        (os.abort, Status.CRASHES_DECODER, "SIGABRT"),
+        (lambda: kill_self(signal.SIGABRT), Status.CRASHES_DECODER, "SIGABRT"),
         (lambda: os._exit(3), Status.CRASHES_DECODER, "exit code 3"),
         (lambda: time.sleep(60), Status.TIMEOUT, "TimeoutError"),
     ],
@@ -211,19 +215,89 @@ def test_an_image_whose_decoders_are_killed_ends_the_run(
 def test_large_images_are_handed_over_in_several_groups(
     monkeypatch: pytest.MonkeyPatch, folder: Path
 ) -> None:
-    monkeypatch.setattr(decoder_pool, "_CELL_BYTES", 1)
+    monkeypatch.setattr(decoder_pool, "_BUFFER_BYTES", 1)
     assert_equal(load(folder, in_parent=True), load(folder))
 
 
-def test_threads_where_no_process_can_be_forked(
+@pytest.mark.parametrize("in_parent", [False, True])
+def test_threads_where_no_process_can_be_forked(folder: Path, in_parent: bool) -> None:
+    source = FolderSource(folder)
+    rows = row_loader.RowLoader(source, source.listing(), DecodeSettings(PREPROCESS, POLICY))
+    with DecoderPool([rows], 3, reads_in_decoders=not in_parent, can_fork=False) as pool:
+        starts = range(0, NUM_ROWS, 16)
+        jobs = [pool.begin(0, np.arange(start, start + 16), 16) for start in starts]
+        found = [(*pool.finish(job), job.failures) for job in jobs]
+        images = torch.cat([images.clone() for images, _, _ in found])
+    checksums = np.concatenate([checksums for _, checksums, _ in found])
+    assert_equal((images, checksums, []), load(folder))
+    assert not any(failures for *_, failures in found)
+
+
+def test_a_full_pipe_of_tasks_stops_nothing(folder: Path) -> None:
+    """Groups of one row each, far more than the pipe has room for, and one decoder."""
+    source = FolderSource(folder)
+    listing = source.listing()
+    rows = row_loader.RowLoader(source, listing, DecodeSettings(PREPROCESS, POLICY))
+    with DecoderPool([rows], 1, reads_in_decoders=True, keeps_images_together=True) as pool:
+        jobs = [pool.begin(0, np.arange(1600) % NUM_ROWS, 1600) for _ in range(4)]
+        images = [pool.finish(job)[0].clone() for job in jobs]
+    expected, _, _ = load(folder)
+    assert all(torch.equal(x, expected[np.arange(1600) % NUM_ROWS]) for x in images)
+
+
+def test_an_image_that_damages_the_memory_of_its_decoder_fails_no_neighbour(
     monkeypatch: pytest.MonkeyPatch, folder: Path
 ) -> None:
-    expected = load(folder)
-    defaults = decoder_pool.DecoderPool.__init__.__defaults__
-    assert defaults is not None
-    monkeypatch.setattr(decoder_pool.DecoderPool.__init__, "__defaults__", (*defaults[:-1], False))
-    for in_parent in (False, True):
-        assert_equal(load(folder, in_parent=in_parent), expected)
+    """The decoder crashes at the next image, each time that it has decoded the damaging one."""
+    expected = load(folder, 1)
+    bad, decode = (folder / f"{BAD_ROW:03}.png").read_bytes(), row_loader.decode_array
+    is_damaged = False
+
+    def decode_or_crash(data: bytes, *rest: Any) -> Any:
+        nonlocal is_damaged
+        if is_damaged:
+            kill_self(signal.SIGSEGV)
+        is_damaged = data == bad
+        return decode(data, *rest)
+
+    monkeypatch.setattr(row_loader, "decode_array", decode_or_crash)
+    for workers in (1, 2):
+        found = load(folder, workers)
+        assert found[2] == []
+        assert_equal(found, expected)
+
+
+@pytest.mark.parametrize("in_parent", [False, True])
+def test_boxes_of_an_image_that_hangs_fail_together(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, tmp_path: Path, in_parent: bool
+) -> None:
+    """The time limit passes a few times for the image, not for each of its boxes."""
+    names = [f"{row:03}.png" for row in (BAD_ROW - 1, BAD_ROW, BAD_ROW + 1)]
+    boxes = [f"{name},{x},0,16,16" for name in names for x in range(20)]
+    table = tmp_path / "boxes.csv"
+    table.write_text("\n".join(["path,x,y,width,height", *boxes]))
+    hung, decode = tmp_path / "hung", row_loader.decode_box_image
+    bad = (folder / names[1]).read_bytes()
+
+    def decode_or_hang(data: bytes, *rest: Any) -> Any:
+        if data == bad:
+            with hung.open("a") as file:
+                file.write("x")
+            time.sleep(60)
+        return decode(data, *rest)
+
+    monkeypatch.setattr(row_loader, "decode_box_image", decode_or_hang)
+    files = FolderSource(folder)
+    source = BoxedSource(InParent(files) if in_parent else files, table)
+    listing = source.listing()
+    settings = DecodeSettings(PREPROCESS, POLICY, timeout_s=0.5, workers=2)
+    with Loader(source, listing, settings) as loader:
+        batches = [batch for _, batch in loader.batches([Part(0, 0, len(listing))], 8)]
+    failures = [failure for batch in batches for failure in batch.failures]
+    assert [f.key.partition(b"#")[0].decode() for f in failures] == [names[1]] * 20
+    assert {f.status for f in failures} == {Status.TIMEOUT}
+    assert 2 <= len(hung.read_text()) <= 2 + PREFETCH_BATCHES
+    assert len({number for batch in batches for number in batch.checksums.tolist()}) == 3
 
 
 def test_shared_memory_is_bounded_and_batches_that_are_kept_stay(folder: Path) -> None:
@@ -242,11 +316,15 @@ def test_shared_memory_is_bounded_and_batches_that_are_kept_stay(folder: Path) -
 
 def test_nothing_is_forked_before_an_image_is_asked_for(folder: Path) -> None:
     source = FolderSource(folder)
-    with Loader(source, source.listing(), DecodeSettings(PREPROCESS, POLICY)) as loader:
+    with Loader(source, source.listing(), DecodeSettings(PREPROCESS, POLICY, workers=2)) as loader:
         assert loader._pool._pid is None
         loader.load([3])
         assert len(pids(loader)) == 1
-        list(loader.batches([Part(0, 0, 8)], 8))
+        list(loader.batches([Part(0, 0, NUM_ROWS)], 8))
+        until = time.monotonic() + 10
+        while len(pids(loader)) < 2 and time.monotonic() < until:
+            time.sleep(0.01)
+        assert len(pids(loader)) == 2
     assert not any(thread.name == "featx-loader" for thread in threading.enumerate())
 
 
@@ -257,7 +335,7 @@ from pathlib import Path
 from test_decoder_pool import *
 source = FolderSource(Path(sys.argv[1]))
 with Loader(source, source.listing(), DecodeSettings(PREPROCESS, POLICY, workers=3)) as loader:
-    batches = loader.batches([Part(0, 0, NUM_ROWS)], 4)
+    batches = loader.batches([Part(0, 0, NUM_ROWS)], 32)
     next(batches)
     time.sleep(0.3)
     print(loader._pool._pid, *pids(loader), flush=True)

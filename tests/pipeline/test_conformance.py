@@ -99,7 +99,7 @@ def compared(
     with contextlib.ExitStack() as stack:
         engine = stack.enter_context(Engine(backbone, CPU, "float16"))
         loader = stack.enter_context(Loader(source, listing, decoding))
-        trial = TrialImages(rows, loader.load(rows), 0.0, 0.0)
+        trial = TrialImages(rows, loader.load(rows), 0.0, 0.0, 1)
         requests = [(layer, make_reduce("none")) for layer in layers]
         traced = engine.trace(layers)
         chosen = select(requests, traced, backbone.classifier, backbone.stages).chosen

@@ -139,7 +139,6 @@ class Thumbnails:
             self._pool = self._stack.enter_context(
                 DecoderPool(
                     makers,
-                    self._keys,
                     config.workers or num_cpus(),
                     config.timeout_s,
                     reads_in_decoders=getattr(source, "reads_in_decoders", False),
@@ -231,7 +230,6 @@ class Thumbnails:
 
     def _load(self, rows: Sequence[int], partial: bool) -> Iterable[tuple[int, Image.Image | None]]:
         """Load the small images of some rows; None for one that cannot be read or decoded."""
-        self._pool.start_all()
         chunks = [rows[i : i + _JOB_ROWS] for i in range(0, len(rows), _JOB_ROWS)]
         jobs = [self._pool.begin(int(partial), np.array(chunk), _JOB_ROWS) for chunk in chunks]
         for job in jobs:
@@ -263,16 +261,17 @@ class _ThumbnailMaker:
     def __init__(
         self, source: Source, keys: npt.NDArray[np.bytes_], policy: ImagePolicy, partial: bool
     ) -> None:
-        self._source, self._keys, self._policy, self._partial = source, keys, policy, partial
+        self.keys = keys
+        self._source, self._policy, self._partial = source, policy, partial
 
     def image_key(self, row: int) -> bytes:
         """Key of the row."""
-        return bytes(self._keys[row])
+        return bytes(self.keys[row])
 
     def read(self, row: int) -> bytes:
         """Read the encoded image of a row, or raise ImageFault, also if the disk fails."""
         try:
-            return self._source.read(bytes(self._keys[row]))
+            return self._source.read(bytes(self.keys[row]))
         except (OSError, LookupError) as error:
             raise ImageFault(Status.MISSING, str(error), type(error).__name__) from error
 
@@ -288,7 +287,7 @@ class _ThumbnailMaker:
         try:
             data = read()
             with clock:
-                small = self._small(bytes(self._keys[row]), data).convert("RGB")
+                small = self._small(bytes(self.keys[row]), data).convert("RGB")
         except MemoryError as error:
             raise ImageFault(Status.MISSING, str(error) or "out of memory") from error
         out[:_SIZE_BYTES] = np.array(small.size, "<u4").view(np.uint8)

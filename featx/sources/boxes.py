@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from featx.errors import DataError, counted
+from featx.sources.csv_check import check_csv
 from featx.sources.key_forms import box_key
 from featx.sources.labels import find_column, from_csv_texts, note_on_columns, renumber
 from featx.sources.row_keys import duplicate_keys
@@ -84,7 +85,8 @@ class BoxedSource:
             raise DataError(
                 f"data.boxes={self._file} names {counted(len(np.unique(unknown)), 'image')} that "
                 f"the data set does not have, such as {os.fsdecode(bytes(unknown[0]))}. A path is "
-                f"written as the keys are, such as {os.fsdecode(bytes(images.keys[0]))}."
+                f"written as the keys are, such as {os.fsdecode(bytes(images.keys[0]))}, with "
+                "/ for the backslashes of Windows."
             )
         labels, classes, warnings = images.labels[positions], images.classes, images.warnings
         if labelled:
@@ -137,6 +139,7 @@ class BoxedSource:
             DataError: the table cannot be read, lacks a column, or has no boxes.
         """
         try:
+            check_csv(self._file)
             with self._file.open(
                 newline="", encoding="utf-8-sig", errors="surrogateescape"
             ) as file:

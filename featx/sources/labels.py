@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import unicodedata
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -23,6 +24,9 @@ _BOOLEAN = re.compile(r"[Tt]rue|TRUE|[Ff]alse|FALSE")
 _WHOLE = re.compile(r"[-+]?\d{1,300}(\.0*)?", re.ASCII)
 _NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?", re.ASCII)
 
+
+_WARNINGS = 3
+"""Largest number of pairs of similar classes that are named."""
 
 _LABEL_WORDS = frozenset(
     {
@@ -277,6 +281,22 @@ def _kind(value: object) -> str:
     except (TypeError, ValueError, OverflowError, RuntimeError):
         return type(value).__name__
     return "number" if is_whole and is_number else type(value).__name__
+
+
+def similar_names(classes: Sequence[str]) -> list[str]:
+    """Return warnings of classes whose names differ only by case, blanks or Unicode's form."""
+    first: dict[str, str] = {}
+    warnings = []
+    for name in classes:
+        same = unicodedata.normalize("NFC", " ".join(name.split()).casefold())
+        if (other := first.setdefault(same, name)) != name:
+            warnings.append(
+                f"{other!a} and {name!a} are two classes, whose names differ only by case, blanks "
+                "or the form of their characters"
+            )
+    if (num_more := len(warnings) - _WARNINGS) > 0:
+        warnings[_WARNINGS:] = [f"{num_more} more names of classes are as similar"]
+    return warnings
 
 
 def looks_like_labels(name: str) -> bool:

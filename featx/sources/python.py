@@ -60,6 +60,11 @@ def source_of_object(data: Any) -> Source:
     """
     if isinstance(data, Source):
         return _CheckedSource(data)
+    if isinstance(data, str | bytes | os.PathLike):
+        raise DataError(
+            f"the data set is {os.fspath(data)!r}, a path, and expected is an object. A path is an "
+            "option: data={'name': 'folder', 'root': PATH}, or only data=PATH."
+        )
     if hasattr(data, "__len__") and hasattr(data, "__getitem__"):
         return MapSource(data)
     raise DataError(

@@ -21,6 +21,7 @@ from featx.base import import_extra
 from featx.config import column_name_problem
 from featx.errors import ConfigError, DataError, nearest
 from featx.sources.base import FolderSource
+from featx.sources.csv_check import QUOTING
 from featx.sources.labels import (
     Labels,
     find_column,
@@ -59,9 +60,14 @@ class TableOptions(ColumnOptions):
     columns: list[str] | None = None
     """Further columns, such as [patient,slide], that the store carries for each row; null takes
     none."""
+    quoting: str = "line"
+    """Meaning of double quotes in CSV: line (they enclose a cell of one line), multiline (of any
+    lines, as captions may have) or none (they are characters)."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.quoting not in QUOTING:
+            raise ConfigError(f"data.quoting={self.quoting}: expected {', '.join(QUOTING)}.")
         if self.columns is not None and (problem := column_name_problem(self.columns)):
             raise ConfigError(f"data.columns: {problem}")
 
@@ -96,6 +102,7 @@ class TableSource:
         self._path_column = config.path_column
         self._label_column = config.label_column
         self._column_names = sorted(config.columns or ())
+        self._quoting = config.quoting
         self._follow_links = config.follow_links
         self._root = (
             Path(config.image_root).expanduser() if config.image_root else _folder_of(self._origin)
@@ -147,7 +154,7 @@ class TableSource:
         """List all rows; exceptions of pyarrow pass through."""
         tables, skipped = find_tables(self._origin, self._follow_links)
         files = [path for _, path in tables]
-        table = Table(files, self._origin)
+        table = Table(files, self._origin, self._quoting)
         column = self._find_image_column(table.names)
         table.check_has(column)
         label_column = self._find_label_column(table.names)
@@ -191,7 +198,7 @@ class TableSource:
             skipped,
             content_tags,
             values,
-            tuple(dict.fromkeys((*warnings, *table.warnings.values()))),
+            tuple(dict.fromkeys((*warnings, *table.warnings.values(), *self._same_paths(keys)))),
             self._label_note(table.names, column, label_column),
         )
 
@@ -226,6 +233,23 @@ class TableSource:
         others = [name for name in names if name not in (column, *self._column_names)]
         return note_on_columns(others, label_column)
 
+    def _same_paths(self, keys: npt.NDArray[np.bytes_]) -> list[str]:
+        """Return a warning if several paths name one file, such as ./a.jpg and a.jpg."""
+        if self._images is not None:
+            return []
+        unusual = [key for key in keys.tolist() if b"//" in key or b"./" in key]
+        if not unusual:
+            return []
+        paths: dict[bytes, bytes] = {}
+        for key in keys.tolist():
+            other = paths.setdefault(os.path.normpath(key), key)
+            if other != key:
+                return [
+                    f"{self._origin}: {os.fsdecode(other)!r} and {os.fsdecode(key)!r} are two rows "
+                    "of one image"
+                ]
+        return []
+
     def _columns(self, table: Table, order: npt.NDArray[np.int64]) -> dict[str, npt.NDArray[Any]]:
         """Read the columns of the option data.columns in the order of the listing."""
         columns = {}
@@ -246,6 +270,13 @@ class TableSource:
         empty = pc.or_kleene(pc.is_null(column), pc.equal(column, "")).fill_null(True)
         if (row := pc.index(empty, True).as_py()) >= 0:
             raise DataError(f"{file}: row {row} has no path.")
+        if (first := pc.index(pc.match_substring(column, "\\"), True).as_py()) >= 0:
+            path = column[first].as_py()
+            if not (self._root / path).exists():
+                raise DataError(
+                    f"{file}: {path!r} in row {first} has backslashes, as paths of Windows have, "
+                    f"and there is no such file in {self._root}. Write paths with /."
+                )
         # Arrow rejects text that is not UTF-8, so every path here encodes to the bytes of the file.
         # Only suspicious paths are checked one by one in Python.
         for path in column.filter(pc.match_substring_regex(column, _SUSPECT)).to_pylist():

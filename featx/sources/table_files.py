@@ -11,6 +11,7 @@ from typing import Any
 
 from featx.errors import DataError
 from featx.sources.base import FolderSource
+from featx.sources.csv_check import check_csv
 from featx.sources.path_patterns import base_of, is_pattern, matching_files
 from featx.sources.table_columns import (
     AS_VALUE,
@@ -39,15 +40,17 @@ class CsvTable:
 
     Args:
         file: path ending in .csv or .tsv, optionally followed by .gz.
+        quoting: one of `csv_check.QUOTING`.
 
     Attributes:
         names: column names in order.
 
     Raises:
-        DataError: the extension is another one, or two columns have the same name.
+        DataError: the extension is another one, two columns have the same name, or as for
+            `check_csv`.
     """
 
-    def __init__(self, file: Path) -> None:
+    def __init__(self, file: Path, quoting: str = "line") -> None:
         from pyarrow import csv
 
         self.file = file
@@ -57,7 +60,12 @@ class CsvTable:
             raise DataError(
                 f"data.root={file}: expected a name ending in .csv, .tsv (also .gz) or .parquet."
             )
-        self._parse = csv.ParseOptions(delimiter=separator, newlines_in_values=True)
+        check_csv(file, separator, quoting)
+        self._parse = csv.ParseOptions(
+            delimiter=separator,
+            quote_char=False if quoting == "none" else '"',
+            newlines_in_values=quoting == "multiline",
+        )
         with csv.open_csv(file, parse_options=self._parse) as reader:
             self.names: list[str] = reader.schema.names
         if len(set(self.names)) < len(self.names):
@@ -137,6 +145,7 @@ class Table:
     Args:
         files: paths in order.
         origin: origin of the files, for error messages.
+        quoting: meaning of quotes in CSV, one of `csv_check.QUOTING`.
 
     Attributes:
         parts: one `CsvTable` or `ParquetTable` per file.
@@ -147,13 +156,13 @@ class Table:
         DataError: a file cannot be read or is not a table, or both kinds of files occur.
     """
 
-    def __init__(self, files: Sequence[Path], origin: str) -> None:
+    def __init__(self, files: Sequence[Path], origin: str, quoting: str = "line") -> None:
         self._origin = origin
         self.parts: list[CsvTable | ParquetTable] = []
         self.warnings: dict[str, str] = {}
         for file in files:
             with _read_errors(file):
-                self.parts.append(_open_file(file))
+                self.parts.append(_open_file(file, quoting))
         kinds = {type(part): part.file for part in self.parts}
         if len(kinds) > 1:
             first, second = kinds.values()
@@ -296,7 +305,7 @@ def _is_table(name: bytes) -> bool:
     return not name.endswith(b".gz") or name.endswith((b".csv.gz", b".tsv.gz"))
 
 
-def _open_file(file: Path) -> CsvTable | ParquetTable:
+def _open_file(file: Path, quoting: str) -> CsvTable | ParquetTable:
     """Open a file as Parquet or CSV, which is decided by its first bytes.
 
     Raises:
@@ -309,7 +318,7 @@ def _open_file(file: Path) -> CsvTable | ParquetTable:
         )
     with file.open("rb") as opened:
         is_parquet = opened.read(4) == b"PAR1"
-    return ParquetTable(file) if is_parquet else CsvTable(file)
+    return ParquetTable(file) if is_parquet else CsvTable(file, quoting)
 
 
 @contextlib.contextmanager

@@ -82,7 +82,12 @@ def members(read: Read) -> Iterator[TarMember]:
         if not _sum_is_right(header):
             raise CutOffError(f"the header at byte {offset} is damaged", offset)
         kind = header[156:157]
-        own_size = _number(header[124:136], offset)
+        try:
+            own_size = _number(header[124:136], offset)
+        except CutOffError as error:
+            if kind in _REGULAR:  # the member is named, so that it becomes the failed row
+                error.cut = TarMember(name or _name(header), offset + BLOCK, 0, True)
+            raise
         offset += BLOCK
         if kind in (b"L", b"K", b"x", b"X", b"g"):
             text = _read_extended(read, offset, own_size)

@@ -23,6 +23,7 @@ import numpy.typing as npt
 from featx.base import cache_folder, printable
 from featx.errors import DataError
 from featx.sources import tar_headers
+from featx.sources.base import SYSTEM_FOLDERS
 from featx.sources.gzip_window import DAMAGE, ExpansionError, GzipWindow
 from featx.sources.labels import looks_like_labels
 from featx.sources.tar_headers import CutOffError, TarMember
@@ -36,7 +37,7 @@ CUT_SIZE = -1
 TWICE_SIZE = -2
 """Value in `TarIndex.sizes` for a name that two members have."""
 
-_VERSION = 2
+_VERSION = 3
 """Version of the format of index files."""
 _BLOCK = 1 << 20
 """A read of a plain local tar covers `_BLOCK // _SKIP_FROM` bytes."""
@@ -222,6 +223,8 @@ def _reason_to_skip(name: bytes, member: TarMember, endings: frozenset[bytes]) -
         return "no regular files"
     if any(part.startswith(b".") for part in name.split(b"/")):
         return "hidden"
+    if any(part.lower() in SYSTEM_FOLDERS for part in name.split(b"/")[:-1]):
+        return "in folders of the system, such as @eaDir"
     base, dot, ending = name.rpartition(b".")
     if not dot or not base or base.endswith(b"/") or b"." + ending.lower() not in endings:
         return _OTHER_NAMES

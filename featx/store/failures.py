@@ -63,6 +63,6 @@ def csv_rows(failures: Sequence[Failure]) -> str:
     buffer = io.StringIO()
     writer = csv.writer(buffer)
     for failure in failures:
-        texts = map(printable, (failure.key, failure.status.label, failure.error, failure.message))
-        writer.writerow([failure.row, *texts])
+        texts = (failure.key, failure.status.label, failure.error, failure.message)
+        writer.writerow([failure.row, *(printable(text) for text in texts)])
     return buffer.getvalue()

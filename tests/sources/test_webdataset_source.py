@@ -358,13 +358,33 @@ def test_a_hostile_shard_is_one_row_and_the_others_are_read(
     for _ in range(2):  # the second listing comes from the index on the disk
         source = shards(tmp_path / "s")
         listing = source.listing()
-        assert rows_of(listing) == {b"a.tar/0.jpg": "1", b"b.tar/(the shard)": None}
+        is_named = hostile[:5] == b"a.png"  # the header of a member with an impossible size
+        row = b"b.tar/a.png" if is_named else b"b.tar/(the shard)"
+        assert rows_of(listing) == {b"a.tar/0.jpg": "1", row: None}
         assert source.read(b"a.tar/0.jpg") == b"x"
-        fault = fault_of(source, b"b.tar/(the shard)")
-        assert fault.status == Status.DECODE_ERROR
+        fault = fault_of(source, row)
+        assert fault.status == (Status.TRUNCATED if is_named else Status.DECODE_ERROR)
         assert re.search(message, str(fault))
         (reason,) = listing.skipped
-        assert reason.startswith("refused shard (b.tar ")
+        start = "shard that ends early (b.tar: " if is_named else "refused shard (b.tar "
+        assert reason.startswith(start)
+
+
+def test_folders_of_nas_devices_and_systems_are_left_out(tmp_path: Path) -> None:
+    folders = [
+        "@eaDir",
+        "#recycle",
+        "#snapshot",
+        "@Recycle",
+        "$RECYCLE.BIN",
+        "__MACOSX",
+        "lost+found",
+    ]
+    names = [f"{name}/a.jpg" for name in (*folders, "System Volume Information", "cat/@eaDir")]
+    path = write_tar(tmp_path / "x.tar", dict.fromkeys([*names, "cat/@eaDir.jpg"], b"x"))
+    listing = shards(path).listing()
+    assert rows_of(listing) == {b"x.tar/cat/@eaDir.jpg": "cat"}
+    assert listing.skipped == {"in folders of the system, such as @eaDir": 9}
 
 
 def test_empty_and_huge_members_are_failures_of_their_rows(

@@ -17,7 +17,7 @@ from pyarrow import parquet
 
 from featx.config import DataConfig
 from featx.errors import DataError
-from featx.sources import FolderSource, open_source, source_of
+from featx.sources import FolderSource, open_source, similar_names, source_of
 from featx.sources.boxes import BoxedSource
 from featx.sources.hdf5 import Hdf5Options
 from featx.sources.huggingface import HuggingFaceOptions
@@ -177,3 +177,13 @@ def test_boxes_and_tables_read_the_same_labels(
 def test_texts_of_a_typed_column_are_names(tmp_path: Path, source: str) -> None:
     listing = SOURCES[source](tmp_path, ["10", "2", "10"])
     assert (listing.labels.tolist(), listing.classes) == ([0, 1, 0], ("10", "2"))
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [("Cat", "cat"), ("cat", "cat "), ("big cat", "big  cat"), ("caf\u00e9", "cafe\u0301")],
+)
+def test_classes_that_differ_only_by_spelling_are_named(first: str, second: str) -> None:
+    (warning,) = similar_names(sorted([first, second, "dog"]))
+    assert ascii(first) in warning and ascii(second) in warning  # noqa: PT018
+    assert not similar_names(["1", "01", "cat", "cats"])

@@ -144,8 +144,8 @@ class Config:
     compile: Annotated[Any, "true, false or auto"] = "auto"
     """Use torch.compile; auto does so if the run is long enough to save more time than it costs."""
     fold_batchnorm: bool = True
-    """Fold BatchNorm into the convolution before it, if values change by rounding only; false
-    computes every layer as it is."""
+    """Fold BatchNorm into the convolution before it, if values change by rounding only and the
+    device is not CUDA, where it would be slower; false computes every layer as it is."""
     decode: str = "fast"
     """Decoder of images: fast; or reference, which uses Pillow and the transform of the weights
     exactly."""

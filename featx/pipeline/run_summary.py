@@ -251,6 +251,7 @@ def describe_end(summary: Mapping[str, Any], out: str, using: Sequence[str] = ()
     failures, warnings = parse_path(out) / layout.FAILURES_CSV, summary["decoder_warnings"]
     rows = [
         *slowdown_facts(summary),
+        *([("start", _start_text(start))] if (start := summary["start_seconds"]) else []),
         *([("warnings", _warnings_text(warnings))] if warnings else []),
         *([("failed", shown_path(failures))] if summary["failures"] else []),
         ("store", shown),
@@ -273,6 +274,12 @@ def _verdict(summary: Mapping[str, Any]) -> str:
     ]
     limit = f" Limited by {summary['bottleneck']}." if summary["bottleneck"] else ""
     return f"Done: {', '.join(parts)}.{limit}"
+
+
+def _start_text(seconds: Mapping[str, float]) -> str:
+    """Seconds from the listing to the end of the first batch, by step."""
+    steps = ", ".join(f"{step} {value:.1f}" for step, value in seconds.items())
+    return f"{sum(seconds.values()):.1f} s: {steps}"
 
 
 def _following(summary: Mapping[str, Any], out: str) -> str:

@@ -66,6 +66,8 @@ from .text import WIDTH as WIDTH
 from .text import command_text as command_text
 from .text import facts as facts
 from .text import percent_text as percent_text
+from .text import printable as printable
+from .text import printable_lines as printable_lines
 from .text import size_text as size_text
 from .text import table as table
 from .text import time_text as time_text

@@ -12,17 +12,17 @@ from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any
 
-from featx.base.text import facts
+from featx.base.text import facts, printable_lines
 
 
 def print_result(text: str = "") -> None:
     """Print a line of the command's result on stdout; a closed pipe (`| head`) is no error.
 
     Args:
-        text: the line.
+        text: the line; control characters in it, as names of files may have, are escaped.
     """
     try:
-        print(text, flush=True)
+        print(printable_lines(text), flush=True)
     except BrokenPipeError:
         discard_output()
 
@@ -82,7 +82,7 @@ def log_message(text: str, level: str = "info") -> None:
     """Print a message about the run on stderr.
 
     Args:
-        text: message, without a line break at its end.
+        text: message, without a line break at its end; control characters are escaped.
         level: 'info', 'warning' or 'error'. JSON lines have it as a value; in text, a warning
             begins with 'warning: '.
     """
@@ -92,7 +92,7 @@ def log_message(text: str, level: str = "info") -> None:
         text = json_line(level, message=text)
     elif level == "warning":
         text = f"warning: {text}"
-    print(text, file=sys.stderr, flush=True)
+    print(printable_lines(text), file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager

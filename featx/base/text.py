@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import textwrap
 from collections.abc import Sequence
@@ -13,6 +14,32 @@ _LEAST_ROOM = 8
 """Least width of the first column of a table that is made narrower."""
 
 _COMMAND = "python -m featx "
+
+_CONTROL = "\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff"
+_IN_NAMES = re.compile(f"[\t\n{_CONTROL}]")
+_IN_LINES = re.compile(f"[{_CONTROL}]")
+"""Control characters, those that change the direction of text, and bytes that are not UTF-8."""
+
+
+def printable(name: str | bytes) -> str:
+    r"""Return a name of a file, class or column as one line of text that a terminal may show.
+
+    Control characters become \x1b, and bytes that are not UTF-8 become \xff.
+    """
+    text = name.decode("utf-8", "surrogateescape") if isinstance(name, bytes) else name
+    return _IN_NAMES.sub(_escaped, text)
+
+
+def printable_lines(text: str) -> str:
+    """Return a text of several lines that a terminal may show; see `printable`."""
+    return _IN_LINES.sub(_escaped, text)
+
+
+def _escaped(match: re.Match[str]) -> str:
+    """Return the escape sequence of a character, or of the byte that a surrogate stands for."""
+    code = ord(match[0])
+    code = code - 0xDC00 if 0xDC80 <= code <= 0xDCFF else code
+    return f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}"
 
 
 def table(

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 import h5py
 import numpy as np
 
+from featx.base import printable
 from featx.store import layout
 from featx.types import Failure, Status
 
@@ -54,14 +55,14 @@ def read_failures(file: h5py.File) -> list[Failure]:
 def failures_csv(failures: Sequence[Failure]) -> bytes:
     """Content of failures.csv."""
     text = "row,key,status,error,message\r\n" + csv_rows(failures)
-    return text.encode("utf-8", "surrogateescape")
+    return text.encode()
 
 
 def csv_rows(failures: Sequence[Failure]) -> str:
-    """Lines of failures.csv: row, key, status name, exception name, message."""
+    """Lines of failures.csv: row, key, status name, exception name, message; see `printable`."""
     buffer = io.StringIO()
     writer = csv.writer(buffer)
     for failure in failures:
-        key = failure.key.decode("utf-8", "surrogateescape")
-        writer.writerow([failure.row, key, failure.status.label, failure.error, failure.message])
+        texts = (failure.key, failure.status.label, failure.error, failure.message)
+        writer.writerow([failure.row, *(printable(text) for text in texts)])
     return buffer.getvalue()

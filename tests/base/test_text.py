@@ -6,7 +6,7 @@ import shlex
 
 import pytest
 
-from featx.base import command_text, facts, percent_text, table
+from featx.base import command_text, facts, percent_text, printable, printable_lines, table
 
 LONG = "encoder.layers.encoder_layer_11.self_attention.relative_position_bias.projection"
 
@@ -48,3 +48,21 @@ def test_a_broken_command_is_one_command(place: str) -> None:
 
 def test_percent() -> None:
     assert [percent_text(share) for share in (0.92563, 1.0, None)] == ["92.6 %", "100.0 %", "-"]
+
+
+@pytest.mark.parametrize(
+    ("name", "shown"),
+    [
+        (b"a\x1b[31m.jpg", r"a\x1b[31m.jpg"),
+        (b"a\nb\tc\rd", r"a\x0ab\x09c\x0dd"),
+        (b"\xff\xfe", r"\xff\xfe"),
+        ("é ü.jpg".encode(), "é ü.jpg"),
+        ("\x9b31m\x7f", r"\x9b31m\x7f"),
+        ("gpj.\u202eexe", r"gpj.\u202eexe"),
+    ],
+)
+def test_names_are_shown_as_one_line_without_control_characters(
+    name: str | bytes, shown: str
+) -> None:
+    assert printable(name) == shown
+    assert printable_lines(f"a\n\t{shown}") == f"a\n\t{shown}"

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from featx.base import log_message
 from featx.config import LibraryModelConfig
 from featx.errors import ConfigError, FeatxError, ModelError
 from featx.models.timm.weights import (
@@ -186,7 +187,11 @@ def _create(
 
 
 def _present_name(name: str) -> str:
-    """The present name of a model whose name is deprecated; create_model would warn."""
+    """Present name of a model; a message names it if the given one is deprecated."""
     from timm.models._registry import _deprecated_models
 
-    return str(_deprecated_models.get(name) or name)
+    present = str(_deprecated_models.get(name) or name)
+    if present != name:
+        text = f"model.name={name} is a deprecated name of timm, which loads {present} for it"
+        log_message(text, level="warning")
+    return present

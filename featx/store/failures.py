@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import io
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 import h5py
 import numpy as np
@@ -65,3 +67,19 @@ def csv_rows(failures: Sequence[Failure]) -> str:
         key = failure.key.decode("utf-8", "surrogateescape")
         writer.writerow([failure.row, key, failure.status.label, failure.error, failure.message])
     return buffer.getvalue()
+
+
+def read_failures_csv(path: Path) -> dict[int, tuple[str, str, str]]:
+    """Row -> status name, exception name and message in a failures.csv, as far as it is readable.
+
+    Args:
+        path: path of the file, which `csv_rows` has written.
+    """
+    found = {}
+    with contextlib.suppress(OSError, csv.Error):
+        text = path.read_bytes().decode("utf-8", "surrogateescape")
+        for line in csv.reader(io.StringIO(text, newline="")):
+            with contextlib.suppress(ValueError):  # the header, or a line that is cut
+                row, _, status, error, message = line
+                found[int(row)] = (status, error, message)
+    return found

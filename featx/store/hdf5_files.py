@@ -82,7 +82,9 @@ class OpenFile:
     def dataset(self, path: str) -> h5py.Dataset:
         """Dataset at `path`; raises StoreError unless it is a plain one."""
         if path not in self._datasets:
-            self._datasets[path] = open_plain_dataset(self.file, path)
+            dataset = open_plain_dataset(self.file, path)
+            codecs.check_filters(filter_numbers(dataset))
+            self._datasets[path] = dataset
         return self._datasets[path]
 
     def texts(self, path: str) -> tuple[str, ...]:
@@ -419,7 +421,7 @@ def open_plain_dataset(file: h5py.File, path: str) -> h5py.Dataset:
 
     Raises:
         StoreError: it is missing, a link, virtual, external, or impossibly large.
-        MissingExtraError: neither h5py nor hdf5plugin has one of its filters.
+        MissingExtraError: hdf5plugin is needed and not installed.
     """
     check_hard_links(file, path)
     # file[path], is_virtual and external would look up the path and the settings once each: a
@@ -434,15 +436,20 @@ def open_plain_dataset(file: h5py.File, path: str) -> h5py.Dataset:
     ):
         raise StoreError(f"{file.filename}: /{path} is no plain dataset; refused.")
     dataset = h5py.Dataset(found, readonly=file.mode == "r")
+    codecs.load_plugin_for(filter_numbers(dataset))
     size = dataset.size * found.get_type().get_size()  # a bfloat16 reads as float32
     stored = found.get_storage_size()
-    num_filters = settings.get_nfilters()
-    codecs.load_plugin_for(settings.get_filter(i)[0] for i in range(num_filters))
-    if size > stored * (_MAX_COMPRESSION if num_filters else 1):
+    if size > stored * (_MAX_COMPRESSION if settings.get_nfilters() else 1):
         raise StoreError(
             f"{file.filename}: /{path} claims {size} bytes, the file holds {stored} of it; refused."
         )
     return dataset
+
+
+def filter_numbers(dataset: h5py.Dataset) -> list[int]:
+    """HDF5 numbers of the filters of a dataset."""
+    properties = dataset.id.get_create_plist()
+    return [properties.get_filter(i)[0] for i in range(properties.get_nfilters())]
 
 
 def check_hard_links(file: h5py.File, path: str) -> None:

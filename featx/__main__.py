@@ -46,6 +46,7 @@ def _run_command(until_job: contextlib.ExitStack) -> int:
         defer_dynamo,
         discard_output,
         log_message,
+        own_process,
         shipped_folder,
         speed_up_imports,
     )
@@ -54,6 +55,7 @@ def _run_command(until_job: contextlib.ExitStack) -> int:
     from featx.jobs import JOBS
 
     debug = os.environ.get("FEATX_DEBUG") == "1"
+    own_process()
     defer_dynamo()
     speed_up_imports()
     # Hydra prints errors and exits by itself unless it is told to raise them.

@@ -52,7 +52,10 @@ from .nested_tensors import shapes_of as shapes_of
 from .paths import cache_folder as cache_folder
 from .paths import shipped_folder as shipped_folder
 from .paths import shown_path as shown_path
+from .process_owner import is_own_process as is_own_process
+from .process_owner import own_process as own_process
 from .process_setting import ProcessSetting as ProcessSetting
+from .process_signals import signal_handlers as signal_handlers
 from .progress import WAITING_SHARE as WAITING_SHARE
 from .progress import CountProgress as CountProgress
 from .progress import Progress as Progress
@@ -68,8 +71,10 @@ from .supervisor import is_echo as is_echo
 from .supervisor import run_supervised as run_supervised
 from .text import WIDTH as WIDTH
 from .text import command_text as command_text
+from .text import csv_cell as csv_cell
 from .text import facts as facts
 from .text import percent_text as percent_text
+from .text import printable as printable
 from .text import size_text as size_text
 from .text import table as table
 from .text import time_text as time_text

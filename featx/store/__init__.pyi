@@ -57,6 +57,8 @@ from .reader import FeatureStore as FeatureStore
 from .reader import check_rows_present as check_rows_present
 from .repair import quarantine_damage as quarantine_damage
 from .repair import runs_to_extract as runs_to_extract
+from .result_files import read_result as read_result
+from .result_files import result_json as result_json
 from .session import StoreSession as StoreSession
 from .session import missing_parts as missing_parts
 from .status import StoreStatus as StoreStatus

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from featx.errors import FeatxError, StoreError
-from featx.storage import S3File, S3Path
+from featx.storage import RawFile, S3File, S3Path
 from featx.store import codecs, layout
 from featx.store.attribute_checksums import check_texts
 from featx.store.chunk_check import ChunkCheck, Verify, repair_hint
@@ -26,7 +26,8 @@ from featx.store.chunk_reader import ChunkReader
 from featx.store.mapped_dataset import map_values
 
 _MAX_OPEN_FILES, _SHARE_OF_LIMIT = 128, 8
-"""Limits on the number of open files: see `max_open_files`."""
+"""Limits on the number of open files: see `max_open_files`. Each takes three descriptors, those of
+HDF5, of `RawFile` and of its memory map, however many layers are read."""
 
 _MAX_COMPRESSION = 1 << 20
 """Largest compression ratio that a dataset may claim, so that a damaged file cannot exhaust memory.
@@ -67,6 +68,7 @@ class OpenFile:
         self.num_readers = 0
         self._datasets: dict[str, h5py.Dataset] = {}
         self._rows: dict[str, ChunkReader] = {}
+        self._raw_file: RawFile | None = None
 
     def names(self) -> list[str]:
         """Names of the datasets in /features."""
@@ -186,7 +188,11 @@ class OpenFile:
                 check = ChunkCheck(
                     dataset, sums, self.path, first_row, all_rows, self._remote_file is not None
                 )
-            self._rows[path] = ChunkReader(dataset, self.path, self._remote_file, check, first_row)
+            if self._remote_file is None and self._raw_file is None:
+                # One for all layers: a store may have hundreds of parts with a dozen layers each.
+                self._raw_file = RawFile(self.file.id.get_vfd_handle(), may_map=True)
+            file = self._remote_file or self._raw_file
+            self._rows[path] = ChunkReader(dataset, self.path, file, check, first_row)
         return self._rows[path]
 
     def close(self) -> None:
@@ -194,6 +200,7 @@ class OpenFile:
         for rows in self._rows.values():
             rows.close()
         self._rows.clear()
+        self._raw_file = None
         self._datasets.clear()
         self.file.close()
 

@@ -22,7 +22,7 @@ from featx.store.checksums import check_chunks
 from featx.store.chunk_table import LOST_TEXT, DamagedFile
 from featx.store.damage_report import DamageReport
 from featx.store.dtypes import from_raw, raw_dtype
-from featx.store.failures import read_failures_csv
+from featx.store.failures import failures_csv, read_failures_csv
 from featx.store.hdf5_files import damage_text, open_metadata, raise_unless_damage
 from featx.store.leftovers import clear_leftovers
 from featx.store.listing import listing_identity, read_listing
@@ -80,6 +80,9 @@ def quarantine_damage(report: DamageReport) -> list[Path]:
             moved.append(disk.quarantine(packed, root / layout.QUARANTINE))
         if root / layout.LISTING in damaged and matches_manifest(listing, manifest):
             write_listing(disk, root / layout.LISTING, listing, replace=False)
+        if root / layout.FAILURES_CSV in damaged:  # all other files are sound then
+            failures = sorted(report.failures.values(), key=lambda failure: failure.row)
+            disk.publish(root / layout.FAILURES_CSV, failures_csv(failures))
         return moved
 
 
@@ -357,7 +360,7 @@ class _Reasons:
         if self._found is not None and row not in self._found:
             return None
         texts = (LOST_TEXT, LOST_TEXT) if self._found is None else self._found[row]
-        label, *recorded = self._recorded.get(row, ("", "", ""))
+        _, label, *recorded = self._recorded.get(row, ("", "", "", ""))
         if LOST_TEXT in texts and label == reason.label:
             return reason, recorded[0], recorded[1]
         error, message = (text.decode("utf-8", "surrogateescape") for text in texts)

@@ -10,6 +10,7 @@ import numpy as np
 from featx.errors import StoreError
 from featx.store import layout
 from featx.store.damage_report import Damage, DamageReport
+from featx.store.failures import csv_rows, parse_failures_csv, read_failures_csv
 from featx.store.file_checks import ExpectedFile, check_file
 from featx.store.hdf5_files import damage_text, open_hdf5
 from featx.store.listing import (
@@ -28,6 +29,7 @@ from featx.store.manifest import (
     read_manifest,
 )
 from featx.store.pieces import Pieces
+from featx.store.result_files import result_problems
 from featx.types import Listing, Part
 
 
@@ -53,7 +55,20 @@ def check_store(root: Path) -> DamageReport:
     report.num_rows = manifest.num_rows
     for path, expected in list(_files(root, manifest, report)):
         check_file(path, expected, listing, report)
+    if not root.is_file():
+        report.damages += [Damage(path, what) for path, what in result_problems(root)]
+        _check_failures_csv(root, report)
     return report
+
+
+def _check_failures_csv(root: Path, report: DamageReport) -> None:
+    """Compare failures.csv with /failures of the files, if all of them are there and sound."""
+    path = root / layout.FAILURES_CSV
+    if not report.complete or not path.exists():
+        return
+    text = csv_rows(list(report.failures.values()))
+    if read_failures_csv(path) != parse_failures_csv(text):
+        report.damages.append(Damage(path, "it does not list the failed rows as the files do"))
 
 
 def _manifest_of_file(path: Path, report: DamageReport) -> Manifest | None:

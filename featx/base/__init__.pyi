@@ -1,4 +1,3 @@
-from . import supervisor as supervisor
 from .allocator import is_kept_in_threads as is_kept_in_threads
 from .allocator import keep_freed_memory as keep_freed_memory
 from .allocator import return_freed_memory as return_freed_memory
@@ -14,8 +13,6 @@ from .console import log_as_json as log_as_json
 from .console import log_message as log_message
 from .console import print_result as print_result
 from .console import quiet_logs as quiet_logs
-from .decoder_process import check_decoder_end as check_decoder_end
-from .decoder_process import start_decoder as start_decoder
 from .deferred_dynamo import defer_dynamo as defer_dynamo
 from .devices import DeviceTimer as DeviceTimer
 from .devices import OwnStream as OwnStream
@@ -45,6 +42,8 @@ from .machine import free_memory as free_memory
 from .machine import num_cpus as num_cpus
 from .machine import resident_memory as resident_memory
 from .machine import take_cpus as take_cpus
+from .module_hooks import After as After
+from .module_hooks import ModuleHooks as ModuleHooks
 from .nested_tensors import ElementPath as ElementPath
 from .nested_tensors import are_equal as are_equal
 from .nested_tensors import elements as elements
@@ -52,6 +51,7 @@ from .nested_tensors import shapes_of as shapes_of
 from .paths import cache_folder as cache_folder
 from .paths import shipped_folder as shipped_folder
 from .paths import shown_path as shown_path
+from .process_end import end_process as end_process
 from .process_owner import is_own_process as is_own_process
 from .process_owner import own_process as own_process
 from .process_setting import ProcessSetting as ProcessSetting
@@ -65,10 +65,6 @@ from .progress import progress_listener as progress_listener
 from .registry import Member as Member
 from .registry import Registry as Registry
 from .registry import for_options as for_options
-from .supervisor import MAX_CRASHES as MAX_CRASHES
-from .supervisor import end_process as end_process
-from .supervisor import is_echo as is_echo
-from .supervisor import run_supervised as run_supervised
 from .text import WIDTH as WIDTH
 from .text import command_text as command_text
 from .text import csv_cell as csv_cell
@@ -78,7 +74,6 @@ from .text import printable as printable
 from .text import size_text as size_text
 from .text import table as table
 from .text import time_text as time_text
-from .thread_pool import ReplaceableThreadPool as ReplaceableThreadPool
 from .token_sample import sampled_positions as sampled_positions
 from .torchscript import refuse_scripted as refuse_scripted
 from .version import installed_version as installed_version

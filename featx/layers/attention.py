@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from featx.base import glob_to_regex
+from featx.base import ModuleHooks, glob_to_regex
 from featx.errors import LayerError
 from featx.layers.layer_names import split_capture
-from featx.layers.operations import hide_operations, module_hook
+from featx.layers.operations import hide_operations
 
 HIDDEN = ("matmul", "matmul_1", "softmax")
 """Names of the operations of plain attention that the fused kernel does not call."""
@@ -77,22 +77,23 @@ def _dropout(module: nn.Module) -> nn.Module | None:
     return dropout if isinstance(dropout, nn.Module) else None
 
 
-def weight_hooks(name: str, module: nn.Module, take: Callable[[torch.Tensor], None]) -> list[Any]:
+def hook_weights(
+    hooks: ModuleHooks, name: str, module: nn.Module, take: Callable[[torch.Tensor], None]
+) -> None:
     """Attach hooks that pass the weights of each call, (N, heads, T, S), to `take`.
 
     Args:
+        hooks: the hooks, to which these are added.
         name: dotted name of the module, for the message.
         module: an attention module.
         take: function that is called with the weights.
-
-    Returns:
-        The handles of the hooks.
 
     Raises:
         LayerError: featx cannot get weights from this type of module.
     """
     if isinstance(module, nn.MultiheadAttention):
-        return _multihead_hooks(module, take)
+        _hook_multihead(hooks, module, take)
+        return
     dropout = _dropout(module)
     if dropout is None:
         raise LayerError(
@@ -100,11 +101,7 @@ def weight_hooks(name: str, module: nn.Module, take: Callable[[torch.Tensor], No
             f"{type(module).__name__}, only those of nn.MultiheadAttention and of timm's modules. "
             f"Name the softmax operation that computes them, such as {name + '.softmax'!r}."
         )
-
-    def hook(module: nn.Module, args: Any) -> None:
-        take(args[0])
-
-    return [dropout.register_forward_pre_hook(module_hook(dropout, hook))]
+    hooks.add(dropout, lambda module, args, kwargs: take(args[0]))
 
 
 class _CallArguments(threading.local):
@@ -114,10 +111,10 @@ class _CallArguments(threading.local):
         self.calls: list[tuple[bool, bool]] = []
 
 
-def _multihead_hooks(
-    module: nn.MultiheadAttention, take: Callable[[torch.Tensor], None]
-) -> list[Any]:
-    """Hooks on nn.MultiheadAttention that request weights per head.
+def _hook_multihead(
+    hooks: ModuleHooks, module: nn.MultiheadAttention, take: Callable[[torch.Tensor], None]
+) -> None:
+    """Attach hooks to nn.MultiheadAttention that request weights per head.
 
     The caller of the module receives weights only if it asked for them, averaged if it asked so:
     the model computes as without the hooks.
@@ -136,7 +133,7 @@ def _multihead_hooks(
         args = tuple(forced_positional.get(place, value) for place, value in enumerate(args))
         return args, {**kwargs, **{k: v for k, v in forced.items() if _PLACES[k] >= len(args)}}
 
-    def after(module: nn.Module, args: Any, output: Any) -> Any:
+    def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         value, weights = output
         needs_weights, average = requests.calls.pop()
         take(weights)
@@ -144,10 +141,8 @@ def _multihead_hooks(
             returned_weights = weights.mean(dim=-3) if average else weights
         return value, returned_weights if needs_weights else None
 
-    return [
-        module.register_forward_pre_hook(module_hook(module, before), with_kwargs=True),
-        module.register_forward_hook(module_hook(module, after), prepend=True),
-    ]
+    hooks.add(module, before)
+    hooks.add(module, after=after, first=True)
 
 
 def check_weights(name: str, weights: torch.Tensor) -> None:
@@ -171,21 +166,16 @@ class WeightShapes:
     def __init__(self) -> None:
         self._shapes: dict[int, tuple[int, ...]] = {}
 
-    def attach(self, module: nn.Module) -> list[Any]:
-        """Attach a hook where a module passes its weights on.
-
-        Returns:
-            The handles; empty if the module is not of timm's kind.
-        """
+    def attach(self, hooks: ModuleHooks, module: nn.Module) -> None:
+        """Attach a hook where a module passes its weights on, if it is of timm's kind."""
         dropout = _dropout(module)
-        if dropout is None:
-            return []
 
-        def hook(_: nn.Module, args: Any) -> None:
+        def hook(_: nn.Module, args: Any, kwargs: Any) -> None:
             if args and isinstance(args[0], torch.Tensor):
                 self._shapes[id(module)] = tuple(args[0].shape)
 
-        return [dropout.register_forward_pre_hook(hook)]
+        if dropout is not None:
+            hooks.add(dropout, hook)
 
     def of_call(
         self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]

@@ -9,6 +9,8 @@ from typing import Any
 
 from torch import nn
 
+from featx.base import ModuleHooks
+
 
 @dataclass
 class OpenCall:
@@ -53,23 +55,17 @@ def every_call(
     open_calls: list[OpenCall] = []
     num_ended: dict[str, int] = {}
 
-    def hooks_of(name: str) -> tuple[Any, Any]:
-        def before(module: nn.Module, args: Any, kwargs: Any) -> None:
-            call = OpenCall(name, module, open_calls[-1] if open_calls else None)
-            open_calls.append(call)
-            begin(call, [*args, *kwargs.values()])
+    def before(name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        call = OpenCall(name, module, open_calls[-1] if open_calls else None)
+        open_calls.append(call)
+        begin(call, [*args, *kwargs.values()])
 
-        def after(module: nn.Module, args: Any, output: Any) -> None:
-            num_ended[name] = num_ended.get(name, 0) + 1
-            while (call := open_calls.pop()).module is not module:
-                pass  # the model caught an exception from this inner call
-            end(call, num_ended[name], output)
+    def after(name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        num_ended[name] = num_ended.get(name, 0) + 1
+        while (call := open_calls.pop()).module is not module:
+            pass  # the model caught an exception from this inner call
+        end(call, num_ended[name], output)
 
-        return before, after
-
-    with contextlib.ExitStack() as handles:
-        for name, submodule in model.named_modules():
-            before, after = hooks_of(name)
-            handles.callback(submodule.register_forward_pre_hook(before, with_kwargs=True).remove)
-            handles.callback(submodule.register_forward_hook(after).remove)
+    with ModuleHooks() as hooks:
+        hooks.add_all(model.named_modules(), before, after)
         yield open_calls

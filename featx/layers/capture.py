@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from featx.base import refuse_scripted
+from featx.base import ModuleHooks, refuse_scripted
 from featx.errors import LayerError
 from featx.layers.attention import needs_plain_attention, plain_attention
-from featx.layers.capture_hooks import CaptureHooks, PassRecord
+from featx.layers.layer_hooks import LayerHooks, PassRecord
 from featx.layers.layer_names import check_operation_capture, parse_capture_point, parse_operation
-from featx.layers.operations import is_function_name, module_hook
+from featx.layers.operations import is_function_name
 from featx.layers.trace import CapturePoint
 
 
@@ -60,14 +60,10 @@ def capture(model: nn.Module, layers: str | Sequence[str]) -> Iterator[Captured]
     refuse_scripted((name, modules[name]) for name in ["", *(point.module for point in points)])
     captured = Captured(model, points)
     plain = plain_attention(model, needs_plain_attention(model, layers))
-    with plain, captured.hooks as hooks:
-        begin = module_hook(model, captured.begin)
-        handle = model.register_forward_pre_hook(begin, prepend=True)
-        try:
-            with hooks.recording:
-                yield captured
-        finally:
-            handle.remove()
+    with plain, captured.hooks as hooks, ModuleHooks() as begin:
+        begin.add(model, before=captured.begin, first=True)
+        with hooks.recording:
+            yield captured
 
 
 def _parse(layer: str, names: Mapping[str, str]) -> list[CapturePoint]:
@@ -106,19 +102,25 @@ class _CapturedPass(PassRecord):
         self.tensors: dict[tuple[str, str], list[torch.Tensor]] = {}
 
 
-class _CaptureHooks(CaptureHooks):
+class _CaptureHooks(LayerHooks):
     """Hooks that copy the tensor of each call into the record of its forward pass."""
 
     record_type: type[PassRecord] = _CapturedPass
 
     def __exit__(self, *error: object) -> None:
         """Remove the hooks but keep the tensors, which may be read after the block."""
-        self._detach()
+        self.detach()
 
-    def _store(self, record: PassRecord, point: CapturePoint, tensor: torch.Tensor) -> None:
+    def take(self, record: PassRecord, point: CapturePoint, tensor: torch.Tensor) -> None:
         """Append a copy of the tensor to those of its capture."""
         assert isinstance(record, _CapturedPass)
         record.tensors.setdefault((point.name, point.operation), []).append(tensor.clone())
+
+    def receiver(
+        self, record: PassRecord, point: CapturePoint, tensor: torch.Tensor
+    ) -> Callable[[torch.Tensor], None]:
+        """Return the function that appends a copy of a gradient to those of its capture."""
+        return lambda gradient: self.take(record, point, gradient)
 
 
 class Captured(Mapping[str, torch.Tensor]):
@@ -135,7 +137,7 @@ class Captured(Mapping[str, torch.Tensor]):
         operations = [point.name for point in points if point.operation]
         self.hooks = _CaptureHooks(model, points, optional=operations, per_thread=True)
 
-    def begin(self, module: nn.Module, args: Any) -> None:
+    def begin(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Start the record of a forward pass of the calling thread."""
         self._threads.add(threading.get_ident())
         self.hooks.reset()

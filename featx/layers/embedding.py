@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from featx.base import ElementPath, elements
+from featx.base import ElementPath, ModuleHooks, elements
 from featx.errors import LayerError
 from featx.layers.operations import OperationRecorder, hide_operations
 from featx.layers.selection import last_linear
@@ -171,39 +171,26 @@ class _Comparison:
         self._close = _ROUNDING * float(expected.abs().max())
         self._with_operations = with_operations
         self._calls: dict[tuple[str, str], int] = {}
-        self._handles: list[Any] = []
+        self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> _Comparison:
-        for name, module in self._module.named_modules():
-            self._handles += [
-                module.register_forward_pre_hook(self._input_hook(name), with_kwargs=True),
-                module.register_forward_hook(self._output_hook(name)),
-            ]
+        hooks = self._stack.enter_context(ModuleHooks())
+        hooks.add_all(self._module.named_modules(), self._input, self._output)
         if self._with_operations:
-            recorder = OperationRecorder(self._module, self._operation)
-            self._handles += recorder.attach()
-            self.recording = recorder
+            self.recording = recorder = OperationRecorder(self._module, self._operation)
+            self._stack.enter_context(recorder.attach())
         return self
 
     def __exit__(self, *error: object) -> None:
-        for handle in self._handles:
-            handle.remove()
+        self._stack.close()
 
-    def _input_hook(self, name: str) -> Any:
-        """Hook that compares the inputs of a module."""
+    def _input(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Compare the inputs of a module."""
+        self._compare(name, "input", [*args, *kwargs.values()])
 
-        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
-            self._compare(name, "input", [*args, *kwargs.values()])
-
-        return hook
-
-    def _output_hook(self, name: str) -> Any:
-        """Hook that compares the outputs of a module."""
-
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
-            self._compare(name, "output", output)
-
-        return hook
+    def _output(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        """Compare the outputs of a module."""
+        self._compare(name, "output", output)
 
     def _operation(self, name: str, module: str, function: Any, result: Any) -> None:
         """Compare the result of an operation; a callback of `OperationRecorder`."""
@@ -250,14 +237,12 @@ def _decides(module: nn.Module, classifier: str, x: torch.Tensor) -> bool:
         x: (B, 3, H, W) images of which the first and the last differ.
     """
 
-    def zeros(layer: nn.Module, args: Any, output: Any) -> Any:
+    def zeros(layer: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         return torch.zeros_like(output)
 
-    handle = module.get_submodule(classifier).register_forward_hook(zeros)
-    try:
+    with ModuleHooks() as hooks:
+        hooks.add(module.get_submodule(classifier), after=zeros)
         output = elements(module(x.clone()))
-    finally:
-        handle.remove()
     return bool(output) and all(
         len(tensor) == len(x) and torch.equal(tensor[0], tensor[-1]) for tensor in output.values()
     )

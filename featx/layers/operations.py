@@ -20,8 +20,10 @@ import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-OnOperation = Callable[[str, str, Any, Any], None]
-"""Callback (name, dotted name of the module, function, result)."""
+from featx.base import ModuleHooks
+
+OnOperation = Callable[[str, str, Any, Any], Any]
+"""Callback (name, dotted name of the module, function, result); it may return another result."""
 
 _OPERATORS = (
     "add",
@@ -43,24 +45,6 @@ _AS_OPERATOR = {"div": "truediv", "remainder": "mod", "and": "and_", "or": "or_"
 which torch.fx uses."""
 
 
-def module_hook(hooked: nn.Module, hook: Callable[..., Any]) -> Callable[..., Any]:
-    """A hook that runs for one module only, and not for its deep copies.
-
-    A deep copy of a model has the hooks of the original, which would capture the passes of the
-    copy. The result is a plain function because copy.deepcopy keeps functions; of a bound method it
-    would copy the object, with all captured tensors.
-
-    Args:
-        hooked: the module.
-        hook: the hook; its first argument is the module.
-    """
-
-    def checked(module: nn.Module, *args: Any) -> Any:
-        return hook(module, *args) if module is hooked else None
-
-    return checked
-
-
 class OperationRecorder(TorchFunctionMode):
     """Reports every operation in the forwards of a model while it is entered and attached.
 
@@ -78,7 +62,7 @@ class OperationRecorder(TorchFunctionMode):
 
     def __init__(self, module: nn.Module, on_operation: OnOperation) -> None:
         super().__init__()
-        self._module = module
+        self._model = module
         self._on_operation = on_operation
         self._modules = {name for name, _ in module.named_modules(remove_duplicate=False)}
         self._running: list[tuple[str, bool]] = []
@@ -90,24 +74,13 @@ class OperationRecorder(TorchFunctionMode):
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
-    def attach(self) -> list[Any]:
-        """Attach hooks that track whose forward is running.
-
-        Returns:
-            Their handles.
-        """
-        handles: list[Any] = []
-        try:
-            for name, module in self._module.named_modules():
-                frame = name, name == "" or not _is_closed(module)
-                begin, end = (module_hook(module, hook) for hook in self._frame_hooks(frame))
-                handles.append(module.register_forward_pre_hook(begin, prepend=True))
-                handles.append(module.register_forward_hook(end, always_call=True))
-        except BaseException:
-            for handle in handles:
-                handle.remove()
-            raise
-        return handles
+    def attach(self) -> ModuleHooks:
+        """Attach hooks that track whose forward is running, and return them."""
+        hooks = ModuleHooks()
+        # Frames begin before the hooks of captures run, and end after them.
+        hooks.add_all(self._model.named_modules(), self._begin_frame, first=True)
+        hooks.add_all(self._model.named_modules(), after=self._end_frame, always=True)
+        return hooks
 
     def reset(self) -> None:
         """Start counting again for a new forward pass."""
@@ -119,18 +92,15 @@ class OperationRecorder(TorchFunctionMode):
         """Return whether operations of the calling thread are reported."""
         return self._thread in (None, threading.get_ident())
 
-    def _frame_hooks(self, frame: tuple[str, bool]) -> tuple[Callable[..., None], ...]:
-        """Hooks that push and pop a frame, (module name, whether its operations are reported)."""
+    def _begin_frame(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Push a frame: the name of a module, and whether its operations are reported."""
+        if self._is_recorded_thread():
+            self._running.append((name, name == "" or not _is_closed(module)))
 
-        def begin(module: nn.Module, args: Any) -> None:
-            if self._is_recorded_thread():
-                self._running.append(frame)
-
-        def end(module: nn.Module, args: Any, output: Any) -> None:
-            while self._is_recorded_thread() and self._running and self._running.pop() != frame:
-                pass  # frames of a pass that was interrupted
-
-        return begin, end
+    def _end_frame(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        """Pop a frame, and those of inner calls that an exception interrupted."""
+        while self._is_recorded_thread() and self._running and self._running.pop()[0] != name:
+            pass
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
@@ -140,7 +110,9 @@ class OperationRecorder(TorchFunctionMode):
         if self._running and _has_tensor(result) and _has_tensor((args, tuple(kwargs.values()))):
             module, is_open = self._running[-1]
             if is_open:
-                self._on_operation(self._free_name(module, plain_name(func)), module, func, result)
+                name = self._free_name(module, plain_name(func))
+                changed = self._on_operation(name, module, func, result)
+                return result if changed is None else changed
         return result
 
     def _free_name(self, module: str, plain: str) -> str:

@@ -5,7 +5,6 @@ Every function runs one or more forward passes, keeps no tensor, and removes its
 
 from __future__ import annotations
 
-import contextlib
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -159,11 +158,8 @@ def measure_operations(module: nn.Module, x: torch.Tensor) -> dict[str, dict[Ele
             values_of_operation[name] = {path: summarise(t) for path, t in elements(result).items()}
 
     recorder = OperationRecorder(module, on_operation)
-    with contextlib.ExitStack() as handles:
-        for handle in recorder.attach():
-            handles.callback(handle.remove)
-        with recorder:
-            module(x.clone())
+    with recorder.attach(), recorder:
+        module(x.clone())
     return values_of_operation
 
 

@@ -10,9 +10,8 @@ import torch
 from torch import nn
 from torch.overrides import resolve_name
 from torch.utils.flop_counter import flop_registry
-from torch.utils.hooks import RemovableHandle
 
-from featx.base import ObservingMode, ProcessSetting, shapes_of
+from featx.base import ModuleHooks, ObservingMode, ProcessSetting, shapes_of
 from featx.layers.attention import WeightShapes
 from featx.layers.operations import OperationRecorder
 from featx.layers.trace import Call, Operation, Trace
@@ -35,17 +34,11 @@ def trace_forward(module: nn.Module, x: torch.Tensor) -> Trace:
     call_log = _Calls(len(x), lambda: float(counter.total))
     operation_log = _Operations(call_log.calls)
     recorder = OperationRecorder(module, operation_log.add)
-    handles = []
-    try:
-        handles += recorder.attach()
-        for name, submodule in module.named_modules():
-            handles += call_log.attach(name, submodule, operation_log.mark_returned)
+    with recorder.attach(), ModuleHooks() as hooks:
+        call_log.attach(hooks, module, operation_log.mark_returned)
         # Fused attention kernels hide their operations from the FLOP counter.
         with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), counter, recorder:
             module(x)
-    finally:
-        for handle in handles:
-            handle.remove()
     return Trace(call_log.calls, every_name, len(x), operation_log.operations)
 
 
@@ -94,31 +87,26 @@ class _Calls:
         self._weights = WeightShapes()
 
     def attach(
-        self, name: str, hooked: nn.Module, on_end: Callable[[str, Any], None]
-    ) -> list[RemovableHandle]:
-        """Attach hooks that record the calls of a module.
+        self, hooks: ModuleHooks, model: nn.Module, on_end: Callable[[str, Any], None]
+    ) -> None:
+        """Attach hooks that record the calls of every module.
 
         Args:
-            name: first dotted name of the module.
-            hooked: the module.
+            hooks: the hooks, to which these are added.
+            model: the model.
             on_end: called with (name, output) when a call ends.
-
-        Returns:
-            The handles of the hooks.
         """
 
-        def before(module: nn.Module, args: Any) -> None:
+        def before(name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
             self._started.setdefault(name, []).append(self._flops())
 
-        def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        def after(name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             on_end(name, output)
             self._add(name, module, args, kwargs, output)
 
-        return [
-            *self._weights.attach(hooked),
-            hooked.register_forward_pre_hook(before),
-            hooked.register_forward_hook(after, with_kwargs=True),
-        ]
+        for module in model.modules():
+            self._weights.attach(hooks, module)
+        hooks.add_all(model.named_modules(), before, after)
 
     def _add(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """Record a call that has ended."""

@@ -19,7 +19,7 @@ from torch.nn.utils.fusion import fuse_conv_bn_weights
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
-from featx.base import ObservingMode, elements
+from featx.base import ModuleHooks, ObservingMode, elements
 
 _CONVOLUTIONS = frozenset({"Conv2d", "Conv2dSame"})
 """Classes whose forward uses weight and bias as nn.Conv2d does. Classes that standardise their
@@ -49,18 +49,16 @@ def foldable_pairs(module: nn.Module, x: torch.Tensor, captured: Collection[str]
     names = dict(module.named_modules(remove_duplicate=False))
     untouched = {id(names[name]) for name in captured if name in names}
     readers = _Readers()
-    with contextlib.ExitStack() as stack:
+    with ModuleHooks() as hooks:
         for part in module.modules():
             name = type(part).__name__
             stays = id(part) in untouched or not _is_plain(part)
             if isinstance(part, nn.Conv2d) and name in _CONVOLUTIONS and not stays:
-                stack.callback(part.register_forward_hook(readers.record_convolution).remove)
+                hooks.add(part, after=readers.record_convolution)
                 continue
             if isinstance(part, nn.BatchNorm2d) and name in _NORMS and not stays:
-                before = part.register_forward_pre_hook(readers.begin_norm)
-                stack.callback(before.remove)
-                stack.callback(part.register_forward_hook(readers.end_norm).remove)
-            stack.callback(part.register_forward_hook(readers.record_output).remove)
+                hooks.add(part, readers.begin_norm, readers.end_norm)
+            hooks.add(part, after=readers.record_output)
         with torch.no_grad(), readers:
             module(x.clone())
     return readers.pairs()
@@ -87,12 +85,12 @@ class _Readers(ObservingMode):  # type: ignore[no-untyped-call]
             if self._calls[id(conv)] == self._calls[id(norm)] == 1 and id(conv) not in self._read
         ]
 
-    def record_convolution(self, conv: Any, args: Any, output: torch.Tensor) -> None:
+    def record_convolution(self, conv: Any, args: Any, kwargs: Any, output: Any) -> None:
         """Hook: a convolution has returned its output."""
         self._calls[id(conv)] += 1
         self._made[_memory(output)] = conv, output
 
-    def begin_norm(self, norm: Any, args: Any) -> None:
+    def begin_norm(self, norm: Any, args: Any, kwargs: Any) -> None:
         """Hook: a BatchNorm is called."""
         self._calls[id(norm)] += 1
         memory = _memory(args[0]) if args else 0
@@ -100,11 +98,11 @@ class _Readers(ObservingMode):  # type: ignore[no-untyped-call]
             self._found.append((self._made[memory][0], norm))
             self._taken = memory
 
-    def end_norm(self, norm: Any, args: Any, output: Any) -> None:
+    def end_norm(self, norm: Any, args: Any, kwargs: Any, output: Any) -> None:
         """Hook: a BatchNorm has returned, and its reads are over."""
         self._taken = None
 
-    def record_output(self, part: Any, args: Any, output: Any) -> None:
+    def record_output(self, part: Any, args: Any, kwargs: Any, output: Any) -> None:
         """Hook: a module has returned an output, which its caller may read."""
         self._note(elements(output).values())
 

@@ -7,7 +7,7 @@ import signal
 import threading
 from collections.abc import Iterator
 
-from featx.base import is_echo, log_message, signal_handlers
+from featx.base import log_message, signal_handlers
 from featx.storage import s3_outage
 
 GRACE_S = 5.0
@@ -59,10 +59,6 @@ def stop_signals() -> Iterator[StopRequest]:
     stop = StopRequest()
 
     def request_stop(signum: int, frame: object) -> None:
-        # The terminal sends Ctrl-C to the parent and this process; the parent forwards it once
-        # more.
-        if is_echo(signum):
-            return
         if stop:
             cut_short(signum, frame)
         stop.signum = signum

@@ -460,19 +460,21 @@ def test_a_sync_of_a_folder_that_fails_once_is_repeated_and_changes_no_answer(
 
 def test_a_forked_process_that_outlives_the_run_does_not_hold_its_lock(tmp_path: Path) -> None:
     """As of the process pool that a data set opens in its first read."""
-    lock, (read_end, write_end) = tmp_path / ".lock", os.pipe()
+    lock, (read_end, write_end), (is_running, runs) = tmp_path / ".lock", os.pipe(), os.pipe()
     with exclusive_lock(lock) as descriptor:
         child = os.fork()
         if not child:
             os.close(write_end)
+            os.write(runs, b"!")
             os.read(read_end, 1)
             is_closed = f"/proc/self/fd/{descriptor}"
             os._exit(int(os.path.exists(is_closed)))  # noqa: PTH110
         assert json.loads(lock.read_text())["pid"] == os.getpid()
+    assert os.read(is_running, 1) == b"!"  # the kernel may run the child after this process
     with exclusive_lock(lock):
         pass
-    os.close(write_end)
-    os.close(read_end)
+    for end in (write_end, read_end, is_running, runs):
+        os.close(end)
     assert os.waitpid(child, 0)[1] == 0
 
 

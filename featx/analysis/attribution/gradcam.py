@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from featx import layers
+from featx.base import ModuleHooks
 from featx.errors import LayerError, ReduceError
 from featx.layers import CapturePoint, RowLayout, path_to, pick, with_element
 from featx.models import Backbone
@@ -53,7 +54,7 @@ def capture_output(module: nn.Module, point: CapturePoint | None) -> Iterator[li
         return
     calls = 0
 
-    def hook(layer: nn.Module, args: Any, output: Any) -> Any:
+    def hook(layer: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         """Keep the output of the requested call, and return a copy to the model."""
         nonlocal calls
         calls += 1
@@ -66,11 +67,9 @@ def capture_output(module: nn.Module, point: CapturePoint | None) -> Iterator[li
         return with_element(output, path_to(output, point), tensor.clone())
 
     layers = dict(module.named_modules(remove_duplicate=False))
-    handle = layers[point.module].register_forward_hook(hook)
-    try:
+    with ModuleHooks() as hooks:
+        hooks.add(layers[point.module], after=hook)
         yield outputs
-    finally:
-        handle.remove()
 
 
 def layer_map_view(

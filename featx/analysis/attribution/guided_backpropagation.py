@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from featx.base import After, ModuleHooks
 from featx.errors import ModelError
 
 _RECTIFIERS = (nn.ReLU, nn.ReLU6)
@@ -25,21 +26,21 @@ def guided_rectifiers(module: nn.Module) -> Iterator[None]:
     between layers are handled correctly.
     """
 
-    def hook(rectifier: nn.Module, args: Any, output: torch.Tensor) -> None:
+    def hook(rectifier: nn.Module, args: Any, kwargs: Any, output: torch.Tensor) -> None:
         if output.requires_grad:
             output.register_hook(lambda gradient: gradient.clamp(min=0))  # type: ignore[no-untyped-call]
 
-    handles = [m.register_forward_hook(hook) for m in module.modules() if _is_rectifier(m)]
-    try:
+    with _hooked_rectifiers(module, hook):
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
-def _is_rectifier(module: nn.Module) -> bool:
-    """Return whether a module is a ReLU or ReLU6."""
-    return isinstance(module, _RECTIFIERS)
+def _hooked_rectifiers(module: nn.Module, hook: After) -> ModuleHooks:
+    """Return hooks that run after each call of a ReLU or ReLU6."""
+    hooks = ModuleHooks()
+    for part in module.modules():
+        if isinstance(part, _RECTIFIERS):
+            hooks.add(part, after=hook)
+    return hooks
 
 
 def check_rectifiers(module: nn.Module, x: torch.Tensor) -> None:
@@ -55,16 +56,11 @@ def check_rectifiers(module: nn.Module, x: torch.Tensor) -> None:
     """
     calls: list[str] = []
 
-    def count(rectifier: nn.Module, args: Any, output: Any) -> None:
+    def count(rectifier: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         calls.append(type(rectifier).__name__)
 
-    handles = [m.register_forward_hook(count) for m in module.modules() if _is_rectifier(m)]
-    try:
-        with torch.enable_grad():
-            output = module(x.clone().requires_grad_().clone())
-    finally:
-        for handle in handles:
-            handle.remove()
+    with _hooked_rectifiers(module, count), torch.enable_grad():
+        output = module(x.clone().requires_grad_().clone())
     nodes = list(_graph_nodes(output)) if isinstance(output, torch.Tensor) else []
     num_unseen = sum(node.startswith(_RECTIFIER_NODES) for node in nodes) - len(calls)
     other_activations = sorted(

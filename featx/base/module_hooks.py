@@ -1,0 +1,115 @@
+"""Hooks on the modules of a model: the only place that registers and removes them."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch import nn
+
+Before = Callable[[nn.Module, Any, Any], Any]
+"""Function (module, args, kwargs) that is called before a module; it may return both anew."""
+
+After = Callable[[nn.Module, Any, Any, Any], Any]
+"""Function (module, args, kwargs, output) that is called after a module; it may return another
+output."""
+
+
+class _Hook:
+    """A hook that runs for one module only, and not for its copies.
+
+    A copy of a model has the hooks of the original, which would capture the passes of the copy.
+    """
+
+    __slots__ = ("_function", "_hooked")
+
+    def __init__(self, hooked: nn.Module, function: Callable[..., Any]) -> None:
+        self._hooked = hooked
+        self._function = function
+
+    def __call__(self, module: nn.Module, *args: Any) -> Any:
+        return self._function(module, *args) if module is self._hooked else None
+
+    def __reduce__(self) -> Any:
+        # In deep copies and pickles of the model stands a method that takes anything and does
+        # nothing. It is one of Python, so that loading a pickled model does not need featx.
+        return getattr, (contextlib.nullcontext(), "__exit__")
+
+
+class ModuleHooks:
+    """Hooks on modules; a context manager that removes them."""
+
+    def __init__(self) -> None:
+        self._handles: list[Any] = []
+
+    def add(
+        self,
+        module: nn.Module,
+        before: Before | None = None,
+        after: After | None = None,
+        *,
+        first: bool = False,
+        always: bool = False,
+    ) -> None:
+        """Register hooks of one module.
+
+        Args:
+            module: the module.
+            before: called before each call.
+            after: called after each call.
+            first: whether they run before the hooks that the module has.
+            always: whether `after` is called also if the call raises an exception.
+        """
+        if before is not None:
+            hook = _Hook(module, before)
+            self._handles.append(
+                module.register_forward_pre_hook(hook, prepend=first, with_kwargs=True)
+            )
+        if after is not None:
+            hook = _Hook(module, after)
+            self._handles.append(
+                module.register_forward_hook(
+                    hook, prepend=first, with_kwargs=True, always_call=always
+                )
+            )
+
+    def add_all(
+        self,
+        modules: Iterable[tuple[str, nn.Module]],
+        before: Callable[..., Any] | None = None,
+        after: Callable[..., Any] | None = None,
+        **options: bool,
+    ) -> None:
+        """Register hooks of several modules, whose functions also take the name as first argument.
+
+        Args:
+            modules: pairs (dotted name, module).
+            before: called with (name, module, args, kwargs).
+            after: called with (name, module, args, kwargs, output).
+            options: as for `add`.
+        """
+        try:
+            for name, module in modules:
+                self.add(
+                    module,
+                    before and functools.partial(before, name),
+                    after and functools.partial(after, name),
+                    **options,
+                )
+        except BaseException:
+            self.remove()
+            raise
+
+    def remove(self) -> None:
+        """Remove all hooks."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def __enter__(self) -> ModuleHooks:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.remove()

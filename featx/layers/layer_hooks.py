@@ -1,0 +1,300 @@
+"""Hooks at named layers, which take, replace or follow tensors while a model runs."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from featx.base import ModuleHooks, elements
+from featx.errors import LayerError
+from featx.layers.attention import hook_weights
+from featx.layers.operations import OperationRecorder, hide_operations
+from featx.layers.output_elements import path_to, pick, with_element
+from featx.layers.trace import CapturePoint
+
+_Key = tuple[int, str]
+"""Id of a module, and kind of capture."""
+
+
+@dataclass
+class PassRecord:
+    """Tensors and events that the hooks have seen in one forward pass.
+
+    Gradients arrive after the forward pass, possibly after another pass has started, so they are
+    written into the record of the pass to which they belong.
+
+    Attributes:
+        values: capture name -> tensor that `keep` returned, of the last call if there are several.
+        fired: names of the captures in the order in which they fired.
+        calls: (id of a module, kind of capture) -> number of calls so far.
+        operations: operations of the modules with a captured operation, in order.
+        num_until_capture: length of `operations` when the last captured operation had run.
+    """
+
+    values: dict[str, torch.Tensor] = field(default_factory=dict)
+    fired: list[str] = field(default_factory=list)
+    calls: dict[_Key, int] = field(default_factory=dict)
+    operations: list[str] = field(default_factory=list)
+    num_until_capture: int = 0
+
+
+class _SharedRecord:
+    """One record, shared by all threads."""
+
+    def __init__(self, make: Callable[[], PassRecord]) -> None:
+        self.current = make()
+
+
+class _RecordPerThread(threading.local):
+    """One record per thread: that of its current or last pass."""
+
+    def __init__(self, make: Callable[[], PassRecord]) -> None:
+        self.current = make()
+
+
+class LayerHooks:
+    """Hooks at some capture points of one model; a context manager that removes them.
+
+    Subclasses implement `take` and `receiver`.
+
+    Args:
+        model: the model.
+        points: capture points.
+        optional: names of captures that do not fire if the output of the module lacks their
+            element.
+        per_thread: whether passes run in several threads at the same time, each with its own
+            record.
+
+    Attributes:
+        recording: context manager that records operations if any are captured.
+        thread: id of the only thread whose module calls are seen, as in `threading.get_ident`;
+            None for all threads. Operations are not limited by it.
+    """
+
+    record_type: type[PassRecord] = PassRecord
+
+    def __init__(
+        self,
+        model: nn.Module,
+        points: Sequence[CapturePoint],
+        optional: Collection[str] = (),
+        per_thread: bool = False,
+    ) -> None:
+        self._model = model
+        self._optional = set(optional)
+        self._records = (_RecordPerThread if per_thread else _SharedRecord)(self.record_type)
+        self._stack = contextlib.ExitStack()
+        self._recorder: OperationRecorder | None = None
+        self.recording: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+        self.thread: int | None = None
+        self._points: dict[_Key, list[CapturePoint]] = {}
+        self._operations: dict[str, list[CapturePoint]] = {}
+        modules = dict(model.named_modules(remove_duplicate=False))
+        self._by_id = {id(module): module for module in modules.values()}
+        for point in points:
+            if point.operation:
+                self._operations.setdefault(point.operation, []).append(point)
+            else:
+                key = id(modules[point.module]), point.capture
+                self._points.setdefault(key, []).append(point)
+        self._modules_with_operations = {point.module for point in points if point.operation}
+
+    def take(self, record: PassRecord, point: CapturePoint, tensor: torch.Tensor) -> Any:
+        """Take a tensor of a layer while it is as the layer made it.
+
+        Returns:
+            The tensor with which the model continues, or None to leave it as it is.
+        """
+        raise NotImplementedError
+
+    def receiver(
+        self, record: PassRecord, point: CapturePoint, tensor: torch.Tensor
+    ) -> Callable[[torch.Tensor], None]:
+        """Return the function that is called with each gradient of a tensor."""
+        raise NotImplementedError
+
+    def end_call(self, record: PassRecord) -> None:
+        """Called when tensors of a call have been taken."""
+
+    @property
+    def record(self) -> PassRecord:
+        """Record of the last pass; with `per_thread`, of the last pass of the calling thread."""
+        return self._records.current
+
+    @property
+    def fired(self) -> list[str]:
+        """Names of the captures in the order in which they fired in the last pass."""
+        return self._records.current.fired
+
+    @property
+    def num_calls(self) -> dict[tuple[str, str], int]:
+        """(module, kind of capture) -> number of calls of the module in the last pass."""
+        num_by_key = self._records.current.calls
+        return {
+            (points[0].module, key[1]): num_by_key.get(key, 0)
+            for key, points in self._points.items()
+        }
+
+    def reset(self) -> None:
+        """Start the record of another pass."""
+        self._records.current = self.record_type()
+        if self._recorder is not None:
+            self._recorder.reset()
+
+    def __enter__(self) -> Any:
+        try:
+            self._attach(self._stack.enter_context(ModuleHooks()))
+        except BaseException:
+            self.detach()
+            raise
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.detach()
+        self.reset()
+
+    def detach(self) -> None:
+        """Remove all hooks."""
+        self._stack.close()
+        self._recorder, self.recording = None, contextlib.nullcontext()
+
+    def _attach(self, hooks: ModuleHooks) -> None:
+        """Register all hooks."""
+        if self._operations:
+            _refuse_compiled(self._model, next(iter(self._operations)))
+            self.recording = self._recorder = OperationRecorder(self._model, self._operation)
+            self._stack.enter_context(self._recorder.attach())
+        # Attention first: its hooks run before the others, which then see the output as the
+        # surrounding layers do.
+        for key, points in sorted(self._points.items(), key=lambda item: item[0][1] != "attention"):
+            hooked, capture = self._by_id[key[0]], key[1]
+            if capture == "attention":
+                see = functools.partial(self._see, key, points)
+                hook_weights(hooks, points[0].module, hooked, see)
+            elif capture in ("input", "grad_input"):
+                hooks.add(hooked, before=functools.partial(self._before, key, points))
+            else:
+                hooks.add(hooked, after=functools.partial(self._after, key, points))
+
+    def _before(
+        self, key: _Key, points: list[CapturePoint], module: nn.Module, args: Any, kwargs: Any
+    ) -> Any:
+        """Hook before a module."""
+        arguments = self._see(key, points, [*args, *kwargs.values()])
+        if arguments is None:
+            return None
+        named = zip(kwargs, arguments[len(args) :], strict=True)
+        return tuple(arguments[: len(args)]), dict(named)
+
+    def _after(
+        self,
+        key: _Key,
+        points: list[CapturePoint],
+        module: nn.Module,
+        args: Any,
+        kwargs: Any,
+        output: Any,
+    ) -> Any:
+        """Hook after a module."""
+        return self._see(key, points, output)
+
+    def _see(self, key: _Key, points: list[CapturePoint], value: Any) -> Any:
+        """Take the tensors of one call of a module.
+
+        Args:
+            key: module and kind of capture.
+            points: captures of this kind.
+            value: output of the call, its arguments, or its attention weights.
+
+        Returns:
+            The value with the tensors that replace others, or None if there are none.
+        """
+        points = self.points_of_call(key, points)
+        if self._optional and points:
+            paths = elements(value)
+            points = [p for p in points if p.name not in self._optional or p.path in paths]
+        return self._take_all(points, value)
+
+    def points_of_call(self, key: _Key, points: list[CapturePoint]) -> list[CapturePoint]:
+        """Count a call of a module, and return the captures of this call.
+
+        There are none if the call belongs to a thread that is not captured.
+        """
+        if self.thread is not None and self.thread != threading.get_ident():
+            return []
+        calls = self._records.current.calls
+        number = calls[key] = calls.get(key, 0) + 1
+        return [point for point in points if point.call is None or point.call == number]
+
+    def _operation(self, name: str, module: str, function: Any, result: Any) -> Any:
+        """Record an operation, and take its result if requested."""
+        if module not in self._modules_with_operations:
+            return None
+        record = self._records.current
+        record.operations.append(name)
+        points = self._operations.get(name, [])
+        if points:
+            record.num_until_capture = len(record.operations)
+        return self._take_all(points, result)
+
+    def _take_all(self, points: list[CapturePoint], value: Any) -> Any:
+        """Take tensors of a value; return it with those that replace others, or None."""
+        record, changed = self._records.current, None
+        for point in points:
+            tensor = pick(value if changed is None else changed, point)
+            with hide_operations():
+                if point.is_gradient:
+                    new = self._follow(record, point, tensor)
+                else:
+                    new = self.take(record, point, tensor)
+                    record.fired.append(point.name)
+            if new is not None:
+                value = value if changed is None else changed
+                changed = with_element(value, path_to(value, point), new)
+        if points:
+            self.end_call(record)
+        return changed
+
+    def _follow(
+        self, record: PassRecord, point: CapturePoint, tensor: torch.Tensor
+    ) -> torch.Tensor | None:
+        """Capture the gradients of a tensor when a backward pass reaches it.
+
+        Returns:
+            The tensor with which the model continues, or None.
+
+        Raises:
+            LayerError: the tensor requires no gradient.
+        """
+        if not tensor.requires_grad:
+            raise LayerError(
+                f"{point.name}: no gradient passes there. It is under torch.no_grad(), or depends "
+                "neither on an input nor on a parameter that requires gradients."
+            )
+        followed = tensor
+        if point.capture == "grad_input":
+            # The gradient of the input itself would include that of other layers which read it. A
+            # view would save memory, but its hook is lost if the layer writes to it.
+            followed = tensor.clone()
+        followed.register_hook(self.receiver(record, point, followed))  # type: ignore[no-untyped-call]
+        return None if followed is tensor else followed
+
+
+def _refuse_compiled(model: nn.Module, operation: str) -> None:
+    """Raise LayerError if the model is compiled, where operations are invisible."""
+    compiled = (
+        m._compiled_call_impl is not None or type(m).__name__ == "OptimizedModule"
+        for m in model.modules()
+    )
+    if any(compiled):
+        raise LayerError(
+            f"{operation!r}: operations cannot be seen in a model that is compiled. Capture them "
+            "in the model as it was before torch.compile, or name a module."
+        )

@@ -69,10 +69,12 @@ def result_problems(root: Path) -> Iterator[tuple[Path, str]]:
             yield path, str(error).removeprefix(f"{path} ").rstrip(".")
             continue
         if name == layout.PROBE:
-            yield from _problems_of_files(root, values)
+            # The probe as a whole is made again, so its description is what a repair sets aside.
+            for changed in _changed_files(root, values):
+                yield path, f"{changed.name} differs from the sha256 in it"
 
 
-def _problems_of_files(root: Path, probe: Mapping[str, Any]) -> Iterator[tuple[Path, str]]:
+def _changed_files(root: Path, probe: Mapping[str, Any]) -> Iterator[Path]:
     """Files that probe.json names with a SHA-256, and that differ from it."""
     layers = probe.get("layers", {})
     entries = [probe.get("predictions"), probe.get("few_shot_predictions")]
@@ -80,7 +82,5 @@ def _problems_of_files(root: Path, probe: Mapping[str, Any]) -> Iterator[tuple[P
     for entry in filter(None, entries):
         # Only files that job=probe writes: a stranger's probe.json could name any file.
         path = root / layout.PROBE_HEADS / PurePosixPath(entry["file"]).name
-        if not path.exists():
-            yield path, f"it is missing; {layout.PROBE} names it"
-        elif hashlib.sha256(path.read_bytes()).hexdigest() != entry["sha256"]:
-            yield path, f"it differs from the sha256 in {layout.PROBE}"
+        if path.exists() and hashlib.sha256(path.read_bytes()).hexdigest() != entry["sha256"]:
+            yield path

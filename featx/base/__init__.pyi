@@ -52,6 +52,7 @@ from .paths import cache_folder as cache_folder
 from .paths import shipped_folder as shipped_folder
 from .paths import shown_path as shown_path
 from .process_end import end_process as end_process
+from .process_end import open_standard_streams as open_standard_streams
 from .process_owner import is_own_process as is_own_process
 from .process_owner import own_process as own_process
 from .process_setting import ProcessSetting as ProcessSetting

@@ -102,16 +102,19 @@ _INVISIBLE = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u20
 """Control characters, separators of lines, changes of the direction of text, and surrogates."""
 
 
-def printable(text: str) -> str:
+def printable(text: str, kept: str = "") -> str:
     """Text without characters that move a cursor, change colours or hide other characters.
 
     They become escapes as in Python: a byte of a name that is no UTF-8 becomes '\\xff'.
 
     Args:
         text: name or message of any origin; undecodable bytes are surrogates.
+        kept: control characters that stay.
     """
 
     def escape(match: re.Match[str]) -> str:
+        if match[0] in kept:
+            return match[0]
         code = ord(match[0])
         if 0xDC80 <= code <= 0xDCFF:  # of the error handler surrogateescape
             code -= 0xDC00

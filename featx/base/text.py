@@ -15,32 +15,6 @@ _LEAST_ROOM = 8
 
 _COMMAND = "python -m featx "
 
-_CONTROL = "\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff"
-_IN_NAMES = re.compile(f"[\t\n{_CONTROL}]")
-_IN_LINES = re.compile(f"[{_CONTROL}]")
-"""Control characters, those that change the direction of text, and bytes that are not UTF-8."""
-
-
-def printable(name: str | bytes) -> str:
-    r"""Return a name of a file, class or column as one line of text that a terminal may show.
-
-    Control characters become \x1b, and bytes that are not UTF-8 become \xff.
-    """
-    text = name.decode("utf-8", "surrogateescape") if isinstance(name, bytes) else name
-    return _IN_NAMES.sub(_escaped, text)
-
-
-def printable_lines(text: str) -> str:
-    """Return a text of several lines that a terminal may show; see `printable`."""
-    return _IN_LINES.sub(_escaped, text)
-
-
-def _escaped(match: re.Match[str]) -> str:
-    """Return the escape sequence of a character, or of the byte that a surrogate stands for."""
-    code = ord(match[0])
-    code = code - 0xDC00 if 0xDC80 <= code <= 0xDCFF else code
-    return f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}"
-
 
 def table(
     header: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1, width: int | None = WIDTH
@@ -122,6 +96,53 @@ def _broken_command(line: str, width: int) -> list[str]:
 def command_text(*arguments: str) -> str:
     """Return the command with these arguments, quoted for a shell where that is necessary."""
     return _COMMAND + shlex.join(arguments)
+
+
+_INVISIBLE = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+"""Control characters, separators of lines, changes of the direction of text, and surrogates."""
+
+
+def printable(text: str | bytes, kept: str = "") -> str:
+    """Text without characters that move a cursor, change colours or hide other characters.
+
+    They become escapes as in Python: a byte of a name that is no UTF-8 becomes '\\xff'.
+
+    Args:
+        text: name or message of any origin; undecodable bytes are surrogates.
+        kept: control characters that stay.
+    """
+    if isinstance(text, bytes):
+        text = text.decode("utf-8", "surrogateescape")
+
+    def escape(match: re.Match[str]) -> str:
+        if match[0] in kept:
+            return match[0]
+        code = ord(match[0])
+        if 0xDC80 <= code <= 0xDCFF:  # of the error handler surrogateescape
+            code -= 0xDC00
+        if chr(code) in "\n\r\t":
+            return repr(chr(code))[1:-1]
+        return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"
+
+    return _INVISIBLE.sub(escape, text)
+
+
+def csv_cell(text: str) -> str:
+    """Text for a cell of a CSV file, which is valid UTF-8 and no formula of a spreadsheet.
+
+    A text that begins with =, +, -, @ or ' gets a ' in front, unless it is a number.
+
+    Args:
+        text: name or message of any origin; undecodable bytes are surrogates.
+    """
+    text = printable(text)
+    if not text.startswith(("=", "+", "-", "@", "'")):
+        return text
+    try:
+        float(text)
+    except ValueError:
+        return f"'{text}"
+    return text
 
 
 def size_text(num_bytes: float) -> str:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 
 import pytest
 
-from featx.base import command_text, facts, percent_text, printable, printable_lines, table
+from featx.base import command_text, csv_cell, facts, percent_text, printable, table
 
 LONG = "encoder.layers.encoder_layer_11.self_attention.relative_position_bias.projection"
 
@@ -51,18 +52,34 @@ def test_percent() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "shown"),
+    ("text", "shown"),
     [
-        (b"a\x1b[31m.jpg", r"a\x1b[31m.jpg"),
-        (b"a\nb\tc\rd", r"a\x0ab\x09c\x0dd"),
-        (b"\xff\xfe", r"\xff\xfe"),
-        ("é ü.jpg".encode(), "é ü.jpg"),
-        ("\x9b31m\x7f", r"\x9b31m\x7f"),
-        ("gpj.\u202eexe", r"gpj.\u202eexe"),
+        ("a b.jpg", "a b.jpg"),
+        ("ü€ 日本\u3000\u00a0👩\u200d🔬", "ü€ 日本\u3000\u00a0👩\u200d🔬"),
+        ("\x1b[31mred\x07", "\\x1b[31mred\\x07"),
+        ("a\nb\tc\rd\x00", "a\\nb\\tc\\rd\\x00"),
+        ("\x9b2J\x85", "\\x9b2J\\x85"),
+        ("gpj.\u202eexe", "gpj.\\u202eexe"),
+        (os.fsdecode(b"caf\xe9.jpg"), "caf\\xe9.jpg"),
+        ("\ud800", "\\ud800"),
     ],
 )
-def test_names_are_shown_as_one_line_without_control_characters(
-    name: str | bytes, shown: str
-) -> None:
-    assert printable(name) == shown
-    assert printable_lines(f"a\n\t{shown}") == f"a\n\t{shown}"
+def test_text_of_any_origin_cannot_change_the_terminal(text: str, shown: str) -> None:
+    assert printable(text) == shown
+    shown.encode()
+
+
+@pytest.mark.parametrize("start", ["=", "+", "-", "@"])
+def test_a_cell_is_no_formula(start: str) -> None:
+    assert csv_cell(f"{start}cmd|' /C calc'!A0") == f"'{start}cmd|' /C calc'!A0"
+    assert csv_cell(f"a{start}b") == f"a{start}b"
+
+
+@pytest.mark.parametrize("number", ["-1", "+1.5", "-0.25e-3", "-inf", "0"])
+def test_a_number_stays_a_number(number: str) -> None:
+    assert csv_cell(number) == number
+
+
+def test_two_texts_never_become_one_cell() -> None:
+    texts = ["=a", "'=a", "''=a", "a", "'a"]
+    assert len({csv_cell(text) for text in texts}) == len(texts)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,10 +12,11 @@ from featx.errors import ConfigError, FeatxError, ModelError
 from featx.models.timm.weights import (
     LOCAL,
     check_folder,
+    check_whole,
     download_errors,
     folder_errors,
+    load_errors,
     pretrained_cfg,
-    whole_models,
 )
 
 if TYPE_CHECKING:
@@ -72,9 +72,16 @@ def create_pretrained(timm: Any, name: str, config: LibraryModelConfig, seed: in
         errors = folder_errors(name)
     else:
         errors = download_errors(name, cfg)
-    whole = whole_models(name) if config.args or size else None
-    with errors, whole or contextlib.nullcontext():
-        return _create(name, True, config.args, size, seed)
+    with errors, load_errors(name):
+        module = _create(name, True, config.args, size, seed)
+        if config.args or size:
+            check_whole(
+                name,
+                module,
+                lambda: _create(name, False, config.args, size, seed),
+                lambda: _create(name, True, {}, None, seed),
+            )
+    return module
 
 
 def create_from_file(

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from featx.base import ModuleHooks, elements
+from featx.base import ModuleHooks, TensorHooks, elements
 from featx.errors import LayerError
 from featx.layers.attention import hook_weights
 from featx.layers.operations import OperationRecorder, hide_operations
@@ -36,6 +36,7 @@ class PassRecord:
         calls: (id of a module, kind of capture) -> number of calls so far.
         operations: operations of the modules with a captured operation, in order.
         num_until_capture: length of `operations` when the last captured operation had run.
+        is_open: whether a call of the model itself is running; kept by `LoopHooks` only.
     """
 
     values: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -43,6 +44,7 @@ class PassRecord:
     calls: dict[_Key, int] = field(default_factory=dict)
     operations: list[str] = field(default_factory=list)
     num_until_capture: int = 0
+    is_open: bool = False
 
 
 class _SharedRecord:
@@ -91,6 +93,7 @@ class LayerHooks:
         self._optional = set(optional)
         self._records = (_RecordPerThread if per_thread else _SharedRecord)(self.record_type)
         self._stack = contextlib.ExitStack()
+        self._followed = TensorHooks()
         self._recorder: OperationRecorder | None = None
         self.recording: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         self.thread: int | None = None
@@ -114,10 +117,8 @@ class LayerHooks:
         """
         raise NotImplementedError
 
-    def receiver(
-        self, record: PassRecord, point: CapturePoint, tensor: torch.Tensor
-    ) -> Callable[[torch.Tensor], None]:
-        """Return the function that is called with each gradient of a tensor."""
+    def receiver(self, record: PassRecord, point: CapturePoint) -> Callable[[torch.Tensor], None]:
+        """Return the function that is called with each gradient of one call of a layer."""
         raise NotImplementedError
 
     def end_call(self, record: PassRecord) -> None:
@@ -161,8 +162,9 @@ class LayerHooks:
         self.reset()
 
     def detach(self) -> None:
-        """Remove all hooks."""
+        """Remove all hooks, also from graphs that still exist."""
         self._stack.close()
+        self._followed.remove()
         self._recorder, self.recording = None, contextlib.nullcontext()
 
     def _attach(self, hooks: ModuleHooks) -> None:
@@ -220,7 +222,7 @@ class LayerHooks:
         if self._optional and points:
             paths = elements(value)
             points = [p for p in points if p.name not in self._optional or p.path in paths]
-        return self._take_all(points, value)
+        return self.take_all(points, value)
 
     def points_of_call(self, key: _Key, points: list[CapturePoint]) -> list[CapturePoint]:
         """Count a call of a module, and return the captures of this call.
@@ -242,9 +244,9 @@ class LayerHooks:
         points = self._operations.get(name, [])
         if points:
             record.num_until_capture = len(record.operations)
-        return self._take_all(points, result)
+        return self.take_all(points, result)
 
-    def _take_all(self, points: list[CapturePoint], value: Any) -> Any:
+    def take_all(self, points: list[CapturePoint], value: Any) -> Any:
         """Take tensors of a value; return it with those that replace others, or None."""
         record, changed = self._records.current, None
         for point in points:
@@ -283,8 +285,83 @@ class LayerHooks:
             # The gradient of the input itself would include that of other layers which read it. A
             # view would save memory, but its hook is lost if the layer writes to it.
             followed = tensor.clone()
-        followed.register_hook(self.receiver(record, point, followed))  # type: ignore[no-untyped-call]
+        elif tensor._is_view():
+            followed = own_node(tensor)
+        self._followed.add(followed, self.receiver(record, point))
         return None if followed is tensor else followed
+
+
+class LoopHooks(LayerHooks):
+    """Hooks in loops of the user, where any call is a pass, in any thread.
+
+    Inside a call of the model itself, the calls of a layer are counted from the start of that call.
+    Outside of one, as in `model.forward_features(x)`, nothing tells where a pass starts, so each
+    call of a layer stands for itself.
+
+    Attributes:
+        threads: ids of the threads that have called a layer.
+    """
+
+    def __init__(
+        self, model: nn.Module, points: Sequence[CapturePoint], optional: Collection[str] = ()
+    ) -> None:
+        super().__init__(model, points, optional, per_thread=True)
+        self.threads: set[int] = set()
+
+    def _attach(self, hooks: ModuleHooks) -> None:
+        super()._attach(hooks)
+        hooks.add(self._model, before=self._begin, first=True)
+        hooks.add(self._model, after=self._end, always=True)
+
+    def _begin(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Start a pass."""
+        if not is_recomputed():
+            self.reset()
+            self.record.is_open = True
+
+    def _end(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        """End a pass."""
+        self.record.is_open = False
+
+    def points_of_call(self, key: _Key, points: list[CapturePoint]) -> list[CapturePoint]:
+        """Return the captures of a call; outside a call of the model itself it has no number."""
+        self.threads.add(threading.get_ident())
+        return super().points_of_call(key, points) if self.record.is_open else points
+
+    def _operation(self, name: str, module: str, function: Any, result: Any) -> Any:
+        self.threads.add(threading.get_ident())
+        if not self.record.is_open:
+            self.record.operations.clear()
+        return super()._operation(name, module, function, result)
+
+
+class _OwnNode(torch.autograd.Function):
+    """The identity, over the same memory."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return gradients
+
+
+def own_node(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor over the same memory that is no view for autograd.
+
+    If a view is changed in place, autograd rewrites the history of the tensor that it is a view of,
+    and no gradient comes to the node of the view any more: nn.Linear on (B, T, C) before
+    nn.ReLU(inplace=True). The new node has the gradient of the layer's output, as without the
+    change. Values, memory and version counter are shared.
+    """
+    node: torch.Tensor = _OwnNode.apply(tensor)
+    return node
+
+
+def is_recomputed() -> bool:
+    """Return whether this code runs in a backward pass, where checkpoints call layers again."""
+    return torch._C._current_graph_task_id() != -1
 
 
 def _refuse_compiled(model: nn.Module, operation: str) -> None:

@@ -16,9 +16,12 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
-from featx.base import ElementPath
+from torch import nn
+
+from featx.base import ElementPath, refuse_scripted
 from featx.config import CAPTURES, PRESETS
 from featx.errors import LayerError, nearest
+from featx.layers.operations import is_function_name
 from featx.layers.trace import CapturePoint
 
 
@@ -64,6 +67,42 @@ def parse_capture_point(
     )
     call = int(match.group(1)) if match.group(1) else None
     return CapturePoint(with_capture(name, capture), module, capture, call, path)
+
+
+def parse_points(model: nn.Module, layers: Sequence[str]) -> list[CapturePoint]:
+    """Parse names of layers of a model for its hooks, without a forward pass.
+
+    `block.mean` may be an element of a dict or the operation mean(); only a forward pass shows
+    which, so there are two points of this name.
+
+    Raises:
+        LayerError: the model has no such layer.
+        ModelError: the model or one of the layers is TorchScript.
+    """
+    modules = dict(model.named_modules(remove_duplicate=False))
+    names = {name: name for name in modules}
+    points = [point for layer in layers for point in _parse_point(layer, names)]
+    refuse_scripted((name, modules[name]) for name in ["", *(point.module for point in points)])
+    return points
+
+
+def _parse_point(layer: str, names: Mapping[str, str]) -> list[CapturePoint]:
+    """The capture points that a name may mean."""
+    name, capture, path = parse_operation(layer) or ("", "", ())
+    module, _, operation_name = name.rpartition(".")
+    if (
+        not operation_name
+        or name in names
+        or module not in names
+        or not is_function_name(operation_name)
+    ):
+        return [parse_capture_point(layer, names)]
+    operation = CapturePoint(layer.removesuffix(":output"), module, capture, None, path, name)
+    if not module:
+        check_operation_capture(layer, capture)
+        return [operation]
+    element = parse_capture_point(layer, names)
+    return [element, operation] if capture in ("output", "grad_output") else [element]
 
 
 def parse_operation(request: str) -> tuple[str, str, ElementPath] | None:

@@ -9,10 +9,9 @@ import shlex
 import signal
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from featx.base import end_process, is_echo, paused_collection, run_supervised
+from featx.base import end_process, paused_collection
 
 if TYPE_CHECKING:
     from featx.cli import CommandLine
@@ -22,7 +21,7 @@ def main() -> None:
     """Entry point of `featx` and of `python -m featx`; ends the process with its exit code."""
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, _leave)
-    end_process(run_supervised(run_command, _was_decoding))
+    end_process(run_command())
 
 
 def run_command() -> int:
@@ -161,21 +160,13 @@ def _leave(signum: int, frame: object) -> None:
 
 
 def _interrupted(signum: int, frame: object) -> None:
-    if not is_echo(signum):
-        raise KeyboardInterrupt
+    raise KeyboardInterrupt
 
 
 def _terminated(signum: int, frame: object) -> None:
     from featx.pipeline import Interrupted
 
-    if not is_echo(signum):
-        raise Interrupted(signum)
-
-
-def _was_decoding(folder: Path, pid: int) -> bool:
-    from featx.images import was_decoding
-
-    return was_decoding(folder, pid)
+    raise Interrupted(signum)
 
 
 if __name__ == "__main__":

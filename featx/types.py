@@ -104,6 +104,10 @@ NO_STATE = np.array((-2, -2, -2), IMAGE_STATE)
 class Source(Protocol):
     """Data set: lists its images and reads them."""
 
+    # An attribute `reads_in_decoders` may be True, if `read` also works in forks of the process
+    # that has listed the images, because it uses no lock, connection or handle of that process.
+    # Otherwise threads of that process read, and hand the bytes to the decoders.
+
     def listing(self) -> Listing:
         """List all images, in order; raises DataError if there are none."""
 
@@ -272,7 +276,8 @@ class Batch:
 
     Attributes:
         images: (B, 3, H, W), normalised float32 with decode=reference, otherwise uint8 in [0, 255].
-            Padding and failed rows are zero. With decode=gpu the tensor is on that device.
+            Padding and failed rows are zero. Decoders use this memory again when the tensor and its
+            views are gone, so copies to a device must have ended by then.
         start: first row of the listing in this batch.
         count: number of rows of the listing, at most B; the rest is padding.
         failures: failed rows among them.

@@ -86,9 +86,6 @@ class ExtractionRecipe:
             layers={spec.name: request_of(spec, run_config) for spec in self.specs},
             capture="output",  # the name of the dataset includes the capture
             precision=self.resolved.get("precision", run_config.precision),
-            # The CPU decoders agree closely with the GPU decoder. This machine may have no GPU, and
-            # images are few.
-            decode="fast" if run_config.decode == "gpu" else run_config.decode,
             nonfinite="record",
         )
 

@@ -306,9 +306,8 @@ def _extract_rows(
     parts = [
         Part(0, start, min(start + size, run.grid.part_of(start).stop)) for start in sorted(spans)
     ]
-    with context.loader(size) as loader:
-        for _, batch in loader.batches(parts):
-            yield from _extract_batch(context, batch, spans[batch.start])
+    for _, batch in context.loader.batches(parts, size):
+        yield from _extract_batch(context, batch, spans[batch.start])
 
 
 def _extract_batch(

@@ -1,4 +1,3 @@
-from . import supervisor as supervisor
 from .allocator import is_kept_in_threads as is_kept_in_threads
 from .allocator import keep_freed_memory as keep_freed_memory
 from .allocator import return_freed_memory as return_freed_memory
@@ -14,8 +13,6 @@ from .console import log_as_json as log_as_json
 from .console import log_message as log_message
 from .console import print_result as print_result
 from .console import quiet_logs as quiet_logs
-from .decoder_process import check_decoder_end as check_decoder_end
-from .decoder_process import start_decoder as start_decoder
 from .deferred_dynamo import defer_dynamo as defer_dynamo
 from .devices import DeviceTimer as DeviceTimer
 from .devices import OwnStream as OwnStream
@@ -56,6 +53,7 @@ from .nested_tensors import shapes_of as shapes_of
 from .paths import cache_folder as cache_folder
 from .paths import shipped_folder as shipped_folder
 from .paths import shown_path as shown_path
+from .process_end import end_process as end_process
 from .process_setting import ProcessSetting as ProcessSetting
 from .progress import WAITING_SHARE as WAITING_SHARE
 from .progress import CountProgress as CountProgress
@@ -66,10 +64,6 @@ from .progress import progress_listener as progress_listener
 from .registry import Member as Member
 from .registry import Registry as Registry
 from .registry import for_options as for_options
-from .supervisor import MAX_CRASHES as MAX_CRASHES
-from .supervisor import end_process as end_process
-from .supervisor import is_echo as is_echo
-from .supervisor import run_supervised as run_supervised
 from .text import WIDTH as WIDTH
 from .text import command_text as command_text
 from .text import facts as facts
@@ -77,7 +71,6 @@ from .text import percent_text as percent_text
 from .text import size_text as size_text
 from .text import table as table
 from .text import time_text as time_text
-from .thread_pool import ReplaceableThreadPool as ReplaceableThreadPool
 from .token_sample import sampled_positions as sampled_positions
 from .torchscript import refuse_scripted as refuse_scripted
 from .version import installed_version as installed_version

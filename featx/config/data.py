@@ -42,8 +42,11 @@ class DataConfig:
     """Largest number of pixels of an image. A larger image is a recorded failure (too large), found
     before it is decoded."""
     timeout_s: float | None = 30
-    """Seconds that decoding an image may take. An image that takes longer, also in a process of its
-    own, is a recorded failure (timeout). null waits for ever."""
+    """Seconds that decoding an image may take. An image that takes longer, also when it is decoded
+    again, is a recorded failure (timeout). null waits for ever."""
+    workers: int | None = None
+    """Number of processes that decode images; null takes one for each CPU that this process may
+    use."""
     limit: int | None = None
     """Number of rows to take from the beginning of the listing; null takes all."""
 
@@ -60,7 +63,7 @@ class DataConfig:
             raise ConfigError(
                 f"data.timeout_s={self.timeout_s}: expected seconds above 0, or null for no limit."
             )
-        for key in ("max_pixels", "limit"):
+        for key in ("max_pixels", "workers", "limit"):
             value = getattr(self, key)
             if value is not None and value < 1:
                 raise ConfigError(f"data.{key}={value}: expected a whole number of at least 1.")

@@ -147,9 +147,8 @@ class Config:
     """Fold BatchNorm into the convolution before it, if values change by rounding only; false
     computes every layer as it is."""
     decode: str = "fast"
-    """Decoder of images: fast; reference, which uses Pillow and the transform of the weights
-    exactly; or gpu, which is like fast but decodes sound JPEGs on the CUDA device that computes, as
-    many as it decodes faster."""
+    """Decoder of images: fast; or reference, which uses Pillow and the transform of the weights
+    exactly."""
     conformance: ConformanceConfig = field(default_factory=ConformanceConfig)
     """Comparison of some images with the model library's own transform and forward pass, before a
     run starts."""
@@ -232,7 +231,13 @@ class Config:
     def __post_init__(self) -> None:
         check_choice("precision", self.precision, ("auto", "fp32", "bf16", "fp16"))
         check_choice("dtype", self.dtype, tuple(ITEM_BYTES))
-        check_choice("decode", self.decode, ("fast", "reference", "gpu"))
+        if self.decode == "gpu":
+            raise ConfigError(
+                "decode=gpu is no longer offered: images are decoded by processes on all CPUs "
+                "(data.workers). Use decode=fast, whose features may differ in the last digits, so "
+                "into a new out."
+            )
+        check_choice("decode", self.decode, ("fast", "reference"))
         family("codec").get(self.codec)
         check_choice("nonfinite", self.nonfinite, ("error", "record"))
         _check_auto_or_int("batch_size", self.batch_size)

@@ -1,4 +1,4 @@
-"""Loading of images: encoded bytes become batches, in threads that no image can crash or hang.
+"""Loading of images: encoded bytes become batches, in processes that an image may crash or hang.
 
 In: a `Source`, its `Listing`, and `Preprocess`, the preprocessing of the weights.
 Out: `Batch` objects, (B, 3, H, W), in the order of the listing, with the failures of their rows.

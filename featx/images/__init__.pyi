@@ -1,14 +1,14 @@
-from .crash_journal import CrashList as CrashList
-from .crash_journal import was_decoding as was_decoding
+from .decode import decode_pillow as decode_pillow
 from .decode import image_sizes as image_sizes
 from .decode import is_decoded_reduced as is_decoded_reduced
 from .decode_settings import DecodeSettings as DecodeSettings
-from .fault_tolerant_decode import FaultTolerantDecoder as FaultTolerantDecoder
-from .fault_tolerant_decode import read_image as read_image
-from .gpu_decode_share import check_device as check_device
-from .gpu_decode_share import with_share as with_share
+from .decoder import DecodingClock as DecodingClock
+from .decoder_pool import FEW_ROWS as FEW_ROWS
+from .decoder_pool import DecoderPool as DecoderPool
+from .image_boxes import cut_out as cut_out
 from .image_policy import PILLOW as PILLOW
 from .image_policy import ImagePolicy as ImagePolicy
+from .image_reading import read_image as read_image
 from .label_maps import LabelTransform as LabelTransform
 from .label_maps import read_label_map as read_label_map
 from .loader import PREFETCH_BATCHES as PREFETCH_BATCHES
@@ -18,4 +18,3 @@ from .pixel_scale import PixelScale as PixelScale
 from .preprocess import Preprocess as Preprocess
 from .preprocess import centre_crop as centre_crop
 from .preprocess import check_reference as check_reference
-from .whole_images import cut_out as cut_out

@@ -1,10 +1,9 @@
 """Decoding of encoded bytes into an upright RGB image, or an ImageFault with the reason.
 
-This module and `array_decode` are the only ones that name a decoder on the CPU; `gpu_decode` uses
-that of a GPU. Pillow opens every image and decodes all unusual ones. simplejpeg, if it is
-installed, decodes sound JPEGs to the same pixels in less time. decode=fast decodes JPEGs that are
-far larger than needed at 1/2, 1/4 or 1/8 of their size, which libjpeg does while it decodes.
-pillow-heif, if it is installed, decodes HEIC.
+This module and `array_decode` are the only ones that name a decoder. Pillow opens every image and
+decodes all unusual ones. simplejpeg, if it is installed, decodes sound JPEGs to the same pixels in
+less time. decode=fast decodes JPEGs that are far larger than needed at 1/2, 1/4 or 1/8 of their
+size, which libjpeg does while it decodes. pillow-heif, if it is installed, decodes HEIC.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import io
 import re
 import struct
 import zlib
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -59,30 +58,8 @@ Pillow tries first."""
 _CUT_SHORT = re.compile(r"runcat|nd of file|outside of file bounds|Cannot read full|too small")
 """Parts of the messages of decoders for files that end too early."""
 
-MAX_GPU_PIXELS = 1 << 22
-"""Number of pixels above which an image is never decoded on a GPU, where many are decoded at once.
-"""
-
 _PLAIN_HEADERS = ("JPEG", "MPO", "PNG", "WEBP", "BMP", "GIF", "PPM")
 """Formats whose header has the size of the pixels as stored, before they are turned upright."""
-
-
-@dataclass(frozen=True)
-class EncodedJpeg:
-    """A JPEG that libjpeg decodes without a warning, to be decoded on a GPU.
-
-    Attributes:
-        data: the encoded bytes.
-        size: (width, height) in pixels, as stored, before it is turned upright.
-        turn: EXIF orientation from 1 to 8; 1 if there is none or the policy ignores it.
-        eighth: (ceil(height / 8), ceil(width / 8), 3) uint8, the image as libjpeg decodes it at an
-            eighth of its size.
-    """
-
-    data: bytes
-    size: tuple[int, int]
-    turn: int
-    eighth: npt.NDArray[np.uint8]
 
 
 def _pillow_settings_now() -> tuple[int | None, bool, int]:
@@ -103,29 +80,6 @@ def _set_pillow(settings: tuple[int | None, bool, int]) -> None:
 _pillow_settings: ProcessSetting[tuple[int | None, bool, int]] = ProcessSetting(
     _pillow_settings_now, _set_pillow, (None, False, 1)
 )
-
-
-def prepare_jpeg(data: bytes, policy: ImagePolicy, at_least: int) -> EncodedJpeg | None:
-    """Prepare a colour JPEG for decoding on a GPU.
-
-    The JPEG is decoded at an eighth of its size. This takes a third of the time of full decoding
-    and shows whether all of its bytes are sound, which decoders on a GPU may not report.
-
-    Args:
-        data: encoded bytes.
-        policy: as for `decode_pillow`.
-        at_least: as for `decode_pillow`; None for a JPEG that is shrunk for it.
-
-    Returns:
-        The JPEG, or None for every image that has to be decoded on the CPU.
-    """
-    try:
-        with _pillow_settings:
-            return _prepare_jpeg(data, policy, at_least)
-    except MemoryError:
-        raise
-    except Exception:  # noqa: BLE001 - `decode` finds and reports the reason
-        return None
 
 
 def decode_array(data: bytes, policy: ImagePolicy, at_least: int | None) -> npt.NDArray[Any]:
@@ -381,32 +335,6 @@ def _is_reduced(image: Image.Image, at_least: int) -> bool:
     """Return whether an image that was opened is decoded at a fraction of its size."""
     scalable = image.format in ("JPEG", "MPO") and image.mode == "RGB"
     return scalable and _far_larger(image.size, at_least)
-
-
-def _prepare_jpeg(data: bytes, policy: ImagePolicy, at_least: int) -> EncodedJpeg | None:
-    """`prepare_jpeg` without its boundary for exceptions."""
-    turn, image = 1, None
-    size = plain_jpeg_size(data) if policy.jpeg == SIMPLEJPEG else None
-    if size is None:
-        image = _open(data)
-        if image.format != "JPEG" or image.mode != "RGB":
-            return None
-        size = image.size
-        turn = orientation_of(image) if policy.exif == "apply" else 1
-    width, height = size
-    if min(size) < 8 or width * height > min(policy.max_pixels, MAX_GPU_PIXELS):
-        return None
-    if _far_larger(size, at_least):
-        return None
-    shrunk = -(-width // 8), -(-height // 8)
-    if image is None or policy.jpeg == SIMPLEJPEG:
-        eighth = _sound_jpeg(data, shrunk)
-    else:
-        image.draft("RGB", (width // 8, height // 8))
-        eighth = np.array(image)
-    if eighth is None or eighth.shape != (*reversed(shrunk), 3):
-        return None
-    return EncodedJpeg(data, size, turn, eighth)
 
 
 def _open(data: bytes) -> ImageFile.ImageFile:

@@ -136,26 +136,6 @@ class Preprocess:
             x = self._interpolate(x, size)
         return centre_crop(x[0], self.crop, self.offset)
 
-    def crops_on_device(self, images: torch.Tensor) -> torch.Tensor:
-        """Resize and crop on devices that can resize floats only, such as CUDA.
-
-        Args:
-            images: (N, 3, H, W) uint8.
-
-        Returns:
-            (N, 3, *crop) uint8, within 2 of the result of `crop_uint8`.
-        """
-        height, width = self._resized_size(images)
-        x = images.float()
-        # Pillow and the uint8 kernels of torch resize one axis after the other, and round to 0..255
-        # in between. Bicubic weights are partly negative, so a single float resize that keeps
-        # values below 0 and above 255 differs from them by up to 29 levels at edges.
-        first = (height, x.shape[3]) if _rows_first(x, (height, width)) else (x.shape[2], width)
-        for size in (first, (height, width)):
-            if tuple(x.shape[2:]) != size:
-                x = self._interpolate(x, size).round_().clamp_(0, 255)
-        return centre_crop(x, self.crop, self.offset).byte()
-
     def _resized_size(self, x: torch.Tensor) -> tuple[int, int]:
         """Height and width of (N, 3, H, W) images after resizing to `resize`.
 

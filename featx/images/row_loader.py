@@ -2,31 +2,29 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
+import io
 import os
-import threading
-import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from PIL import Image
-from torch.profiler import record_function
 
 from featx.base import return_freed_memory
 from featx.errors import RunError
-from featx.images.decode import EncodedJpeg
+from featx.images.decode import decode_array, decode_box_image, decode_pillow
 from featx.images.decode_settings import DecodeSettings
-from featx.images.fault_tolerant_decode import FaultTolerantDecoder
-from featx.images.whole_images import DecodedImage, WholeImage, WholeImages
+from featx.images.decoder import DecodingClock
+from featx.images.image_boxes import DecodedImage, cut_out
+from featx.images.image_reading import read_image
+from featx.images.tiff_blocks import TiffBlocks
 from featx.types import (
     NO_IMAGE,
     Box,
-    Failure,
     ImageFault,
     Listing,
     RegionSource,
@@ -40,191 +38,165 @@ _LARGE_BYTES = 8 << 20
 freed memory to the kernel: its blocks are large, and the next ones may not fit into their place."""
 
 
-@dataclass
-class LoaderTimes:
-    """Times of a loader, summed over its threads.
+@dataclass(frozen=True)
+class _WholeImage:
+    """An image from which boxes are cut, or the reason why it could not be decoded.
 
     Attributes:
-        read_s: seconds in which threads read images.
-        decode_s: seconds in which threads decoded, resized and cropped.
-        num_bytes: number of encoded bytes read.
-        on_device_s: seconds in which the GPU decoded and batches were copied there.
+        key: key of the image.
+        checksum: checksum of the encoded bytes, or NO_IMAGE.
+        decoded: the image, the blocks of a large TIFF, or the fault, which holds for all its boxes.
     """
 
-    read_s: float = 0.0
-    decode_s: float = 0.0
-    num_bytes: int = 0
-    on_device_s: float = 0.0
-    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
-
-    def add(
-        self, read_s: float = 0, decode_s: float = 0, num_bytes: int = 0, on_device_s: float = 0
-    ) -> None:
-        """Add seconds and bytes; safe to call from several threads."""
-        with self._lock:
-            self.read_s += read_s
-            self.decode_s += decode_s
-            self.num_bytes += num_bytes
-            self.on_device_s += on_device_s
+    key: bytes
+    checksum: int
+    decoded: DecodedImage | TiffBlocks | ImageFault
 
 
 class RowLoader:
-    """Loads the image of any row of a listing, in threads of a decoder.
+    """Loads the images of a listing; the worker of a decoder.
 
     Args:
         source: source of the images.
         listing: keys of the rows.
         decoding: transform and limits.
-        decoder: reads and decodes.
-        times: receives the seconds and bytes of each image.
-        is_profiled: whether reading and decoding appear in the trace of torch's profiler.
 
     Attributes:
-        dtype: dtype of the images: float32 if the reference transform normalises, otherwise uint8.
-        span: context manager that names a section in the trace of the profiler.
+        keys: (N,) keys of all rows.
+        shape: (C, H, W) of an image.
+        dtype: float32 if the reference transform normalises, otherwise uint8.
     """
 
-    def __init__(
-        self,
-        source: Source,
-        listing: Listing,
-        decoding: DecodeSettings,
-        decoder: FaultTolerantDecoder,
-        times: LoaderTimes,
-        is_profiled: bool,
-    ) -> None:
-        self.dtype = torch.float32 if decoding.reference else torch.uint8
-        # The profiler's function takes 7 µs even while nothing is profiled.
-        self.span: Callable[[str], contextlib.AbstractContextManager[object]] = (
-            record_function if is_profiled else _no_span
-        )
-        self._listing = listing
+    def __init__(self, source: Source, listing: Listing, decoding: DecodeSettings) -> None:
+        self.shape = decoding.preprocess.shape
+        self.dtype: np.dtype[Any] = np.dtype(np.float32 if decoding.reference else np.uint8)
+        self._torch_dtype = torch.float32 if decoding.reference else torch.uint8
+        self._source = source
+        self.keys = listing.keys
         self._decoding = decoding
-        self._decoder = decoder
-        self._times = times
+        self._policy = decoding.policy
         self._regions = source if isinstance(source, RegionSource) else None
-        self._whole_images = WholeImages()
+        # The size of a box is unknown before its image is decoded.
+        at_full_size = decoding.reference or self._regions is not None
+        self._at_least = None if at_full_size else decoding.preprocess.shortest_side
+        self._whole: _WholeImage | None = None
         self._had_large = False  # whether an image of _LARGE_BYTES was read for its boxes
 
-    def close(self) -> None:
-        """Drop the images that were kept for further boxes."""
-        self._whole_images.clear()
-        self._return_memory()
+    def image_key(self, row: int) -> bytes:
+        """Key of the image that a row is, or whose box it is."""
+        key = bytes(self.keys[row])
+        return key if self._regions is None else self._regions.image_key(key)
+
+    def read(self, row: int) -> bytes:
+        """Read the encoded bytes of the image of a row. Raises as `read_image`."""
+        try:
+            return read_image(self._source, bytes(self.keys[row]))
+        except MemoryError as error:
+            raise self._out_of_memory(row) from error
+
+    def warm_up(self) -> None:
+        """Import the decoders, and call them once."""
+        height, width = self._decoding.preprocess.crop
+        file = io.BytesIO()
+        Image.new("RGB", (width + 16, height + 16)).save(file, "JPEG")
+        if self._policy.channels is None:
+            decoded = self._decode(file.getvalue())
+            if isinstance(decoded, np.ndarray):  # a reference transform may be anybody's code
+                self._decoding.preprocess.crop_array(decoded)
 
     def fill(
         self,
         row: int,
+        read: Callable[[], bytes],
         out: npt.NDArray[Any],
-        checksum: npt.NDArray[np.uint64] | None = None,
-        for_device: bool = False,
-        data: bytes | None = None,
-    ) -> EncodedJpeg | Failure | None:
-        """Load one image into its place in a batch.
+        checksum: npt.NDArray[np.uint64],
+        clock: DecodingClock,
+    ) -> None:
+        """Load an image into its place in a batch.
 
         Args:
             row: row of the listing.
-            out: (C, H, W) array of the loader's dtype that takes the image; zero if it fails.
+            read: function that returns the encoded bytes of its image.
+            out: (C, H, W) array that takes the image.
             checksum: (1,) array that takes the checksum of the encoded bytes, also of images that
-                cannot be decoded; None if it is not needed.
-            for_device: whether to leave decoding to the GPU if it can.
-            data: encoded bytes if they were read before.
-
-        Returns:
-            None if the image is in its place, the encoded image if the GPU is to decode it, or the
-            failure.
-
-        Raises:
-            RunError: reading fails repeatedly, or memory is exhausted.
-        """
-        key = bytes(self._listing.keys[row])
-        try:
-            if self._regions is not None:
-                self._fill_box(key, self._regions.box(key), out, checksum)
-                return None
-            return self._fill_image(key, out, checksum, for_device, data)
-        except ImageFault as fault:
-            out[...] = 0
-            return Failure(row, key, fault.status, fault.error, str(fault))
-        except MemoryError as error:
-            # The machine, not the image: such a failure never becomes a row.
-            raise RunError(
-                f"out of memory at {os.fsdecode(key)}. Nothing committed is lost; free some memory "
-                "and give the same command again. A smaller batch_size or data.max_pixels needs "
-                "less."
-            ) from error
-
-    def _fill_image(
-        self,
-        key: bytes,
-        out: npt.NDArray[Any],
-        checksum: npt.NDArray[np.uint64] | None,
-        for_device: bool,
-        data: bytes | None,
-    ) -> EncodedJpeg | None:
-        """Load an image into its place; arguments and result as of `fill`.
+                cannot be decoded.
+            clock: context manager for decoding, resizing and cropping.
 
         Raises:
             ImageFault: the image cannot be read, decoded or transformed.
+            RunError: reading fails repeatedly, or memory is exhausted.
         """
-        started_at = time.perf_counter()
-        num_bytes = 0
-        with self.span("read"):
-            if data is None:
-                data = self._decoder.read(key)
-                num_bytes = len(data)
-            if checksum is not None:
-                checksum[0] = image_checksum(data)
-        read_at = time.perf_counter()
-        with self.span("decode"):
-            encoded = self._decoder.prepare_jpeg(key, data) if for_device else None
-            if encoded is None:
-                # numpy copies in this thread; torch would start OpenMP threads for each one.
-                np.copyto(out, self._prepare(self._decode(key, data)))
-        self._times.add(read_at - started_at, time.perf_counter() - read_at, num_bytes)
-        return encoded
+        try:
+            if self._regions is not None:
+                box = self._regions.box(bytes(self.keys[row]))
+                self._fill_box(row, box, read, out, checksum, clock)
+                return
+            data = read()
+            checksum[0] = image_checksum(data)
+            with clock:
+                # numpy copies in this thread; torch would start threads of OpenMP.
+                np.copyto(out, self._prepare(self._decode(data)))
+        except MemoryError as error:
+            raise self._out_of_memory(row) from error
+
+    def _out_of_memory(self, row: int) -> RunError:
+        """The error of a machine without memory, which never becomes the failure of a row."""
+        return RunError(
+            f"out of memory at {os.fsdecode(bytes(self.keys[row]))}. Nothing committed is lost; "
+            "free some memory and give the same command again. A smaller batch_size or "
+            "data.max_pixels needs less."
+        )
 
     def _fill_box(
         self,
-        key: bytes,
+        row: int,
         box: Box,
+        read: Callable[[], bytes],
         out: npt.NDArray[Any],
-        checksum: npt.NDArray[np.uint64] | None,
+        checksum: npt.NDArray[np.uint64],
+        clock: DecodingClock,
     ) -> None:
-        """Load a box of an image into its place; arguments as of `fill`.
-
-        Raises:
-            ImageFault: the image cannot be read or decoded, or the box lies outside it.
-        """
-        name, load = self._decoder.image_key(key), functools.partial(self._load_whole, key)
-        image = self._whole_images.get(name, load, self._decoder.is_retry)
-        if checksum is not None:
-            checksum[0] = image.checksum
-        started_at = time.perf_counter()
-        with self.span("decode"):
-            cut = self._decoder.cut(key, image.image(), box)
+        """Load a box of an image into its place; arguments and errors as of `fill`."""
+        key = self.image_key(row)
+        if self._whole is None or self._whole.key != key:
+            self._whole = None  # the next image needs its memory
+            self._return_memory()
+            self._whole = self._load_whole(key, read, checksum, clock)
+        image = self._whole
+        checksum[0] = image.checksum
+        if isinstance(image.decoded, ImageFault):
+            fault = image.decoded
+            raise ImageFault(fault.status, str(fault), fault.error)
+        with clock:
+            if isinstance(image.decoded, TiffBlocks):
+                cut: DecodedImage = image.decoded.cut(box)
+            else:
+                cut = cut_out(image.decoded, box)
             np.copyto(out, self._prepare(self._as_transform_input(cut)))
-        self._times.add(0, time.perf_counter() - started_at)
 
-    def _load_whole(self, key: bytes) -> WholeImage:
-        """Read and decode the image that the box of a row lies in."""
-        started_at = read_at = time.perf_counter()
-        number, num_bytes = NO_IMAGE, 0
+    def _load_whole(
+        self,
+        key: bytes,
+        read: Callable[[], bytes],
+        checksum: npt.NDArray[np.uint64],
+        clock: DecodingClock,
+    ) -> _WholeImage:
+        """Read and decode an image from which boxes are cut."""
         try:
-            with self.span("read"):
-                data = self._decoder.read(key)
-                number, num_bytes = image_checksum(data), len(data)
-            read_at = time.perf_counter()
-            self._had_large |= num_bytes >= _LARGE_BYTES
-            self._return_memory()
-            with self.span("decode"):
-                decoded = self._decoder.decode_box_image(key, data)
-            del data  # TiffBlocks keep it
-            self._return_memory()
-            return WholeImage(number, decoded)
+            data = read()
         except ImageFault as fault:
-            return WholeImage(number, fault)
-        finally:
-            self._times.add(read_at - started_at, time.perf_counter() - read_at, num_bytes)
+            return _WholeImage(key, NO_IMAGE, fault)
+        number = image_checksum(data)
+        checksum[0] = number  # should decoding end this process
+        self._had_large |= len(data) >= _LARGE_BYTES
+        try:
+            with clock:
+                decoded = decode_box_image(data, self._policy, self._at_least)
+        except ImageFault as fault:
+            return _WholeImage(key, number, fault)
+        del data  # TiffBlocks keep it
+        self._return_memory()
+        return _WholeImage(key, number, decoded)
 
     def _return_memory(self) -> None:
         """Return freed memory to the kernel, if large images were read for their boxes."""
@@ -251,20 +223,17 @@ class RowLoader:
         short, long = sorted((width, height))
         # After resizing the shorter side, the longer one has resize * long / short pixels: a very
         # long image would exceed the memory that max_pixels allows.
-        if (
-            isinstance(resize, int)
-            and resize * resize * long > self._decoding.policy.max_pixels * short
-        ):
+        if isinstance(resize, int) and resize * resize * long > self._policy.max_pixels * short:
             raise ImageFault(
                 Status.TOO_LARGE, f"{width} x {height} pixels would be too long after resizing"
             )
         try:
             x = transformed()
             # copyto would broadcast one channel to three, and convert other numbers.
-            if x.shape != expected or x.dtype != self.dtype:
+            if x.shape != expected or x.dtype != self._torch_dtype:
                 raise ValueError(
                     f"the transform gives {tuple(x.shape)} {x.dtype}, expected {expected} "
-                    f"{self.dtype}"
+                    f"{self._torch_dtype}"
                 )
             pixels: npt.NDArray[Any] = x.numpy()
             return pixels
@@ -283,21 +252,13 @@ class RowLoader:
         The whole image stays in the type of its decoder: a copy of 20,000 x 20,000 pixels would
         need 1.2 GB more.
         """
-        takes_pillow = self._decoding.reference and self._decoding.policy.channels is None
+        takes_pillow = self._decoding.reference and self._policy.channels is None
         if takes_pillow:
             return box if isinstance(box, Image.Image) else Image.fromarray(box)
         return np.array(box) if isinstance(box, Image.Image) else box
 
-    def _decode(self, key: bytes, data: bytes) -> DecodedImage:
+    def _decode(self, data: bytes) -> DecodedImage:
         """The whole image of a row, in the type that the transform takes."""
-        if self._decoding.reference and self._decoding.policy.channels is None:
-            return self._decoder.decode_pillow(key, data)
-        return self._decoder.decode_array(key, data)
-
-
-def _no_span(name: str) -> contextlib.AbstractContextManager[object]:
-    """Takes the place of the profiler's function in a run without a profile."""
-    return _NO_SPAN
-
-
-_NO_SPAN: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
+        if self._decoding.reference and self._policy.channels is None:
+            return decode_pillow(data, self._policy, self._at_least)
+        return decode_array(data, self._policy, self._at_least)

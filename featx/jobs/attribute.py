@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import os
 import re
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -19,9 +19,6 @@ from featx.jobs.base import JOBS, RUN_OPTIONS, Input, Job
 from featx.pipeline import RunContext, RunObserver, describe_end, run_extraction, store_exit_code
 from featx.storage import parse_path
 from featx.store import FeatureStore, StoreSession, layout
-
-if TYPE_CHECKING:
-    from featx.images import Loader
 
 MAX_SHEETS = 50
 """Largest number of classes for which contact sheets are drawn."""
@@ -74,23 +71,22 @@ def _draw(context: RunContext, session: StoreSession) -> None:
     methods = [method for method in METHODS if method in store]
     labels = np.unique(store.labels[store.ok]).tolist()
     sheets = []
-    with context.loader(1) as loader:
-        for label in labels[:MAX_SHEETS]:
-            name, rows = _group(store, label, config.attribute.per_class)
-            tiles = _tiles(context, store, loader, methods, rows)
-            if not tiles:
-                continue
-            title = name or "images without a label"
-            sheet = contact_sheet(title, _subtitle(context, store), methods, tiles)
-            sheets.append((f"{_file_name(name)}.png", sheet))
-            if config.attribute.feature_map_layer is not None:
-                sheets.append(_feature_maps(context, loader, name, rows[0], tiles[0]))
-            for file_name, image in sheets:
-                data = io.BytesIO()
-                image.save(data, "PNG")
-                session.disk.replace(folder / file_name, data.getvalue())
-            log_message(f"drawn {', '.join(str(folder / file_name) for file_name, _ in sheets)}")
-            sheets.clear()
+    for label in labels[:MAX_SHEETS]:
+        name, rows = _group(store, label, config.attribute.per_class)
+        tiles = _tiles(context, store, methods, rows)
+        if not tiles:
+            continue
+        title = name or "images without a label"
+        sheet = contact_sheet(title, _subtitle(context, store), methods, tiles)
+        sheets.append((f"{_file_name(name)}.png", sheet))
+        if config.attribute.feature_map_layer is not None:
+            sheets.append(_feature_maps(context, name, rows[0], tiles[0]))
+        for file_name, image in sheets:
+            data = io.BytesIO()
+            image.save(data, "PNG")
+            session.disk.replace(folder / file_name, data.getvalue())
+        log_message(f"drawn {', '.join(str(folder / file_name) for file_name, _ in sheets)}")
+        sheets.clear()
     if len(labels) > MAX_SHEETS:
         log_message(f"drawn: the first {MAX_SHEETS} of {len(labels)} classes.")
 
@@ -104,14 +100,13 @@ def _group(store: FeatureStore, label: int, most: int) -> tuple[str, list[int]]:
 def _tiles(
     context: RunContext,
     store: FeatureStore,
-    loader: Loader,
     methods: list[str],
     rows: list[int],
 ) -> list[Tile]:
     """Return the rows with the crops that the model saw, without images that were deleted since."""
     tiles = []
     for row in rows:
-        images = loader.load([row])
+        images = context.loader.load([row])
         if len(images):
             maps = [np.asarray(store[method][row], np.float32) for method in methods]
             key = os.fsencode(str(store.keys[row])).decode("utf-8", "replace")
@@ -133,9 +128,9 @@ def _caption(context: RunContext, store: FeatureStore, row: int) -> str:
         return f"{target} {score:.3g}"
     number = int(store["target"][row])
     names = context.engine.backbone.classes
-    if target in ("label", "loss") and not names:
-        names = store.classes
     name = names[number] if number < len(names) else f"class {number}"
+    if target in ("label", "loss") and not names:
+        name = store.classes[int(store.labels[row])]
     caption = f"{name}  {float(store['probability'][row]):.2f}"
     return f"loss {score:.3g} of {caption}" if target == "loss" else caption
 
@@ -152,16 +147,14 @@ def _subtitle(context: RunContext, store: FeatureStore) -> str:
     return f"{context.header.model}{of_layer}: {explained}"
 
 
-def _feature_maps(
-    context: RunContext, loader: Loader, name: str, row: int, tile: Tile
-) -> tuple[str, Image.Image]:
+def _feature_maps(context: RunContext, name: str, row: int, tile: Tile) -> tuple[str, Image.Image]:
     """Return file name and grid of the feature maps of attribute.feature_map_layer for a row."""
     layer = context.config.attribute.feature_map_layer
     from featx.analysis.attribution import Attributor  # which imports torch
 
     if not isinstance(context.engine, Attributor):
         raise InternalError(f"heat maps were asked of a {type(context.engine).__qualname__}")
-    maps = context.engine.feature_maps(loader.load([row]))[0].numpy()
+    maps = context.engine.feature_maps(context.loader.load([row]))[0].numpy()
     title = f"{layer} of {context.header.model}"
     subtitle = f"{tile.caption[0]}."
     file_name = f"maps-{_file_name(str(layer))}-{_file_name(name)}.png"

@@ -12,7 +12,6 @@ import numpy as np
 from featx.base import facts, log_message, print_result
 from featx.config import PRESETS, Config, DataConfig, ReduceConfig, captures, layer_requests
 from featx.errors import ConfigError, DataError, LayerError, MissingExtraError, ModelError
-from featx.images import CrashList
 from featx.jobs.base import JOBS, Input, Job
 from featx.layers import Trace
 from featx.models import build_backbone, resolve_library
@@ -200,9 +199,8 @@ def _first_image(
     """Return the first readable image, (1, 3, H, W) as the loader gives it, and its key."""
     from featx.images import DecodeSettings, Loader
 
-    decoding = DecodeSettings.of_run(config, backbone.preprocess, listing, CrashList(None))
-    with Loader(source, listing, decoding, batch_size=1) as loader:
-        loader.decode_crash_list()
+    decoding = DecodeSettings.of_run(config, backbone.preprocess, listing)
+    with Loader(source, listing, decoding) as loader:
         for row in range(min(_TRIED_IMAGES, len(listing))):
             images = loader.load([row])
             if len(images):

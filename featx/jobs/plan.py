@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from featx.analysis import FEATURES
-from featx.base import facts, num_cpus, shown_path, size_text, time_text
+from featx.base import facts, shown_path, size_text, time_text
 from featx.config import Config
 from featx.errors import counted
 from featx.jobs.base import JOBS, RUN_OPTIONS, Input, Job, print_summary
@@ -72,12 +72,11 @@ def _free_bytes(root: Path) -> int:
 
 def _seconds_per_image_read(context: RunContext) -> float | None:
     """Measure reading and decoding the first images with all threads, without the model."""
-    size = min(len(context.listing), 8 * num_cpus())
+    size = min(len(context.listing), 8 * context.loader.num_decoders)
     part = Part(0, 0, min(len(context.listing), size * _TRIAL_BATCHES))
-    with context.loader(size) as loader:
-        started_at = time.perf_counter()
-        count = sum(batch.count for _, batch in loader.batches([part]))
-        return (time.perf_counter() - started_at) / count
+    started_at = time.perf_counter()
+    count = sum(batch.count for _, batch in context.loader.batches([part], size))
+    return (time.perf_counter() - started_at) / count
 
 
 def _text(context: RunContext, plan: dict[str, Any]) -> str:

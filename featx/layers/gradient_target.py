@@ -108,8 +108,7 @@ def target_classes(
     if bool(((chosen < 0) | (chosen >= num_classes)).any()):
         raise ModelError(
             f"target={target}: an image has no label, or one beyond the model's {num_classes} "
-            "classes. Labels are numbers of the sub-folders in order of their names; they must "
-            "be the classes that the model was trained on."
+            "classes, counted from 0."
         )
     return chosen
 

@@ -113,7 +113,7 @@ class LayerHooks:
         """Take a tensor of a layer while it is as the layer made it.
 
         Returns:
-            The tensor with which the model goes on, or None to leave it as it is.
+            The tensor with which the model continues, or None to leave it as it is.
         """
         raise NotImplementedError
 
@@ -270,7 +270,7 @@ class LayerHooks:
         """Capture the gradients of a tensor when a backward pass reaches it.
 
         Returns:
-            The tensor with which the model goes on, or None.
+            The tensor with which the model continues, or None.
 
         Raises:
             LayerError: the tensor requires no gradient.

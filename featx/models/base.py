@@ -76,6 +76,8 @@ class Backbone:
             the library defines none.
         stages: names of the stages if the library gives them; None to find them from shapes.
         classes: names of the logits in their order, if the library gives them.
+        class_ids: identifiers of the logits in their order (WordNet's for ImageNet, n01440764), if
+            the library gives them.
         is_users: whether the module was made by the user's code and may be used after the run.
         reentrant: whether a forward pass stores nothing in the module, so that several threads may
             run one at the same time.
@@ -101,6 +103,7 @@ class Backbone:
     embedding: LibraryEmbedding | None = None
     stages: tuple[str, ...] | None = None
     classes: tuple[str, ...] = ()
+    class_ids: tuple[str, ...] = ()
     is_users: bool = False
     reentrant: bool = False
     args: Mapping[str, Any] = field(default_factory=dict)

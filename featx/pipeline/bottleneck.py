@@ -8,27 +8,26 @@ from featx.base import WAITING_SHARE
 
 
 def bottleneck(
-    seconds: Mapping[str, float], elapsed_s: float, threads: int, device: str, precision: str
+    seconds: Mapping[str, float], elapsed_s: float, decoders: int, device: str, precision: str
 ) -> str:
     """Describe the stage that the others waited for, its share of the time, and what would help.
 
     Args:
-        seconds: stage -> busy seconds; reading and decoding summed over all threads.
+        seconds: stage -> busy seconds; reading and decoding summed over all decoders.
         elapsed_s: seconds of the run, from its first batch to its last commit.
-        threads: number of threads that read and decode.
+        decoders: number of decoders.
         device: type of the device: 'cpu', 'cuda' or 'mps'.
         precision: option of the config; 'auto' has tried all precisions.
     """
     wait_share = seconds["wait"] / elapsed_s
     if wait_share > WAITING_SHARE:
         stage = max(("read", "decode"), key=lambda stage: seconds[stage])
-        gpu = ", or decode=gpu" if device == "cuda" and "decode_on_device" not in seconds else ""
-        busy = f"{seconds[stage] / elapsed_s:.1f} of {threads} threads busy, "
+        busy = f"{seconds[stage] / elapsed_s:.1f} of {decoders} decoders busy, "
         busy += f"{wait_share:.0%} of the time "
         return {
             "read": f"reading images: {busy}waited for; a faster disk or network would help",
             "decode": f"decoding: {busy}waited for; more CPU cores would help, and for JPEGs "
-            'pip install "featx[jpeg]" where it is missing' + gpu,
+            'pip install "featx[jpeg]" where it is missing',
         }[stage]
     known = ("model", "copy", "write", "statistics")
     stage = max((s for s in known if s in seconds), key=lambda stage: seconds[stage])

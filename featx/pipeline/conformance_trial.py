@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from featx.base import log_message, num_cpus
+from featx.base import log_message
 from featx.config import Config
 from featx.engine import Engine, explain_missing_plain_path, plain_rows
 from featx.errors import ModelError
-from featx.images import PILLOW, DecodeSettings, Loader, is_decoded_reduced
+from featx.images import DecodeSettings, Loader, is_decoded_reduced
 from featx.pipeline.conformance import (
     Compared,
     Conformance,
@@ -44,14 +44,16 @@ class TrialImages:
     Attributes:
         rows: row of each image.
         images: (n, 3, H, W), uint8 in [0, 255] or normalised float32.
-        read_s: busy seconds of one thread for reading an image.
+        read_s: seconds of one decoder for reading an image.
         decode_s: the same for decoding.
+        num_decoders: number of decoders of the run.
     """
 
     rows: Sequence[int]
     images: torch.Tensor
     read_s: float
     decode_s: float
+    num_decoders: int
 
     def speed(self, model_s: float, device: torch.device) -> TrialSpeed:
         """Speed that the trial images predict for a run.
@@ -60,7 +62,9 @@ class TrialImages:
             model_s: seconds per image for the model.
             device: device of the model.
         """
-        return TrialSpeed(self.read_s, self.decode_s, model_s, num_cpus(), device.type == "cpu")
+        return TrialSpeed(
+            self.read_s, self.decode_s, model_s, self.num_decoders, device.type == "cpu"
+        )
 
 
 @dataclass(frozen=True)
@@ -71,11 +75,13 @@ class RunImages:
         source: source of the images.
         listing: rows of the run.
         decoding: how the run decodes.
+        loader: loader of the run.
     """
 
     source: Source
     listing: Listing
     decoding: DecodeSettings
+    loader: Loader
 
 
 @dataclass(frozen=True)
@@ -146,17 +152,10 @@ def _library_pixels(
     Returns:
         numbers of the images among the trial images, without those that fail, and their pixels.
     """
-    decoding, source = images.decoding, images.source
     numbers = _spaced_numbers(len(trial.rows), config.conformance.images)
-    if decoding.reference:
+    if images.decoding.reference:
         return numbers, trial.images[numbers]
-    # Pillow needs 4 bytes a pixel. An image from which boxes are cut may have so many that this
-    # decides the memory of the run; that the decoders agree is left to tests there.
-    jpeg = decoding.policy.jpeg if isinstance(source, RegionSource) else PILLOW
-    policy = replace(decoding.policy, jpeg=jpeg)
-    settings = replace(decoding, policy=policy, reference=True, device_share=None)
-    with Loader(source, images.listing, settings, batch_size=1) as loader:
-        loaded = list(loader.each([trial.rows[i] for i in numbers]))
+    loaded = list(images.loader.each([trial.rows[i] for i in numbers], by_library=True))
     numbers = [i for i, x in zip(numbers, loaded, strict=True) if x is not None]
     pixels = [x for x in loaded if x is not None]
     return numbers, torch.stack(pixels) if pixels else trial.images[:0].float()

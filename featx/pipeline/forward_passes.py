@@ -7,11 +7,9 @@ import functools
 import queue
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future
-from types import TracebackType
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-from featx.base import ReplaceableThreadPool
 from featx.errors import RunError
 from featx.pipeline.run_context import RunContext
 from featx.types import Batch, Part
@@ -125,20 +123,15 @@ class ParallelPasses(Generic[ComputedT]):
         self._free: queue.SimpleQueue[Engine] = queue.SimpleQueue()  # engines that no thread uses
         for engine in engines:
             self._free.put(engine)
-        self._pool = ReplaceableThreadPool(self._count, None, "featx-model", _LEAVE_S)
+        self._pool = ThreadPoolExecutor(self._count, thread_name_prefix="featx-model")
         self._waiting: deque[tuple[Part, Batch, Future[ComputedT]]] = deque()
 
     def __enter__(self) -> ParallelPasses[ComputedT]:
-        self._pool.__enter__()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._pool.__exit__(kind, error, traceback)
+    def __exit__(self, *error: object) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        wait([future for *_, future in self._waiting], _LEAVE_S)
 
     @property
     def idle_share(self) -> float:

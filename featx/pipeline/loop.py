@@ -9,7 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from featx.base import Progress, SilentProgress, log_message, num_cpus
+from featx.base import Progress, SilentProgress, log_message
 from featx.errors import counted
 from featx.pipeline.bottleneck import bottleneck
 from featx.pipeline.forward_passes import ComputedT, Passes
@@ -110,21 +110,22 @@ def run_parts(
     num_computed = 0
     done_before = parts.num_committed
     missing = parts.missing()
-    loader = context.loader(context.engine.compute.batch_size)
+    loader = context.loader
+    loader.start_counting()
     progress = Progress(parts.num_rows, done_before) if progress is None else progress
     started_at = time.perf_counter()
     # The order decides how the run ends: contexts close from the last to the first. Running passes
     # end or are abandoned first, then the trace is written, then the pending commit is awaited. The
-    # signal handlers stay in place until then, and the loader closes last.
+    # signal handlers stay in place until then.
     with (
-        loader,
         stop_signals() as stop,
         _Commits() as commits,
         _timeline(context, disk) as timeline,
         progress,
         Passes(context, sink.compute) as passes,
     ):
-        batches = _TimedBatches(loader.batches(missing), passes.idle_share)
+        loaded = loader.batches(missing, context.engine.compute.batch_size)
+        batches = _TimedBatches(loaded, passes.idle_share)
         stages = _Stages(loader, passes, batches, commits)
         for part, batch, computed in passes.each(batches):
             if stop:
@@ -211,7 +212,7 @@ def _metrics(
         )
     engine, trial = context.engine, context.trial
     precision = context.config.precision
-    sentence = bottleneck(seconds, elapsed_s, num_cpus(), engine.device.type, precision)
+    sentence = bottleneck(seconds, elapsed_s, loader.num_decoders, engine.device.type, precision)
     num_batches = num_computed / engine.compute.batch_size / context.parallelism.replicas
     comparison = trial.compare(seconds, num_rows, elapsed_s, num_batches)
     return RunMetrics(
@@ -344,7 +345,6 @@ class _Stages:
         return {
             "read": times.read_s,
             "decode": times.decode_s,
-            **({"decode_on_device": times.on_device_s} if times.on_device_s else {}),
             "wait": self.batches.wait_s,
             "model": self.passes.model_seconds,
             "copy": self.passes.copy_seconds,

@@ -25,7 +25,8 @@ span = record_function
 class Timeline:
     """Records a few batches of a run; a context manager around the loop.
 
-    All threads are recorded: reading and decoding, the model, and the commit of a part.
+    All threads are recorded: the model, and the commit of a part. Images are read and decoded by
+    other processes, for which the loop waits in the span "wait for images".
 
     Args:
         disk: folder that receives the trace file, `layout.TRACE`.

@@ -55,7 +55,6 @@ def fingerprint(
         "layers": [spec.name for spec in specs],
         "transform": backbone.preprocess.describe(),
         "decode": "reference" if decoding.reference else "fast",
-        **_of_device_decoder(decoding),
         "jpeg": jpeg,
         # The version of Pillow is among the library versions below.
         **({} if jpeg == PILLOW else {f"version.{jpeg}": version_of(jpeg)}),
@@ -70,15 +69,6 @@ def fingerprint(
         "nonfinite": config.nonfinite,
         **{f"version.{name}": version for name, version in _versions(backbone).items()},
     }
-
-
-def _of_device_decoder(decoding: DecodeSettings) -> dict[str, Any]:
-    """Fingerprint entries of decode=gpu: share of images on the device, and version of CUDA."""
-    if decoding.device_share is None:
-        return {}
-    import torch
-
-    return {"decode": "gpu", "gpu_share": decoding.device_share, "version.cuda": torch.version.cuda}
 
 
 def layer_line(spec: LayerSpec, config: Config) -> str:

@@ -26,9 +26,8 @@ def readable_again(context: RunContext, rows: Sequence[int]) -> list[int]:
         context: run context.
         rows: rows of the listing.
     """
-    with context.loader(1) as loader:
-        images = loader.each(rows)
-        return [row for row, image in zip(rows, images, strict=True) if image is not None]
+    images = context.loader.each(rows)
+    return [row for row, image in zip(rows, images, strict=True) if image is not None]
 
 
 class RetrySink:

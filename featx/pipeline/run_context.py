@@ -6,21 +6,24 @@ Checks are ordered by cost: errors that need no model are raised before a model 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 
 from featx.base import keep_freed_memory, resident_memory
 from featx.config import Config
 from featx.errors import DataError, counted
-from featx.images import CrashList, ImagePolicy
+from featx.images import ImagePolicy
 from featx.models import build_backbone, resolve_library
 from featx.pipeline.engine_spec import EngineSpec
 from featx.pipeline.provenance import fingerprint, header
 from featx.pipeline.run_target import RunTarget, StoreTarget
+from featx.pipeline.target_labels import target_labels
 from featx.store import Grid, Run, codecs
 from featx.types import Batch, Failure, LayerSpec, Listing, ResumeState, Source, StoreHeader
 
@@ -48,6 +51,7 @@ class RunContext:
         source: open data set that reads encoded images.
         listing: rows of the run, in the order of the store.
         decoding: how images are decoded, resized and normalised.
+        loader: loader of the images of the run; its decoders end with the context.
         engine: engine with the captures of the run attached.
         engine_spec: how the engine was built; workers build theirs from it.
         specs: one entry per dataset that is computed.
@@ -65,6 +69,7 @@ class RunContext:
     source: Source
     listing: Listing
     decoding: DecodeSettings
+    loader: Loader
     engine: Engine
     engine_spec: EngineSpec
     specs: list[LayerSpec]
@@ -86,7 +91,7 @@ class RunContext:
         """The whole listing and the requested layers, as an entry for the manifest of a store."""
         from featx.layers import token_geometries  # imports torch
 
-        policy, share = self.decoding.policy, self.decoding.device_share
+        policy = self.decoding.policy
         threads = self.parallelism.threads
         return Run(
             header=self.header,
@@ -96,13 +101,17 @@ class RunContext:
             resolved={
                 **self.engine.compute.as_dict(),
                 "jpeg": policy.jpeg,
-                **({} if share is None else {"gpu_share": share}),
                 **({} if policy.heif is None else {"heif": policy.heif}),
                 **({} if threads is None else {"threads": threads}),
             },
             conformance={} if self.conformance is None else self.conformance.differences,
             tokens=token_geometries(self.specs, self.engine.backbone),
         )
+
+    @functools.cached_property
+    def target_labels(self) -> npt.NDArray[np.int64]:
+        """Class of the model of every row, (N,) int64; see `target_labels`."""
+        return target_labels(self.config.target, self.listing, self.engine.backbone)
 
     def labels_of(self, batch: Batch) -> torch.Tensor | None:
         """Class indices of a batch for gradients of `target=label` or `target=loss`.
@@ -118,7 +127,7 @@ class RunContext:
         import torch
 
         labels = torch.zeros(len(batch.images), dtype=torch.int64)
-        batch_labels = self.listing.labels[batch.start : batch.start + batch.count]
+        batch_labels = self.target_labels[batch.start : batch.start + batch.count]
         labels[: batch.count] = torch.from_numpy(batch_labels.copy())
         return labels
 
@@ -126,13 +135,6 @@ class RunContext:
         """Keys of the rows of a batch, without padding."""
         keys: list[bytes] = self.listing.keys[batch.start : batch.start + batch.count].tolist()
         return keys
-
-    def loader(self, batch_size: int) -> Loader:
-        """Create a Loader for the images of the run; it is a context manager."""
-        from featx.images import Loader  # imports torch
-
-        device, profile = self.engine.device, self.config.profile
-        return Loader(self.source, self.listing, self.decoding, batch_size, device, profile)
 
 
 @contextlib.contextmanager
@@ -155,14 +157,13 @@ def build_run_context(
     Raises:
         FeatxError: the config cannot be run. Nothing has been written.
     """
-    crash_list = CrashList(None if target is None else target.folder)
     request = _Request(config, config_yaml, spec, target or StoreTarget(config))
     source, listing = _list_images(request)
 
     # From here on torch is needed, which takes seconds to import.
     from featx.base import cpu_threads
     from featx.engine import batch_parallelism
-    from featx.images import DecodeSettings
+    from featx.images import FEW_ROWS, DecodeSettings, Loader
 
     with contextlib.ExitStack() as stack:
         model = _open_model(stack, request, source, listing)
@@ -170,11 +171,14 @@ def build_run_context(
         # The trial passes use all threads; the run itself may use fewer per batch.
         stack.enter_context(cpu_threads(batch_parallelism.trial_threads(cpus, resume_state)))
         preprocess = model.engine.backbone.preprocess
-        decoding = DecodeSettings.of_run(config, preprocess, listing, crash_list, resume_state)
+        decoding = DecodeSettings.of_run(config, preprocess, listing, resume_state)
+        loader = stack.enter_context(Loader(source, listing, decoding, model.engine.device))
         count = num_trial_images(len(listing), config.conformance.images)
-        trial = _load_trial_images(source, listing, decoding, count)
-        context = _decide(request, model, _Images(source, listing, decoding, trial))
+        trial = _load_trial_images(loader, len(listing), count)
+        context = _decide(request, model, _Images(source, listing, decoding, loader, trial))
         stack.enter_context(cpu_threads(context.parallelism.threads))
+        if len(listing) > FEW_ROWS:
+            loader.end_decoders()  # they hold the weights as they were before the trial
         yield context
 
 
@@ -219,6 +223,7 @@ class _Images:
     source: Source
     listing: Listing
     decoding: DecodeSettings
+    loader: Loader
     trial: TrialImages
 
 
@@ -245,17 +250,17 @@ def _open_model(
     """
     from featx.base import choose_devices
     from featx.engine import batch_parallelism
-    from featx.images import check_device, check_reference
+    from featx.images import check_reference
 
     config, spec, target = request.config, request.spec, request.target
     executor = config.executor
     local_workers = executor.workers if executor.name == "local" else None
     devices = choose_devices(config.device, executor.gpu_indices, local_workers)
-    check_device(config.decode, source, devices[0])
     if devices[0].type == "cpu":
         keep_freed_memory()  # before any thread allocates
     backbone = build_backbone(config.model, config.seed)
     stack.callback(backbone.give_back)  # covers errors raised before the engine is entered
+    target_labels(config.target, listing, backbone)  # raises before any trial pass
     check_reference(backbone.preprocess)
     memory_before = resident_memory()
     engine = stack.enter_context(spec.build(config, backbone, devices[0], target.dtype))
@@ -279,7 +284,6 @@ def _decide(request: _Request, model: _Model, images: _Images) -> RunContext:
     loaded, and judged by rows of the trial at the settings of the run.
     """
     from featx.engine import AutoSettings, batch_parallelism
-    from featx.images import with_share
     from featx.pipeline.conformance_trial import RunImages, begin_comparison
 
     config, engine, resume_state = request.config, model.engine, model.resume_state
@@ -287,10 +291,9 @@ def _decide(request: _Request, model: _Model, images: _Images) -> RunContext:
     engine.trial_images = trial.images
     engine.attach_captures(model.chosen)
     captured = model.chosen if request.spec.captures_layers else []
-    compared = RunImages(source, listing, images.decoding)
+    compared = RunImages(source, listing, images.decoding, images.loader)
     comparison = begin_comparison(config, engine, captured, compared, trial, resume_state)
     device = model.devices[0]
-    decoding, why_share = with_share(config.decode, source, listing, images.decoding, device)
     auto_settings = AutoSettings(config, engine, trial.images, len(listing), resume_state)
     auto_settings.resolve()
     parallelism = batch_parallelism.decide(
@@ -305,12 +308,13 @@ def _decide(request: _Request, model: _Model, images: _Images) -> RunContext:
     conformance = comparison.finish(specs, auto_settings.trial_rows)
     work_s = auto_settings.seconds_per_image * len(listing)
     part_rows = auto_settings.part_rows(*request.target.part_limits(engine, specs, work_s))
-    settings = fingerprint(config, engine, decoding, specs, listing, part_rows)
+    settings = fingerprint(config, engine, images.decoding, specs, listing, part_rows)
     return RunContext(
         config=config,
         source=source,
         listing=listing,
-        decoding=decoding,
+        decoding=images.decoding,
+        loader=images.loader,
         engine=engine,
         engine_spec=request.spec,
         specs=specs,
@@ -321,7 +325,7 @@ def _decide(request: _Request, model: _Model, images: _Images) -> RunContext:
         trial=trial.speed(auto_settings.seconds_per_image, device),
         parallelism=parallelism,
         devices=model.devices,
-        choices={**auto_settings.choices, **parallelism.choices, **why_share},
+        choices={**auto_settings.choices, **parallelism.choices},
         left_out=model.left_out,
         conformance=conformance,
     )
@@ -343,17 +347,12 @@ def num_trial_images(num_rows: int, num_compared: int) -> int:
     return min(TRIAL_IMAGES, max(_FEWEST_TRIAL_IMAGES, num_compared, num_rows // 4))
 
 
-def _load_trial_images(
-    source: Source, listing: Listing, decoding: DecodeSettings, count: int
-) -> TrialImages:
+def _load_trial_images(loader: Loader, num_rows: int, count: int) -> TrialImages:
     """Load trial images, spread evenly over the data set, and time reading and decoding.
 
-    Images in the crash list are decoded in a subprocess first, since the trial may include them.
-
     Args:
-        source: source of the images.
-        listing: rows of the run.
-        decoding: how the run decodes.
+        loader: loader of the run.
+        num_rows: number of rows of the run.
         count: largest number of images.
 
     Raises:
@@ -361,26 +360,28 @@ def _load_trial_images(
     """
     import torch
 
-    from featx.images import Loader
     from featx.pipeline.conformance_trial import TrialImages
 
-    rows = np.unique(np.linspace(0, len(listing) - 1, count).astype(int))
-    with Loader(source, listing, decoding, batch_size=1) as loader:
-        loader.decode_crash_list()
-        # This imports the decoders, which must not count as decoding time.
-        loader.load(rows[:1].tolist())
-        read_before_s, decode_before_s = loader.times.read_s, loader.times.decode_s
-        results = list(loader.results(rows.tolist()))
-        failures = [result for result in results if isinstance(result, Failure)]
-        pairs = zip(rows.tolist(), results, strict=True)
-        decoded = {row: image for row, image in pairs if not isinstance(image, Failure)}
-        if not decoded:
-            _refuse_pixel_format(failures)
-        num_decoded = max(1, len(decoded))
-        read_s = loader.times.read_s - read_before_s
-        decode_s = loader.times.decode_s - decode_before_s
-        images = torch.stack([*decoded.values()]) if decoded else loader.load([])
-        return TrialImages([*decoded], images, read_s / num_decoded, decode_s / num_decoded)
+    rows = np.unique(np.linspace(0, num_rows - 1, count).astype(int))
+    # The first image of a decoder takes longer than others, which must not count.
+    loader.load(rows[:1].tolist())
+    loader.start_counting()
+    results = list(loader.results(rows.tolist()))
+    failures = [result for result in results if isinstance(result, Failure)]
+    pairs = zip(rows.tolist(), results, strict=True)
+    decoded = {row: image for row, image in pairs if not isinstance(image, Failure)}
+    if not decoded:
+        _refuse_pixel_format(failures)
+    num_decoded = max(1, len(decoded))
+    images = torch.stack([*decoded.values()]) if decoded else loader.load([])
+    times = loader.times
+    return TrialImages(
+        [*decoded],
+        images,
+        times.read_s / num_decoded,
+        times.decode_s / num_decoded,
+        loader.num_decoders,
+    )
 
 
 def _refuse_pixel_format(failures: Sequence[Failure]) -> None:

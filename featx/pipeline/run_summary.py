@@ -76,8 +76,8 @@ def describe_request(context: RunContext) -> list[tuple[str, str]]:
     # Only model libraries whose preprocessing can be changed have the option.
     if getattr(config.model, "transform", None) not in (None, TransformConfig()):
         rows.append(("transform", header.transform))
-    if "decode" in context.choices or config.decode != "fast":
-        rows.append(("decode", context.choices.get("decode", config.decode)))
+    if config.decode != "fast":
+        rows.append(("decode", config.decode))
     return rows
 
 

@@ -7,7 +7,7 @@ import signal
 import threading
 from collections.abc import Iterator
 
-from featx.base import is_echo, log_message
+from featx.base import log_message
 from featx.storage import s3_outage
 
 GRACE_S = 5.0
@@ -62,10 +62,6 @@ def stop_signals() -> Iterator[StopRequest]:
         return
 
     def request_stop(signum: int, frame: object) -> None:
-        # The terminal sends Ctrl-C to the parent and this process; the parent forwards it once
-        # more.
-        if is_echo(signum):
-            return
         if stop:
             cut_short(signum, frame)
         stop.signum = signum

@@ -31,27 +31,27 @@ class Shortfall:
 
 @dataclass(frozen=True)
 class TrialSpeed:
-    """Seconds per image, measured on trial images; a busy second is one second of one thread.
+    """Seconds per image, measured on trial images; a busy second is one second of one decoder.
 
     Attributes:
         read_s: busy seconds per image for reading.
         decode_s: busy seconds per image for decoding.
         model_s: seconds per image for the model, with all CPU threads or the whole device.
-        threads: number of threads that read and decode.
+        decoders: number of decoders.
         is_on_cpu: whether the model runs on the CPUs that also decode.
     """
 
     read_s: float
     decode_s: float
     model_s: float
-    threads: int
+    decoders: int
     is_on_cpu: bool
 
     @property
     def images_per_second(self) -> float:
         """Predicted speed of the slowest stage; on a CPU, decoding competes with the model."""
-        loading_s = (self.read_s + self.decode_s) / self.threads
-        computing_s = self.model_s + (self.decode_s / self.threads if self.is_on_cpu else 0.0)
+        loading_s = (self.read_s + self.decode_s) / self.decoders
+        computing_s = self.model_s + (self.decode_s / self.decoders if self.is_on_cpu else 0.0)
         return 1 / max(loading_s, computing_s, 1e-9)
 
     def compare(

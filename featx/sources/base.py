@@ -199,6 +199,8 @@ class FolderSource:
         what: plural noun for the files, for error messages.
     """
 
+    reads_in_decoders = True
+
     def __init__(
         self,
         root: Path,

@@ -57,6 +57,11 @@ class BoxedSource:
         self._source = source
         self._file = file
 
+    @property
+    def reads_in_decoders(self) -> bool:
+        """Whether decoders read the images."""
+        return getattr(self._source, "reads_in_decoders", False)
+
     def listing(self) -> Listing:
         """List all boxes.
 

@@ -52,6 +52,8 @@ class _Relabelled:
         file: JSON or CSV file, as described at `read_class_map`.
     """
 
+    reads_in_decoders = True
+
     def __init__(self, folder: FolderSource, file: Path) -> None:
         self._folder = folder
         self._names = read_class_map(file)

@@ -7,6 +7,8 @@ anything is read.
 
 from __future__ import annotations
 
+import contextlib
+import math
 import os
 import threading
 from dataclasses import dataclass
@@ -18,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from featx.config import DataConfig
-from featx.errors import ConfigError, DataError, StoreError
+from featx.errors import ConfigError, DataError, MissingExtraError, StoreError
 from featx.sources.base import MAX_FILE_BYTES, state_of_files
 from featx.sources.labels import Labels, from_names, from_numbers
 from featx.sources.pixel_encoding import encode_numbers, encode_pixels
@@ -65,6 +67,9 @@ class Hdf5Source:
             or (N,) encoded images, as variable-length uint8 or as fixed-length bytes padded with
             zeros.
         labels: name of a dataset (N,) of whole numbers or text, or None for no labels.
+
+    Datasets that MATLAB or Octave wrote hold their axes in reversed order, so the shapes above are
+    theirs read backwards, without N: (N, C, W, H) is a stack H x W x C x N.
     """
 
     def __init__(self, file: Path, dataset: str, labels: str | None) -> None:
@@ -72,7 +77,8 @@ class Hdf5Source:
         self._name = dataset.strip("/")
         self._label_name = labels.strip("/") if labels else None
         self._images: Any = None
-        self._first_channels = False
+        self._pixels: _PixelLayout | None = None
+        self._unwritten = np.zeros(0, dtype=np.bool_)
         self._lock = threading.RLock()
 
     def listing(self) -> Listing:
@@ -82,11 +88,13 @@ class Hdf5Source:
             DataError: the file or a dataset cannot be read, or has an unexpected layout.
         """
         file = self._open()
-        self._images = self._plain(file, self._name)
-        self._first_channels = _channels_come_first(self._images, f"{self._path}: /{self._name}")
-        count = len(self._images)
+        images = self._open_dataset(file, self._name)
+        self._pixels = _pixel_layout(images, f"{self._path}: /{self._name}")
+        count = len(images)
         if not count:
             raise DataError(f"{self._path}: /{self._name} has no rows.")
+        self._unwritten = _unwritten_rows(images)
+        self._images = images
         labels, classes = self._labels(file, count)
         content_tags = sampled_content_tags(count, self._content_tag)
         return Listing(numbered_keys(count), labels, classes, {}, content_tags)
@@ -95,13 +103,17 @@ class Hdf5Source:
         """Read one row as an encoded image; pixels become a PPM or PGM, or a file of numpy.save.
 
         Raises:
-            ImageFault: the row is damaged or empty.
+            ImageFault: the row is damaged, empty, or was never written.
             OSError: the file cannot be read at the moment.
         """
         with self._lock:
             if self._images is None:
                 self.listing()
         row = parse_numbered_key(key)
+        if self._unwritten[row]:
+            raise ImageFault(
+                Status.MISSING, f"row {row} was never written: HDF5 has no storage for its chunk"
+            )
         try:
             value = self._images[row : row + 1]
         except layout.UNREADABLE as error:
@@ -112,11 +124,9 @@ class Hdf5Source:
                 f"row {row} cannot be read: {str(error)[:150]}",
                 type(error).__name__,
             ) from error
-        if self._images.ndim > 1:
-            if not _is_rgb(self._images):
-                return encode_numbers(value[0])
-            pixels = value[0].transpose(1, 2, 0) if self._first_channels else value[0]
-            return encode_pixels(pixels)
+        if self._pixels is not None:
+            pixels = value[0].transpose(self._pixels.axes)
+            return encode_pixels(pixels) if self._pixels.is_rgb else encode_numbers(pixels)
         # Fixed-length bytes are read as uint8: numpy strips trailing zeros of an 'S' value, which
         # may belong to the image.
         whole = value[0] if value.dtype == object else value.view(np.uint8)
@@ -152,20 +162,23 @@ class Hdf5Source:
                 f"data.root={self._path} cannot be read as HDF5: {error.strerror or error} (taken "
                 f"from {Path.cwd()})."
             ) from error
-        codecs.load_plugin()
         return file
 
-    def _plain(self, file: h5py.File, name: str) -> h5py.Dataset:
-        """Return a dataset that is stored in this file.
+    def _open_dataset(self, file: h5py.File, name: str) -> h5py.Dataset:
+        """Return a dataset that is stored in this file and whose filters are available.
 
         Raises:
-            DataError: there is no such dataset, or it refers to other files.
+            DataError: there is no such dataset, it refers to other files, or a filter is missing.
         """
         try:
-            return open_plain_dataset(file, name)
+            dataset = open_plain_dataset(file, name, may_be_partial=True)
         except StoreError as error:
             names = ", ".join(f"/{key}" for key in list(file)[:20])
             raise DataError(f"{error} At the top of the file: {names or 'nothing'}.") from error
+        with contextlib.suppress(MissingExtraError):  # a filter may be named and not applied
+            codecs.load_plugin_for(number for number, _ in _filters(dataset))
+        _refuse_missing_filters(dataset, f"{self._path}: /{name}")
+        return dataset
 
     def _labels(self, file: h5py.File, count: int) -> Labels:
         """Read the labels of `count` rows.
@@ -176,7 +189,7 @@ class Hdf5Source:
         if self._label_name is None:
             return np.full(count, -1, dtype=np.int64), ()
         origin = f"{self._path}: /{self._label_name}"
-        dataset = self._plain(file, self._label_name)
+        dataset = self._open_dataset(file, self._label_name)
         if dataset.shape != (count,):
             raise DataError(
                 f"{origin} is {dataset.shape}; expected ({count},), one for each image."
@@ -189,8 +202,24 @@ class Hdf5Source:
         raise DataError(f"{origin} is {values.dtype}; expected whole numbers or text.")
 
 
-def _channels_come_first(images: h5py.Dataset, origin: str) -> bool:
-    """Check the layout of the images and return whether it is (N, C, H, W).
+@dataclass(frozen=True)
+class _PixelLayout:
+    """Order of the axes of rows that hold pixels.
+
+    Attributes:
+        is_rgb: whether rows are images of 8 bits with 1 or 3 channels; others are read as numbers.
+        axes: permutation of the axes of a row, to (H, W) or (H, W, C) if `is_rgb`.
+    """
+
+    is_rgb: bool
+    axes: tuple[int, ...]
+
+
+def _pixel_layout(images: h5py.Dataset, origin: str) -> _PixelLayout | None:
+    """Check shape and dtype of the images and return the order of their axes.
+
+    Returns:
+        the layout, or None for encoded images.
 
     Raises:
         DataError: the shape or dtype is not supported, or the channel axis is ambiguous.
@@ -201,30 +230,96 @@ def _channels_come_first(images: h5py.Dataset, origin: str) -> bool:
         or (dtype.kind == "V" and dtype.fields is None)
         or dtype.kind == "S"
     ):
-        return False
+        return None
     expected = (
         "(N, H, W, 3|1), (N, 3|1, H, W) or (N, H, W) uint8, or (N,) encoded bytes as uint8 of "
         "variable length or as fixed-length bytes; with model.transform.scale any numbers "
         "(N, H, W), (N, H, W, C) or (N, C, H, W)"
     )
+    is_reversed = _is_column_major(images)
+    if is_reversed:
+        expected = (
+            "of a file of MATLAB or Octave an array H x W x 3|1 x N or H x W x N of uint8, or with "
+            "model.transform.scale of any numbers (permute brings the axes into this order)"
+        )
     if images.ndim not in (3, 4) or dtype.kind not in "biuf":
         raise DataError(f"{origin} is {shape} {dtype}; expected {expected}.")
     if int(np.prod(shape[1:])) > MAX_FILE_BYTES:
         raise DataError(f"{origin} is {shape}: over {MAX_FILE_BYTES} bytes an image.")
-    if images.ndim == 3 or not _is_rgb(images):
-        return False
-    last, first = shape[3] in (1, 3), shape[1] in (1, 3)
-    if last and first:
+    axes = tuple(range(images.ndim - 1))
+    axes = axes[::-1] if is_reversed else axes
+    if images.ndim == 3:
+        return _PixelLayout(dtype == np.uint8, axes)
+    row_shape = [shape[1 + axis] for axis in axes]
+    first, last = row_shape[0] in (1, 3), row_shape[2] in (1, 3)
+    if dtype != np.uint8 or not (first or last):
+        return _PixelLayout(False, axes)
+    if first and last:
         why = "the channels may come first or last"
         raise DataError(f"{origin} is {shape}: {why}; expected {expected}.")
-    return first
+    return _PixelLayout(True, (axes[1], axes[2], axes[0]) if first else axes)
 
 
-def _is_rgb(images: h5py.Dataset) -> bool:
-    """Return whether rows are images of 8 bits with 1 or 3 channels; others are read as numbers."""
-    if images.dtype != np.uint8:
-        return False
-    return images.ndim == 3 or images.shape[3] in (1, 3) or images.shape[1] in (1, 3)
+def _is_column_major(dataset: h5py.Dataset) -> bool:
+    """Return whether MATLAB (save -v7.3) or Octave (save -hdf5) wrote a dataset.
+
+    Their arrays are column-major, so HDF5 gets the axes in reversed order.
+    """
+    return "MATLAB_class" in dataset.attrs or "OCTAVE_NEW_FORMAT" in dataset.parent.attrs
+
+
+def _unwritten_rows(dataset: h5py.Dataset) -> npt.NDArray[np.bool_]:
+    """Return which rows lie, at least in part, in chunks that HDF5 has no storage for, (N,).
+
+    HDF5 reads such a chunk as fill values, so a row of it would be a black image.
+    """
+    unwritten = np.zeros(len(dataset), dtype=np.bool_)
+    if dataset.chunks is None:
+        return unwritten
+    per_axis = [-(-n // chunk) for n, chunk in zip(dataset.shape, dataset.chunks, strict=True)]
+    if dataset.id.get_num_chunks() == math.prod(per_axis):
+        return unwritten
+    num_written = np.zeros(per_axis[0], dtype=np.int64)
+    for chunk in _stored_chunks(dataset):
+        num_written[chunk.chunk_offset[0] // dataset.chunks[0]] += 1
+    is_partial = num_written < math.prod(per_axis[1:])
+    return np.repeat(is_partial, dataset.chunks[0])[: len(dataset)]
+
+
+def _stored_chunks(dataset: h5py.Dataset) -> list[Any]:
+    """Return offset, filter mask and address of every chunk that HDF5 has storage for."""
+    if not hasattr(dataset.id, "chunk_iter"):  # HDF5 before 1.12.3; each call walks the index
+        return [dataset.id.get_chunk_info(i) for i in range(dataset.id.get_num_chunks())]
+    chunks: list[Any] = []
+    dataset.id.chunk_iter(chunks.append)
+    return chunks
+
+
+def _filters(dataset: h5py.Dataset) -> list[tuple[int, str]]:
+    """Return number and name of the HDF5 filters of a dataset, in their order."""
+    settings = dataset.id.get_create_plist()
+    filters = [settings.get_filter(i) for i in range(settings.get_nfilters())]
+    return [(number, name.decode("utf-8", "replace")) for number, _, _, name in filters]
+
+
+def _refuse_missing_filters(dataset: h5py.Dataset, origin: str) -> None:
+    """Raise DataError if a chunk was written with a filter that this HDF5 does not have."""
+    filters = _filters(dataset)
+    missing = [i for i, (number, _) in enumerate(filters) if not h5py.h5z.filter_avail(number)]
+    if not missing:
+        return
+    # An optional filter may have been left out when a chunk was written; its bit is set then.
+    masks = [chunk.filter_mask for chunk in _stored_chunks(dataset)]
+    for i in missing:
+        if any(not mask >> i & 1 for mask in masks):
+            number, name = filters[i]
+            shown = f"{number} ({name})" if name else f"{number}"
+            raise DataError(
+                f"{origin} is compressed with the HDF5 filter {shown}, which neither this "
+                "HDF5 nor the package hdf5plugin has. Put the filter's "
+                "plugin into a folder that HDF5_PLUGIN_PATH names, or write the dataset "
+                "again where it can be read: h5repack -f GZIP=4 OLD NEW."
+            )
 
 
 SOURCES.register(

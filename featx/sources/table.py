@@ -97,6 +97,11 @@ class TableSource:
         self._listed = False
         self._lock = threading.Lock()
 
+    @property
+    def reads_in_decoders(self) -> bool:
+        """Whether decoders read the images: files, but not columns of Parquet files."""
+        return self._listed and self._images is None
+
     def listing(self) -> Listing:
         """Read the columns of paths and labels and list all rows.
 

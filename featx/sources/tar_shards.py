@@ -216,6 +216,8 @@ def _remote_shard(system: Any, path: str, name: str) -> Shard:
     Raises:
         DataError: the server does not report its size.
     """
+    import fsspec
+
     info = system.info(path)
     url = system.unstrip_protocol(path)
     size = info.get("size")
@@ -223,9 +225,13 @@ def _remote_shard(system: Any, path: str, name: str) -> Shard:
         raise DataError(f"{url}: the server does not say how large it is, so it cannot be read.")
     version = next((f"{key} {info[key]}" for key in _VERSIONS if info.get(key)), "")
     ranges = "http" in system.protocol
+    system_of_process = {os.getpid(): system}
 
     def read(offset: int, length: int) -> bytes:
         """Read a range of the object."""
+        system = system_of_process.get(os.getpid())
+        if system is None:  # a fork has neither the connections nor the threads of its parent
+            system = system_of_process[os.getpid()] = fsspec.core.url_to_fs(url)[0]
         length = min(length, size - offset)
         if length <= 0:
             return b""

@@ -183,6 +183,8 @@ class _Files:
         DataError: a path is repeated.
     """
 
+    reads_in_decoders = True
+
     def __init__(self, folder: FolderSource, paths: list[bytes], labels: Labels) -> None:
         base = os.fsencode(folder.root)
         keys = np.array([os.path.relpath(path, base) for path in paths], dtype=np.bytes_)

@@ -6,13 +6,14 @@ import contextlib
 import json
 import os
 import select
+import signal
 import subprocess
 import threading
 import time
 import weakref
 from typing import Any
 
-from featx.base import check_decoder_end, num_cpus, start_decoder
+from featx.base import CRASHES, module_command, module_environment, num_cpus
 from featx.errors import MissingExtraError, RunError
 from featx.types import ImageFault, Status
 
@@ -132,7 +133,14 @@ class _Child:
             MissingExtraError: torchcodec or FFmpeg is not installed.
         """
         # FFmpeg logs a line per frame to stderr.
-        self._process = start_decoder("featx.sources.video_process", subprocess.DEVNULL)
+        self._process = subprocess.Popen(
+            module_command("featx.sources.video_process"),
+            env=module_environment(),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            bufsize=0,
+        )
         header = json.loads(self._line(self._process, None))  # imports have no time limit
         if "lacks" in header:
             self.end()
@@ -180,7 +188,12 @@ class _Child:
             self._pending += piece
             return
         code = process.wait()
-        check_decoder_end(code, "videos")
+        if -code in CRASHES:
+            name = signal.Signals(-code).name
+            message = f"decoding it ends the process with {name}, also in a subprocess"
+            raise ImageFault(Status.CRASHES_DECODER, message, name)
+        if code == -signal.SIGKILL:  # as the kernel does when memory is exhausted
+            raise MemoryError("the process that decodes videos was killed")
         raise RunError(f"the process that decodes videos ended with exit code {code}.")
 
 

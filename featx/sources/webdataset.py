@@ -86,6 +86,11 @@ class ShardSource:
         self._windows: OrderedDict[int, GzipWindow] = OrderedDict()
         self._lock = threading.RLock()
 
+    @property
+    def reads_in_decoders(self) -> bool:
+        """Whether decoders read the members: of plain shards, but not through gzip windows."""
+        return bool(self._indexes) and not any(index.compressed for index in self._indexes)
+
     def listing(self) -> Listing:
         """Find and index the shards and list all images; the content tag is the member's size.
 

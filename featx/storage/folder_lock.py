@@ -12,7 +12,23 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from featx.errors import StoreError, StoreLockedError
-from featx.storage.durability import storage_error, sync_folder
+from featx.storage.durability import sync_folder, with_retries
+
+_held: set[int] = set()
+"""Descriptors of the locks that this process holds."""
+
+
+def _release_in_child() -> None:
+    """Close the locks in a forked child.
+
+    A child that outlives the run, such as a process pool of a data set, would hold them as well.
+    `subprocess` does not call this, so that workers inherit the lock of their driver.
+    """
+    while _held:
+        os.close(_held.pop())
+
+
+os.register_at_fork(after_in_child=_release_in_child)
 
 
 @contextlib.contextmanager
@@ -23,7 +39,8 @@ def exclusive_lock(path: Path) -> Iterator[int]:
         path: lock file.
 
     Yields:
-        file descriptor that holds the lock; processes that inherit it hold the lock as well.
+        file descriptor that holds the lock. Processes that get it by `pass_fds` of subprocess hold
+        the lock as well; forked ones do not.
 
     Raises:
         StoreLockedError: another process holds the lock; the message names it.
@@ -35,6 +52,7 @@ def exclusive_lock(path: Path) -> Iterator[int]:
         raise StoreError(
             f"cannot write to {path.parent}: {error.strerror}. Choose another out=DIR."
         ) from error
+    _held.add(descriptor)
     try:
         try:
             # flock belongs to the open file, not to the process: a worker that inherits the
@@ -59,16 +77,16 @@ def exclusive_lock(path: Path) -> Iterator[int]:
             }
         )
         _write_holder(descriptor, holder_text)
-        try:
-            # Names that a killed holder created may not be synced yet, and this run relies on them.
-            sync_folder(path.parent)
-        except OSError as error:
-            raise storage_error(path.parent, error) from error
+        # Names that a killed holder created may not be synced yet, and this run relies on them.
+        with_retries(path.parent, lambda: sync_folder(path.parent))
         yield descriptor
-        _write_holder(descriptor, "")
+        if descriptor in _held:
+            _write_holder(descriptor, "")
     finally:
-        with contextlib.suppress(OSError):  # no data of the store was written through it
-            os.close(descriptor)
+        if descriptor in _held:  # not in a forked child, where the number may be another file's
+            _held.remove(descriptor)
+            with contextlib.suppress(OSError):  # no data of the store was written through it
+                os.close(descriptor)
 
 
 def _write_holder(descriptor: int, text: str) -> None:

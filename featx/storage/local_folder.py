@@ -68,17 +68,12 @@ class AtomicFolder:
                 raise StoreError(
                     f"cannot create the folder {folder}: {error.strerror}. Choose another out=DIR."
                 ) from error
-            try:
-                # A killed process may have created the lowest folder that exists without syncing
-                # its parent; without that, everything below could be lost with it in a power
-                # failure.
-                if folder.parent in (there, there.parent):
-                    # A folder that we may not open belongs to others, so no run of ours created it.
-                    with contextlib.suppress(PermissionError):
-                        self.sync_folder(there.parent)
-                self.sync_folder(folder.parent if new else folder)
-            except OSError as error:
-                raise storage_error(folder, error) from error
+            # A killed process may have created the lowest folder that exists without syncing its
+            # parent; without that, everything below could be lost with it in a power failure. A
+            # folder that we may not read belongs to others, so no run of ours created it.
+            if folder.parent in (there, there.parent) and os.access(there.parent, os.R_OK):
+                self._sync_entries(there.parent, folder)
+            self._sync_entries(folder.parent if new else folder, folder)
 
     def publish(self, path: Path, data: bytes | memoryview) -> bool:
         """Create a file, complete or not at all.
@@ -94,16 +89,16 @@ class AtomicFolder:
             RunError: the disk is full or fails; nothing is left behind.
         """
 
-        def publish() -> bool:
+        def write() -> bool:
             with self._temporary(path) as temporary:
                 self._write_synced(temporary, data)
-                # The content is on disk before the name exists, and the name before the call
-                # returns.
-                created = self._link(temporary, path)
-            self.sync_folder(path.parent)
-            return created
+                return self._link(temporary, path)
 
-        return with_retries(path, publish)
+        # The content is on disk before the name exists, and the name before the call returns. The
+        # two are retried apart: a second write would find the name that the first one created.
+        created = with_retries(path, write)
+        self._sync_entries(path.parent, path)
+        return created
 
     def replace(self, path: Path, data: bytes | memoryview) -> None:
         """Replace the content of a file, completely or not at all.
@@ -112,13 +107,13 @@ class AtomicFolder:
             RunError: the disk is full or fails; the old content is still there.
         """
 
-        def replace() -> None:
+        def write() -> None:
             with self._temporary(path) as temporary:
                 self._write_synced(temporary, data)
                 os.replace(temporary, path)  # noqa: PTH105 - all system calls in one manner
-            self.sync_folder(path.parent)
 
-        with_retries(path, replace)
+        with_retries(path, write)
+        self._sync_entries(path.parent, path)
 
     def compare_and_swap(self, path: Path, before: bytes, data: bytes) -> bool:
         """Replace the content of a file if it holds `before`; on a disk the lock guarantees that.
@@ -197,7 +192,7 @@ class AtomicFolder:
                     os.replace(temporary, path)  # noqa: PTH105 - as in `replace`
                 else:
                     self._link(temporary, path)
-            self.sync_folder(path.parent)
+            self._sync_entries(path.parent, path)
         except FeatxError:
             raise  # an error of the block; StoreError is an OSError too
         except OSError as error:
@@ -215,7 +210,7 @@ class AtomicFolder:
         """
         temporary = self._temporary_name(path)
         name = self._rename if replace else self._link
-        return with_retries(path, lambda: UnfinishedFile(path, temporary, name, self.sync_folder))
+        return with_retries(path, lambda: UnfinishedFile(path, temporary, name, self._sync_entries))
 
     @contextlib.contextmanager
     def stream_file(self, path: Path) -> Iterator[BinaryIO]:
@@ -232,7 +227,7 @@ class AtomicFolder:
                 file.flush()
                 os.fsync(file.fileno())
                 os.replace(temporary, path)  # noqa: PTH105 - as in `replace`
-            self.sync_folder(path.parent)
+            self._sync_entries(path.parent, path)
         except FeatxError:
             raise  # an error of the block, as in `reserve_file`
         except OSError as error:
@@ -245,7 +240,7 @@ class AtomicFolder:
         run would find them.
         """
 
-        def replace() -> None:
+        def write() -> None:
             self._remove_abandoned(path)
             with self._temporary(path) as temporary, temporary.open("xb") as file:
                 _mark_in_use(file)
@@ -253,9 +248,9 @@ class AtomicFolder:
                 file.flush()
                 os.fsync(file.fileno())
                 os.replace(temporary, path)  # noqa: PTH105 - as in `replace`
-            self.sync_folder(path.parent)
 
-        with_retries(path, replace)
+        with_retries(path, write)
+        self._sync_entries(path.parent, path)
 
     @contextlib.contextmanager
     def fill_folder(self, path: Path) -> Iterator[Path]:
@@ -281,13 +276,15 @@ class AtomicFolder:
                 temporary.rename(path)
             finally:
                 shutil.rmtree(temporary, ignore_errors=True)
-            self.sync_folder(path.parent)
+            self._sync_entries(path.parent, path)
         except FeatxError:
             raise
         except OSError as error:
             raise storage_error(path, error) from error
 
-    def quarantine(self, path: Path, folder: Path) -> Path:
+    def quarantine(
+        self, path: Path, folder: Path, replacement: bytes | memoryview | None = None
+    ) -> Path:
         """Move a file into quarantine; it is never deleted.
 
         The new name is synced before the old name is removed, so that a crash leaves at least one.
@@ -295,6 +292,7 @@ class AtomicFolder:
         Args:
             path: damaged file.
             folder: folder of the quarantine.
+            replacement: content that takes the place of the file; at no moment there is neither.
 
         Returns:
             new path of the file.
@@ -302,10 +300,17 @@ class AtomicFolder:
         self.make_folder(folder)
         names = (folder / f"{path.name}.{number}" for number in itertools.count(1))
         try:
+            if replacement is not None:
+                damaged = path.read_bytes()
+                target = next(name for name in names if self.publish(name, damaged))
+                self.replace(path, replacement)
+                return target
             target = next(name for name in names if self._link(path, name))
-            self.sync_folder(folder)
+            self._sync_entries(folder, path)
             path.unlink(missing_ok=True)  # without hard links, `_link` has moved the file
-            self.sync_folder(path.parent)
+            self._sync_entries(path.parent, path)
+        except FeatxError:
+            raise
         except OSError as error:
             raise storage_error(path, error) from error
         return target
@@ -321,7 +326,11 @@ class AtomicFolder:
             raise storage_error(path, error, "deleting") from error
 
     def sync_folder(self, folder: Path) -> None:
-        """Sync the entries of a folder, so that new names in it survive a power failure."""
+        """Sync the entries of a folder, so that new names in it survive a power failure.
+
+        Raises:
+            OSError: the disk fails.
+        """
         sync_folder(folder)
 
     def lock(self, path: Path) -> contextlib.AbstractContextManager[int]:
@@ -334,6 +343,14 @@ class AtomicFolder:
         while not folder.exists():
             folder = folder.parent
         return shutil.disk_usage(folder).free
+
+    def _sync_entries(self, folder: Path, path: Path) -> None:
+        """Sync the entries of a folder for a file in it; retried like a write.
+
+        Raises:
+            RunError: the disk keeps failing.
+        """
+        with_retries(path, lambda: self.sync_folder(folder))
 
     @contextlib.contextmanager
     def _temporary(self, path: Path) -> Iterator[Path]:

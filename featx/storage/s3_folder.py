@@ -103,7 +103,9 @@ class S3Folder(AtomicFolder):
         with s3_outage.without_waiting(), contextlib.suppress(OSError):
             s3_client.delete(*_bucket_and_key(path))
 
-    def quarantine(self, path: Path, folder: Path) -> Path:
+    def quarantine(
+        self, path: Path, folder: Path, replacement: bytes | memoryview | None = None
+    ) -> Path:
         """Copy a damaged object into quarantine, and delete it unless it was replaced meanwhile.
 
         The copy is named after the content. So two writers that find the same damage make one copy,
@@ -122,6 +124,10 @@ class S3Folder(AtomicFolder):
                 etag = s3_client.head(bucket, key).etag
                 quarantine_path = folder / f"{path.name}.{etag.strip(chr(34))[:16]}"
                 s3_client.copy(bucket, key, _bucket_and_key(quarantine_path)[1], etag)
+                if replacement is not None:
+                    # As in `compare_and_swap`, a refusal may be an earlier attempt of ours.
+                    _write_object(path, replacement, IfMatch=etag)
+                    return quarantine_path
                 if not _honours_delete_condition(quarantine_path):
                     return None
                 s3_client.delete(bucket, key, IfMatch=etag)

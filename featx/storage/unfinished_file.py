@@ -23,7 +23,7 @@ class UnfinishedFile:
         temporary: temporary name in the same folder.
         link: gives the temporary file the final name; returns False if the name is taken and the
             existing file is kept.
-        sync_folder: syncs the entries of a folder.
+        sync_entries: syncs the entries of a folder, for a file in it.
 
     Raises:
         OSError: the file cannot be created.
@@ -34,11 +34,11 @@ class UnfinishedFile:
         path: Path,
         temporary: Path,
         link: Callable[[Path, Path], bool],
-        sync_folder: Callable[[Path], None],
+        sync_entries: Callable[[Path, Path], None],
     ) -> None:
         self.path = path
         self._link = link
-        self._sync_folder = sync_folder
+        self._sync_entries = sync_entries
         self._file = _TemporaryFile(temporary)
         self._descriptor = self._file.descriptor
         # An exception that is still shown may keep this object alive: the end of the interpreter
@@ -96,7 +96,7 @@ class UnfinishedFile:
             # The content is on disk before the name exists, and the name before the call returns.
             created = self._link(self._file.path, self.path)
             self.discard()
-            self._sync_folder(self.path.parent)
+            self._sync_entries(self.path.parent, self.path)
         except FeatxError:
             raise  # an error of `check`; StoreError is an OSError too
         except OSError as error:

@@ -42,7 +42,8 @@ def chunks_with_verdict(
     Yields:
         first row of the chunk, its rows as stored (bfloat16 as uint16), and whether they are good.
     """
-    dataset, sums = file[path], open_plain_dataset(file, f"{layout.CHECKSUMS}/{path}")[:]
+    dataset = open_plain_dataset(file, path)
+    sums = open_plain_dataset(file, f"{layout.CHECKSUMS}/{path}")[:]
     step = dataset.chunks[0]
     if len(sums) != -(-len(dataset) // step):
         raise StoreError(f"/{path} has {len(sums)} checksums for {len(dataset)} rows")
@@ -52,9 +53,10 @@ def chunks_with_verdict(
         except OSError as error:
             if not layout.is_damage(error):
                 raise
-            # The filter cannot decode this chunk; zeros stand for the lost rows.
+            # The filter cannot decode this chunk; zeros stand for the lost rows, in the type of the
+            # other chunks: bfloat16 has another one in h5py.
             shape = (min(step, len(dataset) - start), *dataset.shape[1:])
-            yield start, np.zeros(shape, dataset.dtype), False
+            yield start, np.zeros(shape, read_raw(dataset, 0, 0).dtype), False
             continue
         yield start, rows, bool(layout.chunk_checksums(rows, step)[0] == sums[start // step])
 

@@ -16,13 +16,11 @@ class Codec(Member):
 
     Attributes:
         filters: makes the keyword arguments of h5py's `create_dataset`.
-        needs_plugin: whether readers need the package hdf5plugin.
         is_streamed: whether large parts are written as their rows come, for which the filters have
             to be known without HDF5 (`filter_pipeline`).
     """
 
     filters: Callable[[], dict[str, Any]]
-    needs_plugin: bool = False
     is_streamed: bool = True
 
 
@@ -56,19 +54,32 @@ def load_plugin() -> Any:
 
 
 def load_plugin_for(filters: Iterable[int]) -> None:
-    """Import hdf5plugin if one of some filters is not part of h5py.
+    """Import hdf5plugin unless HDF5 has some filters already.
 
     Args:
         filters: HDF5 filter numbers.
 
     Raises:
-        MissingExtraError: hdf5plugin is needed and not installed.
+        MissingExtraError: a filter is missing, which is no damage of the file that needs it.
     """
     import h5py  # here, as the names of codecs are listed without h5py
 
-    # LZF has the highest number of the filters that are part of h5py.
-    if any(number > h5py.h5z.FILTER_LZF for number in filters):
-        load_plugin()
+    for number in filters:
+        if h5py.h5z.filter_avail(number):
+            continue
+        try:
+            import hdf5plugin
+        except ImportError as error:
+            raise MissingExtraError(
+                f"the data are compressed with the HDF5 filter {number}, which h5py does not have. "
+                "The package hdf5plugin has more filters: pip install hdf5plugin."
+            ) from error
+        if not h5py.h5z.filter_avail(number):
+            raise MissingExtraError(
+                f"the data are compressed with the HDF5 filter {number}, which neither h5py nor "
+                f"hdf5plugin {hdf5plugin.version} has. If you have a plugin with this filter, set "
+                "HDF5_PLUGIN_PATH to its folder."
+            )
 
 
 def _zstd() -> dict[str, Any]:
@@ -92,14 +103,11 @@ CODECS.register(
         filters=lambda: {"compression": "gzip", "compression_opts": 1, "shuffle": True},
     )
 )
-CODECS.register(
-    Codec("zstd", "Strong and fast, read with hdf5plugin.", filters=_zstd, needs_plugin=True)
-)
+CODECS.register(Codec("zstd", "Strong and fast, read with hdf5plugin.", filters=_zstd))
 CODECS.register(
     Codec(
         "blosc2",
         "Strong and fast on floating-point numbers, read with hdf5plugin.",
         filters=_blosc2,
-        needs_plugin=True,
     )
 )

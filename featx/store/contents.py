@@ -11,7 +11,7 @@ import numpy as np
 
 from featx.errors import StoreError
 from featx.store import layout
-from featx.store.dtypes import memory_dtype
+from featx.store.dtypes import dtype_name, memory_dtype
 from featx.store.hdf5_files import Handles, OpenFile, check_hard_links
 from featx.store.manifest import DamagedManifestError, Manifest, Run, load_manifest, num_runs_of
 from featx.store.part_files import names_in
@@ -48,13 +48,18 @@ class LayerInfo:
 
     Attributes:
         row_shape: shape of a row.
-        dtype: numpy dtype that readers get.
+        stored_dtype: name of the number type in the file, such as 'bfloat16'.
         attrs: attributes of the dataset.
     """
 
     row_shape: tuple[int, ...]
-    dtype: np.dtype[Any]
+    stored_dtype: str
     attrs: dict[str, Any]
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """numpy dtype that readers get."""
+        return memory_dtype(self.stored_dtype)
 
 
 @dataclass(frozen=True)
@@ -192,7 +197,7 @@ def _layer_info(opened: OpenFile, name: str, num_rows: int) -> LayerInfo:
         key: value.tolist() if isinstance(value, np.ndarray) else value
         for key, value in dataset.attrs.items()
     }
-    return LayerInfo(dataset.shape[1:], dataset.dtype, attrs)
+    return LayerInfo(dataset.shape[1:], dtype_name(dataset), attrs)
 
 
 def _contents_with_parts(
@@ -231,7 +236,7 @@ def _contents_with_parts(
                 continue
             attrs = layout.layer_attributes(spec)
             attrs |= geometry_values(run.tokens.get(spec.name))
-            layers.setdefault(spec.name, LayerInfo(spec.shape, memory_dtype(spec.dtype), attrs))
+            layers.setdefault(spec.name, LayerInfo(spec.shape, spec.dtype, attrs))
     first = manifest.runs[0]
     attrs = {
         "featx_format": layout.FORMAT_PLAIN,

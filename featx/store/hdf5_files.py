@@ -82,11 +82,7 @@ class OpenFile:
     def dataset(self, path: str) -> h5py.Dataset:
         """Dataset at `path`; raises StoreError unless it is a plain one."""
         if path not in self._datasets:
-            dataset = open_plain_dataset(self.file, path)
-            properties = dataset.id.get_create_plist()
-            numbers = (properties.get_filter(i)[0] for i in range(properties.get_nfilters()))
-            codecs.load_plugin_for(numbers)
-            self._datasets[path] = dataset
+            self._datasets[path] = open_plain_dataset(self.file, path)
         return self._datasets[path]
 
     def texts(self, path: str) -> tuple[str, ...]:
@@ -411,32 +407,52 @@ def _open_store_file(path: Path, remote_file: S3File | None) -> h5py.File:
         ) from error
 
 
-def open_plain_dataset(file: h5py.File, path: str) -> h5py.Dataset:
+def open_plain_dataset(file: h5py.File, path: str, may_be_partial: bool = False) -> h5py.Dataset:
     """Dataset at `path`, if it lies in this file and is not larger than the file can hold.
+
+    The filters of a dataset of featx are loaded: a process that has not imported hdf5plugin would
+    take the error of HDF5 about a missing filter for damage.
 
     Args:
         file: file open for reading.
         path: path of the dataset.
+        may_be_partial: whether chunks without filters may be missing, as in a file of others whose
+            writer stopped. The caller then checks the filters, which its chunks may not use.
 
     Raises:
         StoreError: it is missing, a link, virtual, external, or impossibly large.
+        MissingExtraError: neither h5py nor hdf5plugin has one of its filters.
     """
     check_hard_links(file, path)
     # file[path], is_virtual and external would look up the path and the settings once each: a
     # command opens hundreds of datasets.
     found = h5py.h5o.open(file.id, path.encode())
     plain = isinstance(found, h5py.h5d.DatasetID)
+    reason = ""
     settings = found.get_create_plist() if plain else None
-    if (
-        settings is None
-        or settings.get_layout() == h5py.h5d.VIRTUAL
-        or settings.get_external_count()
-    ):
-        raise StoreError(f"{file.filename}: /{path} is no plain dataset; refused.")
+    if settings is None:
+        reason = "it is no dataset"
+    elif settings.get_layout() == h5py.h5d.VIRTUAL or settings.get_external_count():
+        reason = (
+            f"it is {'external' if settings.get_external_count() else 'virtual'}, so its values "
+            "lie in other files, and read as zeros if those are missing. Copy it into a file of "
+            f"its own, in Python as new[{path!r}] = old[{path!r}][:]"
+        )
+    if settings is None or reason:
+        raise StoreError(f"{file.filename}: /{path} is no plain dataset; refused: {reason}.")
     dataset = h5py.Dataset(found, readonly=file.mode == "r")
     size = dataset.size * found.get_type().get_size()  # a bfloat16 reads as float32
     stored = found.get_storage_size()
-    if size > stored * (_MAX_COMPRESSION if settings.get_nfilters() else 1):
+    num_filters = settings.get_nfilters()
+    if not may_be_partial:
+        codecs.load_plugin_for(settings.get_filter(i)[0] for i in range(num_filters))
+    if size and not stored:
+        raise StoreError(
+            f"{file.filename}: /{path} claims {size} bytes, but was never written: the file holds "
+            "none of them; refused."
+        )
+    is_compact = num_filters or (may_be_partial and dataset.chunks)
+    if size > stored * (_MAX_COMPRESSION if is_compact else 1):
         raise StoreError(
             f"{file.filename}: /{path} claims {size} bytes, the file holds {stored} of it; refused."
         )

@@ -55,6 +55,7 @@ class LayerArray:
     Attributes:
         name: name of the layer.
         dtype: numpy dtype of the values; float32 for bfloat16 layers.
+        stored_dtype: number type in the file: 'float16', 'float32' or 'bfloat16'.
         shape: (N, ...).
     """
 
@@ -62,7 +63,7 @@ class LayerArray:
         self._store = store
         self.name = name
         info = store._contents.layers[name]
-        self.dtype = info.dtype
+        self.dtype, self.stored_dtype = info.dtype, info.stored_dtype
         self.shape: tuple[int, ...] = (len(store), *info.row_shape)
 
     @property

@@ -26,7 +26,7 @@ import numpy.typing as npt
 from featx.base import module_command, module_environment, size_text
 from featx.errors import FeatxError, RunError, StoreError, counted
 from featx.storage import AtomicFolder, ReservedFile, exclusive_lock
-from featx.store import codecs, layout
+from featx.store import layout
 from featx.store.attribute_checksums import check_texts, seal_texts
 from featx.store.checksums import check_chunks, good_chunks
 from featx.store.chunk_table import write_chunk_table
@@ -206,8 +206,6 @@ def pack(root: Path, in_memory: bool = False) -> None:
     manifest, _ = load_manifest(root)
     if manifest is None:
         raise StoreError(f"{root} holds no store: there is no {layout.MANIFEST}.")
-    if any(codecs.CODECS.get(run.codec).needs_plugin for run in manifest.runs):
-        codecs.load_plugin()
     sources = _source_files(root, manifest)
     if [source.path.name for source in sources] == [layout.PACKED]:
         return

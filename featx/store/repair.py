@@ -192,15 +192,13 @@ def repair_part(
     """
     rebuilt = [] if listing is None else list(_rebuilt_files(path, manifest, part, listing))
     files = [(_file_path(disk.root, manifest, rows), data) for rows, data in rebuilt]
-    # Files with other names are published before the damaged file is moved, so that a kill in
-    # between loses no row.
+    # At every moment each good row is in a file of the store, so that a kill loses none: files with
+    # other names are published before the damaged file is moved, and one with its name replaces it.
     for name, data in files:
         if name != path:
             disk.publish(name, data)
-    quarantine_path = disk.quarantine(path, disk.root / layout.QUARANTINE)
-    for name, data in files:
-        if name == path:
-            disk.publish(name, data)
+    replacement = next((data for name, data in files if name == path), None)
+    quarantine_path = disk.quarantine(path, disk.root / layout.QUARANTINE, replacement)
     return RepairResult(quarantine_path, len(part), sum(len(rows) for rows, _ in rebuilt))
 
 

@@ -24,7 +24,7 @@ from featx.store.committed_parts import CommittedParts, quarantine_invalid, remo
 from featx.store.compatibility import merge_manifest
 from featx.store.dtypes import nan, raw_dtype, read_raw
 from featx.store.failures import csv_rows, failures_csv, read_failures
-from featx.store.hdf5_files import damage_text, open_metadata
+from featx.store.hdf5_files import damage_text, open_metadata, open_plain_dataset
 from featx.store.heartbeat import (
     SILENT_S,
     HeartbeatRecord,
@@ -270,7 +270,9 @@ class StoreSession:
             with open_metadata(path) as file:
                 check_chunks(file)
                 rows = {
-                    spec.name: read_raw(file[f"{layout.FEATURES}/{spec.name}"], 0, len(part))
+                    spec.name: read_raw(
+                        open_plain_dataset(file, f"{layout.FEATURES}/{spec.name}"), 0, len(part)
+                    )
                     for spec in self.manifest.run_of(part).layers
                 }
                 return rows, read_failures(file), read_image_checksums(file)

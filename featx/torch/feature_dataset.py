@@ -93,8 +93,7 @@ class FeatureDataset(Dataset[tuple[torch.Tensor, int]]):
             StoreError: as for `__getitems__`.
         """
         rows = self._rows[[operator.index(index)]]
-        feature = torch.from_numpy(self._read(rows))[0]
-        return feature, int(self._labels[rows[0]])
+        return self._read(rows)[0], int(self._labels[rows[0]])
 
     def __getitems__(self, indices: Sequence[int]) -> list[tuple[torch.Tensor, int]]:
         """Return a batch with a single read; DataLoader calls this method.
@@ -104,14 +103,13 @@ class FeatureDataset(Dataset[tuple[torch.Tensor, int]]):
                 store.
         """
         rows = self._rows[np.array([operator.index(i) for i in indices], dtype=np.int64)]
-        features = torch.from_numpy(self._read(rows))
-        return list(zip(features, self._labels[rows].tolist(), strict=True))
+        return list(zip(self._read(rows), self._labels[rows].tolist(), strict=True))
 
-    def _read(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[Any]:
+    def _read(self, rows: npt.NDArray[np.int64]) -> torch.Tensor:
         """Read features by row of the store.
 
         Returns:
-            (n, ...) array in the dtype of the store.
+            (n, ...) tensor in the dtype of the store.
 
         Raises:
             StoreError: as for `__getitems__`.
@@ -121,7 +119,10 @@ class FeatureDataset(Dataset[tuple[torch.Tensor, int]]):
         if self.store.attrs.get("fingerprint") != self._fingerprint:
             raise StoreError(f"another run has changed {self.store.root}; open it again.")
         check_rows_present(self.store, self.layer, rows, read)
-        return read
+        # numpy has no bfloat16 and reads it as float32; the way back is exact.
+        is_bfloat16 = self._features.stored_dtype == "bfloat16"
+        features = torch.from_numpy(read)
+        return features.to(torch.bfloat16) if is_bfloat16 else features
 
 
 class BlockShuffleSampler(Sampler[int]):

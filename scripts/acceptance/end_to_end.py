@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from acceptance.photographs import large_folder
@@ -43,21 +42,17 @@ GOALS = {
     ("ResNet-50 avgpool", "one process"): 6_000,
     ("ResNet-50 avgpool", "two processes"): 10_000,
 }
-"""Job and number of processes -> images/s on one H100 with 16 cores, decode=fast."""
-
-
-SHARES_TRIED = (4, 8, 12, 16)
-"""Sixteenths of the images that the GPU decodes, besides the share that featx chooses."""
+"""Job and number of processes -> images/s on one H100 with 16 cores."""
 
 
 def decoding(settings: Settings) -> Mapping[str, Any]:
-    """Images/s of reading, decoding and resizing alone: by the CPU, and with shares of the GPU."""
+    """Images/s of reading, decoding and resizing alone."""
     import torch
     from benchmarks import loader_overhead
 
     from featx.base import keep_freed_memory, num_cpus
     from featx.config import DataConfig, from_keywords, from_omegaconf
-    from featx.images import CrashList, DecodeSettings, with_share
+    from featx.images import DecodeSettings
     from featx.models import build_backbone
     from featx.sources import open_source
 
@@ -70,7 +65,7 @@ def decoding(settings: Settings) -> Mapping[str, Any]:
     source = open_source(config.data)
     listing = source.listing().head(64 if settings.dry_run else 12_000)
     preprocess = build_backbone(config.model, 0).preprocess
-    decode = DecodeSettings.of_run(config, preprocess, listing, CrashList(None), None)
+    decode = DecodeSettings.of_run(config, preprocess, listing)
     device = torch.device(settings.device)
     cpus = num_cpus()
 
@@ -78,24 +73,13 @@ def decoding(settings: Settings) -> Mapping[str, Any]:
     empty = loader_overhead.measure(loader_overhead.NoFiles(num_empty), num_empty, 256, True)
     rows = [
         {"decoded by": "nothing", "images/s": empty.images_per_second},
-        {"decoded by": f"{cpus} CPU threads", "images/s": _rate(source, listing, decode, device)},
+        {"decoded by": f"{cpus} processes", "images/s": _rate(source, listing, decode, device)},
     ]
     rows[-1]["images/s and core"] = rows[-1]["images/s"] / cpus
-    chosen, found = with_share("gpu", source, listing, decode, device)
-    tried = {
-        share: _rate(source, listing, replace(decode, device_share=share), device)
-        for share in dict.fromkeys((*SHARES_TRIED, chosen.device_share))
-    }
-    rows += [{"decoded by": f"the GPU, {s} of 16", "images/s": r} for s, r in tried.items()]
-    rows[-1]["chosen"] = found["decode"]
-    best = max(tried.values())
     return {
         "rows": rows,
         "goals": {
             "one process delivers 15,000 images/s": empty.images_per_second >= 15_000,
-            "the chosen share is within 10 % of the best": (
-                tried[chosen.device_share] >= 0.9 * best
-            ),
         },
     }
 
@@ -105,19 +89,19 @@ def _rate(source: Source, listing: Listing, decode: DecodeSettings, device: torc
     from featx.images import Loader
     from featx.types import Part
 
-    with Loader(source, listing, decode, 256, device) as loader:
+    with Loader(source, listing, decode, device) as loader:
         started_at = time.perf_counter()
-        count = sum(batch.count for _, batch in loader.batches([Part(0, 0, len(listing))]))
+        count = sum(batch.count for _, batch in loader.batches([Part(0, 0, len(listing))], 256))
         return count / (time.perf_counter() - started_at)
 
 
 def runs(settings: Settings) -> Mapping[str, Any]:
-    """Every job with decode=fast and decode=gpu, and with two processes on one device."""
+    """Every job with one process and with two on one device."""
     rows: list[dict[str, Any]] = []
     goals: dict[str, bool] = {}
     for name, (count, options) in (DRY_JOBS if settings.dry_run else JOBS).items():
         rates: dict[str, float] = {}
-        for how, given in _variants(settings).items():
+        for how, given in _VARIANTS.items():
             try:
                 rates[how] = _run(settings, rows, name, how, count, (*options, *given))
             except RuntimeError as error:
@@ -131,12 +115,8 @@ def runs(settings: Settings) -> Mapping[str, Any]:
     return {"rows": rows, "goals": goals}
 
 
-def _variants(settings: Settings) -> dict[str, tuple[str, ...]]:
-    variants = {
-        "one process": ("decode=fast",),
-        "two processes": ("decode=fast", "executor.workers=2"),
-    }
-    return variants if settings.dry_run else {**variants, "decode=gpu": ("decode=gpu",)}
+_VARIANTS = {"one process": (), "two processes": ("executor.workers=2",)}
+"""How a job is run -> the options for it."""
 
 
 def _run(

@@ -279,10 +279,10 @@ def file_of(spec: Any, moments: Moments) -> memoryview:
 @pytest.mark.slow
 def test_gradients_of_another_target_are_other_values(photos: Path) -> None:
     gradients = {"layers": ["conv"], "capture": "grad_output", "reduce": "avg"}
-    take(photos, out="stats", target="label", **gradients)
+    take(photos, out="stats", target="predicted", **gradients)
     pca = {"name": "pca", "stats": "stats", "k": 1}
-    assert stored(photos, target="label", **{**gradients, "reduce": pca}).complete
-    with pytest.raises(StoreMismatchError, match="target: the statistics have 'label', now 0"):
+    assert stored(photos, target="predicted", **{**gradients, "reduce": pca}).complete
+    with pytest.raises(StoreMismatchError, match="target: the statistics have 'predicted', now 0"):
         stored(photos, out="other", target=0, **{**gradients, "reduce": pca})
 
 

@@ -87,7 +87,7 @@ def assert_moments_of(statistics: Statistics, layer: str, x: np.ndarray) -> None
             {"observation": "position"},
             marks=pytest.mark.slow,
         ),
-        ({"layers": ["conv"], "capture": "grad_output", "target": "label"}, {}),
+        ({"layers": ["conv"], "capture": "grad_output", "target": "predicted"}, {}),
     ],
 )
 def test_equal_numpy_on_the_whole_matrix(

@@ -38,12 +38,12 @@ IDLE = {"read": 0.5, "decode": 1.0, "wait": 0.2, "model": 1.0, "copy": 0.1, "wri
         (
             {"wait": 6.0, "decode": 19.0},
             ("cpu", "fp32"),
-            "decoding: 1.9 of 2 threads busy, 60% of the time",
+            "decoding: 1.9 of 2 decoders busy, 60% of the time",
         ),
         (
             {"wait": 6.0, "read": 19.0},
             ("cuda", "fp16"),
-            "reading images: 1.9 of 2 threads busy",
+            "reading images: 1.9 of 2 decoders busy",
         ),
         ({"copy": 5.0}, ("cuda", "fp16"), "copying from the device: 50% of the time"),
         ({"write": 4.0}, ("cpu", "fp32"), "writing: 40% of the time"),

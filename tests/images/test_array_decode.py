@@ -19,7 +19,6 @@ from torchvision.transforms import functional as TF
 from featx.images import ImagePolicy, PixelFormatError, PixelScale, Preprocess
 from featx.images.decode import decode_array
 from featx.images.orientation import turn_array
-from featx.images.subprocess_decode import decode_in_subprocess
 from featx.types import ImageFault, Status
 
 RNG = np.random.default_rng(0)
@@ -253,14 +252,6 @@ def test_what_needs_the_extra_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
         found = fault(data, 5)
         assert found.status == Status.UNSUPPORTED
         assert str(found).endswith('needs pip install "featx[channels]"')
-
-
-def test_a_child_process_gives_the_same_numbers() -> None:
-    policy = ImagePolicy("apply", (255, 255, 255), 10**6, channels=5)
-    array = RNG.standard_normal((7, 8, 5)).astype(np.float32)
-    found = decode_in_subprocess(npy(array), policy, None, 60)
-    assert found.dtype == np.float32
-    np.testing.assert_array_equal(found, array)
 
 
 def transform(scale: PixelScale, num: int, interpolation: str = "bilinear") -> Preprocess:

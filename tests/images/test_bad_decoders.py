@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import json
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Collection, Iterable
@@ -14,7 +13,7 @@ from pathlib import Path
 import broken_decoders
 import numpy as np
 import pytest
-from broken_decoders import ABORT, CRASH, HANG, SLOW, gif
+from broken_decoders import ABORT, CRASH, HANG, gif
 from conftest import with_path
 from PIL import Image
 from tiny_model import COMMAND, extract, run_job
@@ -29,19 +28,15 @@ BAD = {
     "cat/012.gif": (ABORT, "crashes decoder", "SIGABRT"),
     "dog/044.gif": (CRASH, "crashes decoder", "SIGSEGV"),
 }
-SLOWLY = "cat/020.gif"
-
-
 FEW = ("dog/005.gif", "dog/007.gif")
 """One that crashes and one that hangs: a start of the command takes seconds."""
 
 
-def write_gifs(root: Path, names: Iterable[str] = (*BAD, SLOWLY)) -> None:
+def write_gifs(root: Path, names: Iterable[str] = tuple(BAD)) -> None:
     for seed, name in enumerate(names):
         squares = np.random.default_rng(seed).integers(0, 256, (4, 4, 3), dtype=np.uint8)
         image = Image.fromarray(squares.repeat(12, 0).repeat(12, 1))
-        comment = SLOW if name == SLOWLY else BAD[name][0]
-        (root / name).write_bytes(gif(image, comment))
+        (root / name).write_bytes(gif(image, BAD[name][0]))
 
 
 def environment(folder: Path) -> dict[str, str]:
@@ -66,34 +61,9 @@ def assert_only_the_bad_ones_failed(
 
 
 @pytest.mark.slow
-def test_the_same_call_resumes_after_each_crash(photos: Path, tmp_path: Path) -> None:
-    """From Python nobody starts the process again; every start gets further."""
-    write_gifs(photos)
-    program = (
-        "from tiny_model import extract\n"
-        "data = {'name': 'folder', 'root': 'photos', 'timeout_s': 2}\n"
-        "extract(data, max_failures=9)"
-    )
-    codes = []
-    while not codes or codes[-1] != 0:
-        done = subprocess.run(
-            [sys.executable, "-c", program],
-            cwd=tmp_path, env=environment(tmp_path), capture_output=True, text=True, check=False,
-        )  # fmt: skip
-        codes.append(done.returncode)
-        assert len(codes) < 6, done.stderr
-    assert set(codes[:-1]) <= {-signal.SIGSEGV, -signal.SIGABRT}
-    assert codes[:-1]
-    assert_only_the_bad_ones_failed(photos, tmp_path / "store")
-    assert not list((tmp_path / "store").glob(".decoding-*"))
-
-
-@pytest.mark.slow
 @pytest.mark.usefixtures("in_tmp_path")
-@pytest.mark.parametrize("names", [FEW, (*BAD, SLOWLY)])
-def test_the_command_resumes_by_itself(
-    photos: Path, tmp_path: Path, names: Collection[str]
-) -> None:
+@pytest.mark.parametrize("names", [FEW, tuple(BAD)])
+def test_the_command_runs_on(photos: Path, tmp_path: Path, names: Collection[str]) -> None:
     write_gifs(photos, names)
     bad = [name for name in names if name in BAD]
     num_crashes = sum(BAD[name][2].startswith("SIG") for name in bad)
@@ -104,11 +74,9 @@ def test_the_command_resumes_by_itself(
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr
-    assert 1 <= done.stderr.count("The decoder of an image crashed the process") <= num_crashes
     assert f"{num_crashes} crashes decoder, such as" in done.stderr
     assert_only_the_bad_ones_failed(photos, tmp_path / "store", bad)
-    assert set(os.listdir("store")) >= {"features.h5", "failures.csv", ".crash-list"}
-    assert not list(Path("store").glob(".decoding-*"))
+    assert set(os.listdir("store")) >= {"features.h5", "failures.csv"}
 
 
 @pytest.fixture
@@ -125,7 +93,7 @@ def probed(photos: Path) -> Path:
 @pytest.mark.slow
 @pytest.mark.usefixtures("in_tmp_path")
 @pytest.mark.parametrize("job", ["layers", "plan", "predict"])
-def test_jobs_that_write_to_no_store_resume_as_well(
+def test_jobs_that_write_to_no_store_run_on_as_well(
     probed: Path, tmp_path: Path, job: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "temporary").mkdir()
@@ -142,7 +110,6 @@ def test_jobs_that_write_to_no_store_resume_as_well(
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr
-    assert 1 <= done.stderr.count("The decoder of an image crashed the process") <= 2
     if job == "predict":
         with Path("predicted/predictions.csv").open(newline="") as file:
             rows = {row["key"]: row["status"] for row in csv.DictReader(file)}
@@ -165,7 +132,6 @@ def test_verify_names_the_row_whose_image_crashes_its_decoder_now(
     )  # fmt: skip
     assert done.returncode == 2, done.stderr
     assert "Traceback" not in done.stderr
-    assert done.stderr.count("The decoder of an image crashed the process") == 1
     assert "1 different" in done.stdout
     assert "dog/005.gif" in done.stdout
 
@@ -188,8 +154,6 @@ def test_a_report_is_finished_without_the_thumbnails_that_crash_and_hang(
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr
-    crashing = [name for name in BAD if BAD[name][0] in (CRASH, ABORT)]
-    assert 1 <= done.stderr.count("The decoder of an image crashed the process") <= len(crashing)
     assert f"{len(BAD)} images cannot be decoded now, such as" in done.stderr
     assert f"; {len(BAD)} cannot be decoded now" in done.stdout
     text = Path("store/report.html").read_text("utf-8")

@@ -25,8 +25,8 @@ from PIL import Image, ImageFile, ImageOps
 
 from featx.config import DataConfig
 from featx.errors import ConfigError
-from featx.images import PILLOW, ImagePolicy
-from featx.images.decode import FORMATS, decode_array, decode_pillow
+from featx.images import PILLOW, ImagePolicy, decode_pillow
+from featx.images.decode import FORMATS, decode_array
 from featx.images.image_policy import SIMPLEJPEG, jpeg_decoder
 from featx.images.rgb_conversion import to_rgb
 from featx.types import ImageFault, Status

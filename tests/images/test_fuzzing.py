@@ -96,8 +96,8 @@ def load(source: Mixed, reference: bool) -> tuple[torch.Tensor, dict[int, Status
     policy = ImagePolicy("apply", (255, 255, 255), 10**7)
     count = len(source.images)
     decoding = DecodeSettings(PREPROCESS, policy, reference)
-    with Loader(source, source.listing(), decoding, batch_size=16) as loader:
-        batches = [batch for _, batch in loader.batches([Part(0, 0, count)])]
+    with Loader(source, source.listing(), decoding) as loader:
+        batches = [batch for _, batch in loader.batches([Part(0, 0, count)], 16)]
     for batch in batches:
         assert batch.images.shape == (16, 3, SIDE, SIDE)
     faults = {failure.row: failure.status for batch in batches for failure in batch.failures}
@@ -121,8 +121,7 @@ def test_no_mutant_changes_its_neighbours(count: int, reference: bool) -> None:
     assert len(Counter(faults.values())) >= 3
 
 
-def test_a_fault_is_the_one_of_subprocess_decode() -> None:
-    """In a batch and by itself: the same verdict on the same bytes."""
+def test_a_fault_in_a_batch_is_that_of_the_image_by_itself() -> None:
     source = Mixed(60, 5, mutants=True)
     policy = ImagePolicy("apply", (255, 255, 255), 10**7)
     _, faults = load(source, reference=True)

@@ -18,8 +18,14 @@ from hypothesis import strategies as st
 from PIL import Image
 from torchvision.transforms import functional as TF
 
-from featx.images import ImagePolicy, LabelTransform, Preprocess, image_sizes, read_label_map
-from featx.images.decode import decode_pillow
+from featx.images import (
+    ImagePolicy,
+    LabelTransform,
+    Preprocess,
+    decode_pillow,
+    image_sizes,
+    read_label_map,
+)
 from featx.types import ImageFault, Status
 
 POLICY = ImagePolicy("apply", (255, 255, 255), 1 << 24)

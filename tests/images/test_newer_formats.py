@@ -16,8 +16,8 @@ from PIL import AvifImagePlugin, Image
 from tiny_model import extract
 
 from featx.errors import ConfigError, StoreMismatchError
-from featx.images import ImagePolicy
-from featx.images.decode import decode_array, decode_pillow
+from featx.images import ImagePolicy, decode_pillow
+from featx.images.decode import decode_array
 from featx.images.image_policy import heif_version
 from featx.sources import FolderSource
 from featx.types import ImageFault, Status

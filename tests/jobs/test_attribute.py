@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from tiny_model import COMMAND, KEYS, run_job, write_image
 from zoo import TwoStageConvNet
 
 import featx
-from featx.errors import ConfigError, LayerError, StoreMismatchError
+from featx.errors import ConfigError, DataError, LayerError, StoreMismatchError
 from featx.jobs import attribute
 from featx.models import state_sha256
 from featx.types import Status
@@ -164,10 +165,44 @@ def test_a_row_that_is_not_finite_is_an_error_or_a_record(photos: Path) -> None:
 
 
 @pytest.mark.usefixtures("in_tmp_path")
-def test_labels_are_explained_as_they_are(photos: Path) -> None:
-    assert run(photos, target="label", attribute={"method": ["saliency"], "layer": None}) == 0
+def test_labels_are_classes_of_the_model_by_number_or_by_name(photos: Path) -> None:
+    saliency = {"method": ["saliency"], "layer": None}
+    with pytest.raises(DataError, match=r"classes of the data set are cat, dog, and .* no names"):
+        run(photos, target="label", attribute=saliency)
+    Path("classes.json").write_text('{"cat": 2, "dog": 0}')
+    data = {"name": "folder", "root": str(photos), "classes": "classes.json"}
+    assert run_job("attribute", **{**RUN, "data": data, "out": "store", "target": "label",
+                                   "attribute": {**OPTIONS, **saliency}}) == 0  # fmt: skip
     store = featx.open("store")
-    assert np.array_equal(store["target"][:], store.labels)
+    assert np.array_equal(store["target"][:], [2 if key[:3] == "cat" else 0 for key in store.keys])
+    for key in store.keys:
+        row = store.row(key)
+        expected = logits(photos / key)[int(store["target"][row])]
+        assert store["score"][row] == pytest.approx(expected, abs=1e-5)
+
+
+def logits(path: Path) -> np.ndarray:
+    """Logits of the tiny model for an image, computed by hand."""
+    torch.manual_seed(0)
+    net = TwoStageConvNet().eval()
+    with Image.open(path) as image:
+        pixels = np.asarray(image.convert("RGB").resize((32, 32), Image.Resampling.BILINEAR))
+    x = torch.from_numpy(pixels.astype(np.float32) / 255).permute(2, 0, 1)[None]
+    mean, std = torch.tensor([0.485, 0.456, 0.406]), torch.tensor([0.229, 0.224, 0.225])
+    with torch.no_grad():
+        return net((x - mean.view(3, 1, 1)) / std.view(3, 1, 1))[0].numpy()
+
+
+@pytest.mark.usefixtures("in_tmp_path")
+def test_folders_named_by_numbers_are_the_classes_of_these_numbers(photos: Path) -> None:
+    """Folder 3 is the second of two classes."""
+    folder = Path("numbered")
+    for number, image in zip((1, 3), sorted((photos / "cat").iterdir()), strict=False):
+        (folder / str(number)).mkdir(parents=True)
+        shutil.copy(image, folder / str(number) / "a.png")
+    assert run(folder, target="label", attribute={"method": ["saliency"], "layer": None}) == 0
+    store = featx.open("store")
+    assert store["target"][:].tolist() == [1, 3]
 
 
 @pytest.mark.usefixtures("in_tmp_path")

@@ -48,14 +48,6 @@ class StubSpec:
 
 
 def go_wrong(what: str, root: Path) -> None:
-    if what == "crash":
-        from featx.images import CrashList
-
-        with CrashList(root).journal() as events:
-            assert events is not None
-            with events.recording(b"cat/0000.jpg"):
-                os.kill(os.getpid(), signal.SIGSEGV)
-                time.sleep(60)
     if what == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     if what == "exit":

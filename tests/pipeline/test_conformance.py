@@ -26,7 +26,7 @@ from torch import nn
 from featx.config import from_keywords, from_omegaconf, make_reduce, model_options
 from featx.engine import Compute, Engine
 from featx.errors import ModelError
-from featx.images import CrashList, DecodeSettings, Loader, Preprocess, centre_crop
+from featx.images import DecodeSettings, Loader, Preprocess, centre_crop
 from featx.layers import select
 from featx.models import Backbone, build_backbone
 from featx.pipeline import (
@@ -94,17 +94,17 @@ def compared(
     config = from_omegaconf(from_keywords({"data": str(photos), **keys}))
     source = open_source(config.data)
     listing = source.listing()
-    decoding = DecodeSettings.of_run(config, backbone.preprocess, listing, CrashList(None))
+    decoding = DecodeSettings.of_run(config, backbone.preprocess, listing)
     rows = list(range(len(listing)))
     with contextlib.ExitStack() as stack:
         engine = stack.enter_context(Engine(backbone, CPU, "float16"))
-        loader = stack.enter_context(Loader(source, listing, decoding, 1))
-        trial = TrialImages(rows, loader.load(rows), 0.0, 0.0)
+        loader = stack.enter_context(Loader(source, listing, decoding))
+        trial = TrialImages(rows, loader.load(rows), 0.0, 0.0, 1)
         requests = [(layer, make_reduce("none")) for layer in layers]
         traced = engine.trace(layers)
         chosen = select(requests, traced, backbone.classifier, backbone.stages).chosen
         engine.attach_captures(chosen)
-        images = RunImages(source, listing, decoding)
+        images = RunImages(source, listing, decoding, loader)
         plain = take_plain_path(config, engine, chosen, images, trial)
         engine.configure_compute(compute)
         change(engine)

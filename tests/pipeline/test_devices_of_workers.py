@@ -279,15 +279,16 @@ def test_other_jobs_killed_in_the_middle_give_the_same(photos: Path, job: str, v
             assert process.poll() is None
             assert time.monotonic() < deadline
             time.sleep(0.05)
-        workers = workers_here()
+        workers, decoders = workers_here()
         assert len(workers) == 2
+        assert decoders
         os.kill(workers[0] if victim == "worker" else process.pid, signal.SIGKILL)
         _, output = process.communicate(timeout=120)
     if victim == "worker":
         assert process.returncode == 0, output
         assert re.search(KILLED, output)
     else:
-        assert all(ended(pid) for pid in workers), "a worker lives on"
+        assert all(ended(pid) for pid in (*workers, *decoders)), "a process lives on"
         assert 1 <= distributed_jobs.parts_done(job, Path("store")) < 6
         subprocess.run(command_of(job), env=environment, check=True, timeout=120)
     assert distributed_jobs.made(job) == distributed_jobs.made(job, "reference")
@@ -311,9 +312,9 @@ def started(*more: str) -> subprocess.Popen[str]:
     return process
 
 
-def workers_here() -> list[int]:
-    """The worker processes of a run in this folder."""
-    found = []
+def workers_here() -> tuple[list[int], list[int]]:
+    """The worker processes of a run in this folder, and those that they have forked."""
+    parent_of = {}
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             words = (folder / "cmdline").read_bytes().split(b"\0")
@@ -321,8 +322,10 @@ def workers_here() -> list[int]:
                 b"featx.pipeline.executors.local_worker" in words
                 and (folder / "cwd").readlink() == Path.cwd()
             ):
-                found.append(int(folder.name))
-    return found
+                status = (folder / "stat").read_text().rpartition(") ")[2]
+                parent_of[int(folder.name)] = int(status.split()[1])
+    workers = [pid for pid, parent in parent_of.items() if parent not in parent_of]
+    return workers, [pid for pid in parent_of if pid not in workers]
 
 
 @pytest.mark.slow
@@ -330,8 +333,9 @@ def workers_here() -> list[int]:
 def test_killed_in_the_middle_the_datasets_are_the_same(photos: Path, end: str) -> None:
     reference = extract(photos, out="reference", model={**MODEL, "args": {"pause_s": 0.4}})
     process = started()
-    workers = workers_here()
+    workers, decoders = workers_here()
     assert len(workers) == 2
+    assert decoders
     victim = workers[0] if end == "worker" else process.pid
     signals = {"sigint": signal.SIGINT, "sigterm": signal.SIGTERM}
     started_at = time.monotonic()
@@ -344,7 +348,7 @@ def test_killed_in_the_middle_the_datasets_are_the_same(photos: Path, end: str) 
     else:
         assert time.monotonic() - started_at < 10
         assert not Path("store/features.h5").exists()
-        assert all(ended(pid) for pid in workers), "a worker lives on"
+        assert all(ended(pid) for pid in (*workers, *decoders)), "a process lives on"
         subprocess.run(
             command("executor.workers=2"),
             env={**with_path(TESTS), "OMP_NUM_THREADS": "1"},

@@ -264,13 +264,3 @@ def test_a_second_driver_is_refused_with_the_name_of_the_first(
     assert driver.poll() is None
     assert driver.wait(60) == 0
     assert len(events_of(tmp_path, "part-*")) == 10
-
-
-@pytest.mark.slow
-def test_decoders_that_crash_are_not_the_parts_fault(
-    work: Callable[..., WorkerPool], run: MadeRun, tmp_path: Path
-) -> None:
-    """Each crash tells of images that the next worker decodes with care."""
-    work(2, faults={3: ("crash", 4)})
-    assert is_whole(run, tmp_path)
-    assert len(events_of(tmp_path, "fault-3-*")) == 4

@@ -17,7 +17,7 @@ import torch
 from featx.config import Config
 from featx.engine import BatchParallelism
 from featx.errors import RunError
-from featx.images.row_loader import LoaderTimes
+from featx.images.decoder_channels import LoaderTimes
 from featx.pipeline import Interrupted, RunObserver, run_parts
 from featx.pipeline.trial import TrialSpeed
 from featx.types import Batch, Failure, Part
@@ -26,19 +26,20 @@ DISK: Any = None  # is for profile=true alone
 PARTS = [Part(0, 0, 4), Part(1, 4, 8), Part(2, 8, 12)]
 
 
-class Images(contextlib.AbstractContextManager[Any]):
+class Images:
     """Batches of two rows without images."""
 
     times = LoaderTimes()
     warnings: ClassVar[dict[str, int]] = {}
+    num_decoders = 1
 
-    def batches(self, parts: list[Part]) -> Iterator[tuple[Part, Batch]]:
-        for part in parts:
-            for start in range(part.start, part.stop, 2):
-                yield part, Batch(torch.zeros(2), start, 2, [])
-
-    def __exit__(self, *error: object) -> None:
+    def start_counting(self) -> None:
         pass
+
+    def batches(self, parts: list[Part], batch_size: int) -> Iterator[tuple[Part, Batch]]:
+        for part in parts:
+            for start in range(part.start, part.stop, batch_size):
+                yield part, Batch(torch.zeros(batch_size), start, batch_size, [])
 
 
 class PartsAndSink:
@@ -85,7 +86,7 @@ def context() -> Any:
     config = Config()
     return SimpleNamespace(
         engine=engine,
-        loader=lambda size: Images(),
+        loader=Images(),
         config=config,
         parallelism=BatchParallelism(1, 1, False, {}),
         trial=TrialSpeed(0.0, 0.0, 0.01, 1, True),

@@ -181,7 +181,6 @@ def test_deaths_count_by_part(pool: FakeExecutor) -> None:
     assert not pool.has_deaths(PARTS)
     assert pool.count_death(PARTS[:2]) == 1
     assert pool.count_death(PARTS[1:3]) == 2
-    assert pool.count_death(PARTS[1:2], counts=False) == 2
     assert pool.count_death(PARTS[1:2]) == MAX_DEATHS
     assert pool.count_death(PARTS[3:4]) == 1
     assert [pool.has_deaths([part]) for part in PARTS] == [True, True, True, True, False]
@@ -189,7 +188,6 @@ def test_deaths_count_by_part(pool: FakeExecutor) -> None:
 
 def test_deaths_without_a_part_count_together(pool: FakeExecutor) -> None:
     assert [pool.count_death([]) for _ in range(3)] == [1, 2, 3]
-    assert pool.count_death([], counts=False) == 3
     assert not pool.has_deaths(PARTS)
 
 

@@ -15,7 +15,7 @@ from featx.pipeline.trial import LEAST_SHARE, Shortfall, TrialSpeed
 pytestmark = pytest.mark.usefixtures("packing_in_process")
 
 IDLE = {"read": 0.0, "decode": 0.0, "wait": 0.0, "model": 0.0, "copy": 0.0, "write": 0.0}
-TRIAL = TrialSpeed(read_s=0.001, decode_s=0.004, model_s=0.1, threads=2, is_on_cpu=True)
+TRIAL = TrialSpeed(read_s=0.001, decode_s=0.004, model_s=0.1, decoders=2, is_on_cpu=True)
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def test_what_the_slowest_stage_promises(trial: TrialSpeed, promised: float) -> 
 def test_the_stage_that_took_longer_than_in_the_trial(
     busy: dict[str, float], on_cpu: bool, cause: str
 ) -> None:
-    trial = TrialSpeed(TRIAL.read_s, TRIAL.decode_s, TRIAL.model_s, TRIAL.threads, on_cpu)
+    trial = TrialSpeed(TRIAL.read_s, TRIAL.decode_s, TRIAL.model_s, TRIAL.decoders, on_cpu)
     found = trial.compare(IDLE | busy, num_rows=100, elapsed_s=31.0, num_batches=3)
     assert found.share == pytest.approx(100 / 31 / trial.images_per_second)
     assert found.cause is not None

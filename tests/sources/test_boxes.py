@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import csv
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +12,10 @@ from PIL import Image
 from tiny_model import extract, run_job
 
 from featx.errors import ConfigError, DataError
-from featx.images import CrashList, fault_tolerant_decode
+from featx.images import row_loader
 from featx.sources import FolderSource
 from featx.sources.boxes import BoxedSource
 from featx.store import FeatureStore
-from featx.types import Status
 
 pytestmark = pytest.mark.usefixtures("packing_in_process", "in_tmp_path")
 
@@ -68,19 +65,19 @@ def test_an_image_is_decoded_once_or_twice_for_all_its_boxes(
 ) -> None:
     name = sorted(str(path.relative_to(photos)) for path in photos.rglob("*.png"))[0]
     tiles = [(name, x, y, 8, 8) for x in range(0, 40, 4) for y in range(0, 40, 4)]
-    decoded = 0
-    decode_array = fault_tolerant_decode.decode_array
+    decoded = Path("decoded")
+    decode = row_loader.decode_box_image
 
     def counted(*args: Any) -> Any:
-        nonlocal decoded
-        decoded += 1
-        return decode_array(*args)
+        with decoded.open("a") as file:  # in the process of a decoder
+            file.write("x")
+        return decode(*args)
 
-    monkeypatch.setattr(fault_tolerant_decode, "decode_array", counted)
+    monkeypatch.setattr(row_loader, "decode_box_image", counted)
     store = boxed(photos, write_boxes(tiles))
     assert len(store.keys) == 100
-    # Once by each thread at the most, in the run and for the images it is decided on.
-    assert decoded <= 2 * fault_tolerant_decode.num_cpus()
+    # In the run, for the images it is decided on, and by the library's transform.
+    assert 1 <= len(decoded.read_text()) <= 3
 
 
 def test_a_box_that_reaches_outside_fails_alone(photos: Path) -> None:
@@ -169,27 +166,3 @@ def test_whole_images_are_not_exported_as_regions(photos: Path) -> None:
     boxed(photos, write_boxes(boxes_of(photos)))
     with pytest.raises(ConfigError, match="boxes of images"):
         run_job("export", store="store", export={"format": "webdataset"})
-
-
-def test_the_crash_list_names_the_image_and_not_its_boxes(
-    photos: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What a run was decoding when it died is noted by image."""
-    alone: list[bytes] = []
-
-    def refused(data: bytes, *args: object) -> None:
-        alone.append(data)
-        from featx.types import ImageFault
-
-        raise ImageFault(Status.CRASHES_DECODER, "it crashes", "SIGSEGV")
-
-    @contextlib.contextmanager
-    def in_flight(self: CrashList) -> Iterator[set[bytes]]:
-        yield {b"cat/000.png"}
-
-    monkeypatch.setattr(fault_tolerant_decode, "decode_in_subprocess", refused)
-    monkeypatch.setattr(CrashList, "in_flight", in_flight)
-    store = boxed(photos, write_boxes(boxes_of(photos)), max_failures=10)
-    assert {f["key"].partition("#")[0] for f in store.failures} == {"cat/000.png"}
-    assert len(store.failures) == 3
-    assert set(alone) == {(photos / "cat/000.png").read_bytes()}

@@ -14,8 +14,7 @@ from PIL import Image
 
 from featx.config import DataConfig
 from featx.errors import ConfigError, DataError
-from featx.images import ImagePolicy
-from featx.images.decode import decode_pillow
+from featx.images import ImagePolicy, decode_pillow
 from featx.sources import open_source
 from featx.sources.hdf5 import Hdf5Options
 from featx.types import ImageFault, Source, Status
@@ -169,9 +168,10 @@ def test_a_file_of_strangers_reads_no_other_file(tmp_path: Path) -> None:
         file.create_dataset("huge", (10**9, 8, 9, 3), np.uint8, chunks=(1, 8, 9, 3))
     for name in ("soft", "outside"):
         refused(tmp_path / "x.h5", "links to another object; refused", dataset=name)
-    for name in ("virtual", "raw"):
-        refused(tmp_path / "x.h5", "no plain dataset; refused", dataset=name)
-    refused(tmp_path / "x.h5", "/huge claims .* bytes", dataset="huge")
+    for name, kind in (("virtual", "virtual"), ("raw", "external")):
+        message = f"/{name} is no plain dataset; refused: it is {kind}, so its values lie in other"
+        refused(tmp_path / "x.h5", message, dataset=name)
+    refused(tmp_path / "x.h5", "/huge claims .* bytes, but was never written", dataset="huge")
 
 
 def test_a_damaged_chunk_fails_its_own_rows_only(tmp_path: Path) -> None:
@@ -193,6 +193,136 @@ def test_a_damaged_chunk_fails_its_own_rows_only(tmp_path: Path) -> None:
             np.testing.assert_array_equal(
                 np.asarray(decode_pillow(source.read(key), POLICY)), PIXELS[i]
             )
+
+
+def failures_of(source: Source) -> dict[int, tuple[Status, str]]:
+    """Row -> status and message of every row that cannot be read."""
+    failures = {}
+    for row, key in enumerate(source.listing().keys.tolist()):
+        try:
+            source.read(key)
+        except ImageFault as fault:
+            failures[row] = fault.status, str(fault)
+    return failures
+
+
+@pytest.mark.parametrize("compression", [None, "gzip"])
+@pytest.mark.parametrize(
+    ("chunks", "written", "missing"),
+    [
+        ((1, 8, 9, 3), [(slice(0, 2),)], {2, 3, 4}),  # the writer stopped after two rows
+        ((2, 8, 9, 3), [(slice(0, 3),)], {4}),  # row 3 lies in a chunk with row 2
+        ((1, 4, 9, 3), [(slice(0, 3),), (3, slice(0, 4))], {3, 4}),  # the upper half of row 3
+        ((5, 8, 9, 1), [(slice(0, 5), slice(0, 8), slice(0, 9), slice(0, 2))], {0, 1, 2, 3, 4}),
+        ((2, 8, 9, 3), [(slice(3, 5),)], {0, 1}),  # the first chunk, with a fill value of its own
+    ],
+)
+def test_rows_whose_chunks_were_never_written_are_missing(
+    tmp_path: Path,
+    chunks: tuple[int, ...],
+    written: list[tuple[object, ...]],
+    missing: set[int],
+    compression: str | None,
+) -> None:
+    with h5py.File(tmp_path / "x.h5", "w") as file:
+        images = file.create_dataset(
+            "images", PIXELS.shape, "u1", chunks=chunks, compression=compression, fillvalue=7
+        )
+        for part in written:
+            images[part] = PIXELS[part]
+    source = hdf5(tmp_path / "x.h5")
+    failures = failures_of(source)
+    assert set(failures) == missing
+    for row, (status, message) in failures.items():
+        assert status == Status.MISSING
+        assert f"row {row} was never written" in message
+    keys = source.listing().keys.tolist()
+    for row in set(range(5)) - missing:
+        if chunks != (2, 8, 9, 3):  # a chunk of two rows holds fill values of its own
+            image = np.asarray(decode_pillow(source.read(keys[row]), POLICY))
+            np.testing.assert_array_equal(image, PIXELS[row])
+
+
+def test_encoded_rows_that_were_never_written_are_missing(tmp_path: Path) -> None:
+    with h5py.File(tmp_path / "x.h5", "w") as file:
+        fixed = file.create_dataset("fixed", (4,), "V5", chunks=(2,))
+        fixed[:2] = np.array([b"image", b"bytes"], "V5")
+        varying = file.create_dataset("varying", (4,), h5py.vlen_dtype(np.uint8), chunks=(2,))
+        varying[0] = np.frombuffer(b"image", np.uint8)
+    assert {row: f[0] for row, f in failures_of(hdf5(tmp_path / "x.h5", "fixed")).items()} == {
+        2: Status.MISSING,
+        3: Status.MISSING,
+    }
+    assert {row: f[0] for row, f in failures_of(hdf5(tmp_path / "x.h5", "varying")).items()} == {
+        1: Status.EMPTY,
+        2: Status.MISSING,
+        3: Status.MISSING,
+    }
+
+
+@pytest.mark.parametrize("writer", ["MATLAB", "Octave"])
+@pytest.mark.parametrize(
+    "shape",  # as MATLAB's size() says, N last
+    [(8, 9, 3, 5), (3, 8, 9, 5), (8, 9, 1, 5), (8, 9, 5)],
+)
+def test_arrays_of_matlab_have_their_axes_in_reversed_order(
+    tmp_path: Path, writer: str, shape: tuple[int, ...]
+) -> None:
+    """MATLAB stores A(y, x, c, n), column-major, as a dataset of the reversed shape."""
+    array = np.random.default_rng(2).integers(0, 256, shape, dtype=np.uint8)
+    with h5py.File(tmp_path / "x.mat", "w", userblock_size=512) as file:
+        if writer == "MATLAB":
+            name = "images"
+            file[name] = array.transpose()
+            file[name].attrs["MATLAB_class"] = np.bytes_(b"uint8")
+        else:
+            name = "images/value"
+            file[name] = array.transpose()
+            file["images"].attrs["OCTAVE_NEW_FORMAT"] = np.uint8(1)
+    images = [array[..., n] for n in range(5)]
+    if shape[0] == 3:
+        images = [image.transpose(1, 2, 0) for image in images]
+    expected = [np.broadcast_to(i if i.ndim == 3 else i[..., None], (8, 9, 3)) for i in images]
+    np.testing.assert_array_equal(decoded(hdf5(tmp_path / "x.mat", name)), np.stack(expected))
+
+
+def test_numbers_of_matlab_are_upright_as_well(tmp_path: Path) -> None:
+    array = np.random.default_rng(2).standard_normal((8, 9, 5, 4)).astype(np.float32)
+    with h5py.File(tmp_path / "x.mat", "w", userblock_size=512) as file:
+        file["images"] = array.transpose()
+        file["images"].attrs["MATLAB_class"] = np.bytes_(b"single")
+        file["flat"] = np.zeros((1, 60), np.uint8)
+        file["flat"].attrs["MATLAB_class"] = np.bytes_(b"uint8")
+    source = hdf5(tmp_path / "x.mat")
+    keys = source.listing().keys.tolist()
+    found = [np.load(io.BytesIO(source.read(key)), allow_pickle=False) for key in keys]
+    np.testing.assert_array_equal(np.stack(found, axis=-1), array)
+    refused(tmp_path / "x.mat", r"expected of a file of MATLAB .* H x W x 3\|1 x N", dataset="flat")
+
+
+def write_with_filter(path: Path, number: int, mask: int) -> None:
+    """Write PIXELS in chunks that claim a filter which is left out where `mask` has its bit."""
+    with h5py.File(path, "w") as file:
+        settings = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+        settings.set_chunk((1, 8, 9, 3))
+        settings.set_filter(number, h5py.h5z.FLAG_OPTIONAL, (1,))
+        space = h5py.h5s.create_simple(PIXELS.shape)
+        images = h5py.h5d.create(file.id, b"images", h5py.h5t.NATIVE_UINT8, space, settings)
+        for row, pixels in enumerate(PIXELS):
+            images.write_direct_chunk((row, 0, 0, 0), pixels.tobytes(), mask)
+
+
+def test_a_missing_filter_is_one_error_that_names_it(tmp_path: Path) -> None:
+    write_with_filter(tmp_path / "x.h5", 32099, mask=0)
+    refused(tmp_path / "x.h5", "HDF5 filter 32099.*hdf5plugin.*HDF5_PLUGIN_PATH")
+    write_with_filter(tmp_path / "y.h5", 32099, mask=1)  # an optional filter that was not applied
+    np.testing.assert_array_equal(decoded(hdf5(tmp_path / "y.h5")), PIXELS)
+    with h5py.File(tmp_path / "z.h5", "w") as file:
+        file["images"] = PIXELS
+        settings = {"compression": 32099, "allow_unknown_filter": True, "chunks": (2,)}
+        file.create_dataset("labels", (5,), "i8", **settings)
+        file["labels"].id.write_direct_chunk((0,), bytes(16), 0)
+    refused(tmp_path / "z.h5", "/labels is compressed with the HDF5 filter 32099", labels="labels")
 
 
 def test_threads_read_rows_in_any_order(tmp_path: Path) -> None:

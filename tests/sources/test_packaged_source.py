@@ -9,8 +9,7 @@ import pytest
 
 from featx.config import DataConfig
 from featx.errors import MissingExtraError
-from featx.images import ImagePolicy
-from featx.images.decode import decode_pillow
+from featx.images import ImagePolicy, decode_pillow
 from featx.sources import open_source
 from featx.types import Source
 

@@ -12,8 +12,7 @@ from hypothesis.extra import numpy as arrays
 from PIL import Image
 
 from featx.config import DataConfig
-from featx.images import ImagePolicy
-from featx.images.decode import decode_pillow
+from featx.images import ImagePolicy, decode_pillow
 from featx.images.rgb_conversion import to_rgb
 from featx.sources.pixel_encoding import encode_array, encode_image, encode_pixels
 

@@ -16,8 +16,7 @@ from PIL import Image
 
 from featx.config import DataConfig
 from featx.errors import ConfigError, DataError
-from featx.images import ImagePolicy
-from featx.images.decode import decode_pillow
+from featx.images import ImagePolicy, decode_pillow
 from featx.sources import open_source
 from featx.sources.torchvision import TorchvisionOptions
 from featx.types import Source

@@ -397,3 +397,104 @@ def test_what_a_killed_writer_left_goes_and_a_living_one_keeps_its_file(
         assert path.read_bytes() == b"second"
     assert path.read_bytes() == b"first"
     assert temporary_files(tmp_path) == [other]
+
+
+@pytest.fixture
+def one_failed_sync(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """The first sync of a folder fails with EIO; those that follow are listed."""
+    monkeypatch.setattr("featx.storage.durability.RETRY_WAITS_S", (0.0,))
+    synced: list[Path] = []
+    has_failed: list[Path] = []
+
+    def sync(folder: Path) -> None:
+        if not has_failed:
+            has_failed.append(folder)
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        synced.append(folder)
+
+    for module in ("local_folder", "folder_lock"):
+        monkeypatch.setattr(f"featx.storage.{module}.sync_folder", sync)
+    return synced
+
+
+@pytest.mark.parametrize(
+    "call",
+    ["publish", "replace", "replace_unlocked", "begin_file", "reserve_file", "stream_file",
+     "quarantine", "quarantine_replaced", "make_folder", "lock"],
+)  # fmt: skip
+def test_a_sync_of_a_folder_that_fails_once_is_repeated_and_changes_no_answer(
+    tmp_path: Path, one_failed_sync: list[Path], call: str
+) -> None:
+    disk, path, quarantined = AtomicFolder(tmp_path), tmp_path / "part.h5", tmp_path / "q/part.h5.1"
+    if call.startswith("quarantine"):
+        path.write_bytes(b"damaged")
+        replacement = CONTENT if call == "quarantine_replaced" else None
+        assert disk.quarantine(path, tmp_path / "q", replacement) == quarantined
+        assert quarantined.read_bytes() == b"damaged"
+        assert path.exists() == (replacement is not None)
+    elif call == "publish":
+        assert disk.publish(path, CONTENT)
+    elif call in ("replace", "replace_unlocked"):
+        getattr(disk, call)(path, CONTENT)
+    elif call == "begin_file":
+        file = disk.begin_file(path)
+        file.write(CONTENT, 0)
+        assert file.publish(lambda: None)
+    elif call == "reserve_file":
+        with disk.reserve_file(path, len(CONTENT)) as reserved:
+            reserved.write(CONTENT)
+    elif call == "stream_file":
+        with disk.stream_file(path) as stream:
+            stream.write(CONTENT)
+    elif call == "make_folder":
+        disk.make_folder(tmp_path / "made")
+        assert (tmp_path / "made").is_dir()
+    else:
+        with disk.lock(tmp_path / ".lock"):
+            pass
+    if path.exists():
+        assert path.read_bytes() == CONTENT
+    assert one_failed_sync
+    assert temporary_files(tmp_path) == []
+
+
+def test_a_forked_process_that_outlives_the_run_does_not_hold_its_lock(tmp_path: Path) -> None:
+    """As of the process pool that a data set opens in its first read."""
+    lock, (read_end, write_end), (is_running, runs) = tmp_path / ".lock", os.pipe(), os.pipe()
+    with exclusive_lock(lock) as descriptor:
+        child = os.fork()
+        if not child:
+            os.close(write_end)
+            os.write(runs, b"!")
+            os.read(read_end, 1)
+            is_closed = f"/proc/self/fd/{descriptor}"
+            os._exit(int(os.path.exists(is_closed)))  # noqa: PTH110
+        assert json.loads(lock.read_text())["pid"] == os.getpid()
+    assert os.read(is_running, 1) == b"!"  # the kernel may run the child after this process
+    with exclusive_lock(lock):
+        pass
+    for end in (write_end, read_end, is_running, runs):
+        os.close(end)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+def test_a_forked_process_that_leaves_the_block_takes_the_lock_from_nobody(tmp_path: Path) -> None:
+    """Its exception unwinds the block, where the descriptor may be another file of its own."""
+    lock, kept = tmp_path / ".lock", tmp_path / "kept"
+    parent = os.getpid()
+    try:
+        with exclusive_lock(lock) as descriptor:
+            child = os.fork()
+            if not child:
+                assert os.open(kept, os.O_RDWR | os.O_CREAT) == descriptor
+                raise ZeroDivisionError
+            assert os.waitpid(child, 0)[1] == 0
+            with pytest.raises(StoreLockedError), exclusive_lock(lock):
+                pytest.fail("two hold the lock")
+            assert json.loads(lock.read_text())["pid"] == parent
+    except ZeroDivisionError:
+        try:
+            os.write(descriptor, b"still open")
+        except OSError:
+            os._exit(1)
+        os._exit(0)

@@ -388,9 +388,20 @@ def test_a_damaged_part_is_quarantined_by_who_finds_it_and_not_what_replaced_it(
     s3_client.head = replaced_after
     try:
         S3Folder(finished).quarantine(part, finished / layout.QUARANTINE)
+        assert part.read_bytes() == data
+        s3_client.write(part.bucket, part.key, data[: len(data) // 2])
+        S3Folder(finished).quarantine(part, finished / layout.QUARANTINE, b"rebuilt")
     finally:
         s3_client.head = head
     assert part.read_bytes() == data
+
+
+def test_a_rebuilt_object_takes_the_place_of_the_damaged_one(finished: S3Path) -> None:
+    part = finished / layout.PARTS / layout.part_name(1)
+    data = part.read_bytes()
+    copy = S3Folder(finished).quarantine(part, finished / layout.QUARANTINE, b"rebuilt")
+    assert copy.read_bytes() == data
+    assert part.read_bytes() == b"rebuilt"
 
 
 def test_damage_that_verify_finds_is_repaired(finished: S3Path) -> None:

@@ -283,7 +283,7 @@ def interrupted(root: Path, at: int, monkeypatch: pytest.MonkeyPatch) -> bool:
         return step
 
     with monkeypatch.context() as patch:
-        for name in ("publish", "quarantine"):
+        for name in ("publish", "replace", "quarantine"):
             patch.setattr(AtomicFolder, name, dying(getattr(AtomicFolder, name)))
         try:
             quarantine_damage(check_store(root))
@@ -309,6 +309,36 @@ def test_an_interrupted_repair_is_given_again(
     run.finish(tmp_path, packed=True)
     assert dataset_digests(tmp_path / "features.h5") == before
     assert temporary_files(tmp_path) == []
+
+
+@pytest.mark.usefixtures("small_chunks")
+@pytest.mark.parametrize("packed", [True, False])
+def test_a_good_row_is_in_the_store_at_every_step_of_a_repair(
+    run: MadeRun, tmp_path: Path, packed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A part whose chunks are sound is rebuilt, of another one a piece without one chunk stays."""
+    for at in range(20):
+        root = tmp_path / str(at)
+        run.copied(root, packed=packed)
+        rebuilt = root / "parts" / "part-000001.h5"
+        if packed:
+            spoil(root / "features.h5", "features/flat", 17)  # rows 16 to 19
+        else:
+            data = bytearray(rebuilt.read_bytes())
+            data[data.find(b"OHDR", 200) + 5] ^= 1  # header of a dataset
+            rebuilt.write_bytes(data)
+            spoil(root / "parts" / "part-000002.h5", "features/flat", 1)
+        is_interrupted = interrupted(root, at, monkeypatch)
+        assert packed or rebuilt.exists()
+        if not any(damage.path == rebuilt for damage in check_store(root).damages):
+            status = FeatureStore(root).status
+            is_good = ~np.isin(np.arange(29), [16, 17, 18, 19])
+            assert status[is_good].tolist() == run.status()[is_good].tolist()
+        repaired(root)
+        assert absent(root) == [16, 17, 18, 19]
+        if not is_interrupted:
+            break
+    assert at > 3
 
 
 def test_a_full_disk_leaves_the_packed_file_where_it_is(
@@ -372,6 +402,34 @@ def test_a_chunk_that_cannot_be_decoded_costs_its_rows_only(tmp_path: Path, code
     assert lacking(tmp_path) == [2]
     made.finish(tmp_path, packed=True)
     assert dataset_digests(tmp_path / "features.h5") == before
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "bfloat16"])
+@pytest.mark.parametrize("codec", ["gzip", "zstd"])
+def test_without_a_chunk_table_a_chunk_that_cannot_be_decoded_costs_its_rows_only(
+    tmp_path: Path, codec: str, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """HDF5 alone then reads the part; it gives bfloat16 another type than the file has."""
+    monkeypatch.setattr(layout, "CHUNK_BYTES_COMPRESSED", 320)
+    made = make_run(29, 32, {"flat": (40,)}, dtype="float32", codec=codec)
+    if dtype == "bfloat16":
+        bits = (made.features["flat"].view(np.uint32) >> 16).astype("<u2")
+        specs = tuple(replace(spec, dtype=dtype) for spec in made.specs)
+        made = replace(made, features={"flat": bits}, specs=specs)
+    elif dtype == "float16":
+        made = make_run(29, 32, {"flat": (40,)}, dtype=dtype, codec=codec)
+    made.identified().copied(tmp_path)
+    path = tmp_path / "parts" / "part-000000.h5"
+    with h5py.File(path) as file:
+        step = file["features/flat"].chunks[0]
+        info = file["features/flat"].id.get_chunk_info(1)
+    assert 0 < step < 29 // 2
+    data = bytearray(path.read_bytes())
+    data[info.byte_offset : info.byte_offset + 16] = b"\xff" * 16
+    data[data.rfind(b"featx chunk table 1") + 60] ^= 1
+    path.write_bytes(data)
+    repaired(tmp_path)
+    assert absent(tmp_path) == list(range(step, 2 * step))
 
 
 def test_a_sound_leftover_is_kept_and_an_unsound_one_makes_room(

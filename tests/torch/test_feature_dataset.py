@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import shutil
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -95,6 +96,20 @@ def test_the_dtype_is_the_stores(tmp_path: Path, dtype: str) -> None:
     assert dataset[2][0].dtype == batch.dtype == getattr(torch, dtype)
     assert np.array_equal(batch.numpy(), run.features["flat"])
     assert labels.dtype == torch.int64
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("keeps_blocks", [True, False])
+def test_bfloat16_stays_bfloat16(tmp_path: Path, packed: bool, keeps_blocks: bool) -> None:
+    made = make_run(num_rows=9, part_rows=4)
+    bits = {name: (v.view(np.uint32) >> 16).astype("<u2") for name, v in made.features.items()}
+    specs = tuple(replace(spec, dtype="bfloat16") for spec in made.specs)
+    root = replace(made, features=bits, specs=specs).write(tmp_path, packed=packed)
+    dataset = with_blocks(root, "map", 2, 9) if keeps_blocks else FeatureDataset(root, "map")
+    batch, _ = next(iter(DataLoader(dataset, batch_size=9)))
+    assert dataset[2][0].dtype == batch.dtype == torch.bfloat16
+    assert np.array_equal(batch.view(torch.int16).numpy().view("<u2"), bits["map"])
+    assert dataset.store["map"].stored_dtype == "bfloat16"
 
 
 def test_a_layer_of_one_number_a_row(tmp_path: Path) -> None:

@@ -118,7 +118,7 @@ def mask_settings(config: Config, store: FeatureStore) -> MaskSettings:
         folder,
         transform,
         ImagePolicy.from_config(data),
-        None if data.boxes is not None else min_side,  # as of FaultTolerantDecoder
+        None if data.boxes is not None else min_side,  # as of RowLoader
         options.ignore,
         () if options.mask_classes is None else _class_names(options.mask_classes),
     )

@@ -11,8 +11,8 @@ from typing import Any
 from featx.store import FeatureStore, layout, load_manifest
 
 _STAGES = {
-    "read": "reading the files, all threads together",
-    "decode": "decoding and resizing, all threads together",
+    "read": "reading the files, all decoders together",
+    "decode": "decoding and resizing, all decoders together",
     "wait": "the model waited for images",
     "model": "the forward passes",
     "copy": "values from the device",

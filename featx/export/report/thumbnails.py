@@ -6,18 +6,23 @@ import base64
 import contextlib
 import io
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 from PIL import Image, ImageOps
 
+from featx.base import num_cpus
 from featx.config import DataConfig
 from featx.errors import FeatxError
-from featx.images import CrashList, FaultTolerantDecoder, ImagePolicy, cut_out
+from featx.images import ImagePolicy, cut_out, decode_pillow
 from featx.sources import open_source
 from featx.types import ImageFault, RegionSource, Source, Status
+
+if TYPE_CHECKING:
+    from featx.images import DecodingClock
 
 PIXELS = 144
 """Shorter side of a thumbnail in pixels."""
@@ -40,8 +45,17 @@ MAX_BYTES = 640 << 10
 _QUALITY = 66
 """Quality of the WebP encoder for thumbnails."""
 
-_IMAGES_PER_BLOCK = 64
-"""Images that are submitted to the decoder at a time."""
+_JOB_ROWS = 8
+"""Images that are loaded together."""
+
+_JOBS_AHEAD = 8
+"""Number of jobs that are loaded ahead."""
+
+_MAX_PIXELS = 8 * PIXELS * PIXELS
+"""Largest number of pixels of a thumbnail; those of very long images are smaller than PIXELS."""
+
+_SIZE_BYTES = 8
+"""Bytes of the width and height, two little-endian numbers, before the pixels of a thumbnail."""
 
 _MAX_FAILED_IMAGES = 128
 """Number of unreadable images, without a single readable one, after which no more are tried."""
@@ -116,19 +130,20 @@ class Thumbnails:
         """
         if self.why_none:
             return
+        from featx.images import DecoderPool  # imports torch
+
         try:
-            self._source: Source = open_source(config)
-            self._policy = ImagePolicy.from_config(config)
-            decoder = FaultTolerantDecoder(
-                self._source,
-                self._policy,
-                PIXELS,
-                config.timeout_s,
-                CrashList(None),
-                "featx-thumbnail",
+            source = open_source(config)
+            policy = ImagePolicy.from_config(config)
+            makers = [_ThumbnailMaker(source, self._keys, policy, p) for p in (False, True)]
+            self._pool = self._stack.enter_context(
+                DecoderPool(
+                    makers,
+                    config.workers or num_cpus(),
+                    config.timeout_s,
+                    reads_in_decoders=getattr(source, "reads_in_decoders", False),
+                )
             )
-            self._decoder = self._stack.enter_context(decoder)
-            decoder.decode_crash_list(self._keys)
         except FeatxError as error:
             self.why_none = str(error)
 
@@ -199,54 +214,115 @@ class Thumbnails:
     def _images(self, rows: Iterable[int], partial: bool) -> Iterable[tuple[int, Image.Image]]:
         """Read images, and yield the row and a small image of each that is readable."""
         untried = [row for row in dict.fromkeys(rows) if row not in self.unread]
-        for start in range(0, len(untried), _IMAGES_PER_BLOCK):
+        for start in range(0, len(untried), _JOB_ROWS * _JOBS_AHEAD):
             if self.why_none:
                 return
-            block = untried[start : start + _IMAGES_PER_BLOCK]
-            futures = [self._decoder.submit(self._try, row, partial) for row in block]
-            for row, future in zip(block, futures, strict=True):
-                image, why_not = future.result()
-                if image is None:
-                    self.unread[row] = why_not
-                elif row in self._tiles or not self.is_full:
-                    self._tiles[row] = ImageOps.fit(image, (TILE_PIXELS, TILE_PIXELS))
-                    yield row, image
+            block = untried[start : start + _JOB_ROWS * _JOBS_AHEAD]
+            try:
+                for row, image in self._load(block, partial):
+                    if image is not None and (row in self._tiles or not self.is_full):
+                        self._tiles[row] = ImageOps.fit(image, (TILE_PIXELS, TILE_PIXELS))
+                        yield row, image
+            except FeatxError as error:  # the data set, which is listed with the first image
+                self.why_none = str(error)
             if not self._tiles and len(self.unread) >= _MAX_FAILED_IMAGES:
                 self.finish()
 
-    def _try(self, row: int, partial: bool) -> tuple[Image.Image | None, str]:
-        """Return the small image of a row, or None and the reason why there is none."""
-        try:
-            return self._small(bytes(self._keys[row]), partial), ""
-        except FeatxError as error:  # the data set, which is listed with the first image
-            self.why_none = str(error)
-        except ImageFault as fault:
-            self._last_error = str(fault)
-            if fault.status not in (Status.MISSING, Status.EMPTY):
-                return None, UNDECODED
-        except (OSError, LookupError, MemoryError) as error:
-            self._last_error = str(error) or "out of memory"
-        return None, UNREAD
+    def _load(self, rows: Sequence[int], partial: bool) -> Iterable[tuple[int, Image.Image | None]]:
+        """Load the small images of some rows; None for one that cannot be read or decoded."""
+        chunks = [rows[i : i + _JOB_ROWS] for i in range(0, len(rows), _JOB_ROWS)]
+        jobs = [self._pool.begin(int(partial), np.array(chunk), _JOB_ROWS) for chunk in chunks]
+        for job in jobs:
+            pixels, _ = self._pool.finish(job)
+            fault_of = {failure.row: failure for failure in job.failures}
+            for number, row in enumerate(job.rows.tolist()):
+                if (fault := fault_of.get(row)) is None:
+                    yield row, _unpacked(pixels[number].numpy())
+                    continue
+                self._last_error = fault.message
+                is_unread = fault.status in (Status.MISSING, Status.EMPTY)
+                self.unread[row] = UNREAD if is_unread else UNDECODED
+                yield row, None
 
-    def _small(self, key: bytes, partial: bool) -> Image.Image:
-        """Return the image of a row with a shorter side of at most PIXELS.
+
+class _ThumbnailMaker:
+    """Makes small images in a decoder: the worker of a `DecoderPool`.
+
+    Args:
+        source: source of the images.
+        keys: (N,) key of every row.
+        policy: treatment of orientation, transparency and size.
+        partial: whether the readable part of a truncated image is taken.
+    """
+
+    shape = (_SIZE_BYTES + 3 * _MAX_PIXELS,)
+    dtype: np.dtype[Any] = np.dtype(np.uint8)
+
+    def __init__(
+        self, source: Source, keys: npt.NDArray[np.bytes_], policy: ImagePolicy, partial: bool
+    ) -> None:
+        self.keys = keys
+        self._source, self._policy, self._partial = source, policy, partial
+
+    def image_key(self, row: int) -> bytes:
+        """Key of the row."""
+        return bytes(self.keys[row])
+
+    def read(self, row: int) -> bytes:
+        """Read the encoded image of a row, or raise ImageFault, also if the disk fails."""
+        try:
+            return self._source.read(bytes(self.keys[row]))
+        except (OSError, LookupError) as error:
+            raise ImageFault(Status.MISSING, str(error), type(error).__name__) from error
+
+    def fill(
+        self,
+        row: int,
+        read: Callable[[], bytes],
+        out: npt.NDArray[Any],
+        checksum: npt.NDArray[np.uint64],
+        clock: DecodingClock,
+    ) -> None:
+        """Write width, height and RGB pixels of the small image of a row into `out`."""
+        try:
+            data = read()
+            with clock:
+                small = self._small(bytes(self.keys[row]), data).convert("RGB")
+        except MemoryError as error:
+            raise ImageFault(Status.MISSING, str(error) or "out of memory") from error
+        out[:_SIZE_BYTES] = np.array(small.size, "<u4").view(np.uint8)
+        pixels = np.asarray(small).reshape(-1)
+        out[_SIZE_BYTES : _SIZE_BYTES + len(pixels)] = pixels
+
+    def warm_up(self) -> None:
+        """Do nothing: thumbnails are few."""
+
+    def _small(self, key: bytes, data: bytes) -> Image.Image:
+        """An image with a shorter side of at most PIXELS, and at most _MAX_PIXELS pixels.
 
         Raises:
-            ImageFault: the image is missing or cannot be decoded.
-            OSError: the disk or mount fails.
+            ImageFault: the image cannot be decoded.
         """
-        data = self._source.read(key)
-        if partial:
+        if self._partial:
             decoded = readable_part(data, self._policy.max_pixels)
+        elif isinstance(self._source, RegionSource):
+            decoded = cut_out(decode_pillow(data, self._policy), self._source.box(key))
         else:
-            decoded = self._decoder.decode_pillow(key, data)
-            if isinstance(self._source, RegionSource):
-                decoded = cut_out(decoded, self._source.box(key))
-        scale = PIXELS / min(decoded.size)
+            decoded = decode_pillow(data, self._policy, PIXELS)
+        width, height = decoded.size
+        scale = min(PIXELS / min(width, height), math.sqrt(_MAX_PIXELS / (width * height)))
         if scale >= 1:
             return decoded
-        size = (max(1, round(decoded.width * scale)), max(1, round(decoded.height * scale)))
-        return decoded.resize(size, Image.Resampling.BICUBIC, reducing_gap=2)
+        columns = min(max(1, round(width * scale)), _MAX_PIXELS)
+        lines = min(max(1, round(height * scale)), _MAX_PIXELS // columns)
+        return decoded.resize((columns, lines), Image.Resampling.BICUBIC, reducing_gap=2)
+
+
+def _unpacked(packed: npt.NDArray[np.uint8]) -> Image.Image:
+    """The image that a `_ThumbnailMaker` has written."""
+    width, height = packed[:_SIZE_BYTES].copy().view("<u4").tolist()
+    pixels = packed[_SIZE_BYTES : _SIZE_BYTES + 3 * width * height]
+    return Image.fromarray(pixels.reshape(height, width, 3).copy())
 
 
 def readable_part(data: bytes, max_pixels: int) -> Image.Image:

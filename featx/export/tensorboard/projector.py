@@ -237,15 +237,14 @@ def _sprites(
     from PIL import Image
 
     preprocess = context.engine.backbone.preprocess
-    with context.loader(1) as loader:
-        for x in loader.each(rows.tolist()):
-            if x is None:
-                yield None
-                continue
-            pixels = preprocess.as_uint8(x).permute(1, 2, 0).contiguous().numpy()
-            image = Image.fromarray(pixels)
-            sprite = image.resize(size, Image.Resampling.BILINEAR, reducing_gap=2)
-            yield np.asarray(sprite)
+    for x in context.loader.each(rows.tolist()):
+        if x is None:
+            yield None
+            continue
+        pixels = preprocess.as_uint8(x).permute(1, 2, 0).contiguous().numpy()
+        image = Image.fromarray(pixels)
+        sprite = image.resize(size, Image.Resampling.BILINEAR, reducing_gap=2)
+        yield np.asarray(sprite)
 
 
 def _as_png(sheet: npt.NDArray[np.uint8]) -> bytes:

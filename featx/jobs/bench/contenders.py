@@ -100,6 +100,7 @@ def run_tutorial(config: Config, folder: Path) -> Measurement:
 
 def stages_alone(config: Config, config_yaml: str) -> dict[str, float]:
     """Measure the images per second of reading, decoding and the model, each on its own."""
+    from featx.images import Loader
     from featx.pipeline import Passes, build_run_context
 
     with build_run_context(config, config_yaml, FEATURES) as context:
@@ -108,11 +109,11 @@ def stages_alone(config: Config, config_yaml: str) -> dict[str, float]:
         started_at = time.perf_counter()
         data = {key: context.source.read(key) for key in keys}
         reading = time.perf_counter() - started_at
-        context.source = _InMemory(context.listing, data)
+        in_memory = _InMemory(context.listing, data)
         started_at = time.perf_counter()
         images = None
-        with context.loader(engine.compute.batch_size) as loader:
-            for _, batch in loader.batches([Part(0, 0, num_rows)]):
+        with Loader(in_memory, context.listing, context.decoding) as loader:
+            for _, batch in loader.batches([Part(0, 0, num_rows)], engine.compute.batch_size):
                 images = batch.images
         decoding = time.perf_counter() - started_at
         if images is None:

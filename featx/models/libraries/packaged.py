@@ -90,6 +90,7 @@ def build(config: ModelConfig, seed: int) -> Backbone:
     reference = create_transform(
         (3, 224, 224), interpolation="bicubic", mean=_MEAN, std=_STD, crop_pct=224 / 256
     )
+    classes, class_ids = timm_classes(module) if config.weights == "default" else ((), ())
     return Backbone(
         module=module,
         name=f"packaged/{NAME}",
@@ -97,7 +98,8 @@ def build(config: ModelConfig, seed: int) -> Backbone:
         preprocess=Preprocess(reference, (224, 224), 256, "bicubic", _MEAN, _STD),
         classifier="classifier",
         stages=timm_stages(module),
-        classes=timm_classes(module) if config.weights == "default" else (),
+        classes=classes,
+        class_ids=class_ids,
         reentrant=True,
         checkpoint=loading,
     )

@@ -117,7 +117,8 @@ def build(config: TimmOptions, seed: int) -> Backbone:
     backbone = wrap(module, f"timm/{name}", origin, size, is_rgb)
     backbone.preprocess = change_preprocess(backbone.preprocess, config.transform)
     is_pretrained = file is None and config.weights is not None
-    backbone.classes = timm_classes(module) if is_pretrained and module.num_classes else ()
+    if is_pretrained and module.num_classes:
+        backbone.classes, backbone.class_ids = timm_classes(module)
     backbone.args = dict(config.args)
     backbone.checkpoint, backbone.missing_heads = loading, missing
     return backbone

@@ -35,6 +35,9 @@ _REFUSED_ARGS = {
 }
 """Arguments of torchvision's builders -> what to do instead."""
 
+_IMAGENET_CLASSES = 1000
+"""Classes of ImageNet; no other weights of torchvision have as many."""
+
 
 @dataclass
 class TorchvisionOptions(LibraryModelConfig):
@@ -96,6 +99,7 @@ def build(config: TorchvisionOptions, seed: int) -> Backbone:
         weights = file
     else:
         module, weights = untrained(config, seed), random_id(seed)
+    classes = tuple(entry.meta.get("categories", ())) if entry is not None else ()
     return Backbone(
         module=module,
         name=f"torchvision/{name}",
@@ -103,7 +107,8 @@ def build(config: TorchvisionOptions, seed: int) -> Backbone:
         preprocess=preprocess,
         num_prefix_tokens=1 if name.startswith("vit_") else 0,
         classifier=missing[-1] if missing else classifier_of(module),
-        classes=tuple(entry.meta.get("categories", ())) if entry is not None else (),
+        classes=classes,
+        class_ids=_imagenet_ids() if len(classes) == _IMAGENET_CLASSES else (),
         reentrant=True,
         args=dict(config.args),
         checkpoint=loading,
@@ -128,6 +133,14 @@ def _check_checkpoint(config: TorchvisionOptions, file: str | None, entry: Any) 
     if file is not None and entry is not None:
         options = replace(options, sha256=None)
     options.check_effect(has_file=file is not None and entry is None, is_converted=False)
+
+
+def _imagenet_ids() -> tuple[str, ...]:
+    """WordNet identifiers of the classes of ImageNet, in the order of torchvision and timm."""
+    from timm.data.imagenet_info import ImageNetInfo
+
+    info = ImageNetInfo("imagenet-1k")
+    return tuple(info.index_to_label_name(i) for i in range(_IMAGENET_CLASSES))
 
 
 def untrained(config: TorchvisionOptions, seed: int) -> torch.nn.Module:

@@ -147,13 +147,19 @@ def timm_stages(module: Any) -> tuple[str, ...] | None:
     return names or None
 
 
-def timm_classes(module: Any) -> tuple[str, ...]:
-    """Names of the logits of a timm model that was trained on ImageNet; otherwise empty."""
+def timm_classes(module: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Names and identifiers of the logits of a timm model that was trained on ImageNet.
+
+    Both are empty for other models.
+    """
     from timm.data.imagenet_info import ImageNetInfo, infer_imagenet_subset
 
     subset = infer_imagenet_subset(module)
     if subset is None:
-        return ()
+        return (), ()
     info = ImageNetInfo(subset)
-    number: int = info.num_classes()  # type: ignore[no-untyped-call]
-    return tuple(info.index_to_description(i) for i in range(number))
+    numbers = range(info.num_classes())  # type: ignore[no-untyped-call]
+    return (
+        tuple(info.index_to_description(i) for i in numbers),
+        tuple(info.index_to_label_name(i) for i in numbers),
+    )

@@ -228,19 +228,18 @@ class Scheduler(ABC, Generic[WorkerT]):
             self.progress.begin()
             self.collector.start()
 
-    def count_death(self, parts: Sequence[Part], counts: bool = True) -> int:
+    def count_death(self, parts: Sequence[Part]) -> int:
         """Count a worker that died, or was lost, in some parts.
 
         Args:
             parts: parts that may be the reason; none if it died before it had a part.
-            counts: whether the death counts against the parts.
 
         Returns:
             number of workers that died in the same part so far.
         """
         indices: list[int | None] = [part.index for part in parts]
         for index in indices or [None]:
-            self._deaths[index] += counts
+            self._deaths[index] += 1
         return max(self._deaths[index] for index in indices or [None])
 
     def has_deaths(self, parts: Sequence[Part]) -> bool:

@@ -20,9 +20,8 @@ from multiprocessing.connection import Connection, wait
 from typing import IO
 
 from featx import errors
-from featx.base import CRASHES, MAX_CRASHES, module_command, module_environment
+from featx.base import module_command, module_environment
 from featx.errors import FeatxError, InternalError, RunError
-from featx.images import was_decoding
 from featx.pipeline.executors.local_worker import STOP
 from featx.pipeline.executors.part_worker import rows_text
 from featx.pipeline.executors.scheduler import MAX_DEATHS, RESUME_HINT, Scheduler
@@ -114,7 +113,6 @@ class WorkerPool(Scheduler[_Worker]):
         super().__init__(spec, session, parts, len(devices))
         self._devices = devices
         self._command = command
-        self._num_crashes = 0
         self._error: BaseException | None = None
         self._deadline = 0.0
 
@@ -295,12 +293,7 @@ class WorkerPool(Scheduler[_Worker]):
             parts: parts that it had.
         """
         self.collector.is_complete = False  # a worker reports its measurements at its end
-        # If a decoder crashed, the in-flight journal names the image and the next worker decodes it
-        # in a subprocess, so the death does not count against the part.
-        crashed = -worker.process.returncode in CRASHES
-        decoding = crashed and was_decoding(self.session.root, worker.process.pid)
-        self._num_crashes += decoding
-        num_deaths = self.count_death(parts, not decoding or self._num_crashes > MAX_CRASHES)
+        num_deaths = self.count_death(parts)
         self.put_back(parts, last=True)
         where = f"in {rows_text(parts)}" if parts else "before it had a part"
         how = f"{worker} {_end_text(worker.process.returncode)} {where}"

@@ -1,0 +1,36 @@
+"""The end of the command's process."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import sys
+from typing import NoReturn
+
+
+def end_process(code: int) -> NoReturn:
+    """End the command: run exit handlers, flush both streams, and exit.
+
+    The interpreter is not finalised. Threads may still compute, and a thread that requests the
+    interpreter's lock during finalisation would abort the process with "terminate called without an
+    active exception". It also saves about a second. With FEATX_DEBUG=1 the interpreter exits as
+    usual, for debuggers and profilers.
+
+    Args:
+        code: exit code; 1 replaces 0 if stdout cannot be written, for example on a full disk.
+    """
+    if os.environ.get("FEATX_DEBUG") == "1":
+        sys.exit(code)
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except BrokenPipeError:  # the reader has closed the pipe (`| head`)
+            continue
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                sys.stderr.write(f"{stream.name} cannot be written: {error.strerror}.\n")
+                sys.stderr.flush()
+            code = code or 1
+    os._exit(code)

@@ -1,0 +1,183 @@
+"""A decoder: takes groups of rows from a pipe, and writes their images into shared memory."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from featx.images.decoder_channels import (
+    BUFFER_SHIFT,
+    MESSAGE,
+    NO_BUFFER,
+    NO_ROW,
+    TASK,
+    Channels,
+    Kind,
+    LoaderTimes,
+    error_bytes,
+    fault_bytes,
+    read_range,
+    send,
+    warning_bytes,
+)
+from featx.images.shared_memory import Slot, SlotLayout
+from featx.types import ImageFault
+
+
+class DecodingClock:
+    """Context manager for the section of loading a row that is measured and limited in time.
+
+    Args:
+        since: (1,) array that holds the monotonic time of its start, and 0 outside the section.
+
+    Attributes:
+        seconds: seconds spent inside so far.
+    """
+
+    def __init__(self, since: npt.NDArray[np.float64]) -> None:
+        self.seconds = 0.0
+        self._since = since
+
+    def __enter__(self) -> None:
+        self._since[0] = time.monotonic()
+
+    def __exit__(self, *error: object) -> None:
+        self.seconds += time.monotonic() - float(self._since[0])
+        self._since[0] = 0.0
+
+
+class RowWorker(Protocol):
+    """Loads rows in a decoder. It is made in the process of the model and copied by the fork."""
+
+    @property
+    def keys(self) -> npt.NDArray[np.bytes_]:
+        """(N,) keys of all rows."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """(C, H, W) of a loaded row."""
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Dtype of a loaded row."""
+
+    def image_key(self, row: int) -> bytes:
+        """Key of the image of a row; rows of one image in succession go to one decoder."""
+
+    def read(self, row: int) -> bytes:
+        """Read the encoded bytes of the image of a row.
+
+        Raises:
+            ImageFault: the image cannot be read.
+        """
+
+    def fill(
+        self,
+        row: int,
+        read: Callable[[], bytes],
+        out: npt.NDArray[Any],
+        checksum: npt.NDArray[np.uint64],
+        clock: DecodingClock,
+    ) -> None:
+        """Load a row.
+
+        Args:
+            row: row to load.
+            read: function that returns the encoded bytes of its image.
+            out: array of `shape` and `dtype` that takes the image.
+            checksum: (1,) array that takes the checksum of the encoded bytes.
+            clock: context manager for decoding, resizing and cropping.
+
+        Raises:
+            ImageFault: the row fails.
+        """
+
+    def warm_up(self) -> None:
+        """Import what decoding needs, once for all decoders."""
+
+
+class Decoder:
+    """Loads groups of rows; the work of a decoder process, or of a thread where none can be forked.
+
+    Args:
+        index: number of the decoder.
+        workers: workers by their numbers.
+        channels: pipes and shared memory.
+        take_warnings: returns the warnings since its last call.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        workers: Sequence[RowWorker],
+        channels: Channels,
+        take_warnings: Callable[[], list[str]],
+    ) -> None:
+        self._index, self._workers, self._channels = index, workers, channels
+        self._take_warnings = take_warnings
+        self._slots: dict[int, Slot] = {}
+
+    def serve(self) -> None:
+        """Load groups until the pipe of tasks ends, or after a group that a new decoder follows."""
+        tasks, results = self._channels.tasks, self._channels.results
+        current = self._channels.table.rows[self._index : self._index + 1]
+        since = self._channels.table.since[self._index : self._index + 1]
+        groups = self._channels.table.groups
+        file = tasks[self._index % len(tasks)]
+        while len(record := os.read(file, TASK.size)) == TASK.size:
+            group, number, is_last, first, stop, num_rows, buffer, offset = TASK.unpack(record)
+            groups[self._index] = group
+            worker, times, clock = self._workers[number], LoaderTimes(), DecodingClock(since)
+            slot = self._slot(worker, num_rows, offset)
+            for place in range(first, stop):
+                row = int(slot.rows[place])
+                if row == NO_ROW:
+                    continue
+                current[0] = row
+                try:
+                    read = self._reader(worker, row, slot, place, buffer, times)
+                    checksum = slot.checksums[place : place + 1]
+                    worker.fill(row, read, slot.images[place], checksum, clock)
+                except ImageFault as fault:
+                    slot.images[place] = 0
+                    send(results, Kind.FAILURE, group, row, fault_bytes(fault))
+                except BaseException as error:  # noqa: BLE001 - raised in the process of the model
+                    send(results, Kind.ERROR, group, row, error_bytes(error))
+                    break
+                if warnings := self._take_warnings():
+                    send(results, Kind.WARNINGS, group, row, warning_bytes(warnings))
+            done = times.read_s, clock.seconds, times.num_bytes
+            os.write(results, MESSAGE.pack(Kind.DONE, group, NO_ROW, 0, *done))
+            current[0] = NO_ROW
+            if is_last:
+                return
+
+    def _reader(
+        self, worker: RowWorker, row: int, slot: Slot, place: int, buffer: int, times: LoaderTimes
+    ) -> Callable[[], bytes]:
+        """A function that returns the encoded bytes of a row, from their spool buffer if any."""
+
+        def read() -> bytes:
+            started_at = time.perf_counter()
+            data = worker.read(row)
+            times.add(time.perf_counter() - started_at, 0, len(data))
+            return data
+
+        def read_spool() -> bytes:
+            start, stop = int(slot.starts[place]), int(slot.stops[place])
+            return read_range(self._channels.spool, (buffer << BUFFER_SHIFT) + start, stop - start)
+
+        return read if buffer == NO_BUFFER else read_spool
+
+    def _slot(self, worker: RowWorker, num_rows: int, offset: int) -> Slot:
+        """The slot of a task, which is mapped the first time."""
+        slot = self._slots.get(offset)
+        if slot is None:
+            layout = SlotLayout(num_rows, worker.shape, worker.dtype)
+            slot = self._slots[offset] = layout.map(self._channels.slots, offset)
+        return slot

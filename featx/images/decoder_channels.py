@@ -1,0 +1,187 @@
+"""What the process of the model and its decoders exchange: records of tasks, and messages.
+
+Records and messages have at most 4096 bytes, so the kernel keeps them whole in a pipe. A decoder
+that dies leaves neither a lock nor half a message behind.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import pickle
+import struct
+import traceback
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+import numpy as np
+import numpy.typing as npt
+
+from featx.errors import RunError, require
+from featx.types import ImageFault
+
+TASK = struct.Struct("<IHHIIIiq")
+"""Number of a group, of its worker, 1 if a new decoder follows, first place and the one after the
+last, number of places of its slot, number of its spool buffer or NO_BUFFER, and offset of the slot.
+"""
+
+MESSAGE = struct.Struct("<BIqHddQ")
+"""Kind, number of a group, row, number of bytes that follow, and for DONE the seconds of reading
+and decoding and the bytes read since the last message of this kind."""
+
+ATOMIC_BYTES = 4096
+"""Largest number of bytes that a pipe keeps together (PIPE_BUF)."""
+
+NO_BUFFER = -1
+"""Spool buffer of a group whose rows the decoder reads."""
+
+BUFFER_SHIFT = 36
+"""Logarithm of the distance of two spool buffers in their file, which has holes."""
+
+NO_ROW = -1
+"""Row of a decoder that loads none, and of a place that is not to be loaded."""
+
+
+class Kind(IntEnum):
+    """Kind of a message."""
+
+    DONE = 0
+    FAILURE = 1
+    WARNINGS = 2
+    ERROR = 3
+    DEATH = 4
+
+
+class Cause(IntEnum):
+    """Cause of the end of a decoder."""
+
+    SIGNAL = 0
+    TOO_LATE = 1
+    STOPPED = 2
+
+
+@dataclass(frozen=True)
+class Death:
+    """End of a decoder.
+
+    Attributes:
+        row: row that it was loading, or NO_ROW. All decoders have been ended in the latter case,
+            because it may have taken a group without a trace.
+        signum: signal that ended it, or 0.
+        exit_code: its exit code if no signal ended it.
+        cause: cause of the signal.
+    """
+
+    row: int
+    signum: int
+    exit_code: int
+    cause: Cause
+
+
+@dataclass
+class LoaderTimes:
+    """Seconds and bytes of decoders.
+
+    Attributes:
+        read_s: seconds of reading encoded images.
+        decode_s: seconds of decoding, resizing and cropping.
+        num_bytes: number of encoded bytes read.
+    """
+
+    read_s: float = 0.0
+    decode_s: float = 0.0
+    num_bytes: int = 0
+
+    def add(self, read_s: float, decode_s: float, num_bytes: int) -> None:
+        """Add seconds and bytes."""
+        self.read_s += read_s
+        self.decode_s += decode_s
+        self.num_bytes += num_bytes
+
+
+@dataclass
+class DecoderTable:
+    """What decoders do at the moment, in memory shared with the supervisor.
+
+    Attributes:
+        pids: (P,) process ids; 0 where none runs.
+        rows: (P,) row that is being loaded, or NO_ROW.
+        groups: (P,) number of the group taken last.
+        since: (P,) monotonic time at which the decoding of the row began, or 0.
+    """
+
+    count: int
+    pids: npt.NDArray[np.int64] = field(init=False)
+    rows: npt.NDArray[np.int64] = field(init=False)
+    groups: npt.NDArray[np.int64] = field(init=False)
+    since: npt.NDArray[np.float64] = field(init=False)
+
+    def __post_init__(self) -> None:
+        columns = np.frombuffer(mmap.mmap(-1, 8 * 4 * self.count), np.int64)
+        self.pids, self.rows, self.groups, since = columns.reshape(4, self.count)
+        self.since = since.view(np.float64)
+
+
+@dataclass(frozen=True)
+class Channels:
+    """What the processes have in common: pipes and shared memory.
+
+    Attributes:
+        tasks: ends of the pipes of tasks from which decoders read; decoder i reads from number
+            i modulo their count.
+        results: end of the pipe of messages to which decoders write.
+        slots: descriptor of the file of the slots.
+        spool: descriptor of the file of encoded bytes that the process of the model has read.
+        table: what the decoders do.
+    """
+
+    tasks: Sequence[int]
+    results: int
+    slots: int
+    spool: int
+    table: DecoderTable
+
+
+def send(results: int, kind: Kind, group: int, row: int, content: bytes) -> None:
+    """Write a message."""
+    header = MESSAGE.pack(kind, group, row, len(content), 0.0, 0.0, 0)
+    require(len(header) + len(content) <= ATOMIC_BYTES, "a message may be torn")
+    os.write(results, header + content)
+
+
+def read_range(file: int, offset: int, size: int) -> bytes:
+    """Read `size` bytes of a file."""
+    data = os.pread(file, size, offset)
+    while len(data) < size:  # a read ends early after 2 GiB
+        data += os.pread(file, size - len(data), offset + len(data))
+    return data
+
+
+def error_bytes(error: BaseException) -> bytes:
+    """A pickled exception; one that cannot be pickled, or is long, as a RunError with its text."""
+    try:
+        content = pickle.dumps(error)
+        pickle.loads(content)  # an exception may be pickled without what its __init__ needs
+    except Exception:  # noqa: BLE001 - pickling calls any code
+        content = b""
+    if 0 < len(content) < ATOMIC_BYTES - MESSAGE.size:
+        return content
+    text = "".join(traceback.format_exception(error))
+    return pickle.dumps(RunError(text.encode(errors="replace")[-2000:].decode(errors="replace")))
+
+
+def fault_bytes(fault: ImageFault) -> bytes:
+    """Status, name of the exception, and message of a failed row."""
+    return pickle.dumps((int(fault.status), fault.error, _shortened(str(fault), 2000)))
+
+
+def warning_bytes(warnings: Iterable[str]) -> bytes:
+    """The first warnings of a row, as many as a message holds."""
+    return pickle.dumps([_shortened(text, 200) for text in list(warnings)[:8]])
+
+
+def _shortened(text: str, num_bytes: int) -> str:
+    """A text of at most so many bytes in UTF-8."""
+    data = text.encode("utf-8", "surrogatepass")
+    return text if len(data) <= num_bytes else data[:num_bytes].decode("utf-8", "replace")

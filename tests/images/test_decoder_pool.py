@@ -1,0 +1,381 @@
+"""Decoders in child processes: whatever happens to one, every other row is what it would be."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import make_image
+from encoded_images import encode
+
+from featx.errors import RunError
+from featx.images import (
+    PREFETCH_BATCHES,
+    DecoderPool,
+    DecodeSettings,
+    ImagePolicy,
+    Loader,
+    Preprocess,
+    decoder_pool,
+    row_loader,
+)
+from featx.sources import FolderSource
+from featx.sources.boxes import BoxedSource
+from featx.types import Failure, Listing, Part, Status
+
+POLICY = ImagePolicy("apply", (255, 255, 255), 10**7)
+SIDE = 16
+PREPROCESS = Preprocess(None, (SIDE, SIDE), SIDE, "bilinear", (0, 0, 0), (1, 1, 1))  # type: ignore[arg-type]
+NUM_ROWS = 96
+BAD_ROW = 37
+
+
+class InParent:
+    """The images of a folder, read by the process of the model."""
+
+    def __init__(self, folder: FolderSource) -> None:
+        self.listing, self.read = folder.listing, folder.read
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("images")
+    for seed in range(NUM_ROWS):
+        data = encode(make_image(40 + seed % 7, 30 + seed % 5, seed=seed), "PNG")
+        (root / f"{seed:03}.png").write_bytes(data)
+    return root
+
+
+Loaded = tuple[torch.Tensor, "np.ndarray[Any, Any]", list[Failure]]
+
+
+def load(
+    folder: Path,
+    workers: int = 2,
+    timeout_s: float | None = 20,
+    in_parent: bool = False,
+    act: Callable[[Loader], None] | None = None,
+) -> Loaded:
+    """Images, checksums and failures of all rows; `act` is called after the second batch."""
+    files = FolderSource(folder)
+    source = InParent(files) if in_parent else files
+    settings = DecodeSettings(PREPROCESS, POLICY, timeout_s=timeout_s, workers=workers)
+    images, checksums, failures = [], [], []
+    with Loader(source, source.listing(), settings) as loader:
+        parts = [Part(0, 0, 40), Part(1, 40, NUM_ROWS)]
+        for number, (_, batch) in enumerate(loader.batches(parts, 4)):
+            images.append(batch.images[: batch.count].clone())
+            checksums.append(batch.checksums)
+            failures += batch.failures
+            if act is not None and number == 1:
+                act(loader)
+    return torch.cat(images), np.concatenate(checksums), failures
+
+
+def assert_equal(found: Loaded, expected: Loaded, bad: int | None = None) -> None:
+    """Equal rows and checksums, apart from the images of a bad row."""
+    rows = [row for row in range(NUM_ROWS) if row != bad]
+    assert torch.equal(found[0][rows], expected[0][rows])
+    np.testing.assert_array_equal(found[1], expected[1])
+    assert bad is None or not found[0][bad].any()
+
+
+def pids(loader: Loader) -> list[int]:
+    table = loader._pool._channels.table
+    until = time.monotonic() + 10
+    while not table.pids.any() and time.monotonic() < until:  # the supervisor has just started
+        time.sleep(0.01)
+    return [pid for pid in table.pids.tolist() if pid]
+
+
+@pytest.mark.parametrize("in_parent", [False, True])
+@pytest.mark.parametrize("workers", [1, 2, 5])
+def test_any_number_of_decoders_gives_the_same(folder: Path, workers: int, in_parent: bool) -> None:
+    expected = load(folder)
+    assert expected[2] == []
+    assert len({row.numpy().tobytes() for row in expected[0]}) == NUM_ROWS
+    assert_equal(load(folder, workers, in_parent=in_parent), expected)
+
+
+@pytest.mark.parametrize("in_parent", [False, True])
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSEGV, signal.SIGSTOP])
+def test_a_decoder_that_is_ended_or_stopped_costs_no_row(
+    folder: Path, signum: signal.Signals, in_parent: bool
+) -> None:
+    def act(loader: Loader) -> None:
+        os.kill(pids(loader)[0], signum)
+
+    found = load(folder, in_parent=in_parent, act=act)
+    assert found[2] == []
+    assert_equal(found, load(folder))
+
+
+def test_decoders_that_are_killed_again_and_again_cost_no_row(folder: Path) -> None:
+    def act(loader: Loader) -> None:
+        for _ in range(5):
+            time.sleep(0.05)
+            for pid in pids(loader):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+    found = load(folder, act=act)
+    assert found[2] == []
+    assert_equal(found, load(folder))
+
+
+def test_the_end_of_the_supervisor_ends_the_run(folder: Path) -> None:
+    def act(loader: Loader) -> None:
+        os.kill(loader._pool._pid, signal.SIGKILL)
+        time.sleep(0.3)  # until the kernel has ended its decoders
+
+    with pytest.raises(RunError, match=r"was killed, by a user or because .* out of memory"):
+        load(folder, act=act)
+
+
+def bad_decoder(monkeypatch: pytest.MonkeyPatch, folder: Path, act: Callable[[], object]) -> None:
+    """Call `act` in the decoder of one image."""
+    bad = (folder / f"{BAD_ROW:03}.png").read_bytes()
+    decode = row_loader.decode_array
+
+    def decode_or_act(data: bytes, *rest: Any) -> Any:
+        if data == bad:
+            act()
+        return decode(data, *rest)
+
+    monkeypatch.setattr(row_loader, "decode_array", decode_or_act)
+
+
+def kill_self(signum: int) -> None:
+    faulthandler.disable()  # that of pytest would print a traceback
+    os.kill(os.getpid(), signum)
+    time.sleep(60)
+
+
+@pytest.mark.parametrize("in_parent", [False, True])
+@pytest.mark.parametrize(
+    ("act", "status", "error"),
+    [
+        (lambda: kill_self(signal.SIGSEGV), Status.CRASHES_DECODER, "SIGSEGV"),
+        (lambda: kill_self(signal.SIGABRT), Status.CRASHES_DECODER, "SIGABRT"),
+        (lambda: os._exit(3), Status.CRASHES_DECODER, "exit code 3"),
+        (lambda: time.sleep(60), Status.TIMEOUT, "TimeoutError"),
+    ],
+)
+def test_an_image_that_ends_its_decoder_fails_alone(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, act: Callable[[], object], status: Status,
+    error: str, in_parent: bool,
+) -> None:  # fmt: skip
+    expected = load(folder)
+    bad_decoder(monkeypatch, folder, act)
+    found = load(folder, timeout_s=0.5, in_parent=in_parent)
+    assert [(f.row, f.status, f.error) for f in found[2]] == [(BAD_ROW, status, error)]
+    assert found[2][0].key == f"{BAD_ROW:03}.png".encode()
+    assert_equal(found, expected, BAD_ROW)
+
+
+def test_an_image_that_ends_one_decoder_only_is_loaded(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, tmp_path: Path
+) -> None:
+    """As when the kernel kills the largest process; the second decoder has the memory."""
+    expected = load(folder)
+
+    def act() -> None:
+        flag = tmp_path / "flag"
+        if not flag.exists():
+            flag.touch()
+            kill_self(signal.SIGKILL)
+
+    bad_decoder(monkeypatch, folder, act)
+    found = load(folder)
+    assert found[2] == []
+    assert_equal(found, expected)
+
+
+def test_an_image_whose_decoders_are_killed_ends_the_run(
+    monkeypatch: pytest.MonkeyPatch, folder: Path
+) -> None:
+    """The machine, not the image: it never becomes a failed row."""
+    bad_decoder(monkeypatch, folder, lambda: kill_self(signal.SIGKILL))
+    with pytest.raises(RunError, match=r"decodes 037\.png was killed"):
+        load(folder)
+
+
+def test_large_images_are_handed_over_in_several_groups(
+    monkeypatch: pytest.MonkeyPatch, folder: Path
+) -> None:
+    monkeypatch.setattr(decoder_pool, "_BUFFER_BYTES", 1)
+    assert_equal(load(folder, in_parent=True), load(folder))
+
+
+@pytest.mark.parametrize("in_parent", [False, True])
+def test_threads_where_no_process_can_be_forked(folder: Path, in_parent: bool) -> None:
+    source = FolderSource(folder)
+    rows = row_loader.RowLoader(source, source.listing(), DecodeSettings(PREPROCESS, POLICY))
+    with DecoderPool([rows], 3, reads_in_decoders=not in_parent, can_fork=False) as pool:
+        starts = range(0, NUM_ROWS, 16)
+        jobs = [pool.begin(0, np.arange(start, start + 16), 16) for start in starts]
+        found = [(*pool.finish(job), job.failures) for job in jobs]
+        images = torch.cat([images.clone() for images, _, _ in found])
+    checksums = np.concatenate([checksums for _, checksums, _ in found])
+    assert_equal((images, checksums, []), load(folder))
+    assert not any(failures for *_, failures in found)
+
+
+def test_a_full_pipe_of_tasks_stops_nothing(folder: Path) -> None:
+    """Groups of one row each, far more than the pipe has room for, and one decoder."""
+    source = FolderSource(folder)
+    listing = source.listing()
+    rows = row_loader.RowLoader(source, listing, DecodeSettings(PREPROCESS, POLICY))
+    with DecoderPool([rows], 1, reads_in_decoders=True, keeps_images_together=True) as pool:
+        jobs = [pool.begin(0, np.arange(1600) % NUM_ROWS, 1600) for _ in range(4)]
+        images = [pool.finish(job)[0].clone() for job in jobs]
+    expected, _, _ = load(folder)
+    assert all(torch.equal(x, expected[np.arange(1600) % NUM_ROWS]) for x in images)
+
+
+def test_an_image_that_damages_the_memory_of_its_decoder_fails_no_neighbour(
+    monkeypatch: pytest.MonkeyPatch, folder: Path
+) -> None:
+    """The decoder crashes at the next image, each time that it has decoded the damaging one."""
+    expected = load(folder, 1)
+    bad, decode = (folder / f"{BAD_ROW:03}.png").read_bytes(), row_loader.decode_array
+    is_damaged = False
+
+    def decode_or_crash(data: bytes, *rest: Any) -> Any:
+        nonlocal is_damaged
+        if is_damaged:
+            kill_self(signal.SIGSEGV)
+        is_damaged = data == bad
+        return decode(data, *rest)
+
+    monkeypatch.setattr(row_loader, "decode_array", decode_or_crash)
+    for workers in (1, 2):
+        found = load(folder, workers)
+        assert found[2] == []
+        assert_equal(found, expected)
+
+
+@pytest.mark.parametrize("in_parent", [False, True])
+def test_boxes_of_an_image_that_hangs_fail_together(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, tmp_path: Path, in_parent: bool
+) -> None:
+    """The time limit passes a few times for the image, not for each of its boxes."""
+    names = [f"{row:03}.png" for row in (BAD_ROW - 1, BAD_ROW, BAD_ROW + 1)]
+    boxes = [f"{name},{x},0,16,16" for name in names for x in range(20)]
+    table = tmp_path / "boxes.csv"
+    table.write_text("\n".join(["path,x,y,width,height", *boxes]))
+    hung, decode = tmp_path / "hung", row_loader.decode_box_image
+    bad = (folder / names[1]).read_bytes()
+
+    def decode_or_hang(data: bytes, *rest: Any) -> Any:
+        if data == bad:
+            with hung.open("a") as file:
+                file.write("x")
+            time.sleep(60)
+        return decode(data, *rest)
+
+    monkeypatch.setattr(row_loader, "decode_box_image", decode_or_hang)
+    files = FolderSource(folder)
+    source = BoxedSource(InParent(files) if in_parent else files, table)
+    listing = source.listing()
+    settings = DecodeSettings(PREPROCESS, POLICY, timeout_s=0.5, workers=2)
+    with Loader(source, listing, settings) as loader:
+        batches = [batch for _, batch in loader.batches([Part(0, 0, len(listing))], 8)]
+    failures = [failure for batch in batches for failure in batch.failures]
+    assert [f.key.partition(b"#")[0].decode() for f in failures] == [names[1]] * 20
+    assert {f.status for f in failures} == {Status.TIMEOUT}
+    assert 2 <= len(hung.read_text()) <= 2 + PREFETCH_BATCHES
+    assert len({number for batch in batches for number in batch.checksums.tolist()}) == 3
+
+
+def test_shared_memory_is_bounded_and_batches_that_are_kept_stay(folder: Path) -> None:
+    settings = DecodeSettings(PREPROCESS, POLICY, workers=2)
+    source = FolderSource(folder)
+    with Loader(source, source.listing(), settings) as loader:
+        for _ in loader.batches([Part(0, 0, NUM_ROWS)], 4):
+            pass
+        num_slots = loader._pool._slots_end
+        kept = [batch.images for _, batch in loader.batches([Part(0, 0, NUM_ROWS)], 4)]
+        slot = kept[0].numel() + 4096 * 2
+        bound = (PREFETCH_BATCHES + 2 + decoder_pool.KEPT_BATCHES) * slot
+        assert num_slots <= loader._pool._slots_end <= bound
+    assert torch.equal(torch.cat(kept), load(folder)[0])
+
+
+def test_nothing_is_forked_before_an_image_is_asked_for(folder: Path) -> None:
+    source = FolderSource(folder)
+    with Loader(source, source.listing(), DecodeSettings(PREPROCESS, POLICY, workers=2)) as loader:
+        assert loader._pool._pid is None
+        loader.load([3])
+        assert len(pids(loader)) == 1
+        list(loader.batches([Part(0, 0, NUM_ROWS)], 8))
+        until = time.monotonic() + 10
+        while len(pids(loader)) < 2 and time.monotonic() < until:
+            time.sleep(0.01)
+        assert len(pids(loader)) == 2
+    assert not any(thread.name == "featx-loader" for thread in threading.enumerate())
+
+
+KILLED = """
+import os, sys, time
+sys.path[:0] = sys.argv[2:]
+from pathlib import Path
+from test_decoder_pool import *
+source = FolderSource(Path(sys.argv[1]))
+with Loader(source, source.listing(), DecodeSettings(PREPROCESS, POLICY, workers=3)) as loader:
+    batches = loader.batches([Part(0, 0, NUM_ROWS)], 32)
+    next(batches)
+    time.sleep(0.3)
+    print(loader._pool._pid, *pids(loader), flush=True)
+    time.sleep(60)
+"""
+
+
+def test_no_process_outlives_the_one_of_the_model(folder: Path) -> None:
+    here = Path(__file__).parent
+    command = [sys.executable, "-c", KILLED, str(folder), str(here), str(here.parent)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        children = [int(text) for text in process.stdout.readline().split()]
+        assert len(children) == 4
+        process.kill()
+    until = time.monotonic() + 10
+    while any(_is_alive(pid) for pid in children) and time.monotonic() < until:
+        time.sleep(0.02)
+    assert not any(_is_alive(pid) for pid in children)
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_an_exception_of_a_source_keeps_its_type(folder: Path) -> None:
+    class Broken(FolderSource):
+        def listing(self) -> Listing:
+            return super().listing()
+
+        def read(self, key: bytes) -> bytes:
+            raise KeyError("a bug")
+
+    source = Broken(folder)
+    settings = DecodeSettings(PREPROCESS, POLICY)
+    with (
+        Loader(source, source.listing(), settings) as loader,
+        pytest.raises(KeyError, match="a bug"),
+    ):
+        loader.load([0])

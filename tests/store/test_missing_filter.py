@@ -1,0 +1,73 @@
+"""Stores whose filters the reading process has not loaded, or does not have: never damage."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+from made_store import make_run
+
+from featx.errors import MissingExtraError
+from featx.store import codecs, open_plain_dataset
+
+VERIFY = """
+import sys
+from pathlib import Path
+{before}
+from featx.errors import FeatxError
+from featx.store import check_store, quarantine_damage
+root = Path(sys.argv[1])
+try:
+    report = check_store(root)
+    print([damage.what for damage in report.damages], quarantine_damage(report))
+except FeatxError as error:
+    print(type(error).__name__, error)
+"""
+
+WITHOUT_PLUGIN = "sys.modules['hdf5plugin'] = None  # as if it were not installed"
+
+
+def verified(root: Path, before: str = "") -> str:
+    """What a process prints that verifies and repairs a store, and has imported nothing else."""
+    command = [sys.executable, "-c", VERIFY.format(before=before), str(root)]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("codec", codecs.CODECS.names())
+def test_no_codec_is_damage_in_a_new_process(tmp_path: Path, codec: str, packed: bool) -> None:
+    root = make_run(29, 8, codec=codec).identified().copied(tmp_path, packed=packed)
+    assert verified(root) == "[] []"
+
+
+@pytest.mark.parametrize(("codec", "number"), [("zstd", 32015), ("blosc2", 32026)])
+def test_a_package_that_is_not_installed_is_named(tmp_path: Path, codec: str, number: int) -> None:
+    root = make_run(29, 8, codec=codec).identified().copied(tmp_path, packed=True)
+    before = {path: path.read_bytes() for path in root.rglob("*") if path.is_file()}
+    printed = verified(root, WITHOUT_PLUGIN)
+    assert printed.startswith(
+        f"MissingExtraError the data are compressed with the HDF5 filter {number}"
+    )
+    assert "pip install hdf5plugin" in printed
+    assert {path: path.read_bytes() for path in root.rglob("*") if path.is_file()} == before
+
+
+def test_a_filter_that_no_package_has_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "x.h5"
+    with h5py.File(path, "w") as file:
+        # An optional filter is skipped when chunks are written, and recorded in the file.
+        properties = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+        properties.set_chunk((4,))
+        properties.set_filter(32099, h5py.h5z.FLAG_OPTIONAL, (1,))
+        space = h5py.h5s.create_simple((4,))
+        dataset = h5py.h5d.create(file.id, b"x", h5py.h5t.IEEE_F32LE, space, properties)
+        dataset.write(h5py.h5s.ALL, h5py.h5s.ALL, np.zeros(4, np.float32))
+    with (
+        h5py.File(path) as file,
+        pytest.raises(MissingExtraError, match="filter 32099, which neither"),
+    ):
+        open_plain_dataset(file, "x")

@@ -126,6 +126,9 @@ class TensorHooks:
 
     def add(self, tensor: torch.Tensor, function: Callable[[torch.Tensor], Any]) -> Any:
         """Register a hook on a tensor that requires gradients, and return its handle."""
+        # torch 2.14 crashes in register_hook on a view whose base was changed in place, unless
+        # this attribute has renewed its node.
+        _ = tensor.grad_fn
         handle = tensor.register_hook(function)  # type: ignore[no-untyped-call]
         with self._lock:
             self._handles.append(handle)

@@ -1,6 +1,8 @@
 from .attention import check_weights as check_weights
 from .attention import needs_plain_attention as needs_plain_attention
 from .attention import plain_attention as plain_attention
+from .call_hooks import OpenCall as OpenCall
+from .call_hooks import every_call as every_call
 from .capture_hooks import CaptureHooks as CaptureHooks
 from .capture_hooks import Copies as Copies
 from .capture_hooks import Keep as Keep
@@ -13,6 +15,7 @@ from .gradient_target import logits_of as logits_of
 from .gradient_target import target_classes as target_classes
 from .gradient_target import target_values as target_values
 from .gradient_target import values_of_classes as values_of_classes
+from .layer_hooks import own_node as own_node
 from .output_collector import OutputCollector as OutputCollector
 from .output_collector import check_storable as check_storable
 from .output_elements import path_to as path_to

@@ -32,7 +32,7 @@ def log_forward(module: nn.Module, x: torch.Tensor, log: Callable[[str], None]) 
         ModelError: the forward pass fails; the last lines name the call.
     """
     lines = _Lines(module, x.device, log)
-    with every_call(module, lines.begin, lines.end) as open_calls:
+    with every_call(dict(module.named_modules()), lines.begin, lines.end) as open_calls:
         try:
             module(x)
         except Exception as error:

@@ -223,7 +223,9 @@ def test_every_call_survives_an_exception_that_the_model_catches() -> None:
     seen: list[tuple[str, int]] = []
     model = Careful()
     with every_call(
-        model, lambda call, given: None, lambda call, n, output: seen.append((call.name, n))
+        dict(model.named_modules()),
+        lambda call, given: None,
+        lambda call, n, output: seen.append((call.name, n)),
     ) as going_on:
         model(X)
         assert going_on == []

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from featx.jobs.report import write_report
     from featx.jobs.stats import stats
     from featx.layers.capture import capture
+    from featx.layers.edit import edit
     from featx.models.golden import write_golden
     from featx.store.reader import FeatureStore, open
 
@@ -31,6 +32,7 @@ __all__ = [
     "Statistics",
     "__version__",
     "capture",
+    "edit",
     "embed",
     "export_store",
     "extract",
@@ -47,6 +49,7 @@ _HOME = {
     "FeatureStore": "featx.store.reader",
     "open": "featx.store.reader",
     "capture": "featx.layers.capture",
+    "edit": "featx.layers.edit",
     "extract": "featx.jobs.extract",
     "embed": "featx.analysis.embedding",
     "predict": "featx.analysis.prediction",

@@ -15,7 +15,7 @@ from featx.base import are_equal
 from featx.errors import LayerError
 from featx.layers.attention import needs_plain_attention, plain_attention
 from featx.layers.layer_hooks import LoopHooks, PassRecord, is_recomputed
-from featx.layers.layer_names import parse_points, with_capture
+from featx.layers.layer_names import names_of, parse_points, with_capture
 from featx.layers.trace import CapturePoint
 
 
@@ -58,7 +58,7 @@ def capture(model: nn.Module, layers: str | Sequence[str]) -> Iterator[Captured]
     layers = [layers] if isinstance(layers, str) else layers
     points = parse_points(model, layers)
     captured = Captured(model, points)
-    plain = plain_attention(model, needs_plain_attention(model, layers))
+    plain = plain_attention(model, needs_plain_attention(model, names_of(points)))
     with plain, captured.hooks as hooks, hooks.recording:
         yield captured
 
@@ -285,7 +285,9 @@ class Captured(Mapping[str, torch.Tensor]):
                 f"gave an element of that name; {point.module or 'the model'} called "
                 f"{', '.join(record.operations) or 'none'}."
             )
-        raise LayerError(f"the layer {layer!r} was not called in the last forward pass.")
+        raise LayerError(
+            f"the layer {layer!r} was not called in the last forward pass.{self.hooks.why_unseen()}"
+        )
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._points)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
-from featx.base import ModuleHooks, TensorHooks, elements
+from featx.base import ModuleHooks, TensorHooks, elements, log_message
 from featx.errors import LayerError
 from featx.layers.attention import hook_weights
 from featx.layers.operations import OperationRecorder, hide_operations
@@ -81,6 +81,8 @@ class LayerHooks:
     """
 
     record_type: type[PassRecord] = PassRecord
+    runs_first = False
+    """Whether the hooks run before those that the modules have."""
 
     def __init__(
         self,
@@ -117,8 +119,11 @@ class LayerHooks:
         """
         raise NotImplementedError
 
-    def receiver(self, record: PassRecord, point: CapturePoint) -> Callable[[torch.Tensor], None]:
-        """Return the function that is called with each gradient of one call of a layer."""
+    def receiver(self, record: PassRecord, point: CapturePoint) -> Callable[[torch.Tensor], Any]:
+        """Return the function that is called with each gradient of one call of a layer.
+
+        What it returns, unless None, replaces the gradient.
+        """
         raise NotImplementedError
 
     def end_call(self, record: PassRecord) -> None:
@@ -170,7 +175,6 @@ class LayerHooks:
     def _attach(self, hooks: ModuleHooks) -> None:
         """Register all hooks."""
         if self._operations:
-            _refuse_compiled(self._model, next(iter(self._operations)))
             self.recording = self._recorder = OperationRecorder(self._model, self._operation)
             self._stack.enter_context(self._recorder.attach())
         # Attention first: its hooks run before the others, which then see the output as the
@@ -181,9 +185,11 @@ class LayerHooks:
                 see = functools.partial(self._see, key, points)
                 hook_weights(hooks, points[0].module, hooked, see)
             elif capture in ("input", "grad_input"):
-                hooks.add(hooked, before=functools.partial(self._before, key, points))
+                before = functools.partial(self._before, key, points)
+                hooks.add(hooked, before, first=self.runs_first)
             else:
-                hooks.add(hooked, after=functools.partial(self._after, key, points))
+                after = functools.partial(self._after, key, points)
+                hooks.add(hooked, after=after, first=self.runs_first)
 
     def _before(
         self, key: _Key, points: list[CapturePoint], module: nn.Module, args: Any, kwargs: Any
@@ -257,7 +263,7 @@ class LayerHooks:
                 else:
                     new = self.take(record, point, tensor)
                     record.fired.append(point.name)
-            if new is not None:
+            if new is not None and new is not tensor:
                 value = value if changed is None else changed
                 changed = with_element(value, path_to(value, point), new)
         if points:
@@ -300,6 +306,7 @@ class LoopHooks(LayerHooks):
 
     Attributes:
         threads: ids of the threads that have called a layer.
+        has_run: whether the model itself has been called.
     """
 
     def __init__(
@@ -307,8 +314,10 @@ class LoopHooks(LayerHooks):
     ) -> None:
         super().__init__(model, points, optional, per_thread=True)
         self.threads: set[int] = set()
+        self.has_run = False
 
     def _attach(self, hooks: ModuleHooks) -> None:
+        self._stack.enter_context(uncompiled(self._model))
         super()._attach(hooks)
         hooks.add(self._model, before=self._begin, first=True)
         hooks.add(self._model, after=self._end, always=True)
@@ -317,11 +326,25 @@ class LoopHooks(LayerHooks):
         """Start a pass."""
         if not is_recomputed():
             self.reset()
-            self.record.is_open = True
+            self.record.is_open = self.has_run = True
 
     def _end(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """End a pass."""
         self.record.is_open = False
+
+    def why_unseen(self) -> str:
+        """Sentence about calls that no hook sees, or ''."""
+        if any(isinstance(module, nn.DataParallel) for module in self._model.modules()):
+            return (
+                " nn.DataParallel runs copies of the model on several devices, which have no hooks: "
+                "call model.module, or use DistributedDataParallel."
+            )
+        if not self.has_run:
+            return (
+                " The model itself was not called either. Compiled code and copies of a model call "
+                "no hooks: give featx the object that you call, such as the result of torch.compile."
+            )
+        return ""
 
     def points_of_call(self, key: _Key, points: list[CapturePoint]) -> list[CapturePoint]:
         """Return the captures of a call; outside a call of the model itself it has no number."""
@@ -364,14 +387,35 @@ def is_recomputed() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def _refuse_compiled(model: nn.Module, operation: str) -> None:
-    """Raise LayerError if the model is compiled, where operations are invisible."""
-    compiled = (
-        m._compiled_call_impl is not None or type(m).__name__ == "OptimizedModule"
-        for m in model.modules()
+@contextlib.contextmanager
+def uncompiled(model: nn.Module) -> Iterator[None]:
+    """Call the original code of compiled modules inside the block.
+
+    Compiled code has no operations, and calls only hooks that existed when it was compiled.
+    """
+    compiled: list[Any] = [m for m in model.modules() if m._compiled_call_impl is not None]
+    wrappers: list[Any] = [m for m in model.modules() if type(m).__name__ == "OptimizedModule"]
+    calls = [module._compiled_call_impl for module in compiled]
+    forwards = [wrapper.forward for wrapper in wrappers]
+    if compiled or wrappers:
+        _announce_uncompiled()
+    try:
+        for module in compiled:
+            module._compiled_call_impl = None
+        for wrapper in wrappers:
+            wrapper.forward = wrapper._orig_mod.__call__
+        yield
+    finally:
+        for module, call in zip(compiled, calls, strict=True):
+            module._compiled_call_impl = call
+        for wrapper, forward in zip(wrappers, forwards, strict=True):
+            wrapper.forward = forward
+
+
+@functools.cache
+def _announce_uncompiled() -> None:
+    """Log once that compiled modules run their original code."""
+    log_message(
+        "the model is compiled; hooks see its original code, which runs instead of the compiled code "
+        "until the hooks are removed"
     )
-    if any(compiled):
-        raise LayerError(
-            f"{operation!r}: operations cannot be seen in a model that is compiled. Capture them "
-            "in the model as it was before torch.compile, or name a module."
-        )

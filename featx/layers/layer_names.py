@@ -1,6 +1,6 @@
 """Syntax of layer names in the option `layers`, parsed without knowledge of the model's output.
 
-layer4                   the output of the module
+layer4                   the output of the module; '' is the model itself
 relu@2                   its second call, for a module that is called several times
 stages@1                 a module that is named like a preset; `stages` alone is the preset
 encoder[0]  blk.h        one element of a tuple or a dict
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from torch import nn
 
@@ -23,6 +24,10 @@ from featx.config import CAPTURES, PRESETS
 from featx.errors import LayerError, nearest
 from featx.layers.operations import is_function_name
 from featx.layers.trace import CapturePoint
+
+_WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+"""Names under which wrappers hold the module: DDP and DataParallel, torch.compile, FSDP, and
+apply_activation_checkpointing."""
 
 
 def split_capture(request: str) -> tuple[str, str]:
@@ -59,7 +64,7 @@ def parse_capture_point(
     name, capture = split_capture(request)
     module, rest = _split(name, names)
     match = re.fullmatch(r"(?:@(\d+))?((?:\[\d+\]|\.\w+)*)", rest)
-    if not module or match is None:
+    if match is None:
         raise no_layer(name, known_names)
     path = tuple(
         int(step[1:-1]) if step.startswith("[") else step[1:]
@@ -73,17 +78,40 @@ def parse_points(model: nn.Module, layers: Sequence[str]) -> list[CapturePoint]:
     """Parse names of layers of a model for its hooks, without a forward pass.
 
     `block.mean` may be an element of a dict or the operation mean(); only a forward pass shows
-    which, so there are two points of this name.
+    which, so there are two points of this name. Names do not need the parts that wrappers add.
 
     Raises:
         LayerError: the model has no such layer.
         ModelError: the model or one of the layers is TorchScript.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
-    names = {name: name for name in modules}
-    points = [point for layer in layers for point in _parse_point(layer, names)]
+    names = {_without_wrappers(name): name for name in modules} | {name: name for name in modules}
+    points = [
+        replace(
+            point,
+            module=names[point.module],
+            operation=point.operation and _child(names[point.module], point.operation),
+        )
+        for layer in layers
+        for point in _parse_point(layer, names)
+    ]
     refuse_scripted((name, modules[name]) for name in ["", *(point.module for point in points)])
     return points
+
+
+def names_of(points: Sequence[CapturePoint]) -> list[str]:
+    """Names of layers and operations as the model has them, with the kind of capture."""
+    return [with_capture(point.layer, point.capture) for point in points]
+
+
+def _without_wrappers(name: str) -> str:
+    """Dotted name of a module without the parts that DDP, torch.compile and others add."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def _child(module: str, name: str) -> str:
+    """Dotted name of an operation of a module, from another name of the operation."""
+    return f"{module}.{name.rpartition('.')[2]}".removeprefix(".")
 
 
 def _parse_point(layer: str, names: Mapping[str, str]) -> list[CapturePoint]:

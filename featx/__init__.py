@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from featx.jobs.extract import extract
     from featx.jobs.report import write_report
     from featx.jobs.stats import stats
+    from featx.layers.call_log import watch
     from featx.layers.capture import capture
     from featx.layers.edit import edit
     from featx.models.golden import write_golden
@@ -41,6 +42,7 @@ __all__ = [
     "open_stats",
     "predict",
     "stats",
+    "watch",
     "write_golden",
     "write_report",
 ]
@@ -50,6 +52,7 @@ _HOME = {
     "open": "featx.store.reader",
     "capture": "featx.layers.capture",
     "edit": "featx.layers.edit",
+    "watch": "featx.layers.call_log",
     "extract": "featx.jobs.extract",
     "embed": "featx.analysis.embedding",
     "predict": "featx.analysis.prediction",

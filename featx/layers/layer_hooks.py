@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -283,7 +284,8 @@ class LayerHooks:
         """
         if not tensor.requires_grad:
             raise LayerError(
-                f"{point.name}: no gradient passes there. It is under torch.no_grad(), or depends "
+                f"{point.name}: no gradient passes there. It is under torch.no_grad(), as in a "
+                "checkpoint with use_reentrant=True (use_reentrant=False allows it), or depends "
                 "neither on an input nor on a parameter that requires gradients."
             )
         followed = tensor
@@ -339,10 +341,10 @@ class LoopHooks(LayerHooks):
                 " nn.DataParallel runs copies of the model on several devices, which have no hooks: "
                 "call model.module, or use DistributedDataParallel."
             )
-        if not self.has_run:
+        if not self.threads and "torch._dynamo" in sys.modules:
             return (
-                " The model itself was not called either. Compiled code and copies of a model call "
-                "no hooks: give featx the object that you call, such as the result of torch.compile."
+                " Compiled code calls no hooks that are added later: give featx the object that you "
+                "call, the result of torch.compile."
             )
         return ""
 
@@ -380,6 +382,24 @@ def own_node(tensor: torch.Tensor) -> torch.Tensor:
     """
     node: torch.Tensor = _OwnNode.apply(tensor)
     return node
+
+
+def with_own_nodes(output: Any, inputs: Sequence[torch.Tensor]) -> Any:
+    """Return the output of a module with nodes of their own for views, whose gradients are read.
+
+    An output that is a part of an input stays a view: the model may read the input again after it
+    has changed the output in place, and the gradient of that change must not be lost.
+    """
+    for path, tensor in elements(output).items():
+        if tensor.requires_grad and tensor._is_view():
+            base = tensor._base
+            is_part = any(
+                tensor is x
+                or (base is (x._base if x._is_view() else x) and x.numel() != tensor.numel())
+                for x in inputs
+            )
+            output = output if is_part else with_element(output, path, own_node(tensor))
+    return output
 
 
 def is_recomputed() -> bool:

@@ -25,9 +25,14 @@ from featx.errors import LayerError, nearest
 from featx.layers.operations import is_function_name
 from featx.layers.trace import CapturePoint
 
-_WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
-"""Names under which wrappers hold the module: DDP and DataParallel, torch.compile, FSDP, and
-apply_activation_checkpointing."""
+_WRAPPERS = {
+    "OptimizedModule": "_orig_mod",  # torch.compile
+    "DistributedDataParallel": "module",
+    "DataParallel": "module",
+    "FullyShardedDataParallel": "_fsdp_wrapped_module",
+    "CheckpointWrapper": "_checkpoint_wrapped_module",
+}
+"""Class name of a wrapper -> name of the module in it."""
 
 
 def split_capture(request: str) -> tuple[str, str]:
@@ -86,6 +91,8 @@ def parse_points(model: nn.Module, layers: Sequence[str]) -> list[CapturePoint]:
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     names = {_without_wrappers(name): name for name in modules} | {name: name for name in modules}
+    while held := _WRAPPERS.get(type(modules[names[""]]).__name__):
+        names[""] = _child(names[""], held)
     points = [
         replace(
             point,
@@ -106,11 +113,11 @@ def names_of(points: Sequence[CapturePoint]) -> list[str]:
 
 def _without_wrappers(name: str) -> str:
     """Dotted name of a module without the parts that DDP, torch.compile and others add."""
-    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS.values())
 
 
 def _child(module: str, name: str) -> str:
-    """Dotted name of an operation of a module, from another name of the operation."""
+    """Dotted name of a module or operation in a module, from another name of it."""
     return f"{module}.{name.rpartition('.')[2]}".removeprefix(".")
 
 

@@ -206,8 +206,9 @@ def test_an_edit_without_effect_is_an_error() -> None:
     model = Unused()
     with featx.edit(model, {"other": scale}):
         pass
-    with pytest.raises(LayerError, match="'other' was not called"), featx.edit(
-        model, {"other": scale, "first": scale}
+    with (
+        pytest.raises(LayerError, match="'other' was not called"),
+        featx.edit(model, {"other": scale, "first": scale}),
     ):
         model(images())
     with pytest.raises(ZeroDivisionError), featx.edit(model, {"other": scale}):

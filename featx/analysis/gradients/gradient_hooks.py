@@ -15,7 +15,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from featx.analysis.gradients.norms import norm_of_norms
 from featx.base import TensorHooks, elements, may_fire
-from featx.layers import OpenCall, every_call, own_node, with_element
+from featx.layers import OpenCall, every_call, with_own_nodes
 
 
 @dataclass
@@ -174,9 +174,7 @@ class GradientHooks:
         if open_call.data is None or not torch.is_grad_enabled():
             return None
         call, inputs = open_call.data
-        for path, tensor in elements(output).items():
-            if tensor.requires_grad and tensor._is_view() and not _is_part(tensor, inputs):
-                output = with_element(output, path, own_node(tensor))
+        output = with_own_nodes(output, inputs)
         call.outputs = self._edges_of(output)
         call.end = self._num_calls
         self._calls.append(call)
@@ -221,16 +219,3 @@ class GradientHooks:
 def _holds(call: ModuleCall, starts: list[int]) -> bool:
     """Return whether one of the sorted starts lies inside a call."""
     return bisect_right(starts, call.end) > bisect_right(starts, call.start)
-
-
-def _is_part(tensor: torch.Tensor, inputs: list[torch.Tensor]) -> bool:
-    """Return whether an output is an input, or a part of one.
-
-    The model may read the input again, after it has changed the output in place. As a node of its
-    own, the output would leave the gradient of that change out.
-    """
-    base = tensor._base
-    return any(
-        tensor is x or (base is (x._base if x._is_view() else x) and x.numel() != tensor.numel())
-        for x in inputs
-    )

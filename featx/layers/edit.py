@@ -11,8 +11,9 @@ from torch import nn
 
 from featx.errors import LayerError
 from featx.layers.attention import needs_plain_attention, plain_attention
-from featx.layers.layer_hooks import LoopHooks, PassRecord
+from featx.layers.layer_hooks import PassRecord
 from featx.layers.layer_names import names_of, parse_points
+from featx.layers.loop_hooks import LoopHooks
 from featx.layers.operations import OperationRecorder
 from featx.layers.trace import CapturePoint
 
@@ -24,13 +25,14 @@ Edit = Callable[[torch.Tensor], torch.Tensor]
 def edit(model: nn.Module, edits: Mapping[str, Edit]) -> Iterator[None]:
     """Replace tensors of named layers inside the block.
 
-        with featx.edit(model, {"layer3": torch.zeros_like, "layer4:input": lambda x: x.clamp(-1, 1)}):
+        with featx.edit(model, {"layer3": torch.zeros_like, "fc:input": lambda x: x.clamp(-1, 1)}):
             model(x)
 
     The model goes on with what a function returns, and gradients flow through it. `featx.capture`
-    sees the edited tensors, whichever block is the outer one. Of two edits of the same layer, that
-    of the inner block runs first. Calls in a backward pass that recomputes layers (checkpoints) are
-    edited as well. An edit of an operation must be outside of a capture of one. The hooks are removed at the end of the block, also after an exception.
+    sees the edited tensors, whichever block is the outer one; only an edit of an operation must be
+    outside of a capture of one. Of two edits of the same layer, that of the inner block runs first.
+    Calls in a backward pass that recomputes layers (checkpoints) are edited as well. The hooks are
+    removed at the end of the block, also after an exception.
 
     Args:
         model: any torch.nn.Module, in train or eval mode.
@@ -73,7 +75,7 @@ class _EditHooks(LoopHooks):
                     f"{point.name}: attention weights are read, and cannot be replaced. Name the "
                     f"softmax operation that computes them, such as {point.module + '.softmax'!r}."
                 )
-        outer = torch.overrides._get_current_function_mode_stack()
+        outer = torch.overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call]
         if optional and any(isinstance(mode, OperationRecorder) for mode in outer):
             raise LayerError(
                 f"{optional[0]!r} is an operation, and an outer block captures operations before "
@@ -93,9 +95,9 @@ class _EditHooks(LoopHooks):
         """
         if not self.record.is_open and (numbered := [p for p in points if p.call is not None]):
             raise LayerError(
-                f"{numbered[0].name}: calls are counted inside a call of the model itself, model(x), "
-                "and this call of the layer is outside of one, or recomputes it in a backward pass. "
-                f"Name {numbered[0].layer!r} without a number."
+                f"{numbered[0].name}: calls are counted inside a call of the model itself, "
+                "model(x), and this call of the layer is outside of one, or recomputes it in a "
+                f"backward pass. Name {numbered[0].layer!r} without a number."
             )
         return super().points_of_call(key, points)
 

@@ -128,9 +128,8 @@ def test_compiled_code_runs_again_after_the_block() -> None:
     for each in (model, inside):
         each(images())
         num_before = len(runs)
-        with pytest.raises(ZeroDivisionError), featx.capture(each, "first"):
+        with featx.capture(each, "first"):
             each(images())
-            raise ZeroDivisionError
         assert len(runs) == num_before
         each(images())
         assert len(runs) > num_before
@@ -143,7 +142,7 @@ def test_calls_of_another_object_than_the_captured_one_are_explained() -> None:
     compiled(images())
     with featx.capture(model, "first") as features:
         compiled(images())
-        with pytest.raises(LayerError, match="the result of torch.compile"):
+        with pytest.raises(LayerError, match=r"the result of torch\.compile"):
             features["first"]
 
 
@@ -162,7 +161,7 @@ def test_checkpointed_layers(reentrant: bool) -> None:
             torch.testing.assert_close(features[name], expected[name], msg=name)
     if reentrant:
         with (
-            pytest.raises(LayerError, match="checkpoint.*use_reentrant=False"),
+            pytest.raises(LayerError, match=r"checkpoint.*use_reentrant=False"),
             featx.capture(model, NAMES),
         ):
             model(x)

@@ -119,7 +119,7 @@ def test_a_glob_tells_what_it_left_out() -> None:
 
 
 def test_a_typo_lists_the_nearest_names_and_the_presets() -> None:
-    with pytest.raises(LayerError, match=r"no layer 'layer3'.*Nearest: layer\d.*embedding, stages"):
+    with pytest.raises(LayerError, match=r"no layer 'layer3'.*Nearest: layer\d.*embedding, output, stages"):
         chosen("layer3")
     with pytest.raises(LayerError, match="no layer ''"):
         chosen("")
@@ -239,6 +239,7 @@ def test_a_preset_is_a_preset_also_with_a_module_of_that_name(name: str) -> None
     found = trace_forward(model.eval(), torch.zeros(2, 3, 8, 8))
     expected = {
         "embedding": ["embedding"],
+        "output": ["output"],
         "stages": ["0", f"{name}@1"],
         "leaves": ["0", f"{name}.0", f"{name}.1", "2", "3", "4"],
         "all": ["0", f"{name}.0", f"{name}.1", f"{name}@1", "2", "3", "4"],

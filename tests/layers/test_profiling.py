@@ -13,8 +13,7 @@ import torch
 from torch import nn
 from zoo import ZeroDivisionBetween
 
-from featx.layers import first_nonfinite, profile, trace_forward
-from featx.layers.call_hooks import every_call
+from featx.layers import every_call, first_nonfinite, profile, trace_forward
 from featx.layers.profiling import measure_memory, measure_times, measure_values, summarise
 
 

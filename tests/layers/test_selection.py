@@ -119,7 +119,9 @@ def test_a_glob_tells_what_it_left_out() -> None:
 
 
 def test_a_typo_lists_the_nearest_names_and_the_presets() -> None:
-    with pytest.raises(LayerError, match=r"no layer 'layer3'.*Nearest: layer\d.*embedding, output, stages"):
+    with pytest.raises(
+        LayerError, match=r"no layer 'layer3'.*Nearest: layer\d.*embedding, output, stages"
+    ):
         chosen("layer3")
     with pytest.raises(LayerError, match="no layer ''"):
         chosen("")

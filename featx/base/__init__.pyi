@@ -44,6 +44,8 @@ from .machine import resident_memory as resident_memory
 from .machine import take_cpus as take_cpus
 from .module_hooks import After as After
 from .module_hooks import ModuleHooks as ModuleHooks
+from .module_hooks import TensorHooks as TensorHooks
+from .module_hooks import may_fire as may_fire
 from .nested_tensors import ElementPath as ElementPath
 from .nested_tensors import are_equal as are_equal
 from .nested_tensors import elements as elements

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import json
 import re
@@ -20,20 +21,28 @@ Values = Iterator[tuple[str, Any]]
 """Names of the values of a file, and the values: arrays, texts, bytes, numbers."""
 
 NORMALISED = (
+    # Progress, a line every few seconds.
+    (r"(?m)^\d+ of \d+ (images|rows), .*\bleft, .*\n", ""),
     (r"\d{4}-\d\d-\d\d[ T]\d\d:\d\d(:\d\d(\.\d+)?)?", "DATE"),
     (r"[~<]?\d[\d.,]* (images|rows|parts|queries|epochs)(/s|/min| a second| per second)", "RATE"),
     (r"[~<]?\b\d[\d.,]*(e[+-]\d+)? ?(s|ms|min|h|seconds|minutes)\b", "TIME"),
     (r"\b\d[\d.,]* ?(KiB|MiB|GiB|TiB|KB|MB|GB|TB)\b", "SIZE"),
     (r"\b(pid|process|PID) \d+", "PROCESS"),
     (r"Limited by (.|\n)*?\.(?=\s)", "LIMITED"),
-    (r"(?m)^rows/s .*", "RATE"),
+    (r"(?m)^(rows/s|slow|seconds) .*\n( .*\n)*", ""),
+    # What a killed process computed, as of its last heartbeat, one every ten seconds.
+    (r"was killed(;| while it computed part)(.|\n)*?\.(?=\s)", "was killed"),
+    (r"submitted (\d+) tasks: [\d, ]+", r"submitted \1 tasks"),
+    # The report's page.
+    (r"flex:[\d.]+", "SHARE"),
+    (r"[\d.]+ images/s", "RATE"),
 )
 """What differs from run to run in messages, and what stands for it."""
 
 
 def read_values(path: Path) -> Values:
     """Yield the values of a file by the kind that its suffix names; else its text or bytes."""
-    reader = READERS.get(path.suffix, _bytes)
+    reader = _events if "tfevents" in path.name else READERS.get(path.suffix, _bytes)
     if reader is _bytes and _is_text(path):
         reader = _text
     yield from reader(path)
@@ -47,8 +56,12 @@ def _is_text(path: Path) -> bool:
 
 
 def _text(path: Path) -> Values:
-    """Words, since columns and line breaks move with the width of a rate."""
+    """Words, since columns and line breaks move with the width of a rate; or JSON."""
     text = path.read_text(encoding="utf-8")
+    if text.startswith(("{", "[")):
+        with contextlib.suppress(ValueError):
+            yield from _entries("", json.loads(text))
+            return
     for pattern, replacement in NORMALISED:
         text = re.sub(pattern, replacement, text)
     yield "", text.split()
@@ -142,6 +155,16 @@ def _tar(path: Path) -> Values:
         for member in file:
             content = file.extractfile(member)
             yield member.name, content.read() if content else member.linkname
+
+
+def _events(path: Path) -> Values:
+    """Scalars, histograms and texts of TensorBoard, without their times."""
+    from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+
+    for number, event in enumerate(EventFileLoader(str(path)).Load()):
+        yield f"{number}.graph", event.graph_def
+        for value in event.summary.value:
+            yield f"{number}.{value.tag}.{event.step}", value.SerializeToString(deterministic=True)
 
 
 def _image(path: Path) -> Values:

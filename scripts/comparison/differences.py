@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
 from fnmatch import fnmatch
@@ -15,10 +16,12 @@ from comparison.contents import read_values
 NOT_COMPARED = (
     # Locks, heartbeats and caches of a run, and states of files, which contain times.
     "*/.lock*", "*/workers/*", "*/images.h5:tag", "*/stats-images.h5:tag", "*/jobs/*",
-    # Times, rates, memory, and what a run concludes of them.
-    "*.json:*seconds*", "*.json:*images_per_second", "*.json:*share_of_trial",
-    "*.json:*below_trial", "*.json:*bottleneck", "*.json:*memory_mib", "*.json:*finished",
-    "*.json:*.request", "*.prom*",
+    # Times of the images of data=sample, which are those of the checkout.
+    "*/sample/images.h5:mtime_ns",
+    # Times, rates, memory, free space, and what a run concludes of them.
+    "*:*seconds*", "*:*per_second*", "*:*_age_s", "*:*share_of_trial", "*:*below_trial",
+    "*:*bottleneck", "*:*memory_mib", "*:*.ms", "*:*.own_ms", "*:*.disk_free", "*:*finished",
+    "*:*.request", "*.prom*",
     # Versions, and digests of what is compared entry by entry.
     "*:*versions.*", "*.json:.sha256", "*@manifest.sha256", "*@text_checksums",
 )  # fmt: skip
@@ -79,6 +82,9 @@ def compare_values(first: Any, second: Any) -> str:
         return _compare_arrays(first, second)
     if isinstance(first, list) and isinstance(second, list):
         return _compare_words(first, second)
+    if isinstance(first, bytes) and isinstance(second, bytes) and first != second:
+        at = len(os.path.commonprefix([first, second]))
+        return f"{len(first)} -> {len(second)} bytes, the first that differs at {at}"
     if repr(first) == repr(second):
         return ""
     return f"{_short(first)} -> {_short(second)}"

@@ -5,9 +5,11 @@ from __future__ import annotations
 import csv
 import gzip
 import io
+import json
 import os
 import shutil
 import struct
+import subprocess
 import tarfile
 from pathlib import Path
 
@@ -28,7 +30,12 @@ def make_inputs(folder: Path) -> None:
     make_arrays(folder)
     make_torchvision(folder / "torchvision", photos)
     make_masks(folder / "masks", photos)
-    for path in folder.rglob("*"):
+    make_slides(folder)
+    make_videos(folder / "videos")
+    for parent in Path(__file__).resolve().parents:
+        if (odd := parent / "shared" / "data" / "odd-images").is_dir():
+            (folder / "odd-images").symlink_to(odd)
+    for path in folder.rglob("*"):  # which does not enter odd-images
         # Images that were just written are compared by their bytes.
         os.utime(path, (1e9, 1e9), follow_symlinks=False)
 
@@ -112,7 +119,7 @@ def _columns(photos: list[Path]) -> dict[str, list[object]]:
 
 
 def make_tables(folder: Path, photos: list[Path]) -> None:
-    """Write photos.csv, photos.parquet with encoded images, boxes.csv, and saved datasets."""
+    """Write photos.csv, photos.parquet with encoded images, boxes.csv and classes.json."""
     columns = _columns(photos)
     with (folder / "photos.csv").open("w", newline="") as file:
         csv.writer(file).writerows([list(columns), *zip(*columns.values(), strict=True)])
@@ -121,8 +128,9 @@ def make_tables(folder: Path, photos: list[Path]) -> None:
     boxes.append([columns["path"][0], 1000, 1000, 5, 5])
     with (folder / "boxes.csv").open("w", newline="") as file:
         csv.writer(file).writerows([["path", "x", "y", "width", "height"], *boxes])
+    numbers = {name: number for number, name in enumerate(CLASSES)}
+    (folder / "classes.json").write_text(json.dumps(numbers))
     try:
-        import datasets
         import pyarrow as pa
         from pyarrow import parquet
     except ImportError:
@@ -130,14 +138,6 @@ def make_tables(folder: Path, photos: list[Path]) -> None:
     encoded = [path.read_bytes() for path in photos]
     table = pa.table({"image": encoded, "label": columns["label"], "age": columns["age"]})
     parquet.write_table(table, folder / "photos.parquet", row_group_size=8)
-    features = datasets.Features(
-        {"image": datasets.Image(), "label": datasets.ClassLabel(names=list(CLASSES))}
-    )
-    rows = {"image": [{"bytes": x, "path": None} for x in encoded], "label": columns["label"]}
-    saved = datasets.Dataset.from_dict(rows, features=features)
-    saved.set_format(None)
-    datasets.disable_progress_bars()
-    saved.save_to_disk(folder / "huggingface")
 
 
 def make_shards(folder: Path, photos: list[Path]) -> None:
@@ -195,7 +195,7 @@ def make_torchvision(folder: Path, photos: list[Path]) -> None:
     for split in ("trainval", "test"):
         (pets / "annotations" / f"{split}.txt").write_text("\n".join(lines) + "\n")
     for path in photos:
-        place = folder / "imagefolder" / "train" / path.parent.name / path.name
+        place = folder / "classes" / "train" / path.parent.name / path.name
         place.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(path, place)
 
@@ -205,7 +205,37 @@ def make_masks(folder: Path, photos: list[Path]) -> None:
     for path in photos:
         with Image.open(path) as image:
             grey = np.asarray(image.convert("L"))
-        place = folder / path.parent.name / f"{path.name}.png"
+        place = folder / path.parent.name / f"{path.stem}.png"
         place.parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray((grey > 110).astype(np.uint8)).save(place)
     (folder.parent / "mask-classes.txt").write_text("dark\nbright\n")
+
+
+def make_slides(folder: Path) -> None:
+    """Write a tiled pyramid, and slide-boxes.csv with boxes of it, one of them outside."""
+    try:
+        import tifffile
+    except ImportError:
+        return
+    pixels = np.asarray(make_image(70, 500, 400))
+    (folder / "slides").mkdir()
+    options = {"tile": (128, 128), "compression": "zlib", "photometric": "rgb"}
+    with tifffile.TiffWriter(folder / "slides" / "a.tif") as file:
+        file.write(pixels, metadata=None, **options)
+        file.write(pixels[::2, ::2], metadata=None, subfiletype=1, **options)
+    boxes = [f"a.tif,{x},{y},96,96" for x in (0, 90, 250) for y in (0, 130, 1000)]
+    text = "\n".join(["path,x,y,width,height", *boxes])
+    (folder / "slide-boxes.csv").write_text(text)
+
+
+def make_videos(folder: Path) -> None:
+    """Write two videos of noise, if FFmpeg is here."""
+    if shutil.which("ffmpeg") is None:
+        return
+    folder.mkdir()
+    for seed in (1, 2):
+        size = ["-f", "rawvideo", "-pix_fmt", "rgb24", "-s", "64x48", "-r", "10", "-i", "-"]
+        rng = np.random.default_rng(seed)
+        frames = rng.integers(0, 256, (20, 6, 8, 3), dtype=np.uint8).repeat(8, 1).repeat(8, 2)
+        command = ["ffmpeg", "-v", "error", *size, str(folder / f"{seed}.mp4")]
+        subprocess.run(command, input=frames.tobytes(), check=True)

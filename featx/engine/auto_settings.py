@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import shutil
+import time
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -34,6 +35,10 @@ _ENOUGH_S = 0.4
 """Seconds. A forward pass on a CPU that takes longer is not timed a second time, because the
 one-off costs of the first pass are then a small share. Other devices may load all kernels in the
 first pass, so they are always timed again."""
+
+_FILLED_S = 0.2
+"""Seconds of a pass in fp32 over the images on which precisions are timed on a GPU. The pass of a
+faster precision then takes some 50 ms, and launching its kernels a small part of that."""
 
 CPU_BATCH = 32
 """Largest batch size that batch_size=auto chooses on a CPU."""
@@ -199,12 +204,28 @@ class AutoSettings:
             return ChosenPrecision(self._config.precision, "")
         if (stored := self._stored_choice("precision")) is not None:
             return ChosenPrecision(str(stored), "")
-        # On a CPU the trial images are enough; small batches do not fill other devices.
-        on_cpu = self._engine.device.type == "cpu"
-        timed = self._images if on_cpu else self.make_batch(int(compute.batch_size))
+        timed = self._timed_images(compute)
         chosen = choose_precision(self._engine, compute, self._images, timed, self._exact)
         self.choices["precision"] = f"{chosen.precision} ({chosen.reason})"
         return chosen
+
+    def _timed_images(self, compute: Compute) -> torch.Tensor:
+        """The images on which precisions are timed.
+
+        On a CPU the trial images are enough. Small batches do not fill other devices, which then
+        wait for launches of kernels: there so many are taken that a pass in fp32 lasts
+        `_FILLED_S`, at most a batch of the run.
+        """
+        engine, batch_size = self._engine, int(compute.batch_size)
+        if engine.device.type == "cpu" or engine.uses_fp32_only or len(self._images) == 0:
+            return self._images
+        engine.configure_compute(compute)
+        few_images = self.make_batch(min(TRIAL_IMAGES, batch_size))
+        engine.run(few_images)  # loads kernels
+        started_at = time.perf_counter()
+        engine.run(few_images)
+        seconds = max(1e-6, time.perf_counter() - started_at)
+        return self.make_batch(min(batch_size, math.ceil(_FILLED_S / seconds) * len(few_images)))
 
     def _batch_size(self) -> int:
         """The batch size from the option, the resume state, or the device and number of rows."""

@@ -65,6 +65,28 @@ def test_a_gpu_is_timed_at_the_batch_size_of_the_run(
     assert (settings.trial_rows is None) == (images != 16), "rows of the trial images only"
 
 
+@pytest.mark.parametrize(
+    ("device", "images_per_second", "timed"),
+    [("cuda", 2900, 256), ("cuda", 200, 48), ("cuda", 10, 16), ("cpu", 200, 16)],
+)
+def test_a_gpu_is_timed_on_so_many_images_that_launches_do_not_count(
+    monkeypatch: pytest.MonkeyPatch, device: str, images_per_second: float, timed: int
+) -> None:
+    engine: Any = Timed(device, 0.1)
+    engine.uses_fp32_only = False
+    engine.configure_compute = lambda compute: None
+    monkeypatch.setattr("featx.engine.auto_settings.time.perf_counter", lambda: engine.now)
+
+    def run(images: torch.Tensor) -> dict[str, torch.Tensor]:
+        engine.now += len(images) / images_per_second
+        return {}
+
+    engine.run = run
+    config = from_omegaconf(from_keywords({"out": "store"}))
+    settings = AutoSettings(config, engine, torch.zeros(16, 3, 2, 2, dtype=torch.uint8), 999, None)
+    assert len(settings._timed_images(Compute("fp32", False, False, 256))) == timed
+
+
 class Compiled:
     """An engine whose passes take a second an image, and another time when it is compiled."""
 

@@ -21,7 +21,9 @@ if TYPE_CHECKING:
     from featx.jobs.extract import extract
     from featx.jobs.report import write_report
     from featx.jobs.stats import stats
+    from featx.layers.call_log import watch
     from featx.layers.capture import capture
+    from featx.layers.edit import edit
     from featx.models.golden import write_golden
     from featx.store.reader import FeatureStore, open
 
@@ -31,6 +33,7 @@ __all__ = [
     "Statistics",
     "__version__",
     "capture",
+    "edit",
     "embed",
     "export_store",
     "extract",
@@ -39,6 +42,7 @@ __all__ = [
     "open_stats",
     "predict",
     "stats",
+    "watch",
     "write_golden",
     "write_report",
 ]
@@ -47,6 +51,8 @@ _HOME = {
     "FeatureStore": "featx.store.reader",
     "open": "featx.store.reader",
     "capture": "featx.layers.capture",
+    "edit": "featx.layers.edit",
+    "watch": "featx.layers.call_log",
     "extract": "featx.jobs.extract",
     "embed": "featx.analysis.embedding",
     "predict": "featx.analysis.prediction",

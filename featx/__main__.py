@@ -8,10 +8,10 @@ import os
 import shlex
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from featx.base import end_process, paused_collection
+from featx.base import end_process, open_standard_streams, paused_collection
 
 if TYPE_CHECKING:
     from featx.cli import CommandLine
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 def main() -> None:
     """Entry point of `featx` and of `python -m featx`; ends the process with its exit code."""
-    for signum in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(signum, _leave)
+    open_standard_streams()
+    _handle({signal.SIGINT: _leave, signal.SIGTERM: _leave, signal.SIGHUP: _leave})
     end_process(run_command())
 
 
@@ -45,14 +45,22 @@ def _run_command(until_job: contextlib.ExitStack) -> int:
         defer_dynamo,
         discard_output,
         log_message,
+        own_process,
         shipped_folder,
         speed_up_imports,
     )
-    from featx.cli import compose_once, explain_error, read_command_line, register_with_hydra
+    from featx.cli import (
+        checked_targets,
+        compose_once,
+        explain_error,
+        read_command_line,
+        register_with_hydra,
+    )
     from featx.errors import FeatxError
     from featx.jobs import JOBS
 
     debug = os.environ.get("FEATX_DEBUG") == "1"
+    own_process()
     defer_dynamo()
     speed_up_imports()
     # Hydra prints errors and exits by itself unless it is told to raise them.
@@ -64,8 +72,7 @@ def _run_command(until_job: contextlib.ExitStack) -> int:
         until_job.close()
         codes.append(_exit_code_of(node, line, debug))
 
-    signal.signal(signal.SIGINT, _interrupted)
-    signal.signal(signal.SIGTERM, _terminated)
+    _handle({signal.SIGINT: _interrupted, signal.SIGTERM: _terminated, signal.SIGHUP: _terminated})
     typed = sys.argv
     try:
         line = read_command_line(typed[1:])
@@ -74,9 +81,8 @@ def _run_command(until_job: contextlib.ExitStack) -> int:
         register_with_hydra(JOBS, line.config_dirs)
         sys.argv = [typed[0], *line.arguments]
         hydra_options = {"config_path": str(shipped_folder("conf")), "config_name": "config"}
-        with compose_once(line):
+        with checked_targets(), compose_once(line):
             hydra.main(version_base="1.3", **hydra_options)(one_job)()
-        sys.stdout.flush()
     except BrokenPipeError:
         discard_output()  # a reader may close the pipe before the end of the help (`-h | head`)
         return 0
@@ -152,6 +158,13 @@ def resume_command(arguments: Sequence[str]) -> str:
         text for text in arguments if text.partition("=")[0].lstrip("+") != "overwrite"
     ]
     return shlex.join(["python", "-m", "featx", *arguments_kept])
+
+
+def _handle(handlers: Mapping[signal.Signals, Callable[[int, object], object]]) -> None:
+    """Handle signals; one that is ignored, as SIGHUP under nohup, stays ignored."""
+    for signum, handler in handlers.items():
+        if signal.getsignal(signum) != signal.SIG_IGN:
+            signal.signal(signum, handler)
 
 
 def _leave(signum: int, frame: object) -> None:

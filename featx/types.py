@@ -62,6 +62,8 @@ class Listing:
             float64 (NaN for missing values), bool, or fixed-length UTF-8 bytes (empty for missing
             values).
         warnings: sentences about values that are probably not meant so; a run logs them.
+        label_note: what was looked for as labels if rows have none, or what else looks like labels
+            and is not used; printed after the number of classes.
     """
 
     keys: npt.NDArray[np.bytes_]
@@ -71,6 +73,7 @@ class Listing:
     content_tags: npt.NDArray[np.int64] | None = None
     columns: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
+    label_note: str = ""
 
     def __len__(self) -> int:
         return len(self.keys)

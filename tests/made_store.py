@@ -16,9 +16,18 @@ from typing import Any
 
 import h5py
 import numpy as np
+import numpy.typing as npt
 
 from featx.storage import exclusive_lock
-from featx.store import PartBuilder, Run, StoreSession, layout, listing_identity, merge_listing
+from featx.store import (
+    FeatureStore,
+    PartBuilder,
+    Run,
+    StoreSession,
+    layout,
+    listing_identity,
+    merge_listing,
+)
 from featx.store.attribute_checksums import seal_texts
 from featx.store.pack import pack, pack_in_child
 from featx.types import (
@@ -362,3 +371,9 @@ def make_labelled(
         listing=Listing(keys, labels, tuple(classes)),
         features={name: rows.astype(np.float32) for name, rows in features.items()},
     )
+
+
+def ok_vectors(store: FeatureStore, layer: str) -> npt.NDArray[np.float32]:
+    """Features of all ok rows of a layer as (n, D) float32, with and without a label."""
+    features = store[layer][store.ok]
+    return features.reshape(len(features), -1).astype(np.float32)

@@ -123,13 +123,17 @@ class ExtractionRecipe:
             )
 
 
+_READING = ("exif", "background", "max_pixels", "damaged", "white")
+"""Options of the group `data` by which images are read."""
+
+
 def _data_options(now: DataConfig, before: DataConfig) -> DataConfig:
     """Return the options of the group `data` for the new images, read as those of the store.
 
     Raises:
         ConfigError: the command asks for another way.
     """
-    settings = {key: getattr(before, key) for key in ("exif", "background", "max_pixels")}
+    settings = {key: getattr(before, key) for key in _READING}
     for key, value in settings.items():
         option = getattr(now, key)
         if option not in (value, getattr(DataConfig(), key)):

@@ -278,15 +278,13 @@ def head_of_store(store: Path, layer: str | None) -> Path:
     Raises:
         StoreError: the store was not probed, or the layer has no head.
     """
-    import json
-
-    from featx.store import FeatureStore
+    from featx.store import FeatureStore, read_result
 
     opened = FeatureStore(store)
     folder = opened.root if opened.root.is_dir() else opened.root.parent
     path = folder / layout.PROBE
     try:
-        result = json.loads(path.read_text(encoding="utf-8"))
+        result = read_result(path)
         layer = result["layer"] if layer is None else layer
         head = result["layers"].get(layer, {}).get("head")
         layers_with_head = [name for name, about in result["layers"].items() if about.get("head")]

@@ -19,7 +19,7 @@ from featx.config import Config, from_saved
 from featx.errors import ConfigError, DataError, StoreError, StoreMismatchError, counted
 from featx.models import TEMPLATE_SETS, TextClassifier, text_classifier
 from featx.storage import open_folder
-from featx.store import FeatureStore, Run, layout, load_manifest
+from featx.store import FeatureStore, Run, layout, load_manifest, result_json
 
 FORMAT = 1
 """Version of the format of zeroshot.json."""
@@ -75,8 +75,7 @@ def run_zeroshot(config: Config) -> dict[str, Any]:
     disk.make_folder(path.parent)
     disk.replace_unlocked(path, head_bytes(head, _about(store, run, result)))
     result |= {"head": str(path), "seconds": round(time.perf_counter() - started_at, 3)}
-    text = json.dumps(result, indent=1, ensure_ascii=False, allow_nan=False)
-    disk.replace_unlocked(folder / layout.ZEROSHOT, text.encode() + b"\n")
+    disk.replace_unlocked(folder / layout.ZEROSHOT, result_json(result, indent=1))
     return result
 
 

@@ -44,6 +44,8 @@ from .machine import resident_memory as resident_memory
 from .machine import take_cpus as take_cpus
 from .module_hooks import After as After
 from .module_hooks import ModuleHooks as ModuleHooks
+from .module_hooks import TensorHooks as TensorHooks
+from .module_hooks import may_fire as may_fire
 from .nested_tensors import ElementPath as ElementPath
 from .nested_tensors import are_equal as are_equal
 from .nested_tensors import elements as elements
@@ -52,7 +54,11 @@ from .paths import cache_folder as cache_folder
 from .paths import shipped_folder as shipped_folder
 from .paths import shown_path as shown_path
 from .process_end import end_process as end_process
+from .process_end import open_standard_streams as open_standard_streams
+from .process_owner import is_own_process as is_own_process
+from .process_owner import own_process as own_process
 from .process_setting import ProcessSetting as ProcessSetting
+from .process_signals import signal_handlers as signal_handlers
 from .progress import WAITING_SHARE as WAITING_SHARE
 from .progress import CountProgress as CountProgress
 from .progress import Progress as Progress
@@ -64,8 +70,10 @@ from .registry import Registry as Registry
 from .registry import for_options as for_options
 from .text import WIDTH as WIDTH
 from .text import command_text as command_text
+from .text import csv_cell as csv_cell
 from .text import facts as facts
 from .text import percent_text as percent_text
+from .text import printable as printable
 from .text import size_text as size_text
 from .text import table as table
 from .text import time_text as time_text

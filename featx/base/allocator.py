@@ -6,6 +6,8 @@ import ctypes
 import os
 import sys
 
+from featx.base.process_owner import is_own_process
+
 
 def keep_freed_memory() -> None:
     """Let glibc keep freed blocks instead of returning them to the kernel after every layer.
@@ -14,8 +16,11 @@ def keep_freed_memory() -> None:
     block, and the page faults halve the speed of a light model (docs/performance.md). In the arena
     of a thread this happens above 64 MiB with any setting, so threads that start later get no arena
     of their own. Other C libraries have no such settings and are left alone.
+
+    Nothing is done in a process of a user: there is no way back, and whatever else the process
+    allocates would stay resident after it was freed.
     """
-    if not sys.platform.startswith("linux"):
+    if not is_own_process() or not sys.platform.startswith("linux"):
         return
     # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD and M_ARENA_MAX of malloc.h.
     mmap_threshold, trim_threshold, arena_max = -3, -1, -8
@@ -45,6 +50,8 @@ def is_kept_in_threads() -> bool:
     """
     if not sys.platform.startswith("linux"):
         return True
+    if not is_own_process():
+        return False
     libc = ctypes.CDLL(None)
     malloc_info = getattr(libc, "malloc_info", None)
     if malloc_info is None:

@@ -12,19 +12,25 @@ from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any
 
-from featx.base.text import facts
+from featx.base.text import facts, printable
+from featx.errors import RunError
 
 
 def print_result(text: str = "") -> None:
     """Print a line of the command's result on stdout; a closed pipe (`| head`) is no error.
 
     Args:
-        text: the line.
+        text: the line; its control characters are escaped.
+
+    Raises:
+        RunError: stdout cannot be written, for example on a full disk.
     """
     try:
-        print(text, flush=True)
+        print(printable(text, kept="\n\t"), flush=True)
     except BrokenPipeError:
         discard_output()
+    except OSError as error:
+        raise RunError(f"stdout cannot be written: {error.strerror}.") from error
 
 
 def discard_output() -> None:
@@ -82,7 +88,7 @@ def log_message(text: str, level: str = "info") -> None:
     """Print a message about the run on stderr.
 
     Args:
-        text: message, without a line break at its end.
+        text: message, without a line break at its end; its control characters are escaped.
         level: 'info', 'warning' or 'error'. JSON lines have it as a value; in text, a warning
             begins with 'warning: '.
     """
@@ -92,7 +98,9 @@ def log_message(text: str, level: str = "info") -> None:
         text = json_line(level, message=text)
     elif level == "warning":
         text = f"warning: {text}"
-    print(text, file=sys.stderr, flush=True)
+    # The disk of the log may be full, or its terminal closed: the run goes on.
+    with contextlib.suppress(OSError):
+        print(printable(text, kept="\n\t"), file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager

@@ -1,12 +1,14 @@
-"""Hooks on the modules of a model: the only place that registers and removes them."""
+"""Hooks on modules and tensors: the only place that registers and removes them."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
 from torch import nn
 
 Before = Callable[[nn.Module, Any, Any], Any]
@@ -80,7 +82,9 @@ class ModuleHooks:
         modules: Iterable[tuple[str, nn.Module]],
         before: Callable[..., Any] | None = None,
         after: Callable[..., Any] | None = None,
-        **options: bool,
+        *,
+        first: bool = False,
+        always: bool = False,
     ) -> None:
         """Register hooks of several modules, whose functions also take the name as first argument.
 
@@ -88,16 +92,13 @@ class ModuleHooks:
             modules: pairs (dotted name, module).
             before: called with (name, module, args, kwargs).
             after: called with (name, module, args, kwargs, output).
-            options: as for `add`.
+            first: as for `add`.
+            always: as for `add`.
         """
         try:
             for name, module in modules:
-                self.add(
-                    module,
-                    before and functools.partial(before, name),
-                    after and functools.partial(after, name),
-                    **options,
-                )
+                named = [each and functools.partial(each, name) for each in (before, after)]
+                self.add(module, *named, first=first, always=always)
         except BaseException:
             self.remove()
             raise
@@ -113,3 +114,40 @@ class ModuleHooks:
 
     def __exit__(self, *error: object) -> None:
         self.remove()
+
+
+class TensorHooks:
+    """Hooks on tensors, called with the gradient in each backward pass; all can be removed."""
+
+    def __init__(self) -> None:
+        self._handles: list[Any] = []
+        self._prune_at = 1024
+        self._lock = threading.Lock()
+
+    def add(self, tensor: torch.Tensor, function: Callable[[torch.Tensor], Any]) -> Any:
+        """Register a hook on a tensor that requires gradients, and return its handle."""
+        # torch 2.14 crashes in register_hook on a view whose base was changed in place, unless
+        # this attribute has renewed its node.
+        _ = tensor.grad_fn
+        handle = tensor.register_hook(function)  # type: ignore[no-untyped-call]
+        with self._lock:
+            self._handles.append(handle)
+            if len(self._handles) >= self._prune_at:
+                self._handles = [each for each in self._handles if may_fire(each)]
+                self._prune_at = 2 * len(self._handles) + 1024
+        return handle
+
+    def remove(self) -> None:
+        """Remove all hooks, also from graphs that still exist."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def __len__(self) -> int:
+        return len(self._handles)
+
+
+def may_fire(handle: Any) -> bool:
+    """Return whether a gradient may still come to a tensor hook, because its graph exists."""
+    # The handle refers weakly to the hooks of the tensor, which exist as long as its graph.
+    return handle.hooks_dict_ref() is not None

@@ -1,4 +1,4 @@
-"""The end of the command's process."""
+"""Beginning and end of the command's process."""
 
 from __future__ import annotations
 
@@ -7,6 +7,23 @@ import contextlib
 import os
 import sys
 from typing import NoReturn
+
+
+def open_standard_streams() -> None:
+    """Open the null device for closed standard streams, as `>&-` and some daemons leave them.
+
+    Otherwise the next file that is opened, such as that of a store, would become descriptor 1 or 2,
+    into which libraries write. Python has None for the streams of descriptors that were closed.
+    """
+    for descriptor in range(3):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            opened = os.open(os.devnull, os.O_RDWR)  # the lowest free number, which is this one
+            os.set_inheritable(opened, True)
+    for name, descriptor, mode in (("stdin", 0, "r"), ("stdout", 1, "w"), ("stderr", 2, "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(descriptor, mode, encoding="utf-8", closefd=False))  # noqa: SIM115
 
 
 def end_process(code: int) -> NoReturn:

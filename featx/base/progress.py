@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from tqdm.auto import tqdm
 
 from featx.base.console import json_line, log_message, shows_bars, writes_json
-from featx.base.text import size_text, time_text
+from featx.base.text import printable, size_text, time_text
 
 PLAIN_INTERVAL_S = 10.0
 """Seconds between two lines if there is no bar."""
@@ -131,7 +131,7 @@ class Progress:
     def log(self, text: str) -> None:
         """Print a line about the run above the bar."""
         if self._has_bar:
-            tqdm.write(text, file=sys.stderr)
+            tqdm.write(printable(text, kept="\n\t"), file=sys.stderr)
         else:
             log_message(text)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import textwrap
 from collections.abc import Sequence
@@ -95,6 +96,53 @@ def _broken_command(line: str, width: int) -> list[str]:
 def command_text(*arguments: str) -> str:
     """Return the command with these arguments, quoted for a shell where that is necessary."""
     return _COMMAND + shlex.join(arguments)
+
+
+_INVISIBLE = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+"""Control characters, separators of lines, changes of the direction of text, and surrogates."""
+
+
+def printable(text: str | bytes, kept: str = "") -> str:
+    """Text without characters that move a cursor, change colours or hide other characters.
+
+    They become escapes as in Python: a byte of a name that is no UTF-8 becomes '\\xff'.
+
+    Args:
+        text: name or message of any origin; undecodable bytes are surrogates.
+        kept: control characters that stay.
+    """
+    if isinstance(text, bytes):
+        text = text.decode("utf-8", "surrogateescape")
+
+    def escape(match: re.Match[str]) -> str:
+        if match[0] in kept:
+            return match[0]
+        code = ord(match[0])
+        if 0xDC80 <= code <= 0xDCFF:  # of the error handler surrogateescape
+            code -= 0xDC00
+        if chr(code) in "\n\r\t":
+            return repr(chr(code))[1:-1]
+        return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"
+
+    return _INVISIBLE.sub(escape, text)
+
+
+def csv_cell(text: str) -> str:
+    """Text for a cell of a CSV file, which is valid UTF-8 and no formula of a spreadsheet.
+
+    A text that begins with =, +, -, @ or ' gets a ' in front, unless it is a number.
+
+    Args:
+        text: name or message of any origin; undecodable bytes are surrogates.
+    """
+    text = printable(text)
+    if not text.startswith(("=", "+", "-", "@", "'")):
+        return text
+    try:
+        float(text)
+    except ValueError:
+        return f"'{text}"
+    return text
 
 
 def size_text(num_bytes: float) -> str:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 import yaml
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.core_plugins.file_config_source import FileConfigSource
 from hydra._internal.hydra import Hydra
 from hydra.core.config_search_path import ConfigSearchPath
@@ -19,7 +20,7 @@ from hydra.core.object_type import ObjectType
 from hydra.core.plugins import Plugins
 from hydra.plugins.config_source import ConfigResult, ConfigSource
 from hydra.plugins.search_path_plugin import SearchPathPlugin
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from featx.base import Member, family
 from featx.cli.overrides import EXPERIMENTS, CommandLine, is_path
@@ -297,6 +298,46 @@ def register_with_hydra(jobs: MemberNames, config_dirs: Sequence[Path] = ()) -> 
     _SearchPath.folders = tuple(config_dirs)
     for plugin in (AnyModel, Jobs, ConfigFiles, Experiments, _SearchPath):
         Plugins.instance().register(plugin)
+
+
+@contextlib.contextmanager
+def checked_targets() -> Iterator[None]:
+    """Refuse configs inside the block whose group `hydra` names code that Hydra would run."""
+    load = ConfigLoaderImpl.load_configuration
+
+    def load_checked(self: ConfigLoaderImpl, *args: Any, **keywords: Any) -> DictConfig:
+        config = load(self, *args, **keywords)
+        _check_targets("hydra", OmegaConf.to_container(config.hydra, resolve=False))
+        return config
+
+    ConfigLoaderImpl.load_configuration = load_checked  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        ConfigLoaderImpl.load_configuration = load  # type: ignore[method-assign]
+
+
+_TARGETS = {
+    "_target_": ("hydra._internal.", "hydra_plugins."),
+    "class": ("logging.",),
+    "()": ("colorlog.ColoredFormatter",),
+}
+"""Key that Hydra or `logging.config` takes for an import path -> beginnings that are allowed."""
+
+
+def _check_targets(name: str, value: Any) -> None:
+    """Raise a ConfigError if an entry of a config names code of others; `name` is its option."""
+    if isinstance(value, dict):
+        for key, entry in value.items():
+            allowed = _TARGETS.get(str(key))
+            if allowed and not str(entry).startswith(allowed):
+                raise ConfigError(f"{name}.{key}={entry}: refused, a config names no code to run.")
+            _check_targets(f"{name}.{key}", entry)
+    elif isinstance(value, list):
+        for entry in value:
+            _check_targets(name, entry)
+    elif str(value).startswith("ext://") and value not in ("ext://sys.stdout", "ext://sys.stderr"):
+        raise ConfigError(f"{name}={value}: refused, a config names no code to run.")
 
 
 @contextlib.contextmanager

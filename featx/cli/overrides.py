@@ -163,6 +163,10 @@ def _last_overrides(overrides: Sequence[str]) -> list[str]:
     return [override for i, override in enumerate(overrides) if i in last_index.values()]
 
 
+_TABLES = ("csv", "tsv", "parquet")
+"""Kinds of files that data=table reads."""
+
+
 def _translate(
     override: str, is_multirun: bool, config_dirs: Sequence[Path], given: set[str]
 ) -> list[str]:
@@ -194,6 +198,8 @@ def _translate(
         given.add("data.root")
         pieces = _pieces(value) if is_multirun else [value]
         return ["data=folder", "data.root=" + ",".join(_quote(piece) for piece in pieces)]
+    if key == "data" and value in _TABLES:
+        return ["data=table"]
     if _takes_any_key(key):
         return [f"++{key}={value}"]  # Hydra adds no key to a mapping without this sign
     if option is None:
@@ -258,7 +264,10 @@ def _format_value(key: str, value: str, option: OptionType, is_multirun: bool) -
         return value
     if option.kind is Kind.TEXT:
         if is_multirun:
-            return ",".join(map(_format_text, _pieces(value)))
+            return ",".join(
+                piece if piece == "null" and option.is_optional else _format_text(piece)
+                for piece in _pieces(value)
+            )
         return _format_text(value)
     if option.kind in (Kind.NAMES, Kind.TEXTS):
         pieces = _pieces(value)

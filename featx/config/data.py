@@ -38,6 +38,13 @@ class DataConfig:
     """apply turns an image upright as its EXIF orientation asks, ignore leaves it as stored."""
     background: str = "white"
     """Colour under transparent pixels: a name or #rrggbb."""
+    white: float | None = None
+    """Number that is white, over black at 0, in images whose file does not say it: TIFF and PFM of
+    floats, and TIFF of 32-bit or signed whole numbers. Without it they are recorded failures
+    (unsupported)."""
+    damaged: str = "refuse"
+    """refuse makes a JPEG with damaged data a recorded failure (decode error), accept takes it as
+    its decoder repairs it, and counts it as a warning."""
     max_pixels: int = 89_478_485
     """Largest number of pixels of an image. A larger image is a recorded failure (too large), found
     before it is decoded."""
@@ -52,6 +59,11 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         check_choice("data.exif", self.exif, ("apply", "ignore"))
+        check_choice("data.damaged", self.damaged, ("refuse", "accept"))
+        if self.white is not None and not 0 < self.white < float("inf"):
+            raise ConfigError(
+                f"data.white={self.white}: expected a number above 0, such as 1, 255 or 65535."
+            )
         if self.root_help is not None and not self.root:
             raise ConfigError(f"data={self.name} needs {self.root_help}.")
         if self.root_help is None and self.root:

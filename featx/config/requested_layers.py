@@ -10,7 +10,7 @@ from featx.config.checks import check_choice, names_tuple
 from featx.config.reduce import ReduceConfig, make_reduce
 from featx.errors import ConfigError
 
-PRESETS = ("embedding", "stages", "leaves", "all")
+PRESETS = ("embedding", "output", "stages", "leaves", "all")
 """Names of sets of layers that `layers` takes instead of names."""
 
 CAPTURES = ("output", "input", "grad_output", "grad_input", "attention")

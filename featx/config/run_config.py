@@ -112,7 +112,7 @@ class Config:
     """Model: any name of torchvision or timm, efficientnet_lite0 (packaged, works offline), or a
     library, such as custom, or timm with model.name."""
     layers: Annotated[Any, NAMES] = None
-    """Layers of a run: a preset (embedding, stages, leaves, all), a list of names, globs or
+    """Layers of a run: a preset (embedding, output, stages, leaves, all), a list of names, globs or
     presets, or a mapping of these to reductions; null takes embedding. A name is that of a module,
     or that of an operation as torch.fx names it (layer1.0.add). For jobs that read a store: names
     or globs of its layers; null takes all. job=neighbors, duplicates and predict take one."""
@@ -144,8 +144,8 @@ class Config:
     compile: Annotated[Any, "true, false or auto"] = "auto"
     """Use torch.compile; auto does so if the run is long enough to save more time than it costs."""
     fold_batchnorm: bool = True
-    """Fold BatchNorm into the convolution before it, if values change by rounding only; false
-    computes every layer as it is."""
+    """Fold BatchNorm into the convolution before it, if values change by rounding only and the
+    device is not CUDA, where it would be slower; false computes every layer as it is."""
     decode: str = "fast"
     """Decoder of images: fast; or reference, which uses Pillow and the transform of the weights
     exactly."""

@@ -174,7 +174,7 @@ class Engine(DeviceModel):
         """The captured tensors of normalised batches with the current settings."""
         hooks = self._hooks_of(clone_captured, stop=True)
         with torch.no_grad(), self._autocast(), hooks:
-            return [dict(hooks.forward(self._memory_format(x))) for x in batches]
+            return [dict(hooks.forward(self._input(x))) for x in batches]
 
     @contextlib.contextmanager
     def off_device(self) -> Iterator[None]:
@@ -390,7 +390,7 @@ class Engine(DeviceModel):
         self._collector.keys = keys
         started_at = time.perf_counter()
         with DeviceTimer(self.device) as timer:
-            values = self._pass(self.normalise(images))
+            values = self._pass(images.to(self.device, non_blocking=True))
         finite, underflow = finite_rows(values), self._collector.underflow_rows()
         # MPS has no float64, so rows computed in it are on the CPU.
         on_device_checks = [x.to(self.device) for x in (*finite.values(), *underflow.values())]
@@ -417,7 +417,7 @@ class Engine(DeviceModel):
         Yields:
             The module, and the normalised batch in the memory format of the run.
         """
-        x = self._memory_format(self.normalise(images))
+        x = self._input(images.to(self.device))
         with self.named_failure(x), torch.no_grad(), self._autocast():
             yield self.module, x
 
@@ -453,7 +453,7 @@ class Engine(DeviceModel):
         Args:
             chosen: captures and the reduction of each, as given to `attach_captures`.
         """
-        x = self._memory_format(self.noise(ATTACH_BATCH))
+        x = self._input(self.noise(ATTACH_BATCH))
         with self.named_failure(x), torch.no_grad(), self._autocast():
             values = self._hooks.forward(x)
         computed = self._collector.compute_dtypes
@@ -510,16 +510,21 @@ class Engine(DeviceModel):
                 break
         return TimedRows(rows or {}, fastest / len(images))
 
-    def _pass(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Rows of a normalised batch on the device; repeats a pass that overwrote a capture."""
+    def _pass(self, images: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Rows of a batch on the device; repeats a pass that overwrote a capture.
+
+        Args:
+            images: (B, 3, H, W) on the device, uint8 in [0, 255] or normalised float32.
+        """
+        x = self._input(images)
         # Errors of torch.compile reach the caller unchanged: compile=auto falls back to eager.
         named = contextlib.nullcontext() if self.compute.compile else self.named_failure(x)
         with named, torch.no_grad(), self._autocast(), self._hooks_of_this_thread():
-            values = dict(self._forward(self._memory_format(x)))
+            values = dict(self._forward(x))
             # A later in-place operation has changed a captured tensor that was not copied. It is
             # copied from now on, and the batch is computed again.
             while self._collector.mark_overwritten():
-                values = dict(self._forward(self._memory_format(x)))
+                values = dict(self._forward(self._input(images)))
         for name, value in values.items():
             if len(value) != len(x):
                 raise RunError(f"{name} gave {len(value)} rows for a batch of {len(x)} images.")
@@ -541,15 +546,18 @@ class Engine(DeviceModel):
         finally:
             self._hooks.thread = _NO_THREAD
 
-    def _memory_format(self, x: torch.Tensor) -> torch.Tensor:
-        """A copy of `x` in the memory format of the run.
+    def _input(self, images: torch.Tensor) -> torch.Tensor:
+        """Normalised images in the memory format of the run, always a copy.
 
         A model may write to its input, so the images of the caller are never passed on.
+
+        Args:
+            images: (B, 3, H, W) on the device, uint8 in [0, 255] or normalised float32.
         """
-        channels_last = self.compute.channels_last
-        return x.clone(
-            memory_format=torch.channels_last if channels_last else torch.contiguous_format
-        )
+        layout = torch.channels_last if self.compute.channels_last else torch.contiguous_format
+        if images.dtype == torch.uint8:
+            return self.backbone.preprocess.normalise(images, layout)
+        return images.clone(memory_format=layout)
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
         """The autocast context of the run, with a cache of casts if that is safe.

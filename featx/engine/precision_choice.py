@@ -98,7 +98,8 @@ class _Measurement:
         self._measure("fp32", exact)
         best, reasons = "fp32", []
         for precision in ("bf16",) if on_cpu else ("fp16", "bf16"):
-            if (slower := self._times_slower(precision)) > _TOO_SLOW:
+            # Without units for a precision a CPU would take minutes for all trial images.
+            if on_cpu and (slower := self._times_slower(precision)) > _TOO_SLOW:
                 reasons.append(f"{precision} {slower:.1f} times slower")
                 continue
             self._measure(precision)
@@ -152,8 +153,7 @@ class _Measurement:
     def _times_slower(self, precision: str) -> float:
         """Return the time of a precision as a multiple of fp32's, by passes over two images.
 
-        A CPU without units for the precision would take minutes for all trial images. A value
-        above `_TOO_SLOW` has been measured in turns.
+        A value above `_TOO_SLOW` has been measured in turns.
         """
         few_images = self._images[:_SHORT_TIMING_IMAGES]
         seconds = self._time_briefly(precision, few_images)

@@ -1,13 +1,15 @@
 """Decoding of encoded bytes into an upright RGB image, or an ImageFault with the reason.
 
-This module and `array_decode` are the only ones that name a decoder. Pillow opens every image and
-decodes all unusual ones. simplejpeg, if it is installed, decodes sound JPEGs to the same pixels in
-less time. decode=fast decodes JPEGs that are far larger than needed at 1/2, 1/4 or 1/8 of their
-size, which libjpeg does while it decodes. pillow-heif, if it is installed, decodes HEIC.
+This module and those that it imports are the only ones that name a decoder. Pillow opens every
+image and decodes all unusual ones. simplejpeg decodes sound JPEGs to the same pixels in less time.
+decode=fast decodes JPEGs that are far larger than needed at 1/2, 1/4 or 1/8 of their size, which
+libjpeg does while it decodes. pillow-heif, if it is installed, decodes HEIC, and tifffile the TIFFs
+that Pillow reads otherwise than their tags say.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import io
 import re
@@ -26,19 +28,45 @@ from featx.images.array_decode import (
     check_array,
     decode_deep_png,
     decode_npy,
-    decode_tiff,
-    is_big_tiff,
     is_deep_png,
-    is_tiff,
     pillow_array,
     why_not_rgb,
+    wrong_channels,
 )
-from featx.images.image_policy import PILLOW, SIMPLEJPEG, ImagePolicy
-from featx.images.jpeg_header import plain_jpeg_size
+from featx.images.image_policy import PILLOW, SIMPLEJPEG, ImagePolicy, warn
+from featx.images.jpeg_decode import (
+    JPEG,
+    check_jpeg,
+    decode_sound_jpeg,
+    exif_of_jpeg,
+    plain_jpeg_size,
+    read_header,
+    with_tables,
+)
 from featx.images.orientation import inverse, is_transposed, orientation_of, turn_array, turn_image
 from featx.images.pixel_scale import format_fault
 from featx.images.rgb_conversion import to_rgb
 from featx.images.tiff_blocks import TiffBlocks, tiff_blocks
+from featx.images.tiff_decode import (
+    is_exact_by_pillow,
+    is_right_by_pillow,
+    tiff_numbers,
+    tiff_rgb,
+)
+from featx.images.tiff_tags import (
+    HEIGHT,
+    ORIENTATION,
+    SAMPLES,
+    UNREADABLE,
+    WIDTH,
+    Tags,
+    check_blocks,
+    check_no_channel_pages,
+    full_pages,
+    is_tiff,
+    jpeg_blocks,
+    read_tags,
+)
 from featx.types import ImageFault, Status
 
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "DIB", "GIF", "TIFF", "PPM", "AVIF")
@@ -133,8 +161,8 @@ def decode_box_image(
 ) -> Image.Image | npt.NDArray[Any] | TiffBlocks:
     """Decode an image of which boxes are cut; like `decode_image`, but for large TIFFs.
 
-    The tiles of a large TIFF are left for `TiffBlocks.cut`; its strips are decoded one after the
-    other, without Pillow's 4 bytes for each pixel of the whole.
+    The tiles of a large TIFF are left for `TiffBlocks.cut`, and one without compression is an array
+    in the encoded bytes.
 
     Args:
         data: encoded bytes.
@@ -144,12 +172,13 @@ def decode_box_image(
     Raises:
         ImageFault: the image cannot be decoded; its status names the reason.
     """
-    blocks = None
-    if is_tiff(data):
-        blocks = tiff_blocks(data, policy, lambda block: decode_image(block, policy, None))
-    if blocks is None:
-        return decode_image(data, policy, at_least)
-    return blocks if blocks.is_lazy else blocks.whole()
+    try:
+        large = tiff_blocks(data, policy) if is_tiff(data) else None
+    except (ImageFault, MemoryError):
+        raise
+    except Exception as error:
+        raise _fault(data, error) from error
+    return decode_image(data, policy, at_least) if large is None else large
 
 
 def decode_pillow(data: bytes, policy: ImagePolicy, at_least: int | None = None) -> Image.Image:
@@ -169,8 +198,7 @@ def decode_pillow(data: bytes, policy: ImagePolicy, at_least: int | None = None)
         ImageFault: the image cannot be decoded; its status names the reason.
     """
     image = decode_image(data, replace(policy, jpeg=PILLOW), at_least)
-    assert isinstance(image, Image.Image)
-    return image
+    return image if isinstance(image, Image.Image) else Image.fromarray(image)
 
 
 def image_sizes(
@@ -203,11 +231,12 @@ def _sizes(
     data: bytes, policy: ImagePolicy, at_least: int | None
 ) -> tuple[tuple[int, int], tuple[int, int]]:
     """`image_sizes` without its boundary for exceptions."""
-    image = _open(data)
-    if image.format not in _PLAIN_HEADERS:
+    image = None if is_tiff(data) else _open(data)
+    if image is None or image.format not in _PLAIN_HEADERS:
         decoded = _decode_rgb(data, replace(policy, jpeg=PILLOW), None)
-        assert isinstance(decoded, Image.Image)
-        width, height = decoded.size
+        if isinstance(decoded, Image.Image):
+            decoded = np.asarray(decoded)
+        height, width, _ = decoded.shape
         return (height, width), (height, width)
     full = image.size
     _draft(image, at_least)
@@ -222,53 +251,95 @@ def _sizes(
 def _decode_rgb(
     data: bytes, policy: ImagePolicy, at_least: int | None
 ) -> Image.Image | npt.NDArray[np.uint8]:
-    """The image as Pillow's type, or as an array if simplejpeg has decoded it."""
+    """The image as Pillow's type, or as an array if another decoder has decoded it."""
     if policy.jpeg == SIMPLEJPEG and (pixels := _plain_jpeg(data, policy, at_least)) is not None:
         return pixels
+    if is_tiff(data) and (pages := _pages(data)):
+        return _decode_tiff(data, pages, policy)
     image = _open(data)
-    width, height = image.size
-    if width * height > policy.max_pixels:
-        raise ImageFault(Status.TOO_LARGE, f"{width} x {height} pixels, over {policy.max_pixels}")
+    policy.check_pixels(*image.size)
     if image.format == "PNG":
         check_png(data)
         _scale_transparent_colour(image)
-    _draft(image, at_least)
-    if policy.jpeg == SIMPLEJPEG and image.format == "JPEG" and image.mode == "RGB":
-        turn = orientation_of(image) if policy.exif == "apply" else 1
-        if turn == 1 and (pixels := _sound_jpeg(data, image.size)) is not None:
-            return pixels
-    # Pillow turns a TIFF upright in load() and drops its orientation, so that is read before. Every
-    # other format is turned here.
-    stored_orientation = orientation_of(image) if image.format == "TIFF" else 1
+    turn = orientation_of(image) if policy.exif == "apply" else 1
+    if image.format in ("JPEG", "MPO"):
+        _draft(image, at_least)
+        if policy.jpeg == SIMPLEJPEG and image.mode in ("RGB", "L"):
+            pixels = decode_sound_jpeg(data, image.size)
+            if pixels is not None:
+                return np.ascontiguousarray(turn_array(pixels, turn))
+        check_jpeg(data, policy)
     image.load()
-    turn = orientation_of(image) if policy.exif == "apply" else inverse(stored_orientation)
-    rgb = to_rgb(image, policy.background)
-    return turn_image(rgb, turn)
+    return turn_image(to_rgb(image, policy.background, policy.white), turn)
+
+
+def _decode_tiff(
+    data: bytes, pages: list[Tags], policy: ImagePolicy
+) -> Image.Image | npt.NDArray[np.uint8]:
+    """A TIFF as RGB: by Pillow if that reads it as its tags say, otherwise by tifffile."""
+    number = _choose_page(pages, policy)
+    tags = pages[number]
+    check_blocks(tags)
+    image = None
+    if is_right_by_pillow(tags) and not data.startswith(UNREADABLE):
+        with contextlib.suppress(UnidentifiedImageError):  # more channels, or other colours
+            image = _open(data)
+    if image is None:
+        turn = _turn_of_tags(tags) if policy.exif == "apply" else 1
+        pixels = tiff_rgb(data, number, tags, policy)
+        return np.ascontiguousarray(turn_array(pixels, turn))
+    for block, tables in jpeg_blocks(tags, data):
+        check_jpeg(with_tables(block, tables), policy)
+    if number:
+        image.seek(number)
+    # Pillow turns a TIFF upright in load() and drops its orientation, so that is read before.
+    turn = 1 if policy.exif == "apply" else inverse(orientation_of(image))
+    image.load()
+    return turn_image(to_rgb(image, policy.background), turn)
+
+
+def _pages(data: bytes) -> list[Tags]:
+    """Tags of the pages of a TIFF; empty if it is damaged, so that Pillow says how."""
+    try:
+        return read_tags(data)
+    except struct.error:
+        return []
+
+
+def _choose_page(pages: list[Tags], policy: ImagePolicy) -> int:
+    """Number of the page that is the image, with a warning if there are several.
+
+    Raises:
+        ImageFault: there is none, or it has too many pixels.
+    """
+    full = full_pages(pages)
+    tags = pages[full[0]]
+    policy.check_pixels(*(int(tags.get(tag, (0,))[0]) for tag in (WIDTH, HEIGHT)))
+    if len(full) > 1:
+        check_no_channel_pages(tags)
+        warn(f"TIFF of {len(full)} pages, of which the first is read")
+    return full[0]
+
+
+def _turn_of_tags(tags: Tags) -> int:
+    """EXIF orientation of a TIFF from 1 to 8; 1 if it is missing or out of range."""
+    turn = int(tags.get(ORIENTATION, (1,))[0])
+    return turn if turn in range(1, 9) else 1
 
 
 def _decode_channels(data: bytes, policy: ImagePolicy, channels: int) -> npt.NDArray[Any]:
     """(H, W, channels) with the numbers of the file, upright."""
     if data.startswith(NPY):
         return decode_npy(data, policy)
-    if is_big_tiff(data):
-        return _tifffile_array(data, policy)
-    try:
-        image = _open(data)
-    except UnidentifiedImageError:
-        if not is_tiff(data):
-            raise
-        return _tifffile_array(data, policy)
-    width, height = image.size
-    if width * height > policy.max_pixels:
-        raise ImageFault(Status.TOO_LARGE, f"{width} x {height} pixels, over {policy.max_pixels}")
+    if is_tiff(data) and (pages := _pages(data)):
+        return _decode_tiff_channels(data, pages, policy, channels)
+    image = _open(data)
+    policy.check_pixels(*image.size)
     if image.format == "PNG":
         check_png(data)
-    stored_orientation = orientation_of(image) if image.format == "TIFF" else 1
-    # The channels may be pages of one channel each, of which Pillow reads the first.
-    is_stack = image.format == "TIFF" and channels > 1 == len(image.getbands())
-    array = None if is_stack and image.n_frames == channels else pillow_array(image)  # type: ignore[attr-defined]
-    if array is None and image.format == "TIFF":
-        return _tifffile_array(data, policy)
+    if image.format in ("JPEG", "MPO"):
+        check_jpeg(data, policy)
+    array = pillow_array(image)
     if array is None and is_deep_png(image):
         array = decode_deep_png(data)
     if array is None:
@@ -276,14 +347,36 @@ def _decode_channels(data: bytes, policy: ImagePolicy, channels: int) -> npt.NDA
             f"a {image.format} of mode {image.mode}, which cannot be read without a change of its "
             "numbers"
         )
-    turn = orientation_of(image) if policy.exif == "apply" else inverse(stored_orientation)
+    turn = orientation_of(image) if policy.exif == "apply" else 1
     return turn_array(check_array(array, channels), turn)
 
 
-def _tifffile_array(data: bytes, policy: ImagePolicy) -> npt.NDArray[Any]:
-    """(H, W, channels) of a TIFF that Pillow does not read as it is, upright."""
-    array, turn = decode_tiff(data, policy)
-    return turn_array(array, turn if policy.exif == "apply" else 1)
+def _decode_tiff_channels(
+    data: bytes, pages: list[Tags], policy: ImagePolicy, channels: int
+) -> npt.NDArray[Any]:
+    """`_decode_channels` of a TIFF; its channels may be pages of one channel each."""
+    numbers = full_pages(pages)
+    samples = int(pages[numbers[0]].get(SAMPLES, (1,))[0])
+    if not samples == 1 != channels == len(numbers):
+        if samples != channels:
+            raise wrong_channels(samples, channels)
+        numbers = [_choose_page(pages, policy)]
+    for number in numbers:
+        check_blocks(pages[number])
+    tags = pages[numbers[0]]
+    array, turn = None, _turn_of_tags(tags) if policy.exif == "apply" else 1
+    is_exact = is_exact_by_pillow(tags) and not data.startswith(UNREADABLE)
+    if len(numbers) == 1 and is_exact:
+        for block, tables in jpeg_blocks(tags, data):
+            check_jpeg(with_tables(block, tables), policy)
+        image = _open(data)
+        image.seek(numbers[0])
+        stored_orientation = orientation_of(image)
+        array = np.asarray(image)  # upright
+        turn = 1 if policy.exif == "apply" else inverse(stored_orientation)
+    if array is None:
+        array = tiff_numbers(data, numbers, policy)
+    return turn_array(check_array(array, channels), turn)
 
 
 def _draft(image: ImageFile.ImageFile, at_least: int | None) -> None:
@@ -298,17 +391,20 @@ def _draft(image: ImageFile.ImageFile, at_least: int | None) -> None:
 def _plain_jpeg(
     data: bytes, policy: ImagePolicy, at_least: int | None
 ) -> npt.NDArray[np.uint8] | None:
-    """Decode a sound JPEG of full size whose header is in order, without Pillow.
+    """Decode a sound JPEG of full size without EXIF data, without Pillow.
 
     Returns:
         (H, W, 3) uint8, or None for images that need more than that.
     """
-    size = plain_jpeg_size(data)
+    if not data.startswith(JPEG):
+        return None
+    header = read_header(data)
+    size = plain_jpeg_size(data, header)
     if size is None or size[0] * size[1] > policy.max_pixels:
         return None
     if at_least is not None and _far_larger(size, at_least):
         return None
-    return _sound_jpeg(data, size)
+    return decode_sound_jpeg(data, size, header)
 
 
 def _far_larger(size: tuple[int, int], at_least: int) -> bool:
@@ -339,6 +435,8 @@ def _is_reduced(image: Image.Image, at_least: int) -> bool:
 
 def _open(data: bytes) -> ImageFile.ImageFile:
     """An image whose header has been read, by an allowed parser of Pillow or by pillow-heif."""
+    if data.startswith(JPEG) and is_tiff(exif := exif_of_jpeg(data)):
+        _pages(exif)  # raises if they overlap: Pillow reads EXIF data when it opens a JPEG
     try:
         return Image.open(io.BytesIO(data), formats=FORMATS)
     except UnidentifiedImageError:
@@ -350,30 +448,6 @@ def _open(data: bytes) -> ImageFile.ImageFile:
 
     image: ImageFile.ImageFile = HeifImageFile(io.BytesIO(data))  # type: ignore[no-untyped-call]
     return image
-
-
-def _sound_jpeg(data: bytes, size: tuple[int, int]) -> npt.NDArray[np.uint8] | None:
-    """Pixels of a JPEG from simplejpeg, or None if libjpeg reports any error or warning.
-
-    Pillow then decodes the image and decides whether it is damaged.
-
-    Args:
-        data: encoded bytes of a JPEG with three colour channels.
-        size: (width, height) of the result: full size, or the size after `draft`.
-
-    Returns:
-        (H, W, 3) uint8, or None.
-    """
-    import simplejpeg
-
-    width, height = size
-    try:
-        pixels: npt.NDArray[np.uint8] = simplejpeg.decode_jpeg(
-            data, min_width=width, min_height=height, strict=True
-        )
-    except ValueError:
-        return None
-    return pixels if pixels.shape == (height, width, 3) else None
 
 
 def check_png(data: bytes) -> None:

@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from featx.config import Config
-from featx.errors import require
-from featx.images.image_policy import PILLOW, ImagePolicy, heif_version, jpeg_decoder
+from featx.errors import ConfigError, require
+from featx.images.image_policy import PILLOW, SIMPLEJPEG, ImagePolicy, heif_version
 from featx.images.preprocess import Preprocess
 from featx.types import Listing, ResumeState
 
@@ -55,14 +55,20 @@ class DecodeSettings:
             resume_state: resume state, or None for a new run.
 
         Raises:
-            ConfigError: the background is no colour, or a recorded decoder is not installed.
+            ConfigError: data.white and a scale are given, the background is no colour, or a
+                recorded decoder is not installed.
         """
         reference = config.decode == "reference" or not preprocess.has_fast_path
         scale = preprocess.scale
         resolved = resume_state.resolved if resume_state else {"jpeg": None}
+        if scale is not None and config.data.white is not None:
+            raise ConfigError(
+                f"data.white={config.data.white:g} has no effect with model.transform.scale, which "
+                "says what pixels are divided by. Leave one of them out."
+            )
         policy = replace(
             ImagePolicy.from_config(config.data),
-            jpeg=PILLOW if reference else jpeg_decoder(resolved.get("jpeg", PILLOW)),
+            jpeg=PILLOW if reference else resolved.get("jpeg", PILLOW) or SIMPLEJPEG,
             heif=heif_version(listing.keys, resolved.get("heif"), new=resume_state is None),
             channels=None if scale is None else scale.channels,
         )

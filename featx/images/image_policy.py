@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import warnings
 from dataclasses import dataclass
 from importlib.metadata import version as version_of
 
@@ -13,9 +14,13 @@ from PIL import ImageColor
 
 from featx.config import DataConfig
 from featx.errors import ConfigError
+from featx.types import ImageFault, Status
 
 _HEIF_NAME = re.compile(rb"\.(heic|heif|hif)", re.IGNORECASE)
 """File extensions of HEIC in keys."""
+
+REFUSE, ACCEPT = "refuse", "accept"
+"""Values of `data.damaged`."""
 
 PILLOW, SIMPLEJPEG = "pillow", "simplejpeg"
 """Decoders of JPEGs, the values of `ImagePolicy.jpeg`."""
@@ -33,6 +38,8 @@ class ImagePolicy:
         heif: version of pillow-heif that the store requires, or None.
         channels: number of channels of images that keep their numbers, for model.transform.scale;
             None for RGB of 8 bits.
+        damaged: 'refuse' or 'accept' JPEGs whose data are damaged.
+        white: number that is white in images whose file does not say it, or None to refuse them.
     """
 
     exif: str
@@ -41,6 +48,8 @@ class ImagePolicy:
     jpeg: str = PILLOW
     heif: str | None = None
     channels: int | None = None
+    damaged: str = REFUSE
+    white: float | None = None
 
     @classmethod
     def from_config(cls, config: DataConfig) -> ImagePolicy:
@@ -56,27 +65,40 @@ class ImagePolicy:
                 f"data.background={config.background}: expected a colour name such as white, "
                 "or '#rrggbb'."
             ) from error
-        return cls(config.exif, (colour[0], colour[1], colour[2]), config.max_pixels)
-
-
-def jpeg_decoder(recorded: str | None = None) -> str:
-    """Decoder of JPEGs for decode=fast: SIMPLEJPEG if it is installed, otherwise PILLOW.
-
-    Args:
-        recorded: decoder recorded in the resume state, or None for a new store.
-
-    Raises:
-        ConfigError: simplejpeg is recorded and not installed.
-    """
-    installed = importlib.util.find_spec("simplejpeg") is not None
-    if recorded is None:
-        return SIMPLEJPEG if installed else PILLOW
-    if recorded == SIMPLEJPEG and not installed:
-        raise ConfigError(
-            "this store was started with simplejpeg, which is not installed: "
-            'pip install "featx[jpeg]", or choose another out=DIR.'
+        return cls(
+            config.exif,
+            (colour[0], colour[1], colour[2]),
+            config.max_pixels,
+            damaged=config.damaged,
+            white=config.white,
         )
-    return recorded
+
+    def check_pixels(self, width: int, height: int) -> None:
+        """Check the limit of pixels.
+
+        Raises:
+            ImageFault: the image has more.
+        """
+        if width * height > self.max_pixels:
+            raise ImageFault(Status.TOO_LARGE, f"{width} x {height} pixels, over {self.max_pixels}")
+
+    def of_unusual_images(self) -> dict[str, str | float]:
+        """Entries of the fingerprint for the treatment of damaged JPEGs and unstated whites.
+
+        They are empty by default, so that stores of before still fit.
+        """
+        entries: dict[str, str | float] = {}
+        if self.damaged != REFUSE:
+            entries["data.damaged"] = self.damaged
+        if self.white is not None:
+            entries["data.white"] = self.white
+        return entries
+
+
+def warn(message: str) -> None:
+    """Warn of the image that is decoded; `decoder_warnings` collects it as one of Pillow's."""
+    # With a new registry each time, as Python would show one text only once.
+    warnings.warn_explicit(message, UserWarning, __file__, 1, "PIL.featx", {})
 
 
 def heif_version(keys: npt.NDArray[np.bytes_], recorded: str | None, new: bool) -> str | None:

@@ -10,7 +10,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 import torch
-from PIL import Image, PngImagePlugin
+from PIL import PngImagePlugin
 
 from featx.images.decode import check_png
 from featx.images.preprocess import centre_crop, resized_size
@@ -39,8 +39,8 @@ def read_label_map(data: bytes, max_pixels: int) -> npt.NDArray[np.integer]:
         ImageFault: it is damaged, or no such PNG.
     """
     try:
-        image = Image.open(io.BytesIO(data), formats=("PNG",))
-        assert isinstance(image, PngImagePlugin.PngImageFile)
+        # Image.open has a limit of pixels of its own, for the whole process.
+        image = PngImagePlugin.PngImageFile(io.BytesIO(data))
         width, height = image.size
         if width * height > max_pixels:
             raise ImageFault(Status.TOO_LARGE, f"{width} x {height} pixels, over {max_pixels}")

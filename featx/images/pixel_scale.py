@@ -14,6 +14,9 @@ from featx.types import ImageFault, Status
 DIVISORS = {"|u1": 255.0, "<u2": 65535.0}
 """dtype of pixels -> largest number, for scale=dtype. Other dtypes do not say what white is."""
 
+NUMBER_TYPES = frozenset(["|b1", "|u1", "|i1", "<u2", "<i2", "<u4", "<i4", "<f2", "<f4", "<f8"])
+"""Numbers that float32 holds, the larger ones rounded, in the byte order of numpy's names."""
+
 
 class PixelFormatError(Exception):
     """Name of the fault of an image whose dtype or channels are not those that a run states."""
@@ -22,6 +25,14 @@ class PixelFormatError(Exception):
 def format_fault(message: str) -> ImageFault:
     """Return the fault of an image whose dtype or channels are not those that a run states."""
     return ImageFault(Status.UNSUPPORTED, message, PixelFormatError.__name__)
+
+
+def unknown_white(kind: str) -> ImageFault:
+    """The fault of an image whose file does not say which number is white."""
+    return format_fault(
+        f"{kind}, whose white is not stated: data.white=1 (or 255, ...) says it for all images, "
+        "model.transform.scale for a model that takes such numbers"
+    )
 
 
 @dataclass(frozen=True)

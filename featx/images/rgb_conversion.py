@@ -2,31 +2,38 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-from featx.types import ImageFault, Status
+from featx.images.pixel_scale import format_fault, unknown_white
+
+TOLERANCE = 0.1
+"""Share of the range of numbers by which they may be outside it."""
 
 _STRIP_PIXELS = 1 << 22
 """Number of pixels that are converted at once. An image at the limit of pixels would take 350 MB
 per copy if it were converted whole."""
 
 
-def to_rgb(image: Image.Image, background: tuple[int, int, int]) -> Image.Image:
+def to_rgb(
+    image: Image.Image, background: tuple[int, int, int], white: float | None = None
+) -> Image.Image:
     """Convert any mode to RGB: composite transparency, scale 16-bit and float values to 8 bits.
 
     Args:
         image: loaded image.
         background: (R, G, B) in [0, 255] under transparent pixels.
+        white: white of numbers whose file does not say it, or None.
 
     Raises:
-        ImageFault: the range of the values is not known.
+        ImageFault: it is not known which number is white.
     """
     if image.mode in ("I", "F") or image.mode.startswith("I;16"):
-        return _deep_grey(image, background)
+        return _deep_grey(image, background, white)
     if not image.has_transparency_data:
         return image if image.mode == "RGB" else image.convert("RGB")
     rgb = Image.new("RGB", image.size)
@@ -46,41 +53,75 @@ def _strips(size: tuple[int, int]) -> list[tuple[int, int, int, int]]:
     return [(0, top, width, min(top + lines, height)) for top in range(0, height, lines)]
 
 
-def _deep_grey(image: Image.Image, background: tuple[int, int, int]) -> Image.Image:
-    """Convert grey of more than 8 bits to RGB.
+@dataclass(frozen=True)
+class NumberRange:
+    """Numbers of a file that are black and white; black is the larger one of an inverted image."""
 
-    16-bit integers are divided by 257, so that 65535 becomes 255. Floats in [0, 1] are multiplied
-    by 255, and floats in [0, 255] are kept. Other ranges have no known white.
+    black: float
+    white: float
+
+
+def numbers_to_rgb(
+    values: npt.NDArray[Any],
+    limits: NumberRange,
+    background: tuple[int, int, int],
+    alpha: npt.NDArray[Any] | None = None,
+    is_premultiplied: bool = False,
+) -> npt.NDArray[np.uint8]:
+    """Convert numbers of any range to RGB of 8 bits.
+
+    Numbers a little outside the range, as resampling makes them, are black or white.
+
+    Args:
+        values: (H, W, 1|3), grey or RGB.
+        limits: numbers that are black and white.
+        background: (R, G, B) in [0, 255] under transparent pixels.
+        alpha: (H, W), opaque where it is the largest number of the range; None for no alpha.
+        is_premultiplied: whether `values` are multiplied by alpha.
+
+    Returns:
+        (H, W, 3) uint8.
 
     Raises:
-        ImageFault: the values are outside these ranges.
+        ImageFault: numbers are not finite, or far outside the range.
     """
-    boxes = _strips(image.size)
-    limits = [(v.min(), v.max()) for v in (np.asarray(image.crop(box)) for box in boxes)]
-    low, high = float(np.min(limits)), float(np.max(limits))  # NaN if any value is
-    if image.mode == "F":
-        if not (np.isfinite(low) and np.isfinite(high)) or low < 0 or high > 255:
-            raise ImageFault(
-                Status.UNSUPPORTED, f"float pixels from {low} to {high}: no known white"
+    low, high = sorted((limits.black, limits.white))
+    tolerance = TOLERANCE * (high - low)
+    height, width = values.shape[:2]
+    rgb = np.empty((height, width, 3), np.uint8)
+    for _, top, _, bottom in _strips((width, height)):
+        lines = values[top:bottom].astype(np.float64)
+        smallest, largest = float(lines.min()), float(lines.max())  # NaN if any value is
+        if not (low - tolerance <= smallest and largest <= high + tolerance):
+            raise format_fault(
+                f"pixels from {smallest:g} to {largest:g}, outside black at {limits.black:g} and "
+                f"white at {limits.white:g}"
             )
-        white = 1 if high <= 1 else 255
-    else:
-        if low < 0 or high > 65535:
-            raise ImageFault(
-                Status.UNSUPPORTED, f"integer pixels from {low:.0f} to {high:.0f}, not of 16 bits"
-            )
+        lines = (lines - limits.black) * (255 / (limits.white - limits.black))
+        if alpha is not None:
+            opaque = np.clip((alpha[top:bottom, :, None] - low) / (high - low), 0, 1)
+            if not np.isfinite(opaque).all():
+                raise format_fault("some values of alpha are NaN")
+            under = np.array(background, np.float64) * (1 - opaque)
+            lines = (lines if is_premultiplied else lines * opaque) + under
+        rgb[top:bottom] = np.rint(np.clip(lines, 0, 255))
+    return rgb
+
+
+def _deep_grey(
+    image: Image.Image, background: tuple[int, int, int], white: float | None
+) -> Image.Image:
+    """Convert grey of more than 8 bits to RGB; of a PNG with a transparent number as well.
+
+    Raises:
+        ImageFault: it is not known which number is white, or numbers are far outside the range.
+    """
+    if image.mode not in ("I", "F") or (image.mode == "I" and image.format == "PPM"):
         white = 65535
-    rgb = np.empty((image.height, image.width, 3), np.uint8)
-    for box in boxes:
-        values, lines = np.asarray(image.crop(box)), rgb[box[1] : box[3]]
-        lines[:] = np.rint(_scale(values, white))[..., None]
-        if isinstance(clear := image.info.get("transparency"), int):
-            lines[values == clear] = background
+    if white is None:
+        raise unknown_white(f"a {image.format or 'Pillow image'} of mode {image.mode}")
+    values = np.asarray(image)
+    rgb = numbers_to_rgb(values[:, :, None], NumberRange(0, white), background)
+    if isinstance(clear := image.info.get("transparency"), int):
+        rgb[values == clear] = background
     return Image.fromarray(rgb, "RGB")
-
-
-def _scale(values: npt.NDArray[Any], white: int) -> npt.NDArray[Any]:
-    """Values in [0, white] scaled to [0, 255]."""
-    if white == 65535:
-        return values / 257
-    return values * 255 if white == 1 else values

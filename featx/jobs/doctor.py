@@ -133,10 +133,12 @@ def _decoders(config: Config) -> tuple[str, str]:
     """Return the decoders of images."""
     import PIL
 
-    installed = [f"Pillow {PIL.__version__}"]
+    installed = [
+        f"Pillow {PIL.__version__}",
+        f"simplejpeg {installed_version('simplejpeg')} (JPEG)",
+    ]
     not_installed = []
     for package, kind, extra in (
-        ("simplejpeg", "JPEG", "jpeg"),
         ("pillow-heif", "HEIC", "heif"),
         ("torchcodec", "video", "video"),
         ("tifffile", "TIFF of several bands", "channels"),
@@ -147,11 +149,10 @@ def _decoders(config: Config) -> tuple[str, str]:
             not_installed.append(f'{kind}: pip install "featx[{extra}]"')
         else:
             installed.append(f"{package} {version} ({kind})")
-    has_simplejpeg = installed_version("simplejpeg") is not None
     text = ", ".join(installed) + (
         f"; not installed: {'; '.join(not_installed)}" if not_installed else ""
     )
-    return text, "" if has_simplejpeg else 'JPEGs decode faster with: pip install "featx[jpeg]"'
+    return text, ""
 
 
 def _store(config: Config) -> tuple[str, str]:

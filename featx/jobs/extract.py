@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Unpack
 
 from featx.analysis import FEATURES
-from featx.base import announcements, is_notebook, print_result
+from featx.base import announcements, is_notebook, log_message, print_result
 from featx.config import Config, without_object
 from featx.export.tensorboard import RunEvents, require_tensorboard
 from featx.jobs.base import JOBS, RUN_OPTIONS, Input, Job, config_of_call, with_keywords
@@ -46,6 +46,9 @@ def extract(*, verbose: bool | None = None, **keys: Unpack[ExtractOptions]) -> F
         summary = _run(config, config_yaml, source)
     if is_verbose:
         print_result(describe_end(summary, config.out))
+    if summary["failures"] == summary["rows"]:
+        reason = f"all {summary['rows']} images failed, so no row of the store has features"
+        log_message(f"{reason}; see featx.open(...).failures.", level="warning")
     return FeatureStore(config.out)
 
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from featx.base import facts, print_result, time_text
+from featx.base import facts, time_text
 from featx.config import Config, StatusConfig
 from featx.errors import StoreError, counted
 from featx.jobs.base import JOBS, Input, Job, print_summary
@@ -30,7 +30,7 @@ def run(config: Config, config_yaml: str) -> int:
         )
     for i, status in enumerate(statuses(root) if config.status.watch else [store_status(root)]):
         if i and not config.job.json:
-            print_result(_CLEAR if sys.stdout.isatty() else "")
+            sys.stdout.write(_CLEAR if sys.stdout.isatty() else "\n")
         print_summary(config, status.as_dict(), status_text(status))
     return 0
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,10 @@ from featx.analysis import (
     recheck_rows,
 )
 from featx.base import facts, log_message, size_text
-from featx.config import Config, VerifyConfig
-from featx.errors import ConfigError, StoreError, counted
+from featx.config import Config, VerifyConfig, from_saved
+from featx.errors import ConfigError, FeatxError, StoreError, counted
 from featx.jobs.base import CUSTOM_CODE, JOBS, Input, Job, print_summary
-from featx.pipeline import run_extraction, unknown_images_text
+from featx.pipeline import check_extraction, run_extraction, unknown_images_text
 from featx.storage import is_url
 from featx.store import (
     DamageReport,
@@ -29,6 +30,7 @@ from featx.store import (
     missing_parts,
     pack_store,
     quarantine_damage,
+    runs_to_extract,
 )
 
 EXIT_DAMAGED = 2
@@ -50,7 +52,7 @@ def run(config: Config, config_yaml: str) -> int:
         )
     report = check_store(root)
     summary: dict[str, Any] = report.as_dict()
-    if config.verify.repair and not report.complete:
+    if config.verify.repair and (not report.complete or _awaits_packing(root)):
         report, summary["repaired"] = _repair(config, report)
         summary |= report.as_dict()
     images = ImagesReport(
@@ -65,7 +67,8 @@ def run(config: Config, config_yaml: str) -> int:
     if config.verify.reextract_rows and not report.damages:
         reextracted = recheck_rows(config, root, _manifest(root), config.verify.reextract_rows)
         summary["reextracted"] = reextracted.as_dict()
-    print_summary(config, summary, _text(report, images, reextracted))
+    code = _code_of(root) if report.damages else None
+    print_summary(config, summary, _text(report, images, reextracted, code))
     if report.damages or images.changed or (reextracted is not None and reextracted.different):
         return EXIT_DAMAGED
     return EXIT_INCOMPLETE if report.missing else 0
@@ -78,7 +81,13 @@ def _repair(config: Config, report: DamageReport) -> tuple[DamageReport, dict[st
         The second report, and the files that were moved and the number of rows extracted.
     """
     root = report.root
-    was_packed = (root / layout.PACKED).exists()
+    # Decided before anything moves: a store that cannot be repaired stays as it is, and its sound
+    # rows can be read.
+    for run in runs_to_extract(report):
+        manifest = _manifest(root)
+        run_config = config_of_run(config, root, manifest, run)
+        check_extraction(run_config, run.header.config, engine_spec(run_config.job.name), manifest)
+    is_to_pack = (root / layout.PACKED).exists() or _awaits_packing(root)
     moved = quarantine_damage(report)
     for path in moved:
         log_message(f"moved {path}")
@@ -91,11 +100,27 @@ def _repair(config: Config, report: DamageReport) -> tuple[DamageReport, dict[st
         run_config = config_of_run(config, root, manifest, run)
         spec = engine_spec(run_config.job.name)
         run_extraction(run_config, run.header.config, spec, known_rows_only=True)
-    if was_packed and not is_url(root) and not missing_parts(root, manifest):
+    if is_to_pack and not missing_parts(root, manifest):
         pack_store(root)
     row_ranges = {(part.start, part.stop) for _, parts in missing_of_run for part in parts}
     rows = sum(stop - start for start, stop in row_ranges)
     return check_store(root), {"moved": [str(path) for path in moved], "rows": rows}
+
+
+def _awaits_packing(root: Path) -> bool:
+    """Return whether a repair of a packed store was killed before it packed the store again."""
+    if is_url(root) or (root / layout.PACKED).exists():
+        return False
+    was_packed = any((root / layout.QUARANTINE).glob(f"{layout.PACKED}.*"))
+    return was_packed and from_saved(_manifest(root).runs[-1].header.config).pack is not False
+
+
+def _code_of(root: Path) -> str | None:
+    """Return the options that name the code of the model of a store; None if it needs none."""
+    with contextlib.suppress(FeatxError):
+        if root.is_dir() or is_url(root):
+            return from_saved(_manifest(root).runs[-1].header.config).model.code
+    return None
 
 
 def _manifest(root: Path) -> Manifest:
@@ -111,7 +136,10 @@ def _manifest(root: Path) -> Manifest:
 
 
 def _text(
-    report: DamageReport, images: ImagesReport, reextracted: ReproducibilityReport | None
+    report: DamageReport,
+    images: ImagesReport,
+    reextracted: ReproducibilityReport | None,
+    code: str | None,
 ) -> str:
     """Format the result for people."""
     rows = [
@@ -139,7 +167,7 @@ def _text(
             f"{len(reextracted.different)} different"
         )
         rows.append(("reextracted", "\n".join([text, *reextracted.different[:20]])))
-    return f"{facts(rows)}\n{_conclusion(report, images, reextracted)}"
+    return f"{facts(rows)}\n{_conclusion(report, images, reextracted, code)}"
 
 
 def _images_text(images: ImagesReport) -> str:
@@ -161,13 +189,17 @@ def _images_text(images: ImagesReport) -> str:
 
 
 def _conclusion(
-    report: DamageReport, images: ImagesReport, reextracted: ReproducibilityReport | None
+    report: DamageReport,
+    images: ImagesReport,
+    reextracted: ReproducibilityReport | None,
+    code: str | None,
 ) -> str:
     """Return one sentence on the state of the store, and what to do."""
     if report.damages:
+        options = " ".join(["verify.repair=true", *([] if code is None else [code])])
         return (
-            "The store is damaged. verify.repair=true moves damaged files to quarantine and "
-            "extracts those rows again."
+            f"The store is damaged. {options} moves damaged files to quarantine and extracts those "
+            "rows again."
         )
     if images.changed:
         return (

@@ -96,10 +96,17 @@ def hook_weights(
         return
     dropout = _dropout(module)
     if dropout is None:
+        softmax = f"the softmax operation that computes them, such as {name + '.softmax'!r}."
+        chosen = getattr(getattr(module, "config", None), "_attn_implementation", None)
+        if chosen not in (None, "eager"):  # transformers
+            softmax = (
+                f"{softmax} {type(module).__name__} computes none now (attn_implementation="
+                f"{chosen!r}): load the model with attn_implementation='eager'."
+            )
         raise LayerError(
             f"{name}:attention: featx cannot read the attention weights of a "
             f"{type(module).__name__}, only those of nn.MultiheadAttention and of timm's modules. "
-            f"Name the softmax operation that computes them, such as {name + '.softmax'!r}."
+            f"Name {softmax}"
         )
     hooks.add(dropout, lambda module, args, kwargs: take(args[0]))
 

@@ -1,12 +1,13 @@
-"""Hooks that report every call of every module in a forward pass while it runs."""
+"""Hooks that report every call of every module while a model runs."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 from featx.base import ModuleHooks
@@ -36,17 +37,19 @@ class OpenCall:
 
 @contextlib.contextmanager
 def every_call(
-    model: nn.Module,
+    modules: Mapping[str, nn.Module],
     begin: Callable[[OpenCall, list[Any]], None],
-    end: Callable[[OpenCall, int, Any], None],
+    end: Callable[[OpenCall, int, Any], Any],
 ) -> Iterator[list[OpenCall]]:
     """Report each call of each module inside the block; the hooks are removed at its end.
 
+    Calls that torch.compile traces are not reported, because compiled code runs no hooks.
+
     Args:
-        model: the model; the block runs one forward pass.
+        modules: dotted name -> module; '' is the model itself.
         begin: called before each call with (the call, its arguments).
-        end: called after it with (the call, its number among the calls of the module, from 1, its
-            output).
+        end: called after it with (the call, its number among the calls of the module in this pass,
+            from 1, its output); it may return another output.
 
     Yields:
         The calls that have not ended, innermost last. After an exception these are the calls that
@@ -56,16 +59,23 @@ def every_call(
     num_ended: dict[str, int] = {}
 
     def before(name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        if name == "":  # a new pass; an exception may have interrupted the one before
+            open_calls.clear()
+            num_ended.clear()
         call = OpenCall(name, module, open_calls[-1] if open_calls else None)
         open_calls.append(call)
         begin(call, [*args, *kwargs.values()])
 
-    def after(name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    def after(name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        if torch.compiler.is_compiling() or all(c.module is not module for c in open_calls):
+            return None
         num_ended[name] = num_ended.get(name, 0) + 1
         while (call := open_calls.pop()).module is not module:
             pass  # the model caught an exception from this inner call
-        end(call, num_ended[name], output)
+        return end(call, num_ended[name], output)
 
     with ModuleHooks() as hooks:
-        hooks.add_all(model.named_modules(), before, after)
+        hooks.add_all(modules.items(), before, after)
         yield open_calls

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
-from featx.base import ModuleHooks, refuse_scripted
+from featx.base import are_equal
 from featx.errors import LayerError
 from featx.layers.attention import needs_plain_attention, plain_attention
-from featx.layers.layer_hooks import LayerHooks, PassRecord
-from featx.layers.layer_names import check_operation_capture, parse_capture_point, parse_operation
-from featx.layers.operations import is_function_name
+from featx.layers.layer_hooks import PassRecord
+from featx.layers.layer_names import names_of, parse_points, with_capture
+from featx.layers.loop_hooks import LoopHooks, is_recomputed
 from featx.layers.trace import CapturePoint
 
 
@@ -27,14 +28,16 @@ def capture(model: nn.Module, layers: str | Sequence[str]) -> Iterator[Captured]
             model(x)
             features["layer4"]          # (B, 2048, 7, 7), as the layer returned it
 
-    Each forward pass replaces the tensors of the previous one. Reading returns the tensors of the
-    last pass of the reading thread: several threads may use one model, and each reads its own
-    features. A gradient that belongs to an earlier pass is an error, not a value. Passes of a deep
-    copy or a replica of the model are not captured.
+    Any call is a pass: `model(x)`, `model.forward_features(x)`, `model.encode_image(x)`. A call of
+    the model itself replaces all tensors of the calls before it, and counts the calls of a layer
+    that is called several times. Outside of one, each layer has the tensor of its latest call.
+    Reading returns the tensors of the reading thread: several threads may use one model, and each
+    reads its own features. Passes of a deep copy of the model are not captured.
 
-    The tensors are copies, so in-place operations later in the model cannot change them. They stay
-    attached to the graph, on their device, in their dtype. The hooks are removed at the end of the
-    block, also after an exception.
+    A tensor is the layer's own output, part of the graph: `retain_grad`, `register_hook` and
+    `torch.autograd.grad` work on it. If something has changed it in place since, a copy of what the
+    layer returned is read, which refuses `retain_grad` and `register_hook`. The hooks are removed
+    at the end of the block, also after an exception; the tensors can be read after it.
 
     Args:
         model: any torch.nn.Module, in train or eval mode.
@@ -54,56 +57,107 @@ def capture(model: nn.Module, layers: str | Sequence[str]) -> Iterator[Captured]
         ModelError: the model or one of these layers is TorchScript.
     """
     layers = [layers] if isinstance(layers, str) else layers
-    modules = dict(model.named_modules(remove_duplicate=False))
-    names = {name: name for name in modules}
-    points = [point for layer in layers for point in _parse(layer, names)]
-    refuse_scripted((name, modules[name]) for name in ["", *(point.module for point in points)])
+    points = parse_points(model, layers)
     captured = Captured(model, points)
-    plain = plain_attention(model, needs_plain_attention(model, layers))
-    with plain, captured.hooks as hooks, ModuleHooks() as begin:
-        begin.add(model, before=captured.begin, first=True)
-        with hooks.recording:
-            yield captured
+    plain = plain_attention(model, needs_plain_attention(model, names_of(points)))
+    with plain, captured.hooks as hooks, hooks.recording:
+        yield captured
 
 
-def _parse(layer: str, names: Mapping[str, str]) -> list[CapturePoint]:
-    """The capture points that a name may mean.
+class _Call:
+    """What one call of a layer shows: its tensor, or the gradients that have reached it.
 
-    `block.mean` may be an element of a dict or the operation mean(); only a forward pass shows
-    which.
+    Attributes:
+        gradients: one gradient for each backward pass so far.
     """
-    parsed = parse_operation(layer)
-    name, capture, path = parsed or ("", "", ())
-    module, _, operation_name = name.rpartition(".")
-    if (
-        not operation_name
-        or name in names
-        or module not in names
-        or not is_function_name(operation_name)
-    ):
-        return [parse_capture_point(layer, names)]
-    operation = CapturePoint(layer.removesuffix(":output"), module, capture, None, path, name)
-    if not module:
-        check_operation_capture(layer, capture)
-        return [operation]
-    element = parse_capture_point(layer, names)
-    return [element, operation] if capture in ("output", "grad_output") else [element]
+
+    def __init__(self, point: CapturePoint, tensor: torch.Tensor | None = None) -> None:
+        self.gradients: list[torch.Tensor] = []
+        self._name = point.name
+        self._tensor, self._copy = tensor, None if tensor is None else _lazy_copy(tensor)
+        self._version = None if tensor is None else _version(tensor)
+
+    def read(self) -> torch.Tensor:
+        """The layer's own tensor, or a copy if it was changed in place; or the last gradient."""
+        if self._tensor is None or self._copy is None:
+            return self.gradients[-1]
+        if not isinstance(self._copy, OverwrittenTensor) and not self._is_unchanged():
+            self._copy = self._copy.as_subclass(OverwrittenTensor)
+            self._copy.layer = self._name
+        return self._copy if isinstance(self._copy, OverwrittenTensor) else self._tensor
+
+    def _is_unchanged(self) -> bool:
+        """Return whether the tensor still holds the values that the layer returned."""
+        assert self._tensor is not None
+        assert self._copy is not None
+        if _version(self._tensor) != self._version:
+            return False
+        if self._tensor.layout != torch.strided or self._tensor.is_nested:
+            return True
+        # A write ends the sharing of memory, also one that `x.data` hides from the version counter.
+        addresses = (torch._C._data_address(x) for x in (self._tensor, self._copy))  # type: ignore[attr-defined]
+        return len(set(addresses)) == 1 or are_equal(self._tensor, self._copy)
+
+
+class OverwrittenTensor(torch.Tensor):
+    """Copy of a layer's tensor that was changed in place later, outside of the path of gradients.
+
+    Attributes:
+        layer: name of the layer.
+    """
+
+    layer = ""
+    # Results of operations are plain tensors.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    def retain_grad(self) -> NoReturn:
+        self._refuse("retain_grad")
+
+    def register_hook(self, hook: Any) -> NoReturn:
+        self._refuse("register_hook")
+
+    def _refuse(self, method: str) -> NoReturn:
+        raise LayerError(
+            f"{self.layer}: {method} has no effect here. The tensor was changed in place after the "
+            "layer had returned it, so what is read is a copy, which no gradient reaches. Capture "
+            f"the gradient: {with_capture(self.layer.partition(':')[0], 'grad_output')!r}."
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        plain = self.as_subclass(torch.Tensor)
+        return plain.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+
+def _lazy_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy, part of the graph, whose memory is copied only when one of the two is written to."""
+    if type(tensor) is torch.Tensor and tensor.device.type in ("cpu", "cuda"):
+        # Memory that torch's own allocators have not made cannot be shared in this way.
+        with contextlib.suppress(RuntimeError):
+            return tensor._lazy_clone()
+    return tensor.clone()
+
+
+def _version(tensor: torch.Tensor) -> int:
+    """Version counter of a tensor; inference tensors have none."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 class _CapturedPass(PassRecord):
-    """The tensors of one forward pass.
+    """What the layers have shown in one forward pass.
 
     Attributes:
-        tensors: (capture name, operation or '') -> one tensor per call.
+        shown: (capture name, operation or '') -> one entry per call.
+        outside: names with the number of a call whose layer was called outside of the model itself.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.tensors: dict[tuple[str, str], list[torch.Tensor]] = {}
+        self.shown: dict[tuple[str, str], list[_Call]] = {}
+        self.outside: set[str] = set()
 
 
-class _CaptureHooks(LayerHooks):
-    """Hooks that copy the tensor of each call into the record of its forward pass."""
+class _CaptureHooks(LoopHooks):
+    """Hooks that put each call into the record of its forward pass."""
 
     record_type: type[PassRecord] = _CapturedPass
 
@@ -111,16 +165,44 @@ class _CaptureHooks(LayerHooks):
         """Remove the hooks but keep the tensors, which may be read after the block."""
         self.detach()
 
-    def take(self, record: PassRecord, point: CapturePoint, tensor: torch.Tensor) -> None:
-        """Append a copy of the tensor to those of its capture."""
-        assert isinstance(record, _CapturedPass)
-        record.tensors.setdefault((point.name, point.operation), []).append(tensor.clone())
+    def take_all(self, points: list[CapturePoint], value: Any) -> Any:
+        """Take the tensors of a value, unless a backward pass computes it again."""
+        if not points or is_recomputed():
+            return None
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            raise LayerError(
+                f"{points[0].name}: the model runs inside torch.func (vmap, grad, jacrev, ...), "
+                "whose tensors have no values outside of it. Call the model without it, or return "
+                "what you need from the transformed function."
+            )
+        return super().take_all(points, value)
 
-    def receiver(
-        self, record: PassRecord, point: CapturePoint, tensor: torch.Tensor
-    ) -> Callable[[torch.Tensor], None]:
-        """Return the function that appends a copy of a gradient to those of its capture."""
-        return lambda gradient: self.take(record, point, gradient)
+    def take(self, record: PassRecord, point: CapturePoint, tensor: torch.Tensor) -> None:
+        """Put a tensor into the record."""
+        self._add(record, point, _Call(point, tensor))
+
+    def receiver(self, record: PassRecord, point: CapturePoint) -> Callable[[torch.Tensor], None]:
+        """Return the function that adds a gradient to its call in the record."""
+        call = _Call(point)
+        self._add(record, point, call)
+        # The graph must not keep the record, whose tensors may keep the graph.
+        reference = weakref.ref(call)
+
+        def receive(gradient: torch.Tensor) -> None:
+            if (living := reference()) is not None:
+                living.gradients.append(_lazy_copy(gradient))  # autograd may add to it
+
+        return receive
+
+    def _add(self, record: PassRecord, point: CapturePoint, call: _Call) -> None:
+        assert isinstance(record, _CapturedPass)
+        calls = record.shown.setdefault((point.name, point.operation), [])
+        if not record.is_open:
+            calls.clear()
+            if point.call is not None:
+                record.outside.add(point.name)
+                return
+        calls.append(call)
 
 
 class Captured(Mapping[str, torch.Tensor]):
@@ -133,16 +215,32 @@ class Captured(Mapping[str, torch.Tensor]):
 
     def __init__(self, model: nn.Module, points: Sequence[CapturePoint]) -> None:
         self._points = {point.name: point for point in points}
-        self._threads: set[int] = set()
         operations = [point.name for point in points if point.operation]
-        self.hooks = _CaptureHooks(model, points, optional=operations, per_thread=True)
-
-    def begin(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Start the record of a forward pass of the calling thread."""
-        self._threads.add(threading.get_ident())
-        self.hooks.reset()
+        self.hooks = _CaptureHooks(model, points, optional=operations)
 
     def __getitem__(self, layer: str) -> torch.Tensor:
+        return self._call(layer).read()
+
+    def gradients(self, layer: str) -> list[torch.Tensor]:
+        """The gradients of a layer, one for each backward pass since its last forward pass.
+
+        Args:
+            layer: captured name of a gradient, or the layer of a captured `layer:grad_output`.
+
+        Raises:
+            LayerError: as for reading a gradient.
+        """
+        point = self._points.get(layer)
+        if point is None or not point.is_gradient:
+            layer = with_capture(layer, "grad_output")
+        return list(self._call(layer).gradients)
+
+    def _call(self, layer: str) -> _Call:
+        """The only call of a layer in the last forward pass.
+
+        Raises:
+            LayerError: there is none, or there are several.
+        """
         if layer not in self._points:
             raise LayerError(
                 f"{layer!r} is not captured; this block captures {list(self._points)}."
@@ -151,17 +249,27 @@ class Captured(Mapping[str, torch.Tensor]):
         record = self.hooks.record
         assert isinstance(record, _CapturedPass)
         # An element of a module's output has precedence over an operation of the same name.
-        of_module = record.tensors.get((layer, ""))
-        tensors = of_module or record.tensors.get((layer, point.operation), [])
-        if len(tensors) == 1:
-            return tensors[0]
-        if tensors:
-            calls = ", ".join(f"{layer}@{i + 1}" for i in range(len(tensors)))
+        of_module = record.shown.get((layer, ""))
+        calls = of_module or record.shown.get((layer, point.operation), [])
+        if point.is_gradient:
+            calls = [call for call in calls if call.gradients]
+        if len(calls) == 1:
+            return calls[0]
+        name, colon, kind = layer.partition(":")
+        if calls:
+            listed = ", ".join(f"{name}@{i + 1}{colon}{kind}" for i in range(len(calls)))
             raise LayerError(
-                f"the layer {layer!r} was called {len(tensors)} times in the last forward pass; "
-                f"capture one of its calls: {calls}."
+                f"the layer {layer!r} was called {len(calls)} times in the last forward pass; "
+                f"capture one of its calls: {listed}."
             )
-        if self._threads and threading.get_ident() not in self._threads:
+        if layer in record.outside:
+            raise LayerError(
+                f"{layer!r}: calls are counted inside a call of the model itself, model(x), and "
+                f"the last call of this layer was outside of one. Capture {point.layer!r} without "
+                "a number, which is its latest call there."
+            )
+        threads = self.hooks.threads
+        if threads and threading.get_ident() not in threads:
             raise LayerError(
                 f"{layer!r}: the forward passes in this block ran in other threads. Read the "
                 "features in the thread that called the model."
@@ -178,7 +286,9 @@ class Captured(Mapping[str, torch.Tensor]):
                 f"gave an element of that name; {point.module or 'the model'} called "
                 f"{', '.join(record.operations) or 'none'}."
             )
-        raise LayerError(f"the layer {layer!r} was not called in the last forward pass.")
+        raise LayerError(
+            f"the layer {layer!r} was not called in the last forward pass.{self.hooks.why_unseen()}"
+        )
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._points)

@@ -62,9 +62,7 @@ class CaptureHooks(LayerHooks):
         """Put a captured tensor into the record of its pass."""
         record.values[point.name] = self._keep(point, tensor)
 
-    def receiver(
-        self, record: PassRecord, point: CapturePoint, tensor: torch.Tensor
-    ) -> Callable[[torch.Tensor], None]:
+    def receiver(self, record: PassRecord, point: CapturePoint) -> Callable[[torch.Tensor], None]:
         """Return the function that puts a gradient into the record of its pass."""
 
         def receive(gradient: torch.Tensor) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from featx.base import ModuleHooks, elements
+from featx.base import ModuleHooks, TensorHooks, elements
 from featx.errors import LayerError
 from featx.layers.attention import hook_weights
 from featx.layers.operations import OperationRecorder, hide_operations
@@ -36,6 +36,7 @@ class PassRecord:
         calls: (id of a module, kind of capture) -> number of calls so far.
         operations: operations of the modules with a captured operation, in order.
         num_until_capture: length of `operations` when the last captured operation had run.
+        is_open: whether a call of the model itself is running; kept by `loop_hooks.LoopHooks` only.
     """
 
     values: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -43,6 +44,7 @@ class PassRecord:
     calls: dict[_Key, int] = field(default_factory=dict)
     operations: list[str] = field(default_factory=list)
     num_until_capture: int = 0
+    is_open: bool = False
 
 
 class _SharedRecord:
@@ -79,6 +81,8 @@ class LayerHooks:
     """
 
     record_type: type[PassRecord] = PassRecord
+    runs_first = False
+    """Whether the hooks run before those that the modules have."""
 
     def __init__(
         self,
@@ -91,6 +95,7 @@ class LayerHooks:
         self._optional = set(optional)
         self._records = (_RecordPerThread if per_thread else _SharedRecord)(self.record_type)
         self._stack = contextlib.ExitStack()
+        self._followed = TensorHooks()
         self._recorder: OperationRecorder | None = None
         self.recording: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         self.thread: int | None = None
@@ -114,10 +119,11 @@ class LayerHooks:
         """
         raise NotImplementedError
 
-    def receiver(
-        self, record: PassRecord, point: CapturePoint, tensor: torch.Tensor
-    ) -> Callable[[torch.Tensor], None]:
-        """Return the function that is called with each gradient of a tensor."""
+    def receiver(self, record: PassRecord, point: CapturePoint) -> Callable[[torch.Tensor], Any]:
+        """Return the function that is called with each gradient of one call of a layer.
+
+        What it returns, unless None, replaces the gradient.
+        """
         raise NotImplementedError
 
     def end_call(self, record: PassRecord) -> None:
@@ -161,14 +167,14 @@ class LayerHooks:
         self.reset()
 
     def detach(self) -> None:
-        """Remove all hooks."""
+        """Remove all hooks, also from graphs that still exist."""
         self._stack.close()
+        self._followed.remove()
         self._recorder, self.recording = None, contextlib.nullcontext()
 
     def _attach(self, hooks: ModuleHooks) -> None:
         """Register all hooks."""
         if self._operations:
-            _refuse_compiled(self._model, next(iter(self._operations)))
             self.recording = self._recorder = OperationRecorder(self._model, self._operation)
             self._stack.enter_context(self._recorder.attach())
         # Attention first: its hooks run before the others, which then see the output as the
@@ -179,9 +185,11 @@ class LayerHooks:
                 see = functools.partial(self._see, key, points)
                 hook_weights(hooks, points[0].module, hooked, see)
             elif capture in ("input", "grad_input"):
-                hooks.add(hooked, before=functools.partial(self._before, key, points))
+                before = functools.partial(self._before, key, points)
+                hooks.add(hooked, before, first=self.runs_first)
             else:
-                hooks.add(hooked, after=functools.partial(self._after, key, points))
+                after = functools.partial(self._after, key, points)
+                hooks.add(hooked, after=after, first=self.runs_first)
 
     def _before(
         self, key: _Key, points: list[CapturePoint], module: nn.Module, args: Any, kwargs: Any
@@ -220,7 +228,7 @@ class LayerHooks:
         if self._optional and points:
             paths = elements(value)
             points = [p for p in points if p.name not in self._optional or p.path in paths]
-        return self._take_all(points, value)
+        return self.take_all(points, value)
 
     def points_of_call(self, key: _Key, points: list[CapturePoint]) -> list[CapturePoint]:
         """Count a call of a module, and return the captures of this call.
@@ -242,9 +250,9 @@ class LayerHooks:
         points = self._operations.get(name, [])
         if points:
             record.num_until_capture = len(record.operations)
-        return self._take_all(points, result)
+        return self.take_all(points, result)
 
-    def _take_all(self, points: list[CapturePoint], value: Any) -> Any:
+    def take_all(self, points: list[CapturePoint], value: Any) -> Any:
         """Take tensors of a value; return it with those that replace others, or None."""
         record, changed = self._records.current, None
         for point in points:
@@ -255,7 +263,7 @@ class LayerHooks:
                 else:
                     new = self.take(record, point, tensor)
                     record.fired.append(point.name)
-            if new is not None:
+            if new is not None and new is not tensor:
                 value = value if changed is None else changed
                 changed = with_element(value, path_to(value, point), new)
         if points:
@@ -275,7 +283,8 @@ class LayerHooks:
         """
         if not tensor.requires_grad:
             raise LayerError(
-                f"{point.name}: no gradient passes there. It is under torch.no_grad(), or depends "
+                f"{point.name}: no gradient passes there. It is under torch.no_grad(), as in a "
+                "checkpoint with use_reentrant=True (use_reentrant=False allows it), or depends "
                 "neither on an input nor on a parameter that requires gradients."
             )
         followed = tensor
@@ -283,18 +292,45 @@ class LayerHooks:
             # The gradient of the input itself would include that of other layers which read it. A
             # view would save memory, but its hook is lost if the layer writes to it.
             followed = tensor.clone()
-        followed.register_hook(self.receiver(record, point, followed))  # type: ignore[no-untyped-call]
+        elif tensor._is_view():
+            followed = own_node(tensor)
+        self._followed.add(followed, self.receiver(record, point))
         return None if followed is tensor else followed
 
 
-def _refuse_compiled(model: nn.Module, operation: str) -> None:
-    """Raise LayerError if the model is compiled, where operations are invisible."""
-    compiled = (
-        m._compiled_call_impl is not None or type(m).__name__ == "OptimizedModule"
-        for m in model.modules()
-    )
-    if any(compiled):
-        raise LayerError(
-            f"{operation!r}: operations cannot be seen in a model that is compiled. Capture them "
-            "in the model as it was before torch.compile, or name a module."
-        )
+class _OwnNode(torch.autograd.Function):
+    """The identity, over the same memory."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return gradients
+
+
+def own_node(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor over the same memory that is no view for autograd.
+
+    If a view is changed in place, autograd rewrites the history of the tensor that it is a view of,
+    and no gradient comes to the node of the view any more: nn.Linear on (B, T, C) before
+    nn.ReLU(inplace=True). The new node has the gradient of the layer's output, as without the
+    change. Values, memory and version counter are shared.
+    """
+    node: torch.Tensor = _OwnNode.apply(tensor)
+    return node
+
+
+def with_own_nodes(output: Any, inputs: Sequence[torch.Tensor]) -> Any:
+    """Return the output of a module with nodes of their own for views, whose gradients are read.
+
+    An output that is a view of an input stays one: the model may read the input again after it has
+    changed the output in place, and the gradient of that change must not be lost.
+    """
+    bases = [x._base if x._is_view() else x for x in inputs]
+    for path, tensor in elements(output).items():
+        is_of_input = any(tensor._base is base for base in bases)
+        if tensor.requires_grad and tensor._is_view() and not is_of_input:
+            output = with_element(output, path, own_node(tensor))
+    return output

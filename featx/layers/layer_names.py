@@ -1,6 +1,6 @@
 """Syntax of layer names in the option `layers`, parsed without knowledge of the model's output.
 
-layer4                   the output of the module
+layer4                   the output of the module; '' is the model itself
 relu@2                   its second call, for a module that is called several times
 stages@1                 a module that is named like a preset; `stages` alone is the preset
 encoder[0]  blk.h        one element of a tuple or a dict
@@ -15,11 +15,24 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
-from featx.base import ElementPath
+from torch import nn
+
+from featx.base import ElementPath, refuse_scripted
 from featx.config import CAPTURES, PRESETS
 from featx.errors import LayerError, nearest
+from featx.layers.operations import is_function_name
 from featx.layers.trace import CapturePoint
+
+_WRAPPERS = {
+    "OptimizedModule": "_orig_mod",  # torch.compile
+    "DistributedDataParallel": "module",
+    "DataParallel": "module",
+    "FullyShardedDataParallel": "_fsdp_wrapped_module",
+    "CheckpointWrapper": "_checkpoint_wrapped_module",
+}
+"""Class name of a wrapper -> name of the module in it."""
 
 
 def split_capture(request: str) -> tuple[str, str]:
@@ -56,7 +69,7 @@ def parse_capture_point(
     name, capture = split_capture(request)
     module, rest = _split(name, names)
     match = re.fullmatch(r"(?:@(\d+))?((?:\[\d+\]|\.\w+)*)", rest)
-    if not module or match is None:
+    if match is None:
         raise no_layer(name, known_names)
     path = tuple(
         int(step[1:-1]) if step.startswith("[") else step[1:]
@@ -64,6 +77,67 @@ def parse_capture_point(
     )
     call = int(match.group(1)) if match.group(1) else None
     return CapturePoint(with_capture(name, capture), module, capture, call, path)
+
+
+def parse_points(model: nn.Module, layers: Sequence[str]) -> list[CapturePoint]:
+    """Parse names of layers of a model for its hooks, without a forward pass.
+
+    `block.mean` may be an element of a dict or the operation mean(); only a forward pass shows
+    which, so there are two points of this name. Names do not need the parts that wrappers add.
+
+    Raises:
+        LayerError: the model has no such layer.
+        ModelError: the model or one of the layers is TorchScript.
+    """
+    modules = dict(model.named_modules(remove_duplicate=False))
+    names = {_without_wrappers(name): name for name in modules} | {name: name for name in modules}
+    while held := _WRAPPERS.get(type(modules[names[""]]).__name__):
+        names[""] = _child(names[""], held)
+    points = [
+        replace(
+            point,
+            module=names[point.module],
+            operation=point.operation and _child(names[point.module], point.operation),
+        )
+        for layer in layers
+        for point in _parse_point(layer, names)
+    ]
+    refuse_scripted((name, modules[name]) for name in ["", *(point.module for point in points)])
+    return points
+
+
+def names_of(points: Sequence[CapturePoint]) -> list[str]:
+    """Names of layers and operations as the model has them, with the kind of capture."""
+    return [with_capture(point.layer, point.capture) for point in points]
+
+
+def _without_wrappers(name: str) -> str:
+    """Dotted name of a module without the parts that DDP, torch.compile and others add."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS.values())
+
+
+def _child(module: str, name: str) -> str:
+    """Dotted name of a module or operation in a module, from another name of it."""
+    return f"{module}.{name.rpartition('.')[2]}".removeprefix(".")
+
+
+def _parse_point(layer: str, names: Mapping[str, str]) -> list[CapturePoint]:
+    """The capture points that a name may mean."""
+    name, capture, path = parse_operation(layer) or ("", "", ())
+    module, _, operation_name = name.rpartition(".")
+    if (
+        not operation_name
+        or name in names
+        or module not in names
+        or not is_function_name(operation_name)
+    ):
+        return [parse_capture_point(layer, names)]
+    operation = CapturePoint(layer.removesuffix(":output"), module, capture, None, path, name)
+    if not module:
+        check_operation_capture(layer, capture)
+        return [operation]
+    element = parse_capture_point(layer, names)
+    return [element, operation] if capture in ("output", "grad_output") else [element]
 
 
 def parse_operation(request: str) -> tuple[str, str, ElementPath] | None:

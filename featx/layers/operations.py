@@ -94,8 +94,15 @@ class OperationRecorder(TorchFunctionMode):
 
     def _begin_frame(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Push a frame: the name of a module, and whether its operations are reported."""
-        if self._is_recorded_thread():
-            self._running.append((name, name == "" or not _is_closed(module)))
+        if not self._is_recorded_thread():
+            return
+        if not self._running:
+            # Outside a call of the model itself, each call of a module counts its own operations.
+            prefix = f"{name}." if name else ""
+            self._counts = {
+                key: n for key, n in self._counts.items() if not f"{key[0]}.".startswith(prefix)
+            }
+        self._running.append((name, name == "" or not _is_closed(module)))
 
     def _end_frame(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """Pop a frame, and those of inner calls that an exception interrupted."""

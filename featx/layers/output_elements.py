@@ -31,9 +31,10 @@ def pick_path(
         return next(iter(elements))
     listed = ", ".join(f"{element_name(p)} {s}" for p, s in elements.items())
     name, colon, capture = request.partition(":")
-    plain = name.removesuffix(element_name(path))
+    plain = name.removesuffix(element_name(path)) or "the model"
     gives = "takes" if colon else "gives"
-    example = plain + element_name(next(iter(elements), ())) + colon + capture
+    first = element_name(next(iter(elements), ()))
+    example = name.removesuffix(element_name(path)) + first + colon + capture
     if list(elements) == [()]:
         raise LayerError(f"{request}: {plain} gives one tensor {elements[()]}, without elements.")
     raise LayerError(

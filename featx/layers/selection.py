@@ -93,6 +93,8 @@ def _points(
                     f"capture={capture} does not apply to it. Name a layer."
                 )
             yield embedding_point(trace, classifier)
+        elif name == "output":
+            yield from _output_points(request, trace, left_out)
         elif name == "stages":
             stage_names = list(stages) if stages is not None else find_stages(trace)
             for stage in stage_names:
@@ -127,6 +129,8 @@ def named_point(request: str, trace: Trace) -> CapturePoint:
         return operation
     point = parse_capture_point(request, trace.names, trace.known_names())
     module, number = point.module, point.call
+    if not module:
+        raise no_layer(request, trace.known_names())
     calls = trace.by_module.get(trace.names[module], [])
     if not calls:
         raise LayerError(
@@ -240,6 +244,31 @@ def embedding_point(trace: Trace, classifier: str | None) -> CapturePoint:
         )
     _check_element(f"the input of {classifier}", calls[0].inputs, (), trace.batch_size)
     return CapturePoint("embedding", classifier, "input")
+
+
+def _output_points(request: str, trace: Trace, left_out: list[str]) -> Iterator[CapturePoint]:
+    """The capture points of what the model returns: its logits or each of its tensors.
+
+    Adds to `left_out`.
+
+    Raises:
+        LayerError: the request is not for the output, or nothing has a row per image.
+    """
+    if split_capture(request)[1] != "output":
+        raise LayerError(f"{request!r}: the preset output is what the model returns. Name a layer.")
+    outputs = trace.by_module[""][0].outputs
+    logits = outputs.keys() & {(), ("logits",)}
+    rows = {path for path, shape in outputs.items() if shape[:1] == (trace.batch_size,)}
+    chosen = [path for path in outputs if path in ((rows & logits) or rows)]
+    if not chosen:
+        raise LayerError(
+            f"the preset output found no row per image in what the model returns: {outputs}. Name "
+            "a layer: job=layers lists them."
+        )
+    left_out.extend(f"output{element_name(path)}" for path in outputs if path not in chosen)
+    for path in chosen:
+        name = "output" if len(chosen) == 1 else f"output{element_name(path)}"
+        yield CapturePoint(name, "", "output", None, path)
 
 
 def last_linear(trace: Trace) -> str | None:

@@ -67,20 +67,19 @@ def write_golden(
         raise ConfigError(
             f"write_golden was given {len(images)} images; expected 1 to {MAX_GOLDEN_IMAGES}."
         )
-    opened = [
-        (image if isinstance(image, Image.Image) else Image.open(image)).convert("RGB")
-        for image in images
-    ]
+    opened = [_rgb_image(image) for image in images]
     inputs = torch.stack([transform(image).float() for image in opened])
-    was_training = isinstance(module, torch.nn.Module) and module.training
+    modules = list(module.modules()) if isinstance(module, torch.nn.Module) else []
+    # Each has a mode of its own: a frozen BatchNorm is in eval mode within a model that trains.
+    modes = [part.training for part in modules]
     if isinstance(module, torch.nn.Module):
         module.eval()
     try:
         with torch.no_grad():
             expected = module(inputs)
     finally:
-        if isinstance(module, torch.nn.Module):
-            module.train(was_training)
+        for part, mode in zip(modules, modes, strict=True):
+            part.training = mode
     if not isinstance(expected, torch.Tensor) or len(expected) != len(inputs):
         shape = tuple(expected.shape) if isinstance(expected, torch.Tensor) else ""
         raise ConfigError(
@@ -99,6 +98,14 @@ def write_golden(
             expected=expected.float().cpu().numpy(),
             **arrays,
         )
+
+
+def _rgb_image(image: str | os.PathLike[str] | Image.Image) -> Image.Image:
+    """RGB image of a Pillow image, or of a file, which is closed."""
+    if isinstance(image, Image.Image):
+        return image.convert("RGB")
+    with Image.open(image) as opened:
+        return opened.convert("RGB")
 
 
 def read_golden(path: str) -> Golden:

@@ -26,8 +26,7 @@ def bottleneck(
         busy += f"{wait_share:.0%} of the time "
         return {
             "read": f"reading images: {busy}waited for; a faster disk or network would help",
-            "decode": f"decoding: {busy}waited for; more CPU cores would help, and for JPEGs "
-            'pip install "featx[jpeg]" where it is missing',
+            "decode": f"decoding: {busy}waited for; more CPU cores would help",
         }[stage]
     known = ("model", "copy", "write", "statistics")
     stage = max((s for s in known if s in seconds), key=lambda stage: seconds[stage])

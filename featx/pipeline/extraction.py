@@ -29,7 +29,7 @@ from featx.pipeline.row_updates import (
     refresh_text,
     retry_failed_rows,
 )
-from featx.pipeline.run_context import RunContext
+from featx.pipeline.run_context import RunContext, build_run_context
 from featx.pipeline.run_driver import RunOutput, drive_run
 from featx.pipeline.run_metrics import peak_memory_mib
 from featx.pipeline.run_observer import RunObserver
@@ -38,9 +38,11 @@ from featx.pipeline.run_target import RunTarget, StoreTarget
 from featx.storage import is_url, parse_path
 from featx.store import (
     Heartbeat,
+    Manifest,
     PartBuilder,
     StoreSession,
     layout,
+    merge_manifest,
     pack_parts,
     reason_to_keep_parts,
 )
@@ -81,6 +83,27 @@ def run_extraction(
         return StoreOutput(config, config_yaml, known_rows_only, observe, source)
 
     return drive_run(config, config_yaml, engine_spec, marker, output)
+
+
+def check_extraction(
+    config: Config, config_yaml: str, engine_spec: EngineSpec, manifest: Manifest
+) -> None:
+    """Check that rows which a store has lost can be extracted; nothing is written.
+
+    Images are listed, the model is built, and its settings are compared with those of the store.
+
+    Args:
+        config: checked config, as for `run_extraction` with `known_rows_only`.
+        config_yaml: composed config as YAML, without secrets.
+        engine_spec: how to build the engine that computes the rows.
+        manifest: manifest of the store.
+
+    Raises:
+        FeatxError: the images, the model or the weights are not those of the store, or not there.
+    """
+    target = StoreTarget(config, known_rows_only=True)
+    with build_run_context(config, config_yaml, engine_spec, target) as context:
+        merge_manifest(parse_path(config.out), manifest, context.as_run(), (), grow=False)
 
 
 class StoreOutput(RunOutput[StoreSession]):

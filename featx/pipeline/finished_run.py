@@ -8,7 +8,6 @@ only lead to the same fingerprints.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,6 +30,7 @@ from featx.store import (
     listing_identity,
     load_manifest,
     read_packed,
+    read_result,
 )
 from featx.types import Listing, Source, Stateful, StoreHeader
 
@@ -140,7 +140,7 @@ def finished_summary(
 def _recorded(out: Path) -> dict[str | None, Mapping[str, Any]]:
     """Digests in the summary of a store, each with the summary of its run."""
     try:
-        runs = json.loads((out / layout.SUMMARY).read_bytes())["runs"]
+        runs = read_result(out / layout.SUMMARY)["runs"]
         return {run["request"]: run for run in runs if run.get("request")}
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return {}  # the summary is for people; without it the run looks at everything

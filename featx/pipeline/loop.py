@@ -15,7 +15,7 @@ from featx.pipeline.bottleneck import bottleneck
 from featx.pipeline.forward_passes import ComputedT, Passes
 from featx.pipeline.row_failures import refuse_failures
 from featx.pipeline.run_context import RunContext
-from featx.pipeline.run_metrics import RunMetrics
+from featx.pipeline.run_metrics import RunMetrics, StepTimer
 from featx.pipeline.run_observer import RunObserver
 from featx.pipeline.stop_signals import stop_signals
 from featx.types import Batch, Failure, Part
@@ -108,6 +108,7 @@ def run_parts(
     from featx.pipeline.profiler_trace import span  # imports torch
 
     num_computed = 0
+    timer = StepTimer()
     done_before = parts.num_committed
     missing = parts.missing()
     loader = context.loader
@@ -134,6 +135,8 @@ def run_parts(
             commits.check()
             with span("batch"):
                 failures = sink.take(part, batch, computed)
+            if not num_computed:
+                timer.end("first batch")
             num_computed += batch.count
             if batch.start + batch.count == part.stop:
                 commits.begin(sink.finish_part())
@@ -149,7 +152,10 @@ def run_parts(
     elapsed_s = time.perf_counter() - started_at
     num_rows = parts.num_committed - done_before
     seconds = {**stages.seconds(), **sink.seconds}
-    return _metrics(context, loader, seconds, elapsed_s, num_rows, num_computed)
+    metrics = _metrics(context, loader, seconds, elapsed_s, num_rows, num_computed)
+    if num_computed:
+        metrics.start_seconds = {**context.start_seconds, **timer.seconds}
+    return metrics
 
 
 def _notify(observer: RunObserver | None, part: Part, stages: _Stages) -> None:

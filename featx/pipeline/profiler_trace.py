@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
-from featx.base import log_message
+from featx.base import is_own_process, log_message
 from featx.storage import AtomicFolder
 from featx.store import layout
 
@@ -34,7 +34,8 @@ class Timeline:
     """
 
     def __init__(self, disk: AtomicFolder, device: torch.device) -> None:
-        os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # silences warnings about missing GPUs
+        if is_own_process():
+            os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # silences warnings about missing GPUs
         self._disk = disk
         activities = [ProfilerActivity.CPU]
         if device.type == "cuda":

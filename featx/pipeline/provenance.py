@@ -62,6 +62,7 @@ def fingerprint(
         "data.exif": policy.exif,
         "data.background": list(policy.background),
         "data.max_pixels": policy.max_pixels,
+        **policy.of_unusual_images(),
         "listing": listing_identity(listing),
         "device": engine.device.type,
         **engine.compute.as_dict(),

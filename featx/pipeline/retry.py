@@ -19,15 +19,26 @@ if TYPE_CHECKING:
     from featx.engine import Engine
 
 
-def readable_again(context: RunContext, rows: Sequence[int]) -> list[int]:
-    """Select those of some failed rows whose image can be read and decoded now.
+def changed_failures(
+    context: RunContext, failures: Sequence[Failure]
+) -> tuple[list[int], list[int]]:
+    """Read and decode the images of failed rows again.
 
     Args:
         context: run context.
-        rows: rows of the listing.
+        failures: failures that the store holds.
+
+    Returns:
+        rows whose image can be decoded now, and rows that fail for another reason than before.
     """
-    images = context.loader.each(rows)
-    return [row for row, image in zip(rows, images, strict=True) if image is not None]
+    readable, others = [], []
+    results = context.loader.results([failure.row for failure in failures])
+    for before, now in zip(failures, results, strict=True):
+        if not isinstance(now, Failure):
+            readable.append(before.row)
+        elif (now.status, now.error, now.message) != (before.status, before.error, before.message):
+            others.append(before.row)
+    return readable, others
 
 
 class RetrySink:

@@ -22,7 +22,7 @@ from featx.pipeline.changed_images import (
     unknown_images_text,
 )
 from featx.pipeline.loop import run_parts
-from featx.pipeline.retry import RetrySink, readable_again
+from featx.pipeline.retry import RetrySink, changed_failures
 from featx.pipeline.run_context import RunContext
 from featx.store import StoreSession
 from featx.types import Status
@@ -127,12 +127,15 @@ def compute_lost_rows(context: RunContext, session: StoreSession) -> None:
 
 
 def retry_failed_rows(context: RunContext, session: StoreSession) -> None:
-    """Read the failed images again, and recompute the rows of those that can be decoded now."""
-    failed = [f.row for f in session.failures if f.status != Status.NON_FINITE]
-    rows = readable_again(context, failed)
-    log_message(f"{len(rows)} of {counted(len(failed), 'failed image')} can be read now")
-    if rows:
-        _recompute(context, session, rows, "retry_failed")
+    """Read the failed images again, and write the rows of which the outcome has changed."""
+    failed = [failure for failure in session.failures if failure.status != Status.NON_FINITE]
+    readable, others = changed_failures(context, failed)
+    text = f"{len(readable)} of {counted(len(failed), 'failed image')} can be read now"
+    if others:
+        text += f"; {counted(len(others), 'fails', 'fail')} for another reason than before"
+    log_message(text)
+    if readable or others:
+        _recompute(context, session, sorted(readable + others), "retry_failed")
 
 
 def _recompute(

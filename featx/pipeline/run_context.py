@@ -22,6 +22,7 @@ from featx.images import ImagePolicy
 from featx.models import build_backbone, resolve_library
 from featx.pipeline.engine_spec import EngineSpec
 from featx.pipeline.provenance import fingerprint, header
+from featx.pipeline.run_metrics import StepTimer
 from featx.pipeline.run_target import RunTarget, StoreTarget
 from featx.pipeline.target_labels import target_labels
 from featx.store import Grid, Run, codecs
@@ -63,6 +64,8 @@ class RunContext:
         choices: name of each `auto` -> its value and the reason, as one line of text.
         left_out: layers that a preset asks for but that cannot be stored, with the reason.
         conformance: comparison with the library's own path; None if there was none.
+        start_seconds: step of building the context -> seconds: listing the images, importing torch
+            and the engine, loading the weights, tracing the model, and the trial.
     """
 
     config: Config
@@ -81,6 +84,7 @@ class RunContext:
     choices: dict[str, str] = field(default_factory=dict)
     left_out: list[str] = field(default_factory=list)
     conformance: Conformance | None = None
+    start_seconds: dict[str, float] = field(default_factory=dict)
 
     @property
     def row_bytes(self) -> int:
@@ -158,15 +162,19 @@ def build_run_context(
         FeatxError: the config cannot be run. Nothing has been written.
     """
     request = _Request(config, config_yaml, spec, target or StoreTarget(config))
+    timer = StepTimer()
     source, listing = _list_images(request)
+    timer.end("listing")
 
     # From here on torch is needed, which takes seconds to import.
     from featx.base import cpu_threads
     from featx.engine import batch_parallelism
     from featx.images import FEW_ROWS, DecodeSettings, Loader
 
+    timer.end("imports")
     with contextlib.ExitStack() as stack:
-        model = _open_model(stack, request, source, listing)
+        model = _open_model(stack, request, source, listing, timer)
+        timer.end("trace")
         cpus, resume_state = model.cpus, model.resume_state
         # The trial passes use all threads; the run itself may use fewer per batch.
         stack.enter_context(cpu_threads(batch_parallelism.trial_threads(cpus, resume_state)))
@@ -176,6 +184,8 @@ def build_run_context(
         count = num_trial_images(len(listing), config.conformance.images)
         trial = _load_trial_images(loader, len(listing), count)
         context = _decide(request, model, _Images(source, listing, decoding, loader, trial))
+        timer.end("trial")
+        context.start_seconds |= timer.seconds
         stack.enter_context(cpu_threads(context.parallelism.threads))
         if len(listing) > FEW_ROWS:
             loader.end_decoders()  # they hold the weights as they were before the trial
@@ -238,7 +248,11 @@ def _list_images(request: _Request) -> tuple[Source, Listing]:
 
 
 def _open_model(
-    stack: contextlib.ExitStack, request: _Request, source: Source, listing: Listing
+    stack: contextlib.ExitStack,
+    request: _Request,
+    source: Source,
+    listing: Listing,
+    timer: StepTimer,
 ) -> _Model:
     """Build the backbone and its engine, and find the captures that are still to be computed.
 
@@ -247,6 +261,7 @@ def _open_model(
         request: request for the run.
         source: source of the images.
         listing: rows of the run.
+        timer: measures the loading of the weights.
     """
     from featx.base import choose_devices
     from featx.engine import batch_parallelism
@@ -260,6 +275,7 @@ def _open_model(
         keep_freed_memory()  # before any thread allocates
     backbone = build_backbone(config.model, config.seed)
     stack.callback(backbone.give_back)  # covers errors raised before the engine is entered
+    timer.end("weights")
     target_labels(config.target, listing, backbone)  # raises before any trial pass
     check_reference(backbone.preprocess)
     memory_before = resident_memory()

@@ -4,9 +4,27 @@ from __future__ import annotations
 
 import resource
 import sys
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+
+class StepTimer:
+    """Measures steps that follow each other.
+
+    Attributes:
+        seconds: step -> seconds, in the order of the steps.
+    """
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._started_at = time.perf_counter()
+
+    def end(self, step: str) -> None:
+        """Record the seconds since the last step, or since the timer was made."""
+        now = time.perf_counter()
+        self.seconds[step], self._started_at = now - self._started_at, now
 
 
 @dataclass
@@ -22,6 +40,8 @@ class RunMetrics:
         share_of_trial: speed of the run divided by that of the trial; None also for short runs.
         below_trial: sentence on the likely cause if the share is below 0.7, otherwise None.
         decoder_warnings: reason -> number of images whose decoder gave this warning.
+        start_seconds: step before the first batch was computed -> seconds; empty if nothing was
+            computed, or if workers compute.
     """
 
     seconds: dict[str, float | None]
@@ -32,6 +52,7 @@ class RunMetrics:
     share_of_trial: float | None = None
     below_trial: str | None = None
     decoder_warnings: Mapping[str, int] = field(default_factory=dict)
+    start_seconds: Mapping[str, float] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
         """Entries of summary.json; numbers are rounded to 3 decimals."""
@@ -48,6 +69,7 @@ class RunMetrics:
             "bytes_read": self.bytes_read,
             "bottleneck": self.bottleneck,
             "decoder_warnings": dict(self.decoder_warnings),
+            "start_seconds": {step: round(value, 3) for step, value in self.start_seconds.items()},
         }
 
 

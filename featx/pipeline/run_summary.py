@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from featx.base import WIDTH, command_text, facts, shown_path, size_text, table
 from featx.config import Config, TransformConfig
 from featx.errors import counted
@@ -134,13 +136,26 @@ def _settings(context: RunContext, layers: str) -> list[tuple[str, str]]:
 
 def data_text(config: Config, listing: Listing) -> str:
     """Describe the data set: its name, number of images and classes, and what is left out."""
-    classes = f"{len(listing.classes)} classes" if listing.classes else "no labels"
+    classes = _classes_text(listing)
     where = shown_path(config.data.root) if config.data.root else config.data.name
     data = f"{where}: {counted(len(listing), 'image')}, {classes}"
     if listing.skipped:
         skipped = ", ".join(f"{n} {why}" for why, n in sorted(listing.skipped.items()))
         data += f"\nleft out: {skipped}"
     return data
+
+
+def _classes_text(listing: Listing) -> str:
+    """Describe the classes of the rows, and how many rows have no label."""
+    note = listing.label_note
+    if not listing.classes:
+        return f"no labels ({note})" if note else "no labels"
+    used = len(np.unique(listing.labels[listing.labels >= 0]))
+    known = counted(len(listing.classes), "class", "classes")
+    text = known if used == len(listing.classes) else f"{used} of {known}"
+    if unlabelled := int((listing.labels < 0).sum()):
+        text += f", {unlabelled} without a label"
+    return f"{text} ({note})" if note else text
 
 
 def _parallel_text(context: RunContext) -> list[str]:
@@ -236,6 +251,7 @@ def describe_end(summary: Mapping[str, Any], out: str, using: Sequence[str] = ()
     failures, warnings = parse_path(out) / layout.FAILURES_CSV, summary["decoder_warnings"]
     rows = [
         *slowdown_facts(summary),
+        *([("start", _start_text(start))] if (start := summary["start_seconds"]) else []),
         *([("warnings", _warnings_text(warnings))] if warnings else []),
         *([("failed", shown_path(failures))] if summary["failures"] else []),
         ("store", shown),
@@ -258,6 +274,12 @@ def _verdict(summary: Mapping[str, Any]) -> str:
     ]
     limit = f" Limited by {summary['bottleneck']}." if summary["bottleneck"] else ""
     return f"Done: {', '.join(parts)}.{limit}"
+
+
+def _start_text(seconds: Mapping[str, float]) -> str:
+    """Seconds from the listing to the end of the first batch, by step."""
+    steps = ", ".join(f"{step} {value:.1f}" for step, value in seconds.items())
+    return f"{sum(seconds.values()):.1f} s: {steps}"
 
 
 def _following(summary: Mapping[str, Any], out: str) -> str:

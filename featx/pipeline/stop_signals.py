@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM: the run stops after the current batch; complete parts are committed."""
+"""Signals that stop a run after the current batch; complete parts are committed."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import signal
 import threading
 from collections.abc import Iterator
 
-from featx.base import log_message
+from featx.base import log_message, signal_handlers
 from featx.storage import s3_outage
 
 GRACE_S = 5.0
-"""Seconds that a batch may still take after SIGINT or SIGTERM before it is cut short."""
+"""Seconds that a batch may still take after such a signal before it is cut short."""
 
 
 class Interrupted(KeyboardInterrupt):
@@ -48,7 +48,7 @@ class StopRequest:
 
 @contextlib.contextmanager
 def stop_signals() -> Iterator[StopRequest]:
-    """Turn SIGINT and SIGTERM into a request to stop after the current batch.
+    """Turn SIGINT, SIGTERM and SIGHUP into a request to stop after the current batch.
 
     A second signal, or GRACE_S seconds, raises Interrupted at once. Signal handlers exist only in
     the main thread; in other threads nothing is installed.
@@ -57,9 +57,6 @@ def stop_signals() -> Iterator[StopRequest]:
         whether a signal has arrived, and which.
     """
     stop = StopRequest()
-    if threading.current_thread() is not threading.main_thread():
-        yield stop
-        return
 
     def request_stop(signum: int, frame: object) -> None:
         if stop:
@@ -77,12 +74,12 @@ def stop_signals() -> Iterator[StopRequest]:
     handlers = {
         signal.SIGINT: request_stop,
         signal.SIGTERM: request_stop,
+        signal.SIGHUP: request_stop,
         signal.SIGALRM: cut_short,
     }
-    before = {signum: signal.signal(signum, handler) for signum, handler in handlers.items()}
-    try:
-        yield stop
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        for signum, handler in before.items():
-            signal.signal(signum, handler)
+    with signal_handlers(handlers):
+        try:
+            yield stop
+        finally:
+            if threading.current_thread() is threading.main_thread():
+                signal.setitimer(signal.ITIMER_REAL, 0)

@@ -137,9 +137,10 @@ def relabel(listing: Listing, names: Mapping[str, str | int], origin: str) -> Li
             f"{origin} has no class for {counted(len(unknown), 'folder')} of the data set, such as "
             f"{shown}."
         )
-    values, classes = from_values([names[name] for name in listing.classes], origin)
+    values, classes, warnings = from_values([names[name] for name in listing.classes], origin)
     table = np.append(values, -1)  # label -1 (no folder) selects the last entry
-    return replace(listing, labels=table[listing.labels], classes=classes)
+    warnings = (*listing.warnings, *warnings)
+    return replace(listing, labels=table[listing.labels], classes=classes, warnings=warnings)
 
 
 def _read_to_end(descriptor: int, size: int) -> bytes:
@@ -400,6 +401,8 @@ class FolderSource:
         key = folder.prefix + entry.name
         mode = _mode(entry)
         if mode == stat.S_IFDIR:
+            if entry.name.lower() in SYSTEM_FOLDERS:
+                return "folders of the system, such as @eaDir"
             if self._depth is not None and folder.prefix.count(b"/") >= self._depth:
                 return "folders below data.depth"
             real = real or os.path.join(folder.real, entry.name)
@@ -418,6 +421,12 @@ def _is_store(folder: bytes) -> bool:
     """Return whether a folder is a featx store, whose images (heat maps, sprites) are output."""
     return os.path.lexists(os.path.join(folder, os.fsencode(layout.MANIFEST)))
 
+
+SYSTEM_FOLDERS = frozenset(
+    b"@eadir #recycle #snapshot @recycle @recently-snapshot $recycle.bin __macosx "
+    b"lost+found".split()
+) | {b"system volume information"}
+"""Lower-case names of folders that NAS devices and operating systems make beside the images."""
 
 _OTHER_KINDS = {
     "webdataset": (".tar", ".tgz", ".gz"),

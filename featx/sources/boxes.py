@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import csv
 import os
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -16,10 +15,10 @@ import numpy as np
 import numpy.typing as npt
 
 from featx.errors import DataError, counted
+from featx.sources.csv_check import check_csv
 from featx.sources.key_forms import box_key
-from featx.sources.labels import from_names, renumber
+from featx.sources.labels import find_column, from_csv_texts, note_on_columns, renumber
 from featx.sources.row_keys import duplicate_keys
-from featx.sources.table_columns import AS_VALUE, MISSING_MARKS, warning_of_marks
 from featx.types import Box, BoxReader, Listing, Source, Stateful
 
 COLUMNS = ("path", "x", "y", "width", "height")
@@ -56,6 +55,7 @@ class BoxedSource:
     def __init__(self, source: Source, file: Path) -> None:
         self._source = source
         self._file = file
+        self._label_note = ""
 
     @property
     def reads_in_decoders(self) -> bool:
@@ -85,21 +85,28 @@ class BoxedSource:
             raise DataError(
                 f"data.boxes={self._file} names {counted(len(np.unique(unknown)), 'image')} that "
                 f"the data set does not have, such as {os.fsdecode(bytes(unknown[0]))}. A path is "
-                f"written as the keys are, such as {os.fsdecode(bytes(images.keys[0]))}."
+                f"written as the keys are, such as {os.fsdecode(bytes(images.keys[0]))}, with "
+                "/ for the backslashes of Windows."
             )
-        labels, classes = images.labels[positions], images.classes
+        labels, classes, warnings = images.labels[positions], images.classes, images.warnings
         if labelled:
-            labels, classes = from_names(lines[i].label for i in order)
+            origin = f"data.boxes={self._file}, column label"
+            labels, classes, more = from_csv_texts((line.label for line in lines), origin)
+            labels, warnings = labels[order], (*warnings, *more)
         elif classes:  # images without a box must not leave their class behind
-            labels, classes = renumber(np.array(classes, dtype=object), labels)
+            labels, classes, _ = renumber(np.array(classes, dtype=object), labels)
         content_tags = None if images.content_tags is None else images.content_tags[positions]
         columns = {name: values[positions] for name, values in images.columns.items()}
-        warnings = images.warnings
-        texts = [line.label for line in lines if line.label]
-        if marks := Counter(text for text in texts if text.lower() in MISSING_MARKS):
-            origin = f"data.boxes={self._file}, column label"
-            warnings = (*warnings, warning_of_marks(marks, origin, AS_VALUE))
-        return Listing(keys, labels, classes, images.skipped, content_tags, columns, warnings)
+        return Listing(
+            keys,
+            labels,
+            classes,
+            images.skipped,
+            content_tags,
+            columns,
+            warnings,
+            self._label_note or images.label_note,
+        )
 
     def read(self, key: bytes) -> bytes:
         """Read the whole encoded image that a box lies in. Raises as `Source.read` does."""
@@ -132,11 +139,17 @@ class BoxedSource:
             DataError: the table cannot be read, lacks a column, or has no boxes.
         """
         try:
+            check_csv(self._file)
             with self._file.open(
                 newline="", encoding="utf-8-sig", errors="surrogateescape"
             ) as file:
                 reader = csv.DictReader(file)
-                names = reader.fieldnames or []
+                names = list(reader.fieldnames or [])
+                for wanted in (*COLUMNS, "label"):
+                    if (name := find_column(names, wanted)) is not None:
+                        names[names.index(name)] = wanted
+                reader.fieldnames = names
+                self._label_note = self._note_on_columns(names)
                 if missing := [name for name in COLUMNS if name not in names]:
                     raise DataError(
                         f"data.boxes={self._file} has no column {', '.join(missing)}; expected a "
@@ -154,6 +167,11 @@ class BoxedSource:
             raise DataError(f"data.boxes={self._file} has no boxes.")
         return lines, "label" in names
 
+    def _note_on_columns(self, names: list[str]) -> str:
+        """Return which columns look like labels and are not used."""
+        note = note_on_columns(names, "label" if "label" in names else None, option="")
+        return f"data.boxes={self._file}: {note}" if "looks like" in note else ""
+
     def _convert_lines(self, reader: csv.DictReader[str]) -> Iterator[_Line]:
         """Convert the lines of the table one by one.
 
@@ -161,10 +179,11 @@ class BoxedSource:
             DataError: a line has too many fields, no path, or numbers that are not a box.
         """
         for line in reader:
-            if None in line:
+            if None in line or None in line.values():
+                number = "more" if None in line else "fewer"
                 raise DataError(
-                    f"data.boxes={self._file}, line {reader.line_num}: there are more fields than "
-                    "columns. A comma in a field needs quotes around it."
+                    f"data.boxes={self._file}, line {reader.line_num}: there are {number} fields "
+                    "than columns. A comma in a field needs quotes around it; a field may be empty."
                 )
             numbers = [str(line[name]).strip() for name in COLUMNS[1:]]
             are_whole_numbers = all(number.isascii() and number.isdecimal() for number in numbers)

@@ -10,6 +10,7 @@ from typing import ClassVar
 
 from featx.errors import ConfigError, DataError
 from featx.sources.base import FolderSource, endings, relabel
+from featx.sources.csv_check import check_csv
 from featx.sources.options import FileOptions
 from featx.sources.registry import SOURCES, source_member
 from featx.types import Listing, Source
@@ -75,11 +76,14 @@ def read_class_map(file: Path) -> dict[str, str | int]:
     Raises:
         DataError: the file is missing or malformed, or names a folder twice.
     """
+    is_json = file.suffix.lower() == ".json"
     try:
+        if not is_json:
+            check_csv(file)
         text = file.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"data.classes={file} cannot be read as text: {error}.") from error
-    pairs = _from_json(file, text) if file.suffix.lower() == ".json" else _from_csv(file, text)
+    pairs = _from_json(file, text) if is_json else _from_csv(file, text)
     names = dict(pairs)
     if len(names) < len(pairs):
         folders = [folder for folder, _ in pairs]

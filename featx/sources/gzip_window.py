@@ -9,8 +9,6 @@ import zlib
 from collections import deque
 from collections.abc import Callable
 
-from featx.errors import DataError
-
 WINDOW_BYTES = 32 << 20
 """Decompressed bytes that are kept behind the read position. Reader threads are a few images apart,
 so this holds more than a few images for each of them."""
@@ -27,6 +25,10 @@ _FREE = 256 << 20
 
 DAMAGE = (zlib.error, gzip.BadGzipFile, EOFError)
 """Exceptions that a damaged or truncated gzip file raises."""
+
+
+class ExpansionError(Exception):
+    """A gzip file expands beyond the limit."""
 
 
 class GzipWindow:
@@ -62,7 +64,7 @@ class GzipWindow:
         Raises:
             zlib.error, gzip.BadGzipFile, EOFError: the file is damaged or truncated before these
                 bytes.
-            DataError: the file expands beyond the limit.
+            ExpansionError: the file expands beyond the limit.
             OSError: the file cannot be read at the moment.
         """
         with self._lock:
@@ -82,9 +84,8 @@ class GzipWindow:
                 break
             self._end += len(block)
             if self._end > self._most:
-                raise DataError(
-                    f"{self._name}: {self._raw_size} compressed bytes expand to more than "
-                    f"{self._most}; refused."
+                raise ExpansionError(
+                    f"has {self._raw_size} compressed bytes, which expand to more than {self._most}"
                 )
             self._blocks.append(block)
             # The requested bytes are kept even if they exceed the window.

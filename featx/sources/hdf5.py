@@ -7,7 +7,6 @@ anything is read.
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 import threading
@@ -20,9 +19,9 @@ import numpy as np
 import numpy.typing as npt
 
 from featx.config import DataConfig
-from featx.errors import ConfigError, DataError, MissingExtraError, StoreError
+from featx.errors import ConfigError, DataError, MissingExtraError, StoreError, counted
 from featx.sources.base import MAX_FILE_BYTES, state_of_files
-from featx.sources.labels import Labels, from_names, from_numbers
+from featx.sources.labels import Labels, from_names, from_numbers, looks_like_labels
 from featx.sources.pixel_encoding import encode_numbers, encode_pixels
 from featx.sources.registry import SOURCES, source_member
 from featx.sources.row_keys import numbered_keys, parse_numbered_key, sampled_content_tags
@@ -32,6 +31,9 @@ from featx.types import ImageFault, Listing, Source, Status
 _CACHE_BYTES = 64 << 20
 """Size of the HDF5 chunk cache in bytes. A chunk that holds many images is then decompressed once
 when rows are read in order."""
+
+_MAX_NAMES = 100
+"""Number of names at the top of a file that are searched for labels."""
 
 
 @dataclass
@@ -95,9 +97,15 @@ class Hdf5Source:
             raise DataError(f"{self._path}: /{self._name} has no rows.")
         self._unwritten = _unwritten_rows(images)
         self._images = images
-        labels, classes = self._labels(file, count)
-        content_tags = sampled_content_tags(count, self._content_tag)
-        return Listing(numbered_keys(count), labels, classes, {}, content_tags)
+        labels, classes, warnings = self._labels(file, count)
+        return Listing(
+            numbered_keys(count),
+            labels,
+            classes,
+            content_tags=sampled_content_tags(count, self._content_tag),
+            warnings=warnings,
+            label_note="" if self._label_name else _label_note(file, count),
+        )
 
     def read(self, key: bytes) -> bytes:
         """Read one row as an encoded image; pixels become a PPM or PGM, or a file of numpy.save.
@@ -175,9 +183,7 @@ class Hdf5Source:
         except StoreError as error:
             names = ", ".join(f"/{key}" for key in list(file)[:20])
             raise DataError(f"{error} At the top of the file: {names or 'nothing'}.") from error
-        with contextlib.suppress(MissingExtraError):  # a filter may be named and not applied
-            codecs.load_plugin_for(number for number, _ in _filters(dataset))
-        _refuse_missing_filters(dataset, f"{self._path}: /{name}")
+        _load_filters(dataset, f"{self._path}: /{name}")
         return dataset
 
     def _labels(self, file: h5py.File, count: int) -> Labels:
@@ -187,19 +193,46 @@ class Hdf5Source:
             DataError: the dataset of labels has another length or type.
         """
         if self._label_name is None:
-            return np.full(count, -1, dtype=np.int64), ()
+            return Labels.none(count)
         origin = f"{self._path}: /{self._label_name}"
         dataset = self._open_dataset(file, self._label_name)
-        if dataset.shape != (count,):
+        # A vector of MATLAB is a matrix of one row or column.
+        if dataset.size != count or max(dataset.shape, default=0) != count:
             raise DataError(
                 f"{origin} is {dataset.shape}; expected ({count},), one for each image."
             )
-        values = dataset[:]
-        if values.dtype.kind in "iu":
-            return from_numbers(values, origin)
-        if values.dtype.kind == "S" or h5py.check_string_dtype(dataset.dtype) is not None:
-            return from_names(os.fsdecode(value) for value in values.tolist())
-        raise DataError(f"{origin} is {values.dtype}; expected whole numbers or text.")
+        values = dataset[()].reshape(count)
+        is_text = values.dtype.kind == "S" or h5py.check_string_dtype(dataset.dtype) is not None
+        if dataset.attrs.get("MATLAB_class") in (b"char", "char") or not (
+            is_text or values.dtype.kind in "biuf"
+        ):
+            raise DataError(f"{origin} is no dataset of whole numbers or text, but {values.dtype}.")
+        unwritten = _unwritten_rows(dataset)
+        if len(unwritten) < count:  # (1, N)
+            unwritten = np.full(count, bool(unwritten.all()))
+        if is_text:
+            texts = zip(values.tolist(), unwritten.tolist(), strict=True)
+            labels = from_names(None if absent else os.fsdecode(text) for text, absent in texts)
+        else:
+            labels = from_numbers(values, origin, unwritten)
+        if not unwritten.any():
+            return labels
+        num_rows = counted(int(unwritten.sum()), "label was", "labels were")
+        warning = f"{origin}: {num_rows} never written, so these rows have none"
+        return labels._replace(warnings=(*labels.warnings, warning))
+
+
+def _label_note(file: h5py.File, count: int) -> str:
+    """Return which datasets at the top of a file could be labels of `count` images."""
+    found = []
+    for name in list(file)[:_MAX_NAMES]:
+        link = file.get(name, getlink=True)
+        if isinstance(link, h5py.HardLink) and isinstance(entry := file[name], h5py.Dataset):
+            is_vector = entry.size == count == max(entry.shape, default=0)
+            if is_vector and looks_like_labels(name):
+                found.append(f"/{name}")
+    looks = f"; {', '.join(found)} looks like labels: data.labels={found[0]}" if found else ""
+    return f"data.labels names no dataset{looks}"
 
 
 @dataclass(frozen=True)
@@ -295,31 +328,22 @@ def _stored_chunks(dataset: h5py.Dataset) -> list[Any]:
     return chunks
 
 
-def _filters(dataset: h5py.Dataset) -> list[tuple[int, str]]:
-    """Return number and name of the HDF5 filters of a dataset, in their order."""
+def _load_filters(dataset: h5py.Dataset, origin: str) -> None:
+    """Load the HDF5 filters with which the chunks of a dataset were written.
+
+    Raises:
+        DataError: a filter is missing.
+    """
     settings = dataset.id.get_create_plist()
-    filters = [settings.get_filter(i) for i in range(settings.get_nfilters())]
-    return [(number, name.decode("utf-8", "replace")) for number, _, _, name in filters]
-
-
-def _refuse_missing_filters(dataset: h5py.Dataset, origin: str) -> None:
-    """Raise DataError if a chunk was written with a filter that this HDF5 does not have."""
-    filters = _filters(dataset)
-    missing = [i for i, (number, _) in enumerate(filters) if not h5py.h5z.filter_avail(number)]
-    if not missing:
-        return
-    # An optional filter may have been left out when a chunk was written; its bit is set then.
-    masks = [chunk.filter_mask for chunk in _stored_chunks(dataset)]
-    for i in missing:
-        if any(not mask >> i & 1 for mask in masks):
-            number, name = filters[i]
-            shown = f"{number} ({name})" if name else f"{number}"
-            raise DataError(
-                f"{origin} is compressed with the HDF5 filter {shown}, which neither this "
-                "HDF5 nor the package hdf5plugin has. Put the filter's "
-                "plugin into a folder that HDF5_PLUGIN_PATH names, or write the dataset "
-                "again where it can be read: h5repack -f GZIP=4 OLD NEW."
-            )
+    numbers = [settings.get_filter(i)[0] for i in range(settings.get_nfilters())]
+    try:
+        codecs.load_plugin_for(numbers)
+    except MissingExtraError as error:
+        # An optional filter may have been left out when a chunk was written; its bit is set then.
+        masks = [chunk.filter_mask for chunk in _stored_chunks(dataset)]
+        missing = [i for i, n in enumerate(numbers) if not h5py.h5z.filter_avail(n)]
+        if any(not mask >> i & 1 for mask in masks for i in missing):
+            raise DataError(f"{origin}: {error}") from error
 
 
 SOURCES.register(

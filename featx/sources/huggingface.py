@@ -14,7 +14,7 @@ import numpy.typing as npt
 from featx.base import import_extra
 from featx.errors import DataError, nearest
 from featx.sources.base import FolderSource, of_other_paths, state_of_files, tag_of
-from featx.sources.labels import Labels, from_indices, from_values
+from featx.sources.labels import Labels, find_label_column, from_values, note_on_columns
 from featx.sources.options import ColumnOptions
 from featx.sources.registry import SOURCES, source_member
 from featx.sources.row_keys import numbered_keys, parse_numbered_key
@@ -79,6 +79,10 @@ class HuggingFaceSource:
         self._origin = str(root)
         self._column = _image_column(dataset, config.path_column, root)
         self._label_column = _label_column(dataset, config.label_column, root)
+        self._label_note = ""
+        if config.label_column is None:
+            others = [name for name in dataset.features if name != self._column]
+            self._label_note = note_on_columns(others, self._label_column)
         self._folder = FolderSource(root, config.follow_links)
         self._dataset = dataset.with_format(None)
         # decode=False returns the encoded bytes, which featx decodes itself.
@@ -96,11 +100,18 @@ class HuggingFaceSource:
         count = len(self._dataset)
         if not count:
             raise DataError(f"data.root={self._origin} has no rows.")
-        labels, classes = self._labels(count)
+        labels, classes, warnings = self._labels(count)
         # The fingerprint of the data set changes with every operation on it.
         tag = zlib.crc32(str(self._dataset._fingerprint).encode())
         content_tags = np.full(count, tag, dtype=np.int64)
-        return Listing(numbered_keys(count, _PREFIX), labels, classes, {}, content_tags)
+        return Listing(
+            numbered_keys(count, _PREFIX),
+            labels,
+            classes,
+            content_tags=content_tags,
+            warnings=warnings,
+            label_note=self._label_note,
+        )
 
     def read(self, key: bytes) -> bytes:
         """Read one encoded image, from the table or from the file that the row names.
@@ -155,14 +166,11 @@ class HuggingFaceSource:
             DataError: a label is invalid.
         """
         if self._label_column is None:
-            return np.full(count, -1, dtype=np.int64), ()
+            return Labels.none(count)
         origin = f"{self._origin}, column {self._label_column}"
         values = list(self._dataset[self._label_column])
         names = getattr(self._dataset.features[self._label_column], "names", None)
-        if names and not any(isinstance(value, str) for value in values):
-            numbers = [-1 if value is None else value for value in values]
-            return from_indices(np.array(numbers, dtype=np.int64), names, origin)
-        return from_values(values, origin)
+        return from_values(values, origin, names or None)
 
 
 def _image_column(dataset: Any, name: str | None, root: Path) -> str:
@@ -194,7 +202,7 @@ def _label_column(dataset: Any, name: str | None, root: Path) -> str | None:
         DataError: there is no such column.
     """
     if name is None:
-        return "label" if "label" in dataset.features else None
+        return find_label_column(list(dataset.features))
     if name and name not in dataset.features:
         known = list(dataset.features)
         raise DataError(

@@ -1,48 +1,215 @@
-"""Conversion of labels of data sets, numbers or names, to the labels and classes of a listing."""
+"""Conversion of labels of data sets, numbers or names, to the labels and classes of a listing.
+
+The rules are the same for every source: docs/data.md, "Labels and names".
+"""
 
 from __future__ import annotations
 
 import os
+import re
+import unicodedata
 from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from featx.errors import DataError
+from featx.errors import DataError, counted
+from featx.sources.table_columns import AS_NO_LABEL, AS_VALUE, MISSING_MARKS, warning_of_marks
 
 MAX_CLASS = 1_000_000
 """Largest number that counts as a class index."""
 
-Labels = tuple[npt.NDArray[np.int64], tuple[str, ...]]
-"""Labels (N,) int64, -1 for none, and the class names in the order of the indices."""
+_BOOLEAN = re.compile(r"[Tt]rue|TRUE|[Ff]alse|FALSE")
+_WHOLE = re.compile(r"[-+]?\d{1,300}(\.0*)?", re.ASCII)
+_NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?", re.ASCII)
 
 
-def from_numbers(values: npt.NDArray[np.integer], origin: str) -> Labels:
-    """Use whole numbers as class indices; the name of each class is its number.
+_WARNINGS = 3
+"""Largest number of pairs of similar classes that are named."""
+
+_LABEL_WORDS = frozenset(
+    {
+        "label",
+        "labels",
+        "class",
+        "classes",
+        "cls",
+        "category",
+        "categories",
+        "target",
+        "targets",
+        "y",
+    }
+)
+"""Words of the names of columns and datasets that may hold labels."""
+
+
+class Labels(NamedTuple):
+    """Labels as a listing holds them.
+
+    Attributes:
+        labels: (N,) int64, -1 for none.
+        classes: class names in the order of the indices.
+        warnings: sentences about labels that are probably not meant so.
+    """
+
+    labels: npt.NDArray[np.int64]
+    classes: tuple[str, ...]
+    warnings: tuple[str, ...] = ()
+
+    @classmethod
+    def none(cls, count: int) -> Labels:
+        """Return the labels of `count` rows without a label."""
+        return cls(np.full(count, -1, dtype=np.int64), ())
+
+
+def from_numbers(
+    values: npt.NDArray[Any],
+    origin: str,
+    missing: npt.NDArray[np.bool_] | None = None,
+    names: Sequence[str] | None = None,
+) -> Labels:
+    """Use whole numbers as class indices.
 
     Args:
-        values: (N,) integers, -1 for no label.
+        values: (N,) numbers of any dtype; -1 and NaN mean no label.
         origin: origin of the labels, for error messages.
+        missing: (N,) whether a row has no value; None for none of them.
+        names: class names in the order of the indices; by default the name of a class is its
+            number.
 
     Raises:
-        DataError: a number is below -1 or above `MAX_CLASS`.
+        DataError: a number has a fraction, is below -1 or above `MAX_CLASS`, or has no name; or the
+            numbers are -1 and 1.
     """
-    wrong = (values < -1) | (values > MAX_CLASS)
-    if wrong.any():
-        row = int(np.flatnonzero(wrong)[0])
+    missing = np.zeros(len(values), np.bool_) if missing is None else missing
+    if values.dtype.kind == "f":
+        missing = missing | np.isnan(values)
+        values = np.where(missing, 0, values)
+        _refuse_first(values != np.rint(values), values.tolist(), origin)
+    # Compared in their own dtype: an unsigned one cannot hold -1, int64 not every uint64.
+    is_wrong = (values > MAX_CLASS) & ~missing
+    if values.dtype.kind != "u":
+        is_wrong |= (values < -1) & ~missing
+    _refuse_first(is_wrong, values.tolist(), origin)
+    labels = values.astype(np.int64)
+    labels[missing] = -1
+    are_minus_one = (labels == -1) & ~missing
+    warnings: tuple[str, ...] = ()
+    top = int(labels.max(initial=-1))
+    if are_minus_one.any():
+        if top == 1 and not (labels == 0).any():
+            raise DataError(
+                f"{origin}: the labels are -1 and 1. -1 stands for no label, so the class -1 would "
+                "be lost. Write 0 and 1, or names such as no and yes."
+            )
+        num_rows = counted(int(are_minus_one.sum()), "row has", "rows have")
+        warnings = (f"{origin}: {num_rows} the label -1, which counts as no label",)
+    if names is None:
+        return Labels(labels, tuple(str(number) for number in range(top + 1)), warnings)
+    check_indices(labels, names, origin)
+    return Labels(labels, tuple(str(name) for name in names), warnings)
+
+
+def check_indices(labels: npt.NDArray[np.integer[Any]], names: Sequence[str], origin: str) -> None:
+    """Raise DataError unless every label is -1 or the index of a class."""
+    _refuse_first(labels < -1, labels.tolist(), origin)
+    if len(labels) and labels.max() >= len(names):
+        row = int(labels.argmax())
+        raise DataError(f"{origin}: {int(labels[row])} in row {row}, of {len(names)} classes.")
+
+
+def _refuse_first(is_wrong: npt.NDArray[np.bool_], values: Sequence[Any], origin: str) -> None:
+    """Raise DataError for the first value that is wrong, if there is one."""
+    if is_wrong.any():
+        row = int(np.flatnonzero(is_wrong)[0])
         raise DataError(
-            f"{origin}: {int(values[row])} in row {row} is no class index (0 to {MAX_CLASS}, -1 "
-            "for none). If the numbers are names of classes, write them as text."
+            f"{origin}: {values[row]} in row {row} is no class index (a whole number from 0 to "
+            f"{MAX_CLASS}, -1 for none). If the numbers are names of classes, write them as text "
+            "that is no number, such as c7."
         )
-    top = int(values.max(initial=-1))
-    return values.astype(np.int64), tuple(str(number) for number in range(top + 1))
 
 
 def from_names(values: Iterable[str | None]) -> Labels:
     """Number class names in bytewise order; None and '' mean no label."""
+    names, codes = _encode(values)
+    return renumber(np.array(names, dtype=object), codes)
+
+
+def from_csv_texts(values: Iterable[str | None], origin: str) -> Labels:
+    """Convert the cells of a column of CSV: whole numbers if all of them are, otherwise names."""
+    return from_encoded_texts(*_encode(values), origin)
+
+
+def from_encoded_texts(names: Sequence[str], codes: npt.NDArray[np.int64], origin: str) -> Labels:
+    """Convert the cells of a column of CSV, whose distinct texts are known.
+
+    Texts are class indices if all of them are whole numbers, such as 7 or 7.0, and no two of them
+    are the same number; otherwise they are names. A mark of a missing number is no label among
+    numbers and booleans.
+
+    Args:
+        names: distinct texts; '' means no label.
+        codes: (N,) int64 indices into `names`, -1 for no label.
+        origin: origin of the labels, for messages.
+
+    Raises:
+        DataError: all texts are numbers, but one has a fraction or is no class index.
+    """
+    num_rows = np.bincount(codes + 1, minlength=len(names) + 1)[1:]
+    used = {n: count for n, count in zip(names, num_rows.tolist(), strict=True) if n and count}
+    marks = {name: count for name, count in used.items() if name.lower() in MISSING_MARKS}
+    texts = [name for name in used if name not in marks]
+    are_numbers = bool(texts) and all(_NUMBER.fullmatch(text) for text in texts)
+    warnings: list[str] = []
+    if are_numbers and (same := _same_numbers(texts)):
+        warnings.append(
+            f"{origin}: {same[0]!r} and {same[1]!r} are the same number, so the labels are names "
+            "and these are two classes; write them alike if they are one"
+        )
+        are_numbers = False
+    if not are_numbers:
+        are_booleans = bool(texts) and all(_BOOLEAN.fullmatch(text) for text in texts)
+        if marks:
+            meaning = AS_NO_LABEL if are_booleans else AS_VALUE
+            warnings.append(warning_of_marks(marks, origin, meaning))
+        kept = ["" if are_booleans and name in marks else name for name in names]
+        labels, classes, _ = renumber(np.array(kept, dtype=object), codes)
+        return Labels(labels, classes, tuple(warnings))
+    if marks:
+        warnings.append(warning_of_marks(marks, origin, AS_NO_LABEL))
+    numbers = {text: _whole_number(text) for text in texts}
+    is_wrong = [not -1 <= numbers.get(name, -1) <= MAX_CLASS for name in names]
+    if any(is_wrong):
+        _refuse_first(np.array([*is_wrong, False])[codes], [names[c] for c in codes], origin)
+    is_missing = np.array([name not in numbers for name in names] + [True])[codes]
+    table = np.array([*(numbers.get(name, -1) for name in names), -1], dtype=np.int64)
+    labels, classes, more = from_numbers(table[codes], origin, is_missing)
+    return Labels(labels, classes, (*warnings, *more))
+
+
+def _encode(values: Iterable[str | None]) -> tuple[list[str], npt.NDArray[np.int64]]:
+    """Return the distinct texts, '' for None, and the index of each value."""
     numbers: dict[str, int] = {}
     codes = np.fromiter((numbers.setdefault(v or "", len(numbers)) for v in values), dtype=np.int64)
-    return renumber(np.array(list(numbers), dtype=object), codes)
+    return list(numbers), codes
+
+
+def _whole_number(text: str) -> int:
+    """Return the number that a text of `_NUMBER` is; MAX_CLASS + 1 if it has a fraction."""
+    return int(text.partition(".")[0]) if _WHOLE.fullmatch(text) else MAX_CLASS + 1
+
+
+def _same_numbers(texts: Sequence[str]) -> tuple[str, str] | None:
+    """Return two texts that are the same whole number, such as 1 and 01 or 1 and 1.0, or None."""
+    seen: dict[int, str] = {}
+    for text in texts:
+        if _WHOLE.fullmatch(text):
+            other = seen.setdefault(int(text.partition(".")[0]), text)
+            if other is not text:
+                return other, text
+    return None
 
 
 def renumber(names: npt.NDArray[np.object_], codes: npt.NDArray[np.int64]) -> Labels:
@@ -56,56 +223,49 @@ def renumber(names: npt.NDArray[np.object_], codes: npt.NDArray[np.int64]) -> La
     used_names = sorted({names[i] for i in used_codes if names[i]}, key=os.fsencode)
     number_of_name = {name: i for i, name in enumerate(used_names)}
     table = np.array([*(number_of_name.get(name, -1) for name in names), -1], dtype=np.int64)
-    return table[codes], tuple(used_names)
+    return Labels(table[codes], tuple(used_names))
 
 
-def from_indices(values: npt.NDArray[np.integer], names: Sequence[str], origin: str) -> Labels:
-    """Combine class indices with class names that are known already.
-
-    Args:
-        values: (N,) integers, -1 for no label.
-        names: class names in the order of the indices.
-        origin: origin of the labels, for error messages.
-
-    Raises:
-        DataError: an index has no name.
-    """
-    labels, _ = from_numbers(values, origin)
-    if len(labels) and labels.max() >= len(names):
-        row = int(labels.argmax())
-        raise DataError(f"{origin}: {int(labels[row])} in row {row}, of {len(names)} classes.")
-    return labels, tuple(str(name) for name in names)
-
-
-def from_values(values: Sequence[object], origin: str) -> Labels:
-    """Convert labels of unknown type: whole numbers or names, with None for no label.
+def from_values(
+    values: Sequence[object], origin: str, names: Sequence[str] | None = None
+) -> Labels:
+    """Convert labels of unknown type: whole numbers or names; None and NaN mean no label.
 
     Args:
         values: N labels.
         origin: origin of the labels, for error messages.
+        names: class names in the order of the indices, for labels that are numbers.
 
     Raises:
-        DataError: the labels are of mixed or unsupported types.
+        DataError: the labels are of mixed or unsupported types, or as for `from_numbers`.
     """
-    kinds = {_kind(value) for value in values}
+    all_kinds = [_kind(value) for value in values]
+    kinds = set(all_kinds)
     if kinds <= {"none"}:
-        return np.full(len(values), -1, dtype=np.int64), ()
+        labels = Labels.none(len(values))
+        return labels if names is None else labels._replace(classes=tuple(map(str, names)))
     if kinds <= {"number", "none"}:
-        numbers = [-1 if value is None else int(value) for value in values]  # type: ignore[call-overload]
-        return from_numbers(np.array(numbers, dtype=np.int64), origin)
+        missing = np.array([kind == "none" for kind in all_kinds])
+        numbers = [0 if is_none else int(v) for v, is_none in zip(values, missing, strict=True)]  # type: ignore[call-overload]
+        # Compared as Python's numbers, which may be too large for int64.
+        is_wrong = np.array([not -1 <= number <= MAX_CLASS for number in numbers])
+        _refuse_first(is_wrong, numbers, origin)
+        return from_numbers(np.array(numbers, dtype=np.int64), origin, missing, names)
     if kinds <= {"name", "none"}:
-        return from_names([None if value is None else str(value) for value in values])
+        return from_names([value if isinstance(value, str) else None for value in values])
+    common = next((kind for kind in ("number", "name") if kind in kinds), "")
+    first = next(i for i, kind in enumerate(all_kinds) if kind not in ("none", common))
     raise DataError(
-        f"{origin}: found labels of kind {', '.join(sorted(kinds - {'none'}))}; expected whole "
-        "numbers or names throughout, None where there is no label."
+        f"{origin}: found labels of kind {', '.join(sorted(kinds - {'none'}))}, such as "
+        f"{values[first]!s:.100} in row {first}; expected whole numbers or names throughout, None "
+        "where there is no label."
     )
 
 
 def _kind(value: object) -> str:
     """Return 'none', 'name' or 'number' for a label, or its type's name if it is not supported.
 
-    A number must have `__index__` and be whole: 1.0 is not a label, integers of NumPy and torch
-    are.
+    A number is whole, such as 1, 1.0, True, or an integer of NumPy or torch.
     """
     if value is None:
         return "none"
@@ -114,8 +274,65 @@ def _kind(value: object) -> str:
     if isinstance(value, bool | np.bool_):
         return "number"
     try:
+        if isinstance(value, float | np.floating) and np.isnan(value):
+            return "none"
         is_whole = int(value) == value  # type: ignore[call-overload]
-        has_index = hasattr(value, "__index__")
+        is_number = hasattr(value, "__index__") or isinstance(value, float | np.floating)
     except (TypeError, ValueError, OverflowError, RuntimeError):
         return type(value).__name__
-    return "number" if is_whole and has_index else type(value).__name__
+    return "number" if is_whole and is_number else type(value).__name__
+
+
+def similar_names(classes: Sequence[str]) -> list[str]:
+    """Return warnings of classes whose names differ only by case, blanks or Unicode's form."""
+    first: dict[str, str] = {}
+    warnings = []
+    for name in classes:
+        same = unicodedata.normalize("NFC", " ".join(name.split()).casefold())
+        if (other := first.setdefault(same, name)) != name:
+            warnings.append(
+                f"{other!a} and {name!a} are two classes, whose names differ only by case, blanks "
+                "or the form of their characters"
+            )
+    if (num_more := len(warnings) - _WARNINGS) > 0:
+        warnings[_WARNINGS:] = [f"{num_more} more names of classes are as similar"]
+    return warnings
+
+
+def looks_like_labels(name: str) -> bool:
+    """Return whether a column or dataset of this name may hold labels, such as fine_label."""
+    words = re.findall("[A-Z]?[a-z]+|[A-Z]+", name)
+    return any(word.lower() in _LABEL_WORDS for word in words)
+
+
+def find_label_column(names: Sequence[str]) -> str | None:
+    """Return the column label, or the only one that differs in case or blanks (Label, ' label')."""
+    return find_column(names, "label")
+
+
+def find_column(names: Sequence[str], wanted: str) -> str | None:
+    """Return the column of this name, or the only one that differs in case or blanks."""
+    if wanted in names:
+        return wanted
+    alike = [name for name in names if name.strip().casefold() == wanted]
+    return alike[0] if len(alike) == 1 else None
+
+
+def note_on_columns(
+    names: Sequence[str], used: str | None, option: str = "data.label_column="
+) -> str:
+    """Return which columns look like labels and are not used, and what was looked for.
+
+    Args:
+        names: columns that hold neither paths nor images, and that the store does not keep.
+        used: column of labels, or None if there is none.
+        option: option that names the column of labels, or '' if there is none.
+    """
+    others = [name for name in names if name != used and looks_like_labels(name)]
+    missing = "" if used is not None else "there is no column label"
+    if not others:
+        return missing
+    hint = f": {option}{others[0]}" if option else "; rename the one that holds the labels to label"
+    verbs = "looks like labels and is" if len(others) == 1 else "look like labels and are"
+    looks = f"{', '.join(map(repr, others))} {verbs} not used{hint}"
+    return f"{missing}; {looks}" if missing else looks

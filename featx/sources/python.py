@@ -14,7 +14,7 @@ from PIL import Image, ImageFile
 from featx.config import OBJECT_SOURCE, DataConfig
 from featx.errors import DataError
 from featx.sources.base import FolderSource, of_other_paths
-from featx.sources.labels import Labels, from_indices, from_values
+from featx.sources.labels import Labels, check_indices, from_values
 from featx.sources.pixel_encoding import encode_array, encode_image
 from featx.sources.registry import SOURCES, source_member
 from featx.sources.row_keys import duplicate_keys, find_row, find_rows, numbered_keys
@@ -60,6 +60,11 @@ def source_of_object(data: Any) -> Source:
     """
     if isinstance(data, Source):
         return _CheckedSource(data)
+    if isinstance(data, str | bytes | os.PathLike):
+        raise DataError(
+            f"the data set is {os.fspath(data)!r}, a path, and expected is an object. A path is an "
+            "option: data={'name': 'folder', 'root': PATH}, or only data=PATH."
+        )
     if hasattr(data, "__len__") and hasattr(data, "__getitem__"):
         return MapSource(data)
     raise DataError(
@@ -108,14 +113,15 @@ class MapSource:
         if not count:
             raise DataError("the data set has no rows: len(dataset) is 0.")
         keys = self._keys_of(count)
-        labels, classes = self._labels_of(count)
+        labels, classes, warnings = self._labels_of(count)
         order = np.argsort(keys, kind="stable")
         self._keys = keys[order]
         if duplicates := duplicate_keys(self._keys):
             names = ", ".join(os.fsdecode(key) for key in duplicates)
             raise DataError(f"dataset.keys has some more than once: {names}. Rows need their own.")
         self._rows = order
-        return Listing(self._keys, labels[order], classes)
+        note = "" if classes else "no attribute targets or labels, and items without a label"
+        return Listing(self._keys, labels[order], classes, warnings=warnings, label_note=note)
 
     def read(self, key: bytes) -> bytes:
         """Read one item and encode its image without loss.
@@ -231,11 +237,8 @@ class MapSource:
         else:
             values = self._labels_of_items(count)
         self._labels = values
-        labels, classes = from_values(values, _ORIGIN)
         names = getattr(self._dataset, "classes", None)
-        if isinstance(names, list | tuple) and not any(isinstance(v, str) for v in values):
-            return from_indices(labels, names, _ORIGIN)
-        return labels, classes
+        return from_values(values, _ORIGIN, names if isinstance(names, list | tuple) else None)
 
     def _labels_of_items(self, count: int) -> list[Any]:
         """Read the label of every item; only the first item if it has no label.
@@ -285,7 +288,7 @@ class _CheckedSource:
             raise DataError(f"listing().labels: expected an array of shape {keys.shape}, int64.")
         if not (keys[1:] > keys[:-1]).all():
             raise DataError("listing().keys: expected different keys in bytewise order.")
-        from_indices(labels, listing.classes, "listing().labels")
+        check_indices(labels, listing.classes, "listing().labels")
         check_columns(listing.columns, len(keys), "listing().columns")
         return listing
 

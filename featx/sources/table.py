@@ -21,7 +21,16 @@ from featx.base import import_extra
 from featx.config import column_name_problem
 from featx.errors import ConfigError, DataError, nearest
 from featx.sources.base import FolderSource
-from featx.sources.labels import Labels, from_indices, from_numbers, renumber
+from featx.sources.csv_check import QUOTING
+from featx.sources.labels import (
+    Labels,
+    find_column,
+    find_label_column,
+    from_encoded_texts,
+    from_numbers,
+    note_on_columns,
+    renumber,
+)
 from featx.sources.options import ColumnOptions
 from featx.sources.parquet_images import ImageColumn, footer_content_tags
 from featx.sources.path_patterns import base_of, is_pattern
@@ -51,9 +60,14 @@ class TableOptions(ColumnOptions):
     columns: list[str] | None = None
     """Further columns, such as [patient,slide], that the store carries for each row; null takes
     none."""
+    quoting: str = "line"
+    """Meaning of double quotes in CSV: line (they enclose a cell of one line), multiline (of any
+    lines, as captions may have) or none (they are characters)."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.quoting not in QUOTING:
+            raise ConfigError(f"data.quoting={self.quoting}: expected {', '.join(QUOTING)}.")
         if self.columns is not None and (problem := column_name_problem(self.columns)):
             raise ConfigError(f"data.columns: {problem}")
 
@@ -88,6 +102,7 @@ class TableSource:
         self._path_column = config.path_column
         self._label_column = config.label_column
         self._column_names = sorted(config.columns or ())
+        self._quoting = config.quoting
         self._follow_links = config.follow_links
         self._root = (
             Path(config.image_root).expanduser() if config.image_root else _folder_of(self._origin)
@@ -139,7 +154,7 @@ class TableSource:
         """List all rows; exceptions of pyarrow pass through."""
         tables, skipped = find_tables(self._origin, self._follow_links)
         files = [path for _, path in tables]
-        table = Table(files, self._origin)
+        table = Table(files, self._origin, self._quoting)
         column = self._find_image_column(table.names)
         table.check_has(column)
         label_column = self._find_label_column(table.names)
@@ -158,7 +173,7 @@ class TableSource:
         keys = np.concatenate(keys_of_files)
         if not len(keys):
             raise DataError(f"{self._origin} has no rows.")
-        labels, classes = self._labels(table, label_column, len(keys))
+        labels, classes, warnings = self._labels(table, label_column, len(keys))
         order = np.arange(len(keys))
         if not (keys[1:] > keys[:-1]).all():
             order = np.argsort(keys, kind="stable")
@@ -176,8 +191,16 @@ class TableSource:
                 order
             ]
         values = self._columns(table, order)
-        warnings = tuple(table.warnings.values())
-        return Listing(keys, labels[order], classes, skipped, content_tags, values, warnings)
+        return Listing(
+            keys,
+            labels[order],
+            classes,
+            skipped,
+            content_tags,
+            values,
+            tuple(dict.fromkeys((*warnings, *table.warnings.values(), *self._same_paths(keys)))),
+            self._label_note(table.names, column, label_column),
+        )
 
     def _find_image_column(self, names: list[str]) -> str:
         """Return the column of paths or images: data.path_column, else 'path', else 'image'.
@@ -187,8 +210,8 @@ class TableSource:
         """
         if self._path_column is not None:
             return _existing_column(self._origin, "data.path_column", self._path_column, names)
-        for name in ("path", "image"):
-            if name in names:
+        for wanted in ("path", "image"):
+            if (name := find_column(names, wanted)) is not None:
                 return name
         raise DataError(
             f"{self._origin} has no column path or image; it has {', '.join(names)}. Choose one "
@@ -198,10 +221,34 @@ class TableSource:
     def _find_label_column(self, names: list[str]) -> str | None:
         """Return data.label_column, 'label' by default if it exists, or None for no labels."""
         if self._label_column is None:
-            return "label" if "label" in names else None
+            return find_label_column(names)
         if not self._label_column:
             return None
         return _existing_column(self._origin, "data.label_column", self._label_column, names)
+
+    def _label_note(self, names: list[str], column: str, label_column: str | None) -> str:
+        """Return which columns look like labels, unless the options say which one holds them."""
+        if self._label_column is not None:
+            return "" if self._label_column else "data.label_column is empty"
+        others = [name for name in names if name not in (column, *self._column_names)]
+        return note_on_columns(others, label_column)
+
+    def _same_paths(self, keys: npt.NDArray[np.bytes_]) -> list[str]:
+        """Return a warning if several paths name one file, such as ./a.jpg and a.jpg."""
+        if self._images is not None:
+            return []
+        unusual = [key for key in keys.tolist() if b"//" in key or b"./" in key]
+        if not unusual:
+            return []
+        paths: dict[bytes, bytes] = {}
+        for key in keys.tolist():
+            other = paths.setdefault(os.path.normpath(key), key)
+            if other != key:
+                return [
+                    f"{self._origin}: {os.fsdecode(other)!r} and {os.fsdecode(key)!r} are two rows "
+                    "of one image"
+                ]
+        return []
 
     def _columns(self, table: Table, order: npt.NDArray[np.int64]) -> dict[str, npt.NDArray[Any]]:
         """Read the columns of the option data.columns in the order of the listing."""
@@ -223,6 +270,13 @@ class TableSource:
         empty = pc.or_kleene(pc.is_null(column), pc.equal(column, "")).fill_null(True)
         if (row := pc.index(empty, True).as_py()) >= 0:
             raise DataError(f"{file}: row {row} has no path.")
+        if (first := pc.index(pc.match_substring(column, "\\"), True).as_py()) >= 0:
+            path = column[first].as_py()
+            if not (self._root / path).exists():
+                raise DataError(
+                    f"{file}: {path!r} in row {first} has backslashes, as paths of Windows have, "
+                    f"and there is no such file in {self._root}. Write paths with /."
+                )
         # Arrow rejects text that is not UTF-8, so every path here encodes to the bytes of the file.
         # Only suspicious paths are checked one by one in Python.
         for path in column.filter(pc.match_substring_regex(column, _SUSPECT)).to_pylist():
@@ -283,19 +337,18 @@ class TableSource:
         import pyarrow as pa
 
         if name is None:
-            return np.full(count, -1, dtype=np.int64), ()
+            return Labels.none(count)
         column = table.labels(name)
         kind = column.type
         origin = f"{self._origin}, column {name}"
-        if pa.types.is_integer(kind):
-            numbers = column.fill_null(-1).cast(pa.int64()).to_numpy()
-            if names := table.class_names(name):
-                return from_indices(numbers, names, origin)
-            return from_numbers(numbers, origin)
+        if pa.types.is_integer(kind) or pa.types.is_floating(kind):
+            missing = column.is_null().to_numpy()
+            numbers = column.fill_null(0).to_numpy()
+            return from_numbers(numbers, origin, missing, table.class_names(name))
         if pa.types.is_boolean(kind):
             column, kind = column.cast(pa.string()), pa.string()
         if pa.types.is_null(kind):
-            return np.full(count, -1, dtype=np.int64), ()
+            return Labels.none(count)
         if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
             raise DataError(
                 f"{origin} is {kind}; expected text or whole numbers. Without labels: "
@@ -305,7 +358,10 @@ class TableSource:
         if isinstance(encoded, pa.ChunkedArray):
             encoded = encoded.combine_chunks()
         codes = encoded.indices.fill_null(-1).to_numpy().astype(np.int64)
-        return renumber(np.array(encoded.dictionary.to_pylist(), dtype=object), codes)
+        names = encoded.dictionary.to_pylist()
+        if not table.is_parquet:
+            return from_encoded_texts(names, codes, origin)
+        return renumber(np.array(names, dtype=object), codes)
 
 
 def _is_text(parts: Sequence[CsvTable | ParquetTable], column: str) -> bool:

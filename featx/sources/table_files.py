@@ -11,19 +11,14 @@ from typing import Any
 
 from featx.errors import DataError
 from featx.sources.base import FolderSource
+from featx.sources.csv_check import check_csv
 from featx.sources.path_patterns import base_of, is_pattern, matching_files
 from featx.sources.table_columns import (
-    AS_NO_LABEL,
     AS_VALUE,
     is_missing_mark,
     marks_in_text,
     warning_of_marks,
 )
-
-_WHOLE = r"^-?\d{1,18}$"
-"""Whole numbers that fit into int64, leading zeros included."""
-_NUMBER = r"^[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$"
-"""Decimal numbers in any usual notation."""
 
 _EXACT_WHOLE = r"^(0|-?[1-9]\d{0,17})$"
 """Whole numbers whose text int64 preserves: no leading zeros, such as 007, and at most 18
@@ -45,15 +40,17 @@ class CsvTable:
 
     Args:
         file: path ending in .csv or .tsv, optionally followed by .gz.
+        quoting: one of `csv_check.QUOTING`.
 
     Attributes:
         names: column names in order.
 
     Raises:
-        DataError: the extension is another one, or two columns have the same name.
+        DataError: the extension is another one, two columns have the same name, or as for
+            `check_csv`.
     """
 
-    def __init__(self, file: Path) -> None:
+    def __init__(self, file: Path, quoting: str = "line") -> None:
         from pyarrow import csv
 
         self.file = file
@@ -63,7 +60,12 @@ class CsvTable:
             raise DataError(
                 f"data.root={file}: expected a name ending in .csv, .tsv (also .gz) or .parquet."
             )
-        self._parse = csv.ParseOptions(delimiter=separator, newlines_in_values=True)
+        check_csv(file, separator, quoting)
+        self._parse = csv.ParseOptions(
+            delimiter=separator,
+            quote_char=False if quoting == "none" else '"',
+            newlines_in_values=quoting == "multiline",
+        )
         with csv.open_csv(file, parse_options=self._parse) as reader:
             self.names: list[str] = reader.schema.names
         if len(set(self.names)) < len(self.names):
@@ -143,6 +145,7 @@ class Table:
     Args:
         files: paths in order.
         origin: origin of the files, for error messages.
+        quoting: meaning of quotes in CSV, one of `csv_check.QUOTING`.
 
     Attributes:
         parts: one `CsvTable` or `ParquetTable` per file.
@@ -153,13 +156,13 @@ class Table:
         DataError: a file cannot be read or is not a table, or both kinds of files occur.
     """
 
-    def __init__(self, files: Sequence[Path], origin: str) -> None:
+    def __init__(self, files: Sequence[Path], origin: str, quoting: str = "line") -> None:
         self._origin = origin
         self.parts: list[CsvTable | ParquetTable] = []
         self.warnings: dict[str, str] = {}
         for file in files:
             with _read_errors(file):
-                self.parts.append(_open_file(file))
+                self.parts.append(_open_file(file, quoting))
         kinds = {type(part): part.file for part in self.parts}
         if len(kinds) > 1:
             first, second = kinds.values()
@@ -201,30 +204,11 @@ class Table:
         return columns
 
     def labels(self, name: str) -> Any:
-        """Read the column of labels.
-
-        A column of CSV files becomes numbers if all values are numbers or marks of missing numbers,
-        else text; empty values are null, and so are marks in a column of numbers or booleans. If
-        two different texts would become the same number, such as 1 and 01, the column stays text.
-        """
-        import pyarrow as pa
-        import pyarrow.compute as pc
-
+        """Read the column of labels; one of CSV files is text."""
         column = self._join_files(name)
         if self.is_parquet:
-            self._warn_of_marks(name, column, AS_VALUE)
-            return column
-        # Booleans stay the text that is written; only their marks of missing values become null.
-        kinds = (_BOOLEAN, pa.string()), (_WHOLE, pa.int64()), (_NUMBER, pa.float64())
-        numbers = _convert_column(column, kinds)
-        if pa.types.is_integer(numbers.type):
-            text = column.filter(pc.is_valid(numbers))
-            if pc.count_distinct(text).as_py() > pc.count_distinct(numbers).as_py():
-                numbers = _convert_column(column, ())
-        lost = column.filter(pc.is_null(numbers))
-        self._warn_of_marks(name, lost, AS_NO_LABEL)
-        self._warn_of_marks(name, numbers, AS_VALUE)
-        return numbers
+            self._warn_of_marks(name, column)
+        return column
 
     def values(self, name: str) -> Any:
         """Read any column; one of CSV becomes booleans or numbers if nothing is lost.
@@ -236,14 +220,14 @@ class Table:
 
         column = self._join_files(name)
         if self.is_parquet:
-            self._warn_of_marks(name, column, AS_VALUE)
+            self._warn_of_marks(name, column)
             return column
         kinds = (_BOOLEAN, pa.bool_()), (_EXACT_WHOLE, pa.int64()), (_EXACT_NUMBER, pa.float64())
         converted = _convert_column(column, kinds)
         if pa.types.is_floating(converted.type) and not pc.any(pc.is_finite(converted)).as_py():
             # Without one finite number, 'INF' is a code or a name.
             converted = _convert_column(column, ())
-        self._warn_of_marks(name, converted, AS_VALUE)
+        self._warn_of_marks(name, converted)
         return converted
 
     def class_names(self, name: str) -> list[str] | None:
@@ -259,17 +243,11 @@ class Table:
             raise DataError(f"{self._origin}: the files have different names for {name}'s classes.")
         return names_of_files[0] if names_of_files else None
 
-    def _warn_of_marks(self, name: str, column: Any, meaning: str) -> None:
-        """Record a warning if a column of text has marks of missing numbers.
-
-        Args:
-            name: name of the column.
-            column: pyarrow.ChunkedArray of any type.
-            meaning: `AS_VALUE` or `AS_NO_LABEL`.
-        """
+    def _warn_of_marks(self, name: str, column: Any) -> None:
+        """Record a warning if a column of text has marks of missing numbers."""
         if counts := marks_in_text(column):
             origin = f"{self._origin}, column {name}"
-            self.warnings[name] = warning_of_marks(counts, origin, meaning)
+            self.warnings[name] = warning_of_marks(counts, origin, AS_VALUE)
 
     def _join_files(self, name: str) -> Any:
         """Concatenate a column of all files; integer types of different widths become the widest.
@@ -327,7 +305,7 @@ def _is_table(name: bytes) -> bool:
     return not name.endswith(b".gz") or name.endswith((b".csv.gz", b".tsv.gz"))
 
 
-def _open_file(file: Path) -> CsvTable | ParquetTable:
+def _open_file(file: Path, quoting: str) -> CsvTable | ParquetTable:
     """Open a file as Parquet or CSV, which is decided by its first bytes.
 
     Raises:
@@ -340,7 +318,7 @@ def _open_file(file: Path) -> CsvTable | ParquetTable:
         )
     with file.open("rb") as opened:
         is_parquet = opened.read(4) == b"PAR1"
-    return ParquetTable(file) if is_parquet else CsvTable(file)
+    return ParquetTable(file) if is_parquet else CsvTable(file, quoting)
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ Formats: POSIX ustar and pax, GNU, and v7.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
@@ -21,6 +22,10 @@ _WITHOUT_DATA = b"1", b"2", b"3", b"4", b"5", b"6"
 """Type flags of members whose size field is not followed by data: links, devices, folders,
 FIFOs."""
 _ZEROS = bytes(BLOCK)
+_MAX_SIZE = 1 << 60
+"""Size limit of a member in bytes. No tar is larger, and offsets stay within 64 bits."""
+_RECORD_LENGTH = re.compile(rb"(\d{1,7}) ")
+"""Beginning of a pax record."""
 
 
 class TarMember(NamedTuple):
@@ -77,7 +82,12 @@ def members(read: Read) -> Iterator[TarMember]:
         if not _sum_is_right(header):
             raise CutOffError(f"the header at byte {offset} is damaged", offset)
         kind = header[156:157]
-        own_size = _number(header[124:136], offset)
+        try:
+            own_size = _number(header[124:136], offset)
+        except CutOffError as error:
+            if kind in _REGULAR:  # the member is named, so that it becomes the failed row
+                error.cut = TarMember(name or _name(header), offset + BLOCK, 0, True)
+            raise
         offset += BLOCK
         if kind in (b"L", b"K", b"x", b"X", b"g"):
             text = _read_extended(read, offset, own_size)
@@ -148,14 +158,18 @@ def _number(field: bytes, offset: int) -> int:
     Raises:
         CutOffError: the field is not a number.
     """
-    if field[0] & 0x80:
-        return int.from_bytes(bytes([field[0] & 0x7F]) + field[1:])
     try:
-        return int(field.split(b"\0")[0].strip() or b"0", 8)
+        if field[0] & 0x80:
+            number = int.from_bytes(bytes([field[0] & 0x7F]) + field[1:])
+        else:
+            number = int(field.split(b"\0")[0].strip() or b"0", 8)
     except ValueError as error:
         raise CutOffError(
             f"the header at byte {offset} has a size that is no number", offset
         ) from error
+    if not 0 <= number <= _MAX_SIZE:
+        raise CutOffError(f"the header at byte {offset} claims an impossible size", offset)
+    return number
 
 
 def _name(header: bytes) -> bytes:
@@ -189,16 +203,21 @@ def _pax(text: bytes, offset: int) -> dict[bytes, bytes]:
         CutOffError: a record is malformed.
     """
     records = {}
-    while text.strip(b"\0"):
-        digits, _, rest = text.partition(b" ")
-        length = int(digits) if digits.isdigit() and len(digits) < 8 else 0
-        key, equals, value = rest[: length - len(digits) - 1].partition(b"=")
-        if not equals or not value.endswith(b"\n") or length > len(text):
+    text = text.rstrip(b"\0")
+    start = 0
+    while start < len(text):
+        match = _RECORD_LENGTH.match(text, start)
+        stop = start + int(match[1]) if match else start
+        if match is None or not match.end() < stop <= len(text):
+            raise CutOffError(f"the extended header at byte {offset} is damaged", offset)
+        key, equals, value = text[match.end() : stop].partition(b"=")
+        if not equals or not value.endswith(b"\n"):
             raise CutOffError(f"the extended header at byte {offset} is damaged", offset)
         records[key] = value[:-1]
-        text = text[length:]
-    if not records.get(b"size", b"0").isdigit():
-        raise CutOffError(f"the extended header at byte {offset} is damaged", offset)
+        start = stop
+    size = records.get(b"size", b"0")
+    if not size.isdigit() or len(size) > len(str(_MAX_SIZE)) or int(size) > _MAX_SIZE:
+        raise CutOffError(f"the extended header at byte {offset} claims an impossible size", offset)
     return records
 
 

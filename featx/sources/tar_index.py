@@ -14,29 +14,43 @@ import os
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
-from featx.base import cache_folder
+from featx.base import cache_folder, printable
 from featx.errors import DataError
 from featx.sources import tar_headers
-from featx.sources.gzip_window import DAMAGE, GzipWindow
+from featx.sources.base import SYSTEM_FOLDERS
+from featx.sources.gzip_window import DAMAGE, ExpansionError, GzipWindow
+from featx.sources.labels import looks_like_labels
 from featx.sources.tar_headers import CutOffError, TarMember
 from featx.sources.tar_shards import Shard
 
 NO_LABEL = -2
 """Value in `TarIndex.labels` for an image without a .cls member."""
 
-_VERSION = 1
+CUT_SIZE = -1
+"""Value in `TarIndex.sizes` for an image that the end of the tar cuts off."""
+TWICE_SIZE = -2
+"""Value in `TarIndex.sizes` for a name that two members have."""
+
+_VERSION = 3
 """Version of the format of index files."""
 _BLOCK = 1 << 20
 """A read of a plain local tar covers `_BLOCK // _SKIP_FROM` bytes."""
 _REMOTE_BLOCK = 8 << 20
 """Bytes that a request for a part of a remote shard covers."""
+_FACTS = ("skipped", "cut", "compressed", "refused", "endings")
+"""Attributes of an index that are no columns."""
 _MAX_LABEL_BYTES = 64
+_OTHER_NAMES = "other names"
+_OUTPUT_WORDS = frozenset({"output", "outputs"})
+"""Words before .cls that WebDataset's own examples use for labels."""
+_MAX_ENDINGS = 1000
+"""Number of different extensions of other members that are counted."""
 _SKIP_FROM = 4
 """Divisor of `_BLOCK`: with reads this small, the data of large members are skipped, not read."""
 
@@ -48,12 +62,13 @@ class TarIndex:
     Attributes:
         names: (n,) fixed-length bytes, unique.
         offsets: (n,) int64 position of the data in the decompressed tar, in bytes.
-        sizes: (n,) int64 length of the data in bytes; -1 for an image that the end of the tar cuts
-            off.
-        labels: (n,) int64 number in the member <base>.cls; NO_LABEL without such a member.
+        sizes: (n,) int64 length of the data in bytes, CUT_SIZE or TWICE_SIZE.
+        labels: (n,) int64 number in the .cls member; NO_LABEL without such a member.
         skipped: reason -> number of members that were left out.
         cut: reason why the tar ends early, or ''.
         compressed: whether the shard is compressed with gzip.
+        refused: reason why none of its images can be used, or ''. There are none then.
+        endings: extension -> number of the members with other names, for the most frequent ones.
     """
 
     names: npt.NDArray[np.bytes_]
@@ -61,8 +76,14 @@ class TarIndex:
     sizes: npt.NDArray[np.int64]
     labels: npt.NDArray[np.int64]
     skipped: Mapping[str, int]
-    cut: str
-    compressed: bool
+    cut: str = ""
+    compressed: bool = False
+    refused: str = ""
+    endings: Mapping[str, int] = field(default_factory=dict)
+
+
+class RefusedShardError(Exception):
+    """A shard is no tar, or is damaged in a way that makes all of its images doubtful."""
 
 
 def index_of(shard: Shard, endings: frozenset[bytes]) -> TarIndex:
@@ -73,7 +94,7 @@ def index_of(shard: Shard, endings: frozenset[bytes]) -> TarIndex:
         endings: file name extensions to list, in lower case with a leading dot.
 
     Raises:
-        DataError: the shard is not a tar, or is damaged in a way that makes all images doubtful.
+        DataError: a .cls member holds no number of a class, or two of one name different numbers.
         OSError: the shard cannot be read at the moment.
     """
     state = json.dumps(
@@ -83,16 +104,25 @@ def index_of(shard: Shard, endings: frozenset[bytes]) -> TarIndex:
     # Without a version (no ETag, no mtime) a cached index could belong to an older shard.
     if shard.version and (cached := _load(path, state)) is not None:
         return cached
-    index = build(shard, endings)
+    try:
+        index = build(shard, endings)
+    except RefusedShardError as error:
+        none = np.empty(0, dtype=np.int64)
+        index = TarIndex(np.empty(0, dtype="S1"), none, none, none, {}, refused=str(error))
     if shard.version:
         _save(path, state, index)
     return index
 
 
 def build(shard: Shard, endings: frozenset[bytes]) -> TarIndex:
-    """Build the index of a shard by reading all its headers; see `index_of`."""
+    """Build the index of a shard by reading all its headers; see `index_of`.
+
+    Raises:
+        RefusedShardError: the shard is not a tar, or all of its images are doubtful.
+    """
     compressed = _is_gzip(shard)
     skipped: Counter[str] = Counter()
+    other_endings: Counter[str] = Counter()
     images: list[TarMember] = []
     classes: dict[bytes, int] = {}
     cut = ""
@@ -100,16 +130,24 @@ def build(shard: Shard, endings: frozenset[bytes]) -> TarIndex:
     try:
         for member in tar_headers.members(blocks.read):
             name = _clean(member.name)
-            if name.lower().endswith(b".cls") and member.regular:
-                classes[name[:-4]] = _class(shard, name, blocks.read(member.offset, member.size))
-            elif reason := _reason_to_skip(name, member, endings):
+            reason = _reason_to_skip(name, member, endings)
+            if reason == _OTHER_NAMES and name.lower().endswith(b".cls"):
+                number = _class(shard, name, blocks.read(member.offset, member.size))
+                if classes.setdefault(name[:-4], number) != number:
+                    raise DataError(
+                        f"{shard.url} has two members {printable(name)}, which hold "
+                        f"{classes[name[:-4]]} and {number}; expected one label."
+                    )
+            elif reason:
                 skipped[reason] += 1
+                if reason == _OTHER_NAMES and len(other_endings) < _MAX_ENDINGS:
+                    other_endings[os.path.splitext(printable(name))[1].lower()] += 1  # noqa: PTH122
             else:
                 images.append(member._replace(name=name))
     except CutOffError as error:
         cut = str(error)
         if error.offset == 0 and not error.cut:
-            raise DataError(f"{shard.url} is no tar: {error}.") from error
+            raise RefusedShardError(f"is no tar: {error}") from error
         if error.cut and not _reason_to_skip(_clean(error.cut.name), error.cut, endings):
             images.append(error.cut._replace(name=_clean(error.cut.name), size=-1))
     except DAMAGE as error:
@@ -117,22 +155,27 @@ def build(shard: Shard, endings: frozenset[bytes]) -> TarIndex:
         # A wrong CRC or length at the end of the stream may concern any byte before it, while an
         # early end leaves the complete members intact.
         if not images or any(text in str(error) for text in ("CRC", "Incorrect length")):
-            raise DataError(
-                f"{shard.url} is damaged: {error}. None of its images can be trusted; get the "
-                "shard again."
+            raise RefusedShardError(
+                f"is damaged: {error}. None of its images can be trusted; get the shard again"
             ) from error
+    except ExpansionError as error:
+        raise RefusedShardError(str(error)) from error
+    by_name: dict[bytes, TarMember] = {}
+    for member in images:
+        is_known = member.name in by_name
+        by_name[member.name] = member._replace(size=TWICE_SIZE) if is_known else member
+    images = list(by_name.values())
     names = [member.name for member in images]
-    if len(set(names)) < len(names):
-        duplicate = Counter(names).most_common(1)[0][0]
-        raise DataError(f"{shard.url} has two members named {os.fsdecode(duplicate)}.")
+    labels = _labels(names, classes, skipped)
     return TarIndex(
         names=np.array(names, dtype=np.bytes_ if names else "S1"),
         offsets=np.array([member.offset for member in images], dtype=np.int64),
         sizes=np.array([member.size for member in images], dtype=np.int64),
-        labels=np.array([_label(name, classes) for name in names], dtype=np.int64),
+        labels=np.array(labels, dtype=np.int64),
         skipped=dict(skipped),
         cut=cut,
         compressed=compressed,
+        endings=dict(other_endings.most_common(3)),
     )
 
 
@@ -158,14 +201,14 @@ def _is_gzip(shard: Shard) -> bool:
     """Return whether a shard is compressed with gzip.
 
     Raises:
-        DataError: it is empty, or compressed with something else.
+        RefusedShardError: it is empty, or compressed with something else.
     """
     head = shard.read(0, 6)
     if not head:
-        raise DataError(f"{shard.url} is empty; expected a tar.")
+        raise RefusedShardError("is empty; expected a tar")
     for start, kind in ((b"BZh", "bzip2"), (b"\xfd7zXZ", "xz"), (b"\x28\xb5\x2f\xfd", "zstd")):
         if head.startswith(start):
-            raise DataError(f"{shard.url} is compressed with {kind}; tars may be plain or gzip.")
+            raise RefusedShardError(f"is compressed with {kind}; tars may be plain or gzip")
     return head.startswith(b"\x1f\x8b")
 
 
@@ -180,9 +223,11 @@ def _reason_to_skip(name: bytes, member: TarMember, endings: frozenset[bytes]) -
         return "no regular files"
     if any(part.startswith(b".") for part in name.split(b"/")):
         return "hidden"
+    if any(part.lower() in SYSTEM_FOLDERS for part in name.split(b"/")[:-1]):
+        return "in folders of the system, such as @eaDir"
     base, dot, ending = name.rpartition(b".")
     if not dot or not base or base.endswith(b"/") or b"." + ending.lower() not in endings:
-        return "other names"
+        return _OTHER_NAMES
     return None
 
 
@@ -199,20 +244,54 @@ def _class(shard: Shard, name: bytes, data: bytes) -> int:
     except ValueError:
         pass
     raise DataError(
-        f"{shard.url}: {os.fsdecode(name)} holds {data[:_MAX_LABEL_BYTES]!r}; expected the number "
+        f"{shard.url}: {printable(name)} holds {data[:_MAX_LABEL_BYTES]!r}; expected the number "
         "of a class."
     )
 
 
-def _label(name: bytes, classes: Mapping[bytes, int]) -> int:
-    """Return the number of the .cls member with the same base name, or NO_LABEL.
+def _labels(names: list[bytes], classes: Mapping[bytes, int], skipped: Counter[str]) -> list[int]:
+    """Return the number of the .cls member of each image, or NO_LABEL.
 
-    The base is the name up to its last dot or, as in WebDataset, up to the first dot of the file
-    name.
+    The .cls member of an image has the same name up to the last dot or, as in WebDataset, its key,
+    which is the name up to the first dot of the file name. Without these, KEY.output.cls or
+    another name between key and .cls that says label is taken, if the key has only one of them.
+
+    Args:
+        names: names of the images.
+        classes: name of each .cls member without .cls -> its number.
+        skipped: gets the counts of .cls members that no image uses.
     """
+    named: dict[bytes, list[bytes]] = {}
+    for base in classes:
+        key = _sample_key(base)
+        word = os.fsdecode(base[len(key) + 1 :])
+        if word in _OUTPUT_WORDS or looks_like_labels(word):
+            named.setdefault(key, []).append(base)
+    used, ambiguous, labels = set(), set(), []
+    for name in names:
+        base, key = name.rpartition(b".")[0], _sample_key(name)
+        others = named.get(key, [])
+        found = next((b for b in (base, key) if b in classes), None)
+        if found is None and len(others) == 1:
+            found = others[0]
+        elif found is None:
+            ambiguous.update(others)
+        labels.append(NO_LABEL if found is None else classes[found])
+        used.add(found)
+    unused = classes.keys() - used - ambiguous
+    for bases, reason in (
+        (unused, ".cls of no image"),
+        (ambiguous, "several .cls of one image, none of them KEY.cls"),
+    ):
+        if bases:
+            skipped[reason] += len(bases)
+    return labels
+
+
+def _sample_key(name: bytes) -> bytes:
+    """Return the key of a sample in WebDataset: the name up to the first dot of the file name."""
     folder, slash, file = name.rpartition(b"/")
-    short = folder + slash + file.split(b".", 1)[0]
-    return classes.get(name.rpartition(b".")[0], classes.get(short, NO_LABEL))
+    return folder + slash + file.split(b".", 1)[0]
 
 
 def _load(path: Path, state: str) -> TarIndex | None:
@@ -238,9 +317,7 @@ def _load(path: Path, state: str) -> TarIndex | None:
     names = np.frombuffer(body, f"S{width}", count, offset)
     numbers = np.frombuffer(body, "<i8", 3 * count, offset + names.nbytes).reshape(3, count)
     offsets, sizes, labels = numbers
-    return TarIndex(
-        names, offsets, sizes, labels, header["skipped"], header["cut"], header["compressed"]
-    )
+    return TarIndex(names, offsets, sizes, labels, **header["facts"])
 
 
 def _save(path: Path, state: str, index: TarIndex) -> None:
@@ -249,9 +326,7 @@ def _save(path: Path, state: str, index: TarIndex) -> None:
         "state": state,
         "count": len(index.names),
         "width": index.names.dtype.itemsize,
-        "skipped": dict(index.skipped),
-        "cut": index.cut,
-        "compressed": index.compressed,
+        "facts": {name: getattr(index, name) for name in _FACTS},
     }
     columns = (index.names, *(c.astype("<i8") for c in (index.offsets, index.sizes, index.labels)))
     body = json.dumps(header).encode() + b"\n" + b"".join(column.tobytes() for column in columns)

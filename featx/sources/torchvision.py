@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from featx.errors import ConfigError, DataError, nearest
 from featx.sources.base import FolderSource
-from featx.sources.labels import Labels, from_indices
+from featx.sources.labels import Labels, from_numbers
 from featx.sources.options import LinkOptions
 from featx.sources.pixel_encoding import encode_pixels
 from featx.sources.registry import SOURCES, source_member
@@ -108,9 +108,8 @@ def open_source(config: TorchvisionOptions) -> Source:
         raise DataError(f"data.split={split}: {dataset_name} has {' and '.join(kind.splits)}.")
     dataset = _construct(dataset_name, root, kind.splits[split])
     origin = f"{dataset_name} {split}"
-    labels = np.asarray(getattr(dataset, kind.labels)).astype(np.int64)
-    names = getattr(dataset, "classes", None) or [str(i) for i in range(int(labels.max()) + 1)]
-    labelled = from_indices(labels, names, origin)
+    labels = np.asarray(getattr(dataset, kind.labels))
+    labelled = from_numbers(labels, origin, names=getattr(dataset, "classes", None))
     if kind.files is None:
         return _Pixels(np.asarray(dataset.data), labelled)
     paths = [os.fsencode(path) for path in getattr(dataset, kind.files)]
@@ -154,7 +153,7 @@ class _Pixels:
     def listing(self) -> Listing:
         """List all rows with content tags of a sample of the rows."""
         count = len(self._pixels)
-        labels, classes = self._labels
+        labels, classes, _ = self._labels
         content_tags = sampled_content_tags(count, lambda row: self._pixels[row].tobytes())
         return Listing(numbered_keys(count), labels, classes, {}, content_tags)
 
@@ -189,7 +188,7 @@ class _Files:
         base = os.fsencode(folder.root)
         keys = np.array([os.path.relpath(path, base) for path in paths], dtype=np.bytes_)
         order = np.argsort(keys, kind="stable")
-        self._keys, self._labels, self._classes = keys[order], labels[0][order], labels[1]
+        self._keys, self._labels, self._classes = keys[order], labels.labels[order], labels.classes
         self._folder = folder
         self.states = folder.states
         if twice := duplicate_keys(self._keys):

@@ -13,20 +13,21 @@ import os
 import threading
 from collections import Counter, OrderedDict
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
-from featx.errors import DataError
+from featx.base import printable
+from featx.errors import DataError, counted
 from featx.sources.base import MAX_FILE_BYTES, endings, tag_of
 from featx.sources.gzip_window import DAMAGE, GzipWindow
 from featx.sources.labels import Labels, from_names, from_numbers
 from featx.sources.options import FileOptions
 from featx.sources.registry import SOURCES, source_member
 from featx.sources.row_keys import find_row, find_rows
-from featx.sources.tar_index import NO_LABEL, TarIndex, index_of
+from featx.sources.tar_index import CUT_SIZE, NO_LABEL, TWICE_SIZE, TarIndex, index_of
 from featx.sources.tar_shards import Shard, find_shards
 from featx.types import UNTOLD, ImageFault, Listing, Source, Status
 
@@ -36,11 +37,13 @@ _OPEN_WINDOWS = 4
 _INDEXING = 8
 """Number of shards whose headers are read in parallel."""
 
-_CUT_SIZE = -1
-"""Size that marks an incomplete member, or the row that stands for the missing rest of a shard."""
+_REFUSED_SIZE = -3
+"""Size that marks the row of a refused shard."""
 
 _MISSING_NAME = b"(the rest of the shard)"
 """Member name of the row that stands for the missing rest of a shard."""
+_REFUSED_NAME = b"(the shard)"
+"""Member name of the row that stands for a refused shard."""
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +69,8 @@ class ShardSource:
     """Images in tar shards.
 
     A shard that ends early, or continues with something that is not a tar, provides its complete
-    images and one more row, which fails with the status 'truncated'.
+    images and one more row, which fails with the status 'truncated'. A shard that is refused as a
+    whole is one row that fails, unless there is no other shard.
 
     Args:
         root: a folder, one tar, or a pattern with wildcards or brace ranges, on a disk or behind a
@@ -95,7 +99,8 @@ class ShardSource:
         """Find and index the shards and list all images; the content tag is the member's size.
 
         Raises:
-            DataError: there are no shards or images, or a shard is damaged or cannot be read.
+            DataError: there are no shards or images, a shard cannot be read at the moment, or a
+                label is no number of a class.
         """
         self._shards = find_shards(self._root, self._follow_links)
         try:
@@ -111,15 +116,26 @@ class ShardSource:
         for shard, index in zip(self._shards, self._indexes, strict=True):
             skipped.update(index.skipped)
             if index.cut:
-                skipped[f"shard that ends early ({os.fsdecode(shard.name)}: {index.cut})"] += 1
+                skipped[f"shard that ends early ({printable(shard.name)}: {index.cut})"] += 1
+            if index.refused:
+                skipped[f"refused shard ({printable(shard.name)} {index.refused})"] += 1
         if not sum(len(index.names) for index in self._indexes):
             left_out = ", ".join(f"{n} {why}" for why, n in sorted(skipped.items()))
             raise DataError(
                 f"no images in the {len(self._shards)} shards of {self._root}. "
                 f"Left out: {left_out or 'nothing'}."
             )
-        keys, labels, classes = self._index_rows()
-        return Listing(keys, labels, classes, dict(skipped), self._positions[2])
+        note = self._label_note()
+        keys, (labels, classes, warnings) = self._index_rows()
+        return Listing(
+            keys,
+            labels,
+            classes,
+            dict(skipped),
+            self._positions[2],
+            warnings=warnings,
+            label_note="" if classes else note,
+        )
 
     def read(self, key: bytes) -> bytes:
         """Read one member.
@@ -135,9 +151,17 @@ class ShardSource:
         row = find_row(self._keys, key)
         number, offset, size = (int(column[row]) for column in self._positions)
         shard, index = self._shards[number], self._indexes[number]
-        if size == _CUT_SIZE:
+        if size == CUT_SIZE:
             raise ImageFault(
                 Status.TRUNCATED, f"the shard {shard.url} is not whole: {index.cut}", "CutOffError"
+            )
+        if size == TWICE_SIZE:
+            raise ImageFault(
+                Status.DECODE_ERROR, f"the shard {shard.url} has two members of this name"
+            )
+        if size == _REFUSED_SIZE:
+            raise ImageFault(
+                Status.DECODE_ERROR, f"the shard {shard.url} {index.refused}", "RefusedShardError"
             )
         if size == 0:
             raise ImageFault(Status.EMPTY, "the member has no bytes")
@@ -187,22 +211,24 @@ class ShardSource:
                 error
             )
 
-    def _index_rows(self) -> tuple[npt.NDArray[np.bytes_], npt.NDArray[np.int64], tuple[str, ...]]:
+    def _index_rows(self) -> tuple[npt.NDArray[np.bytes_], Labels]:
         """Combine the indexes of all shards, sorted bytewise by key.
 
         Positions stay in `_positions` (3, N): shard, offset and size of every row.
 
         Returns:
-            keys (N,), labels (N,) and class names.
+            keys (N,) and labels.
         """
         keys, positions, numbers = [], [], []
         for i, (shard, index) in enumerate(zip(self._shards, self._indexes, strict=True)):
             names, offsets, sizes, labels = index.names, index.offsets, index.sizes, index.labels
-            if index.cut and not (len(sizes) and sizes[-1] == _CUT_SIZE):
+            if index.refused or (index.cut and not (len(sizes) and sizes[-1] == CUT_SIZE)):
                 # The end cuts between two members: an extra row stands for what is missing, so that
                 # the run reports it as a failure.
-                names = np.append(names, np.array([_MISSING_NAME]))
-                offsets, sizes = np.append(offsets, 0), np.append(sizes, _CUT_SIZE)
+                extra = _REFUSED_NAME if index.refused else _MISSING_NAME
+                names = np.append(names, np.array([extra]))
+                offsets = np.append(offsets, 0)
+                sizes = np.append(sizes, _REFUSED_SIZE if index.refused else CUT_SIZE)
                 labels = np.append(labels, NO_LABEL)
             keys.append(np.char.add(np.bytes_(shard.name + b"/"), names))
             positions.append(np.stack([np.full(len(names), i), offsets, sizes]))
@@ -221,13 +247,14 @@ class ShardSource:
                 all_numbers[order],
             )
         self._keys, self._positions = all_keys, all_positions
-        labels, classes = self._labels(all_numbers)
-        return all_keys, labels, classes
+        return all_keys, self._labels(all_numbers)
 
     def _labels(self, numbers: npt.NDArray[np.int64]) -> Labels:
         """Return labels from the .cls members, if any, else from the folders in member names."""
         if (numbers != NO_LABEL).any():
-            return from_numbers(np.maximum(numbers, -1), f"the .cls members of {self._root}")
+            origin = f"the .cls members of {self._root}"
+            labels = from_numbers(numbers, origin, numbers == NO_LABEL)
+            return labels._replace(warnings=(*labels.warnings, *self._unused_folders(numbers)))
         starts = [len(shard.name) + 1 for shard in self._shards]
         members = (
             bytes(key)[starts[i] :] for key, i in zip(self._keys, self._positions[0], strict=True)
@@ -236,11 +263,35 @@ class ShardSource:
             os.fsdecode(name.split(b"/", 1)[0]) if b"/" in name else "" for name in members
         )
 
+    def _unused_folders(self, numbers: npt.NDArray[np.int64]) -> list[str]:
+        """Return a warning if images without a .cls member lie in folders."""
+        starts = [len(shard.name) + 1 for shard in self._shards]
+        rows = np.flatnonzero(numbers == NO_LABEL).tolist()
+        count = sum(b"/" in self._keys[row][starts[self._positions[0, row]] :] for row in rows)
+        if not count:
+            return []
+        num_images = counted(count, "image lies", "images lie")
+        return [
+            f"{self._root}: {num_images} in a folder and has no .cls member, so no label: folders "
+            "are labels only where no image has a .cls member"
+        ]
+
+    def _label_note(self) -> str:
+        """Return what was looked for as labels, and which other members there are."""
+        endings: Counter[str] = Counter()
+        for index in self._indexes:
+            endings.update(index.endings)
+        looked_for = "there are no .cls members and no folders in the names of members"
+        if not endings:
+            return looked_for
+        shown = ", ".join(ending or "no extension" for ending, _ in endings.most_common(3))
+        return f"{looked_for}; members that are not used end in {shown}"
+
 
 def _without_columns(index: TarIndex) -> TarIndex:
     """Drop the columns of an index, which the listing contains now, to save memory."""
     none = np.empty(0, dtype=np.int64)
-    return TarIndex(index.names[:0], none, none, none, {}, index.cut, index.compressed)
+    return replace(index, names=index.names[:0], offsets=none, sizes=none, labels=none)
 
 
 def _warn_of_order(shard: Shard, names: npt.NDArray[np.bytes_]) -> None:

@@ -3,6 +3,7 @@ from . import layout as layout
 from .chunk_check import Verify as Verify
 from .committed_parts import read_packed as read_packed
 from .compatibility import growth_message as growth_message
+from .compatibility import merge_manifest as merge_manifest
 from .compatibility import refuse_difference as refuse_difference
 from .damage_report import DamageReport as DamageReport
 from .dtypes import from_raw as from_raw
@@ -55,6 +56,9 @@ from .part_files import publish_part as publish_part
 from .reader import FeatureStore as FeatureStore
 from .reader import check_rows_present as check_rows_present
 from .repair import quarantine_damage as quarantine_damage
+from .repair import runs_to_extract as runs_to_extract
+from .result_files import read_result as read_result
+from .result_files import result_json as result_json
 from .session import StoreSession as StoreSession
 from .session import missing_parts as missing_parts
 from .status import StoreStatus as StoreStatus

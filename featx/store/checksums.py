@@ -10,9 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 from featx.errors import StoreError
-from featx.store import layout
+from featx.store import codecs, layout
 from featx.store.dtypes import read_raw
-from featx.store.hdf5_files import open_plain_dataset
+from featx.store.hdf5_files import filter_numbers, open_plain_dataset
 
 
 def row_datasets(file: h5py.File) -> list[str]:
@@ -43,6 +43,7 @@ def chunks_with_verdict(
         first row of the chunk, its rows as stored (bfloat16 as uint16), and whether they are good.
     """
     dataset = open_plain_dataset(file, path)
+    codecs.check_filters(filter_numbers(dataset))
     sums = open_plain_dataset(file, f"{layout.CHECKSUMS}/{path}")[:]
     step = dataset.chunks[0]
     if len(sums) != -(-len(dataset) // step):

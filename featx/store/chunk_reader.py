@@ -49,7 +49,7 @@ class ChunkReader:
         self,
         dataset: h5py.Dataset,
         path: Path,
-        remote_file: S3File | None = None,
+        file: RawFile | S3File | None = None,
         check: ChunkCheck | None = None,
         first_row: int = 0,
     ) -> None:
@@ -58,7 +58,8 @@ class ChunkReader:
         Args:
             dataset: dataset of a file open for reading.
             path: path of the file, for messages.
-            remote_file: file object of h5py for a file in an object store, otherwise None.
+            file: file to read from, which readers may share: that of h5py for one in an object
+                store. None opens the file of the dataset once more.
             check: compares chunks with their checksums; None compares nothing.
             first_row: first row of the dataset in the store, for messages.
 
@@ -78,13 +79,14 @@ class ChunkReader:
         self._cache_key = object()
         self._chunk_check = check
         self.read_method = "h5py"
-        if not _is_readable_directly(dataset, "sec2" if remote_file is None else "fileobj"):
+        if not _is_readable_directly(dataset, "fileobj" if isinstance(file, S3File) else "sec2"):
             return
         pipeline = Pipeline.of(dataset)
         has_filters = len(pipeline) > 0 or not pipeline.is_supported
         self._pipeline = pipeline
         self._row_bytes = pipeline.chunk_bytes // self._chunk_rows
-        file = remote_file or RawFile(dataset.file.id.get_vfd_handle(), may_map=not has_filters)
+        if file is None:
+            file = RawFile(dataset.file.id.get_vfd_handle(), may_map=not has_filters)
         if pipeline.is_supported:
             self._index = ChunkIndex(dataset, self._label, pipeline, file.size)
         self._file = file

@@ -28,7 +28,7 @@ from featx.store.checksums import chunks_with_verdict, failures_agree, row_datas
 from featx.store.dtypes import NAMES, dtype_name, hdf5_type, raw_dtype, read_raw
 from featx.store.filter_pipeline import Pipeline
 from featx.store.hdf5_files import open_metadata, open_raw
-from featx.store.manifest import num_runs_of
+from featx.store.manifest import Manifest, num_runs_of
 
 MAGIC = b"featx chunk table 1\n"
 """First bytes of the table; the length of the rest and its crc32 follow, 8 bytes each."""
@@ -219,6 +219,13 @@ class DamagedFile:
                     damaged.start = int(file.attrs.get("start", 0))
                     damaged.num_runs = num_runs_of(file)
             yield damaged
+
+    def holds_runs_of(self, manifest: Manifest) -> bool:
+        """Return whether this is the features.h5 of the first runs of a store."""
+        num_runs = self.num_runs
+        if num_runs > len(manifest.runs):
+            return False
+        return self.fingerprint_sha256 == manifest.digest_of(num_runs)
 
     def rows(self, name: str, start: int, stop: int) -> FoundRows | None:
         """Read rows [start, stop) of a dataset.

@@ -60,24 +60,37 @@ def load_plugin_for(filters: Iterable[int]) -> None:
         filters: HDF5 filter numbers.
 
     Raises:
-        MissingExtraError: a filter is missing, which is no damage of the file that needs it.
+        MissingExtraError: hdf5plugin is needed and not installed.
     """
     import h5py  # here, as the names of codecs are listed without h5py
 
-    for number in filters:
-        if h5py.h5z.filter_avail(number):
-            continue
+    missing = [number for number in filters if not h5py.h5z.filter_avail(number)]
+    if missing:
         try:
-            import hdf5plugin
+            import hdf5plugin  # noqa: F401 - registers its filters with h5py
         except ImportError as error:
             raise MissingExtraError(
-                f"the data are compressed with the HDF5 filter {number}, which h5py does not have. "
-                "The package hdf5plugin has more filters: pip install hdf5plugin."
+                f"the data are compressed with the HDF5 filter {missing[0]}, which h5py does not "
+                "have. The package hdf5plugin has more filters: pip install hdf5plugin."
             ) from error
+
+
+def check_filters(filters: Iterable[int]) -> None:
+    """Check that HDF5 can read what some filters have written; a missing one is no damage.
+
+    Args:
+        filters: HDF5 filter numbers.
+
+    Raises:
+        MissingExtraError: a filter is missing.
+    """
+    import h5py
+
+    for number in filters:
         if not h5py.h5z.filter_avail(number):
             raise MissingExtraError(
                 f"the data are compressed with the HDF5 filter {number}, which neither h5py nor "
-                f"hdf5plugin {hdf5plugin.version} has. If you have a plugin with this filter, set "
+                "the package hdf5plugin has. If you have a plugin with this filter, set "
                 "HDF5_PLUGIN_PATH to its folder."
             )
 

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from featx.types import Failure
+
 
 @dataclass(frozen=True)
 class Damage:
@@ -38,6 +40,7 @@ class DamageReport:
         num_bytes: size of these chunks when decoded, in bytes.
         missing: file names of missing parts.
         damages: problems that were found.
+        failures: row -> failure, of all files that were read.
     """
 
     root: Path
@@ -47,6 +50,7 @@ class DamageReport:
     num_bytes: int = 0
     missing: list[str] = field(default_factory=list)
     damages: list[Damage] = field(default_factory=list)
+    failures: dict[int, Failure] = field(default_factory=dict)
 
     @property
     def complete(self) -> bool:

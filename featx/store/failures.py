@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import io
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 import h5py
 import numpy as np
 
+from featx.base import csv_cell
 from featx.store import layout
 from featx.types import Failure, Status
 
@@ -54,14 +57,34 @@ def read_failures(file: h5py.File) -> list[Failure]:
 def failures_csv(failures: Sequence[Failure]) -> bytes:
     """Content of failures.csv."""
     text = "row,key,status,error,message\r\n" + csv_rows(failures)
-    return text.encode("utf-8", "surrogateescape")
+    return text.encode()
 
 
 def csv_rows(failures: Sequence[Failure]) -> str:
-    """Lines of failures.csv: row, key, status name, exception name, message."""
+    """Lines of failures.csv: row, key, status name, exception name, message; see `csv_cell`."""
     buffer = io.StringIO()
     writer = csv.writer(buffer)
     for failure in failures:
         key = failure.key.decode("utf-8", "surrogateescape")
-        writer.writerow([failure.row, key, failure.status.label, failure.error, failure.message])
+        texts = (key, failure.status.label, failure.error, failure.message)
+        writer.writerow([failure.row, *map(csv_cell, texts)])
     return buffer.getvalue()
+
+
+def read_failures_csv(path: Path) -> dict[int, tuple[str, str, str, str]]:
+    """Content of a failures.csv as far as it is readable; see `parse_failures_csv`."""
+    try:
+        return parse_failures_csv(path.read_bytes().decode("utf-8", "surrogateescape"))
+    except OSError:
+        return {}
+
+
+def parse_failures_csv(text: str) -> dict[int, tuple[str, str, str, str]]:
+    """Row -> key, status name, exception name and message, as `csv_rows` writes them."""
+    found = {}
+    with contextlib.suppress(csv.Error):
+        for line in csv.reader(io.StringIO(text, newline="")):
+            with contextlib.suppress(ValueError):  # the header, or a line that is cut
+                row, key, status, error, message = line
+                found[int(row)] = (key, status, error, message)
+    return found

@@ -17,6 +17,7 @@ from featx.store.checksums import chunks_with_verdict, classes_agree, failures_a
 from featx.store.chunk_table import has_chunk_table
 from featx.store.damage_report import Damage, DamageReport
 from featx.store.dtypes import dtype_name, from_raw
+from featx.store.failures import read_failures
 from featx.store.hdf5_files import check_hard_links, damage_text, open_hdf5, open_plain_dataset
 from featx.store.listing import (
     column_names,
@@ -200,6 +201,9 @@ def _check_failures(
         what = f"/{layout.FAILURES} differs from its checksum"
         touched = (int(failed[0]), int(failed[-1]) + 1) if len(failed) else ()
         report.damages.append(Damage(path, what, *touched))
+    else:
+        for failure in read_failures(file):
+            report.failures.setdefault(failure.row, failure)
 
 
 def _check_layer(

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from featx.errors import FeatxError, StoreError
-from featx.storage import S3File, S3Path
+from featx.storage import RawFile, S3File, S3Path
 from featx.store import codecs, layout
 from featx.store.attribute_checksums import check_texts
 from featx.store.chunk_check import ChunkCheck, Verify, repair_hint
@@ -26,7 +26,8 @@ from featx.store.chunk_reader import ChunkReader
 from featx.store.mapped_dataset import map_values
 
 _MAX_OPEN_FILES, _SHARE_OF_LIMIT = 128, 8
-"""Limits on the number of open files: see `max_open_files`."""
+"""Limits on the number of open files: see `max_open_files`. Each takes three descriptors, those of
+HDF5, of `RawFile` and of its memory map, however many layers are read."""
 
 _MAX_COMPRESSION = 1 << 20
 """Largest compression ratio that a dataset may claim, so that a damaged file cannot exhaust memory.
@@ -67,6 +68,7 @@ class OpenFile:
         self.num_readers = 0
         self._datasets: dict[str, h5py.Dataset] = {}
         self._rows: dict[str, ChunkReader] = {}
+        self._raw_file: RawFile | None = None
 
     def names(self) -> list[str]:
         """Names of the datasets in /features."""
@@ -82,7 +84,9 @@ class OpenFile:
     def dataset(self, path: str) -> h5py.Dataset:
         """Dataset at `path`; raises StoreError unless it is a plain one."""
         if path not in self._datasets:
-            self._datasets[path] = open_plain_dataset(self.file, path)
+            dataset = open_plain_dataset(self.file, path)
+            codecs.check_filters(filter_numbers(dataset))
+            self._datasets[path] = dataset
         return self._datasets[path]
 
     def texts(self, path: str) -> tuple[str, ...]:
@@ -184,7 +188,11 @@ class OpenFile:
                 check = ChunkCheck(
                     dataset, sums, self.path, first_row, all_rows, self._remote_file is not None
                 )
-            self._rows[path] = ChunkReader(dataset, self.path, self._remote_file, check, first_row)
+            if self._remote_file is None and self._raw_file is None:
+                # One for all layers: a store may have hundreds of parts with a dozen layers each.
+                self._raw_file = RawFile(self.file.id.get_vfd_handle(), may_map=True)
+            file = self._remote_file or self._raw_file
+            self._rows[path] = ChunkReader(dataset, self.path, file, check, first_row)
         return self._rows[path]
 
     def close(self) -> None:
@@ -192,6 +200,7 @@ class OpenFile:
         for rows in self._rows.values():
             rows.close()
         self._rows.clear()
+        self._raw_file = None
         self._datasets.clear()
         self.file.close()
 
@@ -421,7 +430,7 @@ def open_plain_dataset(file: h5py.File, path: str, may_be_partial: bool = False)
 
     Raises:
         StoreError: it is missing, a link, virtual, external, or impossibly large.
-        MissingExtraError: neither h5py nor hdf5plugin has one of its filters.
+        MissingExtraError: hdf5plugin is needed and not installed.
     """
     check_hard_links(file, path)
     # file[path], is_virtual and external would look up the path and the settings once each: a
@@ -445,7 +454,7 @@ def open_plain_dataset(file: h5py.File, path: str, may_be_partial: bool = False)
     stored = found.get_storage_size()
     num_filters = settings.get_nfilters()
     if not may_be_partial:
-        codecs.load_plugin_for(settings.get_filter(i)[0] for i in range(num_filters))
+        codecs.load_plugin_for(filter_numbers(dataset))
     if size and not stored:
         raise StoreError(
             f"{file.filename}: /{path} claims {size} bytes, but was never written: the file holds "
@@ -457,6 +466,12 @@ def open_plain_dataset(file: h5py.File, path: str, may_be_partial: bool = False)
             f"{file.filename}: /{path} claims {size} bytes, the file holds {stored} of it; refused."
         )
     return dataset
+
+
+def filter_numbers(dataset: h5py.Dataset) -> list[int]:
+    """HDF5 numbers of the filters of a dataset."""
+    properties = dataset.id.get_create_plist()
+    return [properties.get_filter(i)[0] for i in range(properties.get_nfilters())]
 
 
 def check_hard_links(file: h5py.File, path: str) -> None:

@@ -340,6 +340,7 @@ def merge_listing(root: Path, stored: Listing, listed: Listing) -> Listing:
             name: np.concatenate([values, listed.columns[name][is_new]])
             for name, values in stored.columns.items()
         },
+        label_note=listed.label_note,
     )
 
 

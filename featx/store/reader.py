@@ -307,13 +307,16 @@ class FeatureStore:
     def xy(self, layer: str) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]]:
         """Features and labels of all ok rows, as scikit-learn takes them.
 
+        Rows without a label are left out, unless no row has one: y is -1 then.
+
         Args:
             layer: name of the layer.
 
         Returns:
             X (n, D) float32 with flattened features, and y (n,) int64.
         """
-        rows = np.flatnonzero(self.ok)
+        labelled = self.labels >= 0
+        rows = np.flatnonzero(self.ok & labelled if labelled.any() else self.ok)
         width = int(np.prod(self[layer].shape[1:], dtype=np.int64))
         features = self[layer][rows].reshape(len(rows), width).astype(np.float32)
         return features, self.labels[rows]

@@ -7,7 +7,7 @@ pieces (`featx.store.pieces`), files with its good rows. Only the others are ext
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -22,13 +22,14 @@ from featx.store.checksums import check_chunks
 from featx.store.chunk_table import LOST_TEXT, DamagedFile
 from featx.store.damage_report import DamageReport
 from featx.store.dtypes import from_raw, raw_dtype
+from featx.store.failures import failures_csv, read_failures_csv
 from featx.store.hdf5_files import damage_text, open_metadata, raise_unless_damage
 from featx.store.leftovers import clear_leftovers
 from featx.store.listing import listing_identity, read_listing
 from featx.store.listing_writer import write_listing
 from featx.store.manifest import Manifest, Run, load_manifest, num_runs_of
 from featx.store.part_builder import PartBuilder
-from featx.store.part_files import part_path
+from featx.store.part_files import part_names, part_path
 from featx.store.pieces import piece_path
 from featx.types import UNKNOWN_IMAGE, Failure, Listing, Part, Status
 
@@ -79,7 +80,54 @@ def quarantine_damage(report: DamageReport) -> list[Path]:
             moved.append(disk.quarantine(packed, root / layout.QUARANTINE))
         if root / layout.LISTING in damaged and matches_manifest(listing, manifest):
             write_listing(disk, root / layout.LISTING, listing, replace=False)
+        if root / layout.FAILURES_CSV in damaged:  # all other files are sound then
+            failures = sorted(report.failures.values(), key=lambda failure: failure.row)
+            disk.publish(root / layout.FAILURES_CSV, failures_csv(failures))
         return moved
+
+
+def runs_to_extract(report: DamageReport) -> list[Run]:
+    """Runs of which rows have to be extracted again after `quarantine_damage`; moves nothing.
+
+    Args:
+        report: result of `check_store` for a folder.
+
+    Raises:
+        StoreError: there is no store, or a file cannot be read now.
+    """
+    root = report.root
+    manifest, _ = load_manifest(root)
+    if manifest is None:
+        raise StoreError(f"{root} holds no store: there is no {layout.MANIFEST} in it.")
+    listing = read_listing(root, manifest.num_rows, manifest.listing_identity)
+    can_rebuild = matches_manifest(listing, manifest)
+    damaged = {damage.path for damage in report.damages}
+    packed, names = root / layout.PACKED, part_names(root)
+    with contextlib.ExitStack() as stack:
+        file, num_packed = None, 0
+        if packed.exists():
+            with contextlib.suppress(IsADirectoryError):
+                file = stack.enter_context(_open_damaged(packed))
+        if file is not None and file.holds_runs_of(manifest):
+            num_packed, reasons = file.num_runs, _Reasons(file, root)
+
+        def is_kept(number: int, run: Run, part: Part) -> bool:
+            if file is not None and number < num_packed:
+                is_whole = packed not in damaged
+                if is_whole or (can_rebuild and _holds_all(file, run, part, reasons)):
+                    return True
+            path = part_path(root, part.index)
+            if path.name not in names:
+                return False
+            return path not in damaged or (can_rebuild and _is_whole(path, run, part))
+
+        lost = [
+            run
+            for number, run in enumerate(manifest.runs)
+            if not all(is_kept(number, run, part) for part in run.parts())
+        ]
+    # Without a copy of the listing, the images are listed again.
+    return lost or ([] if can_rebuild else [manifest.runs[-1]])
 
 
 def unpack_store(root: Path, manifest: Manifest, listing: Listing) -> None:
@@ -138,14 +186,12 @@ def unpack_good_rows(
     disk.make_folder(disk.root / layout.PARTS)
     with contextlib.suppress(IsADirectoryError), _open_damaged(packed) as file:
         runs = manifest.runs[: file.num_runs]
-        if len(runs) < file.num_runs or file.fingerprint_sha256 != manifest.digest_of(
-            file.num_runs
-        ):
+        if not file.holds_runs_of(manifest):
             return
-        failures = file.failures()
+        reasons = _Reasons(file, disk.root)
         for run in runs:
             for part in run.parts():
-                for rows, data in _good_files(file, manifest, run, part, listing, failures):
+                for rows, data in _good_files(file, manifest, run, part, listing, reasons):
                     disk.publish(_file_path(disk.root, manifest, rows), data)
 
 
@@ -209,7 +255,22 @@ def _rebuilt_files(
     run = manifest.run_of(part)
     with contextlib.suppress(IsADirectoryError), _open_damaged(path) as file:
         if file.fingerprint_sha256 == run.digest and file.start == part.start:
-            yield from _good_files(file, manifest, run, part, listing, file.failures())
+            reasons = _Reasons(file, path.parent.parent)
+            yield from _good_files(file, manifest, run, part, listing, reasons)
+
+
+def _is_whole(path: Path, run: Run, part: Part) -> bool:
+    """Return whether all rows of a damaged part can be read."""
+    with contextlib.suppress(IsADirectoryError), _open_damaged(path) as file:
+        is_same = file.fingerprint_sha256 == run.digest and file.start == part.start
+        return is_same and _holds_all(file, run, part, _Reasons(file, path.parent.parent))
+    return False
+
+
+def _holds_all(file: DamagedFile, run: Run, part: Part, reasons: _Reasons) -> bool:
+    """Return whether a damaged file holds all rows of a part."""
+    rows = _good_rows(file, run, part, reasons)
+    return rows is not None and bool(rows.good.all())
 
 
 def _file_path(root: Path, manifest: Manifest, rows: Part) -> Path:
@@ -245,7 +306,7 @@ def _good_files(
     run: Run,
     part: Part,
     listing: Listing,
-    failures: Mapping[int, tuple[bytes, bytes]] | None,
+    reasons: _Reasons,
 ) -> Iterator[tuple[Part, memoryview]]:
     """Files with the good rows of a part: the part itself, or pieces of it.
 
@@ -255,12 +316,12 @@ def _good_files(
         run: run of the part.
         part: rows to look for.
         listing: listing of the whole store.
-        failures: row -> exception and message of the failed rows of the file; None if unknown.
+        reasons: exceptions and messages of the failed rows of the file.
 
     Yields:
         rows and content of each file.
     """
-    if (good_rows := _good_rows(file, run, part, failures)) is None:
+    if (good_rows := _good_rows(file, run, part, reasons)) is None:
         return
     # Pairs of start and stop of the runs of good rows.
     edges = np.flatnonzero(np.diff(good_rows.good, prepend=False, append=False))
@@ -275,6 +336,35 @@ def _good_files(
         ]
         builder.add(rows.start, features, failed, good_rows.images[first:last])
         yield rows, builder.build(run, listing, manifest.to_json())
+
+
+class _Reasons:
+    """Why rows of a damaged file failed: as the file says, or else failures.csv of its store.
+
+    Args:
+        file: damaged file.
+        root: folder of its store.
+    """
+
+    def __init__(self, file: DamagedFile, root: Path) -> None:
+        self._found = file.failures()
+        is_lost = self._found is None or any(LOST_TEXT in texts for texts in self._found.values())
+        self._recorded = read_failures_csv(root / layout.FAILURES_CSV) if is_lost else {}
+
+    def of(self, row: int, status: int) -> tuple[Status, str, str] | None:
+        """Status, exception and message of a row; None if the file does not say that it failed."""
+        try:
+            reason = Status(status)
+        except ValueError:
+            return None
+        if self._found is not None and row not in self._found:
+            return None
+        texts = (LOST_TEXT, LOST_TEXT) if self._found is None else self._found[row]
+        _, label, *recorded = self._recorded.get(row, ("", "", "", ""))
+        if LOST_TEXT in texts and label == reason.label:
+            return reason, recorded[0], recorded[1]
+        error, message = (text.decode("utf-8", "surrogateescape") for text in texts)
+        return reason, error, message
 
 
 @dataclass(frozen=True)
@@ -294,12 +384,7 @@ class _GoodRows:
     failures: dict[int, tuple[Status, str, str]]
 
 
-def _good_rows(
-    file: DamagedFile,
-    run: Run,
-    part: Part,
-    failures: Mapping[int, tuple[bytes, bytes]] | None,
-) -> _GoodRows | None:
+def _good_rows(file: DamagedFile, run: Run, part: Part, reasons: _Reasons) -> _GoodRows | None:
     """Find the rows of a part with intact chunks in all layers; None if a layer is missing."""
     start, stop = part.start - file.start, part.stop - file.start
     features: dict[str, npt.NDArray[Any]] = {}
@@ -327,22 +412,16 @@ def _good_rows(
     if file.num_runs == 1:
         # With several runs, a row may have failed in another run and have values in this one.
         good &= ~(is_finite & (status != Status.OK))
-    reasons: dict[int, tuple[Status, str, str]] = {}
+    failures: dict[int, tuple[Status, str, str]] = {}
     for index in np.flatnonzero(good & is_nan).tolist():
         row = part.start + index
-        try:
-            reason = Status(int(status[index]))
-        except ValueError:
+        failed = reasons.of(row, int(status[index]))
+        if failed is None:
             good[index] = False
-            continue
-        if failures is not None and row not in failures:
-            good[index] = False
-            continue
-        error, message = (LOST_TEXT, LOST_TEXT) if failures is None else failures[row]
-        texts = [text.decode("utf-8", "surrogateescape") for text in (error, message)]
-        reasons[row] = (reason, texts[0], texts[1])
+        else:
+            failures[row] = failed
     images = np.full(len(part), UNKNOWN_IMAGE, np.uint64)
     checksums = file.rows(layout.IMAGE_CHECKSUM, start, stop)
     if checksums is not None:
         images[checksums.good] = checksums.values[checksums.good]
-    return _GoodRows(good, features, images, reasons)
+    return _GoodRows(good, features, images, failures)

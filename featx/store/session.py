@@ -7,7 +7,6 @@ part. The existence of the file of a part records that the part is committed.
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -48,6 +47,7 @@ from featx.store.part_files import (
 )
 from featx.store.pieces import Pieces, piece_path
 from featx.store.repair import unpack_store
+from featx.store.result_files import read_result, result_json
 from featx.types import UNKNOWN_IMAGE, Failure, LayerSpec, Listing, Part
 
 logger = logging.getLogger(__name__)
@@ -303,11 +303,10 @@ class StoreSession:
         """Write summary.json: the results of this run, and those of all runs under `runs`."""
         path = self.root / layout.SUMMARY
         try:
-            runs = list(json.loads(path.read_bytes())["runs"])
+            runs = list(read_result(path)["runs"])
         except (OSError, ValueError, LookupError, TypeError):
             runs = []
-        text = json.dumps({**entry, "runs": [*runs, dict(entry)]}, indent=2) + "\n"
-        self.disk.replace(path, text.encode())
+        self.disk.replace(path, result_json({**entry, "runs": [*runs, dict(entry)]}, indent=2))
 
     def write_config(self, yaml_text: str) -> None:
         """Write .hydra/config.yaml with the config of the last run."""

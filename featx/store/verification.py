@@ -7,9 +7,11 @@ from pathlib import Path
 
 import numpy as np
 
+from featx.base import printable
 from featx.errors import StoreError
 from featx.store import layout
 from featx.store.damage_report import Damage, DamageReport
+from featx.store.failures import csv_rows, parse_failures_csv, read_failures_csv
 from featx.store.file_checks import ExpectedFile, check_file
 from featx.store.hdf5_files import damage_text, open_hdf5
 from featx.store.listing import (
@@ -27,7 +29,9 @@ from featx.store.manifest import (
     num_runs_of,
     read_manifest,
 )
+from featx.store.part_files import part_names
 from featx.store.pieces import Pieces
+from featx.store.result_files import result_problems
 from featx.types import Listing, Part
 
 
@@ -53,7 +57,28 @@ def check_store(root: Path) -> DamageReport:
     report.num_rows = manifest.num_rows
     for path, expected in list(_files(root, manifest, report)):
         check_file(path, expected, listing, report)
+    if not root.is_file():
+        report.damages += [Damage(path, what) for path, what in result_problems(root)]
+        _check_failures_csv(root, report)
     return report
+
+
+def _check_failures_csv(root: Path, report: DamageReport) -> None:
+    """Compare failures.csv with /failures of a packed store whose files are all sound.
+
+    While there are parts, a killed run may have left it behind them; the next run writes it again.
+    """
+    path = root / layout.FAILURES_CSV
+    if not report.complete or part_names(root) or not path.exists():
+        return
+    written = [read_failures_csv(path), parse_failures_csv(csv_rows([*report.failures.values()]))]
+    # Cells of older files are without escapes.
+    found, expected = (
+        {row: [printable(text).lstrip("'") for text in texts] for row, texts in rows.items()}
+        for rows in written
+    )
+    if found != expected:
+        report.damages.append(Damage(path, "it does not list the failed rows as the files do"))
 
 
 def _manifest_of_file(path: Path, report: DamageReport) -> Manifest | None:

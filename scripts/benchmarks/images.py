@@ -34,7 +34,7 @@ def decode(arguments: argparse.Namespace) -> None:
     from torchvision.transforms import v2
 
     from featx.images import ImagePolicy, Preprocess
-    from featx.images.decode import decode_array, prepare_jpeg
+    from featx.images.decode import decode_array
     from featx.images.image_policy import SIMPLEJPEG
     from featx.jobs.bench.photos import make_photos
 
@@ -59,7 +59,6 @@ def decode(arguments: argparse.Namespace) -> None:
         "featx, simplejpeg": lambda data: preprocess.crop_uint8(
             decode_array(data, fast_policy, 256)
         ),
-        "check for decode=gpu": lambda data: prepare_jpeg(data, fast_policy, 256),
     }
     with tempfile.TemporaryDirectory() as folder:
         make_photos(Path(folder) / "photos", arguments.images)

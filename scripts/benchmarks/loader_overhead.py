@@ -23,7 +23,7 @@ import torch
 from benchmarks.commands import Add
 from featx.base import keep_freed_memory
 from featx.images import DecodeSettings, ImagePolicy, Loader, Preprocess
-from featx.images.image_policy import jpeg_decoder
+from featx.images.image_policy import SIMPLEJPEG
 from featx.jobs.bench.photos import make_photos
 from featx.sources import FolderSource
 from featx.types import Listing, Part, Source
@@ -112,7 +112,7 @@ def measure(
     preprocess = kind(
         lambda image: CROP.float(), (224, 224), 256, "bilinear", (0.5,) * 3, (0.5,) * 3
     )
-    policy = ImagePolicy("apply", (255, 255, 255), 1 << 28, jpeg=jpeg_decoder())
+    policy = ImagePolicy("apply", (255, 255, 255), 1 << 28, jpeg=SIMPLEJPEG)
     settings = DecodeSettings(preprocess, policy, timeout_s=timeout_s)
     num_rows = len(listing.keys)
     # A part has 4,096 rows, as parts of a run have many batches.

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import scipy.linalg
 import scipy.spatial
-from made_store import make_run
+from made_store import make_run, ok_vectors
 
 import featx
 from featx.analysis.similarity.cross_measures import (
@@ -110,7 +110,7 @@ def test_layers_of_a_store_and_of_two() -> None:
     names = ("svcca", "procrustes", "cka")
     found = layer_similarity(store, device="cpu", measures=names)
     assert tuple(found.measures) == names
-    X = {name: store.xy(name)[0].astype(np.float64) for name in store.layers}
+    X = {name: ok_vectors(store, name).astype(np.float64) for name in store.layers}
     assert found.layers == tuple(X)
     for name, direct in (("svcca", direct_svcca), ("procrustes", direct_procrustes)):
         expected = [[direct(X[a], X[b]) for b in X] for a in X]
@@ -133,7 +133,7 @@ def test_more_images_than_a_matrix_of_pairs_has_room_for() -> None:
     store = featx.open(run.write(Path("store")))
     names = ["cka", "cka_debiased"]
     found = layer_similarity(store, num_rows=10_001, device="cpu", measures=names)
-    a, b = (store.xy(name)[0].astype(np.float64) for name in ("a", "b"))
+    a, b = (ok_vectors(store, name).astype(np.float64) for name in ("a", "b"))
     a, b = a - a.mean(0), b - b.mean(0)
     expected = np.linalg.norm(a.T @ b) ** 2 / np.linalg.norm(a.T @ a) / np.linalg.norm(b.T @ b)
     assert found.num_rows == 10_000

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import scipy.linalg
 import torch
-from made_store import MadeRun, make_run
+from made_store import MadeRun, make_run, ok_vectors
 
 import featx
 from featx.analysis.similarity.kid import squared_discrepancy
@@ -62,7 +62,7 @@ def test_all_rows_of_two_stores() -> None:
     run = make_run(30, 8, {"flat": (5,)}, failed=(3, 20))
     here, there = write(run, "here"), write(shifted(run, 7, 0.5), "there")
     found = data_set_distance(here, there, "flat", subsets=3, device="cpu")
-    x, y = (store.xy("flat")[0].astype(np.float64) for store in (here, there))
+    x, y = (ok_vectors(store, "flat").astype(np.float64) for store in (here, there))
     assert (found.rows, found.other_rows, found.subset_rows) == (28, 28, 28)
     assert found.kid == pytest.approx(direct_kid(x, y), rel=1e-6)
     assert found.kid_std == pytest.approx(0, abs=1e-9), "every subset has all rows"
@@ -80,7 +80,7 @@ def test_subsets_are_random_and_seeded() -> None:
     found = data_set_distance(here, there, "flat", **options)
     assert found == data_set_distance(here, there, "flat", **options)
     assert found.kid != data_set_distance(here, there, "flat", seed=1, **options).kid
-    x, y = (store.xy("flat")[0].astype(np.float64) for store in (here, there))
+    x, y = (ok_vectors(store, "flat").astype(np.float64) for store in (here, there))
     # The estimate is unbiased, so the mean of the subsets is that of all rows but for its error.
     whole = squared_discrepancy(torch.from_numpy(x), torch.from_numpy(y))
     assert abs(found.kid - whole) < 4 * found.kid_std / np.sqrt(20)

@@ -14,7 +14,7 @@ import pytest
 import scipy.sparse
 import scipy.spatial.distance
 import scipy.stats
-from made_store import MadeRun, make_run
+from made_store import MadeRun, make_run, ok_vectors
 from sklearn.neighbors import NearestNeighbors
 
 import featx
@@ -65,7 +65,7 @@ class TestNeighbours:
     def test_they_are_those_of_scikit_learn(self, metric: str, layer: str, packed: bool) -> None:
         store = write(make_run(60, 16, failed=FAILED), packed=packed)
         found = nearest_rows(store, layer, k=6, metric=metric, device="cpu")
-        X, _ = store.xy(layer)
+        X = ok_vectors(store, layer)
         ok = np.flatnonzero(store.ok)
         search = NearestNeighbors(metric=metric, algorithm="brute").fit(X.astype(np.float64))
         distances, places = search.kneighbors(n_neighbors=6)
@@ -142,7 +142,7 @@ class TestNeighbours:
     def test_float16_and_bfloat16_are_taken_in_float32(self) -> None:
         store = write(make_run(40, 16, dtype="float16"))
         found = nearest_rows(store, "flat", k=3, device="cpu")
-        X, _ = store.xy("flat")
+        X = ok_vectors(store, "flat")
         search = NearestNeighbors(metric="cosine", algorithm="brute").fit(X)
         assert np.array_equal(found.neighbours, search.kneighbors(n_neighbors=3)[1])
 
@@ -175,7 +175,7 @@ class TestDuplicates:
     def test_groups_are_the_connected_components(self, threshold: float) -> None:
         run = make_run(80, 16, {"flat": (3,)}, failed=FAILED)
         store = write(run)
-        X, _ = store.xy("flat")
+        X = ok_vectors(store, "flat")
         cosines = 1 - scipy.spatial.distance.cdist(X, X, "cosine")
         linked = scipy.sparse.csr_matrix(cosines >= threshold)
         count, label = scipy.sparse.csgraph.connected_components(linked)
@@ -390,7 +390,7 @@ class TestLayerSimilarity:
         found = layer_similarity(store, device="cpu")
         assert found.layers == found.others == ("a", "b", "c")
         assert (found.num_rows, found.num_common) == (46, 46)
-        X = {name: store.xy(name)[0].astype(np.float64) for name in store.layers}
+        X = {name: ok_vectors(store, name).astype(np.float64) for name in store.layers}
         for name, direct in (
             ("cka", direct_cka),
             ("cka_debiased", direct_debiased_cka),

@@ -9,7 +9,7 @@ import pytest
 
 SCRIPT = """
 import threading
-from featx.base.allocator import is_kept_in_threads, keep_freed_memory
+from featx.base import is_kept_in_threads, keep_freed_memory, own_process
 
 def other():
     thread = threading.Thread(target=lambda: [bytes(99) for _ in range(9)])
@@ -27,12 +27,41 @@ glibc = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc i
 @pytest.mark.parametrize(
     ("steps", "kept"),
     [
-        ("keep_freed_memory()", "True"),
-        ("keep_freed_memory(); other(); other()", "True"),
-        ("other(); keep_freed_memory()", "False"),
+        ("own_process(); keep_freed_memory()", "True"),
+        ("own_process(); keep_freed_memory(); other(); other()", "True"),
+        ("own_process(); other(); keep_freed_memory()", "False"),
+        ("keep_freed_memory()", "False"),
     ],
 )
 def test_threads_share_the_memory_of_the_first_one(steps: str, kept: str) -> None:
     script = SCRIPT.format(steps=steps)
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert (done.stdout.strip(), done.stderr) == (kept, "")
+
+
+RESIDENT = """
+import numpy as np
+from featx.base import keep_freed_memory, own_process
+
+def mib():
+    return int(open("/proc/self/statm").read().split()[1]) * 4096 >> 20
+
+{steps}
+before = mib()
+arrays = [np.ones(12 << 20, np.uint8) for _ in range(30)]
+arrays_behind = [np.ones(12 << 20, np.uint8)]
+del arrays
+print(mib() - before)
+"""
+
+
+@glibc
+@pytest.mark.parametrize(
+    ("steps", "is_kept"),
+    [("keep_freed_memory()", False), ("own_process(); keep_freed_memory()", True)],
+)
+def test_a_process_of_a_user_returns_its_memory(steps: str, is_kept: bool) -> None:
+    script = RESIDENT.format(steps=steps)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.stderr == ""
+    assert (int(done.stdout) > 300) == is_kept

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 
 import pytest
 
-from featx.base import command_text, facts, percent_text, table
+from featx.base import command_text, csv_cell, facts, percent_text, printable, table
 
 LONG = "encoder.layers.encoder_layer_11.self_attention.relative_position_bias.projection"
 
@@ -48,3 +49,37 @@ def test_a_broken_command_is_one_command(place: str) -> None:
 
 def test_percent() -> None:
     assert [percent_text(share) for share in (0.92563, 1.0, None)] == ["92.6 %", "100.0 %", "-"]
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("a b.jpg", "a b.jpg"),
+        ("ü€ 日本\u3000\u00a0👩\u200d🔬", "ü€ 日本\u3000\u00a0👩\u200d🔬"),
+        ("\x1b[31mred\x07", "\\x1b[31mred\\x07"),
+        ("a\nb\tc\rd\x00", "a\\nb\\tc\\rd\\x00"),
+        ("\x9b2J\x85", "\\x9b2J\\x85"),
+        ("gpj.\u202eexe", "gpj.\\u202eexe"),
+        (os.fsdecode(b"caf\xe9.jpg"), "caf\\xe9.jpg"),
+        ("\ud800", "\\ud800"),
+    ],
+)
+def test_text_of_any_origin_cannot_change_the_terminal(text: str, shown: str) -> None:
+    assert printable(text) == shown
+    shown.encode()
+
+
+@pytest.mark.parametrize("start", ["=", "+", "-", "@"])
+def test_a_cell_is_no_formula(start: str) -> None:
+    assert csv_cell(f"{start}cmd|' /C calc'!A0") == f"'{start}cmd|' /C calc'!A0"
+    assert csv_cell(f"a{start}b") == f"a{start}b"
+
+
+@pytest.mark.parametrize("number", ["-1", "+1.5", "-0.25e-3", "-inf", "0"])
+def test_a_number_stays_a_number(number: str) -> None:
+    assert csv_cell(number) == number
+
+
+def test_two_texts_never_become_one_cell() -> None:
+    texts = ["=a", "'=a", "''=a", "a", "'a"]
+    assert len({csv_cell(text) for text in texts}) == len(texts)

@@ -100,6 +100,16 @@ def test_every_option_that_is_text_keeps_it(text: str) -> None:
     assert found == dict.fromkeys(TEXT_OPTIONS, text)
 
 
+def test_null_is_one_of_the_values_of_a_sweep() -> None:
+    arguments = read_command_line(["-m", "model.weights=null,a b.pt"]).arguments
+    assert 'model.weights=null,"a b.pt"' in arguments
+
+
+@pytest.mark.parametrize("kind", ["csv", "tsv", "parquet"])
+def test_the_kind_of_a_table_is_understood(kind: str) -> None:
+    assert typed(f"data={kind}", "data.root=t.csv").data.name == "table"
+
+
 def test_null_is_null_and_quotes_make_it_text() -> None:
     assert typed("model.weights=null", "model=resnet18").model.weights is None
     assert typed("model.weights=None", "model=resnet18").model.weights is None

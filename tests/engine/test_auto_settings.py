@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from featx.config import from_keywords, from_omegaconf
-from featx.engine import AutoSettings, Compute, Engine, TimedRows
+from featx.engine import AutoSettings, Compute, Engine, Formats, TimedRows
 from featx.errors import ConfigError, RunError
 
 CLOCK = "featx.engine.engine.time.perf_counter"
@@ -63,6 +63,28 @@ def test_a_gpu_is_timed_at_the_batch_size_of_the_run(
     settings._time()
     assert set(sizes) == {images}
     assert (settings.trial_rows is None) == (images != 16), "rows of the trial images only"
+
+
+@pytest.mark.parametrize(
+    ("device", "images_per_second", "timed"),
+    [("cuda", 2900, 256), ("cuda", 200, 48), ("cuda", 10, 16), ("cpu", 200, 16)],
+)
+def test_a_gpu_is_timed_on_so_many_images_that_launches_do_not_count(
+    monkeypatch: pytest.MonkeyPatch, device: str, images_per_second: float, timed: int
+) -> None:
+    engine: Any = Timed(device, 0.1)
+    engine.uses_fp32_only = False
+    engine.configure_compute = lambda compute: None
+    monkeypatch.setattr("featx.engine.auto_settings.time.perf_counter", lambda: engine.now)
+
+    def run(images: torch.Tensor) -> dict[str, torch.Tensor]:
+        engine.now += len(images) / images_per_second
+        return {}
+
+    engine.run = run
+    config = from_omegaconf(from_keywords({"out": "store"}))
+    settings = AutoSettings(config, engine, torch.zeros(16, 3, 2, 2, dtype=torch.uint8), 999, None)
+    assert len(settings._timed_images(Compute("fp32", False, False, 256))) == timed
 
 
 class Compiled:
@@ -167,3 +189,26 @@ def test_a_small_run_on_a_cpu_has_small_batches(device: str, rows: int, size: in
     engine: Any = Timed(device, 0.1)
     settings = AutoSettings(config, engine, torch.zeros(4, 3, 2, 2, dtype=torch.uint8), rows, None)
     assert settings._batch_size() == size
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("option", [True, False])
+def test_batchnorm_is_folded_where_that_is_faster(device: str, option: bool) -> None:
+    """cuDNN takes longer for a bias than for the BatchNorm that it replaces."""
+    asked: list[bool] = []
+    engine: Any = Timed(device, 0.1)
+    engine.num_folded, engine.follows_data = 7, False
+
+    def formats(images: torch.Tensor, fold_batchnorm: bool) -> Formats:
+        asked.append(fold_batchnorm)
+        return Formats(True, fold_batchnorm)
+
+    engine.formats = formats
+    config = from_omegaconf(from_keywords({"out": "store", "fold_batchnorm": option}))
+    settings = AutoSettings(config, engine, torch.zeros(4, 3, 2, 2, dtype=torch.uint8), 9, None)
+    is_folded = option and device == "cpu"
+    assert settings._formats() == (True, is_folded)
+    assert asked == [is_folded]
+    assert ("slower on CUDA" in settings.choices.get("fold_batchnorm", "")) == (
+        option and device == "cuda"
+    )

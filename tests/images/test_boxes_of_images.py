@@ -63,8 +63,6 @@ def test_a_whole_image_is_not_copied(
     tmp_path: Path, ending: str, jpeg: str, is_reference: bool
 ) -> None:
     """It stays in the type of its decoder, and boxes take that of the transform."""
-    if jpeg == "simplejpeg":
-        pytest.importorskip("simplejpeg", reason="simplejpeg is not installed")
     pixels = np.random.default_rng(0).integers(0, 256, (90, 80, 3), np.uint8)
     images = tmp_path / "images"
     images.mkdir()

@@ -49,6 +49,7 @@ def test_mutants_neither_crash_nor_hang_nor_fill_the_memory(
     assert found["grown_mib"] < fuzzing.MAX_BYTES >> 20, kept
 
 
+@pytest.mark.filterwarnings("ignore:TIFF of 3 pages")
 def test_the_corpus_is_sound_and_its_mutants_are_the_same_each_time() -> None:
     for name, data in fuzzing.corpus().items():
         assert fuzzing.check(data, fuzzing.POLICY, None) == Status.OK, name

@@ -102,6 +102,28 @@ def test_nothing_mended_changes_nothing(photos: Path, computed: list[Any]) -> No
     assert Path("store/features.h5").read_bytes() == data
 
 
+@pytest.mark.parametrize("pack", [True, False])
+@pytest.mark.parametrize(
+    ("found", "status"), [(b"no image", Status.UNSUPPORTED), (b"", Status.EMPTY)]
+)
+def test_a_retry_writes_what_it_found(
+    photos: Path, pack: bool, found: bytes, status: Status
+) -> None:
+    """A file that still fails, but for another reason than before."""
+    (name,) = spoil(photos, [4])
+    keys = {**LENIENT, "pack": pack}
+    before = extract(photos, **keys)
+    assert before.status[4] == Status.TRUNCATED
+    (photos / name).write_bytes(found)
+    after = extract(photos, retry_failed=True, **keys)
+    assert after.status[4] == status
+    (failure,) = after.failures
+    assert failure["message"] != before.failures[0]["message"]
+    assert after["conv"][before.ok].tobytes() == before["conv"][before.ok].tobytes()
+    assert failure["message"] in Path("store/failures.csv").read_text()
+    assert run_job("verify", store="store") == 0
+
+
 def test_failed_rows_of_an_unfinished_store_are_retried_and_it_resumes(
     photos: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

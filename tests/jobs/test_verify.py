@@ -317,10 +317,10 @@ def test_a_file_that_is_no_part_of_the_store_goes_and_parts_stay_parts(
     assert not Path("store/features.h5").exists()
 
 
-def test_repair_without_the_image_names_it_and_the_good_rows_stay(
+def test_repair_without_the_image_names_it_and_moves_nothing(
     photos: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The same command again, with the image back, ends what the first one began."""
+    """The good rows can be read where they are; with the image back, the same command repairs."""
     extract(photos)
     before = dataset_digests(Path("store/features.h5"))
     whole = featx.open("store")["conv"][:]
@@ -329,11 +329,13 @@ def test_repair_without_the_image_names_it_and_the_good_rows_stay(
     (photos / key).rename("elsewhere.png")
     with pytest.raises(StoreMismatchError, match=f"1 row whose image is no longer.*{key}"):
         look(capsys, verify={"repair": True})
-    rest = featx.open("store")
-    present = rest.status == 0
-    assert np.flatnonzero(~present).tolist() == [8, 9, 10, 11]
-    assert rest["conv"][present].tobytes() == whole[present].tobytes()
-    assert look(capsys)[0] == verify.EXIT_INCOMPLETE
+    rest = featx.open("store")["conv"]
+    assert rest[:8].tobytes() == whole[:8].tobytes()
+    assert rest[12:].tobytes() == whole[12:].tobytes()
+    with pytest.raises(StoreError, match="rows 8 to 11"):
+        rest[8:12]
+    assert look(capsys)[0] == verify.EXIT_DAMAGED
+    assert not Path("store/quarantine").exists()
     Path("elsewhere.png").rename(photos / key)
     code, found = look(capsys, verify={"repair": True})
     assert code == 0
@@ -410,3 +412,62 @@ def test_new_images_do_not_keep_a_store_from_being_repaired(
     code, found = look(capsys, verify={"repair": True})
     assert code == 0, found
     assert dataset_digests(Path("store/features.h5")) == before
+
+
+@pytest.mark.parametrize("damage", ["row", "metadata"])
+def test_what_cannot_be_extracted_again_is_refused_before_anything_moves(
+    photos: Path, capsys: pytest.CaptureFixture[str], damage: str
+) -> None:
+    """Metadata cost no row, so no model is needed; the message names the code of the model."""
+    extract(photos)
+    before = dataset_digests(Path("store/features.h5"))
+    if damage == "row":
+        flip_byte_of_row(Path("store/features.h5"), "conv", 9)
+    else:
+        with h5py.File("store/features.h5", "r+") as file:
+            file["chunk_table"][60] ^= 1
+    damaged = Path("store/features.h5").read_bytes()
+    assert run_job("verify", out="store") == verify.EXIT_DAMAGED
+    text = capsys.readouterr().out
+    assert "verify.repair=true model=custom model.factory=zoo:TwoStageConvNet moves" in text
+    packaged = {"name": "efficientnet_lite0", "library": "packaged"}
+    options = {"out": "store", "verify": {"repair": True}, "model": packaged}
+    if damage == "metadata":
+        assert run_job("verify", **options) == 0
+        assert dataset_digests(Path("store/features.h5")) == before
+        return
+    with pytest.raises(ConfigError, match=r"model\.factory=zoo:TwoStageConvNet"):
+        run_job("verify", **options)
+    assert Path("store/features.h5").read_bytes() == damaged
+    assert not Path("store/quarantine").exists()
+    assert not Path("store/parts").exists()
+
+
+@pytest.mark.parametrize("is_packed", [True, False])
+def test_a_repair_that_was_killed_before_the_pack_packs_when_it_is_given_again(
+    photos: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    is_packed: bool,
+) -> None:
+    extract(photos, pack=is_packed)
+    file = Path("store/features.h5" if is_packed else "store/parts/part-000002.h5")
+    before = dataset_digests(file)
+    flip_byte_of_row(file, "conv", 0 if not is_packed else 9)
+
+    def killed(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("featx.pipeline.extraction.pack_parts", killed)
+        patch.setattr("featx.jobs.verify.pack_store", killed)
+        if is_packed:
+            with pytest.raises(KeyboardInterrupt):
+                look(capsys, verify={"repair": True})
+            assert not file.exists()
+        else:
+            assert look(capsys, verify={"repair": True})[0] == 0
+    for _ in range(2):
+        code, found = look(capsys, verify={"repair": True})
+        assert (code, found["damages"], found["missing"]) == (0, [], [])
+        assert dataset_digests(file) == before

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import threading
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -43,6 +45,10 @@ def model() -> Scaled:
     return Scaled().eval()
 
 
+def weak(tensors: list[torch.Tensor]) -> list[weakref.ref[torch.Tensor]]:
+    return [weakref.ref(tensor) for tensor in tensors]
+
+
 def images(seed: int) -> torch.Tensor:
     return torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(seed))
 
@@ -65,7 +71,7 @@ def test_a_gradient_of_an_earlier_pass_is_no_gradient_of_this_one(model: Scaled)
         for name in ("first:grad_output", "add:grad_output"):
             with pytest.raises(LayerError, match="has arrived for the last forward pass"):
                 features[name]
-        assert torch.equal(features["first"], model.first(images(2)))
+        assert torch.equal(features["first"], images(2) @ model.first.weight.T)
         second.backward()
         gradient = features["first:grad_output"]
     x = model.first(images(2)).detach().requires_grad_()
@@ -188,3 +194,109 @@ def test_hooks_that_cannot_be_attached_leave_none(
         pass
     assert hooks.fired == []
     assert num_hooks(model) == 0
+
+
+class Encoder(nn.Module):
+    """People's models: `encode`, `forward_features`, and a forward around them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.enc, self.act = nn.Linear(3, 4), nn.ReLU(inplace=True)
+        self.norm, self.head = nn.LayerNorm(4), nn.Linear(4, 2)
+
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.act(self.enc(x) + 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.encode(x))
+
+
+def plain_tensors(model: Encoder, x: torch.Tensor) -> dict[str, torch.Tensor]:
+    enc = torch.nn.functional.linear(x, model.enc.weight, model.enc.bias)
+    act = (enc + 1).relu()
+    norm = torch.nn.functional.layer_norm(act, (4,), model.norm.weight, model.norm.bias)
+    return {"enc": enc, "enc:input": x, "act": act, "norm": norm}
+
+
+@pytest.mark.parametrize("call", ["encode", "forward", "__call__"])
+@pytest.mark.parametrize("grad", [True, False])
+def test_any_call_of_the_model_is_a_pass(call: str, grad: bool) -> None:
+    model = Encoder()
+    outputs: list[weakref.ref[torch.Tensor]] = []
+    asked = ["enc", "enc:input", "act", "norm"]
+    with torch.set_grad_enabled(grad), featx.capture(model, asked) as features:
+        for seed in range(4):
+            x = images(seed)[0, :, :3]
+            getattr(model, call)(x)
+            for name, expected in plain_tensors(model, x).items():
+                assert torch.equal(features[name], expected), name
+            outputs += weak([features["norm"]])
+            del expected
+        assert [output() is not None for output in outputs] == [False] * 3 + [True]
+        del features
+    assert [output() for output in outputs] == [None] * 4
+
+
+def test_a_call_has_a_number_inside_a_call_of_the_model_only() -> None:
+    model, x = Encoder(), images(0)[0, :, :3]
+    with featx.capture(model, ["enc@1", "enc@2", "enc"]) as features:
+        for _ in range(2):
+            model(x)
+            assert torch.equal(features["enc@1"], features["enc"])
+            with pytest.raises(LayerError, match=r"the layer 'enc@2' was not called"):
+                features["enc@2"]
+        for _ in range(2):
+            model.encode(x + 1)
+            assert torch.equal(features["enc"], plain_tensors(model, x + 1)["enc"])
+            with pytest.raises(LayerError, match="Capture 'enc' without a number"):
+                features["enc@1"]
+        model(x)
+        assert torch.equal(features["enc@1"], plain_tensors(model, x)["enc"])
+
+
+def test_a_layer_called_several_times_names_its_calls_and_their_gradients(model: Scaled) -> None:
+    asked = ["act:grad_output", "act@1:grad_output", "act@2:grad_output"]
+    with featx.capture(model, asked) as features:
+        model(images(1)).sum().backward()
+        with pytest.raises(LayerError, match="act@1:grad_output, act@2:grad_output"):
+            features["act:grad_output"]
+        assert features[asked[1]].shape == features[asked[2]].shape == (2, 3, 4)
+
+
+def test_operations_outside_a_call_of_the_model_belong_to_the_latest_call() -> None:
+    class Block(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (x + 1) + 2
+
+    model = nn.Sequential(Block(), nn.Identity())
+    with torch.no_grad(), featx.capture(model, ["0.add", "0.add_1"]) as features:
+        for number in range(3):
+            x = torch.full((2,), float(number))
+            model[0](x)
+            assert torch.equal(features["0.add"], x + 1)
+            assert torch.equal(features["0.add_1"], x + 3)
+        model(x)
+        assert torch.equal(features["0.add_1"], x + 3)
+
+
+def test_a_pass_that_was_interrupted_is_over(model: Scaled) -> None:
+    with featx.capture(model, ["first", "act@1"]) as features:
+        with pytest.raises(RuntimeError, match="shapes"):
+            model(torch.zeros(2, 3, 5))
+        model.first(images(2))
+        assert torch.equal(features["first"], images(2) @ model.first.weight.T)
+        with pytest.raises(LayerError, match="was not called"):
+            features["act@1"]
+
+
+def test_pickles_and_copies_made_inside_a_block_compute_and_capture_nothing(model: Scaled) -> None:
+    x = images(1)
+    expected = model(x)  # the capture of attention weights changes its last bits
+    with featx.capture(model, ["first", "add", "attend:attention"]) as features:
+        model(x)
+        copies = [pickle.loads(pickle.dumps(model)), copy.deepcopy(model)]
+        before = features["first"]
+        for twin in copies:
+            assert torch.equal(twin(x), expected)
+            assert features["first"] is before

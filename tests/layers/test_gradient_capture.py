@@ -366,3 +366,101 @@ def test_gradients_go_into_the_store_with_the_activations(
         featx.extract(
             **{**keys, "layers": ["layer3", "layer4", "layer4:grad_output"]}, out=tmp_path / "three"
         )
+
+
+class Embedding(nn.Module):
+    """Patches to tokens, as in a ViT: the output is a view of that of the convolution."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj = nn.Conv2d(3, 8, 2, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.proj(x).flatten(2).transpose(1, 2)
+
+
+class ViewsInPlace(nn.Module):
+    """Layers whose outputs are views, each of which is changed in place behind it."""
+
+    def __init__(self, inplace: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inplace = inplace
+        self.embed, self.pos = Embedding(), nn.Parameter(torch.randn(1, 9, 8))
+        self.fc1, self.relu = nn.Linear(8, 8), nn.ReLU(inplace)
+        self.fc2, self.flat, self.fc = nn.Linear(8, 8), nn.Flatten(), nn.Linear(72, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embed(x)
+        if self.inplace:
+            x += self.pos
+        else:
+            x = x + self.pos
+        x = self.fc2(self.relu(self.fc1(x)))
+        early = x.mean((1, 2))  # reads the memory of the next layer's output before it is changed
+        x = self.flat(x)
+        return self.fc(torch.relu_(x) if self.inplace else x.relu()) + early[:, None]
+
+
+VIEWS = ("embed", "fc1", "relu", "fc2", "flat", "fc")
+
+
+def test_gradients_before_a_change_in_place_of_a_view_are_those_without_the_change() -> None:
+    x = torch.randn(2, 3, SIDE, SIDE)
+    names = [f"{layer}:grad_output" for layer in VIEWS]
+    expected: dict[str, torch.Tensor] = {}
+    plain = ViewsInPlace(inplace=False)
+    for layer, name in zip(VIEWS, names, strict=True):
+        plain.get_submodule(layer).register_full_backward_hook(
+            lambda m, gin, gout, name=name: expected.__setitem__(name, gout[0])
+        )
+    plain(x.clone().requires_grad_())[:, 1].sum().backward()
+    model = ViewsInPlace(inplace=True)
+    with featx.capture(model, names) as features:
+        model(x)[:, 1].sum().backward()
+    for name in names:
+        torch.testing.assert_close(features[name], expected[name], rtol=1e-5, atol=1e-7)
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-5, atol=1e-7)
+    got = gradients(backbone_of(ViewsInPlace(inplace=True)), x, *names, target=1)
+    for name in names:
+        torch.testing.assert_close(got[name], expected[name], rtol=1e-5, atol=1e-7)
+
+
+def test_each_of_several_backward_passes_has_its_gradient() -> None:
+    """Grad-CAM of two classes from one forward pass; the latest is read."""
+    model, x = Residual(), torch.randn(2, 3, SIDE, SIDE)
+    with featx.capture(model, ["left", "left:grad_output", "left:grad_input"]) as features:
+        for _ in range(2):
+            logits = model(x)
+            with pytest.raises(LayerError, match="no gradient of 'left:grad_output'"):
+                features.gradients("left")
+            for column in range(3):
+                logits[:, column].sum().backward(retain_graph=True)
+                expected = gradients(backbone_of(Residual()), x, "left:grad_output", target=column)
+                torch.testing.assert_close(
+                    features["left:grad_output"], expected["left:grad_output"]
+                )
+                assert len(features.gradients("left")) == column + 1
+            assert torch.equal(features.gradients("left")[-1], features["left:grad_output"])
+            assert len(features.gradients("left:grad_input")) == 3
+    with pytest.raises(LayerError, match="'right:grad_output' is not captured"):
+        features.gradients("right")
+
+
+def test_gradients_of_gradients_are_autograds() -> None:
+    """A penalty on the gradient at a layer, whose own backward pass passes the layer again."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
+    x = torch.randn(3, 4, requires_grad=True)
+    hidden = model[0](x)
+    (first,) = torch.autograd.grad(model[1:](hidden).sum(), hidden, create_graph=True)
+    (second,) = torch.autograd.grad(first.square().sum(), hidden)
+    with featx.capture(model, ["0", "0:grad_output"]) as features:
+        output = model(x).sum()
+        torch.autograd.grad(output, x, create_graph=True)
+        gradient = features["0:grad_output"]
+        assert torch.equal(gradient, first)
+        gradient.square().sum().backward()
+        assert len(features.gradients("0")) == 2
+        torch.testing.assert_close(features["0:grad_output"], second)

@@ -449,7 +449,7 @@ def test_a_model_that_catches_what_a_layer_raises_keeps_its_names() -> None:
 def test_nothing_is_recorded_if_no_operation_is_requested() -> None:
     module = Plain()
     with CaptureHooks(module, [CapturePoint("fc", "fc")]), featx.capture(module, ["act"]):
-        assert num_hooks(module) == 3
+        assert num_hooks(module) == 4
         assert torch._C._len_torch_function_stack() == 0
 
 
@@ -469,19 +469,17 @@ def test_what_modules_of_torch_do_inside_is_theirs() -> None:
     assert seen == []  # nobody said whose forward runs
 
 
-def test_a_compiled_model_is_refused() -> None:
-    module = Plain()
-    with (
-        pytest.raises(LayerError, match="in the model as it was before"),
-        featx.capture(torch.compile(module), ["_orig_mod.block.add"]),
-    ):
-        pass
-    module.fc.compile()
-    with (
-        pytest.raises(LayerError, match="in the model as it was before"),
-        featx.capture(module, ["block.add"]),
-    ):
-        pass
+def test_operations_of_a_compiled_model_are_those_of_its_original_code() -> None:
+    module, x = Plain(), noise()
+    with torch.no_grad(), featx.capture(module, "block.add") as features:
+        module(x)
+    expected = features["block.add"]
+    compiled = torch.compile(module, backend="eager")
+    module.fc.compile(backend="eager")
+    with torch.no_grad(), featx.capture(compiled, ["_orig_mod.block.add", "block.add"]) as features:
+        compiled(x)
+    assert torch.equal(features["block.add"], expected)
+    assert torch.equal(features["_orig_mod.block.add"], expected)
     assert num_hooks(module) == 0
 
 

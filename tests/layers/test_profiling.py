@@ -13,8 +13,7 @@ import torch
 from torch import nn
 from zoo import ZeroDivisionBetween
 
-from featx.layers import first_nonfinite, profile, trace_forward
-from featx.layers.call_hooks import every_call
+from featx.layers import every_call, first_nonfinite, profile, trace_forward
 from featx.layers.profiling import measure_memory, measure_times, measure_values, summarise
 
 
@@ -223,7 +222,9 @@ def test_every_call_survives_an_exception_that_the_model_catches() -> None:
     seen: list[tuple[str, int]] = []
     model = Careful()
     with every_call(
-        model, lambda call, given: None, lambda call, n, output: seen.append((call.name, n))
+        dict(model.named_modules()),
+        lambda call, given: None,
+        lambda call, n, output: seen.append((call.name, n)),
     ) as going_on:
         model(X)
         assert going_on == []

@@ -119,7 +119,9 @@ def test_a_glob_tells_what_it_left_out() -> None:
 
 
 def test_a_typo_lists_the_nearest_names_and_the_presets() -> None:
-    with pytest.raises(LayerError, match=r"no layer 'layer3'.*Nearest: layer\d.*embedding, stages"):
+    with pytest.raises(
+        LayerError, match=r"no layer 'layer3'.*Nearest: layer\d.*embedding, output, stages"
+    ):
         chosen("layer3")
     with pytest.raises(LayerError, match="no layer ''"):
         chosen("")
@@ -239,6 +241,7 @@ def test_a_preset_is_a_preset_also_with_a_module_of_that_name(name: str) -> None
     found = trace_forward(model.eval(), torch.zeros(2, 3, 8, 8))
     expected = {
         "embedding": ["embedding"],
+        "output": ["output"],
         "stages": ["0", f"{name}@1"],
         "leaves": ["0", f"{name}.0", f"{name}.1", "2", "3", "4"],
         "all": ["0", f"{name}.0", f"{name}.1", f"{name}@1", "2", "3", "4"],
@@ -413,3 +416,28 @@ def test_several_inputs_are_told_apart_or_refused() -> None:
 def test_unknown_kinds_and_kinds_of_an_embedding_are_refused(request_: str, message: str) -> None:
     with pytest.raises(LayerError, match=message):
         selection(request_)
+
+
+def test_output_is_what_the_model_returns() -> None:
+    """The logits of a classifier; otherwise each tensor with a row per image."""
+
+    def outputs(returned: object) -> tuple[list[str], list[str]]:
+        class Returns(nn.Module):
+            def forward(self, x: torch.Tensor) -> object:
+                return returned
+
+        selection = select(
+            [("output", NONE)], trace_forward(Returns(), torch.ones(2, 3)), None, None
+        )
+        return [point.name for point, _ in selection.chosen], selection.left_out
+
+    rows, other = torch.ones(2, 5), torch.ones(7)
+    assert outputs(rows) == (["output"], [])
+    assert outputs({"logits": rows, "hidden": rows}) == (["output"], ["output.hidden"])
+    assert outputs((rows, [rows, other])) == (["output[0]", "output[1][0]"], ["output[1][1]"])
+    with pytest.raises(LayerError, match="no row per image"):
+        outputs(other)
+    with pytest.raises(LayerError, match="preset output"):
+        select([("output:input", NONE)], odd_trace(), None, None)
+    with pytest.raises(LayerError, match="no layer ''"):
+        select([("", NONE)], odd_trace(), None, None)

@@ -144,3 +144,30 @@ def test_the_example_of_the_documentation(tmp_path: Path, photos: Path) -> None:
     found = json.loads((tmp_path / "store" / "featx.json").read_text())["conformance"]
     assert found["golden"]["images"] == 2
     assert found["golden"]["compared"] == "output"
+
+
+@pytest.mark.parametrize("root", [True, False])
+@pytest.mark.parametrize("is_frozen", [True, False])
+def test_every_module_keeps_its_mode(tmp_path: Path, root: bool, is_frozen: bool) -> None:
+    """As in fine-tuning with a frozen BatchNorm; also where the call fails."""
+    modes = []
+    model = torch.nn.Sequential(
+        torch.nn.Conv2d(3, 4, 3), torch.nn.BatchNorm2d(4), torch.nn.AdaptiveAvgPool2d(1)
+    )
+    model.train(root)
+    model[1].train(not is_frozen)
+    before = [part.training for part in model.modules()]
+    model[1].register_forward_hook(lambda part, *args: modes.append(part.training))
+    image = photo((32, 32), 0)
+
+    def transform(image: Image.Image) -> torch.Tensor:
+        return torch.zeros(3, 32, 32)
+
+    featx.write_golden(tmp_path / "golden.npz", [image, image], model, transform)
+    assert [part.training for part in model.modules()] == before
+    model.append(torch.nn.Linear(9, 9))
+    before.append(model[-1].training)
+    with pytest.raises(RuntimeError):
+        featx.write_golden(tmp_path / "golden.npz", [image], model, transform)
+    assert [part.training for part in model.modules()] == before
+    assert modes == [False, False]

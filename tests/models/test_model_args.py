@@ -118,8 +118,24 @@ def test_weights_that_lack_parameters_of_the_args_are_refused(pretrained: str) -
         build(pretrained, "default", args={"num_classes": 0, "global_pool": "avg"})
     with pytest.raises(WeightsError, match=r"do not fit the model that model\.args"):
         build(pretrained, "default", args={"depth": 3})
-    before = torch.nn.Module.load_state_dict
-    assert before.__qualname__ == "Module.load_state_dict", "the method of torch is back"
+
+
+def test_torch_and_timm_stay_as_they_are_while_weights_are_loaded(
+    pretrained: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another thread of the program may load weights of its own at that moment."""
+    builder = sys.modules["timm.models._builder"]
+    load_pretrained, before = builder.load_pretrained, dict(vars(torch.nn.Module))
+    seen = []
+
+    def load(*args: Any, **keywords: Any) -> None:
+        seen.append(dict(vars(torch.nn.Module)) == before)
+        load_pretrained(*args, **keywords)
+
+    monkeypatch.setattr(builder, "load_pretrained", load)
+    build(pretrained, "default", args={"num_classes": 0})
+    assert seen
+    assert all(seen)
 
 
 @pytest.mark.slow

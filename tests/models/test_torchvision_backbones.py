@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlparse
 
 import pytest
@@ -16,7 +17,7 @@ from torchvision.models import ResNet18_Weights
 from featx.config import model_options
 from featx.errors import ModelError, WeightsError
 from featx.images import check_reference
-from featx.models import Backbone, build_backbone, seeded
+from featx.models import Backbone, build_backbone, checkpoint, seeded
 
 State = dict[str, torch.Tensor]
 
@@ -80,13 +81,24 @@ def test_a_cached_file_of_another_model_is_refused(checkpoints: Path) -> None:
         build("resnet18")
 
 
-def test_torchvisions_loader_is_put_back(checkpoints: Path) -> None:
+def test_torchvisions_loader_and_its_enum_stay_as_they_are(
+    checkpoints: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also while the weights are read, as another thread would see it."""
     from torchvision.models import _api
 
-    before = _api.load_state_dict_from_url
-    with pytest.raises(WeightsError):
-        build("resnet18")
-    assert _api.load_state_dict_from_url is before
+    torch.save(random_state("resnet18"), checkpoints / file_name(ResNet18_Weights.DEFAULT))
+    loader, entry = _api.load_state_dict_from_url, dict(ResNet18_Weights.DEFAULT.__dict__)
+    seen = []
+    read_weights = checkpoint.read_weights
+
+    def read(*args: Any) -> Any:
+        seen.append((_api.load_state_dict_from_url, dict(ResNet18_Weights.DEFAULT.__dict__)))
+        return read_weights(*args)
+
+    monkeypatch.setattr(checkpoint, "read_weights", read)
+    build("resnet18")
+    assert seen == [(loader, entry)]
 
 
 def test_without_a_network_the_message_names_the_file_the_place_and_two_ways_on(

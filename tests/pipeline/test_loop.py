@@ -90,6 +90,7 @@ def context() -> Any:
         config=config,
         parallelism=BatchParallelism(1, 1, False, {}),
         trial=TrialSpeed(0.0, 0.0, 0.01, 1, True),
+        start_seconds={"trial": 0.5},
     )
 
 
@@ -98,6 +99,21 @@ def test_parts_are_committed_in_order() -> None:
     figures = run_parts(context(), work, work, DISK)
     assert work.committed == [0, 1, 2]
     assert figures.seconds["write"] >= 0.06
+
+
+def test_the_start_ends_with_the_first_batch() -> None:
+    work = PartsAndSink(lambda index: time.sleep(0.2))
+    take = work.take
+
+    def slow(part: Part, batch: Batch, computed: Callable[[], int]) -> list[Failure]:
+        time.sleep(0.05)
+        return take(part, batch, computed)
+
+    work.take = slow  # type: ignore[method-assign]
+    start = run_parts(context(), work, work, DISK).start_seconds
+    assert list(start) == ["trial", "first batch"]
+    assert start["trial"] == 0.5
+    assert 0.05 <= start["first batch"] < 0.2
 
 
 def test_the_next_part_is_computed_meanwhile() -> None:

@@ -40,3 +40,18 @@ def write_shards(folder: Path, count: int = 21, shards: int = 3, ending: str = "
         inside = {name: data for name, data in files.items() if int(name[:4]) // per_shard == shard}
         write_tar(folder / f"train-{shard:03d}.{ending}", inside)
     return folder
+
+
+def header_of_size(field: bytes) -> bytes:
+    """Header of a member whose size field holds any 12 bytes, with the right checksum."""
+    header = bytearray(tarfile.TarInfo("a.png").tobuf(tarfile.GNU_FORMAT))
+    header[124:136] = field
+    header[148:156] = b"%06o\0 " % (sum(header[:148]) + sum(header[156:512]) + 256)
+    return bytes(header)
+
+
+def pax_header(records: dict[str, str]) -> bytes:
+    """Headers of an empty member with pax records."""
+    info = tarfile.TarInfo("a.png")
+    info.pax_headers = records
+    return info.tobuf(tarfile.PAX_FORMAT)

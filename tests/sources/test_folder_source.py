@@ -120,6 +120,19 @@ def test_hidden_and_other_files_are_left_out_and_counted(tmp_path: Path) -> None
     assert listing.skipped == {"hidden": 5, "other names": 4}
 
 
+SYSTEM = ["@eaDir", "#recycle", "#snapshot", "@Recycle", "$RECYCLE.BIN", "__MACOSX", "lost+found"]
+
+
+@pytest.mark.parametrize("name", [*SYSTEM, "System Volume Information", "$Recycle.Bin"])
+def test_folders_of_nas_devices_and_systems_are_left_out(tmp_path: Path, name: str) -> None:
+    write(tmp_path, f"{name}/a.jpg", f"cat/{name}/b.jpg", f"cat/{name}.jpg", f"cat/x{name}/c.jpg")
+    listing = FolderSource(tmp_path).listing()
+    keys = sorted([f"cat/{name}.jpg", f"cat/x{name}/c.jpg"])
+    assert [key.decode() for key in listing.keys.tolist()] == keys
+    assert listing.classes == ("cat",)
+    assert listing.skipped == {"folders of the system, such as @eaDir": 2}
+
+
 def test_counts_start_from_zero_with_each_listing(tmp_path: Path) -> None:
     write(tmp_path, "a.jpg", ".hidden.jpg")
     source = FolderSource(tmp_path)

@@ -99,15 +99,41 @@ def test_labels_are_numbers_or_text(tmp_path: Path) -> None:
         file["text"] = ["dog", "cat", "dog", "", "cat"]
         file["fixed"] = np.array([b"dog", b"cat", b"dog", b"", b"cat"])
         file["short"] = [1, 2]
-        file["floats"] = np.zeros(5)
+        file["fractions"] = np.array([0, 1, 0, 1.5, 1])
+        file["onehot"] = np.eye(5, dtype=np.int8)
+        file["matlab"] = np.array([[2.0, 0, 1, 2, np.nan]])
+        file["char"] = np.arange(5, dtype=np.uint16)
+        file["char"].attrs["MATLAB_class"] = np.bytes_(b"char")
     numbers = hdf5(tmp_path / "x.h5", labels="/numbers").listing()
     assert (numbers.labels.tolist(), numbers.classes) == ([2, 0, 1, 2, -1], ("0", "1", "2"))
     for name in ("text", "fixed"):
         named = hdf5(tmp_path / "x.h5", labels=name).listing()
         assert (named.labels.tolist(), named.classes) == ([1, 0, 1, -1, 0], ("cat", "dog"))
     refused(tmp_path / "x.h5", r"/short is \(2,\); expected \(5,\)", labels="/short")
-    refused(tmp_path / "x.h5", "/floats is float64; expected whole", labels="/floats")
+    vector = hdf5(tmp_path / "x.h5", labels="/matlab").listing()
+    assert (vector.labels.tolist(), vector.classes) == ([2, 0, 1, 2, -1], ("0", "1", "2"))
+    refused(tmp_path / "x.h5", r"/fractions: 1\.5 in row 3 is no class index", labels="/fractions")
+    refused(tmp_path / "x.h5", r"/onehot is \(5, 5\); expected \(5,\)", labels="/onehot")
+    refused(tmp_path / "x.h5", "/char is no dataset of whole numbers or text", labels="/char")
     refused(tmp_path / "x.h5", "has no /none", labels="/none")
+
+
+def test_labels_that_were_never_written_are_none(tmp_path: Path) -> None:
+    with h5py.File(tmp_path / "x.h5", "w") as file:
+        file["images"] = PIXELS
+        for name, dtype in (("labels", "u1"), ("text", h5py.string_dtype())):
+            file.create_dataset(name, (5,), dtype, chunks=(2,), compression="gzip")
+        file["labels"][:2], file["text"][:2] = [1, 2], ["dog", "cat"]
+    numbers = hdf5(tmp_path / "x.h5", labels="labels").listing()
+    assert numbers.labels.tolist() == [1, 2, -1, -1, -1]
+    text = hdf5(tmp_path / "x.h5", labels="text").listing()
+    assert (text.labels.tolist(), text.classes) == ([1, 0, -1, -1, -1], ("cat", "dog"))
+    for listing in (numbers, text):
+        assert "3 labels were never written" in listing.warnings[-1]
+    none = hdf5(tmp_path / "x.h5").listing()
+    assert none.label_note == (
+        "data.labels names no dataset; /labels looks like labels: data.labels=/labels"
+    )
 
 
 def test_other_shapes_and_types_are_errors_that_say_what_is_expected(tmp_path: Path) -> None:
@@ -322,7 +348,11 @@ def test_a_missing_filter_is_one_error_that_names_it(tmp_path: Path) -> None:
         settings = {"compression": 32099, "allow_unknown_filter": True, "chunks": (2,)}
         file.create_dataset("labels", (5,), "i8", **settings)
         file["labels"].id.write_direct_chunk((0,), bytes(16), 0)
-    refused(tmp_path / "z.h5", "/labels is compressed with the HDF5 filter 32099", labels="labels")
+    refused(
+        tmp_path / "z.h5",
+        "/labels: the data are compressed with the HDF5 filter 32099",
+        labels="labels",
+    )
 
 
 def test_threads_read_rows_in_any_order(tmp_path: Path) -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import io
 import subprocess
 import tarfile
+import time
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from made_shards import header_of_size, pax_header
 
 from featx.sources.tar_headers import CutOffError, TarMember, members
 
@@ -156,6 +158,34 @@ def test_an_extended_header_that_claims_gigabytes_is_not_read() -> None:
     with pytest.raises(CutOffError, match="claims a name of"):
         list(members(read))
     assert max(asked) <= 512
+
+
+@pytest.mark.parametrize(
+    "start",
+    [
+        header_of_size(b"\x80" + b"\xff" * 11),  # base 256, all bits
+        header_of_size(b"\xff" * 12),  # base 256, negative
+        header_of_size(b"-0000000001\0"),
+        header_of_size(b"\x80" + bytes(3) + b"\xff" * 8),
+        pax_header({"size": "-5"}),
+        pax_header({"size": "9" * 30}),
+        pax_header({"size": "9" * 5000}),  # more digits than int() takes
+    ],
+)
+def test_impossible_sizes_end_the_tar(start: bytes) -> None:
+    whole = tar_of({"first.png": b"1"}, tarfile.USTAR_FORMAT)[:1024]
+    names, error = cut_off(whole + start + bytes(1024))
+    assert names == [b"first.png"]
+    assert "claims an impossible size" in str(error) or "is damaged" in str(error)
+
+
+def test_a_pax_header_of_a_mebibyte_is_read_in_linear_time() -> None:
+    records = {f"k{i}": "v" for i in range(78_000)}
+    data = pax_header(records) + bytes(1024)
+    assert len(data) > 900_000
+    started = time.process_time()
+    assert [member.name for member in found(data)] == [b"a.png"]
+    assert time.process_time() - started < 1  # it took 5 s
 
 
 @settings(max_examples=300, deadline=None)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import gzip
+import io
 import json
 import logging
 import os
 import random
+import re
 import tarfile
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +18,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from made_shards import write_shards, write_tar
+from made_shards import header_of_size, pax_header, write_shards, write_tar
 from read_faults import fault_of
 
 from featx.errors import ConfigError, DataError
@@ -88,6 +90,73 @@ def test_a_cls_next_to_the_image_is_the_label(tmp_path: Path) -> None:
         b"x.tar/none.jpg": -1,
     }
     assert listing.skipped == {"other names": 2}
+
+
+@pytest.mark.parametrize(
+    ("files", "expected", "left_out"),
+    [
+        ({"0.input.jpg": b"x", "0.output.cls": b"4"}, {"0.input.jpg": 4}, {}),
+        ({"0.jpg": b"x", "0.label.cls": b"4"}, {"0.jpg": 4}, {}),
+        ({"d/0.jpg": b"x", "d/0.outputs.cls": b"4"}, {"d/0.jpg": 4}, {}),
+        (
+            {"0.img.jpg": b"x", "0.cls": b"4", "0.label.cls": b"5"},
+            {"0.img.jpg": 4},
+            {".cls of no": 1},
+        ),
+        (
+            {"0.jpg": b"x", "0.fine_label.cls": b"4", "0.coarse_label.cls": b"5"},
+            {"0.jpg": None},
+            {"several .cls of one image": 2},
+        ),
+        # Names with dots that are no keys of WebDataset: the label of image 2 is not that of 1.
+        ({"i.2.jpg": b"x", "i.1.cls": b"1"}, {"i.2.jpg": None}, {".cls of no image": 1}),
+        ({"0.jpg": b"x", "1.cls": b"1"}, {"0.jpg": None}, {".cls of no image": 1}),
+        ({"0.jpg": b"x", "0.CLS": b"3"}, {"0.jpg": 3}, {}),
+    ],
+)
+def test_which_cls_belongs_to_an_image(
+    tmp_path: Path,
+    files: dict[str, bytes],
+    expected: dict[str, int | None],
+    left_out: dict[str, int],
+) -> None:
+    listing = shards(write_tar(tmp_path / "x.tar", files)).listing()
+    found = {
+        os.fsdecode(key).removeprefix("x.tar/"): None if label < 0 else label
+        for key, label in zip(listing.keys.tolist(), listing.labels.tolist(), strict=True)
+    }
+    assert found == expected
+    assert len(listing.skipped) == len(left_out)
+    for (reason, count), (start, expected_count) in zip(
+        listing.skipped.items(), left_out.items(), strict=True
+    ):
+        assert reason.startswith(start)
+        assert count == expected_count
+
+
+def test_what_looks_like_labels_and_is_not_used_is_said(tmp_path: Path) -> None:
+    write_tar(tmp_path / "a.tar", {"0.jpg": b"x", "0.index": b"4", "0.json": b"{}"})
+    note = shards(tmp_path / "a.tar").listing().label_note
+    assert "no .cls members and no folders" in note
+    assert "members that are not used end in .index, .json" in note
+    write_tar(tmp_path / "b.tar", {"cat/0.jpg": b"x", "dog/1.jpg": b"x", "dog/1.cls": b"4"})
+    listing = shards(tmp_path / "b.tar").listing()
+    assert listing.labels.tolist() == [-1, 4]
+    assert "1 image lies in a folder and has no .cls member, so no label" in listing.warnings[0]
+
+
+def test_two_cls_of_one_name_have_to_agree(tmp_path: Path) -> None:
+    def write(numbers: tuple[bytes, bytes]) -> Path:
+        with tarfile.open(tmp_path / "x.tar", "w") as tar:
+            for name, content in (("0.jpg", b"x"), *(("0.cls", number) for number in numbers)):
+                info = tarfile.TarInfo(name)
+                info.size = len(content)
+                tar.addfile(info, io.BytesIO(content))
+        return tmp_path / "x.tar"
+
+    with pytest.raises(DataError, match=r"two members 0\.cls, which hold 4 and 9; expected one"):
+        shards(write((b"4", b"9"))).listing()
+    assert shards(write((b"4", b"4\n"))).listing().labels.tolist() == [4]
 
 
 @pytest.mark.parametrize("content", [b"cat", b"", b"1.5", b"-2", b"1" * 100])
@@ -193,8 +262,11 @@ def test_errors_before_the_start_say_what_is_wrong(tmp_path: Path) -> None:
     with tarfile.open(tmp_path / "x.tar", "w") as tar:
         tar.addfile(tarfile.TarInfo("a.jpg"))
         tar.addfile(tarfile.TarInfo("./a.jpg"))
-    with pytest.raises(DataError, match=r"two members named a\.jpg"):
-        shards(tmp_path / "x.tar").listing()
+        tar.addfile(tarfile.TarInfo("b.jpg"))
+    source = shards(tmp_path / "x.tar")
+    assert source.listing().keys.tolist() == [b"x.tar/a.jpg", b"x.tar/b.jpg"]
+    fault = fault_of(source, b"x.tar/a.jpg")
+    assert (fault.status, "two members of this name" in str(fault)) == (Status.DECODE_ERROR, True)
 
 
 # What reading gives
@@ -256,8 +328,63 @@ def test_a_compressed_shard_out_of_order_is_said(
 def test_a_gzip_bomb_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("featx.sources.gzip_window._FREE", 1 << 20)
     path = write_tar(tmp_path / "x.tar.gz", {"a.jpg": bytes(20 << 20)})
-    with pytest.raises(DataError, match="compressed bytes expand to more than"):
+    with pytest.raises(DataError, match="compressed bytes, which expand to more than"):
         shards(path).listing()
+
+
+@pytest.mark.parametrize(
+    ("hostile", "message"),
+    [
+        (b"", "is empty; expected a tar"),
+        (b"<html>404</html>" * 100, "is no tar: the header at byte 0"),
+        (
+            header_of_size(b"\x80" + b"\xff" * 11) + bytes(1024),
+            "impossible size",
+        ),
+        (header_of_size(b"\xff" * 12) + bytes(1024), "impossible size"),
+        (pax_header({"size": "-5"}) + bytes(1024), "impossible size"),
+        (b"BZh91AY", "is compressed with bzip2"),
+        (gzip.compress(bytes(20 << 20)), "expand to more than"),
+        (gzip.compress(b"x" * 2000)[:-8] + bytes(8), "is no tar|is damaged"),
+    ],
+    ids=["empty", "HTML", "huge", "negative", "negative pax", "bzip2", "bomb", "damaged gzip"],
+)
+def test_a_hostile_shard_is_one_row_and_the_others_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hostile: bytes, message: str
+) -> None:
+    monkeypatch.setattr("featx.sources.gzip_window._FREE", 1 << 20)
+    write_tar(tmp_path / "s" / "a.tar", {"0.jpg": b"x", "0.cls": b"1"})
+    (tmp_path / "s" / "b.tar").write_bytes(hostile)
+    for _ in range(2):  # the second listing comes from the index on the disk
+        source = shards(tmp_path / "s")
+        listing = source.listing()
+        is_named = hostile[:5] == b"a.png"  # the header of a member with an impossible size
+        row = b"b.tar/a.png" if is_named else b"b.tar/(the shard)"
+        assert rows_of(listing) == {b"a.tar/0.jpg": "1", row: None}
+        assert source.read(b"a.tar/0.jpg") == b"x"
+        fault = fault_of(source, row)
+        assert fault.status == (Status.TRUNCATED if is_named else Status.DECODE_ERROR)
+        assert re.search(message, str(fault))
+        (reason,) = listing.skipped
+        start = "shard that ends early (b.tar: " if is_named else "refused shard (b.tar "
+        assert reason.startswith(start)
+
+
+def test_folders_of_nas_devices_and_systems_are_left_out(tmp_path: Path) -> None:
+    folders = [
+        "@eaDir",
+        "#recycle",
+        "#snapshot",
+        "@Recycle",
+        "$RECYCLE.BIN",
+        "__MACOSX",
+        "lost+found",
+    ]
+    names = [f"{name}/a.jpg" for name in (*folders, "System Volume Information", "cat/@eaDir")]
+    path = write_tar(tmp_path / "x.tar", dict.fromkeys([*names, "cat/@eaDir.jpg"], b"x"))
+    listing = shards(path).listing()
+    assert rows_of(listing) == {b"x.tar/cat/@eaDir.jpg": "cat"}
+    assert listing.skipped == {"in folders of the system, such as @eaDir": 9}
 
 
 def test_empty_and_huge_members_are_failures_of_their_rows(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import time
 from pathlib import Path
@@ -144,3 +145,19 @@ def test_a_store_of_more_parts_than_stay_open(tmp_path: Path) -> None:
     with run.session(root).hold() as session:
         assert session.missing() == []
         assert [failure.row for failure in session.failures] == [7, 1099]
+
+
+@pytest.mark.parametrize("codec", ["none", "zstd"])
+def test_open_descriptors_are_counted_by_files_and_not_by_layers(
+    tmp_path: Path, codec: str
+) -> None:
+    """HDF5's, the reader's, and that of its memory map."""
+    layers = {f"layer{number:02}": (3,) for number in range(12)}
+    made = make_run(60, 2, layers, codec=codec)
+    root = made.finish(tmp_path / "store")
+    before = len(os.listdir("/proc/self/fd"))
+    store = featx.open(root)
+    for name in layers:
+        np.testing.assert_array_equal(store[name][:], made.features[name])
+    num_open = len(os.listdir("/proc/self/fd")) - before
+    assert 0 < num_open <= 3 * 30 + 3

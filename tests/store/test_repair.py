@@ -23,6 +23,7 @@ from featx.store import (
     missing_parts,
     quarantine_damage,
     read_manifest,
+    runs_to_extract,
 )
 from featx.types import Status
 
@@ -46,7 +47,23 @@ def lacking(root: Path) -> list[int]:
 
 
 def repaired(root: Path) -> list[str]:
-    return [path.name for path in quarantine_damage(check_store(root))]
+    """Names of the files that were moved; which rows would be lost was known before."""
+    report = check_store(root)
+    before = snapshot(root)
+    expected = [run.names for run in runs_to_extract(report)]
+    assert snapshot(root) == before
+    moved = [path.name for path in quarantine_damage(report)]
+    manifest = read_manifest(root)
+    assert manifest is not None
+    if (root / layout.LISTING).exists():
+        assert [run.names for run, _ in missing_parts(root, manifest)] == expected
+    else:
+        assert expected
+    return moved
+
+
+def snapshot(root: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in root.rglob("*") if path.is_file()}
 
 
 def test_a_sound_store_is_left_alone(run: MadeRun, tmp_path: Path) -> None:
@@ -255,6 +272,30 @@ def test_a_damaged_listing_spoils_no_label_of_a_packed_file_taken_apart(
     assert check_store(tmp_path).complete
     run.finish(tmp_path, packed=True)
     assert FeatureStore(tmp_path).labels.tolist() == run.listing.labels.tolist()
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("name", ["message", "error"])
+def test_lost_messages_come_from_failures_csv(
+    run: MadeRun, tmp_path: Path, packed: bool, name: str
+) -> None:
+    run.copied(tmp_path, packed=packed)
+    before = FeatureStore(tmp_path).failures
+    path = tmp_path / ("features.h5" if packed else "parts/part-000002.h5")
+    spoil(path, f"failures/{name}", 0, b"flipped")
+    repaired(tmp_path)
+    found = FeatureStore(tmp_path).failures
+    for failure in (*before, *found):  # a line break is an escape in the CSV
+        failure["message"] = failure["message"].replace("\n", "\\n")
+    assert found == before
+    # Without the file, the rows are kept and say that their messages are lost.
+    spoil(tmp_path / "parts/part-000002.h5", f"failures/{name}", 0, b"flipped")
+    (tmp_path / "failures.csv").unlink()
+    repaired(tmp_path)
+    after = FeatureStore(tmp_path).failures
+    assert [failure["row"] for failure in after] == [failure["row"] for failure in before]
+    assert after[0]["error"] == before[0]["error"]
+    assert after[1][name] == after[2][name] == "lost with a damaged file"
 
 
 def test_failures_that_are_not_counted_never_make_a_failed_row_ok(

@@ -427,7 +427,7 @@ class Attributor(Engine):
         """
         point = self._maps
         assert point is not None
-        x = self._memory_format(self.normalise(images))
+        x = self._input(images.to(self.device))
         with (
             self.named_failure(x),
             torch.no_grad(),

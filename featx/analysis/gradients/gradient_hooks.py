@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -13,6 +14,8 @@ from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from featx.analysis.gradients.norms import norm_of_norms
+from featx.base import TensorHooks, elements, may_fire
+from featx.layers import OpenCall, every_call, with_own_nodes
 
 
 @dataclass
@@ -33,8 +36,7 @@ class Edge:
     @property
     def may_have_gradient(self) -> bool:
         """Whether a gradient came or may still come, because the graph of the tensor exists."""
-        # The handle refers weakly to the hooks of the tensor, which exist as long as its graph.
-        return bool(self.norms) or self.handle.hooks_dict_ref() is not None
+        return bool(self.norms) or may_fire(self.handle)
 
     @property
     def is_nonfinite(self) -> bool:
@@ -68,7 +70,7 @@ class ModuleCall:
 
 
 class GradientHooks:
-    """Forward hooks that put tensor hooks on the inputs and outputs of each module.
+    """Hooks of tensors at the inputs and outputs of each module.
 
     A full backward hook of torch would give the same gradients, but it replaces each output by a
     view, and models that write in place fail on it (ReLU in ResNet, `+=`).
@@ -84,27 +86,22 @@ class GradientHooks:
     ) -> None:
         self._measure = measure
         self._begin = begin
-        self._handles: list[Any] = []
-        self._edge_handles: list[Any] = []
+        self._stack = contextlib.ExitStack()
+        self._tensor_hooks = TensorHooks()
         self._edges = WeakTensorKeyDictionary()
-        self._running: dict[str, list[ModuleCall]] = {}
         self._num_calls = 0
         self._prune_at = 1024
         self._calls: list[ModuleCall] = []
 
     def attach(self, modules: Mapping[str, nn.Module]) -> None:
         """Register the hooks on named modules."""
-        for name, module in modules.items():
-            self._watch(name, module)
+        self._stack.enter_context(every_call(modules, self._begin_call, self._end_call))
 
     def detach(self) -> None:
         """Remove all hooks, also from graphs that still exist."""
-        for handle in (*self._handles, *self._edge_handles):
-            handle.remove()
-        self._handles.clear()
-        self._edge_handles.clear()
+        self._stack.close()
+        self._tensor_hooks.remove()
         self._edges.clear()
-        self._running.clear()
         self._calls.clear()
 
     def forget(self) -> None:
@@ -112,7 +109,6 @@ class GradientHooks:
         for call in self._calls:
             for edge in call.edges:
                 edge.norms, edge.norm = [], None
-        self._running.clear()
         self._prune()
 
     def edges(self) -> list[Edge]:
@@ -163,54 +159,40 @@ class GradientHooks:
         calls = [call for call in self._calls if call.layer in names]
         return [e.norm for c in calls for e in c.inputs if e.norm is not None and e.is_nonfinite]
 
-    def _watch(self, name: str, watched: nn.Module) -> None:
-        """Register the forward hooks of one module."""
+    def _begin_call(self, open_call: OpenCall, inputs: list[Any]) -> None:
+        """Start a call and hook its inputs."""
+        if not torch.is_grad_enabled():
+            return
+        if open_call.name == "":
+            self._begin()
+        self._num_calls += 1
+        call = ModuleCall(open_call.name, self._num_calls, self._edges_of(inputs))
+        open_call.data = call, list(elements(inputs).values())
 
-        # A deep copy of the model (such as an average of weights) shares these closures. Its
-        # modules are not `watched`, so they are ignored.
-        def is_ignored(module: nn.Module) -> bool:
-            """Return whether to ignore a call: while compiling, in a copied model, or without
-            gradients."""
-            compiling = torch.compiler.is_compiling()
-            return compiling or module is not watched or not torch.is_grad_enabled()
-
-        def before(module: nn.Module, args: Any, kwargs: Any) -> None:
-            """Start a call and hook its inputs."""
-            if is_ignored(module):
-                return
-            if name == "":
-                self._begin()
-            self._num_calls += 1
-            call = ModuleCall(name, self._num_calls, self._edges_of([args, kwargs]))
-            self._running.setdefault(name, []).append(call)
-
-        def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            """End the innermost call of the module and hook its outputs."""
-            running = self._running.get(name)
-            if is_ignored(module) or not running:
-                return
-            call = running.pop()
-            call.outputs = self._edges_of(output)
-            call.end = self._num_calls
-            self._calls.append(call)
-            if len(self._calls) >= self._prune_at:
-                self._prune()
-
-        self._handles.append(watched.register_forward_pre_hook(before, with_kwargs=True))
-        self._handles.append(watched.register_forward_hook(after, with_kwargs=True))
+    def _end_call(self, open_call: OpenCall, number: int, output: Any) -> Any:
+        """End a call and hook its outputs, which go on as nodes of their own if they are views."""
+        if open_call.data is None or not torch.is_grad_enabled():
+            return None
+        call, inputs = open_call.data
+        output = with_own_nodes(output, inputs)
+        call.outputs = self._edges_of(output)
+        call.end = self._num_calls
+        self._calls.append(call)
+        if len(self._calls) >= self._prune_at:
+            self._prune()
+        return output
 
     def _edges_of(self, value: Any) -> list[Edge]:
         """Return the edges of all tensors in a nested value; hook those without a hook."""
         edges = []
-        for tensor in _tensors(value):
+        for tensor in elements(value).values():
             if not tensor.requires_grad:
                 continue
             # A write in place makes it a different tensor for autograd, which needs a new hook.
             version, edge = self._edges.get(tensor, (None, None))  # type: ignore[no-untyped-call]
             if edge is None or version != tensor._version:
                 edge = Edge()
-                edge.handle = tensor.register_hook(self._receiver(edge))  # type: ignore[no-untyped-call]
-                self._edge_handles.append(edge.handle)
+                edge.handle = self._tensor_hooks.add(tensor, self._receiver(edge))
                 self._edges[tensor] = (tensor._version, edge)
             edges.append(edge)
         return edges
@@ -231,21 +213,9 @@ class GradientHooks:
         self._calls = [
             call for call in self._calls if any(e.may_have_gradient for e in call.outputs)
         ]
-        self._edge_handles = [h for h in self._edge_handles if h.hooks_dict_ref() is not None]
         self._prune_at = 2 * len(self._calls) + 1024
 
 
 def _holds(call: ModuleCall, starts: list[int]) -> bool:
     """Return whether one of the sorted starts lies inside a call."""
     return bisect_right(starts, call.end) > bisect_right(starts, call.start)
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    """Yield every tensor in nested tuples, lists and mappings."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        yield from _tensors(list(value.values()))
-    elif isinstance(value, tuple | list):
-        for part in value:
-            yield from _tensors(part)

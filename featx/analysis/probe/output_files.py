@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -15,7 +14,7 @@ from featx.analysis.probe.result import SeedProbe
 from featx.analysis.probe.row_predictions import TestedSplits, predictions_csv
 from featx.errors import ConfigError
 from featx.storage import open_folder
-from featx.store import FeatureStore, layout, load_manifest
+from featx.store import FeatureStore, layout, load_manifest, result_json
 
 
 def write_probe(result: dict[str, Any], seed_probes: Sequence[SeedProbe]) -> None:
@@ -114,8 +113,7 @@ def write_result(store: FeatureStore, result: dict[str, Any], predictions: bytes
     if "few_shot_predictions" not in result:  # the file of an earlier probe
         disk.remove(path.with_name(layout.PROBE_FEW_SHOT))
     result["predictions"] = _file_entry(path, folder, predictions)
-    text = json.dumps(result, indent=1, ensure_ascii=False, allow_nan=False)
-    disk.replace_unlocked(folder / layout.PROBE, text.encode("utf-8", "surrogateescape") + b"\n")
+    disk.replace_unlocked(folder / layout.PROBE, result_json(result, indent=1))
 
 
 def _file_entry(path: Path, folder: Path, data: bytes) -> dict[str, str]:

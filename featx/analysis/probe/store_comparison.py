@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import hashlib
 import io
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +16,7 @@ from featx.analysis.probe.output_files import output_folder
 from featx.analysis.probe.paired_tests import compare
 from featx.analysis.probe.row_predictions import RowPredictions
 from featx.errors import DataError, StoreError, StoreMismatchError
-from featx.store import FeatureStore, layout
+from featx.store import FeatureStore, layout, read_result
 from featx.types import count_different_images
 
 
@@ -53,7 +52,7 @@ def read_probe(path: str) -> OtherProbe:
     folder = output_folder(store)
     remedy = f"python -m featx job=probe store={path} makes it."
     try:
-        about = json.loads((folder / layout.PROBE).read_bytes().decode("utf-8", "surrogateescape"))
+        about = read_result(folder / layout.PROBE)
         data = (folder / layout.PROBE_HEADS / layout.PROBE_PREDICTIONS).read_bytes()
         if about["task"] != "classification":
             raise StoreError(

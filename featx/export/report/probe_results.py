@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import json
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -25,7 +24,7 @@ from featx.export.report.probe_metrics import Metric, SeedsAccuracy, metrics_of,
 from featx.export.report.segmentation_results import SegmentationResults, segmentation_results
 from featx.export.report.value_results import ValueResults, value_results
 from featx.export.selection import as_utf8
-from featx.store import FeatureStore, layout
+from featx.store import FeatureStore, layout, read_result
 
 _METHODS = ("linear", "knn", "ridge", "attentive")
 
@@ -174,7 +173,7 @@ def probes_of(store: FeatureStore) -> Probes:
     folder = output_folder(store)
     path = folder / layout.PROBE
     try:
-        result = json.loads(path.read_bytes().decode("utf-8", "surrogateescape"))
+        result = read_result(path)
     except FileNotFoundError:
         return Probes("No probe yet.")
     except (OSError, ValueError) as error:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from featx.store import FeatureStore, layout, load_manifest
+from featx.store import FeatureStore, layout, load_manifest, read_result
 
 _STAGES = {
     "read": "reading the files, all decoders together",
@@ -76,7 +75,7 @@ def speed_of(store: FeatureStore) -> Speed:
 def _runs(store: FeatureStore) -> tuple[list[RunSpeed], str]:
     """Read summary.json; returns the runs, and the reason if there are none."""
     try:
-        summary = json.loads((store.root / layout.SUMMARY).read_bytes())
+        summary = read_result(store.root / layout.SUMMARY)
         return [_run_speed(entry) for entry in summary["runs"]], ""
     except FileNotFoundError:
         return [], "There is no summary.json yet: a run writes it when it ends."

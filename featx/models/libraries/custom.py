@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from featx.base import is_own_process
 from featx.config import CodeModelConfig
 from featx.errors import ConfigError, ModelError, nearest
 from featx.models.libraries.registry import LIBRARIES, LibraryFunctions, library_member
@@ -164,8 +165,8 @@ def import_factory(path: str) -> Callable[..., Any]:
     if not module_name or not attribute:
         raise ModelError(f"model.factory={path}: expected package.module:factory.")
     folder = str(Path.cwd())
-    if folder not in sys.path:
-        sys.path.append(folder)
+    added = [] if folder in sys.path else [folder]
+    sys.path += added
     try:
         module = importlib.import_module(module_name)
     except (ImportError, SyntaxError, TypeError, ValueError) as error:
@@ -173,6 +174,10 @@ def import_factory(path: str) -> Callable[..., Any]:
             f"model.factory={path}: {error}. Run the command where {module_name} can be "
             "imported: its folder, or a folder on PYTHONPATH."
         ) from error
+    finally:
+        # The command also finds what the module imports later; a process of a user keeps its path.
+        if added and not is_own_process():
+            sys.path.remove(folder)
     factory = getattr(module, attribute, None)
     if not callable(factory):
         raise ModelError(

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 from featx.base import Member, Registry, for_options
 from featx.config import AUTO_LIBRARY, ModelConfig
 from featx.errors import ModelError, nearest
+from featx.models.catalogue import read_catalogue
 from featx.models.known_names import hint, hint_of_family
 
 if TYPE_CHECKING:
@@ -164,7 +165,10 @@ def resolve_library(config: ModelConfig) -> ModelLibrary:
     if library.knows(config.name):
         return library
     asked = LIBRARIES.asked_by_auto() if library.name == AUTO_LIBRARY else [library]
-    names = sorted({name for one in asked for name in one.names()})
+    left_out = read_catalogue().left_out  # deprecated names load other weights than they say
+    names = sorted(
+        {name for one in asked for name in set(one.names()) - left_out.get(one.name, frozenset())}
+    )
     unknown = f"unknown model {config.name!r} (looked in {', '.join(one.name for one in asked)})."
     if known := hint(config.name, names):
         raise ModelError(unknown + known)

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from featx.base import log_message
 from featx.config import LibraryModelConfig
 from featx.errors import ConfigError, FeatxError, ModelError
 from featx.models.timm.weights import (
     LOCAL,
     check_folder,
+    check_whole,
     download_errors,
     folder_errors,
+    load_errors,
     pretrained_cfg,
-    whole_models,
 )
 
 if TYPE_CHECKING:
@@ -71,9 +72,16 @@ def create_pretrained(timm: Any, name: str, config: LibraryModelConfig, seed: in
         errors = folder_errors(name)
     else:
         errors = download_errors(name, cfg)
-    whole = whole_models(name) if config.args or size else None
-    with errors, whole or contextlib.nullcontext():
-        return _create(name, True, config.args, size, seed)
+    with errors, load_errors(name):
+        module = _create(name, True, config.args, size, seed)
+        if config.args or size:
+            check_whole(
+                name,
+                module,
+                lambda: _create(name, False, config.args, size, seed),
+                lambda: _create(name, True, {}, None, seed),
+            )
+    return module
 
 
 def create_from_file(
@@ -186,7 +194,11 @@ def _create(
 
 
 def _present_name(name: str) -> str:
-    """The present name of a model whose name is deprecated; create_model would warn."""
+    """Present name of a model; a message names it if the given one is deprecated."""
     from timm.models._registry import _deprecated_models
 
-    return str(_deprecated_models.get(name) or name)
+    present = str(_deprecated_models.get(name) or name)
+    if present != name:
+        text = f"model.name={name} is a deprecated name of timm, which loads {present} for it"
+        log_message(text, level="warning")
+    return present

@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import pickle
-import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlparse
 
-from featx.errors import ModelError, WeightsError, first_line, one_line
+from featx.errors import WeightsError, first_line, one_line
 from featx.models.hugging_face import is_cached, resolve_hub
 from featx.models.json_files import read_json
+
+if TYPE_CHECKING:
+    from torch import nn
 
 LOCAL = "local-dir:"
 """Beginning of the name of a model whose config and weights are in a folder."""
 
 _COUNTER = "num_batches_tracked"
 """Counter of BatchNorm, which eval mode never reads."""
-
-_patch_lock = threading.Lock()
-"""Protects the method of torch that `whole_models` replaces."""
 
 
 def check_tag(timm: Any, name: str) -> None:
@@ -137,51 +137,59 @@ def download_errors(name: str, cfg: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def whole_models(name: str) -> Iterator[None]:
-    """Refuse weights that leave parameters of a model at their initial values.
+def load_errors(name: str) -> Iterator[None]:
+    """Turn the error of torch about tensors that do not fit a model into a WeightsError."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "loading state_dict" not in str(error):
+            raise
+        raise WeightsError(
+            f"the weights of {name} do not fit the model that model.args and model.input_size ask "
+            f"for: {one_line(error)}"
+        ) from error
+
+
+def check_whole(
+    name: str,
+    module: nn.Module,
+    create_random: Callable[[], nn.Module],
+    create_default: Callable[[], nn.Module],
+) -> None:
+    """Check that weights leave no parameter of a model at its initial value.
 
     timm loads without `strict` if model.args change the head or the pooling, and reports parameters
-    that the weights lack (such as fc_norm of global_pool=avg) to its log only.
+    that the weights lack (such as fc_norm of global_pool=avg) to its log only. So values are
+    compared: what equals the initial value was loaded only if the model without these arguments has
+    the same value under the same name.
 
     Args:
         name: name of the model, for messages.
+        module: model with its weights.
+        create_random: creates the same model with the initial values that `module` had.
+        create_default: creates the model with its weights, without model.args.
 
     Raises:
-        WeightsError: parameters or buffers are not in the weights, or do not fit.
+        WeightsError: parameters or buffers are not in the weights.
     """
-    from torch import nn
-
-    load = nn.Module.load_state_dict
-    missing: list[list[str]] = []
-
-    def load_recorded(
-        module: nn.Module, state: Mapping[str, Any], *args: Any, **keywords: Any
-    ) -> Any:
-        try:
-            result = load(module, state, *args, **keywords)
-        except RuntimeError as error:
-            reason = one_line(error)
-            raise WeightsError(
-                f"the weights of {name} do not fit the model that model.args and model.input_size "
-                f"ask for: {reason}"
-            ) from error
-        missing.append([key for key in result.missing_keys if not key.endswith(_COUNTER)])
-        return result
-
-    with _patch_lock:
-        nn.Module.load_state_dict = load_recorded  # type: ignore[method-assign, assignment]
-        try:
-            yield
-        finally:
-            nn.Module.load_state_dict = load  # type: ignore[method-assign]
-    if not missing:
-        raise ModelError(
-            f"{name} loads its weights in a way that featx cannot check with model.args or "
-            "model.input_size; leave these out."
-        )
-    if absent := missing[-1]:
+    loaded, initial = _digests(module), _digests(create_random())
+    same = [key for key in loaded if loaded[key] == initial.get(key) and not key.endswith(_COUNTER)]
+    if not same:
+        return
+    default = _digests(create_default())
+    if absent := [key for key in same if loaded[key] != default.get(key)]:
         raise WeightsError(
             f"the weights of {name} lack {', '.join(absent[:5])}{', ...' if absent[5:] else ''} of "
             "the model that model.args ask for, which would stay random. Leave the argument out "
             "that adds these parameters; model.args.num_classes=0 builds a model without its head."
         )
+
+
+def _digests(module: nn.Module) -> dict[str, bytes]:
+    """Digest of each tensor of a state dict; two models need not be in memory at once."""
+    import torch
+
+    return {
+        key: hashlib.blake2b(tensor.contiguous().reshape(-1).view(torch.uint8).numpy()).digest()
+        for key, tensor in module.state_dict().items()
+    }

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from featx.config import LibraryModelConfig
 from featx.errors import FeatxError, ModelError, WeightsError, one_line
-from featx.models.torchvision.weights import default_entry, own_downloads
+from featx.models.torchvision.weights import default_entry, readable_entry
 
 if TYPE_CHECKING:
     import torch
@@ -78,10 +78,12 @@ def create_from_entry(
 
     from featx.models.base import seeded
 
-    name, sha256 = config.name, config.checkpoint.sha256
+    weights = readable_entry(entry, config.name, file, config.checkpoint.sha256)
     try:
-        with seeded(seed), own_downloads(name, file, sha256), _refused_args(config):
-            module: torch.nn.Module = models.get_model(name, weights=entry, **_all_args(config))
+        with seeded(seed), _refused_args(config):
+            module: torch.nn.Module = models.get_model(
+                config.name, weights=weights, **_all_args(config)
+            )
     except RuntimeError as error:  # from load_state_dict in the builder
         raise WeightsError(f"{file or entry} does not fit this model: {one_line(error)}") from error
     return module

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
-import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlparse
@@ -14,10 +12,6 @@ from featx.errors import ModelError, WeightsError
 
 if TYPE_CHECKING:
     import torch
-
-
-_patch_lock = threading.Lock()
-"""Protects the function of torchvision that `own_downloads` replaces."""
 
 
 def default_entry(enum: Any) -> Any:
@@ -61,32 +55,27 @@ def entry_of_file(enum: Any, file: str) -> Any:
     return next((entry for entry in enum if Path(urlparse(entry.url).path).name == name), None)
 
 
-@contextlib.contextmanager
-def own_downloads(name: str, file: str | None, sha256: str | None) -> Iterator[None]:
-    """Let a builder of torchvision load weights by `fetch_weights` or from a local file.
+def readable_entry(entry: Any, name: str, file: str | None, sha256: str | None) -> Any:
+    """A copy of an enum member that loads tensors only, from a local file or by `fetch_weights`.
 
     torchvision's loader unpickles arbitrary objects (weights_only=False) and reports a missing
     network as URLError only. This can be removed when torchvision loads tensors only.
 
     Args:
+        entry: enum member of the weights.
         name: name of the model, for messages.
         file: path of a local file, or None to download.
         sha256: digest that the local file must have, or None.
     """
-    from torchvision.models import _api
-
     from featx.models.checkpoint import read_weights
 
-    def fetch(url: str, *args: Any, **keywords: Any) -> Mapping[str, torch.Tensor]:
-        return read_weights(Path(file), sha256) if file else fetch_weights(url, name)
+    def get_state_dict(*args: Any, **keywords: Any) -> Mapping[str, torch.Tensor]:
+        return read_weights(Path(file), sha256) if file else fetch_weights(entry.url, name)
 
-    with _patch_lock:
-        before = _api.load_state_dict_from_url
-        _api.load_state_dict_from_url = fetch
-        try:
-            yield
-        finally:
-            _api.load_state_dict_from_url = before
+    # Builders accept members of the enum only, and the member itself belongs to the whole process.
+    copy = object.__new__(type(entry))
+    copy.__dict__.update(entry.__dict__, get_state_dict=get_state_dict)
+    return copy
 
 
 def fetch_weights(url: str, name: str) -> Mapping[str, torch.Tensor]:

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
-from featx.base import end_with_parent, keep_freed_memory
+from featx.base import end_with_parent, keep_freed_memory, own_process
 
 if TYPE_CHECKING:
     from featx.pipeline.executors.worker_stats import PartResult
@@ -105,6 +105,7 @@ def main(descriptor: int, parent: int) -> int:
     Returns:
         exit code of the process.
     """
+    own_process()
     os.set_inheritable(descriptor, False)
     end_with_parent(parent)
     socket = Connection(descriptor)

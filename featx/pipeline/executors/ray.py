@@ -12,6 +12,7 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
+from featx.base import own_process
 from featx.config import Config, ExecutorConfig
 from featx.errors import FeatxError, InternalError, RunError
 from featx.pipeline.executors.part_worker import PartWorker, add_worker_context, rows_text
@@ -124,6 +125,7 @@ class Actor:
     """
 
     def __init__(self, spec: PickledWorkerSpec, device: str) -> None:
+        own_process()
         self._spec = spec
         self._device = device
         self._name = f"actor {os.getpid()} on {device}"

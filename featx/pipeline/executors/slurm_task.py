@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from featx.base import import_extra
+from featx.base import import_extra, own_process, signal_handlers
 from featx.errors import RunError
 from featx.pipeline.executors.part_worker import PartWorker, add_worker_context, rows_text
 from featx.pipeline.executors.scheduler import MAX_DEATHS
@@ -90,6 +90,7 @@ class Task:
             part = None if worker is None else worker.part
             return rows_text(missing if part is None else [part])
 
+        own_process()
         name = f"task {os.environ.get('SLURM_JOB_ID', os.getpid())} on {self._device}"
         with add_worker_context(name, position):
             try:
@@ -165,22 +166,17 @@ def _interrupted_at_end(limit_s: float | None, spec: WorkerSpec) -> Iterator[lis
         ended_by[0] = TIME_LIMIT
         os.kill(os.getpid(), signal.SIGUSR2)
 
-    before = {
-        signal.SIGTERM: signal.signal(signal.SIGTERM, end),
-        signal.SIGUSR2: signal.signal(signal.SIGUSR2, announced),
-    }
     timer = None
     if limit_s is not None:
         timer = threading.Timer(seconds_left(limit_s) - _end_margin_s(limit_s), limit_reached)
         timer.daemon = True
         timer.start()
     try:
-        yield ended_by
+        with signal_handlers({signal.SIGTERM: end, signal.SIGUSR2: announced}):
+            yield ended_by
     finally:
         if timer is not None:
             timer.cancel()
-        for signum, handler in before.items():
-            signal.signal(signum, handler)
 
 
 def _end_margin_s(limit_s: float) -> float:

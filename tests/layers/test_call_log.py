@@ -1,14 +1,17 @@
-"""A pass logged call by call, up to the call that fails."""
+"""featx.watch: passes logged call by call, up to the call that fails, and back."""
 
 from __future__ import annotations
 
+import gc
 import re
+import weakref
 
 import pytest
 import torch
 from torch import nn
 from zoo import ZeroDivisionBetween
 
+import featx
 from featx.errors import ModelError
 from featx.layers import log_forward
 
@@ -69,9 +72,7 @@ def test_a_pass_that_fails_has_told_every_line_before() -> None:
     """What a broken layer gets is what people look for."""
     model = nn.Sequential(Block(width=5))
     output: list[str] = []
-    message = (
-        r"failed in 0\.fc \(Linear\), inside 0, \(the model\): RuntimeError: .*test_forward_log"
-    )
+    message = r"failed in 0\.fc \(Linear\), inside 0, \(the model\): RuntimeError: .*test_call_log"
     with pytest.raises(ModelError, match=message):
         log_forward(model, torch.ones(2, 3, 8, 8), output.append)
     assert plain(output) == [*PASS[:5], "  0.fc Linear 2x4 -> RuntimeError"]
@@ -119,3 +120,81 @@ def test_several_tensors_and_none() -> None:
     lines = plain(watched(nn.Sequential(Odd(), Nothing()), torch.ones(1, 3)))
     assert lines[1] == "0 Odd 1x3 -> 2 of 1x3, scalar float32, int64"
     assert lines[2] == "1 Nothing 2 of 1x3, scalar -> no tensor -"
+
+
+def test_rows_of_a_training_step_are_those_of_hooks_by_hand() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Linear(3, 4), nn.ReLU(inplace=True), nn.Sequential(nn.Linear(4, 2)), nn.Flatten()
+    )
+    x = torch.randn(2, 5, 3, requires_grad=True)
+    plain = [torch.autograd.grad(model(x).square().sum(), list(model.parameters()))]
+    with featx.watch(model) as log:
+        for _ in range(2):
+            model(x).square().sum().backward()
+    forward = [row for row in log.rows if not row.is_backward]
+    order = ["0", "1", "2.0", "2", "3", ""]
+    assert [row.layer for row in forward] == 2 * order
+    assert [row.depth for row in forward] == 2 * [1, 1, 2, 1, 1, 0]
+    assert [(row.inputs, row.outputs) for row in forward[:3]] == [
+        ("2x5x3", "2x5x4"),
+        ("2x5x4", "2x5x4"),
+        ("2x5x4", "2x5x2"),
+    ]
+    assert all(row.dtypes == "float32" and row.devices == "cpu" for row in log.rows)
+    assert [row.num_bytes for row in forward[:3]] == [160, 160, 80]
+    assert all(row.milliseconds is not None and row.milliseconds > 0 for row in forward)
+    backward = [row for row in log.rows if row.is_backward]
+    assert len(backward) == 2 * len(order)
+    assert {row.layer for row in backward} == set(order)
+    assert [row.layer for row in backward if row.depth == 1][:4] == ["3", "2", "1", "0"]
+    assert {row.layer: row.outputs for row in backward}["0"] == "2x5x4"
+    times = {row.layer: row.milliseconds for row in backward}
+    assert times["0"] is not None
+    assert times["2.0"] is not None
+    for parameter, expected in zip(model.parameters(), plain[0], strict=True):
+        torch.testing.assert_close(parameter.grad, 2 * expected)
+    lines = log.table().splitlines()
+    assert len(lines) == 1 + len(log.rows)
+    assert lines[0].split()[:5] == ["layer", "type", "pass", "input", "output"]
+
+
+def test_watching_leaves_no_hook_and_no_tensor() -> None:
+    living = []
+
+    class Note(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            living.append(weakref.ref(x))
+            return x + 1
+
+    model = nn.Sequential(nn.Linear(3, 4), Note(), nn.ReLU(inplace=True))
+    gc.disable()
+    try:
+        with featx.watch(model, keep_rows=5) as log:
+            for _ in range(3):
+                model(torch.randn(2, 3)).sum().backward()
+        assert len(log.rows) == 5
+        assert len(living) == 3
+        assert all(each() is None for each in living)
+    finally:
+        gc.enable()
+    model.append(DivideByZero()).append(nn.Linear(9, 9))
+    with pytest.raises(RuntimeError, match="shapes"), featx.watch(model) as log:
+        model(torch.randn(2, 3))
+    assert "failed in 4 (Linear)" in log.failure
+    assert [row.layer for row in log.rows] == ["0", "1", "2", "3"]
+    assert log.rows[-1].num_nonfinite > 0
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+def test_calls_outside_a_call_of_the_model_and_compiled_models_are_watched() -> None:
+    torch._dynamo.reset()
+    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU())
+    compiled = torch.compile(model, backend="eager")
+    compiled(torch.ones(2, 3))
+    with torch.no_grad(), featx.watch(model) as log:
+        model[0](torch.ones(2, 3))
+    assert [row.layer for row in log.rows] == ["0"]
+    with torch.no_grad(), featx.watch(compiled) as log:
+        compiled(torch.ones(2, 3))
+    assert [row.layer for row in log.rows] == ["_orig_mod.0", "_orig_mod.1", "_orig_mod", ""]

@@ -1,0 +1,247 @@
+"""Decoding of TIFFs by tifffile: those that Pillow reads otherwise than their tags say."""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import math
+from collections.abc import Set
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from featx.errors import counted
+from featx.images.image_policy import ImagePolicy
+from featx.images.pixel_scale import NUMBER_TYPES, format_fault, unknown_white
+from featx.images.rgb_conversion import NumberRange, numbers_to_rgb
+from featx.images.tiff_tags import (
+    BITS,
+    CHROMA_SUBSAMPLING,
+    COMPRESSION,
+    EXTRA_SAMPLES,
+    LARGEST,
+    PHOTOMETRIC,
+    PLANAR,
+    SAMPLE_FORMAT,
+    SAMPLES,
+    SMALLEST,
+    UNCOMPRESSED,
+    Tags,
+)
+from featx.types import ImageFault, Status
+
+if TYPE_CHECKING:
+    from tifffile import TiffPage
+
+WHITE_IS_ZERO, BLACK_IS_ZERO, RGB, YCBCR = 0, 1, 2, 6
+"""Values of the tag PhotometricInterpretation."""
+
+_COLOURS = {3: "a palette", 4: "a mask", 5: "CMYK", 6: "YCbCr", 8: "Lab", 32803: "a colour filter"}
+"""Others -> what messages call them."""
+
+_UNSIGNED = 1
+"""Value of the tag SampleFormat."""
+
+_ASSOCIATED, _UNASSOCIATED = 1, 2
+"""Values of the tag ExtraSamples: alpha by which colours are multiplied, or are not."""
+
+_EXACT = {
+    ((8,), BLACK_IS_ZERO, _UNSIGNED),
+    ((16,), BLACK_IS_ZERO, _UNSIGNED),
+    ((32,), BLACK_IS_ZERO, 3),
+    ((8, 8, 8), RGB, _UNSIGNED),
+}
+"""Bits, photometric interpretation and kind of number of the pages that Pillow reads exactly."""
+
+COMPRESSIONS = frozenset({1, 5, 8, 32773, 32946, 34925, 50000})
+"""None, LZW, deflate, PackBits, deflate again, LZMA, and Zstandard: the result is never larger than
+a strip or tile. Codecs of images take their size from the compressed bytes, so that a small hostile
+file would decide about memory."""
+
+
+def is_right_by_pillow(tags: Tags) -> bool:
+    """Return whether Pillow, if it reads a page at all, reads it as its tags say.
+
+    Pillow looks at no limits of samples, does not invert grey of 16 bits, reads signed bytes as
+    unsigned ones, rounds colours of 16 bits that are multiplied by alpha twice, mixes planes up if
+    there are others than grey or RGB of 8 bits, and knows no subsampling without compression.
+    """
+    bits, samples = {*tags.get(BITS, (1,))}, int(_first(tags, SAMPLES))
+    photometric, is_planar = _first(tags, PHOTOMETRIC, -1), _first(tags, PLANAR) != 1
+    if {*tags.get(SAMPLE_FORMAT, (_UNSIGNED,))} != {_UNSIGNED}:
+        return False
+    if is_planar and (bits != {8} or (photometric, samples) not in ((BLACK_IS_ZERO, 1), (RGB, 3))):
+        return False
+    is_raw = _first(tags, COMPRESSION) == UNCOMPRESSED
+    if is_raw and photometric == YCBCR and set(tags.get(CHROMA_SUBSAMPLING, (2, 2))) != {1}:
+        return False
+    if bits == {16}:
+        is_other = {SMALLEST, LARGEST} & tags.keys() or _ASSOCIATED in tags.get(EXTRA_SAMPLES, ())
+        return photometric != WHITE_IS_ZERO and not is_other
+    return bits <= {1, 2, 4, 8}
+
+
+def is_exact_by_pillow(tags: Tags) -> bool:
+    """Return whether Pillow reads the numbers of a page as they are in the file."""
+    samples = int(_first(tags, SAMPLES))
+    layout = tuple(tags.get(BITS, (1,))), _first(tags, PHOTOMETRIC, -1), _first(tags, SAMPLE_FORMAT)
+    return samples == len(layout[0]) and layout in _EXACT
+
+
+def require(package: str, what: str) -> None:
+    """Check that a package of the extra `channels` is installed.
+
+    Raises:
+        ImageFault: it is not.
+    """
+    if importlib.util.find_spec(package) is None:
+        raise ImageFault(Status.UNSUPPORTED, f'{what} needs pip install "featx[channels]"')
+
+
+def describe_tiff(tags: Tags) -> str:
+    """Name the numbers of a TIFF: its channels, and the bits and kind of each."""
+    bits = "/".join(str(number) for number in sorted({*tags.get(BITS, (1,))}))
+    kind = {1: "", 2: ", signed", 3: ", floats"}.get(int(_first(tags, SAMPLE_FORMAT)), ", others")
+    return f"a TIFF of {counted(int(_first(tags, SAMPLES)), 'channel')} of {bits} bits{kind}"
+
+
+def tiff_numbers(data: bytes, pages: list[int], policy: ImagePolicy) -> npt.NDArray[Any]:
+    """Decode an image, with the numbers of the file.
+
+    Args:
+        data: encoded bytes.
+        pages: number from 0 of the page, or of several that are the channels of an image.
+        policy: limit of pixels.
+
+    Returns:
+        (H, W, channels).
+
+    Raises:
+        ImageFault: it is incomplete or not supported, or tifffile is not installed.
+    """
+    require("tifffile", "a TIFF of such numbers")
+    from tifffile import TiffFile
+
+    with TiffFile(io.BytesIO(data)) as file:
+        found = [cast("TiffPage", file.pages[number]) for number in pages]
+        for page in found:
+            check_page(page, data, policy)
+        if len({(page.shape, page.dtype) for page in found}) > 1:
+            raise format_fault("1 channel; its pages have different sizes, so they are no channels")
+        arrays = [page.asarray(maxworkers=1) for page in found]
+        axes = found[0].axes
+    if axes == "YX":
+        return np.stack(arrays, axis=2)
+    [array] = arrays
+    return array.transpose(1, 2, 0) if axes == "SYX" else array
+
+
+def check_page(
+    page: TiffPage, data: bytes, policy: ImagePolicy, compressions: Set[int] = COMPRESSIONS
+) -> None:
+    """Check that tifffile reads a page completely, within the limit of pixels.
+
+    Args:
+        page: the page.
+        data: encoded bytes.
+        policy: limit of pixels.
+        compressions: those that are supported.
+
+    Raises:
+        ImageFault: it does not.
+    """
+    sides = [(page.imagewidth, page.imagelength)]
+    if page.is_tiled:
+        sides.append((page.tilewidth, page.tilelength))
+    for width, height in sides:
+        policy.check_pixels(width, height)
+    if page.dtype is None or page.dtype.newbyteorder("<").str not in NUMBER_TYPES:
+        raise format_fault(f"its pixels are {page.dtype}; expected whole numbers or floats")
+    if page.axes not in ("YX", "YXS", "SYX"):
+        raise format_fault(f"its axes are {page.axes}; expected YX, YXS or SYX")
+    if page.compression not in compressions:
+        name = getattr(page.compression, "name", page.compression)
+        raise format_fault(f"its compression {name} is not supported for such numbers")
+    if not isinstance(page.bitspersample, int):
+        raise format_fault(f"its channels are of {page.bitspersample} bits; expected equal ones")
+    # tifffile fills what a cut file lacks with zeros.
+    if not 0 < len(page.dataoffsets) == len(page.databytecounts):
+        raise ImageFault(Status.DECODE_ERROR, "the places of its strips or tiles are damaged")
+    ends = zip(page.dataoffsets, page.databytecounts, strict=True)
+    if any(offset + count > len(data) for offset, count in ends):
+        raise ImageFault(Status.TRUNCATED, "its pixels are outside of file bounds")
+    planes = 1 if page.planarconfig == 1 else page.samplesperpixel
+    num_bits = page.imagewidth * page.bitspersample * page.samplesperpixel // planes
+    num_bytes = planes * page.imagelength * math.ceil(num_bits / 8)
+    if page.compression == UNCOMPRESSED and sum(page.databytecounts) < num_bytes:
+        raise ImageFault(Status.TRUNCATED, "it has fewer bytes than its pixels take")
+
+
+def tiff_rgb(data: bytes, number: int, tags: Tags, policy: ImagePolicy) -> npt.NDArray[np.uint8]:
+    """Decode a page to RGB of 8 bits, by what its tags say about black and white.
+
+    Args:
+        data: encoded bytes.
+        number: number of the page from 0.
+        tags: its tags.
+        policy: white of numbers whose tags do not say it, background, and limit of pixels.
+
+    Returns:
+        (H, W, 3) uint8.
+
+    Raises:
+        ImageFault: it is incomplete or not supported, its white is not known, or tifffile is not
+            installed.
+    """
+    photometric, samples = _first(tags, PHOTOMETRIC, -1), int(_first(tags, SAMPLES))
+    extra = [int(kind) for kind in tags.get(EXTRA_SAMPLES, ())]
+    colours = 3 if photometric == RGB else 1
+    if samples == colours + 1 and not extra:
+        extra = [_UNASSOCIATED]  # as in files of 8 bits, where Pillow decides
+    if photometric not in (WHITE_IS_ZERO, BLACK_IS_ZERO, RGB):
+        kind = _COLOURS.get(int(photometric), f"colours of kind {photometric:.0f}")
+        raise format_fault(f"{describe_tiff(tags)} of {kind}, which cannot be read in this layout")
+    if samples != colours + len(extra):
+        raise format_fault(
+            f"{describe_tiff(tags)}, which is no RGB image of 8 bits: model.transform.scale reads "
+            "any channels"
+        )
+    limits = tiff_range(tags, policy)
+    array = tiff_numbers(data, [number], policy)
+    alpha = next((i for i, kind in enumerate(extra) if kind in (_ASSOCIATED, _UNASSOCIATED)), None)
+    return numbers_to_rgb(
+        array[:, :, :colours],
+        limits,
+        policy.background,
+        None if alpha is None else array[:, :, colours + alpha],
+        is_premultiplied=alpha is not None and extra[alpha] == _ASSOCIATED,
+    )
+
+
+def tiff_range(tags: Tags, policy: ImagePolicy) -> NumberRange:
+    """Numbers that are black and white: by SMinSampleValue and SMaxSampleValue, else by the bits.
+
+    Raises:
+        ImageFault: the tags do not say it, nor does the policy.
+    """
+    bits = {*tags.get(BITS, (1,))}
+    black = min(tags.get(SMALLEST, (0,)))
+    white: float | None = None
+    if LARGEST in tags:
+        white = max(tags[LARGEST])
+    elif _first(tags, SAMPLE_FORMAT) == _UNSIGNED and len(bits) == 1 and max(bits) < 32:
+        white = 2 ** int(max(bits)) - 1
+    elif policy.white is not None:
+        white = policy.white
+    if white is None:
+        raise unknown_white(describe_tiff(tags))
+    if not black < white:
+        raise format_fault(f"its tags say that black is {black:g} and white {white:g}")
+    is_inverted = _first(tags, PHOTOMETRIC) == WHITE_IS_ZERO
+    return NumberRange(white, black) if is_inverted else NumberRange(black, white)
+
+
+def _first(tags: Tags, tag: int, default: float = 1) -> float:
+    """First value of a tag."""
+    return tags.get(tag, (default,))[0]

@@ -1,0 +1,312 @@
+"""`featx.watch`: every call of every module while a model runs, as lines, rows and a table."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from featx.base import TensorHooks, elements, refuse_scripted, size_text, synchronise, table
+from featx.errors import ModelError
+from featx.layers.call_hooks import OpenCall, every_call
+from featx.layers.layer_hooks import with_own_nodes
+from featx.layers.loop_hooks import uncompiled
+
+_WHOLE = "(the model)"
+"""Name of the model itself in the log."""
+
+
+@dataclass
+class CallRow:
+    """One call of a module, or a gradient that comes back to its output."""
+
+    layer: str
+    """Dotted name of the module, with the number of its call from the second on: 'relu@2'; '' for
+    the model itself."""
+    type_name: str
+    """Class name of the module."""
+    depth: int
+    """Number of enclosing calls."""
+    is_backward: bool
+    """Whether this is the backward pass of the call."""
+    inputs: str
+    """Shapes of the input tensors, batch included: '2x3x8x8', '2 of 2x4, scalar'."""
+    outputs: str
+    """Shapes of the output tensors, or of the gradient at one of them."""
+    dtypes: str
+    """Dtypes of the output tensors, or of the gradient."""
+    devices: str
+    """Devices of the output tensors, or of the gradient."""
+    num_bytes: int
+    """Memory of the output tensors, or of the gradient."""
+    num_nonfinite: int
+    """Number of NaN and infinite values in the output tensors, or in the gradient."""
+    milliseconds: float | None
+    """Time of the call with inner calls; in the backward pass until the gradient reaches the input,
+    None if it does not."""
+
+
+@contextlib.contextmanager
+def watch(
+    model: nn.Module, show: Callable[[str], Any] | None = None, keep_rows: int = 100_000
+) -> Iterator[CallLog]:
+    """Record every call of every module inside the block, forward and backward.
+
+        with featx.watch(model) as log:
+            model(x).sum().backward()
+        print(log.table())
+
+    The device is synchronised around each call, so that the times are those of the call; the model
+    as a whole is slower. No tensor is kept. A compiled model runs its original code. The hooks are
+    removed at the end of the block, also after an exception.
+
+    Args:
+        model: any torch.nn.Module, in train or eval mode.
+        show: function that is called with a line when a call ends, such as `print`. A call with
+            inner calls also has a line when it starts, which ends in dots.
+        keep_rows: number of rows that are kept, the last ones.
+
+    Yields:
+        The log, whose rows appear while the model runs.
+
+    Raises:
+        ModelError: the model is TorchScript.
+    """
+    refuse_scripted(model.named_modules())
+    log = CallLog(model, show or (lambda line: None), keep_rows)
+    modules = dict(model.named_modules())
+    with contextlib.ExitStack() as stack:
+        stack.callback(log._gradients.remove)
+        stack.enter_context(uncompiled(model))
+        open_calls = stack.enter_context(every_call(modules, log._begin, log._end))
+        try:
+            yield log
+        except Exception as error:
+            if open_calls:
+                log._show_failure(open_calls, error)
+            raise
+
+
+def log_forward(module: nn.Module, x: torch.Tensor, show: Callable[[str], None]) -> None:
+    """Run one forward pass, and show a line for every call.
+
+    Args:
+        module: model in eval mode; the caller enters no_grad and autocast.
+        x: (B, 3, H, W) normalised images on the device of the module.
+        show: function that is called with each line.
+
+    Raises:
+        ModelError: the forward pass fails; the last lines name the call.
+    """
+    log = None
+    try:
+        with watch(module, show) as log:
+            module(x)
+    except Exception as error:
+        if log is None or not log.failure:
+            raise
+        raise ModelError(log.failure) from error
+
+
+@dataclass
+class _CallState:
+    """State of a call between its start and its end.
+
+    Attributes:
+        inputs: the input tensors.
+        shapes: shapes of the inputs.
+        has_nonfinite_input: whether an input has a non-finite value.
+        started_at: seconds of the clock at the start, minus the time of logging so far.
+        has_start_line: whether the starting line was written.
+    """
+
+    inputs: list[torch.Tensor]
+    shapes: str
+    has_nonfinite_input: bool
+    started_at: float = 0.0
+    has_start_line: bool = False
+
+
+class CallLog:
+    """Record of the calls in a `watch` block.
+
+    Attributes:
+        rows: the last rows, in the order in which calls end and gradients arrive.
+        failure: the call that raised the exception which ended the block, and where; or ''.
+    """
+
+    def __init__(self, model: nn.Module, show: Callable[[str], Any], keep_rows: int) -> None:
+        self.rows: deque[CallRow] = deque(maxlen=keep_rows)
+        self.failure = ""
+        self._show = show
+        self._gradients = TensorHooks()
+        self._logging_s = 0.0
+        self._all_finite = True
+        names = [name or _WHOLE for name, _ in model.named_modules()]
+        self._name_width = max(len(name) + 2 * name.count(".") for name in names)
+        self._type_width = max(len(type(m).__name__) for m in model.modules())
+
+    def table(self) -> str:
+        """Format the rows as a table."""
+        header = ("layer", "type", "pass", "input", "output", "dtype", "device", "ms", "size")
+        cells = [
+            [
+                "  " * max(0, row.depth - 1) + (row.layer or _WHOLE),
+                row.type_name,
+                "backward" if row.is_backward else "forward",
+                row.inputs,
+                row.outputs,
+                row.dtypes,
+                row.devices,
+                "-" if row.milliseconds is None else f"{row.milliseconds:.2f}",
+                size_text(row.num_bytes),
+            ]
+            for row in self.rows
+        ]
+        return table(header, cells, left=7, width=None)
+
+    def _now(self, tensors: Sequence[torch.Tensor] = ()) -> float:
+        """Seconds without the time of logging, when the devices of the tensors have no work."""
+        for device in {x.device for x in tensors}:
+            synchronise(device)
+        return time.perf_counter() - self._logging_s
+
+    @contextlib.contextmanager
+    def _logging(self) -> Iterator[None]:
+        """Exclude the time of the block from the times of calls."""
+        started_at = time.perf_counter()
+        yield
+        self._logging_s += time.perf_counter() - started_at
+
+    def _begin(self, call: OpenCall, inputs: list[Any]) -> None:
+        """Record the inputs of a call, and write the starting line of its parent."""
+        tensors = list(elements(inputs).values())
+        self._now(tensors)
+        with self._logging():
+            outer = call.parent
+            if outer is not None and not outer.data.has_start_line:
+                outer.data.has_start_line = True
+                self._show(f"{self._head(outer, outer.name)} -> ...")
+            call.data = _CallState(tensors, _shapes(tensors), _num_nonfinite(tensors) > 0)
+        call.data.started_at = self._now()
+
+    def _end(self, call: OpenCall, number: int, output: Any) -> Any:
+        """Record a call, and follow its gradients."""
+        milliseconds = 1e3 * (self._now([*elements(output).values()]) - call.data.started_at)
+        with self._logging():
+            name = f"{call.name}@{number}" if number > 1 else call.name
+            output = with_own_nodes(output, call.data.inputs)
+            tensors = list(elements(output).values())
+            row = self._add(call, name, tensors, milliseconds)
+            text = f"{self._head(call, name)} -> {row.outputs}"
+            self._show(
+                f"{text:<{self._name_width + self._type_width + 33}}  {row.dtypes or '-':<8}"
+                f"{milliseconds:>8.2f} ms{self._alarm(call, row)}"
+            )
+            self._follow(call, name, tensors)
+        return output
+
+    def _add(
+        self, call: OpenCall, name: str, tensors: Sequence[torch.Tensor], ms: float | None
+    ) -> CallRow:
+        """Add the row of a call, or of a gradient, whose time is not known yet."""
+        row = CallRow(
+            layer=name,
+            type_name=type(call.module).__name__,
+            depth=call.depth,
+            is_backward=ms is None,
+            inputs=call.data.shapes,
+            outputs=_shapes(tensors),
+            dtypes=", ".join(dict.fromkeys(str(x.dtype).partition(".")[2] for x in tensors)),
+            devices=", ".join(dict.fromkeys(str(x.device) for x in tensors)),
+            num_bytes=sum(x.numel() * x.element_size() for x in tensors),
+            num_nonfinite=_num_nonfinite(tensors),
+            milliseconds=ms,
+        )
+        self.rows.append(row)
+        return row
+
+    def _follow(self, call: OpenCall, name: str, outputs: Sequence[torch.Tensor]) -> None:
+        """Record the gradients that reach the outputs of a call, until they reach its inputs."""
+        inputs, call.data.inputs = call.data.inputs, []  # the hooks must not keep tensors
+        running: list[tuple[CallRow, float]] = []
+
+        def at_output(gradient: torch.Tensor) -> None:
+            self._now([gradient])
+            with self._logging():
+                row = self._add(call, name, [gradient], None)
+                self._show(f"{self._head(call, name)} <- {row.outputs}")
+            running.append((row, self._now()))
+
+        def at_input(gradient: torch.Tensor) -> None:
+            ended_at = self._now([gradient])
+            for row, started_at in running[-1:]:
+                row.milliseconds = 1e3 * (ended_at - started_at)
+
+        for tensor in outputs:
+            if tensor.requires_grad:
+                self._gradients.add(tensor, at_output)
+        for tensor in inputs:
+            if tensor.requires_grad and all(tensor is not x for x in outputs):
+                self._gradients.add(tensor, at_input)
+
+    def _show_failure(self, open_calls: Sequence[OpenCall], error: Exception) -> None:
+        """Write the line of the call that raised an exception."""
+        call = open_calls[-1]
+        self._show(f"{self._head(call, call.name)} -> {type(error).__name__}")
+        self.failure = _failure_text(open_calls, error)
+
+    def _head(self, call: OpenCall, name: str) -> str:
+        """Name, class and input shapes of a call, indented by depth."""
+        indented = "  " * max(0, call.depth - 1) + (name or _WHOLE)
+        kind = type(call.module).__name__
+        return f"{indented:<{self._name_width}}  {kind:<{self._type_width}}  {call.data.shapes}"
+
+    def _alarm(self, call: OpenCall, row: CallRow) -> str:
+        """Number of non-finite values in an output, and whether the input had some; or ''."""
+        if not row.num_nonfinite:
+            return ""
+        text = f"  {row.num_nonfinite:,} NOT FINITE"
+        if self._all_finite:
+            text += ", as some of its input" if call.data.has_nonfinite_input else ", the first"
+        self._all_finite = False
+        return text
+
+
+def _num_nonfinite(tensors: Sequence[torch.Tensor]) -> int:
+    """Number of values that are NaN or infinite."""
+    return sum(int((~torch.isfinite(x)).sum()) for x in tensors)
+
+
+def _shapes(tensors: Sequence[torch.Tensor]) -> str:
+    """Shapes of some tensors, batch included; equal shapes are counted."""
+    counts: dict[str, int] = {}
+    for tensor in tensors:
+        shape = "x".join(map(str, tensor.shape)) or "scalar"
+        counts[shape] = counts.get(shape, 0) + 1
+    listed = [shape if n == 1 else f"{n} of {shape}" for shape, n in counts.items()]
+    return ", ".join(listed) or "no tensor"
+
+
+def _failure_text(open_calls: Sequence[OpenCall], error: Exception) -> str:
+    """Message for an exception, with the innermost call and the line of code outside torch."""
+    call = open_calls[-1]
+    outer = [c.name or _WHOLE for c in reversed(open_calls[:-1])]
+    frames = traceback.extract_tb(error.__traceback__)
+    library = str(Path(torch.__file__).parent)
+    where = [f for f in frames if not f.filename.startswith(library)][-1]
+    message = " ".join(str(error).split())
+    return (
+        f"the pass failed in {call.name or _WHOLE} ({type(call.module).__name__})"
+        f"{', inside ' + ', '.join(outer) if outer else ''}: {type(error).__name__}: {message} "
+        f"({where.filename}, line {where.lineno}). The lines above show the output of every layer "
+        "before it."
+    )

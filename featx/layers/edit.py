@@ -1,0 +1,143 @@
+"""`featx.edit`: functions that replace tensors of named layers while a model runs."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from featx.errors import LayerError
+from featx.layers.attention import needs_plain_attention, plain_attention
+from featx.layers.layer_hooks import PassRecord
+from featx.layers.layer_names import names_of, parse_points
+from featx.layers.loop_hooks import LoopHooks
+from featx.layers.operations import OperationRecorder
+from featx.layers.trace import CapturePoint
+
+Edit = Callable[[torch.Tensor], torch.Tensor]
+"""Function from a tensor of a layer to its replacement, of the same shape, dtype and device."""
+
+
+@contextlib.contextmanager
+def edit(model: nn.Module, edits: Mapping[str, Edit]) -> Iterator[None]:
+    """Replace tensors of named layers inside the block.
+
+        with featx.edit(model, {"layer3": torch.zeros_like, "fc:input": lambda x: x.clamp(-1, 1)}):
+            model(x)
+
+    The model goes on with what a function returns, and gradients flow through it. `featx.capture`
+    sees the edited tensors, whichever block is the outer one; only an edit of an operation must be
+    outside of a capture of one. Of two edits of the same layer, that of the inner block runs first.
+    Calls in a backward pass that recomputes layers (checkpoints) are edited as well. The hooks are
+    removed at the end of the block, also after an exception.
+
+    Args:
+        model: any torch.nn.Module, in train or eval mode.
+        edits: name -> function. Names are as for `featx.capture`, except attention weights; the
+            function of `layer4:grad_output` or `layer4:grad_input` replaces the gradient. A
+            function may change its tensor in place, where autograd allows that, and return it.
+
+    Raises:
+        LayerError: there is no such layer; a function returns something else than a tensor of the
+            same shape, dtype and device; or, at the end, the model ran without one of the layers.
+        ModelError: the model or one of these layers is TorchScript.
+    """
+    points = parse_points(model, list(edits))
+    operations = [point.name for point in points if point.operation]
+    hooks = _EditHooks(model, points, operations, edits)
+    with (
+        plain_attention(model, needs_plain_attention(model, names_of(points))),
+        hooks,
+        hooks.recording,
+    ):
+        yield
+        hooks.check_used()
+
+
+class _EditHooks(LoopHooks):
+    """Hooks that replace tensors, before the hooks of `featx.capture` see them."""
+
+    runs_first = True
+
+    def __init__(
+        self,
+        model: nn.Module,
+        points: list[CapturePoint],
+        optional: list[str],
+        edits: Mapping[str, Edit],
+    ) -> None:
+        for point in points:
+            if point.capture == "attention":
+                raise LayerError(
+                    f"{point.name}: attention weights are read, and cannot be replaced. Name the "
+                    f"softmax operation that computes them, such as {point.module + '.softmax'!r}."
+                )
+        outer = torch.overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+        if optional and any(isinstance(mode, OperationRecorder) for mode in outer):
+            raise LayerError(
+                f"{optional[0]!r} is an operation, and an outer block captures operations before "
+                "they are edited: open featx.edit outside of featx.capture."
+            )
+        super().__init__(model, points, optional)
+        self._edits = edits
+        self._used: set[str] = set()
+
+    def points_of_call(
+        self, key: tuple[int, str], points: list[CapturePoint]
+    ) -> list[CapturePoint]:
+        """Return the edits of a call.
+
+        Raises:
+            LayerError: an edit is for one call, and calls are not counted here.
+        """
+        if not self.record.is_open and (numbered := [p for p in points if p.call is not None]):
+            raise LayerError(
+                f"{numbered[0].name}: calls are counted inside a call of the model itself, "
+                "model(x), and this call of the layer is outside of one, or recomputes it in a "
+                f"backward pass. Name {numbered[0].layer!r} without a number."
+            )
+        return super().points_of_call(key, points)
+
+    def take(self, record: PassRecord, point: CapturePoint, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the replacement of a tensor.
+
+        Raises:
+            LayerError: it does not fit.
+        """
+        self._used.add(point.name)
+        new: Any = self._edits[point.name](tensor)
+        if not isinstance(new, torch.Tensor):
+            raise LayerError(
+                f"{point.name}: its function returned {type(new).__name__}, expected the tensor "
+                "that replaces the layer's. A function that changes its tensor in place returns it."
+            )
+        for what in ("shape", "dtype", "device"):
+            if (got := getattr(new, what)) != (expected := getattr(tensor, what)):
+                raise LayerError(
+                    f"{point.name}: its function returned a tensor of {what} {got}, expected "
+                    f"{expected} as the layer's."
+                )
+        return new
+
+    def receiver(
+        self, record: PassRecord, point: CapturePoint
+    ) -> Callable[[torch.Tensor], torch.Tensor]:
+        """Return the function that replaces the gradients of one call of a layer."""
+        return lambda gradient: self.take(record, point, gradient)
+
+    def check_used(self) -> None:
+        """Check that the model has called each layer, if it ran.
+
+        Raises:
+            LayerError: an edit had no effect.
+        """
+        unused = [name for name in self._edits if name not in self._used]
+        gradients = {name for name in unused if name.partition(":")[2].startswith("grad_")}
+        if self.has_run and (missed := [name for name in unused if name not in gradients]):
+            raise LayerError(
+                f"the model ran, but {', '.join(map(repr, missed))} was not called in this block, "
+                f"so nothing was edited there.{self.why_unseen()}"
+            )

@@ -1,0 +1,264 @@
+"""Damaged JPEGs are failures in libjpeg's words; sound ones of any making are not."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import subprocess
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from encoded_images import encode
+from PIL import Image
+from tiny_model import COMMAND
+
+from featx import open as open_store
+from featx.images import PILLOW, ImagePolicy, decode_pillow
+from featx.images.decode import decode_array
+from featx.images.image_policy import ACCEPT, SIMPLEJPEG
+from featx.images.jpeg_decode import jpeg_damage, plain_jpeg_size, read_header
+from featx.types import ImageFault, Status
+
+POLICY = ImagePolicy("apply", (255, 255, 255), 1 << 24, jpeg=SIMPLEJPEG)
+END = b"\xff\xd9"
+KINDS = {
+    "baseline": {},
+    "high quality": {"quality": 95},
+    "progressive": {"progressive": True, "quality": 90},
+    "optimised": {"optimize": True, "quality": 75},
+    "restart markers": {"restart_marker_rows": 1},
+    "4:4:4": {"subsampling": 0},
+}
+
+
+def photo(size: tuple[int, int] = (320, 240), seed: int = 0) -> Image.Image:
+    """Smooth colours with some noise, as in a photograph."""
+    rng = np.random.default_rng(seed)
+    small = Image.fromarray(rng.integers(0, 256, (9, 12, 3), dtype=np.uint8))
+    smooth = np.asarray(small.resize(size, Image.Resampling.BICUBIC)).astype(int)
+    return Image.fromarray((smooth + rng.integers(-9, 10, smooth.shape)).clip(0, 255).astype("u1"))
+
+
+def scan_of(data: bytes) -> int:
+    """Where the compressed data begin."""
+    return data.index(b"\xff\xda") + 14
+
+
+def damaged(data: bytes) -> dict[str, bytes]:
+    """A sound file in every way in which it may be damaged and still have its beginning and end."""
+    start, size = scan_of(data), len(data)
+    middle, third = (start + size) // 2, (size - start) // 3
+    blocks = [data[i : i + 1024] for i in range(0, size, 1024)]
+    swapped = [*blocks[:3], blocks[5], blocks[4], blocks[3], *blocks[6:]]
+    return {
+        "line ends converted": data[:start] + data[start:].replace(b"\n", b"\r\n"),
+        "line ends converted in the header, too": data.replace(b"\n", b"\r\n"),
+        "line ends shortened": data[:start] + data[start:].replace(b"\r", b""),
+        "half lost": data[:middle] + END,
+        "second half zeros": data[:middle] + bytes(size - middle - 2) + END,
+        "all zeros behind the middle": data[:middle] + bytes(size - middle),
+        "middle lost": data[: start + third] + data[start + 2 * third :],
+        "blocks swapped": b"".join(swapped),
+        "block of zeros": b"".join([*blocks[:4], bytes(1024), *blocks[5:]]),
+    }
+
+
+WAYS = list(damaged(encode(photo(), "JPEG")))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("mode", ["RGB", "L"])
+def test_damage_is_a_failure(kind: str, way: str, mode: str) -> None:
+    num_undetected = 0
+    for seed in range(4):
+        sound = encode(photo(seed=seed).convert(mode), "JPEG", **KINDS[kind])
+        data = damaged(sound)[way]
+        for decoder in (SIMPLEJPEG, PILLOW):
+            for at_least in (None, 20):
+                policy = replace(POLICY, jpeg=decoder)
+                assert decode_array(sound, policy, at_least).shape[2] == 3
+                status = status_of(data, policy, at_least)
+                assert status in (Status.OK, Status.DECODE_ERROR, Status.TRUNCATED)
+                num_undetected += status == Status.OK
+    # Decoders of Huffman codes may find back to the right place: then libjpeg does not know it.
+    may_be_unknown = ("blocks swapped", "block of zeros", "line ends shortened")
+    assert num_undetected <= (8 if way in may_be_unknown else 0)
+
+
+def status_of(data: bytes, policy: ImagePolicy, at_least: int | None = None) -> Status:
+    try:
+        decode_array(data, policy, at_least)
+    except ImageFault as fault:
+        return fault.status
+    return Status.OK
+
+
+def test_the_words_are_those_of_libjpeg() -> None:
+    data = encode(photo(), "JPEG")
+    files = damaged(data)
+    for way, words, status in (
+        ("half lost", "Corrupt JPEG data: premature end of data segment", Status.DECODE_ERROR),
+        ("all zeros behind the middle", "Premature end of JPEG file", Status.TRUNCATED),
+    ):
+        with pytest.raises(ImageFault, match=words) as caught:
+            decode_array(files[way], POLICY, None)
+        assert caught.value.status == status
+    with pytest.raises(ImageFault, match="premature end") as caught:
+        decode_array(files["half lost"], replace(POLICY, channels=3), None)
+    assert caught.value.status == Status.DECODE_ERROR
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_damage_is_accepted_and_said(kind: str) -> None:
+    accepting = replace(POLICY, damaged=ACCEPT)
+    sound = encode(photo(), "JPEG", **KINDS[kind])
+    for way in ("half lost", "middle lost"):
+        data = damaged(sound)[way]
+        with pytest.warns(UserWarning, match="damaged JPEG: "):
+            found = decode_array(data, accepting, None)
+        assert np.array_equal(found, np.asarray(Image.open(io.BytesIO(data)).convert("RGB")))
+    assert np.array_equal(decode_array(sound, accepting, None), decode_array(sound, POLICY, None))
+
+
+def segment(marker: int, content: bytes) -> bytes:
+    return bytes([0xFF, marker]) + (len(content) + 2).to_bytes(2) + content
+
+
+def sound_oddities() -> dict[str, bytes]:
+    """JPEGs of which libjpeg warns, or which look odd, and whose pixels are as they were."""
+    data = encode(photo(), "JPEG")
+    end, table, scan = len(data) - 2, data.index(b"\xff\xdb"), data.index(b"\xff\xda")
+    exif = Image.Exif()
+    exif[0x0112] = 3
+    return {
+        "bytes before a table": data[:table] + b"stray bytes" + data[table:],
+        "bytes before the scan": data[:scan] + b"\0\0\0" + data[scan:],
+        "one byte before the end": data[:end] + b"\x5a" + data[end:],
+        "two bytes before the end": data[:end] + b"\x5a\x11" + data[end:],
+        "padding of zeros": data[:end] + bytes(70) + data[end:],
+        "padding of ones": data[:end] + b"\xff" * 70 + data[end:],
+        "bytes behind the end": data + b"trailer" * 90,
+        "bytes of a JPEG behind the end": data + data[: len(data) // 2],
+        "another version of JFIF": data.replace(b"JFIF\0\1\1", b"JFIF\0\7\7", 1),
+        "unknown colours of Adobe": data[:2] + segment(0xEE, b"Adobe\0d\0\0\0\0\x09") + data[2:],
+        "damaged profile": data[:2] + segment(0xE2, b"ICC_PROFILE\0\7\3" + bytes(9)) + data[2:],
+        "other parameters of the scan": data[: scan + 11] + b"\1\5\x11" + data[scan + 14 :],
+        "fill bytes": data[:table] + b"\xff" * 9 + data[table:],
+        "XMP and a comment": data[:2] + segment(0xE1, b"http://ns.adobe.com/xap/1.0/\0<x/>")
+        + segment(0xFE, b"\xff\xda\xff\xd9") + data[2:],
+        "a thumbnail in EXIF": encode(photo(), "JPEG", exif=exif.tobytes() + data[:9000]),
+        "MPO": encode(photo(), "MPO", save_all=True, append_images=[photo(seed=1)]),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", sound_oddities())
+@pytest.mark.parametrize("jpeg", [PILLOW, SIMPLEJPEG])
+def test_an_odd_but_sound_jpeg_is_taken(name: str, jpeg: str) -> None:
+    data = sound_oddities()[name]
+    found = decode_array(data, replace(POLICY, jpeg=jpeg), None)
+    right = np.asarray(Image.open(io.BytesIO(encode(photo(), "JPEG"))))
+    assert np.array_equal(found, right if name != "a thumbnail in EXIF" else right[::-1, ::-1])
+
+
+@pytest.mark.parametrize("mode", ["RGB", "L", "CMYK"])
+def test_a_progressive_jpeg_that_lacks_scans(mode: str) -> None:
+    """Cut between two scans and ended: libjpeg has no complaint, and the image is blurred."""
+    data = encode(photo().convert(mode), "JPEG", progressive=True)
+    assert jpeg_damage(data) is None
+    scans = [i for i in range(len(data)) if data[i : i + 2] == b"\xff\xda"]
+    assert len(scans) > 3
+    for scan in scans[1:]:
+        # Huffman tables come before their scan.
+        tables = data.rfind(b"\xff\xc4", 0, scan)
+        for end in {scan, tables} if tables > scans[0] else {scan}:
+            cut = data[:end] + END
+            for jpeg in (PILLOW, SIMPLEJPEG):
+                with pytest.raises(ImageFault, match="last scans are missing"):
+                    decode_array(cut, replace(POLICY, jpeg=jpeg), None)
+
+
+@pytest.mark.parametrize("compression", ["jpeg"])
+@pytest.mark.parametrize("mode", ["RGB", "L"])
+def test_a_damaged_jpeg_in_a_tiff(compression: str, mode: str) -> None:
+    data = encode(photo().convert(mode), "TIFF", compression=compression, quality=90)
+    assert decode_pillow(data, POLICY).size == (320, 240)
+    start = data.index(b"\xff\xda") + 400
+    broken = data[:start] + bytes(300) + data[start + 300 :]
+    for policy in (POLICY, replace(POLICY, channels=len(mode))):
+        with pytest.raises(ImageFault, match="JPEG data") as caught:
+            decode_array(broken, policy, None)
+        assert caught.value.status == Status.DECODE_ERROR
+
+
+def size_of(data: bytes) -> tuple[int, int] | None:
+    return plain_jpeg_size(data, read_header(data))
+
+
+def test_the_size_of_a_jpeg_without_exif() -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 3
+    for kind in KINDS.values():
+        assert size_of(encode(photo(), "JPEG", **kind)) == (320, 240)
+    assert size_of(encode(photo().convert("L"), "JPEG")) == (320, 240)
+    profile = encode(photo(), "JPEG", icc_profile=b"\xff\xe1\xff\xda" * 20)
+    assert size_of(profile) == (320, 240)
+    for data in (
+        encode(photo(), "JPEG", exif=exif.tobytes()),
+        encode(photo().convert("CMYK"), "JPEG"),
+        encode(photo(), "PNG"),
+        encode(photo(), "JPEG")[:150],
+        b"\xff\xd8\xff",
+    ):
+        assert size_of(data) is None
+
+
+def test_the_command_refuses_accepts_and_records(
+    featx: Callable[..., subprocess.CompletedProcess[str]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]), prepend=os.pathsep)
+    photos = tmp_path / "photos"
+    photos.mkdir()
+    for i in range(4):
+        sound = encode(photo(seed=i), "JPEG")
+        (photos / f"{i}.jpg").write_bytes(sound if i else damaged(sound)["half lost"])
+    command = (*COMMAND, "data=folder", f"data.root={photos}", "max_failures=1")
+    assert featx(*command).returncode == 0
+    store = open_store(tmp_path / "store")
+    assert store.ok.tolist() == [False, True, True, True]
+    assert "premature end of data segment" in (tmp_path / "store/failures.csv").read_text()
+    done = featx(*command, "data.damaged=accept")
+    assert done.returncode == 2
+    assert "data.damaged" in done.stderr
+    done = featx(*command, "data.damaged=accept", "out=accepted")
+    assert done.returncode == 0
+    assert "1 image: damaged JPEG: Corrupt JPEG data: premature end" in done.stdout
+    accepted = open_store(tmp_path / "accepted")
+    assert accepted.ok.all()
+    assert np.array_equal(accepted["conv"][1:], store["conv"][1:])
+
+
+def test_no_photograph_is_refused(shared_data: Path) -> None:
+    files = sorted((shared_data / "caltech101-10").rglob("*.jpg"))[::6]
+    assert len(files) > 50
+    for path in files:
+        data = path.read_bytes()
+        assert jpeg_damage(data) is None, path
+        right = np.asarray(Image.open(path).convert("RGB"))
+        assert np.array_equal(decode_array(data, POLICY, None), right), path
+
+
+def test_odd_jpegs_of_fuzzers(shared_data: Path) -> None:
+    """What Pillow decodes is taken, also 4:4:1; no other one raises anything but a fault."""
+    for path in sorted((shared_data / "odd-images" / "jpeg-variants").iterdir()):
+        for jpeg in (PILLOW, SIMPLEJPEG):
+            status = status_of(path.read_bytes(), replace(POLICY, jpeg=jpeg))
+            with contextlib.suppress(OSError, SyntaxError), Image.open(path) as image:
+                image.load()
+                assert status == Status.OK, path

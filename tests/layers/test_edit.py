@@ -1,0 +1,236 @@
+"""featx.edit: against models of plain PyTorch that compute the edited values themselves."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from test_capture_hooks import num_hooks
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import featx
+from featx.errors import LayerError
+
+Edit = Callable[[torch.Tensor], torch.Tensor]
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.act, self.head = nn.Linear(3, 4), nn.ReLU(inplace=True), nn.Linear(4, 2)
+
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
+        return self.act(self.first(x)) + 1
+
+    def forward(self, x: torch.Tensor) -> dict[str, Any]:
+        return {"logits": self.head(self.act(self.encode(x))), "hidden": [x, None]}
+
+
+def keep(x: torch.Tensor) -> torch.Tensor:
+    return x
+
+
+def by_hand(model: Net, x: torch.Tensor, **edits: Edit) -> torch.Tensor:
+    """The same model with the functions written into it."""
+    step = edits.get
+    x = step("first_in", keep)(x)
+    x = step("first", keep)(F.linear(x, model.first.weight, model.first.bias))
+    x = step("act1", keep)(x.relu())
+    x = step("act2", keep)(step("add", keep)(x + 1).relu())
+    return step("logits", keep)(F.linear(x, model.head.weight, model.head.bias))
+
+
+def scale(x: torch.Tensor) -> torch.Tensor:
+    return 2 * x - 0.5
+
+
+def write(x: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        x[:, 0] = 0
+    return x
+
+
+def images() -> torch.Tensor:
+    return torch.randn(5, 3, generator=torch.Generator().manual_seed(1))
+
+
+CASES = {
+    "first": {"first": scale},
+    "first:input": {"first_in": scale},
+    "act@1": {"act1": scale},
+    "act@2": {"act2": torch.zeros_like},
+    "add": {"add": scale},
+    ".logits": {"logits": scale},
+    "head:input": {"act2": scale},
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_values_and_gradients_are_those_of_the_edited_model(name: str) -> None:
+    model, x = Net(), images()
+    (function,) = CASES[name].values()
+    plain = model(x)["logits"]
+    with featx.edit(model, {name: function}):
+        output = model(x)
+    expected = by_hand(model, x, **CASES[name])
+    assert torch.equal(output["logits"], expected)
+    assert output["hidden"][0] is x
+    parameters = list(model.parameters())
+    got, wanted = (
+        torch.autograd.grad(y.square().sum(), parameters, allow_unused=True, materialize_grads=True)
+        for y in (output["logits"], expected)
+    )
+    for a, b in zip(got, wanted, strict=True):
+        torch.testing.assert_close(a, b)
+    assert num_hooks(model) == 0
+    assert torch.equal(model(x)["logits"], plain)
+
+
+def test_a_function_may_change_its_tensor_in_place() -> None:
+    model, x = Net(), images()
+    with torch.no_grad(), featx.edit(model, {"first": write}):
+        output = model(x)["logits"]
+    assert torch.equal(output, by_hand(model, x, first=write).detach())
+
+
+@pytest.mark.parametrize("outer", ["edit", "capture"])
+def test_capture_sees_the_edited_values_and_their_gradients(outer: str) -> None:
+    model, x = Net(), images()
+    edit = featx.edit(model, {"first": scale, "head:input": scale})
+    names = ["first", "first:grad_output", "head:input", ""]
+    names[-1] = ".logits"
+    capture = featx.capture(model, names)
+    with edit if outer == "edit" else capture as a, capture if outer == "edit" else edit as b:
+        output = model(x)["logits"]
+        output.square().sum().backward()
+    features = b if outer == "edit" else a
+    first = F.linear(x, model.first.weight, model.first.bias)
+    edited = scale(first).detach().requires_grad_()
+    assert torch.equal(features["first"], edited)
+    before = scale((edited.relu() + 1).relu())
+    assert torch.equal(features["head:input"], before)
+    assert features[".logits"] is output
+    (expected,) = torch.autograd.grad(model.head(before).square().sum(), edited)
+    torch.testing.assert_close(features["first:grad_output"], expected)
+
+
+def test_operations_are_captured_as_edited_if_the_edit_is_outside() -> None:
+    model, x = Net(), images()
+    with featx.edit(model, {"add": scale}), featx.capture(model, "add") as features:
+        model(x)
+    assert torch.equal(features["add"], scale(model.encode(x)))
+    with (
+        pytest.raises(LayerError, match=r"'add'.*featx.edit outside of featx.capture"),
+        featx.capture(model, "add"),
+        featx.edit(model, {"add": scale}),
+    ):
+        pass
+    assert num_hooks(model) == 0
+
+
+def test_a_gradient_is_replaced() -> None:
+    model, x = Net(), images()
+    with featx.edit(model, {"act@2:grad_output": torch.zeros_like, "first:grad_output": scale}):
+        model(x)["logits"].sum().backward()
+    assert torch.equal(model.first.bias.grad, torch.full((4,), -0.5 * 5))
+    assert torch.equal(model.head.bias.grad, torch.full((2,), 5.0))
+
+
+def test_two_edits_of_one_layer_compose_the_inner_block_first() -> None:
+    model, x = Net(), images()
+    with featx.edit(model, {"first": torch.relu}), featx.edit(model, {"first": scale}):
+        output = model(x)["logits"]
+    assert torch.equal(output, by_hand(model, x, first=lambda y: scale(y).relu()))
+
+
+def test_any_call_is_edited_and_calls_have_numbers_in_a_call_of_the_model_only() -> None:
+    model, x = Net(), images()
+    with featx.edit(model, {"first": scale}):
+        got = model.encode(x)
+    assert torch.equal(got, scale(F.linear(x, model.first.weight, model.first.bias)).relu() + 1)
+    with (
+        pytest.raises(LayerError, match="Name 'act' without a number"),
+        featx.edit(model, {"act@1": scale}),
+    ):
+        model.encode(x)
+    assert num_hooks(model) == 0
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_layers_that_a_checkpoint_computes_again_are_edited_again(reentrant: bool) -> None:
+    class Checkpointed(Net):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head(checkpoint(self.encode, x, use_reentrant=reentrant))
+
+    model, x = Checkpointed(), images().requires_grad_()
+    with featx.edit(model, {"first": scale}):
+        model(x).square().sum().backward()
+    first = scale(F.linear(x, model.first.weight, model.first.bias))
+    expected = torch.autograd.grad(
+        model.head(first.relu() + 1).square().sum(), [x, *model.parameters()]
+    )
+    got = [x.grad, *(p.grad for p in model.parameters())]
+    for a, b in zip(got, expected, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (lambda x: x[:1], r"first: its function returned a tensor of shape torch.Size\(\[1, 4\]\)"),
+        (torch.Tensor.double, r"first: .* of dtype torch.float64, expected torch.float32"),
+        (lambda x: x.to("meta"), "first: .* of device meta, expected cpu"),
+        (lambda x: None, "first: its function returned NoneType"),
+    ],
+)
+def test_what_does_not_fit_names_the_layer(function: Any, message: str) -> None:
+    model = Net()
+    with pytest.raises(LayerError, match=message), featx.edit(model, {"first": function}):
+        model(images())
+    assert num_hooks(model) == 0
+
+
+def test_an_edit_without_effect_is_an_error() -> None:
+    class Unused(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.other = nn.Linear(1, 1)
+
+    model = Unused()
+    with featx.edit(model, {"other": scale}):
+        pass
+    with (
+        pytest.raises(LayerError, match="'other' was not called"),
+        featx.edit(model, {"other": scale, "first": scale}),
+    ):
+        model(images())
+    with pytest.raises(RuntimeError, match="shapes"), featx.edit(model, {"other": scale}):
+        model(torch.ones(2, 7))
+    with pytest.raises(LayerError, match="no layer 'othr'"), featx.edit(model, {"othr": scale}):
+        pass
+    assert num_hooks(model) == 0
+
+
+def test_no_tensor_lives_on_after_the_block() -> None:
+    model, living = Net(), []
+
+    def note(x: torch.Tensor) -> torch.Tensor:
+        living.append(weakref.ref(x))
+        return x * 2
+
+    gc.disable()
+    try:
+        with featx.edit(model, {"first": note, "act@2": note}):
+            for _ in range(3):
+                model(images())["logits"].sum().backward()
+        assert len(living) == 6
+        assert all(each() is None for each in living)
+    finally:
+        gc.enable()

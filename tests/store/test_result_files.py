@@ -1,0 +1,58 @@
+"""Files of results beside a store: each change of their content is damage that verify names."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+import pytest
+from made_store import make_run
+
+from featx.errors import StoreError
+from featx.store import check_store, quarantine_damage, read_result, result_json
+
+
+def made(tmp_path: Path) -> Path:
+    """A packed store with a probe and its predictions."""
+    root = make_run(9, 4, {"a": (3,)}).finish(tmp_path / "store")
+    (root / "probe").mkdir()
+    (root / "probe/predictions.csv").write_bytes(b"row,label\n1,61.9\n")
+    sha256 = hashlib.sha256(b"row,label\n1,61.9\n").hexdigest()
+    probe = {"accuracy": 0.619, "predictions": {"file": "probe/predictions.csv", "sha256": sha256}}
+    (root / "probe.json").write_bytes(result_json(probe, indent=1))
+    (root / "summary.json").write_bytes(result_json({"rows": 619, "runs": []}, indent=2))
+    (root / "zeroshot.json").write_bytes(result_json({"accuracy": 0.619}, indent=1))
+    assert check_store(root).complete
+    return root
+
+
+@pytest.mark.parametrize("name", ["probe.json", "summary.json", "zeroshot.json"])
+@pytest.mark.parametrize("flip", [b"619", b'"sha256"', b"{"])
+def test_a_changed_file_is_named_and_set_aside(tmp_path: Path, name: str, flip: bytes) -> None:
+    root = made(tmp_path)
+    data = (root / name).read_bytes()
+    changed = data.replace(flip, bytes([flip[0] ^ 1]) + flip[1:], 1)
+    assert changed != data
+    (root / name).write_bytes(changed)
+    report = check_store(root)
+    assert [damage.path.name for damage in report.damages] == [name]
+    with pytest.raises(StoreError, match=name):
+        read_result(root / name)
+    assert [path.name for path in quarantine_damage(report)] == [f"{name}.1"]
+    assert check_store(root).complete
+
+
+def test_a_file_that_a_probe_names_is_compared(tmp_path: Path) -> None:
+    root = made(tmp_path)
+    (root / "probe/predictions.csv").write_bytes(b"row,label\n1,61.8\n")
+    (damage,) = check_store(root).damages
+    assert (damage.path.name, "predictions.csv differs" in damage.what) == ("probe.json", True)
+    quarantine_damage(check_store(root))
+    assert check_store(root).complete
+
+
+def test_a_file_without_a_checksum_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "summary.json"
+    path.write_text(json.dumps({"rows": 3}))
+    assert read_result(path) == {"rows": 3}

@@ -65,7 +65,7 @@ def compare_files(first: Path, second: Path, name: str, skipped: Sequence[str]) 
         except Exception as error:  # noqa: BLE001 - a file that the case has damaged
             return [f"{name}: cannot be read in {side}: {error!r}"]
     lines = []
-    for key in [*values[0], *(values[1].keys() - values[0].keys())]:
+    for key in dict.fromkeys([*values[0], *values[1]]):
         if any(fnmatch(f"/{name}:{key}", pattern) for pattern in skipped):
             continue
         if key not in values[0] or key not in values[1]:
@@ -110,7 +110,9 @@ def _compare_arrays(first: np.ndarray, second: np.ndarray) -> str:
     largest = ""
     try:
         a, b = (x[differ].astype(np.float64) for x in (first, second))
-        largest = f" by up to {np.nanmax(np.abs(a - b)):.3g}"
+        apart = np.abs(a - b)
+        if not np.isnan(apart).all():
+            largest = f" by up to {np.nanmax(apart):.3g}"
     except (TypeError, ValueError):  # texts
         pass
     return (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Sequence
 from fnmatch import fnmatch
@@ -83,7 +82,8 @@ def compare_values(first: Any, second: Any) -> str:
     if isinstance(first, list) and isinstance(second, list):
         return _compare_words(first, second)
     if isinstance(first, bytes) and isinstance(second, bytes) and first != second:
-        at = len(os.path.commonprefix([first, second]))
+        pairs = enumerate(zip(first, second, strict=False))
+        at = next((i for i, (a, b) in pairs if a != b), min(len(first), len(second)))
         return f"{len(first)} -> {len(second)} bytes, the first that differs at {at}"
     if repr(first) == repr(second):
         return ""

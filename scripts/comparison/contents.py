@@ -29,7 +29,8 @@ NORMALISED = (
     (r"\b\d[\d.,]* ?(KiB|MiB|GiB|TiB|KB|MB|GB|TB)\b", "SIZE"),
     (r"\b(pid|process|PID) \d+", "PROCESS"),
     (r"Limited by (.|\n)*?\.(?=\s)", "LIMITED"),
-    (r"(?m)^(rows/s|slow|seconds) .*\n( .*\n)*", ""),
+    (r"(?m): limited by .*$", ": LIMITED"),
+    (r"(?m)^(rows/s|slow|seconds|start) .*\n( .*\n)*", ""),
     # What a killed process computed, as of its last heartbeat, one every ten seconds.
     (r"was killed(;| while it computed part)(.|\n)*?\.(?=\s)", "was killed"),
     (r"submitted (\d+) tasks: [\d, ]+", r"submitted \1 tasks"),

@@ -151,6 +151,7 @@ def compare(*arguments: object, code: int) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_equal_checkouts_are_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     first, second = fake_checkout(tmp_path / "a"), fake_checkout(tmp_path / "b")
@@ -172,6 +173,7 @@ CHANGED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CHANGED)
 def test_a_checkout_that_does_something_else_differs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
@@ -184,6 +186,7 @@ def test_a_checkout_that_does_something_else_differs(
     assert json.loads(file.read_text())[0]["differences"] == expected
 
 
+@pytest.mark.slow
 def test_a_command_that_fails_in_both_checkouts_is_not_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -95,6 +95,7 @@ class UnfinishedFile:
             os.fsync(self._descriptor)
             if hasattr(os, "posix_fadvise"):  # not on macOS
                 os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+                os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_SEQUENTIAL)  # reads ahead
             check()
             self._file.close()
             # The content is on disk before the name exists, and the name before the call returns.

@@ -162,10 +162,13 @@ def _events(path: Path) -> Values:
     """Scalars, histograms and texts of TensorBoard, without their times."""
     from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
+    # The attributes of a node of a graph are written in any order.
+    arrange = sorted if path.suffix == ".graph" else bytes
     for number, event in enumerate(EventFileLoader(str(path)).Load()):
-        yield f"{number}.graph", event.graph_def
+        yield f"{number}.graph", bytes(arrange(event.graph_def))
         for value in event.summary.value:
-            yield f"{number}.{value.tag}.{event.step}", value.SerializeToString(deterministic=True)
+            content = value.SerializeToString(deterministic=True)
+            yield f"{number}.{value.tag}.{event.step}", bytes(arrange(content))
 
 
 def _image(path: Path) -> Values:

@@ -51,7 +51,8 @@ def compare_folders(first: Path, second: Path, ignored: Sequence[str] = ()) -> l
 def _files(folder: Path) -> dict[str, Path]:
     """Files below a folder by name, those of TensorBoard without time, host and process."""
     found = {path.relative_to(folder): path for path in folder.rglob("*") if not path.is_dir()}
-    return {re.sub(r"tfevents\..*", "tfevents", str(name)): path for name, path in found.items()}
+    time = r"tfevents\.\d+\.\d+\..*?\.\d+(?=\.graph|$)"
+    return {re.sub(time, "tfevents", str(name)): path for name, path in found.items()}
 
 
 def compare_files(first: Path, second: Path, name: str, skipped: Sequence[str]) -> list[str]:

@@ -27,6 +27,9 @@ _END = b"\xff\xd9"
 _SCAN, _PROGRESSIVE, _EXIF, _COMMENT = 0xDA, 0xC2, 0xE1, 0xFE
 """Markers of segments: compressed data, frame of a progressive image, EXIF or XMP, and text."""
 
+_FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
+"""Markers of segments that begin with the number of bits of a component: frames of any kind."""
+
 _METADATA = range(0xE0, 0xF0)
 """Markers of segments that tell about colours, cameras and thumbnails."""
 
@@ -104,6 +107,10 @@ def decode_sound_jpeg(
     """
     import simplejpeg
 
+    header = header or read_header(data)
+    # A lossless JPEG may have 2 to 7 bits, which libjpeg does not scale to 8.
+    if any(marker in _FRAMES and data[start + 4] != 8 for marker, start, _ in header):
+        return None
     width, height = size
     try:
         pixels: npt.NDArray[np.uint8] = simplejpeg.decode_jpeg(
@@ -113,7 +120,7 @@ def decode_sound_jpeg(
         return None
     if pixels.shape != (height, width, 3):
         return None
-    return None if _unreported_damage(data, header or read_header(data)) else pixels
+    return None if _unreported_damage(data, header) else pixels
 
 
 def jpeg_damage(data: bytes) -> str | None:

@@ -556,7 +556,8 @@ class Engine(DeviceModel):
         """
         layout = torch.channels_last if self.compute.channels_last else torch.contiguous_format
         if images.dtype == torch.uint8:
-            return self.backbone.preprocess.normalise(images, layout)
+            # Normalising in channels-last takes three times as long on a CPU.
+            return self.backbone.preprocess.normalise(images).contiguous(memory_format=layout)
         return images.clone(memory_format=layout)
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:

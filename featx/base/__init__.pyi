@@ -1,5 +1,6 @@
 from .allocator import is_kept_in_threads as is_kept_in_threads
 from .allocator import keep_freed_memory as keep_freed_memory
+from .allocator import kept_freed_memory as kept_freed_memory
 from .allocator import return_freed_memory as return_freed_memory
 from .child_process import CRASHES as CRASHES
 from .child_process import end_with_parent as end_with_parent

@@ -5,8 +5,19 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
+from collections.abc import Mapping
 
 from featx.base.process_owner import is_own_process
+from featx.base.process_setting import ProcessSetting
+
+# M_MMAP_THRESHOLD, M_TRIM_THRESHOLD and M_ARENA_MAX of malloc.h.
+_MMAP_THRESHOLD, _TRIM_THRESHOLD, _ARENA_MAX = -3, -1, -8
+
+_KEPT = {_MMAP_THRESHOLD: 1 << 30, _TRIM_THRESHOLD: (1 << 31) - 1}
+"""Parameter of mallopt -> value with which glibc keeps freed blocks below 1 GiB."""
+
+_USUAL = {_MMAP_THRESHOLD: 32 << 20, _TRIM_THRESHOLD: 64 << 20}
+"""Parameter of mallopt -> value that glibc itself comes to in a process that frees large blocks."""
 
 
 def keep_freed_memory() -> None:
@@ -17,18 +28,11 @@ def keep_freed_memory() -> None:
     of a thread this happens above 64 MiB with any setting, so threads that start later get no arena
     of their own. Other C libraries have no such settings and are left alone.
 
-    Nothing is done in a process of a user: there is no way back, and whatever else the process
-    allocates would stay resident after it was freed.
+    Nothing is done in a process of a user, where whatever else it allocates would stay resident
+    after it was freed: see `kept_freed_memory`.
     """
-    if not is_own_process() or not sys.platform.startswith("linux"):
-        return
-    # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD and M_ARENA_MAX of malloc.h.
-    mmap_threshold, trim_threshold, arena_max = -3, -1, -8
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(mmap_threshold, 1 << 30)
-        mallopt(trim_threshold, (1 << 31) - 1)
-        mallopt(arena_max, 1)
+    if is_own_process():
+        _configure({**_KEPT, _ARENA_MAX: 1})
 
 
 def return_freed_memory() -> None:
@@ -40,6 +44,31 @@ def return_freed_memory() -> None:
         malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
         if malloc_trim is not None:
             malloc_trim(0)
+
+
+def _keep(is_kept: bool) -> None:
+    """Keep freed memory, or, in a process of a user, return it to the kernel again."""
+    if is_own_process():
+        keep_freed_memory()
+        return
+    _configure(_KEPT if is_kept else _USUAL)
+    if not is_kept:
+        return_freed_memory()
+
+
+kept_freed_memory = ProcessSetting(lambda: False, _keep, True)
+"""Context in which freed memory is kept. In a process of a user it is returned at the end. The
+limit of arenas, which glibc fixes for good, is left alone there."""
+
+
+def _configure(parameters: Mapping[int, int]) -> None:
+    """Set parameters of glibc's malloc."""
+    mallopt = None
+    if sys.platform.startswith("linux"):
+        mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        for parameter, value in parameters.items():
+            mallopt(parameter, value)
 
 
 def is_kept_in_threads() -> bool:

@@ -98,7 +98,7 @@ def log_message(text: str, level: str = "info") -> None:
         text = json_line(level, message=text)
     elif level == "warning":
         text = f"warning: {text}"
-    # The disk of the log may be full, or its terminal closed: the run goes on.
+    # The disk of the log may be full, or its terminal closed: the run continues.
     with contextlib.suppress(OSError):
         print(printable(text, kept="\n\t"), file=sys.stderr, flush=True)
 

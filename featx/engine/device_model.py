@@ -10,7 +10,7 @@ from typing import Self
 import torch
 from torch import nn
 
-from featx.base import exact_cuda, keep_freed_memory
+from featx.base import exact_cuda, kept_freed_memory
 from featx.engine.batch_independence import regrouped
 from featx.engine.compute import COMPUTE_DTYPES
 from featx.errors import FeatxError, ModelError
@@ -59,7 +59,7 @@ class DeviceModel:
 
     def __enter__(self) -> Self:
         if self.device.type == "cpu":
-            keep_freed_memory()
+            self._settings.enter_context(kept_freed_memory)
         self._settings.enter_context(no_fast_path)
         if self.device.type == "cuda":
             self._settings.enter_context(exact_cuda)

@@ -28,7 +28,7 @@ def edit(model: nn.Module, edits: Mapping[str, Edit]) -> Iterator[None]:
         with featx.edit(model, {"layer3": torch.zeros_like, "fc:input": lambda x: x.clamp(-1, 1)}):
             model(x)
 
-    The model goes on with what a function returns, and gradients flow through it. `featx.capture`
+    The model continues with what a function returns, and gradients flow through it. `featx.capture`
     sees the edited tensors, whichever block is the outer one; only an edit of an operation must be
     outside of a capture of one. Of two edits of the same layer, that of the inner block runs first.
     Calls in a backward pass that recomputes layers (checkpoints) are edited as well. The hooks are

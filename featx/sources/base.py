@@ -426,7 +426,7 @@ SYSTEM_FOLDERS = frozenset(
     b"@eadir #recycle #snapshot @recycle @recently-snapshot $recycle.bin __macosx "
     b"lost+found".split()
 ) | {b"system volume information"}
-"""Lower-case names of folders that NAS devices and operating systems make beside the images."""
+"""Lower-case names of folders that NAS devices and operating systems add to folders of images."""
 
 _OTHER_KINDS = {
     "webdataset": (".tar", ".tgz", ".gz"),

@@ -54,8 +54,9 @@ class UnfinishedFile:
         with_retries(self.path, lambda: write_all(self._descriptor, data, address))
         if hasattr(os, "posix_fadvise"):  # not on macOS
             # Linux begins to write these bytes to the disk, so that the sync of `publish` finds
-            # little left to write.
-            os.posix_fadvise(self._descriptor, address, len(data), os.POSIX_FADV_DONTNEED)
+            # little left to write. This is only advice, which a file system may not take.
+            with contextlib.suppress(OSError):
+                os.posix_fadvise(self._descriptor, address, len(data), os.POSIX_FADV_DONTNEED)
 
     def read_into(self, buffer: memoryview, address: int) -> int:
         """Read bytes at an address into a buffer; return their number, less at the end of the file.

@@ -1,4 +1,4 @@
-"""JSON files of results in the folder of a store: each has the SHA-256 of its content, checked here.
+"""JSON files of results in the folder of a store: each has the SHA-256 of its own content.
 
 A flipped digit in probe.json or summary.json is as wrong as one in a feature, and no checksum of
 HDF5 covers it.

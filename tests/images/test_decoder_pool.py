@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import os
+import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,7 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import make_image
+from conftest import make_image, with_path
 from encoded_images import encode
 
 from featx.errors import RunError
@@ -61,6 +63,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 Loaded = tuple[torch.Tensor, "np.ndarray[Any, Any]", list[Failure]]
 
 
+def make_loader(
+    folder: Path, workers: int = 2, timeout_s: float | None = 20, in_parent: bool = False
+) -> Loader:
+    """A loader of all images, which the decoders read, or the process of the model."""
+    files = FolderSource(folder)
+    settings = DecodeSettings(PREPROCESS, POLICY, timeout_s=timeout_s, workers=workers)
+    return Loader(InParent(files) if in_parent else files, files.listing(), settings)
+
+
 def load(
     folder: Path,
     workers: int = 2,
@@ -69,11 +80,8 @@ def load(
     act: Callable[[Loader], None] | None = None,
 ) -> Loaded:
     """Images, checksums and failures of all rows; `act` is called after the second batch."""
-    files = FolderSource(folder)
-    source = InParent(files) if in_parent else files
-    settings = DecodeSettings(PREPROCESS, POLICY, timeout_s=timeout_s, workers=workers)
     images, checksums, failures = [], [], []
-    with Loader(source, source.listing(), settings) as loader:
+    with make_loader(folder, workers, timeout_s, in_parent) as loader:
         parts = [Part(0, 0, 40), Part(1, 40, NUM_ROWS)]
         for number, (_, batch) in enumerate(loader.batches(parts, 4)):
             images.append(batch.images[: batch.count].clone())
@@ -210,6 +218,52 @@ def test_an_image_whose_decoders_are_killed_ends_the_run(
     bad_decoder(monkeypatch, folder, lambda: kill_self(signal.SIGKILL))
     with pytest.raises(RunError, match=r"decodes 037\.png was killed"):
         load(folder)
+
+
+def test_a_decoder_without_memory_ends_the_run_and_names_the_image(
+    monkeypatch: pytest.MonkeyPatch, folder: Path
+) -> None:
+    """As in a container whose limit refuses an allocation: no row fails for it."""
+
+    def act() -> None:
+        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (used + (64 << 20), resource.RLIM_INFINITY))
+        np.ones(256 << 20, np.uint8)
+
+    bad_decoder(monkeypatch, folder, act)
+    with pytest.raises(RunError, match=r"out of memory at 037\.png.*same command again"):
+        load(folder)
+
+
+@pytest.mark.skipif(shutil.which("unshare") is None, reason="there is no unshare")
+@pytest.mark.parametrize("in_parent", [False, True])
+def test_a_container_with_little_shared_memory_is_enough(
+    folder: Path, tmp_path: Path, in_parent: bool
+) -> None:
+    """Batches of 192 MiB with 64 MiB of /dev/shm, as Docker gives; nothing is left there."""
+    script = tmp_path / "load.py"
+    script.write_text(
+        f"""
+import os
+from pathlib import Path
+import test_decoder_pool as tests
+tests.PREPROCESS = tests.Preprocess(None, (1024, 1024), 1024, "bilinear", (0, 0, 0), (1, 1, 1))
+with tests.make_loader(Path({str(folder)!r}), in_parent={in_parent}) as loader:
+    images = [batch.images for _, batch in loader.batches([tests.Part(0, 0, 96)], 64)]
+assert [len(each) for each in images] == [64, 64] and all(each[0].any() for each in images)
+assert os.statvfs("/dev/shm").f_frsize * os.statvfs("/dev/shm").f_blocks == 64 << 20
+print(os.listdir("/dev/shm"))
+"""
+    )
+    command = f"mount -t tmpfs -o size=64m tmpfs /dev/shm && exec {sys.executable} {script}"
+    done = subprocess.run(
+        ["unshare", "--map-root-user", "--mount", "sh", "-c", command],
+        env=with_path(*(Path(place) for place in sys.path if "tests" in place)),
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    if "unshare failed" in done.stderr or "mount:" in done.stderr:
+        pytest.skip(f"this machine lets nobody mount: {done.stderr.strip()}")
+    assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr
 
 
 def test_large_images_are_handed_over_in_several_groups(

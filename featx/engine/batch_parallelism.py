@@ -6,7 +6,6 @@ another is computed, and the device is busy while Python prepares the next opera
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -23,17 +22,7 @@ if TYPE_CHECKING:
     from featx.engine.engine import Engine
 
 USUAL_REPLICAS = 4
-"""Number of parallel batches on a CPU with at least as many cores, unless trials find better."""
-
-_MIN_GAIN = 1.1
-"""Smallest gain for which another number of parallel batches is taken. The last bits of a row
-depend on the number of threads, so two runs on one machine should rarely choose differently."""
-
-_TRIAL_SHARE = 0.05
-"""Largest share of the work of a run that trials of parallel batches may cost."""
-
-_ROUNDS = 2
-"""Number of times that two numbers of parallel batches are measured in turns."""
+"""Number of parallel batches on a CPU with at least as many cores."""
 
 CUDA_STREAMS = 2
 """Number of parallel batches on CUDA, if they fit into memory and give equal bits."""
@@ -115,7 +104,6 @@ def decide(
     resume_state: ResumeState | None,
     memory_before: int | None,
     make_batch: Callable[[int], torch.Tensor],
-    num_rows: int,
 ) -> BatchParallelism:
     """Choose threads and replicas for a run.
 
@@ -126,17 +114,11 @@ def decide(
         memory_before: bytes of resident memory of this process before the trial passes, or
             None if unknown.
         make_batch: function that returns a batch of the given number of images.
-        num_rows: number of rows that the run computes.
     """
     if cpus is None:
         return _decide_on_device(engine, make_batch)
     room = room_for_batches(memory_before, resident_memory(), cpus)
-    trial = None
-    batch_size = engine.compute.batch_size
-    # Each trial computes about as many batches as there are CPUs, at the most eight times in all.
-    if resume_state is None and num_rows * _TRIAL_SHARE >= 8 * cpus * batch_size:
-        trial = _SpeedTrial(engine, cpus, make_batch(batch_size)).images_per_second
-    return _decide_on_cpu(cpus, engine, room, resume_state, trial)
+    return _decide_on_cpu(cpus, engine, room, resume_state)
 
 
 def _decide_on_cpu(
@@ -144,7 +126,6 @@ def _decide_on_cpu(
     engine: Engine,
     room: int,
     resume_state: ResumeState | None,
-    trial: Callable[[int], float] | None = None,
 ) -> BatchParallelism:
     """Choose threads per batch and parallel batches on a CPU.
 
@@ -157,16 +138,12 @@ def _decide_on_cpu(
         engine: engine after `configure_compute`.
         room: largest number of parallel batches that memory allows.
         resume_state: resume state, or None for a new run.
-        trial: function that measures images/s with a number of threads per batch; None takes the
-            usual number.
     """
     # Threads whose freed memory is not kept ask the kernel for it in every layer, so there one
     # batch at a time has all CPUs.
     if not engine.can_be_replicated or not is_kept_in_threads():
         room = 1
     default_threads = -(-cpus // min(room, USUAL_REPLICAS))
-    if trial is not None and room > 1:
-        default_threads = fastest_threads(default_threads, cpus, room, trial)
     resolved = resume_state.resolved if resume_state else {}
     threads = int(resolved.get("threads", default_threads))
     replicas = max(1, min(room, cpus // threads))
@@ -176,71 +153,6 @@ def _decide_on_cpu(
         other = f"{default_threads} here would give other last bits"
         text += f" (as {resume_state.what} started; {other})"
     return BatchParallelism(threads, replicas, replicas > 1, {"threads": text})
-
-
-def fastest_threads(
-    usual: int, cpus: int, room: int, images_per_second: Callable[[int], float]
-) -> int:
-    """Find the number of threads per batch with which a CPU computes most images.
-
-    Fewer threads with more parallel batches are tried first, then more threads, each time half or
-    twice as many, as long as that is clearly faster. The numbers are measured in turns, and the
-    best measurement of each counts, since other programs can only slow one down.
-
-    Args:
-        usual: number of threads to begin with.
-        cpus: number of CPUs that compute.
-        room: largest number of parallel batches that memory allows.
-        images_per_second: measures the speed with a number of threads per batch, when all CPUs
-            compute.
-    """
-    rates: dict[int, float] = {}
-
-    def is_faster(threads: int, than: int) -> bool:
-        for _ in range(_ROUNDS):
-            for each in (than, threads):
-                rates[each] = max(rates.get(each, 0.0), images_per_second(each))
-        return rates[threads] >= _MIN_GAIN * rates[than]
-
-    best = usual
-    while best > 1 and cpus // (best // 2) <= room and is_faster(best // 2, best):
-        best //= 2
-    if best != usual:
-        return best
-    while best < cpus:
-        more = 2 * best if cpus // (2 * best) > 1 else cpus
-        if not is_faster(more, best):
-            break
-        best = more
-    return best
-
-
-class _SpeedTrial:
-    """Parallel batches of an engine, timed.
-
-    Args:
-        engine: engine after `configure_compute` that can be replicated.
-        cpus: number of CPUs that compute.
-        batch: (B, 3, H, W) images.
-    """
-
-    def __init__(self, engine: Engine, cpus: int, batch: torch.Tensor) -> None:
-        self._engine = engine
-        self._cpus = cpus
-        self._batch = batch
-
-    def images_per_second(self, threads: int) -> float:
-        """Speed with a number of threads per batch; every replica computes one batch."""
-        count = max(1, self._cpus // threads)
-
-        def compute(replica: Engine) -> None:
-            torch.set_num_threads(threads)  # OpenMP keeps the number per calling thread
-            replica.run(self._batch)
-
-        with self._engine.replicas(count) as replicas, ThreadPoolExecutor(count) as pool:
-            started_at = time.perf_counter()
-            list(pool.map(compute, replicas))
-            return count * len(self._batch) / (time.perf_counter() - started_at)
 
 
 def _decide_on_device(

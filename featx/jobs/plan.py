@@ -59,9 +59,9 @@ def _plan(config: Config, context: RunContext) -> dict[str, Any]:
         "disk_needed_while_packing": packed_size_bound((1 + packs) * stored),
         "disk_free": None if is_url(config.out) else _free_bytes(parse_path(config.out)),
         "memory": context.engine.weight_bytes + held + 6 * batch,
-        "images_per_second_model": 1 / context.trial.model_s,
+        "images_per_second_model": 1 / context.model_s,
         "images_per_second_read": 1 / seconds_read if seconds_read else None,
-        "seconds": num_rows * max(context.trial.model_s, seconds_read or 0.0),
+        "seconds": num_rows * max(context.model_s, seconds_read or 0.0),
     }
 
 

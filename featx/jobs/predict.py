@@ -16,7 +16,7 @@ from featx.base import facts, log_message, shown_path, table
 from featx.config import Config
 from featx.errors import ConfigError, counted
 from featx.jobs.base import CUSTOM_CODE, JOBS, Input, Job, print_summary
-from featx.pipeline import exit_code, slowdown_facts
+from featx.pipeline import exit_code
 from featx.storage import AtomicFolder
 
 if TYPE_CHECKING:
@@ -127,9 +127,6 @@ def _summary(predictions: Predictions, path: Path, page: Path | None) -> dict[st
     counts.update(label for row in predictions.rows for label in row.labels)
     values = [row.value for row in predictions.rows if row.value is not None]
     metrics = predictions.metrics.as_dict()
-    speed = (
-        "images_per_second", "trial_images_per_second", "share_of_trial", "below_trial",
-    )  # fmt: skip
     return {
         "rows": len(predictions),
         "failures": sum(row.status != "ok" for row in predictions.rows),
@@ -143,7 +140,7 @@ def _summary(predictions: Predictions, path: Path, page: Path | None) -> dict[st
         }
         if values
         else None,
-        **{name: metrics[name] for name in speed},
+        "images_per_second": metrics["images_per_second"],
         "file": str(path),
         "page": None if page is None else str(page),
     }
@@ -168,7 +165,7 @@ def _text(summary: dict[str, Any]) -> str:
     files = [shown_path(summary["file"])]
     if summary["page"] is not None:
         files.append(f"{shown_path(summary['page'])}  doubtful images first")
-    parts.append(facts([*slowdown_facts(summary), ("wrote", "\n".join(files))]))
+    parts.append(facts([("wrote", "\n".join(files))]))
     return "\n\n".join(parts)
 
 

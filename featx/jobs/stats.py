@@ -29,7 +29,7 @@ from featx.jobs.base import (
     with_keywords,
 )
 from featx.jobs.keywords import StatsOptions
-from featx.pipeline import exit_code, slowdown_facts
+from featx.pipeline import exit_code
 from featx.sources import source_of
 
 if TYPE_CHECKING:
@@ -130,7 +130,7 @@ def _text(summary: dict[str, Any]) -> str:
         f"stats[{json.dumps(layer)}].mean\n"
         "# (D,) float64; also .covariance(), .second_moment, .count"
     )
-    rows = facts([*slowdown_facts(summary), ("file", path)])
+    rows = facts([("file", path)])
     return "\n\n".join([*parts, *(["\n".join(distances)] if distances else []), rows, opening])
 
 

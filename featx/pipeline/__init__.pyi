@@ -36,7 +36,6 @@ from .run_summary import describe_end as describe_end
 from .run_summary import describe_request as describe_request
 from .run_summary import describe_run as describe_run
 from .run_summary import layers_text as layers_text
-from .run_summary import slowdown_facts as slowdown_facts
 from .run_target import PART_SECONDS as PART_SECONDS
 from .run_target import RunTarget as RunTarget
 from .run_target import check_out as check_out

@@ -6,9 +6,20 @@ from collections.abc import Mapping
 
 from featx.base import WAITING_SHARE
 
+SLOW_RATIO = 1.4
+"""Seconds of the model for an image, over those of the trial, from which on a run says so."""
+
+LONG_RUN_S = 5.0
+"""Seconds from which on the first batches no longer dominate the seconds of the model."""
+
 
 def bottleneck(
-    seconds: Mapping[str, float], elapsed_s: float, decoders: int, device: str, precision: str
+    seconds: Mapping[str, float],
+    elapsed_s: float,
+    decoders: int,
+    device: str,
+    precision: str,
+    model_ratio: float = 1.0,
 ) -> str:
     """Describe the stage that the others waited for, its share of the time, and what would help.
 
@@ -18,6 +29,7 @@ def bottleneck(
         decoders: number of decoders.
         device: type of the device: 'cpu', 'cuda' or 'mps'.
         precision: option of the config; 'auto' has tried all precisions.
+        model_ratio: seconds of the model for an image, over those of the trial.
     """
     wait_share = seconds["wait"] / elapsed_s
     if wait_share > WAITING_SHARE:
@@ -40,4 +52,8 @@ def bottleneck(
         "statistics": "summing up: {share:.0%} of the time; a reduction or "
         "stats.covariance=diagonal leaves less to sum",
     }[stage]
-    return text.format(share=seconds[stage] / elapsed_s)
+    sentence = text.format(share=seconds[stage] / elapsed_s)
+    if stage == "model" and model_ratio >= SLOW_RATIO and elapsed_s >= LONG_RUN_S:
+        sentence += f"; an image took {model_ratio:.1f} times as long as in the trial before the "
+        sentence += "run, as if other programs used the device"
+    return sentence

@@ -27,7 +27,6 @@ from featx.pipeline.conformance import (
     row_differences,
 )
 from featx.pipeline.golden_check import check_golden
-from featx.pipeline.trial import TrialSpeed
 from featx.types import ImageFault, LayerSpec, Listing, RegionSource, ResumeState, Source
 
 if TYPE_CHECKING:
@@ -44,27 +43,10 @@ class TrialImages:
     Attributes:
         rows: row of each image.
         images: (n, 3, H, W), uint8 in [0, 255] or normalised float32.
-        read_s: seconds of one decoder for reading an image.
-        decode_s: the same for decoding.
-        num_decoders: number of decoders of the run.
     """
 
     rows: Sequence[int]
     images: torch.Tensor
-    read_s: float
-    decode_s: float
-    num_decoders: int
-
-    def speed(self, model_s: float, device: torch.device) -> TrialSpeed:
-        """Speed that the trial images predict for a run.
-
-        Args:
-            model_s: seconds per image for the model.
-            device: device of the model.
-        """
-        return TrialSpeed(
-            self.read_s, self.decode_s, model_s, self.num_decoders, device.type == "cpu"
-        )
 
 
 @dataclass(frozen=True)

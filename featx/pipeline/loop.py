@@ -152,7 +152,7 @@ def run_parts(
     elapsed_s = time.perf_counter() - started_at
     num_rows = parts.num_committed - done_before
     seconds = {**stages.seconds(), **sink.seconds}
-    metrics = _metrics(context, loader, seconds, elapsed_s, num_rows, num_computed)
+    metrics = _metrics(context, loader, seconds, elapsed_s, num_rows)
     if num_computed:
         metrics.start_seconds = {**context.start_seconds, **timer.seconds}
     return metrics
@@ -200,35 +200,20 @@ def _metrics(
     seconds: Mapping[str, float],
     elapsed_s: float,
     num_rows: int,
-    num_computed: int,
 ) -> RunMetrics:
-    """Measurements of a finished run, compared with its trial.
-
-    Args:
-        context: run context.
-        loader: loader of the run.
-        seconds: stage -> busy seconds.
-        elapsed_s: seconds from the first batch to the last commit.
-        num_rows: number of rows that were committed.
-        num_computed: number of rows that were computed.
-    """
+    """Measurements of a finished run, which has committed some rows in some seconds."""
     if not num_rows:
         return RunMetrics(
             {**seconds}, None, loader.times.num_bytes, None, decoder_warnings=loader.warnings
         )
-    engine, trial = context.engine, context.trial
-    precision = context.config.precision
-    sentence = bottleneck(seconds, elapsed_s, loader.num_decoders, engine.device.type, precision)
-    num_batches = num_computed / engine.compute.batch_size / context.parallelism.replicas
-    comparison = trial.compare(seconds, num_rows, elapsed_s, num_batches)
+    device, precision = context.engine.device.type, context.config.precision
+    ratio = seconds["model"] / num_rows / context.model_s
+    sentence = bottleneck(seconds, elapsed_s, loader.num_decoders, device, precision, ratio)
     return RunMetrics(
         seconds={**seconds},
         images_per_second=num_rows / elapsed_s,
         bytes_read=loader.times.num_bytes,
         bottleneck=sentence,
-        trial_images_per_second=trial.images_per_second,
-        share_of_trial=comparison.share,
-        below_trial=comparison.cause,
         decoder_warnings=loader.warnings,
     )
 

@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from featx.layers import ChosenLayers
     from featx.pipeline.conformance import Conformance
     from featx.pipeline.conformance_trial import TrialImages
-    from featx.pipeline.trial import TrialSpeed
 
 
 _FEWEST_TRIAL_IMAGES = 8
@@ -58,7 +57,7 @@ class RunContext:
         specs: one entry per dataset that is computed.
         header: fingerprint, config and versions that every file of the run records.
         part_rows: rows per part; the last part may have fewer.
-        trial: seconds per image for reading, decoding and the model, measured on trial images.
+        model_s: seconds per image for the model, measured on trial images.
         parallelism: number of CPU threads per batch, and of parallel batches in each process.
         devices: devices of the processes that compute, one per process (torch.device).
         choices: name of each `auto` -> its value and the reason, as one line of text.
@@ -78,7 +77,7 @@ class RunContext:
     specs: list[LayerSpec]
     header: StoreHeader
     part_rows: int
-    trial: TrialSpeed
+    model_s: float
     parallelism: BatchParallelism
     devices: list[torch.device]
     choices: dict[str, str] = field(default_factory=dict)
@@ -309,16 +308,10 @@ def _decide(request: _Request, model: _Model, images: _Images) -> RunContext:
     captured = model.chosen if request.spec.captures_layers else []
     compared = RunImages(source, listing, images.decoding, images.loader)
     comparison = begin_comparison(config, engine, captured, compared, trial, resume_state)
-    device = model.devices[0]
     auto_settings = AutoSettings(config, engine, trial.images, len(listing), resume_state)
     auto_settings.resolve()
     parallelism = batch_parallelism.decide(
-        engine,
-        model.cpus,
-        resume_state,
-        model.memory_before,
-        auto_settings.make_batch,
-        len(listing),
+        engine, model.cpus, resume_state, model.memory_before, auto_settings.make_batch
     )
     specs = engine.specs(model.chosen)
     conformance = comparison.finish(specs, auto_settings.trial_rows)
@@ -338,7 +331,7 @@ def _decide(request: _Request, model: _Model, images: _Images) -> RunContext:
             request.config_yaml, engine.backbone, {**settings, **request.target.settings}
         ),
         part_rows=part_rows,
-        trial=trial.speed(auto_settings.seconds_per_image, device),
+        model_s=auto_settings.seconds_per_image,
         parallelism=parallelism,
         devices=model.devices,
         choices={**auto_settings.choices, **parallelism.choices},
@@ -364,7 +357,7 @@ def num_trial_images(num_rows: int, num_compared: int) -> int:
 
 
 def _load_trial_images(loader: Loader, num_rows: int, count: int) -> TrialImages:
-    """Load trial images, spread evenly over the data set, and time reading and decoding.
+    """Load trial images, spread evenly over the data set.
 
     Args:
         loader: loader of the run.
@@ -379,25 +372,14 @@ def _load_trial_images(loader: Loader, num_rows: int, count: int) -> TrialImages
     from featx.pipeline.conformance_trial import TrialImages
 
     rows = np.unique(np.linspace(0, num_rows - 1, count).astype(int))
-    # The first image of a decoder takes longer than others, which must not count.
-    loader.load(rows[:1].tolist())
-    loader.start_counting()
     results = list(loader.results(rows.tolist()))
     failures = [result for result in results if isinstance(result, Failure)]
     pairs = zip(rows.tolist(), results, strict=True)
     decoded = {row: image for row, image in pairs if not isinstance(image, Failure)}
     if not decoded:
         _refuse_pixel_format(failures)
-    num_decoded = max(1, len(decoded))
     images = torch.stack([*decoded.values()]) if decoded else loader.load([])
-    times = loader.times
-    return TrialImages(
-        [*decoded],
-        images,
-        times.read_s / num_decoded,
-        times.decode_s / num_decoded,
-        loader.num_decoders,
-    )
+    return TrialImages([*decoded], images)
 
 
 def _refuse_pixel_format(failures: Sequence[Failure]) -> None:

@@ -36,9 +36,6 @@ class RunMetrics:
         images_per_second: speed of the run, or None if nothing was left to do.
         bytes_read: bytes of encoded images; None as for seconds.
         bottleneck: sentence on the stage that the others waited for.
-        trial_images_per_second: speed predicted by the trial, or None if workers compute.
-        share_of_trial: speed of the run divided by that of the trial; None also for short runs.
-        below_trial: sentence on the likely cause if the share is below 0.7, otherwise None.
         decoder_warnings: reason -> number of images whose decoder gave this warning.
         start_seconds: step before the first batch was computed -> seconds; empty if nothing was
             computed, or if workers compute.
@@ -48,9 +45,6 @@ class RunMetrics:
     images_per_second: float | None
     bytes_read: int | None
     bottleneck: str | None
-    trial_images_per_second: float | None = None
-    share_of_trial: float | None = None
-    below_trial: str | None = None
     decoder_warnings: Mapping[str, int] = field(default_factory=dict)
     start_seconds: Mapping[str, float] = field(default_factory=dict)
 
@@ -58,10 +52,6 @@ class RunMetrics:
         """Entries of summary.json; numbers are rounded to 3 decimals."""
         return {
             "images_per_second": self.images_per_second and round(self.images_per_second, 3),
-            "trial_images_per_second": self.trial_images_per_second
-            and round(self.trial_images_per_second, 3),
-            "share_of_trial": self.share_of_trial and round(self.share_of_trial, 3),
-            "below_trial": self.below_trial,
             "seconds": {
                 stage: None if value is None else round(value, 3)
                 for stage, value in self.seconds.items()

@@ -221,24 +221,6 @@ def _origin(spec: LayerSpec) -> str:
     return f"({spec.capture} of {spec.layer})" if spec.layer else f"({spec.capture})"
 
 
-def slowdown_facts(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Row that compares a run with its trial; empty unless the run was below 0.7 of it.
-
-    Args:
-        summary: content of summary.json.
-    """
-    if not summary["below_trial"]:
-        return []
-    promised, share = summary["trial_images_per_second"], summary["share_of_trial"]
-    return [
-        (
-            "slow",
-            f"{share:.2f} of the {promised:.1f} images/s that reading, decoding and model promised "
-            f"in the trial: {summary['below_trial']}",
-        )
-    ]
-
-
 def describe_end(summary: Mapping[str, Any], out: str, using: Sequence[str] = ()) -> str:
     """Describe a finished run: its output, its bottleneck, and the next command.
 
@@ -250,7 +232,6 @@ def describe_end(summary: Mapping[str, Any], out: str, using: Sequence[str] = ()
     shown = shown_path(parse_path(out))
     failures, warnings = parse_path(out) / layout.FAILURES_CSV, summary["decoder_warnings"]
     rows = [
-        *slowdown_facts(summary),
         *([("start", _start_text(start))] if (start := summary["start_seconds"]) else []),
         *([("warnings", _warnings_text(warnings))] if warnings else []),
         *([("failed", shown_path(failures))] if summary["failures"] else []),

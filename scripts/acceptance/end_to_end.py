@@ -139,13 +139,11 @@ def _run(
     summary = json.loads((out / "summary.json").read_text())
     manifest = json.loads((out / "featx.json").read_text())
     rate = float(summary["images_per_second"] or 0.0)
-    trial = summary["trial_images_per_second"]
     rows.append(
         {
             "job": name,
             "how": how,
             "images/s": rate,
-            "of its trial": rate / trial if trial else "",
             "precision": manifest["fingerprint"]["precision"],
             "command, s": seconds,
             "bottleneck": summary["bottleneck"] or "",

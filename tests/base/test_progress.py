@@ -56,6 +56,15 @@ def test_the_stage_that_the_others_wait_for(
     assert bottleneck({**IDLE, **busy}, 10.0, 2, *computed).startswith(expected)
 
 
+@pytest.mark.parametrize(("ratio", "elapsed_s"), [(1.2, 10.0), (2.0, 1.0), (2.04, 10.0)])
+def test_a_model_that_is_slower_than_in_its_trial_is_reported(
+    ratio: float, elapsed_s: float
+) -> None:
+    busy = {**IDLE, "model": 0.9 * elapsed_s}
+    sentence = bottleneck(busy, elapsed_s, 2, "cpu", "auto", ratio)
+    assert ("took 2.0 times as long as in the trial" in sentence) == (ratio == 2.04)
+
+
 @pytest.fixture
 def as_json() -> Iterator[None]:
     """stderr gets JSON objects, as with log.json=true."""

@@ -15,12 +15,10 @@ from zoo import ResidualConvNet
 
 import featx
 from featx.config import model_options
-from featx.engine import BatchParallelism, Compute, Engine, batch_parallelism
+from featx.engine import BatchParallelism, Compute, batch_parallelism
 from featx.engine.batch_parallelism import (
     _decide_on_cpu,
     _decide_on_device,
-    _SpeedTrial,
-    fastest_threads,
     replicas_agree,
     room_for_batches,
     trial_threads,
@@ -67,116 +65,6 @@ def test_threads_of_a_batch_and_batches_at_once(
     assert found == BatchParallelism(
         threads, replicas, replicas > 1, {"threads": f"{threads}{parallel}"}
     )
-
-
-class Machine:
-    """Speed of a simulated machine, by the threads that compute each of its parallel batches.
-
-    Args:
-        cpus: number of CPUs.
-        serial: share of a batch that one thread computes alone, whatever the number of threads.
-        memory: number of parallel batches that the memory bus feeds at full speed.
-        interpreter_s: seconds of interpreter time of a batch, which no two threads share; one
-            thread alone computes a batch in a second.
-        busy: numbers of the measurements that other programs halve.
-    """
-
-    def __init__(
-        self, cpus: int, serial: float, memory: float, interpreter_s: float = 0.0,
-        busy: tuple[int, ...] = (),
-    ) -> None:  # fmt: skip
-        self.cpus, self.measured = cpus, 0
-        self._serial, self._memory, self._interpreter_s = serial, memory, interpreter_s
-        self._busy = busy
-
-    def speed(self, threads: int) -> float:
-        """Batches a second."""
-        count = self.cpus // threads
-        seconds = self._serial + (1 - self._serial) / threads
-        rate = min(count, self._memory) / seconds
-        return min(rate, 1 / self._interpreter_s) if self._interpreter_s else rate
-
-    def measure(self, threads: int) -> float:
-        self.measured += 1
-        return self.speed(threads) / (2 if self.measured in self._busy else 1)
-
-
-MACHINES = {
-    "threads wait for each other": {"serial": 0.1, "memory": 1e9},
-    "threads hardly wait": {"serial": 0.001, "memory": 1e9},
-    "the bus feeds few batches": {"serial": 0.02, "memory": 3.0},
-    "the bus feeds one batch": {"serial": 0.01, "memory": 1.0},
-    "a tiny model": {"serial": 0.1, "memory": 1e9, "interpreter_s": 0.2},
-}
-
-
-@pytest.mark.parametrize("cpus", [2, 6, 8, 32, 96])
-@pytest.mark.parametrize("name", MACHINES)
-@pytest.mark.parametrize("busy", [(), (1, 2), (3, 4)])
-def test_machines_of_many_cores_compute_nearly_what_they_can(
-    cpus: int, name: str, busy: tuple[int, ...]
-) -> None:
-    machine = Machine(cpus, busy=busy, **MACHINES[name])
-    usual = -(-cpus // min(cpus, 4))
-    found = fastest_threads(usual, cpus, cpus, machine.measure)
-    tried = [t for t in range(1, cpus + 1) if t in (usual, found) or cpus % t == 0]
-    best = max(machine.speed(threads) for threads in tried)
-    # A step that gains less than a tenth is not taken.
-    assert machine.speed(found) >= best / 1.25
-    assert machine.speed(found) >= machine.speed(usual)
-    if machine.speed(found) < 1.1 * machine.speed(usual):
-        assert found == usual, "nothing is changed for nothing"
-    assert machine.measured <= 4 * (1 + cpus.bit_length())
-
-
-def test_memory_limits_the_parallel_batches() -> None:
-    machine = Machine(32, serial=0.1, memory=1e9)
-    assert fastest_threads(8, 32, 32, machine.measure) == 1
-    assert fastest_threads(8, 32, 16, machine.measure) == 2
-    assert fastest_threads(8, 32, 4, machine.measure) == 8
-
-
-def test_parallel_batches_of_an_engine_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[int] = []
-    backbone = backbone_of(ResidualConvNet())
-    backbone.reentrant = True
-    with bound(backbone, "fc") as engine:
-        expected = engine.run(noise())["fc"]
-        run = Engine.run
-
-        def noted(replica: Engine, images: torch.Tensor) -> Any:
-            seen.append(torch.get_num_threads())
-            rows = run(replica, images)
-            assert torch.allclose(rows["fc"], expected, atol=1e-5)
-            return rows
-
-        monkeypatch.setattr(Engine, "run", noted)
-        trial = _SpeedTrial(engine, 2, noise())
-        assert trial.images_per_second(1) > 0
-        assert seen == [1, 1]
-        assert trial.images_per_second(2) > 0
-        assert seen == [1, 1, 2]
-
-
-@pytest.mark.parametrize(("num_rows", "is_timed"), [(1000, False), (100_000, True)])
-def test_only_a_long_run_is_timed(
-    monkeypatch: pytest.MonkeyPatch, num_rows: int, is_timed: bool
-) -> None:
-    measured: list[int] = []
-
-    def measure(trial: _SpeedTrial, threads: int) -> float:
-        measured.append(threads)
-        return {4: 1.0, 2: 2.0, 1: 1.0}.get(threads, 0.5)
-
-    monkeypatch.setattr(_SpeedTrial, "images_per_second", measure)
-    monkeypatch.setattr("featx.engine.batch_parallelism.is_kept_in_threads", lambda: True)
-    monkeypatch.setattr("featx.engine.batch_parallelism.free_memory", lambda: 100 * GIB)
-    engine: Any = types.SimpleNamespace(
-        can_be_replicated=True, compute=Compute("fp32", False, False, 32)
-    )
-    found = batch_parallelism.decide(engine, 16, None, 0, lambda size: noise(1), num_rows)
-    assert (found.threads, found.replicas) == ((2, 8) if is_timed else (4, 4))
-    assert bool(measured) == is_timed
 
 
 @pytest.mark.parametrize(

@@ -44,6 +44,7 @@ from featx.pipeline.conformance import (
     pixel_differences,
     row_differences,
 )
+from featx.pipeline.run_context import num_trial_images
 from featx.sources import open_source
 
 SIZES = [(401, 300), (317, 251), (263, 411), (640, 479), (500, 375), (333, 500)]
@@ -99,7 +100,7 @@ def compared(
     with contextlib.ExitStack() as stack:
         engine = stack.enter_context(Engine(backbone, CPU, "float16"))
         loader = stack.enter_context(Loader(source, listing, decoding))
-        trial = TrialImages(rows, loader.load(rows), 0.0, 0.0, 1)
+        trial = TrialImages(rows, loader.load(rows))
         requests = [(layer, make_reduce("none")) for layer in layers]
         traced = engine.trace(layers)
         chosen = select(requests, traced, backbone.classifier, backbone.stages).chosen
@@ -353,3 +354,11 @@ def test_differences_are_those_that_one_computes_by_hand() -> None:
     pixels = pixel_differences(one, other, (0.5, 0.25, 0.5))
     assert pixels.largest.tolist() == pytest.approx([0.5 * 0.25 * 255])
     assert pixels.mean.tolist() == pytest.approx([0.5 * 0.25 * 255 / 12])
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "num_compared", "count"),
+    [(1, 8, 8), (20, 8, 8), (20, 12, 12), (48, 8, 12), (64, 8, 16), (10**6, 8, 16), (20, 16, 16)],
+)
+def test_a_short_run_measures_on_fewer_images(num_rows: int, num_compared: int, count: int) -> None:
+    assert num_trial_images(num_rows, num_compared) == count

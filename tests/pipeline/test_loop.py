@@ -19,7 +19,6 @@ from featx.engine import BatchParallelism
 from featx.errors import RunError
 from featx.images.decoder_channels import LoaderTimes
 from featx.pipeline import Interrupted, RunObserver, run_parts
-from featx.pipeline.trial import TrialSpeed
 from featx.types import Batch, Failure, Part
 
 DISK: Any = None  # is for profile=true alone
@@ -89,7 +88,7 @@ def context() -> Any:
         loader=Images(),
         config=config,
         parallelism=BatchParallelism(1, 1, False, {}),
-        trial=TrialSpeed(0.0, 0.0, 0.01, 1, True),
+        model_s=0.01,
         start_seconds={"trial": 0.5},
     )
 

@@ -42,7 +42,6 @@ def _run_command(until_job: contextlib.ExitStack) -> int:
     from omegaconf.errors import OmegaConfBaseException
 
     from featx.base import (
-        defer_dynamo,
         discard_output,
         log_message,
         own_process,
@@ -51,7 +50,6 @@ def _run_command(until_job: contextlib.ExitStack) -> int:
     )
     from featx.cli import (
         checked_targets,
-        compose_once,
         explain_error,
         read_command_line,
         register_with_hydra,
@@ -61,7 +59,6 @@ def _run_command(until_job: contextlib.ExitStack) -> int:
 
     debug = os.environ.get("FEATX_DEBUG") == "1"
     own_process()
-    defer_dynamo()
     speed_up_imports()
     # Hydra prints errors and exits by itself unless it is told to raise them.
     os.environ["HYDRA_FULL_ERROR"] = "1"
@@ -81,7 +78,7 @@ def _run_command(until_job: contextlib.ExitStack) -> int:
         register_with_hydra(JOBS, line.config_dirs)
         sys.argv = [typed[0], *line.arguments]
         hydra_options = {"config_path": str(shipped_folder("conf")), "config_name": "config"}
-        with checked_targets(), compose_once(line):
+        with checked_targets():
             hydra.main(version_base="1.3", **hydra_options)(one_job)()
     except BrokenPipeError:
         discard_output()  # a reader may close the pipe before the end of the help (`-h | head`)

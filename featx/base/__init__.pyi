@@ -6,6 +6,8 @@ from .child_process import CRASHES as CRASHES
 from .child_process import end_with_parent as end_with_parent
 from .child_process import module_command as module_command
 from .child_process import module_environment as module_environment
+from .command_imports import paused_collection as paused_collection
+from .command_imports import speed_up_imports as speed_up_imports
 from .console import announce as announce
 from .console import announcements as announcements
 from .console import discard_output as discard_output
@@ -14,7 +16,6 @@ from .console import log_as_json as log_as_json
 from .console import log_message as log_message
 from .console import print_result as print_result
 from .console import quiet_logs as quiet_logs
-from .deferred_dynamo import defer_dynamo as defer_dynamo
 from .devices import DeviceTimer as DeviceTimer
 from .devices import OwnStream as OwnStream
 from .devices import choose_device as choose_device
@@ -34,8 +35,6 @@ from .extras import require_extra as require_extra
 from .families import declared_function as declared_function
 from .families import family as family
 from .families import family_options as family_options
-from .fast_imports import paused_collection as paused_collection
-from .fast_imports import speed_up_imports as speed_up_imports
 from .fingerprint import differences as differences
 from .fingerprint import digest as digest
 from .globs import glob_to_regex as glob_to_regex

@@ -62,14 +62,6 @@ class CommandLine:
     wants_version: bool = False
     wants_help: bool = False
 
-    @property
-    def may_set_mode(self) -> bool:
-        """Whether hydra.mode may be set: by an option of Hydra, or in a file of the user."""
-        prefixes = ("hydra", "--config", "-c", "--experimental")
-        return self.has_files or any(
-            argument.lstrip("+~").startswith(prefixes) for argument in self.arguments
-        )
-
 
 def read_command_line(argv: Sequence[str]) -> CommandLine:
     """Translate the arguments of the command.

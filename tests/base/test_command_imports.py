@@ -1,7 +1,8 @@
-"""torch._dynamo, which takes seconds to import, is left alone until something is compiled."""
+"""A command imports torch without garbage collection, and torch._dynamo at its first use."""
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
 from pathlib import Path
@@ -9,15 +10,17 @@ from pathlib import Path
 import pytest
 from tiny_model import write_images
 
+from featx.base import paused_collection
+
 COMMON = """
 import sys
-import torch
-from featx.base import defer_dynamo
+from featx.base import speed_up_imports
 
 finders = len(sys.meta_path)
-defer_dynamo()
-defer_dynamo()
+speed_up_imports()
+speed_up_imports()
 assert len(sys.meta_path) == finders + 1
+import torch
 disable = torch.compiler.disable
 """
 
@@ -93,3 +96,32 @@ def test_a_run_that_compiles_nothing_does_not_import_it(tmp_path: Path, model: s
     imported = {line.split("|")[-1].strip() for line in done.stderr.splitlines()}
     assert "torchvision" in imported, "the modules of the process that computes are listed"
     assert {name for name in imported if name.startswith(("torch._dynamo", "sympy"))} == set()
+
+
+@pytest.mark.slow
+def test_torch_is_imported_without_garbage_collection() -> None:
+    run(
+        """
+import gc
+assert gc.isenabled() and gc.get_freeze_count() > 100_000
+"""
+    )
+
+
+def test_the_collector_is_on_again_after_an_error() -> None:
+    with pytest.raises(KeyError), paused_collection():
+        raise KeyError
+    assert gc.isenabled()
+
+
+def test_a_collector_that_was_off_stays_off() -> None:
+    with paused_collection(), paused_collection():
+        assert not gc.isenabled()
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        with paused_collection():
+            pass
+        assert not gc.isenabled()
+    finally:
+        gc.enable()

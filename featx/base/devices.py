@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from featx.base.process_setting import ProcessSetting
+from featx.base.process import ProcessSetting
 from featx.errors import ConfigError
 
 

@@ -7,8 +7,7 @@ import os
 import sys
 from collections.abc import Mapping
 
-from featx.base.process import is_own_process
-from featx.base.process import ProcessSetting
+from featx.base.process import ProcessSetting, is_own_process
 
 # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD and M_ARENA_MAX of malloc.h.
 _MMAP_THRESHOLD, _TRIM_THRESHOLD, _ARENA_MAX = -3, -1, -8

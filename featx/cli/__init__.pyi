@@ -1,4 +1,5 @@
 from .hydra_config import checked_targets as checked_targets
+from .hydra_config import compose_once as compose_once
 from .hydra_config import explain_error as explain_error
 from .hydra_config import help_text as help_text
 from .hydra_config import register_with_hydra as register_with_hydra

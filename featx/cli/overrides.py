@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from featx.base import family
-from featx.config import Kind, OptionType, option_types
+from featx.config import Kind, Option, option_tree
 from featx.errors import ConfigError, nearest
 
 _WITH_VALUE = (
@@ -61,6 +61,14 @@ class CommandLine:
     has_files: bool = False
     wants_version: bool = False
     wants_help: bool = False
+
+    @property
+    def may_set_mode(self) -> bool:
+        """Whether hydra.mode may be set: by an option of Hydra, or in a file of the user."""
+        prefixes = ("hydra", "--config", "-c", "--experimental")
+        return self.has_files or any(
+            argument.lstrip("+~").startswith(prefixes) for argument in self.arguments
+        )
 
 
 def read_command_line(argv: Sequence[str]) -> CommandLine:
@@ -121,7 +129,7 @@ def _unknown_flag(argument: str) -> str:
     name = argument.lstrip("-")
     key, has_value, value = name.partition("=")
     key = key.replace("-", "_")
-    names = option_types()
+    names = option_tree()
     if key not in names:
         flags = [flag for flag in _FLAGS if flag.startswith("--")]
         return (
@@ -181,7 +189,7 @@ def _translate(
         return [_format_group(EXPERIMENTS, "", value, is_multirun)]
     if (key := _key_of(override)) is None:
         return [override]
-    option = option_types().get(key)
+    option = option_tree().get(key)
     if key == "data" and is_path(value, config_dirs):
         if "data.root" in given:
             raise ConfigError(
@@ -205,7 +213,7 @@ def _takes_any_key(key: str) -> bool:
     """Return whether an option is a mapping with arbitrary keys, or lies in one."""
     parts = key.split(".")
     names = [".".join(parts[: i + 1]) for i in range(len(parts))]
-    options = [option_types()[name] for name in names if name in option_types()]
+    options = [option_tree()[name] for name in names if name in option_tree()]
     return any(option.kind is Kind.MAPPING for option in options)
 
 
@@ -222,7 +230,7 @@ def _unreadable_text(argument: str) -> str:
     if "=" in argument:
         return f"cannot read {argument!r}: the name of an option stands before the first '='."
     hint = ""
-    if argument in option_types():
+    if argument in option_tree():
         hint = f" {argument} needs a value: {argument}=VALUE."
     elif "/" in argument or Path(argument).exists():
         hint = f" For a folder of images: data={argument}"
@@ -245,7 +253,7 @@ def _format_group(key: str, sign: str, value: str, is_multirun: bool) -> str:
     return f"{sign}{key}=" + ",".join(_format_text(piece) for piece in _pieces(value))
 
 
-def _format_value(key: str, value: str, option: OptionType, is_multirun: bool) -> str:
+def _format_value(key: str, value: str, option: Option, is_multirun: bool) -> str:
     """Return the value of an option in the grammar of Hydra."""
     if value == "null" and not option.is_optional:
         raise ConfigError(
@@ -319,8 +327,10 @@ def _format_reduction(key: str, value: str) -> str:
     entries = []
     for entry in _pieces(value[1:-1]):
         name, colon, inner = entry.partition(":")
-        option = option_types().get(f"reduce.{name.strip()}", OptionType(Kind.OTHER))
-        entries.append(name + colon + _format_value(f"{key}: {name}", inner.strip(), option, False))
+        option, inner = option_tree().get(f"reduce.{name.strip()}"), inner.strip()
+        if option is not None:
+            inner = _format_value(f"{key}: {name}", inner, option, False)
+        entries.append(name + colon + inner)
     return "{" + ",".join(entries) + "}"
 
 

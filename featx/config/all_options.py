@@ -1,4 +1,10 @@
-"""All options, those of every member of a family included, with their defaults and sentences."""
+"""All options of the command, in one walk over the dataclasses of their groups.
+
+The options of a group such as `data` depend on the member that is chosen: a member brings its own
+dataclass, a subclass of the one that its group has in `Config`. The tree has the options of all
+members, so that each is known by its type; an option that the chosen member does not read is
+refused.
+"""
 
 from __future__ import annotations
 
@@ -9,45 +15,307 @@ import itertools
 import re
 import textwrap
 import types
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields, is_dataclass, make_dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from enum import Enum, auto
 from types import MappingProxyType
-from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, get_args, get_origin
 
 from featx.base import family, family_options
-from featx.config.checks import MAY_BE_EMPTY
-from featx.config.member_options import (
-    MemberGroup,
-    option_owners,
-    options_of_all,
-    refuse_names_of_others,
+from featx.config.checks import (
+    MAY_BE_EMPTY,
+    alternatives,
+    default_of_field,
+    hints_of,
+    in_words,
+    is_group,
+    marks_of,
+    without_marks,
 )
 from featx.config.run_config import Config
+from featx.errors import ConfigError, FeatxError, nearest
+
+OptionsT = TypeVar("OptionsT")
 
 
-def member_groups() -> dict[str, MemberGroup]:
+class Kind(Enum):
+    """Kind of the value of an option."""
+
+    TEXT = auto()
+    """One text, such as a path, or one of some texts."""
+    TEXTS = auto()
+    """A list of texts."""
+    NAMES = auto()
+    """A text, a list of texts, or a mapping of texts."""
+    MAPPING = auto()
+    """A mapping with keys that no field lists."""
+    GROUP = auto()
+    """A group of options that is chosen by its name: `model=resnet50`."""
+    SECTION = auto()
+    """A group of options without a name of its own: `verify`."""
+    OTHER = auto()
+    """A number, a truth value, a choice of both, or a list of numbers."""
+
+
+@dataclass(frozen=True)
+class Option:
+    """An option of the command.
+
+    Attributes:
+        name: dotted name, such as 'data.root'.
+        hint: type of its field.
+        default: its default; an instance for a group.
+        kind: kind of its value.
+        members: members of the family of its group that read it; empty for all.
+        owner: dataclass whose field it is, for each of these members or of the group.
+    """
+
+    name: str
+    hint: Any
+    default: Any
+    kind: Kind
+    members: tuple[str, ...]
+    owners: tuple[type, ...]
+
+    @property
+    def is_optional(self) -> bool:
+        """Whether its value may be null."""
+        return type(None) in alternatives(self.hint)
+
+    @property
+    def may_be_empty(self) -> bool:
+        """Whether its value may be an empty text."""
+        return MAY_BE_EMPTY in marks_of(self.hint)
+
+
+@dataclass(frozen=True)
+class MemberGroup:
+    """A group of options that a member is chosen for.
+
+    Attributes:
+        option: option that selects the member, as users write it: 'data', 'export.format'.
+        base: dataclass of the group in `Config`, which a member without own options has.
+    """
+
+    option: str
+    base: type
+
+    @property
+    def name(self) -> str:
+        """Name of the group: 'data', 'export'."""
+        return self.option.partition(".")[0]
+
+    @property
+    def selector(self) -> str:
+        """Field of the group that holds the name of the member: 'name', 'format'."""
+        return self.option.partition(".")[2] or "name"
+
+    def select(self, values: Mapping[str, Any]) -> str:
+        """Return the name of the member that the options of the group select.
+
+        Raises:
+            ConfigError: there is no such member.
+        """
+        return family(self.option).select(str(values[self.selector]), values).name
+
+    def members(self) -> Iterator[tuple[str, type]]:
+        """Iterate over the members that have options of their own, and the dataclasses of these."""
+        for member in family(self.option):
+            if member.options is not None:
+                yield member.name, member.options
+
+
+def member_groups() -> Mapping[str, MemberGroup]:
     """Return the groups with a family of members by their names.
 
     The option `codec` also selects a member, but is no group: codecs have no options.
     """
-    hints = _hints()
-    groups = {}
-    for option in family_options():
-        group = MemberGroup.of(option)
-        if is_dataclass(hints[group.group]):
-            groups[group.group] = group
-    return groups
-
-
-def group_class(group: MemberGroup) -> type:
-    """Return the dataclass that a group has in `Config`, with the options of all its members."""
-    return _hints()[group.group]
+    hints = hints_of(Config)
+    groups = [MemberGroup(option, hints[option.partition(".")[0]]) for option in family_options()]
+    return {group.name: group for group in groups if is_dataclass(group.base)}
 
 
 @functools.cache
-def _hints() -> Mapping[str, type]:
-    """Return the types of the fields of `Config`."""
-    return get_type_hints(Config)
+def option_tree() -> Mapping[str, Option]:
+    """Return every option by its dotted name, in the order of the groups: 'out', 'model', ..."""
+    return MappingProxyType({option.name: option for option in _walk(Config, "", ())})
+
+
+def _walk(cls: type, prefix: str, members: tuple[str, ...]) -> Iterator[Option]:
+    """Iterate over the options of a group, those of its members and those in groups below it."""
+    yield from _fields_as_options(cls, prefix, {f.name: (cls,) for f in fields(cls)}, members)
+    group = member_groups().get(prefix.rstrip("."))
+    if group is None or cls is not group.base:
+        return
+    common = {f.name for f in fields(cls)}
+    readers: dict[str, dict[str, type]] = {}
+    for member, own in group.members():
+        for f in fields(own):
+            if f.name not in common:
+                readers.setdefault(f.name, {})[member] = own
+    for name, owners in readers.items():
+        described = [(hints_of(own)[name], _default_of(own, name)) for own in owners.values()]
+        if any(each != described[0] for each in described):
+            raise FeatxError(
+                f"{group.option}={' and '.join(owners)}: the option {name} has another type or "
+                "default in each."
+            )
+        first = next(iter(owners.values()))
+        yield from _fields_as_options(first, prefix, {name: tuple(owners.values())}, tuple(owners))
+
+
+def _fields_as_options(
+    cls: type, prefix: str, owners: Mapping[str, tuple[type, ...]], members: tuple[str, ...]
+) -> Iterator[Option]:
+    """Iterate over some fields of a dataclass as options, and over the groups below them."""
+    for name, its_owners in owners.items():
+        hint, default = hints_of(cls)[name], _default_of(cls, name)
+        kind = _kind_of(hint)
+        yield Option(prefix + name, hint, default, kind, members, its_owners)
+        if is_dataclass(hint):
+            yield from _walk(hint, f"{prefix}{name}.", members)  # type: ignore[arg-type]  # a class
+
+
+def _default_of(cls: type, name: str) -> Any:
+    return default_of_field(cls.__dataclass_fields__[name])  # type: ignore[attr-defined]
+
+
+def _kind_of(hint: Any) -> Kind:
+    if is_dataclass(hint):
+        names = {f.name for f in fields(hint)}
+        return Kind.GROUP if "name" in names else Kind.SECTION
+    parts = [without_marks(part) for part in alternatives(hint) if part is not type(None)]
+    texts = [part for part in parts if part is str or _is_text_choice(part)]
+    lists = [part for part in parts if _list_of_texts(part)]
+    if parts and len(texts) == len(parts):
+        return Kind.TEXT
+    if parts and len(lists) == len(parts):
+        return Kind.TEXTS
+    if texts and lists:
+        return Kind.NAMES
+    return Kind.MAPPING if any(get_origin(part) is dict for part in parts) else Kind.OTHER
+
+
+def _is_text_choice(hint: Any) -> bool:
+    return get_origin(hint) is Literal and all(isinstance(each, str) for each in get_args(hint))
+
+
+def _list_of_texts(hint: Any) -> bool:
+    if get_origin(hint) is not list:
+        return False
+    element = get_args(hint)[0]
+    return element is str or _is_text_choice(element)
+
+
+def known_keys() -> list[str]:
+    """Return the dotted name of every option of the command: 'out', 'model.weights', ..."""
+    return [*(name for name in option_tree() if not name.endswith(".name")), "model.name"]
+
+
+def unknown_key(name: str) -> ConfigError:
+    """The error for an option that does not exist."""
+    return ConfigError(f"unknown key {name!r}.{nearest(name, known_keys())}")
+
+
+@functools.cache
+def default_values() -> Mapping[str, Any]:
+    """Return the defaults of all options, groups of them as mappings; nothing is resolved."""
+    values: dict[str, Any] = {}
+    for name, option in option_tree().items():
+        *groups, last = name.split(".")
+        node = functools.reduce(lambda part, key: part[key], groups, values)
+        node[last] = {} if is_group(option.default) else option.default
+    return MappingProxyType(values)
+
+
+# Members
+
+
+def options_class(option: str, name: str, base: type[OptionsT]) -> type[OptionsT]:
+    """Return the dataclass of the options of one member.
+
+    Args:
+        option: option that selects the member, such as 'data'.
+        name: name of the member.
+        base: dataclass of the group, which a member without own options has.
+
+    Raises:
+        ConfigError: there is no such member.
+        FeatxError: the options of the member are no subclass of `base`.
+    """
+    options = family(option).get(name).options
+    if options is None:
+        return base
+    if not issubclass(options, base):
+        raise FeatxError(
+            f"{option}={name}: its options {options.__qualname__} are no subclass of "
+            f"{base.__qualname__}."
+        )
+    return options
+
+
+def make_member(group: MemberGroup, values: Mapping[str, Any]) -> Any:
+    """Make the options of the member that values select.
+
+    Args:
+        group: the group.
+        values: values by their fields, with the member among them; an option of another member
+            counts as not given if it has its default.
+
+    Raises:
+        ConfigError: there is no such member, or a value is unknown, without effect or invalid.
+    """
+    chosen = group.select(values)
+    cls: type[Any] = options_class(group.option, chosen, group.base)
+    own = {f.name for f in fields(cls)}
+    given = [name for name in values if name not in own and not _is_default(group, name, values)]
+    refuse_options_of_others(group, chosen, given)
+    return make_group(cls, {name: values[name] for name in values if name in own}, group.name)
+
+
+def _is_default(group: MemberGroup, name: str, values: Mapping[str, Any]) -> bool:
+    defaults = default_values()[group.name]
+    return name in defaults and values[name] == defaults[name]
+
+
+def make_group(cls: type[OptionsT], values: Mapping[str, Any], name: str) -> OptionsT:
+    """Make the options of a group of plain values; groups below it may be mappings.
+
+    Raises:
+        ConfigError: a value is unknown or invalid.
+    """
+    hints, prefix = hints_of(cls), f"{name}." if name else ""
+    made = {}
+    for key, value in values.items():
+        if key not in hints:
+            raise unknown_key(f"{prefix}{key}")
+        if isinstance(value, Mapping) and is_dataclass(hints[key]):
+            value = make_group(hints[key], value, f"{prefix}{key}")
+        made[key] = value
+    return cls(**made)
+
+
+def refuse_options_of_others(group: MemberGroup, chosen: str, names: Iterable[str]) -> None:
+    """Refuse options that the chosen member does not read, whatever their values are.
+
+    Args:
+        group: the group.
+        chosen: name of the member.
+        names: fields of the group that were given.
+
+    Raises:
+        ConfigError: one is an option of other members, or of none.
+    """
+    for name in names:
+        option = option_tree().get(f"{group.name}.{name}")
+        if option is None:
+            raise unknown_key(f"{group.name}.{name}")
+        if option.members and chosen not in option.members:
+            members = " or ".join(f"{group.option}={member}" for member in option.members)
+            raise ConfigError(
+                f"{group.name}.{name} has an effect with {members} only (now {group.option}="
+                f"{chosen})."
+            )
 
 
 def refuse_given_of_others(config: Config, given: Iterable[str]) -> None:
@@ -61,32 +329,15 @@ def refuse_given_of_others(config: Config, given: Iterable[str]) -> None:
         ConfigError: an option has no effect.
     """
     for group in member_groups().values():
-        prefix = f"{group.group}."
-        names = sorted(name.removeprefix(prefix) for name in given if name.startswith(prefix))
-        chosen = group.select(vars(getattr(config, group.group)))
-        refuse_names_of_others(group, group_class(group), chosen, names)
+        prefix = f"{group.name}."
+        names = sorted(
+            {n.removeprefix(prefix).partition(".")[0] for n in given if n.startswith(prefix)}
+        )
+        chosen = group.select(vars(getattr(config, group.name)))
+        refuse_options_of_others(group, chosen, names)
 
 
-@functools.cache
-def config_class() -> type[Config]:
-    """Make the class of a config that has the options of all members in its groups.
-
-    It checks no values; `schema.from_omegaconf` makes a checked `Config` of it.
-    """
-    groups = [
-        (group.group, base, field(default_factory=options_of_all(group.option, base)))
-        for group in member_groups().values()
-        for base in (group_class(group),)
-    ]
-    return make_dataclass(
-        "Config", groups, bases=(Config,), namespace={"__post_init__": lambda self: None}
-    )
-
-
-@functools.cache
-def all_options() -> Config:
-    """Return the defaults of all options, in their groups those of all members."""
-    return config_class()()
+# Help and reference
 
 
 @dataclass(frozen=True)
@@ -110,90 +361,60 @@ class OptionDescription:
 
 def describe_options() -> list[OptionDescription]:
     """Return the description of every option of the command, in the order of the groups."""
-    return _describe_fields(all_options(), "")
+    return [_describe(option) for option in option_tree().values() if _is_described(option)]
 
 
-def _describe_fields(options: Any, prefix: str) -> list[OptionDescription]:
-    """Return the options of a dataclass instance, nested ones included."""
-    rows = []
-    group = member_groups().get(prefix.rstrip("."))
-    owners = {} if group is None else option_owners(group.option, group_class(group))
-    hints = get_type_hints(type(options), include_extras=True)
-    for f in fields(options):
-        value = getattr(options, f.name)
-        is_group = is_dataclass(value)
-        # A group's own name is the option of the group: model=resnet50, not model.name=resnet50.
-        default = getattr(value, "name", "") if is_group else value
-        text = str(default).lower() if isinstance(default, bool) else str(default)
-        text = re.sub(r"\$\{(\w+)\.name\}", r"<\1>", text)
-        if f.name != "name":
-            text = "null" if default is None else text
-            if group is not None and f.name in owners:
-                sentence = _sentence_of_members(group.option, f.name, owners[f.name])
-            else:
-                sentence = _sentences(options.__class__)[f.name] + _choices(prefix + f.name)
-            values = _values_in_words(hints[f.name]) if not is_group else "a name" if text else ""
-            rows.append(OptionDescription(prefix + f.name, values, text, sentence))
-        if is_group:
-            rows += _describe_fields(value, f"{prefix}{f.name}.")
-    return rows
+def _is_described(option: Option) -> bool:
+    # A group's own name is the option of the group: model=resnet50, not model.name=resnet50.
+    return not option.name.endswith(".name")
 
 
-def _values_in_words(hint: Any) -> str:
-    """Return the values of a type in words; an annotation that is a text says them itself."""
-    if get_origin(hint) is Annotated:
-        texts = [text for text in hint.__metadata__ if text != MAY_BE_EMPTY]
-        return str(texts[0]) if texts else _values_in_words(get_args(hint)[0])
-    if get_origin(hint) in (Union, types.UnionType):
-        return ", or ".join(_values_in_words(option) for option in get_args(hint))
-    words = {
-        str: "a text",
-        int: "a whole number",
-        float: "a number",
-        bool: "true or false",
-        list: "a list",
-        dict: "a mapping",
-        type(None): "null",
-    }
-    words_of_type = words[get_origin(hint) or hint]
-    if get_origin(hint) is list:
-        words_of_type += " of texts" if get_args(hint) == (str,) else " of numbers"
-    return words_of_type
+def _describe(option: Option) -> OptionDescription:
+    default, values = option.default, in_words(option.hint) if not is_group(option.default) else ""
+    if is_group(default):
+        default = getattr(default, "name", "")
+        values = "a name" if default else ""
+    text = str(default).lower() if isinstance(default, bool) else str(default)
+    text = "null" if default is None else re.sub(r"\$\{(\w+)\.name\}", r"<\1>", text)
+    return OptionDescription(option.name, values, text, _help_of(option))
 
 
-def _choices(option: str) -> str:
+def _help_of(option: Option) -> str:
+    """Return the sentence of an option, with what selects its members in front."""
+    last = option.name.rpartition(".")[2]
+    sentences = [_sentences(owner)[last] for owner in option.owners]
+    if not option.members or len(option.members) != len(option.owners):
+        return sentences[0] + _members_of_choice(option.name)
+    group = member_groups()[option.name.partition(".")[0]]
+    members_of: dict[str, list[str]] = {}
+    for member, sentence in zip(option.members, sentences, strict=True):
+        members_of.setdefault(sentence, []).append(f"{group.option}={member}")
+    return " ".join(f"{', '.join(names)}: {text}" for text, names in members_of.items())
+
+
+def _members_of_choice(option: str) -> str:
     """Return the members that an option selects, each with its sentence; '' if it selects none."""
     if option not in family_options():
         return ""
     return "".join(f" {member.name}: {member.help}" for member in family(option))
 
 
-def _sentence_of_members(option: str, name: str, members: tuple[str, ...]) -> str:
-    """Return the sentence of an option of some members, with what selects them in front."""
-    members_of: dict[str, list[str]] = {}
-    for member in members:
-        options = family(option).get(member).options
-        if options is not None:
-            members_of.setdefault(_sentences(options)[name], []).append(f"{option}={member}")
-    return " ".join(f"{', '.join(names)}: {text}" for text, names in members_of.items())
-
-
 @functools.cache
-def _sentences(options: type) -> MappingProxyType[str, str]:
+def _sentences(options: type) -> Mapping[str, str]:
     """Return the sentence of each field of a dataclass: the string below it in the source."""
     sentences: dict[str, str] = {}
     for owner in reversed(options.__mro__):
-        if not is_dataclass(owner) or getattr(owner, "__module__", "types") == "types":
-            continue  # object, and classes made by make_dataclass, which have no source
+        if not is_dataclass(owner):
+            continue
         node = ast.parse(textwrap.dedent(inspect.getsource(owner))).body[0]
         if not isinstance(node, ast.ClassDef):
             continue
-        for node_before, node_after in itertools.pairwise(node.body):
+        for before, after in itertools.pairwise(node.body):
             if (
-                isinstance(node_before, ast.AnnAssign)
-                and isinstance(node_before.target, ast.Name)
-                and isinstance(node_after, ast.Expr)
-                and isinstance(node_after.value, ast.Constant)
+                isinstance(before, ast.AnnAssign)
+                and isinstance(before.target, ast.Name)
+                and isinstance(after, ast.Expr)
+                and isinstance(after.value, ast.Constant)
             ):
-                sentences[node_before.target.id] = " ".join(str(node_after.value.value).split())
-    return MappingProxyType(sentences)
+                sentences[before.target.id] = " ".join(str(after.value.value).split())
+    return types.MappingProxyType(sentences)

@@ -2,44 +2,40 @@
 
 from __future__ import annotations
 
-import re
-from dataclasses import dataclass, fields
+from dataclasses import fields
+from typing import Annotated, Literal
 
-from featx.config.checks import check_choice
+from featx.config.checks import Matching, options
 from featx.errors import ConfigError
 
+_DIGITS = "the 64 hex digits that `sha256sum FILE` prints"
 
-@dataclass
+
+@options("model.checkpoint")
 class CheckpointConfig:
     """Choice and conversion of the tensors of a file in `model.weights`."""
 
     prefix: str | None = None
     """Text before the names of the model in the file, such as 'teacher/backbone.', in which '/'
     stands for nesting; null finds it, unless several state dicts fit."""
-    convert: str = "auto"
+    convert: Literal["auto", "none", "timm"] = "auto"
     """Conversion of a file whose names are not those of the model: timm uses checkpoint_filter_fn
     of the family (model=timm only), auto does so where the family has one, none refuses the
     file."""
     resample: bool = False
     """Whether the conversion may interpolate position embeddings and patch embeddings of another
     size, which changes the features."""
-    sha256: str | None = None
+    sha256: Annotated[str | None, Matching("[0-9a-fA-F]{64}"), _DIGITS] = None
     """SHA-256 that the file must have, in 64 hex digits; it is checked before the file is read."""
 
     def __post_init__(self) -> None:
-        check_choice("model.checkpoint.convert", self.convert, ("auto", "none", "timm"))
+        if self.sha256 is not None:
+            object.__setattr__(self, "sha256", self.sha256.lower())
         if self.resample and self.convert == "none":
             raise ConfigError(
                 "model.checkpoint.resample=true has no effect with convert=none: the conversion "
                 "is what resamples."
             )
-        if self.sha256 is not None:
-            self.sha256 = self.sha256.lower()
-            if not re.fullmatch("[0-9a-f]{64}", self.sha256):
-                raise ConfigError(
-                    f"model.checkpoint.sha256={self.sha256}: expected the 64 hex digits that "
-                    "`sha256sum FILE` prints."
-                )
 
     def check_effect(self, has_file: bool, is_converted: bool) -> None:
         """Refuse options that would have no effect.

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Annotated, ClassVar, Literal
 
-from featx.config.checks import check_choice
+from featx.config.checks import Count, Positive, options
 from featx.errors import ConfigError
 
 OBJECT_SOURCE = "python"
 """Source of a data set that a Python program passes as an object; the command cannot name it."""
 
 
-@dataclass
+@options("data")
 class DataConfig:
     """Location of the images, and treatment of unusual ones.
 
@@ -34,36 +33,30 @@ class DataConfig:
     boxes: str | None = None
     """CSV file with the columns path, x, y, width, height and, for labels, label. Each line makes a
     row of that box of an image (tiles, detections)."""
-    exif: str = "apply"
+    exif: Literal["apply", "ignore"] = "apply"
     """apply turns an image upright as its EXIF orientation asks, ignore leaves it as stored."""
     background: str = "white"
     """Colour under transparent pixels: a name or #rrggbb."""
-    white: float | None = None
+    white: Annotated[Positive | None, "a number above 0, such as 1, 255 or 65535"] = None
     """Number that is white, over black at 0, in images whose file does not say it: TIFF and PFM of
     floats, and TIFF of 32-bit or signed whole numbers. Without it they are recorded failures
     (unsupported)."""
-    damaged: str = "refuse"
+    damaged: Literal["refuse", "accept"] = "refuse"
     """refuse makes a JPEG with damaged data a recorded failure (decode error), accept takes it as
     its decoder repairs it, and counts it as a warning."""
-    max_pixels: int = 89_478_485
+    max_pixels: Count = 89_478_485
     """Largest number of pixels of an image. A larger image is a recorded failure (too large), found
     before it is decoded."""
-    timeout_s: float | None = 30
+    timeout_s: Annotated[Positive | None, "seconds above 0, or null for no limit"] = 30.0
     """Seconds that decoding an image may take. An image that takes longer, also when it is decoded
     again, is a recorded failure (timeout). null waits for ever."""
-    workers: int | None = None
+    workers: Count | None = None
     """Number of processes that decode images; null takes one for each CPU that this process may
     use."""
-    limit: int | None = None
+    limit: Count | None = None
     """Number of rows to take from the beginning of the listing; null takes all."""
 
     def __post_init__(self) -> None:
-        check_choice("data.exif", self.exif, ("apply", "ignore"))
-        check_choice("data.damaged", self.damaged, ("refuse", "accept"))
-        if self.white is not None and not 0 < self.white < float("inf"):
-            raise ConfigError(
-                f"data.white={self.white}: expected a number above 0, such as 1, 255 or 65535."
-            )
         if self.root_help is not None and not self.root:
             raise ConfigError(f"data={self.name} needs {self.root_help}.")
         if self.root_help is None and self.root:
@@ -71,14 +64,6 @@ class DataConfig:
                 f"data.root has no effect with data={self.name}; for a folder of images add "
                 "data=folder."
             )
-        if self.timeout_s is not None and not self.timeout_s > 0:
-            raise ConfigError(
-                f"data.timeout_s={self.timeout_s}: expected seconds above 0, or null for no limit."
-            )
-        for key in ("max_pixels", "workers", "limit"):
-            value = getattr(self, key)
-            if value is not None and value < 1:
-                raise ConfigError(f"data.{key}={value}: expected a whole number of at least 1.")
 
     @property
     def location(self) -> str:

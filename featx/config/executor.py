@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from typing import Annotated, Any
-
-from featx.errors import ConfigError
+from featx.config.checks import Count, options
 
 
-@dataclass
+@options("executor")
 class ExecutorConfig:
     """Processes that compute the parts of a run.
 
@@ -18,22 +15,11 @@ class ExecutorConfig:
 
     name: str = "local"
     """Name of the executor; set by the option `executor` itself."""
-    workers: Annotated[Any, "a whole number, or null"] = None
+    workers: Count | None = None
     """Number of worker processes that share the parts: processes of this machine, each with its
     share of the CPUs or a GPU of its own; actors of Ray; tasks of a Slurm array. null computes in
     this process (local), takes as many actors as the cluster has room for (ray), or 8 tasks
     (slurm)."""
-
-    def __post_init__(self) -> None:
-        if self.workers is not None and (type(self.workers) is not int or self.workers < 1):
-            raise ConfigError(
-                f"executor.workers={self.workers}: expected a number of workers, such as 4. GPUs "
-                "are listed as executor.devices=[0,1]."
-            )
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if isinstance(value, int | float) and value <= 0:
-                raise ConfigError(f"executor.{field.name}={value}: expected more than 0.")
 
     @property
     def has_workers(self) -> bool:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 
+from featx.config.checks import options
 from featx.errors import ConfigError
 
 _REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
 
 
-@dataclass
+@options("export")
 class ExportConfig:
     """Files that job=export writes; a format with options of its own has them in a subclass."""
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
-from typing import Any
+from dataclasses import field, fields
+from typing import Annotated, Any, Literal
+
+from annotated_types import Len
 
 from featx.base import family
 from featx.config.checkpoint import CheckpointConfig
-from featx.config.checks import check_choice
-from featx.config.member_options import make_options
+from featx.config.checks import Count, options
 from featx.config.transform import USUAL_CROP, USUAL_RESIZE, TransformConfig
 from featx.errors import ConfigError
 
@@ -19,11 +20,13 @@ _LIBRARY = "model.library"
 AUTO_LIBRARY = "auto"
 """Library that stands for the first one that knows the name of the model."""
 
+InputSize = Annotated[list[Count], Len(2, 2), "[height, width] in pixels"]
+
 _WEIGHT_FILES = (".safetensors", ".pth", ".pt", ".th", ".bin")
 """File extensions by which `model.weights` is recognised as a file."""
 
 
-@dataclass
+@options("model")
 class ModelConfig:
     """Backbone and its weights.
 
@@ -39,7 +42,7 @@ class ModelConfig:
     weights: str | None = "default"
     """Weights: a tag of the library, a path (.safetensors, .pth), 'default', or null for random
     weights of `seed`."""
-    init: str = "loaded"
+    init: Literal["loaded", "reset"] = "loaded"
     """loaded keeps these weights; reset replaces them by the model's own random initialisation with
     `seed`, as an untrained baseline that is the same in all else."""
     golden: str | None = None
@@ -51,9 +54,8 @@ class ModelConfig:
             raise ConfigError(
                 f"model={self.library} needs model.name=NAME, the name of a model of this library."
             )
-        if self.weights == "None":
-            self.weights = None  # as Python writes it; no library has a tag of this name
-        check_choice("model.init", self.init, ("loaded", "reset"))
+        if self.weights == "None":  # as Python writes it; no library has a tag of this name
+            object.__setattr__(self, "weights", None)
         if self.init == "reset" and self.weights is None:
             raise ConfigError(
                 "model.init=reset has no effect with model.weights=null, whose weights are random."
@@ -100,14 +102,14 @@ def check_weights_like(weights_like: str | None, has_file: bool) -> None:
         )
 
 
-@dataclass
+@options("model")
 class LibraryModelConfig(ModelConfig):
     """Options of a model that a library builds, of torchvision and timm."""
 
     args: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments with which the library builds the model, such as
     {dynamic_img_size: true}. A resume refuses other values."""
-    input_size: list[int] | None = None
+    input_size: InputSize | None = None
     """Height and width of the images in pixels, such as [448,448]: the model is built for it, and
     the preprocessing follows; null takes the size of the weights."""
     weights_like: str | None = None
@@ -117,13 +119,6 @@ class LibraryModelConfig(ModelConfig):
     """Preprocessing of the images, by default that of the weights."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     """Choice and conversion of the tensors of a file in model.weights."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.input_size is not None and (len(self.input_size) != 2 or min(self.input_size) < 1):
-            raise ConfigError(
-                f"model.input_size={self.input_size}: expected [height, width] in pixels."
-            )
 
     def refuse_args(self, refused: Mapping[str, str]) -> None:
         """Refuse arguments that featx gives itself or that change what a model is.
@@ -139,7 +134,7 @@ class LibraryModelConfig(ModelConfig):
                 raise ConfigError(f"model.args.{name} cannot be given: {refused[name]}.")
 
 
-@dataclass
+@options("model")
 class UnpreparedModelConfig(ModelConfig):
     """Options of a model that brings no preprocessing, such as that of model=export."""
 
@@ -148,7 +143,7 @@ class UnpreparedModelConfig(ModelConfig):
     mean and standard deviation of ImageNet."""
 
 
-@dataclass
+@options("model")
 class CodeModelConfig(UnpreparedModelConfig):
     """Options of a model that code of the user makes, of model=custom and model=hub."""
 
@@ -171,8 +166,10 @@ def model_options(**values: Any) -> ModelConfig:
     Raises:
         ConfigError: an option is unknown, invalid, or one of another library.
     """
+    from featx.config.all_options import make_member, member_groups  # they know all groups
+
     defaults = {f.name: f.default for f in fields(ModelConfig)}
-    return make_options(_LIBRARY, ModelConfig, {**defaults, **values})
+    return make_member(member_groups()["model"], {**defaults, **values})  # type: ignore[no-any-return]
 
 
 def model_choice(text: str) -> dict[str, str]:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
-from featx.config.member_options import make_options, options_class
+from featx.base import family
+from featx.config.checks import options
 from featx.errors import FeatxError
 
 
-@dataclass
+@options("reduce")
 class ReduceConfig:
     """Reduction of a captured tensor to the stored row.
 
@@ -21,7 +21,7 @@ class ReduceConfig:
     """Name of the reduction; set by the option `reduce` itself."""
 
     def __post_init__(self) -> None:
-        if not isinstance(self, options_class("reduce", self.name, ReduceConfig)):
+        if not isinstance(self, family("reduce").get(self.name).options or ReduceConfig):
             raise FeatxError(
                 f"reduce={self.name} has options of its own: make them by "
                 f"make_reduce({self.name!r}, ...)."
@@ -59,4 +59,6 @@ def make_reduce(name: str, **values: Any) -> ReduceConfig:
     Raises:
         ConfigError: there is no such reduction, or a value is unknown, without effect or invalid.
     """
-    return make_options("reduce", ReduceConfig, {"name": name, **values})
+    from featx.config.all_options import make_member, member_groups  # they know all groups
+
+    return make_member(member_groups()["reduce"], {"name": name, **values})  # type: ignore[no-any-return]

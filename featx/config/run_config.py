@@ -6,12 +6,12 @@ functions that turn YAML or overrides into a `Config`.
 
 from __future__ import annotations
 
-import math
-import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
+
+from annotated_types import Ge, Le
 
 from featx.base import family
 from featx.config import (
@@ -37,15 +37,13 @@ from featx.config import (
     StatusConfig,
     VerifyConfig,
     ZeroshotConfig,
-    check_choice,
 )
 from featx.config.attribute import MAX_PROJECTOR_IMAGES
-from featx.config.checks import NAMES
+from featx.config.checks import Count, Matching, NaturalNumber, OneOrMore, options
 from featx.config.conformance import ConformanceConfig
-from featx.config.requested_layers import layer_requests, reduction_options
+from featx.config.requested_layers import Capture, layer_requests, reduction_options
 from featx.errors import ConfigError, StoreError
 from featx.storage import is_url, parse_path
-from featx.types import ITEM_BYTES
 
 MAX_SEED = 2**32 - 1
 """Largest seed that all libraries accept."""
@@ -54,55 +52,24 @@ MAX_PART_MIB = 4096
 """Largest size of a part in MiB; an object store takes 5 GiB in one request."""
 
 
-def _check_auto_or_int(key: str, value: object) -> None:
-    is_count = isinstance(value, int) and not isinstance(value, bool) and value >= 1
-    if value != "auto" and not is_count:
-        raise ConfigError(f"{key}={value}: expected auto or a whole number of at least 1.")
+_Dtype = Literal["float16", "bfloat16", "float32"]
+_Auto = Literal["auto"]
+_Target = Annotated[
+    Literal["label", "predicted", "loss", "entropy", "logsumexp"] | NaturalNumber,
+    f"one of {', '.join(SCALARS)}, or the index of a class",
+]
+_MaxFailures = Annotated[
+    NaturalNumber | Annotated[float, Ge(0), Le(1)],
+    "a share with a point, such as 0.01 (at most 1.0, which is all), or a whole number of images",
+]
+_Device = Annotated[str, Matching(r"auto|cpu|mps|cuda(:\d+)?"), "auto, cpu, cuda, cuda:N or mps"]
+_Tensorboard = Annotated[
+    bool | Annotated[int, Ge(1), Le(MAX_PROJECTOR_IMAGES)],
+    f"true, false, or how many images the projector shows, 1 to {MAX_PROJECTOR_IMAGES}",
+]
 
 
-def _check_part_mib(value: object, part_rows: object) -> None:
-    if value == "auto":
-        return
-    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MAX_PART_MIB:
-        raise ConfigError(
-            f"part_mib={value}: expected auto or a whole number of MiB from 1 to {MAX_PART_MIB}."
-        )
-    if part_rows != "auto":
-        raise ConfigError(
-            f"part_mib={value} has no effect with part_rows={part_rows}, which says the size of a "
-            "part already. Leave one of them out."
-        )
-
-
-def _check_auto_or_bool(key: str, value: object) -> None:
-    if value != "auto" and not isinstance(value, bool):
-        raise ConfigError(f"{key}={value}: expected auto, true or false.")
-
-
-def _check_max_failures(value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
-        raise ConfigError(
-            f"max_failures={value}: expected 0 or more: a share with a point, such as 0.01, or a "
-            "whole number of images."
-        )
-    if isinstance(value, float) and value > 1:
-        raise ConfigError(
-            f"max_failures={value}: a number with a point is a share, at most 1.0, which is all "
-            f"images. For a number of images give a whole number: max_failures={value:.0f}."
-        )
-
-
-def _check_tensorboard(value: object) -> None:
-    if not isinstance(value, int) or (
-        value is not False and not 1 <= value <= MAX_PROJECTOR_IMAGES
-    ):
-        raise ConfigError(
-            f"tensorboard={value}: expected true, false, or how many images the projector shows, "
-            f"1 to {MAX_PROJECTOR_IMAGES}."
-        )
-
-
-@dataclass
+@options("")
 class Config:
     """All options of one run, under the names that the command uses."""
 
@@ -111,15 +78,15 @@ class Config:
     model: ModelConfig = field(default_factory=ModelConfig)
     """Model: any name of torchvision or timm, efficientnet_lite0 (packaged, works offline), or a
     library, such as custom, or timm with model.name."""
-    layers: Annotated[Any, NAMES] = None
+    layers: str | list[str] | dict[str, Any] | None = None
     """Layers of a run: a preset (embedding, output, stages, leaves, all), a list of names, globs or
     presets, or a mapping of these to reductions; null takes embedding. A name is that of a module,
     or that of an operation as torch.fx names it (layer1.0.add). For jobs that read a store: names
     or globs of its layers; null takes all. job=neighbors, duplicates and predict take one."""
-    capture: Annotated[Any, NAMES] = "output"
+    capture: OneOrMore[Capture] = "output"
     """Tensor of a layer to capture: output, input, grad_output or grad_input (gradients of
     `target`), attention (weights of an attention module), or a list of them."""
-    target: Annotated[Any, "a name, or the index of a class"] = "predicted"
+    target: _Target = "predicted"
     """Number whose gradient is taken, or that job=attribute explains: the logit of the class label
     or predicted, that of a class by its index, or loss, entropy or logsumexp."""
     reduce: ReduceConfig = field(default_factory=ReduceConfig)
@@ -131,36 +98,36 @@ class Config:
     with the same folder resumes it. For job=export, neighbors, duplicates and cka the folder of
     their files, by default a folder in the store; for job=report a folder or a file name that ends
     in .html."""
-    precision: str = "auto"
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """Precision of the model: fp32, bf16, fp16, or auto, which takes the fastest that keeps a
     cosine of 0.999 to fp32 in every row, and fp32 if none is 1.1 times as fast."""
-    dtype: str = "float16"
+    dtype: _Dtype = "float16"
     """Data type of the stored features, whatever they were computed in: float16, bfloat16 or
     float32."""
-    batch_size: Annotated[Any, "a whole number, or auto"] = "auto"
+    batch_size: _Auto | Count = "auto"
     """Number of images per forward pass; auto suits the device."""
-    device: str = "auto"
+    device: _Device = "auto"
     """Device: cpu, cuda, cuda:1, mps, or auto, which takes the first accelerator."""
-    compile: Annotated[Any, "true, false or auto"] = "auto"
+    compile: _Auto | bool = "auto"
     """Use torch.compile; auto does so if the run is long enough to save more time than it costs."""
     fold_batchnorm: bool = True
     """Fold BatchNorm into the convolution before it, if values change by rounding only and the
     device is not CUDA, where it would be slower; false computes every layer as it is."""
-    decode: str = "fast"
+    decode: Literal["fast", "reference"] = "fast"
     """Decoder of images: fast; or reference, which uses Pillow and the transform of the weights
     exactly."""
     conformance: ConformanceConfig = field(default_factory=ConformanceConfig)
     """Comparison of some images with the model library's own transform and forward pass, before a
     run starts."""
-    part_rows: Annotated[Any, "a whole number, or auto"] = "auto"
+    part_rows: _Auto | Count = "auto"
     """Number of rows per part, a power of two; auto derives it from bytes per row and measured
     speed."""
-    part_mib: Annotated[Any, "a whole number, or auto"] = "auto"
+    part_mib: _Auto | Annotated[int, Ge(1), Le(MAX_PART_MIB)] = "auto"
     """Largest size of a part in MiB with part_rows=auto, 1 to 4096; auto is 256. A part is at most
     a minute of work in any case, and a resume keeps the rows per part of its store."""
     codec: str = "none"
     """Compression of the stored chunks."""
-    max_failures: Annotated[Any, "a share with a point, or a whole number"] = 0.01
+    max_failures: _MaxFailures = 0.01
     """Images that may fail, as a share (a number with a point; 1.0 is all) or a whole number. If
     more fail, the exit code is 3; if more than a minute of work is left, the run stops at once with
     exit code 1."""
@@ -169,16 +136,16 @@ class Config:
     refresh: bool = False
     """Compute only the rows again whose image has changed since; with job=stats the parts that
     contain them."""
-    nonfinite: str = "error"
+    nonfinite: Literal["error", "record"] = "error"
     """Treatment of a feature that is NaN, infinite or too large: error stops the run, record marks
     the row as failed."""
     executor: ExecutorConfig = field(default_factory=ExecutorConfig)
     """local: this machine, in this process or in workers; ray: actors of a Ray cluster; slurm: a
     job array. The last two come with extras: pip install "featx[ray]", "featx[slurm]"."""
-    pack: Annotated[Any, "true, false or auto"] = "auto"
+    pack: _Auto | bool = "auto"
     """Pack the parts into one features.h5 at the end; auto does so if the store is on a disk that
     has room, and has at most 256 GiB; false keeps the parts."""
-    tensorboard: Annotated[Any, "true, false, or a whole number"] = False
+    tensorboard: _Tensorboard = False
     """Write OUT/tensorboard: activations and timings of the run, the graph of the model, and a
     projector with 1000 images; a number sets the number of images."""
     profile: bool = False
@@ -190,7 +157,7 @@ class Config:
     overwrite: bool = False
     """Delete the store in `out` and start again; with job=stats the statistics there, with
     job=export the export."""
-    seed: int = 0
+    seed: Annotated[int, Ge(0), Le(MAX_SEED)] = 0
     """Seed of random weights, of the rows that verify.reextract_rows, cka.rows and report.rows
     choose, and of a probe's splits; a whole number from 0 to 4294967295."""
     store: str | None = None
@@ -229,30 +196,14 @@ class Config:
     alone."""
 
     def __post_init__(self) -> None:
-        check_choice("precision", self.precision, ("auto", "fp32", "bf16", "fp16"))
-        check_choice("dtype", self.dtype, tuple(ITEM_BYTES))
-        if self.decode == "gpu":
-            raise ConfigError(
-                "decode=gpu is no longer offered: images are decoded by processes on all CPUs "
-                "(data.workers). Use decode=fast, whose features may differ in the last digits, so "
-                "into a new out."
-            )
-        check_choice("decode", self.decode, ("fast", "reference"))
         family("codec").get(self.codec)
-        check_choice("nonfinite", self.nonfinite, ("error", "record"))
-        _check_auto_or_int("batch_size", self.batch_size)
-        _check_auto_or_int("part_rows", self.part_rows)
-        _check_part_mib(self.part_mib, self.part_rows)
-        _check_auto_or_bool("compile", self.compile)
-        _check_auto_or_bool("pack", self.pack)
-        _check_tensorboard(self.tensorboard)
-        if not re.fullmatch(r"auto|cpu|mps|cuda(:\d+)?", self.device):
-            raise ConfigError(f"device={self.device}: expected auto, cpu, cuda, cuda:N or mps.")
+        if self.part_mib != "auto" and self.part_rows != "auto":
+            raise ConfigError(
+                f"part_mib={self.part_mib} has no effect with part_rows={self.part_rows}, which "
+                "says the size of a part already. Leave one of them out."
+            )
         self._check_workers()
         self._check_urls()
-        _check_max_failures(self.max_failures)
-        if not 0 <= self.seed <= MAX_SEED:
-            raise ConfigError(f"seed={self.seed}: expected a whole number from 0 to {MAX_SEED}.")
         if self.part_rows != "auto":
             if self.part_rows & (self.part_rows - 1):
                 raise ConfigError(
@@ -266,12 +217,6 @@ class Config:
                 )
         self._check_repairs()
         layer_requests(self)
-        is_index = isinstance(self.target, int) and not isinstance(self.target, bool)
-        if self.target not in SCALARS and not (is_index and self.target >= 0):
-            raise ConfigError(
-                f"target={self.target}: expected one of {', '.join(SCALARS)}, or the index of a "
-                "class."
-            )
 
     def store_path(self) -> Path:
         """Return the store that a job reads: `store`, or `out` if that is null.

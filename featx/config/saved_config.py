@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from featx.base import family
 from featx.config import DataConfig
-from featx.config.all_options import group_class, member_groups
-from featx.config.member_options import option_owners
+from featx.config.all_options import default_values, member_groups, option_tree
 from featx.config.run_config import Config
-from featx.config.schema import config_schema, default_values, from_omegaconf
+from featx.config.schema import from_values
 from featx.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -30,74 +29,43 @@ def from_saved(text: str) -> Config:
             package that is not installed.
     """
     import yaml
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-
-    from featx.config import config_yaml
-
-    def plain(part: Any) -> Any:
-        if isinstance(part, Mapping):
-            return {key: plain(value) for key, value in part.items()}
-        if isinstance(part, list):
-            return [plain(value) for value in part]
-        return part.replace("${", r"\${") if isinstance(part, str) else part
 
     try:
-        options = plain(config_yaml.load(text))
-        _leave_out_unread_transform(options)
-        if options.get("decode") == "gpu":  # of earlier versions; the pixels agree closely
-            options["decode"] = "fast"
-        _check_members(options)
-        node = OmegaConf.merge(config_schema(), _without_defaults(options, default_values()))
-    except (OmegaConfBaseException, yaml.YAMLError, ValueError, TypeError) as error:
-        raise ConfigError(
-            f"the config that the store keeps cannot be read: {str(error).splitlines()[0]}"
-        ) from error
-    return from_omegaconf(node)  # type: ignore[arg-type]  # a structured node merges to a DictConfig
+        options = _load_mapping(text)
+        for group in member_groups().values():  # names a member that is not installed here
+            if isinstance(values := options.get(group.name), Mapping) and group.selector in values:
+                family(group.option).get(str(values[group.selector]))
+        return from_values(_merged(default_values(), options))
+    except (yaml.YAMLError, ValueError, TypeError) as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"the config that the store keeps cannot be read: {reason}") from error
 
 
-def _without_defaults(options: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options that differ from their defaults; OmegaConf takes 0.1 ms to merge each.
+def _load_mapping(text: str) -> dict[str, Any]:
+    """Read YAML that holds a mapping of plain values; an empty text is an empty mapping.
 
-    Args:
-        options: saved options, groups of them as mappings.
-        defaults: the defaults in the same form.
+    The loader is that of Python: libyaml overflows the stack of the process where a file of a
+    stranger nests ten thousand lists.
     """
-    different = {}
-    for key, value in options.items():
-        default = defaults.get(key)
-        if isinstance(value, Mapping) and isinstance(default, Mapping):
-            value = _without_defaults(value, default)
-            if not value:
-                continue
-        # The representation also tells 1, 1.0 and true apart.
-        elif key in defaults and repr(value) == repr(default):
-            continue
-        different[key] = value
-    return different
+    import yaml
+
+    try:
+        values = yaml.load(text, Loader=yaml.SafeLoader)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+    if not isinstance(values, dict | None):
+        raise ValueError(f"it is a {type(values).__name__}, and a mapping was expected")
+    return values or {}
 
 
-def _leave_out_unread_transform(options: object) -> None:
-    """Leave the preprocessing out of a config that was saved when only model=custom read it.
-
-    Such a config contains the defaults of then, which no other model used, and not yet
-    `model.transform.offset`.
-    """
-    model = options.get("model") if isinstance(options, dict) else None
-    if not isinstance(model, dict) or model.get("library") == "custom":
-        return
-    transform = model.get("transform")
-    if isinstance(transform, Mapping) and "offset" not in transform:
-        del model["transform"]
-
-
-def _check_members(saved: object) -> None:
-    """Raise a ConfigError if a saved config names a member that is not installed here."""
-    options = saved if isinstance(saved, Mapping) else {}
-    for group in member_groups().values():
-        values = options.get(group.group)
-        if isinstance(values, Mapping) and group.selector in values:
-            family(group.option).get(str(values[group.selector]))
+def _merged(defaults: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the defaults with other values; groups are merged option by option."""
+    merged = dict(defaults)
+    for name, value in values.items():
+        default = defaults.get(name)
+        is_group = isinstance(default, Mapping) and default and isinstance(value, Mapping)
+        merged[name] = _merged(default, value) if is_group else value  # type: ignore[arg-type]
+    return merged
 
 
 def data_of_saved(saved: Config, options: DataConfig, store: str) -> DataConfig:
@@ -134,6 +102,10 @@ _WITHOUT_SECRETS = ("layers", "reduce")
 """Options whose names are names of layers and parameters of reductions, such as tokens."""
 
 
+_OF_VALUES = ("job", "model", "data", "reduce", "conformance", "executor")
+"""Groups that a store keeps whole; of the others it keeps what differs from the defaults."""
+
+
 _SIGNED = re.compile(r"(\w://[^?]*)\?.*", re.DOTALL)
 """A URL with a query, in which a signed URL carries its secret."""
 
@@ -149,9 +121,8 @@ def saved_yaml(node: DictConfig) -> str:
     Interpolations are resolved, except those that read the environment. Values of options such as
     token or password are replaced by "(redacted)", and so is the query of a URL.
     """
+    import yaml
     from omegaconf import DictConfig, ListConfig
-
-    from featx.config import config_yaml
 
     def walk(part: Any, may_hold_secrets: bool) -> Any:
         if isinstance(part, DictConfig):
@@ -176,28 +147,17 @@ def saved_yaml(node: DictConfig) -> str:
         return _SIGNED.sub(r"\1?(redacted)", inner) if isinstance(inner, str) else inner
 
     values = walk(node, may_hold_secrets=True)
-    for group, name in _unread_plugin_options(node):
-        values[group].pop(name, None)
-    return config_yaml.dump(values)
-
-
-def _unread_plugin_options(node: DictConfig) -> list[tuple[str, str]]:
-    """Return (group, option) of the options that only members of other packages read.
-
-    A store would otherwise need every package that was installed when it was made. Options of the
-    members that are chosen are not among them.
-    """
-    unread = []
     for group in member_groups().values():
-        chosen = group.select(node[group.group])
-        for name, owners in option_owners(group.option, group_class(group)).items():
-            members = [family(group.option).get(owner) for owner in owners]
-            is_foreign = all(not _is_of_featx(member.options) for member in members)
-            if is_foreign and chosen not in owners:
-                unread.append((group.group, name))
-    return unread
-
-
-def _is_of_featx(options: type | None) -> bool:
-    """Return whether a dataclass of options is part of featx."""
-    return options is None or options.__module__.partition(".")[0] == "featx"
+        chosen = group.select(values[group.name])
+        values[group.name] = {
+            name: value
+            for name, value in values[group.name].items()
+            if not (members := option_tree()[f"{group.name}.{name}"].members) or chosen in members
+        }
+    for name, default in default_values().items():
+        if name not in _OF_VALUES and isinstance(default, Mapping):
+            different = {k: v for k, v in values[name].items() if v != default[k]}
+            values[name] = different
+            if not different:
+                del values[name]
+    return str(yaml.safe_dump(values, allow_unicode=True, sort_keys=False))

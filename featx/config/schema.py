@@ -1,51 +1,42 @@
-"""Configs from composed YAML and overrides, and from the keywords of Python calls."""
+"""Configs from composed YAML and overrides, and from the keywords of Python calls.
+
+Hydra composes plain values; the dataclasses of the options check them.
+"""
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Mapping
-from dataclasses import fields, is_dataclass
+from dataclasses import asdict, fields
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from featx.base import family
 from featx.config import OBJECT_SOURCE, DataConfig, model_choice
-from featx.config.all_options import all_options, config_class, group_class, member_groups
-from featx.config.member_options import (
-    MemberGroup,
-    default_of_field,
-    options_class,
-    refuse_options_of_others,
+from featx.config.all_options import (
+    Kind,
+    default_values,
+    make_group,
+    make_member,
+    member_groups,
+    option_tree,
+    unknown_key,
 )
-from featx.config.options import Kind, option_types
+from featx.config.checks import default_of_field, is_group
 from featx.config.run_config import Config
-from featx.errors import ConfigError, nearest
+from featx.errors import ConfigError
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 
-@functools.cache
-def config_schema() -> DictConfig:
-    """Return all options with their types and defaults; merging copies it."""
-    return _structured_node(config_class())  # type: ignore[arg-type]  # a class is hashable
-
-
-@functools.cache
-def default_values() -> Mapping[str, Any]:
-    """Return the defaults of all options, groups of them as mappings; nothing is resolved."""
+def default_node() -> DictConfig:
+    """Return the defaults of all options as a node that accepts no other keys."""
     from omegaconf import OmegaConf
 
-    values: dict[str, Any] = OmegaConf.to_container(config_schema(), resolve=False)  # type: ignore[assignment]  # a structured node has texts as keys
-    return MappingProxyType(values)
-
-
-def known_keys() -> list[str]:
-    """Return the dotted name of every option of the command: 'out', 'model.weights', ..."""
-    names = [name for name in option_types() if not name.endswith(".name")]
-    return [*names, "model.name"]
+    node = OmegaConf.create(dict(default_values()))
+    OmegaConf.set_struct(node, True)
+    return node
 
 
 def from_omegaconf(node: DictConfig) -> Config:
@@ -60,18 +51,25 @@ def from_omegaconf(node: DictConfig) -> Config:
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    _refuse_added_keys(node, all_options(), "")
     try:
-        chosen = {
-            group.group: _with_options_of_choice(node, group) for group in member_groups().values()
-        }
-        values: dict[str, Any] = {}
-        for f in fields(Config):
-            value = chosen[f.name] if f.name in chosen else node[f.name]
-            values[f.name] = OmegaConf.to_object(value) if OmegaConf.is_config(value) else value
+        values = OmegaConf.to_container(node, resolve=True)
     except OmegaConfBaseException as error:
         raise ConfigError(str(error).splitlines()[0]) from error
-    config = Config(**values)
+    return from_values(values)  # type: ignore[arg-type]  # texts are the keys
+
+
+def from_values(values: Mapping[str, Any]) -> Config:
+    """Return the Config of plain values, groups of them as mappings.
+
+    Raises:
+        ConfigError: an option is unknown or invalid.
+    """
+    groups = member_groups()
+    made = {
+        name: make_member(groups[name], value) if name in groups else value
+        for name, value in values.items()
+    }
+    config = make_group(Config, made, "")
     _refuse_empty_texts(config, "")
     return config
 
@@ -80,64 +78,10 @@ def _refuse_empty_texts(options: Any, prefix: str) -> None:
     """Refuse empty texts such as `out=`: an empty path would be the current folder."""
     for f in fields(options):
         value, name = getattr(options, f.name), prefix + f.name
-        if is_dataclass(value):
+        if is_group(value):
             _refuse_empty_texts(value, f"{name}.")
-        elif value == "" and not option_types()[name].may_be_empty:
+        elif value == "" and not option_tree()[name].may_be_empty:
             raise ConfigError(f"{name} is empty: give a value, or leave {name} out.")
-
-
-def _with_options_of_choice(node: DictConfig, group: MemberGroup) -> DictConfig:
-    """Return the options of a group as those of the member that is chosen.
-
-    Args:
-        node: all options of the command; it stays as it is.
-        group: the group.
-
-    Raises:
-        ConfigError: there is no such member, or an option of another member has a value.
-    """
-    from omegaconf import OmegaConf
-
-    base = group_class(group)
-    options = node[group.group]
-    values: dict[str, Any] = OmegaConf.to_container(options, resolve=False)  # type: ignore[assignment]  # a structured node has texts as keys
-    values[group.selector] = options[group.selector]  # resolved, as the member is found by it
-    chosen: type[Any] = options_class(group.option, group.select(values), base)
-    refuse_options_of_others(group, base, values)
-    names = {f.name for f in fields(chosen)}
-    member_values = {key: value for key, value in values.items() if key in names}
-    options_node: DictConfig = OmegaConf.merge(_structured_node(chosen), member_values)  # type: ignore[assignment, arg-type]  # a structured node merges to a DictConfig; a class is hashable
-    # Interpolations such as ${out} are looked up in all options. Assigning it to `node` would
-    # do the same, but needs a deep copy of all options, which takes most of the time of a call.
-    options_node._set_parent(node)
-    options_node._set_key(group.group)
-    return options_node
-
-
-@functools.cache
-def _structured_node(options: type) -> DictConfig:
-    """Return a dataclass with its defaults as a typed node; merging copies it."""
-    from omegaconf import OmegaConf
-
-    schema: DictConfig = OmegaConf.structured(options)
-    return schema
-
-
-def _refuse_added_keys(node: DictConfig, options: Any, prefix: str) -> None:
-    """Refuse options that `+key=value` of Hydra adds and that no field has: they have no effect.
-
-    Args:
-        node: options of the command.
-        options: dataclass instance with every known option.
-        prefix: group of the options, such as 'data.', or ''.
-    """
-    names = {f.name for f in fields(options)}
-    for key in node:
-        if key not in names:
-            unknown = prefix + str(key)
-            raise ConfigError(f"unknown key {unknown!r}.{nearest(unknown, known_keys())}")
-        if not prefix and is_dataclass(nested := getattr(options, str(key))):
-            _refuse_added_keys(node[key], nested, f"{prefix}{key}.")
 
 
 def from_keywords(values: Mapping[str, Any]) -> DictConfig:
@@ -145,7 +89,7 @@ def from_keywords(values: Mapping[str, Any]) -> DictConfig:
 
     `model="resnet50"`, `data="photos/"` (a folder, or the name of a packaged data set),
     `reduce="avg"` and `executor="local"` are taken as on the command line; each also takes a
-    mapping.
+    mapping, or the options of a member: `data=FolderOptions(root="photos")`.
 
     Raises:
         ConfigError: a key is unknown or a value of the wrong type.
@@ -153,22 +97,33 @@ def from_keywords(values: Mapping[str, Any]) -> DictConfig:
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    for key in values:
-        if key not in {f.name for f in fields(Config)} - {"job", "log"}:
-            raise ConfigError(f"unknown key {key!r}.{nearest(key, known_keys())}")
-    values = _with_texts(values, "")
-    if isinstance(model := values.get("model"), str):
-        values["model"] = model_choice(model)
-    for group in ("reduce", "executor"):
-        if isinstance(name := values.get(group), str):
-            values[group] = {"name": name}
-    if isinstance(data := values.get("data"), str):
-        values["data"] = {"name": data} if _is_packaged(data) else {"name": "folder", "root": data}
+    given = {}
+    for name, value in values.items():
+        if name not in {f.name for f in fields(Config)} - {"job", "log"}:
+            raise unknown_key(name)
+        given[name] = _values_of_group(name, value)
+    given = _with_texts(given, "")
     try:
-        merged = OmegaConf.merge(config_schema(), values)
+        return OmegaConf.merge(default_node(), given)  # type: ignore[return-value]  # a mapping
     except OmegaConfBaseException as error:
         raise ConfigError(str(error).splitlines()[0]) from error
-    return merged  # type: ignore[return-value]  # a structured node merges to a DictConfig
+
+
+def _values_of_group(name: str, value: Any) -> Any:
+    """Return the options of a group that is given by a text or by a dataclass as a mapping."""
+    if is_group(value):
+        return asdict(value)
+    if isinstance(value, os.PathLike):
+        value = os.fspath(value)
+    if not isinstance(value, str):
+        return value
+    if name == "model":
+        return model_choice(value)
+    if name in ("reduce", "executor"):
+        return {"name": value}
+    if name == "data":
+        return {"name": value} if _is_packaged(value) else {"name": "folder", "root": value}
+    return value
 
 
 def _is_packaged(name: str) -> bool:
@@ -183,17 +138,18 @@ def _with_texts(values: Mapping[str, Any], prefix: str) -> dict[str, Any]:
     A number is refused as a text, because it may have been written in another way: 2024_01.
 
     Raises:
-        ConfigError: a number is given where a text is expected.
+        ConfigError: an option is unknown, or a number is given where a text is expected.
     """
     texts: dict[str, Any] = {}
     for name, value in values.items():
-        option = option_types().get(f"{prefix}{name}")
-        kind = None if option is None else option.kind
+        option = option_tree().get(f"{prefix}{name}")
+        if option is None:
+            raise unknown_key(f"{prefix}{name}")
         if isinstance(value, os.PathLike):
             value = os.fspath(value)
-        if kind in (Kind.GROUP, Kind.SECTION) and isinstance(value, Mapping):
+        if option.kind in (Kind.GROUP, Kind.SECTION) and isinstance(value, Mapping):
             value = _with_texts(value, f"{prefix}{name}.")
-        elements = [value] if kind is Kind.TEXT else value if kind is Kind.TEXTS else []
+        elements = {Kind.TEXT: [value], Kind.TEXTS: value}.get(option.kind)
         for element in elements or ():
             if isinstance(element, int | float):
                 raise ConfigError(
@@ -212,8 +168,10 @@ def given_keywords(values: Mapping[str, Any]) -> frozenset[str]:
     """
     names = set()
     for name, value in values.items():
-        is_group = option_types()[name].kind in (Kind.GROUP, Kind.SECTION)
-        if is_group and isinstance(value, Mapping):
+        if is_group(value):
+            defaults = {f.name: default_of_field(f) for f in fields(value)}
+            names |= {f"{name}.{key}" for key in defaults if getattr(value, key) != defaults[key]}
+        elif isinstance(value, Mapping) and option_tree()[name].kind in (Kind.GROUP, Kind.SECTION):
             names |= {f"{name}.{key}" for key in value}
         else:
             names.add(name)
@@ -228,7 +186,7 @@ def given_by_value(config: Config) -> frozenset[str]:
         value, default = getattr(config, f.name), getattr(defaults, f.name)
         if f.name == "out" and value == f"runs/{config.data.name}/{config.model.name}":
             continue
-        if is_dataclass(value):
+        if is_group(value):
             different = {
                 inner.name
                 for inner in fields(value)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Literal, get_args
 
-from featx.config.checks import check_choice
+from annotated_types import Ge, Gt, Le, Len, MinLen
+
+from featx.config.checks import Count, NaturalNumber, options
 from featx.errors import ConfigError
 
-INTERPOLATIONS = ("nearest", "bilinear", "bicubic")
+Interpolation = Literal["nearest", "bilinear", "bicubic"]
+INTERPOLATIONS: tuple[str, ...] = get_args(Interpolation)
 
 USUAL_RESIZE, USUAL_CROP = 256, 224
 """Shorter side after resizing and side of the crop in pixels, for models that bring neither."""
@@ -17,52 +19,50 @@ USUAL_RESIZE, USUAL_CROP = 256, 224
 OF_DTYPE = "dtype"
 """Value of `scale` that takes the largest number of unsigned pixels as the divisor."""
 
-_FLOAT32 = (1e-37, 1e38)
-"""Range of divisors that are neither 0 nor infinite in the float32 of pixels."""
+_Side = Annotated[
+    Count | Annotated[list[Count], Len(2, 2)] | None,
+    "a whole number of pixels, [height,width], or null",
+]
+_Scale = Annotated[
+    Annotated[float, Ge(1e-37), Le(1e38)] | Literal["dtype"] | None,  # finite in float32
+    "a number above 0, by which pixels are divided (1e-37 to 1e+38), dtype (255 for uint8, 65535 "
+    "for uint16), or null",
+]
 
-_SIDES = "a whole number, a list of two, or null"
-_SCALE = "a number, dtype, or null"
 
-
-@dataclass
+@options("model.transform")
 class TransformConfig:
     """Preprocessing of the images; what is not given is that of the weights."""
 
-    resize: Annotated[Any, _SIDES] = None
+    resize: _Side = None
     """Shorter side in pixels after resizing, or [height,width], which may change the proportions;
     null takes that of the weights, 256 with model=custom, hub and export."""
-    crop: Annotated[Any, _SIDES] = None
+    crop: _Side = None
     """Side of the square centre crop in pixels, or [height,width]; null takes the input size of the
     model, 224 with model=custom, hub and export. Models of a library have model.input_size."""
     mean: list[float] | None = None
     """Mean of each channel (R, G, B), of values in [0, 1]; null takes that of the weights, that of
     ImageNet with model=custom, hub and export. With scale one number a channel, of values after the
     division."""
-    std: list[float] | None = None
+    std: list[Annotated[float, Gt(0)]] | None = None
     """Standard deviation of each channel (R, G, B), of values in [0, 1]; null as for mean."""
-    interpolation: str | None = None
+    interpolation: Interpolation | None = None
     """Interpolation of resizing: nearest, bilinear or bicubic, with antialiasing; null takes that
     of the weights, bilinear with model=custom, hub and export."""
-    offset: str | None = None
+    offset: Literal["round", "floor"] | None = None
     """Offset of a crop that would begin at half a pixel: round (torchvision, timm) or floor
     (processors of transformers); null takes round."""
-    scale: Annotated[Any, _SCALE] = None
+    scale: _Scale = None
     """Number by which pixels are divided, such as 65535 or 10000; images then keep their dtype and
     channels until they are float32. dtype divides uint8 by 255 and uint16 by 65535, and refuses
     other numbers. null reads every image as RGB of 8 bits."""
-    channels: int | None = None
+    channels: Count | None = None
     """Number of channels of the images, with scale; null takes that of the model."""
-    bands: list[int] | None = None
+    bands: Annotated[list[NaturalNumber], MinLen(1)] | None = None
     """Channels that the model gets, in its order, counted from 0, with scale: [0,0,0] repeats grey
     for a model of RGB images. null takes all."""
 
     def __post_init__(self) -> None:
-        if self.interpolation is not None:
-            check_choice("model.transform.interpolation", self.interpolation, INTERPOLATIONS)
-        if self.offset is not None:
-            check_choice("model.transform.offset", self.offset, ("round", "floor"))
-        for key in ("resize", "crop"):
-            _check_side(key, getattr(self, key))
         self._check_scale()
         for key in ("mean", "std"):
             value = getattr(self, key)
@@ -71,8 +71,6 @@ class TransformConfig:
                     f"model.transform.{key}: expected three numbers, one a channel (R, G, B). "
                     "Images of other channels need model.transform.scale as well."
                 )
-        if self.std is not None and min(self.std) <= 0:
-            raise ConfigError(f"model.transform.std={self.std}: expected numbers above 0.")
 
     def _check_scale(self) -> None:
         """Check scale, channels and bands.
@@ -89,21 +87,10 @@ class TransformConfig:
                         "divided, such as model.transform.scale=65535, or dtype."
                     )
             return
-        low, high = _FLOAT32
-        is_number = type(self.scale) in (int, float) and low <= self.scale <= high
-        if self.scale != OF_DTYPE and not is_number:
-            raise ConfigError(
-                f"model.transform.scale={self.scale}: expected a number above 0, by which pixels "
-                f"are divided ({low:g} to {high:g}), or dtype (255 for uint8, 65535 for uint16)."
-            )
         if self.interpolation == "nearest":
             raise ConfigError(
                 "model.transform.interpolation=nearest: with model.transform.scale expected "
                 "bilinear or bicubic."
-            )
-        if self.channels is not None and self.channels < 1:
-            raise ConfigError(
-                f"model.transform.channels={self.channels}: expected a whole number of at least 1."
             )
         if self.bands is not None:
             self._check_bands(self.bands)
@@ -119,7 +106,7 @@ class TransformConfig:
                 f"model.transform.bands={list(bands)} needs model.transform.channels, the number "
                 "of channels of the images, of which these are taken."
             )
-        if not bands or not all(0 <= band < self.channels for band in bands):
+        if any(band >= self.channels for band in bands):
             raise ConfigError(
                 f"model.transform.bands={list(bands)}: expected numbers from 0 to "
                 f"{self.channels - 1}, as the images have {self.channels} channels."
@@ -151,20 +138,3 @@ class TransformConfig:
 def _both(side: int | Sequence[int]) -> tuple[int, int]:
     """Return (height, width) of a side, or of a pair of sides."""
     return (side, side) if isinstance(side, int) else (side[0], side[1])
-
-
-def _check_side(key: str, value: object) -> None:
-    """Check a size in pixels: a whole number, or a height and a width.
-
-    Raises:
-        ConfigError: it is neither.
-    """
-    sides = list(value) if isinstance(value, Sequence) and not isinstance(value, str) else [value]
-    if value is None or (
-        all(type(side) is int and side > 0 for side in sides)
-        and (len(sides) == 2 or not isinstance(value, Sequence))
-    ):
-        return
-    raise ConfigError(
-        f"model.transform.{key}={value}: expected a whole number of pixels, or [height,width]."
-    )

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+from featx.config.checks import options
 from featx.errors import ConfigError
 
 
-@dataclass
+@options("zeroshot")
 class ZeroshotConfig:
     """Classifier of class names that job=zeroshot builds from the text tower of a CLIP model."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,7 +9,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from featx.base import Member, Registry
-from featx.config import Config, ExportConfig
+from featx.config import Config, ExportConfig, Positive, options
 from featx.errors import ConfigError, FeatxError
 from featx.export.selection import ExportSelection
 
@@ -100,17 +99,12 @@ class Format(ABC):
         return len(self.selection) * self.selection.row_bytes()
 
 
-@dataclass
+@options("export")
 class ShardOptions(ExportConfig):
     """Options of a format that divides its rows into files of limited size."""
 
-    shard_gib: float | None = None
+    shard_gib: Positive | None = None
     """Largest size of one file in GiB, 1 when not given; for webdataset it is estimated."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.shard_gib is not None and not 0 < self.shard_gib < math.inf:
-            raise ConfigError(f"export.shard_gib={self.shard_gib}: expected more than 0.")
 
     @property
     def shard_bytes(self) -> int:

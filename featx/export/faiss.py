@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 
 from featx.base import free_memory, import_extra, size_text
-from featx.config import METRICS, ExportConfig, check_choice
+from featx.config import ExportConfig, Metric, options
 from featx.errors import ConfigError, FeatxError, RunError, counted
 from featx.export.base import (
     FORMATS,
@@ -38,18 +38,14 @@ _OPQ_CENTROIDS = 256
 """Centroids of each part of the product quantizer that OPQ trains, whatever the index has."""
 
 
-@dataclass
+@options("export")
 class FaissOptions(ExportConfig):
     """Options of export.format=faiss."""
 
     index: str = "Flat"
     """Index as a text of faiss.index_factory, such as Flat, SQfp16, HNSW32 or IVF4096,PQ64."""
-    metric: str = "cosine"
+    metric: Metric = "cosine"
     """Measure of nearness: cosine (unit vectors and inner product) or euclidean (squared)."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_choice("export.metric", self.metric, METRICS)
 
 
 class Faiss(Format):

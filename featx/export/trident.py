@@ -8,7 +8,6 @@ and `coords_to_h5`), and with export.clam=true that of CLAM (https://github.com/
 from __future__ import annotations
 
 import functools
-import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ import h5py
 import numpy as np
 import numpy.typing as npt
 
-from featx.config import ExportConfig
+from featx.config import ExportConfig, NaturalNumber, Positive, options
 from featx.errors import ConfigError, FeatxError
 from featx.export.base import (
     FORMATS,
@@ -44,17 +43,17 @@ _SIZES = ("level0_width", "level0_height")
 """Columns of the store that become attributes of the coordinates, if they exist."""
 
 
-@dataclass
+@options("export")
 class TridentOptions(ExportConfig):
     """Options of export.format=trident."""
 
-    magnification: float | None = None
+    magnification: Positive | None = None
     """Magnification of the whole images (level 0), such as 40. A store does not contain it; null
     takes the column level0_magnification of the data set."""
-    target_magnification: float | None = None
+    target_magnification: Positive | None = None
     """Magnification at which TRIDENT is told that the boxes were read; null is that of the whole
     images. A box of 512 pixels at 40 is a patch of 256 at 20."""
-    overlap: int = 0
+    overlap: NaturalNumber = 0
     """Pixels by which neighbouring boxes overlap, at the target magnification."""
     encoder: str | None = None
     """Name of the encoder, such as uni_v1: files are written to features_<encoder>, where the slide
@@ -64,12 +63,6 @@ class TridentOptions(ExportConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("magnification", "target_magnification"):
-            value = getattr(self, name)
-            if value is not None and not 0 < value < math.inf:
-                raise ConfigError(f"export.{name}={value}: expected a number above 0.")
-        if self.overlap < 0:
-            raise ConfigError(f"export.overlap={self.overlap}: expected at least 0.")
         if self.encoder is not None and "/" in self.encoder:
             raise ConfigError(f"export.encoder={self.encoder}: expected a name without '/'.")
 

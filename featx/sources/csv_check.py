@@ -6,10 +6,11 @@ import csv
 import gzip
 import re
 from pathlib import Path
+from typing import Literal
 
 from featx.errors import DataError
 
-QUOTING = ("line", "multiline", "none")
+Quoting = Literal["line", "multiline", "none"]
 """Meanings of double quotes: they enclose a cell of one line, a cell of any lines, or nothing."""
 
 _UTF16 = "UTF-16 text; save it as UTF-8 (in Excel: 'CSV UTF-8')"
@@ -30,7 +31,7 @@ def check_csv(file: Path, separator: str = ",", quoting: str = "line") -> None:
     Args:
         file: path of the file, compressed with gzip if it ends in .gz.
         separator: character between cells.
-        quoting: one of `QUOTING`.
+        quoting: one of `Quoting`.
 
     Raises:
         DataError: it is another kind of file, or a quote opens in a cell or does not close.

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import csv
 import json
-from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from featx.errors import ConfigError, DataError
+from featx.config import NaturalNumber, options
+from featx.errors import DataError
 from featx.sources.base import FolderSource, endings, relabel
 from featx.sources.csv_check import check_csv
 from featx.sources.options import FileOptions
@@ -16,23 +16,18 @@ from featx.sources.registry import SOURCES, source_member
 from featx.types import Listing, Source
 
 
-@dataclass
+@options("data")
 class FolderOptions(FileOptions):
     """Options of data=folder."""
 
     root_help: ClassVar[str] = "data.root=DIR, the folder of your images"
 
     name: str = "folder"
-    depth: int | None = None
+    depth: NaturalNumber | None = None
     """Largest number of folders between data.root and an image: 0 takes images in data.root itself,
     1 also those in class folders; null takes every depth."""
     classes: str | None = None
     """JSON or CSV file that maps folder names to class names or numbers."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.depth is not None and self.depth < 0:
-            raise ConfigError(f"data.depth={self.depth}: expected a whole number of at least 0.")
 
 
 def open_source(config: FolderOptions) -> Source:

@@ -18,7 +18,7 @@ import h5py
 import numpy as np
 import numpy.typing as npt
 
-from featx.config import DataConfig
+from featx.config import DataConfig, options
 from featx.errors import ConfigError, DataError, MissingExtraError, StoreError, counted
 from featx.sources.base import MAX_FILE_BYTES, state_of_files
 from featx.sources.labels import Labels, from_names, from_numbers, looks_like_labels
@@ -36,7 +36,7 @@ _MAX_NAMES = 100
 """Number of names at the top of a file that are searched for labels."""
 
 
-@dataclass
+@options("data")
 class Hdf5Options(DataConfig):
     """Options of data=hdf5."""
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import zlib
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -12,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from featx.base import import_extra
+from featx.config import options
 from featx.errors import DataError, nearest
 from featx.sources.base import FolderSource, of_other_paths, state_of_files, tag_of
 from featx.sources.labels import Labels, find_label_column, from_values, note_on_columns
@@ -23,7 +23,7 @@ from featx.types import ImageFault, Listing, Source, Status
 _PREFIX = "row-"
 
 
-@dataclass
+@options("data")
 class HuggingFaceOptions(ColumnOptions):
     """Options of data=huggingface."""
 

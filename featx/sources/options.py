@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Annotated
 
-from featx.config import MAY_BE_EMPTY, DataConfig
-from featx.errors import ConfigError
+from annotated_types import MinLen
+
+from featx.config import MAY_BE_EMPTY, DataConfig, options
 
 
-@dataclass
+@options("data")
 class LinkOptions(DataConfig):
     """Options of a source that reads files, which may be symbolic links."""
 
@@ -17,21 +17,16 @@ class LinkOptions(DataConfig):
     """Follow symbolic links that lead out of data.root, and paths of a table that do."""
 
 
-@dataclass
+@options("data")
 class FileOptions(LinkOptions):
     """Options of a source that lists files by their extensions."""
 
-    extensions: list[str] | None = None
+    extensions: Annotated[list[str], MinLen(1)] | None = None
     """File name extensions that count as images, or as videos for data=video, such as [jpg,png];
     null takes every format that featx reads."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.extensions is not None and not self.extensions:
-            raise ConfigError("data.extensions is empty: no name would count as an image.")
 
-
-@dataclass
+@options("data")
 class ColumnOptions(LinkOptions):
     """Options of a source that reads columns of a table."""
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import os
 import threading
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
 from featx.base import require_extra
+from featx.config import options
 from featx.errors import ConfigError
 from featx.sources.base import FolderSource, endings
 from featx.sources.options import FileOptions
@@ -39,7 +39,7 @@ _CACHE_BYTES = 128 << 20
 each tile should be decoded once: OpenSlide's own 32 MiB hold 32 tiles of 512 x 512 pixels."""
 
 
-@dataclass
+@options("data")
 class SlideOptions(FileOptions):
     """Options of data=slides."""
 

@@ -10,7 +10,6 @@ import os
 import re
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -18,10 +17,10 @@ import numpy as np
 import numpy.typing as npt
 
 from featx.base import import_extra
-from featx.config import column_name_problem
+from featx.config import column_name_problem, options
 from featx.errors import ConfigError, DataError, nearest
 from featx.sources.base import FolderSource
-from featx.sources.csv_check import QUOTING
+from featx.sources.csv_check import Quoting
 from featx.sources.labels import (
     Labels,
     find_column,
@@ -44,7 +43,7 @@ _SUSPECT = r"(^/|^~|(^|/)\.\.(/|$)|://|\x00)"
 """Regular expression for paths that may lead out of the folder, or that are not paths of files."""
 
 
-@dataclass
+@options("data")
 class TableOptions(ColumnOptions):
     """Options of data=table."""
 
@@ -60,14 +59,12 @@ class TableOptions(ColumnOptions):
     columns: list[str] | None = None
     """Further columns, such as [patient,slide], that the store carries for each row; null takes
     none."""
-    quoting: str = "line"
+    quoting: Quoting = "line"
     """Meaning of double quotes in CSV: line (they enclose a cell of one line), multiline (of any
     lines, as captions may have) or none (they are characters)."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.quoting not in QUOTING:
-            raise ConfigError(f"data.quoting={self.quoting}: expected {', '.join(QUOTING)}.")
         if self.columns is not None and (problem := column_name_problem(self.columns)):
             raise ConfigError(f"data.columns: {problem}")
 

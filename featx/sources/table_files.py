@@ -40,7 +40,7 @@ class CsvTable:
 
     Args:
         file: path ending in .csv or .tsv, optionally followed by .gz.
-        quoting: one of `csv_check.QUOTING`.
+        quoting: one of `csv_check.Quoting`.
 
     Attributes:
         names: column names in order.
@@ -145,7 +145,7 @@ class Table:
     Args:
         files: paths in order.
         origin: origin of the files, for error messages.
-        quoting: meaning of quotes in CSV, one of `csv_check.QUOTING`.
+        quoting: meaning of quotes in CSV, one of `csv_check.Quoting`.
 
     Attributes:
         parts: one `CsvTable` or `ParquetTable` per file.

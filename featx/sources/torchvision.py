@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
+from featx.config import options
 from featx.errors import ConfigError, DataError, nearest
 from featx.sources.base import FolderSource
 from featx.sources.labels import Labels, from_numbers
@@ -69,7 +70,7 @@ _FOLDER = "ImageFolder"
 """The class that is read as a plain folder, without torchvision."""
 
 
-@dataclass
+@options("data")
 class TorchvisionOptions(LinkOptions):
     """Options of data=torchvision."""
 

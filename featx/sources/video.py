@@ -8,14 +8,15 @@ from __future__ import annotations
 import errno
 import math
 import os
-from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import numpy as np
 import numpy.typing as npt
+from annotated_types import Ge, Lt
 
 from featx.base import require_extra
-from featx.errors import ConfigError, DataError
+from featx.config import options
+from featx.errors import DataError
 from featx.sources.base import FolderSource, endings
 from featx.sources.key_forms import frame_key
 from featx.sources.options import FileOptions
@@ -28,20 +29,15 @@ EXTENSIONS = frozenset(b".mp4 .m4v .mov .mkv .webm .avi .mpg .mpeg".split())
 checked only when a video is opened."""
 
 
-@dataclass
+@options("data")
 class VideoOptions(FileOptions):
     """Options of data=video."""
 
     root_help: ClassVar[str] = "data.root=DIR, the folder of your videos, or one of them"
 
     name: str = "video"
-    every_s: float = 1.0
+    every_s: Annotated[float, Ge(0.001), Lt(math.inf)] = 1.0
     """Seconds from one frame of a video to the next."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 0.001 <= self.every_s < math.inf:
-            raise ConfigError(f"data.every_s={self.every_s}: expected seconds, 0.001 or more.")
 
 
 def open_source(config: VideoOptions) -> Source:

@@ -13,13 +13,14 @@ import os
 import threading
 from collections import Counter, OrderedDict
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
 from featx.base import printable
+from featx.config import options
 from featx.errors import DataError, counted
 from featx.sources.base import MAX_FILE_BYTES, endings, tag_of
 from featx.sources.gzip_window import DAMAGE, GzipWindow
@@ -48,7 +49,7 @@ _REFUSED_NAME = b"(the shard)"
 logger = logging.getLogger(__name__)
 
 
-@dataclass
+@options("data")
 class WebDatasetOptions(FileOptions):
     """Options of data=webdataset."""
 

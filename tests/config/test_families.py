@@ -10,8 +10,7 @@ import pytest
 
 from featx.base import family, family_options
 from featx.config import describe_options, from_keywords, from_omegaconf, member_groups
-from featx.config.all_options import group_class
-from featx.config.member_options import options_class, options_of_all
+from featx.config.all_options import option_tree, options_class
 from featx.errors import ConfigError, FeatxError
 
 
@@ -22,19 +21,17 @@ def test_every_member_and_its_options_are_described() -> None:
             assert len(member.help) > 10
             assert member.help.endswith(".")
             assert f"{member.name}: {member.help}" in sentences[option]
-    for group in member_groups().values():
-        for f in fields(options_of_all(group.option, group_class(group))):
-            assert f.name == "name" or sentences[f"{group.group}.{f.name}"]
+    for name in option_tree():
+        assert name.endswith(".name") or sentences[name]
 
 
 def test_the_options_of_a_member_have_its_name() -> None:
     for group in member_groups().values():
-        base = group_class(group)
         for member in family(group.option):
             if group.selector in ("name", "library") and member.options is not None:
                 default = {f.name: f.default for f in fields(member.options)}[group.selector]
                 assert default == member.name
-            assert issubclass(options_class(group.option, member.name, base), base)
+            assert issubclass(options_class(group.option, member.name, group.base), group.base)
 
 
 def test_an_option_of_another_member_is_refused() -> None:

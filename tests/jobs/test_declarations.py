@@ -17,6 +17,7 @@ from types import FrameType
 from typing import Any
 
 import pytest
+from featx.config.member_options import option_owners
 from tiny_model import KEYS, MODEL, extract, pack_in_process, run_job, write_images
 
 from featx.config import (
@@ -27,10 +28,9 @@ from featx.config import (
     from_keywords,
     from_omegaconf,
     given_keywords,
-    option_types,
+    option_tree,
     saved_yaml,
 )
-from featx.config.member_options import option_owners
 from featx.errors import ConfigError
 from featx.jobs import JOBS, Input, base, check, unread
 
@@ -125,7 +125,7 @@ _GROUPS = (
 _OF_KINDS = {
     name
     for group in _GROUPS
-    for name in option_types()
+    for name in option_tree()
     if (name == group or name.startswith(f"{group}."))
     and name not in ("data.name", "data.root", "reduce.name")
 }
@@ -152,7 +152,7 @@ def recorded(config: Config, monkeypatch: pytest.MonkeyPatch) -> Iterator[set[st
         f.name: value for f in fields(config) if is_dataclass(value := getattr(config, f.name))
     }
     prefixes = {id(config): "", **{id(value): f"{name}." for name, value in groups.items()}}
-    known = set(option_types())
+    known = set(option_tree())
 
     def read(self: Any, name: str) -> Any:
         option = prefixes.get(id(self), "-") + name
@@ -188,7 +188,7 @@ def stores(pristine: Path, tmp_path: Path) -> None:
 
 def leaves(names: set[str]) -> set[str]:
     """Options that are no groups."""
-    types = option_types()
+    types = option_tree()
     return {name for name in names if types[name].kind not in (Kind.GROUP, Kind.SECTION)}
 
 
@@ -218,7 +218,7 @@ def test_a_job_accepts_what_it_reads_and_refuses_the_rest(
         now -= LOOKED_AT.get(job, set())
         assert not (refused := {name for name in now if unread(config, {*given, name})}), refused
         read |= now
-        types = leaves(set(option_types())) - _OF_EVERY_JOB
+        types = leaves(set(option_tree())) - _OF_EVERY_JOB
         accepted |= {name for name in types if not unread(config, {*given, name})}
     expected = NOT_REACHED.get(job, set()) | _OF_KINDS
     left = {n for n in accepted - read if n not in expected and n.split(".")[0] not in expected}
@@ -268,13 +268,13 @@ def test_a_store_may_be_named_by_the_model_and_the_data_that_made_it() -> None:
 
 
 def test_every_option_is_read_by_a_job() -> None:
-    for option in leaves(set(option_types())):
+    for option in leaves(set(option_tree())):
         assert any(job.may_read(option) for job in JOBS), f"no job reads {option}"
 
 
 def test_a_job_names_existing_options_and_its_own_are_at_its_name() -> None:
     for job in JOBS:
-        assert {*job.reads, *job.ignores} <= set(option_types()), job.name
+        assert {*job.reads, *job.ignores} <= set(option_tree()), job.name
         if job.options is not None:
             assert type(getattr(Config(), job.name)) is job.options
         all_read = all(job.may_read(option) for option in base.RUN_OPTIONS)

@@ -18,8 +18,7 @@ from made_shards import write_tar
 from PIL import Image
 from tiny_model import COMMAND, extract, run_job, write_images
 
-from featx.config import DataConfig
-from featx.config.member_options import make_options
+from featx.config.all_options import make_member, member_groups
 from featx.errors import StoreMismatchError
 from featx.sources import open_source
 
@@ -135,7 +134,7 @@ def test_each_source_gives_the_folders_features_resumes_and_refuses_changes(
     names = [store.classes[label] for label in store.labels]
     assert names == [key[:3] for key in images]
     # A worker that was given its keys reads without listing first.
-    unlisted = open_source(make_options("data", DataConfig, data))
+    unlisted = open_source(make_member(member_groups()["data"], data))
     if name != "hdf5":  # whose images are pixels
         assert [unlisted.read(key.encode()) for key in store.keys] == list(images.values())
     # What is missing is done again, and nothing else.

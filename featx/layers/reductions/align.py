@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from featx.config import ReduceConfig
+from featx.config import Count, ReduceConfig, options
 from featx.errors import ConfigError
 from featx.layers.reductions.registry import REDUCTIONS, reduction_member
 from featx.layers.reductions.row_layout import Reduction, RowLayout, map_view
@@ -14,27 +13,22 @@ if TYPE_CHECKING:
     import torch
 
 
-@dataclass
+@options("reduce")
 class AlignOptions(ReduceConfig):
     """Options of reduce=align."""
 
     name: str = "align"
-    rows: int = 28
+    rows: Count = 28
     """Number of rows of the common grid."""
-    columns: int = 28
+    columns: Count = 28
     """Number of columns of the common grid."""
-    pool: int = 1
+    pool: Count = 1
     """Side of the window that is averaged around each position before the map is resized; 3 for
     PatchCore."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("rows", "columns"):
-            if getattr(self, name) <= 0:
-                raise ConfigError(
-                    f"reduce.{name}={getattr(self, name)}: expected a number above 0."
-                )
-        if self.pool <= 0 or self.pool % 2 == 0:
+        if self.pool % 2 == 0:
             raise ConfigError(f"reduce.pool={self.pool}: expected an odd number above 0.")
 
     @property

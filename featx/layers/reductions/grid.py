@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from featx.config import ReduceConfig
-from featx.errors import ConfigError, ReduceError
+from featx.config import Count, ReduceConfig, options
+from featx.errors import ReduceError
 from featx.layers.reductions.registry import REDUCTIONS, reduction_member
 from featx.layers.reductions.row_layout import Reduction, RowLayout, map_view
 
@@ -14,18 +13,13 @@ if TYPE_CHECKING:
     import torch
 
 
-@dataclass
+@options("reduce")
 class GridOptions(ReduceConfig):
     """Options of reduce=grid."""
 
     name: str = "grid"
-    size: int = 2
+    size: Count = 2
     """Number of cells per side."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.size <= 0:
-            raise ConfigError(f"reduce.size={self.size}: expected a number above 0.")
 
     @property
     def args(self) -> dict[str, float | str]:

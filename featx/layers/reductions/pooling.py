@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
-
-from featx.config import ReduceConfig
-from featx.errors import ConfigError, ReduceError
+from featx.config import Positive, ReduceConfig, options
+from featx.errors import ReduceError
 from featx.layers.reductions.registry import REDUCTIONS, reduction_member
 from featx.layers.reductions.row_layout import Reduction, RowLayout, channels_last, mean
 
@@ -14,18 +11,13 @@ _GEM_FLOOR = 1e-6
 """Smallest value that gem uses; smaller ones are raised to it."""
 
 
-@dataclass
+@options("reduce")
 class GemOptions(ReduceConfig):
     """Options of reduce=gem."""
 
     name: str = "gem"
-    p: float = 3.0
+    p: Positive = 3.0
     """Exponent: 1 is the mean, a large number comes near the maximum."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 0 < self.p < math.inf:
-            raise ConfigError(f"reduce.p={self.p}: expected a number above 0.")
 
     @property
     def args(self) -> dict[str, float | str]:

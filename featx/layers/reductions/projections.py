@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import Annotated
 
-from featx.config import ReduceConfig
+from annotated_types import Ge, Lt
+
+from featx.config import Count, ReduceConfig, options
 from featx.errors import ConfigError, FeatxError
 from featx.layers.reductions.registry import REDUCTIONS, reduction_member
 from featx.layers.reductions.row_layout import Reduction, RowLayout
 
 
-@dataclass
+@options("reduce")
 class ProjectionOptions(ReduceConfig):
     """Options of reduce=pca, and those that whiten shares with it."""
 
@@ -19,13 +22,11 @@ class ProjectionOptions(ReduceConfig):
     stats: str | None = None
     """stats.h5 of job=stats, or its folder. The reduction that the statistics were computed after
     is applied first."""
-    k: int | None = None
+    k: Count | None = None
     """Number of directions to keep, those of largest variance; null keeps all."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.k is not None and self.k <= 0:
-            raise ConfigError(f"reduce.k={self.k}: expected a number above 0.")
         self._check_statistics_path()
 
     @property
@@ -50,21 +51,16 @@ class ProjectionOptions(ReduceConfig):
         return replace(self, stats=path)
 
 
-@dataclass
+@options("reduce")
 class WhitenOptions(ProjectionOptions):
     """Options of reduce=whiten."""
 
     name: str = "whiten"
-    epsilon: float = 0.0
+    epsilon: Annotated[float, Ge(0), Lt(math.inf)] = 0.0
     """Number that is added to each variance, in the unit of the variances, so that noise is not
     amplified."""
     zca: bool = False
     """Rotate the result back into the axes of the features."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 0 <= self.epsilon < math.inf:
-            raise ConfigError(f"reduce.epsilon={self.epsilon}: expected a number of at least 0.")
 
     @property
     def args(self) -> dict[str, float | str]:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from annotated_types import Ge, Lt
 
 from featx.base import sampled_positions
-from featx.config import ReduceConfig, check_choice
-from featx.errors import ConfigError, ReduceError
+from featx.config import Count, ReduceConfig, options
+from featx.errors import ReduceError
 from featx.layers.reductions.registry import REDUCTIONS, reduction_member
 from featx.layers.reductions.row_layout import (
     KeyedReduction,
@@ -22,28 +24,19 @@ if TYPE_CHECKING:
     import torch
 
 _DEFAULT_K = 16
-CANDIDATES = ("patches", "all")
 
 
-@dataclass
+@options("reduce")
 class SampleOptions(ReduceConfig):
     """Options of reduce=sample."""
 
     name: str = "sample"
-    k: int | None = None
+    k: Count | None = None
     """Number of tokens of each image; null takes 16."""
-    candidates: str = "patches"
+    candidates: Literal["patches", "all"] = "patches"
     """Tokens to choose from: patches, which leaves class and register tokens out, or all."""
-    seed: int = 0
+    seed: Annotated[int, Ge(0), Lt(1 << 63)] = 0
     """Seed of the choice, which depends on it and on the key of the image alone."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.k is not None and self.k <= 0:
-            raise ConfigError(f"reduce.k={self.k}: expected a number above 0.")
-        check_choice("reduce.candidates", self.candidates, CANDIDATES)
-        if not 0 <= self.seed < 1 << 63:
-            raise ConfigError(f"reduce.seed={self.seed}: expected a number of at least 0.")
 
     @property
     def num_tokens(self) -> int:

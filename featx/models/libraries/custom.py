@@ -7,12 +7,12 @@ import importlib
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from featx.base import is_own_process
-from featx.config import CodeModelConfig
+from featx.config import CodeModelConfig, options
 from featx.errors import ConfigError, ModelError, nearest
 from featx.models.libraries.registry import LIBRARIES, LibraryFunctions, library_member
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from featx.models.base import Backbone
 
 
-@dataclass
+@options("model")
 class CustomOptions(CodeModelConfig):
     """Options of model=custom."""
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from featx.config import USUAL_CROP, USUAL_RESIZE, TransformConfig, UnpreparedModelConfig
+from featx.config import USUAL_CROP, USUAL_RESIZE, TransformConfig, UnpreparedModelConfig, options
 from featx.errors import ConfigError, ModelError
 from featx.models.libraries.registry import LIBRARIES, LibraryFunctions, library_member
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from featx.models.programs.program import Program
 
 
-@dataclass
+@options("model")
 class ExportedProgramOptions(UnpreparedModelConfig):
     """Options of model=export."""
 

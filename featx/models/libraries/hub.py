@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import TYPE_CHECKING, Any
 
 from featx.base import log_message
-from featx.config import CodeModelConfig
+from featx.config import CodeModelConfig, options
 from featx.errors import ConfigError, ModelError, counted
 from featx.models.libraries.registry import LIBRARIES, LibraryFunctions, library_member
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from featx.models.hub.checkout import Checkout
 
 
-@dataclass
+@options("model")
 class HubOptions(CodeModelConfig):
     """Options of model=hub."""
 

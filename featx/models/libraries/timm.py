@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from featx.config import LibraryModelConfig, check_weights_like
+from featx.config import LibraryModelConfig, check_weights_like, options
 from featx.errors import ConfigError
 from featx.models.libraries.registry import LIBRARIES, LibraryFunctions, library_member
 from featx.models.model_names import registered_names
@@ -44,7 +43,7 @@ _REFUSED_ARGS = {
 """Arguments of timm.create_model -> what to do instead."""
 
 
-@dataclass
+@options("model")
 class TimmOptions(LibraryModelConfig):
     """Options of model=timm."""
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from featx.config import LibraryModelConfig, check_weights_like
+from featx.config import LibraryModelConfig, check_weights_like, options
 from featx.errors import ConfigError, ModelError
 from featx.models.libraries.registry import LIBRARIES, LibraryFunctions, library_member
 from featx.models.model_names import registered_names
@@ -39,7 +39,7 @@ _IMAGENET_CLASSES = 1000
 """Classes of ImageNet; no other weights of torchvision have as many."""
 
 
-@dataclass
+@options("model")
 class TorchvisionOptions(LibraryModelConfig):
     """Options of model=torchvision."""
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import TYPE_CHECKING, Any
 
-from featx.config import ModelConfig, TransformConfig
+from featx.config import InputSize, ModelConfig, TransformConfig, options
 from featx.errors import ConfigError, ModelError, WeightsError
 from featx.models.libraries.registry import LIBRARIES, LibraryFunctions, library_member
 
@@ -20,7 +20,7 @@ _ATTENTION = ("eager", "sdpa")
 """Implementations of attention that need no further packages."""
 
 
-@dataclass
+@options("model")
 class TransformersOptions(ModelConfig):
     """Options of model=transformers."""
 
@@ -29,7 +29,7 @@ class TransformersOptions(ModelConfig):
     args: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments with which the library builds the model: attn_implementation, which is
     eager or sdpa. A resume refuses other values."""
-    input_size: list[int] | None = None
+    input_size: InputSize | None = None
     """Height and width of the images in pixels, such as [448,448], for families that take another
     size than that of config.json; the preprocessing follows."""
     transform: TransformConfig = field(default_factory=TransformConfig)
@@ -53,9 +53,6 @@ class TransformersOptions(ModelConfig):
                     f"model.args.{name}={value} cannot be given: the arguments of "
                     f"model=transformers are attn_implementation={' or '.join(_ATTENTION)}."
                 )
-        size = self.input_size
-        if size is not None and (len(size) != 2 or min(size) < 1):
-            raise ConfigError(f"model.input_size={size}: expected [height, width] in pixels.")
 
 
 def build(config: TransformersOptions, seed: int) -> Backbone:

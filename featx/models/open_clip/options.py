@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 
-from featx.config import CheckpointConfig, ModelConfig, TransformConfig
+from featx.config import CheckpointConfig, ModelConfig, TransformConfig, options
 from featx.errors import ConfigError
 
 
-@dataclass
+@options("model")
 class OpenClipOptions(ModelConfig):
     """Options of model=open_clip."""
 

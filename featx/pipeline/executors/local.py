@@ -5,11 +5,12 @@ The driver holds the lock of the store, assigns parts, and records committed one
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated
+
+from annotated_types import MinLen
 
 from featx.base import log_message, num_cpus
-from featx.config import Config, ExecutorConfig
+from featx.config import Config, ExecutorConfig, NaturalNumber, options
 from featx.errors import ConfigError
 from featx.pipeline.executors.registry import EXECUTORS, Executor
 from featx.pipeline.executors.worker_pool import WorkerPool
@@ -18,28 +19,19 @@ from featx.pipeline.executors.worker_stats import RunOutcome
 from featx.pipeline.run_context import RunContext
 
 
-@dataclass
+@options("executor")
 class LocalOptions(ExecutorConfig):
     """Options of executor=local."""
 
     name: str = "local"
-    devices: Annotated[Any, "a list of whole numbers, or null"] = None
+    devices: Annotated[
+        Annotated[list[NaturalNumber], MinLen(1)] | None,
+        "a list of GPUs, such as [0,1]; for a number of workers give executor.workers=2",
+    ] = None
     """GPUs of this machine, one worker each: [0,1] is cuda:0 and cuda:1."""
 
     def __post_init__(self) -> None:
-        if self.devices is not None:
-            self._check_devices()
-        super().__post_init__()
-
-    def _check_devices(self) -> None:
-        """Check that `devices` is a list of GPUs and the only number of workers."""
-        is_list = isinstance(self.devices, list | tuple) and len(self.devices) > 0
-        if not is_list or not all(type(n) is int and n >= 0 for n in self.devices):
-            raise ConfigError(
-                f"executor.devices={self.devices}: expected a list of GPUs, such as [0,1]. For a "
-                "number of workers give executor.workers=2."
-            )
-        if self.workers is not None:
+        if self.devices is not None and self.workers is not None:
             raise ConfigError(
                 f"executor.devices={self.devices} means {len(self.devices)} workers; leave "
                 "executor.workers out."
@@ -48,7 +40,7 @@ class LocalOptions(ExecutorConfig):
     @property
     def gpu_indices(self) -> list[int] | None:
         """The option `devices`."""
-        return None if self.devices is None else list(self.devices)
+        return self.devices
 
 
 def check(config: Config) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from featx.base import own_process
-from featx.config import Config, ExecutorConfig
+from featx.config import Config, Count, ExecutorConfig, Positive, options
 from featx.errors import FeatxError, InternalError, RunError
 from featx.pipeline.executors.part_worker import PartWorker, add_worker_context, rows_text
 from featx.pipeline.executors.ray_cluster import (
@@ -72,15 +72,15 @@ def run(context: RunContext, session: Session, spec: WorkerSpec) -> RunOutcome:
         return ActorPool(ray, spec, context, session).run()
 
 
-@dataclass
+@options("executor")
 class RayOptions(ExecutorConfig):
     """Options of executor=ray."""
 
     name: str = "ray"
-    cpus: int | None = None
+    cpus: Count | None = None
     """Number of CPUs of each actor, 1 when not given; on a CPU also the number of threads that
     compute."""
-    gpus: float | None = None
+    gpus: Positive | None = None
     """Number of GPUs of each actor if a GPU computes, 1 when not given; 0.5 puts two actors on each
     GPU."""
     address: str | None = None

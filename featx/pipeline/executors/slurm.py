@@ -8,11 +8,16 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from featx.config import Config, ExecutorConfig, check_choice
+from featx.config import (
+    Config,
+    Count,
+    ExecutorConfig,
+    Positive,
+    options,
+)
 from featx.errors import ConfigError, FeatxError
 from featx.pipeline.executors.registry import EXECUTORS, Executor
 from featx.pipeline.executors.slurm_array import JobArray
@@ -32,12 +37,12 @@ DEFAULT_TIME_LIMIT_MIN = 240
 """Default of the option `time_limit_min` in minutes."""
 
 
-@dataclass
+@options("executor")
 class SlurmOptions(ExecutorConfig):
     """Options of executor=slurm."""
 
     name: str = "slurm"
-    cpus: int | None = None
+    cpus: Count | None = None
     """Number of CPUs of each task, 4 when not given; on a CPU also the number of threads that
     compute."""
     gres: str | None = None
@@ -46,22 +51,17 @@ class SlurmOptions(ExecutorConfig):
     """Partition of the cluster; null takes its default."""
     account: str | None = None
     """Account that is charged; null takes your default one."""
-    memory_gib: float | None = None
+    memory_gib: Positive | None = None
     """Memory of each task in GiB; null takes the cluster's default."""
-    time_limit_min: int | None = None
+    time_limit_min: Count | None = None
     """Minutes that a task may run before its remaining parts are submitted again, 240 when not
     given. Several parts have to fit into this time, so part_rows=auto takes it into account."""
     folder: str | None = None
     """Folder that all machines see, for the descriptions and logs of tasks; null takes OUT/jobs.
     It has to be given if out is in an object store."""
-    mode: str | None = None
+    mode: Literal["slurm", "local"] | None = None
     """slurm (when not given), or local, which runs the tasks as processes of this machine to try
     the set-up."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.mode is not None:
-            check_choice("executor.mode", self.mode, ("slurm", "local"))
 
     @property
     def num_cpus(self) -> int:

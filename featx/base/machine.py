@@ -35,9 +35,6 @@ def cpu_quota(root: Path = Path("/")) -> float | None:
 
     A container with 2 of 64 CPUs sees 64, and is throttled if it uses more than 2. The quota of a
     group limits all groups below it.
-
-    Args:
-        root: root of the file system, another one in tests.
     """
     return min(_limits_of_groups(root, "cpu", _quota_v2, _quota_v1), default=None)
 

@@ -141,11 +141,7 @@ class Progress:
             self._listener(self.now())
 
     def _print_line(self, stage: str) -> None:
-        """Print the progress as a line of text or JSON.
-
-        Args:
-            stage: what limits the speed.
-        """
+        """Print the progress as a line of text or JSON."""
         now = self.now()
         if writes_json():
             line = json_line(

@@ -193,11 +193,7 @@ class Registry(Generic[MemberT]):
         return () if self._group is None else tuple(entry_points(group=self._group))
 
     def _load(self, entry: EntryPoint) -> None:
-        """Load the member of an entry point.
-
-        Raises:
-            ConfigError: it cannot be imported, or is no member of this family under this name.
-        """
+        """Load the member of an entry point."""
         owner = entry.dist.name if entry.dist is not None else entry.value
         try:
             member = entry.load()

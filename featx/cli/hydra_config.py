@@ -134,16 +134,7 @@ class ConfigFiles(FileConfigSource):
         return self._options(config_path, "_global_" if group == EXPERIMENTS else group)
 
     def _options(self, config_path: str, package: str) -> ConfigResult:
-        """Read a file of options.
-
-        Args:
-            config_path: path below the folder.
-            package: group of the options in the file if its header names none: '' for a primary
-                config, '_global_' for an experiment.
-
-        Raises:
-            ConfigError: the file is no YAML, or a key in it is wrong.
-        """
+        """Read a file of options."""
         path = Path(self.path, self._normalize_file_name(config_path))
         try:
             loaded = super().load_config(config_path)
@@ -161,12 +152,7 @@ class ConfigFiles(FileConfigSource):
 
 
 def keep_text(node: yaml.MappingNode, prefix: str) -> None:
-    """Turn the values of text options into texts, whatever they look like; null stays null.
-
-    Args:
-        node: a mapping of options in a YAML file; changed in place.
-        prefix: group of the options, such as 'model', or ''.
-    """
+    """Turn the values of text options into texts, whatever they look like; null stays null."""
     for key, value in node.value:
         name = f"{prefix}.{key.value}".lstrip(".")
         option = option_tree().get(name)
@@ -203,10 +189,6 @@ def _name_choices(tree: yaml.MappingNode, is_primary: bool) -> None:
     """Turn `model: resnet50` and `model: {name: resnet50}` into choices of Hydra's defaults list.
 
     A file that has such a list is left as it is.
-
-    Args:
-        tree: a file of options; changed in place.
-        is_primary: whether the file replaces conf/config.yaml; False for an experiment.
     """
     if any(key.value == "defaults" for key, _ in tree.value):
         return

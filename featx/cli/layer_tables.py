@@ -78,14 +78,7 @@ def table_rows(
 def operation_rows(
     each: Operation, batch_size: int, item_bytes: int, values_by_path: Mapping[ElementPath, Values]
 ) -> list[dict[str, Any]]:
-    """Return the rows of operations that belong to no module; hooks do not time these.
-
-    Args:
-        each: the operation.
-        batch_size: batch size of the trace.
-        item_bytes: bytes of one stored number.
-        values_by_path: values that were measured for its tensors.
-    """
+    """Return the rows of operations that belong to no module; hooks do not time these."""
     single = len(each.outputs) == 1
     return [
         {

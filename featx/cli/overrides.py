@@ -170,14 +170,7 @@ _TABLES = ("csv", "tsv", "parquet")
 def _translate(
     override: str, is_multirun: bool, config_dirs: Sequence[Path], given: set[str]
 ) -> list[str]:
-    """Return an override in the grammar of Hydra; two overrides for `data=PATH`.
-
-    Args:
-        override: text as it was typed.
-        is_multirun: whether a comma separates the values of several runs.
-        config_dirs: folders of the user's own configs.
-        given: names of the options that were given; data.root is added for `data=PATH`.
-    """
+    """Return an override in the grammar of Hydra; two overrides for `data=PATH`."""
     match = _OVERRIDE.fullmatch(override)
     if override.startswith("~"):
         raise ConfigError(f"{override}: no option can be deleted; leave it out, or give null.")

@@ -111,11 +111,7 @@ class MemberGroup:
         return self.option.partition(".")[2] or "name"
 
     def select(self, values: Mapping[str, Any]) -> str:
-        """Return the name of the member that the options of the group select.
-
-        Raises:
-            ConfigError: there is no such member.
-        """
+        """Return the name of the member that the options of the group select."""
         return family(self.option).select(str(values[self.selector]), values).name
 
     def members(self) -> Iterator[tuple[str, type]]:
@@ -232,17 +228,7 @@ def default_values() -> Mapping[str, Any]:
 
 
 def options_class(option: str, name: str, base: type[OptionsT]) -> type[OptionsT]:
-    """Return the dataclass of the options of one member.
-
-    Args:
-        option: option that selects the member, such as 'data'.
-        name: name of the member.
-        base: dataclass of the group, which a member without own options has.
-
-    Raises:
-        ConfigError: there is no such member.
-        FeatxError: the options of the member are no subclass of `base`.
-    """
+    """Return the dataclass of the options of one member."""
     options = family(option).get(name).options
     if options is None:
         return base
@@ -255,16 +241,7 @@ def options_class(option: str, name: str, base: type[OptionsT]) -> type[OptionsT
 
 
 def make_member(group: MemberGroup, values: Mapping[str, Any]) -> Any:
-    """Make the options of the member that values select.
-
-    Args:
-        group: the group.
-        values: values by their fields, with the member among them; an option of another member
-            counts as not given if it has its default.
-
-    Raises:
-        ConfigError: there is no such member, or a value is unknown, without effect or invalid.
-    """
+    """Make the options of the member that values select."""
     chosen = group.select(values)
     cls: type[Any] = options_class(group.option, chosen, group.base)
     own = {f.name for f in fields(cls)}
@@ -279,11 +256,7 @@ def _is_default(group: MemberGroup, name: str, values: Mapping[str, Any]) -> boo
 
 
 def make_group(cls: type[OptionsT], values: Mapping[str, Any], name: str) -> OptionsT:
-    """Make the options of a group of plain values; groups below it may be mappings.
-
-    Raises:
-        ConfigError: a value is unknown or invalid.
-    """
+    """Make the options of a group of plain values; groups below it may be mappings."""
     hints, prefix = hints_of(cls), f"{name}." if name else ""
     made = {}
     for key, value in values.items():
@@ -296,16 +269,7 @@ def make_group(cls: type[OptionsT], values: Mapping[str, Any], name: str) -> Opt
 
 
 def refuse_options_of_others(group: MemberGroup, chosen: str, names: Iterable[str]) -> None:
-    """Refuse options that the chosen member does not read, whatever their values are.
-
-    Args:
-        group: the group.
-        chosen: name of the member.
-        names: fields of the group that were given.
-
-    Raises:
-        ConfigError: one is an option of other members, or of none.
-    """
+    """Refuse options that the chosen member does not read, whatever their values are."""
     for name in names:
         option = option_tree().get(f"{group.name}.{name}")
         if option is None:

@@ -149,11 +149,7 @@ def options(group: str) -> Callable[[type[T]], type[T]]:
 
 
 def _check_types(group: str, values: Any) -> None:
-    """Check the values of all options that differ from their defaults; pydantic may convert one.
-
-    Raises:
-        ConfigError: a value does not have the type of its field.
-    """
+    """Check the values of all options that differ from their defaults; pydantic may convert one."""
     for f in fields(values):
         value, hint = getattr(values, f.name), hints_of(type(values))[f.name]
         if is_default(f, value):

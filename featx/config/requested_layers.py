@@ -78,11 +78,7 @@ def captures(config: LayerOptions) -> tuple[str, ...]:
 
 
 def reduction_options(value: object) -> ReduceConfig:
-    """Return the reduction that a mapping in `layers` gives a layer: a name, or its options.
-
-    Raises:
-        ConfigError: it is neither.
-    """
+    """Return the reduction that a mapping in `layers` gives a layer: a name, or its options."""
     if isinstance(value, ReduceConfig):
         return value
     if isinstance(value, str):

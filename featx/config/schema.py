@@ -59,11 +59,7 @@ def from_omegaconf(node: DictConfig) -> Config:
 
 
 def from_values(values: Mapping[str, Any]) -> Config:
-    """Return the Config of plain values, groups of them as mappings.
-
-    Raises:
-        ConfigError: an option is unknown or invalid.
-    """
+    """Return the Config of plain values, groups of them as mappings."""
     groups = member_groups()
     made = {
         name: make_member(groups[name], value) if name in groups else value
@@ -136,9 +132,6 @@ def _with_texts(values: Mapping[str, Any], prefix: str) -> dict[str, Any]:
     """Return the values with paths as text.
 
     A number is refused as a text, because it may have been written in another way: 2024_01.
-
-    Raises:
-        ConfigError: an option is unknown, or a number is given where a text is expected.
     """
     texts: dict[str, Any] = {}
     for name, value in values.items():

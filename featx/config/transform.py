@@ -73,11 +73,7 @@ class TransformConfig:
                 )
 
     def _check_scale(self) -> None:
-        """Check scale, channels and bands.
-
-        Raises:
-            ConfigError: a value is none of those expected, or has no effect.
-        """
+        """Check scale, channels and bands."""
         if self.scale is None:
             for key in ("channels", "bands"):
                 if getattr(self, key) is not None:
@@ -96,11 +92,7 @@ class TransformConfig:
             self._check_bands(self.bands)
 
     def _check_bands(self, bands: Sequence[int]) -> None:
-        """Check the bands.
-
-        Raises:
-            ConfigError: channels is missing, or a band is none of them.
-        """
+        """Check the bands."""
         if self.channels is None:
             raise ConfigError(
                 f"model.transform.bands={list(bands)} needs model.transform.channels, the number "

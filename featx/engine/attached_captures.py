@@ -120,21 +120,8 @@ def attach_captures(
     The rows of the trial images are checked to depend on their own image only; noise replaces
     missing images.
 
-    Args:
-        model: model without hooks, in its original memory format.
-        chosen: captures and the reduction of each.
-        store_dtype: dtype of the rows.
-        target: gradient target, used only if gradients are captured.
-
     Returns:
         The captures, and a collector that expects their tensors.
-
-    Raises:
-        LayerError: the first dimension of a captured tensor is not the batch, or a store cannot
-            hold its values.
-        ModelError: a row depends on other rows of the batch, or is random.
-        ReduceError: a reduction does not fit the shape of its tensor.
-        RunError: the model computes something other than in the trace.
     """
     captures = AttachedCaptures(tuple(point for point, _ in chosen))
     if model.traced is not None:
@@ -174,17 +161,7 @@ def _check_calls(
     captures: AttachedCaptures,
     target: str | int,
 ) -> None:
-    """Check that every capture fired, as often as in the trace, and that gradients arrived.
-
-    Args:
-        model: model of the captures.
-        captures: captures, with the order and the calls of the trial pass.
-        target: gradient target.
-
-    Raises:
-        LayerError: a gradient did not arrive.
-        RunError: the model computes something other than in the trace.
-    """
+    """Check that every capture fired, as often as in the trace, and that gradients arrived."""
     fired = captures.order or ()
     check_gradients_arrive(captures.points, fired, target)
     if model.traced is not None:
@@ -227,13 +204,6 @@ def _check_rows(
     rows depend on the padding, on failed images of the batch, or on chance. The check is done in
     fp32, where rounding hides little; `Engine.time_passes` repeats it at the precision of the
     run. If the control flow may depend on the data, all trial images are compared one by one.
-
-    Args:
-        model: model without hooks.
-        captures: its captures.
-        score: gradient target, or None.
-        x: (ATTACH_BATCH, 3, H, W) normalised images.
-        values: dataset name -> (ATTACH_BATCH, ...) captured tensors of `x`.
     """
     buffers = BufferSnapshot(model.module)
     hooks = captures.hooks(model.module, clone_captured, score, stop=True)

@@ -247,9 +247,6 @@ class AutoSettings:
 
         The estimate counts the batches that are loaded ahead and, on a CPU, the least that a
         forward pass takes. The memory of other devices is tried by `_largest_fitting`.
-
-        Raises:
-            ConfigError: less memory is free than the estimate.
         """
         free = free_memory()
         if free is None:
@@ -271,11 +268,7 @@ class AutoSettings:
         )
 
     def _largest_fitting(self, compute: Compute) -> int:
-        """The batch size, halved until it fits on the CUDA device if featx chooses it.
-
-        Raises:
-            RunError: a batch size that may not be changed, or a single image, does not fit.
-        """
+        """The batch size, halved until it fits on the CUDA device if featx chooses it."""
         is_auto = self._config.batch_size == "auto" and "batch_size" not in self._stored
         size = int(compute.batch_size)
         while True:

@@ -44,11 +44,6 @@ def regrouped(
     statistic of a batch. No other image of `x` is in them: if a model only permutes its rows,
     another image could otherwise stand at the compared position and hide the fault.
 
-    Args:
-        x: (B, 3, H, W) normalised images.
-        black: (3, H, W) normalised image whose pixels are all 0, as in padding.
-        random_image: (3, H, W) normalised image whose pixels are 0 or 255 at random.
-
     Returns:
         Two batches of shape (B, 3, H, W).
     """
@@ -59,9 +54,6 @@ def regrouped(
 
 def moved_batch(images: torch.Tensor) -> tuple[torch.Tensor, list[tuple[int, int]]]:
     """Make a batch that holds two of the images at other positions, among other images.
-
-    Args:
-        images: (B, 3, H, W) uint8 in [0, 255], or normalised float32.
 
     Returns:
         The batch, of the same size, and pairs (position in `images`, position in the batch) of the
@@ -78,16 +70,7 @@ def moved_batch(images: torch.Tensor) -> tuple[torch.Tensor, list[tuple[int, int
 def check_regrouped(
     forward: Forward, batches: Sequence[torch.Tensor], values: Mapping[str, torch.Tensor]
 ) -> None:
-    """Check that the row of an image depends neither on other images nor on its position.
-
-    Args:
-        forward: computes the captured tensors of a batch.
-        batches: batches of `regrouped`, whose last image is the first one of the original batch.
-        values: dataset name -> (B, ...) captured tensors of the original batch.
-
-    Raises:
-        ModelError: a row differs.
-    """
+    """Check that the row of an image depends neither on other images nor on its position."""
     for batch in batches:
         other_values = forward(batch)
         for name, value in values.items():
@@ -99,13 +82,6 @@ def check_among_copies(forward: Forward, images: torch.Tensor) -> None:
 
     This is for models whose control flow may depend on the data: an image that changes the flow
     changes it for the whole batch.
-
-    Args:
-        forward: computes the captured tensors of a batch.
-        images: (B, 3, H, W) normalised images.
-
-    Raises:
-        ModelError: a row differs.
     """
     together = forward(images.clone())
     for i, image in enumerate(images):
@@ -155,14 +131,7 @@ class MovedRows:
         self._rows: dict[str, torch.Tensor] | None = None
 
     def check(self, values: Mapping[str, torch.Tensor]) -> None:
-        """Record the rows of the first pass, and compare those of every later pass with them.
-
-        Args:
-            values: dataset name -> (B, ...) values of a pass.
-
-        Raises:
-            ModelError: an image has other rows than in the first pass.
-        """
+        """Record the rows of the first pass, and compare those of every later pass with them."""
         first = self._rows is None
         positions = [pair[0 if first else 1] for pair in self._positions]
         rows = {name: value[positions].clone() for name, value in values.items()}

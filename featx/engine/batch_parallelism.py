@@ -32,12 +32,7 @@ _TRIES = 3
 
 
 def cpus_that_compute(config: Config, device: torch.device) -> int | None:
-    """Number of CPUs on which this process computes forward passes, or None on other devices.
-
-    Args:
-        config: configuration of the run.
-        device: device of the model.
-    """
+    """Number of CPUs on which this process computes forward passes, or None on other devices."""
     if device.type != "cpu":
         return None
     cpus = config.cpus_of_worker(num_cpus())
@@ -49,10 +44,6 @@ def trial_threads(cpus: int | None, resume_state: ResumeState | None) -> int | N
 
     All CPUs, unless the resumed run is compiled: a compiled forward pass keeps the number of
     threads that it was compiled with, so the recorded number is used.
-
-    Args:
-        cpus: number of CPUs that compute, or None on other devices.
-        resume_state: resume state, or None for a new run.
     """
     if cpus is None or resume_state is None or not resume_state.resolved.get("compile"):
         return cpus
@@ -60,15 +51,7 @@ def trial_threads(cpus: int | None, resume_state: ResumeState | None) -> int | N
 
 
 def room_for_batches(bytes_before: int | None, bytes_after: int | None, limit: int) -> int:
-    """Largest number of parallel batches that half of the free memory allows.
-
-    Args:
-        bytes_before: bytes of resident memory of this process before the trial passes, or None if
-            unknown.
-        bytes_after: the same after them. Freed memory stays with the process, so the difference is
-            about what one forward pass needs.
-        limit: upper bound; `USUAL_REPLICAS` is one as well if the memory is unknown.
-    """
+    """Largest number of parallel batches that half of the free memory allows."""
     free = free_memory()
     if bytes_before is None or bytes_after is None or free is None:
         return min(limit, USUAL_REPLICAS)
@@ -105,16 +88,7 @@ def decide(
     memory_before: int | None,
     make_batch: Callable[[int], torch.Tensor],
 ) -> BatchParallelism:
-    """Choose threads and replicas for a run.
-
-    Args:
-        engine: engine after `configure_compute`.
-        cpus: number of CPUs that compute, or None on other devices.
-        resume_state: resume state, or None for a new run.
-        memory_before: bytes of resident memory of this process before the trial passes, or
-            None if unknown.
-        make_batch: function that returns a batch of the given number of images.
-    """
+    """Choose threads and replicas for a run."""
     if cpus is None:
         return _decide_on_device(engine, make_batch)
     room = room_for_batches(memory_before, resident_memory(), cpus)
@@ -132,12 +106,6 @@ def _decide_on_cpu(
     Threads that share a batch wait for each other after every operation, above all while other
     threads decode images. Threads with a batch each do not. The last bits of a row depend on the
     number of threads of its batch, so a resumed run keeps that number.
-
-    Args:
-        cpus: number of CPUs that compute.
-        engine: engine after `configure_compute`.
-        room: largest number of parallel batches that memory allows.
-        resume_state: resume state, or None for a new run.
     """
     # Threads whose freed memory is not kept ask the kernel for it in every layer, so there one
     # batch at a time has all CPUs.
@@ -162,10 +130,6 @@ def _decide_on_device(
 
     A module that is not known to be reentrant gets one batch at a time, computed when its rows are
     taken: its next forward pass may overwrite the memory of the rows of the last one.
-
-    Args:
-        engine: engine after `configure_compute`.
-        make_batch: function that returns a batch of the given number of images.
     """
     if engine.device.type != "cuda":
         return BatchParallelism(None, 1, False, {})
@@ -211,13 +175,7 @@ def _has_room(engine: Engine, batch: torch.Tensor) -> bool:
 
 
 def replicas_agree(engine: Engine, batch: torch.Tensor, count: int) -> bool:
-    """Return whether replicas that compute at the same time give the same bits as the engine alone.
-
-    Args:
-        engine: engine after `configure_compute` that can be replicated.
-        batch: (B, 3, H, W) images; each replica gets them in another order.
-        count: number of replicas.
-    """
+    """Return whether replicas at work at the same time give the bits of the engine alone."""
     batches = [batch.roll(i, 0) for i in range(count)]
     expected = [engine.run(x) for x in batches]
 

@@ -13,16 +13,7 @@ from featx.layers import CapturePoint, Trace, check_weights
 def check_gradients_arrive(
     points: Sequence[CapturePoint], fired: Sequence[str], target: str | int
 ) -> None:
-    """Check that the gradient of the target arrives at each captured gradient.
-
-    Args:
-        points: the captures.
-        fired: names of the captures that fired.
-        target: gradient target, for the message.
-
-    Raises:
-        LayerError: a captured gradient did not fire.
-    """
+    """Check that the gradient of the target arrives at each captured gradient."""
     silent = [point.name for point in points if point.is_gradient and point.name not in fired]
     if silent:
         raise LayerError(
@@ -32,15 +23,7 @@ def check_gradients_arrive(
 
 
 def check_fired(points: Sequence[CapturePoint], fired: Sequence[str]) -> None:
-    """Check that each capture fired exactly once.
-
-    Args:
-        points: the captures.
-        fired: names of the captures in the order in which they fired.
-
-    Raises:
-        RunError: other captures fired than the trace contains.
-    """
+    """Check that each capture fired exactly once."""
     expected = [point.name for point in points]
     if sorted(fired) != sorted(expected):
         raise RunError(
@@ -50,26 +33,12 @@ def check_fired(points: Sequence[CapturePoint], fired: Sequence[str]) -> None:
 
 
 def calls_in_trace(traced: Trace, modules: Iterable[tuple[str, str]]) -> dict[tuple[str, str], int]:
-    """(name, capture) of each hooked module -> number of its calls in the trace.
-
-    Args:
-        traced: the recorded pass.
-        modules: the hooked modules, as in `CaptureHooks.num_calls`.
-    """
+    """(name, capture) of each hooked module -> number of its calls in the trace."""
     return {key: len(traced.by_module[traced.names[key[0]]]) for key in modules}
 
 
 def check_batch_dimension(point: CapturePoint, value: torch.Tensor, batch_size: int) -> None:
-    """Check that the first dimension of a captured tensor is the batch.
-
-    Args:
-        point: the capture.
-        value: captured tensor of a batch.
-        batch_size: number of images of that batch.
-
-    Raises:
-        LayerError: it is not, or the tensor of capture=attention holds no attention weights.
-    """
+    """Check that the first dimension of a captured tensor is the batch."""
     shape = tuple(value.shape)
     if shape[:1] != (batch_size,):
         raise LayerError(
@@ -81,15 +50,7 @@ def check_batch_dimension(point: CapturePoint, value: torch.Tensor, batch_size: 
 
 
 def check_same_score(with_hooks: torch.Tensor, without_hooks: torch.Tensor) -> None:
-    """Check that the hooks for gradients do not change the output of the model.
-
-    Args:
-        with_hooks: (B,) values of the gradient target in a pass with hooks.
-        without_hooks: (B,) values for the same images without hooks.
-
-    Raises:
-        LayerError: the values differ.
-    """
+    """Check that the hooks for gradients do not change the output of the model."""
     if not torch.allclose(with_hooks, without_hooks, rtol=1e-4, atol=1e-6, equal_nan=True):
         raise LayerError(
             "grad_input is not available here: a layer writes to its input, and later layers read "

@@ -73,15 +73,7 @@ class DeviceModel:
             last.callback(self._settings.close)
 
     def trace(self, requests: Sequence[str] = ()) -> Trace:
-        """Record every call of a module and every operation in one forward pass over noise.
-
-        Args:
-            requests: the requested layers. Modules whose fused attention hides a requested tensor
-                use plain attention until the engine is closed.
-
-        Raises:
-            ModelError: the forward pass fails.
-        """
+        """Record every call of a module and every operation in one forward pass over noise."""
         fused = needs_plain_attention(self.module, requests)
         self._settings.enter_context(plain_attention(self.module, fused))
         self.plain_modules += fused
@@ -119,9 +111,6 @@ class DeviceModel:
 
         It counts the normalised pixels and a copy of them, and the input and output of the largest
         traced layer.
-
-        Args:
-            precision: 'fp32', 'bf16' or 'fp16'.
         """
         pixels = math.prod(self.backbone.preprocess.shape)
         itemsize = COMPUTE_DTYPES[precision].itemsize

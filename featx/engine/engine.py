@@ -151,12 +151,7 @@ class Engine(DeviceModel):
         self._stack.enter_context(self._weights.prepare(compute, passes))
 
     def _hooks_of(self, keep: Keep, stop: bool) -> CaptureHooks:
-        """Hooks for the captures, which check each pass against the first one.
-
-        Args:
-            keep: function that is called with each captured tensor.
-            stop: whether a pass may end after the last capture.
-        """
+        """Hooks for the captures, which check each pass against the first one."""
         score = self._captures.score(self._target, lambda: self._labels)
         return self._captures.hooks(self.module, keep, score, stop)
 
@@ -511,11 +506,7 @@ class Engine(DeviceModel):
         return TimedRows(rows or {}, fastest / len(images))
 
     def _pass(self, images: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Rows of a batch on the device; repeats a pass that overwrote a capture.
-
-        Args:
-            images: (B, 3, H, W) on the device, uint8 in [0, 255] or normalised float32.
-        """
+        """Rows of a batch on the device; repeats a pass that overwrote a capture."""
         x = self._input(images)
         # Errors of torch.compile reach the caller unchanged: compile=auto falls back to eager.
         named = contextlib.nullcontext() if self.compute.compile else self.named_failure(x)
@@ -550,9 +541,6 @@ class Engine(DeviceModel):
         """Normalised images in the memory format of the run, always a copy.
 
         A model may write to its input, so the images of the caller are never passed on.
-
-        Args:
-            images: (B, 3, H, W) on the device, uint8 in [0, 255] or normalised float32.
         """
         layout = torch.channels_last if self.compute.channels_last else torch.contiguous_format
         if images.dtype == torch.uint8:

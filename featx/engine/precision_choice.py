@@ -55,15 +55,7 @@ def choose_precision(
     timed_images: torch.Tensor,
     exact: Mapping[str, torch.Tensor] | None,
 ) -> ChosenPrecision:
-    """Find the fastest precision; the engine is configured with the last one that was measured.
-
-    Args:
-        engine: engine with its captures attached.
-        compute: settings of the run in fp32.
-        images: (n, 3, H, W) trial images, whose rows are compared; n may be 0.
-        timed_images: (m, 3, H, W) images that are timed: `images`, or a batch of the run.
-        exact: rows of `images` with `compute`, if they are known.
-    """
+    """Find the fastest precision; the engine is configured with the last one that was measured."""
     if engine.uses_fp32_only:
         return ChosenPrecision("fp32", "other precisions are not measured for heat maps")
     if len(images) == 0:
@@ -74,14 +66,7 @@ def choose_precision(
 
 
 class _Measurement:
-    """Timed passes of an engine at several precisions.
-
-    Args:
-        engine: as for `choose_precision`.
-        compute: as for `choose_precision`.
-        images: as for `choose_precision`.
-        timed_images: as for `choose_precision`.
-    """
+    """Timed passes of an engine at several precisions."""
 
     def __init__(
         self, engine: Engine, compute: Compute, images: torch.Tensor, timed_images: torch.Tensor
@@ -116,12 +101,7 @@ class _Measurement:
     def _measure(
         self, precision: str, known_rows: Mapping[str, torch.Tensor] | None = None
     ) -> None:
-        """Compute rows of the trial images and time passes at one precision.
-
-        Args:
-            precision: the precision.
-            known_rows: rows of the trial images, if they are known.
-        """
+        """Compute rows of the trial images and time passes at one precision."""
         self._configure(precision)
         rows = known_rows or self._engine.run(self._images)
         rows = {name: value.cpu().clone() for name, value in rows.items()}
@@ -187,14 +167,7 @@ class _Measurement:
 
 
 def _reason(precision: str, gain: float, cosine: float, num_images: int) -> str:
-    """Describe why a precision is taken, or is not.
-
-    Args:
-        precision: name of the precision.
-        gain: its speed divided by that of fp32.
-        cosine: smallest cosine of a row to that of fp32.
-        num_images: number of images whose rows were compared.
-    """
+    """Describe why a precision is taken, or is not."""
     on_images = f"on {counted(num_images, 'image')}"
     if cosine < MIN_COSINE:
         # Rounded down: 0.99896 must not be shown as 0.999.

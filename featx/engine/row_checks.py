@@ -18,12 +18,7 @@ def row_tolerance(row: torch.Tensor) -> float:
 def row_cosines(
     features: Mapping[str, torch.Tensor], reference: Mapping[str, torch.Tensor]
 ) -> float:
-    """Smallest cosine between matching rows over all layers; -1 if a row is not finite.
-
-    Args:
-        features: dataset name -> (B, ...) values.
-        reference: the same names and shapes.
-    """
+    """Smallest cosine between matching rows over all layers; -1 if a row is not finite."""
     smallest = 1.0
     for name, value in features.items():
         a = value.reshape(len(value), -1).double()
@@ -66,9 +61,6 @@ def finite_rows(features: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]
 
     The largest magnitude of a row is NaN if any value is, and takes a tenth of the time of
     `isfinite` on a CPU.
-
-    Args:
-        features: dataset name -> (B, ...) values.
     """
     return {name: torch.isfinite(largest_magnitudes(value)) for name, value in features.items()}
 

@@ -43,17 +43,7 @@ class CastableWeights:
 def castable_weights(
     module: nn.Module, dtype: torch.dtype, forward: Callable[[], Captured]
 ) -> CastableWeights:
-    """Find the parameters that autocast casts and nothing else reads, and prove it.
-
-    Args:
-        module: module in eval mode, with the parameters of the run.
-        dtype: dtype of autocast.
-        forward: function that makes forward passes of the module under autocast, the same in each
-            call.
-
-    Raises:
-        Exception: any exception of `forward` while the weights are unchanged.
-    """
+    """Find the parameters that autocast casts and nothing else reads, and prove it."""
     parameters = {name: p for name, p in module.named_parameters() if _is_plain(p)}
     storages = {name: _storage_of(p) for name, p in parameters.items()}
     uses = _WeightUses({s for s in storages.values() if s is not None}, dtype)
@@ -98,17 +88,7 @@ def cast_weights(module: nn.Module, names: Collection[str], dtype: torch.dtype) 
 
 
 class _WeightUses(ObservingMode):  # type: ignore[no-untyped-call]
-    """Records how operations read some storages; the casts of autocast are operations like others.
-
-    Args:
-        storages: `_cdata` of the storages of the parameters.
-        dtype: dtype of autocast.
-
-    Attributes:
-        cast: the storages that were cast to `dtype`.
-        other: the storages that another operation read or wrote. A view, such as a chunk of
-            `in_proj_weight`, does not count: an operation that reads it has the same storage.
-    """
+    """Records how operations, the casts of autocast among them, read some storages."""
 
     def __init__(self, storages: set[int], dtype: torch.dtype) -> None:
         super().__init__()

@@ -21,16 +21,7 @@ def bottleneck(
     precision: str,
     model_ratio: float = 1.0,
 ) -> str:
-    """Describe the stage that the others waited for, its share of the time, and what would help.
-
-    Args:
-        seconds: stage -> busy seconds; reading and decoding summed over all decoders.
-        elapsed_s: seconds of the run, from its first batch to its last commit.
-        decoders: number of decoders.
-        device: type of the device: 'cpu', 'cuda' or 'mps'.
-        precision: option of the config; 'auto' has tried all precisions.
-        model_ratio: seconds of the model for an image, over those of the trial.
-    """
+    """Describe the stage that the others waited for, its share of the time, and what would help."""
     wait_share = seconds["wait"] / elapsed_s
     if wait_share > WAITING_SHARE:
         stage = max(("read", "decode"), key=lambda stage: seconds[stage])

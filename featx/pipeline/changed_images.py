@@ -175,14 +175,7 @@ def compare_images(
 def _current_states(
     source: Source, keys: npt.NDArray[np.bytes_], present: npt.NDArray[np.bool_] | None
 ) -> npt.NDArray[np.void] | None:
-    """States of the images now: an own array, UNSETTLED for keys that are not present.
-
-    Args:
-        source, keys, present: as for `image_changes`.
-
-    Returns:
-        (N,) IMAGE_STATE, or None if the data set knows no states.
-    """
+    """States of the images now: an own array, UNSETTLED for keys that are not present."""
     if not isinstance(source, Stateful):
         return None
     source_states = source.states(keys if present is None else keys[present])
@@ -194,12 +187,7 @@ def _current_states(
 
 
 def rows_of_two_images(root: Path, manifest: Manifest) -> npt.NDArray[np.int64]:
-    """Rows whose layers were computed from different images, by the checksums in the store.
-
-    Args:
-        root: folder of the store.
-        manifest: manifest of the store.
-    """
+    """Rows whose layers were computed from different images, by the checksums in the store."""
     _, mixed, _ = _expected(manifest.num_rows, _images_of_runs(root, manifest))
     return np.flatnonzero(mixed)
 
@@ -270,12 +258,7 @@ def _images_of_runs(root: Path, manifest: Manifest) -> list[ImagesOfRun]:
 def _expected(
     num_rows: int, runs: Sequence[ImagesOfRun]
 ) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
-    """Combine the checksums of several runs.
-
-    Returns:
-        (N,) checksum of each row, (N,) bool whether runs disagree on it, and (N,) bool whether any
-        run has computed the row.
-    """
+    """Combine the checksums of several runs."""
     expected = np.full(num_rows, UNKNOWN_IMAGE, dtype=np.uint64)
     mixed, computed = np.zeros(num_rows, np.bool_), np.zeros(num_rows, np.bool_)
     for run in runs:

@@ -132,13 +132,7 @@ class Conformance:
 def pixel_differences(
     one: torch.Tensor, other: torch.Tensor, std: Sequence[float]
 ) -> PixelDifferences:
-    """Compare normalised images.
-
-    Args:
-        one: (n, 3, H, W) float32.
-        other: the same shape.
-        std: standard deviation by which both were divided, of values in [0, 1].
-    """
+    """Compare normalised images."""
     levels = (one - other).abs() * torch.tensor(std).view(-1, 1, 1) * 255
     return PixelDifferences(levels.flatten(1).amax(1), levels.flatten(1).mean(1))
 
@@ -148,10 +142,6 @@ def row_differences(rows: torch.Tensor, plain: torch.Tensor) -> RowDifferences:
 
     The rounding of `rows` to its dtype is not counted, and rows that are not finite differ by
     nothing: the run itself stops at these, or records them.
-
-    Args:
-        rows: (n, ...) rows in the dtype of the store.
-        plain: (n, ...) float32.
     """
     a, b = rows.double().flatten(1), plain.double().flatten(1)
     if rows.is_floating_point() and rows.dtype != torch.float32:
@@ -173,11 +163,7 @@ def row_differences(rows: torch.Tensor, plain: torch.Tensor) -> RowDifferences:
 
 
 def judge(compared: Compared) -> Conformance:
-    """Judge a comparison by the limits of this module.
-
-    Args:
-        compared: images that went both ways.
-    """
+    """Judge a comparison by the limits of this module."""
     if not compared.keys:
         return Conformance(_as_dict(compared, 0), "no image could be read")
     reduced = [i for i in _far_images(compared) if compared.is_reduced(i)]

@@ -129,11 +129,7 @@ def take_plain_path(
 def _library_pixels(
     config: Config, images: RunImages, trial: TrialImages
 ) -> tuple[list[int], torch.Tensor]:
-    """Send some trial images through the library's own transform.
-
-    Returns:
-        numbers of the images among the trial images, without those that fail, and their pixels.
-    """
+    """Send some trial images through the library's own transform."""
     numbers = _spaced_numbers(len(trial.rows), config.conformance.images)
     if images.decoding.reference:
         return numbers, trial.images[numbers]
@@ -279,15 +275,8 @@ class Comparison:
     ) -> Conformance | None:
         """Compare the engine, with all choices made, and refuse a run that breaks a promise.
 
-        Args:
-            specs: datasets of the run.
-            trial_rows: as for `compare_with_plain_path`.
-
         Returns:
             The judgement; None if nothing was compared.
-
-        Raises:
-            ModelError: a promise is broken, and conformance.mode is strict.
         """
         judged = None
         if self.plain is not None:
@@ -308,20 +297,7 @@ def begin_comparison(
     trial: TrialImages,
     resume_state: ResumeState | None,
 ) -> Comparison:
-    """Take the library's own path, unless the run is a resume without new layers.
-
-    Args:
-        config: checked config.
-        engine: engine with its captures attached, and no settings configured yet.
-        chosen: captures and the reduction of each; none for values that are no captures.
-        images: images of the run.
-        trial: trial images.
-        resume_state: resume state, or None for a new run.
-
-    Raises:
-        ConfigError: model.golden cannot be read.
-        ModelError: the model is not that of model.golden.
-    """
+    """Take the library's own path, unless the run is a resume without new layers."""
     is_new = resume_state is None or resume_state.has_new_layers
     golden = plain = None
     if is_new and config.model.golden is not None:

@@ -248,13 +248,7 @@ class StoreOutput(RunOutput[StoreSession]):
 
 
 def part_task_of(target: StoreTarget, context: RunContext, session: StoreSession) -> StorePartTask:
-    """Part task for the workers of a distributed run.
-
-    Args:
-        target: run target of the store.
-        context: run context of the driver.
-        session: write session of the store.
-    """
+    """Part task for the workers of a distributed run."""
     return StorePartTask(
         dtype=target.dtype,
         settings=target.settings,

@@ -43,9 +43,6 @@ def weight_states(config: Config) -> FileStates | None:
 
     To be called before the weights are loaded, so that a file that is exchanged meanwhile is
     noticed.
-
-    Args:
-        config: checked config.
     """
     files = resolve_library(config.model).weight_files(config.model)
     return None if files is None else _states(files)
@@ -55,12 +52,6 @@ def request_digest(
     config: Config, manifest: Manifest, listing: Listing, states: FileStates | None
 ) -> str | None:
     """Return the digest by which a later command recognises that its store is complete.
-
-    Args:
-        config: checked config.
-        manifest: manifest of the store.
-        listing: all rows of the store.
-        states: files of the weights, from `weight_states`.
 
     Returns:
         hex digest; None if the config does not say all that decides the values.
@@ -89,15 +80,6 @@ def finished_summary(
 
     Nothing is written. Doubt of any kind, such as an image with another modification time, gives
     None: the run then looks at everything.
-
-    Args:
-        config: checked config.
-        target: run target of the store.
-        states: files of the weights, from `weight_states`.
-
-    Raises:
-        DataError: the data set does not exist or is empty.
-        StoreMismatchError: the rows of the store are not those of the data set.
     """
     out = parse_path(config.out)
     changes_store = config.overwrite or config.grow or config.refresh or config.retry_failed

@@ -30,17 +30,8 @@ _CHUNK = 4
 def check_golden(engine: Engine, chosen: ChosenLayers, path: str) -> dict[str, Any]:
     """Compare a model and its transform with a golden file.
 
-    Args:
-        engine: engine with its captures attached, and no settings configured yet.
-        chosen: captures and the reduction of each, with which the features may agree as well.
-        path: value of `model.golden`.
-
     Returns:
         The differences as JSON types.
-
-    Raises:
-        ConfigError: the file cannot be read.
-        ModelError: the model or its transform computes something else than the user's code.
     """
     golden = read_golden(path)
     levels = _pixel_levels(engine, golden, path)
@@ -76,11 +67,7 @@ def check_golden(engine: Engine, chosen: ChosenLayers, path: str) -> dict[str, A
 
 
 def _pixel_levels(engine: Engine, golden: Golden, path: str) -> dict[str, float]:
-    """Differences of the transforms in levels of 255, as JSON types.
-
-    Raises:
-        ModelError: the transform of the model is not that of the user's code.
-    """
+    """Differences of the transforms in levels of 255, as JSON types."""
     preprocess = engine.backbone.preprocess
     own = torch.stack([preprocess.reference(Image.fromarray(image)) for image in golden.images])
     if own.shape != golden.inputs.shape:

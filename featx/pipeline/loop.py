@@ -62,11 +62,6 @@ class BatchSink(Protocol[ComputedT]):
     def take(self, part: Part, batch: Batch, computed: Callable[[], ComputedT]) -> list[Failure]:
         """Consume the next batch of a part; batches arrive in order and from one thread.
 
-        Args:
-            part: part that the batch belongs to.
-            batch: n rows of the part, followed by padding.
-            computed: waits for the result of `compute` for this batch and returns it.
-
         Returns:
             failures of the rows of this batch.
         """
@@ -177,18 +172,7 @@ def _log_lost_rows(part: Part, num_rows: int) -> None:
 def _refuse_failures(
     context: RunContext, parts: PartSource, done_before: int, num_computed: int, elapsed_s: float
 ) -> None:
-    """Raise if too many images failed, and most of the work is still to be done.
-
-    Args:
-        context: run context.
-        parts: what is missing.
-        done_before: number of rows that were committed when the loop began.
-        num_computed: number of rows computed since then.
-        elapsed_s: seconds since then.
-
-    Raises:
-        TooManyFailuresError: more images failed than max_failures allows, and much is left to do.
-    """
+    """Raise if too many images failed, and most of the work is still to be done."""
     done = done_before + num_computed
     remaining_s = (parts.num_rows - done) * elapsed_s / num_computed
     refuse_failures(context.config, parts.num_failed, done, parts.num_rows, remaining_s)
@@ -219,16 +203,7 @@ def _metrics(
 
 
 class _TimedBatches:
-    """Iterator over the batches of a run that measures how long engines wait for images.
-
-    Args:
-        batches: batches of the loader, each with its part.
-        idle_share: share of the engines, 0 to 1, that have nothing to compute at this moment.
-
-    Attributes:
-        wait_s: seconds that engines waited for batches so far, weighted by the idle share.
-        last_wait_s: the same for the last batch.
-    """
+    """Iterator over the batches of a run that measures how long engines wait for images."""
 
     def __init__(
         self, batches: Iterator[tuple[Part, Batch]], idle_share: Callable[[], float]
@@ -258,9 +233,6 @@ class _Commits:
 
     One thread keeps the order of commits, and the memory bound to two parts: the one that is being
     committed and the one that is being filled.
-
-    Attributes:
-        seconds: busy seconds of all commits so far.
     """
 
     def __init__(self) -> None:
@@ -316,14 +288,7 @@ def _timeline(
 
 @dataclass(frozen=True)
 class _Stages:
-    """Stages of the loop, which measure their busy seconds.
-
-    Attributes:
-        loader: loader of the run.
-        passes: forward passes.
-        batches: batches of the loader, which measures how long engines wait for them.
-        commits: commits of parts.
-    """
+    """Stages of the loop, which measure their busy seconds."""
 
     loader: Loader
     passes: Passes[Any]

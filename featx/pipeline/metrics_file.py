@@ -37,9 +37,6 @@ class MetricsFile:
         path: the file.
         store: value of the label `store`.
         clock: returns seconds, as time.monotonic does.
-
-    Raises:
-        ConfigError: the folder of the file does not exist.
     """
 
     def __init__(self, path: Path, store: str, clock: Callable[[], float] = time.monotonic) -> None:
@@ -74,11 +71,7 @@ class MetricsFile:
             self._written_at = self._clock()
 
     def end(self, rows: int | None) -> None:
-        """Write the last progress, and how the run ended.
-
-        Args:
-            rows: number of images of the run, all of them done; None if it ended with an error.
-        """
+        """Write the last progress, and how the run ended."""
         if rows is not None:
             self._values |= {"images": rows, "images_done": rows}
         self._values |= {"run_active": 0, "run_succeeded": int(rows is not None)}
@@ -101,15 +94,8 @@ class MetricsFile:
 def with_metrics(config: Config, run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """Run a job, and write its progress to `log.metrics` if that is given.
 
-    Args:
-        config: config of the job.
-        run: computes all images; returns the summary, with the number of images as 'rows'.
-
     Returns:
         what `run` returns.
-
-    Raises:
-        ConfigError: the folder of the file does not exist.
     """
     if config.log.metrics is None:
         return run()

@@ -58,16 +58,7 @@ class OverwriteMark:
 
 
 def resume_or_overwrite(config: Config, marker: OverwriteMark, run: Callable[[Config], T]) -> T:
-    """Run a job with overwrite=true, or resume it if the same command started it before.
-
-    Args:
-        config: config of the command.
-        marker: marker of the output folder.
-        run: the job; it receives a config with overwrite=false when it resumes.
-
-    Raises:
-        FeatxError: error of `run`.
-    """
+    """Run a job with overwrite=true, or resume it if the same command started it before."""
     if marker.is_of_this_command:
         log_message(
             f"{marker.path.parent} was started by this command with overwrite=true and is not "
@@ -88,9 +79,6 @@ def command_digest(config: Config) -> str:
     """Return the SHA-256 of what a command computes, as hex digits.
 
     Options on how it computes and reports are left out.
-
-    Args:
-        config: checked config.
     """
     identifying = replace(
         in_this_process(config),

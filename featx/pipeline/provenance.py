@@ -30,14 +30,6 @@ def fingerprint(
 ) -> dict[str, Any]:
     """Every setting that changes values; a resume with another fingerprint is refused.
 
-    Args:
-        config: checked config.
-        engine: engine with all choices made.
-        decoding: how images are decoded.
-        specs: datasets that are computed.
-        listing: rows of the run.
-        part_rows: rows per part.
-
     Returns:
         name -> value; values are JSON types.
     """
@@ -73,12 +65,7 @@ def fingerprint(
 
 
 def layer_line(spec: LayerSpec, config: Config) -> str:
-    """Description of the values of a layer as one line; for gradients with the gradient target.
-
-    Args:
-        spec: dataset of the layer.
-        config: config with the gradient target.
-    """
+    """Description of the values of a layer as one line; for gradients with the gradient target."""
     target = f", target {config.target}" if spec.capture in GRADIENTS else ""
     of_layer = f" of {spec.layer}" if spec.layer else ""
     return (
@@ -88,13 +75,7 @@ def layer_line(spec: LayerSpec, config: Config) -> str:
 
 
 def header(config_yaml: str, backbone: Backbone, settings: dict[str, Any]) -> StoreHeader:
-    """Header of a run, which every file of the store records.
-
-    Args:
-        config_yaml: composed config as YAML, without secrets.
-        backbone: backbone of the run.
-        settings: fingerprint.
-    """
+    """Header of a run, which every file of the store records."""
     from featx.base.version import __version__
 
     return StoreHeader(

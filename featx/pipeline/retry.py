@@ -24,10 +24,6 @@ def changed_failures(
 ) -> tuple[list[int], list[int]]:
     """Read and decode the images of failed rows again.
 
-    Args:
-        context: run context.
-        failures: failures that the store holds.
-
     Returns:
         rows whose image can be decoded now, and rows that fail for another reason than before.
     """

@@ -53,11 +53,7 @@ def failures_of(
 
 
 def _non_finite(context: RunContext, engine: Engine, batch: Batch, row: int, layer: str) -> Failure:
-    """Failure of a row with a NaN, infinite or too large feature.
-
-    Raises:
-        NonFiniteError: nonfinite=error.
-    """
+    """Failure of a row with a NaN, infinite or too large feature."""
     key = bytes(context.listing.keys[row])
     labels = context.labels_of(batch)
     keys = context.keys_of(batch)
@@ -76,15 +72,7 @@ def _non_finite(context: RunContext, engine: Engine, batch: Batch, row: int, lay
 def refuse_failures(
     config: Config, num_failed: int, num_done: int, num_rows: int, remaining_s: float
 ) -> None:
-    """Raise TooManyFailuresError if too many images failed and much work is left.
-
-    Args:
-        config: config of the run.
-        num_failed: number of failed images so far.
-        num_done: number of computed rows.
-        num_rows: number of rows of the finished output.
-        remaining_s: seconds that the remaining rows will take.
-    """
+    """Raise TooManyFailuresError if too many images failed and much work is left."""
     if num_failed > config.allowed_failures(num_rows) and remaining_s >= EARLY_STOP_S:
         raise TooManyFailuresError(
             f"{num_failed} of the first {counted(num_done, 'image')} failed, more than "

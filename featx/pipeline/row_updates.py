@@ -80,11 +80,7 @@ def check_images(context: RunContext, session: StoreSession, only_warn: bool) ->
 
 
 def refresh_text(layers: Sequence[str]) -> str:
-    """Clause on what refresh=true computes for runs with these layers.
-
-    Args:
-        layers: override `layers=[...]` of each run.
-    """
+    """Clause on what refresh=true computes for runs with these layers."""
     each = f", once with each of {' and '.join(layers)}" if len(layers) > 1 else f" ({layers[0]})"
     return f"computes those rows again and no others{each}"
 
@@ -141,17 +137,7 @@ def retry_failed_rows(context: RunContext, session: StoreSession) -> None:
 def _recompute(
     context: RunContext, session: StoreSession, rows: Sequence[int], option: str
 ) -> None:
-    """Recompute some rows in place; no other row changes.
-
-    Args:
-        context: run context.
-        session: write session of the store.
-        rows: rows of the listing.
-        option: name of the option that requests this, for messages.
-
-    Raises:
-        ConfigError: the requested layers are not exactly those of one run.
-    """
+    """Recompute some rows in place; no other row changes."""
     if not session.parts_with(rows):
         together = [f"layers=[{','.join(sorted(run.names))}]" for run in session.manifest.runs]
         raise ConfigError(

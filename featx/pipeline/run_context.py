@@ -203,18 +203,7 @@ class _Request:
 
 @dataclass(frozen=True)
 class _Model:
-    """Engine of a run whose captures are chosen but not attached.
-
-    Attributes:
-        engine: engine without captures.
-        devices: devices of the processes that compute, one per process.
-        cpus: number of CPUs that compute forward passes in this process; None on other devices.
-        chosen: captures that are missing in the output, and the reduction of each.
-        left_out: layers that a preset asks for but that cannot be stored, with the reason.
-        resume_state: resume state for these captures; None for a new run.
-        memory_before: bytes of resident memory before the engine was built; None if unknown. The
-            growth from here to the end of the trial estimates the memory of a parallel batch.
-    """
+    """Engine of a run whose captures are chosen but not attached."""
 
     engine: Engine
     devices: list[torch.device]
@@ -253,15 +242,7 @@ def _open_model(
     listing: Listing,
     timer: StepTimer,
 ) -> _Model:
-    """Build the backbone and its engine, and find the captures that are still to be computed.
-
-    Args:
-        stack: closes the engine, which gives the model back in its original state.
-        request: request for the run.
-        source: source of the images.
-        listing: rows of the run.
-        timer: measures the loading of the weights.
-    """
+    """Build the backbone and its engine, and find the captures that are still to be computed."""
     from featx.base import choose_devices
     from featx.engine import batch_parallelism
     from featx.images import check_reference
@@ -346,10 +327,6 @@ def num_trial_images(num_rows: int, num_compared: int) -> int:
     The trial passes over 16 images take longer than all passes of a run of 20. So a short run
     measures on fewer images: a quarter of its own, as long as that is enough for the comparison
     with the library's own path.
-
-    Args:
-        num_rows: number of rows of the run.
-        num_compared: option `conformance.images`.
     """
     from featx.engine import TRIAL_IMAGES
 
@@ -357,16 +334,7 @@ def num_trial_images(num_rows: int, num_compared: int) -> int:
 
 
 def _load_trial_images(loader: Loader, num_rows: int, count: int) -> TrialImages:
-    """Load trial images, spread evenly over the data set.
-
-    Args:
-        loader: loader of the run.
-        num_rows: number of rows of the run.
-        count: largest number of images.
-
-    Raises:
-        DataError: all of them have other numbers or channels than the model takes.
-    """
+    """Load trial images, spread evenly over the data set."""
     import torch
 
     from featx.pipeline.conformance_trial import TrialImages
@@ -383,11 +351,7 @@ def _load_trial_images(loader: Loader, num_rows: int, count: int) -> TrialImages
 
 
 def _refuse_pixel_format(failures: Sequence[Failure]) -> None:
-    """Refuse a data set if its dtype or channels are the reason why no trial image can be used.
-
-    Raises:
-        DataError: they are.
-    """
+    """Refuse a data set if its dtype or channels are the reason why no trial image can be used."""
     from featx.images import PixelFormatError
 
     if all(failure.error == PixelFormatError.__name__ for failure in failures):

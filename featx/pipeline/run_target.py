@@ -192,14 +192,6 @@ def _stored_listing(root: Path, stored: Manifest, listed: Listing) -> Listing | 
 
     If samples.h5 is damaged and no other file has a copy, the current listing of the data set is
     used, provided that it has the sha256 that the manifest records.
-
-    Args:
-        root: folder of the store.
-        stored: manifest of the store.
-        listed: current listing of the data set.
-
-    Raises:
-        StoreMismatchError: samples.h5 is damaged and the data set has changed.
     """
     identity = stored.listing_identity
     before = read_listing(root, stored.num_rows, identity)

@@ -31,16 +31,8 @@ def target_labels(
     matched by name with the model's classes: in any case, with blanks for underscores, by any of
     the synonyms between commas, or by the identifier of a class (n01440764).
 
-    Args:
-        target: gradient target of the run.
-        listing: rows of the run.
-        backbone: the model.
-
     Returns:
         (N,) int64 classes of the model; the labels themselves for other targets.
-
-    Raises:
-        DataError: a row has no label, or a class cannot be matched with one class of the model.
     """
     labels = listing.labels
     if target not in ("label", "loss"):

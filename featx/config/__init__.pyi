@@ -21,6 +21,7 @@ from .checks import Positive as Positive
 from .checks import check_choice as check_choice
 from .checks import column_name_problem as column_name_problem
 from .checks import options as options
+from .conformance import ConformanceConfig as ConformanceConfig
 from .data import OBJECT_SOURCE as OBJECT_SOURCE
 from .data import DataConfig as DataConfig
 from .executor import ExecutorConfig as ExecutorConfig
@@ -47,6 +48,7 @@ from .reduce import ReduceConfig as ReduceConfig
 from .reduce import make_reduce as make_reduce
 from .report import ReportConfig as ReportConfig
 from .requested_layers import CAPTURES as CAPTURES
+from .requested_layers import Capture as Capture
 from .requested_layers import DEFAULT_LAYERS as DEFAULT_LAYERS
 from .requested_layers import GRADIENTS as GRADIENTS
 from .requested_layers import PRESETS as PRESETS
@@ -76,7 +78,6 @@ from .similarity import DuplicatesConfig as DuplicatesConfig
 from .similarity import Metric as Metric
 from .similarity import NeighborsConfig as NeighborsConfig
 from .transform import INTERPOLATIONS as INTERPOLATIONS
-from .transform import OF_DTYPE as OF_DTYPE
 from .transform import USUAL_CROP as USUAL_CROP
 from .transform import USUAL_RESIZE as USUAL_RESIZE
 from .transform import TransformConfig as TransformConfig

@@ -288,7 +288,9 @@ def in_words(hint: Any) -> str:
         return texts[0]
     parts = alternatives(hint)
     if len(parts) > 1:
-        return ", or ".join(dict.fromkeys(in_words(part) for part in parts))
+        each_in_words = [in_words(part) for part in parts]
+        lists = {f"a list of {each}": "a list of them" for each in each_in_words}
+        return ", or ".join(dict.fromkeys(lists.get(each, each) for each in each_in_words))
     (hint,) = parts
     if get_origin(hint) is Annotated:
         return in_words(get_args(hint)[0]) + _bounds_in_words(marks_of(hint))

@@ -16,9 +16,6 @@ INTERPOLATIONS: tuple[str, ...] = get_args(Interpolation)
 USUAL_RESIZE, USUAL_CROP = 256, 224
 """Shorter side after resizing and side of the crop in pixels, for models that bring neither."""
 
-OF_DTYPE = "dtype"
-"""Value of `scale` that takes the largest number of unsigned pixels as the divisor."""
-
 _Side = Annotated[
     Count | Annotated[list[Count], Len(2, 2)] | None,
     "a whole number of pixels, [height,width], or null",

@@ -141,7 +141,7 @@ def _subtitle(context: RunContext, store: FeatureStore) -> str:
     explained = {
         "predicted": "predicted class, probability",
         "label": "class of the label, probability",
-    }.get(target, f"class {target}" if isinstance(target, int) else str(target))
+    }.get(str(target), f"class {target}" if isinstance(target, int) else str(target))
     layers = [str(store[method].attrs["layer"]) for method in OF_A_LAYER if method in store]
     of_layer = f", {layers[0]}" if layers else ""
     return f"{context.header.model}{of_layer}: {explained}"

@@ -55,11 +55,12 @@ def run(config: Config, config_yaml: str) -> int:
     )
     disk = result_folder(store, config)
     with CountProgress("layers") as progress:
-        progress.begin(len(matching_layers(store, config.layers)))
+        layers: Any = config.layers  # a mapping is refused by the next line
+        progress.begin(len(matching_layers(store, layers)))
         similarity = layer_similarity(
             store,
             other,
-            config.layers,
+            layers,
             num_rows=options.rows,
             seed=config.seed,
             device=config.device,

@@ -4,36 +4,47 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from os import PathLike
-from typing import Any, TypedDict
+from typing import Any, Literal, TypedDict
+
+from featx.config import (
+    Capture,
+    ConformanceConfig,
+    ExecutorConfig,
+    ExportConfig,
+    ModelConfig,
+    ReduceConfig,
+    ReportConfig,
+    StatsConfig,
+)
 
 
 class ExtractOptions(TypedDict, total=False):
     """Keywords of `featx.extract`: the options that job=extract reads."""
 
-    model: str | Mapping[str, Any]
-    layers: str | Sequence[str] | Mapping[str, Any]
-    capture: str | Sequence[str] | Mapping[str, Any]
-    target: str | int
-    reduce: str | Mapping[str, Any]
+    model: ModelConfig | str | Mapping[str, Any]
+    layers: str | Sequence[str] | Mapping[str, Any] | None
+    capture: Capture | Sequence[Capture]
+    target: Literal["label", "predicted", "loss", "entropy", "logsumexp"] | int
+    reduce: ReduceConfig | str | Mapping[str, Any]
     data: object
     out: str | PathLike[str]
-    precision: str
-    dtype: str
-    batch_size: int | str
+    precision: Literal["auto", "fp32", "bf16", "fp16"]
+    dtype: Literal["float16", "bfloat16", "float32"]
+    batch_size: Literal["auto"] | int
     device: str
-    compile: bool | str
+    compile: Literal["auto"] | bool
     fold_batchnorm: bool
-    decode: str
-    conformance: Mapping[str, Any]
-    part_rows: int | str
-    part_mib: int | str
+    decode: Literal["fast", "reference"]
+    conformance: ConformanceConfig | Mapping[str, Any]
+    part_rows: Literal["auto"] | int
+    part_mib: Literal["auto"] | int
     codec: str
-    max_failures: float | int
+    max_failures: int | float
     retry_failed: bool
     refresh: bool
-    nonfinite: str
-    executor: str | Mapping[str, Any]
-    pack: bool | str
+    nonfinite: Literal["error", "record"]
+    executor: ExecutorConfig | str | Mapping[str, Any]
+    pack: Literal["auto"] | bool
     tensorboard: bool | int
     profile: bool
     grow: bool
@@ -44,48 +55,48 @@ class ExtractOptions(TypedDict, total=False):
 class StatsOptions(TypedDict, total=False):
     """Keywords of `featx.stats`: the options that job=stats reads."""
 
-    model: str | Mapping[str, Any]
-    layers: str | Sequence[str] | Mapping[str, Any]
-    capture: str | Sequence[str] | Mapping[str, Any]
-    target: str | int
-    reduce: str | Mapping[str, Any]
+    model: ModelConfig | str | Mapping[str, Any]
+    layers: str | Sequence[str] | Mapping[str, Any] | None
+    capture: Capture | Sequence[Capture]
+    target: Literal["label", "predicted", "loss", "entropy", "logsumexp"] | int
+    reduce: ReduceConfig | str | Mapping[str, Any]
     data: object
     out: str | PathLike[str]
-    precision: str
-    batch_size: int | str
+    precision: Literal["auto", "fp32", "bf16", "fp16"]
+    batch_size: Literal["auto"] | int
     device: str
-    compile: bool | str
+    compile: Literal["auto"] | bool
     fold_batchnorm: bool
-    decode: str
-    conformance: Mapping[str, Any]
-    part_rows: int | str
-    max_failures: float | int
+    decode: Literal["fast", "reference"]
+    conformance: ConformanceConfig | Mapping[str, Any]
+    part_rows: Literal["auto"] | int
+    max_failures: int | float
     refresh: bool
-    nonfinite: str
-    executor: str | Mapping[str, Any]
+    nonfinite: Literal["error", "record"]
+    executor: ExecutorConfig | str | Mapping[str, Any]
     profile: bool
     overwrite: bool
     seed: int
-    stats: Mapping[str, Any]
+    stats: StatsConfig | Mapping[str, Any]
 
 
 class ExportOptions(TypedDict, total=False):
     """Keywords of `featx.export_store`: the options that job=export reads."""
 
-    layers: str | Sequence[str] | Mapping[str, Any]
+    layers: str | Sequence[str] | Mapping[str, Any] | None
     out: str | PathLike[str]
     overwrite: bool
     store: str | PathLike[str] | None
-    export: Mapping[str, Any]
+    export: ExportConfig | Mapping[str, Any]
 
 
 class ReportOptions(TypedDict, total=False):
     """Keywords of `featx.write_report`: the options that job=report reads."""
 
-    layers: str | Sequence[str] | Mapping[str, Any]
+    layers: str | Sequence[str] | Mapping[str, Any] | None
     data: object
     out: str | PathLike[str]
     device: str
     seed: int
     store: str | PathLike[str] | None
-    report: Mapping[str, Any]
+    report: ReportConfig | Mapping[str, Any]

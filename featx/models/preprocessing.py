@@ -11,7 +11,7 @@ from PIL import Image
 from torchvision.transforms import InterpolationMode
 from torchvision.transforms import functional as TF
 
-from featx.config import INTERPOLATIONS, OF_DTYPE, USUAL_CROP, USUAL_RESIZE, TransformConfig
+from featx.config import INTERPOLATIONS, USUAL_CROP, USUAL_RESIZE, TransformConfig
 from featx.errors import ConfigError, counted
 from featx.images import PixelScale, Preprocess, centre_crop
 
@@ -142,7 +142,7 @@ def _apply_scale(config: TransformConfig, preprocess: Preprocess) -> Preprocess:
             "with a stated scale."
         )
 
-    divisor = None if config.scale == OF_DTYPE else float(config.scale)
+    divisor = float(config.scale) if isinstance(config.scale, int | float) else None
     bands = None if config.bands is None else tuple(config.bands)
     return replace(preprocess, reference=reference, scale=PixelScale(divisor, num_channels, bands))
 

@@ -97,7 +97,7 @@ class StoreTarget:
     ) -> None:
         self.folder: Path | None = parse_path(config.out)
         check_out(self.folder)
-        self.dtype = config.dtype
+        self.dtype: str = config.dtype
         self.settings = {"dtype": config.dtype, "codec": config.codec}
         self._config = config
         self._known_rows_only = known_rows_only

@@ -119,7 +119,7 @@ def _refuse_another_tensor(
     Raises:
         StoreMismatchError: they were not.
     """
-    now = {
+    now: dict[str, object] = {
         "layer": point.layer,
         "capture": point.capture,
         "weights_sha256": backbone.weights_sha256,

@@ -48,11 +48,11 @@ from .reduce import ReduceConfig as ReduceConfig
 from .reduce import make_reduce as make_reduce
 from .report import ReportConfig as ReportConfig
 from .requested_layers import CAPTURES as CAPTURES
-from .requested_layers import Capture as Capture
 from .requested_layers import DEFAULT_LAYERS as DEFAULT_LAYERS
 from .requested_layers import GRADIENTS as GRADIENTS
 from .requested_layers import PRESETS as PRESETS
 from .requested_layers import SCALARS as SCALARS
+from .requested_layers import Capture as Capture
 from .requested_layers import captures as captures
 from .requested_layers import layer_requests as layer_requests
 from .run_config import Config as Config

@@ -52,7 +52,7 @@ MAX_PART_MIB = 4096
 """Largest size of a part in MiB; an object store takes 5 GiB in one request."""
 
 
-_Dtype = Literal["float16", "bfloat16", "float32"]
+_Dtype = Literal["float16", "float32", "bfloat16"]
 _Auto = Literal["auto"]
 _Target = Annotated[
     Literal["label", "predicted", "loss", "entropy", "logsumexp"] | NaturalNumber,

@@ -31,12 +31,10 @@ if TYPE_CHECKING:
 
 
 def default_node() -> DictConfig:
-    """Return the defaults of all options as a node that accepts no other keys."""
+    """Return the defaults of all options as a node."""
     from omegaconf import OmegaConf
 
-    node = OmegaConf.create(dict(default_values()))
-    OmegaConf.set_struct(node, True)
-    return node
+    return OmegaConf.create(dict(default_values()))
 
 
 def from_omegaconf(node: DictConfig) -> Config:

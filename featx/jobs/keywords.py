@@ -29,7 +29,7 @@ class ExtractOptions(TypedDict, total=False):
     data: object
     out: str | PathLike[str]
     precision: Literal["auto", "fp32", "bf16", "fp16"]
-    dtype: Literal["float16", "bfloat16", "float32"]
+    dtype: Literal["float16", "float32", "bfloat16"]
     batch_size: Literal["auto"] | int
     device: str
     compile: Literal["auto"] | bool

@@ -452,7 +452,10 @@ def test_a_window_larger_than_the_image_is_refused() -> None:
         ({"method": "saliency", "layer": "two"}, "attribute.layer has an effect with"),
         ({"steps": 3}, "attribute.steps has an effect with"),
         ({"baseline": "black"}, "attribute.baseline has an effect with"),
-        ({"method": "occlusion", "window": 0}, "attribute.window=0: expected at least 1"),
+        (
+            {"method": "occlusion", "window": 0},
+            "attribute.window=0: expected a whole number",
+        ),
         ({"method": "occlusion", "window": 3, "stride": 4}, "never be hidden"),
         ({"method": "occlusion", "baseline": "white"}, "expected one of black, mean, blur"),
         ({"per_class": -1}, "attribute.per_class=-1"),

@@ -302,7 +302,10 @@ def test_damaged_and_unfinished_statistics_are_refused(finished: Path) -> None:
         ({"name": "avg", "stats": "x"}, "reduce.stats has an effect with reduce=pca or reduce=w"),
         ({"name": "pca", "stats": "x", "epsilon": 0.1}, "an effect with reduce=whiten only"),
         ({"name": "pca", "stats": "x", "zca": True}, "an effect with reduce=whiten only"),
-        ({"name": "pca", "stats": "x", "k": 0}, "reduce.k=0: expected a number above 0"),
+        (
+            {"name": "pca", "stats": "x", "k": 0},
+            "reduce.k=0: expected a whole number",
+        ),
         ({"name": "whiten", "stats": "x", "epsilon": -0.1}, "expected a number of at least 0"),
     ],
 )

@@ -407,7 +407,7 @@ def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         report(layers="flot")
     with pytest.raises(ConfigError, match="needs store=DIR"):
         run_job("report")
-    with pytest.raises(ConfigError, match="expected 10 to 10000"):
+    with pytest.raises(ConfigError, match="expected a whole number from 10 to 10000"):
         report(report={"rows": 9})
     with pytest.raises(ConfigError, match="overwrite has no effect"):
         report(overwrite=True)

@@ -17,14 +17,11 @@ from types import FrameType
 from typing import Any
 
 import pytest
-from featx.config.member_options import option_owners
 from tiny_model import KEYS, MODEL, extract, pack_in_process, run_job, write_images
 
 from featx.config import (
     Config,
-    ExportConfig,
     Kind,
-    ModelConfig,
     from_keywords,
     from_omegaconf,
     given_keywords,
@@ -119,8 +116,7 @@ _NO_JOBS = ("__post_init__", "__eq__", "_has_default_out", "_digest", "in_this_p
 
 _GROUPS = (
     *("data", "reduce", "executor", "probe", "attribute", "stats"),
-    *(f"model.{name}" for name in option_owners("model.library", ModelConfig)),
-    *(f"export.{name}" for name in option_owners("export.format", ExportConfig)),
+    *(name for name, option in option_tree().items() if option.members),
 )
 _OF_KINDS = {
     name

@@ -113,7 +113,7 @@ def test_lines_fit_a_terminal(query: str, capsys: pytest.CaptureFixture[str]) ->
     ("asked", "said"),
     [
         ({"query": " "}, r"models\.query is empty"),
-        ({"limit": 0}, r"models\.limit=0: expected at least 1"),
+        ({"limit": 0}, r"models\.limit=0: expected a whole number of at least 1"),
     ],
 )
 def test_bad_options_are_refused(asked: dict[str, Any], said: str) -> None:

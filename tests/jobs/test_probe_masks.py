@@ -321,7 +321,7 @@ def test_what_cannot_be_probed_is_refused_with_the_reason() -> None:
         ({"seeds": 3}, "probe.seeds has no effect"),
         ({"masks": None, "ignore": 3}, "probe.ignore has an effect with probe.masks"),
         ({"masks": None, "mask_classes": "x"}, "probe.mask_classes has an effect"),
-        ({"ignore": -2}, "expected a number from 0 to 65535"),
+        ({"ignore": -2}, "expected a whole number from 0 to 65535"),
     ):
         assert said in refused(ConfigError, **options)
     Path("names.txt").write_text("red\n\nblue\n")

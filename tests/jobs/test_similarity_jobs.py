@@ -230,7 +230,11 @@ def test_an_unfinished_store_says_so(capsys: pytest.CaptureFixture[str]) -> None
     [
         ("neighbors", {"metric": "dot"}, r"neighbors\.metric=dot"),
         ("neighbors", {"k": 0}, r"neighbors\.k=0"),
-        ("neighbors", {"recall": 1.5}, r"neighbors\.recall=1\.5: expected a share above 0"),
+        (
+            "neighbors",
+            {"recall": 1.5},
+            r"neighbors\.recall=1\.5: expected a number above 0",
+        ),
         ("neighbors", {"recall": 0.9, "key": "a"}, r"recall has no effect with neighbors\.key"),
         ("neighbors", {"layers": None}, r"name one layer with layers="),
         ("duplicates", {"threshold": 1.5}, r"duplicates\.threshold=1\.5"),

@@ -11,7 +11,7 @@ from conftest import make_image
 from PIL import Image
 from torchvision.transforms import functional as TF
 
-from featx.config import TransformConfig, from_keywords, from_saved, model_options, saved_yaml
+from featx.config import TransformConfig, model_options
 from featx.errors import ConfigError
 from featx.images import Preprocess
 from featx.models import build_backbone, stated_preprocess
@@ -58,7 +58,7 @@ def test_an_exact_resize_and_a_cut_offset() -> None:
     [
         ({"crop": 160}, r"have 224 x 224 pixels\. model\.input_size="),
         ({"resize": 200}, r"crop=224x224: expected at most model\.transform\.resize=200"),
-        ({"resize": [1, 2, 3]}, r"resize=\[1, 2, 3\]: expected a whole number of pixels, or"),
+        ({"resize": [1, 2, 3]}, r"resize=\[1,2,3\]: expected a whole number of pixels"),
         ({"resize": "large"}, "expected a whole number of pixels"),
         ({"offset": "up"}, "expected one of round, floor"),
         ({"mean": [0.5]}, "three numbers"),
@@ -76,24 +76,3 @@ def test_a_transform_that_options_cannot_change_in_part() -> None:
         build_backbone(model_options(**size, transform=TransformConfig(mean=[0.5] * 3)), 0)
     whole = TransformConfig(mean=[0.5] * 3, resize=[96, 160])
     assert build_backbone(model_options(**size, transform=whole), 0).preprocess.has_fast_path
-
-
-@pytest.mark.parametrize("model", ["resnet18", "efficientnet_lite0", "test_vit"])
-def test_stores_from_before_the_option_keep_the_transform_of_their_weights(model: str) -> None:
-    """Their config contains the defaults of then, which only model=custom read."""
-    node = from_keywords({"model": model})
-    then = {
-        "resize": 256,
-        "crop": 224,
-        "mean": [0.485, 0.456, 0.406],
-        "std": [0.229, 0.224, 0.225],
-        "interpolation": "bilinear",
-    }
-    for key, value in then.items():
-        node.model.transform[key] = value
-    text = saved_yaml(node)
-    old = "\n".join(line for line in text.splitlines() if "offset:" not in line)
-    config = from_saved(old)
-    assert getattr(config.model, "transform", TransformConfig()) == TransformConfig()
-    if model != "efficientnet_lite0":
-        assert from_saved(text).model.transform.resize == 256, "a store of today says what it means"

@@ -49,7 +49,7 @@ def config(**keys: Any) -> Any:
 
 @pytest.mark.parametrize("value", [0, -1, "all", True, 2.5, [0, 1]])
 def test_workers_are_a_number(value: object) -> None:
-    with pytest.raises(ConfigError, match=r"executor\.workers=.*: expected a number of workers"):
+    with pytest.raises(ConfigError, match=r"executor\.workers=.*: expected a whole number"):
         config(executor={"workers": value})
 
 

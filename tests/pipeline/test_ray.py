@@ -228,7 +228,7 @@ def test_without_ray_the_extra_is_named_and_nothing_is_started(
     [
         ({"name": "slurm", "address": "auto"}, "executor.address has an effect with executor=ray"),
         ({"name": "ray", "gres": "gpu:1"}, "executor.gres has an effect with executor=slurm only"),
-        ({"name": "ray", "gpus": -1.0}, "executor.gpus=-1.0: expected more than 0"),
+        ({"name": "ray", "gpus": -1.0}, "executor.gpus=-1.0: expected a number above 0"),
     ],
 )
 def test_wrong_keys_are_reported(keys: dict[str, Any], message: str) -> None:

@@ -427,7 +427,7 @@ def test_the_folder_of_tasks_has_to_be_one(photos: Path, cluster: Any) -> None:
             {"name": "slurm", "devices": [0, 1]},
             r"executor.devices has an effect with executor=local only \(now executor=slurm\)",
         ),
-        ({"name": "slurm", "cpus": 0}, r"executor.cpus=0: expected more than 0"),
+        ({"name": "slurm", "cpus": 0}, r"executor.cpus=0: expected a whole number of at least 1"),
         ({"name": "slurm", "mode": "cloud"}, "executor.mode=cloud: expected one of slurm, local"),
     ],
 )

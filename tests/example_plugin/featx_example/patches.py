@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from featx.config import ModelConfig, TransformConfig
-from featx.errors import ConfigError, WeightsError
+from featx.config import Count, ModelConfig, TransformConfig, options
+from featx.errors import WeightsError
 from featx.models import LibraryFunctions, library_member
 
 if TYPE_CHECKING:
@@ -15,19 +14,14 @@ if TYPE_CHECKING:
     from featx.models import Backbone
 
 
-@dataclass
+@options("model")
 class PatchesOptions(ModelConfig):
     """Options of model=patches."""
 
     name: str = "patches16"
     library: str = "patches"
-    width: int = 8
+    width: Count = 8
     """Number of channels."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.width < 1:
-            raise ConfigError(f"model.width={self.width}: expected at least 1.")
 
 
 def build(config: PatchesOptions, seed: int) -> Backbone:

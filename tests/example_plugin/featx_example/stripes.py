@@ -1,29 +1,22 @@
 """data=stripes: images of stripes, which are computed."""
 
 import io
-from dataclasses import dataclass
 
 import numpy as np
 from PIL import Image
 
-from featx.config import DataConfig
-from featx.errors import ConfigError
+from featx.config import Count, DataConfig, options
 from featx.sources import source_member
 from featx.types import ImageFault, Listing, Status
 
 
-@dataclass
+@options("data")
 class StripesOptions(DataConfig):
     """Options of data=stripes."""
 
     name: str = "stripes"
-    num_images: int = 8
+    num_images: Count = 8
     """Number of images."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.num_images < 1:
-            raise ConfigError(f"data.num_images={self.num_images}: expected at least 1.")
 
 
 class Stripes:

@@ -81,7 +81,7 @@ Count = Annotated[int, Ge(1)]
 NaturalNumber = Annotated[int, Ge(0)]
 Positive = Annotated[float, Gt(0), Lt(float("inf"))]
 NonNegative = Annotated[float, Ge(0), Lt(float("inf"))]
-Share = Annotated[float, Gt(0), Lt(1)]
+Share = Annotated[float, Gt(0), Lt(1), "a share between 0 and 1"]
 OneOrMore = Union[T, Annotated[list[T], MinLen(1), _WithoutRepeats()]]  # noqa: UP007
 """One value, or a list of different values."""
 
@@ -249,7 +249,7 @@ def choices_of(hint: Any) -> tuple[str, ...]:
 
     It is empty for other options.
     """
-    parts = [part for part in alternatives(hint) if part is not type(None)]
+    parts = [without_marks(part) for part in alternatives(hint) if part is not type(None)]
     parts = [_element(part) if _is_list(part) else part for part in parts]
     if not parts or not all(get_origin(part) is Literal for part in parts):
         return ()

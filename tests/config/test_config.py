@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -225,3 +226,20 @@ def test_an_option_of_another_member_is_refused_with_its_default_too(
     )
     with refused:
         jobs.check(from_omegaconf(from_keywords(values)), given_keywords(values))
+
+
+def test_options_of_a_group_are_given_as_objects_mappings_or_texts() -> None:
+    model = model_options(name="resnet18", library="torchvision", weights=None)
+    data = replace(from_omegaconf(from_keywords({"data": "photos"})).data, depth=2)
+    typed = {"model": model, "data": data, "reduce": make_reduce("gem", p=2.0)}
+    mappings = {
+        "model": {"name": "resnet18", "library": "torchvision", "weights": None},
+        "data": {"name": "folder", "root": "photos", "depth": 2},
+        "reduce": {"name": "gem", "p": 2.0},
+    }
+    assert from_omegaconf(from_keywords(typed)) == from_omegaconf(from_keywords(mappings))
+    assert given_keywords(typed) == {
+        *("model.name", "model.weights", "data.root", "data.depth", "reduce.p"),
+    }
+    with pytest.raises(ConfigError, match="expected options of this group"):
+        Config(model=data)

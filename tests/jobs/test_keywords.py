@@ -30,10 +30,12 @@ def test_a_signature_has_the_keywords_with_their_types(name: str, options: type)
 
 
 def test_some_types() -> None:
-    shown = str(inspect.signature(featx.extract))
-    assert "batch_size: 'int | str'" in shown
-    assert "layers: 'str | Sequence[str] | Mapping[str, Any]'" in shown
-    assert shown.endswith("-> 'FeatureStore'")
+    signature = inspect.signature(featx.extract)
+    types = {name: each.annotation for name, each in signature.parameters.items()}
+    assert types["batch_size"] == "Literal['auto'] | int"
+    assert types["layers"] == "str | Sequence[str] | Mapping[str, Any] | None"
+    assert types["model"] == "ModelConfig | str | Mapping[str, Any]"
+    assert signature.return_annotation == "FeatureStore"
     assert "store" not in inspect.signature(featx.extract).parameters
     assert "model" not in inspect.signature(featx.export_store).parameters
 

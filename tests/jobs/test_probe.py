@@ -322,7 +322,7 @@ def test_what_cannot_be_probed_is_reported(capsys: pytest.CaptureFixture[str]) -
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"method": "svm"}, "probe.method=svm: expected one of linear, knn, ridge"),
+        ({"method": "svm"}, "probe.method=svm: expected some of linear, knn, ridge"),
         ({"method": []}, "expected some of linear, knn, ridge"),
         ({"split": "random"}, "probe.split=random"),
         ({"folds": 3}, "probe.folds has an effect with probe.split=kfold only"),
@@ -342,7 +342,7 @@ def test_what_cannot_be_probed_is_reported(capsys: pytest.CaptureFixture[str]) -
         ({"draws": 3}, "probe.draws has an effect with probe.shots only"),
         ({"split": "kfold", "folds": 1}, "at least 2"),
         ({"l2": -1.0}, "at least 0"),
-        ({"memory_gib": -1.0}, "0 or more"),
+        ({"memory_gib": -1.0}, "memory_gib=-1.0: expected a number of at least 0"),
     ],
 )
 def test_options_that_make_no_sense(options: dict[str, Any], message: str) -> None:

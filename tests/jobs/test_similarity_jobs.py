@@ -243,7 +243,7 @@ def test_an_unfinished_store_says_so(capsys: pytest.CaptureFixture[str]) -> None
         (
             "cka",
             {"measures": ["cca"]},
-            r"cka\.measures=cca: expected one of cka, .* Nearest: svcca",
+            r"cka\.measures=\[cca\]: expected some of cka, .* Nearest: svcca",
         ),
         ("cka", {"measures": []}, r"cka\.measures=\[\]: expected some of"),
         ("cka", {"measures": "cka", "rsa_distance": "cosine"}, r"rsa_distance has an effect with"),

@@ -40,7 +40,7 @@ HISTORY = {
     "reader": ["vectors, batches of 256 at random: of_memmap"],
     "loader": ["nothing decoded: microseconds"],
 }
-"""Columns of the table in docs/performance.md -> names of the figures in a cell."""
+"""Columns of the table in docs/performance-history.md -> names of the figures in a cell."""
 
 _NOT_THERE = ("invalid choice", "unrecognized arguments")
 """Texts of argparse for a command, or an option of it, that a commit does not have yet."""
@@ -145,7 +145,7 @@ def compare_models(sides: Sequence[Side], arguments: argparse.Namespace, folder:
 def order_of_round(sides: Sequence[Side], number: int) -> Sequence[Side]:
     """Return the sides in the order of a round, which changes from round to round.
 
-    The second run of a round was 5 % slower whichever commit it was (docs/performance.md).
+    The second run of a round was 5 % slower whichever commit it was.
     """
     return sides if number % 2 == 0 else sides[::-1]
 
@@ -230,7 +230,7 @@ def print_verdict(figure: Figure, sides: Sequence[Side], least: float) -> bool:
 
 
 def history_row(sides: Sequence[Side], before: str, after: str) -> str:
-    """Row for the table of docs/performance.md, whose columns are those of HISTORY."""
+    """Row for the table of docs/performance-history.md, whose columns are those of HISTORY."""
     cells = [time.strftime("%d %B %Y").lstrip("0"), f"{before}..{after}", last_figures.machine()]
     for names in HISTORY.values():
         figures = [Figure.named(name) for name in names]

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from featx.models.base import Backbone
-    from featx.models.programs.program import Program
+    from featx.models.exported_program import Program
 
 
 @dataclass
@@ -52,19 +52,10 @@ class ExportedProgramOptions(UnpreparedModelConfig):
 
 
 def build(config: ExportedProgramOptions, seed: int) -> Backbone:
-    """Open a program, and compare the module built from it with the program itself.
-
-    Args:
-        config: file and preprocessing.
-        seed: not used, because a program holds its weights.
-
-    Raises:
-        ModelError: the file cannot be opened, or its program takes no images.
-        ConfigError: the preprocessing does not fit the size that the program takes.
-    """
+    """Open a program, and compare the module built from it with the program itself."""
     from featx.models.base import Backbone, LibraryEmbedding
+    from featx.models.exported_program import check_forward, open_program
     from featx.models.preprocessing import stated_preprocess
-    from featx.models.programs.program import check_forward, open_program
 
     program = open_program(Path(config.name))
     preprocess = stated_preprocess(_transform(config, program))
@@ -89,21 +80,12 @@ def build(config: ExportedProgramOptions, seed: int) -> Backbone:
 
 
 def untrained(config: ExportedProgramOptions, seed: int) -> nn.Module:
-    """Refuse model.init=reset.
-
-    Raises:
-        ModelError: always.
-    """
+    """Refuse model.init=reset."""
     raise ModelError("model.init=reset: a program of torch.export has no untrained version.")
 
 
 def _transform(config: ExportedProgramOptions, program: Program) -> TransformConfig:
-    """Return the preprocessing, with the crop that a program takes.
-
-    Raises:
-        ConfigError: the options ask for another crop, or do not say to what size images are
-            resized before a crop of a size that is not the usual one.
-    """
+    """Return the preprocessing, with the crop that a program takes."""
     transform = config.transform
     if program.size is None:
         return transform

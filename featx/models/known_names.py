@@ -11,8 +11,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from featx.models.catalogue import read_catalogue
-from featx.models.hugging_face import HUB_NAME
-from featx.models.json_files import find_json
+from featx.models.hugging_face import HUB_NAME, find_json
 from featx.models.known_models import KnownModel, known_models
 from featx.models.model_names import registered_names
 from featx.models.transformers.families import FAMILIES

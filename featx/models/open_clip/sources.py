@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from featx.base import import_extra
 from featx.config import check_weights_like
 from featx.errors import ConfigError, ModelError, WeightsError, nearest
-from featx.models.json_files import read_json
+from featx.models.hugging_face import read_json
 from featx.models.known_names import hint_elsewhere
 
 if TYPE_CHECKING:

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from featx.errors import ModelError, WeightsError, counted, first_line
-from featx.models.hugging_face import HUB_NAME, resolve_hub
-from featx.models.json_files import read_json
+from featx.models.hugging_face import HUB_NAME, read_json, resolve_hub
 from featx.models.known_names import hint_elsewhere
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from featx.errors import ModelError, WeightsError, one_line
-from featx.models.json_files import read_json
+from featx.models.hugging_face import read_json
 from featx.models.transformers.folder import CONFIG, PROCESSORS
 from featx.models.transformers.loading import import_transformers, quiet
 from featx.models.transformers.statements import (

@@ -15,13 +15,14 @@ from featx.config import (
     model_options,
 )
 from featx.errors import ConfigError, FeatxError, ModelError
-from featx.models import LIBRARIES, registered_names, resolve_library
+from featx.models import LIBRARIES, read_catalogue, resolve_library
+from featx.models.catalogue import known_names
 
 
 def test_torchvision_names_are_those_it_registers() -> None:
     from torchvision.models import list_models
 
-    assert registered_names("torchvision") == set(list_models())
+    assert LIBRARIES.get("torchvision").names() == set(list_models())
 
 
 def test_timm_names_are_those_it_registers() -> None:
@@ -29,11 +30,17 @@ def test_timm_names_are_those_it_registers() -> None:
     from timm.models import _registry
 
     known = set(_registry._model_entrypoints) | set(_registry._deprecated_models)
-    assert registered_names("timm") == known
+    assert LIBRARIES.get("timm").names() == known
 
 
 def test_a_library_that_is_not_installed_has_no_names() -> None:
-    assert registered_names("no_such_library_anywhere") == frozenset()
+    assert known_names("no_such_library_anywhere", lambda: ["net"]) == frozenset()
+
+
+def test_another_version_of_a_library_lists_its_own_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.metadata.version", lambda package: "99.0")
+    names = known_names("timm", lambda: ["brand_new_net"])
+    assert names == read_catalogue().left_out["timm"] | {"brand_new_net"}
 
 
 @pytest.mark.parametrize(

@@ -135,7 +135,7 @@ def _build_untrained(config: HubOptions, seed: int, option: str) -> nn.Module:
 
 def _find_folder(name: str) -> Path:
     """Return the absolute path of the folder with a hubconf.py that model.name names."""
-    from featx.models.known_names import hint_elsewhere
+    from featx.models.name_hints import hint_elsewhere
 
     folder = Path(name).expanduser()
     if not folder.is_dir():

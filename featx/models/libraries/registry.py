@@ -11,7 +11,8 @@ from featx.base import Member, Registry, for_options
 from featx.config import AUTO_LIBRARY, ModelConfig
 from featx.errors import ModelError, nearest
 from featx.models.catalogue import read_catalogue
-from featx.models.known_names import hint, hint_of_family
+from featx.models.name_hints import hint
+from featx.models.transformers.families import FAMILIES
 
 if TYPE_CHECKING:
     from torch import nn
@@ -170,11 +171,14 @@ def resolve_library(config: ModelConfig) -> ModelLibrary:
         {name for one in asked for name in set(one.names()) - left_out.get(one.name, frozenset())}
     )
     unknown = f"unknown model {config.name!r} (looked in {', '.join(one.name for one in asked)})."
-    if known := hint(config.name, names):
-        raise ModelError(unknown + known)
+    advice = hint(config.name) or nearest(config.name, names)
+    if config.name.lower() in FAMILIES:
+        advice += (
+            f" {config.name.lower()} is a family of transformers: model=transformers "
+            "model.name=FOLDER, with a folder of save_pretrained."
+        )
     raise ModelError(
-        f"{unknown}{nearest(config.name, names)}{hint_of_family(config.name)} job=models "
-        "models.query=WORDS searches the names. "
+        f"{unknown}{advice} job=models models.query=WORDS searches the names. "
         "For your own module: model=custom model.factory=package.module:factory."
     )
 

@@ -7,7 +7,7 @@ import hashlib
 import inspect
 import math
 import pickle
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,9 +16,9 @@ from urllib.parse import urlparse
 from featx.base import log_message
 from featx.config import LibraryModelConfig, check_weights_like
 from featx.errors import ConfigError, FeatxError, ModelError, WeightsError, first_line, one_line
+from featx.models.catalogue import known_names
 from featx.models.hugging_face import is_cached, read_json, resolve_hub
 from featx.models.libraries.registry import LIBRARIES, LibraryFunctions, library_member
-from featx.models.model_names import registered_names
 from featx.models.timm_metadata import timm_classes, timm_stages
 
 if TYPE_CHECKING:
@@ -125,7 +125,19 @@ def untrained(config: TimmOptions, seed: int) -> nn.Module:
 
 def knows(name: str) -> bool:
     """Return whether timm has NAME, NAME.TAG, or what only timm can find, such as hf-hub:NAME."""
-    return name.startswith(_SCHEMES) or name.split(".", 1)[0] in registered_names("timm")
+    return name.startswith(_SCHEMES) or name.split(".", 1)[0] in _names()
+
+
+def _names() -> Collection[str]:
+    """Return the names of all models, also deprecated ones."""
+    return known_names("timm", _own_names)
+
+
+def _own_names() -> list[str]:
+    """Return what timm itself lists."""
+    import timm
+
+    return timm.list_models()
 
 
 def _weight_files(config: TimmOptions) -> list[Path] | None:
@@ -514,7 +526,7 @@ LIBRARIES.register(
         LibraryFunctions(
             build=build,
             untrained=untrained,
-            names=lambda: registered_names("timm"),
+            names=_names,
             knows=knows,
             weight_files=_weight_files,
         ),

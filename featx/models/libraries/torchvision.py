@@ -13,8 +13,8 @@ from urllib.parse import urlparse
 
 from featx.config import LibraryModelConfig, check_weights_like
 from featx.errors import ConfigError, FeatxError, ModelError, WeightsError, one_line
+from featx.models.catalogue import known_names
 from featx.models.libraries.registry import LIBRARIES, LibraryFunctions, library_member
-from featx.models.model_names import registered_names
 from featx.models.timm_metadata import imagenet_classes
 
 if TYPE_CHECKING:
@@ -122,6 +122,13 @@ def untrained(config: TorchvisionOptions, seed: int) -> torch.nn.Module:
             classes = len(loaded.get_parameter(f"{heads[-1]}.weight"))
             args = {**args, "num_classes": classes}
     return _create_random(config, args, seed)
+
+
+def _own_names() -> list[str]:
+    """Return what torchvision itself lists."""
+    from torchvision import models
+
+    return list(models.list_models())
 
 
 def _weight_files(config: TorchvisionOptions) -> list[Path]:
@@ -400,7 +407,7 @@ LIBRARIES.register(
         LibraryFunctions(
             build=build,
             untrained=untrained,
-            names=lambda: registered_names("torchvision"),
+            names=lambda: known_names("torchvision", _own_names),
             weight_files=_weight_files,
         ),
         auto_rank=1,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from featx.errors import ModelError, WeightsError, counted, first_line
 from featx.models.hugging_face import HUB_NAME, read_json, resolve_hub
-from featx.models.known_names import hint_elsewhere
+from featx.models.name_hints import hint_elsewhere
 
 if TYPE_CHECKING:
     import torch

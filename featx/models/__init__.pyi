@@ -20,10 +20,8 @@ from .golden import Golden as Golden
 from .golden import read_golden as read_golden
 from .golden import write_golden as write_golden
 from .libraries import LIBRARIES as LIBRARIES
-from .libraries import LibraryFunctions as LibraryFunctions
 from .libraries import ModelLibrary as ModelLibrary
 from .libraries import build_backbone as build_backbone
-from .libraries import library_member as library_member
 from .libraries import resolve_library as resolve_library
 from .name_hints import hint as hint
 from .preprocessing import stated_preprocess as stated_preprocess

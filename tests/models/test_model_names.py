@@ -15,7 +15,7 @@ from featx.config import (
     model_options,
 )
 from featx.errors import ConfigError, FeatxError, ModelError
-from featx.models import LIBRARIES, read_catalogue, resolve_library
+from featx.models import LIBRARIES, build_backbone, read_catalogue, resolve_library
 from featx.models.catalogue import known_names
 
 
@@ -81,9 +81,8 @@ def test_the_option_model_takes_a_model_or_a_library() -> None:
 
 
 def test_a_library_refuses_the_options_of_another_one() -> None:
-    timm = LIBRARIES.get("timm")
-    with pytest.raises(FeatxError, match=r"model_options makes them"):
-        timm.build(ModelConfig(name="resnet18", library="timm"), 0)
+    with pytest.raises(FeatxError, match=r"model_options makes the options of a library"):
+        build_backbone(ModelConfig(name="resnet18", library="timm"), 0)
 
 
 @pytest.mark.parametrize(

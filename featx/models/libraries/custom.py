@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from featx.base import is_own_process
 from featx.config import CodeModelConfig
 from featx.errors import ConfigError, ModelError, nearest
-from featx.models.libraries.registry import LIBRARIES, LibraryFunctions, library_member
+from featx.models.libraries.registry import LIBRARIES, ModelLibrary
 
 if TYPE_CHECKING:
     from torch import nn
@@ -59,39 +59,41 @@ class CustomOptions(CodeModelConfig):
         return None
 
 
-def build(config: CustomOptions, seed: int) -> Backbone:
-    """Call the factory, check the module that it returns, and load weights if a file is given."""
-    from featx.models.base import Backbone, random_id
-    from featx.models.preprocessing import stated_preprocess
-    from featx.models.user_code import args_of_values, has_class_token, load_own_weights
+class Custom(ModelLibrary[CustomOptions]):
+    """Models of the user's code."""
 
-    without_effect = getattr(_import_factory(str(config.factory)), "args_without_effect", ())
-    module, weights, loading = _call_factory(config, seed), random_id(seed), {}
-    if config.weights == "default":
-        weights = "as the factory made them"
-    elif config.weights is not None:
-        weights = config.weights
-        loading = load_own_weights(module, weights, config.checkpoint)
-    return Backbone(
-        module=module,
-        name=f"custom/{config.factory}",
-        weights=weights,
-        preprocess=stated_preprocess(config.transform),
-        num_prefix_tokens=int(getattr(module, "num_prefix_tokens", 0)),
-        has_class_token=has_class_token(module),
-        is_users=True,
-        args=args_of_values(config.args, without_effect),
-        checkpoint=loading,
-    )
+    def build(self, config: CustomOptions, seed: int) -> Backbone:
+        """Call the factory, check what it returns, and load weights if a file is given."""
+        from featx.models.base import Backbone, random_id
+        from featx.models.preprocessing import stated_preprocess
+        from featx.models.user_code import args_of_values, has_class_token, load_own_weights
 
+        without_effect = getattr(_import_factory(str(config.factory)), "args_without_effect", ())
+        module, weights, loading = _call_factory(config, seed), random_id(seed), {}
+        if config.weights == "default":
+            weights = "as the factory made them"
+        elif config.weights is not None:
+            weights = config.weights
+            loading = load_own_weights(module, weights, config.checkpoint)
+        return Backbone(
+            module=module,
+            name=f"custom/{config.factory}",
+            weights=weights,
+            preprocess=stated_preprocess(config.transform),
+            num_prefix_tokens=int(getattr(module, "num_prefix_tokens", 0)),
+            has_class_token=has_class_token(module),
+            is_users=True,
+            args=args_of_values(config.args, without_effect),
+            checkpoint=loading,
+        )
 
-def untrained(config: CustomOptions, seed: int) -> nn.Module:
-    """Build the untrained model, for model.init=reset."""
-    from featx.models.user_code import build_untrained
+    def untrained(self, config: CustomOptions, seed: int) -> nn.Module:
+        """Build the untrained model, for model.init=reset."""
+        from featx.models.user_code import build_untrained
 
-    what = f"model.init=reset: model.factory={config.factory}"
-    advice = "the weights go into model.weights=FILE, constants into buffers."
-    return build_untrained(lambda number: _call_factory(config, number), seed, what, advice)
+        what = f"model.init=reset: model.factory={config.factory}"
+        advice = "the weights go into model.weights=FILE, constants into buffers."
+        return build_untrained(lambda number: _call_factory(config, number), seed, what, advice)
 
 
 def _call_factory(config: CustomOptions, seed: int) -> nn.Module:
@@ -141,10 +143,10 @@ def _import_factory(path: str) -> Callable[..., Any]:
 
 
 LIBRARIES.register(
-    library_member(
+    Custom(
         "custom",
         "Your own torch.nn.Module, from model.factory.",
         CustomOptions,
-        LibraryFunctions(build=build, untrained=untrained, names=tuple, knows=lambda name: True),
+        takes_any_name=True,
     )
 )

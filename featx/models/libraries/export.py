@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from featx.config import USUAL_CROP, USUAL_RESIZE, TransformConfig, UnpreparedModelConfig
 from featx.errors import ConfigError, ModelError
-from featx.models.libraries.registry import LIBRARIES, LibraryFunctions, library_member
+from featx.models.libraries.registry import LIBRARIES, ModelLibrary
 
 if TYPE_CHECKING:
     from torch import nn
@@ -51,37 +51,40 @@ class ExportedProgramOptions(UnpreparedModelConfig):
             return None
 
 
-def build(config: ExportedProgramOptions, seed: int) -> Backbone:
-    """Open a program, and compare the module built from it with the program itself."""
-    from featx.models.base import Backbone, LibraryEmbedding
-    from featx.models.exported_program import check_forward, open_program
-    from featx.models.preprocessing import stated_preprocess
+class Export(ModelLibrary[ExportedProgramOptions]):
+    """Programs of torch.export."""
 
-    program = open_program(Path(config.name))
-    preprocess = stated_preprocess(_transform(config, program))
-    check_forward(program, preprocess.crop, config.name)
-    embedding = None
-    if program.gives_vectors:
-        # The output is always found among the tensors of a pass, so nothing has to be exposed.
-        embedding = LibraryEmbedding(program.module, lambda: None)
-    backbone = Backbone(
-        module=program.module,
-        name=f"export/{Path(config.name).name}",
-        weights="those of the program",
-        preprocess=preprocess,
-        embedding=embedding,
-        provenance={"program_sha256": program.sha256},
-    )
-    if program.batch_size is not None:
-        backbone.choices["batch"] = (
-            f"{program.batch_size} images in a call, as exported: only the output can be captured"
+    def build(self, config: ExportedProgramOptions, seed: int) -> Backbone:
+        """Open a program, and compare the module built from it with the program itself."""
+        from featx.models.base import Backbone, LibraryEmbedding
+        from featx.models.exported_program import check_forward, open_program
+        from featx.models.preprocessing import stated_preprocess
+
+        program = open_program(Path(config.name))
+        preprocess = stated_preprocess(_transform(config, program))
+        check_forward(program, preprocess.crop, config.name)
+        embedding = None
+        if program.gives_vectors:
+            # The output is always found among the tensors of a pass, so nothing has to be exposed.
+            embedding = LibraryEmbedding(program.module, lambda: None)
+        backbone = Backbone(
+            module=program.module,
+            name=f"export/{Path(config.name).name}",
+            weights="those of the program",
+            preprocess=preprocess,
+            embedding=embedding,
+            provenance={"program_sha256": program.sha256},
         )
-    return backbone
+        if program.batch_size is not None:
+            backbone.choices["batch"] = (
+                f"{program.batch_size} images in a call, as exported: only the output can be "
+                "captured"
+            )
+        return backbone
 
-
-def untrained(config: ExportedProgramOptions, seed: int) -> nn.Module:
-    """Refuse model.init=reset."""
-    raise ModelError("model.init=reset: a program of torch.export has no untrained version.")
+    def untrained(self, config: ExportedProgramOptions, seed: int) -> nn.Module:
+        """Refuse model.init=reset."""
+        raise ModelError("model.init=reset: a program of torch.export has no untrained version.")
 
 
 def _transform(config: ExportedProgramOptions, program: Program) -> TransformConfig:
@@ -109,10 +112,10 @@ def _transform(config: ExportedProgramOptions, program: Program) -> TransformCon
 
 
 LIBRARIES.register(
-    library_member(
+    Export(
         "export",
         "Programs of torch.export: a file of torch.export.save.",
         ExportedProgramOptions,
-        LibraryFunctions(build=build, untrained=untrained, names=tuple, knows=lambda name: True),
+        takes_any_name=True,
     )
 )

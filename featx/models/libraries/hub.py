@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from featx.base import log_message
 from featx.config import CodeModelConfig
 from featx.errors import ConfigError, FeatxError, ModelError, nearest
-from featx.models.libraries.registry import LIBRARIES, LibraryFunctions, library_member
+from featx.models.libraries.registry import LIBRARIES, ModelLibrary
 
 if TYPE_CHECKING:
     from torch import nn
@@ -75,53 +75,55 @@ class HubOptions(CodeModelConfig):
             return None
 
 
-def build(config: HubOptions, seed: int) -> Backbone:
-    """Build a model by a function of hubconf.py, and load weights if a file is given."""
-    from featx.models.base import Backbone, random_id
-    from featx.models.preprocessing import stated_preprocess
-    from featx.models.user_code import (
-        args_of_values,
-        build_twice,
-        has_class_token,
-        load_own_weights,
-        names_text,
-    )
+class Hub(ModelLibrary[HubOptions]):
+    """Models of torch.hub."""
 
-    folder, entry, loading = _find_folder(config.name), str(config.entry), {}
-    preprocess = stated_preprocess(config.transform)
-    log_message(f"running {entry} of {folder / 'hubconf.py'}")
-    code = _sha256(folder)
-    if config.weights is None:
-        module, weights = _build_untrained(config, seed, "model.weights=null"), random_id(seed)
-    elif config.weights == "default":
-        module, random, _ = build_twice(lambda number: _call_entry(config, number), seed)
-        weights = f"as {entry} loads them"
-        if random:
-            raise ModelError(
-                f"{entry} of {config.name} leaves {names_text(random)} at random values, and "
-                "model.weights=default promises the weights that it loads. See its arguments, such "
-                "as 'model.args={pretrained: true}'; or give model.weights=FILE, or "
-                "model.weights=null for an untrained model."
-            )
-    else:
-        module, weights = _call_entry(config, seed), config.weights
-        loading = load_own_weights(module, weights, config.checkpoint)
-    return Backbone(
-        module=module,
-        name=f"hub/{config.name}:{entry}",
-        weights=weights,
-        preprocess=preprocess,
-        num_prefix_tokens=int(getattr(module, "num_prefix_tokens", 0)),
-        has_class_token=has_class_token(module),
-        args=args_of_values(config.args),
-        checkpoint=loading,
-        provenance={"entry": entry, "code_sha256": code},
-    )
+    def build(self, config: HubOptions, seed: int) -> Backbone:
+        """Build a model by a function of hubconf.py, and load weights if a file is given."""
+        from featx.models.base import Backbone, random_id
+        from featx.models.preprocessing import stated_preprocess
+        from featx.models.user_code import (
+            args_of_values,
+            build_twice,
+            has_class_token,
+            load_own_weights,
+            names_text,
+        )
 
+        folder, entry, loading = _find_folder(config.name), str(config.entry), {}
+        preprocess = stated_preprocess(config.transform)
+        log_message(f"running {entry} of {folder / 'hubconf.py'}")
+        code = _sha256(folder)
+        if config.weights is None:
+            module, weights = _build_untrained(config, seed, "model.weights=null"), random_id(seed)
+        elif config.weights == "default":
+            module, random, _ = build_twice(lambda number: _call_entry(config, number), seed)
+            weights = f"as {entry} loads them"
+            if random:
+                raise ModelError(
+                    f"{entry} of {config.name} leaves {names_text(random)} at random values, and "
+                    "model.weights=default promises the weights that it loads. See its arguments, "
+                    "such as 'model.args={pretrained: true}'; or give model.weights=FILE, or "
+                    "model.weights=null for an untrained model."
+                )
+        else:
+            module, weights = _call_entry(config, seed), config.weights
+            loading = load_own_weights(module, weights, config.checkpoint)
+        return Backbone(
+            module=module,
+            name=f"hub/{config.name}:{entry}",
+            weights=weights,
+            preprocess=preprocess,
+            num_prefix_tokens=int(getattr(module, "num_prefix_tokens", 0)),
+            has_class_token=has_class_token(module),
+            args=args_of_values(config.args),
+            checkpoint=loading,
+            provenance={"entry": entry, "code_sha256": code},
+        )
 
-def untrained(config: HubOptions, seed: int) -> nn.Module:
-    """Build the untrained model, for model.init=reset."""
-    return _build_untrained(config, seed, "model.init=reset")
+    def untrained(self, config: HubOptions, seed: int) -> nn.Module:
+        """Build the untrained model, for model.init=reset."""
+        return _build_untrained(config, seed, "model.init=reset")
 
 
 def _build_untrained(config: HubOptions, seed: int, option: str) -> nn.Module:
@@ -304,10 +306,5 @@ def _is_inside(module: ModuleType, folder: Path) -> bool:
 
 
 LIBRARIES.register(
-    library_member(
-        "hub",
-        "Models of torch.hub: a clone with hubconf.py.",
-        HubOptions,
-        LibraryFunctions(build=build, untrained=untrained, names=tuple, knows=lambda name: True),
-    )
+    Hub("hub", "Models of torch.hub: a clone with hubconf.py.", HubOptions, takes_any_name=True)
 )

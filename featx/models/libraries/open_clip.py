@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +19,7 @@ from featx.config import CheckpointConfig, ModelConfig, TransformConfig, check_w
 from featx.errors import ConfigError, ModelError, WeightsError, first_line, nearest, one_line
 from featx.models.catalogue import known_names
 from featx.models.hugging_face import is_cached, read_json, resolve_hub
-from featx.models.libraries.registry import LIBRARIES, LibraryFunctions, library_member
+from featx.models.libraries.registry import LIBRARIES, ModelLibrary
 from featx.models.name_hints import hint_elsewhere
 from featx.models.timm_metadata import timm_stages
 
@@ -60,36 +60,42 @@ class OpenClipOptions(ModelConfig):
         super().__post_init__()
 
 
-def build(config: OpenClipOptions, seed: int) -> Backbone:
-    """Build the image tower of a CLIP model."""
-    from featx.models.base import Backbone
-    from featx.models.preprocessing import change_preprocess
+class OpenClip(ModelLibrary[OpenClipOptions]):
+    """Image towers of CLIP models."""
 
-    source = source_of(config)
-    module, checkpoint = _load_tower(source, config, seed)
-    prefix, has_class_token, stages = _tokens_and_stages(module)
-    return Backbone(
-        module=module,
-        name=f"open_clip/{source.name}",
-        weights=source.describe(seed),
-        preprocess=change_preprocess(preprocess_of(source, module), config.transform),
-        num_prefix_tokens=prefix,
-        has_class_token=has_class_token,
-        embedding=embedding_of(module, config.normalize),
-        stages=stages,
-        reentrant=True,
-        checkpoint=checkpoint,
-        packages=("open_clip_torch",),
-        provenance={
-            "embedding": f"encode_image(normalize={config.normalize})",
-            "quick_gelu": int(source.uses_quick_gelu),
-        },
-    )
+    def build(self, config: OpenClipOptions, seed: int) -> Backbone:
+        """Build the image tower of a CLIP model."""
+        from featx.models.base import Backbone
+        from featx.models.preprocessing import change_preprocess
 
+        source = source_of(config)
+        module, checkpoint = _load_tower(source, config, seed)
+        prefix, has_class_token, stages = _tokens_and_stages(module)
+        return Backbone(
+            module=module,
+            name=f"open_clip/{source.name}",
+            weights=source.describe(seed),
+            preprocess=change_preprocess(preprocess_of(source, module), config.transform),
+            num_prefix_tokens=prefix,
+            has_class_token=has_class_token,
+            embedding=embedding_of(module, config.normalize),
+            stages=stages,
+            reentrant=True,
+            checkpoint=checkpoint,
+            packages=("open_clip_torch",),
+            provenance={
+                "embedding": f"encode_image(normalize={config.normalize})",
+                "quick_gelu": int(source.uses_quick_gelu),
+            },
+        )
 
-def untrained(config: OpenClipOptions, seed: int) -> torch.nn.Module:
-    """The architecture with open_clip's initialisation."""
-    return random_tower(source_of(config), seed)
+    def untrained(self, config: OpenClipOptions, seed: int) -> torch.nn.Module:
+        """The architecture with open_clip's initialisation."""
+        return random_tower(source_of(config), seed)
+
+    def names(self) -> Collection[str]:
+        """Return the names of the architectures."""
+        return known_names("open_clip", _own_names)
 
 
 def _own_names() -> list[str]:
@@ -368,16 +374,11 @@ def _tokens_and_stages(module: Any) -> tuple[int, bool, tuple[str, ...] | None]:
 
 
 LIBRARIES.register(
-    library_member(
+    OpenClip(
         "open_clip",
         "Image towers of CLIP models of open_clip: a name with a tag or a file, or a folder.",
         OpenClipOptions,
-        LibraryFunctions(
-            build=build,
-            untrained=untrained,
-            names=lambda: known_names("open_clip", _own_names),
-            knows=lambda name: True,  # also folders, and architectures that a program has added
-        ),
+        takes_any_name=True,
         extra="clip",
     )
 )

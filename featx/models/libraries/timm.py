@@ -18,7 +18,7 @@ from featx.config import LibraryModelConfig, check_weights_like
 from featx.errors import ConfigError, FeatxError, ModelError, WeightsError, first_line, one_line
 from featx.models.catalogue import known_names
 from featx.models.hugging_face import is_cached, read_json, resolve_hub
-from featx.models.libraries.registry import LIBRARIES, LibraryFunctions, library_member
+from featx.models.libraries.registry import LIBRARIES, ModelLibrary
 from featx.models.timm_metadata import timm_classes, timm_stages
 
 if TYPE_CHECKING:
@@ -83,54 +83,62 @@ class TimmOptions(LibraryModelConfig):
         return None if self.input_size is None else (self.input_size[0], self.input_size[1])
 
 
-def build(config: TimmOptions, seed: int) -> Backbone:
-    """Build a timm model: `name`, `name.tag`, or `hf-hub:owner/model`."""
-    from featx.models.base import random_id
-    from featx.models.preprocessing import change_preprocess
+class Timm(ModelLibrary[TimmOptions]):
+    """Models of timm."""
 
-    file = config.weights_file
-    check_weights_like(config.weights_like, has_file=file is not None)
-    config.checkpoint.check_effect(has_file=file is not None, is_converted=True)
-    name = _tagged_name(config)
-    loading: Mapping[str, Any] = {}
-    missing: tuple[str, ...] = ()
-    if file is not None:
-        module, loading, missing = _create_from_file(file, config, name, seed)
-        origin = file
-    elif config.weights is None:
-        module, origin = _create_offline(name, config.args, config.size, seed), random_id(seed)
-    else:
-        module = _create_pretrained(name, config, seed)
-        origin = f"timm {module.pretrained_cfg.get('tag') or 'default'}"
-    is_rgb = config.transform.scale is None
-    backbone = wrap(module, f"timm/{name}", origin, config.size, is_rgb)
-    backbone.preprocess = change_preprocess(backbone.preprocess, config.transform)
-    if file is None and config.weights is not None and module.num_classes:
-        backbone.classes, backbone.class_ids = timm_classes(module)
-    backbone.args = dict(config.args)
-    backbone.checkpoint, backbone.missing_heads = loading, missing
-    return backbone
+    def build(self, config: TimmOptions, seed: int) -> Backbone:
+        """Build a timm model: `name`, `name.tag`, or `hf-hub:owner/model`."""
+        from featx.models.base import random_id
+        from featx.models.preprocessing import change_preprocess
 
+        file = config.weights_file
+        check_weights_like(config.weights_like, has_file=file is not None)
+        config.checkpoint.check_effect(has_file=file is not None, is_converted=True)
+        name = _tagged_name(config)
+        loading: Mapping[str, Any] = {}
+        missing: tuple[str, ...] = ()
+        if file is not None:
+            module, loading, missing = _create_from_file(file, config, name, seed)
+            origin = file
+        elif config.weights is None:
+            module, origin = _create_offline(name, config.args, config.size, seed), random_id(seed)
+        else:
+            module = _create_pretrained(name, config, seed)
+            origin = f"timm {module.pretrained_cfg.get('tag') or 'default'}"
+        is_rgb = config.transform.scale is None
+        backbone = wrap(module, f"timm/{name}", origin, config.size, is_rgb)
+        backbone.preprocess = change_preprocess(backbone.preprocess, config.transform)
+        if file is None and config.weights is not None and module.num_classes:
+            backbone.classes, backbone.class_ids = timm_classes(module)
+        backbone.args = dict(config.args)
+        backbone.checkpoint, backbone.missing_heads = loading, missing
+        return backbone
 
-def untrained(config: TimmOptions, seed: int) -> nn.Module:
-    """The architecture with timm's initialisation, and the classes of a file in `weights`."""
-    file, args = config.weights_file, config.args
-    name = _tagged_name(config)
-    if file is not None and "num_classes" not in args:
-        loaded, _, _ = _create_from_file(file, config, name, seed)
-        args = {**args, "num_classes": loaded.num_classes}
-    module: nn.Module = _create_offline(name, args, config.size, seed)
-    return module
+    def untrained(self, config: TimmOptions, seed: int) -> nn.Module:
+        """The architecture with timm's initialisation, and the classes of a file in `weights`."""
+        file, args = config.weights_file, config.args
+        name = _tagged_name(config)
+        if file is not None and "num_classes" not in args:
+            loaded, _, _ = _create_from_file(file, config, name, seed)
+            args = {**args, "num_classes": loaded.num_classes}
+        module: nn.Module = _create_offline(name, args, config.size, seed)
+        return module
 
+    def knows(self, name: str) -> bool:
+        """Return whether timm has NAME or NAME.TAG, or may find hf-hub:NAME and its like."""
+        return name.startswith(_SCHEMES) or name.split(".", 1)[0] in self.names()
 
-def knows(name: str) -> bool:
-    """Return whether timm has NAME, NAME.TAG, or what only timm can find, such as hf-hub:NAME."""
-    return name.startswith(_SCHEMES) or name.split(".", 1)[0] in _names()
+    def names(self) -> Collection[str]:
+        """Return the names of all models, also deprecated ones."""
+        return known_names("timm", _own_names)
 
-
-def _names() -> Collection[str]:
-    """Return the names of all models, also deprecated ones."""
-    return known_names("timm", _own_names)
+    def weight_files(self, config: TimmOptions) -> list[Path] | None:
+        """Return the file of the weights; a tag may be another file of the hub tomorrow."""
+        if config.name.startswith(_SCHEMES):
+            return None
+        if config.weights_file is not None:
+            return [Path(config.weights_file)]
+        return [] if config.weights is None else None
 
 
 def _own_names() -> list[str]:
@@ -138,15 +146,6 @@ def _own_names() -> list[str]:
     import timm
 
     return timm.list_models()
-
-
-def _weight_files(config: TimmOptions) -> list[Path] | None:
-    """Return the file of the weights; a tag may be another file of the hub tomorrow."""
-    if config.name.startswith(_SCHEMES):
-        return None
-    if config.weights_file is not None:
-        return [Path(config.weights_file)]
-    return [] if config.weights is None else None
 
 
 def _tagged_name(config: TimmOptions) -> str:
@@ -519,17 +518,10 @@ def _expose_pre_logits(module: Any) -> None:
 
 
 LIBRARIES.register(
-    library_member(
+    Timm(
         "timm",
         "Models of timm, also of the Hugging Face Hub (hf-hub:owner/model).",
         TimmOptions,
-        LibraryFunctions(
-            build=build,
-            untrained=untrained,
-            names=_names,
-            knows=knows,
-            weight_files=_weight_files,
-        ),
         auto_rank=2,
     )
 )

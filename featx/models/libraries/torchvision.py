@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,7 @@ from urllib.parse import urlparse
 from featx.config import LibraryModelConfig, check_weights_like
 from featx.errors import ConfigError, FeatxError, ModelError, WeightsError, one_line
 from featx.models.catalogue import known_names
-from featx.models.libraries.registry import LIBRARIES, LibraryFunctions, library_member
+from featx.models.libraries.registry import LIBRARIES, ModelLibrary
 from featx.models.timm_metadata import imagenet_classes
 
 if TYPE_CHECKING:
@@ -53,75 +53,85 @@ class TorchvisionOptions(LibraryModelConfig):
             )
 
 
-def build(config: TorchvisionOptions, seed: int) -> Backbone:
-    """Build a torchvision model by its registered name."""
-    from torchvision import models
+class Torchvision(ModelLibrary[TorchvisionOptions]):
+    """Models of torchvision."""
 
-    from featx.models.base import Backbone, random_id
-    from featx.models.preprocessing import change_preprocess
+    def build(self, config: TorchvisionOptions, seed: int) -> Backbone:
+        """Build a torchvision model by its registered name."""
+        from torchvision import models
 
-    name = config.name
-    if name.startswith("quantized_"):
-        raise ModelError(
-            f"{name} is the float model built for quantisation; name the plain one: "
-            f"{name.removeprefix('quantized_')}."
+        from featx.models.base import Backbone, random_id
+        from featx.models.preprocessing import change_preprocess
+
+        name = config.name
+        if name.startswith("quantized_"):
+            raise ModelError(
+                f"{name} is the float model built for quantisation; name the plain one: "
+                f"{name.removeprefix('quantized_')}."
+            )
+        enum = models.get_model_weights(name)
+        file = config.weights_file
+        entry = _entry_of_file(enum, file) if file else _entry(enum, name, config.weights)
+        has_own_file = file is not None and entry is None
+        check_weights_like(config.weights_like, has_file=has_own_file)
+        options = config.checkpoint
+        if file is not None and entry is not None:
+            options = replace(options, sha256=None)  # of a download too the checksum can be asked
+        options.check_effect(has_file=has_own_file, is_converted=False)
+        preset = (entry or _entry(enum, name, config.weights_like or "default")).transforms()
+        if config.weights_like is not None and config.input_size is None:
+            crop = getattr(preset, "crop_size", None)
+            config = replace(config, input_size=None if crop is None else [crop[0], crop[0]])
+        if config.input_size is not None:
+            preset = _resize_preset(preset, config.input_size[0])
+        preprocess = change_preprocess(preprocess_of(preset, name), config.transform)
+        loading: Mapping[str, Any] = {}
+        missing: tuple[str, ...] = ()
+        if entry is not None:
+            module = _create_from_entry(entry, file, config, seed)
+            weights = file or str(entry)
+        elif file is not None:
+            module, loading, missing = _create_from_file(file, config, seed)
+            weights = file
+        else:
+            module, weights = self.untrained(config, seed), random_id(seed)
+        classes = tuple(entry.meta.get("categories", ())) if entry is not None else ()
+        is_imagenet = len(classes) == _IMAGENET_CLASSES
+        return Backbone(
+            module=module,
+            name=f"torchvision/{name}",
+            weights=weights,
+            preprocess=preprocess,
+            num_prefix_tokens=1 if name.startswith("vit_") else 0,
+            classifier=missing[-1] if missing else classifier_of(module),
+            classes=classes,
+            class_ids=imagenet_classes("imagenet-1k")[1] if is_imagenet else (),
+            reentrant=True,
+            args=dict(config.args),
+            checkpoint=loading,
+            missing_heads=missing,
         )
-    enum = models.get_model_weights(name)
-    file = config.weights_file
-    entry = _entry_of_file(enum, file) if file else _entry(enum, name, config.weights)
-    has_own_file = file is not None and entry is None
-    check_weights_like(config.weights_like, has_file=has_own_file)
-    options = config.checkpoint
-    if file is not None and entry is not None:
-        options = replace(options, sha256=None)  # of a download too the checksum can be asked
-    options.check_effect(has_file=has_own_file, is_converted=False)
-    preset = (entry or _entry(enum, name, config.weights_like or "default")).transforms()
-    if config.weights_like is not None and config.input_size is None:
-        crop = getattr(preset, "crop_size", None)
-        config = replace(config, input_size=None if crop is None else [crop[0], crop[0]])
-    if config.input_size is not None:
-        preset = _resize_preset(preset, config.input_size[0])
-    preprocess = change_preprocess(preprocess_of(preset, name), config.transform)
-    loading: Mapping[str, Any] = {}
-    missing: tuple[str, ...] = ()
-    if entry is not None:
-        module = _create_from_entry(entry, file, config, seed)
-        weights = file or str(entry)
-    elif file is not None:
-        module, loading, missing = _create_from_file(file, config, seed)
-        weights = file
-    else:
-        module, weights = untrained(config, seed), random_id(seed)
-    classes = tuple(entry.meta.get("categories", ())) if entry is not None else ()
-    is_imagenet = len(classes) == _IMAGENET_CLASSES
-    return Backbone(
-        module=module,
-        name=f"torchvision/{name}",
-        weights=weights,
-        preprocess=preprocess,
-        num_prefix_tokens=1 if name.startswith("vit_") else 0,
-        classifier=missing[-1] if missing else classifier_of(module),
-        classes=classes,
-        class_ids=imagenet_classes("imagenet-1k")[1] if is_imagenet else (),
-        reentrant=True,
-        args=dict(config.args),
-        checkpoint=loading,
-        missing_heads=missing,
-    )
 
+    def untrained(self, config: TorchvisionOptions, seed: int) -> torch.nn.Module:
+        """The architecture with torchvision's initialisation, with the classes of a file."""
+        from torchvision import models
 
-def untrained(config: TorchvisionOptions, seed: int) -> torch.nn.Module:
-    """The architecture with torchvision's initialisation, with the classes of a file."""
-    from torchvision import models
+        file, args = config.weights_file, config.args
+        if file is not None and _entry_of_file(models.get_model_weights(config.name), file) is None:
+            loaded, _, missing = _create_from_file(file, config, seed)
+            heads = _heads_of(_create_random(config, args, seed), config.name)
+            if heads and not missing and "num_classes" not in args:
+                classes = len(loaded.get_parameter(f"{heads[-1]}.weight"))
+                args = {**args, "num_classes": classes}
+        return _create_random(config, args, seed)
 
-    file, args = config.weights_file, config.args
-    if file is not None and _entry_of_file(models.get_model_weights(config.name), file) is None:
-        loaded, _, missing = _create_from_file(file, config, seed)
-        heads = _heads_of(_create_random(config, args, seed), config.name)
-        if heads and not missing and "num_classes" not in args:
-            classes = len(loaded.get_parameter(f"{heads[-1]}.weight"))
-            args = {**args, "num_classes": classes}
-    return _create_random(config, args, seed)
+    def weight_files(self, config: TorchvisionOptions) -> list[Path]:
+        """Return the file of the weights; torchvision's own tags stand for one file each."""
+        return [] if config.weights_file is None else [Path(config.weights_file)]
+
+    def names(self) -> Collection[str]:
+        """Return the names of all models, also of those that featx does not feed."""
+        return known_names("torchvision", _own_names)
 
 
 def _own_names() -> list[str]:
@@ -129,11 +139,6 @@ def _own_names() -> list[str]:
     from torchvision import models
 
     return list(models.list_models())
-
-
-def _weight_files(config: TorchvisionOptions) -> list[Path]:
-    """Return the file of the weights; torchvision's own tags stand for one file each."""
-    return [] if config.weights_file is None else [Path(config.weights_file)]
 
 
 # Weights: the members of torchvision's enums, their files and their downloads
@@ -400,16 +405,5 @@ def _square(preset: Any, side: int) -> Any:
 
 
 LIBRARIES.register(
-    library_member(
-        "torchvision",
-        "Models of torchvision.",
-        TorchvisionOptions,
-        LibraryFunctions(
-            build=build,
-            untrained=untrained,
-            names=lambda: known_names("torchvision", _own_names),
-            weight_files=_weight_files,
-        ),
-        auto_rank=1,
-    )
+    Torchvision("torchvision", "Models of torchvision.", TorchvisionOptions, auto_rank=1)
 )

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from featx.config import ModelConfig, TransformConfig
 from featx.errors import ConfigError, ModelError, WeightsError
-from featx.models.libraries.registry import LIBRARIES, LibraryFunctions, library_member
+from featx.models.libraries.registry import LIBRARIES, ModelLibrary
 
 if TYPE_CHECKING:
     import torch
@@ -58,78 +58,70 @@ class TransformersOptions(ModelConfig):
             raise ConfigError(f"model.input_size={size}: expected [height, width] in pixels.")
 
 
-def build(config: TransformersOptions, seed: int) -> Backbone:
-    """Build the part of a model that reads images, with the weights of its folder.
+class Transformers(ModelLibrary[TransformersOptions]):
+    """Models of transformers."""
 
-    Args:
-        config: folder, or owner/model of the Hugging Face Hub, and options.
-        seed: seed of random weights.
+    def build(self, config: TransformersOptions, seed: int) -> Backbone:
+        """Build the part of a model that reads images, with the weights of its folder."""
+        from featx.models.base import Backbone, random_id
+        from featx.models.preprocessing import change_preprocess
+        from featx.models.transformers.families import embedding_of, family_of
+        from featx.models.transformers.folder import find_folder, read_config, read_state
+        from featx.models.transformers.loading import blueprint, import_transformers, load_model
+        from featx.models.transformers.loading import untrained as random_module
+        from featx.models.transformers.processors import processor_choice
 
-    Raises:
-        ModelError: the folder holds a model that featx does not open.
-        WeightsError: the weights or the image processor are missing, damaged or of another model.
-        MissingExtraError: transformers is not installed.
-    """
-    from featx.models.base import Backbone, random_id
-    from featx.models.preprocessing import change_preprocess
-    from featx.models.transformers.families import embedding_of, family_of
-    from featx.models.transformers.folder import find_folder, read_config, read_state
-    from featx.models.transformers.loading import blueprint, import_transformers, load_model
-    from featx.models.transformers.loading import untrained as random_module
-    from featx.models.transformers.processors import processor_choice
-
-    import_transformers()
-    folder = find_folder(config.name)
-    values = read_config(folder)
-    family = family_of(str(values["model_type"]))
-    size = None if config.input_size is None else (config.input_size[0], config.input_size[1])
-    choice = processor_choice(folder, size)
-    state = None if config.weights is None else read_state(folder)
-    plan = blueprint(values, family, state, config.args)
-    _check_size(plan, family, choice.preprocess.crop, is_requested=size is not None)
-    if state is None:
-        module, weights = random_module(plan, seed), random_id(seed)
-    else:
-        module, weights = load_model(plan, state, config.name), config.name
-    backbone = Backbone(
-        module=module,
-        name=f"transformers/{type(module).__name__}",
-        weights=weights,
-        preprocess=change_preprocess(choice.preprocess, config.transform),
-        num_prefix_tokens=family.num_prefix_tokens(plan.config),
-        has_class_token=family.has_class_token,
-        embedding=embedding_of(module, family),
-        stages=family.stage_names(module),
-        reentrant=family.is_reentrant,
-        args=dict(config.args),
-        packages=("transformers",),
-        provenance={
-            "embedding": family.embedding,
-            "prefix_tokens": family.num_prefix_tokens(plan.config),
-            "processor": choice.name,
-        },
-    )
-    if not choice.is_proven:
-        backbone.choices["preprocessing"] = (
-            f"by {choice.name.partition(',')[0]} of transformers itself, image by image: the fast "
-            "path cannot state what it does"
+        import_transformers()
+        folder = find_folder(config.name)
+        values = read_config(folder)
+        family = family_of(str(values["model_type"]))
+        size = None if config.input_size is None else (config.input_size[0], config.input_size[1])
+        choice = processor_choice(folder, size)
+        state = None if config.weights is None else read_state(folder)
+        plan = blueprint(values, family, state, config.args)
+        _check_size(plan, family, choice.preprocess.crop, is_requested=size is not None)
+        if state is None:
+            module, weights = random_module(plan, seed), random_id(seed)
+        else:
+            module, weights = load_model(plan, state, config.name), config.name
+        backbone = Backbone(
+            module=module,
+            name=f"transformers/{type(module).__name__}",
+            weights=weights,
+            preprocess=change_preprocess(choice.preprocess, config.transform),
+            num_prefix_tokens=family.num_prefix_tokens(plan.config),
+            has_class_token=family.has_class_token,
+            embedding=embedding_of(module, family),
+            stages=family.stage_names(module),
+            reentrant=family.is_reentrant,
+            args=dict(config.args),
+            packages=("transformers",),
+            provenance={
+                "embedding": family.embedding,
+                "prefix_tokens": family.num_prefix_tokens(plan.config),
+                "processor": choice.name,
+            },
         )
-    _tell_half(backbone, state)
-    return backbone
+        if not choice.is_proven:
+            backbone.choices["preprocessing"] = (
+                f"by {choice.name.partition(',')[0]} of transformers itself, image by image: the "
+                "fast path cannot state what it does"
+            )
+        _tell_half(backbone, state)
+        return backbone
 
+    def untrained(self, config: TransformersOptions, seed: int) -> torch.nn.Module:
+        """The architecture with transformers' initialisation."""
+        from featx.models.transformers.families import family_of
+        from featx.models.transformers.folder import find_folder, read_config, read_state
+        from featx.models.transformers.loading import blueprint
+        from featx.models.transformers.loading import untrained as random_module
 
-def untrained(config: TransformersOptions, seed: int) -> torch.nn.Module:
-    """The architecture with transformers' initialisation."""
-    from featx.models.transformers.families import family_of
-    from featx.models.transformers.folder import find_folder, read_config, read_state
-    from featx.models.transformers.loading import blueprint
-    from featx.models.transformers.loading import untrained as random_module
-
-    folder = find_folder(config.name)
-    values = read_config(folder)
-    family = family_of(str(values["model_type"]))
-    state = None if config.weights is None else read_state(folder)
-    return random_module(blueprint(values, family, state, config.args), seed)
+        folder = find_folder(config.name)
+        values = read_config(folder)
+        family = family_of(str(values["model_type"]))
+        state = None if config.weights is None else read_state(folder)
+        return random_module(blueprint(values, family, state, config.args), seed)
 
 
 def _check_size(plan: Blueprint, family: Family, crop: tuple[int, int], is_requested: bool) -> None:
@@ -172,12 +164,12 @@ def _tell_half(backbone: Backbone, state: dict[str, torch.Tensor] | None) -> Non
 
 
 LIBRARIES.register(
-    library_member(
+    Transformers(
         "transformers",
         "Models of transformers: a folder with config.json, model.safetensors and "
         "preprocessor_config.json, or owner/model of the Hugging Face Hub.",
         TransformersOptions,
-        LibraryFunctions(build=build, untrained=untrained, names=tuple, knows=lambda name: True),
+        takes_any_name=True,
         extra="transformers",
     )
 )

@@ -83,7 +83,7 @@ class Backbone:
             run one at the same time.
         args: arguments of the user's factory or of the library that may change values without
             changing weights.
-        checkpoint: how the tensors of a file were found, as `load_match` returns it.
+        checkpoint: how the tensors of a file were found, as `load_weights` returns it.
         missing_heads: names of the classifiers that the weights lack. The module has none in their
             place, and what would be logits is refused.
         packages: packages besides torch, torchvision and timm whose versions may change values.

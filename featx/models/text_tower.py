@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -97,8 +97,7 @@ def text_classifier(
 
 def _whole_model(config: OpenClipOptions) -> Any:
     """Return image and text tower of a model with their weights."""
-    from featx.models.checkpoint import load_match, read_weights
-    from featx.models.checkpoint_match import match_checkpoint
+    from featx.models.checkpoint import load_weights, read_weights
 
     source = source_of(config)
     try:
@@ -116,11 +115,11 @@ def _whole_model(config: OpenClipOptions) -> Any:
         ) from error
     if source.file is None:
         raise FeatxError(f"the weights of {source.name} are in no file.")
-    origin, options = str(source.file), config.checkpoint
-    if options.prefix is not None:
-        options = replace(options, prefix=options.prefix.removesuffix("visual."))
-    state = read_weights(source.file, options.sha256)
-    load_match(model, match_checkpoint(model, state, origin, options), origin)
+    prefix = config.checkpoint.prefix
+    if prefix is not None:
+        prefix = prefix.removesuffix("visual.")
+    state = read_weights(source.file, config.checkpoint.sha256)
+    load_weights(model, state, str(source.file), prefix)
     return model
 
 

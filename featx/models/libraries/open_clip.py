@@ -260,8 +260,7 @@ def _load_tower(
 
     That of a tag is a part of the model that open_clip itself loads, strictly.
     """
-    from featx.models.checkpoint import load_match, read_weights
-    from featx.models.checkpoint_match import match_checkpoint
+    from featx.models.checkpoint import load_weights, read_weights
 
     if source.tag is not None:
         visual: torch.nn.Module = create_of_tag(source).visual
@@ -271,8 +270,7 @@ def _load_tower(
         return module, {}
     origin = str(source.file)
     state = read_weights(source.file, config.checkpoint.sha256)
-    match = match_checkpoint(module, state, origin, config.checkpoint)
-    return module, load_match(module, match, origin)
+    return module, load_weights(module, state, origin, config.checkpoint.prefix)
 
 
 def create_of_tag(source: ClipSource) -> Any:

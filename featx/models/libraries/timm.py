@@ -256,20 +256,14 @@ def _create_pretrained(name: str, config: TimmOptions, seed: int) -> Any:
 def _create_from_file(
     file: str, config: TimmOptions, name: str, seed: int
 ) -> tuple[Any, Mapping[str, Any], tuple[str, ...]]:
-    """Create a model with the tensors of a file, and the classes that its head has.
+    """Create a model with the tensors of a file, as `load_with_heads` does.
 
     A head that the file lacks, or that does not fit, is left out, unless model.args states the
     number of classes.
-
-    Returns:
-        The model, what the fingerprint says about the loading, and the names of the classifiers
-        that were left out.
     """
-    from featx.models.checkpoint import load_match, log_missing_head, read_weights
+    from featx.models.checkpoint import load_with_heads
     from featx.models.checkpoint_conversion import timm_conversion
-    from featx.models.checkpoint_match import has_heads, match_checkpoint, num_classes
 
-    state = read_weights(Path(file), config.checkpoint.sha256)
     module = _create_offline(name, config.args, config.size, seed)
     names = (getattr(module, "pretrained_cfg", None) or {}).get("classifier") or ()
     heads = (names,) if isinstance(names, str) else tuple(names)
@@ -279,24 +273,14 @@ def _create_from_file(
             f"model.checkpoint.convert=timm: timm has no function that converts files of {name}. "
             "Leave the option out."
         )
-    match = match_checkpoint(module, state, file, config.checkpoint, heads, conversion)
-    missing: tuple[str, ...] = ()
-    if "num_classes" not in config.args and heads:
 
-        def with_classes(number: int) -> Any:
-            if number == module.num_classes:
-                return module
-            return _create_offline(name, {**config.args, "num_classes": number}, config.size, seed)
+    def with_classes(number: int) -> Any:
+        if number == module.num_classes:
+            return module
+        return _create_offline(name, {**config.args, "num_classes": number}, config.size, seed)
 
-        classes = num_classes(match)
-        built = with_classes(classes)
-        if classes and not has_heads(built.state_dict(), match):
-            built = with_classes(0)
-        if module.num_classes and not built.num_classes:
-            missing = heads
-            log_missing_head(file)
-        module = built
-    return module, load_match(module, match, file), missing
+    change = None if "num_classes" in config.args else with_classes
+    return load_with_heads(module, file, config.checkpoint, heads, change, conversion)
 
 
 # Weights: what exists, what can be downloaded, and whether they fill a model

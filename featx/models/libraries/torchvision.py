@@ -230,36 +230,26 @@ def _fetch_weights(url: str, name: str) -> Mapping[str, torch.Tensor]:
 def _create_from_file(
     file: str, config: TorchvisionOptions, seed: int
 ) -> tuple[torch.nn.Module, Mapping[str, Any], tuple[str, ...]]:
-    """Build a model with the tensors of a file, and the classes that its head has.
+    """Build a model with the tensors of a file, as `load_with_heads` does.
 
     A head that the file lacks, or that does not fit, is replaced by the identity, unless model.args
-    states the number of classes.
-
-    Returns:
-        The model, what the fingerprint says about the loading, and the names of the classifiers
-        that were left out, that of the main one last.
+    states the number of classes. The main head is the last one.
     """
     import torch
 
-    from featx.models.checkpoint import load_match, log_missing_head, read_weights
-    from featx.models.checkpoint_match import has_heads, match_checkpoint, num_classes
+    from featx.models.checkpoint import load_with_heads
 
-    state = read_weights(Path(file), config.checkpoint.sha256)
     module = _create_random(config, config.args, seed)
     heads = () if "num_classes" in config.args else _heads_of(module, config.name)
-    match = match_checkpoint(module, state, file, config.checkpoint, heads)
-    missing: tuple[str, ...] = ()
-    if heads and not has_heads(module.state_dict(), match):
-        built = module
-        if classes := num_classes(match):
-            built = _create_random(config, {**config.args, "num_classes": classes}, seed)
-        if not has_heads(built.state_dict(), match):
-            built, missing = module, heads
-            for head in heads:
-                module.set_submodule(head, torch.nn.Identity())
-            log_missing_head(file)
-        module = built
-    return module, load_match(module, match, file), missing
+
+    def with_classes(number: int) -> torch.nn.Module:
+        if number:
+            return _create_random(config, {**config.args, "num_classes": number}, seed)
+        for head in heads:
+            module.set_submodule(head, torch.nn.Identity())
+        return module
+
+    return load_with_heads(module, file, config.checkpoint, heads, with_classes)
 
 
 def _create_random(

@@ -121,15 +121,8 @@ def match_checkpoint(
 ) -> CheckpointMatch:
     """Find the tensors of a module in a checkpoint.
 
-    Args:
-        module: the module.
-        state: name -> tensor, from `read_weights`.
-        origin: file or package of the weights, for the message.
-        options: prefix, conversion and resampling that the user asks for.
-        heads: names of the classifiers of the module, which the checkpoint may lack, or have for
-            other classes.
-        conversion: conversion of the names by the library of the model, tried only if the names of
-            the file are not those of the model; None if there is none.
+    The file may lack its `heads`, or have them for other classes. The conversion is tried only if
+    the names of the file are not those of the model.
     """
     module_state = module.state_dict()
     prefix = options.prefix

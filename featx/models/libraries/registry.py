@@ -98,15 +98,7 @@ class _Libraries(Registry[ModelLibrary[Any]]):
         return sorted(asked, key=lambda library: (library.auto_rank or 0, library.name))
 
     def select(self, name: str, values: Mapping[str, object]) -> ModelLibrary[Any]:
-        """Return the library that the options of a model select.
-
-        Args:
-            name: value of model.library.
-            values: options of the model, of which the name is read.
-
-        Returns:
-            The library; `auto` itself if it finds no library that knows the name.
-        """
+        """Return the library that the options of a model select; auto if none knows the name."""
         library = self.get(name)
         if library.name != AUTO_LIBRARY:
             return library

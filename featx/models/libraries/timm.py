@@ -423,11 +423,8 @@ def preprocess_of(
 ) -> Preprocess:
     """timm's evaluation transform for the weights of a module.
 
-    Args:
-        module: model of timm.
-        size: (height, width) of the images in pixels, with the share of the centre that the weights
-            ask for; None takes the size of the weights.
-        is_rgb: whether the images are RGB of 8 bits; otherwise options state the channels.
+    Images of another `size` (height, width) get the share of the centre that the weights ask for.
+    The channels of images that are not RGB of 8 bits are stated by options.
     """
     from timm.data.config import resolve_model_data_config
     from timm.data.transforms_factory import create_transform

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from featx.config import ModelConfig, TransformConfig
@@ -65,20 +66,15 @@ class Transformers(ModelLibrary[TransformersOptions]):
         """Build the part of a model that reads images, with the weights of its folder."""
         from featx.models.base import Backbone, random_id
         from featx.models.preprocessing import change_preprocess
-        from featx.models.transformers.families import embedding_of, family_of
-        from featx.models.transformers.folder import find_folder, read_config, read_state
-        from featx.models.transformers.loading import blueprint, import_transformers, load_model
+        from featx.models.transformers.families import embedding_of
+        from featx.models.transformers.loading import load_model
         from featx.models.transformers.loading import untrained as random_module
         from featx.models.transformers.processors import processor_choice
 
-        import_transformers()
-        folder = find_folder(config.name)
-        values = read_config(folder)
-        family = family_of(str(values["model_type"]))
+        folder, values = _open_folder(config)
         size = None if config.input_size is None else (config.input_size[0], config.input_size[1])
         choice = processor_choice(folder, size)
-        state = None if config.weights is None else read_state(folder)
-        plan = blueprint(values, family, state, config.args)
+        family, state, plan = _plan(config, folder, values)
         _check_size(plan, family, choice.preprocess.crop, is_requested=size is not None)
         if state is None:
             module, weights = random_module(plan, seed), random_id(seed)
@@ -107,36 +103,44 @@ class Transformers(ModelLibrary[TransformersOptions]):
                 f"by {choice.name.partition(',')[0]} of transformers itself, image by image: the "
                 "fast path cannot state what it does"
             )
-        _tell_half(backbone, state)
+        floats = {str(x.dtype)[6:] for x in (state or {}).values() if x.is_floating_point()}
+        if floats and floats != {"float32"}:
+            dtypes = ", ".join(sorted(floats))
+            backbone.choices["parameters"] = f"{dtypes} in the folder, float32 in the run"
         return backbone
 
     def untrained(self, config: TransformersOptions, seed: int) -> torch.nn.Module:
         """The architecture with transformers' initialisation."""
-        from featx.models.transformers.families import family_of
-        from featx.models.transformers.folder import find_folder, read_config, read_state
-        from featx.models.transformers.loading import blueprint
         from featx.models.transformers.loading import untrained as random_module
 
-        folder = find_folder(config.name)
-        values = read_config(folder)
-        family = family_of(str(values["model_type"]))
-        state = None if config.weights is None else read_state(folder)
-        return random_module(blueprint(values, family, state, config.args), seed)
+        return random_module(_plan(config, *_open_folder(config))[2], seed)
+
+
+def _open_folder(config: TransformersOptions) -> tuple[Path, dict[str, Any]]:
+    """Return the folder of a model, and its config.json."""
+    from featx.models.transformers.folder import find_folder, read_config
+    from featx.models.transformers.loading import import_transformers
+
+    import_transformers()  # before anything is downloaded
+    folder = find_folder(config.name)
+    return folder, read_config(folder)
+
+
+def _plan(
+    config: TransformersOptions, folder: Path, values: dict[str, Any]
+) -> tuple[Family, dict[str, torch.Tensor] | None, Blueprint]:
+    """Return family and tensors of a model, which are None for random ones, and what is built."""
+    from featx.models.transformers.families import family_of
+    from featx.models.transformers.folder import read_state
+    from featx.models.transformers.loading import blueprint
+
+    family = family_of(str(values["model_type"]))
+    state = None if config.weights is None else read_state(folder)
+    return family, state, blueprint(values, family, state, config.args)
 
 
 def _check_size(plan: Blueprint, family: Family, crop: tuple[int, int], is_requested: bool) -> None:
-    """Check that a model takes images of the size that its processor makes.
-
-    Args:
-        plan: class and configuration.
-        family: its family.
-        crop: (height, width) of the images in pixels.
-        is_requested: whether the size is that of model.input_size.
-
-    Raises:
-        ModelError: it takes others.
-        WeightsError: model and processor do not belong together.
-    """
+    """Check that a model takes images of the size that its processor makes."""
     side = getattr(plan.config, "image_size", None)
     if family.takes_any_size or not side:
         return
@@ -154,13 +158,6 @@ def _check_size(plan: Blueprint, family: Family, crop: tuple[int, int], is_reque
         f"model.input_size=[{height},{width}], or copy the preprocessor_config.json that belongs "
         "to the model."
     )
-
-
-def _tell_half(backbone: Backbone, state: dict[str, torch.Tensor] | None) -> None:
-    """Note among the choices of a backbone that its weights are stored in half precision."""
-    found = sorted({str(x.dtype)[6:] for x in (state or {}).values() if x.is_floating_point()})
-    if found and found != ["float32"]:
-        backbone.choices["parameters"] = f"{', '.join(found)} in the folder, float32 in the run"
 
 
 LIBRARIES.register(

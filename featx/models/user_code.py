@@ -1,19 +1,82 @@
-"""Code of the user (model=custom, model=hub): what its modules say, its arguments and weights."""
+"""Code of the user (model=custom, model=hub): its modules, their weights and their arguments."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from featx.config import CheckpointConfig, is_secret
-from featx.errors import WeightsError
-from featx.models.checkpoint import read_weights
+from featx.errors import ModelError, WeightsError, counted
+from featx.models.checkpoint import load_weights, read_weights
+
+
+def refuse_other_objects(module: object, what: str) -> None:
+    """Refuse a result of the user's code that is no module; `what` describes the code."""
+    if not isinstance(module, nn.Module):
+        raise ModelError(f"{what} returned a {type(module).__name__}, expected a torch.nn.Module.")
+
+
+def build_twice(
+    build: Callable[[int], nn.Module], seed: int
+) -> tuple[nn.Module, list[str], list[str]]:
+    """Return a module with the names of its random and of its trained parameters.
+
+    It is built with two seeds. Parameters of one repeated value, such as zeros and ones, do not
+    depend on a seed in any untrained model, and are neither.
+    """
+    # Digests, so that two models of some GB are not in memory together.
+    others = {name: _digest(x) for name, x in build(seed + 1).named_parameters()}
+    module = build(seed)
+    random, trained = [], []
+    for name, x in module.named_parameters():
+        digest = _digest(x)
+        if digest != others.get(name):
+            random.append(name)
+        elif digest and bool((x != x.flatten()[:1]).any()):
+            trained.append(name)
+    return module, random, trained
+
+
+def _digest(x: torch.Tensor) -> bytes:
+    """SHA-256 of the bytes of a tensor; b'' if it has no values, which is refused later."""
+    if is_lazy(x) or x.is_meta:
+        return b""
+    values = x.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return hashlib.sha256(values.numpy().data).digest()
+
+
+def build_untrained(
+    build: Callable[[int], nn.Module], seed: int, what: str, advice: str
+) -> nn.Module:
+    """Return the module with random parameters, and refuse code that loads trained ones."""
+    module, _, trained = build_twice(build, seed)
+    if trained:
+        raise ModelError(
+            f"{what} gives {names_text(trained)} the same values whatever the seed, so it loads "
+            f"trained weights. It has to make an untrained model: {advice}"
+        )
+    return module
+
+
+def names_text(names: list[str]) -> str:
+    """Return number and first names of parameters."""
+    more = ", ..." if names[3:] else ""
+    return f"{counted(len(names), 'parameter')} ({', '.join(names[:3])}{more})"
+
+
+def load_own_weights(module: nn.Module, weights: str, options: CheckpointConfig) -> dict[str, Any]:
+    """Load the file that `model.weights` names, as `load_weights` does."""
+    if weights.startswith(("http:", "https:")):
+        raise WeightsError(f"model.weights={weights}: download the file and give its path.")
+    state = read_weights(Path(weights), options.sha256)
+    return load_weights(module, state, weights, options.prefix)
 
 
 def has_class_token(module: nn.Module) -> bool:
@@ -28,31 +91,12 @@ def has_class_token(module: nn.Module) -> bool:
     return getattr(module, "cls_token", module) is not None
 
 
-def read_own_weights(weights: str, options: CheckpointConfig) -> dict[str, torch.Tensor]:
-    """Read the file that `model.weights` names for a module of the user's code.
-
-    Args:
-        weights: value of `model.weights`.
-        options: options `model.checkpoint`, with the SHA-256 that the file must have.
-
-    Raises:
-        WeightsError: it is a URL, or the file cannot be read.
-    """
-    if weights.startswith(("http:", "https:")):
-        raise WeightsError(f"model.weights={weights}: download the file and give its path.")
-    return read_weights(Path(weights), options.sha256)
-
-
 def args_of_values(args: Mapping[str, Any], without: Collection[str] = ()) -> dict[str, Any]:
     """Return the entries of `model.args` that are part of the fingerprint.
 
-    A scale or a threshold changes values and no weight; a pause or the path of a file does not. The
-    store keeps the result, so secrets are left out, and texts and other objects, which may come
-    from the environment, are hashed.
-
-    Args:
-        args: keyword arguments of the user's function.
-        without: names of those that have no effect on values.
+    A scale or a threshold changes values and no weight; a pause or the path of a file, which the
+    code names in `without`, does not. The store keeps the result, so secrets are left out, and
+    texts and other objects, which may come from the environment, are hashed.
     """
     return {
         name: value if value is None or isinstance(value, bool | int | float) else _hash(value)

@@ -15,8 +15,8 @@ from torchvision.transforms import functional as TF
 
 from featx.errors import ModelError
 from featx.images import Preprocess, centre_crop, check_reference
-from featx.models.timm import backbone as timm_backbone
-from featx.models.torchvision import transforms as torchvision_transforms
+from featx.models.libraries import timm as timm_library
+from featx.models.libraries import torchvision as torchvision_library
 
 TORCHVISION = [
     models.ResNet50_Weights.IMAGENET1K_V1,  # bilinear, 256 -> 224
@@ -57,11 +57,11 @@ def timm_preprocess(name: str) -> Preprocess:
     """As for a built model, without building it."""
     module = torch.nn.Identity()
     module.pretrained_cfg = timm.get_pretrained_cfg(name).to_dict()
-    return timm_backbone.preprocess_of(module)
+    return timm_library.preprocess_of(module)
 
 
 PREPROCESSES = {
-    **{str(w): torchvision_transforms.preprocess_of(w.transforms(), str(w)) for w in TORCHVISION},
+    **{str(w): torchvision_library.preprocess_of(w.transforms(), str(w)) for w in TORCHVISION},
     **{name: timm_preprocess(name) for name in TIMM},
 }
 

@@ -14,7 +14,7 @@ from featx.engine import Compute, Engine
 from featx.errors import LayerError
 from featx.layers import CapturePoint, select
 from featx.models import Backbone, LibraryEmbedding
-from featx.models.timm.backbone import embedding_of
+from featx.models.libraries.timm import embedding_of
 
 
 class Head(nn.Module):

@@ -1,10 +1,7 @@
-"""Programs of torch.export as users save them, whole and changed."""
+"""Programs of torch.export as users save them."""
 
 from __future__ import annotations
 
-import io
-import json
-import os
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -76,86 +73,3 @@ def edited(path: Path, source: Path, member: str, change: Callable[[bytes], byte
             if data is not None:
                 made.writestr(name, data)
     return path
-
-
-class TouchFile:
-    """An object whose pickle makes a file when it is read."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return os.system, (f"touch {self.path}",)
-
-
-def _with_json(change: Callable[[Any], None]) -> Callable[[bytes], bytes]:
-    """Function of the bytes of a JSON file that changes its value in place."""
-
-    def changed(data: bytes) -> bytes:
-        value = json.loads(data)
-        change(value)
-        return json.dumps(value).encode()
-
-    return changed
-
-
-def _replaced(value: Any, key: str, new: Any) -> None:
-    """Set every entry of this key inside a JSON value."""
-    for each in value.values() if isinstance(value, dict) else value:
-        if isinstance(each, dict | list):
-            _replaced(each, key, new)
-    if isinstance(value, dict) and key in value:
-        value[key] = new
-
-
-def hostile(folder: Path, source: Path, touched: Path) -> dict[str, Path]:
-    """Copies of a program that make a file when torch.export.load or the program runs them.
-
-    Args:
-        folder: where they are written.
-        source: the program.
-        touched: file that they make.
-    """
-    python = f"__import__('os').system('touch {touched}')"
-    pickled = io.BytesIO()
-    torch.save(TouchFile(touched), pickled)
-
-    def node(program: Any, **values: Any) -> None:
-        program["graph_module"]["graph"]["nodes"][0].update(values)
-
-    def argument(program: Any) -> None:
-        _replaced(program, "forward_arg_names", [f"x={python}"])
-
-    def passed(program: Any) -> None:
-        inputs = program["graph_module"]["graph"]["nodes"][0]["inputs"]
-        inputs[0]["arg"] = {"as_operator": "torch.os.system"}
-
-    def custom(config: Any) -> None:
-        config["config"]["thing"] = {"path_name": "custom_obj_0", "use_pickle": False}
-
-    model, weights = "models/model.json", "model_weights_config.json"
-    changes: dict[str, list[tuple[str, Callable[[bytes], bytes]]]] = {
-        "expression": [(model, _with_json(lambda x: _replaced(x, "expr_str", python)))],
-        "function": [(model, _with_json(lambda x: node(x, target="torch.os.system")))],
-        "loader": [(model, _with_json(lambda x: node(x, target="torch.ops.load_library")))],
-        "file": [(model, _with_json(lambda x: node(x, target="torch.ops.aten.from_file.default")))],
-        "guard": [(model, _with_json(lambda x: x.update(guards_code=[f"({python}) == 0"])))],
-        "operator": [(model, _with_json(passed))],
-        "caller": [(model, _with_json(lambda x: node(x, target="_operator.methodcaller")))],
-        "argument": [(model, _with_json(argument))],
-        "node": [(model, _with_json(lambda x: node(x, name=f"x={python}")))],
-        "parameter": [(model, _with_json(lambda x: _replaced(x, "parameter_name", f'"+{python}')))],
-        "weight": [
-            (weights, _with_json(lambda x: _replaced(x, "use_pickle", True))),
-            ("weights/weight_0", lambda data: pickled.getvalue()),
-        ],
-        "constant": [("model_constants_config.json", _with_json(custom))],
-        "example": [("sample_inputs/model.pt", lambda data: pickled.getvalue())],
-    }
-    found = {}
-    for name, steps in changes.items():
-        path = source
-        for number, (member, change) in enumerate(steps):
-            path = edited(folder / f"{name}{number}.pt2", path, member, change)
-        found[name] = path
-    return found

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,18 +12,17 @@ from featx.config import from_keywords, from_omegaconf, make_reduce, model_optio
 from featx.engine import Compute, Engine
 from featx.layers import select
 from featx.models import (
+    LIBRARIES,
     RECOMMENDED,
     CatalogueEntry,
     WeightsOnDisk,
     build_backbone,
     listed_models,
     read_catalogue,
-    registered_names,
     resolve_library,
     search_models,
 )
 from featx.models.catalogue import FILE
-from featx.models.weights_on_disk import hub_cache, torch_checkpoints
 
 ENTRIES = {entry.option: entry for entry in read_catalogue().entries}
 
@@ -149,8 +146,6 @@ def test_the_figures_are_those_of_models_that_are_built(name: str) -> None:
 def test_models_that_the_file_lacks_are_listed_without_figures(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from featx.models import LIBRARIES
-
     timm = LIBRARIES.get("timm")
     monkeypatch.setitem(
         timm.__dict__, "names", lambda: {"resnet18", "brand_new_net", "vit_tiny_patch16_224_in21k"}
@@ -212,38 +207,42 @@ def write_cached(hub: Path, repository: str, **files: bytes) -> None:
 
 
 def test_weights_on_this_machine(tmp_path: Path) -> None:
-    disk = WeightsOnDisk(tmp_path / "torch", tmp_path / "hub", tmp_path / "clip")
+    hub = tmp_path / "hub"
+
+    def on_disk() -> WeightsOnDisk:
+        return WeightsOnDisk(tmp_path / "torch", hub, tmp_path / "clip")
+
+    disk = on_disk()
     dino, clip = ENTRIES["vit_small_patch14_dinov2.lvd142m"], "open_clip model.name=ViT-B-32 "
     laion = ENTRIES[f"{clip}model.weights=laion2b_s34b_b79k"]
     torchvision = ENTRIES["resnet18"]
     for entry in (dino, laion, torchvision, CatalogueEntry("timm", "brand_new_net")):
         assert disk.size_of(entry) is None
     assert disk.transformers_models() == []
-    write_cached(disk.hub, dino.repository, model__safetensors=b"x" * 7)
-    write_cached(disk.hub, laion.repository, open_clip_pytorch_model__bin=b"x" * 5)
+    write_cached(hub, dino.repository, model__safetensors=b"x" * 7)
+    write_cached(hub, laion.repository, open_clip_pytorch_model__bin=b"x" * 5)
     write_cached(
-        disk.hub,
+        hub,
         "facebook/dinov2-base",
         config__json=b'{"model_type": "dinov2"}',
         model__safetensors=b"x" * 3,
     )
-    write_cached(
-        disk.hub, "bert/base", config__json=b'{"model_type": "bert"}', model__safetensors=b"x"
-    )
-    write_cached(disk.hub, "no/weights", config__json=b'{"model_type": "dinov2"}')
+    write_cached(hub, "bert/base", config__json=b'{"model_type": "bert"}', model__safetensors=b"x")
+    write_cached(hub, "no/weights", config__json=b'{"model_type": "dinov2"}')
     odd = {"config__json": b'{"model_type": "dinov2"}', "model__safetensors": b"x"}
-    write_cached(disk.hub, "no/repo--sitory", **odd)
-    write_cached(disk.hub, "not/json", config__json=b"{", model__safetensors=b"x")
-    disk.checkpoints.mkdir()
-    (disk.checkpoints / torchvision.file).write_bytes(b"x" * 9)
+    write_cached(hub, "no/repo--sitory", **odd)
+    write_cached(hub, "not/json", config__json=b"{", model__safetensors=b"x")
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / torchvision.file).write_bytes(b"x" * 9)
+    disk = on_disk()  # the cache is scanned once
     assert [disk.size_of(entry) for entry in (dino, laion, torchvision)] == [7, 5, 9]
     (local,) = disk.transformers_models()
     assert local.option == "transformers model.name=facebook/dinov2-base"
     assert disk.size_of(local) == 3
     assert local in listed_models([local])
-    blob = disk.hub / "models--timm--vit_small_patch14_dinov2.lvd142m" / "blobs"
+    blob = hub / "models--timm--vit_small_patch14_dinov2.lvd142m" / "blobs"
     (blob / "model__safetensors").unlink()
-    assert disk.size_of(dino) is None, "a link to a file that was deleted is no weights"
+    assert on_disk().size_of(dino) is None, "a link to a file that was deleted is no weights"
 
 
 def test_the_packaged_weights_are_found() -> None:
@@ -259,25 +258,12 @@ def test_the_folder_of_torch_is_the_one_torch_uses(
         monkeypatch.delenv(name, raising=False)
     for name, value in values.items():
         monkeypatch.setenv(name, value)
-    assert torch_checkpoints() == Path(torch.hub.get_dir()) / "checkpoints"
-
-
-def test_the_cache_of_the_hub_is_where_the_environment_says(tmp_path: Path) -> None:
-    program = "from featx.models.weights_on_disk import hub_cache; print(hub_cache())"
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        env={"HF_HOME": str(tmp_path), "PYTHONPATH": str(Path(__file__).parents[2])},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert Path(done.stdout.strip()) == tmp_path / "hub"
-    assert hub_cache().name == "hub"
+    assert WeightsOnDisk().checkpoints == Path(torch.hub.get_dir()) / "checkpoints"
 
 
 def test_names_without_figures_are_few() -> None:
     """Of the tested versions, the file knows every model that featx feeds."""
-    names = set(registered_names("timm")) - read_catalogue().left_out["timm"]
+    names = set(LIBRARIES.get("timm").names()) - read_catalogue().left_out["timm"]
     assert names == {entry.name for entry in ENTRIES.values() if entry.library == "timm"}
     unknown = [entry.full_name for entry in ENTRIES.values() if entry.parameters is None]
     assert unknown == []

@@ -127,6 +127,15 @@ def test_classes_that_the_user_states_have_to_be_those_of_the_file(tmp_path: Pat
             build(path, library, args={"num_classes": 12})
 
 
+def test_a_stated_head_of_no_classes_leaves_that_of_the_file_out(tmp_path: Path) -> None:
+    """Its module `head` stays in a ConvNeXt, with the normalisation before the classifier."""
+    path = saved(tmp_path, timm.create_model("test_convnext", num_classes=9).state_dict())
+    config = {"name": "test_convnext", "library": "timm", "weights": str(path)}
+    backbone = build_backbone(model_options(**config, args={"num_classes": 0}), 0)
+    assert backbone.checkpoint == {"dropped": ["head.fc.bias", "head.fc.weight"]}
+    assert backbone.missing_heads == ()
+
+
 def test_the_checksum_is_compared_before_the_file_is_read(tmp_path: Path) -> None:
     path = saved(tmp_path, made("timm", 3).state_dict())
     digest = hashlib.sha256(path.read_bytes()).hexdigest()

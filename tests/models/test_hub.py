@@ -4,14 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import http.server
-import io
 import json
 import subprocess
 import sys
-import threading
-import urllib.error
-import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -26,7 +21,6 @@ from featx.config import TransformConfig, model_options
 from featx.errors import ConfigError, ModelError, StoreMismatchError, WeightsError
 from featx.jobs import base as jobs
 from featx.models import Backbone, build_backbone
-from featx.models.hub.checkout import find_checkout
 
 pytestmark = pytest.mark.usefixtures("packing_in_process")
 
@@ -173,7 +167,7 @@ def test_the_digest_is_that_of_paths_and_contents(clone: Path) -> None:
                  "featx_test_nets/small.py"):  # fmt: skip
         data = (clone / name).read_bytes()
         sha.update(f"{name} {len(data)};".encode() + data)
-    assert find_checkout("clone").sha256() == sha.hexdigest()
+    assert built("clone").provenance["code_sha256"] == sha.hexdigest()
 
 
 def test_a_resume_after_an_edit_is_refused(clone: Path, photos: Path) -> None:
@@ -251,9 +245,11 @@ def test_arguments_that_do_not_fit_are_refused(clone: Path) -> None:
     ("text", "message"),
     [
         ("dependencies = ['torch', 'cv2x', 'skimagex.io']\nimport cv2x",
+         r"No module named 'cv2x'\. To install: pip install cv2x"),
+        ("dependencies = ['torch', 'cv2x', 'skimagex.io']",
          r"needs cv2x, skimagex\.io .*are not installed\. To install: pip install cv2x"),
         ("dependencies = ['yaml_', 'torch']", r"needs yaml_ .*is not installed"),
-        ("def small(:", "is no Python code"),
+        ("def small(:", "fails with SyntaxError"),
         ("raise OSError('a file is missing')", "fails with OSError: a file is missing"),
     ],
 )  # fmt: skip
@@ -269,12 +265,11 @@ def test_names_that_are_no_checkout_are_refused(clone: Path, tmp_path: Path) -> 
     (tmp_path / "empty").mkdir()
     cases = {
         "empty": r"has no hubconf\.py",
-        "nothing": r"no such folder.*40 hex digits",
-        "owner/repo": "no such folder",
-        "owner/repo@main": "'main' is no full commit",
-        "owner/repo:v1.0": r"'v1\.0' is no full commit",
-        "owner/repo@0123abc": "'0123abc' is no full commit",
-        f"owner/repo@{'A' * 40}": "is no full commit",
+        "nothing": r"no such folder.*Expected a clone with a hubconf\.py\.$",
+        "owner/repo": r"git clone https://github\.com/owner/repo clone; then model\.name=clone",
+        "owner/repo@main": r"git clone .*/repo clone && git -C clone checkout main; then model",
+        "owner/repo:v1.0": r"featx fetches no code: .* && git -C clone checkout v1\.0; then model",
+        f"owner/repo@{'a' * 40}": f"git -C clone checkout {'a' * 40}; then model",
     }
     for name, message in cases.items():
         with pytest.raises(ModelError, match=message):
@@ -329,77 +324,6 @@ def test_what_the_code_prints_stays_out_of_the_result(
     assert printed.out == ""
     assert "loading" in printed.err
     assert f"running small of {clone / 'hubconf.py'}" in printed.err
-
-
-COMMIT = "0123456789abcdef0123456789abcdef01234567"
-
-
-def archive_of(folder: Path, comment: str) -> bytes:
-    """The archive of a commit as GitHub serves it."""
-    packed = io.BytesIO()
-    with zipfile.ZipFile(packed, "w") as archive:
-        for path in sorted(folder.rglob("*.py")):
-            archive.write(path, f"owner-repo-0123456/{path.relative_to(folder)}")
-        archive.comment = comment.encode()
-    return packed.getvalue()
-
-
-@contextlib.contextmanager
-def github(answers: dict[str, bytes]) -> Iterator[str]:
-    """A server on this machine that has these paths; yields its URL."""
-
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            found = answers.get(self.path)
-            self.send_response(404 if found is None else 200)
-            self.end_headers()
-            self.wfile.write(found or b"")
-
-        def log_message(self, *args: object) -> None:
-            pass
-
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        try:
-            yield f"http://127.0.0.1:{server.server_port}"
-        finally:
-            server.shutdown()
-
-
-def test_a_commit_is_fetched_once_and_then_found(
-    clone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TORCH_HOME", str(tmp_path / "torch"))
-    name, path = f"owner/repo@{COMMIT}", f"/owner/repo/zipball/{COMMIT}"
-    hub = tmp_path / "torch" / "hub"
-    with github({path: archive_of(clone, COMMIT)}) as server:
-        checkout = find_checkout(name, server)
-    assert checkout.folder == hub / f"owner_repo_{COMMIT}"
-    assert [entry.name for entry in hub.iterdir()] == [checkout.folder.name]
-    assert find_checkout(name, "http://127.0.0.1:1").sha256() == find_checkout("clone").sha256()
-    backbone = built(name)
-    assert backbone.name == f"hub/{name}:small"
-    assert backbone.weights_sha256 == built("clone").weights_sha256
-
-
-def test_a_commit_that_cannot_be_fetched_ends_in_one_message(
-    clone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TORCH_HOME", str(tmp_path / "torch"))
-    name, path = f"owner/repo@{COMMIT}", f"/owner/repo/zipball/{COMMIT}"
-    wrong = {
-        "of commit": archive_of(clone, "f" * 40),
-        "not a zip file": archive_of(clone, COMMIT)[:300],
-    }
-    for message, data in wrong.items():
-        with github({path: data}) as server, pytest.raises(ModelError, match=message):
-            find_checkout(name, server)
-    with github({}) as server, pytest.raises(ModelError, match="no such commit, or it is not"):
-        find_checkout(name, server)
-    with pytest.raises(ModelError, match=r"refused.*git clone https://github.com/owner/repo") as e:
-        find_checkout(name, "http://127.0.0.1:1")
-    assert isinstance(e.value.__cause__, urllib.error.URLError)
-    assert not list((tmp_path / "torch" / "hub").iterdir())
 
 
 @pytest.mark.slow

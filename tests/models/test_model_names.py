@@ -15,13 +15,14 @@ from featx.config import (
     model_options,
 )
 from featx.errors import ConfigError, FeatxError, ModelError
-from featx.models import LIBRARIES, registered_names, resolve_library
+from featx.models import LIBRARIES, build_backbone, read_catalogue, resolve_library
+from featx.models.catalogue import known_names
 
 
 def test_torchvision_names_are_those_it_registers() -> None:
     from torchvision.models import list_models
 
-    assert registered_names("torchvision") == set(list_models())
+    assert LIBRARIES.get("torchvision").names() == set(list_models())
 
 
 def test_timm_names_are_those_it_registers() -> None:
@@ -29,11 +30,17 @@ def test_timm_names_are_those_it_registers() -> None:
     from timm.models import _registry
 
     known = set(_registry._model_entrypoints) | set(_registry._deprecated_models)
-    assert registered_names("timm") == known
+    assert LIBRARIES.get("timm").names() == known
 
 
 def test_a_library_that_is_not_installed_has_no_names() -> None:
-    assert registered_names("no_such_library_anywhere") == frozenset()
+    assert known_names("no_such_library_anywhere", lambda: ["net"]) == frozenset()
+
+
+def test_another_version_of_a_library_lists_its_own_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.metadata.version", lambda package: "99.0")
+    names = known_names("timm", lambda: ["brand_new_net"])
+    assert names == read_catalogue().left_out["timm"] | {"brand_new_net"}
 
 
 @pytest.mark.parametrize(
@@ -74,9 +81,8 @@ def test_the_option_model_takes_a_model_or_a_library() -> None:
 
 
 def test_a_library_refuses_the_options_of_another_one() -> None:
-    timm = LIBRARIES.get("timm")
-    with pytest.raises(FeatxError, match=r"model_options makes them"):
-        timm.build(ModelConfig(name="resnet18", library="timm"), 0)
+    with pytest.raises(FeatxError, match=r"model_options makes the options of a library"):
+        build_backbone(ModelConfig(name="resnet18", library="timm"), 0)
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from featx.config import model_options
 from featx.errors import ModelError, WeightsError
 from featx.images import check_reference
 from featx.models import Backbone, build_backbone, seeded, state_sha256
-from featx.models.timm.backbone import embedding_of
+from featx.models.libraries.timm import embedding_of
 
 
 def build(name: str, weights: str | None = "default", seed: int = 0) -> Backbone:
@@ -192,7 +192,7 @@ def test_register_tokens_are_counted() -> None:
 
 
 def test_a_model_of_other_than_three_channels_is_refused() -> None:
-    from featx.models.timm.backbone import preprocess_of
+    from featx.models.libraries.timm import preprocess_of
 
     overlay = {"input_size": (1, 160, 160)}
     module = timm.create_model("test_resnet", in_chans=1, pretrained_cfg_overlay=overlay)

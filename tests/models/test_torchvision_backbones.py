@@ -195,7 +195,7 @@ def test_every_image_model_states_a_transform_that_fits_its_input() -> None:
     """All weights of all classification and segmentation models; no module is built."""
     from torchvision.transforms._presets import ImageClassification, SemanticSegmentation
 
-    from featx.models.torchvision.transforms import preprocess_of
+    from featx.models.libraries.torchvision import preprocess_of
 
     seen: set[str] = set()
     count = 0

@@ -16,7 +16,7 @@ from featx.engine import Compute, Engine
 from featx.errors import LayerError
 from featx.layers import select
 from featx.models import Backbone, build_backbone, seeded
-from featx.models.torchvision.creation import classifier_of
+from featx.models.libraries.torchvision import classifier_of
 
 LAST = {
     "alexnet": ("classifier.6", 64),

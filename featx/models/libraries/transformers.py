@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from featx.config import InputSize, ModelConfig, TransformConfig, options
 from featx.errors import ConfigError, ModelError, WeightsError
-from featx.models.libraries.registry import LIBRARIES, LibraryFunctions, library_member
+from featx.models.libraries.registry import LIBRARIES, ModelLibrary
 
 if TYPE_CHECKING:
     import torch
@@ -55,93 +56,88 @@ class TransformersOptions(ModelConfig):
                 )
 
 
-def build(config: TransformersOptions, seed: int) -> Backbone:
-    """Build the part of a model that reads images, with the weights of its folder.
+class Transformers(ModelLibrary[TransformersOptions]):
+    """Models of transformers."""
 
-    Args:
-        config: folder, or owner/model of the Hugging Face Hub, and options.
-        seed: seed of random weights.
+    def build(self, config: TransformersOptions, seed: int) -> Backbone:
+        """Build the part of a model that reads images, with the weights of its folder."""
+        from featx.models.base import Backbone, random_id
+        from featx.models.preprocessing import change_preprocess
+        from featx.models.transformers.families import embedding_of
+        from featx.models.transformers.loading import load_model
+        from featx.models.transformers.loading import untrained as random_module
+        from featx.models.transformers.processors import processor_choice
 
-    Raises:
-        ModelError: the folder holds a model that featx does not open.
-        WeightsError: the weights or the image processor are missing, damaged or of another model.
-        MissingExtraError: transformers is not installed.
-    """
-    from featx.models.base import Backbone, random_id
-    from featx.models.preprocessing import change_preprocess
-    from featx.models.transformers.families import embedding_of, family_of
-    from featx.models.transformers.folder import find_folder, read_config, read_state
-    from featx.models.transformers.loading import blueprint, import_transformers, load_model
-    from featx.models.transformers.loading import untrained as random_module
-    from featx.models.transformers.processors import processor_choice
-
-    import_transformers()
-    folder = find_folder(config.name)
-    values = read_config(folder)
-    family = family_of(str(values["model_type"]))
-    size = None if config.input_size is None else (config.input_size[0], config.input_size[1])
-    choice = processor_choice(folder, size)
-    state = None if config.weights is None else read_state(folder)
-    plan = blueprint(values, family, state, config.args)
-    _check_size(plan, family, choice.preprocess.crop, is_requested=size is not None)
-    if state is None:
-        module, weights = random_module(plan, seed), random_id(seed)
-    else:
-        module, weights = load_model(plan, state, config.name), config.name
-    backbone = Backbone(
-        module=module,
-        name=f"transformers/{type(module).__name__}",
-        weights=weights,
-        preprocess=change_preprocess(choice.preprocess, config.transform),
-        num_prefix_tokens=family.num_prefix_tokens(plan.config),
-        has_class_token=family.has_class_token,
-        embedding=embedding_of(module, family),
-        stages=family.stage_names(module),
-        reentrant=family.is_reentrant,
-        args=dict(config.args),
-        packages=("transformers",),
-        provenance={
-            "embedding": family.embedding,
-            "prefix_tokens": family.num_prefix_tokens(plan.config),
-            "processor": choice.name,
-        },
-    )
-    if not choice.is_proven:
-        backbone.choices["preprocessing"] = (
-            f"by {choice.name.partition(',')[0]} of transformers itself, image by image: the fast "
-            "path cannot state what it does"
+        folder, values = _open_folder(config)
+        size = None if config.input_size is None else (config.input_size[0], config.input_size[1])
+        choice = processor_choice(folder, size)
+        family, state, plan = _plan(config, folder, values)
+        _check_size(plan, family, choice.preprocess.crop, is_requested=size is not None)
+        if state is None:
+            module, weights = random_module(plan, seed), random_id(seed)
+        else:
+            module, weights = load_model(plan, state, config.name), config.name
+        backbone = Backbone(
+            module=module,
+            name=f"transformers/{type(module).__name__}",
+            weights=weights,
+            preprocess=change_preprocess(choice.preprocess, config.transform),
+            num_prefix_tokens=family.num_prefix_tokens(plan.config),
+            has_class_token=family.has_class_token,
+            embedding=embedding_of(module, family),
+            stages=family.stage_names(module),
+            reentrant=family.is_reentrant,
+            args=dict(config.args),
+            packages=("transformers",),
+            provenance={
+                "embedding": family.embedding,
+                "prefix_tokens": family.num_prefix_tokens(plan.config),
+                "processor": choice.name,
+            },
         )
-    _tell_half(backbone, state)
-    return backbone
+        if not choice.is_proven:
+            backbone.choices["preprocessing"] = (
+                f"by {choice.name.partition(',')[0]} of transformers itself, image by image: the "
+                "fast path cannot state what it does"
+            )
+        floats = {str(x.dtype)[6:] for x in (state or {}).values() if x.is_floating_point()}
+        if floats and floats != {"float32"}:
+            dtypes = ", ".join(sorted(floats))
+            backbone.choices["parameters"] = f"{dtypes} in the folder, float32 in the run"
+        return backbone
+
+    def untrained(self, config: TransformersOptions, seed: int) -> torch.nn.Module:
+        """The architecture with transformers' initialisation."""
+        from featx.models.transformers.loading import untrained as random_module
+
+        return random_module(_plan(config, *_open_folder(config))[2], seed)
 
 
-def untrained(config: TransformersOptions, seed: int) -> torch.nn.Module:
-    """The architecture with transformers' initialisation."""
-    from featx.models.transformers.families import family_of
-    from featx.models.transformers.folder import find_folder, read_config, read_state
-    from featx.models.transformers.loading import blueprint
-    from featx.models.transformers.loading import untrained as random_module
+def _open_folder(config: TransformersOptions) -> tuple[Path, dict[str, Any]]:
+    """Return the folder of a model, and its config.json."""
+    from featx.models.transformers.folder import find_folder, read_config
+    from featx.models.transformers.loading import import_transformers
 
+    import_transformers()  # before anything is downloaded
     folder = find_folder(config.name)
-    values = read_config(folder)
+    return folder, read_config(folder)
+
+
+def _plan(
+    config: TransformersOptions, folder: Path, values: dict[str, Any]
+) -> tuple[Family, dict[str, torch.Tensor] | None, Blueprint]:
+    """Return family and tensors of a model, which are None for random ones, and what is built."""
+    from featx.models.transformers.families import family_of
+    from featx.models.transformers.folder import read_state
+    from featx.models.transformers.loading import blueprint
+
     family = family_of(str(values["model_type"]))
     state = None if config.weights is None else read_state(folder)
-    return random_module(blueprint(values, family, state, config.args), seed)
+    return family, state, blueprint(values, family, state, config.args)
 
 
 def _check_size(plan: Blueprint, family: Family, crop: tuple[int, int], is_requested: bool) -> None:
-    """Check that a model takes images of the size that its processor makes.
-
-    Args:
-        plan: class and configuration.
-        family: its family.
-        crop: (height, width) of the images in pixels.
-        is_requested: whether the size is that of model.input_size.
-
-    Raises:
-        ModelError: it takes others.
-        WeightsError: model and processor do not belong together.
-    """
+    """Check that a model takes images of the size that its processor makes."""
     side = getattr(plan.config, "image_size", None)
     if family.takes_any_size or not side:
         return
@@ -161,20 +157,13 @@ def _check_size(plan: Blueprint, family: Family, crop: tuple[int, int], is_reque
     )
 
 
-def _tell_half(backbone: Backbone, state: dict[str, torch.Tensor] | None) -> None:
-    """Note among the choices of a backbone that its weights are stored in half precision."""
-    found = sorted({str(x.dtype)[6:] for x in (state or {}).values() if x.is_floating_point()})
-    if found and found != ["float32"]:
-        backbone.choices["parameters"] = f"{', '.join(found)} in the folder, float32 in the run"
-
-
 LIBRARIES.register(
-    library_member(
+    Transformers(
         "transformers",
         "Models of transformers: a folder with config.json, model.safetensors and "
         "preprocessor_config.json, or owner/model of the Hugging Face Hub.",
         TransformersOptions,
-        LibraryFunctions(build=build, untrained=untrained, names=tuple, knows=lambda name: True),
+        takes_any_name=True,
         extra="transformers",
     )
 )

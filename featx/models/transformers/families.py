@@ -65,19 +65,11 @@ class Family:
     is_reentrant: bool = True
 
     def num_prefix_tokens(self, config: object) -> int:
-        """Return the number of class and register tokens.
-
-        Args:
-            config: configuration of the model.
-        """
+        """Return the number of class and register tokens."""
         return self.prefix + (int(getattr(config, self.registers)) if self.registers else 0)
 
     def stage_names(self, module: nn.Module) -> tuple[str, ...] | None:
-        """Return the names of the stages, or None to find them from shapes.
-
-        Args:
-            module: the model.
-        """
+        """Return the names of the stages, or None to find them from shapes."""
         if self.stages is None:
             return None
         names = [f"{self.stages}.{name}" for name in _members(module, self.stages)]
@@ -173,12 +165,6 @@ def family_of(model_type: str) -> Family:
 
     A family that is not in the table is one whose model returns `pooler_output`; nothing is known
     about its tokens.
-
-    Args:
-        model_type: `model_type` in config.json.
-
-    Raises:
-        ModelError: featx refuses the family.
     """
     if model_type in REFUSED:
         raise ModelError(
@@ -189,12 +175,7 @@ def family_of(model_type: str) -> Family:
 
 
 def embedding_of(module: Any, family: Family) -> LibraryEmbedding:
-    """Return the embedding of a family for a model of it.
-
-    Args:
-        module: the model.
-        family: its family.
-    """
+    """Return the embedding of a family for a model of it."""
     from featx.models.base import LibraryEmbedding, expose_embedding
 
     vector = _EMBEDDINGS[family.embedding]

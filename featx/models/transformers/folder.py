@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from featx.errors import ModelError, WeightsError, counted, first_line
-from featx.models.hugging_face import HUB_NAME, resolve_hub
-from featx.models.json_files import read_json
-from featx.models.known_names import hint_elsewhere
+from featx.models.hugging_face import HUB_NAME, read_json, resolve_hub
+from featx.models.name_hints import hint_elsewhere
 
 if TYPE_CHECKING:
     import torch
@@ -50,14 +49,7 @@ be code of the hub."""
 
 
 def find_folder(name: str) -> Path:
-    """Return the folder of a model; a model of the Hugging Face Hub is downloaded.
-
-    Args:
-        name: path of a folder, or owner/model.
-
-    Raises:
-        WeightsError: there is no such folder or model, or it cannot be downloaded.
-    """
+    """Return the folder of a model; a model of the Hugging Face Hub is downloaded."""
     path = Path(name).expanduser()
     if path.is_dir():
         return path
@@ -75,11 +67,7 @@ def find_folder(name: str) -> Path:
 
 
 def _download(name: str) -> Path:
-    """Return the folder of a model of the hub, from its cache or from the network.
-
-    Raises:
-        WeightsError: it is neither there nor can it be downloaded.
-    """
+    """Return the folder of a model of the hub, from its cache or from the network."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.constants import ENDPOINT, HF_HUB_CACHE
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
@@ -104,15 +92,7 @@ def _download(name: str) -> Path:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Read config.json, without the entries that are no part of the model.
-
-    Args:
-        folder: folder of a model.
-
-    Raises:
-        ModelError: it is of another library, has code of its own, is quantised, or is an adapter.
-        WeightsError: it cannot be read.
-    """
+    """Read config.json, without the entries that are no part of the model."""
     if (folder / "adapter_config.json").is_file():
         raise ModelError(
             f"{folder} holds an adapter (adapter_config.json) of another model. Merge the two with "
@@ -149,11 +129,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def refuse_code(folder: Path) -> None:
-    """Refuse a folder whose files name Python code (`auto_map`); nothing of it is imported.
-
-    Raises:
-        ModelError: one does.
-    """
+    """Refuse a folder whose files name Python code (`auto_map`); nothing of it is imported."""
     for name in (CONFIG, *PROCESSORS, _TOKENIZER):
         file = folder / name
         if file.is_file() and _has_key(read_json(file), "auto_map"):
@@ -181,17 +157,7 @@ def _without(config: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, Any
 
 
 def read_state(folder: Path) -> dict[str, torch.Tensor]:
-    """Read the tensors of a folder, from one file or from the parts that its index names.
-
-    Args:
-        folder: folder of a model.
-
-    Returns:
-        name -> tensor, as in the files.
-
-    Raises:
-        WeightsError: there are none, or they are pickled, quantised, damaged or incomplete.
-    """
+    """Read the tensors of a folder, from one file or from the parts that its index names."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
@@ -209,11 +175,7 @@ def read_state(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    """Return the safetensors files of a folder.
-
-    Raises:
-        WeightsError: there are none, or a part is missing.
-    """
+    """Return the safetensors files of a folder."""
     if (folder / WEIGHTS).is_file():
         return [folder / WEIGHTS]
     if (folder / INDEX).is_file():
@@ -239,23 +201,11 @@ def _weight_files(folder: Path) -> list[Path]:
 
 
 def _check_dtypes(state: Mapping[str, torch.Tensor], folder: Path) -> None:
-    """Refuse quantised values, which need a scale that the names do not give.
-
-    Raises:
-        WeightsError: there are some.
-    """
-    import torch
-
-    plain_dtypes = (
-        torch.float64,
-        torch.float32,
-        torch.float16,
-        torch.bfloat16,
-        torch.int64,
-        torch.bool,
-    )
+    """Refuse quantised values, which need a scale that the names do not give."""
+    plain_dtypes = ("float64", "float32", "float16", "bfloat16", "int64", "bool")
+    dtypes = {name: str(x.dtype).removeprefix("torch.") for name, x in state.items()}
     quantised = [
-        f"{name} is {str(x.dtype)[6:]}" for name, x in state.items() if x.dtype not in plain_dtypes
+        f"{name} is {dtype}" for name, dtype in dtypes.items() if dtype not in plain_dtypes
     ]
     if quantised:
         raise WeightsError(

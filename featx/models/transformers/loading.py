@@ -41,13 +41,9 @@ class Blueprint:
 
 
 def import_transformers() -> Any:
-    """Import transformers.
-
-    Raises:
-        MissingExtraError: it is not installed.
-    """
-    what, extra = "model=transformers", "transformers"
-    return import_extra("transformers", what, "the extra transformers", extra)
+    """Import transformers, an optional package."""
+    what = "model=transformers"
+    return import_extra("transformers", what, "the extra transformers", "transformers")
 
 
 def blueprint(
@@ -58,15 +54,7 @@ def blueprint(
 ) -> Blueprint:
     """Return the class and the configuration of the part of a model that reads images.
 
-    Args:
-        config: config.json.
-        family: its family.
-        tensors: tensors of the folder, by which the pooler is built or not; None for random
-            weights, where it is built if it has the embedding.
-        args: model.args.
-
-    Raises:
-        ModelError: transformers does not know the model, or it does not read images.
+    The pooler is built if the embedding needs it, or the tensors of the folder have one.
     """
     transformers = import_transformers()
     model_type = str(config["model_type"])
@@ -105,12 +93,7 @@ def blueprint(
 
 
 def untrained(plan: Blueprint, seed: int) -> torch.nn.Module:
-    """Return the model with transformers' own initialisation.
-
-    Args:
-        plan: class and configuration.
-        seed: seed of the random weights.
-    """
+    """Return the model with transformers' own initialisation."""
     from featx.models.base import seeded
 
     with seeded(seed), quiet(), _build_errors(plan):
@@ -119,17 +102,7 @@ def untrained(plan: Blueprint, seed: int) -> torch.nn.Module:
 
 
 def load_model(plan: Blueprint, state: Mapping[str, torch.Tensor], origin: str) -> torch.nn.Module:
-    """Return the model with the tensors of a folder, in float32.
-
-    Args:
-        plan: class and configuration.
-        state: tensors of the folder.
-        origin: the folder, for messages.
-
-    Raises:
-        ModelError: the model cannot be built.
-        WeightsError: the tensors are not those of the model, or hold NaN.
-    """
+    """Return the model with the tensors of a folder, in float32."""
     module, info = _from_state(plan, state, origin)
     missing = info["missing_keys"]
     no_pooler = missing and all(map(_is_of_pooler, missing)) and not any(map(_is_of_pooler, state))
@@ -174,11 +147,7 @@ def _is_of_pooler(name: str) -> bool:
 
 
 def _check_loaded(module: Any, info: Mapping[str, Any], origin: str) -> None:
-    """Check that the tensors of a folder have filled a model.
-
-    Raises:
-        WeightsError: some are missing, left over in a part of the model, or hold NaN.
-    """
+    """Check that the tensors of a folder have filled a model."""
     import torch
 
     children = {name for name, _ in module.named_children()}

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from featx.errors import ModelError, WeightsError, one_line
-from featx.models.json_files import read_json
+from featx.models.hugging_face import read_json
 from featx.models.transformers.folder import CONFIG, PROCESSORS
 from featx.models.transformers.loading import import_transformers, quiet
 from featx.models.transformers.statements import (
@@ -52,13 +52,7 @@ class ProcessorChoice:
 def processor_choice(folder: Path, size: tuple[int, int] | None) -> ProcessorChoice:
     """Return the preprocessing that the processor of a folder asks for.
 
-    Args:
-        folder: folder of a model, whose files name no code (`refuse_code`).
-        size: (height, width) of the images in pixels; None takes that of the processor.
-
-    Raises:
-        ModelError: it makes images of several sizes, or cannot be told another size.
-        WeightsError: there is none, or it cannot be read.
+    `size` is (height, width) of the images in pixels, or None for that of the processor.
     """
     processor = _open_processor(folder, {})
     if size is not None:
@@ -77,13 +71,6 @@ def _open_processor(folder: Path, options: Mapping[str, Any]) -> Any:
 
     The backends of transformers differ by several levels of 255, so one is chosen for good. Pillow
     resizes like the transforms of torchvision and timm do on images.
-
-    Args:
-        folder: folder of a model.
-        options: options of the processor that replace its own.
-
-    Raises:
-        WeightsError: there is none, or it cannot be read.
     """
     transformers = import_transformers()
     nested, plain = (folder / name for name in PROCESSORS)
@@ -124,11 +111,7 @@ def _reference(processor: Any) -> Reference:
 
 
 def _size_of(reference: Reference, name: str) -> tuple[int, int]:
-    """Return (height, width) of the images that a processor makes.
-
-    Raises:
-        ModelError: it fails, or does not make RGB images of one size.
-    """
+    """Return (height, width) of the images that a processor makes."""
     shapes = []
     for size in MADE_SIZES:
         try:
@@ -170,13 +153,6 @@ def _options_of_size(processor: Any, size: tuple[int, int]) -> dict[str, Any]:
     """Options with which a processor makes images of another size.
 
     The share of the image that is cropped stays the same.
-
-    Args:
-        processor: the processor.
-        size: (height, width) in pixels.
-
-    Raises:
-        ModelError: its options cannot state such a size.
     """
     name = type(processor).__name__.removesuffix("Pil")
     height, width = size

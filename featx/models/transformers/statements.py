@@ -69,11 +69,7 @@ class Statement:
 
 @functools.cache
 def made_image(size: tuple[int, int]) -> Image.Image:
-    """Return an RGB image with structure at several scales, edges and noise.
-
-    Args:
-        size: (width, height) in pixels.
-    """
+    """Return an RGB image with structure at several scales, edges and noise."""
     import numpy as np
     from PIL import Image
 

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from featx.base import quiet_logs
 from featx.errors import ConfigError, FeatxError, ModelError, WeightsError, first_line
+from featx.models.libraries.open_clip import (
+    LOCAL,
+    OpenClipOptions,
+    create_of_tag,
+    import_open_clip,
+    source_of,
+)
 from featx.models.transformers.folder import refuse_code
 
 if TYPE_CHECKING:
@@ -18,9 +25,6 @@ if TYPE_CHECKING:
 
 TEMPLATE_SETS = ("openai", "simple")
 """Names of lists of templates that open_clip has."""
-
-_LOCAL = "local-dir:"
-"""Prefix that marks the name of a folder for open_clip."""
 
 
 @dataclass(frozen=True)
@@ -59,8 +63,6 @@ def text_classifier(
     import torch
 
     from featx.models.base import state_sha256
-    from featx.models.open_clip.options import OpenClipOptions
-    from featx.models.open_clip.sources import import_open_clip, source_of
 
     if not isinstance(config, OpenClipOptions):
         raise ConfigError(
@@ -93,21 +95,15 @@ def text_classifier(
     return TextClassifier(weight, bias, len(template_list), sha256)
 
 
-def _whole_model(config: Any) -> Any:
+def _whole_model(config: OpenClipOptions) -> Any:
     """Return image and text tower of a model with their weights."""
-    from featx.models.checkpoint import load_match, read_weights
-    from featx.models.checkpoint_match import match_checkpoint
-    from featx.models.open_clip.image_tower import download_errors
-    from featx.models.open_clip.sources import import_open_clip, source_of
+    from featx.models.checkpoint import load_weights, read_weights
 
-    open_clip, source = import_open_clip(), source_of(config)
+    source = source_of(config)
     try:
         if source.tag is not None:
-            with download_errors(open_clip.get_pretrained_cfg(source.name, source.tag), source):
-                return open_clip.create_model(
-                    source.name, pretrained=source.tag, force_quick_gelu=source.uses_quick_gelu
-                )
-        model = open_clip.create_model(
+            return create_of_tag(source)
+        model = import_open_clip().create_model(
             _place(config), load_weights=False, force_quick_gelu=source.uses_quick_gelu
         )
     except FeatxError:
@@ -119,33 +115,26 @@ def _whole_model(config: Any) -> Any:
         ) from error
     if source.file is None:
         raise FeatxError(f"the weights of {source.name} are in no file.")
-    origin, options = str(source.file), config.checkpoint
-    if options.prefix is not None:
-        options = replace(options, prefix=options.prefix.removesuffix("visual."))
-    state = read_weights(source.file, options.sha256)
-    load_match(model, match_checkpoint(model, state, origin, options), origin)
+    prefix = config.checkpoint.prefix
+    if prefix is not None:
+        prefix = prefix.removesuffix("visual.")
+    state = read_weights(source.file, config.checkpoint.sha256)
+    load_weights(model, state, str(source.file), prefix)
     return model
 
 
-def _place(config: Any) -> str:
+def _place(config: OpenClipOptions) -> str:
     """Return what open_clip calls the model: its name, or local-dir: and its folder."""
-    name = str(config.name)
-    folder = Path(name.removeprefix(_LOCAL)).expanduser()
-    is_folder = name.startswith(_LOCAL) or folder.is_dir()
-    return f"{_LOCAL}{folder}" if is_folder else name
+    folder = Path(config.name.removeprefix(LOCAL)).expanduser()
+    is_folder = config.name.startswith(LOCAL) or folder.is_dir()
+    return f"{LOCAL}{folder}" if is_folder else config.name
 
 
-def _tokenizer(config: Any) -> Any:
-    """Return the tokenizer of a model.
-
-    Raises:
-        WeightsError: its files are not on this machine.
-    """
-    from featx.models.open_clip.sources import import_open_clip
-
+def _tokenizer(config: OpenClipOptions) -> Any:
+    """Return the tokenizer of a model."""
     place = _place(config)
-    if place.startswith(_LOCAL):
-        refuse_code(Path(place.removeprefix(_LOCAL)))
+    if place.startswith(LOCAL):
+        refuse_code(Path(place.removeprefix(LOCAL)))
     try:
         return import_open_clip().get_tokenizer(place)
     except Exception as error:  # of several libraries: files of tokenizers come from the hub

@@ -1,7 +1,13 @@
-"""The module that runs a program of torch.export, with the layers of the exported model."""
+"""Programs of torch.export: the module that runs one, with the layers of the exported model.
+
+`torch.export.load` may run code that a file contains, so a program is code of the user, who names
+it in the command.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -12,10 +18,15 @@ from torch.utils._pytree import TreeSpec, tree_leaves, tree_map, tree_unflatten
 
 from featx.base import quiet_logs
 from featx.errors import ModelError, first_line, require
-from featx.models.programs.archive import HOW_TO_EXPORT, checked_archive
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
+
+_HOW_TO_EXPORT = (
+    "batch = torch.export.Dim('batch'); torch.export.save(torch.export.export(model.eval(), "
+    "(images,), dynamic_shapes=({0: batch},)), 'model.pt2')"
+)
+"""Code that makes a file which featx opens, with `images` (2, 3, H, W) float32."""
 
 _MOST_CHECKED = 512
 """Largest batch for which conditions of the export are checked, unless it allows fewer images."""
@@ -48,52 +59,90 @@ class Program:
 
 
 def open_program(path: Path) -> Program:
-    """Open a file of torch.export.save.
-
-    Args:
-        path: path of the file; ~ is expanded.
-
-    Raises:
-        ModelError: the file cannot be read, holds something else, would run code, was exported in
-            train mode, or takes something else than a batch of images.
-    """
-    archive, sha256 = checked_archive(path)
+    """Open a file of torch.export.save, and refuse what takes no images or is in train mode."""
+    path = path.expanduser()
+    sha256 = _check_kind(path)
     with quiet_logs():  # what torch logs becomes an error message here
         try:
-            program = torch.export.load(archive)
+            program = torch.export.load(path)
         except Exception as error:  # of several kinds: the archive is right, its content is not
             reason = first_line(error)
             raise ModelError(
                 f"model.name={path} cannot be opened by torch {torch.__version__} "
                 f"({type(error).__name__}: {reason}). It may be damaged, written by a newer "
-                "torch, or use operators that this one does not have. Export the model again."
+                "torch, or use operators that this one does not have. Copy it again, or export the "
+                "model again."
             ) from error
-        _refuse_train_mode(program, path)
+        _check_nodes(program, path)
         shape = _input_shape(program, path)
         batch_size = shape[0] if isinstance(shape[0], int) else None
         output = _output(program)
-        # Without an example of the input, torch leaves out the conditions on its sizes.
-        program.example_inputs = ((torch.zeros(()),), {})
         module = _module(program, path, batch_size)
     height, width = shape[2:]
     is_fixed = isinstance(height, int) and isinstance(width, int)
-    gives_vectors = isinstance(output, torch.Tensor) and output.dim() == 2
-    size = (int(height), int(width)) if is_fixed else None
-    plain = module if isinstance(module, FixedBatch) else program.module()
-    most = _most_images(program, shape[0])
-    return Program(module, batch_size, size, gives_vectors, sha256, most, plain)
+    return Program(
+        module=module,
+        batch_size=batch_size,
+        size=(int(height), int(width)) if is_fixed else None,
+        gives_vectors=isinstance(output, torch.Tensor) and output.dim() == 2,
+        sha256=sha256,
+        most_images=_most_images(program, shape[0]),
+        plain=module if isinstance(module, FixedBatch) else program.module(),
+    )
+
+
+def _check_kind(path: Path) -> str:
+    """Return the SHA-256 of a file, and refuse one that torch.export.save has not written."""
+    if not path.is_file():
+        raise ModelError(
+            f"model.name={path}: no such file (looked in {Path.cwd()}). Expected a file of "
+            f"torch.export.save: {_HOW_TO_EXPORT}"
+        )
+    try:
+        with path.open("rb") as file:
+            sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+        with zipfile.ZipFile(path) as archive:
+            names = archive.namelist()
+            damaged = archive.testzip()  # torch compares no checksums
+    except zipfile.BadZipFile as error:
+        raise ModelError(
+            f"model.name={path} is no archive of torch.export.save ({error}): it is cut off, or an "
+            f"ONNX model, weights or a pickle. Export the model: {_HOW_TO_EXPORT}"
+        ) from error
+    except OSError as error:
+        raise ModelError(f"model.name={path} cannot be read: {error}.") from error
+    inside = {name.rpartition("/")[2] for name in names}
+    problem = ""
+    if damaged is not None:
+        problem = f"is damaged: {damaged} has another checksum. Copy it again."
+    elif any("data/aotinductor/" in name for name in names):
+        problem = (
+            "was compiled by AOTInductor (torch._inductor.aoti_compile_and_package): it is machine "
+            "code without layers, made for one kind of device. Give the file of torch.export.save "
+            "that it was compiled from."
+        )
+    elif "serialized_exported_program.json" in inside:
+        problem = (
+            "was written by torch 2.7 or older. Load it with that version, export the model again "
+            "with the torch of this environment, and give the new file."
+        )
+    elif "data.pkl" in inside:
+        kind = "torch.jit.save (TorchScript)" if "constants.pkl" in inside else "torch.save"
+        problem = (
+            f"is a file of {kind}, not of torch.export.save. Weights go into model.weights=FILE "
+            f"with the name of their architecture; a model is exported with: {_HOW_TO_EXPORT}"
+        )
+    elif "archive_format" not in inside:
+        problem = f"is an archive, but not of torch.export.save. Export the model: {_HOW_TO_EXPORT}"
+    if problem:
+        raise ModelError(f"model.name={path} {problem}")
+    return sha256
 
 
 def check_forward(program: Program, size: tuple[int, int], name: str) -> None:
-    """Check that a program takes images of a size, and that its module gives the same values.
+    """Check that a program takes images of (height, width), and that its module computes the same.
 
-    Args:
-        program: the program.
-        size: (height, width) of the images in pixels.
-        name: its file, for messages.
-
-    Raises:
-        ModelError: it does not.
+    `name` is its file, for messages.
     """
     _check_guards(program, size, name)
     images = torch.randn((2, 3, *size), generator=torch.Generator().manual_seed(0))
@@ -129,9 +178,6 @@ def _module(program: ExportedProgram, path: Path, batch_size: int | None) -> nn.
 
     Modules of the exported model come back by torch.export.unflatten. With a fixed batch size they
     would give as many rows as the program was exported for, and are left out.
-
-    Raises:
-        ModelError: the modules of the model cannot be restored.
     """
     if batch_size is not None:
         return FixedBatch(program.module(), batch_size)
@@ -150,9 +196,6 @@ def _check_guards(program: Program, size: tuple[int, int], name: str) -> None:
 
     torch compares sizes with the conditions of the export where it runs a program itself, and not
     in the modules that unflatten makes.
-
-    Raises:
-        ModelError: a condition does not hold.
     """
     guards = dict(program.plain.named_children()).get("_guards_fn")
     if guards is None or program.batch_size is not None:
@@ -166,7 +209,7 @@ def _check_guards(program: Program, size: tuple[int, int], name: str) -> None:
             raise ModelError(
                 f"{name} does not take {images} of {size[0]} x {size[1]} pixels ({error}). "
                 "model.transform.crop=[HEIGHT,WIDTH] gives another size, if it was exported for "
-                f"several; any number of images: {HOW_TO_EXPORT}"
+                f"several; any number of images: {_HOW_TO_EXPORT}"
             ) from error
 
 
@@ -182,10 +225,6 @@ class FixedBatch(nn.Module):
 
     Images are computed in groups of this size, the last one filled up with zeros. The modules of
     the program are not called as modules, because their tensors have rows of the filling.
-
-    Args:
-        program: function of (batch_size, 3, H, W) images, from `ExportedProgram.module`.
-        batch_size: images of one call.
     """
 
     def __init__(self, program: nn.Module, batch_size: int) -> None:
@@ -220,18 +259,14 @@ class FixedBatch(nn.Module):
             raise ModelError(
                 f"the program was exported for {self._batch_size} images and also returns {what}, "
                 "which has no row per image. Export the model with a free batch size: "
-                f"{HOW_TO_EXPORT}"
+                f"{_HOW_TO_EXPORT}"
             )
 
         return tree_map(without_filling, outputs)
 
 
 def _input_shape(program: ExportedProgram, path: Path) -> tuple[int | torch.SymInt, ...]:
-    """Return the shape (B, 3, H, W) of the one input of a program.
-
-    Raises:
-        ModelError: it takes something else than a batch of images as its only argument.
-    """
+    """Return the shape (B, 3, H, W) of the one input of a program."""
     names = program.graph_signature.user_inputs
     found = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
     inputs = [found[name].meta.get("val") for name in names if name in found]
@@ -251,7 +286,7 @@ def _input_shape(program: ExportedProgram, path: Path) -> tuple[int | torch.SymI
         texts.append(f"{name}{'' if is_positional else ' by keyword'}: {text}")
     raise ModelError(
         f"model.name={path} takes {'; '.join(texts) or 'no input'}. Expected one positional "
-        f"argument, a batch of images (batch, 3, height, width) float32: {HOW_TO_EXPORT}"
+        f"argument, a batch of images (batch, 3, height, width) float32: {_HOW_TO_EXPORT}"
     )
 
 
@@ -270,19 +305,31 @@ def _spec(found: TreeSpec | None) -> TreeSpec:
     return cast(TreeSpec, found)
 
 
-def _refuse_train_mode(program: ExportedProgram, path: Path) -> None:
-    """Check that a program computes as in eval mode, the same in every call.
+def _check_nodes(program: ExportedProgram, path: Path) -> None:
+    """Refuse a program of train mode, of random numbers or of another device than the CPU.
 
-    Raises:
-        ModelError: it has operators of train mode, random numbers, or changes its buffers.
+    Nodes that assert dtype and device of the export are removed: they compute nothing, and a run
+    may use another precision or device.
     """
-    reasons = [
-        f"{_short(node)} ({reason})"
-        for module in program.graph_module.modules()
-        if isinstance(module, torch.fx.GraphModule)
-        for node in module.graph.nodes
-        if node.op == "call_function" and (reason := _train_mode_problem(node))
-    ]
+    reasons, devices = [], {x.device.type for x in program.state_dict.values()}
+    for module in program.graph_module.modules():
+        nodes = list(module.graph.nodes) if isinstance(module, torch.fx.GraphModule) else []
+        for node in nodes:
+            if node.target is torch.ops.aten._assert_tensor_metadata.default:
+                module.graph.erase_node(node)
+                continue
+            value = node.meta.get("val")
+            if isinstance(value, torch.Tensor):
+                devices.add(value.device.type)
+            if node.op == "call_function" and (reason := _train_mode_problem(node)):
+                operator = str(node.target).removeprefix("aten.").partition(".")[0]
+                reasons.append(f"{operator} ({reason})")
+    if others := devices - {"cpu"}:
+        raise ModelError(
+            f"model.name={path} was exported on {', '.join(others)}, and would run there only. "
+            f"Export it on the CPU: model.cpu(), images.cpu(), then {_HOW_TO_EXPORT}; featx moves "
+            "it to the device."
+        )
     changed = program.graph_signature.buffers_to_mutate.values()
     reasons += [f"the buffer {name} (changed by every call)" for name in changed]
     if reasons:
@@ -290,7 +337,7 @@ def _refuse_train_mode(program: ExportedProgram, path: Path) -> None:
         raise ModelError(
             f"model.name={path} was exported in train mode, or is random: "
             f"{', '.join(reasons[:3])}{more}. The mode is fixed in a program: call model.eval() "
-            f"and export it again: {HOW_TO_EXPORT}"
+            f"and export it again: {_HOW_TO_EXPORT}"
         )
 
 
@@ -314,8 +361,3 @@ def _train_mode_problem(node: torch.fx.Node) -> str | None:
     defaults = {each.name: each.default_value for each in operator._schema.arguments}
     is_off = defaults.get("dropout_p") == 0.0 and "dropout_p" not in arguments
     return None if is_off else "random"
-
-
-def _short(node: torch.fx.Node) -> str:
-    """Name of the operator of a node, such as dropout."""
-    return str(node.target).removeprefix("aten.").partition(".")[0]

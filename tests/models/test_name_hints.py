@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 import json
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,8 +12,9 @@ import pytest
 
 from featx.config import model_options
 from featx.errors import FeatxError, ModelError
-from featx.models import build_backbone, hint, registered_names, resolve_library
-from featx.models.known_models import KnownModel, known_models
+from featx.models import LIBRARIES, build_backbone, hint, read_catalogue, resolve_library
+
+SCRIPTS = Path(__file__).parents[2] / "scripts"
 
 
 def said_of(name: str) -> str:
@@ -26,34 +27,37 @@ def said_of(name: str) -> str:
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("dinov2_vits14", "timm has the same weights: model=vit_small_patch14_dinov2.lvd142m."),
+        ("dinov2_vits14", "The same weights: model=vit_small_patch14_dinov2.lvd142m (timm)."),
         ("dinov2_vits14", "model=transformers model.name=facebook/dinov2-small."),
-        ("dinov2_vitb14_reg", "the same weights: model=vit_base_patch14_reg4_dinov2.lvd142m."),
-        ("dino_vits16", "the same weights: model=vit_small_patch16_224.dino."),
-        ("dinov3_vits16", "same architecture: model=vit_small_patch16_dinov3.lvd1689m."),
-        ("facebook/dinov2-base", "model=transformers model.name=facebook/dinov2-base."),
         (
-            "facebook/dinov2-base",
-            "the weights of torch.hub's dinov2_vitb14: model=vit_base_patch14_dinov2.lvd142m.",
+            "dinov2_vitb14_reg",
+            "The same weights: model=vit_base_patch14_reg4_dinov2.lvd142m",
         ),
-        ("ViT-B/32", "same weights: model=open_clip model.name=ViT-B-32 model.weights=openai."),
+        ("dino_vits16", "The same weights: model=vit_small_patch16_224.dino (timm)."),
+        ("dinov3_vits16", "or architecture: model=vit_small_patch16_dinov3.lvd1689m (timm)."),
+        ("facebook/dinov2-base", "model=transformers model.name=facebook/dinov2-base."),
+        ("facebook/dinov2-base", "architecture: model=vit_base_patch14_dinov2.lvd142m (timm)."),
+        ("ViT-B/32", "or model=open_clip model.name=ViT-B-32 model.weights=openai (open_clip)."),
         ("clip-vit-base-patch32", "model=transformers model.name=openai/clip-vit-base-patch32."),
-        ("openai/clip-vit-base-patch32", "model=vit_base_patch32_clip_quickgelu_224.openai."),
-        ("RN50x4", "model=open_clip model.name=RN50x4 model.weights=openai."),
-        ("ViT-H-14", "model=open_clip model.name=ViT-H-14 model.weights=TAG, with one of the tags"),
-        ("google/vit-base-patch16-224", "model=vit_base_patch16_224.orig_in21k_ft_in1k."),
-        ("siglip-base-patch16-224", "architecture: model=vit_base_patch16_siglip_224.webli."),
-        ("facebook/convnext-tiny-224", "torchvision has the same architecture: model=convnext_t"),
-        ("microsoft/resnet-50", "torchvision has the same architecture: model=resnet50."),
-        ("resnet-50", "otherwise: model=resnet50 (torchvision) or model=resnet50.a1_in1k (timm)."),
+        ("openai/clip-vit-base-patch32", "model=vit_base_patch32_clip_quickgelu_224.openai (timm)"),
+        ("RN50x4", "model=open_clip model.name=RN50x4 model.weights=openai"),
+        ("ViT-H-14", "model=open_clip model.name=ViT-H-14 model.weights=laion2b_s32b_b79k"),
+        ("google/vit-base-patch16-224", "model=vit_base_patch16_224.orig_in21k_ft_in1k (timm)"),
+        ("siglip-base-patch16-224", "architecture: model=vit_base_patch16_siglip_224.webli (timm)"),
+        ("facebook/convnext-tiny-224", "architecture: model=convnext_tiny (torchvision)"),
+        ("microsoft/resnet-50", "architecture: model=resnet50 (torchvision)."),
+        (
+            "resnet-50",
+            "model=resnet50 (torchvision) or model=resnet50.a1_in1k (timm).",
+        ),
         ("ResNet50", "model=resnet50 (torchvision)"),
         ("efficientnet-b0", "model=efficientnet_b0 (torchvision)"),
         ("vit-b-16", "model=vit_b_16 (torchvision)"),
         ("convnext-tiny", "model=convnext_tiny (torchvision)"),
         ("vit_base_patch14_dinov2-lvd142m", "model=vit_base_patch14_dinov2.lvd142m (timm)."),
-        ("laion/CLIP-ViT-B-32-laion2B-s34B-b79K", "model.weights=laion2b_s34b_b79k."),
-        ("timm/resnet50.a1_in1k", "timm has the weights of timm/resnet50.a1_in1k: model=resnet50."),
-        ("torchvision/resnet50", "torchvision has resnet50: model=resnet50."),
+        ("laion/CLIP-ViT-B-32-laion2B-s34B-b79K", "model.weights=laion2b_s34b_b79k"),
+        ("timm/resnet50.a1_in1k", "The same weights: model=resnet50.a1_in1k (timm)."),
+        ("torchvision/resnet50", "architecture: model=resnet50 (torchvision)."),
         ("owner/model", "model=transformers model.name=owner/model if it is a model for transfo"),
         ("/no/such/folder", "There is no such file or folder."),
     ],
@@ -65,10 +69,14 @@ def test_the_message_says_what_to_type(name: str, said: str) -> None:
 @pytest.mark.parametrize(
     ("name", "library", "said"),
     [
-        ("vit_tiny_patch16_224", "torchvision", "timm has it: model=vit_tiny_patch16_224.augreg_i"),
-        ("resnet50.a1_in1k", "torchvision", "timm has it: model=resnet50.a1_in1k."),
-        ("maxvit_t", "timm", "torchvision has it: model=maxvit_t."),
-        ("ResNet18", "torchvision", "spelled otherwise: model=resnet18 (torchvision)"),
+        (
+            "vit_tiny_patch16_224",
+            "torchvision",
+            "model=vit_tiny_patch16_224.augreg_in21k_ft_in1k",
+        ),
+        ("resnet50.a1_in1k", "torchvision", "model=resnet50.a1_in1k (timm)."),
+        ("maxvit_t", "timm", "model=maxvit_t (torchvision)."),
+        ("ResNet18", "torchvision", "model=resnet18 (torchvision)"),
     ],
 )
 def test_a_name_of_another_library(name: str, library: str, said: str) -> None:
@@ -82,8 +90,8 @@ def test_a_name_of_another_library(name: str, library: str, said: str) -> None:
     [
         ({"library": "transformers", "name": "dinov2_vits14"}, "facebook/dinov2-small."),
         ({"library": "transformers", "name": "dinov2_vits14"}, "model=vit_small_patch14_dinov2.lv"),
-        ({"library": "transformers", "name": "resnet50"}, "torchvision has it: model=resnet50."),
-        ({"library": "transformers", "name": "ResNet-50"}, "otherwise: model=resnet50 (torchvis"),
+        ({"library": "transformers", "name": "resnet50"}, "model=resnet50 (torchvision)"),
+        ({"library": "transformers", "name": "ResNet-50"}, "model=resnet50 (torchvision)"),
         ({"library": "open_clip", "name": "dinov2_vits14"}, "model=vit_small_patch14_dinov2.lvd1"),
         ({"library": "hub", "name": "dinov2_vits14", "entry": "x"}, "model=vit_small_patch14_di"),
         ({"library": "hub", "name": "ViT-B/32", "entry": "x"}, "model=open_clip model.name=ViT-B-"),
@@ -108,7 +116,7 @@ def test_odd_names_are_unknown_models_too(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["resnet51", "no_such_model_at_all"])
 def test_a_name_that_nobody_knows_gets_the_nearest_and_the_search(name: str) -> None:
-    assert hint(name, registered_names("timm")) == ""
+    assert hint(name) == ""
     assert "job=models models.query=WORDS searches the names" in said_of(name)
 
 
@@ -134,46 +142,53 @@ def test_a_file_of_weights_is_an_option_of_its_own(tmp_path: Path) -> None:
     assert f"model=NAME model.weights={file}" in said_of(str(file))
 
 
+ROWS = [row.split("\t") for row in (SCRIPTS / "known_models.tsv").read_text().splitlines()[1:]]
+"""Rows of the table of which scripts/model_catalogue makes the column `also`."""
+
+
+def test_the_catalogue_has_the_names_of_other_programs() -> None:
+    also = {name for entry in read_catalogue().entries for name in entry.also}
+    expected = {row[0] if row[6] else f"~{row[0]}" for row in ROWS if row[0]}
+    assert also == expected | {f"~{row[2]}" for row in ROWS if row[2]}
+
+
 def test_no_name_of_another_program_is_a_name_of_a_library() -> None:
     """Otherwise featx would never get to the message."""
-    names = registered_names("timm") | registered_names("torchvision")
-    assert [name for model in known_models() for name in model.names if name in names] == []
-    every = [x for model in known_models() for x in (model.original, model.hugging_face) if x]
+    names = {*LIBRARIES.get("timm").names(), *LIBRARIES.get("torchvision").names()}
+    every = [name for row in ROWS for name in (row[0], row[2]) if name]
     assert len(every) == len(set(every)) > 100
+    assert not names.intersection(every, (name.partition("/")[2] for name in every))
 
 
-@pytest.mark.parametrize("model", known_models(), ids=lambda known: known.names[0])
-def test_every_suggestion_exists_and_the_same_weights_are_the_same(model: KnownModel) -> None:
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0] or row[2])
+def test_every_suggestion_exists_and_the_same_weights_are_the_same(row: list[str]) -> None:
     """timm's and open_clip's own tables name the file of the authors, or its copy on the hub."""
     import open_clip
     import timm
     from torchvision.models import list_models
 
-    assert model.options
-    for library, option in model.options:
-        if library == "torchvision":
-            assert option in list_models()
-            assert not model.evidence
-        elif library == "open_clip":
-            found = re.fullmatch(r"open_clip model\.name=(\S+) model\.weights=(\S+)", option)
-            assert found is not None
-            cfg = open_clip.get_pretrained_cfg(*found.groups())
-            assert cfg["url"].endswith(f"/{model.evidence}")
+    _, _, _, clip, of_timm, torchvision, evidence = row
+    assert clip or of_timm or torchvision
+    if torchvision:
+        assert torchvision in list_models()
+        assert not evidence
+    if clip:
+        assert open_clip.get_pretrained_cfg(*clip.split())["url"].endswith(f"/{evidence}")
+    if of_timm:
+        assert of_timm in _timm_weights()
+        assert resolve_library(model_options(name=of_timm)).name == "timm"
+        cfg = timm.get_pretrained_cfg(of_timm)
+        if evidence and not cfg.url:
+            # open_clip names the authors' file and this repository for one set of weights.
+            tags = [open_clip.get_pretrained_cfg(*each) for each in open_clip.list_pretrained()]
+            copies = {tag["hf_hub"].strip("/") for tag in tags if evidence in tag["url"]}
+            assert copies == {cfg.hf_hub_id}
+            assert "quickgelu" in of_timm, "timm's note asks for it"
         else:
-            assert library == "timm"
-            assert option in _timm_weights()
-            assert resolve_library(model_options(name=option)).name == "timm"
-            cfg = timm.get_pretrained_cfg(option)
-            if model.evidence and not cfg.url:
-                # open_clip names the authors' file and this repository for one set of weights.
-                tags = [open_clip.get_pretrained_cfg(*each) for each in open_clip.list_pretrained()]
-                copies = {tag["hf_hub"].strip("/") for tag in tags if model.evidence in tag["url"]}
-                assert copies == {cfg.hf_hub_id}
-                assert "quickgelu" in option, "timm's note asks for it"
-            else:
-                assert cfg.url.endswith(f"/{model.evidence}") or not model.evidence
+            assert cfg.url.endswith(f"/{evidence}") or not evidence
 
 
+@functools.cache
 def _timm_weights() -> set[str]:
     import timm
 

@@ -8,8 +8,10 @@ environment, ~/.aws, .netrc), never from data.root.
 from __future__ import annotations
 
 import errno
+import io
 import os
 import re
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -42,6 +44,16 @@ _ENDINGS = (b".tar", b".tar.gz", b".tgz")
 _REQUESTS = 16
 """Maximum number of parallel requests while shards are discovered."""
 
+_BLOCK = 2 << 20
+"""Decompressed bytes that are read at once. Those of a block that lie before the next seek point
+are decompressed again with the following block, so it is larger than `_SPACING`."""
+_BLOCKS_KEPT = 8
+"""Blocks that a `GzipReader` keeps. Threads that read rows in order are a few images apart."""
+_SPACING, _MAX_POINTS = 1 << 20, 1024
+"""Decompressed bytes between seek points, and the number of them; each takes 32 KiB."""
+_COMPRESSED_BLOCK = 1 << 20
+"""Compressed bytes that are read at once."""
+
 
 @dataclass(frozen=True)
 class Shard:
@@ -62,6 +74,90 @@ class Shard:
     version: str
     read: Callable[[int, int], bytes]
     mtime_ns: int | None = None
+
+
+class CompressedFile(io.RawIOBase):
+    """The bytes of a shard as a file.
+
+    Attributes:
+        error: exception of the last read, which a decompressor may hide.
+    """
+
+    def __init__(self, shard: Shard) -> None:
+        self._shard, self._offset = shard, 0
+        self.error: Exception | None = None
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        start = {os.SEEK_SET: 0, os.SEEK_CUR: self._offset, os.SEEK_END: self._shard.size}[whence]
+        self._offset = start + offset
+        return self._offset
+
+    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
+        try:
+            data = self._shard.read(self._offset, len(buffer))
+        except Exception as error:
+            self.error = error
+            raise
+        buffer[: len(data)] = data
+        self._offset += len(data)
+        return len(data)
+
+
+class GzipReader:
+    """Decompressed bytes of a shard in any order, from seek points that the first pass finds.
+
+    Threads may share an instance: a lock serialises their reads.
+
+    Args:
+        shard: the shard.
+        size: decompressed bytes that are of interest.
+    """
+
+    def __init__(self, shard: Shard, size: int) -> None:
+        from indexed_gzip import IndexedGzipFile
+
+        self._lock = threading.Lock()
+        self._raw = CompressedFile(shard)
+        self._file = IndexedGzipFile(
+            fileobj=self._raw,
+            spacing=max(_SPACING, size // _MAX_POINTS),
+            readbuf_size=_COMPRESSED_BLOCK,
+            buffer_size=_BLOCK,
+        )
+        self._blocks: dict[int, bytes] = {}
+
+    def read(self, offset: int, length: int) -> bytes:
+        """Return decompressed bytes, fewer than `length` if they are damaged or end before.
+
+        Raises:
+            OSError: the file cannot be read.
+        """
+        first, last = offset // _BLOCK, (offset + length - 1) // _BLOCK
+        with self._lock:
+            data = b"".join(self._block(number) for number in range(first, last + 1))
+        start = offset - first * _BLOCK
+        return data[start : start + length]
+
+    def _block(self, number: int) -> bytes:
+        """Decompress a block, or take it from those that are kept; the lock is held."""
+        block = self._blocks.pop(number, None)
+        if block is None:
+            self._raw.error = None
+            try:
+                self._file.seek(number * _BLOCK)
+                block = self._file.read(_BLOCK)
+            except OSError as error:
+                raise self._raw.error or error from error
+            while len(self._blocks) >= _BLOCKS_KEPT:
+                del self._blocks[next(iter(self._blocks))]
+        self._blocks[number] = block
+        return block
 
 
 def find_shards(root: str, follow_links: bool) -> list[Shard]:

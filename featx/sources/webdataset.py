@@ -1,14 +1,12 @@
 """Source data=webdataset: images in tar shards, which are read in place and never extracted.
 
-A key is the path of the shard, '/', and the name of the member. Plain tars allow access to any row.
-A tar.gz can only be decompressed from its beginning, which is fast as long as rows are read in the
-order of the tar.
+A key is the path of the shard, '/', and the name of the member. Rows of a tar.gz are read from seek
+points, which the first pass over it finds.
 """
 
 from __future__ import annotations
 
 import errno
-import logging
 import os
 import threading
 from collections import Counter, OrderedDict
@@ -19,19 +17,18 @@ from typing import ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from featx.base import printable
+from featx.base import printable, require_extra
 from featx.errors import DataError, counted
 from featx.sources.base import MAX_FILE_BYTES, endings, tag_of
-from featx.sources.gzip_window import DAMAGE, GzipWindow
 from featx.sources.labels import Labels, from_names, from_numbers
 from featx.sources.options import FileOptions
 from featx.sources.registry import SOURCES, source_member
 from featx.sources.row_keys import find_row, find_rows
 from featx.sources.tar_index import CUT_SIZE, NO_LABEL, TWICE_SIZE, TarIndex, index_of
-from featx.sources.tar_shards import Shard, find_shards
+from featx.sources.tar_shards import GzipReader, Shard, find_shards
 from featx.types import UNTOLD, ImageFault, Listing, Source, Status
 
-_OPEN_WINDOWS = 4
+_OPEN_READERS = 4
 """Maximum number of compressed shards that are open at a time."""
 
 _INDEXING = 8
@@ -44,8 +41,6 @@ _MISSING_NAME = b"(the rest of the shard)"
 """Member name of the row that stands for the missing rest of a shard."""
 _REFUSED_NAME = b"(the shard)"
 """Member name of the row that stands for a refused shard."""
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -87,12 +82,12 @@ class ShardSource:
         self._indexes: list[TarIndex] = []
         self._keys = np.empty(0, dtype="S1")
         self._positions = np.empty((3, 0), dtype=np.int64)
-        self._windows: OrderedDict[int, GzipWindow] = OrderedDict()
+        self._readers: OrderedDict[int, GzipReader] = OrderedDict()
         self._lock = threading.RLock()
 
     @property
     def reads_in_decoders(self) -> bool:
-        """Whether decoders read the members: of plain shards, but not through gzip windows."""
+        """Whether decoders read the members: of plain shards, but not compressed ones."""
         return bool(self._indexes) and not any(index.compressed for index in self._indexes)
 
     def listing(self) -> Listing:
@@ -112,6 +107,8 @@ class ShardSource:
             if isinstance(error, DataError):
                 raise
             raise DataError(f"data.root={self._root} cannot be read: {error}.") from error
+        if any(index.compressed for index in self._indexes):
+            require_extra("indexed_gzip", "a tar.gz", "indexed_gzip", "shards")
         skipped: Counter[str] = Counter()
         for shard, index in zip(self._shards, self._indexes, strict=True):
             skipped.update(index.skipped)
@@ -167,8 +164,7 @@ class ShardSource:
             raise ImageFault(Status.EMPTY, "the member has no bytes")
         if size > MAX_FILE_BYTES:
             raise ImageFault(Status.TOO_LARGE, f"{size} bytes, over {MAX_FILE_BYTES}")
-        data = self._read_compressed(number, offset, size) if index.compressed else None
-        data = shard.read(offset, size) if data is None else data
+        data = (self._reader(number) if index.compressed else shard).read(offset, size)
         if len(data) != size:
             raise OSError(errno.EIO, f"{len(data)} of {size} bytes came", shard.url)
         return data
@@ -189,27 +185,18 @@ class ShardSource:
         states["mtime_ns"] = changed[shards]
         return states
 
-    def _read_compressed(self, number: int, offset: int, size: int) -> bytes:
-        """Read a member of a compressed shard through its window.
-
-        Raises:
-            OSError: the shard cannot be read or decompressed.
-        """
-        shard = self._shards[number]
+    def _reader(self, number: int) -> GzipReader:
+        """Return the reader of a compressed shard, which has a lock of its own."""
         with self._lock:
-            # This lock protects the cache. Each window has its own lock, so threads read from
-            # different shards at the same time.
-            window = self._windows.pop(number, None)
-            window = window or GzipWindow(shard.url, shard.read, shard.size)
-            self._windows[number] = window
-            if len(self._windows) > _OPEN_WINDOWS:
-                self._windows.popitem(last=False)
-        try:
-            return window.read(offset, size)
-        except DAMAGE as error:  # indexing has read past this point, so the shard has changed
-            raise OSError(errno.EIO, f"the shard cannot be decompressed: {error}", shard.url) from (
-                error
-            )
+            reader = self._readers.pop(number, None)
+            if reader is None:
+                of_shard = self._positions[0] == number
+                size = int(self._positions[1:, of_shard].sum(axis=0).max())
+                reader = GzipReader(self._shards[number], size)
+            self._readers[number] = reader
+            if len(self._readers) > _OPEN_READERS:
+                self._readers.popitem(last=False)
+            return reader
 
     def _index_rows(self) -> tuple[npt.NDArray[np.bytes_], Labels]:
         """Combine the indexes of all shards, sorted bytewise by key.
@@ -233,8 +220,6 @@ class ShardSource:
             keys.append(np.char.add(np.bytes_(shard.name + b"/"), names))
             positions.append(np.stack([np.full(len(names), i), offsets, sizes]))
             numbers.append(labels)
-            if index.compressed:
-                _warn_of_order(shard, names)
         self._indexes = [_without_columns(index) for index in self._indexes]
         all_keys, all_positions, all_numbers = (
             np.concatenate(keys), np.concatenate(positions, axis=1), np.concatenate(numbers)
@@ -292,18 +277,6 @@ def _without_columns(index: TarIndex) -> TarIndex:
     """Drop the columns of an index, which the listing contains now, to save memory."""
     none = np.empty(0, dtype=np.int64)
     return replace(index, names=index.names[:0], offsets=none, sizes=none, labels=none)
-
-
-def _warn_of_order(shard: Shard, names: npt.NDArray[np.bytes_]) -> None:
-    """Warn about a compressed shard whose members are not sorted by name, which is slow to read."""
-    backwards = int((names[1:] < names[:-1]).sum())
-    if backwards:
-        logger.warning(
-            "%s is compressed and its images are not in the order of their names: it will be "
-            "decompressed again up to %d times. A plain tar, or sorted members, would be faster.",
-            shard.url,
-            backwards + 1,
-        )
 
 
 SOURCES.register(

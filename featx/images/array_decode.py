@@ -15,7 +15,7 @@ import numpy.typing as npt
 from featx.errors import counted
 from featx.images.image_policy import ImagePolicy
 from featx.images.pixel_scale import NUMBER_TYPES, format_fault
-from featx.images.tiff_decode import require
+from featx.images.tiff_decode import missing_codecs
 from featx.types import ImageFault, Status
 
 if TYPE_CHECKING:
@@ -162,9 +162,10 @@ def decode_deep_png(data: bytes) -> npt.NDArray[Any]:
     Raises:
         ImageFault: imagecodecs is not installed.
     """
-    require("imagecodecs", "a PNG of 16 bits in several channels")
-    from imagecodecs import png_decode
-
+    try:
+        from imagecodecs import png_decode
+    except ImportError as error:
+        raise missing_codecs("a PNG of 16 bits in several channels") from error
     pixels: npt.NDArray[Any] = png_decode(data)
     return pixels
 

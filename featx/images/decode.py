@@ -35,12 +35,8 @@ from featx.images.array_decode import (
 )
 from featx.images.image_policy import PILLOW, SIMPLEJPEG, ImagePolicy, warn
 from featx.images.jpeg_decode import (
-    JPEG,
     check_jpeg,
     decode_sound_jpeg,
-    exif_of_jpeg,
-    plain_jpeg_size,
-    read_header,
     with_tables,
 )
 from featx.images.orientation import inverse, is_transposed, orientation_of, turn_array, turn_image
@@ -252,10 +248,8 @@ def _decode_rgb(
     data: bytes, policy: ImagePolicy, at_least: int | None
 ) -> Image.Image | npt.NDArray[np.uint8]:
     """The image as Pillow's type, or as an array if another decoder has decoded it."""
-    if policy.jpeg == SIMPLEJPEG and (pixels := _plain_jpeg(data, policy, at_least)) is not None:
-        return pixels
-    if is_tiff(data) and (pages := _pages(data)):
-        return _decode_tiff(data, pages, policy)
+    if is_tiff(data):
+        return _decode_tiff(data, read_tags(data), policy)
     image = _open(data)
     policy.check_pixels(*image.size)
     if image.format == "PNG":
@@ -298,14 +292,6 @@ def _decode_tiff(
     return turn_image(to_rgb(image, policy.background), turn)
 
 
-def _pages(data: bytes) -> list[Tags]:
-    """Tags of the pages of a TIFF; empty if it is damaged, so that Pillow says how."""
-    try:
-        return read_tags(data)
-    except struct.error:
-        return []
-
-
 def _choose_page(pages: list[Tags], policy: ImagePolicy) -> int:
     """Number of the page that is the image, with a warning if there are several.
 
@@ -331,8 +317,8 @@ def _decode_channels(data: bytes, policy: ImagePolicy, channels: int) -> npt.NDA
     """(H, W, channels) with the numbers of the file, upright."""
     if data.startswith(NPY):
         return decode_npy(data, policy)
-    if is_tiff(data) and (pages := _pages(data)):
-        return _decode_tiff_channels(data, pages, policy, channels)
+    if is_tiff(data):
+        return _decode_tiff_channels(data, read_tags(data), policy, channels)
     image = _open(data)
     policy.check_pixels(*image.size)
     if image.format == "PNG":
@@ -388,25 +374,6 @@ def _draft(image: ImageFile.ImageFile, at_least: int | None) -> None:
         image.draft("RGB", (int(width * scale), int(height * scale)))
 
 
-def _plain_jpeg(
-    data: bytes, policy: ImagePolicy, at_least: int | None
-) -> npt.NDArray[np.uint8] | None:
-    """Decode a sound JPEG of full size without EXIF data, without Pillow.
-
-    Returns:
-        (H, W, 3) uint8, or None for images that need more than that.
-    """
-    if not data.startswith(JPEG):
-        return None
-    header = read_header(data)
-    size = plain_jpeg_size(data, header)
-    if size is None or size[0] * size[1] > policy.max_pixels:
-        return None
-    if at_least is not None and _far_larger(size, at_least):
-        return None
-    return decode_sound_jpeg(data, size, header)
-
-
 def _far_larger(size: tuple[int, int], at_least: int) -> bool:
     """Return whether a JPEG of this (width, height) is decoded at a fraction of its size."""
     return min(size) >= 4 * at_least
@@ -435,8 +402,6 @@ def _is_reduced(image: Image.Image, at_least: int) -> bool:
 
 def _open(data: bytes) -> ImageFile.ImageFile:
     """An image whose header has been read, by an allowed parser of Pillow or by pillow-heif."""
-    if data.startswith(JPEG) and is_tiff(exif := exif_of_jpeg(data)):
-        _pages(exif)  # raises if they overlap: Pillow reads EXIF data when it opens a JPEG
     try:
         return Image.open(io.BytesIO(data), formats=FORMATS)
     except UnidentifiedImageError:

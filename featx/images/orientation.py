@@ -12,8 +12,6 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-from featx.images.tiff_tags import is_tiff, read_tags
-
 if TYPE_CHECKING:
     import torch
 
@@ -39,15 +37,8 @@ _INVERSE = {6: 8, 8: 6}
 
 
 def orientation_of(image: Image.Image) -> int:
-    """EXIF orientation from 1 to 8; 1 if it is missing, damaged or out of range.
-
-    Raises:
-        ImageFault: the EXIF data are hostile.
-    """
-    exif = image.info.get("exif", b"")
+    """EXIF orientation from 1 to 8; 1 if it is missing, damaged or out of range."""
     try:
-        if isinstance(exif, bytes) and is_tiff(exif := exif.removeprefix(b"Exif\0\0")):
-            read_tags(exif)  # Pillow copies all tags, also if they overlap
         value = image.getexif().get(ORIENTATION_TAG, 1)
     except (OSError, ValueError, TypeError, KeyError, SyntaxError, struct.error):
         return 1

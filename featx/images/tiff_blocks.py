@@ -6,17 +6,16 @@ all that tifffile reads. Others are decoded as a whole.
 
 from __future__ import annotations
 
-import importlib.util
 import io
-import struct
 import threading
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import numpy.typing as npt
+from PIL import Image
 
 from featx.images.image_policy import ImagePolicy
-from featx.images.jpeg_decode import check_jpeg, plain_jpeg_size, read_header, with_tables
+from featx.images.jpeg_decode import check_jpeg, with_tables
 from featx.images.tiff_decode import BLACK_IS_ZERO, COMPRESSIONS, RGB, YCBCR, check_page
 from featx.images.tiff_tags import (
     BITS,
@@ -136,8 +135,10 @@ class TiffBlocks:
         if page.compression == JPEG_COMPRESSION:
             whole = with_tables(encoded, tables or b"")
             # A hostile tile may be larger than it says.
-            size = plain_jpeg_size(whole, read_header(whole))
-            if size != (page.tilewidth, page.tilelength):
+            with Image.open(io.BytesIO(whole), formats=["JPEG"]) as image:
+                is_right = image.size == (page.tilewidth, page.tilelength)
+                is_right &= image.mode in ("RGB", "L")
+            if not is_right:
                 raise ImageFault(Status.DECODE_ERROR, "a tile is a JPEG of another size or kind")
             check_jpeg(whole, self._policy)
         tiles, _, _ = page.decode(encoded, number, jpegtables=tables)
@@ -163,8 +164,6 @@ def tiff_blocks(
     Raises:
         ImageFault: the image cannot be decoded.
     """
-    if importlib.util.find_spec("tifffile") is None:
-        return None
     try:
         pages = read_tags(data)
         number = full_pages(pages)[0]
@@ -172,8 +171,8 @@ def tiff_blocks(
         if not _is_plain(tags, policy, least_bytes):
             return None
         check_blocks(tags)
-    except (struct.error, LookupError, ImageFault):
-        return None  # the usual decoder says what is wrong
+    except Exception:  # noqa: BLE001 - the usual decoder says what is wrong
+        return None
     from tifffile import TiffFile
 
     with TiffFile(io.BytesIO(data)) as file:

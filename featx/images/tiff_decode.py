@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import io
 import math
 from collections.abc import Set
@@ -89,14 +88,9 @@ def is_exact_by_pillow(tags: Tags) -> bool:
     return samples == len(layout[0]) and layout in _EXACT
 
 
-def require(package: str, what: str) -> None:
-    """Check that a package of the extra `channels` is installed.
-
-    Raises:
-        ImageFault: it is not.
-    """
-    if importlib.util.find_spec(package) is None:
-        raise ImageFault(Status.UNSUPPORTED, f'{what} needs pip install "featx[channels]"')
+def missing_codecs(what: str) -> ImageFault:
+    """The fault of an image that needs the package imagecodecs, which is not installed."""
+    return ImageFault(Status.UNSUPPORTED, f'{what} needs pip install "featx[channels]"')
 
 
 def describe_tiff(tags: Tags) -> str:
@@ -120,7 +114,6 @@ def tiff_numbers(data: bytes, pages: list[int], policy: ImagePolicy) -> npt.NDAr
     Raises:
         ImageFault: it is incomplete or not supported, or tifffile is not installed.
     """
-    require("tifffile", "a TIFF of such numbers")
     from tifffile import TiffFile
 
     with TiffFile(io.BytesIO(data)) as file:
@@ -129,7 +122,12 @@ def tiff_numbers(data: bytes, pages: list[int], policy: ImagePolicy) -> npt.NDAr
             check_page(page, data, policy)
         if len({(page.shape, page.dtype) for page in found}) > 1:
             raise format_fault("1 channel; its pages have different sizes, so they are no channels")
-        arrays = [page.asarray(maxworkers=1) for page in found]
+        try:
+            arrays = [page.asarray(maxworkers=1) for page in found]
+        except ValueError as error:
+            if "imagecodecs" in str(error):
+                raise missing_codecs("a TIFF of this compression") from error
+            raise
         axes = found[0].axes
     if axes == "YX":
         return np.stack(arrays, axis=2)

@@ -109,16 +109,8 @@ _pillow_settings: ProcessSetting[tuple[int | None, bool, int]] = ProcessSetting(
 def decode_array(data: bytes, policy: ImagePolicy, at_least: int | None) -> npt.NDArray[Any]:
     """Decode an image into an array, with the JPEG decoder of the policy.
 
-    Args:
-        data: encoded bytes.
-        policy: treatment of orientation, transparency and size.
-        at_least: as for `decode_pillow`.
-
-    Returns:
-        (H, W, 3) uint8 RGB, upright; (H, W, channels) of any numbers if the policy has `channels`.
-
-    Raises:
-        ImageFault: the image cannot be decoded; its status names the reason.
+    Returns (H, W, 3) uint8 RGB, upright; (H, W, channels) of any numbers if the policy has
+    `channels`.
     """
     image = decode_image(data, policy, at_least)
     return image if isinstance(image, np.ndarray) else np.array(image)
@@ -130,14 +122,6 @@ def decode_image(
     """Decode an image, in the type of its decoder: a Pillow image, or an array of simplejpeg.
 
     Nothing is copied, other than by `decode_array`.
-
-    Args:
-        data: encoded bytes.
-        policy: treatment of orientation, transparency and size.
-        at_least: as for `decode_pillow`.
-
-    Raises:
-        ImageFault: the image cannot be decoded; its status names the reason.
     """
     # Damaged files raise not only OSError but also ValueError, TypeError, SyntaxError, struct.error
     # and others, so the boundary around one image catches Exception.
@@ -159,14 +143,6 @@ def decode_box_image(
 
     The tiles of a large TIFF are left for `TiffBlocks.cut`, and one without compression is an array
     in the encoded bytes.
-
-    Args:
-        data: encoded bytes.
-        policy: treatment of orientation, transparency and size.
-        at_least: as for `decode_pillow`.
-
-    Raises:
-        ImageFault: the image cannot be decoded; its status names the reason.
     """
     try:
         large = tiff_blocks(data, policy) if is_tiff(data) else None
@@ -293,11 +269,7 @@ def _decode_tiff(
 
 
 def _choose_page(pages: list[Tags], policy: ImagePolicy) -> int:
-    """Number of the page that is the image, with a warning if there are several.
-
-    Raises:
-        ImageFault: there is none, or it has too many pixels.
-    """
+    """Number of the page that is the image, with a warning if there are several."""
     full = full_pages(pages)
     tags = pages[full[0]]
     policy.check_pixels(*(int(tags.get(tag, (0,))[0]) for tag in (WIDTH, HEIGHT)))
@@ -416,11 +388,7 @@ def _open(data: bytes) -> ImageFile.ImageFile:
 
 
 def check_png(data: bytes) -> None:
-    """Verify the checksums of the pixel data of a PNG, which Pillow does not.
-
-    Raises:
-        ImageFault: a checksum is wrong.
-    """
+    """Verify the checksums of the pixel data of a PNG, which Pillow does not."""
     offset = 8
     while offset + 12 <= len(data):
         length, kind = struct.unpack_from(">I4s", data, offset)

@@ -72,12 +72,7 @@ def read_header(data: bytes) -> Header:
 def decode_sound_jpeg(data: bytes, size: tuple[int, int]) -> npt.NDArray[np.uint8] | None:
     """Decode a JPEG, or return None if libjpeg has any error or warning.
 
-    Args:
-        data: encoded bytes of an image of RGB or grey.
-        size: (width, height) of the result: full size, or 1/2, 1/4 or 1/8 of it.
-
-    Returns:
-        (H, W, 3) uint8 RGB, or None.
+    Returns (H, W, 3) uint8 RGB, or None.
     """
     import simplejpeg
 
@@ -103,9 +98,6 @@ def jpeg_damage(data: bytes) -> str | None:
     Metadata, and bytes between the segments of the header, are no damage. Bytes between the last
     pixels and the end marker are none if there are one or two, or if they are padding. Otherwise
     they are most often what is left after damage.
-
-    Args:
-        data: encoded bytes, whose header Pillow accepts.
     """
     import simplejpeg
 
@@ -132,15 +124,7 @@ def jpeg_damage(data: bytes) -> str | None:
 
 
 def check_jpeg(data: bytes, policy: ImagePolicy) -> None:
-    """Refuse a JPEG with damaged data, or warn of it if the policy accepts it.
-
-    Args:
-        data: encoded bytes, whose header Pillow accepts.
-        policy: treatment of damaged JPEGs.
-
-    Raises:
-        ImageFault: they are damaged.
-    """
+    """Refuse a JPEG with damaged data, or warn of it if the policy accepts it."""
     damage = jpeg_damage(data)
     if damage is None:
         return
@@ -151,12 +135,7 @@ def check_jpeg(data: bytes, policy: ImagePolicy) -> None:
 
 
 def with_tables(block: bytes, tables: bytes) -> bytes:
-    """A strip or tile of a TIFF as a JPEG of its own.
-
-    Args:
-        block: its bytes.
-        tables: those of the tag JPEGTables, empty if the image has none.
-    """
+    """A strip or tile of a TIFF as a JPEG of its own."""
     return block[:2] + tables[2:-2] + block[2:]
 
 
@@ -206,13 +185,7 @@ def _unreported_damage(data: bytes, header: Header) -> str | None:
 
 
 def _lacks_scans(data: bytes, frame: int, scan: int) -> bool:
-    """Return whether a progressive JPEG ends before every coefficient has all of its bits.
-
-    Args:
-        data: encoded bytes.
-        frame: position of its frame.
-        scan: position of its first scan.
-    """
+    """Return whether a progressive JPEG ends before every coefficient has all of its bits."""
     components = data[frame + 10 : frame + 10 + 3 * data[frame + 9] : 3]
     missing_bits = {component: bytearray(b"\1" * 64) for component in components}
     end = data.find(_END, scan)

@@ -61,24 +61,14 @@ def turn_image(image: Image.Image, orientation: int) -> Image.Image:
 
 
 def turn_array(array: npt.NDArray[Any], orientation: int) -> npt.NDArray[Any]:
-    """Turn an image upright; a view.
-
-    Args:
-        array: (H, W, ...) as stored.
-        orientation: its EXIF orientation.
-    """
+    """Turn an image upright; a view."""
     if is_transposed(orientation):
         array = array.swapaxes(0, 1)
     return np.flip(array, _FLIPPED_AXES.get(orientation, ()))
 
 
 def turn_tensor(images: torch.Tensor, orientation: int) -> torch.Tensor:
-    """Turn images upright.
-
-    Args:
-        images: (N, C, H, W) as stored.
-        orientation: their EXIF orientation.
-    """
+    """Turn images upright."""
     if is_transposed(orientation):
         images = images.transpose(2, 3)
     axes = [2 + axis for axis in _FLIPPED_AXES.get(orientation, ())]

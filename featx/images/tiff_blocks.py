@@ -52,11 +52,6 @@ the column should be decoded once."""
 class TiffBlocks:
     """A TIFF of which boxes are decoded.
 
-    Args:
-        data: encoded bytes.
-        page: the page that is the image.
-        policy: treatment of channels, without which grey becomes RGB, and of damaged JPEGs.
-
     Attributes:
         data: encoded bytes.
         width: pixels of a row.
@@ -73,14 +68,7 @@ class TiffBlocks:
         self._cached_bytes = 0
 
     def cut(self, box: Box) -> npt.NDArray[Any]:
-        """Decode a box; safe to call from several threads.
-
-        Returns:
-            (height, width, C) pixels.
-
-        Raises:
-            ImageFault: the box reaches outside the image, or a tile cannot be decoded.
-        """
+        """Decode a box; safe to call from several threads. Returns (height, width, C) pixels."""
         right, bottom = box.x + box.width, box.y + box.height
         if right > self.width or bottom > self.height:
             raise ImageFault(
@@ -152,17 +140,8 @@ def tiff_blocks(
 ) -> TiffBlocks | npt.NDArray[Any] | None:
     """Open a large TIFF for its boxes.
 
-    Args:
-        data: encoded bytes that begin like a TIFF.
-        policy: treatment of channels and limit of pixels.
-        least_bytes: least size of the decoded image, at 4 bytes a pixel.
-
-    Returns:
-        Its tiles; (H, W, C) pixels for strips, which are in the encoded bytes if they are not
-        compressed; None for images that are decoded as a whole.
-
-    Raises:
-        ImageFault: the image cannot be decoded.
+    Returns its tiles; (H, W, C) pixels for strips, which are in the encoded bytes if they are not
+    compressed; None for images that are decoded as a whole.
     """
     try:
         pages = read_tags(data)

@@ -101,19 +101,7 @@ def describe_tiff(tags: Tags) -> str:
 
 
 def tiff_numbers(data: bytes, pages: list[int], policy: ImagePolicy) -> npt.NDArray[Any]:
-    """Decode an image, with the numbers of the file.
-
-    Args:
-        data: encoded bytes.
-        pages: number from 0 of the page, or of several that are the channels of an image.
-        policy: limit of pixels.
-
-    Returns:
-        (H, W, channels).
-
-    Raises:
-        ImageFault: it is incomplete or not supported, or tifffile is not installed.
-    """
+    """Decode an image, with the numbers of the file. Returns (H, W, channels)."""
     from tifffile import TiffFile
 
     with TiffFile(io.BytesIO(data)) as file:
@@ -138,17 +126,7 @@ def tiff_numbers(data: bytes, pages: list[int], policy: ImagePolicy) -> npt.NDAr
 def check_page(
     page: TiffPage, data: bytes, policy: ImagePolicy, compressions: Set[int] = COMPRESSIONS
 ) -> None:
-    """Check that tifffile reads a page completely, within the limit of pixels.
-
-    Args:
-        page: the page.
-        data: encoded bytes.
-        policy: limit of pixels.
-        compressions: those that are supported.
-
-    Raises:
-        ImageFault: it does not.
-    """
+    """Check that tifffile reads a page completely, within the limit of pixels."""
     sides = [(page.imagewidth, page.imagelength)]
     if page.is_tiled:
         sides.append((page.tilewidth, page.tilelength))
@@ -179,18 +157,7 @@ def check_page(
 def tiff_rgb(data: bytes, number: int, tags: Tags, policy: ImagePolicy) -> npt.NDArray[np.uint8]:
     """Decode a page to RGB of 8 bits, by what its tags say about black and white.
 
-    Args:
-        data: encoded bytes.
-        number: number of the page from 0.
-        tags: its tags.
-        policy: white of numbers whose tags do not say it, background, and limit of pixels.
-
-    Returns:
-        (H, W, 3) uint8.
-
-    Raises:
-        ImageFault: it is incomplete or not supported, its white is not known, or tifffile is not
-            installed.
+    Returns (H, W, 3) uint8.
     """
     photometric, samples = _first(tags, PHOTOMETRIC, -1), int(_first(tags, SAMPLES))
     extra = [int(kind) for kind in tags.get(EXTRA_SAMPLES, ())]
@@ -218,11 +185,7 @@ def tiff_rgb(data: bytes, number: int, tags: Tags, policy: ImagePolicy) -> npt.N
 
 
 def tiff_range(tags: Tags, policy: ImagePolicy) -> NumberRange:
-    """Numbers that are black and white: by SMinSampleValue and SMaxSampleValue, else by the bits.
-
-    Raises:
-        ImageFault: the tags do not say it, nor does the policy.
-    """
+    """Numbers that are black and white: by the tags of samples, else by the bits."""
     bits = {*tags.get(BITS, (1,))}
     black = min(tags.get(SMALLEST, (0,)))
     white: float | None = None

@@ -59,12 +59,7 @@ def is_tiff(data: bytes) -> bool:
 
 
 def read_tags(data: bytes) -> list[Tags]:
-    """Read the tags of each page of a TIFF, up to one that is damaged.
-
-    Raises:
-        ImageFault: the tags of a page take more bytes than the file has.
-        Exception: the first page is damaged; any exception of Pillow.
-    """
+    """Read the tags of each page of a TIFF, up to one that is damaged."""
     from tifffile import TiffFile
 
     pages: list[Tags] = []
@@ -106,11 +101,7 @@ def _values(tag: TiffTag) -> Sequence[float]:
 
 
 def full_pages(pages: list[Tags]) -> list[int]:
-    """Numbers from 0 of the pages that are no thumbnails, pyramid levels or masks, at least one.
-
-    Raises:
-        ImageFault: there is none.
-    """
+    """Numbers from 0 of the pages that are no thumbnails, pyramid levels or masks, at least one."""
     full = [i for i, tags in enumerate(pages) if _is_full(tags)]
     if not full and len(pages) == 1 and SUB_IFDS not in pages[0]:
         full = [0]
@@ -120,14 +111,7 @@ def full_pages(pages: list[Tags]) -> list[int]:
 
 
 def check_no_channel_pages(tags: Tags) -> None:
-    """Check that no OME or ImageJ metadata say that further pages are channels of the first one.
-
-    Args:
-        tags: tags of the first of several pages.
-
-    Raises:
-        ImageFault: they do.
-    """
+    """Check that no OME or ImageJ metadata say that further pages are channels of the first one."""
     text = tags.get(DESCRIPTION)
     text = text if isinstance(text, bytes) else b""
     stated = _OME_CHANNELS.search(text) or _IMAGEJ_CHANNELS.match(text)
@@ -145,11 +129,7 @@ def _is_full(tags: Tags) -> bool:
 
 
 def check_blocks(tags: Tags) -> None:
-    """Check that all strips or tiles of a page are stored; decoders may leave them black.
-
-    Raises:
-        ImageFault: some are not.
-    """
+    """Check that all strips or tiles of a page are stored; decoders may leave them black."""
     is_tiled = TILE_OFFSETS in tags
     offsets = tags.get(TILE_OFFSETS if is_tiled else STRIP_OFFSETS, ())
     counts = tags.get(TILE_COUNTS if is_tiled else STRIP_COUNTS, (1,))

@@ -35,15 +35,6 @@ class ImageColumn:
 
     Threads may share an instance: a lock serialises reads of row groups; rows are taken from a
     group in parallel.
-
-    Args:
-        files: Parquet files, in order.
-        column: name of a binary column, or of a struct column with a binary field `bytes`.
-        keys: (N,) keys in bytewise order.
-        rows: (N,) int64 row of each key, counted through all files.
-
-    Raises:
-        DataError: a row group is larger than `MAX_GROUP_BYTES`.
     """
 
     def __init__(
@@ -78,12 +69,7 @@ class ImageColumn:
         self._starts = np.concatenate([[0], np.cumsum(counts)])
 
     def read(self, key: bytes) -> bytes:
-        """Read one encoded image.
-
-        Raises:
-            ImageFault: the row has no bytes, or its row group is damaged.
-            OSError: the file cannot be read at the moment, or has changed since the listing.
-        """
+        """Read one encoded image."""
         row = int(self._rows[find_row(self._keys, key)])
         number = int(np.searchsorted(self._starts, row, side="right")) - 1
         value = self._group(number)[row - int(self._starts[number])]
@@ -95,11 +81,7 @@ class ImageColumn:
         return data
 
     def states(self, keys: npt.NDArray[np.bytes_]) -> npt.NDArray[np.void]:
-        """Return the state of the file that contains each row.
-
-        Returns:
-            (n,) IMAGE_STATE.
-        """
+        """Return the state of the file that contains each row, (n,) IMAGE_STATE."""
         of_files = np.concatenate([state_of_files([file], 1) for file in self._files])
         rows = self._rows[find_rows(self._keys, keys)]
         groups = np.searchsorted(self._starts, rows, side="right") - 1
@@ -110,13 +92,6 @@ class ImageColumn:
         """Return the image column of a row group as a pyarrow Array, cached or read.
 
         The lock is held while reading, so that threads that need the same group read it once.
-
-        Args:
-            number: row group, counted through all files.
-
-        Raises:
-            ImageFault: the row group is damaged, or too large for one array.
-            OSError: the file cannot be read at the moment, or has changed since the listing.
         """
         import pyarrow as pa
 
@@ -147,11 +122,7 @@ class ImageColumn:
             return group
 
     def _file(self, number: int) -> Any:
-        """Open a file, or return it from the cache of open files. The caller holds the lock.
-
-        Raises:
-            OSError: the file cannot be opened at the moment, or has changed since the listing.
-        """
+        """Open a file, or return it from the cache of open files. The caller holds the lock."""
         from pyarrow import parquet
 
         opened = self._open.pop(number, None)
@@ -177,12 +148,7 @@ def footer_content_tags(file: Path, column: str) -> npt.NDArray[np.int64]:
 
     The tag is a checksum of the footer's entries for the image column of the row group.
 
-    Args:
-        file: Parquet file.
-        column: name of the image column.
-
-    Returns:
-        (N,) int64; rows of a row group share a tag.
+    Returns (N,) int64; rows of a row group share a tag.
     """
     from pyarrow import parquet
 

@@ -44,11 +44,7 @@ def matching_files(pattern: str) -> list[str]:
 
 
 def expand_braces(pattern: str) -> list[str]:
-    """Expand braces: 'a-{000..012}.tar' gives 13 names, '{a,b}' two; several braces multiply.
-
-    Raises:
-        DataError: a range runs backwards, or the pattern gives more than `_MAX_NAMES` names.
-    """
+    """Expand braces: 'a-{000..012}.tar' gives 13 names, '{a,b}' two; several braces multiply."""
     alternatives: list[list[str]] = []
     end = 0
     for match in _RANGE.finditer(pattern):

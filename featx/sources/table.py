@@ -89,12 +89,6 @@ class TableSource:
     the bytes if every row of the file has a different one, else 'row-000123', the row number in the
     file. If data.root is a folder or a pattern, keys of encoded images begin with the name of the
     file and '/'.
-
-    Args:
-        root: a file (.csv, .tsv, both also with .gz, or .parquet), a folder of such files, or a
-            pattern.
-        config: options of the group `data` for columns, the folder that paths are relative to, and
-            links.
     """
 
     def __init__(self, root: str, config: TableOptions) -> None:
@@ -118,11 +112,7 @@ class TableSource:
         return self._listed and self._images is None
 
     def listing(self) -> Listing:
-        """Read the columns of paths and labels and list all rows.
-
-        Raises:
-            DataError: a file, column, path or label is missing or invalid, or a path is repeated.
-        """
+        """Read the columns of paths and labels and list all rows."""
         import pyarrow as pa
 
         try:
@@ -133,12 +123,7 @@ class TableSource:
         return listing
 
     def read(self, key: bytes) -> bytes:
-        """Read one encoded image, from its file or from the table.
-
-        Raises:
-            ImageFault: the image is missing, empty or damaged.
-            OSError: the disk or mount fails, or the table has changed since the listing.
-        """
+        """Read one encoded image, from its file or from the table."""
         with self._lock:
             if not self._listed:
                 self.listing()
@@ -203,11 +188,7 @@ class TableSource:
         )
 
     def _find_image_column(self, names: list[str]) -> str:
-        """Return the column of paths or images: data.path_column, else 'path', else 'image'.
-
-        Raises:
-            DataError: there is no such column.
-        """
+        """Return the column of paths or images: data.path_column, else 'path', else 'image'."""
         if self._path_column is not None:
             return _existing_column(self._origin, "data.path_column", self._path_column, names)
         for wanted in ("path", "image"):
@@ -260,11 +241,7 @@ class TableSource:
         return columns
 
     def _paths(self, file: Path, column: Any) -> npt.NDArray[np.bytes_]:
-        """Check a column of paths and convert it to (n,) fixed-length bytes.
-
-        Raises:
-            DataError: a path is empty, or leads out of the folder while data.follow_links is off.
-        """
+        """Check a column of paths and convert it to (n,) fixed-length bytes."""
         import pyarrow.compute as pc
 
         empty = pc.or_kleene(pc.is_null(column), pc.equal(column, "")).fill_null(True)
@@ -296,12 +273,7 @@ class TableSource:
             )
 
     def _keys_of_images(self, part: ParquetTable, column: str) -> npt.NDArray[np.bytes_]:
-        """Return the keys of one file of images: paths if all are different, else row numbers.
-
-        Raises:
-            DataError: the column holds neither binary values nor a struct with a binary field
-                `bytes`.
-        """
+        """Return the keys of one file of images: paths if all are different, else row numbers."""
         import pyarrow as pa
 
         if not part.num_rows:
@@ -324,16 +296,7 @@ class TableSource:
         return numbered_keys(part.num_rows, "row-")
 
     def _labels(self, table: Table, name: str | None, count: int) -> Labels:
-        """Convert the label column to labels and class names.
-
-        Args:
-            table: the files.
-            name: name of the column, or None for no labels.
-            count: number of rows.
-
-        Raises:
-            DataError: the column is neither text nor whole numbers.
-        """
+        """Convert the label column to labels and class names."""
         import pyarrow as pa
 
         if name is None:
@@ -365,11 +328,7 @@ class TableSource:
 
 
 def _is_text(parts: Sequence[CsvTable | ParquetTable], column: str) -> bool:
-    """Return whether a column holds paths.
-
-    Raises:
-        DataError: it holds paths in some of the files only.
-    """
+    """Return whether a column holds paths."""
     import pyarrow as pa
 
     text = {}
@@ -396,17 +355,7 @@ def _folder_of(root: str) -> Path:
 
 
 def _existing_column(origin: str, key: str, name: str, names: list[str]) -> str:
-    """Return a column name after checking that the table has it.
-
-    Args:
-        origin: the table, for the error message.
-        key: full name of the option.
-        name: its value.
-        names: columns of the table.
-
-    Raises:
-        DataError: there is no such column.
-    """
+    """Return a column name after checking that the table has it."""
     if name not in names:
         raise DataError(f"{key}={name}: {origin} has {', '.join(names)}.{nearest(name, names)}")
     return name

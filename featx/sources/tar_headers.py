@@ -70,11 +70,7 @@ to call."""
 
 
 def members(read: Read) -> Iterator[TarMember]:
-    """Yield all members except folders in the order of the tar.
-
-    Raises:
-        CutOffError: after the last complete member, if the tar is damaged or truncated.
-    """
+    """Yield all members except folders in the order of the tar."""
     offset = 0
     while True:
         start, name, size, is_sparse = offset, None, None, False

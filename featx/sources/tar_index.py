@@ -90,16 +90,7 @@ class RefusedShardError(Exception):
 
 
 def index_of(shard: Shard, endings: frozenset[bytes]) -> TarIndex:
-    """Return the index of a shard in its current state, from the cache if possible.
-
-    Args:
-        shard: the shard.
-        endings: file name extensions to list, in lower case with a leading dot.
-
-    Raises:
-        DataError: a .cls member holds no number of a class, or two of one name different numbers.
-        OSError: the shard cannot be read at the moment.
-    """
+    """Return the index of a shard in its current state, from the cache if possible."""
     state = json.dumps(
         [_VERSION, shard.url, shard.size, shard.version, sorted(map(os.fsdecode, endings))]
     )
@@ -207,11 +198,7 @@ def _read_gzip(shard: Shard) -> Read:
 
 
 def _is_gzip(shard: Shard) -> bool:
-    """Return whether a shard is compressed with gzip.
-
-    Raises:
-        RefusedShardError: it is empty, or compressed with something else.
-    """
+    """Return whether a shard is compressed with gzip."""
     head = shard.read(0, 6)
     if not head:
         raise RefusedShardError("is empty; expected a tar")
@@ -241,11 +228,7 @@ def _reason_to_skip(name: bytes, member: TarMember, endings: frozenset[bytes]) -
 
 
 def _class(shard: Shard, name: bytes, data: bytes) -> int:
-    """Parse the class number in a .cls member.
-
-    Raises:
-        DataError: the member holds something else.
-    """
+    """Parse the class number in a .cls member."""
     try:
         number = int(data[:_MAX_LABEL_BYTES])
         if number >= -1 and len(data) <= _MAX_LABEL_BYTES:
@@ -262,13 +245,8 @@ def _labels(names: list[bytes], classes: Mapping[bytes, int], skipped: Counter[s
     """Return the number of the .cls member of each image, or NO_LABEL.
 
     The .cls member of an image has the same name up to the last dot or, as in WebDataset, its key,
-    which is the name up to the first dot of the file name. Without these, KEY.output.cls or
-    another name between key and .cls that says label is taken, if the key has only one of them.
-
-    Args:
-        names: names of the images.
-        classes: name of each .cls member without .cls -> its number.
-        skipped: gets the counts of .cls members that no image uses.
+    which is the name up to the first dot of the file name. Without these, KEY.output.cls or another
+    name between key and .cls that says label is taken, if the key has only one of them.
     """
     named: dict[bytes, list[bytes]] = {}
     for base in classes:

@@ -113,10 +113,6 @@ class GzipReader:
     """Decompressed bytes of a shard in any order, from seek points that the first pass finds.
 
     Threads may share an instance: a lock serialises their reads.
-
-    Args:
-        shard: the shard.
-        size: decompressed bytes that are of interest.
     """
 
     def __init__(self, shard: Shard, size: int) -> None:
@@ -133,11 +129,7 @@ class GzipReader:
         self._blocks: dict[int, bytes] = {}
 
     def read(self, offset: int, length: int) -> bytes:
-        """Return decompressed bytes, fewer than `length` if they are damaged or end before.
-
-        Raises:
-            OSError: the file cannot be read.
-        """
+        """Return decompressed bytes, fewer than `length` if they are damaged or end before."""
         first, last = offset // _BLOCK, (offset + length - 1) // _BLOCK
         with self._lock:
             data = b"".join(self._block(number) for number in range(first, last + 1))
@@ -161,18 +153,7 @@ class GzipReader:
 
 
 def find_shards(root: str, follow_links: bool) -> list[Shard]:
-    """Find the shards that data.root names, in bytewise order of their names.
-
-    Args:
-        root: folder, path, pattern or URL.
-        follow_links: whether links out of a folder are followed.
-
-    Raises:
-        DataError: no shard is found, a named one is missing, or data.root is a command, a chained
-            URL, or a URL with credentials.
-        MissingExtraError: data.root is a URL, and fsspec or the package for its protocol is
-            missing.
-    """
+    """Find the shards that data.root names, in bytewise order of their names."""
     protocol = re.match(r"([A-Za-z][A-Za-z0-9+.-]*)://", root)
     command = root.startswith("pipe:") or "::" in root
     if command or (protocol and protocol[1] not in PROTOCOLS):
@@ -206,11 +187,7 @@ def _local(root: str, follow_links: bool) -> list[Shard]:
 
 
 def _local_shard(name: bytes, path: str) -> Shard:
-    """Describe a local shard.
-
-    Raises:
-        DataError: it does not exist or is not a file.
-    """
+    """Describe a local shard."""
     path = os.path.abspath(path)  # noqa: PTH100 - names as they are typed
     try:
         info = os.stat(path)  # noqa: PTH116
@@ -245,12 +222,7 @@ def _local_shard(name: bytes, path: str) -> Shard:
 
 
 def _remote(root: str) -> list[Shard]:
-    """Find shards behind a URL.
-
-    Raises:
-        DataError: the URL cannot be listed, or the server does not support range requests.
-        MissingExtraError: fsspec or the package for the protocol is missing.
-    """
+    """Find shards behind a URL."""
     try:
         import fsspec
     except ImportError as error:
@@ -284,11 +256,7 @@ def _remote(root: str) -> list[Shard]:
 
 
 def _remote_paths(system: Any, path: str) -> list[tuple[str, str]]:
-    """Return (path for fsspec, name for keys) of every shard.
-
-    Raises:
-        DataError: an HTTP URL names a folder, which a web server cannot list.
-    """
+    """Return (path for fsspec, name for keys) of every shard."""
     if is_pattern(path):
         base, paths = base_of(path), []
         for name in expand_braces(path):
@@ -307,11 +275,7 @@ def _remote_paths(system: Any, path: str) -> list[tuple[str, str]]:
 
 
 def _remote_shard(system: Any, path: str, name: str) -> Shard:
-    """Describe a remote shard.
-
-    Raises:
-        DataError: the server does not report its size.
-    """
+    """Describe a remote shard."""
     import fsspec
 
     info = system.info(path)

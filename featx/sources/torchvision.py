@@ -117,11 +117,7 @@ def open_source(config: TorchvisionOptions) -> Source:
 
 
 def _construct(name: str, root: Path, arguments: dict[str, Any]) -> Any:
-    """Construct a data set of torchvision without downloading it.
-
-    Raises:
-        DataError: it is missing or incomplete, or torchvision lacks a package to open it.
-    """
+    """Construct a data set of torchvision without downloading it."""
     from torchvision import datasets
 
     make: Callable[..., Any] = getattr(datasets, name)
@@ -139,12 +135,7 @@ def _construct(name: str, root: Path, arguments: dict[str, Any]) -> Any:
 
 
 class _Pixels:
-    """A data set that holds its pixels in memory; keys are row numbers.
-
-    Args:
-        pixels: (N, H, W) or (N, H, W, 3) uint8.
-        labels: (N,) int64 labels and the class names.
-    """
+    """A data set that holds its pixels in memory; keys are row numbers."""
 
     def __init__(self, pixels: npt.NDArray[np.uint8], labels: Labels) -> None:
         self._pixels = pixels
@@ -171,16 +162,7 @@ class _Pixels:
 
 
 class _Files:
-    """A data set of image files; keys are their paths below data.root.
-
-    Args:
-        folder: source for data.root.
-        paths: N paths of image files.
-        labels: (N,) int64 labels and the class names.
-
-    Raises:
-        DataError: a path is repeated.
-    """
+    """A data set of image files; keys are their paths below data.root."""
 
     reads_in_decoders = True
 

@@ -42,23 +42,14 @@ could make FFmpeg open other files."""
 
 
 class Videos:
-    """Open videos, with a cache of the last ones.
-
-    Args:
-        decoder: the class torchcodec.decoders.VideoDecoder.
-    """
+    """Open videos, with a cache of the last ones."""
 
     def __init__(self, decoder: Any) -> None:
         self._decoder = decoder
         self._open: OrderedDict[tuple[str, tuple[int, int]], Any] = OrderedDict()
 
     def duration_s(self, path: str) -> float:
-        """Return the duration of a video in seconds, from its header, else from its packets.
-
-        Raises:
-            ImageFault: the video cannot be opened, or its duration is not a positive finite number.
-            OSError: the file cannot be read.
-        """
+        """Return the duration of a video in seconds, from its header, else from its packets."""
         _check_container(path)
         try:
             metadata = self._decoder(path, seek_mode="approximate").metadata
@@ -72,20 +63,7 @@ class Videos:
         return float(seconds)
 
     def frame(self, path: str, time_s: float, max_pixels: int) -> bytes:
-        """Decode the frame that is displayed at a time.
-
-        Args:
-            path: path of the video.
-            time_s: time in seconds.
-            max_pixels: maximum of width times height.
-
-        Returns:
-            the upright frame as PPM.
-
-        Raises:
-            ImageFault: there is no such frame, or it is damaged or too large.
-            OSError: the file cannot be read.
-        """
+        """Decode the frame that is displayed at a time. Returns the upright frame as PPM."""
         video = self._open_video(path)
         metadata = video.metadata
         if metadata.width * metadata.height > max_pixels:
@@ -103,11 +81,7 @@ class Videos:
         return encode_pixels(frame.data.numpy())
 
     def _open_video(self, path: str) -> Any:
-        """Return an open decoder for a file, identified by path, size and mtime.
-
-        Raises:
-            ImageFault: the video cannot be opened.
-        """
+        """Return an open decoder for a file, identified by path, size and mtime."""
         info = Path(path).stat()
         state = path, (info.st_size, info.st_mtime_ns)
         video = self._open.pop(state, None)
@@ -126,11 +100,7 @@ class Videos:
 
 
 def _check_container(path: str) -> None:
-    """Check the first bytes of a file.
-
-    Raises:
-        ImageFault: the file is empty or not a supported container.
-    """
+    """Check the first bytes of a file."""
     with open(path, "rb") as file:  # noqa: PTH123 - a path as the file system gives it
         head = file.read(16)
     if not head:
@@ -148,12 +118,7 @@ def _fault(error: Exception) -> ImageFault:
 def _answer(videos: Videos, request: Mapping[str, Any]) -> tuple[dict[str, Any], bytes]:
     """Answer one request.
 
-    Args:
-        videos: open videos.
-        request: `path` for the duration; `path`, `time_s` and `max_pixels` for a frame.
-
-    Returns:
-        the JSON object, and the bytes of the frame or b''. Failures are part of the object.
+    Returns the JSON object, and the bytes of the frame or b''. Failures are part of the object.
     """
     try:
         if "time_s" not in request:
@@ -167,11 +132,7 @@ def _answer(videos: Videos, request: Mapping[str, Any]) -> tuple[dict[str, Any],
 
 
 def _decoder() -> Any:
-    """Import torchcodec's VideoDecoder.
-
-    Raises:
-        ImportError, RuntimeError, OSError: torchcodec or FFmpeg is not installed.
-    """
+    """Import torchcodec's VideoDecoder."""
     decoder = importlib.import_module("torchcodec.decoders").VideoDecoder
     # torchcodec 0.17 and later can be imported without FFmpeg and then fail at each video.
     if getattr(sys.modules["torchcodec"], "ffmpeg_major_version", 0) is None:

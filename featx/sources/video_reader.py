@@ -26,11 +26,7 @@ repeated once in a new process."""
 
 
 class FrameReader:
-    """Durations and frames of videos, decoded in parallel; a video always uses the same process.
-
-    Args:
-        timeout_s: seconds that an answer may take, or None for no limit.
-    """
+    """Durations and frames of videos, decoded in parallel; a video always uses the same process."""
 
     def __init__(self, timeout_s: float | None) -> None:
         self._timeout_s = timeout_s
@@ -43,19 +39,7 @@ class FrameReader:
         return float(header["duration_s"])
 
     def frame(self, path: str, time_s: float, max_pixels: int) -> bytes:
-        """Return the frame that is displayed at a time, as PPM.
-
-        Args:
-            path: path of the video.
-            time_s: time in seconds.
-            max_pixels: maximum of width times height.
-
-        Raises:
-            ImageFault: there is no such frame, or decoding it crashes or exceeds the time limit.
-            OSError: the file cannot be read at the moment.
-            MissingExtraError: torchcodec or FFmpeg is not installed.
-            RunError: the process ended for a reason other than a decoder crash.
-        """
+        """Return the frame that is displayed at a time, as PPM."""
         request = {"path": path, "time_s": time_s, "max_pixels": max_pixels}
         return self._ask(path, request)[1]
 
@@ -98,12 +82,7 @@ class _Child:
     def ask(self, request: dict[str, Any], limit_s: float | None) -> tuple[dict[str, Any], bytes]:
         """Send a request and wait for the answer; after an exception, the caller must call `end`.
 
-        Args:
-            request: JSON object.
-            limit_s: seconds that the answer may take, or None for no limit.
-
-        Returns:
-            the JSON object and the bytes behind it.
+        Returns the JSON object and the bytes behind it.
         """
         process = self._process or self._start()
         assert process.stdin is not None
@@ -127,11 +106,7 @@ class _Child:
                         pipe.close()
 
     def _start(self) -> subprocess.Popen[bytes]:
-        """Start the process and wait until torchcodec is imported.
-
-        Raises:
-            MissingExtraError: torchcodec or FFmpeg is not installed.
-        """
+        """Start the process and wait until torchcodec is imported."""
         # FFmpeg logs a line per frame to stderr.
         self._process = subprocess.Popen(
             module_command("featx.sources.video_process"),
@@ -167,17 +142,7 @@ class _Child:
         return taken
 
     def _more(self, process: subprocess.Popen[bytes], until: float | None) -> None:
-        """Wait for more bytes of an answer and add them to the buffer.
-
-        Args:
-            process: the process.
-            until: limit as a value of time.monotonic, or None.
-
-        Raises:
-            ImageFault: the limit has passed, or a crash of the decoder ended the process.
-            MemoryError: the process was killed with SIGKILL.
-            RunError: the process ended for another reason.
-        """
+        """Wait for more bytes of an answer and add them to the buffer."""
         assert process.stdout is not None
         wait_s = None if until is None else max(0.0, until - time.monotonic())
         if not select.select([process.stdout], [], [], wait_s)[0]:

@@ -66,12 +66,6 @@ class ShardSource:
     A shard that ends early, or continues with something that is not a tar, provides its complete
     images and one more row, which fails with the status 'truncated'. A shard that is refused as a
     whole is one row that fails, unless there is no other shard.
-
-    Args:
-        root: a folder, one tar, or a pattern with wildcards or brace ranges, on a disk or behind a
-            URL.
-        follow_links: whether links out of a folder are followed.
-        extensions: file name extensions to list, in lower case with a leading dot.
     """
 
     def __init__(self, root: str, follow_links: bool, extensions: frozenset[bytes]) -> None:
@@ -91,12 +85,7 @@ class ShardSource:
         return bool(self._indexes) and not any(index.compressed for index in self._indexes)
 
     def listing(self) -> Listing:
-        """Find and index the shards and list all images; the content tag is the member's size.
-
-        Raises:
-            DataError: there are no shards or images, a shard cannot be read at the moment, or a
-                label is no number of a class.
-        """
+        """Find and index the shards and list all images; the content tag is the member's size."""
         self._shards = find_shards(self._root, self._follow_links)
         try:
             with ThreadPoolExecutor(_INDEXING, thread_name_prefix="featx-index") as threads:
@@ -135,13 +124,7 @@ class ShardSource:
         )
 
     def read(self, key: bytes) -> bytes:
-        """Read one member.
-
-        Raises:
-            ImageFault: the member is incomplete, empty or too large.
-            OSError: the shard cannot be read, has changed since the listing, or returns too few
-                bytes.
-        """
+        """Read one member."""
         with self._lock:
             if not len(self._keys):
                 self.listing()
@@ -172,8 +155,7 @@ class ShardSource:
     def states(self, keys: npt.NDArray[np.bytes_]) -> npt.NDArray[np.void]:
         """Return the size of each member, its shard's mtime, and a tag of offset and shard version.
 
-        Returns:
-            (n,) IMAGE_STATE.
+        Returns (n,) IMAGE_STATE.
         """
         shards, offsets, sizes = self._positions[:, find_rows(self._keys, keys)]
         versions = np.array([tag_of((shard.version, shard.size)) for shard in self._shards])
@@ -203,8 +185,7 @@ class ShardSource:
 
         Positions stay in `_positions` (3, N): shard, offset and size of every row.
 
-        Returns:
-            keys (N,) and labels.
+        Returns keys (N,) and labels.
         """
         keys, positions, numbers = [], [], []
         for i, (shard, index) in enumerate(zip(self._shards, self._indexes, strict=True)):

@@ -33,6 +33,7 @@ from featx.images.tiff_tags import (
     Tags,
     check_blocks,
     full_pages,
+    open_tiff,
     read_tags,
 )
 from featx.types import Box, ImageFault, Status
@@ -152,9 +153,7 @@ def tiff_blocks(
         check_blocks(tags)
     except Exception:  # noqa: BLE001 - the usual decoder says what is wrong
         return None
-    from tifffile import TiffFile
-
-    with TiffFile(io.BytesIO(data)) as file:
+    with open_tiff(data) as file:
         page = cast("TiffPage", file.pages[number])
         check_page(page, data, policy, COMPRESSIONS | {JPEG_COMPRESSION})
         if page.is_tiled:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import math
 from collections.abc import Set
 from typing import TYPE_CHECKING, Any, cast
@@ -27,6 +26,7 @@ from featx.images.tiff_tags import (
     SMALLEST,
     UNCOMPRESSED,
     Tags,
+    open_tiff,
 )
 from featx.types import ImageFault, Status
 
@@ -102,9 +102,7 @@ def describe_tiff(tags: Tags) -> str:
 
 def tiff_numbers(data: bytes, pages: list[int], policy: ImagePolicy) -> npt.NDArray[Any]:
     """Decode an image, with the numbers of the file. Returns (H, W, channels)."""
-    from tifffile import TiffFile
-
-    with TiffFile(io.BytesIO(data)) as file:
+    with open_tiff(data) as file:
         found = [cast("TiffPage", file.pages[number]) for number in pages]
         for page in found:
             check_page(page, data, policy)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import io
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, cast
 
 from PIL import Image
 
@@ -15,7 +15,7 @@ from featx.images.pixel_scale import format_fault
 from featx.types import ImageFault, Status
 
 if TYPE_CHECKING:
-    from tifffile import TiffTag
+    from tifffile import TiffFile, TiffPage, TiffTag
 
 _TIFF = re.compile(rb"II[*+]\0|MM\0[*+]")
 
@@ -58,21 +58,26 @@ def is_tiff(data: bytes) -> bool:
     return _TIFF.match(data) is not None
 
 
-def read_tags(data: bytes) -> list[Tags]:
-    """Read the tags of each page of a TIFF, up to one that is damaged."""
+def open_tiff(data: bytes) -> TiffFile:
+    """Open a TIFF by tifffile, as one without the conventions of two makers of microscopes."""
     from tifffile import TiffFile
 
+    return TiffFile(io.BytesIO(data), is_scanimage=False, is_ndpi=False)
+
+
+def read_tags(data: bytes) -> list[Tags]:
+    """Read the tags of each page of a TIFF, up to one that is damaged."""
     pages: list[Tags] = []
     offsets: set[int] = set()
     problem: Exception = ValueError("it has no page")
     try:
-        with TiffFile(io.BytesIO(data)) as file:
-            for page in file.pages:
+        with open_tiff(data) as file:
+            for page in cast("Iterable[TiffPage]", file.pages):
                 if page.offset in offsets or len(pages) == MAX_PAGES:
                     break
                 offsets.add(page.offset)
                 # Pillow and libtiff copy the value of every tag, and tags may overlap.
-                if sum(tag.valuebytecount for tag in page.tags) > 2 * len(data):
+                if sum(int(tag.valuebytecount) for tag in page.tags) > 2 * len(data):
                     raise ImageFault(
                         Status.DECODE_ERROR, "its tags overlap, to more bytes than it has"
                     )

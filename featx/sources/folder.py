@@ -11,8 +11,7 @@ from typing import ClassVar
 from featx.errors import ConfigError, DataError
 from featx.sources.base import FolderSource, endings, relabel
 from featx.sources.csv_check import check_csv
-from featx.sources.options import FileOptions
-from featx.sources.registry import SOURCES, source_member
+from featx.sources.registry import SOURCES, FileOptions, source_member
 from featx.types import Listing, Source
 
 

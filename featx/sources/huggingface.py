@@ -15,8 +15,7 @@ from featx.base import import_extra
 from featx.errors import DataError, nearest
 from featx.sources.base import FolderSource, of_other_paths, state_of_files, tag_of
 from featx.sources.labels import Labels, find_label_column, from_values, note_on_columns
-from featx.sources.options import ColumnOptions
-from featx.sources.registry import SOURCES, source_member
+from featx.sources.registry import SOURCES, ColumnOptions, source_member
 from featx.sources.row_keys import numbered_keys, parse_numbered_key
 from featx.types import ImageFault, Listing, Source, Status
 

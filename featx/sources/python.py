@@ -49,8 +49,16 @@ def open_source(config: DataConfig) -> Source:
     )
 
 
-def source_of_object(data: Any) -> Source:
-    """Turn a data set object into a Source."""
+def source_of(data: object) -> Source:
+    """Turn a data set object of a Python program into a Source.
+
+    Args:
+        data: a Source, which is checked but otherwise used as it is, or a map-style data set
+            (`__len__` and `__getitem__`), which is wrapped.
+
+    Raises:
+        DataError: the object is neither.
+    """
     if isinstance(data, Source):
         return _CheckedSource(data)
     if isinstance(data, str | bytes | os.PathLike):

@@ -17,9 +17,8 @@ import numpy.typing as npt
 from featx.base import require_extra
 from featx.errors import ConfigError
 from featx.sources.base import FolderSource, endings
-from featx.sources.options import FileOptions
 from featx.sources.pixel_encoding import encode_image
-from featx.sources.registry import SOURCES, source_member
+from featx.sources.registry import SOURCES, FileOptions, source_member
 from featx.types import Box, ImageFault, Listing, Source, Status
 
 if TYPE_CHECKING:

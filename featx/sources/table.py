@@ -31,10 +31,9 @@ from featx.sources.labels import (
     note_on_columns,
     renumber,
 )
-from featx.sources.options import ColumnOptions
 from featx.sources.parquet_images import ImageColumn, footer_content_tags
 from featx.sources.path_patterns import base_of, is_pattern
-from featx.sources.registry import SOURCES, source_member
+from featx.sources.registry import SOURCES, ColumnOptions, source_member
 from featx.sources.row_keys import duplicate_keys, numbered_keys
 from featx.sources.table_columns import column_values, text_bytes
 from featx.sources.table_files import CsvTable, ParquetTable, Table, find_tables

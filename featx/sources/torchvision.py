@@ -19,9 +19,8 @@ import numpy.typing as npt
 from featx.errors import ConfigError, DataError, nearest
 from featx.sources.base import FolderSource
 from featx.sources.labels import Labels, from_numbers
-from featx.sources.options import LinkOptions
 from featx.sources.pixel_encoding import encode_pixels
-from featx.sources.registry import SOURCES, source_member
+from featx.sources.registry import SOURCES, LinkOptions, source_member
 from featx.sources.row_keys import (
     duplicate_keys,
     numbered_keys,

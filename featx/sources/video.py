@@ -18,8 +18,7 @@ from featx.base import require_extra
 from featx.errors import ConfigError, DataError
 from featx.sources.base import FolderSource, endings
 from featx.sources.key_forms import frame_key
-from featx.sources.options import FileOptions
-from featx.sources.registry import SOURCES, source_member
+from featx.sources.registry import SOURCES, FileOptions, source_member
 from featx.sources.video_reader import FrameReader
 from featx.types import ImageFault, Listing, Source, Status
 

@@ -1,8 +1,8 @@
 """Process that opens videos and decodes frames: `python -m featx.sources.video_process`.
 
 FFmpeg parses dozens of formats in C, and videos may come from untrusted origins, so its crashes and
-hangs are confined to this process. A request is a line of JSON on stdin. The answer is a line of
-JSON on stdout, followed by the bytes of the frame.
+hangs are confined to this process. A request on stdin is JSON; the answer on stdout is a line of
+JSON and the bytes of the frame. No objects are pickled.
 """
 
 from __future__ import annotations
@@ -10,10 +10,12 @@ from __future__ import annotations
 import importlib
 import json
 import math
+import os
 import signal
 import sys
 from collections import OrderedDict
 from collections.abc import Mapping
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -145,19 +147,22 @@ def main() -> None:
     # Ctrl-C reaches the whole process group; the run decides when its children end.
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, signal.SIG_IGN)
-    answers = sys.stdout.buffer
+    requests = Connection(os.dup(0), writable=False)
+    answers = Connection(os.dup(1), readable=False)
     try:
         decoder = _decoder()
     except (ImportError, RuntimeError, OSError) as error:
-        answers.write(json.dumps({"lacks": str(error).strip()[:300]}).encode() + b"\n")
+        answers.send_bytes(json.dumps({"lacks": str(error).strip()[:300]}).encode())
         return
-    answers.write(b"{}\n")
-    answers.flush()
+    answers.send_bytes(b"{}")
     videos = Videos(decoder)
-    for line in sys.stdin.buffer:
-        found, frame = _answer(videos, json.loads(line))
-        answers.write(json.dumps({**found, "bytes": len(frame)}).encode() + b"\n" + frame)
-        answers.flush()
+    while True:
+        try:
+            request = json.loads(requests.recv_bytes())
+        except EOFError:
+            return
+        header, frame = _answer(videos, request)
+        answers.send_bytes(json.dumps(header).encode() + b"\n" + frame)
 
 
 if __name__ == "__main__":

@@ -21,8 +21,7 @@ from featx.base import printable, require_extra
 from featx.errors import DataError, counted
 from featx.sources.base import MAX_FILE_BYTES, endings, tag_of
 from featx.sources.labels import Labels, from_names, from_numbers
-from featx.sources.options import FileOptions
-from featx.sources.registry import SOURCES, source_member
+from featx.sources.registry import SOURCES, FileOptions, source_member
 from featx.sources.row_keys import find_row, find_rows
 from featx.sources.tar_index import CUT_SIZE, NO_LABEL, TWICE_SIZE, TarIndex, index_of
 from featx.sources.tar_shards import GzipReader, Shard, find_shards

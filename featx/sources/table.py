@@ -31,7 +31,7 @@ from featx.sources.labels import (
     note_on_columns,
     renumber,
 )
-from featx.sources.parquet_images import ImageColumn, footer_content_tags
+from featx.sources.parquet_images import ImageColumn
 from featx.sources.path_patterns import base_of, is_pattern
 from featx.sources.registry import SOURCES, ColumnOptions, source_member
 from featx.sources.row_keys import duplicate_keys, numbered_keys
@@ -171,9 +171,7 @@ class TableSource:
         content_tags = None
         if holds_images:
             self._images = ImageColumn(files, column, keys, order)
-            content_tags = np.concatenate([footer_content_tags(file, column) for file in files])[
-                order
-            ]
+            content_tags = self._images.content_tags
         values = self._columns(table, order)
         return Listing(
             keys,

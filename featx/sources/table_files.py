@@ -58,7 +58,8 @@ class CsvTable:
             quote_char=False if quoting == "none" else '"',
             newlines_in_values=quoting == "multiline",
         )
-        with csv.open_csv(file, parse_options=self._parse) as reader:
+        self._read = csv.ReadOptions(use_threads=False)  # errors name the line then
+        with csv.open_csv(file, self._read, self._parse) as reader:
             self.names: list[str] = reader.schema.names
         if len(set(self.names)) < len(self.names):
             raise DataError(f"{file} has two columns of the same name: {', '.join(self.names)}.")
@@ -68,8 +69,8 @@ class CsvTable:
         import pyarrow as pa
         from pyarrow import csv
 
-        options = csv.ConvertOptions(include_columns=[name], column_types={name: pa.string()})
-        return csv.read_csv(self.file, parse_options=self._parse, convert_options=options)[name]
+        convert = csv.ConvertOptions(include_columns=[name], column_types={name: pa.string()})
+        return csv.read_csv(self.file, self._read, self._parse, convert)[name]
 
 
 class ParquetTable:

@@ -15,8 +15,9 @@ import io
 import re
 import struct
 import zlib
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -63,7 +64,7 @@ from featx.images.tiff_tags import (
     jpeg_blocks,
     read_tags,
 )
-from featx.types import ImageFault, Status
+from featx.types import Box, ImageFault, Status
 
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "DIB", "GIF", "TIFF", "PPM", "AVIF")
 """Names of the Pillow parsers that may read an image, whatever its file name. JPEG includes MPO,
@@ -106,6 +107,25 @@ _pillow_settings: ProcessSetting[tuple[int | None, bool, int]] = ProcessSetting(
 )
 
 
+DecodedImage = Image.Image | npt.NDArray[Any]
+"""Upright image: a Pillow image, (H, W, 3) uint8 RGB, or (H, W, channels) of any numbers for a
+transform with a scale. The fast path takes arrays, the reference Pillow images."""
+
+
+@contextlib.contextmanager
+def _faults_of(data: bytes) -> Iterator[None]:
+    """Prepare Pillow, and turn the exceptions of decoders into an ImageFault."""
+    # Damaged files raise not only OSError but also ValueError, TypeError, SyntaxError, struct.error
+    # and others, so the boundary around one image catches Exception.
+    try:
+        with _pillow_settings:
+            yield
+    except (ImageFault, MemoryError):
+        raise
+    except Exception as error:
+        raise _fault(data, error) from error
+
+
 def decode_array(data: bytes, policy: ImagePolicy, at_least: int | None) -> npt.NDArray[Any]:
     """Decode an image into an array, with the JPEG decoder of the policy.
 
@@ -116,40 +136,27 @@ def decode_array(data: bytes, policy: ImagePolicy, at_least: int | None) -> npt.
     return image if isinstance(image, np.ndarray) else np.array(image)
 
 
-def decode_image(
-    data: bytes, policy: ImagePolicy, at_least: int | None
-) -> Image.Image | npt.NDArray[Any]:
+def decode_image(data: bytes, policy: ImagePolicy, at_least: int | None) -> DecodedImage:
     """Decode an image, in the type of its decoder: a Pillow image, or an array of simplejpeg.
 
     Nothing is copied, other than by `decode_array`.
     """
-    # Damaged files raise not only OSError but also ValueError, TypeError, SyntaxError, struct.error
-    # and others, so the boundary around one image catches Exception.
-    try:
-        with _pillow_settings:
-            if policy.channels is not None:
-                return _decode_channels(data, policy, policy.channels)
-            return _decode_rgb(data, policy, at_least)
-    except (ImageFault, MemoryError):
-        raise
-    except Exception as error:
-        raise _fault(data, error) from error
+    with _faults_of(data):
+        if policy.channels is not None:
+            return _decode_channels(data, policy, policy.channels)
+        return _decode_rgb(data, policy, at_least)
 
 
 def decode_box_image(
     data: bytes, policy: ImagePolicy, at_least: int | None
-) -> Image.Image | npt.NDArray[Any] | TiffBlocks:
+) -> DecodedImage | TiffBlocks:
     """Decode an image of which boxes are cut; like `decode_image`, but for large TIFFs.
 
     The tiles of a large TIFF are left for `TiffBlocks.cut`, and one without compression is an array
     in the encoded bytes.
     """
-    try:
+    with _faults_of(data):
         large = tiff_blocks(data, policy) if is_tiff(data) else None
-    except (ImageFault, MemoryError):
-        raise
-    except Exception as error:
-        raise _fault(data, error) from error
     return decode_image(data, policy, at_least) if large is None else large
 
 
@@ -173,6 +180,41 @@ def decode_pillow(data: bytes, policy: ImagePolicy, at_least: int | None = None)
     return image if isinstance(image, Image.Image) else Image.fromarray(image)
 
 
+@overload
+def cut_out(decoded: Image.Image, box: Box) -> Image.Image: ...
+
+
+@overload
+def cut_out(decoded: npt.NDArray[Any], box: Box) -> npt.NDArray[Any]: ...
+
+
+def cut_out(decoded: Image.Image | npt.NDArray[Any], box: Box) -> Image.Image | npt.NDArray[Any]:
+    """Cut a box out of an upright image.
+
+    Args:
+        decoded: (H, W, C), or a Pillow image.
+        box: pixels to cut out.
+
+    Returns:
+        A copy of the box, of the type of `decoded`.
+
+    Raises:
+        ImageFault: the box reaches outside the image.
+    """
+    if isinstance(decoded, Image.Image):
+        width, height = decoded.size
+    else:
+        height, width, _ = decoded.shape
+    right, bottom = box.x + box.width, box.y + box.height
+    if right > width or bottom > height:
+        raise ImageFault(
+            Status.TRANSFORM_ERROR, f"the box reaches outside the image of {width} x {height}"
+        )
+    if isinstance(decoded, Image.Image):
+        return decoded.crop((box.x, box.y, right, bottom))
+    return decoded[box.y : bottom, box.x : right].copy()
+
+
 def image_sizes(
     data: bytes, policy: ImagePolicy, at_least: int | None
 ) -> tuple[tuple[int, int], tuple[int, int]]:
@@ -190,39 +232,21 @@ def image_sizes(
     Raises:
         ImageFault: the image cannot be read.
     """
-    try:
-        with _pillow_settings:
-            return _sizes(data, policy, at_least)
-    except (ImageFault, MemoryError):
-        raise
-    except Exception as error:
-        raise _fault(data, error) from error
+    with _faults_of(data):
+        image = None if is_tiff(data) else _open(data)
+        if image is None or image.format not in _PLAIN_HEADERS:
+            decoded = np.asarray(_decode_rgb(data, replace(policy, jpeg=PILLOW), None))
+            height, width, _ = decoded.shape
+            return (height, width), (height, width)
+        width, height = image.size
+        _draft(image, at_least)
+        columns, rows = image.size
+        if policy.exif == "apply" and is_transposed(orientation_of(image)):
+            return (width, height), (columns, rows)
+        return (height, width), (rows, columns)
 
 
-def _sizes(
-    data: bytes, policy: ImagePolicy, at_least: int | None
-) -> tuple[tuple[int, int], tuple[int, int]]:
-    """`image_sizes` without its boundary for exceptions."""
-    image = None if is_tiff(data) else _open(data)
-    if image is None or image.format not in _PLAIN_HEADERS:
-        decoded = _decode_rgb(data, replace(policy, jpeg=PILLOW), None)
-        if isinstance(decoded, Image.Image):
-            decoded = np.asarray(decoded)
-        height, width, _ = decoded.shape
-        return (height, width), (height, width)
-    full = image.size
-    _draft(image, at_least)
-    turn = orientation_of(image) if policy.exif == "apply" else 1
-    width, height = full
-    columns, rows = image.size
-    if is_transposed(turn):
-        return (width, height), (columns, rows)
-    return (height, width), (rows, columns)
-
-
-def _decode_rgb(
-    data: bytes, policy: ImagePolicy, at_least: int | None
-) -> Image.Image | npt.NDArray[np.uint8]:
+def _decode_rgb(data: bytes, policy: ImagePolicy, at_least: int | None) -> DecodedImage:
     """The image as Pillow's type, or as an array if another decoder has decoded it."""
     if is_tiff(data):
         return _decode_tiff(data, read_tags(data), policy)
@@ -243,9 +267,7 @@ def _decode_rgb(
     return turn_image(to_rgb(image, policy.background, policy.white), turn)
 
 
-def _decode_tiff(
-    data: bytes, pages: list[Tags], policy: ImagePolicy
-) -> Image.Image | npt.NDArray[np.uint8]:
+def _decode_tiff(data: bytes, pages: list[Tags], policy: ImagePolicy) -> DecodedImage:
     """A TIFF as RGB: by Pillow if that reads it as its tags say, otherwise by tifffile."""
     number = _choose_page(pages, policy)
     tags = pages[number]
@@ -346,11 +368,6 @@ def _draft(image: ImageFile.ImageFile, at_least: int | None) -> None:
         image.draft("RGB", (int(width * scale), int(height * scale)))
 
 
-def _far_larger(size: tuple[int, int], at_least: int) -> bool:
-    """Return whether a JPEG of this (width, height) is decoded at a fraction of its size."""
-    return min(size) >= 4 * at_least
-
-
 def is_decoded_reduced(data: bytes, at_least: int) -> bool:
     """Return whether `decode_pillow` reads an image at a fraction of its size.
 
@@ -369,7 +386,7 @@ def is_decoded_reduced(data: bytes, at_least: int) -> bool:
 def _is_reduced(image: Image.Image, at_least: int) -> bool:
     """Return whether an image that was opened is decoded at a fraction of its size."""
     scalable = image.format in ("JPEG", "MPO") and image.mode == "RGB"
-    return scalable and _far_larger(image.size, at_least)
+    return scalable and min(image.size) >= 4 * at_least
 
 
 def _open(data: bytes) -> ImageFile.ImageFile:

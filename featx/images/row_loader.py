@@ -16,10 +16,15 @@ from PIL import Image
 
 from featx.base import return_freed_memory
 from featx.errors import RunError
-from featx.images.decode import decode_array, decode_box_image, decode_pillow
+from featx.images.decode import (
+    DecodedImage,
+    cut_out,
+    decode_array,
+    decode_box_image,
+    decode_pillow,
+)
 from featx.images.decode_settings import DecodeSettings
 from featx.images.decoder import DecodingClock
-from featx.images.image_boxes import DecodedImage, cut_out
 from featx.images.image_reading import read_image
 from featx.images.tiff_blocks import TiffBlocks
 from featx.types import (

@@ -32,38 +32,18 @@ from featx.images.array_decode import (
     is_deep_png,
     pillow_array,
     why_not_rgb,
-    wrong_channels,
 )
-from featx.images.image_policy import PILLOW, SIMPLEJPEG, ImagePolicy, warn
+from featx.images.image_policy import PILLOW, SIMPLEJPEG, ImagePolicy
 from featx.images.jpeg_decode import (
     check_jpeg,
     decode_sound_jpeg,
-    with_tables,
 )
-from featx.images.orientation import inverse, is_transposed, orientation_of, turn_array, turn_image
+from featx.images.orientation import is_transposed, orientation_of, turn_array, turn_image
 from featx.images.pixel_scale import format_fault
 from featx.images.rgb_conversion import to_rgb
 from featx.images.tiff_blocks import TiffBlocks, tiff_blocks
-from featx.images.tiff_decode import (
-    is_exact_by_pillow,
-    is_right_by_pillow,
-    tiff_numbers,
-    tiff_rgb,
-)
-from featx.images.tiff_tags import (
-    HEIGHT,
-    ORIENTATION,
-    SAMPLES,
-    UNREADABLE,
-    WIDTH,
-    Tags,
-    check_blocks,
-    check_no_channel_pages,
-    full_pages,
-    is_tiff,
-    jpeg_blocks,
-    read_tags,
-)
+from featx.images.tiff_decode import decode_tiff, decode_tiff_channels
+from featx.images.tiff_tags import is_tiff
 from featx.types import Box, ImageFault, Status
 
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "DIB", "GIF", "TIFF", "PPM", "AVIF")
@@ -249,7 +229,7 @@ def image_sizes(
 def _decode_rgb(data: bytes, policy: ImagePolicy, at_least: int | None) -> DecodedImage:
     """The image as Pillow's type, or as an array if another decoder has decoded it."""
     if is_tiff(data):
-        return _decode_tiff(data, read_tags(data), policy)
+        return decode_tiff(data, policy)
     image = _open(data)
     policy.check_pixels(*image.size)
     if image.format == "PNG":
@@ -267,52 +247,12 @@ def _decode_rgb(data: bytes, policy: ImagePolicy, at_least: int | None) -> Decod
     return turn_image(to_rgb(image, policy.background, policy.white), turn)
 
 
-def _decode_tiff(data: bytes, pages: list[Tags], policy: ImagePolicy) -> DecodedImage:
-    """A TIFF as RGB: by Pillow if that reads it as its tags say, otherwise by tifffile."""
-    number = _choose_page(pages, policy)
-    tags = pages[number]
-    check_blocks(tags)
-    image = None
-    if is_right_by_pillow(tags) and not data.startswith(UNREADABLE):
-        with contextlib.suppress(UnidentifiedImageError):  # more channels, or other colours
-            image = _open(data)
-    if image is None:
-        turn = _turn_of_tags(tags) if policy.exif == "apply" else 1
-        pixels = tiff_rgb(data, number, tags, policy)
-        return np.ascontiguousarray(turn_array(pixels, turn))
-    for block, tables in jpeg_blocks(tags, data):
-        check_jpeg(with_tables(block, tables), policy)
-    if number:
-        image.seek(number)
-    # Pillow turns a TIFF upright in load() and drops its orientation, so that is read before.
-    turn = 1 if policy.exif == "apply" else inverse(orientation_of(image))
-    image.load()
-    return turn_image(to_rgb(image, policy.background), turn)
-
-
-def _choose_page(pages: list[Tags], policy: ImagePolicy) -> int:
-    """Number of the page that is the image, with a warning if there are several."""
-    full = full_pages(pages)
-    tags = pages[full[0]]
-    policy.check_pixels(*(int(tags.get(tag, (0,))[0]) for tag in (WIDTH, HEIGHT)))
-    if len(full) > 1:
-        check_no_channel_pages(tags)
-        warn(f"TIFF of {len(full)} pages, of which the first is read")
-    return full[0]
-
-
-def _turn_of_tags(tags: Tags) -> int:
-    """EXIF orientation of a TIFF from 1 to 8; 1 if it is missing or out of range."""
-    turn = int(tags.get(ORIENTATION, (1,))[0])
-    return turn if turn in range(1, 9) else 1
-
-
 def _decode_channels(data: bytes, policy: ImagePolicy, channels: int) -> npt.NDArray[Any]:
     """(H, W, channels) with the numbers of the file, upright."""
     if data.startswith(NPY):
         return decode_npy(data, policy)
     if is_tiff(data):
-        return _decode_tiff_channels(data, read_tags(data), policy, channels)
+        return decode_tiff_channels(data, policy, channels)
     image = _open(data)
     policy.check_pixels(*image.size)
     if image.format == "PNG":
@@ -328,34 +268,6 @@ def _decode_channels(data: bytes, policy: ImagePolicy, channels: int) -> npt.NDA
             "numbers"
         )
     turn = orientation_of(image) if policy.exif == "apply" else 1
-    return turn_array(check_array(array, channels), turn)
-
-
-def _decode_tiff_channels(
-    data: bytes, pages: list[Tags], policy: ImagePolicy, channels: int
-) -> npt.NDArray[Any]:
-    """`_decode_channels` of a TIFF; its channels may be pages of one channel each."""
-    numbers = full_pages(pages)
-    samples = int(pages[numbers[0]].get(SAMPLES, (1,))[0])
-    if not samples == 1 != channels == len(numbers):
-        if samples != channels:
-            raise wrong_channels(samples, channels)
-        numbers = [_choose_page(pages, policy)]
-    for number in numbers:
-        check_blocks(pages[number])
-    tags = pages[numbers[0]]
-    array, turn = None, _turn_of_tags(tags) if policy.exif == "apply" else 1
-    is_exact = is_exact_by_pillow(tags) and not data.startswith(UNREADABLE)
-    if len(numbers) == 1 and is_exact:
-        for block, tables in jpeg_blocks(tags, data):
-            check_jpeg(with_tables(block, tables), policy)
-        image = _open(data)
-        image.seek(numbers[0])
-        stored_orientation = orientation_of(image)
-        array = np.asarray(image)  # upright
-        turn = 1 if policy.exif == "apply" else inverse(stored_orientation)
-    if array is None:
-        array = tiff_numbers(data, numbers, policy)
     return turn_array(check_array(array, channels), turn)
 
 

@@ -1,32 +1,47 @@
-"""Decoding of TIFFs by tifffile: those that Pillow reads otherwise than their tags say."""
+"""Decoding of TIFFs, by tifffile where Pillow reads them otherwise than their tags say."""
 
 from __future__ import annotations
 
+import contextlib
+import io
 import math
 from collections.abc import Set
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import numpy.typing as npt
+from PIL import Image, UnidentifiedImageError
 
 from featx.errors import counted
-from featx.images.image_policy import ImagePolicy
-from featx.images.pixel_scale import NUMBER_TYPES, format_fault, unknown_white
-from featx.images.rgb_conversion import NumberRange, numbers_to_rgb
+from featx.images.array_decode import check_array, wrong_channels
+from featx.images.image_policy import ImagePolicy, warn
+from featx.images.jpeg_decode import check_jpeg, with_tables
+from featx.images.orientation import inverse, orientation_of, turn_array, turn_image
+from featx.images.pixel_scale import NUMBER_TYPES, format_fault, missing_codecs, unknown_white
+from featx.images.rgb_conversion import NumberRange, numbers_to_rgb, to_rgb
 from featx.images.tiff_tags import (
     BITS,
     CHROMA_SUBSAMPLING,
     COMPRESSION,
     EXTRA_SAMPLES,
+    HEIGHT,
     LARGEST,
+    ORIENTATION,
     PHOTOMETRIC,
     PLANAR,
     SAMPLE_FORMAT,
     SAMPLES,
     SMALLEST,
     UNCOMPRESSED,
+    UNREADABLE,
+    WIDTH,
     Tags,
+    check_blocks,
+    check_no_channel_pages,
+    full_pages,
+    jpeg_blocks,
     open_tiff,
+    read_tags,
 )
 from featx.types import ImageFault, Status
 
@@ -59,6 +74,74 @@ a strip or tile. Codecs of images take their size from the compressed bytes, so 
 file would decide about memory."""
 
 
+def decode_tiff(data: bytes, policy: ImagePolicy) -> Image.Image | npt.NDArray[np.uint8]:
+    """A TIFF as RGB: by Pillow if that reads it as its tags say, otherwise by tifffile."""
+    pages = read_tags(data)
+    number = _choose_page(pages, policy)
+    tags = pages[number]
+    check_blocks(tags)
+    image = None
+    if is_right_by_pillow(tags) and not data.startswith(UNREADABLE):
+        with contextlib.suppress(UnidentifiedImageError):  # more channels, or other colours
+            image = Image.open(io.BytesIO(data), formats=["TIFF"])
+    if image is None:
+        turn = _turn_of_tags(tags) if policy.exif == "apply" else 1
+        pixels = tiff_rgb(data, number, tags, policy)
+        return np.ascontiguousarray(turn_array(pixels, turn))
+    for block, tables in jpeg_blocks(tags, data):
+        check_jpeg(with_tables(block, tables), policy)
+    if number:
+        image.seek(number)
+    # Pillow turns a TIFF upright in load() and drops its orientation, so that is read before.
+    turn = 1 if policy.exif == "apply" else inverse(orientation_of(image))
+    image.load()
+    return turn_image(to_rgb(image, policy.background), turn)
+
+
+def decode_tiff_channels(data: bytes, policy: ImagePolicy, channels: int) -> npt.NDArray[Any]:
+    """(H, W, channels) with the numbers of a TIFF; channels may be pages of one channel each."""
+    pages = read_tags(data)
+    numbers = full_pages(pages)
+    samples = int(pages[numbers[0]].get(SAMPLES, (1,))[0])
+    if not samples == 1 != channels == len(numbers):
+        if samples != channels:
+            raise wrong_channels(samples, channels)
+        numbers = [_choose_page(pages, policy)]
+    for number in numbers:
+        check_blocks(pages[number])
+    tags = pages[numbers[0]]
+    array, turn = None, _turn_of_tags(tags) if policy.exif == "apply" else 1
+    is_exact = is_exact_by_pillow(tags) and not data.startswith(UNREADABLE)
+    if len(numbers) == 1 and is_exact:
+        for block, tables in jpeg_blocks(tags, data):
+            check_jpeg(with_tables(block, tables), policy)
+        image = Image.open(io.BytesIO(data), formats=["TIFF"])
+        image.seek(numbers[0])
+        stored_orientation = orientation_of(image)
+        array = np.asarray(image)  # upright
+        turn = 1 if policy.exif == "apply" else inverse(stored_orientation)
+    if array is None:
+        array = tiff_numbers(data, numbers, policy)
+    return turn_array(check_array(array, channels), turn)
+
+
+def _choose_page(pages: list[Tags], policy: ImagePolicy) -> int:
+    """Number of the page that is the image, with a warning if there are several."""
+    full = full_pages(pages)
+    tags = pages[full[0]]
+    policy.check_pixels(*(int(tags.get(tag, (0,))[0]) for tag in (WIDTH, HEIGHT)))
+    if len(full) > 1:
+        check_no_channel_pages(tags)
+        warn(f"TIFF of {len(full)} pages, of which the first is read")
+    return full[0]
+
+
+def _turn_of_tags(tags: Tags) -> int:
+    """EXIF orientation of a TIFF from 1 to 8; 1 if it is missing or out of range."""
+    turn = int(tags.get(ORIENTATION, (1,))[0])
+    return turn if turn in range(1, 9) else 1
+
+
 def is_right_by_pillow(tags: Tags) -> bool:
     """Return whether Pillow, if it reads a page at all, reads it as its tags say.
 
@@ -86,11 +169,6 @@ def is_exact_by_pillow(tags: Tags) -> bool:
     samples = int(_first(tags, SAMPLES))
     layout = tuple(tags.get(BITS, (1,))), _first(tags, PHOTOMETRIC, -1), _first(tags, SAMPLE_FORMAT)
     return samples == len(layout[0]) and layout in _EXACT
-
-
-def missing_codecs(what: str) -> ImageFault:
-    """The fault of an image that needs the package imagecodecs, which is not installed."""
-    return ImageFault(Status.UNSUPPORTED, f'{what} needs pip install "featx[channels]"')
 
 
 def describe_tiff(tags: Tags) -> str:

@@ -18,7 +18,7 @@ from featx.errors import DataError, counted
 from featx.sources.csv_check import check_csv
 from featx.sources.key_forms import box_key
 from featx.sources.labels import find_column, from_csv_texts, note_on_columns, renumber
-from featx.sources.row_keys import duplicate_keys
+from featx.sources.row_keys import sorting_order
 from featx.types import Box, BoxReader, Listing, Source, Stateful
 
 COLUMNS = ("path", "x", "y", "width", "height")
@@ -60,11 +60,8 @@ class BoxedSource:
         images = self._source.listing()
         lines, labelled = self._lines()
         keys = np.array([line.key for line in lines], dtype=np.bytes_)
-        order = np.argsort(keys, kind="stable")
+        order = sorting_order(keys, f"data.boxes={self._file} has some boxes")
         keys = keys[order]
-        if duplicates := duplicate_keys(keys):
-            names = ", ".join(os.fsdecode(key) for key in duplicates)
-            raise DataError(f"data.boxes={self._file} has some boxes more than once: {names}.")
         image_keys = np.array([lines[i].image_key for i in order], dtype=np.bytes_)
         # searchsorted returns len(keys) for a key beyond the last one; the clip keeps the index
         # valid, and the comparison below finds the mismatch.

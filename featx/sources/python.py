@@ -17,7 +17,7 @@ from featx.sources.base import FolderSource, of_other_paths
 from featx.sources.labels import Labels, check_indices, from_values
 from featx.sources.pixel_encoding import encode_array, encode_image
 from featx.sources.registry import SOURCES, source_member
-from featx.sources.row_keys import duplicate_keys, find_row, find_rows, numbered_keys
+from featx.sources.row_keys import find_row, find_rows, numbered_keys, sorting_order
 from featx.sources.table_columns import check_columns
 from featx.types import (
     IMAGE_STATE,
@@ -108,11 +108,8 @@ class MapSource:
             raise DataError("the data set has no rows: len(dataset) is 0.")
         keys = self._keys_of(count)
         labels, classes, warnings = self._labels_of(count)
-        order = np.argsort(keys, kind="stable")
+        order = sorting_order(keys, "dataset.keys has some")
         self._keys = keys[order]
-        if duplicates := duplicate_keys(self._keys):
-            names = ", ".join(os.fsdecode(key) for key in duplicates)
-            raise DataError(f"dataset.keys has some more than once: {names}. Rows need their own.")
         self._rows = order
         note = "" if classes else "no attribute targets or labels, and items without a label"
         return Listing(self._keys, labels[order], classes, warnings=warnings, label_note=note)

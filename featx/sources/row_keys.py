@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import zlib
 from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
 
+from featx.errors import DataError
 from featx.types import ImageFault, Status
 
 _DIGITS = 6
 """Minimum number of digits of a numbered key."""
+
+_NAMES_SHOWN = 5
+"""Maximum number of keys that a message names."""
 
 
 def numbered_keys(count: int, prefix: str = "") -> npt.NDArray[np.bytes_]:
@@ -68,7 +73,17 @@ def find_rows(keys: npt.NDArray[np.bytes_], some: npt.NDArray[np.bytes_]) -> npt
     return rows
 
 
-def duplicate_keys(keys: npt.NDArray[np.bytes_], limit: int = 5) -> list[bytes]:
-    """Return some duplicate keys."""
-    duplicates: list[bytes] = np.unique(keys[1:][keys[1:] == keys[:-1]])[:limit].tolist()
-    return duplicates
+def sorting_order(keys: npt.NDArray[np.bytes_], what: str) -> npt.NDArray[np.int64]:
+    """Return the order of keys by their bytes.
+
+    Raises DataError if a key occurs more than once; `what` begins the message, such as 't.csv has
+    some paths'.
+    """
+    if (keys[1:] > keys[:-1]).all():
+        return np.arange(len(keys))
+    order = np.argsort(keys, kind="stable")
+    keys = keys[order]
+    if (is_double := keys[1:] == keys[:-1]).any():
+        names = ", ".join(map(os.fsdecode, np.unique(keys[1:][is_double])[:_NAMES_SHOWN].tolist()))
+        raise DataError(f"{what} more than once: {names}. A key stands for one row.")
+    return order

@@ -34,7 +34,7 @@ from featx.sources.labels import (
 from featx.sources.parquet_images import ImageColumn
 from featx.sources.path_patterns import base_of, is_pattern
 from featx.sources.registry import SOURCES, ColumnOptions, source_member
-from featx.sources.row_keys import duplicate_keys, numbered_keys
+from featx.sources.row_keys import numbered_keys, sorting_order
 from featx.sources.table_columns import column_values, text_bytes
 from featx.sources.table_files import CsvTable, ParquetTable, Table, find_tables
 from featx.types import Listing, Source
@@ -158,16 +158,8 @@ class TableSource:
         if not len(keys):
             raise DataError(f"{self._origin} has no rows.")
         labels, classes, warnings = self._labels(table, label_column, len(keys))
-        order = np.arange(len(keys))
-        if not (keys[1:] > keys[:-1]).all():
-            order = np.argsort(keys, kind="stable")
+        order = sorting_order(keys, f"{self._origin}: {column} has some paths")
         keys = keys[order]
-        if duplicates := duplicate_keys(keys):
-            names = ", ".join(os.fsdecode(key) for key in duplicates)
-            raise DataError(
-                f"{self._origin}: {column} has some paths more than once: {names}. A key stands "
-                "for one row."
-            )
         content_tags = None
         if holds_images:
             self._images = ImageColumn(files, column, keys, order)

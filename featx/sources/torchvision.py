@@ -22,10 +22,10 @@ from featx.sources.labels import Labels, from_numbers
 from featx.sources.pixel_encoding import encode_pixels
 from featx.sources.registry import SOURCES, LinkOptions, source_member
 from featx.sources.row_keys import (
-    duplicate_keys,
     numbered_keys,
     parse_numbered_key,
     sampled_content_tags,
+    sorting_order,
 )
 from featx.types import UNTOLD, Listing, Source
 
@@ -168,12 +168,10 @@ class _Files:
     def __init__(self, folder: FolderSource, paths: list[bytes], labels: Labels) -> None:
         base = os.fsencode(folder.root)
         keys = np.array([os.path.relpath(path, base) for path in paths], dtype=np.bytes_)
-        order = np.argsort(keys, kind="stable")
+        order = sorting_order(keys, f"{folder.root} names some files")
         self._keys, self._labels, self._classes = keys[order], labels.labels[order], labels.classes
         self._folder = folder
         self.states = folder.states
-        if twice := duplicate_keys(self._keys):
-            raise DataError(f"{folder.root} names {os.fsdecode(twice[0])} more than once.")
 
     def listing(self) -> Listing:
         """Return the rows in bytewise order of their keys."""

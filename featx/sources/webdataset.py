@@ -22,7 +22,7 @@ from featx.errors import DataError, counted
 from featx.sources.base import MAX_FILE_BYTES, endings, tag_of
 from featx.sources.labels import Labels, from_names, from_numbers
 from featx.sources.registry import SOURCES, FileOptions, source_member
-from featx.sources.row_keys import find_row, find_rows
+from featx.sources.row_keys import find_row, find_rows, sorting_order
 from featx.sources.tar_index import CUT_SIZE, NO_LABEL, TWICE_SIZE, TarIndex, index_of
 from featx.sources.tar_shards import GzipReader, Shard, find_shards
 from featx.types import UNTOLD, ImageFault, Listing, Source, Status
@@ -204,15 +204,9 @@ class ShardSource:
         all_keys, all_positions, all_numbers = (
             np.concatenate(keys), np.concatenate(positions, axis=1), np.concatenate(numbers)
         )  # fmt: skip
-        if not (all_keys[1:] > all_keys[:-1]).all():
-            order = np.argsort(all_keys, kind="stable")
-            all_keys, all_positions, all_numbers = (
-                all_keys[order],
-                all_positions[:, order],
-                all_numbers[order],
-            )
-        self._keys, self._positions = all_keys, all_positions
-        return all_keys, self._labels(all_numbers)
+        order = sorting_order(all_keys, f"the shards of {self._root} have some names")
+        self._keys, self._positions = all_keys[order], all_positions[:, order]
+        return self._keys, self._labels(all_numbers[order])
 
     def _labels(self, numbers: npt.NDArray[np.int64]) -> Labels:
         """Return labels from the .cls members, if any, else from the folders in member names."""

@@ -33,13 +33,16 @@ from featx.sources.tar_headers import HEAD_BYTES, CutOffError, Read, TarMember
 from featx.sources.tar_shards import CompressedFile, Shard
 
 NO_LABEL = -2
-"""Value in `TarIndex.labels` for an image without a .cls member."""
+"""Label of an image without a .cls member."""
 
-CUT_SIZE, TWICE_SIZE = -1, -2
-"""Values in `TarIndex.sizes` for an image that the end of the tar cuts off, and for a name that two
-members have."""
+CUT_SIZE, TWICE_SIZE, REFUSED_SIZE = -1, -2, -3
+"""Sizes of rows that fail: an image that the end of the tar cuts off, or the rest of the shard; a
+name that two members have; a refused shard."""
 
-_VERSION = 4
+_REST, _WHOLE = b"(the rest of the shard)", b"(the shard)"
+"""Names of rows that stand for what is missing, so that the run reports it as a failure."""
+
+_VERSION = 5
 """Version of the format of index files."""
 _BLOCK, _REMOTE_BLOCK = 1 << 18, 8 << 20
 """Bytes of a local and of a remote tar that are read at once. With small reads, the data of large
@@ -64,25 +67,28 @@ class TarIndex:
 
     Attributes:
         names: (n,) fixed-length bytes, unique.
-        offsets: (n,) int64 position of the data in the decompressed tar, in bytes.
-        sizes: (n,) int64 length of the data in bytes, CUT_SIZE or TWICE_SIZE.
-        labels: (n,) int64 number in the .cls member; NO_LABEL without such a member.
+        numbers: (3, n) int64: position of the data in the decompressed tar, and length of the data,
+            both in bytes, the latter or one of the sizes above; number in the .cls member, or
+            NO_LABEL.
         skipped: reason -> number of members that were left out.
         cut: reason why the tar ends early, or ''.
         compressed: whether the shard is compressed with gzip.
-        refused: reason why none of its images can be used, or ''. There are none then.
+        refused: reason why none of its images can be used, or ''.
         endings: extension -> number of the members with other names, for the most frequent ones.
     """
 
     names: npt.NDArray[np.bytes_]
-    offsets: npt.NDArray[np.int64]
-    sizes: npt.NDArray[np.int64]
-    labels: npt.NDArray[np.int64]
+    numbers: npt.NDArray[np.int64]
     skipped: Mapping[str, int] = field(default_factory=dict)
     cut: str = ""
     compressed: bool = False
     refused: str = ""
     endings: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def has_images(self) -> bool:
+        """Whether a row stands for an image, and not for what is missing."""
+        return not {*self.names[:2].tolist()} <= {_REST, _WHOLE}
 
 
 class RefusedShardError(Exception):
@@ -101,8 +107,8 @@ def index_of(shard: Shard, endings: frozenset[bytes]) -> TarIndex:
     try:
         index = build(shard, endings)
     except RefusedShardError as error:
-        none = np.empty(0, dtype=np.int64)
-        index = TarIndex(np.empty(0, dtype="S1"), none, none, none, refused=str(error))
+        numbers = np.array([[0], [REFUSED_SIZE], [NO_LABEL]])
+        index = TarIndex(np.array([_WHOLE]), numbers, refused=str(error))
     if shard.version:
         _save(path, state, index)
     return index
@@ -153,15 +159,16 @@ def build(shard: Shard, endings: frozenset[bytes]) -> TarIndex:
             raise RefusedShardError(
                 f"is damaged: {error}. None of its images can be trusted; get the shard again"
             ) from error
+    if cut and not any(member.size == CUT_SIZE for member in images.values()):
+        images[_REST] = TarMember(_REST, 0, CUT_SIZE, True)  # it ends between two members
     labels = _labels(list(images), classes, skipped)
+    columns = [(member.offset, member.size) for member in images.values()]
     return TarIndex(
-        names=np.array(list(images), dtype=np.bytes_ if images else "S1"),
-        offsets=np.array([member.offset for member in images.values()], dtype=np.int64),
-        sizes=np.array([member.size for member in images.values()], dtype=np.int64),
-        labels=np.array(labels, dtype=np.int64),
-        skipped=dict(skipped),
-        cut=cut,
-        compressed=compressed,
+        np.array(list(images), dtype=np.bytes_ if images else "S1"),
+        np.insert(np.array(columns, dtype=np.int64).reshape(-1, 2), 2, labels, axis=1).T,
+        dict(skipped),
+        cut,
+        compressed,
         endings=dict(other_endings.most_common(3)),
     )
 
@@ -286,8 +293,8 @@ def _load(path: Path, state: str) -> TarIndex | None:
     try:
         with path.open("rb") as file, np.load(file) as arrays:  # zip files hold checksums
             facts = json.loads(str(arrays["facts"]))
-            columns = (arrays[name] for name in ("names", "offsets", "sizes", "labels"))
-            return TarIndex(*columns, **facts) if str(arrays["state"]) == state else None
+            index = TarIndex(arrays["names"], arrays["numbers"], **facts)
+            return index if str(arrays["state"]) == state else None
     except (OSError, ValueError, LookupError, EOFError, zipfile.BadZipFile):
         return None
 
@@ -295,7 +302,7 @@ def _load(path: Path, state: str) -> TarIndex | None:
 def _save(path: Path, state: str, index: TarIndex) -> None:
     """Write an index file and ignore errors: without it, the next run reads the headers again."""
     facts = dict(vars(index))
-    columns = {name: facts.pop(name) for name in ("names", "offsets", "sizes", "labels")}
+    columns = {name: facts.pop(name) for name in ("names", "numbers")}
     new = path.with_name(f".new-{os.getpid()}-{threading.get_ident()}.npz")
     with contextlib.suppress(OSError):
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)

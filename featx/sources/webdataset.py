@@ -23,7 +23,14 @@ from featx.sources.base import MAX_FILE_BYTES, endings, tag_of
 from featx.sources.labels import Labels, from_names, from_numbers
 from featx.sources.registry import SOURCES, FileOptions, source_member
 from featx.sources.row_keys import find_row, find_rows, sorting_order
-from featx.sources.tar_index import CUT_SIZE, NO_LABEL, TWICE_SIZE, TarIndex, index_of
+from featx.sources.tar_index import (
+    CUT_SIZE,
+    NO_LABEL,
+    REFUSED_SIZE,
+    TWICE_SIZE,
+    TarIndex,
+    index_of,
+)
 from featx.sources.tar_shards import GzipReader, Shard, find_shards
 from featx.types import UNTOLD, ImageFault, Listing, Source, Status
 
@@ -32,14 +39,6 @@ _OPEN_READERS = 4
 
 _INDEXING = 8
 """Number of shards whose headers are read in parallel."""
-
-_REFUSED_SIZE = -3
-"""Size that marks the row of a refused shard."""
-
-_MISSING_NAME = b"(the rest of the shard)"
-"""Member name of the row that stands for the missing rest of a shard."""
-_REFUSED_NAME = b"(the shard)"
-"""Member name of the row that stands for a refused shard."""
 
 
 @dataclass
@@ -104,16 +103,16 @@ class ShardSource:
                 skipped[f"shard that ends early ({printable(shard.name)}: {index.cut})"] += 1
             if index.refused:
                 skipped[f"refused shard ({printable(shard.name)} {index.refused})"] += 1
-        if not sum(len(index.names) for index in self._indexes):
+        if not any(index.has_images for index in self._indexes):
             left_out = ", ".join(f"{n} {why}" for why, n in sorted(skipped.items()))
             raise DataError(
                 f"no images in the {len(self._shards)} shards of {self._root}. "
                 f"Left out: {left_out or 'nothing'}."
             )
         note = self._label_note()
-        keys, (labels, classes, warnings) = self._index_rows()
+        labels, classes, warnings = self._combine_indexes()
         return Listing(
-            keys,
+            self._keys,
             labels,
             classes,
             dict(skipped),
@@ -130,18 +129,14 @@ class ShardSource:
         row = find_row(self._keys, key)
         number, offset, size = (int(column[row]) for column in self._positions)
         shard, index = self._shards[number], self._indexes[number]
-        if size == CUT_SIZE:
-            raise ImageFault(
-                Status.TRUNCATED, f"the shard {shard.url} is not whole: {index.cut}", "CutOffError"
-            )
-        if size == TWICE_SIZE:
-            raise ImageFault(
-                Status.DECODE_ERROR, f"the shard {shard.url} has two members of this name"
-            )
-        if size == _REFUSED_SIZE:
-            raise ImageFault(
-                Status.DECODE_ERROR, f"the shard {shard.url} {index.refused}", "RefusedShardError"
-            )
+        problems = {
+            CUT_SIZE: (Status.TRUNCATED, f"is not whole: {index.cut}", "CutOffError"),
+            TWICE_SIZE: (Status.DECODE_ERROR, "has two members of this name", "ImageFault"),
+            REFUSED_SIZE: (Status.DECODE_ERROR, index.refused, "RefusedShardError"),
+        }
+        if size in problems:
+            status, problem, error = problems[size]
+            raise ImageFault(status, f"the shard {shard.url} {problem}", error)
         if size == 0:
             raise ImageFault(Status.EMPTY, "the member has no bytes")
         if size > MAX_FILE_BYTES:
@@ -179,34 +174,26 @@ class ShardSource:
                 self._readers.popitem(last=False)
             return reader
 
-    def _index_rows(self) -> tuple[npt.NDArray[np.bytes_], Labels]:
-        """Combine the indexes of all shards, sorted bytewise by key.
-
-        Positions stay in `_positions` (3, N): shard, offset and size of every row.
-
-        Returns keys (N,) and labels.
-        """
-        keys, positions, numbers = [], [], []
-        for i, (shard, index) in enumerate(zip(self._shards, self._indexes, strict=True)):
-            names, offsets, sizes, labels = index.names, index.offsets, index.sizes, index.labels
-            if index.refused or (index.cut and not (len(sizes) and sizes[-1] == CUT_SIZE)):
-                # The end cuts between two members: an extra row stands for what is missing, so that
-                # the run reports it as a failure.
-                extra = _REFUSED_NAME if index.refused else _MISSING_NAME
-                names = np.append(names, np.array([extra]))
-                offsets = np.append(offsets, 0)
-                sizes = np.append(sizes, _REFUSED_SIZE if index.refused else CUT_SIZE)
-                labels = np.append(labels, NO_LABEL)
-            keys.append(np.char.add(np.bytes_(shard.name + b"/"), names))
-            positions.append(np.stack([np.full(len(names), i), offsets, sizes]))
-            numbers.append(labels)
-        self._indexes = [_without_columns(index) for index in self._indexes]
-        all_keys, all_positions, all_numbers = (
-            np.concatenate(keys), np.concatenate(positions, axis=1), np.concatenate(numbers)
-        )  # fmt: skip
-        order = sorting_order(all_keys, f"the shards of {self._root} have some names")
-        self._keys, self._positions = all_keys[order], all_positions[:, order]
-        return self._keys, self._labels(all_numbers[order])
+    def _combine_indexes(self) -> Labels:
+        """Sort the rows of all shards by key, keep their positions, and return their labels."""
+        numbers = np.concatenate(
+            [np.insert(index.numbers, 0, i, axis=0) for i, index in enumerate(self._indexes)],
+            axis=1,
+        )
+        keys = np.concatenate(
+            [
+                np.char.add(np.bytes_(shard.name + b"/"), index.names)
+                for shard, index in zip(self._shards, self._indexes, strict=True)
+            ]
+        )
+        # The listing holds the columns from now on.
+        self._indexes = [
+            replace(index, names=index.names[:0], numbers=index.numbers[:, :0])
+            for index in self._indexes
+        ]
+        order = sorting_order(keys, f"the shards of {self._root} have some names")
+        self._keys, self._positions = keys[order], numbers[:3, order]
+        return self._labels(numbers[3, order])
 
     def _labels(self, numbers: npt.NDArray[np.int64]) -> Labels:
         """Return labels from the .cls members, if any, else from the folders in member names."""
@@ -245,12 +232,6 @@ class ShardSource:
             return looked_for
         shown = ", ".join(ending or "no extension" for ending, _ in endings.most_common(3))
         return f"{looked_for}; members that are not used end in {shown}"
-
-
-def _without_columns(index: TarIndex) -> TarIndex:
-    """Drop the columns of an index, which the listing contains now, to save memory."""
-    none = np.empty(0, dtype=np.int64)
-    return replace(index, names=index.names[:0], offsets=none, sizes=none, labels=none)
 
 
 SOURCES.register(

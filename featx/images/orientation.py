@@ -1,19 +1,13 @@
-"""EXIF orientation, 1 to 8: reading it, and turning stored images upright.
-
-There is a function for each type of image, as each is turned without leaving its type.
-"""
+"""EXIF orientation, 1 to 8: reading it, and turning stored images upright, in their own type."""
 
 from __future__ import annotations
 
 import struct
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from PIL import Image
-
-if TYPE_CHECKING:
-    import torch
 
 ORIENTATION_TAG = 0x0112
 """Number of the tag in EXIF and TIFF."""
@@ -65,11 +59,3 @@ def turn_array(array: npt.NDArray[Any], orientation: int) -> npt.NDArray[Any]:
     if is_transposed(orientation):
         array = array.swapaxes(0, 1)
     return np.flip(array, _FLIPPED_AXES.get(orientation, ()))
-
-
-def turn_tensor(images: torch.Tensor, orientation: int) -> torch.Tensor:
-    """Turn images upright."""
-    if is_transposed(orientation):
-        images = images.transpose(2, 3)
-    axes = [2 + axis for axis in _FLIPPED_AXES.get(orientation, ())]
-    return images.flip(axes) if axes else images

@@ -32,11 +32,11 @@ from featx.sources.labels import (
     renumber,
 )
 from featx.sources.parquet_images import ImageColumn
-from featx.sources.path_patterns import base_of, is_pattern
+from featx.sources.path_patterns import base_of, find_files, is_pattern
 from featx.sources.registry import SOURCES, ColumnOptions, source_member
 from featx.sources.row_keys import numbered_keys, sorting_order
 from featx.sources.table_columns import column_values, text_bytes
-from featx.sources.table_files import CsvTable, ParquetTable, Table, find_tables
+from featx.sources.table_files import ENDINGS, CsvTable, ParquetTable, Table
 from featx.types import Listing, Source
 
 _SUSPECT = r"(^/|^~|(^|/)\.\.(/|$)|://|\x00)"
@@ -136,8 +136,13 @@ class TableSource:
 
     def _listing(self) -> Listing:
         """List all rows; exceptions of pyarrow pass through."""
-        tables, skipped = find_tables(self._origin, self._follow_links)
-        files = [path for _, path in tables]
+        tables, skipped = find_files(self._origin, self._follow_links, ENDINGS, what="tables")
+        if not tables:
+            raise DataError(
+                f"data.root={self._origin}: there is no such file (taken from {Path.cwd()})."
+            )
+        files = [Path(path) for _, path in tables]
+        is_single = files == [Path(self._origin)]
         table = Table(files, self._origin, self._quoting)
         column = self._find_image_column(table.names)
         table.check_has(column)
@@ -147,7 +152,7 @@ class TableSource:
         holds_images = table.is_parquet and not _is_text(table.parts, column)
         if holds_images:
             keys_of_files = [
-                _behind(name, self._keys_of_images(part, column))
+                _behind(b"" if is_single else name, self._keys_of_images(part, column))
                 for (name, _), part in zip(tables, table.parts, strict=True)
                 if isinstance(part, ParquetTable)
             ]

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from featx.errors import DataError
-from featx.sources.base import FolderSource
 from featx.sources.csv_check import check_csv
-from featx.sources.path_patterns import base_of, is_pattern, matching_files
 from featx.sources.table_columns import (
     AS_VALUE,
     is_missing_mark,
@@ -31,8 +28,8 @@ _BOOLEAN = r"^([Tt]rue|TRUE|[Ff]alse|FALSE)$"
 
 _SEPARATORS = {".csv": ",", ".tsv": "\t"}
 
-_ENDINGS = frozenset({b".csv", b".tsv", b".gz", b".parquet"})
-"""File name extensions of tables. `_is_table` leaves out .gz files that are not tables."""
+ENDINGS = (b".csv", b".tsv", b".csv.gz", b".tsv.gz", b".parquet")
+"""Ends of the names of tables."""
 
 
 class CsvTable:
@@ -231,34 +228,6 @@ class Table:
                 f"{self._origin}: column {name} is {' and '.join(kinds)}, not the same in all "
                 "files."
             ) from error
-
-
-def find_tables(root: str, follow_links: bool) -> tuple[list[tuple[bytes, Path]], dict[str, int]]:
-    """Find the files that data.root names.
-
-    Returns (name, path) of each file in bytewise order of the names, and the counts of left-out
-    entries by reason. The name is the path below the folder, or behind the fixed beginning of the
-    pattern; it is empty for a file that is named directly.
-    """
-    folder = Path(root).expanduser()
-    if folder.is_dir():
-        source = FolderSource(folder, follow_links, _ENDINGS, what="tables")
-        listing = source.listing()
-        keys = [key for key in listing.keys.tolist() if _is_table(key.lower())]
-        return [(key, folder / os.fsdecode(key)) for key in keys], dict(listing.skipped)
-    if folder.exists() or not is_pattern(root):
-        return [(b"", folder)], {}
-    pattern = str(folder)
-    base = base_of(pattern)
-    names = matching_files(pattern)
-    if not names:
-        raise DataError(f"data.root={root}: there is no such file (taken from {Path.cwd()}).")
-    return sorted((os.fsencode(name[len(base) :]), Path(name)) for name in names), {}
-
-
-def _is_table(name: bytes) -> bool:
-    """Return whether a lower-case file name with an extension of `_ENDINGS` is that of a table."""
-    return not name.endswith(b".gz") or name.endswith((b".csv.gz", b".tsv.gz"))
 
 
 def _open_file(file: Path, quoting: str) -> CsvTable | ParquetTable:

@@ -19,13 +19,12 @@ from pathlib import Path
 from typing import Any
 
 from featx.errors import DataError, MissingExtraError
-from featx.sources.base import FolderSource
 from featx.sources.path_patterns import (
     base_of,
     expand_braces,
+    find_files,
     has_stars,
     is_pattern,
-    matching_files,
 )
 
 PROTOCOLS = (
@@ -166,24 +165,14 @@ def find_shards(root: str, follow_links: bool) -> list[Shard]:
             "data.root holds a user name or a password, which the store would keep. Give them "
             "where the service looks for them: AWS_* in the environment, ~/.aws, ~/.netrc."
         )
-    shards = _remote(root) if protocol else _local(os.path.expanduser(root), follow_links)  # noqa: PTH111
+    if protocol:
+        shards = _remote(root)
+    else:
+        files, _ = find_files(root, follow_links, _ENDINGS, what="images")
+        shards = [_local_shard(name, path) for name, path in files]
     if not shards:
         raise DataError(f"data.root={root}: no name there ends in .tar, .tar.gz or .tgz.")
     return sorted(shards, key=lambda shard: shard.name)
-
-
-def _local(root: str, follow_links: bool) -> list[Shard]:
-    """Find shards in the local file system."""
-    folder = Path(root)
-    if folder.is_dir():
-        tars = FolderSource(folder, follow_links, frozenset({b".tar", b".gz", b".tgz"}))
-        keys = [key for key in tars.listing().keys.tolist() if key.lower().endswith(_ENDINGS)]
-        paths = [os.path.join(root, os.fsdecode(key)) for key in keys]
-        return [_local_shard(key, path) for key, path in zip(keys, paths, strict=True)]
-    if folder.exists() or not is_pattern(root):
-        return [_local_shard(os.fsencode(folder.name), root)]
-    base = base_of(root)
-    return [_local_shard(os.fsencode(name[len(base) :]), name) for name in matching_files(root)]
 
 
 def _local_shard(name: bytes, path: str) -> Shard:

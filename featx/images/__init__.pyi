@@ -1,3 +1,4 @@
+from .decode import cut_out as cut_out
 from .decode import decode_pillow as decode_pillow
 from .decode import image_sizes as image_sizes
 from .decode import is_decoded_reduced as is_decoded_reduced
@@ -5,7 +6,6 @@ from .decode_settings import DecodeSettings as DecodeSettings
 from .decoder import DecodingClock as DecodingClock
 from .decoder_pool import FEW_ROWS as FEW_ROWS
 from .decoder_pool import DecoderPool as DecoderPool
-from .image_boxes import cut_out as cut_out
 from .image_policy import PILLOW as PILLOW
 from .image_policy import ImagePolicy as ImagePolicy
 from .image_reading import read_image as read_image

@@ -14,8 +14,7 @@ import numpy.typing as npt
 
 from featx.errors import counted
 from featx.images.image_policy import ImagePolicy
-from featx.images.pixel_scale import NUMBER_TYPES, format_fault
-from featx.images.tiff_decode import require
+from featx.images.pixel_scale import NUMBER_TYPES, format_fault, missing_codecs
 from featx.types import ImageFault, Status
 
 if TYPE_CHECKING:
@@ -39,18 +38,7 @@ and HEIC of more than 8 bits are reduced."""
 
 
 def decode_npy(data: bytes, policy: ImagePolicy) -> npt.NDArray[Any]:
-    """Read a file of `numpy.save`.
-
-    Args:
-        data: encoded bytes.
-        policy: number of channels, and limit of pixels.
-
-    Returns:
-        (H, W, channels).
-
-    Raises:
-        ImageFault: it is damaged, or of another dtype or shape.
-    """
+    """Read a file of `numpy.save`. Returns (H, W, channels)."""
     assert policy.channels is not None
     dtype, is_fortran, shape, offset = npy_header(data)
     if dtype.newbyteorder("<").str not in NUMBER_TYPES:
@@ -72,14 +60,7 @@ def decode_npy(data: bytes, policy: ImagePolicy) -> npt.NDArray[Any]:
 def npy_header(data: bytes) -> tuple[np.dtype[Any], bool, tuple[int, ...], int]:
     """Read the header of a file of `numpy.save`.
 
-    Args:
-        data: encoded bytes, which begin with NPY.
-
-    Returns:
-        dtype, whether the first axis varies fastest, shape, and the offset of the numbers.
-
-    Raises:
-        ImageFault: it is damaged, or its dtype is none of numbers.
+    Returns dtype, whether the first axis varies fastest, shape, and the offset of the numbers.
     """
     wide = data[6:7] != b"\x01"
     start = 12 if wide else 10
@@ -100,11 +81,7 @@ def npy_header(data: bytes) -> tuple[np.dtype[Any], bool, tuple[int, ...], int]:
 
 
 def channel_axis(shape: tuple[int, ...], channels: int) -> int:
-    """Return the axis of the channels of an array: 0 or 2, and 2 for a grey image (H, W).
-
-    Raises:
-        ImageFault: no axis has this length, or the first and the last have.
-    """
+    """Return the axis of the channels of an array: 0 or 2, and 2 for a grey image (H, W)."""
     expected = f"expected (H, W, {channels}) or ({channels}, H, W)"
     expected += ", or (H, W)" if channels == 1 else ""
     if len(shape) not in (2, 3) or 0 in shape:
@@ -124,8 +101,7 @@ def channel_axis(shape: tuple[int, ...], channels: int) -> int:
 def pillow_array(image: ImageFile.ImageFile) -> npt.NDArray[Any] | None:
     """Load an image with Pillow, if it then has the numbers of the file.
 
-    Returns:
-        (H, W) or (H, W, C); None if Pillow would change them.
+    Returns (H, W) or (H, W, C); None if Pillow would change them.
     """
     if image.format not in _FORMATS or not _is_exact(image):
         return None
@@ -156,25 +132,18 @@ def is_deep_png(image: ImageFile.ImageFile) -> bool:
 def decode_deep_png(data: bytes) -> npt.NDArray[Any]:
     """Decode a PNG of 16 bits and several channels, which Pillow reduces to 8 bits.
 
-    Returns:
-        (H, W, C) uint16.
-
-    Raises:
-        ImageFault: imagecodecs is not installed.
+    Returns (H, W, C) uint16.
     """
-    require("imagecodecs", "a PNG of 16 bits in several channels")
-    from imagecodecs import png_decode
-
+    try:
+        from imagecodecs import png_decode
+    except ImportError as error:
+        raise missing_codecs("a PNG of 16 bits in several channels") from error
     pixels: npt.NDArray[Any] = png_decode(data)
     return pixels
 
 
 def check_array(array: npt.NDArray[Any], channels: int) -> npt.NDArray[Any]:
-    """Return a decoded image as (H, W, channels).
-
-    Raises:
-        ImageFault: it has another number of channels.
-    """
+    """Return a decoded image as (H, W, channels)."""
     if array.ndim == 2:
         array = array[:, :, None]
     if array.shape[2] != channels:
@@ -183,11 +152,7 @@ def check_array(array: npt.NDArray[Any], channels: int) -> npt.NDArray[Any]:
 
 
 def why_not_rgb(data: bytes) -> str | None:
-    """Return why a file of `numpy.save` is no RGB image, or None if the bytes are something else.
-
-    Args:
-        data: encoded bytes that Pillow does not read.
-    """
+    """Return why a file of `numpy.save` is no RGB image, or None if it is none."""
     if not data.startswith(NPY):
         return None
     dtype, _, shape, _ = npy_header(data)

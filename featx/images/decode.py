@@ -15,8 +15,9 @@ import io
 import re
 import struct
 import zlib
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -31,43 +32,19 @@ from featx.images.array_decode import (
     is_deep_png,
     pillow_array,
     why_not_rgb,
-    wrong_channels,
 )
-from featx.images.image_policy import PILLOW, SIMPLEJPEG, ImagePolicy, warn
+from featx.images.image_policy import PILLOW, SIMPLEJPEG, ImagePolicy
 from featx.images.jpeg_decode import (
-    JPEG,
     check_jpeg,
     decode_sound_jpeg,
-    exif_of_jpeg,
-    plain_jpeg_size,
-    read_header,
-    with_tables,
 )
-from featx.images.orientation import inverse, is_transposed, orientation_of, turn_array, turn_image
+from featx.images.orientation import is_transposed, orientation_of, turn_array, turn_image
 from featx.images.pixel_scale import format_fault
 from featx.images.rgb_conversion import to_rgb
 from featx.images.tiff_blocks import TiffBlocks, tiff_blocks
-from featx.images.tiff_decode import (
-    is_exact_by_pillow,
-    is_right_by_pillow,
-    tiff_numbers,
-    tiff_rgb,
-)
-from featx.images.tiff_tags import (
-    HEIGHT,
-    ORIENTATION,
-    SAMPLES,
-    UNREADABLE,
-    WIDTH,
-    Tags,
-    check_blocks,
-    check_no_channel_pages,
-    full_pages,
-    is_tiff,
-    jpeg_blocks,
-    read_tags,
-)
-from featx.types import ImageFault, Status
+from featx.images.tiff_decode import decode_tiff, decode_tiff_channels
+from featx.images.tiff_tags import is_tiff
+from featx.types import Box, ImageFault, Status
 
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "DIB", "GIF", "TIFF", "PPM", "AVIF")
 """Names of the Pillow parsers that may read an image, whatever its file name. JPEG includes MPO,
@@ -110,74 +87,56 @@ _pillow_settings: ProcessSetting[tuple[int | None, bool, int]] = ProcessSetting(
 )
 
 
+DecodedImage = Image.Image | npt.NDArray[Any]
+"""Upright image: a Pillow image, (H, W, 3) uint8 RGB, or (H, W, channels) of any numbers for a
+transform with a scale. The fast path takes arrays, the reference Pillow images."""
+
+
+@contextlib.contextmanager
+def _faults_of(data: bytes) -> Iterator[None]:
+    """Prepare Pillow, and turn the exceptions of decoders into an ImageFault."""
+    # Damaged files raise not only OSError but also ValueError, TypeError, SyntaxError, struct.error
+    # and others, so the boundary around one image catches Exception.
+    try:
+        with _pillow_settings:
+            yield
+    except (ImageFault, MemoryError):
+        raise
+    except Exception as error:
+        raise _fault(data, error) from error
+
+
 def decode_array(data: bytes, policy: ImagePolicy, at_least: int | None) -> npt.NDArray[Any]:
     """Decode an image into an array, with the JPEG decoder of the policy.
 
-    Args:
-        data: encoded bytes.
-        policy: treatment of orientation, transparency and size.
-        at_least: as for `decode_pillow`.
-
-    Returns:
-        (H, W, 3) uint8 RGB, upright; (H, W, channels) of any numbers if the policy has `channels`.
-
-    Raises:
-        ImageFault: the image cannot be decoded; its status names the reason.
+    Returns (H, W, 3) uint8 RGB, upright; (H, W, channels) of any numbers if the policy has
+    `channels`.
     """
     image = decode_image(data, policy, at_least)
     return image if isinstance(image, np.ndarray) else np.array(image)
 
 
-def decode_image(
-    data: bytes, policy: ImagePolicy, at_least: int | None
-) -> Image.Image | npt.NDArray[Any]:
+def decode_image(data: bytes, policy: ImagePolicy, at_least: int | None) -> DecodedImage:
     """Decode an image, in the type of its decoder: a Pillow image, or an array of simplejpeg.
 
     Nothing is copied, other than by `decode_array`.
-
-    Args:
-        data: encoded bytes.
-        policy: treatment of orientation, transparency and size.
-        at_least: as for `decode_pillow`.
-
-    Raises:
-        ImageFault: the image cannot be decoded; its status names the reason.
     """
-    # Damaged files raise not only OSError but also ValueError, TypeError, SyntaxError, struct.error
-    # and others, so the boundary around one image catches Exception.
-    try:
-        with _pillow_settings:
-            if policy.channels is not None:
-                return _decode_channels(data, policy, policy.channels)
-            return _decode_rgb(data, policy, at_least)
-    except (ImageFault, MemoryError):
-        raise
-    except Exception as error:
-        raise _fault(data, error) from error
+    with _faults_of(data):
+        if policy.channels is not None:
+            return _decode_channels(data, policy, policy.channels)
+        return _decode_rgb(data, policy, at_least)
 
 
 def decode_box_image(
     data: bytes, policy: ImagePolicy, at_least: int | None
-) -> Image.Image | npt.NDArray[Any] | TiffBlocks:
+) -> DecodedImage | TiffBlocks:
     """Decode an image of which boxes are cut; like `decode_image`, but for large TIFFs.
 
     The tiles of a large TIFF are left for `TiffBlocks.cut`, and one without compression is an array
     in the encoded bytes.
-
-    Args:
-        data: encoded bytes.
-        policy: treatment of orientation, transparency and size.
-        at_least: as for `decode_pillow`.
-
-    Raises:
-        ImageFault: the image cannot be decoded; its status names the reason.
     """
-    try:
+    with _faults_of(data):
         large = tiff_blocks(data, policy) if is_tiff(data) else None
-    except (ImageFault, MemoryError):
-        raise
-    except Exception as error:
-        raise _fault(data, error) from error
     return decode_image(data, policy, at_least) if large is None else large
 
 
@@ -201,6 +160,41 @@ def decode_pillow(data: bytes, policy: ImagePolicy, at_least: int | None = None)
     return image if isinstance(image, Image.Image) else Image.fromarray(image)
 
 
+@overload
+def cut_out(decoded: Image.Image, box: Box) -> Image.Image: ...
+
+
+@overload
+def cut_out(decoded: npt.NDArray[Any], box: Box) -> npt.NDArray[Any]: ...
+
+
+def cut_out(decoded: Image.Image | npt.NDArray[Any], box: Box) -> Image.Image | npt.NDArray[Any]:
+    """Cut a box out of an upright image.
+
+    Args:
+        decoded: (H, W, C), or a Pillow image.
+        box: pixels to cut out.
+
+    Returns:
+        A copy of the box, of the type of `decoded`.
+
+    Raises:
+        ImageFault: the box reaches outside the image.
+    """
+    if isinstance(decoded, Image.Image):
+        width, height = decoded.size
+    else:
+        height, width, _ = decoded.shape
+    right, bottom = box.x + box.width, box.y + box.height
+    if right > width or bottom > height:
+        raise ImageFault(
+            Status.TRANSFORM_ERROR, f"the box reaches outside the image of {width} x {height}"
+        )
+    if isinstance(decoded, Image.Image):
+        return decoded.crop((box.x, box.y, right, bottom))
+    return decoded[box.y : bottom, box.x : right].copy()
+
+
 def image_sizes(
     data: bytes, policy: ImagePolicy, at_least: int | None
 ) -> tuple[tuple[int, int], tuple[int, int]]:
@@ -218,44 +212,24 @@ def image_sizes(
     Raises:
         ImageFault: the image cannot be read.
     """
-    try:
-        with _pillow_settings:
-            return _sizes(data, policy, at_least)
-    except (ImageFault, MemoryError):
-        raise
-    except Exception as error:
-        raise _fault(data, error) from error
+    with _faults_of(data):
+        image = None if is_tiff(data) else _open(data)
+        if image is None or image.format not in _PLAIN_HEADERS:
+            decoded = np.asarray(_decode_rgb(data, replace(policy, jpeg=PILLOW), None))
+            height, width, _ = decoded.shape
+            return (height, width), (height, width)
+        width, height = image.size
+        _draft(image, at_least)
+        columns, rows = image.size
+        if policy.exif == "apply" and is_transposed(orientation_of(image)):
+            return (width, height), (columns, rows)
+        return (height, width), (rows, columns)
 
 
-def _sizes(
-    data: bytes, policy: ImagePolicy, at_least: int | None
-) -> tuple[tuple[int, int], tuple[int, int]]:
-    """`image_sizes` without its boundary for exceptions."""
-    image = None if is_tiff(data) else _open(data)
-    if image is None or image.format not in _PLAIN_HEADERS:
-        decoded = _decode_rgb(data, replace(policy, jpeg=PILLOW), None)
-        if isinstance(decoded, Image.Image):
-            decoded = np.asarray(decoded)
-        height, width, _ = decoded.shape
-        return (height, width), (height, width)
-    full = image.size
-    _draft(image, at_least)
-    turn = orientation_of(image) if policy.exif == "apply" else 1
-    width, height = full
-    columns, rows = image.size
-    if is_transposed(turn):
-        return (width, height), (columns, rows)
-    return (height, width), (rows, columns)
-
-
-def _decode_rgb(
-    data: bytes, policy: ImagePolicy, at_least: int | None
-) -> Image.Image | npt.NDArray[np.uint8]:
+def _decode_rgb(data: bytes, policy: ImagePolicy, at_least: int | None) -> DecodedImage:
     """The image as Pillow's type, or as an array if another decoder has decoded it."""
-    if policy.jpeg == SIMPLEJPEG and (pixels := _plain_jpeg(data, policy, at_least)) is not None:
-        return pixels
-    if is_tiff(data) and (pages := _pages(data)):
-        return _decode_tiff(data, pages, policy)
+    if is_tiff(data):
+        return decode_tiff(data, policy)
     image = _open(data)
     policy.check_pixels(*image.size)
     if image.format == "PNG":
@@ -273,66 +247,12 @@ def _decode_rgb(
     return turn_image(to_rgb(image, policy.background, policy.white), turn)
 
 
-def _decode_tiff(
-    data: bytes, pages: list[Tags], policy: ImagePolicy
-) -> Image.Image | npt.NDArray[np.uint8]:
-    """A TIFF as RGB: by Pillow if that reads it as its tags say, otherwise by tifffile."""
-    number = _choose_page(pages, policy)
-    tags = pages[number]
-    check_blocks(tags)
-    image = None
-    if is_right_by_pillow(tags) and not data.startswith(UNREADABLE):
-        with contextlib.suppress(UnidentifiedImageError):  # more channels, or other colours
-            image = _open(data)
-    if image is None:
-        turn = _turn_of_tags(tags) if policy.exif == "apply" else 1
-        pixels = tiff_rgb(data, number, tags, policy)
-        return np.ascontiguousarray(turn_array(pixels, turn))
-    for block, tables in jpeg_blocks(tags, data):
-        check_jpeg(with_tables(block, tables), policy)
-    if number:
-        image.seek(number)
-    # Pillow turns a TIFF upright in load() and drops its orientation, so that is read before.
-    turn = 1 if policy.exif == "apply" else inverse(orientation_of(image))
-    image.load()
-    return turn_image(to_rgb(image, policy.background), turn)
-
-
-def _pages(data: bytes) -> list[Tags]:
-    """Tags of the pages of a TIFF; empty if it is damaged, so that Pillow says how."""
-    try:
-        return read_tags(data)
-    except struct.error:
-        return []
-
-
-def _choose_page(pages: list[Tags], policy: ImagePolicy) -> int:
-    """Number of the page that is the image, with a warning if there are several.
-
-    Raises:
-        ImageFault: there is none, or it has too many pixels.
-    """
-    full = full_pages(pages)
-    tags = pages[full[0]]
-    policy.check_pixels(*(int(tags.get(tag, (0,))[0]) for tag in (WIDTH, HEIGHT)))
-    if len(full) > 1:
-        check_no_channel_pages(tags)
-        warn(f"TIFF of {len(full)} pages, of which the first is read")
-    return full[0]
-
-
-def _turn_of_tags(tags: Tags) -> int:
-    """EXIF orientation of a TIFF from 1 to 8; 1 if it is missing or out of range."""
-    turn = int(tags.get(ORIENTATION, (1,))[0])
-    return turn if turn in range(1, 9) else 1
-
-
 def _decode_channels(data: bytes, policy: ImagePolicy, channels: int) -> npt.NDArray[Any]:
     """(H, W, channels) with the numbers of the file, upright."""
     if data.startswith(NPY):
         return decode_npy(data, policy)
-    if is_tiff(data) and (pages := _pages(data)):
-        return _decode_tiff_channels(data, pages, policy, channels)
+    if is_tiff(data):
+        return decode_tiff_channels(data, policy, channels)
     image = _open(data)
     policy.check_pixels(*image.size)
     if image.format == "PNG":
@@ -351,34 +271,6 @@ def _decode_channels(data: bytes, policy: ImagePolicy, channels: int) -> npt.NDA
     return turn_array(check_array(array, channels), turn)
 
 
-def _decode_tiff_channels(
-    data: bytes, pages: list[Tags], policy: ImagePolicy, channels: int
-) -> npt.NDArray[Any]:
-    """`_decode_channels` of a TIFF; its channels may be pages of one channel each."""
-    numbers = full_pages(pages)
-    samples = int(pages[numbers[0]].get(SAMPLES, (1,))[0])
-    if not samples == 1 != channels == len(numbers):
-        if samples != channels:
-            raise wrong_channels(samples, channels)
-        numbers = [_choose_page(pages, policy)]
-    for number in numbers:
-        check_blocks(pages[number])
-    tags = pages[numbers[0]]
-    array, turn = None, _turn_of_tags(tags) if policy.exif == "apply" else 1
-    is_exact = is_exact_by_pillow(tags) and not data.startswith(UNREADABLE)
-    if len(numbers) == 1 and is_exact:
-        for block, tables in jpeg_blocks(tags, data):
-            check_jpeg(with_tables(block, tables), policy)
-        image = _open(data)
-        image.seek(numbers[0])
-        stored_orientation = orientation_of(image)
-        array = np.asarray(image)  # upright
-        turn = 1 if policy.exif == "apply" else inverse(stored_orientation)
-    if array is None:
-        array = tiff_numbers(data, numbers, policy)
-    return turn_array(check_array(array, channels), turn)
-
-
 def _draft(image: ImageFile.ImageFile, at_least: int | None) -> None:
     """Let a JPEG that is far larger than needed be decoded at a fraction of its size."""
     # `draft` of a HEIC image would return its thumbnail.
@@ -386,30 +278,6 @@ def _draft(image: ImageFile.ImageFile, at_least: int | None) -> None:
         width, height = image.size
         scale = 2 * at_least / min(width, height)
         image.draft("RGB", (int(width * scale), int(height * scale)))
-
-
-def _plain_jpeg(
-    data: bytes, policy: ImagePolicy, at_least: int | None
-) -> npt.NDArray[np.uint8] | None:
-    """Decode a sound JPEG of full size without EXIF data, without Pillow.
-
-    Returns:
-        (H, W, 3) uint8, or None for images that need more than that.
-    """
-    if not data.startswith(JPEG):
-        return None
-    header = read_header(data)
-    size = plain_jpeg_size(data, header)
-    if size is None or size[0] * size[1] > policy.max_pixels:
-        return None
-    if at_least is not None and _far_larger(size, at_least):
-        return None
-    return decode_sound_jpeg(data, size, header)
-
-
-def _far_larger(size: tuple[int, int], at_least: int) -> bool:
-    """Return whether a JPEG of this (width, height) is decoded at a fraction of its size."""
-    return min(size) >= 4 * at_least
 
 
 def is_decoded_reduced(data: bytes, at_least: int) -> bool:
@@ -430,13 +298,11 @@ def is_decoded_reduced(data: bytes, at_least: int) -> bool:
 def _is_reduced(image: Image.Image, at_least: int) -> bool:
     """Return whether an image that was opened is decoded at a fraction of its size."""
     scalable = image.format in ("JPEG", "MPO") and image.mode == "RGB"
-    return scalable and _far_larger(image.size, at_least)
+    return scalable and min(image.size) >= 4 * at_least
 
 
 def _open(data: bytes) -> ImageFile.ImageFile:
     """An image whose header has been read, by an allowed parser of Pillow or by pillow-heif."""
-    if data.startswith(JPEG) and is_tiff(exif := exif_of_jpeg(data)):
-        _pages(exif)  # raises if they overlap: Pillow reads EXIF data when it opens a JPEG
     try:
         return Image.open(io.BytesIO(data), formats=FORMATS)
     except UnidentifiedImageError:
@@ -451,11 +317,7 @@ def _open(data: bytes) -> ImageFile.ImageFile:
 
 
 def check_png(data: bytes) -> None:
-    """Verify the checksums of the pixel data of a PNG, which Pillow does not.
-
-    Raises:
-        ImageFault: a checksum is wrong.
-    """
+    """Verify the checksums of the pixel data of a PNG, which Pillow does not."""
     offset = 8
     while offset + 12 <= len(data):
         length, kind = struct.unpack_from(">I4s", data, offset)

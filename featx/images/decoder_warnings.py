@@ -50,12 +50,7 @@ class DecoderWarnings:
         self.counts: Counter[str] = Counter()
 
     def add(self, key: bytes, messages: Iterable[str]) -> None:
-        """Count each reason once per image, and log those that are new in this process.
-
-        Args:
-            key: key of the image.
-            messages: its warnings.
-        """
+        """Count each reason once per image, and log those that are new in this process."""
         message_of_reason = {reason_of(message): message for message in reversed([*messages])}
         for reason, message in message_of_reason.items():
             has_room = reason in self.counts or len(self.counts) < MAX_REASONS
@@ -75,8 +70,7 @@ def reason_of(message: str) -> str:
 def redirect_warnings() -> Callable[[], list[str]]:
     """Collect all warnings of this process, and what it writes to stderr, from now on.
 
-    Returns:
-        A function that returns the warnings since its last call.
+    Returns a function that returns the warnings since its last call.
     """
     messages: list[str] = []
 

@@ -106,14 +106,6 @@ def heif_version(keys: npt.NDArray[np.bytes_], recorded: str | None, new: bool) 
 
     A new store requires the installed version if a key contains a file extension of HEIC. Stores
     without a requirement decode HEIC with whatever version is installed.
-
-    Args:
-        keys: (N,) fixed-length bytes, the keys of the listing.
-        recorded: version recorded in the resume state, or None.
-        new: whether the store is new.
-
-    Raises:
-        ConfigError: a version is recorded and pillow-heif is not installed.
     """
     installed = importlib.util.find_spec("pillow_heif") is not None
     if recorded is not None and not installed:

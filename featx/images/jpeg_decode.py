@@ -24,8 +24,8 @@ _NO_END = "Premature end of JPEG file"
 _END = b"\xff\xd9"
 """Marker at the end of an image. Within compressed data 0xFF is followed by other bytes."""
 
-_SCAN, _PROGRESSIVE, _EXIF, _COMMENT = 0xDA, 0xC2, 0xE1, 0xFE
-"""Markers of segments: compressed data, frame of a progressive image, EXIF or XMP, and text."""
+_SCAN, _PROGRESSIVE, _COMMENT = 0xDA, 0xC2, 0xFE
+"""Markers of segments: compressed data, frame of a progressive image, and text."""
 
 _FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
 """Markers of segments that begin with the number of bits of a component: frames of any kind."""
@@ -69,45 +69,14 @@ def read_header(data: bytes) -> Header:
     return header
 
 
-def exif_of_jpeg(data: bytes) -> bytes:
-    """EXIF data of a JPEG, empty if there are none."""
-    header = read_header(data)
-    found = (data[start + 4 : stop] for marker, start, stop in header if marker == _EXIF)
-    return b"".join(exif[6:] for exif in found if exif.startswith(b"Exif\0\0"))
-
-
-def plain_jpeg_size(data: bytes, header: Header) -> tuple[int, int] | None:
-    """Return the (width, height) of a JPEG without EXIF or XMP data that simplejpeg can decode.
-
-    Pillow's parser takes 40 us, reading the header and this 5.
-    """
-    import simplejpeg
-
-    if any(marker == _EXIF for marker, _, _ in header):
-        return None
-    try:
-        height, width, colours, _ = simplejpeg.decode_jpeg_header(data)
-    except (ValueError, KeyError):  # KeyError: simplejpeg 1.9 has no name for 4:4:1
-        return None
-    return (width, height) if colours in ("YCbCr", "RGB", "Gray") else None
-
-
-def decode_sound_jpeg(
-    data: bytes, size: tuple[int, int], header: Header | None = None
-) -> npt.NDArray[np.uint8] | None:
+def decode_sound_jpeg(data: bytes, size: tuple[int, int]) -> npt.NDArray[np.uint8] | None:
     """Decode a JPEG, or return None if libjpeg has any error or warning.
 
-    Args:
-        data: encoded bytes of an image of RGB or grey.
-        size: (width, height) of the result: full size, or 1/2, 1/4 or 1/8 of it.
-        header: its header, if it was read before.
-
-    Returns:
-        (H, W, 3) uint8 RGB, or None.
+    Returns (H, W, 3) uint8 RGB, or None.
     """
     import simplejpeg
 
-    header = header or read_header(data)
+    header = read_header(data)
     # A lossless JPEG may have 2 to 7 bits, which libjpeg does not scale to 8.
     if any(marker in _FRAMES and data[start + 4] != 8 for marker, start, _ in header):
         return None
@@ -129,9 +98,6 @@ def jpeg_damage(data: bytes) -> str | None:
     Metadata, and bytes between the segments of the header, are no damage. Bytes between the last
     pixels and the end marker are none if there are one or two, or if they are padding. Otherwise
     they are most often what is left after damage.
-
-    Args:
-        data: encoded bytes, whose header Pillow accepts.
     """
     import simplejpeg
 
@@ -158,15 +124,7 @@ def jpeg_damage(data: bytes) -> str | None:
 
 
 def check_jpeg(data: bytes, policy: ImagePolicy) -> None:
-    """Refuse a JPEG with damaged data, or warn of it if the policy accepts it.
-
-    Args:
-        data: encoded bytes, whose header Pillow accepts.
-        policy: treatment of damaged JPEGs.
-
-    Raises:
-        ImageFault: they are damaged.
-    """
+    """Refuse a JPEG with damaged data, or warn of it if the policy accepts it."""
     damage = jpeg_damage(data)
     if damage is None:
         return
@@ -177,12 +135,7 @@ def check_jpeg(data: bytes, policy: ImagePolicy) -> None:
 
 
 def with_tables(block: bytes, tables: bytes) -> bytes:
-    """A strip or tile of a TIFF as a JPEG of its own.
-
-    Args:
-        block: its bytes.
-        tables: those of the tag JPEGTables, empty if the image has none.
-    """
+    """A strip or tile of a TIFF as a JPEG of its own."""
     return block[:2] + tables[2:-2] + block[2:]
 
 
@@ -232,13 +185,7 @@ def _unreported_damage(data: bytes, header: Header) -> str | None:
 
 
 def _lacks_scans(data: bytes, frame: int, scan: int) -> bool:
-    """Return whether a progressive JPEG ends before every coefficient has all of its bits.
-
-    Args:
-        data: encoded bytes.
-        frame: position of its frame.
-        scan: position of its first scan.
-    """
+    """Return whether a progressive JPEG ends before every coefficient has all of its bits."""
     components = data[frame + 10 : frame + 10 + 3 * data[frame + 9] : 3]
     missing_bits = {component: bytearray(b"\1" * 64) for component in components}
     end = data.find(_END, scan)

@@ -1,21 +1,13 @@
-"""EXIF orientation, 1 to 8: reading it, and turning stored images upright.
-
-There is a function for each type of image, as each is turned without leaving its type.
-"""
+"""EXIF orientation, 1 to 8: reading it, and turning stored images upright, in their own type."""
 
 from __future__ import annotations
 
 import struct
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from PIL import Image
-
-from featx.images.tiff_tags import is_tiff, read_tags
-
-if TYPE_CHECKING:
-    import torch
 
 ORIENTATION_TAG = 0x0112
 """Number of the tag in EXIF and TIFF."""
@@ -39,15 +31,8 @@ _INVERSE = {6: 8, 8: 6}
 
 
 def orientation_of(image: Image.Image) -> int:
-    """EXIF orientation from 1 to 8; 1 if it is missing, damaged or out of range.
-
-    Raises:
-        ImageFault: the EXIF data are hostile.
-    """
-    exif = image.info.get("exif", b"")
+    """EXIF orientation from 1 to 8; 1 if it is missing, damaged or out of range."""
     try:
-        if isinstance(exif, bytes) and is_tiff(exif := exif.removeprefix(b"Exif\0\0")):
-            read_tags(exif)  # Pillow copies all tags, also if they overlap
         value = image.getexif().get(ORIENTATION_TAG, 1)
     except (OSError, ValueError, TypeError, KeyError, SyntaxError, struct.error):
         return 1
@@ -70,25 +55,7 @@ def turn_image(image: Image.Image, orientation: int) -> Image.Image:
 
 
 def turn_array(array: npt.NDArray[Any], orientation: int) -> npt.NDArray[Any]:
-    """Turn an image upright; a view.
-
-    Args:
-        array: (H, W, ...) as stored.
-        orientation: its EXIF orientation.
-    """
+    """Turn an image upright; a view."""
     if is_transposed(orientation):
         array = array.swapaxes(0, 1)
     return np.flip(array, _FLIPPED_AXES.get(orientation, ()))
-
-
-def turn_tensor(images: torch.Tensor, orientation: int) -> torch.Tensor:
-    """Turn images upright.
-
-    Args:
-        images: (N, C, H, W) as stored.
-        orientation: their EXIF orientation.
-    """
-    if is_transposed(orientation):
-        images = images.transpose(2, 3)
-    axes = [2 + axis for axis in _FLIPPED_AXES.get(orientation, ())]
-    return images.flip(axes) if axes else images

@@ -35,6 +35,11 @@ def unknown_white(kind: str) -> ImageFault:
     )
 
 
+def missing_codecs(what: str) -> ImageFault:
+    """The fault of an image that needs the package imagecodecs, which is not installed."""
+    return ImageFault(Status.UNSUPPORTED, f'{what} needs pip install "featx[channels]"')
+
+
 @dataclass(frozen=True)
 class PixelScale:
     """Conversion of the numbers of an image to those of a model.

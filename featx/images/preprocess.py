@@ -137,11 +137,7 @@ class Preprocess:
         return centre_crop(x[0], self.crop, self.offset)
 
     def _resized_size(self, x: torch.Tensor) -> tuple[int, int]:
-        """Height and width of (N, 3, H, W) images after resizing to `resize`.
-
-        Raises:
-            FeatxError: there is no fast path.
-        """
+        """Height and width of (N, 3, H, W) images after resizing to `resize`."""
         if self.resize is None:
             raise FeatxError("the fast path was asked of a transform that has none.")
         return resized_size(self.resize, x.shape[2], x.shape[3])
@@ -189,13 +185,7 @@ def _normalisation(
 
     They stay on the device, because a copy from ordinary memory makes the device wait.
 
-    Args:
-        mean: mean per channel, of values in [0, 1].
-        std: standard deviation per channel, of values in [0, 1].
-        device: device of the images.
-
-    Returns:
-        (C, 1, 1) float32 tensors.
+    Returns (C, 1, 1) float32 tensors.
     """
     with plain_tensors():
         stds, means = (torch.tensor(values).view(-1, 1, 1) for values in (std, mean))
@@ -205,13 +195,7 @@ def _normalisation(
 
 
 def resized_size(resize: int | tuple[int, int], height: int, width: int) -> tuple[int, int]:
-    """Height and width of an image after resizing.
-
-    Args:
-        resize: shorter side, or (height, width), in pixels.
-        height: height before, in pixels.
-        width: width before.
-    """
+    """Height and width of an image after resizing."""
     if isinstance(resize, tuple):
         return resize
     short = min(height, width)
@@ -226,10 +210,6 @@ def _rows_first(x: torch.Tensor, size: tuple[int, int]) -> bool:
     It resizes the width first if both axes are scaled alike. Pillow 13 changes the order if the
     height shrinks much more than the width, which saves work. The limit is fitted to Pillow 13.0,
     on 213 random sizes: it predicts 211 of them.
-
-    Args:
-        x: (N, 3, H, W).
-        size: (height, width) after resizing.
     """
     height, width = x.shape[2:]
     return size[0] < height and 1.6 * (1 - size[1] / width) < 1 - size[0] / height

@@ -22,16 +22,7 @@ per copy if it were converted whole."""
 def to_rgb(
     image: Image.Image, background: tuple[int, int, int], white: float | None = None
 ) -> Image.Image:
-    """Convert any mode to RGB: composite transparency, scale 16-bit and float values to 8 bits.
-
-    Args:
-        image: loaded image.
-        background: (R, G, B) in [0, 255] under transparent pixels.
-        white: white of numbers whose file does not say it, or None.
-
-    Raises:
-        ImageFault: it is not known which number is white.
-    """
+    """Convert any mode to RGB: composite transparency, scale 16-bit and float values to 8 bits."""
     if image.mode in ("I", "F") or image.mode.startswith("I;16"):
         return _deep_grey(image, background, white)
     if not image.has_transparency_data:
@@ -72,18 +63,7 @@ def numbers_to_rgb(
 
     Numbers a little outside the range, as resampling makes them, are black or white.
 
-    Args:
-        values: (H, W, 1|3), grey or RGB.
-        limits: numbers that are black and white.
-        background: (R, G, B) in [0, 255] under transparent pixels.
-        alpha: (H, W), opaque where it is the largest number of the range; None for no alpha.
-        is_premultiplied: whether `values` are multiplied by alpha.
-
-    Returns:
-        (H, W, 3) uint8.
-
-    Raises:
-        ImageFault: numbers are not finite, or far outside the range.
+    Returns (H, W, 3) uint8.
     """
     low, high = sorted((limits.black, limits.white))
     tolerance = TOLERANCE * (high - low)
@@ -111,11 +91,7 @@ def numbers_to_rgb(
 def _deep_grey(
     image: Image.Image, background: tuple[int, int, int], white: float | None
 ) -> Image.Image:
-    """Convert grey of more than 8 bits to RGB; of a PNG with a transparent number as well.
-
-    Raises:
-        ImageFault: it is not known which number is white, or numbers are far outside the range.
-    """
+    """Convert grey of more than 8 bits to RGB; of a PNG with a transparent number as well."""
     if image.mode not in ("I", "F") or (image.mode == "I" and image.format == "PPM"):
         white = 65535
     if white is None:

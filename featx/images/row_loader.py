@@ -16,10 +16,15 @@ from PIL import Image
 
 from featx.base import return_freed_memory
 from featx.errors import RunError
-from featx.images.decode import decode_array, decode_box_image, decode_pillow
+from featx.images.decode import (
+    DecodedImage,
+    cut_out,
+    decode_array,
+    decode_box_image,
+    decode_pillow,
+)
 from featx.images.decode_settings import DecodeSettings
 from featx.images.decoder import DecodingClock
-from featx.images.image_boxes import DecodedImage, cut_out
 from featx.images.image_reading import read_image
 from featx.images.tiff_blocks import TiffBlocks
 from featx.types import (
@@ -55,11 +60,6 @@ class _WholeImage:
 
 class RowLoader:
     """Loads the images of a listing; the worker of a decoder.
-
-    Args:
-        source: source of the images.
-        listing: keys of the rows.
-        decoding: transform and limits.
 
     Attributes:
         keys: (N,) keys of all rows.
@@ -112,20 +112,7 @@ class RowLoader:
         checksum: npt.NDArray[np.uint64],
         clock: DecodingClock,
     ) -> None:
-        """Load an image into its place in a batch.
-
-        Args:
-            row: row of the listing.
-            read: function that returns the encoded bytes of its image.
-            out: (C, H, W) array that takes the image.
-            checksum: (1,) array that takes the checksum of the encoded bytes, also of images that
-                cannot be decoded.
-            clock: context manager for decoding, resizing and cropping.
-
-        Raises:
-            ImageFault: the image cannot be read, decoded or transformed.
-            RunError: reading fails repeatedly, or memory is exhausted.
-        """
+        """Load an image into its place in a batch."""
         try:
             if self._regions is not None:
                 box = self._regions.box(bytes(self.keys[row]))
@@ -204,14 +191,7 @@ class RowLoader:
             return_freed_memory()
 
     def _prepare(self, decoded_image: DecodedImage) -> npt.NDArray[Any]:
-        """The image of a row in the size of the crop, (C, H, W) uint8 or normalised float32.
-
-        Args:
-            decoded_image: decoded image, or box of it.
-
-        Raises:
-            ImageFault: the image is too long, or the transform fails.
-        """
+        """The image of a row in the size of the crop, (C, H, W) uint8 or normalised float32."""
         resize = self._decoding.preprocess.resize
         expected = self._decoding.preprocess.shape
         if isinstance(decoded_image, Image.Image):

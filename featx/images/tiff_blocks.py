@@ -6,17 +6,16 @@ all that tifffile reads. Others are decoded as a whole.
 
 from __future__ import annotations
 
-import importlib.util
 import io
-import struct
 import threading
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import numpy.typing as npt
+from PIL import Image
 
 from featx.images.image_policy import ImagePolicy
-from featx.images.jpeg_decode import check_jpeg, plain_jpeg_size, read_header, with_tables
+from featx.images.jpeg_decode import check_jpeg, with_tables
 from featx.images.tiff_decode import BLACK_IS_ZERO, COMPRESSIONS, RGB, YCBCR, check_page
 from featx.images.tiff_tags import (
     BITS,
@@ -34,6 +33,7 @@ from featx.images.tiff_tags import (
     Tags,
     check_blocks,
     full_pages,
+    open_tiff,
     read_tags,
 )
 from featx.types import Box, ImageFault, Status
@@ -53,11 +53,6 @@ the column should be decoded once."""
 class TiffBlocks:
     """A TIFF of which boxes are decoded.
 
-    Args:
-        data: encoded bytes.
-        page: the page that is the image.
-        policy: treatment of channels, without which grey becomes RGB, and of damaged JPEGs.
-
     Attributes:
         data: encoded bytes.
         width: pixels of a row.
@@ -74,14 +69,7 @@ class TiffBlocks:
         self._cached_bytes = 0
 
     def cut(self, box: Box) -> npt.NDArray[Any]:
-        """Decode a box; safe to call from several threads.
-
-        Returns:
-            (height, width, C) pixels.
-
-        Raises:
-            ImageFault: the box reaches outside the image, or a tile cannot be decoded.
-        """
+        """Decode a box; safe to call from several threads. Returns (height, width, C) pixels."""
         right, bottom = box.x + box.width, box.y + box.height
         if right > self.width or bottom > self.height:
             raise ImageFault(
@@ -136,8 +124,10 @@ class TiffBlocks:
         if page.compression == JPEG_COMPRESSION:
             whole = with_tables(encoded, tables or b"")
             # A hostile tile may be larger than it says.
-            size = plain_jpeg_size(whole, read_header(whole))
-            if size != (page.tilewidth, page.tilelength):
+            with Image.open(io.BytesIO(whole), formats=["JPEG"]) as image:
+                is_right = image.size == (page.tilewidth, page.tilelength)
+                is_right &= image.mode in ("RGB", "L")
+            if not is_right:
                 raise ImageFault(Status.DECODE_ERROR, "a tile is a JPEG of another size or kind")
             check_jpeg(whole, self._policy)
         tiles, _, _ = page.decode(encoded, number, jpegtables=tables)
@@ -151,20 +141,9 @@ def tiff_blocks(
 ) -> TiffBlocks | npt.NDArray[Any] | None:
     """Open a large TIFF for its boxes.
 
-    Args:
-        data: encoded bytes that begin like a TIFF.
-        policy: treatment of channels and limit of pixels.
-        least_bytes: least size of the decoded image, at 4 bytes a pixel.
-
-    Returns:
-        Its tiles; (H, W, C) pixels for strips, which are in the encoded bytes if they are not
-        compressed; None for images that are decoded as a whole.
-
-    Raises:
-        ImageFault: the image cannot be decoded.
+    Returns its tiles; (H, W, C) pixels for strips, which are in the encoded bytes if they are not
+    compressed; None for images that are decoded as a whole.
     """
-    if importlib.util.find_spec("tifffile") is None:
-        return None
     try:
         pages = read_tags(data)
         number = full_pages(pages)[0]
@@ -172,11 +151,9 @@ def tiff_blocks(
         if not _is_plain(tags, policy, least_bytes):
             return None
         check_blocks(tags)
-    except (struct.error, LookupError, ImageFault):
-        return None  # the usual decoder says what is wrong
-    from tifffile import TiffFile
-
-    with TiffFile(io.BytesIO(data)) as file:
+    except Exception:  # noqa: BLE001 - the usual decoder says what is wrong
+        return None
+    with open_tiff(data) as file:
         page = cast("TiffPage", file.pages[number])
         check_page(page, data, policy, COMPRESSIONS | {JPEG_COMPRESSION})
         if page.is_tiled:

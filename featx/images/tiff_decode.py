@@ -1,8 +1,8 @@
-"""Decoding of TIFFs by tifffile: those that Pillow reads otherwise than their tags say."""
+"""Decoding of TIFFs, by tifffile where Pillow reads them otherwise than their tags say."""
 
 from __future__ import annotations
 
-import importlib.util
+import contextlib
 import io
 import math
 from collections.abc import Set
@@ -10,24 +10,38 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import numpy.typing as npt
+from PIL import Image, UnidentifiedImageError
 
 from featx.errors import counted
-from featx.images.image_policy import ImagePolicy
-from featx.images.pixel_scale import NUMBER_TYPES, format_fault, unknown_white
-from featx.images.rgb_conversion import NumberRange, numbers_to_rgb
+from featx.images.array_decode import check_array, wrong_channels
+from featx.images.image_policy import ImagePolicy, warn
+from featx.images.jpeg_decode import check_jpeg, with_tables
+from featx.images.orientation import inverse, orientation_of, turn_array, turn_image
+from featx.images.pixel_scale import NUMBER_TYPES, format_fault, missing_codecs, unknown_white
+from featx.images.rgb_conversion import NumberRange, numbers_to_rgb, to_rgb
 from featx.images.tiff_tags import (
     BITS,
     CHROMA_SUBSAMPLING,
     COMPRESSION,
     EXTRA_SAMPLES,
+    HEIGHT,
     LARGEST,
+    ORIENTATION,
     PHOTOMETRIC,
     PLANAR,
     SAMPLE_FORMAT,
     SAMPLES,
     SMALLEST,
     UNCOMPRESSED,
+    UNREADABLE,
+    WIDTH,
     Tags,
+    check_blocks,
+    check_no_channel_pages,
+    full_pages,
+    jpeg_blocks,
+    open_tiff,
+    read_tags,
 )
 from featx.types import ImageFault, Status
 
@@ -60,6 +74,74 @@ a strip or tile. Codecs of images take their size from the compressed bytes, so 
 file would decide about memory."""
 
 
+def decode_tiff(data: bytes, policy: ImagePolicy) -> Image.Image | npt.NDArray[np.uint8]:
+    """A TIFF as RGB: by Pillow if that reads it as its tags say, otherwise by tifffile."""
+    pages = read_tags(data)
+    number = _choose_page(pages, policy)
+    tags = pages[number]
+    check_blocks(tags)
+    image = None
+    if is_right_by_pillow(tags) and not data.startswith(UNREADABLE):
+        with contextlib.suppress(UnidentifiedImageError):  # more channels, or other colours
+            image = Image.open(io.BytesIO(data), formats=["TIFF"])
+    if image is None:
+        turn = _turn_of_tags(tags) if policy.exif == "apply" else 1
+        pixels = tiff_rgb(data, number, tags, policy)
+        return np.ascontiguousarray(turn_array(pixels, turn))
+    for block, tables in jpeg_blocks(tags, data):
+        check_jpeg(with_tables(block, tables), policy)
+    if number:
+        image.seek(number)
+    # Pillow turns a TIFF upright in load() and drops its orientation, so that is read before.
+    turn = 1 if policy.exif == "apply" else inverse(orientation_of(image))
+    image.load()
+    return turn_image(to_rgb(image, policy.background), turn)
+
+
+def decode_tiff_channels(data: bytes, policy: ImagePolicy, channels: int) -> npt.NDArray[Any]:
+    """(H, W, channels) with the numbers of a TIFF; channels may be pages of one channel each."""
+    pages = read_tags(data)
+    numbers = full_pages(pages)
+    samples = int(pages[numbers[0]].get(SAMPLES, (1,))[0])
+    if not samples == 1 != channels == len(numbers):
+        if samples != channels:
+            raise wrong_channels(samples, channels)
+        numbers = [_choose_page(pages, policy)]
+    for number in numbers:
+        check_blocks(pages[number])
+    tags = pages[numbers[0]]
+    array, turn = None, _turn_of_tags(tags) if policy.exif == "apply" else 1
+    is_exact = is_exact_by_pillow(tags) and not data.startswith(UNREADABLE)
+    if len(numbers) == 1 and is_exact:
+        for block, tables in jpeg_blocks(tags, data):
+            check_jpeg(with_tables(block, tables), policy)
+        image = Image.open(io.BytesIO(data), formats=["TIFF"])
+        image.seek(numbers[0])
+        stored_orientation = orientation_of(image)
+        array = np.asarray(image)  # upright
+        turn = 1 if policy.exif == "apply" else inverse(stored_orientation)
+    if array is None:
+        array = tiff_numbers(data, numbers, policy)
+    return turn_array(check_array(array, channels), turn)
+
+
+def _choose_page(pages: list[Tags], policy: ImagePolicy) -> int:
+    """Number of the page that is the image, with a warning if there are several."""
+    full = full_pages(pages)
+    tags = pages[full[0]]
+    policy.check_pixels(*(int(tags.get(tag, (0,))[0]) for tag in (WIDTH, HEIGHT)))
+    if len(full) > 1:
+        check_no_channel_pages(tags)
+        warn(f"TIFF of {len(full)} pages, of which the first is read")
+    return full[0]
+
+
+def _turn_of_tags(tags: Tags) -> int:
+    """EXIF orientation of a TIFF from 1 to 8; 1 if it is missing or out of range."""
+    turn = int(tags.get(ORIENTATION, (1,))[0])
+    return turn if turn in range(1, 9) else 1
+
+
 def is_right_by_pillow(tags: Tags) -> bool:
     """Return whether Pillow, if it reads a page at all, reads it as its tags say.
 
@@ -89,16 +171,6 @@ def is_exact_by_pillow(tags: Tags) -> bool:
     return samples == len(layout[0]) and layout in _EXACT
 
 
-def require(package: str, what: str) -> None:
-    """Check that a package of the extra `channels` is installed.
-
-    Raises:
-        ImageFault: it is not.
-    """
-    if importlib.util.find_spec(package) is None:
-        raise ImageFault(Status.UNSUPPORTED, f'{what} needs pip install "featx[channels]"')
-
-
 def describe_tiff(tags: Tags) -> str:
     """Name the numbers of a TIFF: its channels, and the bits and kind of each."""
     bits = "/".join(str(number) for number in sorted({*tags.get(BITS, (1,))}))
@@ -107,29 +179,19 @@ def describe_tiff(tags: Tags) -> str:
 
 
 def tiff_numbers(data: bytes, pages: list[int], policy: ImagePolicy) -> npt.NDArray[Any]:
-    """Decode an image, with the numbers of the file.
-
-    Args:
-        data: encoded bytes.
-        pages: number from 0 of the page, or of several that are the channels of an image.
-        policy: limit of pixels.
-
-    Returns:
-        (H, W, channels).
-
-    Raises:
-        ImageFault: it is incomplete or not supported, or tifffile is not installed.
-    """
-    require("tifffile", "a TIFF of such numbers")
-    from tifffile import TiffFile
-
-    with TiffFile(io.BytesIO(data)) as file:
+    """Decode an image, with the numbers of the file. Returns (H, W, channels)."""
+    with open_tiff(data) as file:
         found = [cast("TiffPage", file.pages[number]) for number in pages]
         for page in found:
             check_page(page, data, policy)
         if len({(page.shape, page.dtype) for page in found}) > 1:
             raise format_fault("1 channel; its pages have different sizes, so they are no channels")
-        arrays = [page.asarray(maxworkers=1) for page in found]
+        try:
+            arrays = [page.asarray(maxworkers=1) for page in found]
+        except ValueError as error:
+            if "imagecodecs" in str(error):
+                raise missing_codecs("a TIFF of this compression") from error
+            raise
         axes = found[0].axes
     if axes == "YX":
         return np.stack(arrays, axis=2)
@@ -140,17 +202,7 @@ def tiff_numbers(data: bytes, pages: list[int], policy: ImagePolicy) -> npt.NDAr
 def check_page(
     page: TiffPage, data: bytes, policy: ImagePolicy, compressions: Set[int] = COMPRESSIONS
 ) -> None:
-    """Check that tifffile reads a page completely, within the limit of pixels.
-
-    Args:
-        page: the page.
-        data: encoded bytes.
-        policy: limit of pixels.
-        compressions: those that are supported.
-
-    Raises:
-        ImageFault: it does not.
-    """
+    """Check that tifffile reads a page completely, within the limit of pixels."""
     sides = [(page.imagewidth, page.imagelength)]
     if page.is_tiled:
         sides.append((page.tilewidth, page.tilelength))
@@ -181,18 +233,7 @@ def check_page(
 def tiff_rgb(data: bytes, number: int, tags: Tags, policy: ImagePolicy) -> npt.NDArray[np.uint8]:
     """Decode a page to RGB of 8 bits, by what its tags say about black and white.
 
-    Args:
-        data: encoded bytes.
-        number: number of the page from 0.
-        tags: its tags.
-        policy: white of numbers whose tags do not say it, background, and limit of pixels.
-
-    Returns:
-        (H, W, 3) uint8.
-
-    Raises:
-        ImageFault: it is incomplete or not supported, its white is not known, or tifffile is not
-            installed.
+    Returns (H, W, 3) uint8.
     """
     photometric, samples = _first(tags, PHOTOMETRIC, -1), int(_first(tags, SAMPLES))
     extra = [int(kind) for kind in tags.get(EXTRA_SAMPLES, ())]
@@ -220,11 +261,7 @@ def tiff_rgb(data: bytes, number: int, tags: Tags, policy: ImagePolicy) -> npt.N
 
 
 def tiff_range(tags: Tags, policy: ImagePolicy) -> NumberRange:
-    """Numbers that are black and white: by SMinSampleValue and SMaxSampleValue, else by the bits.
-
-    Raises:
-        ImageFault: the tags do not say it, nor does the policy.
-    """
+    """Numbers that are black and white: by the tags of samples, else by the bits."""
     bits = {*tags.get(BITS, (1,))}
     black = min(tags.get(SMALLEST, (0,)))
     white: float | None = None

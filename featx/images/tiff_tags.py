@@ -1,20 +1,21 @@
-"""Tags of a TIFF that decide about its pixels, and the choice of a page.
-
-Pillow and libtiff copy the value of every tag. Tags may overlap, so that a file of 4 MiB would take
-gigabytes; they are checked before a decoder sees them. tifffile reads only what it needs, but it is
-an extra.
-"""
+"""Tags of a TIFF that decide about its pixels, and the choice of a page."""
 
 from __future__ import annotations
 
+import io
 import math
 import re
-import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, cast
+
+from PIL import Image
 
 from featx.errors import counted
 from featx.images.pixel_scale import format_fault
 from featx.types import ImageFault, Status
+
+if TYPE_CHECKING:
+    from tifffile import TiffFile, TiffPage, TiffTag
 
 _TIFF = re.compile(rb"II[*+]\0|MM\0[*+]")
 
@@ -35,12 +36,6 @@ _READ = frozenset({
     TILE_COUNTS, SUB_IFDS, EXTRA_SAMPLES, SAMPLE_FORMAT, SMALLEST, LARGEST, JPEG_TABLES,
     CHROMA_SUBSAMPLING, XMP,
 })  # fmt: skip
-
-_CODES = {
-    1: "B", 2: "B", 3: "H", 4: "I", 5: "II", 6: "b", 7: "B", 8: "h", 9: "i", 10: "ii", 11: "f",
-    12: "d", 13: "I", 16: "Q", 17: "q", 18: "Q",
-}  # fmt: skip
-"""Type of a tag -> code of `struct` for one value."""
 
 MAX_PAGES, MAX_VALUES = 10_000, 1 << 22
 """Number of pages that are read, and largest number of values of a tag; a file may have more."""
@@ -63,72 +58,55 @@ def is_tiff(data: bytes) -> bool:
     return _TIFF.match(data) is not None
 
 
+def open_tiff(data: bytes) -> TiffFile:
+    """Open a TIFF by tifffile, as one without the conventions of two makers of microscopes."""
+    from tifffile import TiffFile
+
+    return TiffFile(io.BytesIO(data), is_scanimage=False, is_ndpi=False)
+
+
 def read_tags(data: bytes) -> list[Tags]:
-    """Read the pages of a TIFF, or the EXIF data of another image, which are a TIFF without pixels.
-
-    Args:
-        data: bytes that `is_tiff`.
-
-    Returns:
-        Tags of each page, up to one that is damaged.
-
-    Raises:
-        ImageFault: the tags of a page take more bytes than the file has.
-        struct.error: the first page is damaged.
-    """
-    order = "<" if data[:2] == b"II" else ">"
-    is_big = data[2:4] in (b"+\0", b"\0+")
-    number, start = ("Q", 8) if is_big else ("I", 4)
-    [offset] = struct.unpack_from(order + number, data, start)
+    """Read the tags of each page of a TIFF, up to one that is damaged."""
     pages: list[Tags] = []
-    offsets = set()
-    while offset and offset not in offsets and len(pages) < MAX_PAGES:
-        offsets.add(offset)
-        try:
-            page, offset = _read_page(data, offset, order, is_big)
-        except struct.error:
-            if not pages:
-                raise
-            break
-        pages.append(page)
+    offsets: set[int] = set()
+    problem: Exception = ValueError("it has no page")
+    try:
+        with open_tiff(data) as file:
+            for page in cast("Iterable[TiffPage]", file.pages):
+                if page.offset in offsets or len(pages) == MAX_PAGES:
+                    break
+                offsets.add(page.offset)
+                # Pillow and libtiff copy the value of every tag, and tags may overlap.
+                if sum(int(tag.valuebytecount) for tag in page.tags) > 2 * len(data):
+                    raise ImageFault(
+                        Status.DECODE_ERROR, "its tags overlap, to more bytes than it has"
+                    )
+                pages.append({tag.code: _values(tag) for tag in page.tags if _is_read(tag)})
+    except (ImageFault, MemoryError):
+        raise
+    except Exception as error:  # noqa: BLE001 - as damaged images in featx.images.decode
+        problem = error
+    if not pages:
+        Image.open(io.BytesIO(data), formats=["TIFF"])  # says how it is damaged
+        message = f"its tags are damaged: {str(problem)[:150]}"
+        raise ImageFault(Status.DECODE_ERROR, message, type(problem).__name__) from problem
     return pages
 
 
-def _read_page(data: bytes, offset: int, order: str, is_big: bool) -> tuple[Tags, int]:
-    """Tags of a page, and the offset of the next one or 0."""
-    number, entry, count_code = ("Q", "HHQ", "Q") if is_big else ("I", "HHI", "H")
-    inline = struct.calcsize(order + number)
-    [num_entries] = struct.unpack_from(order + count_code, data, offset)
-    offset += struct.calcsize(order + count_code)
-    tags: dict[int, Sequence[float]] = {}
-    total = 0
-    for _ in range(num_entries):
-        tag, kind, count = struct.unpack_from(order + entry, data, offset)
-        offset += struct.calcsize(order + entry)
-        code = _CODES.get(kind, "B")
-        size = count * struct.calcsize(order + code)
-        begin = offset
-        if size > inline:
-            [begin] = struct.unpack_from(order + number, data, offset)
-            total += min(size, max(0, len(data) - begin))
-        if total > 2 * len(data):
-            raise ImageFault(Status.DECODE_ERROR, "its tags overlap, to more bytes than it has")
-        if tag in _READ and begin + size <= len(data) and count <= MAX_VALUES:
-            tags[tag] = data[begin : begin + size]
-            if code != "B":
-                values = f"{order}{count * len(code)}{code[0]}"
-                tags[tag] = struct.unpack_from(values, data, begin)
-        offset += inline
-    [following] = struct.unpack_from(order + number, data, offset)
-    return tags, following
+def _is_read(tag: TiffTag) -> bool:
+    return tag.code in _READ and tag.count <= MAX_VALUES
+
+
+def _values(tag: TiffTag) -> Sequence[float]:
+    """Values of a tag; bytes for texts and bytes."""
+    value = tag.value
+    if isinstance(value, str):
+        return value.encode()
+    return value if isinstance(value, tuple | bytes) else (value,)
 
 
 def full_pages(pages: list[Tags]) -> list[int]:
-    """Numbers from 0 of the pages that are no thumbnails, pyramid levels or masks, at least one.
-
-    Raises:
-        ImageFault: there is none.
-    """
+    """Numbers from 0 of the pages that are no thumbnails, pyramid levels or masks, at least one."""
     full = [i for i, tags in enumerate(pages) if _is_full(tags)]
     if not full and len(pages) == 1 and SUB_IFDS not in pages[0]:
         full = [0]
@@ -138,14 +116,7 @@ def full_pages(pages: list[Tags]) -> list[int]:
 
 
 def check_no_channel_pages(tags: Tags) -> None:
-    """Check that no OME or ImageJ metadata say that further pages are channels of the first one.
-
-    Args:
-        tags: tags of the first of several pages.
-
-    Raises:
-        ImageFault: they do.
-    """
+    """Check that no OME or ImageJ metadata say that further pages are channels of the first one."""
     text = tags.get(DESCRIPTION)
     text = text if isinstance(text, bytes) else b""
     stated = _OME_CHANNELS.search(text) or _IMAGEJ_CHANNELS.match(text)
@@ -163,11 +134,7 @@ def _is_full(tags: Tags) -> bool:
 
 
 def check_blocks(tags: Tags) -> None:
-    """Check that all strips or tiles of a page are stored; decoders may leave them black.
-
-    Raises:
-        ImageFault: some are not.
-    """
+    """Check that all strips or tiles of a page are stored; decoders may leave them black."""
     is_tiled = TILE_OFFSETS in tags
     offsets = tags.get(TILE_OFFSETS if is_tiled else STRIP_OFFSETS, ())
     counts = tags.get(TILE_COUNTS if is_tiled else STRIP_COUNTS, (1,))

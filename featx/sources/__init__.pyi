@@ -3,10 +3,10 @@ from .folder import FolderOptions as FolderOptions
 from .key_forms import origin_of as origin_of
 from .key_forms import parse_box_key as parse_box_key
 from .labels import similar_names as similar_names
-from .opening import open_source as open_source
-from .opening import source_of as source_of
-from .opening import with_boxes as with_boxes
+from .python import source_of as source_of
 from .registry import SOURCES as SOURCES
 from .registry import SourceMember as SourceMember
+from .registry import open_source as open_source
 from .registry import source_member as source_member
+from .registry import with_boxes as with_boxes
 from .table_columns import MISSING_MARKS as MISSING_MARKS

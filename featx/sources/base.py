@@ -62,16 +62,7 @@ def state_of_files(paths: Iterable[str | Path], count: int, tag: int = 0) -> npt
 
     The state changes when any of the files or `tag` changes.
 
-    Args:
-        paths: the files.
-        count: number of rows.
-        tag: number that stands for anything else that changes with the images.
-
-    Returns:
-        (count,) IMAGE_STATE, the same value in every row.
-
-    Raises:
-        OSError: a file cannot be read.
+    Returns (count,) IMAGE_STATE, the same value in every row.
     """
     infos = [os.stat(path) for path in paths]  # noqa: PTH116 - unusual bytes
     size = sum(info.st_size for info in infos)
@@ -85,12 +76,7 @@ def of_other_paths(states: npt.NDArray[np.void], paths: Iterable[bytes]) -> npt.
 
     A row that names another file then counts as changed even if both files have equal states.
 
-    Args:
-        states: (n,) IMAGE_STATE of the files; changed in place.
-        paths: n paths, in the same order.
-
-    Returns:
-        `states`.
+    Returns `states`.
     """
     exists = states != NO_STATE
     states["tag"][exists] ^= np.array([tag_of(path) for path in paths], dtype=np.int64)[exists]
@@ -107,12 +93,7 @@ def endings(
 ) -> frozenset[bytes]:
     """Convert the option data.extensions to lower-case extensions with a leading dot.
 
-    Args:
-        extensions: the option.
-        usual: extensions of the source, which it lists if the option is None.
-
-    Returns:
-        the extensions as bytes.
+    Returns the extensions as bytes.
     """
     if extensions is None:
         return usual
@@ -120,16 +101,7 @@ def endings(
 
 
 def relabel(listing: Listing, names: Mapping[str, str | int], origin: str) -> Listing:
-    """Replace the classes of a listing, which are folder names, by other names or numbers.
-
-    Args:
-        listing: listing as returned by `FolderSource`.
-        names: folder name -> class name or class number; several folders may share a class.
-        origin: origin of `names`, for error messages.
-
-    Raises:
-        DataError: a folder is missing in `names`, or a number is not a valid class index.
-    """
+    """Replace the classes of a listing, which are folder names, by other names or numbers."""
     unknown = [name for name in listing.classes if name not in names]
     if unknown:
         shown = ", ".join(unknown[:5])
@@ -144,12 +116,7 @@ def relabel(listing: Listing, names: Mapping[str, str | int], origin: str) -> Li
 
 
 def _read_to_end(descriptor: int, size: int) -> bytes:
-    """Read a file from its beginning, without a file object: that takes half of the time.
-
-    Args:
-        descriptor: descriptor of the file.
-        size: bytes that the file is expected to have; it may have grown or shrunk since.
-    """
+    """Read a file from its beginning, without a file object: that takes half of the time."""
     data = os.read(descriptor, size + 1)
     # A read ends early at a signal, and on some network file systems.
     while len(data) != size and (more := os.read(descriptor, 1 << 20)):
@@ -158,11 +125,7 @@ def _read_to_end(descriptor: int, size: int) -> bytes:
 
 
 def _sort_keys(names: Iterable[bytes]) -> npt.NDArray[np.bytes_]:
-    """Sort keys bytewise.
-
-    Returns:
-        (N,) fixed-length bytes.
-    """
+    """Sort keys bytewise. Returns (N,) fixed-length bytes."""
     # Python bytes objects need about twice the memory of the array, so only _PIECE of them exist at
     # a time.
     remaining = iter(names)
@@ -387,9 +350,8 @@ class FolderSource:
     ) -> bytes | _Folder | str:
         """Classify a directory entry.
 
-        Returns:
-            the key of an image as bytes, a folder to list next, or the reason to leave the entry
-            out.
+        Returns the key of an image as bytes, a folder to list next, or the reason to leave the
+        entry out.
         """
         if entry.name.startswith(b"."):
             return "hidden"

@@ -18,7 +18,7 @@ from featx.errors import DataError, counted
 from featx.sources.csv_check import check_csv
 from featx.sources.key_forms import box_key
 from featx.sources.labels import find_column, from_csv_texts, note_on_columns, renumber
-from featx.sources.row_keys import duplicate_keys
+from featx.sources.row_keys import sorting_order
 from featx.types import Box, BoxReader, Listing, Source, Stateful
 
 COLUMNS = ("path", "x", "y", "width", "height")
@@ -43,14 +43,7 @@ class _Line(NamedTuple):
 
 
 class BoxedSource:
-    """Boxes of the images of another source, in bytewise order of their keys.
-
-    Args:
-        source: source of whole images.
-        file: CSV file with a header and one box per line. `path` is the key of an image; `x`, `y`
-            (top left corner), `width` and `height` are whole pixels of the upright image. `label`
-            is the class of the box; without this column a box has the class of its image.
-    """
+    """Boxes of the images of another source, in bytewise order of their keys."""
 
     def __init__(self, source: Source, file: Path) -> None:
         self._source = source
@@ -63,20 +56,12 @@ class BoxedSource:
         return getattr(self._source, "reads_in_decoders", False)
 
     def listing(self) -> Listing:
-        """List all boxes.
-
-        Raises:
-            DataError: the table cannot be read, repeats a box, or names an image that `source` does
-                not list.
-        """
+        """List all boxes."""
         images = self._source.listing()
         lines, labelled = self._lines()
         keys = np.array([line.key for line in lines], dtype=np.bytes_)
-        order = np.argsort(keys, kind="stable")
+        order = sorting_order(keys, f"data.boxes={self._file} has some boxes")
         keys = keys[order]
-        if duplicates := duplicate_keys(keys):
-            names = ", ".join(os.fsdecode(key) for key in duplicates)
-            raise DataError(f"data.boxes={self._file} has some boxes more than once: {names}.")
         image_keys = np.array([lines[i].image_key for i in order], dtype=np.bytes_)
         # searchsorted returns len(keys) for a key beyond the last one; the clip keeps the index
         # valid, and the comparison below finds the mismatch.
@@ -130,14 +115,7 @@ class BoxedSource:
         return Box(x, y, width, height)
 
     def _lines(self) -> tuple[list[_Line], bool]:
-        """Read the table.
-
-        Returns:
-            the lines, and whether the table has a column `label`.
-
-        Raises:
-            DataError: the table cannot be read, lacks a column, or has no boxes.
-        """
+        """Read the table. Returns the lines, and whether the table has a column `label`."""
         try:
             check_csv(self._file)
             with self._file.open(
@@ -173,11 +151,7 @@ class BoxedSource:
         return f"data.boxes={self._file}: {note}" if "looks like" in note else ""
 
     def _convert_lines(self, reader: csv.DictReader[str]) -> Iterator[_Line]:
-        """Convert the lines of the table one by one.
-
-        Raises:
-            DataError: a line has too many fields, no path, or numbers that are not a box.
-        """
+        """Convert the lines of the table one by one."""
         for line in reader:
             if None in line or None in line.values():
                 number = "more" if None in line else "fewer"
@@ -198,12 +172,7 @@ class BoxedSource:
 
 
 class ReadBoxes:
-    """Boxes that their source reads one by one, so that each row is an image of its own.
-
-    Args:
-        boxed: the table of boxes.
-        reader: source that reads boxes.
-    """
+    """Boxes that their source reads one by one, so that each row is an image of its own."""
 
     def __init__(self, boxed: BoxedSource, reader: BoxReader) -> None:
         self._boxed = boxed

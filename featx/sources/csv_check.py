@@ -26,17 +26,7 @@ _OTHER_KINDS = {
 
 
 def check_csv(file: Path, separator: str = ",", quoting: str = "line") -> None:
-    """Check that a file is UTF-8 CSV with this separator and that its quotes are balanced.
-
-    Args:
-        file: path of the file, compressed with gzip if it ends in .gz.
-        separator: character between cells.
-        quoting: one of `Quoting`.
-
-    Raises:
-        DataError: it is another kind of file, or a quote opens in a cell or does not close.
-        OSError: the file cannot be read.
-    """
+    """Check that a file is UTF-8 CSV with this separator and that its quotes are balanced."""
     cell = rf'(?:"(?:[^"]|"")*+"|[^"{separator}\r]*+)'
     whole_line = re.compile(rf"{cell}(?:[{separator}\r]{cell})*+".encode())
     with gzip.open(file) if file.suffix.lower() == ".gz" else file.open("rb") as lines:

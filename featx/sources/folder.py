@@ -11,8 +11,7 @@ from featx.config import NaturalNumber, options
 from featx.errors import DataError
 from featx.sources.base import FolderSource, endings, relabel
 from featx.sources.csv_check import check_csv
-from featx.sources.options import FileOptions
-from featx.sources.registry import SOURCES, source_member
+from featx.sources.registry import SOURCES, FileOptions, source_member
 from featx.types import Listing, Source
 
 
@@ -41,12 +40,7 @@ def open_source(config: FolderOptions) -> Source:
 
 
 class _Relabelled:
-    """A folder whose classes are renamed by a file (option data.classes).
-
-    Args:
-        folder: source of the images.
-        file: JSON or CSV file, as described at `read_class_map`.
-    """
+    """A folder whose classes are renamed by a file (option data.classes)."""
 
     reads_in_decoders = True
 
@@ -67,9 +61,6 @@ def read_class_map(file: Path) -> dict[str, str | int]:
 
     JSON: one object. CSV: two columns without a header, the folder and the class. Class names that
     are all whole numbers become numbers.
-
-    Raises:
-        DataError: the file is missing or malformed, or names a folder twice.
     """
     is_json = file.suffix.lower() == ".json"
     try:
@@ -90,11 +81,7 @@ def read_class_map(file: Path) -> dict[str, str | int]:
 
 
 def _from_json(file: Path, text: str) -> list[tuple[str, str | int]]:
-    """Parse a JSON object into pairs, which keep a repeated folder, so that it can be reported.
-
-    Raises:
-        DataError: the text is not a JSON object of names or numbers.
-    """
+    """Parse a JSON object into pairs, which keep a repeated folder, so that it can be reported."""
     try:
         pairs = json.loads(text, object_pairs_hook=list)
     except ValueError as error:
@@ -111,11 +98,7 @@ def _from_json(file: Path, text: str) -> list[tuple[str, str | int]]:
 
 
 def _from_csv(file: Path, text: str) -> list[tuple[str, str | int]]:
-    """Parse CSV lines into pairs.
-
-    Raises:
-        DataError: a line does not have two columns.
-    """
+    """Parse CSV lines into pairs."""
     rows = [row for row in csv.reader(text.splitlines()) if row]
     for line in rows:
         if len(line) != 2:

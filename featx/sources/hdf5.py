@@ -60,19 +60,7 @@ def open_source(config: Hdf5Options) -> Source:
 
 
 class Hdf5Source:
-    """Rows of an HDF5 dataset; keys are row numbers.
-
-    Args:
-        file: HDF5 file.
-        dataset: name of a dataset: (N, H, W, 3|1), (N, 3|1, H, W) or (N, H, W) uint8 pixels; other
-            numbers or channels (N, H, W), (N, H, W, C) or (N, C, H, W), for model.transform.scale;
-            or (N,) encoded images, as variable-length uint8 or as fixed-length bytes padded with
-            zeros.
-        labels: name of a dataset (N,) of whole numbers or text, or None for no labels.
-
-    Datasets that MATLAB or Octave wrote hold their axes in reversed order, so the shapes above are
-    theirs read backwards, without N: (N, C, W, H) is a stack H x W x C x N.
-    """
+    """Rows of an HDF5 dataset; keys are row numbers."""
 
     def __init__(self, file: Path, dataset: str, labels: str | None) -> None:
         self._path = file
@@ -84,11 +72,7 @@ class Hdf5Source:
         self._lock = threading.RLock()
 
     def listing(self) -> Listing:
-        """Check the datasets and list all rows.
-
-        Raises:
-            DataError: the file or a dataset cannot be read, or has an unexpected layout.
-        """
+        """Check the datasets and list all rows."""
         file = self._open()
         images = self._open_dataset(file, self._name)
         self._pixels = _pixel_layout(images, f"{self._path}: /{self._name}")
@@ -108,12 +92,7 @@ class Hdf5Source:
         )
 
     def read(self, key: bytes) -> bytes:
-        """Read one row as an encoded image; pixels become a PPM or PGM, or a file of numpy.save.
-
-        Raises:
-            ImageFault: the row is damaged, empty, or was never written.
-            OSError: the file cannot be read at the moment.
-        """
+        """Read one row as an encoded image; pixels become a PPM or PGM, or a file of numpy.save."""
         with self._lock:
             if self._images is None:
                 self.listing()
@@ -154,11 +133,7 @@ class Hdf5Source:
             return str(fault).encode()
 
     def _open(self) -> h5py.File:
-        """Open the file for reading.
-
-        Raises:
-            DataError: it is missing, or not a valid HDF5 file.
-        """
+        """Open the file for reading."""
         try:
             with self._path.open("rb"):
                 pass
@@ -173,11 +148,7 @@ class Hdf5Source:
         return file
 
     def _open_dataset(self, file: h5py.File, name: str) -> h5py.Dataset:
-        """Return a dataset that is stored in this file and whose filters are available.
-
-        Raises:
-            DataError: there is no such dataset, it refers to other files, or a filter is missing.
-        """
+        """Return a dataset that is stored in this file and whose filters are available."""
         try:
             dataset = open_plain_dataset(file, name, may_be_partial=True)
         except StoreError as error:
@@ -187,11 +158,7 @@ class Hdf5Source:
         return dataset
 
     def _labels(self, file: h5py.File, count: int) -> Labels:
-        """Read the labels of `count` rows.
-
-        Raises:
-            DataError: the dataset of labels has another length or type.
-        """
+        """Read the labels of `count` rows."""
         if self._label_name is None:
             return Labels.none(count)
         origin = f"{self._path}: /{self._label_name}"
@@ -251,11 +218,7 @@ class _PixelLayout:
 def _pixel_layout(images: h5py.Dataset, origin: str) -> _PixelLayout | None:
     """Check shape and dtype of the images and return the order of their axes.
 
-    Returns:
-        the layout, or None for encoded images.
-
-    Raises:
-        DataError: the shape or dtype is not supported, or the channel axis is ambiguous.
+    Returns the layout, or None for encoded images.
     """
     shape, dtype = images.shape, images.dtype
     if images.ndim == 1 and (
@@ -329,11 +292,7 @@ def _stored_chunks(dataset: h5py.Dataset) -> list[Any]:
 
 
 def _load_filters(dataset: h5py.Dataset, origin: str) -> None:
-    """Load the HDF5 filters with which the chunks of a dataset were written.
-
-    Raises:
-        DataError: a filter is missing.
-    """
+    """Load the HDF5 filters with which the chunks of a dataset were written."""
     settings = dataset.id.get_create_plist()
     numbers = [settings.get_filter(i)[0] for i in range(settings.get_nfilters())]
     try:

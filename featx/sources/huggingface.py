@@ -15,8 +15,7 @@ from featx.config import options
 from featx.errors import DataError, nearest
 from featx.sources.base import FolderSource, of_other_paths, state_of_files, tag_of
 from featx.sources.labels import Labels, find_label_column, from_values, note_on_columns
-from featx.sources.options import ColumnOptions
-from featx.sources.registry import SOURCES, source_member
+from featx.sources.registry import SOURCES, ColumnOptions, source_member
 from featx.sources.row_keys import numbered_keys, parse_numbered_key
 from featx.types import ImageFault, Listing, Source, Status
 
@@ -64,14 +63,7 @@ def open_source(config: HuggingFaceOptions) -> Source:
 
 
 class HuggingFaceSource:
-    """Rows of a `datasets.Dataset`; keys are 'row-000123', the position of the row.
-
-    Args:
-        dataset: a `datasets.Dataset` with an image column.
-        root: folder of the data set. Images that are stored as paths must lie in it, unless
-            data.follow_links is set.
-        config: options `path_column`, `label_column` and `follow_links` of the group `data`.
-    """
+    """Rows of a `datasets.Dataset`; keys are 'row-000123', the position of the row."""
 
     def __init__(self, dataset: Any, root: Path, config: HuggingFaceOptions) -> None:
         from datasets import Image
@@ -92,11 +84,7 @@ class HuggingFaceSource:
         self._lock = threading.Lock()
 
     def listing(self) -> Listing:
-        """List all rows; their content tag is a checksum of the data set's fingerprint.
-
-        Raises:
-            DataError: there are no rows, or the labels are invalid.
-        """
+        """List all rows; their content tag is a checksum of the data set's fingerprint."""
         count = len(self._dataset)
         if not count:
             raise DataError(f"data.root={self._origin} has no rows.")
@@ -114,12 +102,7 @@ class HuggingFaceSource:
         )
 
     def read(self, key: bytes) -> bytes:
-        """Read one encoded image, from the table or from the file that the row names.
-
-        Raises:
-            ImageFault: the row has no image, or its file cannot be read.
-            OSError: the disk or mount fails.
-        """
+        """Read one encoded image, from the table or from the file that the row names."""
         with self._lock:
             value = self._images[parse_numbered_key(key, _PREFIX)][self._column]
         if not value or not (value.get("bytes") or value.get("path")):
@@ -131,8 +114,7 @@ class HuggingFaceSource:
     def states(self, keys: npt.NDArray[np.bytes_]) -> npt.NDArray[np.void] | None:
         """Stat the Arrow files of the data set, or the image's own file where a row is a path.
 
-        Returns:
-            (n,) IMAGE_STATE.
+        Returns (n,) IMAGE_STATE.
         """
         files = [file["filename"] for file in self._dataset.cache_files]
         states = state_of_files(files, len(keys), tag_of(self._dataset._fingerprint))
@@ -160,11 +142,7 @@ class HuggingFaceSource:
         return [None if not path else path.encode() for path in found]
 
     def _labels(self, count: int) -> Labels:
-        """Return the labels of `count` rows and the class names.
-
-        Raises:
-            DataError: a label is invalid.
-        """
+        """Return the labels of `count` rows and the class names."""
         if self._label_column is None:
             return Labels.none(count)
         origin = f"{self._origin}, column {self._label_column}"
@@ -174,11 +152,7 @@ class HuggingFaceSource:
 
 
 def _image_column(dataset: Any, name: str | None, root: Path) -> str:
-    """Return data.path_column, or the only image column of the data set.
-
-    Raises:
-        DataError: there is no such image column, or the choice is ambiguous.
-    """
+    """Return data.path_column, or the only image column of the data set."""
     from datasets import Image
 
     images: list[str] = [
@@ -196,11 +170,7 @@ def _image_column(dataset: Any, name: str | None, root: Path) -> str:
 
 
 def _label_column(dataset: Any, name: str | None, root: Path) -> str | None:
-    """Return data.label_column, 'label' by default if it exists, or None for no labels.
-
-    Raises:
-        DataError: there is no such column.
-    """
+    """Return data.label_column, 'label' by default if it exists, or None for no labels."""
     if name is None:
         return find_label_column(list(dataset.features))
     if name and name not in dataset.features:

@@ -15,12 +15,7 @@ _FRAME = re.compile(rb"(.+)@\d{5,}\.\d{3}", re.DOTALL)
 
 
 def box_key(image: bytes, x: int, y: int, width: int, height: int) -> bytes:
-    """Format the key of a box (data.boxes): 'cat/001.jpg#10,20,64,48'.
-
-    Args:
-        image: key of the image.
-        x, y, width, height: the box in pixels.
-    """
+    """Format the key of a box (data.boxes): 'cat/001.jpg#10,20,64,48'."""
     return b"%s#%d,%d,%d,%d" % (image, x, y, width, height)
 
 
@@ -37,10 +32,6 @@ def frame_key(video: bytes, time_s: float) -> bytes:
     """Format the key of a frame (data=video): 'talks/clip.mp4@00012.000'.
 
     Leading zeros make keys of a video sort by time up to 99,999 seconds.
-
-    Args:
-        video: key of the video.
-        time_s: time of the frame in seconds, stored in milliseconds.
     """
     # Rounded down, after a small addition: a multiple of data.every_s such as 0.3 may lie just
     # below a whole millisecond.

@@ -70,19 +70,7 @@ def from_numbers(
     missing: npt.NDArray[np.bool_] | None = None,
     names: Sequence[str] | None = None,
 ) -> Labels:
-    """Use whole numbers as class indices.
-
-    Args:
-        values: (N,) numbers of any dtype; -1 and NaN mean no label.
-        origin: origin of the labels, for error messages.
-        missing: (N,) whether a row has no value; None for none of them.
-        names: class names in the order of the indices; by default the name of a class is its
-            number.
-
-    Raises:
-        DataError: a number has a fraction, is below -1 or above `MAX_CLASS`, or has no name; or the
-            numbers are -1 and 1.
-    """
+    """Use whole numbers as class indices."""
     missing = np.zeros(len(values), np.bool_) if missing is None else missing
     if values.dtype.kind == "f":
         missing = missing | np.isnan(values)
@@ -148,14 +136,6 @@ def from_encoded_texts(names: Sequence[str], codes: npt.NDArray[np.int64], origi
     Texts are class indices if all of them are whole numbers, such as 7 or 7.0, and no two of them
     are the same number; otherwise they are names. A mark of a missing number is no label among
     numbers and booleans.
-
-    Args:
-        names: distinct texts; '' means no label.
-        codes: (N,) int64 indices into `names`, -1 for no label.
-        origin: origin of the labels, for messages.
-
-    Raises:
-        DataError: all texts are numbers, but one has a fraction or is no class index.
     """
     num_rows = np.bincount(codes + 1, minlength=len(names) + 1)[1:]
     used = {n: count for n, count in zip(names, num_rows.tolist(), strict=True) if n and count}
@@ -213,12 +193,7 @@ def _same_numbers(texts: Sequence[str]) -> tuple[str, str] | None:
 
 
 def renumber(names: npt.NDArray[np.object_], codes: npt.NDArray[np.int64]) -> Labels:
-    """Convert indices into any list of names to indices into the sorted names that are in use.
-
-    Args:
-        names: (C,) str objects; '' means no label.
-        codes: (N,) int64 indices into `names`, -1 for no label.
-    """
+    """Convert indices into any list of names to indices into the sorted names that are in use."""
     used_codes = np.unique(codes[codes >= 0])
     used_names = sorted({names[i] for i in used_codes if names[i]}, key=os.fsencode)
     number_of_name = {name: i for i, name in enumerate(used_names)}
@@ -229,16 +204,7 @@ def renumber(names: npt.NDArray[np.object_], codes: npt.NDArray[np.int64]) -> La
 def from_values(
     values: Sequence[object], origin: str, names: Sequence[str] | None = None
 ) -> Labels:
-    """Convert labels of unknown type: whole numbers or names; None and NaN mean no label.
-
-    Args:
-        values: N labels.
-        origin: origin of the labels, for error messages.
-        names: class names in the order of the indices, for labels that are numbers.
-
-    Raises:
-        DataError: the labels are of mixed or unsupported types, or as for `from_numbers`.
-    """
+    """Convert labels of unknown type: whole numbers or names; None and NaN mean no label."""
     all_kinds = [_kind(value) for value in values]
     kinds = set(all_kinds)
     if kinds <= {"none"}:
@@ -321,13 +287,7 @@ def find_column(names: Sequence[str], wanted: str) -> str | None:
 def note_on_columns(
     names: Sequence[str], used: str | None, option: str = "data.label_column="
 ) -> str:
-    """Return which columns look like labels and are not used, and what was looked for.
-
-    Args:
-        names: columns that hold neither paths nor images, and that the store does not keep.
-        used: column of labels, or None if there is none.
-        option: option that names the column of labels, or '' if there is none.
-    """
+    """Return which columns look like labels and are not used, and what was looked for."""
     others = [name for name in names if name != used and looks_like_labels(name)]
     missing = "" if used is not None else "there is no column label"
     if not others:

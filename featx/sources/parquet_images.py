@@ -26,9 +26,6 @@ MAX_GROUP_BYTES = 2 << 30
 """Largest size of the image column of a row group in bytes, since a row group is held in memory
 whole."""
 
-_OPEN_FILES = 16
-"""Maximum number of Parquet files that are open at a time."""
-
 
 class ImageColumn:
     """A column of encoded images over several Parquet files.
@@ -42,8 +39,9 @@ class ImageColumn:
         keys: (N,) keys in bytewise order.
         rows: (N,) int64 row of each key, counted through all files.
 
-    Raises:
-        DataError: a row group is larger than `MAX_GROUP_BYTES`.
+    Attributes:
+        content_tags: (N,) int64 checksums of what the footers say about the images. The rows of a
+            row group share one.
     """
 
     def __init__(
@@ -57,33 +55,42 @@ class ImageColumn:
 
         self._files = files
         self._states = [_state(file.stat()) for file in files]
+        self._metadata = [parquet.read_metadata(file) for file in files]
         self._column = column
         self._keys, self._rows = keys, rows
         self._lock = threading.Lock()
-        self._open: OrderedDict[int, Any] = OrderedDict()
         self._groups: OrderedDict[int, Any] = OrderedDict()
         self._places: list[tuple[int, int]] = []
-        counts = []
-        for number, file in enumerate(files):
-            metadata = parquet.read_metadata(file)
-            largest = max(_bytes_of(metadata, column), default=0)
-            if largest > MAX_GROUP_BYTES:
-                raise DataError(
-                    f"{file}: a row group holds {largest} bytes of {column}, over "
-                    f"{MAX_GROUP_BYTES}. Write it with smaller ones, as "
-                    "pyarrow.parquet.write_table(row_group_size=1000)."
-                )
-            self._places += [(number, i) for i in range(metadata.num_row_groups)]
-            counts += [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
+        counts, tags = [], []
+        for number, metadata in enumerate(self._metadata):
+            for inside in range(metadata.num_row_groups):
+                group = metadata.row_group(inside)
+                chunks = [group.column(k) for k in range(group.num_columns)]
+                chunks = [c for c in chunks if c.path_in_schema.split(".")[0] == column]
+                size = sum(chunk.total_uncompressed_size for chunk in chunks)
+                if size > MAX_GROUP_BYTES:
+                    raise DataError(
+                        f"{files[number]}: a row group holds {size} bytes of {column}, over "
+                        f"{MAX_GROUP_BYTES}. Write it with smaller ones, as "
+                        "pyarrow.parquet.write_table(row_group_size=1000)."
+                    )
+                facts = [
+                    (
+                        chunk.path_in_schema,
+                        chunk.num_values,
+                        chunk.total_compressed_size,
+                        chunk.total_uncompressed_size,
+                    )
+                    for chunk in chunks
+                ]
+                tags.append(zlib.crc32(repr(facts).encode()))
+                counts.append(group.num_rows)
+                self._places.append((number, inside))
         self._starts = np.concatenate([[0], np.cumsum(counts)])
+        self.content_tags = np.repeat(np.array(tags, dtype=np.int64), counts)[rows]
 
     def read(self, key: bytes) -> bytes:
-        """Read one encoded image.
-
-        Raises:
-            ImageFault: the row has no bytes, or its row group is damaged.
-            OSError: the file cannot be read at the moment, or has changed since the listing.
-        """
+        """Read one encoded image."""
         row = int(self._rows[find_row(self._keys, key)])
         number = int(np.searchsorted(self._starts, row, side="right")) - 1
         value = self._group(number)[row - int(self._starts[number])]
@@ -95,11 +102,7 @@ class ImageColumn:
         return data
 
     def states(self, keys: npt.NDArray[np.bytes_]) -> npt.NDArray[np.void]:
-        """Return the state of the file that contains each row.
-
-        Returns:
-            (n,) IMAGE_STATE.
-        """
+        """Return the state of the file that contains each row, (n,) IMAGE_STATE."""
         of_files = np.concatenate([state_of_files([file], 1) for file in self._files])
         rows = self._rows[find_rows(self._keys, keys)]
         groups = np.searchsorted(self._starts, rows, side="right") - 1
@@ -110,22 +113,25 @@ class ImageColumn:
         """Return the image column of a row group as a pyarrow Array, cached or read.
 
         The lock is held while reading, so that threads that need the same group read it once.
-
-        Args:
-            number: row group, counted through all files.
-
-        Raises:
-            ImageFault: the row group is damaged, or too large for one array.
-            OSError: the file cannot be read at the moment, or has changed since the listing.
         """
         import pyarrow as pa
+        from pyarrow import parquet
 
         with self._lock:
             group = self._groups.pop(number, None)
             if group is None:
-                file, inside = self._places[number]
+                of_file, inside = self._places[number]
+                path = self._files[of_file]
+                if _state(path.stat()) != self._states[of_file]:
+                    raise OSError(
+                        errno.ESTALE, "the table was changed while it was in use", str(path)
+                    )
                 try:
-                    group = self._file(file).read_row_group(inside, columns=[self._column])
+                    # Page checksums are verified if the writer stored them.
+                    with parquet.ParquetFile(
+                        path, metadata=self._metadata[of_file], page_checksum_verification=True
+                    ) as file:
+                        group = file.read_row_group(inside, columns=[self._column])
                 except (pa.ArrowException, OSError) as error:
                     # pyarrow raises OSError for damaged data as well, but without an errno.
                     if getattr(error, "errno", None) is not None:
@@ -146,69 +152,7 @@ class ImageColumn:
                 self._groups.popitem(last=False)
             return group
 
-    def _file(self, number: int) -> Any:
-        """Open a file, or return it from the cache of open files. The caller holds the lock.
-
-        Raises:
-            OSError: the file cannot be opened at the moment, or has changed since the listing.
-        """
-        from pyarrow import parquet
-
-        opened = self._open.pop(number, None)
-        if opened is None:
-            path = self._files[number]
-            if _state(path.stat()) != self._states[number]:
-                raise OSError(errno.ESTALE, "the table was changed while it was in use", str(path))
-            # Page checksums are verified if the writer stored them.
-            opened = parquet.ParquetFile(path, page_checksum_verification=True)
-        self._open[number] = opened
-        if len(self._open) > _OPEN_FILES:
-            self._open.popitem(last=False)[1].close()
-        return opened
-
 
 def _state(info: os.stat_result) -> tuple[int, int]:
     """Return size and mtime, which change when a file does."""
     return info.st_size, info.st_mtime_ns
-
-
-def footer_content_tags(file: Path, column: str) -> npt.NDArray[np.int64]:
-    """Compute content tags of the rows of a Parquet file from its footer, without reading images.
-
-    The tag is a checksum of the footer's entries for the image column of the row group.
-
-    Args:
-        file: Parquet file.
-        column: name of the image column.
-
-    Returns:
-        (N,) int64; rows of a row group share a tag.
-    """
-    from pyarrow import parquet
-
-    metadata = parquet.read_metadata(file)
-    content_tags = []
-    for i in range(metadata.num_row_groups):
-        group = metadata.row_group(i)
-        facts = [
-            (c.path_in_schema, c.num_values, c.total_compressed_size, c.total_uncompressed_size)
-            for c in (group.column(k) for k in range(group.num_columns))
-            if c.path_in_schema.split(".")[0] == column
-        ]
-        content_tags.append(
-            np.full(group.num_rows, zlib.crc32(repr(facts).encode()), dtype=np.int64)
-        )
-    return np.concatenate([np.empty(0, dtype=np.int64), *content_tags])
-
-
-def _bytes_of(metadata: Any, column: str) -> list[int]:
-    """Return the uncompressed bytes of a column in each row group."""
-    groups = (metadata.row_group(i) for i in range(metadata.num_row_groups))
-    return [
-        sum(
-            group.column(k).total_uncompressed_size
-            for k in range(group.num_columns)
-            if group.column(k).path_in_schema.split(".")[0] == column
-        )
-        for group in groups
-    ]

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import glob
 import itertools
+import os
 import re
+from pathlib import Path
 
 from featx.errors import DataError
+from featx.sources.base import FolderSource
 
 _MAX_NAMES = 1_000_000
 """Maximum number of names that a pattern may expand to."""
@@ -32,23 +35,32 @@ def base_of(pattern: str) -> str:
     return plain[: plain.rfind("/") + 1]
 
 
-def matching_files(pattern: str) -> list[str]:
-    """Expand a pattern to paths on this machine without repeats.
+def find_files(
+    root: str, follow_links: bool, endings: tuple[bytes, ...], what: str
+) -> tuple[list[tuple[bytes, str]], dict[str, int]]:
+    """Find the files that data.root names: those in a folder, a single one, or those of a pattern.
 
-    Paths that come from braces alone are returned whether or not they exist.
+    Returns (name, path) of each file in bytewise order of the names, and the counts of left-out
+    entries by reason. A name is the path below the folder or behind the fixed beginning of the
+    pattern. Of a folder, names with one of the lower-case `endings` are taken; paths that come from
+    braces alone are returned whether or not they exist.
     """
-    names: list[str] = []
-    for name in expand_braces(pattern):
-        names += sorted(glob.glob(name, recursive=True)) if has_stars(name) else [name]  # noqa: PTH207 - names as they are typed
-    return list(dict.fromkeys(names))
+    path = os.path.expanduser(root)  # noqa: PTH111 - names as they are typed
+    if os.path.isdir(path):  # noqa: PTH112
+        extensions = frozenset(ending[ending.rindex(b".") :] for ending in endings)
+        listing = FolderSource(Path(path), follow_links, extensions, what=what).listing()
+        keys = [key for key in listing.keys.tolist() if key.lower().endswith(endings)]
+        return [(k, os.path.join(path, os.fsdecode(k))) for k in keys], dict(listing.skipped)
+    if os.path.exists(path) or not is_pattern(path):  # noqa: PTH110
+        return [(os.fsencode(os.path.basename(path)), path)], {}
+    base, names = base_of(path), []
+    for name in expand_braces(path):
+        names += sorted(glob.glob(name, recursive=True)) if has_stars(name) else [name]  # noqa: PTH207
+    return sorted({(os.fsencode(name[len(base) :]), name) for name in names}), {}
 
 
 def expand_braces(pattern: str) -> list[str]:
-    """Expand braces: 'a-{000..012}.tar' gives 13 names, '{a,b}' two; several braces multiply.
-
-    Raises:
-        DataError: a range runs backwards, or the pattern gives more than `_MAX_NAMES` names.
-    """
+    """Expand braces: 'a-{000..012}.tar' gives 13 names, '{a,b}' two; several braces multiply."""
     alternatives: list[list[str]] = []
     end = 0
     for match in _RANGE.finditer(pattern):

@@ -22,11 +22,7 @@ _AS_TIFF = frozenset({"I", "F", "CMYK"})
 
 
 def encode_pixels(pixels: npt.NDArray[np.uint8]) -> bytes:
-    """Encode (H, W, 3) uint8 as PPM, (H, W, 1) or (H, W) uint8 as PGM.
-
-    Raises:
-        ValueError: the shape or dtype is another one, or the image has no pixel.
-    """
+    """Encode (H, W, 3) uint8 as PPM, (H, W, 1) or (H, W) uint8 as PGM."""
     if pixels.dtype != np.uint8:
         raise ValueError(f"pixels are {pixels.dtype}; expected uint8 in 0 to 255")
     if pixels.ndim == 3 and pixels.shape[2] == 1:
@@ -41,16 +37,7 @@ def encode_pixels(pixels: npt.NDArray[np.uint8]) -> bytes:
 
 
 def encode_array(array: npt.NDArray[Any]) -> bytes:
-    """Encode an array in any layout that data sets use.
-
-    Args:
-        array: uint8 of shape (H, W), (H, W, 1|3|4) or (1|3, H, W), four channels being RGBA; or
-            other numbers or channels (H, W), (H, W, C) or (C, H, W), which become a file of
-            `numpy.save`, for `model.transform.scale`.
-
-    Raises:
-        ValueError: it is no image.
-    """
+    """Encode an array in any layout that data sets use."""
     if array.ndim == 3 and array.shape[2] == 4 and array.dtype == np.uint8:
         return encode_image(Image.fromarray(array, "RGBA"))
     if array.dtype != np.uint8:
@@ -63,11 +50,7 @@ def encode_array(array: npt.NDArray[Any]) -> bytes:
 
 
 def encode_numbers(array: npt.NDArray[Any]) -> bytes:
-    """Encode an array as `numpy.save` does, in little-endian order.
-
-    Raises:
-        ValueError: it does not have two or three axes, is empty, or holds no numbers.
-    """
+    """Encode an array as `numpy.save` does, in little-endian order."""
     if array.ndim not in (2, 3) or not array.size or array.dtype.kind not in "biuf":
         raise ValueError(
             f"the array is {array.shape} {array.dtype}; expected numbers (H, W), (H, W, C) or "
@@ -81,12 +64,7 @@ def encode_numbers(array: npt.NDArray[Any]) -> bytes:
 
 
 def encode_image(image: Image.Image) -> bytes:
-    """Encode a Pillow image of any mode, with its EXIF orientation and transparency.
-
-    Raises:
-        ValueError: the image has no pixel.
-        Exception: any exception of Pillow if the image is not decoded yet and cannot be.
-    """
+    """Encode a Pillow image of any mode, with its EXIF orientation and transparency."""
     image.load()
     turn = image.getexif().get(_ORIENTATION, 1)
     is_plain = turn == 1 and "transparency" not in image.info

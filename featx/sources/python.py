@@ -17,7 +17,7 @@ from featx.sources.base import FolderSource, of_other_paths
 from featx.sources.labels import Labels, check_indices, from_values
 from featx.sources.pixel_encoding import encode_array, encode_image
 from featx.sources.registry import SOURCES, source_member
-from featx.sources.row_keys import duplicate_keys, find_row, find_rows, numbered_keys
+from featx.sources.row_keys import find_row, find_rows, numbered_keys, sorting_order
 from featx.sources.table_columns import check_columns
 from featx.types import (
     IMAGE_STATE,
@@ -49,11 +49,12 @@ def open_source(config: DataConfig) -> Source:
     )
 
 
-def source_of_object(data: Any) -> Source:
-    """Turn a data set object into a Source.
+def source_of(data: object) -> Source:
+    """Turn a data set object of a Python program into a Source.
 
     Args:
-        data: a Source, whose listing is then checked, or a map-style data set.
+        data: a Source, which is checked but otherwise used as it is, or a map-style data set
+            (`__len__` and `__getitem__`), which is wrapped.
 
     Raises:
         DataError: the object is neither.
@@ -77,15 +78,12 @@ class MapSource:
     """A map-style data set whose items are (image, label) or an image alone.
 
     An image is a Pillow image, an array as for `encode_array`, encoded bytes, or the path of a
-    file. Labels come from `dataset.targets`, else from `dataset.labels`, else from
-    every item, which is then read once before the run (only the first item if it has no label).
-    Keys are `dataset.keys` if that is a list of str or bytes, else row numbers.
+    file. Labels come from `dataset.targets`, else from `dataset.labels`, else from every item,
+    which is then read once before the run (only the first item if it has no label). Keys are
+    `dataset.keys` if that is a list of str or bytes, else row numbers.
 
     Items are read one at a time, whatever the number of reading threads: data sets made for worker
     processes are often not thread-safe.
-
-    Args:
-        dataset: object with `__len__` and `__getitem__`.
     """
 
     def __init__(self, dataset: Any) -> None:
@@ -104,33 +102,20 @@ class MapSource:
         vars(self).update(state, _lock=threading.RLock())
 
     def listing(self) -> Listing:
-        """List the rows in bytewise order of their keys.
-
-        Raises:
-            DataError: the data set is empty, or its keys or labels are invalid.
-        """
+        """List the rows in bytewise order of their keys."""
         count = len(self._dataset)
         if not count:
             raise DataError("the data set has no rows: len(dataset) is 0.")
         keys = self._keys_of(count)
         labels, classes, warnings = self._labels_of(count)
-        order = np.argsort(keys, kind="stable")
+        order = sorting_order(keys, "dataset.keys has some")
         self._keys = keys[order]
-        if duplicates := duplicate_keys(self._keys):
-            names = ", ".join(os.fsdecode(key) for key in duplicates)
-            raise DataError(f"dataset.keys has some more than once: {names}. Rows need their own.")
         self._rows = order
         note = "" if classes else "no attribute targets or labels, and items without a label"
         return Listing(self._keys, labels[order], classes, warnings=warnings, label_note=note)
 
     def read(self, key: bytes) -> bytes:
-        """Read one item and encode its image without loss.
-
-        Raises:
-            ImageFault: the item raises an exception, is not an image, or has another label than
-                when listed.
-            OSError: the image is a path and the disk or mount fails.
-        """
+        """Read one item and encode its image without loss."""
         with self._lock:
             if self._rows is None:
                 self.listing()
@@ -165,9 +150,8 @@ class MapSource:
         The state of a path is that of its file, the state of any other item a checksum of its
         encoded image.
 
-        Returns:
-            (n,) IMAGE_STATE. None for other data sets, since only `__getitem__` knows where an item
-            comes from and what reading it costs, and None if a Pillow image is not decoded yet.
+        Returns (n,) IMAGE_STATE. None for other data sets, since only `__getitem__` knows where an
+        item comes from and what reading it costs, and None if a Pillow image is not decoded yet.
         """
         if not isinstance(self._dataset, list | tuple):
             return None
@@ -197,11 +181,7 @@ class MapSource:
         return states
 
     def _keys_of(self, count: int) -> npt.NDArray[np.bytes_]:
-        """Return (count,) keys: `dataset.keys` if present, else row numbers.
-
-        Raises:
-            DataError: `dataset.keys` has another length or an invalid entry.
-        """
+        """Return (count,) keys: `dataset.keys` if present, else row numbers."""
         keys_attribute = getattr(self._dataset, "keys", None)
         if keys_attribute is None or callable(keys_attribute):  # callable: the method of a mapping
             return numbered_keys(count)
@@ -220,11 +200,7 @@ class MapSource:
         return np.array(keys, dtype=np.bytes_)
 
     def _labels_of(self, count: int) -> Labels:
-        """Return labels and class names from the attributes of the data set, or from its items.
-
-        Raises:
-            DataError: the labels have another length or an unsupported type.
-        """
+        """Return labels and class names from the attributes of the data set, or from its items."""
         for name in ("targets", "labels"):
             values = getattr(self._dataset, name, None)
             if values is not None and not callable(values):
@@ -243,9 +219,8 @@ class MapSource:
     def _labels_of_items(self, count: int) -> list[Any]:
         """Read the label of every item; only the first item if it has no label.
 
-        Returns:
-            count labels, None for an item that raises an exception, which is recorded when it is
-            read.
+        Returns count labels, None for an item that raises an exception, which is recorded when it
+        is read.
         """
         values: list[Any] = []
         for row in range(count):
@@ -262,22 +237,14 @@ class MapSource:
 
 
 class _CheckedSource:
-    """Wrapper of a user's own Source that checks its listing and states.
-
-    Args:
-        source: the user's object.
-    """
+    """Wrapper of a user's own Source that checks its listing and states."""
 
     def __init__(self, source: Source) -> None:
         self._source = source
         self.read = source.read
 
     def listing(self) -> Listing:
-        """Return the listing of the source after checking types, shapes, order and classes.
-
-        Raises:
-            DataError: the listing violates a requirement.
-        """
+        """Return the listing of the source after checking types, shapes, order and classes."""
         listing = self._source.listing()
         keys, labels = listing.keys, listing.labels
         if not (isinstance(keys, np.ndarray) and keys.dtype.kind == "S" and keys.ndim == 1):
@@ -293,11 +260,7 @@ class _CheckedSource:
         return listing
 
     def states(self, keys: npt.NDArray[np.bytes_]) -> npt.NDArray[np.void] | None:
-        """Return the states of the source, or None if it has none.
-
-        Raises:
-            DataError: their shape or dtype is wrong.
-        """
+        """Return the states of the source, or None if it has none."""
         if not isinstance(self._source, Stateful):
             return None
         states = self._source.states(keys)
@@ -315,11 +278,7 @@ _NO_LABEL = object()
 def _split(item: Any) -> tuple[Any, Any]:
     """Split an item into image and label.
 
-    Returns:
-        (image, label), with _NO_LABEL if the item is the image alone.
-
-    Raises:
-        TypeError: the item is a tuple or list whose length is not 2.
+    Returns (image, label), with _NO_LABEL if the item is the image alone.
     """
     if isinstance(item, tuple | list):
         if len(item) != 2:
@@ -334,11 +293,7 @@ def _same(listed: Any, found: Any) -> bool:
 
 
 def _encode(image: Any) -> bytes | Path:
-    """Encode an image without loss, or return the path of its file.
-
-    Raises:
-        TypeError, ValueError: the object is not an image.
-    """
+    """Encode an image without loss, or return the path of its file."""
     if isinstance(image, Image.Image):
         return encode_image(image)
     if isinstance(image, bytes | bytearray | memoryview):

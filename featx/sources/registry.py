@@ -1,16 +1,52 @@
-"""Registry of sources: each is one module that registers itself under its name."""
+"""Sources: the options that they share, their registration, and how they are opened.
+
+A new source is a module of this package, or of a plug-in: a dataclass of options, a class with
+`listing()` and `read(key)` (`featx.types.Source`), and a call of `source_member`. docs/plugins.md
+has an example.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
+from pathlib import Path
+from typing import Annotated, TypeVar
+
+from annotated_types import MinLen
 
 from featx.base import Member, Registry, for_options
-from featx.config import DataConfig
-from featx.types import Source
+from featx.config import MAY_BE_EMPTY, DataConfig, options
+from featx.types import BoxReader, Source
 
 OptionsT = TypeVar("OptionsT", bound=DataConfig)
+
+
+@options("data")
+class LinkOptions(DataConfig):
+    """Options of a source that reads files, which may be symbolic links."""
+
+    follow_links: bool = False
+    """Follow symbolic links that lead out of data.root, and paths of a table that do."""
+
+
+@options("data")
+class FileOptions(LinkOptions):
+    """Options of a source that lists files by their extensions."""
+
+    extensions: Annotated[list[str], MinLen(1)] | None = None
+    """File name extensions that count as images, or as videos for data=video, such as [jpg,png];
+    null takes every format that featx reads."""
+
+
+@options("data")
+class ColumnOptions(LinkOptions):
+    """Options of a source that reads columns of a table."""
+
+    path_column: str | None = None
+    """Column of paths or of encoded images; null takes the column path, or else the column
+    image."""
+    label_column: Annotated[str | None, MAY_BE_EMPTY] = None
+    """Column of labels; null takes the column label if there is one, an empty name takes none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,3 +85,32 @@ def source_member(
     return SourceMember(
         name, help, own, extra, open=for_options(f"data={name}", options, open_source)
     )
+
+
+def open_source(config: DataConfig) -> Source:
+    """Open the data set that the option group `data` describes.
+
+    Args:
+        config: options of the group; `name` selects the kind, `boxes` adds a table of boxes.
+
+    Raises:
+        ConfigError: there is no source of this name.
+        DataError: the data set does not exist or cannot be read.
+        MissingExtraError: the kind needs a package that is not installed.
+    """
+    return with_boxes(SOURCES.get(config.name).open(config), config)
+
+
+def with_boxes(source: Source, config: DataConfig) -> Source:
+    """Apply the option data.boxes to a source.
+
+    Returns:
+        a `BoxedSource`, or a `ReadBoxes` if the source reads boxes itself, with one row per box; or
+        `source` itself if data.boxes is not set.
+    """
+    if config.boxes is None:
+        return source
+    from featx.sources.boxes import BoxedSource, ReadBoxes
+
+    boxed = BoxedSource(source, Path(config.boxes).expanduser())
+    return ReadBoxes(boxed, source) if isinstance(source, BoxReader) else boxed

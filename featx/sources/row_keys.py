@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import zlib
 from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
 
+from featx.errors import DataError
 from featx.types import ImageFault, Status
 
 _DIGITS = 6
 """Minimum number of digits of a numbered key."""
+
+_NAMES_SHOWN = 5
+"""Maximum number of keys that a message names."""
 
 
 def numbered_keys(count: int, prefix: str = "") -> npt.NDArray[np.bytes_]:
@@ -19,12 +24,7 @@ def numbered_keys(count: int, prefix: str = "") -> npt.NDArray[np.bytes_]:
 
     All keys have the same length, so bytewise order is the order of the rows.
 
-    Args:
-        count: N, the number of keys.
-        prefix: text before the digits.
-
-    Returns:
-        (count,) fixed-length bytes.
+    Returns (count,) fixed-length bytes.
     """
     digits = max(_DIGITS, len(str(count - 1)))
     keys = np.empty(count, dtype=f"S{len(prefix) + digits}")
@@ -48,12 +48,7 @@ def sampled_content_tags(count: int, read: Callable[[int], bytes]) -> npt.NDArra
 
     The sampled rows do not depend on `count`, so a data set that has grown keeps its tags.
 
-    Args:
-        count: number of rows.
-        read: function row -> bytes to hash.
-
-    Returns:
-        (count,) int64, 0 in rows that are not sampled.
+    Returns (count,) int64, 0 in rows that are not sampled.
     """
     content_tags = np.zeros(count, dtype=np.int64)
     row = 0
@@ -64,15 +59,7 @@ def sampled_content_tags(count: int, read: Callable[[int], bytes]) -> npt.NDArra
 
 
 def find_row(keys: npt.NDArray[np.bytes_], key: bytes) -> int:
-    """Find the row of a key.
-
-    Args:
-        keys: (N,) keys in bytewise order.
-        key: the key to find.
-
-    Raises:
-        ImageFault: the key is not in the listing.
-    """
+    """Find the row of a key."""
     # With another dtype, searchsorted would convert the whole array of keys.
     row = int(np.searchsorted(keys, np.array(key, dtype=keys.dtype)))
     if row == len(keys) or keys[row] != key:
@@ -81,25 +68,22 @@ def find_row(keys: npt.NDArray[np.bytes_], key: bytes) -> int:
 
 
 def find_rows(keys: npt.NDArray[np.bytes_], some: npt.NDArray[np.bytes_]) -> npt.NDArray[np.int64]:
-    """Find the rows of several keys, all of which must be in the listing.
-
-    Args:
-        keys: (N,) keys in bytewise order.
-        some: (n,) keys in any order.
-
-    Returns:
-        (n,) int64.
-    """
+    """Find the rows of several keys, all of which must be in the listing. Returns (n,) int64."""
     rows: npt.NDArray[np.int64] = np.searchsorted(keys, some.astype(keys.dtype))
     return rows
 
 
-def duplicate_keys(keys: npt.NDArray[np.bytes_], limit: int = 5) -> list[bytes]:
-    """Return some duplicate keys.
+def sorting_order(keys: npt.NDArray[np.bytes_], what: str) -> npt.NDArray[np.int64]:
+    """Return the order of keys by their bytes.
 
-    Args:
-        keys: (N,) keys in bytewise order.
-        limit: maximum number of keys to return.
+    Raises DataError if a key occurs more than once; `what` begins the message, such as 't.csv has
+    some paths'.
     """
-    duplicates: list[bytes] = np.unique(keys[1:][keys[1:] == keys[:-1]])[:limit].tolist()
-    return duplicates
+    if (keys[1:] > keys[:-1]).all():
+        return np.arange(len(keys))
+    order = np.argsort(keys, kind="stable")
+    keys = keys[order]
+    if (is_double := keys[1:] == keys[:-1]).any():
+        names = ", ".join(map(os.fsdecode, np.unique(keys[1:][is_double])[:_NAMES_SHOWN].tolist()))
+        raise DataError(f"{what} more than once: {names}. A key stands for one row.")
+    return order

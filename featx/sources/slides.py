@@ -17,9 +17,8 @@ from featx.base import require_extra
 from featx.config import options
 from featx.errors import ConfigError
 from featx.sources.base import FolderSource, endings
-from featx.sources.options import FileOptions
 from featx.sources.pixel_encoding import encode_image
-from featx.sources.registry import SOURCES, source_member
+from featx.sources.registry import SOURCES, FileOptions, source_member
 from featx.types import Box, ImageFault, Listing, Source, Status
 
 if TYPE_CHECKING:
@@ -67,11 +66,7 @@ def open_source(config: SlideOptions) -> Source:
 
 
 class SlideSource:
-    """Slides below a folder, of which boxes are read; the first sub-folder is the label.
-
-    Args:
-        config: options of the group `data` for the path, extensions, links and limit of pixels.
-    """
+    """Slides below a folder, of which boxes are read; the first sub-folder is the label."""
 
     def __init__(self, config: SlideOptions) -> None:
         extensions = endings(config.extensions, EXTENSIONS)
@@ -86,21 +81,11 @@ class SlideSource:
         return self._folder.listing()
 
     def read(self, key: bytes) -> bytes:
-        """Refuse to read a slide as a whole.
-
-        Raises:
-            ImageFault: always.
-        """
+        """Refuse to read a slide as a whole."""
         raise ImageFault(Status.TOO_LARGE, "a slide is read in boxes only (data.boxes)")
 
     def read_box(self, image_key: bytes, box: Box) -> bytes:
-        """Read a box of level 0, as PPM, or as PNG with alpha if a pixel is transparent.
-
-        Raises:
-            ImageFault: the slide is missing or OpenSlide cannot read it, or the box is too large or
-                reaches outside.
-            OSError: the disk or mount fails.
-        """
+        """Read a box of level 0, as PPM, or as PNG with alpha if a pixel is transparent."""
         if box.width * box.height > self._max_pixels:
             raise ImageFault(
                 Status.TOO_LARGE, f"{box.width} x {box.height} pixels, over {self._max_pixels}"
@@ -142,12 +127,7 @@ class SlideSource:
             return slide
 
     def _open_slide(self, key: bytes) -> OpenSlide:
-        """Open a slide.
-
-        Raises:
-            ImageFault: there is no such file.
-            OSError: the folder is gone.
-        """
+        """Open a slide."""
         from openslide import OpenSlide, OpenSlideCache
 
         path = os.path.join(self._folder.root, os.fsdecode(key))
@@ -167,12 +147,7 @@ class SlideSource:
 
 
 def _region(slide: OpenSlide, box: Box) -> Image.Image:
-    """A box of level 0 of a slide, mode RGBA.
-
-    Raises:
-        ImageFault: it reaches outside the slide.
-        OpenSlideError: it cannot be read.
-    """
+    """A box of level 0 of a slide, mode RGBA."""
     width, height = slide.dimensions
     if box.x + box.width > width or box.y + box.height > height:
         raise ImageFault(

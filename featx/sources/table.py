@@ -30,13 +30,12 @@ from featx.sources.labels import (
     note_on_columns,
     renumber,
 )
-from featx.sources.options import ColumnOptions
-from featx.sources.parquet_images import ImageColumn, footer_content_tags
-from featx.sources.path_patterns import base_of, is_pattern
-from featx.sources.registry import SOURCES, source_member
-from featx.sources.row_keys import duplicate_keys, numbered_keys
+from featx.sources.parquet_images import ImageColumn
+from featx.sources.path_patterns import base_of, find_files, is_pattern
+from featx.sources.registry import SOURCES, ColumnOptions, source_member
+from featx.sources.row_keys import numbered_keys, sorting_order
 from featx.sources.table_columns import column_values, text_bytes
-from featx.sources.table_files import CsvTable, ParquetTable, Table, find_tables
+from featx.sources.table_files import ENDINGS, CsvTable, ParquetTable, Table
 from featx.types import Listing, Source
 
 _SUSPECT = r"(^/|^~|(^|/)\.\.(/|$)|://|\x00)"
@@ -86,12 +85,6 @@ class TableSource:
     the bytes if every row of the file has a different one, else 'row-000123', the row number in the
     file. If data.root is a folder or a pattern, keys of encoded images begin with the name of the
     file and '/'.
-
-    Args:
-        root: a file (.csv, .tsv, both also with .gz, or .parquet), a folder of such files, or a
-            pattern.
-        config: options of the group `data` for columns, the folder that paths are relative to, and
-            links.
     """
 
     def __init__(self, root: str, config: TableOptions) -> None:
@@ -115,11 +108,7 @@ class TableSource:
         return self._listed and self._images is None
 
     def listing(self) -> Listing:
-        """Read the columns of paths and labels and list all rows.
-
-        Raises:
-            DataError: a file, column, path or label is missing or invalid, or a path is repeated.
-        """
+        """Read the columns of paths and labels and list all rows."""
         import pyarrow as pa
 
         try:
@@ -130,12 +119,7 @@ class TableSource:
         return listing
 
     def read(self, key: bytes) -> bytes:
-        """Read one encoded image, from its file or from the table.
-
-        Raises:
-            ImageFault: the image is missing, empty or damaged.
-            OSError: the disk or mount fails, or the table has changed since the listing.
-        """
+        """Read one encoded image, from its file or from the table."""
         with self._lock:
             if not self._listed:
                 self.listing()
@@ -149,8 +133,13 @@ class TableSource:
 
     def _listing(self) -> Listing:
         """List all rows; exceptions of pyarrow pass through."""
-        tables, skipped = find_tables(self._origin, self._follow_links)
-        files = [path for _, path in tables]
+        tables, skipped = find_files(self._origin, self._follow_links, ENDINGS, what="tables")
+        if not tables:
+            raise DataError(
+                f"data.root={self._origin}: there is no such file (taken from {Path.cwd()})."
+            )
+        files = [Path(path) for _, path in tables]
+        is_single = files == [Path(self._origin)]
         table = Table(files, self._origin, self._quoting)
         column = self._find_image_column(table.names)
         table.check_has(column)
@@ -160,7 +149,7 @@ class TableSource:
         holds_images = table.is_parquet and not _is_text(table.parts, column)
         if holds_images:
             keys_of_files = [
-                _behind(name, self._keys_of_images(part, column))
+                _behind(b"" if is_single else name, self._keys_of_images(part, column))
                 for (name, _), part in zip(tables, table.parts, strict=True)
                 if isinstance(part, ParquetTable)
             ]
@@ -171,22 +160,12 @@ class TableSource:
         if not len(keys):
             raise DataError(f"{self._origin} has no rows.")
         labels, classes, warnings = self._labels(table, label_column, len(keys))
-        order = np.arange(len(keys))
-        if not (keys[1:] > keys[:-1]).all():
-            order = np.argsort(keys, kind="stable")
+        order = sorting_order(keys, f"{self._origin}: {column} has some paths")
         keys = keys[order]
-        if duplicates := duplicate_keys(keys):
-            names = ", ".join(os.fsdecode(key) for key in duplicates)
-            raise DataError(
-                f"{self._origin}: {column} has some paths more than once: {names}. A key stands "
-                "for one row."
-            )
         content_tags = None
         if holds_images:
             self._images = ImageColumn(files, column, keys, order)
-            content_tags = np.concatenate([footer_content_tags(file, column) for file in files])[
-                order
-            ]
+            content_tags = self._images.content_tags
         values = self._columns(table, order)
         return Listing(
             keys,
@@ -200,11 +179,7 @@ class TableSource:
         )
 
     def _find_image_column(self, names: list[str]) -> str:
-        """Return the column of paths or images: data.path_column, else 'path', else 'image'.
-
-        Raises:
-            DataError: there is no such column.
-        """
+        """Return the column of paths or images: data.path_column, else 'path', else 'image'."""
         if self._path_column is not None:
             return _existing_column(self._origin, "data.path_column", self._path_column, names)
         for wanted in ("path", "image"):
@@ -257,11 +232,7 @@ class TableSource:
         return columns
 
     def _paths(self, file: Path, column: Any) -> npt.NDArray[np.bytes_]:
-        """Check a column of paths and convert it to (n,) fixed-length bytes.
-
-        Raises:
-            DataError: a path is empty, or leads out of the folder while data.follow_links is off.
-        """
+        """Check a column of paths and convert it to (n,) fixed-length bytes."""
         import pyarrow.compute as pc
 
         empty = pc.or_kleene(pc.is_null(column), pc.equal(column, "")).fill_null(True)
@@ -293,12 +264,7 @@ class TableSource:
             )
 
     def _keys_of_images(self, part: ParquetTable, column: str) -> npt.NDArray[np.bytes_]:
-        """Return the keys of one file of images: paths if all are different, else row numbers.
-
-        Raises:
-            DataError: the column holds neither binary values nor a struct with a binary field
-                `bytes`.
-        """
+        """Return the keys of one file of images: paths if all are different, else row numbers."""
         import pyarrow as pa
 
         if not part.num_rows:
@@ -321,16 +287,7 @@ class TableSource:
         return numbered_keys(part.num_rows, "row-")
 
     def _labels(self, table: Table, name: str | None, count: int) -> Labels:
-        """Convert the label column to labels and class names.
-
-        Args:
-            table: the files.
-            name: name of the column, or None for no labels.
-            count: number of rows.
-
-        Raises:
-            DataError: the column is neither text nor whole numbers.
-        """
+        """Convert the label column to labels and class names."""
         import pyarrow as pa
 
         if name is None:
@@ -362,11 +319,7 @@ class TableSource:
 
 
 def _is_text(parts: Sequence[CsvTable | ParquetTable], column: str) -> bool:
-    """Return whether a column holds paths.
-
-    Raises:
-        DataError: it holds paths in some of the files only.
-    """
+    """Return whether a column holds paths."""
     import pyarrow as pa
 
     text = {}
@@ -393,17 +346,7 @@ def _folder_of(root: str) -> Path:
 
 
 def _existing_column(origin: str, key: str, name: str, names: list[str]) -> str:
-    """Return a column name after checking that the table has it.
-
-    Args:
-        origin: the table, for the error message.
-        key: full name of the option.
-        name: its value.
-        names: columns of the table.
-
-    Raises:
-        DataError: there is no such column.
-    """
+    """Return a column name after checking that the table has it."""
     if name not in names:
         raise DataError(f"{key}={name}: {origin} has {', '.join(names)}.{nearest(name, names)}")
     return name

@@ -42,17 +42,8 @@ _BATCH_ROWS = 1 << 16
 def column_values(column: Any, origin: str) -> npt.NDArray[Any]:
     """Convert a column of a table to a column of a listing.
 
-    Args:
-        column: pyarrow.ChunkedArray.
-        origin: origin of the column, for error messages.
-
-    Returns:
-        (N,) int64, bool, float64 with NaN for missing values, or UTF-8 bytes with '' for missing
-        ones. Whole numbers and booleans with missing values become float64.
-
-    Raises:
-        DataError: the type of the values is not supported, or a value cannot be represented
-            exactly.
+    Returns (N,) int64, bool, float64 with NaN for missing values, or UTF-8 bytes with '' for
+    missing ones. Whole numbers and booleans with missing values become float64.
     """
     import pyarrow as pa
 
@@ -105,11 +96,7 @@ def is_missing_mark(text: Any) -> Any:
 def marks_in_text(column: Any) -> dict[str, int]:
     """Count the marks of missing numbers in a column of text.
 
-    Args:
-        column: pyarrow.ChunkedArray of any type.
-
-    Returns:
-        mark, as written -> number of rows; empty for columns of other types.
+    Returns mark, as written -> number of rows; empty for columns of other types.
     """
     import pyarrow as pa
     import pyarrow.compute as pc
@@ -121,13 +108,7 @@ def marks_in_text(column: Any) -> dict[str, int]:
 
 
 def warning_of_marks(counts: Mapping[str, int], origin: str, meaning: str) -> str:
-    """Return the warning of marks of missing numbers in a column of text or labels.
-
-    Args:
-        counts: mark, as written -> number of rows; not empty.
-        origin: origin of the column.
-        meaning: `AS_VALUE` or `AS_NO_LABEL`.
-    """
+    """Return the warning of marks of missing numbers in a column of text or labels."""
     shown = [repr(mark) for mark in sorted(counts, key=lambda mark: (-counts[mark], mark))]
     if len(shown) > _MARKS_SHOWN:
         shown = [*shown[:_MARKS_SHOWN], "..."]
@@ -136,16 +117,7 @@ def warning_of_marks(counts: Mapping[str, int], origin: str, meaning: str) -> st
 
 
 def check_columns(columns: Mapping[str, Any], num_rows: int, origin: str) -> None:
-    """Check that a listing can have these columns.
-
-    Args:
-        columns: name -> (N,) values.
-        num_rows: N.
-        origin: origin of the columns, for error messages.
-
-    Raises:
-        DataError: a name, the order of the names, a shape or a dtype is not allowed.
-    """
+    """Check that a listing can have these columns."""
     if problem := column_name_problem(list(columns)):
         raise DataError(f"{origin}: {problem}")
     if list(columns) != sorted(columns):
@@ -160,11 +132,7 @@ def check_columns(columns: Mapping[str, Any], num_rows: int, origin: str) -> Non
 
 
 def _texts(column: Any, origin: str) -> npt.NDArray[np.bytes_]:
-    """Convert a column of text to (N,) UTF-8 bytes.
-
-    Raises:
-        DataError: a text contains NUL or is longer than `MAX_TEXT_BYTES`.
-    """
+    """Convert a column of text to (N,) UTF-8 bytes."""
     import pyarrow as pa
     import pyarrow.compute as pc
 

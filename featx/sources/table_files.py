@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from featx.errors import DataError
-from featx.sources.base import FolderSource
 from featx.sources.csv_check import check_csv
-from featx.sources.path_patterns import base_of, is_pattern, matching_files
 from featx.sources.table_columns import (
     AS_VALUE,
     is_missing_mark,
@@ -31,23 +28,15 @@ _BOOLEAN = r"^([Tt]rue|TRUE|[Ff]alse|FALSE)$"
 
 _SEPARATORS = {".csv": ",", ".tsv": "\t"}
 
-_ENDINGS = frozenset({b".csv", b".tsv", b".gz", b".parquet"})
-"""File name extensions of tables. `_is_table` leaves out .gz files that are not tables."""
+ENDINGS = (b".csv", b".tsv", b".csv.gz", b".tsv.gz", b".parquet")
+"""Ends of the names of tables."""
 
 
 class CsvTable:
     """Columns of a CSV file with a header.
 
-    Args:
-        file: path ending in .csv or .tsv, optionally followed by .gz.
-        quoting: one of `csv_check.Quoting`.
-
     Attributes:
         names: column names in order.
-
-    Raises:
-        DataError: the extension is another one, two columns have the same name, or as for
-            `check_csv`.
     """
 
     def __init__(self, file: Path, quoting: str = "line") -> None:
@@ -66,29 +55,23 @@ class CsvTable:
             quote_char=False if quoting == "none" else '"',
             newlines_in_values=quoting == "multiline",
         )
-        with csv.open_csv(file, parse_options=self._parse) as reader:
+        self._read = csv.ReadOptions(use_threads=False)  # errors name the line then
+        with csv.open_csv(file, self._read, self._parse) as reader:
             self.names: list[str] = reader.schema.names
         if len(set(self.names)) < len(self.names):
             raise DataError(f"{file} has two columns of the same name: {', '.join(self.names)}.")
 
     def column(self, name: str) -> Any:
-        """Read a column as text.
-
-        Returns:
-            pyarrow.ChunkedArray of strings.
-        """
+        """Read a column as text. Returns pyarrow.ChunkedArray of strings."""
         import pyarrow as pa
         from pyarrow import csv
 
-        options = csv.ConvertOptions(include_columns=[name], column_types={name: pa.string()})
-        return csv.read_csv(self.file, parse_options=self._parse, convert_options=options)[name]
+        convert = csv.ConvertOptions(include_columns=[name], column_types={name: pa.string()})
+        return csv.read_csv(self.file, self._read, self._parse, convert)[name]
 
 
 class ParquetTable:
     """Columns of a Parquet file, which is open only while a column is read.
-
-    Args:
-        file: path of the file.
 
     Attributes:
         num_rows: number of rows.
@@ -114,8 +97,7 @@ class ParquetTable:
     def column(self, name: str) -> Any:
         """Read only one column, or one field of a struct column as 'column.field'.
 
-        Returns:
-            pyarrow.ChunkedArray; dictionary columns are decoded.
+        Returns pyarrow.ChunkedArray; dictionary columns are decoded.
         """
         import pyarrow as pa
         import pyarrow.compute as pc
@@ -142,18 +124,10 @@ class ParquetTable:
 class Table:
     """One or more files with the same columns, one after the other.
 
-    Args:
-        files: paths in order.
-        origin: origin of the files, for error messages.
-        quoting: meaning of quotes in CSV, one of `csv_check.Quoting`.
-
     Attributes:
         parts: one `CsvTable` or `ParquetTable` per file.
         is_parquet: whether the files are Parquet.
         warnings: column that was read -> warning of the marks of missing numbers in its text.
-
-    Raises:
-        DataError: a file cannot be read or is not a table, or both kinds of files occur.
     """
 
     def __init__(self, files: Sequence[Path], origin: str, quoting: str = "line") -> None:
@@ -178,11 +152,7 @@ class Table:
         return self.parts[0].names
 
     def check_has(self, name: str) -> None:
-        """Check that every file has a column.
-
-        Raises:
-            DataError: a file lacks it.
-        """
+        """Check that every file has a column."""
         for part in self.parts:
             if name not in part.names:
                 raise DataError(
@@ -193,8 +163,7 @@ class Table:
     def columns(self, name: str) -> list[Any]:
         """Read a column of every file; columns of CSV files are text.
 
-        Returns:
-            one pyarrow.ChunkedArray per file.
+        Returns one pyarrow.ChunkedArray per file.
         """
         self.check_has(name)
         columns = []
@@ -231,11 +200,7 @@ class Table:
         return converted
 
     def class_names(self, name: str) -> list[str] | None:
-        """Return the class names that Parquet files store for a column of whole numbers, or None.
-
-        Raises:
-            DataError: two files store different names.
-        """
+        """Return the class names that Parquet files store for a column of numbers, or None."""
         names_of_files = [
             part.class_names(name) for part in self.parts if isinstance(part, ParquetTable)
         ]
@@ -250,11 +215,7 @@ class Table:
             self.warnings[name] = warning_of_marks(counts, origin, AS_VALUE)
 
     def _join_files(self, name: str) -> Any:
-        """Concatenate a column of all files; integer types of different widths become the widest.
-
-        Raises:
-            DataError: the types of the files cannot be combined.
-        """
+        """Concatenate a column of all files; of integer types the widest is taken."""
         import pyarrow as pa
 
         columns = self.columns(name)
@@ -269,48 +230,8 @@ class Table:
             ) from error
 
 
-def find_tables(root: str, follow_links: bool) -> tuple[list[tuple[bytes, Path]], dict[str, int]]:
-    """Find the files that data.root names.
-
-    Args:
-        root: file, folder or pattern.
-        follow_links: whether links out of a folder are followed.
-
-    Returns:
-        (name, path) of each file in bytewise order of the names, and the counts of left-out entries
-        by reason. The name is the path below the folder, or behind the fixed beginning of the
-        pattern; it is empty for a file that is named directly.
-
-    Raises:
-        DataError: no file is found.
-    """
-    folder = Path(root).expanduser()
-    if folder.is_dir():
-        source = FolderSource(folder, follow_links, _ENDINGS, what="tables")
-        listing = source.listing()
-        keys = [key for key in listing.keys.tolist() if _is_table(key.lower())]
-        return [(key, folder / os.fsdecode(key)) for key in keys], dict(listing.skipped)
-    if folder.exists() or not is_pattern(root):
-        return [(b"", folder)], {}
-    pattern = str(folder)
-    base = base_of(pattern)
-    names = matching_files(pattern)
-    if not names:
-        raise DataError(f"data.root={root}: there is no such file (taken from {Path.cwd()}).")
-    return sorted((os.fsencode(name[len(base) :]), Path(name)) for name in names), {}
-
-
-def _is_table(name: bytes) -> bool:
-    """Return whether a lower-case file name with an extension of `_ENDINGS` is that of a table."""
-    return not name.endswith(b".gz") or name.endswith((b".csv.gz", b".tsv.gz"))
-
-
 def _open_file(file: Path, quoting: str) -> CsvTable | ParquetTable:
-    """Open a file as Parquet or CSV, which is decided by its first bytes.
-
-    Raises:
-        DataError: it is not a file.
-    """
+    """Open a file as Parquet or CSV, which is decided by its first bytes."""
     if not file.is_file():
         raise DataError(
             f"data.root={file} is no file (taken from {Path.cwd()}); expected .csv, .tsv or "
@@ -337,12 +258,7 @@ def _convert_column(text: Any, kinds: tuple[tuple[str, Any], ...]) -> Any:
 
     Marks of missing numbers match every pattern and become null, unless there are no other values.
 
-    Args:
-        text: pyarrow.ChunkedArray of strings.
-        kinds: pairs of regular expression and Arrow type, in order of preference.
-
-    Returns:
-        the converted column, a null column if all values are empty, or the text column.
+    Returns the converted column, a null column if all values are empty, or the text column.
     """
     import pyarrow as pa
     import pyarrow.compute as pc

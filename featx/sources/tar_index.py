@@ -8,12 +8,16 @@ be deleted at any time.
 from __future__ import annotations
 
 import contextlib
+import gzip
 import hashlib
+import io
 import json
 import os
-import tempfile
+import threading
+import zipfile
+import zlib
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -24,35 +28,37 @@ from featx.base import cache_folder, printable
 from featx.errors import DataError
 from featx.sources import tar_headers
 from featx.sources.base import SYSTEM_FOLDERS
-from featx.sources.gzip_window import DAMAGE, ExpansionError, GzipWindow
 from featx.sources.labels import looks_like_labels
-from featx.sources.tar_headers import CutOffError, TarMember
-from featx.sources.tar_shards import Shard
+from featx.sources.tar_headers import HEAD_BYTES, CutOffError, Read, TarMember
+from featx.sources.tar_shards import CompressedFile, Shard
 
 NO_LABEL = -2
-"""Value in `TarIndex.labels` for an image without a .cls member."""
+"""Label of an image without a .cls member."""
 
-CUT_SIZE = -1
-"""Value in `TarIndex.sizes` for an image that the end of the tar cuts off."""
-TWICE_SIZE = -2
-"""Value in `TarIndex.sizes` for a name that two members have."""
+CUT_SIZE, TWICE_SIZE, REFUSED_SIZE = -1, -2, -3
+"""Sizes of rows that fail: an image that the end of the tar cuts off, or the rest of the shard; a
+name that two members have; a refused shard."""
 
-_VERSION = 3
+_REST, _WHOLE = b"(the rest of the shard)", b"(the shard)"
+"""Names of rows that stand for what is missing, so that the run reports it as a failure."""
+
+_VERSION = 5
 """Version of the format of index files."""
-_BLOCK = 1 << 20
-"""A read of a plain local tar covers `_BLOCK // _SKIP_FROM` bytes."""
-_REMOTE_BLOCK = 8 << 20
-"""Bytes that a request for a part of a remote shard covers."""
-_FACTS = ("skipped", "cut", "compressed", "refused", "endings")
-"""Attributes of an index that are no columns."""
-_MAX_LABEL_BYTES = 64
+_BLOCK, _REMOTE_BLOCK = 1 << 18, 8 << 20
+"""Bytes of a local and of a remote tar that are read at once. With small reads, the data of large
+members are skipped, not read."""
+_MAX_LABEL_BYTES = HEAD_BYTES - 1
 _OTHER_NAMES = "other names"
 _OUTPUT_WORDS = frozenset({"output", "outputs"})
 """Words before .cls that WebDataset's own examples use for labels."""
 _MAX_ENDINGS = 1000
 """Number of different extensions of other members that are counted."""
-_SKIP_FROM = 4
-"""Divisor of `_BLOCK`: with reads this small, the data of large members are skipped, not read."""
+
+_FREE_BYTES, _MAX_EXPANSION = 256 << 20, 200
+"""Decompressed bytes that any shard may expand to, and limit of them as a multiple of the
+compressed size, against decompression bombs."""
+_DAMAGE = (zlib.error, gzip.BadGzipFile, EOFError)
+"""Exceptions that a damaged or truncated gzip file raises."""
 
 
 @dataclass(frozen=True)
@@ -61,25 +67,28 @@ class TarIndex:
 
     Attributes:
         names: (n,) fixed-length bytes, unique.
-        offsets: (n,) int64 position of the data in the decompressed tar, in bytes.
-        sizes: (n,) int64 length of the data in bytes, CUT_SIZE or TWICE_SIZE.
-        labels: (n,) int64 number in the .cls member; NO_LABEL without such a member.
+        numbers: (3, n) int64: position of the data in the decompressed tar, and length of the data,
+            both in bytes, the latter or one of the sizes above; number in the .cls member, or
+            NO_LABEL.
         skipped: reason -> number of members that were left out.
         cut: reason why the tar ends early, or ''.
         compressed: whether the shard is compressed with gzip.
-        refused: reason why none of its images can be used, or ''. There are none then.
+        refused: reason why none of its images can be used, or ''.
         endings: extension -> number of the members with other names, for the most frequent ones.
     """
 
     names: npt.NDArray[np.bytes_]
-    offsets: npt.NDArray[np.int64]
-    sizes: npt.NDArray[np.int64]
-    labels: npt.NDArray[np.int64]
-    skipped: Mapping[str, int]
+    numbers: npt.NDArray[np.int64]
+    skipped: Mapping[str, int] = field(default_factory=dict)
     cut: str = ""
     compressed: bool = False
     refused: str = ""
     endings: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def has_images(self) -> bool:
+        """Whether a row stands for an image, and not for what is missing."""
+        return not {*self.names[:2].tolist()} <= {_REST, _WHOLE}
 
 
 class RefusedShardError(Exception):
@@ -87,16 +96,7 @@ class RefusedShardError(Exception):
 
 
 def index_of(shard: Shard, endings: frozenset[bytes]) -> TarIndex:
-    """Return the index of a shard in its current state, from the cache if possible.
-
-    Args:
-        shard: the shard.
-        endings: file name extensions to list, in lower case with a leading dot.
-
-    Raises:
-        DataError: a .cls member holds no number of a class, or two of one name different numbers.
-        OSError: the shard cannot be read at the moment.
-    """
+    """Return the index of a shard in its current state, from the cache if possible."""
     state = json.dumps(
         [_VERSION, shard.url, shard.size, shard.version, sorted(map(os.fsdecode, endings))]
     )
@@ -107,32 +107,32 @@ def index_of(shard: Shard, endings: frozenset[bytes]) -> TarIndex:
     try:
         index = build(shard, endings)
     except RefusedShardError as error:
-        none = np.empty(0, dtype=np.int64)
-        index = TarIndex(np.empty(0, dtype="S1"), none, none, none, {}, refused=str(error))
+        numbers = np.array([[0], [REFUSED_SIZE], [NO_LABEL]])
+        index = TarIndex(np.array([_WHOLE]), numbers, refused=str(error))
     if shard.version:
         _save(path, state, index)
     return index
 
 
 def build(shard: Shard, endings: frozenset[bytes]) -> TarIndex:
-    """Build the index of a shard by reading all its headers; see `index_of`.
-
-    Raises:
-        RefusedShardError: the shard is not a tar, or all of its images are doubtful.
-    """
+    """Build the index of a shard by reading all its headers; see `index_of`."""
     compressed = _is_gzip(shard)
     skipped: Counter[str] = Counter()
     other_endings: Counter[str] = Counter()
-    images: list[TarMember] = []
+    images: dict[bytes, TarMember] = {}
     classes: dict[bytes, int] = {}
     cut = ""
-    blocks = GzipWindow(shard.url, shard.read, shard.size) if compressed else _Blocks(shard)
+
+    def add_image(name: bytes, member: TarMember) -> None:
+        member.size = TWICE_SIZE if name in images else member.size
+        images[name] = member
+
     try:
-        for member in tar_headers.members(blocks.read):
+        for member in tar_headers.members(_read_gzip(shard) if compressed else _read_plain(shard)):
             name = _clean(member.name)
             reason = _reason_to_skip(name, member, endings)
             if reason == _OTHER_NAMES and name.lower().endswith(b".cls"):
-                number = _class(shard, name, blocks.read(member.offset, member.size))
+                number = _class(shard, name, member.head)
                 if classes.setdefault(name[:-4], number) != number:
                     raise DataError(
                         f"{shard.url} has two members {printable(name)}, which hold "
@@ -143,14 +143,15 @@ def build(shard: Shard, endings: frozenset[bytes]) -> TarIndex:
                 if reason == _OTHER_NAMES and len(other_endings) < _MAX_ENDINGS:
                     other_endings[os.path.splitext(printable(name))[1].lower()] += 1  # noqa: PTH122
             else:
-                images.append(member._replace(name=name))
+                add_image(name, member)
     except CutOffError as error:
         cut = str(error)
         if error.offset == 0 and not error.cut:
             raise RefusedShardError(f"is no tar: {error}") from error
         if error.cut and not _reason_to_skip(_clean(error.cut.name), error.cut, endings):
-            images.append(error.cut._replace(name=_clean(error.cut.name), size=-1))
-    except DAMAGE as error:
+            error.cut.size = CUT_SIZE
+            add_image(_clean(error.cut.name), error.cut)
+    except _DAMAGE as error:
         cut = f"its compressed bytes are damaged or end early ({error})"
         # A wrong CRC or length at the end of the stream may concern any byte before it, while an
         # early end leaves the complete members intact.
@@ -158,51 +159,53 @@ def build(shard: Shard, endings: frozenset[bytes]) -> TarIndex:
             raise RefusedShardError(
                 f"is damaged: {error}. None of its images can be trusted; get the shard again"
             ) from error
-    except ExpansionError as error:
-        raise RefusedShardError(str(error)) from error
-    by_name: dict[bytes, TarMember] = {}
-    for member in images:
-        is_known = member.name in by_name
-        by_name[member.name] = member._replace(size=TWICE_SIZE) if is_known else member
-    images = list(by_name.values())
-    names = [member.name for member in images]
-    labels = _labels(names, classes, skipped)
+    if cut and not any(member.size == CUT_SIZE for member in images.values()):
+        images[_REST] = TarMember(_REST, 0, CUT_SIZE, True)  # it ends between two members
+    labels = _labels(list(images), classes, skipped)
+    columns = [(member.offset, member.size) for member in images.values()]
     return TarIndex(
-        names=np.array(names, dtype=np.bytes_ if names else "S1"),
-        offsets=np.array([member.offset for member in images], dtype=np.int64),
-        sizes=np.array([member.size for member in images], dtype=np.int64),
-        labels=np.array(labels, dtype=np.int64),
-        skipped=dict(skipped),
-        cut=cut,
-        compressed=compressed,
+        np.array(list(images), dtype=np.bytes_ if images else "S1"),
+        np.insert(np.array(columns, dtype=np.int64).reshape(-1, 2), 2, labels, axis=1).T,
+        dict(skipped),
+        cut,
+        compressed,
         endings=dict(other_endings.most_common(3)),
     )
 
 
-class _Blocks:
-    """Buffered reads of a plain tar at rising offsets, which skip what is not requested."""
+def _read_plain(shard: Shard) -> Read:
+    """Return a function that reads at rising offsets and skips what is not requested."""
+    block_bytes = _REMOTE_BLOCK if "://" in shard.url else _BLOCK
+    start, data = 0, b""
 
-    def __init__(self, shard: Shard) -> None:
-        self._shard = shard
-        self._size = _REMOTE_BLOCK if "://" in shard.url else _BLOCK // _SKIP_FROM
-        self._start, self._data = 0, b""
+    def read(offset: int, length: int) -> bytes:
+        nonlocal start, data
+        if not start <= offset <= offset + length <= start + len(data):
+            start, data = offset, shard.read(offset, max(length, block_bytes))
+        return data[offset - start : offset - start + length]
 
-    def read(self, offset: int, length: int) -> bytes:
-        """Return `length` bytes at `offset`, fewer only at the end of the shard."""
-        end = self._start + len(self._data)
-        if not self._start <= offset <= offset + length <= end:
-            wanted = max(length, self._size)
-            self._start, self._data = offset, self._shard.read(offset, wanted)
-        start = offset - self._start
-        return self._data[start : start + length]
+    return read
+
+
+def _read_gzip(shard: Shard) -> Read:
+    """Return a function that reads decompressed bytes at rising offsets."""
+    file = gzip.GzipFile(fileobj=io.BufferedReader(CompressedFile(shard), _REMOTE_BLOCK))
+    limit = max(_FREE_BYTES, _MAX_EXPANSION * shard.size)
+
+    def read(offset: int, length: int) -> bytes:
+        # The end may come before a large offset, which a damaged header claims.
+        file.seek(min(offset, limit))
+        if offset + length > limit and file.read(1):
+            raise RefusedShardError(
+                f"has {shard.size} compressed bytes, which expand to more than {limit}"
+            )
+        return file.read(length)
+
+    return read
 
 
 def _is_gzip(shard: Shard) -> bool:
-    """Return whether a shard is compressed with gzip.
-
-    Raises:
-        RefusedShardError: it is empty, or compressed with something else.
-    """
+    """Return whether a shard is compressed with gzip."""
     head = shard.read(0, 6)
     if not head:
         raise RefusedShardError("is empty; expected a tar")
@@ -232,11 +235,7 @@ def _reason_to_skip(name: bytes, member: TarMember, endings: frozenset[bytes]) -
 
 
 def _class(shard: Shard, name: bytes, data: bytes) -> int:
-    """Parse the class number in a .cls member.
-
-    Raises:
-        DataError: the member holds something else.
-    """
+    """Parse the class number in a .cls member."""
     try:
         number = int(data[:_MAX_LABEL_BYTES])
         if number >= -1 and len(data) <= _MAX_LABEL_BYTES:
@@ -253,13 +252,8 @@ def _labels(names: list[bytes], classes: Mapping[bytes, int], skipped: Counter[s
     """Return the number of the .cls member of each image, or NO_LABEL.
 
     The .cls member of an image has the same name up to the last dot or, as in WebDataset, its key,
-    which is the name up to the first dot of the file name. Without these, KEY.output.cls or
-    another name between key and .cls that says label is taken, if the key has only one of them.
-
-    Args:
-        names: names of the images.
-        classes: name of each .cls member without .cls -> its number.
-        skipped: gets the counts of .cls members that no image uses.
+    which is the name up to the first dot of the file name. Without these, KEY.output.cls or another
+    name between key and .cls that says label is taken, if the key has only one of them.
     """
     named: dict[bytes, list[bytes]] = {}
     for base in classes:
@@ -295,58 +289,27 @@ def _sample_key(name: bytes) -> bytes:
 
 
 def _load(path: Path, state: str) -> TarIndex | None:
-    """Read a cached index file.
-
-    Returns:
-        the index, or None if the file is missing, damaged, or describes another state of the shard.
-    """
+    """Read an index file; None if it is missing, damaged, or of another state of the shard."""
     try:
-        data = path.read_bytes()
-    except OSError:
+        with path.open("rb") as file, np.load(file) as arrays:  # zip files hold checksums
+            facts = json.loads(str(arrays["facts"]))
+            index = TarIndex(arrays["names"], arrays["numbers"], **facts)
+            return index if str(arrays["state"]) == state else None
+    except (OSError, ValueError, LookupError, EOFError, zipfile.BadZipFile):
         return None
-    # The file begins with the SHA-256 of the rest, so a damaged or partly written file is detected.
-    digest, body = data[:32], memoryview(data)[32:]
-    if hashlib.sha256(body).digest() != digest:
-        return None
-    head = bytes(body[: 1 << 20]).partition(b"\n")[0]
-    header = json.loads(head)
-    if header["state"] != state:
-        return None
-    count, width = header["count"], header["width"]
-    offset = len(head) + 1
-    names = np.frombuffer(body, f"S{width}", count, offset)
-    numbers = np.frombuffer(body, "<i8", 3 * count, offset + names.nbytes).reshape(3, count)
-    offsets, sizes, labels = numbers
-    return TarIndex(names, offsets, sizes, labels, **header["facts"])
 
 
 def _save(path: Path, state: str, index: TarIndex) -> None:
     """Write an index file and ignore errors: without it, the next run reads the headers again."""
-    header = {
-        "state": state,
-        "count": len(index.names),
-        "width": index.names.dtype.itemsize,
-        "facts": {name: getattr(index, name) for name in _FACTS},
-    }
-    columns = (index.names, *(c.astype("<i8") for c in (index.offsets, index.sizes, index.labels)))
-    body = json.dumps(header).encode() + b"\n" + b"".join(column.tobytes() for column in columns)
-    # No fsync: after a power failure the checksum identifies an incomplete file.
-    with contextlib.suppress(OSError), _replacement(path) as file:
-        os.write(file, hashlib.sha256(body).digest())
-        with open(file, "wb", closefd=False) as stream:
-            stream.write(body)
-
-
-@contextlib.contextmanager
-def _replacement(path: Path) -> Iterator[int]:
-    """Open a temporary file that replaces `path` atomically if the block succeeds."""
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=".new-")
-    try:
-        yield descriptor
-        Path(name).replace(path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
-    finally:
-        os.close(descriptor)
+    facts = dict(vars(index))
+    columns = {name: facts.pop(name) for name in ("names", "numbers")}
+    new = path.with_name(f".new-{os.getpid()}-{threading.get_ident()}.npz")
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        try:
+            # No fsync: after a power failure the checksums identify an incomplete file.
+            np.savez(new, state=state, facts=json.dumps(facts), **columns)
+            new.replace(path)
+        except BaseException:
+            new.unlink(missing_ok=True)
+            raise

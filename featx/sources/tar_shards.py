@@ -8,8 +8,10 @@ environment, ~/.aws, .netrc), never from data.root.
 from __future__ import annotations
 
 import errno
+import io
 import os
 import re
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -17,13 +19,12 @@ from pathlib import Path
 from typing import Any
 
 from featx.errors import DataError, MissingExtraError
-from featx.sources.base import FolderSource
 from featx.sources.path_patterns import (
     base_of,
     expand_braces,
+    find_files,
     has_stars,
     is_pattern,
-    matching_files,
 )
 
 PROTOCOLS = (
@@ -41,6 +42,16 @@ _VERSIONS = (
 _ENDINGS = (b".tar", b".tar.gz", b".tgz")
 _REQUESTS = 16
 """Maximum number of parallel requests while shards are discovered."""
+
+_BLOCK = 2 << 20
+"""Decompressed bytes that are read at once. Those of a block that lie before the next seek point
+are decompressed again with the following block, so it is larger than `_SPACING`."""
+_BLOCKS_KEPT = 8
+"""Blocks that a `GzipReader` keeps. Threads that read rows in order are a few images apart."""
+_SPACING, _MAX_POINTS = 1 << 20, 1024
+"""Decompressed bytes between seek points, and the number of them; each takes 32 KiB."""
+_COMPRESSED_BLOCK = 1 << 20
+"""Compressed bytes that are read at once."""
 
 
 @dataclass(frozen=True)
@@ -64,19 +75,84 @@ class Shard:
     mtime_ns: int | None = None
 
 
-def find_shards(root: str, follow_links: bool) -> list[Shard]:
-    """Find the shards that data.root names, in bytewise order of their names.
+class CompressedFile(io.RawIOBase):
+    """The bytes of a shard as a file.
 
-    Args:
-        root: folder, path, pattern or URL.
-        follow_links: whether links out of a folder are followed.
-
-    Raises:
-        DataError: no shard is found, a named one is missing, or data.root is a command, a chained
-            URL, or a URL with credentials.
-        MissingExtraError: data.root is a URL, and fsspec or the package for its protocol is
-            missing.
+    Attributes:
+        error: exception of the last read, which a decompressor may hide.
     """
+
+    def __init__(self, shard: Shard) -> None:
+        self._shard, self._offset = shard, 0
+        self.error: Exception | None = None
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        start = {os.SEEK_SET: 0, os.SEEK_CUR: self._offset, os.SEEK_END: self._shard.size}[whence]
+        self._offset = start + offset
+        return self._offset
+
+    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
+        try:
+            data = self._shard.read(self._offset, len(buffer))
+        except Exception as error:
+            self.error = error
+            raise
+        buffer[: len(data)] = data
+        self._offset += len(data)
+        return len(data)
+
+
+class GzipReader:
+    """Decompressed bytes of a shard in any order, from seek points that the first pass finds.
+
+    Threads may share an instance: a lock serialises their reads.
+    """
+
+    def __init__(self, shard: Shard, size: int) -> None:
+        from indexed_gzip import IndexedGzipFile
+
+        self._lock = threading.Lock()
+        self._raw = CompressedFile(shard)
+        self._file = IndexedGzipFile(
+            fileobj=self._raw,
+            spacing=max(_SPACING, size // _MAX_POINTS),
+            readbuf_size=_COMPRESSED_BLOCK,
+            buffer_size=_BLOCK,
+        )
+        self._blocks: dict[int, bytes] = {}
+
+    def read(self, offset: int, length: int) -> bytes:
+        """Return decompressed bytes, fewer than `length` if they are damaged or end before."""
+        first, last = offset // _BLOCK, (offset + length - 1) // _BLOCK
+        with self._lock:
+            data = b"".join(self._block(number) for number in range(first, last + 1))
+        start = offset - first * _BLOCK
+        return data[start : start + length]
+
+    def _block(self, number: int) -> bytes:
+        """Decompress a block, or take it from those that are kept; the lock is held."""
+        block = self._blocks.pop(number, None)
+        if block is None:
+            self._raw.error = None
+            try:
+                self._file.seek(number * _BLOCK)
+                block = self._file.read(_BLOCK)
+            except OSError as error:
+                raise self._raw.error or error from error
+            while len(self._blocks) >= _BLOCKS_KEPT:
+                del self._blocks[next(iter(self._blocks))]
+        self._blocks[number] = block
+        return block
+
+
+def find_shards(root: str, follow_links: bool) -> list[Shard]:
+    """Find the shards that data.root names, in bytewise order of their names."""
     protocol = re.match(r"([A-Za-z][A-Za-z0-9+.-]*)://", root)
     command = root.startswith("pipe:") or "::" in root
     if command or (protocol and protocol[1] not in PROTOCOLS):
@@ -89,32 +165,18 @@ def find_shards(root: str, follow_links: bool) -> list[Shard]:
             "data.root holds a user name or a password, which the store would keep. Give them "
             "where the service looks for them: AWS_* in the environment, ~/.aws, ~/.netrc."
         )
-    shards = _remote(root) if protocol else _local(os.path.expanduser(root), follow_links)  # noqa: PTH111
+    if protocol:
+        shards = _remote(root)
+    else:
+        files, _ = find_files(root, follow_links, _ENDINGS, what="images")
+        shards = [_local_shard(name, path) for name, path in files]
     if not shards:
         raise DataError(f"data.root={root}: no name there ends in .tar, .tar.gz or .tgz.")
     return sorted(shards, key=lambda shard: shard.name)
 
 
-def _local(root: str, follow_links: bool) -> list[Shard]:
-    """Find shards in the local file system."""
-    folder = Path(root)
-    if folder.is_dir():
-        tars = FolderSource(folder, follow_links, frozenset({b".tar", b".gz", b".tgz"}))
-        keys = [key for key in tars.listing().keys.tolist() if key.lower().endswith(_ENDINGS)]
-        paths = [os.path.join(root, os.fsdecode(key)) for key in keys]
-        return [_local_shard(key, path) for key, path in zip(keys, paths, strict=True)]
-    if folder.exists() or not is_pattern(root):
-        return [_local_shard(os.fsencode(folder.name), root)]
-    base = base_of(root)
-    return [_local_shard(os.fsencode(name[len(base) :]), name) for name in matching_files(root)]
-
-
 def _local_shard(name: bytes, path: str) -> Shard:
-    """Describe a local shard.
-
-    Raises:
-        DataError: it does not exist or is not a file.
-    """
+    """Describe a local shard."""
     path = os.path.abspath(path)  # noqa: PTH100 - names as they are typed
     try:
         info = os.stat(path)  # noqa: PTH116
@@ -149,12 +211,7 @@ def _local_shard(name: bytes, path: str) -> Shard:
 
 
 def _remote(root: str) -> list[Shard]:
-    """Find shards behind a URL.
-
-    Raises:
-        DataError: the URL cannot be listed, or the server does not support range requests.
-        MissingExtraError: fsspec or the package for the protocol is missing.
-    """
+    """Find shards behind a URL."""
     try:
         import fsspec
     except ImportError as error:
@@ -188,11 +245,7 @@ def _remote(root: str) -> list[Shard]:
 
 
 def _remote_paths(system: Any, path: str) -> list[tuple[str, str]]:
-    """Return (path for fsspec, name for keys) of every shard.
-
-    Raises:
-        DataError: an HTTP URL names a folder, which a web server cannot list.
-    """
+    """Return (path for fsspec, name for keys) of every shard."""
     if is_pattern(path):
         base, paths = base_of(path), []
         for name in expand_braces(path):
@@ -211,11 +264,7 @@ def _remote_paths(system: Any, path: str) -> list[tuple[str, str]]:
 
 
 def _remote_shard(system: Any, path: str, name: str) -> Shard:
-    """Describe a remote shard.
-
-    Raises:
-        DataError: the server does not report its size.
-    """
+    """Describe a remote shard."""
     import fsspec
 
     info = system.info(path)

@@ -20,14 +20,13 @@ from featx.config import options
 from featx.errors import ConfigError, DataError, nearest
 from featx.sources.base import FolderSource
 from featx.sources.labels import Labels, from_numbers
-from featx.sources.options import LinkOptions
 from featx.sources.pixel_encoding import encode_pixels
-from featx.sources.registry import SOURCES, source_member
+from featx.sources.registry import SOURCES, LinkOptions, source_member
 from featx.sources.row_keys import (
-    duplicate_keys,
     numbered_keys,
     parse_numbered_key,
     sampled_content_tags,
+    sorting_order,
 )
 from featx.types import UNTOLD, Listing, Source
 
@@ -118,11 +117,7 @@ def open_source(config: TorchvisionOptions) -> Source:
 
 
 def _construct(name: str, root: Path, arguments: dict[str, Any]) -> Any:
-    """Construct a data set of torchvision without downloading it.
-
-    Raises:
-        DataError: it is missing or incomplete, or torchvision lacks a package to open it.
-    """
+    """Construct a data set of torchvision without downloading it."""
     from torchvision import datasets
 
     make: Callable[..., Any] = getattr(datasets, name)
@@ -140,12 +135,7 @@ def _construct(name: str, root: Path, arguments: dict[str, Any]) -> Any:
 
 
 class _Pixels:
-    """A data set that holds its pixels in memory; keys are row numbers.
-
-    Args:
-        pixels: (N, H, W) or (N, H, W, 3) uint8.
-        labels: (N,) int64 labels and the class names.
-    """
+    """A data set that holds its pixels in memory; keys are row numbers."""
 
     def __init__(self, pixels: npt.NDArray[np.uint8], labels: Labels) -> None:
         self._pixels = pixels
@@ -172,28 +162,17 @@ class _Pixels:
 
 
 class _Files:
-    """A data set of image files; keys are their paths below data.root.
-
-    Args:
-        folder: source for data.root.
-        paths: N paths of image files.
-        labels: (N,) int64 labels and the class names.
-
-    Raises:
-        DataError: a path is repeated.
-    """
+    """A data set of image files; keys are their paths below data.root."""
 
     reads_in_decoders = True
 
     def __init__(self, folder: FolderSource, paths: list[bytes], labels: Labels) -> None:
         base = os.fsencode(folder.root)
         keys = np.array([os.path.relpath(path, base) for path in paths], dtype=np.bytes_)
-        order = np.argsort(keys, kind="stable")
+        order = sorting_order(keys, f"{folder.root} names some files")
         self._keys, self._labels, self._classes = keys[order], labels.labels[order], labels.classes
         self._folder = folder
         self.states = folder.states
-        if twice := duplicate_keys(self._keys):
-            raise DataError(f"{folder.root} names {os.fsdecode(twice[0])} more than once.")
 
     def listing(self) -> Listing:
         """Return the rows in bytewise order of their keys."""

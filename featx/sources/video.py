@@ -19,8 +19,7 @@ from featx.config import options
 from featx.errors import DataError
 from featx.sources.base import FolderSource, endings
 from featx.sources.key_forms import frame_key
-from featx.sources.options import FileOptions
-from featx.sources.registry import SOURCES, source_member
+from featx.sources.registry import SOURCES, FileOptions, source_member
 from featx.sources.video_reader import FrameReader
 from featx.types import ImageFault, Listing, Source, Status
 
@@ -54,10 +53,6 @@ class VideoSource:
     """Frames of videos in bytewise order of their keys: grouped by video and sorted by time.
 
     A video that cannot be opened has a single row, at time 0, which fails and records the reason.
-
-    Args:
-        config: options of the group `data` for the path, extensions, links, the interval between
-            frames, and limits.
     """
 
     def __init__(self, config: VideoOptions) -> None:
@@ -76,10 +71,6 @@ class VideoSource:
         """Open every video to find its duration, and list its frames.
 
         The content tag of a frame is the size of its video.
-
-        Raises:
-            DataError: there are no videos, a video cannot be read, or one claims an implausible
-                duration.
         """
         videos = self._videos()
         keys: list[bytes] = []
@@ -100,12 +91,7 @@ class VideoSource:
         )
 
     def read(self, key: bytes) -> bytes:
-        """Decode one frame and return it as PPM.
-
-        Raises:
-            ImageFault: the video is missing or the frame cannot be decoded.
-            OSError: the disk or mount fails, or the video has changed since the listing.
-        """
+        """Decode one frame and return it as PPM."""
         video, _, time_s = key.rpartition(b"@")
         path = self._path(video)
         try:
@@ -130,12 +116,7 @@ class VideoSource:
         return Listing(np.array([os.fsencode(self._file.name)]), np.array([-1], dtype=np.int64))
 
     def _count(self, video: bytes) -> int:
-        """Return the number of frames of a video; 1 if it cannot be opened.
-
-        Raises:
-            DataError: the file cannot be read, or its claimed duration implies more frames than
-                bytes.
-        """
+        """Return the number of frames of a video; 1 if it cannot be opened."""
         path = self._path(video)
         try:
             self._states[video] = _state(path)

@@ -1,8 +1,8 @@
 """Process that opens videos and decodes frames: `python -m featx.sources.video_process`.
 
 FFmpeg parses dozens of formats in C, and videos may come from untrusted origins, so its crashes and
-hangs are confined to this process. A request is a line of JSON on stdin. The answer is a line of
-JSON on stdout, followed by the bytes of the frame.
+hangs are confined to this process. A request on stdin is JSON; the answer on stdout is a line of
+JSON and the bytes of the frame. No objects are pickled.
 """
 
 from __future__ import annotations
@@ -10,10 +10,12 @@ from __future__ import annotations
 import importlib
 import json
 import math
+import os
 import signal
 import sys
 from collections import OrderedDict
 from collections.abc import Mapping
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -42,23 +44,14 @@ could make FFmpeg open other files."""
 
 
 class Videos:
-    """Open videos, with a cache of the last ones.
-
-    Args:
-        decoder: the class torchcodec.decoders.VideoDecoder.
-    """
+    """Open videos, with a cache of the last ones."""
 
     def __init__(self, decoder: Any) -> None:
         self._decoder = decoder
         self._open: OrderedDict[tuple[str, tuple[int, int]], Any] = OrderedDict()
 
     def duration_s(self, path: str) -> float:
-        """Return the duration of a video in seconds, from its header, else from its packets.
-
-        Raises:
-            ImageFault: the video cannot be opened, or its duration is not a positive finite number.
-            OSError: the file cannot be read.
-        """
+        """Return the duration of a video in seconds, from its header, else from its packets."""
         _check_container(path)
         try:
             metadata = self._decoder(path, seek_mode="approximate").metadata
@@ -72,20 +65,7 @@ class Videos:
         return float(seconds)
 
     def frame(self, path: str, time_s: float, max_pixels: int) -> bytes:
-        """Decode the frame that is displayed at a time.
-
-        Args:
-            path: path of the video.
-            time_s: time in seconds.
-            max_pixels: maximum of width times height.
-
-        Returns:
-            the upright frame as PPM.
-
-        Raises:
-            ImageFault: there is no such frame, or it is damaged or too large.
-            OSError: the file cannot be read.
-        """
+        """Decode the frame that is displayed at a time. Returns the upright frame as PPM."""
         video = self._open_video(path)
         metadata = video.metadata
         if metadata.width * metadata.height > max_pixels:
@@ -103,11 +83,7 @@ class Videos:
         return encode_pixels(frame.data.numpy())
 
     def _open_video(self, path: str) -> Any:
-        """Return an open decoder for a file, identified by path, size and mtime.
-
-        Raises:
-            ImageFault: the video cannot be opened.
-        """
+        """Return an open decoder for a file, identified by path, size and mtime."""
         info = Path(path).stat()
         state = path, (info.st_size, info.st_mtime_ns)
         video = self._open.pop(state, None)
@@ -126,11 +102,7 @@ class Videos:
 
 
 def _check_container(path: str) -> None:
-    """Check the first bytes of a file.
-
-    Raises:
-        ImageFault: the file is empty or not a supported container.
-    """
+    """Check the first bytes of a file."""
     with open(path, "rb") as file:  # noqa: PTH123 - a path as the file system gives it
         head = file.read(16)
     if not head:
@@ -148,12 +120,7 @@ def _fault(error: Exception) -> ImageFault:
 def _answer(videos: Videos, request: Mapping[str, Any]) -> tuple[dict[str, Any], bytes]:
     """Answer one request.
 
-    Args:
-        videos: open videos.
-        request: `path` for the duration; `path`, `time_s` and `max_pixels` for a frame.
-
-    Returns:
-        the JSON object, and the bytes of the frame or b''. Failures are part of the object.
+    Returns the JSON object, and the bytes of the frame or b''. Failures are part of the object.
     """
     try:
         if "time_s" not in request:
@@ -167,11 +134,7 @@ def _answer(videos: Videos, request: Mapping[str, Any]) -> tuple[dict[str, Any],
 
 
 def _decoder() -> Any:
-    """Import torchcodec's VideoDecoder.
-
-    Raises:
-        ImportError, RuntimeError, OSError: torchcodec or FFmpeg is not installed.
-    """
+    """Import torchcodec's VideoDecoder."""
     decoder = importlib.import_module("torchcodec.decoders").VideoDecoder
     # torchcodec 0.17 and later can be imported without FFmpeg and then fail at each video.
     if getattr(sys.modules["torchcodec"], "ffmpeg_major_version", 0) is None:
@@ -184,19 +147,22 @@ def main() -> None:
     # Ctrl-C reaches the whole process group; the run decides when its children end.
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, signal.SIG_IGN)
-    answers = sys.stdout.buffer
+    requests = Connection(os.dup(0), writable=False)
+    answers = Connection(os.dup(1), readable=False)
     try:
         decoder = _decoder()
     except (ImportError, RuntimeError, OSError) as error:
-        answers.write(json.dumps({"lacks": str(error).strip()[:300]}).encode() + b"\n")
+        answers.send_bytes(json.dumps({"lacks": str(error).strip()[:300]}).encode())
         return
-    answers.write(b"{}\n")
-    answers.flush()
+    answers.send_bytes(b"{}")
     videos = Videos(decoder)
-    for line in sys.stdin.buffer:
-        found, frame = _answer(videos, json.loads(line))
-        answers.write(json.dumps({**found, "bytes": len(frame)}).encode() + b"\n" + frame)
-        answers.flush()
+    while True:
+        try:
+            request = json.loads(requests.recv_bytes())
+        except EOFError:
+            return
+        header, frame = _answer(videos, request)
+        answers.send_bytes(json.dumps(header).encode() + b"\n" + frame)
 
 
 if __name__ == "__main__":

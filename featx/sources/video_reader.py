@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import select
 import signal
 import subprocess
 import threading
-import time
 import weakref
+from multiprocessing import Pipe
 from typing import Any
 
 from featx.base import CRASHES, module_command, module_environment, num_cpus
@@ -26,11 +24,7 @@ repeated once in a new process."""
 
 
 class FrameReader:
-    """Durations and frames of videos, decoded in parallel; a video always uses the same process.
-
-    Args:
-        timeout_s: seconds that an answer may take, or None for no limit.
-    """
+    """Durations and frames of videos, decoded in parallel; a video always uses the same process."""
 
     def __init__(self, timeout_s: float | None) -> None:
         self._timeout_s = timeout_s
@@ -43,19 +37,7 @@ class FrameReader:
         return float(header["duration_s"])
 
     def frame(self, path: str, time_s: float, max_pixels: int) -> bytes:
-        """Return the frame that is displayed at a time, as PPM.
-
-        Args:
-            path: path of the video.
-            time_s: time in seconds.
-            max_pixels: maximum of width times height.
-
-        Raises:
-            ImageFault: there is no such frame, or decoding it crashes or exceeds the time limit.
-            OSError: the file cannot be read at the moment.
-            MissingExtraError: torchcodec or FFmpeg is not installed.
-            RunError: the process ended for a reason other than a decoder crash.
-        """
+        """Return the frame that is displayed at a time, as PPM."""
         request = {"path": path, "time_s": time_s, "max_pixels": max_pixels}
         return self._ask(path, request)[1]
 
@@ -93,101 +75,59 @@ class _Child:
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
-        self._pending = bytearray()
 
     def ask(self, request: dict[str, Any], limit_s: float | None) -> tuple[dict[str, Any], bytes]:
-        """Send a request and wait for the answer; after an exception, the caller must call `end`.
+        """Send a request, wait for the answer, and return its JSON object and the bytes behind it.
 
-        Args:
-            request: JSON object.
-            limit_s: seconds that the answer may take, or None for no limit.
-
-        Returns:
-            the JSON object and the bytes behind it.
+        After an exception, the caller must call `end`.
         """
-        process = self._process or self._start()
-        assert process.stdin is not None
-        until = None if limit_s is None else time.monotonic() + limit_s
-        # If the process has ended, reading its answer reports that.
-        with contextlib.suppress(BrokenPipeError):
-            process.stdin.write(json.dumps(request).encode() + b"\n")
-        found = json.loads(self._line(process, until))
-        return found, self._take(process, found["bytes"], until)
+        if self._process is None:
+            self._start()
+        with contextlib.suppress(BrokenPipeError):  # reading the answer reports that it has ended
+            self._requests.send_bytes(json.dumps(request).encode())
+        if not self._answers.poll(limit_s):
+            message = "decoding takes longer than data.timeout_s, also in a subprocess"
+            raise ImageFault(Status.TIMEOUT, message, "TimeoutError")
+        return self._receive()
 
     def end(self) -> None:
         """Kill the process if it runs; the next request starts a new one."""
         process, self._process = self._process, None
-        self._pending.clear()
         if process is not None:
             process.kill()
             process.wait()
-            for pipe in (process.stdin, process.stdout):
-                if pipe is not None:
-                    with contextlib.suppress(BrokenPipeError):
-                        pipe.close()
+            self._requests.close()
+            self._answers.close()
 
-    def _start(self) -> subprocess.Popen[bytes]:
-        """Start the process and wait until torchcodec is imported.
-
-        Raises:
-            MissingExtraError: torchcodec or FFmpeg is not installed.
-        """
-        # FFmpeg logs a line per frame to stderr.
-        self._process = subprocess.Popen(
-            module_command("featx.sources.video_process"),
-            env=module_environment(),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            bufsize=0,
-        )
-        header = json.loads(self._line(self._process, None))  # imports have no time limit
+    def _start(self) -> None:
+        """Start the process and wait until torchcodec is imported."""
+        theirs, self._requests = Pipe(duplex=False)
+        self._answers, answers = Pipe(duplex=False)
+        with theirs, answers:
+            # FFmpeg logs a line per frame to stderr.
+            self._process = subprocess.Popen(
+                module_command("featx.sources.video_process"),
+                env=module_environment(),
+                stdin=theirs.fileno(),
+                stdout=answers.fileno(),
+                stderr=subprocess.DEVNULL,
+            )
+        header, _ = self._receive()  # imports have no time limit
         if "lacks" in header:
             self.end()
             raise MissingExtraError(
                 'data=video needs torchcodec, pip install "featx[video]", and FFmpeg\'s shared '
                 f"libraries (4 to 9), such as apt install ffmpeg: {header['lacks']}"
             )
-        return self._process
 
-    def _line(self, process: subprocess.Popen[bytes], until: float | None) -> bytes:
-        """Return the next line of the answer without its end."""
-        while b"\n" not in self._pending:
-            self._more(process, until)
-        line, _, rest = bytes(self._pending).partition(b"\n")
-        self._pending = bytearray(rest)
-        return line
-
-    def _take(self, process: subprocess.Popen[bytes], size: int, until: float | None) -> bytes:
-        """Return the next `size` bytes of the answer."""
-        while len(self._pending) < size:
-            self._more(process, until)
-        taken = bytes(self._pending[:size])
-        del self._pending[:size]
-        return taken
-
-    def _more(self, process: subprocess.Popen[bytes], until: float | None) -> None:
-        """Wait for more bytes of an answer and add them to the buffer.
-
-        Args:
-            process: the process.
-            until: limit as a value of time.monotonic, or None.
-
-        Raises:
-            ImageFault: the limit has passed, or a crash of the decoder ended the process.
-            MemoryError: the process was killed with SIGKILL.
-            RunError: the process ended for another reason.
-        """
-        assert process.stdout is not None
-        wait_s = None if until is None else max(0.0, until - time.monotonic())
-        if not select.select([process.stdout], [], [], wait_s)[0]:
-            message = "decoding takes longer than data.timeout_s, also in a subprocess"
-            raise ImageFault(Status.TIMEOUT, message, "TimeoutError")
-        piece = os.read(process.stdout.fileno(), 1 << 20)
-        if piece:
-            self._pending += piece
-            return
-        code = process.wait()
+    def _receive(self) -> tuple[dict[str, Any], bytes]:
+        """Return the JSON object of an answer and the bytes behind it, or raise why none comes."""
+        try:
+            header, _, frame = self._answers.recv_bytes().partition(b"\n")
+            return json.loads(header), frame
+        except (EOFError, OSError):
+            assert self._process is not None
+            code = self._process.wait()
         if -code in CRASHES:
             name = signal.Signals(-code).name
             message = f"decoding it ends the process with {name}, also in a subprocess"

@@ -1,14 +1,12 @@
 """Source data=webdataset: images in tar shards, which are read in place and never extracted.
 
-A key is the path of the shard, '/', and the name of the member. Plain tars allow access to any row.
-A tar.gz can only be decompressed from its beginning, which is fast as long as rows are read in the
-order of the tar.
+A key is the path of the shard, '/', and the name of the member. Rows of a tar.gz are read from seek
+points, which the first pass over it finds.
 """
 
 from __future__ import annotations
 
 import errno
-import logging
 import os
 import threading
 from collections import Counter, OrderedDict
@@ -19,34 +17,29 @@ from typing import ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from featx.base import printable
+from featx.base import printable, require_extra
 from featx.config import options
 from featx.errors import DataError, counted
 from featx.sources.base import MAX_FILE_BYTES, endings, tag_of
-from featx.sources.gzip_window import DAMAGE, GzipWindow
 from featx.sources.labels import Labels, from_names, from_numbers
-from featx.sources.options import FileOptions
-from featx.sources.registry import SOURCES, source_member
-from featx.sources.row_keys import find_row, find_rows
-from featx.sources.tar_index import CUT_SIZE, NO_LABEL, TWICE_SIZE, TarIndex, index_of
-from featx.sources.tar_shards import Shard, find_shards
+from featx.sources.registry import SOURCES, FileOptions, source_member
+from featx.sources.row_keys import find_row, find_rows, sorting_order
+from featx.sources.tar_index import (
+    CUT_SIZE,
+    NO_LABEL,
+    REFUSED_SIZE,
+    TWICE_SIZE,
+    TarIndex,
+    index_of,
+)
+from featx.sources.tar_shards import GzipReader, Shard, find_shards
 from featx.types import UNTOLD, ImageFault, Listing, Source, Status
 
-_OPEN_WINDOWS = 4
+_OPEN_READERS = 4
 """Maximum number of compressed shards that are open at a time."""
 
 _INDEXING = 8
 """Number of shards whose headers are read in parallel."""
-
-_REFUSED_SIZE = -3
-"""Size that marks the row of a refused shard."""
-
-_MISSING_NAME = b"(the rest of the shard)"
-"""Member name of the row that stands for the missing rest of a shard."""
-_REFUSED_NAME = b"(the shard)"
-"""Member name of the row that stands for a refused shard."""
-
-logger = logging.getLogger(__name__)
 
 
 @options("data")
@@ -72,12 +65,6 @@ class ShardSource:
     A shard that ends early, or continues with something that is not a tar, provides its complete
     images and one more row, which fails with the status 'truncated'. A shard that is refused as a
     whole is one row that fails, unless there is no other shard.
-
-    Args:
-        root: a folder, one tar, or a pattern with wildcards or brace ranges, on a disk or behind a
-            URL.
-        follow_links: whether links out of a folder are followed.
-        extensions: file name extensions to list, in lower case with a leading dot.
     """
 
     def __init__(self, root: str, follow_links: bool, extensions: frozenset[bytes]) -> None:
@@ -88,21 +75,16 @@ class ShardSource:
         self._indexes: list[TarIndex] = []
         self._keys = np.empty(0, dtype="S1")
         self._positions = np.empty((3, 0), dtype=np.int64)
-        self._windows: OrderedDict[int, GzipWindow] = OrderedDict()
+        self._readers: OrderedDict[int, GzipReader] = OrderedDict()
         self._lock = threading.RLock()
 
     @property
     def reads_in_decoders(self) -> bool:
-        """Whether decoders read the members: of plain shards, but not through gzip windows."""
+        """Whether decoders read the members: of plain shards, but not compressed ones."""
         return bool(self._indexes) and not any(index.compressed for index in self._indexes)
 
     def listing(self) -> Listing:
-        """Find and index the shards and list all images; the content tag is the member's size.
-
-        Raises:
-            DataError: there are no shards or images, a shard cannot be read at the moment, or a
-                label is no number of a class.
-        """
+        """Find and index the shards and list all images; the content tag is the member's size."""
         self._shards = find_shards(self._root, self._follow_links)
         try:
             with ThreadPoolExecutor(_INDEXING, thread_name_prefix="featx-index") as threads:
@@ -113,6 +95,8 @@ class ShardSource:
             if isinstance(error, DataError):
                 raise
             raise DataError(f"data.root={self._root} cannot be read: {error}.") from error
+        if any(index.compressed for index in self._indexes):
+            require_extra("indexed_gzip", "a tar.gz", "indexed_gzip", "shards")
         skipped: Counter[str] = Counter()
         for shard, index in zip(self._shards, self._indexes, strict=True):
             skipped.update(index.skipped)
@@ -120,16 +104,16 @@ class ShardSource:
                 skipped[f"shard that ends early ({printable(shard.name)}: {index.cut})"] += 1
             if index.refused:
                 skipped[f"refused shard ({printable(shard.name)} {index.refused})"] += 1
-        if not sum(len(index.names) for index in self._indexes):
+        if not any(index.has_images for index in self._indexes):
             left_out = ", ".join(f"{n} {why}" for why, n in sorted(skipped.items()))
             raise DataError(
                 f"no images in the {len(self._shards)} shards of {self._root}. "
                 f"Left out: {left_out or 'nothing'}."
             )
         note = self._label_note()
-        keys, (labels, classes, warnings) = self._index_rows()
+        labels, classes, warnings = self._combine_indexes()
         return Listing(
-            keys,
+            self._keys,
             labels,
             classes,
             dict(skipped),
@@ -139,37 +123,26 @@ class ShardSource:
         )
 
     def read(self, key: bytes) -> bytes:
-        """Read one member.
-
-        Raises:
-            ImageFault: the member is incomplete, empty or too large.
-            OSError: the shard cannot be read, has changed since the listing, or returns too few
-                bytes.
-        """
+        """Read one member."""
         with self._lock:
             if not len(self._keys):
                 self.listing()
         row = find_row(self._keys, key)
         number, offset, size = (int(column[row]) for column in self._positions)
         shard, index = self._shards[number], self._indexes[number]
-        if size == CUT_SIZE:
-            raise ImageFault(
-                Status.TRUNCATED, f"the shard {shard.url} is not whole: {index.cut}", "CutOffError"
-            )
-        if size == TWICE_SIZE:
-            raise ImageFault(
-                Status.DECODE_ERROR, f"the shard {shard.url} has two members of this name"
-            )
-        if size == _REFUSED_SIZE:
-            raise ImageFault(
-                Status.DECODE_ERROR, f"the shard {shard.url} {index.refused}", "RefusedShardError"
-            )
+        problems = {
+            CUT_SIZE: (Status.TRUNCATED, f"is not whole: {index.cut}", "CutOffError"),
+            TWICE_SIZE: (Status.DECODE_ERROR, "has two members of this name", "ImageFault"),
+            REFUSED_SIZE: (Status.DECODE_ERROR, index.refused, "RefusedShardError"),
+        }
+        if size in problems:
+            status, problem, error = problems[size]
+            raise ImageFault(status, f"the shard {shard.url} {problem}", error)
         if size == 0:
             raise ImageFault(Status.EMPTY, "the member has no bytes")
         if size > MAX_FILE_BYTES:
             raise ImageFault(Status.TOO_LARGE, f"{size} bytes, over {MAX_FILE_BYTES}")
-        data = self._read_compressed(number, offset, size) if index.compressed else None
-        data = shard.read(offset, size) if data is None else data
+        data = (self._reader(number) if index.compressed else shard).read(offset, size)
         if len(data) != size:
             raise OSError(errno.EIO, f"{len(data)} of {size} bytes came", shard.url)
         return data
@@ -177,8 +150,7 @@ class ShardSource:
     def states(self, keys: npt.NDArray[np.bytes_]) -> npt.NDArray[np.void]:
         """Return the size of each member, its shard's mtime, and a tag of offset and shard version.
 
-        Returns:
-            (n,) IMAGE_STATE.
+        Returns (n,) IMAGE_STATE.
         """
         shards, offsets, sizes = self._positions[:, find_rows(self._keys, keys)]
         versions = np.array([tag_of((shard.version, shard.size)) for shard in self._shards])
@@ -190,65 +162,39 @@ class ShardSource:
         states["mtime_ns"] = changed[shards]
         return states
 
-    def _read_compressed(self, number: int, offset: int, size: int) -> bytes:
-        """Read a member of a compressed shard through its window.
-
-        Raises:
-            OSError: the shard cannot be read or decompressed.
-        """
-        shard = self._shards[number]
+    def _reader(self, number: int) -> GzipReader:
+        """Return the reader of a compressed shard, which has a lock of its own."""
         with self._lock:
-            # This lock protects the cache. Each window has its own lock, so threads read from
-            # different shards at the same time.
-            window = self._windows.pop(number, None)
-            window = window or GzipWindow(shard.url, shard.read, shard.size)
-            self._windows[number] = window
-            if len(self._windows) > _OPEN_WINDOWS:
-                self._windows.popitem(last=False)
-        try:
-            return window.read(offset, size)
-        except DAMAGE as error:  # indexing has read past this point, so the shard has changed
-            raise OSError(errno.EIO, f"the shard cannot be decompressed: {error}", shard.url) from (
-                error
-            )
+            reader = self._readers.pop(number, None)
+            if reader is None:
+                of_shard = self._positions[0] == number
+                size = int(self._positions[1:, of_shard].sum(axis=0).max())
+                reader = GzipReader(self._shards[number], size)
+            self._readers[number] = reader
+            if len(self._readers) > _OPEN_READERS:
+                self._readers.popitem(last=False)
+            return reader
 
-    def _index_rows(self) -> tuple[npt.NDArray[np.bytes_], Labels]:
-        """Combine the indexes of all shards, sorted bytewise by key.
-
-        Positions stay in `_positions` (3, N): shard, offset and size of every row.
-
-        Returns:
-            keys (N,) and labels.
-        """
-        keys, positions, numbers = [], [], []
-        for i, (shard, index) in enumerate(zip(self._shards, self._indexes, strict=True)):
-            names, offsets, sizes, labels = index.names, index.offsets, index.sizes, index.labels
-            if index.refused or (index.cut and not (len(sizes) and sizes[-1] == CUT_SIZE)):
-                # The end cuts between two members: an extra row stands for what is missing, so that
-                # the run reports it as a failure.
-                extra = _REFUSED_NAME if index.refused else _MISSING_NAME
-                names = np.append(names, np.array([extra]))
-                offsets = np.append(offsets, 0)
-                sizes = np.append(sizes, _REFUSED_SIZE if index.refused else CUT_SIZE)
-                labels = np.append(labels, NO_LABEL)
-            keys.append(np.char.add(np.bytes_(shard.name + b"/"), names))
-            positions.append(np.stack([np.full(len(names), i), offsets, sizes]))
-            numbers.append(labels)
-            if index.compressed:
-                _warn_of_order(shard, names)
-        self._indexes = [_without_columns(index) for index in self._indexes]
-        all_keys, all_positions, all_numbers = (
-            np.concatenate(keys), np.concatenate(positions, axis=1), np.concatenate(numbers)
-        )  # fmt: skip
-        if not (all_keys[1:] > all_keys[:-1]).all():
-            order = np.argsort(all_keys, kind="stable")
-            all_keys, all_positions, all_numbers = (
-                all_keys[order],
-                all_positions[:, order],
-                all_numbers[order],
-            )
-        self._keys, self._positions = all_keys, all_positions
-        return all_keys, self._labels(all_numbers)
+    def _combine_indexes(self) -> Labels:
+        """Sort the rows of all shards by key, keep their positions, and return their labels."""
+        numbers = np.concatenate(
+            [np.insert(index.numbers, 0, i, axis=0) for i, index in enumerate(self._indexes)],
+            axis=1,
+        )
+        keys = np.concatenate(
+            [
+                np.char.add(np.bytes_(shard.name + b"/"), index.names)
+                for shard, index in zip(self._shards, self._indexes, strict=True)
+            ]
+        )
+        # The listing holds the columns from now on.
+        self._indexes = [
+            replace(index, names=index.names[:0], numbers=index.numbers[:, :0])
+            for index in self._indexes
+        ]
+        order = sorting_order(keys, f"the shards of {self._root} have some names")
+        self._keys, self._positions = keys[order], numbers[:3, order]
+        return self._labels(numbers[3, order])
 
     def _labels(self, numbers: npt.NDArray[np.int64]) -> Labels:
         """Return labels from the .cls members, if any, else from the folders in member names."""
@@ -287,24 +233,6 @@ class ShardSource:
             return looked_for
         shown = ", ".join(ending or "no extension" for ending, _ in endings.most_common(3))
         return f"{looked_for}; members that are not used end in {shown}"
-
-
-def _without_columns(index: TarIndex) -> TarIndex:
-    """Drop the columns of an index, which the listing contains now, to save memory."""
-    none = np.empty(0, dtype=np.int64)
-    return replace(index, names=index.names[:0], offsets=none, sizes=none, labels=none)
-
-
-def _warn_of_order(shard: Shard, names: npt.NDArray[np.bytes_]) -> None:
-    """Warn about a compressed shard whose members are not sorted by name, which is slow to read."""
-    backwards = int((names[1:] < names[:-1]).sum())
-    if backwards:
-        logger.warning(
-            "%s is compressed and its images are not in the order of their names: it will be "
-            "decompressed again up to %d times. A plain tar, or sorted members, would be faster.",
-            shard.url,
-            backwards + 1,
-        )
 
 
 SOURCES.register(

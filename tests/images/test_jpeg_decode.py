@@ -20,7 +20,7 @@ from featx import open as open_store
 from featx.images import PILLOW, ImagePolicy, decode_pillow
 from featx.images.decode import decode_array
 from featx.images.image_policy import ACCEPT, SIMPLEJPEG
-from featx.images.jpeg_decode import jpeg_damage, plain_jpeg_size, read_header
+from featx.images.jpeg_decode import jpeg_damage
 from featx.types import ImageFault, Status
 
 POLICY = ImagePolicy("apply", (255, 255, 255), 1 << 24, jpeg=SIMPLEJPEG)
@@ -193,28 +193,6 @@ def test_a_damaged_jpeg_in_a_tiff(compression: str, mode: str) -> None:
         with pytest.raises(ImageFault, match="JPEG data") as caught:
             decode_array(broken, policy, None)
         assert caught.value.status == Status.DECODE_ERROR
-
-
-def size_of(data: bytes) -> tuple[int, int] | None:
-    return plain_jpeg_size(data, read_header(data))
-
-
-def test_the_size_of_a_jpeg_without_exif() -> None:
-    exif = Image.Exif()
-    exif[0x0112] = 3
-    for kind in KINDS.values():
-        assert size_of(encode(photo(), "JPEG", **kind)) == (320, 240)
-    assert size_of(encode(photo().convert("L"), "JPEG")) == (320, 240)
-    profile = encode(photo(), "JPEG", icc_profile=b"\xff\xe1\xff\xda" * 20)
-    assert size_of(profile) == (320, 240)
-    for data in (
-        encode(photo(), "JPEG", exif=exif.tobytes()),
-        encode(photo().convert("CMYK"), "JPEG"),
-        encode(photo(), "PNG"),
-        encode(photo(), "JPEG")[:150],
-        b"\xff\xd8\xff",
-    ):
-        assert size_of(data) is None
 
 
 def test_the_command_refuses_accepts_and_records(

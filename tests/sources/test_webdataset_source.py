@@ -5,10 +5,10 @@ from __future__ import annotations
 import gzip
 import io
 import json
-import logging
 import os
 import random
 import re
+import sys
 import tarfile
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -21,9 +21,8 @@ import pytest
 from made_shards import header_of_size, pax_header, write_shards, write_tar
 from read_faults import fault_of
 
-from featx.errors import ConfigError, DataError
+from featx.errors import ConfigError, DataError, MissingExtraError
 from featx.sources import open_source, tar_index, webdataset
-from featx.sources.gzip_window import GzipWindow
 from featx.sources.path_patterns import expand_braces
 from featx.sources.tar_shards import Shard
 from featx.sources.webdataset import ShardSource, WebDatasetOptions
@@ -291,42 +290,31 @@ def test_a_compressed_shard_is_read_once_where_rows_come_in_order(tmp_path: Path
     keys = source.listing().keys.tolist()
     with ThreadPoolExecutor(6) as threads:
         assert list(threads.map(source.read, keys)) == list(files.values())
-    (window,) = source._windows.values()
-    assert window.opened == 1
     assert source.read(keys[0]) == files["0000.jpg"]
 
 
-def test_a_window_forgets_what_lies_far_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("featx.sources.gzip_window.WINDOW_BYTES", 3 << 20)
-    whole = random.Random(0).randbytes(1 << 20) * 12
-    packed = gzip.compress(whole, 1)
-    window = GzipWindow("x", lambda offset, length: packed[offset : offset + length], len(packed))
-    for offset, opened in (
-        (0, 1),
-        (9 << 20, 1),
-        (8 << 20, 1),
-        (0, 2),
-        (5_000_000, 2),
-        (11 << 20, 2),
-    ):
-        assert window.read(offset, 1000) == whole[offset : offset + 1000]
-        assert window.opened == opened
-        assert sum(map(len, window._blocks)) <= 4 << 20
-    assert window.read(0, len(whole) + 5) == whole
+def test_a_compressed_shard_is_read_in_any_order(tmp_path: Path) -> None:
+    files = {f"{i:02d}.jpg": random.Random(i).randbytes(1 << 20) for i in range(40)}
+    files["40.jpg"] = bytes(5 << 20)
+    source = shards(write_tar(tmp_path / "x.tar.gz", files))
+    keys = [f"x.tar.gz/{name}".encode() for name in files]
+    source.listing()
+    for order in (keys[::-1], random.Random(0).sample(keys, len(keys))):
+        assert [source.read(key) for key in order] == [files[k[-6:].decode()] for k in order]
 
 
-def test_a_compressed_shard_out_of_order_is_said(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_without_indexed_gzip_a_compressed_shard_names_the_extra(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = write_tar(tmp_path / "x.tar.gz", {"2.jpg": b"2", "1.jpg": b"1"})
-    with caplog.at_level(logging.WARNING):
-        source = shards(path)
-        assert contents(source) == {b"x.tar.gz/1.jpg": b"1", b"x.tar.gz/2.jpg": b"2"}
-    assert "decompressed again up to 2 times" in caplog.text
+    monkeypatch.setitem(sys.modules, "indexed_gzip", None)
+    write_tar(tmp_path / "x.tar.gz", {"1.jpg": b"1"})
+    with pytest.raises(MissingExtraError, match=r'pip install "featx\[shards\]"'):
+        shards(tmp_path / "x.tar.gz").listing()
+    assert len(shards(write_tar(tmp_path / "x.tar", {"1.jpg": b"1"})).listing()) == 1
 
 
 def test_a_gzip_bomb_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("featx.sources.gzip_window._FREE", 1 << 20)
+    monkeypatch.setattr("featx.sources.tar_index._FREE_BYTES", 1 << 20)
     path = write_tar(tmp_path / "x.tar.gz", {"a.jpg": bytes(20 << 20)})
     with pytest.raises(DataError, match="compressed bytes, which expand to more than"):
         shards(path).listing()
@@ -352,7 +340,7 @@ def test_a_gzip_bomb_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 def test_a_hostile_shard_is_one_row_and_the_others_are_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hostile: bytes, message: str
 ) -> None:
-    monkeypatch.setattr("featx.sources.gzip_window._FREE", 1 << 20)
+    monkeypatch.setattr("featx.sources.tar_index._FREE_BYTES", 1 << 20)
     write_tar(tmp_path / "s" / "a.tar", {"0.jpg": b"x", "0.cls": b"1"})
     (tmp_path / "s" / "b.tar").write_bytes(hostile)
     for _ in range(2):  # the second listing comes from the index on the disk

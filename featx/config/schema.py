@@ -21,7 +21,7 @@ from featx.config.member_options import (
 )
 from featx.config.options import Kind, option_types
 from featx.config.run_config import Config
-from featx.errors import ConfigError, nearest
+from featx.errors import ConfigError, gone, nearest
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -167,7 +167,8 @@ def from_keywords(values: Mapping[str, Any]) -> DictConfig:
     try:
         merged = OmegaConf.merge(config_schema(), values)
     except OmegaConfBaseException as error:
-        raise ConfigError(str(error).splitlines()[0]) from error
+        reason = gone(str(error.full_key)) or str(error).splitlines()[0]
+        raise ConfigError(reason) from error
     return merged  # type: ignore[return-value]  # a structured node merges to a DictConfig
 
 

@@ -88,10 +88,7 @@ class Format(ABC):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Options of the format that change the content of its files, as JSON types.
-
-        An existing export is continued with the same values only.
-        """
+        """Options of the format that change the content of its files, as JSON types."""
         return {}
 
     @property
@@ -108,7 +105,6 @@ class ShardOptions(ExportConfig):
     """Largest size of one file in GiB, 1 when not given; for webdataset it is estimated."""
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         if self.shard_gib is not None and not 0 < self.shard_gib < math.inf:
             raise ConfigError(f"export.shard_gib={self.shard_gib}: expected more than 0.")
 
@@ -192,7 +188,7 @@ def refuse_maps(selection: ExportSelection, holding: str) -> None:
 
     Args:
         selection: rows and layers to export.
-        holding: what the format holds, such as 'the projector shows vectors'.
+        holding: what the format holds, such as 'an index of faiss holds vectors'.
 
     Raises:
         ConfigError: a layer holds maps or tokens.

@@ -63,7 +63,6 @@ class TridentOptions(ExportConfig):
     """Also write h5_files and pt_files as CLAM reads them, in float32."""
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         for name in ("magnification", "target_magnification"):
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:

@@ -171,7 +171,10 @@ _ALSO_CALLED = {
 """Name in other programs -> names of the same thing in featx."""
 
 
+_BENCH = "`scripts/benchmark bench MODEL` of the source repository takes the same measurements"
 _REPLACED = {
+    "bench": _BENCH,
+    "job=bench": _BENCH,
     "export.format=lance": "lance reads the files of export.format=parquet",
     "export.format=projector": "tensorboard=1000, with the command of the store, writes the "
     "projector with images",
@@ -184,7 +187,8 @@ _REPLACED = {
 
 def gone(name: str) -> str:
     """Sentence that says what replaces an option or a choice that featx had; '' for all others."""
-    return f"{name} is gone: {_REPLACED[name]}." if name in _REPLACED else ""
+    reason = _REPLACED.get(name) or _REPLACED.get(_group(name))
+    return f"{name} is gone: {reason}." if reason else ""
 
 
 def counted(count: int, one: str, many: str | None = None) -> str:

@@ -107,21 +107,6 @@ class VerifyConfig:
 
 
 @dataclass
-class BenchConfig:
-    """Size of the measurements of job=bench."""
-
-    num_images: int = 512
-    """Number of images per run: generated photographs, or the first ones of data=folder."""
-    runs: int = 3
-    """Number of rounds; in each round every contender runs once, in turn."""
-
-    def __post_init__(self) -> None:
-        for key in ("num_images", "runs"):
-            if getattr(self, key) < 1:
-                raise ConfigError(f"bench.{key}={getattr(self, key)}: expected at least 1.")
-
-
-@dataclass
 class ModelsConfig:
     """Search of job=models."""
 

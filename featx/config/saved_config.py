@@ -19,10 +19,6 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 
-_GONE = (("export", "push"),)
-"""Group and name of options of other jobs that earlier versions of featx had and saved."""
-
-
 def from_saved(text: str) -> Config:
     """Read a config that `saved_yaml` wrote.
 
@@ -49,10 +45,10 @@ def from_saved(text: str) -> Config:
     try:
         options = plain(config_yaml.load(text))
         _leave_out_unread_transform(options)
-        for group, option in _GONE:
-            if isinstance(options.get(group), dict):
-                options[group].pop(option, None)
-        if options.get("decode") == "gpu":  # of earlier versions; the pixels agree closely
+        options.pop("bench", None)  # of earlier versions, as the next two
+        if isinstance(options.get("export"), dict):
+            options["export"].pop("push", None)
+        if options.get("decode") == "gpu":  # the pixels agree closely
             options["decode"] = "fast"
         _check_members(options)
         node = OmegaConf.merge(config_schema(), _without_defaults(options, default_values()))

@@ -66,3 +66,8 @@ def test_deeply_nested_text_is_refused(unit: str) -> None:
 def test_values_that_resemble_a_default_keep_their_type(key: str, value: object) -> None:
     found = getattr(from_saved(saved_yaml(from_keywords({key: value}))), key)
     assert (found, type(found)) == (value, type(value))
+
+
+def test_options_that_are_gone_are_left_out_of_the_config_of_a_store() -> None:
+    config = from_saved("export: {format: parquet, push: me/photos}\nbench: {runs: 2}\nseed: 3\n")
+    assert (config.export.format, config.seed) == ("parquet", 3)

@@ -171,6 +171,26 @@ _ALSO_CALLED = {
 """Name in other programs -> names of the same thing in featx."""
 
 
+_BENCH = "`scripts/benchmark bench MODEL` of the source repository takes the same measurements"
+_REPLACED = {
+    "bench": _BENCH,
+    "job=bench": _BENCH,
+    "export.format=lance": "lance reads the files of export.format=parquet",
+    "export.format=projector": "tensorboard=1000, with the command of the store, writes the "
+    "projector with images",
+    "export.format=thingsvision": "export.format=npy writes the same arrays, with keys.npy",
+    "export.push": "`hf upload me/photos DIR --repo-type dataset` of huggingface_hub uploads the "
+    "folder of an export",
+}
+"""Option or choice that featx had -> what replaces it."""
+
+
+def gone(name: str) -> str:
+    """Sentence that says what replaces an option or a choice that featx had; '' for all others."""
+    reason = _REPLACED.get(name) or _REPLACED.get(_group(name))
+    return f"{name} is gone: {reason}." if reason else ""
+
+
 def counted(count: int, one: str, many: str | None = None) -> str:
     """Number with its noun: '1 row', '2 rows'.
 
@@ -204,6 +224,8 @@ def nearest(name: str, known: Iterable[str], count: int = 5) -> str:
         known: known names.
         count: largest number of names in the clause.
     """
+    if sentence := gone(name):
+        return f" {sentence}"
     known = list(dict.fromkeys(known))
     if also := [word for word in _ALSO_CALLED.get(name.lower(), ()) if word in known]:
         return f" Nearest: {', '.join(also)}."

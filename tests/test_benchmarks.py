@@ -17,6 +17,7 @@ import pytest
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 SMALL = {
+    "bench": "test_resnet --images 6 --runs 1",
     "bucket": "--parts 3 --wait-ms 0 --runs 1",
     "checks": "--gigabytes 0.01 --runs 1",
     "codecs": "--images 8 --megabytes 1 --codecs none zstd --runs 1",

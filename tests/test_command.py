@@ -47,7 +47,7 @@ MISTAKES = [
     (["+foo=1"], "unknown key 'foo'"),
     (
         ["job=extrct"],
-        "expected one of attribute, bench, cka, distance, doctor, duplicates, export, extract, "
+        "expected one of attribute, cka, distance, doctor, duplicates, export, extract, "
         "layers, models, neighbors, pack, plan, predict, probe, report, stats, status, verify, "
         "zeroshot. Nearest: extract",
     ),

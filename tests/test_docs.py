@@ -51,8 +51,6 @@ NOT_RUN = {
     "model.golden=": "a file of the user's code; tests/models/test_golden.py runs the example",
     "data.root=slides": "whole-slide images; tests/sources/test_slides_source.py makes some",
     "store=runs/slides": "tiles of slides; tests/export/test_peer_formats.py reads such exports",
-    "export.format=lance": "a store of vectors only; tests/export/test_peer_formats.py makes one",
-    "export.push=": "the Hugging Face Hub; tests/export/test_push.py has a stand-in",
     "export.index=IVF1024": "thousands of rows; tests/export trains smaller indices",
     "probe.masks=": "masks; tests/jobs/test_probe_masks.py makes some",
     "executor.devices=": "GPUs; tests/pipeline has processes",
@@ -316,12 +314,12 @@ def run(line: str, monkeypatch: pytest.MonkeyPatch) -> int:
     """The command in this process, with random weights and few images."""
     words = shlex.split(line)
     job = next((word[4:] for word in words if word.startswith("job=")), "extract")
-    computes = job in ("extract", "plan", "stats", "attribute", "layers", "bench")
+    computes = job in ("extract", "plan", "stats", "attribute", "layers")
     has_file = any(f"model.weights={name}" in words for name in FILES)
     has_file = has_file or any(name in words for name in MODELS)
     if computes and not has_file and any(word.startswith("model=") for word in words):
         words += [] if "model.weights=null" in line else ["model.weights=null"]
-    if computes and job not in ("layers", "bench"):
+    if computes and job != "layers":
         words += [] if "precision=" in line else ["precision=fp32"]
         if job == "extract" and "dtype=" not in line:
             words.append("dtype=float32")  # random weights may give what float16 does not hold

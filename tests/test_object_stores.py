@@ -241,13 +241,10 @@ def test_rows_are_added_on_a_disk_only(images: Path, out: str) -> None:
 
 
 def test_jobs_that_write_elsewhere_refuse_a_bucket() -> None:
-    for job in ("stats", "bench"):
-        node = from_keywords({"out": "s3://bucket/run"})
-        node.job.name = job
-        with pytest.raises(
-            ConfigError, match=rf"job={job} writes to a disk only, because .*no locks"
-        ):
-            jobs.check(from_omegaconf(node))
+    node = from_keywords({"out": "s3://bucket/run"})
+    node.job.name = "stats"
+    with pytest.raises(ConfigError, match=r"job=stats writes to a disk only, because .*no locks"):
+        jobs.check(from_omegaconf(node))
 
 
 @pytest.mark.slow

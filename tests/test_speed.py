@@ -5,6 +5,7 @@ Every run is a process of its own. Other load on the machine makes it fail: run 
 
 from __future__ import annotations
 
+import importlib
 import json
 import platform
 import subprocess
@@ -14,7 +15,6 @@ from pathlib import Path
 import pytest
 
 from featx.base import may_have_bf16, num_cpus
-from featx.jobs.bench.photos import make_photos
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
@@ -41,8 +41,11 @@ def has_bf16_units() -> bool:
 
 @pytest.fixture(scope="module")
 def photographs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(Path(__file__).parents[1] / "scripts")
+        photos = importlib.import_module("benchmarks.photos")
     folder = tmp_path_factory.mktemp("speed") / "photos"
-    make_photos(folder, max(MODELS.values()))
+    photos.make_photos(folder, max(MODELS.values()))
     return folder
 
 

@@ -18,7 +18,7 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Concatenate, Generic, ParamSpec, TypeVar
 
 from featx.base.console import log_message
-from featx.errors import ConfigError, FeatxError, nearest
+from featx.errors import ConfigError, FeatxError, gone, nearest
 
 
 @dataclass(frozen=True)
@@ -122,6 +122,8 @@ class Registry(Generic[MemberT]):
         if name not in self._members:
             self._import_one(name)
         if name not in self._members:
+            if sentence := gone(f"{self.option}={name}"):
+                raise ConfigError(sentence)
             names = self.names()
             if name not in self._members:
                 raise ConfigError(

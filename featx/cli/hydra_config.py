@@ -33,7 +33,7 @@ from featx.config import (
     model_choice,
     option_tree,
 )
-from featx.errors import ConfigError, nearest
+from featx.errors import ConfigError, gone, nearest
 
 USER_CONF = Path("conf")
 """Folder below the current one whose experiments are found without --config-dir."""
@@ -400,6 +400,8 @@ def explain_error(error: Exception) -> ConfigError:
     missing_choice = re.search(r"Could not find '(\w+)/([^']+)'", text)
     if missing_choice:
         group, choice = missing_choice.groups()
+        if sentence := gone(f"{group}={choice}"):
+            return ConfigError(sentence)
         options = re.search(rf"options in '{group}':\n((?:\t.*\n?)+)", text)
         names = options.group(1).split() if options else []
         return ConfigError(

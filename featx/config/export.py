@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import re
-
 from featx.config.checks import options
-from featx.errors import ConfigError
-
-_REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 @options("export")
@@ -21,12 +16,3 @@ class ExportConfig:
     NaN."""
     incomplete: bool = False
     """Export a store that is not complete, with NaN and status 255 in rows that are missing."""
-    push: str | None = None
-    """Data set repository of the Hugging Face Hub, owner/name, to which the complete export is
-    uploaded (extra huggingface, token as of `hf auth login`). A new one is private."""
-
-    def __post_init__(self) -> None:
-        if self.push is not None and not _REPOSITORY.fullmatch(self.push):
-            raise ConfigError(
-                f"export.push={self.push}: expected the name of a repository, such as me/photos."
-            )

@@ -94,16 +94,6 @@ class VerifyConfig:
     """Quarantine damaged files and extract their rows again."""
 
 
-@options("bench")
-class BenchConfig:
-    """Size of the measurements of job=bench."""
-
-    num_images: Count = 512
-    """Number of images per run: generated photographs, or the first ones of data=folder."""
-    runs: Count = 3
-    """Number of rounds; in each round every contender runs once, in turn."""
-
-
 @options("models")
 class ModelsConfig:
     """Search of job=models."""

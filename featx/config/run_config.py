@@ -18,7 +18,6 @@ from featx.config import (
     GRADIENTS,
     SCALARS,
     AttributeConfig,
-    BenchConfig,
     CkaConfig,
     DataConfig,
     DistanceConfig,
@@ -191,9 +190,6 @@ class Config:
     """View of a run in job=status."""
     log: LogConfig = field(default_factory=LogConfig)
     """Messages of the command during a run."""
-    bench: BenchConfig = field(default_factory=BenchConfig)
-    """Extent of the measurements of job=bench: featx, the script a user writes, and each stage
-    alone."""
 
     def __post_init__(self) -> None:
         family("codec").get(self.codec)

@@ -87,10 +87,7 @@ class Format(ABC):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Options of the format that change the content of its files, as JSON types.
-
-        An existing export is continued with the same values only.
-        """
+        """Options of the format that change the content of its files, as JSON types."""
         return {}
 
     @property
@@ -186,7 +183,7 @@ def refuse_maps(selection: ExportSelection, holding: str) -> None:
 
     Args:
         selection: rows and layers to export.
-        holding: what the format holds, such as 'the projector shows vectors'.
+        holding: what the format holds, such as 'an index of faiss holds vectors'.
 
     Raises:
         ConfigError: a layer holds maps or tokens.

@@ -13,6 +13,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from featx.base import import_extra
+from featx.export import arrow
 from featx.export.base import (
     FORMATS,
     File,
@@ -25,8 +26,7 @@ from featx.export.base import (
 )
 from featx.export.selection import unit_rows
 
-_COLUMNS = ("image_path", "row", "label", "class")
-"""Columns of the metadata other than those of the store."""
+_LISTING = ("key", "row", "label", "class")
 
 
 class ClipRetrieval(ShardedFormat):
@@ -46,7 +46,7 @@ class ClipRetrieval(ShardedFormat):
         self._layer = only_layer_of(self.selection, option)
         refuse_maps(self.selection, "clip-retrieval holds one vector per image")
         import_extra("pyarrow.parquet", option, "the package pyarrow", "export")
-        self._columns = self.selection.named_columns(_COLUMNS)
+        self._columns = self.selection.named_columns(["image_path", *_LISTING[1:]])
 
     def files(self) -> list[File]:
         """Return the shards, vectors before metadata."""
@@ -81,15 +81,8 @@ class ClipRetrieval(ShardedFormat):
         import pyarrow as pa
         from pyarrow import parquet
 
-        selection = self.selection
-        columns = {
-            "image_path": pa.array(selection.key_texts(start, stop), pa.string()),
-            "row": pa.array(selection.rows[start:stop]),
-            "label": pa.array(selection.labels[start:stop]),
-            "class": pa.array(selection.class_texts(start, stop), pa.string()),
-            **{name: pa.array(values[start:stop]) for name, values in self._columns.items()},
-        }
-        parquet.write_table(pa.table(columns), file)
+        columns = arrow.listing(self.selection, start, stop, _LISTING, self._columns)
+        parquet.write_table(pa.table({"image_path": columns.pop("key"), **columns}), file)
 
     def opening(self, out: Path) -> str:
         """Return lines that read vectors and paths with embedding_reader."""

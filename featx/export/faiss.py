@@ -12,6 +12,7 @@ import numpy as np
 from featx.base import free_memory, import_extra, size_text
 from featx.config import ExportConfig, Metric, options
 from featx.errors import ConfigError, FeatxError, RunError, counted
+from featx.export import arrow
 from featx.export.base import (
     FORMATS,
     File,
@@ -20,10 +21,9 @@ from featx.export.base import (
     literal,
     refuse_maps,
 )
-from featx.export.selection import about_text, unit_rows
+from featx.export.selection import unit_rows
 
-_COLUMNS = ("row", "key", "label", "class")
-"""Columns of keys.parquet other than those of the store."""
+_LISTING = ("row", "key", "label", "class")
 
 _TRAINING_ROWS = 1 << 16
 """Least number of rows to train on, if there are as many."""
@@ -69,7 +69,7 @@ class Faiss(Format):
         refuse_maps(self.selection, "an index of faiss holds vectors")
         self._faiss = import_extra("faiss", option, "the package faiss", "faiss")
         import_extra("pyarrow.parquet", option, "the package pyarrow", "export")
-        self._columns = self.selection.named_columns(_COLUMNS)
+        self._columns = self.selection.named_columns(_LISTING)
         for layer in self.selection.layers:
             self._check_training(self._empty_index(layer), layer)
 
@@ -221,19 +221,11 @@ class Faiss(Format):
 
     def _write_keys(self, file: BinaryIO) -> None:
         """Write one line per id."""
-        import pyarrow as pa
         from pyarrow import parquet
 
-        selection, n = self.selection, len(self.selection)
-        columns = {
-            "row": pa.array(selection.rows),
-            "key": pa.array(selection.key_texts(0, n), pa.string()),
-            "label": pa.array(selection.labels),
-            "class": pa.array(selection.class_texts(0, n), pa.string()),
-            **{name: pa.array(values) for name, values in self._columns.items()},
-        }
-        about = {"featx": about_text(selection), "metric": self._options.metric}
-        parquet.write_table(pa.table(columns).replace_schema_metadata(about), file)
+        selection = self.selection
+        columns = arrow.listing(selection, 0, len(selection), _LISTING, self._columns)
+        parquet.write_table(arrow.table(selection, columns, metric=self._options.metric), file)
 
     def opening(self, out: Path) -> str:
         """Return lines that read index and keys."""

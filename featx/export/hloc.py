@@ -37,7 +37,20 @@ class Hloc(Format):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         refuse_maps(self.selection, "hloc has one global descriptor per image")
-        self._check_keys()
+        spaces = 0
+        for key in self.selection.keys.tolist():
+            if not _names_a_group(key):
+                raise ConfigError(
+                    f"the key {os.fsdecode(key)!r} cannot be the name of a group in HDF5: expected "
+                    "UTF-8 text without empty parts, '.' or '..' between its '/'."
+                )
+            spaces += len(key.split()) > 1
+        if spaces:
+            log_message(
+                f"{counted(spaces, 'key has', 'keys have')} spaces. hloc divides the lines of its "
+                "lists of pairs at spaces.",
+                level="warning",
+            )
 
     def files(self) -> list[File]:
         """Return one file per layer."""
@@ -47,36 +60,8 @@ class Hloc(Format):
             row_bytes = 2 * selection.row_shape(layer)[0] + 4 * selection.keys.dtype.itemsize
             reserved = n * (row_bytes + _GROUP_BYTES) + (1 << 20)
             write = functools.partial(self._write, layer)
-            name = f"global-feats-{layer}.h5"
-            files.append(File(name, write, 0, n, reserved_bytes=reserved))
+            files.append(File(f"global-feats-{layer}.h5", write, 0, n, reserved_bytes=reserved))
         return files
-
-    def _check_keys(self) -> None:
-        """Check that hloc gets back every key, and warn of spaces, at which it divides its lists.
-
-        Raises:
-            ConfigError: HDF5 would change a key or not accept it.
-        """
-        spaces = 0
-        for key in self.selection.keys.tolist():
-            parts = key.split(b"/")
-            try:
-                key.decode()
-                is_name = not {b"", b".", b"..", _NAME.encode()} & {*parts} and b"\0" not in key
-            except UnicodeDecodeError:
-                is_name = False
-            if not is_name:
-                raise ConfigError(
-                    f"the key {os.fsdecode(key)!r} cannot be the name of a group in HDF5: expected "
-                    "UTF-8 text without empty parts, '.' or '..' between its '/'."
-                )
-            spaces += len(key.split()) > 1
-        if spaces:
-            log_message(
-                f"{counted(spaces, 'key has', 'keys have')} spaces. hloc divides the "
-                "lines of its lists of pairs at spaces.",
-                level="warning",
-            )
 
     def _write(self, layer: str, file: BinaryIO) -> None:
         """Write the descriptors of a layer in the order of the store."""
@@ -96,6 +81,15 @@ class Hloc(Format):
             "import h5py  # or hloc.pairs_from_retrieval.main(descriptors=..., output=..., ...)\n"
             f'with h5py.File({path}) as file:\n    x = file[{key}]["{_NAME}"][:]'
         )
+
+
+def _names_a_group(key: bytes) -> bool:
+    """Return whether HDF5 accepts a key as the name of a group, and gives it back unchanged."""
+    try:
+        key.decode()
+    except UnicodeDecodeError:
+        return False
+    return not {b"", b".", b"..", _NAME.encode()} & {*key.split(b"/")} and b"\0" not in key
 
 
 FORMATS.register(

@@ -7,18 +7,10 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from featx.base import digest, import_extra
-from featx.export.base import (
-    FORMATS,
-    File,
-    FormatMember,
-    ShardedFormat,
-    ShardOptions,
-    literal,
-)
+from featx.export import arrow
+from featx.export.base import FORMATS, File, FormatMember, ShardedFormat, ShardOptions, literal
 
-_COLUMNS = ("key", "row", "label", "status")
-_OTHER_ROW_BYTES = 128
-"""Approximate bytes of a row without its features."""
+_LISTING = ("key", "row", "label", "status")
 
 _VALUES = {"U": "string", "i": "int64", "f": "float64", "b": "bool"}
 """Kind of NumPy dtype of a store's column -> name of the type in `datasets`."""
@@ -33,11 +25,11 @@ class HuggingFace(ShardedFormat):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         import_extra("datasets", "export.format=huggingface", "the package datasets", "huggingface")
-        self._columns = self.selection.named_columns(_COLUMNS)
+        self._columns = self.selection.named_columns(_LISTING)
 
     def files(self) -> list[File]:
         """Return the Arrow shards and the two JSON files."""
-        row_bytes = self.selection.row_bytes() + _OTHER_ROW_BYTES
+        row_bytes = self.selection.row_bytes() + arrow.OTHER_ROW_BYTES
         shards = self.shards("data", "arrow", row_bytes, self._write)
         texts = {
             "dataset_info.json": self._info(),
@@ -73,20 +65,12 @@ class HuggingFace(ShardedFormat):
         """Write rows [start, stop) as an Arrow stream."""
         import pyarrow as pa
 
-        selection = self.selection
         schema = self._features().arrow_schema
         with pa.ipc.new_stream(file, schema) as writer:
-            for first, last, values in selection.blocks(start, stop):
-                columns = [
-                    pa.array(selection.key_texts(first, last), pa.string()),
-                    pa.array(selection.rows[first:last]),
-                    pa.array(selection.labels[first:last]),
-                    pa.array(selection.status[first:last]),
-                    *(pa.array(values[first:last]) for values in self._columns.values()),
-                ]
-                for name, rows in values.items():
-                    columns.append(_nested(rows, schema.field(name).type))
-                writer.write_batch(pa.RecordBatch.from_arrays(columns, schema=schema))
+            for first, last, values in self.selection.blocks(start, stop):
+                columns = arrow.listing(self.selection, first, last, _LISTING, self._columns)
+                columns |= {name: arrow.lists(rows, nested=True) for name, rows in values.items()}
+                writer.write_table(pa.table(columns).cast(schema))
 
     def _info(self) -> str:
         """Return the text of dataset_info.json."""
@@ -121,20 +105,6 @@ class HuggingFace(ShardedFormat):
             f'rows = load_from_disk({literal(out)}).with_format("numpy")\n'
             f'rows[:10][{literal(self.selection.layers[0])}], rows[:10]["label"]'
         )
-
-
-def _nested(rows: Any, kind: Any) -> Any:
-    """Convert (m, ...) rows to an Arrow array of nested fixed-size lists."""
-    import pyarrow as pa
-
-    kinds = []
-    while pa.types.is_fixed_size_list(kind):
-        kinds.append(kind)
-        kind = kind.value_type
-    array = pa.array(rows.reshape(-1))
-    for outer in reversed(kinds):
-        array = pa.FixedSizeListArray.from_arrays(array, type=outer)
-    return array
 
 
 FORMATS.register(

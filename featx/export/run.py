@@ -1,16 +1,13 @@
-"""job=export: writes the missing files of an export, one by one.
+"""job=export: writes all files of an export into a temporary folder, then renames them.
 
-A file appears under its name when it is complete, and is then added to the record of the export.
-Files that are not in the record are written again, so the same command resumes an export that was
-killed.
+An export is complete or not there: the command that was killed starts again.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, cast
 
@@ -20,21 +17,17 @@ from featx.base import CountProgress, differences, facts, log_message, size_text
 from featx.config import Config
 from featx.errors import ConfigError, RunError, StoreError, StoreMismatchError, counted
 from featx.export.base import FORMATS, File, Folder, Format
-from featx.export.hub import check_push, push
 from featx.export.selection import ExportSelection
 from featx.storage import TEMPORARY_PREFIX, AtomicFolder, exclusive_lock
 from featx.store import FeatureStore, layout, matching_layers
 from featx.types import Status
-
-_SAVE_EVERY_S = 1.0
-"""Seconds between two saves of the record: it names all files, of which there may be thousands."""
 
 RECORD = "_export.json"
 """File that describes an export. Readers of Parquet folders ignore names with an underscore."""
 
 
 def run_export(config: Config) -> dict[str, Any]:
-    """Start or resume an export until it is complete.
+    """Write an export, unless it is complete.
 
     Args:
         config: checked config with job=export.
@@ -42,8 +35,7 @@ def run_export(config: Config) -> dict[str, Any]:
     Returns:
         folder, format, layers, columns, rows, failures (failed rows that the export holds),
         left_out (failed and missing rows that it does not hold), files, bytes, seconds, already
-        (whether the export was complete before), pushed (URL of the repository, or None), and
-        opening (lines of code that open it).
+        (whether the export was complete before) and opening (lines of code that open it).
 
     Raises:
         FeatxError: the store, the format or the folder is not suitable, or the disk failed.
@@ -65,59 +57,46 @@ def run_export(config: Config) -> dict[str, Any]:
     if not len(rows):
         raise StoreError(f"{store.root} has no row that is ok: there is nothing to export.")
     layers = matching_layers(store, config.layers)
-    if config.export.push is not None:
-        check_push()
     disk = AtomicFolder(out)
     with CountProgress("B") as progress:
         selection = ExportSelection(store, layers, rows, progress.step)
         export_format = member.make(selection, config)
         disk.make_folder(out)
         with exclusive_lock(out / layout.LOCK):
-            return _write_all(disk, export_format, progress)
+            return _export(disk, export_format, progress)
 
 
-def _write_all(
-    disk: AtomicFolder, export_format: Format, progress: CountProgress
-) -> dict[str, Any]:
-    """Write the missing files; the caller holds the lock of the folder."""
+def _export(disk: AtomicFolder, export_format: Format, progress: CountProgress) -> dict[str, Any]:
+    """Write the export unless it is complete; the caller holds the lock of the folder."""
     started_at = time.perf_counter()
     selection, config, files = export_format.selection, export_format.config, export_format.files()
     fingerprint = _fingerprint_of(export_format, files)
-    _clear(disk, config.overwrite and not _was_overwriting(disk.root / RECORD, fingerprint))
-    record = _Record(disk, selection, fingerprint, files, config.overwrite)
-    missing = record.missing()
-    if missing:
-        share = sum(map(len, missing)) / max(1, sum(map(len, files)))
-        _check_room(disk, share * export_format.num_bytes)
-        progress.begin(int(share * len(selection) * selection.row_bytes()))
+    old_sizes, already = {}, False
+    if (path := disk.root / RECORD).exists():
+        record = _read(path)
+        old_sizes = record["files"]
+        if not config.overwrite:
+            _refuse_other_export(disk.root, record["fingerprint"], fingerprint)
+            already = old_sizes == _sizes(disk.root, files)
+    if not already:
+        _check_room(disk, export_format.num_bytes)
         _warn_of_odd_keys(selection)
-    for file in missing:
-        _write(disk, file)
-        # Recorded only when the file is in place; a kill in between writes the file again.
-        record.add(file)
-    record.close()
-    failed = int((selection.status != Status.OK).sum())
+        progress.begin(len(selection) * selection.row_bytes())
+        _write_all(disk, files, old_sizes, {"fingerprint": fingerprint, "about": selection.about})
     return {
         "folder": str(disk.root),
         "format": config.export.format,
         "layers": list(selection.layers),
         "columns": list(selection.columns),
         "rows": len(selection),
-        "failures": failed,
+        "failures": int((selection.status != Status.OK).sum()),
         "left_out": len(selection.store) - len(selection),
         "files": len(files),
-        "bytes": sum(record.sizes.values()),
+        "bytes": sum(_sizes(disk.root, files).values()),
         "seconds": time.perf_counter() - started_at,
-        "already": not missing,
-        "pushed": _push(disk.root, record, export_format),
+        "already": already,
         "opening": export_format.opening(disk.root),
     }
-
-
-def _push(folder: Path, record: _Record, export_format: Format) -> str | None:
-    """Upload a complete export if `export.push` is set; return the URL of the repository."""
-    repository = export_format.config.export.push
-    return None if repository is None else push(folder, record.sizes, repository, export_format)
 
 
 def _refuse_other_folders(out: Path) -> None:
@@ -139,18 +118,6 @@ def _refuse_other_folders(out: Path) -> None:
             )
 
 
-def _clear(disk: AtomicFolder, overwrite: bool) -> None:
-    """Delete temporary files, and with overwrite the files of the existing export."""
-    for leftover in list(disk.root.rglob(f"{TEMPORARY_PREFIX}*")):
-        disk.remove(leftover)
-    record = disk.root / RECORD
-    if overwrite and record.exists():
-        # The record is deleted last: after a kill, it still names the files to delete.
-        for name in _read(record)["planned"]:
-            disk.remove(_path_inside(disk.root, name))
-        disk.remove(record)
-
-
 def _fingerprint_of(export_format: Format, files: Sequence[File | Folder]) -> dict[str, Any]:
     """Return the description that two exports with the same content share.
 
@@ -167,157 +134,99 @@ def _fingerprint_of(export_format: Format, files: Sequence[File | Folder]) -> di
     return fingerprint
 
 
-def _was_overwriting(path: Path, fingerprint: dict[str, Any]) -> bool:
-    """Return whether overwrite=true has started this same export before and not completed it."""
-    if not path.exists():
-        return False
-    record = _read(path)
-    was_started = record.get("overwrite") is True and record.get("complete") is False
-    return was_started and not differences(record["fingerprint"], fingerprint)
-
-
-class _Record:
-    """File that describes an export and lists its complete files.
-
-    Args:
-        disk: folder of the export.
-        selection: rows and layers.
-        fingerprint: description of the content.
-        files: all files of the export.
-        overwrite: whether the export was started with overwrite=true.
-
-    Attributes:
-        sizes: name -> size in bytes of each complete file.
+def _refuse_other_export(root: Path, old: dict[str, Any], fingerprint: dict[str, Any]) -> None:
+    """Check that an existing export has the content that the command asks for.
 
     Raises:
-        StoreMismatchError: the folder holds an export of something else.
-        StoreError: the existing record is damaged.
+        StoreMismatchError: it has not.
     """
+    changed = differences(old, fingerprint)
+    if changed:
+        lines = [f"  {key}: {_shorten(old)}, now {_shorten(new)}" for key, old, new in changed]
+        raise StoreMismatchError(
+            f"{root} holds an export of something else:\n"
+            + "\n".join(lines)
+            + "\nChoose another out=DIR, or replace it with overwrite=true."
+        )
 
-    def __init__(
-        self,
-        disk: AtomicFolder,
-        selection: ExportSelection,
-        fingerprint: dict[str, Any],
-        files: Sequence[File | Folder],
-        overwrite: bool,
-    ) -> None:
-        self.sizes: dict[str, int] = {}
-        self._disk, self._files = disk, files
-        self._path = disk.root / RECORD
-        self._fingerprint = fingerprint
-        self._overwrite = overwrite
-        self._about = selection.about
-        self._saved_at = -math.inf
-        if self._path.exists():
-            self._take_over()
 
-    def _take_over(self) -> None:
-        """Continue the existing record; a file whose size differs from the record is written again.
-
-        Raises:
-            StoreMismatchError: it describes an export of something else.
-        """
-        record = _read(self._path)
-        changed = differences(record["fingerprint"], self._fingerprint)
-        if changed:
-            lines = [f"  {key}: {_shorten(old)}, now {_shorten(new)}" for key, old, new in changed]
-            raise StoreMismatchError(
-                f"{self._disk.root} holds an export of something else:\n"
-                + "\n".join(lines)
-                + "\nChoose another out=DIR, or replace it with overwrite=true."
-            )
-        self._overwrite = self._overwrite or record.get("overwrite") is True
-        for name, size in record["whole"].items():
-            if size == _size(_path_inside(self._disk.root, name)):
-                self.sizes[name] = size
-
-    def missing(self) -> list[File | Folder]:
-        """Return the files that are not complete, in order."""
-        files = [file for file in self._files if file.name not in self.sizes]
-        if files:
-            self._save(complete=False)
-        return files
-
-    def add(self, file: File | Folder) -> None:
-        """Record that a file is complete; a kill within a second writes it again."""
-        self.sizes[file.name] = _size(self._disk.root / file.name)
-        if time.monotonic() - self._saved_at > _SAVE_EVERY_S:
-            self._save(complete=False)
-
-    def close(self) -> None:
-        """Record that all files are complete."""
-        self._save(complete=True)
-
-    def _save(self, complete: bool) -> None:
-        """Replace the file atomically."""
-        record = {
-            "complete": complete,
-            "overwrite": self._overwrite,
-            "fingerprint": self._fingerprint,
-            "planned": [file.name for file in self._files],
-            "whole": self.sizes,
-            "about": self._about,
-        }
-        self._disk.replace(self._path, json.dumps(record, indent=2).encode())
-        self._saved_at = time.monotonic()
+def _write_all(
+    disk: AtomicFolder,
+    files: Sequence[File | Folder],
+    old_names: Iterable[str],
+    record: dict[str, Any],
+) -> None:
+    """Write files into a temporary folder, and put them in the place of those of an old export."""
+    root = disk.root
+    temporary = AtomicFolder(root / f"{TEMPORARY_PREFIX}export")
+    for left_by_killed in list(root.glob(f"{TEMPORARY_PREFIX}*")):
+        disk.remove(left_by_killed)
+    try:
+        for file in files:
+            temporary.make_folder((temporary.root / file.name).parent)
+            _write(temporary, file)
+        # The old files go before the record changes, and the new ones come after: a process that is
+        # killed here leaves a record whose files are missing, and never one of other files.
+        for name in old_names:
+            disk.remove(root / name)
+        record = {**record, "files": _sizes(temporary.root, files)}
+        disk.replace(root / RECORD, json.dumps(record, indent=2).encode())
+        for file in files:
+            disk.make_folder((root / file.name).parent)
+            (temporary.root / file.name).rename(root / file.name)
+        for folder in {(root / file.name).parent for file in files}:
+            disk.sync_folder(folder)
+    finally:
+        disk.remove(temporary.root)
 
 
 def _read(path: Path) -> dict[str, Any]:
     """Read a record.
 
     Raises:
-        StoreError: it cannot be read, or lacks an entry.
+        StoreError: it cannot be read, lacks an entry, or names a file outside its folder.
     """
     try:
         record: dict[str, Any] = json.loads(path.read_bytes())
-        has_entries = isinstance(record["fingerprint"], dict) and isinstance(record["whole"], dict)
-        if not has_entries or not isinstance(record["planned"], list):
+        if not all(isinstance(record[entry], dict) for entry in ("fingerprint", "files")):
             raise ValueError("it has other entries")
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise StoreError(
             f"{path} cannot be read: {error}. It records what the folder holds. Choose another "
             "out=DIR, or delete the folder."
         ) from error
+    for name in record["files"]:
+        parts = PurePosixPath(name).parts
+        if not parts or ".." in parts or name.startswith("/"):
+            raise StoreError(f"{path} names a file that is not below its folder: {name!r}.")
     return record
 
 
-def _path_inside(root: Path, name: object) -> Path:
-    """Return the path of a file that a record names.
-
-    Raises:
-        StoreError: it would be outside the export.
-    """
-    parts = PurePosixPath(str(name)).parts
-    if not parts or ".." in parts or str(name).startswith("/"):
-        raise StoreError(f"{root / RECORD} names a file that is not below it: {name!r}.")
-    return root / str(name)
-
-
-def _size(path: Path) -> int:
-    """Return the bytes of a file, or of all files of a folder; -1 if it does not exist."""
-    if path.is_dir():
-        return sum(inner.stat().st_size for inner in path.rglob("*") if inner.is_file())
-    return path.stat().st_size if path.is_file() else -1
+def _sizes(root: Path, files: Iterable[File | Folder]) -> dict[str, int]:
+    """Return name -> bytes of files and folders; -1 for those that do not exist."""
+    sizes = {}
+    for file in files:
+        path = root / file.name
+        if path.is_dir():
+            sizes[file.name] = sum(p.stat().st_size for p in path.rglob("*") if p.is_file())
+        else:
+            sizes[file.name] = path.stat().st_size if path.is_file() else -1
+    return sizes
 
 
-def _write(disk: AtomicFolder, file: File | Folder) -> None:
-    """Write one file or folder atomically."""
-    path = disk.root / file.name
-    if not path.parent.is_dir():
-        disk.make_folder(path.parent)
+def _write(folder: AtomicFolder, file: File | Folder) -> None:
+    """Write one file or folder of the export."""
+    path = folder.root / file.name
     if isinstance(file, Folder):
-        disk.remove(path)  # complete, but the process was killed before it was recorded
-        with disk.fill_folder(path) as folder:
-            file.write(folder)
-        return
-    if file.reserved_bytes is not None:
-        with disk.reserve_file(path, file.reserved_bytes, replace=True) as stream:
+        with folder.fill_folder(path) as unfinished:
+            file.write(unfinished)
+    elif file.reserved_bytes is not None:
+        with folder.reserve_file(path, file.reserved_bytes) as reserved:
             # h5py calls the methods of a file that ReservedFile has.
-            file.write(cast(BinaryIO, stream))
-        return
-    with disk.stream_file(path) as stream:
-        file.write(stream)
+            file.write(cast(BinaryIO, reserved))
+    else:
+        with folder.stream_file(path) as stream:
+            file.write(stream)
 
 
 def _check_room(disk: AtomicFolder, needed: float) -> None:
@@ -375,6 +284,5 @@ def describe_export(summary: dict[str, Any]) -> str:
             "already complete" if summary["already"] else f"{summary['seconds']:.1f}",
         ),
         ("folder", summary["folder"]),
-        *([("pushed", summary["pushed"])] if summary["pushed"] else []),
     ]
     return f"{facts(rows)}\n\n{summary['opening']}"

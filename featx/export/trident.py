@@ -62,7 +62,6 @@ class TridentOptions(ExportConfig):
     """Also write h5_files and pt_files as CLAM reads them, in float32."""
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         if self.encoder is not None and "/" in self.encoder:
             raise ConfigError(f"export.encoder={self.encoder}: expected a name without '/'.")
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from acceptance.photographs import large_folder
@@ -194,18 +195,19 @@ def precisions(settings: Settings) -> Mapping[str, Any]:
 
 
 def scripts_in_turn(settings: Settings) -> Mapping[str, Any]:
-    """job=bench: the script that a user writes, and featx, in turns."""
+    """scripts/benchmark bench: the script that a user writes, and featx, in turns."""
     model = "test_resnet" if settings.dry_run else "resnet50"
     images = "64" if settings.dry_run else "4096"
+    script = Path(__file__).parents[1] / "benchmark"
+    options = {"device": settings.device, "model": {"name": model, "weights": None}}
     done = subprocess.run(
-        [sys.executable, "-m", "featx", "job=bench", "job.json=true", f"model={model}",
-         "model.weights=null", f"bench.num_images={images}", "bench.runs=1",
-         f"device={settings.device}"],
+        [sys.executable, str(script), "bench", "--json", "--runs", "1", "--images", images,
+         "--options", json.dumps(options)],
         cwd=settings.work, capture_output=True, text=True, check=False,
     )  # fmt: skip
     if done.returncode:
         raise RuntimeError(done.stderr[-1000:])
-    return {"rows": [{"job=bench": " ".join(done.stdout.split())[:2000]}]}
+    return {"rows": [{"scripts/benchmark bench": " ".join(done.stdout.split())[:2000]}]}
 
 
 def dataloader_scripts(settings: Settings) -> Mapping[str, Any]:

@@ -9,10 +9,10 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
+from benchmarks.photos import make_photos
 from PIL import Image
 
 from acceptance.steps import DRY_IMAGES, Settings
-from featx.jobs.bench.photos import make_photos
 
 _SIZES = [(500, 375)] * 33 + [(375, 500)] * 10 + [(500, 333)] * 10 + [(333, 500)] * 5
 _SIZES += [(400 + 13 * i % 220, 300 + 29 * i % 260) for i in range(42)]

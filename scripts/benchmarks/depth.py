@@ -7,10 +7,10 @@ import statistics
 import tempfile
 from pathlib import Path
 
+from benchmarks import contenders
 from benchmarks.commands import Add
+from benchmarks.photos import make_photos
 from benchmarks.random_weights import make_config
-from featx.jobs.bench import contenders
-from featx.jobs.bench.photos import make_photos
 
 
 def run(arguments: argparse.Namespace) -> None:

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 from benchmarks.commands import Add
-from featx.jobs.bench.photos import make_photos
+from benchmarks.photos import make_photos
 
 POLL_S = 0.02
 TIMEOUT_S = 600.0

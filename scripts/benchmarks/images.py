@@ -33,10 +33,10 @@ def decode(arguments: argparse.Namespace) -> None:
     from PIL import Image
     from torchvision.transforms import v2
 
+    from benchmarks.photos import make_photos
     from featx.images import ImagePolicy, Preprocess
     from featx.images.decode import decode_array
     from featx.images.image_policy import SIMPLEJPEG
-    from featx.jobs.bench.photos import make_photos
 
     torch.set_num_threads(1)
     transform = v2.Compose(

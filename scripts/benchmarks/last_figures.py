@@ -21,8 +21,8 @@ from pathlib import Path
 
 from benchmarks.checkout import run_in_checkout
 from benchmarks.figures import Figure, read_figures
+from benchmarks.photos import make_photos
 from benchmarks.startup import processor_seconds
-from featx.jobs.bench.photos import make_photos
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 

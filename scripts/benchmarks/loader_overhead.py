@@ -21,10 +21,10 @@ import numpy as np
 import torch
 
 from benchmarks.commands import Add
+from benchmarks.photos import make_photos
 from featx.base import keep_freed_memory
 from featx.images import DecodeSettings, ImagePolicy, Loader, Preprocess
 from featx.images.image_policy import SIMPLEJPEG
-from featx.jobs.bench.photos import make_photos
 from featx.sources import FolderSource
 from featx.types import Listing, Part, Source
 

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks import contenders
 from benchmarks.commands import Add
+from benchmarks.photos import make_photos
 from benchmarks.random_weights import make_config
 from featx.config import Config
-from featx.jobs.bench import contenders
-from featx.jobs.bench.photos import make_photos
 
 SCRIPT = "the user's script"
 FEATX, FEATX_FP32 = "featx", "featx precision=fp32"

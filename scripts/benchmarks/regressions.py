@@ -18,7 +18,7 @@ from benchmarks import last_figures
 from benchmarks.checkout import run_in_checkout
 from benchmarks.commands import Add
 from benchmarks.figures import Figure, read_figures
-from featx.jobs.bench.photos import make_photos
+from benchmarks.photos import make_photos
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 MODELS = ("resnet50", "vit_b_16", "vit_small_patch16_224", "convnext_tiny", "efficientnet_lite0")

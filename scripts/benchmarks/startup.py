@@ -16,7 +16,7 @@ from pathlib import Path
 
 from benchmarks.commands import Add
 from benchmarks.figures import print_figures
-from featx.jobs.bench.photos import make_photos
+from benchmarks.photos import make_photos
 
 
 @dataclass

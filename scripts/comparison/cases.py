@@ -248,7 +248,7 @@ LABELLED = (
     f"data.columns=[patient,age,tags,use] {SMALL} 'layers={{conv: none, pool: flatten}}' out=store"
 )
 FORMATS = ("npy", "parquet", "safetensors", "zarr", "webdataset", "huggingface")
-VECTOR_FORMATS = ("faiss", "hloc", "clip_retrieval", "projector", "thingsvision")
+VECTOR_FORMATS = ("faiss", "hloc", "clip_retrieval")
 
 JOBS = {
     "probe": (

@@ -453,7 +453,7 @@ def test_what_cannot_be_compared_is_refused_before_the_work(photos: Path) -> Non
         ({"codec": "gzip"}, "codec has no effect with job=stats"),
         ({"pack": False}, "pack has no effect with job=stats"),
         ({"grow": True}, "grow has no effect with job=stats"),
-        ({"store": "x"}, "store has an effect with all jobs except job=attribute, job=bench"),
+        ({"store": "x"}, "store has an effect with all jobs except job=attribute, job=doctor"),
         (
             {"stats": {"observation": "pixel"}},
             "stats.observation=pixel: expected one of image, position",

@@ -136,20 +136,6 @@ def huggingface(out: Path) -> Table:
     return Table(keys, rows, labels, status, layers, classes, files, columns)
 
 
-def projector(out: Path) -> Table:
-    lines = (out / "metadata.tsv").read_text("utf-8").splitlines()
-    titles = lines[0].split("\t")
-    assert titles[:3] == ["label", "key", "row"]
-    classes, keys, rows, *rest = zip(*(line.split("\t") for line in lines[1:]), strict=True)
-    columns = {name: list(cells) for name, cells in zip(titles[3:], rest, strict=True)}
-    layers = {
-        path.stem.removeprefix("vectors-"): np.loadtxt(path, delimiter="\t", ndmin=2)
-        for path in out.glob("vectors-*.tsv")
-    }
-    shown = [None if name == "(none)" else name for name in classes]
-    return Table(list(keys), [int(row) for row in rows], [], [], layers, shown, columns=columns)
-
-
 def webdataset(out: Path) -> Table:
     import webdataset as wds
 
@@ -228,15 +214,6 @@ def hloc(out: Path) -> Table:
     return _listed(layers, keys)
 
 
-def thingsvision(out: Path) -> Table:
-    names = (out / "file_names.txt").read_text("utf-8").split("\n")
-    assert names.pop() == ""
-    layers = list(json.loads((out / "_export.json").read_text())["fingerprint"]["layers"])
-    folders = [out] if len(layers) == 1 else [out / name for name in layers]
-    rows = [np.load(folder / "features.npy") for folder in folders]
-    return _listed(dict(zip(layers, rows, strict=True)), names)
-
-
 def trident(out: Path) -> Table:
     """As TRIDENT reads features with coordinates; keys are slide and corner."""
     import h5py
@@ -253,30 +230,15 @@ def trident(out: Path) -> Table:
     return _listed(layers, keys)
 
 
-def lance(out: Path) -> Table:
-    import lance
-
-    table = lance.dataset(str(out / "features.lance")).to_table()
-    listing = ("row", "key", "label", "class")
-    (name,) = [name for name in table.column_names if name not in listing]
-    column = table.column(name).combine_chunks()
-    rows, keys, labels, classes = (table.column(one).to_pylist() for one in listing)
-    values = column.flatten().to_numpy().reshape(len(table), -1)
-    return _listed({name: values}, keys, rows=rows, labels=labels, classes=classes)
-
-
 READERS = {
     "npy": npy,
     "parquet": parquet,
     "safetensors": safetensors,
     "zarr": zarr,
     "huggingface": huggingface,
-    "projector": projector,
     "webdataset": webdataset,
     "clip_retrieval": clip_retrieval,
     "faiss": faiss,
     "hloc": hloc,
-    "thingsvision": thingsvision,
     "trident": trident,
-    "lance": lance,
 }

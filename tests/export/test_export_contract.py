@@ -85,11 +85,6 @@ class TestFaiss(_UnitVectors):
     rtol = 1e-6
 
 
-class TestThingsVision(_Vectors):
-    kind = "thingsvision"
-    layers = ("stem",)
-
-
 class TestTrident(_Vectors):
     kind = "trident"
 
@@ -124,28 +119,3 @@ class TestTrident(_Vectors):
         at = [key.rpartition("#") for key in store.keys[rows]]
         places = [(Path(image).stem, *map(int, box.split(",")[1::-1])) for image, _, box in at]
         return rows[sorted(range(len(rows)), key=lambda i: places[i])]
-
-
-class TestLance(_Vectors):
-    kind = "lance"
-    has_fixed_bytes = False
-
-    @pytest.fixture(autouse=True, scope="class")
-    @classmethod
-    def _needs_lance(cls) -> None:
-        pytest.importorskip("lance", reason="pylance takes 200 MB, which dev does not install")
-
-
-class TestProjector(_Format):
-    kind = "projector"
-    layers = ("head",)
-    rtol = 1e-5
-    is_opened_by_code = False
-
-    @pytest.fixture(scope="class")
-    @classmethod
-    def export_options(cls) -> Mapping[str, Any]:
-        return {"format": "projector", "ok_only": True}
-
-    def exported_rows(self, store: featx.FeatureStore) -> np.ndarray:
-        return np.flatnonzero(store.ok)

@@ -44,7 +44,6 @@ TITLES = {
     "safetensors": "column.status",
     "zarr": "status",
     "huggingface": "column.status",
-    "projector": "status",
     "webdataset": "status",
 }
 """Format with columns -> what it calls the column `status`; tables have one of that name."""
@@ -79,9 +78,6 @@ def expected(kind: str, rows: list[int]) -> dict[str, list[Any]]:
     chosen = {name: [values[row] for row in rows] for name, values in COLUMNS.items()}
     if kind == "webdataset":
         chosen["score"] = [None if math.isnan(v) else v for v in chosen["score"]]
-    if kind == "projector":
-        chosen["score"] = ["" if math.isnan(v) else v for v in chosen["score"]]
-        chosen = {name: [str(v) for v in values] for name, values in chosen.items()}
     return {TITLES[kind] if name == "status" else name: v for name, v in chosen.items()}
 
 
@@ -90,8 +86,6 @@ def expected(kind: str, rows: list[int]) -> dict[str, list[Any]]:
 def test_columns_stay_with_their_rows(
     kind: str, ok_only: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    if kind == "projector" and not ok_only:
-        pytest.skip("it takes no failed rows")
     store = make_store()
     shards = {"shard_gib": 300 / 2**30} if kind in ("safetensors", "webdataset") else {}
     export(kind, export={"ok_only": ok_only, **shards})
@@ -106,8 +100,7 @@ def test_columns_stay_with_their_rows(
     assert sorted(found.layers) == ["pool"]
     if not ok_only:
         assert np.isnan(found.layers["pool"][BROKEN]).all()
-    if kind != "projector":
-        assert np.array_equal(found.layers["pool"], store["pool"][rows], equal_nan=True)
+    assert np.array_equal(found.layers["pool"], store["pool"][rows], equal_nan=True)
     if shards:
         assert len(found.files) > 1
     assert "columns age, patient, score, smokes, status" in " ".join(
@@ -185,15 +178,6 @@ def test_a_name_that_zarr_has_no_place_for() -> None:
     with pytest.raises(ConfigError, match=r"zarr\.json.*Choose another export\.format"):
         export("zarr")
     assert not Path("out").exists()
-
-
-def test_names_in_the_projectors_table() -> None:
-    ones, twos = [1] * 7, [2] * 7
-    make_store({"label": ones, "column.label": twos, "a\tb": ["x\ty"] * 7})
-    found = READERS["projector"](export("projector", export={"ok_only": True}))
-    assert found.columns == {
-        r"a\tb": [r"x\ty"] * 6, "column.label": ["2"] * 6, "column.column.label": ["1"] * 6
-    }  # fmt: skip
 
 
 def test_an_export_of_other_columns_is_refused() -> None:

@@ -6,7 +6,6 @@ their sources read. Fields of other formats are compared in test_export_contract
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,6 @@ from format_readers import READERS
 from made_store import MadeRun, make_run
 from tiny_model import run_job
 
-import featx
 from featx.errors import ConfigError, RunError, StoreMismatchError
 from featx.export import selection
 
@@ -55,7 +53,7 @@ def unit(rows: np.ndarray) -> np.ndarray:
     return rows / np.linalg.norm(rows.astype(np.float64), axis=1, keepdims=True)
 
 
-@pytest.mark.parametrize("kind", ["clip_retrieval", "faiss", "hloc", "thingsvision"])
+@pytest.mark.parametrize("kind", ["clip_retrieval", "faiss", "hloc"])
 def test_failed_rows_are_left_out_and_counted(
     kind: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -248,22 +246,6 @@ class TestHloc:
         assert "1 key has spaces" in capsys.readouterr().err
 
 
-class TestThingsVision:
-    def test_layers_have_folders_and_rows_their_shape(self) -> None:
-        run = make_run(9, 4, {"flat": (2,), "tokens": (3, 4)}, failed=[3])
-        run.write(Path("store"))
-        found = READERS["thingsvision"](export("thingsvision"))
-        ok = run.status() == 0
-        assert found.layers["tokens"].shape == (8, 3, 4)
-        for name, rows in found.layers.items():
-            assert np.array_equal(rows, run.expected(name)[ok])
-
-    def test_a_key_with_a_line_end_is_refused(self) -> None:
-        with_keys(make_run(1, 1, {"flat": (2,)}), [b"a\nb.jpg"]).write(Path("store"))
-        with pytest.raises(ConfigError, match="contains a line end"):
-            export("thingsvision")
-
-
 @dataclass
 class SlideTiles:
     """A slide as TRIDENT's slide encoders get it: features, coordinates, attributes of these."""
@@ -363,7 +345,6 @@ class TestTrident:
         export("trident", magnification=40)
         with pytest.raises(StoreMismatchError, match="options"):
             export("trident", magnification=20)
-        assert json.loads(Path("out/_export.json").read_text())["complete"]
 
     @pytest.mark.parametrize(
         ("keys", "problem"),
@@ -390,44 +371,3 @@ class TestTrident:
         assert np.array_equal(first.features, run.features["flat"][[0, 2]])
         other = SlideTiles.read(out / "features_flat/a#1x.h5")
         assert np.array_equal(other.features, run.features["flat"][[1]])
-
-
-class TestLance:
-    def test_a_token_is_a_line_and_the_nearest_row_is_itself(self) -> None:
-        lance = pytest.importorskip("lance", reason="pylance takes 200 MB, which dev lacks")
-        run = make_run(9, 4, {"flat": (2,), "tokens": (3, 4)}, failed=[3], dtype="float16")
-        run.write(Path("store"))
-        out = export("lance")
-        ok = np.flatnonzero(run.status() == 0)
-        table = lance.dataset(str(out / "tokens.lance"))
-        found = table.take([4, 23]).to_pylist()
-        assert [(line["row"], line["position"]) for line in found] == [(1, 1), (8, 2)]
-        for line in found:
-            expected = run.features["tokens"][line["row"], line["position"]]
-            assert np.array_equal(np.array(line["tokens"], np.float16), expected)
-        assert table.count_rows() == 3 * len(ok)
-        vectors = lance.dataset(str(out / "features.lance"))
-        asked = run.features["flat"][5].astype(np.float32)
-        nearest = vectors.to_table(nearest={"column": "flat", "q": asked, "k": 1})
-        assert nearest["row"].to_pylist() == [5]
-        assert featx.open("store").key_bytes[5].decode() == nearest["key"].to_pylist()[0]
-
-    def test_dots_and_reserved_names_are_replaced(self) -> None:
-        lance = pytest.importorskip("lance", reason="pylance takes 200 MB, which dev lacks")
-        run = make_run(5, 4, {"blocks.6": (2,), "blocks.7:input": (3, 4)}, dtype="float32")
-        columns = {"site.name": np.array(list("abcde"), "S"), "_rowid": np.arange(5)[::-1]}
-        with_keys(run, run.listing.keys.tolist(), **columns).write(Path("store"))
-        out = export("lance")
-        vectors = lance.dataset(str(out / "features.lance")).to_table()
-        assert vectors["blocks_6"].to_pylist() == run.features["blocks.6"].tolist()
-        assert vectors["site_name"].to_pylist() == ["a", "b", "c", "d", "e"]
-        assert vectors["column__rowid"].to_pylist() == [4, 3, 2, 1, 0]
-        tokens = lance.dataset(str(out / "blocks.7:input.lance")).to_table()
-        expected = run.features["blocks.7:input"][1, 1].tolist()
-        assert tokens["blocks_7:input"].to_pylist()[4] == expected
-
-    def test_names_that_differ_by_dots_only_are_refused(self) -> None:
-        pytest.importorskip("lance", reason="pylance takes 200 MB, which dev lacks")
-        make_run(5, 4, {"a.b": (2,), "a_b": (2,)}).write(Path("store"))
-        with pytest.raises(ConfigError, match=r"a\.b and a_b would both be the column a_b"):
-            export("lance")

@@ -97,7 +97,7 @@ NOT_REACHED = {
     # The plan is that of the run the same options would make, with its checks.
     "plan": {"max_failures", "executor", "target", "tensorboard", "grow"},
     "stats": {"executor", "target", "profile", "stats.reference"},
-    "export": {"export.incomplete"},
+    "export": {"export.incomplete", "overwrite"},
     # What a saved config says of these is compared with what they say.
     "predict": {"data", "model", "reduce.name"},
     "verify": {"model", "reduce.name"},
@@ -237,8 +237,6 @@ def test_a_job_accepts_what_it_reads_and_refuses_the_rest(
         ("export", {"store": "store", "seed": 0}, "seed has no effect with job=export"),
         ("predict", {"store": "store", "batch_size": "auto"}, "batch_size has no effect"),
         ("layers", {"reduce": "avg"}, "reduce has no effect with job=layers"),
-        ("bench", {"out": "x"}, "out has no effect with job=bench"),
-        ("bench", {"model": {"args": {}, "transform": {"scale": 1}}}, "job=bench compares images"),
         ("extract", {"probe": {"k": None}}, r"probe\.k has an effect with job=probe only"),
     ],
 )
@@ -285,7 +283,7 @@ def test_an_option_that_most_jobs_read_names_the_others() -> None:
     with pytest.raises(ConfigError, match=r"with all jobs except job=attribute, .* and job=stats"):
         check(config)
     assert {job.name for job in JOBS if job.input is Input.IMAGES} == {
-        *("attribute", "bench", "extract", "layers", "plan", "stats")
+        *("attribute", "extract", "layers", "plan", "stats")
     }
 
 

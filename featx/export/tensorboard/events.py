@@ -5,7 +5,6 @@ The run never depends on them. If they cannot be written, a warning is logged an
 
 from __future__ import annotations
 
-import io
 import os
 import socket
 import time
@@ -18,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from featx.base import log_message
-from featx.errors import FeatxError, MissingExtraError
+from featx.errors import FeatxError, MissingExtraError, first_line
 from featx.export.tensorboard.histogram import Histogram
 from featx.export.tensorboard.projector import write_projector
 from featx.pipeline import RunObserver
@@ -32,8 +31,6 @@ if TYPE_CHECKING:
 PROJECTOR_ROWS = 1000
 """Number of rows in the projector with tensorboard=true."""
 
-_HISTOGRAM_TEXT = "Values as stored, of the rows of a part that did not fail."
-"""Description of the histograms in TensorBoard."""
 _GRAPH = ".graph"
 """Ending of the name of an event file that contains the graph."""
 
@@ -47,11 +44,8 @@ def require_tensorboard() -> None:
         MissingExtraError: it is missing or cannot be imported.
     """
     try:
-        import tensorboard.compat.proto.event_pb2
-        import tensorboard.plugins.histogram.metadata
-        import tensorboard.plugins.projector.projector_config_pb2
-        import tensorboard.summary.writer.record_writer
-        import tensorboard.util.tensor_util  # noqa: F401
+        import tensorboard.plugins.projector.projector_config_pb2  # noqa: F401
+        import torch.utils.tensorboard  # noqa: F401
     except (ImportError, TypeError) as error:  # TypeError: incompatible version of protobuf
         reason = str(error).splitlines()[0]
         raise MissingExtraError(
@@ -122,17 +116,49 @@ class RunEvents(RunObserver):
         scalars["run/failures"] = self._failures
         self._failures, self._seconds, self._since = 0, dict(seconds), now
         try:
-            self._append(_part_record(part.stop, scalars, self._histograms))
+            self._write(part.stop, scalars)
         except OSError as error:
             self._failed = True
             log_message(
                 f"{_failure_text(error)} The run continues without events.", level="warning"
             )
 
+    def _write(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Append scalars, and the histograms since the last call, to the file of this process.
+
+        SummaryWriter would do it in a thread, whose errors end in a traceback on stderr.
+        """
+        from tensorboard.compat.proto.event_pb2 import Event
+        from torch.utils.tensorboard import RecordWriter, summary
+
+        make: Any = summary  # its functions have no type annotations
+        now = time.time()
+        summaries = [make.scalar(tag, value) for tag, value in scalars.items()]
+        for name, histogram in self._histograms.items():
+            edges, counts = histogram.take()
+            if len(counts):
+                middles = edges[:-1] / 2 + edges[1:] / 2
+                sums = float(counts @ middles), float(counts @ middles**2)
+                limits = edges[0], edges[-1]
+                bins = edges[1:].tolist(), counts.tolist()
+                tag = f"activations/{name}"
+                summaries.append(make.histogram_raw(tag, *limits, int(counts.sum()), *sums, *bins))
+        events = [Event(wall_time=now, step=step, summary=each) for each in summaries]
+        if self._path is None:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            # TensorBoard reads the files of a folder in the order of their names.
+            name = f"events.out.tfevents.{time.time():020.9f}.{socket.gethostname()}.{os.getpid()}"
+            self._path = self._folder / name
+            events.insert(0, Event(wall_time=now, file_version="brain.Event:2"))
+        with self._path.open("ab") as file:
+            for event in events:
+                RecordWriter(file).write(event.SerializeToString())
+
     def run_finished(self) -> None:
         """Write the graph of the model and the projector, after all features are computed."""
         try:
-            self._write_graph()
+            if not self._failed:
+                self._write_graph()
             option = self._context.config.tensorboard
             num_rows = PROJECTOR_ROWS if option is True else option
             store = FeatureStore(self._session.root, verify="rows")
@@ -145,29 +171,30 @@ class RunEvents(RunObserver):
             return
         log_message(f"tensorboard --logdir {self._folder.parent} shows the run")
 
-    def _append(self, records: bytes) -> None:
-        """Append records to the event file of this process."""
-        if self._path is None:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            self._path = self._folder / _event_file_name()
-            records = _version_record() + records
-        with self._path.open("ab") as file:
-            file.write(records)
-
     def _write_graph(self) -> None:
         """Write the graph to a separate file, once per run."""
         if any(self._folder.glob(f"*{_GRAPH}")):
             return
+        import torch
+        from torch.utils.tensorboard import SummaryWriter
+
         module, x = self._context.engine.without_hooks()
-        try:
-            record = _graph_record(module, x)
-        except Exception as error:  # noqa: BLE001 - the user's module runs in it
-            reason = str(error).strip().splitlines() or [type(error).__name__]
-            log_message(f"tensorboard: no graph of this model, torch.jit.trace fails: {reason[0]}")
-            return
-        self._session.disk.make_folder(self._folder)
-        path = self._folder / (_event_file_name() + _GRAPH)
-        self._session.disk.replace(path, _version_record() + record)
+        trace: Any = torch.jit.trace  # it has no type annotations
+        with torch.no_grad(), warnings.catch_warnings():
+            # Tracing is deprecated and warns about everything that it cannot follow, which is
+            # acceptable in a graph for viewing.
+            warnings.simplefilter("ignore")
+            try:
+                # add_graph itself would trace strictly, which refuses models that return a dict,
+                # run the model three more times, and print errors to stdout.
+                traced = trace(module, (x,), strict=False, check_trace=False)
+                with SummaryWriter(str(self._folder), filename_suffix=_GRAPH) as writer:
+                    writer.add_graph(traced, (x,))
+            except OSError:
+                raise
+            except Exception as error:  # noqa: BLE001 - the user's module runs in it
+                reason = first_line(error)
+                log_message(f"tensorboard: no graph of this model, torch.jit.trace fails: {reason}")
 
 
 def _run_number(session: StoreSession) -> int:
@@ -185,68 +212,3 @@ def _run_number(session: StoreSession) -> int:
 def _failure_text(error: Exception) -> str:
     """Return the warning for events that cannot be written."""
     return f"events for TensorBoard could not be written: {error}".rstrip(".") + "."
-
-
-def _event_file_name() -> str:
-    """Return a new file name; TensorBoard reads the files of a folder in the order of names."""
-    seconds, nanoseconds = divmod(time.time_ns(), 1_000_000_000)
-    return (
-        f"events.out.tfevents.{seconds:010d}.{nanoseconds:09d}.{socket.gethostname()}.{os.getpid()}"
-    )
-
-
-def _record(**fields: Any) -> bytes:
-    """Serialise one event in the framing of event files."""
-    from tensorboard.compat.proto.event_pb2 import Event
-    from tensorboard.summary.writer.record_writer import RecordWriter
-
-    buffer = io.BytesIO()
-    RecordWriter(buffer).write(Event(wall_time=time.time(), **fields).SerializeToString())
-    return buffer.getvalue()
-
-
-def _version_record() -> bytes:
-    """Return the record that every event file begins with."""
-    return _record(file_version="brain.Event:2")
-
-
-def _part_record(
-    step: int, scalars: Mapping[str, float], histograms: Mapping[str, Histogram]
-) -> bytes:
-    """Serialise timings and histograms of one part, and reset the histograms."""
-    from tensorboard.compat.proto.summary_pb2 import Summary
-    from tensorboard.plugins.histogram.metadata import create_summary_metadata
-    from tensorboard.util.tensor_util import make_tensor_proto
-
-    summary = Summary()
-    for tag, value in scalars.items():
-        summary.value.add(tag=tag, simple_value=value)
-    metadata = create_summary_metadata(display_name="", description=_HISTOGRAM_TEXT)
-    for name, histogram in histograms.items():
-        tensor = make_tensor_proto(histogram.take())
-        summary.value.add(tag=f"activations/{name}", metadata=metadata, tensor=tensor)
-    return _record(step=step, summary=summary)
-
-
-def _graph_record(module: Any, x: Any) -> bytes:
-    """Trace a module with a batch (1, 3, H, W) and serialise its graph.
-
-    The result is that of add_graph of torch.utils.tensorboard. That function traces strictly, so a
-    model that returns a dict has no graph, and runs the model three more times to verify the trace.
-    """
-    import torch
-    from tensorboard.compat.proto.graph_pb2 import GraphDef
-    from tensorboard.compat.proto.versions_pb2 import VersionDef
-    from torch.jit._trace import TracerWarning
-    from torch.utils.tensorboard._pytorch_graph import parse
-
-    trace: Any = torch.jit.trace  # torch.jit.trace has no type annotations
-    with torch.no_grad(), warnings.catch_warnings():
-        # Tracing is deprecated and warns about everything that it cannot follow, which is
-        # acceptable in a graph for viewing.
-        warnings.simplefilter("ignore", FutureWarning)
-        warnings.simplefilter("ignore", TracerWarning)
-        traced = trace(module, (x,), strict=False, check_trace=False)
-        nodes = parse(traced.inlined_graph, traced)  # type: ignore[no-untyped-call]
-    graph = GraphDef(node=nodes, versions=VersionDef(producer=22))
-    return _record(graph_def=graph.SerializeToString())

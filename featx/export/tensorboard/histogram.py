@@ -30,10 +30,19 @@ class Histogram:
     """
 
     def __init__(self, dtype: str) -> None:
-        self._dtype = dtype
         self._unsigned, self._shift = _BITS[dtype]
         self._num_bins = 1 << (8 * np.dtype(self._unsigned).itemsize - self._shift)
         self._counts = np.zeros(self._num_bins, dtype=np.int64)
+        bits = np.arange(self._num_bins // 2) << self._shift
+        if dtype == "bfloat16":
+            bits, dtype = bits << 16, "float32"
+        real = np.dtype(dtype)
+        magnitudes = bits.astype(f"u{real.itemsize}").view(real)
+        # Beyond the largest number, the bits are those of infinity and NaN.
+        largest = np.finfo(real).max
+        magnitudes = np.where(np.isfinite(magnitudes), magnitudes, largest).astype(np.float64)
+        magnitudes = np.append(magnitudes, largest)
+        self._edges = np.concatenate([-magnitudes[:0:-1], magnitudes])
 
     def add(self, values: npt.NDArray[Any]) -> None:
         """Count finite values, an array of any shape."""
@@ -43,28 +52,16 @@ class Histogram:
             bins = np.right_shift(chunk, self._shift, dtype=np.intp)
             self._counts += np.bincount(bins, minlength=self._num_bins)
 
-    def take(self) -> npt.NDArray[np.float64]:
+    def take(self) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.int64]]:
         """Return the counts so far, and reset them.
 
         Returns:
-            (k, 3) float64: left edge, right edge and count of the bins that are not empty, in
-            rising order.
+            (k + 1,) edges and (k,) counts of bins in rising order; neighbouring bins without values
+            are one bin. Both are empty if there are no values.
         """
         half = self._num_bins // 2  # the sign is the first bit
-        positive, negative = np.flatnonzero(self._counts[:half]), self._counts[half:].nonzero()[0]
-        negative = negative[::-1]
-        left = np.concatenate([-self._value(negative + 1), self._value(positive)])
-        right = np.concatenate([-self._value(negative), self._value(positive + 1)])
-        counts = self._counts[np.concatenate([negative + half, positive])]
+        counts = np.concatenate([self._counts[half:][::-1], self._counts[:half]])
         self._counts[:] = 0
-        return np.stack([left, right, counts.astype(np.float64)], axis=1)
-
-    def _value(self, bins: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-        """Return the value nearest to 0 of each bin; beyond the last bin, the largest value."""
-        bits = (bins << self._shift).astype(self._unsigned)
-        if self._dtype == "bfloat16":
-            found, largest = (bits.astype(np.uint32) << 16).view(np.float32), np.float32
-        else:
-            largest = np.dtype(self._dtype).type
-            found = bits.view(largest)
-        return np.minimum(found.astype(np.float64), float(np.finfo(largest).max))
+        used = np.flatnonzero(counts)
+        edges = np.union1d(used, used + 1)
+        return self._edges[edges], counts[edges[:-1]]

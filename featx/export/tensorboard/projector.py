@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 SPRITE_PIXELS = 64
 """Maximum of the longer side of a sprite in pixels; MAX_PROJECTOR_IMAGES of them fill a sheet."""
 
-MAX_LAYERS = 8
+_MAX_LAYERS = 8
 """Maximum number of layers; the last ones are used, which separate classes best."""
 
 MAX_WIDTH = 8192
@@ -50,6 +50,8 @@ def write_projector(
 ) -> None:
     """Write vectors, labels and sprites of some rows of a store, for the projector.
 
+    `SummaryWriter.add_embedding` would write labels and sprites again for each layer.
+
     Args:
         disk: folder of the store.
         context: the run, with its images and preprocessing.
@@ -61,101 +63,74 @@ def write_projector(
         OSError, FeatxError: the disk or the store fails; no projector is written then.
     """
     from google.protobuf.text_format import MessageToString
+    from PIL import Image
     from tensorboard.plugins.projector.projector_config_pb2 import ProjectorConfig
 
     folder = disk.root / layout.TENSORBOARD
     disk.remove(folder / _CONFIG)
     disk.remove(folder / _FILES)
-    rows = chosen_rows(store, num_rows)
-    if not len(rows):
+    ok = np.flatnonzero(store.ok)
+    if not len(ok):
         log_message("tensorboard: no row is ok, so there is no projector")
         return
+    rows = ok[np.round(np.linspace(0, len(ok) - 1, min(num_rows, len(ok)))).astype(np.int64)]
     disk.make_folder(folder / _FILES)
     config = ProjectorConfig()
-    for number, name in enumerate(layers[-MAX_LAYERS:]):
+    for number, name in enumerate(layers[-_MAX_LAYERS:]):
         if (vectors := _vectors(context, store, name, rows)) is None:
             continue
         path = f"{_FILES}/vectors-{number}.tsv"
-        disk.replace(folder / path, vectors_text(vectors))
+        disk.replace(folder / path, _lines(vectors.tolist(), "{:.6g}".format))
         config.embeddings.add(
             tensor_name=name,
             tensor_path=path,
             tensor_shape=vectors.shape,
             metadata_path=f"{_FILES}/metadata.tsv",
         )
-    if len(layers) > MAX_LAYERS:
-        log_message(f"tensorboard: the projector has the last {MAX_LAYERS} layers of the store")
+    if len(layers) > _MAX_LAYERS:
+        log_message(f"tensorboard: the projector has the last {_MAX_LAYERS} layers of the store")
     if not config.embeddings:
         return
-    disk.replace(folder / _FILES / "metadata.tsv", metadata_text(store, rows))
-    sheet, size = sprite_sheet(context, rows)
-    disk.replace(folder / _FILES / "sprites.png", _as_png(sheet))
+    disk.replace(folder / _FILES / "metadata.tsv", _lines(_metadata(store, rows), _cell))
+    sheet, size = _sprite_sheet(context, rows)
+    buffer = io.BytesIO()
+    Image.fromarray(sheet).save(buffer, "PNG")
+    disk.replace(folder / _FILES / "sprites.png", buffer.getvalue())
     for embedding in config.embeddings:
         embedding.sprite.image_path = f"{_FILES}/sprites.png"
         embedding.sprite.single_image_dim.extend(size)
     disk.replace(folder / _CONFIG, MessageToString(config).encode())
 
 
-def chosen_rows(store: FeatureStore, num_rows: int) -> npt.NDArray[np.int64]:
-    """Return evenly spaced rows that did not fail.
-
-    Args:
-        store: open store.
-        num_rows: maximum number of rows.
-
-    Returns:
-        (n,) int64, increasing.
-    """
-    ok = np.flatnonzero(store.ok)
-    places = np.linspace(0, len(ok) - 1, min(num_rows, len(ok)))
-    return ok[np.round(places).astype(np.int64)]
-
-
-def metadata_text(store: FeatureStore, rows: npt.NDArray[np.int64]) -> bytes:
-    r"""Format label, key, row and the store's columns of each point as TSV with a header.
-
-    A column with the name of another one is called column.NAME; a missing value is an empty cell.
-    Tabs and line ends, which a cell cannot contain, are written as \t, \n and \r; all other
-    characters, spaces included, are unchanged.
-
-    Args:
-        store: open store.
-        rows: (n,) int64 rows of the points.
-    """
-    titles, columns = ["label", "key", "row"], []
-    for name in store.columns:
-        title = name
-        while title in titles:
-            title = f"column.{title}"
-        titles.append(title)
-        columns.append(_cells(store.column(name)[rows]))
-    lines = [_line(titles)]
-    for place, row in enumerate(rows.tolist()):
-        label = int(store.labels[row])
-        name = store.classes[label] if label >= 0 else "(none)"
-        lines.append(_line([name, store.keys[row], row, *(values[place] for values in columns)]))
-    # TensorBoard reads UTF-8 only, so other bytes are escaped.
+def _lines(rows: Iterable[Iterable[Any]], cell: Callable[[Any], str]) -> bytes:
+    r"""Format rows as TSV. TensorBoard reads UTF-8 only, so other bytes are written as \xff."""
+    lines = ["\t".join(map(cell, row)) for row in rows]
     raw = "\n".join([*lines, ""]).encode("utf-8", "surrogateescape")
     return raw.decode("utf-8", "backslashreplace").encode()
 
 
-def _cells(column: npt.NDArray[Any]) -> list[object]:
-    """Return values of a column; an empty cell is TensorBoard's missing value."""
-    values = column.astype(object)
-    if column.dtype.kind == "f":
-        values[np.isnan(column)] = ""
-    return list(values)
+def _cell(value: object) -> str:
+    """Format a cell of the metadata; NaN, a missing number, is an empty cell."""
+    return "" if value != value else str(value).translate(_SPELLED)
 
 
-def _line(cells: Sequence[object]) -> str:
-    """Join cells to a line."""
-    return "\t".join(str(cell).translate(_SPELLED) for cell in cells)
+def _metadata(store: FeatureStore, rows: npt.NDArray[np.int64]) -> list[tuple[Any, ...]]:
+    """Return titles, and label, key, row and the store's columns of each point.
 
-
-def vectors_text(vectors: npt.NDArray[np.float32]) -> bytes:
-    """Format (n, C) vectors as TSV with 6 significant digits."""
-    lines = ["\t".join(f"{value:.6g}" for value in vector.tolist()) for vector in vectors]
-    return "\n".join([*lines, ""]).encode()
+    A column with the name of another one is called column.NAME.
+    """
+    labels = store.labels[rows].tolist()
+    columns: dict[str, Sequence[Any]] = {
+        "label": [store.classes[label] if label >= 0 else "(none)" for label in labels],
+        "key": store.keys[rows].tolist(),
+        "row": rows.tolist(),
+    }
+    for name in store.columns:
+        title = name
+        while title in columns:
+            title = f"column.{title}"
+        columns[title] = list(store.column(name)[rows])
+    return [tuple(columns), *zip(*columns.values(), strict=True)]
 
 
 def _vectors(
@@ -198,19 +173,13 @@ def _vectors(
     return vectors
 
 
-def sprite_sheet(
+def _sprite_sheet(
     context: RunContext, rows: npt.NDArray[np.int64]
 ) -> tuple[npt.NDArray[np.uint8], tuple[int, int]]:
     """Arrange the images of some rows, as the model receives them, in a square grid, by lines.
 
-    An image that cannot be read is grey, so that the others keep their positions.
-
-    Args:
-        context: the run, with its images and preprocessing.
-        rows: (n,) int64 rows.
-
-    Returns:
-        (H, W, 3) uint8, and the (width, height) of one sprite.
+    An image that cannot be read is grey, so that the others keep their positions. Returns the
+    sheet, (H, W, 3) uint8, and the (width, height) of one sprite.
     """
     side = math.ceil(math.sqrt(len(rows)))
     height, width = context.engine.backbone.preprocess.crop
@@ -245,12 +214,3 @@ def _sprites(
         image = Image.fromarray(pixels)
         sprite = image.resize(size, Image.Resampling.BILINEAR, reducing_gap=2)
         yield np.asarray(sprite)
-
-
-def _as_png(sheet: npt.NDArray[np.uint8]) -> bytes:
-    """Return an image as the bytes of a PNG file."""
-    from PIL import Image
-
-    buffer = io.BytesIO()
-    Image.fromarray(sheet).save(buffer, "PNG")
-    return buffer.getvalue()

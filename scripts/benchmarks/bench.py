@@ -1,7 +1,9 @@
-"""job=bench: the speed of featx, of a plain PyTorch script and of each stage alone, in one run."""
+"""featx, a plain PyTorch script, and each stage of featx alone: the same images, in turn."""
 
 from __future__ import annotations
 
+import argparse
+import json
 import shutil
 import statistics
 import tempfile
@@ -9,68 +11,47 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks import contenders
+from benchmarks.commands import Add
+from benchmarks.contenders import Measurement
+from benchmarks.photos import make_photos
 from featx.base import log_message, table
-from featx.config import DEFAULT_LAYERS, BenchConfig, Config, DataConfig
-from featx.errors import ConfigError
-from featx.jobs.base import JOBS, RUN_OPTIONS, Input, Job, print_summary
-from featx.jobs.bench import contenders
-from featx.jobs.bench.contenders import Measurement
-from featx.jobs.bench.photos import make_photos
-from featx.sources import FolderOptions
+from featx.config import DEFAULT_LAYERS, Config, from_keywords, from_omegaconf, saved_yaml
 
 SCRIPT = "the user's script"
 
 
-def run(config: Config, config_yaml: str) -> int:
-    """Measure in alternation and print ratios with their spread; returns the exit code 0."""
+def run(arguments: argparse.Namespace) -> None:
+    """Ratio of featx to the script of the same round, and images per second of each stage."""
     with tempfile.TemporaryDirectory(prefix="featx-bench-") as name:
         folder = Path(name)
-        config = _config_to_measure(config, folder)
-        result = _measure(config, config_yaml, folder)
-    print_summary(config, result, _text(result))
-    return 0
+        photos = arguments.folder
+        if photos is None:
+            photos = folder / "photos"
+            make_photos(photos, arguments.images)
+        data = {"name": "folder", "root": str(photos), "limit": arguments.images}
+        model = {"name": arguments.model, "weights": None}
+        node = from_keywords({"model": model, "data": data, **arguments.options})
+        config = from_omegaconf(node)
+        result = _measure(config, saved_yaml(node), arguments.runs, folder)
+    print(json.dumps(result, indent=2) if arguments.json else _text(result))
 
 
-def _check(config: Config) -> None:
-    """Refuse what the script cannot do.
-
-    Raises:
-        ConfigError: the images are not files of a folder, or gradients are captured.
-    """
-    if config.takes_gradients:
-        raise ConfigError(
-            f"capture={config.capture}: job=bench captures no gradients, because the script that "
-            "featx is measured against computes none."
-        )
-    transform = getattr(config.model, "transform", None)  # that of a model of no library is fixed
-    if transform is not None and transform.scale is not None:
-        raise ConfigError(
-            f"model.transform.scale={transform.scale}: job=bench compares images of RGB, which the "
-            "script reads that featx is measured against."
-        )
-    if config.data.boxes is not None:
-        raise ConfigError(
-            f"data.boxes={config.data.boxes} has no effect with job=bench: the script that featx "
-            "is measured against takes whole images."
-        )
-    if config.data.name not in ("folder", DataConfig().name):
-        raise ConfigError(
-            f"data={config.data.name}: job=bench reads files, as the script does that featx is "
-            "measured against. Give data=folder data.root=DIR, or leave data out for photographs "
-            "made here."
-        )
+def add_commands(add: Add) -> None:
+    """Register the command of this module."""
+    command = add("bench", run)
+    command.add_argument("model", nargs="?", default="resnet50", help="random weights")
+    command.add_argument("--images", type=int, default=512, help="of each round")
+    command.add_argument("--folder", type=Path, help="of images; photographs are made without it")
+    command.add_argument("--runs", type=int, default=3)
+    command.add_argument("--json", action="store_true")
+    command.add_argument(
+        "--options", type=json.loads, default={}, metavar="JSON",
+        help='further options of featx.extract, such as \'{"layers": ["layer4"]}\'',
+    )  # fmt: skip
 
 
-def _config_to_measure(config: Config, folder: Path) -> Config:
-    """Return the config with the images of all contenders: a folder, or generated photographs."""
-    if config.data.name != "folder":
-        photos = folder / "photos"
-        make_photos(photos, config.bench.num_images)
-        config = replace(config, data=FolderOptions(root=str(photos)))
-    return replace(config, data=replace(config.data, limit=config.bench.num_images))
-
-
-def _measure(config: Config, config_yaml: str, folder: Path) -> dict[str, Any]:
+def _measure(config: Config, config_yaml: str, num_rounds: int, folder: Path) -> dict[str, Any]:
     """Run every contender once per round, in turn, and then each stage separately."""
     exact = replace(config, precision="fp32")
     variants = {
@@ -80,8 +61,8 @@ def _measure(config: Config, config_yaml: str, folder: Path) -> dict[str, Any]:
     }
     runs: dict[str, list[Measurement]] = {name: [] for name in (SCRIPT, *variants)}
     first_stores: dict[str, Path] = {}
-    for number in range(config.bench.runs):
-        log_message(f"round {number + 1} of {config.bench.runs}")
+    for number in range(num_rounds):
+        log_message(f"round {number + 1} of {num_rounds}")
         for name in runs:
             run_folder = folder / f"{number}-{len(first_stores)}"
             run_folder.mkdir()
@@ -131,7 +112,7 @@ def _result(
         "model": config.model.name,
         "layers": config.layers or DEFAULT_LAYERS,
         "images": images,
-        "runs": config.bench.runs,
+        "runs": len(runs["featx"]),
         "contenders": rows,
         "stages_alone": stages,
         "slowest_stage": slowest,
@@ -161,18 +142,3 @@ def _text(result: dict[str, Any]) -> str:
         f"featx reaches {result['share_of_slowest_stage']:.2f} of its slowest stage alone "
         f"({result['slowest_stage']})."
     )
-
-
-JOBS.register(
-    Job(
-        "bench",
-        "Measure the speed of featx, of a plain PyTorch script and of each stage alone.",
-        BenchConfig,
-        run=run,
-        input=Input.IMAGES,
-        reads=(*RUN_OPTIONS, "job.json"),
-        ignores=("grow", "overwrite", "out", "data.limit"),
-        why="every run makes a store of its own, of bench.num_images images",
-        check=_check,
-    )
-)

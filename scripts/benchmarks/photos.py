@@ -28,8 +28,8 @@ def make_photos(folder: Path, count: int) -> None:
         from sklearn.datasets import load_sample_images
     except ImportError as error:
         raise ConfigError(
-            "job=bench cuts its images from two photographs of scikit-learn, which is not "
-            'installed: pip install "featx[demo]", or give data=folder data.root=DIR.'
+            "the images are cut from two photographs of scikit-learn, which is not installed: "
+            'pip install "featx[demo]".'
         ) from error
     photographs = load_sample_images().images
     generator = np.random.default_rng(0)

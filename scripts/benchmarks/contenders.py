@@ -1,4 +1,4 @@
-"""Contenders of job=bench: each runs from files to a closed HDF5 file, in its own process."""
+"""featx and a plain script: each runs from files to a closed HDF5 file, in its own process."""
 
 from __future__ import annotations
 
@@ -68,9 +68,9 @@ def run_tutorial(config: Config, folder: Path) -> Measurement:
     """Measure the plain script with the same model, layer and images."""
     import torch
 
+    from benchmarks.baseline_script import ImageFiles, extract
     from featx.base import choose_device
     from featx.config import layer_requests
-    from featx.jobs.bench.baseline_script import ImageFiles, extract
     from featx.layers import select, trace_forward, with_evidence
     from featx.models import build_backbone
     from featx.sources import open_source
@@ -117,7 +117,7 @@ def stages_alone(config: Config, config_yaml: str) -> dict[str, float]:
                 images = batch.images
         decoding = time.perf_counter() - started_at
         if images is None:
-            raise DataError("job=bench needs images, and the data set has no rows.")
+            raise DataError("the data set has no rows.")
         passes = max(3, num_rows // len(images))
         engine.run(images)
         # The mean over several passes, as in a run; the fastest pass alone would be too good.

@@ -1,4 +1,4 @@
-"""Plain PyTorch script that job=bench measures featx against.
+"""Plain PyTorch script that featx is measured against.
 
 It does what a good tutorial shows: Pillow, a DataLoader with worker processes, one hook, fp32, no
 gradients, eval mode, one array, h5py.

@@ -1,0 +1,80 @@
+"""Arrow arrays of a selection: its listing, the columns of its store, and its features."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy.typing as npt
+
+from featx.export.selection import ExportSelection, about_text
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+OTHER_ROW_BYTES = 128
+"""Approximate bytes of a row of a table without its features."""
+
+
+def listing(
+    selection: ExportSelection,
+    start: int,
+    stop: int,
+    names: Sequence[str],
+    columns: Mapping[str, npt.NDArray[Any]],
+) -> dict[str, pa.Array]:
+    """Return the columns of a table other than layers, for rows [start, stop).
+
+    Args:
+        selection: rows and layers.
+        start: index into the rows.
+        stop: index into the rows, exclusive.
+        names: some of 'key', 'row', 'label', 'class' and 'status', in the order of the table.
+        columns: columns of the store under their names in the table.
+    """
+    import pyarrow as pa
+
+    arrays = {
+        "key": pa.array(selection.key_texts(start, stop), pa.string()),
+        "row": pa.array(selection.rows[start:stop]),
+        "label": pa.array(selection.labels[start:stop]),
+        "class": pa.array(selection.class_texts(start, stop), pa.string()),
+        "status": pa.array(selection.status[start:stop]),
+    }
+    of_store = {name: pa.array(values[start:stop]) for name, values in columns.items()}
+    return {name: arrays[name] for name in names} | of_store
+
+
+def lists(rows: npt.NDArray[Any], nested: bool = False) -> pa.Array:
+    """Convert (m, ...) rows to fixed-size lists: of all values, or nested ones of each axis."""
+    import pyarrow as pa
+
+    array = pa.array(rows.reshape(-1))
+    for size in reversed(rows.shape[1:] if nested else (math.prod(rows.shape[1:]),)):
+        array = pa.FixedSizeListArray.from_arrays(array, size)
+    return array
+
+
+def table(
+    selection: ExportSelection,
+    columns: Mapping[str, pa.Array],
+    field_metadata: Mapping[str, Mapping[str, str]] | None = None,
+    **metadata: str,
+) -> pa.Table:
+    """Return a table with the origin of the rows in its metadata.
+
+    Args:
+        selection: rows and layers.
+        columns: name -> array, in the order of the table.
+        field_metadata: name of a column -> its own metadata.
+        metadata: further metadata of the table.
+    """
+    import pyarrow as pa
+
+    fields = [
+        pa.field(name, array.type, metadata=(field_metadata or {}).get(name))
+        for name, array in columns.items()
+    ]
+    schema = pa.schema(fields, {"featx": about_text(selection), **metadata})
+    return pa.Table.from_arrays(list(columns.values()), schema=schema)

@@ -42,9 +42,11 @@ def _run_command(until_job: contextlib.ExitStack) -> int:
     from omegaconf.errors import OmegaConfBaseException
 
     from featx.base import (
+        cpu_quota,
         defer_dynamo,
         discard_output,
         log_message,
+        num_cpus,
         own_process,
         shipped_folder,
         speed_up_imports,
@@ -65,6 +67,8 @@ def _run_command(until_job: contextlib.ExitStack) -> int:
     speed_up_imports()
     # Hydra prints errors and exits by itself unless it is told to raise them.
     os.environ["HYDRA_FULL_ERROR"] = "1"
+    if cpu_quota() is not None:  # torch, BLAS and faiss count the CPUs without the quota
+        os.environ.setdefault("OMP_NUM_THREADS", str(num_cpus()))
     logging.basicConfig(format="%(levelname)s %(message)s", level=logging.WARNING)
     codes: list[int] = []
 

@@ -39,6 +39,7 @@ from .fast_imports import speed_up_imports as speed_up_imports
 from .fingerprint import differences as differences
 from .fingerprint import digest as digest
 from .globs import glob_to_regex as glob_to_regex
+from .machine import cpu_quota as cpu_quota
 from .machine import free_memory as free_memory
 from .machine import num_cpus as num_cpus
 from .machine import resident_memory as resident_memory

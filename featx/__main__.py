@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from featx.base import end_process, open_standard_streams, paused_collection
+from featx.base import end_process, open_standard_streams, paused_collection, restart_in_utf8
 
 if TYPE_CHECKING:
     from featx.cli import CommandLine
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 def main() -> None:
     """Entry point of `featx` and of `python -m featx`; ends the process with its exit code."""
+    restart_in_utf8()
     open_standard_streams()
     _handle({signal.SIGINT: _leave, signal.SIGTERM: _leave, signal.SIGHUP: _leave})
     end_process(run_command())

@@ -57,6 +57,7 @@ from .paths import shipped_folder as shipped_folder
 from .paths import shown_path as shown_path
 from .process_end import end_process as end_process
 from .process_end import open_standard_streams as open_standard_streams
+from .process_end import restart_in_utf8 as restart_in_utf8
 from .process_owner import is_own_process as is_own_process
 from .process_owner import own_process as own_process
 from .process_setting import ProcessSetting as ProcessSetting
@@ -72,8 +73,12 @@ from .registry import Registry as Registry
 from .registry import for_options as for_options
 from .text import WIDTH as WIDTH
 from .text import command_text as command_text
+from .text import csv_bytes as csv_bytes
 from .text import csv_cell as csv_cell
+from .text import csv_line as csv_line
 from .text import facts as facts
+from .text import name_bytes as name_bytes
+from .text import name_text as name_text
 from .text import percent_text as percent_text
 from .text import printable as printable
 from .text import size_text as size_text

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import math
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -19,6 +18,7 @@ import h5py
 import numpy as np
 import numpy.typing as npt
 
+from featx.base import name_text
 from featx.config import ExportConfig
 from featx.errors import ConfigError, FeatxError
 from featx.export.base import (
@@ -171,7 +171,7 @@ class Trident(Format):
             parsed = parse_box_key(key)
             if parsed is None:
                 raise ConfigError(
-                    f"{os.fsdecode(key)} is a whole image, and TRIDENT's files hold tiles of "
+                    f"{name_text(key)} is a whole image, and TRIDENT's files hold tiles of "
                     "slides. Extract boxes of the slides with data.boxes=FILE."
                 )
             image, box = parsed
@@ -182,7 +182,7 @@ class Trident(Format):
 
     def _slide(self, image: bytes, places: list[int], boxes: list[Box]) -> _Slide:
         """Return the tiles of an image in the order of its file."""
-        image_name = as_utf8(os.fsdecode(image))
+        image_name = as_utf8(name_text(image))
         sizes = {(box.width, box.height) for box in boxes}
         if len(sizes) > 1 or any(width != height for width, height in sizes):
             sizes_text = ", ".join(f"{width} x {height}" for width, height in sorted(sizes)[:3])

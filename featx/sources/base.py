@@ -18,6 +18,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from featx.base import name_bytes, name_text
 from featx.errors import DataError, counted
 from featx.sources.labels import from_values
 from featx.store import layout
@@ -116,7 +117,7 @@ def endings(
     """
     if extensions is None:
         return usual
-    return frozenset(os.fsencode("." + ending.lower().lstrip(".")) for ending in extensions)
+    return frozenset(name_bytes("." + ending.lower().lstrip(".")) for ending in extensions)
 
 
 def relabel(listing: Listing, names: Mapping[str, str | int], origin: str) -> Listing:
@@ -240,7 +241,7 @@ class FolderSource:
         keys = _sort_keys(self._walk())
         if not len(keys):
             left_out = ", ".join(f"{n} {why}" for why, n in sorted(self._skipped.items()))
-            extensions = " ".join(sorted(os.fsdecode(e) for e in self._extensions))
+            extensions = " ".join(sorted(name_text(e) for e in self._extensions))
             depth = "every depth" if self._depth is None else f"a depth up to {self._depth}"
             raise DataError(
                 f"no {self._what} below {self.root}: searched {depth} for names ending in "
@@ -252,7 +253,7 @@ class FolderSource:
         return Listing(
             keys=keys,
             labels=np.fromiter(labels, dtype=np.int64, count=len(keys)),
-            classes=tuple(os.fsdecode(name) for name in names),
+            classes=tuple(name_text(name) for name in names),
             skipped=dict(self._skipped),
         )
 
@@ -378,7 +379,7 @@ class FolderSource:
                             self._skipped[result] += 1
             except OSError as error:
                 raise DataError(
-                    f"cannot list {os.fsdecode(folder.path)}: {error.strerror}. Its images would "
+                    f"cannot list {name_text(folder.path)}: {error.strerror}. Its images would "
                     "be missing from the store. Make it readable or move it out of data.root."
                 ) from error
 

@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from featx.base import import_extra
+from featx.base import import_extra, name_text
 from featx.config import column_name_problem
 from featx.errors import ConfigError, DataError, nearest
 from featx.sources.base import FolderSource
@@ -179,7 +179,7 @@ class TableSource:
             order = np.argsort(keys, kind="stable")
         keys = keys[order]
         if duplicates := duplicate_keys(keys):
-            names = ", ".join(os.fsdecode(key) for key in duplicates)
+            names = ", ".join(name_text(key) for key in duplicates)
             raise DataError(
                 f"{self._origin}: {column} has some paths more than once: {names}. A key stands "
                 "for one row."
@@ -245,7 +245,7 @@ class TableSource:
             other = paths.setdefault(os.path.normpath(key), key)
             if other != key:
                 return [
-                    f"{self._origin}: {os.fsdecode(other)!r} and {os.fsdecode(key)!r} are two rows "
+                    f"{self._origin}: {name_text(other)!r} and {name_text(key)!r} are two rows "
                     "of one image"
                 ]
         return []

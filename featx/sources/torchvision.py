@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
+from featx.base import name_text
 from featx.errors import ConfigError, DataError, nearest
 from featx.sources.base import FolderSource
 from featx.sources.labels import Labels, from_numbers
@@ -192,7 +193,7 @@ class _Files:
         self._folder = folder
         self.states = folder.states
         if twice := duplicate_keys(self._keys):
-            raise DataError(f"{folder.root} names {os.fsdecode(twice[0])} more than once.")
+            raise DataError(f"{folder.root} names {name_text(twice[0])} more than once.")
 
     def listing(self) -> Listing:
         """Return the rows in bytewise order of their keys."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import errno
 import logging
-import os
 import threading
 from collections import Counter, OrderedDict
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +18,7 @@ from typing import ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from featx.base import printable
+from featx.base import name_text, printable
 from featx.errors import DataError, counted
 from featx.sources.base import MAX_FILE_BYTES, endings, tag_of
 from featx.sources.gzip_window import DAMAGE, GzipWindow
@@ -260,7 +259,7 @@ class ShardSource:
             bytes(key)[starts[i] :] for key, i in zip(self._keys, self._positions[0], strict=True)
         )
         return from_names(
-            os.fsdecode(name.split(b"/", 1)[0]) if b"/" in name else "" for name in members
+            name_text(name.split(b"/", 1)[0]) if b"/" in name else "" for name in members
         )
 
     def _unused_folders(self, numbers: npt.NDArray[np.int64]) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import shlex
@@ -15,6 +16,9 @@ from featx.base import end_process, open_standard_streams, paused_collection, re
 
 if TYPE_CHECKING:
     from featx.cli import CommandLine
+
+_OF_A_PATH = frozenset({errno.ENAMETOOLONG, errno.EACCES, errno.EPERM})
+"""Error numbers of a path that the user has given."""
 
 
 def main() -> None:
@@ -96,6 +100,11 @@ def _run_command(until_job: contextlib.ExitStack) -> int:
             raise
         log_message(str(error if isinstance(error, FeatxError) else explain_error(error)))
         return 2
+    except OSError as error:
+        if debug or error.errno not in _OF_A_PATH:
+            raise
+        log_message(f"{error.filename} cannot be opened: {error.strerror}.", "error")
+        return 2
     except KeyboardInterrupt as interrupt:
         return 128 + getattr(interrupt, "signum", signal.SIGINT)
     finally:
@@ -150,6 +159,11 @@ def _exit_code_of(node: Any, line: CommandLine, debug: bool) -> int:
         if isinstance(error, StorageError):
             log_message(resume_command(line.typed))
         return error.exit_code
+    except OSError as error:
+        if debug or error.errno not in _OF_A_PATH:
+            raise
+        log_message(f"{error.filename} cannot be opened: {error.strerror}.", "error")
+        return 2
 
 
 def resume_command(arguments: Sequence[str]) -> str:

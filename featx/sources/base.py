@@ -38,8 +38,8 @@ failure."""
 _PIECE = 1 << 16
 """Number of keys that are converted to Python objects at a time."""
 
-_DANGLING = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP})
-_OF_THE_FILE = _DANGLING | {errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ENXIO}
+_DANGLING = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG})
+_OF_THE_FILE = _DANGLING | {errno.EACCES, errno.EPERM, errno.ENXIO}
 """Error numbers of `open` and `stat` that concern one file. All others concern the disk or the
 mount."""
 
@@ -378,6 +378,9 @@ class FolderSource:
                         else:
                             self._skipped[result] += 1
             except OSError as error:
+                if error.errno == errno.ENAMETOOLONG:
+                    yield folder.prefix[:-1]  # a row that fails and names it
+                    continue
                 raise DataError(
                     f"cannot list {name_text(folder.path)}: {error.strerror}. Its images would "
                     "be missing from the store. Make it readable or move it out of data.root."

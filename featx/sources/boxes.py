@@ -161,7 +161,10 @@ class BoxedSource:
                         "once."
                     )
                 lines = list(self._convert_lines(reader))
-        except (OSError, csv.Error) as error:
+        except csv.Error as error:
+            line = reader.line_num + 1
+            raise DataError(f"data.boxes={self._file}, line {line}: {error}.") from error
+        except OSError as error:
             raise DataError(f"data.boxes={self._file} cannot be read: {error}.") from error
         if not lines:
             raise DataError(f"data.boxes={self._file} has no boxes.")
@@ -169,6 +172,7 @@ class BoxedSource:
 
     def _note_on_columns(self, names: list[str]) -> str:
         """Return which columns look like labels and are not used."""
+        names = [name for name in names if name not in COLUMNS]
         note = note_on_columns(names, "label" if "label" in names else None, option="")
         return f"data.boxes={self._file}: {note}" if "looks like" in note else ""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import shlex
@@ -11,14 +12,18 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from featx.base import end_process, open_standard_streams, paused_collection
+from featx.base import end_process, open_standard_streams, paused_collection, restart_in_utf8
 
 if TYPE_CHECKING:
     from featx.cli import CommandLine
 
+_OF_A_PATH = frozenset({errno.ENAMETOOLONG, errno.EACCES, errno.EPERM})
+"""Error numbers of a path that the user has given."""
+
 
 def main() -> None:
     """Entry point of `featx` and of `python -m featx`; ends the process with its exit code."""
+    restart_in_utf8()
     open_standard_streams()
     _handle({signal.SIGINT: _leave, signal.SIGTERM: _leave, signal.SIGHUP: _leave})
     end_process(run_command())
@@ -42,8 +47,10 @@ def _run_command(until_job: contextlib.ExitStack) -> int:
     from omegaconf.errors import OmegaConfBaseException
 
     from featx.base import (
+        cpu_quota,
         discard_output,
         log_message,
+        num_cpus,
         own_process,
         shipped_folder,
         speed_up_imports,
@@ -63,6 +70,8 @@ def _run_command(until_job: contextlib.ExitStack) -> int:
     speed_up_imports()
     # Hydra prints errors and exits by itself unless it is told to raise them.
     os.environ["HYDRA_FULL_ERROR"] = "1"
+    if cpu_quota() is not None:  # torch, BLAS and faiss count the CPUs without the quota
+        os.environ.setdefault("OMP_NUM_THREADS", str(num_cpus()))
     logging.basicConfig(format="%(levelname)s %(message)s", level=logging.WARNING)
     codes: list[int] = []
 
@@ -88,6 +97,11 @@ def _run_command(until_job: contextlib.ExitStack) -> int:
         if debug:
             raise
         log_message(str(error if isinstance(error, FeatxError) else explain_error(error)))
+        return 2
+    except OSError as error:
+        if debug or error.errno not in _OF_A_PATH:
+            raise
+        log_message(f"{error.filename} cannot be opened: {error.strerror}.", "error")
         return 2
     except KeyboardInterrupt as interrupt:
         return 128 + getattr(interrupt, "signum", signal.SIGINT)
@@ -143,6 +157,11 @@ def _exit_code_of(node: Any, line: CommandLine, debug: bool) -> int:
         if isinstance(error, StorageError):
             log_message(resume_command(line.typed))
         return error.exit_code
+    except OSError as error:
+        if debug or error.errno not in _OF_A_PATH:
+            raise
+        log_message(f"{error.filename} cannot be opened: {error.strerror}.", "error")
+        return 2
 
 
 def resume_command(arguments: Sequence[str]) -> str:

@@ -26,6 +26,7 @@ from featx.analysis.probe.heads import (
     read_head,
 )
 from featx.analysis.probe.layer_rows import as_vectors
+from featx.base import name_text
 from featx.config import (
     Config,
     ModelConfig,
@@ -163,11 +164,11 @@ def run_prediction(config: Config, path: Path, files: Sequence[Path] | None = No
         sink = _PredictionSink(context, head, about)
         with torch.no_grad():
             metrics = run_parts(context, sink, sink)
-    keys = [os.fsdecode(key) for key in context.listing.keys.tolist()]
+    keys = [name_text(key) for key in context.listing.keys.tolist()]
     order: Sequence[int] = range(len(keys))
     if files is not None:
         place = {key: i for i, key in enumerate(keys)}
-        order = [place[_key_of(file)] for file in files]
+        order = [place[name_text(os.fsencode(_key_of(file)))] for file in files]
         keys = [f"/{key}" for key in keys]
     classes = tuple(about["classes"])
     rows = [sink.row(i, keys[i], classes) for i in order]

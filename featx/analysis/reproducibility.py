@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
@@ -12,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from featx.analysis.engine_specs import engine_spec
+from featx.base import name_text
 from featx.config import (
     Config,
     ReduceConfig,
@@ -159,8 +159,8 @@ def check_images(config: Config, root: Path, manifest: Manifest) -> ImagesReport
     return ImagesReport(
         compared=changes.num_rows - len(changes.gone),
         read=changes.num_read,
-        changed=[os.fsdecode(key) for key in listing.keys[changes.rows].tolist()],
-        gone=[os.fsdecode(key) for key in listing.keys[changes.gone].tolist()],
+        changed=[name_text(key) for key in listing.keys[changes.rows].tolist()],
+        gone=[name_text(key) for key in listing.keys[changes.gone].tolist()],
         unknown=changes.num_unknown,
     )
 

@@ -34,6 +34,7 @@ from .families import family_options as family_options
 from .fingerprint import differences as differences
 from .fingerprint import digest as digest
 from .globs import glob_to_regex as glob_to_regex
+from .machine import cpu_quota as cpu_quota
 from .machine import free_memory as free_memory
 from .machine import num_cpus as num_cpus
 from .machine import resident_memory as resident_memory
@@ -58,6 +59,7 @@ from .process import module_command as module_command
 from .process import module_environment as module_environment
 from .process import open_standard_streams as open_standard_streams
 from .process import own_process as own_process
+from .process import restart_in_utf8 as restart_in_utf8
 from .process import signal_handlers as signal_handlers
 from .progress import WAITING_SHARE as WAITING_SHARE
 from .progress import CountProgress as CountProgress
@@ -70,8 +72,12 @@ from .registry import Registry as Registry
 from .registry import for_options as for_options
 from .text import WIDTH as WIDTH
 from .text import command_text as command_text
+from .text import csv_bytes as csv_bytes
 from .text import csv_cell as csv_cell
+from .text import csv_line as csv_line
 from .text import facts as facts
+from .text import name_bytes as name_bytes
+from .text import name_text as name_text
 from .text import percent_text as percent_text
 from .text import printable as printable
 from .text import size_text as size_text

@@ -117,6 +117,17 @@ def _restore(handlers: Mapping[signal.Signals, Any]) -> None:
             signal.signal(signum, handler)
 
 
+def restart_in_utf8() -> None:
+    """Start the command again in Python's UTF-8 mode if the locale has another encoding.
+
+    The names of files, and the text of options, are then the same in every locale, also in child
+    processes.
+    """
+    if sys.getfilesystemencoding() != "utf-8" and os.environ.get("PYTHONUTF8") != "1":
+        os.environ["PYTHONUTF8"] = "1"
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+
+
 def open_standard_streams() -> None:
     """Open the null device for closed standard streams, as `>&-` and some daemons leave them.
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import csv
+import io
+import os
 import re
 import shlex
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 WIDTH = 100
 """Largest number of characters in a line of a table or of facts, where the words allow it."""
@@ -102,6 +106,19 @@ _INVISIBLE = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u20
 """Control characters, separators of lines, changes of the direction of text, and surrogates."""
 
 
+def name_text(name: bytes) -> str:
+    """Text of a key, a class or another name, in any locale; undecodable bytes are surrogates.
+
+    `os.fsdecode` depends on the locale, and is for paths that come from the system or go to it.
+    """
+    return name.decode("utf-8", "surrogateescape")
+
+
+def name_bytes(name: str | bytes | os.PathLike[str]) -> bytes:
+    """Bytes of a name whose text is that of `name_text`; paths are encoded as by the system."""
+    return name.encode("utf-8", "surrogateescape") if isinstance(name, str) else os.fsencode(name)
+
+
 def printable(text: str | bytes, kept: str = "") -> str:
     """Text without characters that move a cursor, change colours or hide other characters.
 
@@ -143,6 +160,22 @@ def csv_cell(text: str) -> str:
     except ValueError:
         return f"'{text}"
     return text
+
+
+def csv_line(cells: Iterable[Any]) -> list[Any]:
+    """Cells of a line of a CSV file, of which texts are those of `csv_cell`."""
+    return [csv_cell(cell) if isinstance(cell, str) else cell for cell in cells]
+
+
+def csv_bytes(lines: Iterable[Iterable[Any]]) -> bytes:
+    """CSV file that pandas and spreadsheets read; see `csv_cell`.
+
+    Args:
+        lines: cells of each line, the header first. Floats are read back without a difference.
+    """
+    buffer = io.StringIO()
+    csv.writer(buffer).writerows(map(csv_line, lines))
+    return buffer.getvalue().encode()
 
 
 def size_text(num_bytes: float) -> str:

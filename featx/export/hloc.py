@@ -7,13 +7,12 @@ The layout is that of `extract_features` and `pairs_from_retrieval` of hloc
 from __future__ import annotations
 
 import functools
-import os
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import h5py
 
-from featx.base import log_message
+from featx.base import log_message, name_text
 from featx.errors import ConfigError, counted
 from featx.export.base import FORMATS, File, Format, FormatMember, literal, refuse_maps
 from featx.export.selection import unit_rows
@@ -41,7 +40,7 @@ class Hloc(Format):
         for key in self.selection.keys.tolist():
             if not _names_a_group(key):
                 raise ConfigError(
-                    f"the key {os.fsdecode(key)!r} cannot be the name of a group in HDF5: expected "
+                    f"the key {name_text(key)!r} cannot be the name of a group in HDF5: expected "
                     "UTF-8 text without empty parts, '.' or '..' between its '/'."
                 )
             spaces += len(key.split()) > 1

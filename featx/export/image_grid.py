@@ -9,7 +9,7 @@ from os import PathLike
 
 import numpy as np
 
-from featx.base import shown_path
+from featx.base import printable, shown_path
 from featx.config import from_keywords, from_omegaconf
 from featx.errors import ConfigError, counted
 from featx.export.selection import as_utf8
@@ -128,11 +128,13 @@ def _rows_to_show(store: FeatureStore, rows: int | Sequence[int]) -> list[int]:
 
 def _tile_html(tile: Tile) -> str:
     """Return one tile: the image or the reason why there is none, key and class."""
-    key, name = html.escape(tile.key), html.escape(tile.class_name)
+    key, name, reason = (
+        html.escape(printable(text)) for text in (tile.key, tile.class_name, tile.reason)
+    )
     image = (
         f'<img src="{tile.uri}" alt="{key}" style="max-width:100%;height:8rem;object-fit:contain">'
         if tile.uri
-        else f'<div style="height:8rem">{html.escape(tile.reason)}</div>'
+        else f'<div style="height:8rem">{reason}</div>'
     )
     return (
         f'<div style="{_TILE}">{image}<div style="{_LINE}" title="{key}"><code>{key}</code></div>'

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,6 +12,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
+from featx.base import name_bytes
 from featx.errors import ConfigError
 from featx.store import FeatureStore, check_rows_present
 from featx.types import Status
@@ -266,7 +266,7 @@ def unit_rows(rows: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
 
 def as_utf8(text: str) -> str:
     r"""Return a file or folder name as UTF-8 text; other bytes are written as \xff."""
-    return os.fsencode(text).decode("utf-8", "backslashreplace")
+    return name_bytes(text).decode("utf-8", "backslashreplace")
 
 
 def about_text(selection: ExportSelection) -> str:

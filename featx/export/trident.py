@@ -8,7 +8,6 @@ and `coords_to_h5`), and with export.clam=true that of CLAM (https://github.com/
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -18,6 +17,7 @@ import h5py
 import numpy as np
 import numpy.typing as npt
 
+from featx.base import name_text
 from featx.config import ExportConfig, NaturalNumber, Positive, options
 from featx.errors import ConfigError, FeatxError
 from featx.export.base import (
@@ -163,7 +163,7 @@ class Trident(Format):
             parsed = parse_box_key(key)
             if parsed is None:
                 raise ConfigError(
-                    f"{os.fsdecode(key)} is a whole image, and TRIDENT's files hold tiles of "
+                    f"{name_text(key)} is a whole image, and TRIDENT's files hold tiles of "
                     "slides. Extract boxes of the slides with data.boxes=FILE."
                 )
             image, box = parsed
@@ -174,7 +174,7 @@ class Trident(Format):
 
     def _slide(self, image: bytes, places: list[int], boxes: list[Box]) -> _Slide:
         """Return the tiles of an image in the order of its file."""
-        image_name = as_utf8(os.fsdecode(image))
+        image_name = as_utf8(name_text(image))
         sizes = {(box.width, box.height) for box in boxes}
         if len(sizes) > 1 or any(width != height for width, height in sizes):
             sizes_text = ", ".join(f"{width} x {height}" for width, height in sorted(sizes)[:3])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import tarfile
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -12,6 +11,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
+from featx.base import name_text
 from featx.errors import ConfigError, DataError
 from featx.export.base import FORMATS, File, FormatMember, ShardedFormat, ShardOptions, literal
 from featx.export.selection import ExportSelection, as_utf8
@@ -99,14 +99,14 @@ class WebDataset(ShardedFormat):
             if failed and isinstance(error, ImageFault):
                 return None
             raise DataError(
-                f"{os.fsdecode(key)} is a row of the store, and its image cannot be read now: "
+                f"{name_text(key)} is a row of the store, and its image cannot be read now: "
                 f"{error}. If the images are in another folder, give data=folder data.root=DIR."
             ) from error
         computed_from = self.selection.image_checksums[position]
         ok = self.selection.status[position] == Status.OK
         if ok and computed_from not in (UNKNOWN_IMAGE, NO_IMAGE, image_checksum(encoded)):
             raise DataError(
-                f"{os.fsdecode(key)} has changed since its row was computed: the shards would hold "
+                f"{name_text(key)} has changed since its row was computed: the shards would hold "
                 "an image with the features of another one. The command of the store's run with "
                 "refresh=true computes the rows of changed images again."
             )
@@ -124,7 +124,7 @@ class WebDataset(ShardedFormat):
                 }
                 for position in range(first, last):
                     row = int(selection.rows[position])
-                    key = os.fsdecode(bytes(selection.keys[position]))
+                    key = name_text(bytes(selection.keys[position]))
                     label = int(selection.labels[position])
                     if (encoded := self._encoded_image(position)) is not None:
                         _add(tar, f"{row:09d}{_ending(key)}", encoded)

@@ -40,7 +40,7 @@ from featx.images.jpeg_decode import (
 )
 from featx.images.orientation import is_transposed, orientation_of, turn_array, turn_image
 from featx.images.pixel_scale import format_fault
-from featx.images.rgb_conversion import to_rgb
+from featx.images.rgb_conversion import NumberRange, numbers_to_rgb, to_rgb
 from featx.images.tiff_blocks import TiffBlocks, tiff_blocks
 from featx.images.tiff_decode import decode_tiff, decode_tiff_channels
 from featx.images.tiff_tags import is_tiff
@@ -55,6 +55,15 @@ _SIGNATURE = re.compile(
     re.DOTALL,
 )
 """First bytes of the formats above."""
+
+_NOT_READ = {
+    b"\x76\x2f\x31\x01": "OpenEXR is not read; write its numbers as .npy or as TIFF of floats",
+    b"\xff\x0a": "JPEG XL is not read; djxl IN.jxl OUT.png makes a PNG",
+    b"\0\0\0\x0cJXL ": "JPEG XL is not read; djxl IN.jxl OUT.png makes a PNG",
+    b"\0\0\0\x0cjP  ": "JPEG 2000 is not read; opj_decompress -i IN.jp2 -o OUT.png makes a PNG",
+    b"\xff\x4f\xff\x51": "JPEG 2000 is not read; opj_decompress -i IN.j2k -o OUT.png makes a PNG",
+}
+"""First bytes of other formats -> reason and remedy."""
 
 _HEIF = re.compile(rb"....ftyp(hei[cxms]|hev[cxms]|mif1|msf1)", re.DOTALL)
 """First bytes of HEVC in its container. The brands mif1 and msf1 may hold AVIF as well, which
@@ -235,6 +244,8 @@ def _decode_rgb(data: bytes, policy: ImagePolicy, at_least: int | None) -> Decod
     if image.format == "PNG":
         check_png(data)
         _scale_transparent_colour(image)
+    if image.info.get("bit_depth", 8) > 8:  # of pillow-heif
+        return _deep_heif(data, policy)
     turn = orientation_of(image) if policy.exif == "apply" else 1
     if image.format in ("JPEG", "MPO"):
         _draft(image, at_least)
@@ -245,6 +256,23 @@ def _decode_rgb(data: bytes, policy: ImagePolicy, at_least: int | None) -> Decod
         check_jpeg(data, policy)
     image.load()
     return turn_image(to_rgb(image, policy.background, policy.white), turn)
+
+
+def _deep_heif(data: bytes, policy: ImagePolicy) -> npt.NDArray[np.uint8]:
+    """A HEIC of more than 8 bits as RGB, upright.
+
+    libheif's own conversion to 8 bits drops bits before it computes RGB, and differs by up to 3.
+    """
+    from pillow_heif import open_heif
+
+    image = open_heif(io.BytesIO(data), convert_hdr_to_8bit=False, hdr_to_16bit=False)
+    values = np.asarray(image)
+    values = values[:, :, None] if values.ndim == 2 else values
+    alpha = values[:, :, -1] if values.shape[2] in (2, 4) else None
+    colours = values if alpha is None else values[:, :, :-1]
+    limits = NumberRange(0, 2 ** int(image.info["bit_depth"]) - 1)
+    is_premultiplied = "a;" in image.mode
+    return numbers_to_rgb(colours, limits, policy.background, alpha, is_premultiplied)
 
 
 def _decode_channels(data: bytes, policy: ImagePolicy, channels: int) -> npt.NDArray[Any]:
@@ -364,7 +392,8 @@ def _fault(data: bytes, error: Exception) -> ImageFault:
 def _describe_unknown(data: bytes) -> tuple[Status, str]:
     """Status and message for a file that no parser accepts."""
     if _SIGNATURE.match(data) is None:
-        return Status.UNSUPPORTED, "not an image of a known format"
+        known = (reason for start, reason in _NOT_READ.items() if data.startswith(start))
+        return Status.UNSUPPORTED, next(known, "not an image of a known format")
     if data[4:11] == b"ftypavi" and not AvifImagePlugin.SUPPORTED:
         return Status.UNSUPPORTED, "AVIF needs a Pillow that has it, such as its wheels on PyPI"
     if data.startswith(b"\xff\xd8"):

@@ -30,7 +30,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from featx.base import CRASHES
+from featx.base import CRASHES, name_text
 from featx.errors import RunError
 from featx.images.decoder import Decoder, RowWorker
 from featx.images.decoder_channels import (
@@ -550,7 +550,7 @@ class DecoderPool:
             message = f"decoding it ends the process with {name}"
             fault = ImageFault(Status.CRASHES_DECODER, message, name)
         elif None in attempts:
-            raise RunError(f"the process that decodes {os.fsdecode(image[1])} {_KILLED}")
+            raise RunError(f"the process that decodes {name_text(image[1])} {_KILLED}")
         else:
             attempts.append(None)
             return

@@ -16,6 +16,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from featx.base import name_text
+
 logger = logging.getLogger(__name__)
 
 MAX_REASONS = 20
@@ -58,7 +60,7 @@ class DecoderWarnings:
             self.counts[entry] += 1
             if entry not in _logged:
                 _logged.add(entry)
-                name = os.fsdecode(key)
+                name = name_text(key)
                 logger.warning("%s: %s (others of this kind are counted)", name, message)
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import time
 
+from featx.base import name_text
 from featx.errors import RunError
 from featx.types import Source
 
@@ -30,7 +30,7 @@ def read_image(source: Source, key: bytes) -> bytes:
             # The disk, not the image: such a failure never becomes a row.
             if wait_s is None:
                 raise RunError(
-                    f"reading {os.fsdecode(key)} failed: {error.strerror or error}, "
+                    f"reading {name_text(key)} failed: {error.strerror or error}, "
                     f"{len(_RETRY_WAITS_S) + 1} times. Nothing committed is lost; when the "
                     "images can be read again, give the same command again."
                 ) from error

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import io
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +13,7 @@ import numpy.typing as npt
 import torch
 from PIL import Image
 
-from featx.base import return_freed_memory
+from featx.base import name_text, return_freed_memory
 from featx.errors import RunError
 from featx.images.decode import (
     DecodedImage,
@@ -129,7 +128,7 @@ class RowLoader:
     def _out_of_memory(self, row: int) -> RunError:
         """The error of a machine without memory, which never becomes the failure of a row."""
         return RunError(
-            f"out of memory at {os.fsdecode(bytes(self.keys[row]))}. Nothing committed is lost; "
+            f"out of memory at {name_text(bytes(self.keys[row]))}. Nothing committed is lost; "
             "free some memory and give the same command again. A smaller batch_size or "
             "data.max_pixels needs less."
         )

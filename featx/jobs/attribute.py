@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import os
 import re
 from typing import Any
 
@@ -12,7 +11,7 @@ from PIL import Image
 
 from featx.analysis import ATTRIBUTIONS
 from featx.analysis.attribution import Tile, contact_sheet, feature_map_grid
-from featx.base import log_message, print_result
+from featx.base import log_message, name_bytes, print_result
 from featx.config import METHODS, OF_A_LAYER, AttributeConfig, Config
 from featx.errors import InternalError
 from featx.jobs.base import JOBS, RUN_OPTIONS, Input, Job
@@ -109,7 +108,7 @@ def _tiles(
         images = context.loader.load([row])
         if len(images):
             maps = [np.asarray(store[method][row], np.float32) for method in methods]
-            key = os.fsencode(str(store.keys[row])).decode("utf-8", "replace")
+            key = name_bytes(str(store.keys[row])).decode("utf-8", "replace")
             tiles.append(Tile(_pixels(context, images), maps, (key, _caption(context, store, row))))
     return tiles
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from featx.base import facts, log_message, print_result
+from featx.base import facts, log_message, name_text, print_result
 from featx.config import PRESETS, Config, DataConfig, ReduceConfig, captures, layer_requests
 from featx.errors import ConfigError, DataError, LayerError, MissingExtraError, ModelError
 from featx.jobs.base import JOBS, Input, Job
@@ -204,7 +203,7 @@ def _first_image(
         for row in range(min(_TRIED_IMAGES, len(listing))):
             images = loader.load([row])
             if len(images):
-                return images, os.fsdecode(bytes(listing.keys[row]))
+                return images, name_text(bytes(listing.keys[row]))
     raise DataError(
         f"none of the first {min(_TRIED_IMAGES, len(listing))} images of "
         f"{_where(config)} can be read, and job=layers needs one. "

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import csv
-import io
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from featx.base import facts, log_message, shown_path, table
+from featx.base import csv_bytes, facts, log_message, shown_path, table
 from featx.config import Config
 from featx.errors import ConfigError, counted
 from featx.jobs.base import CUSTOM_CODE, JOBS, Input, Job, print_summary
@@ -88,8 +86,6 @@ def image_predictions_csv(predictions: Predictions) -> bytes:
     """
     from featx.analysis.probe import MAX_SCORES, SCORE
 
-    buffer = io.StringIO()
-    writer = csv.writer(buffer)
     has_scores = predictions.scores.size <= MAX_SCORES and predictions.task != "regression"
     if predictions.scores.size > MAX_SCORES and predictions.task != "regression":
         log_message(
@@ -98,18 +94,17 @@ def image_predictions_csv(predictions: Predictions) -> bytes:
             "featx.predict(...).scores has them all."
         )
     names = [f"{SCORE}{name}" for name in predictions.classes] if has_scores else []
-    writer.writerow(["key", *_PREDICTED[predictions.task], "status", "reason", *names])
-    for row, row_scores in zip(predictions.rows, predictions.scores, strict=True):
-        scores: list[str] = []
-        if has_scores:
-            scores = (
-                [""] * len(names)
-                if np.isnan(row_scores).any()
-                else [str(each) for each in row_scores]
-            )
-        columns = _predicted_columns(predictions.task, row, row_scores)
-        writer.writerow([row.key, *columns, row.status, row.reason, *scores])
-    return buffer.getvalue().encode("utf-8", "surrogateescape")
+
+    def lines() -> Iterator[list[Any]]:
+        yield ["key", *_PREDICTED[predictions.task], "status", "reason", *names]
+        for row, row_scores in zip(predictions.rows, predictions.scores, strict=True):
+            scores: list[Any] = []
+            if has_scores:
+                scores = [""] * len(names) if np.isnan(row_scores).any() else list(row_scores)
+            columns = _predicted_columns(predictions.task, row, row_scores)
+            yield [row.key, *columns, row.status, row.reason, *scores]
+
+    return csv_bytes(lines())
 
 
 def _predicted_columns(task: str, row: Prediction, scores: npt.NDArray[np.float32]) -> list[str]:

@@ -7,7 +7,7 @@ import io
 from collections.abc import Iterable
 from typing import Any, BinaryIO
 
-from featx.base import log_message
+from featx.base import csv_line, log_message
 from featx.config import Config
 from featx.storage import AtomicFolder
 from featx.store import FeatureStore
@@ -39,11 +39,10 @@ def class_name(store: FeatureStore, row: int) -> str | None:
 
 
 def write_csv(file: BinaryIO, header: tuple[str, ...], rows: Iterable[tuple[Any, ...]]) -> None:
-    """Write a header and rows as CSV in UTF-8; other bytes of keys stay as they are."""
-    # As in failures.csv, bytes that are not UTF-8 are written back unchanged.
-    text = io.TextIOWrapper(file, "utf-8", "surrogateescape", newline="")
-    writer = csv.writer(text)  # lines end in \r\n: a \r in a key is quoted then
+    """Write a header and rows as CSV, with cells as in failures.csv."""
+    text = io.TextIOWrapper(file, "utf-8", newline="")
+    writer = csv.writer(text)
     writer.writerow(header)
-    writer.writerows(rows)
+    writer.writerows(map(csv_line, rows))
     text.flush()
     text.detach()

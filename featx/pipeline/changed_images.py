@@ -7,7 +7,6 @@ from the moment of the comparison may change again without another time, so its 
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from featx.base import log_message, num_cpus
+from featx.base import log_message, name_text, num_cpus
 from featx.errors import counted
 from featx.images import read_image
 from featx.store import UNSETTLED, Manifest, changed_states, layout, stored_image_checksums
@@ -242,7 +241,7 @@ def unknown_images_text(count: int) -> str:
 
 def named_keys(keys: Iterable[bytes], count: int) -> str:
     """Keys for a message; beyond the first _SHOWN only their number."""
-    shown = [os.fsdecode(key) for _, key in zip(range(_SHOWN), keys, strict=False)]
+    shown = [name_text(key) for _, key in zip(range(_SHOWN), keys, strict=False)]
     return ", ".join(shown) + (f" and {count - len(shown)} more" if count > len(shown) else "")
 
 

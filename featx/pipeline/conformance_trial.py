@@ -6,7 +6,6 @@ whose forward pass is the library's; and `embedding.compute`, if the library def
 
 from __future__ import annotations
 
-import os
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -202,7 +201,7 @@ def compare_with_plain_path(
 
     return judge(
         Compared(
-            keys=[os.fsencode(key).decode("utf-8", "replace") for key in keys],
+            keys=[key.decode("utf-8", "replace") for key in keys],
             precision=engine.compute.precision,
             interpolation=preprocess.interpolation,
             pixels=pixels,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from featx.base import log_message
+from featx.base import log_message, name_text
 from featx.config import Config
 from featx.errors import EXIT_TOO_MANY_FAILURES, NonFiniteError, TooManyFailuresError, counted
 from featx.pipeline.run_context import RunContext
@@ -62,7 +61,7 @@ def _non_finite(context: RunContext, engine: Engine, batch: Batch, row: int, lay
         wide = context.specs[0].dtype == "float32"
         wider = "" if wide else "store larger values: dtype=float32; to "
         raise NonFiniteError(
-            f"layer {layer}, row {row} ({os.fsdecode(key)}): {reason}. Nothing committed is lost. "
+            f"layer {layer}, row {row} ({name_text(key)}): {reason}. Nothing committed is lost. "
             f"To {wider}compute more exactly: precision=fp32; to mark such rows and continue: "
             "nonfinite=record. Each needs overwrite=true or a new out."
         )
@@ -89,7 +88,7 @@ def failures_text(failures: Sequence[Failure]) -> str:
     for status, count in counts.most_common():
         example = next(f for f in failures if f.status == status)
         lines.append(
-            f"  {count} {status.label}, such as {os.fsdecode(example.key)}: {example.message}"
+            f"  {count} {status.label}, such as {name_text(example.key)}: {example.message}"
         )
     return "\n".join(lines) + "\n"
 

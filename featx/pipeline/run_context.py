@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from featx.base import keep_freed_memory, resident_memory
+from featx.base import keep_freed_memory, name_text, resident_memory
 from featx.config import Config
 from featx.errors import DataError, counted
 from featx.images import ImagePolicy
@@ -358,5 +357,5 @@ def _refuse_pixel_format(failures: Sequence[Failure]) -> None:
         first = failures[0]
         raise DataError(
             f"none of {counted(len(failures), 'image')} that were tried fits the model. "
-            f"{os.fsdecode(first.key)}: {first.message}."
+            f"{name_text(first.key)}: {first.message}."
         )

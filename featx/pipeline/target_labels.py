@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from featx.base import name_text
 from featx.errors import DataError, counted
 from featx.types import Listing
 
@@ -39,7 +39,7 @@ def target_labels(
         return labels
     unlabelled = np.flatnonzero(labels < 0)
     if len(unlabelled):
-        key = os.fsdecode(bytes(listing.keys[unlabelled[0]]))
+        key = name_text(bytes(listing.keys[unlabelled[0]]))
         num_rows = counted(len(unlabelled), "image has", "images have")
         raise DataError(f"target={target}: {num_rows} no label, such as {key}. {_HOW}.")
     used = np.unique(labels).tolist()

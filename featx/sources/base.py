@@ -18,6 +18,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from featx.base import name_bytes, name_text
 from featx.errors import DataError, counted
 from featx.sources.labels import from_values
 from featx.store import layout
@@ -37,8 +38,8 @@ failure."""
 _PIECE = 1 << 16
 """Number of keys that are converted to Python objects at a time."""
 
-_DANGLING = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP})
-_OF_THE_FILE = _DANGLING | {errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ENXIO}
+_DANGLING = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG})
+_OF_THE_FILE = _DANGLING | {errno.EACCES, errno.EPERM, errno.ENXIO}
 """Error numbers of `open` and `stat` that concern one file. All others concern the disk or the
 mount."""
 
@@ -97,7 +98,7 @@ def endings(
     """
     if extensions is None:
         return usual
-    return frozenset(os.fsencode("." + ending.lower().lstrip(".")) for ending in extensions)
+    return frozenset(name_bytes("." + ending.lower().lstrip(".")) for ending in extensions)
 
 
 def relabel(listing: Listing, names: Mapping[str, str | int], origin: str) -> Listing:
@@ -203,7 +204,7 @@ class FolderSource:
         keys = _sort_keys(self._walk())
         if not len(keys):
             left_out = ", ".join(f"{n} {why}" for why, n in sorted(self._skipped.items()))
-            extensions = " ".join(sorted(os.fsdecode(e) for e in self._extensions))
+            extensions = " ".join(sorted(name_text(e) for e in self._extensions))
             depth = "every depth" if self._depth is None else f"a depth up to {self._depth}"
             raise DataError(
                 f"no {self._what} below {self.root}: searched {depth} for names ending in "
@@ -215,7 +216,7 @@ class FolderSource:
         return Listing(
             keys=keys,
             labels=np.fromiter(labels, dtype=np.int64, count=len(keys)),
-            classes=tuple(os.fsdecode(name) for name in names),
+            classes=tuple(name_text(name) for name in names),
             skipped=dict(self._skipped),
         )
 
@@ -340,8 +341,11 @@ class FolderSource:
                         else:
                             self._skipped[result] += 1
             except OSError as error:
+                if error.errno == errno.ENAMETOOLONG:
+                    yield folder.prefix[:-1]  # a row that fails and names it
+                    continue
                 raise DataError(
-                    f"cannot list {os.fsdecode(folder.path)}: {error.strerror}. Its images would "
+                    f"cannot list {name_text(folder.path)}: {error.strerror}. Its images would "
                     "be missing from the store. Make it readable or move it out of data.root."
                 ) from error
 

@@ -6,7 +6,6 @@ A key is the key of the image, '#', and the box: 'cat/001.jpg#10,20,64,48'.
 from __future__ import annotations
 
 import csv
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -14,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from featx.base import name_bytes, name_text
 from featx.errors import DataError, counted
 from featx.sources.csv_check import check_csv
 from featx.sources.key_forms import box_key
@@ -69,8 +69,8 @@ class BoxedSource:
         if (unknown := image_keys[images.keys[positions] != image_keys]).size:
             raise DataError(
                 f"data.boxes={self._file} names {counted(len(np.unique(unknown)), 'image')} that "
-                f"the data set does not have, such as {os.fsdecode(bytes(unknown[0]))}. A path is "
-                f"written as the keys are, such as {os.fsdecode(bytes(images.keys[0]))}, with "
+                f"the data set does not have, such as {name_text(bytes(unknown[0]))}. A path is "
+                f"written as the keys are, such as {name_text(bytes(images.keys[0]))}, with "
                 "/ for the backslashes of Windows."
             )
         labels, classes, warnings = images.labels[positions], images.classes, images.warnings
@@ -139,7 +139,10 @@ class BoxedSource:
                         "once."
                     )
                 lines = list(self._convert_lines(reader))
-        except (OSError, csv.Error) as error:
+        except csv.Error as error:
+            line = reader.line_num + 1
+            raise DataError(f"data.boxes={self._file}, line {line}: {error}.") from error
+        except OSError as error:
             raise DataError(f"data.boxes={self._file} cannot be read: {error}.") from error
         if not lines:
             raise DataError(f"data.boxes={self._file} has no boxes.")
@@ -147,6 +150,7 @@ class BoxedSource:
 
     def _note_on_columns(self, names: list[str]) -> str:
         """Return which columns look like labels and are not used."""
+        names = [name for name in names if name not in COLUMNS]
         note = note_on_columns(names, "label" if "label" in names else None, option="")
         return f"data.boxes={self._file}: {note}" if "looks like" in note else ""
 
@@ -167,7 +171,7 @@ class BoxedSource:
                     f"{line['path']!r} is no box; expected x, y, width and height in whole pixels, "
                     "the last two above 0."
                 )
-            image_key = os.fsencode(line["path"])
+            image_key = name_bytes(line["path"])
             yield _Line(image_key, box_key(image_key, *map(int, numbers)), line.get("label"))
 
 

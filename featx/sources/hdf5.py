@@ -8,7 +8,6 @@ anything is read.
 from __future__ import annotations
 
 import math
-import os
 import threading
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ import h5py
 import numpy as np
 import numpy.typing as npt
 
+from featx.base import name_text
 from featx.config import DataConfig, options
 from featx.errors import ConfigError, DataError, MissingExtraError, StoreError, counted
 from featx.sources.base import MAX_FILE_BYTES, state_of_files
@@ -179,7 +179,7 @@ class Hdf5Source:
             unwritten = np.full(count, bool(unwritten.all()))
         if is_text:
             texts = zip(values.tolist(), unwritten.tolist(), strict=True)
-            labels = from_names(None if absent else os.fsdecode(text) for text, absent in texts)
+            labels = from_names(None if absent else name_text(text) for text, absent in texts)
         else:
             labels = from_numbers(values, origin, unwritten)
         if not unwritten.any():

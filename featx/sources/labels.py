@@ -5,7 +5,6 @@ The rules are the same for every source: docs/data.md, "Labels and names".
 
 from __future__ import annotations
 
-import os
 import re
 import unicodedata
 from collections.abc import Iterable, Sequence
@@ -14,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from featx.base import name_bytes
 from featx.errors import DataError, counted
 from featx.sources.table_columns import AS_NO_LABEL, AS_VALUE, MISSING_MARKS, warning_of_marks
 
@@ -195,7 +195,7 @@ def _same_numbers(texts: Sequence[str]) -> tuple[str, str] | None:
 def renumber(names: npt.NDArray[np.object_], codes: npt.NDArray[np.int64]) -> Labels:
     """Convert indices into any list of names to indices into the sorted names that are in use."""
     used_codes = np.unique(codes[codes >= 0])
-    used_names = sorted({names[i] for i in used_codes if names[i]}, key=os.fsencode)
+    used_names = sorted({names[i] for i in used_codes if names[i]}, key=name_bytes)
     number_of_name = {name: i for i, name in enumerate(used_names)}
     table = np.array([*(number_of_name.get(name, -1) for name in names), -1], dtype=np.int64)
     return Labels(table[codes], tuple(used_names))

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image, ImageFile
 
+from featx.base import name_bytes
 from featx.config import OBJECT_SOURCE, DataConfig
 from featx.errors import DataError
 from featx.sources.base import FolderSource, of_other_paths
@@ -186,7 +187,7 @@ class MapSource:
         if keys_attribute is None or callable(keys_attribute):  # callable: the method of a mapping
             return numbered_keys(count)
         try:
-            keys = [os.fsencode(key) for key in keys_attribute]
+            keys = [name_bytes(key) for key in keys_attribute]
         except (TypeError, UnicodeEncodeError) as error:
             raise DataError(
                 f"dataset.keys is {keys_attribute!r:.100}: expected a list of str or bytes, one "

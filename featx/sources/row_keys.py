@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import zlib
 from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
 
+from featx.base import name_text
 from featx.errors import DataError
 from featx.types import ImageFault, Status
 
@@ -84,6 +84,6 @@ def sorting_order(keys: npt.NDArray[np.bytes_], what: str) -> npt.NDArray[np.int
     order = np.argsort(keys, kind="stable")
     keys = keys[order]
     if (is_double := keys[1:] == keys[:-1]).any():
-        names = ", ".join(map(os.fsdecode, np.unique(keys[1:][is_double])[:_NAMES_SHOWN].tolist()))
+        names = ", ".join(map(name_text, np.unique(keys[1:][is_double])[:_NAMES_SHOWN].tolist()))
         raise DataError(f"{what} more than once: {names}. A key stands for one row.")
     return order

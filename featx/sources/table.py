@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from featx.base import import_extra
+from featx.base import import_extra, name_text
 from featx.config import column_name_problem, options
 from featx.errors import ConfigError, DataError, nearest
 from featx.sources.base import FolderSource
@@ -217,7 +217,7 @@ class TableSource:
             other = paths.setdefault(os.path.normpath(key), key)
             if other != key:
                 return [
-                    f"{self._origin}: {os.fsdecode(other)!r} and {os.fsdecode(key)!r} are two rows "
+                    f"{self._origin}: {name_text(other)!r} and {name_text(key)!r} are two rows "
                     "of one image"
                 ]
         return []

@@ -73,9 +73,12 @@ def column_values(column: Any, origin: str) -> npt.NDArray[Any]:
 
 
 def text_bytes(column: Any) -> npt.NDArray[np.bytes_]:
-    """Convert a column of text to (N,) fixed-length bytes, `_BATCH_ROWS` rows at a time."""
+    """Convert a column of text to (N,) fixed-length bytes, `_BATCH_ROWS` rows at a time.
+
+    Longer texts are cut at `MAX_TEXT_BYTES`: no system has a file of such a path, so its row fails.
+    """
     batches = [
-        np.array([text.encode() for text in batch.to_pylist()], dtype=np.bytes_)
+        np.array([text.encode()[:MAX_TEXT_BYTES] for text in batch.to_pylist()], dtype=np.bytes_)
         for chunk in column.chunks
         for batch in (
             chunk.slice(start, _BATCH_ROWS) for start in range(0, len(chunk), _BATCH_ROWS)

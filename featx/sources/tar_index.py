@@ -24,7 +24,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from featx.base import cache_folder, printable
+from featx.base import cache_folder, name_text, printable
 from featx.errors import DataError
 from featx.sources import tar_headers
 from featx.sources.base import SYSTEM_FOLDERS
@@ -98,7 +98,7 @@ class RefusedShardError(Exception):
 def index_of(shard: Shard, endings: frozenset[bytes]) -> TarIndex:
     """Return the index of a shard in its current state, from the cache if possible."""
     state = json.dumps(
-        [_VERSION, shard.url, shard.size, shard.version, sorted(map(os.fsdecode, endings))]
+        [_VERSION, shard.url, shard.size, shard.version, sorted(map(name_text, endings))]
     )
     path = cache_folder("shards") / f"{hashlib.sha256(state.encode()).hexdigest()}.index"
     # Without a version (no ETag, no mtime) a cached index could belong to an older shard.
@@ -258,7 +258,7 @@ def _labels(names: list[bytes], classes: Mapping[bytes, int], skipped: Counter[s
     named: dict[bytes, list[bytes]] = {}
     for base in classes:
         key = _sample_key(base)
-        word = os.fsdecode(base[len(key) + 1 :])
+        word = name_text(base[len(key) + 1 :])
         if word in _OUTPUT_WORDS or looks_like_labels(word):
             named.setdefault(key, []).append(base)
     used, ambiguous, labels = set(), set(), []

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from featx.base import name_bytes
 from featx.errors import DataError, MissingExtraError
 from featx.sources.path_patterns import (
     base_of,
@@ -307,4 +308,4 @@ def _remote_shard(system: Any, path: str, name: str) -> Shard:
             raise OSError(errno.EIO, f"{len(data)} of {length} bytes came", url)
         return data
 
-    return Shard(os.fsencode(name), url, size, version, read)
+    return Shard(name_bytes(name), url, size, version, read)

@@ -7,7 +7,6 @@ points, which the first pass over it finds.
 from __future__ import annotations
 
 import errno
-import os
 import threading
 from collections import Counter, OrderedDict
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +16,7 @@ from typing import ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from featx.base import printable, require_extra
+from featx.base import name_text, printable, require_extra
 from featx.config import options
 from featx.errors import DataError, counted
 from featx.sources.base import MAX_FILE_BYTES, endings, tag_of
@@ -207,7 +206,7 @@ class ShardSource:
             bytes(key)[starts[i] :] for key, i in zip(self._keys, self._positions[0], strict=True)
         )
         return from_names(
-            os.fsdecode(name.split(b"/", 1)[0]) if b"/" in name else "" for name in members
+            name_text(name.split(b"/", 1)[0]) if b"/" in name else "" for name in members
         )
 
     def _unused_folders(self, numbers: npt.NDArray[np.int64]) -> list[str]:

@@ -12,6 +12,8 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from featx.base import num_cpus
+
 T = TypeVar("T")
 
 CACHE_BYTES = 64 << 20
@@ -67,7 +69,7 @@ class DecodePool:
     def __init__(self) -> None:
         self.pid = os.getpid()
         self.cache = DecodedChunks()
-        self._num_threads = _num_cpus()
+        self._num_threads = num_cpus()
         self._pool = ThreadPoolExecutor(self._num_threads, "featx-decode")
 
     def for_each(self, work: Callable[[T], None], items: Sequence[T]) -> None:
@@ -106,11 +108,3 @@ def decode_pool() -> DecodePool:
     if _shared is None or _shared.pid != os.getpid():
         _shared = DecodePool()
     return _shared
-
-
-def _num_cpus() -> int:
-    """Number of CPUs that this process may use."""
-    try:
-        return len(os.sched_getaffinity(0))
-    except AttributeError:  # not on macOS
-        return os.cpu_count() or 1

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from featx.base import shown_path, size_text
+from featx.base import printable, shown_path, size_text
 from featx.errors import StoreError, counted
 from featx.store.layer_array import LayerArray
 from featx.types import Status
@@ -111,7 +111,7 @@ def describe_html(store: DescribedStore) -> str:
         f"<div><b>FeatureStore</b> {path} {_faint(html.escape(', '.join(_states(store))))}</div>"
         f'<table style="border-collapse:collapse;margin:.5em 0"><tr style="{_RULE}">{heads}</tr>'
         f"{rows}</table><div>{origin}</div>"
-        + (f"<div>{_faint('failed')} {html.escape(failed)}</div>" if failed else "")
+        + (f"<div>{_faint('failed')} {html.escape(printable(failed))}</div>" if failed else "")
         + f'<details><summary>next</summary><pre style="margin:.3em 0">{following}</pre></details>'
         "</div>"
     )

@@ -11,7 +11,7 @@ from pathlib import Path
 import h5py
 import numpy as np
 
-from featx.base import csv_cell
+from featx.base import csv_line, name_text
 from featx.store import layout
 from featx.types import Failure, Status
 
@@ -61,13 +61,13 @@ def failures_csv(failures: Sequence[Failure]) -> bytes:
 
 
 def csv_rows(failures: Sequence[Failure]) -> str:
-    """Lines of failures.csv: row, key, status name, exception name, message; see `csv_cell`."""
+    """Lines of failures.csv: row, key, status name, exception name, message (`csv_cell`)."""
     buffer = io.StringIO()
     writer = csv.writer(buffer)
     for failure in failures:
-        key = failure.key.decode("utf-8", "surrogateescape")
-        texts = (key, failure.status.label, failure.error, failure.message)
-        writer.writerow([failure.row, *map(csv_cell, texts)])
+        key = name_text(failure.key)
+        line = failure.row, key, failure.status.label, failure.error, failure.message
+        writer.writerow(csv_line(line))
     return buffer.getvalue()
 
 

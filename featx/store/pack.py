@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -23,7 +22,7 @@ import h5py
 import numpy as np
 import numpy.typing as npt
 
-from featx.base import module_command, module_environment, size_text
+from featx.base import module_command, module_environment, name_text, size_text
 from featx.errors import FeatxError, RunError, StoreError, counted
 from featx.storage import AtomicFolder, ReservedFile, exclusive_lock
 from featx.store import layout
@@ -423,7 +422,7 @@ class _PackWriter:
         new_images = read_image_checksums(file)
         both = (images != UNKNOWN_IMAGE) & (new_images != UNKNOWN_IMAGE)
         if (other := np.flatnonzero(both & (images != new_images))).size:
-            key = os.fsdecode(bytes(self._listing.keys[source.start + int(other[0])]))
+            key = name_text(bytes(self._listing.keys[source.start + int(other[0])]))
             layers = ", ".join(file[layout.FEATURES])
             raise StoreError(
                 f"{source.path.name}: {counted(len(other), 'row was', 'rows were')} computed for "

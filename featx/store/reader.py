@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from featx.base import declared_function
+from featx.base import declared_function, name_bytes, name_text
 from featx.errors import LayerError, StoreError, nearest
 from featx.storage import parse_path
 from featx.store import layout
@@ -175,8 +175,8 @@ class FeatureStore:
 
     @cached_property
     def keys(self) -> npt.NDArray[np.str_]:
-        """(N,) str: key of each row, usually a path below data.root, decoded by os.fsdecode."""
-        decoded = [os.fsdecode(key) for key in self.key_bytes.tolist()]
+        """(N,) str: key of each row, usually a path below data.root; UTF-8 with surrogates."""
+        decoded = [name_text(key) for key in self.key_bytes.tolist()]
         return np.array(decoded, dtype=np.str_)
 
     @cached_property
@@ -257,7 +257,7 @@ class FeatureStore:
             failures.append(
                 {
                     "row": row,
-                    "key": os.fsdecode(bytes(self.key_bytes[row])),
+                    "key": name_text(bytes(self.key_bytes[row])),
                     "status": self._status_label(row),
                     "error": error.decode("utf-8", "replace"),
                     "message": message.decode("utf-8", "replace"),
@@ -292,7 +292,7 @@ class FeatureStore:
         Raises:
             KeyError: there is no such key; the message names similar keys.
         """
-        wanted = os.fsencode(key)
+        wanted = name_bytes(key)
         keys, order = self.key_bytes, self._key_order
         # With a text longer than the keys, numpy would copy all of them to that length.
         position = int(np.searchsorted(keys, np.bytes_(wanted[: keys.itemsize]), sorter=order))
@@ -300,9 +300,9 @@ class FeatureStore:
         if position < len(self) and bytes(keys[rows[position]]) == wanted:
             return int(rows[position])
         nearby = [
-            os.fsdecode(bytes(keys[row])) for row in rows[max(0, position - 500) : position + 500]
+            name_text(bytes(keys[row])) for row in rows[max(0, position - 500) : position + 500]
         ]
-        raise KeyError(f"{self.root} has no row {key!r}.{nearest(os.fsdecode(wanted), nearby)}")
+        raise KeyError(f"{self.root} has no row {key!r}.{nearest(name_text(wanted), nearby)}")
 
     def xy(self, layer: str) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]]:
         """Features and labels of all ok rows, as scikit-learn takes them.

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import mmap
+import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from featx.base import free_memory, machine, num_cpus, resident_memory, take_cpus
-from featx.base.machine import cpu_quota
+from featx.base import cpu_quota, free_memory, machine, num_cpus, resident_memory, take_cpus
 
 
 def made(root: Path, files: dict[str, str]) -> Path:
@@ -93,6 +95,33 @@ def test_a_container_with_two_of_64_cores_uses_two(monkeypatch: pytest.MonkeyPat
     assert num_cpus() == 16
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: {3})
     assert num_cpus() == 1
+
+
+def test_cpus_are_counted_in_one_place() -> None:
+    counts = re.compile(r"os\.(process_)?cpu_count|sched_getaffinity")
+    root = Path(machine.__file__).parents[1]
+    files = {
+        str(path.relative_to(root))
+        for path in root.rglob("*.py")
+        if counts.search(path.read_text())
+    }
+    assert files == {"base/machine.py", "jobs/doctor.py"}, "doctor tells also those of the machine"
+
+
+def test_a_command_with_a_quota_computes_with_so_many_threads(tmp_path: Path) -> None:
+    code = """
+import os, sys
+os.sched_getaffinity = lambda pid: set(range(64))
+from featx.base import machine
+machine.cpu_quota = lambda: 1.0
+from featx.__main__ import run_command
+sys.argv = ["featx", "--version"]
+run_command()
+import torch
+print(torch.get_num_threads())
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split()[-1] == "1"
 
 
 MEMINFO = "MemTotal:  9000 kB\nMemFree:  10 kB\nMemAvailable:  1000 kB\n"

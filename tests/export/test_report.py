@@ -261,7 +261,7 @@ def test_as_json_cannot_end_its_element() -> None:
     assert "<" not in text
     assert "&" not in text
     assert text.isascii()
-    assert json.loads(text) == {"</script>": "<!-- & \u2028 ]]>"}
+    assert json.loads(text) == {"</script>": "<!-- & \\u2028 ]]>"}
 
 
 def test_secrets_stay_out(photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -106,13 +106,25 @@ def test_a_heic_is_upright_by_its_own_transformation(exif: str) -> None:
     assert np.abs(found - upright).mean() < 3
 
 
-def test_16_bits_of_a_heic_are_scaled_by_their_range() -> None:
-    ramp = np.linspace(0, 65_535, 64 * 64).reshape(64, 64, 1).repeat(3, axis=2)
-    deep = pillow_heif.from_bytes("RGB;16", (64, 64), ramp.astype(np.uint16).tobytes())
+@pytest.mark.parametrize("bits", [10, 12])
+@pytest.mark.parametrize("chroma", [444, 422, 420])
+@pytest.mark.parametrize("mode", ["RGB;16", "RGBA;16", "L;16", "LA;16"])
+def test_a_deep_heic_is_right_to_1_of_255(
+    monkeypatch: pytest.MonkeyPatch, mode: str, chroma: int, bits: int
+) -> None:
+    monkeypatch.setattr(pillow_heif.options, "SAVE_HDR_TO_12_BIT", bits == 12)
+    channels = len(mode.partition(";")[0])
+    # Blocks of one colour, so that chroma of half the size loses nothing.
+    blocks = np.random.default_rng(0).integers(0, 65_536, (3, 4, channels))
+    numbers = blocks.repeat(16, axis=0).repeat(16, axis=1).astype(np.uint16)
     file = io.BytesIO()
-    deep.save(file, quality=95, chroma=444)
-    assert pillow_heif.open_heif(file.getvalue(), convert_hdr_to_8bit=False).info["bit_depth"] > 8
-    assert np.abs(pixels(file.getvalue()) - ramp / 257).max() < 6
+    pillow_heif.from_bytes(mode, (64, 48), numbers.tobytes()).save(file, quality=-1, chroma=chroma)
+    assert pillow_heif.open_heif(file.getvalue()).info["bit_depth"] == bits
+    expected = (numbers if channels > 2 else numbers[:, :, [0, 0, 0, *range(1, channels)]]) / 257
+    if channels in (2, 4):
+        opaque = expected[:, :, 3:] / 255
+        expected = expected[:, :, :3] * opaque + np.array(BACKGROUND) * (1 - opaque)
+    assert np.abs(pixels(file.getvalue()) - expected).max() < 1
 
 
 @pytest.mark.parametrize("kind", WRITERS)

@@ -224,6 +224,19 @@ def test_every_image_failing_is_not_success(tmp_path: Path) -> None:
     assert job.run(from_omegaconf(from_keywords(keys)), "") == 3
 
 
+@pytest.mark.parametrize("verbose", [True, False])
+def test_a_store_without_one_good_row_comes_with_a_warning(
+    tmp_path: Path, verbose: bool, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "bad").mkdir()
+    for name in ("x.jpg", "y.png"):
+        (tmp_path / "bad" / name).write_bytes(b"no")
+    store = extract("bad", max_failures=1.0, verbose=verbose)
+    assert not store.ok.any()
+    warned = "warning: all 2 images failed, so no row of the store has features"
+    assert warned in capfd.readouterr().err
+
+
 def test_resolved_choices_are_reused_on_resume(photo_folder: Path, tmp_path: Path) -> None:
     extract(photo_folder, precision="auto", batch_size="auto")
     resolved = json.loads((tmp_path / "store" / "featx.json").read_text())["resolved"]

@@ -61,6 +61,29 @@ def test_who_knows_a_name(name: str, library: str, expected: str) -> None:
     assert resolve_library(model_options(name=name, library=library)).name == expected
 
 
+def test_a_deprecated_name_of_timm_is_answered_with_what_it_became(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    old, present = "vit_tiny_patch16_224_in21k", "vit_tiny_patch16_224.augreg_in21k"
+    backbone = build_backbone(model_options(name=old, library="timm", weights=None), 0)
+    message = f"warning: model.name={old} is a deprecated name of timm, which loads {present}"
+    assert message in capsys.readouterr().err
+    assert backbone.name.endswith(present)
+    build_backbone(model_options(name=present, library="timm", weights=None), 0)
+    assert "deprecated" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("typed", ["dino", "resmlp_12_224_din", "vit_tiny_patch16_224_in21"])
+def test_a_deprecated_name_of_timm_is_never_suggested(typed: str) -> None:
+    from timm.models._registry import _deprecated_models
+
+    with pytest.raises(FeatxError) as caught:
+        resolve_library(model_options(name=typed))
+    suggested = str(caught.value).partition("Nearest:")[2].replace(",", " ").split()
+    assert suggested
+    assert not {name.strip(".") for name in suggested} & set(_deprecated_models)
+
+
 def test_custom_needs_no_name() -> None:
     config = model_options(name="anything", library="custom", factory="a:b")
     assert resolve_library(config).name == "custom"

@@ -24,7 +24,7 @@ from read_faults import fault_of
 from featx.errors import ConfigError, DataError
 from featx.sources import FolderOptions, FolderSource, open_source
 from featx.sources.base import EXTENSIONS, MAX_FILE_BYTES
-from featx.types import Source, Status
+from featx.types import ImageFault, Source, Status
 
 OUT_OF_FOLDER = "links out of the folder (data.follow_links=true follows them)"
 NOBODY = 65534
@@ -317,7 +317,7 @@ def test_a_link_into_a_locked_folder_is_an_error() -> None:
             FolderSource(folder).listing()
 
 
-def test_a_path_too_long_to_be_listed_is_an_error(tmp_path: Path) -> None:
+def test_a_path_too_long_to_be_listed_is_a_row_that_failed(tmp_path: Path) -> None:
     write(tmp_path, "a.jpg")
     here = os.open(tmp_path, os.O_RDONLY)
     for _ in range(20):
@@ -326,8 +326,13 @@ def test_a_path_too_long_to_be_listed_is_an_error(tmp_path: Path) -> None:
         os.close(here)
         here = inner
     os.close(here)
-    with pytest.raises(DataError, match=r"cannot list .*File name too long"):
-        FolderSource(tmp_path).listing()
+    source = FolderSource(tmp_path)
+    keys = source.listing().keys.tolist()
+    assert keys[0] == b"a.jpg"
+    assert len(keys) == 2
+    with pytest.raises(ImageFault, match="file name too long") as caught:
+        source.read(keys[1])
+    assert caught.value.status == Status.MISSING
 
 
 # Reading one file

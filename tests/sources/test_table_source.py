@@ -163,6 +163,18 @@ def test_paths_lead_out_of_the_folder_only_where_that_is_asked_for(tmp_path: Pat
     assert source.read(source.listing().keys.tolist()[0]) == b"out.jpg"
 
 
+@pytest.mark.parametrize("length", [300, 5000, 200_000])
+def test_a_path_longer_than_any_file_is_one_row_that_failed(tmp_path: Path, length: int) -> None:
+    (tmp_path / "a.png").write_bytes(b"image")
+    (tmp_path / "t.csv").write_text(f"path,label\na.png,x\n{'p' * length}.png,y\n")
+    source = table(tmp_path / "t.csv")
+    keys = source.listing().keys
+    assert keys.dtype.itemsize <= 4096, "the longest key determines the size of all"
+    assert source.read(keys[0]) == b"image"
+    with pytest.raises(ImageFault, match="file name too long"):
+        source.read(keys[1])
+
+
 def test_errors_before_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(DataError, match=r"none\.csv is no file"):
         table(tmp_path / "none.csv").listing()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +14,7 @@ from featx.analysis.probe.metrics import mean_and_spread
 from featx.analysis.probe.problem import Problem
 from featx.analysis.probe.splits import Places
 from featx.analysis.probe.task import ProbeTask
+from featx.base import csv_bytes
 
 FEW_SHOT = "1 / rows, as scikit-learn's C=1"
 """Text in probe.json for the penalty of few-shot fits."""
@@ -101,9 +100,7 @@ def few_shot_csv(
         classes: class names.
         tested: (layer, method) -> its draws, the same ones for all.
     """
-    buffer = io.StringIO()
-    writer = csv.writer(buffer)
-    writer.writerow(COLUMNS)
+    lines: list[Sequence[Any]] = [COLUMNS]
     has_folds = len(task.splits) > 1
 
     def line(draw: Draw, split: str, place: int, predicted: str) -> list[Any]:
@@ -115,9 +112,9 @@ def few_shot_csv(
 
     for draw in next(iter(tested.values())):
         for place in draw.train.tolist():
-            writer.writerow(["", "", *line(draw, "train", place, "")])
+            lines.append(["", "", *line(draw, "train", place, "")])
     for (layer, method), draws in tested.items():
         for draw in draws:
             for place, label in zip(draw.test.tolist(), draw.predicted.tolist(), strict=True):
-                writer.writerow([layer, method, *line(draw, "test", place, classes[label])])
-    return buffer.getvalue().encode("utf-8", "surrogateescape")
+                lines.append([layer, method, *line(draw, "test", place, classes[label])])
+    return csv_bytes(lines)

@@ -13,6 +13,7 @@ import numpy.typing as npt
 from featx.analysis.probe import splits
 from featx.analysis.probe.labelled_rows import LabelledRows
 from featx.analysis.probe.splits import Split
+from featx.base import csv_cell
 from featx.config import Config
 from featx.errors import DataError, counted
 
@@ -130,5 +131,7 @@ def read_split_file(path: Path, keys: Sequence[str]) -> tuple[npt.NDArray[np.str
         raise DataError(f"probe.split_file={path} cannot be read: {error.strerror}.") from error
     except csv.Error as error:
         raise DataError(f"probe.split_file={path} is no CSV file: {error}.") from error
-    roles = np.array([role_of_key.get(str(key), "") for key in keys], dtype=np.str_)
-    return roles, len(role_of_key.keys() - {str(key) for key in keys})
+    # predictions.csv has the cells of `csv_cell`, a file of a user may have the keys themselves.
+    names = [name if (name := csv_cell(key)) in role_of_key else key for key in keys]
+    roles = np.array([role_of_key.get(name, "") for name in names], dtype=np.str_)
+    return roles, len(role_of_key.keys() - set(names))

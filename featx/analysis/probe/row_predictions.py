@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +11,7 @@ import numpy.typing as npt
 
 from featx.analysis.probe.metrics import ProbePredictions, effective_rows, wilson
 from featx.analysis.probe.splits import Places, Split
+from featx.base import csv_bytes
 
 COLUMNS = (
     "layer", "method", "seed", "fold", "split", "key", "group", "true", "predicted", "p_true",
@@ -141,23 +140,24 @@ def predictions_csv(
         classes: class names.
         seed_splits: splits and predictions of each seed; scores are in all of them or in none.
     """
-    buffer = io.StringIO()
-    writer = csv.writer(buffer)
     names = list(classes)
     has_scores = all(
         rows.scores is not None for each in seed_splits for rows in each.tested.values()
     )
     header = [f"{SCORE}{name}" for name in names] if has_scores else []
-    writer.writerow([*COLUMNS, *header])
-    for each in seed_splits:
-        for place, role in _never_tested(each.splits, len(y)):
-            group = "" if each.groups is None else int(each.groups[place])
-            line = ["", "", each.seed, "", role, keys[place], group, names[y[place]]]
-            writer.writerow([*line, "", "", "", "", *[""] * len(header)])
-        for layer, method in each.tested:
-            lines = _test_lines(each, keys, names, layer, method)
-            writer.writerows([layer, method, each.seed, *line] for line in lines)
-    return buffer.getvalue().encode("utf-8", "surrogateescape")
+
+    def lines() -> Iterator[Sequence[Any]]:
+        yield [*COLUMNS, *header]
+        for each in seed_splits:
+            for place, role in _never_tested(each.splits, len(y)):
+                group = "" if each.groups is None else int(each.groups[place])
+                line = ["", "", each.seed, "", role, keys[place], group, names[y[place]]]
+                yield [*line, "", "", "", "", *[""] * len(header)]
+            for layer, method in each.tested:
+                for line in _test_lines(each, keys, names, layer, method):
+                    yield [layer, method, each.seed, *line]
+
+    return csv_bytes(lines())
 
 
 def _test_lines(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import textwrap
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -26,7 +24,7 @@ from featx.analysis.probe.segmentation_metrics import (
     segmentation_metrics,
 )
 from featx.analysis.probe.values import TaskKind
-from featx.base import WIDTH, choose_device, exact_cuda
+from featx.base import WIDTH, choose_device, csv_bytes, exact_cuda
 from featx.config import Config
 from featx.errors import DataError, RunError, counted
 from featx.store import FeatureStore, matching_layers
@@ -214,15 +212,13 @@ def _counts_csv(
     config: Config, masks: Masks, rows: RowSplits, layer_results: dict[str, LayerSegmentation]
 ) -> bytes:
     """Return predictions.csv: a line for each layer, test row, and class in or predicted for it."""
-    buffer = io.StringIO()
-    writer = csv.writer(buffer)
     names = ("true", "predicted", "right")
     columns = ["layer", "method", "seed", "fold", "split", "key", "group", "class", *names]
-    writer.writerow([*columns, *(f"patches_{name}" for name in names)])
+    lines: list[list[Any]] = [[*columns, *(f"patches_{name}" for name in names)]]
     for layer, each in layer_results.items():
-        for line in _lines(masks, rows, each.fits):
-            writer.writerow([layer, "linear", config.seed, *line])
-    return buffer.getvalue().encode("utf-8", "surrogateescape")
+        rows_of_layer = _lines(masks, rows, each.fits)
+        lines += ([layer, "linear", config.seed, *line] for line in rows_of_layer)
+    return csv_bytes(lines)
 
 
 def _lines(

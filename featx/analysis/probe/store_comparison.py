@@ -15,6 +15,7 @@ import numpy.typing as npt
 from featx.analysis.probe.output_files import output_folder
 from featx.analysis.probe.paired_tests import compare
 from featx.analysis.probe.row_predictions import RowPredictions
+from featx.base import csv_cell
 from featx.errors import DataError, StoreError, StoreMismatchError
 from featx.store import FeatureStore, layout, read_result
 from featx.types import count_different_images
@@ -64,8 +65,10 @@ def read_probe(path: str) -> OtherProbe:
         if about["predictions"]["sha256"] != hashlib.sha256(data).hexdigest():
             raise StoreError(f"{layout.PROBE_PREDICTIONS} in {folder} was changed. {remedy}")
         lines = csv.DictReader(io.StringIO(data.decode("utf-8", "surrogateescape"), newline=""))
+        keys = {csv_cell(str(key)): str(key) for key in store.keys.tolist()}
+        classes = {csv_cell(name): name for name in about["classes"]}
         tested = {
-            line["key"]: (line["true"], line["predicted"])
+            keys[line["key"]]: (classes[line["true"]], classes[line["predicted"]])
             for line in lines
             if _is_of_best_layer(line, about)
         }

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import statistics
 import textwrap
 import time
@@ -35,7 +33,7 @@ from featx.analysis.probe.value_task import (
     untrained_label_notes,
 )
 from featx.analysis.probe.values import TaskKind, Values, valued_rows
-from featx.base import WIDTH, choose_device, exact_cuda
+from featx.base import WIDTH, choose_device, csv_bytes, exact_cuda
 from featx.config import Config
 from featx.store import FeatureStore, matching_layers
 
@@ -231,18 +229,17 @@ def _interval(task: ValueTask, predicted: Matrix) -> dict[str, Any]:
 
 def _predictions_csv(seed_probes: Sequence[ValueSeed]) -> bytes:
     """Return predictions.csv: one line for each seed, layer, method and test row."""
-    buffer = io.StringIO()
-    writer = csv.writer(buffer)
     first = seed_probes[0].task
     if first.kind.name == "regression":
         columns = ["true", "predicted"]
     else:
         columns = [f"{what}{name}" for what in ("true:", SCORE) for name in first.values.names]
-    writer.writerow(["layer", "method", "seed", "fold", "split", "key", "group", *columns])
+    columns = ["layer", "method", "seed", "fold", "split", "key", "group", *columns]
+    lines: list[list[Any]] = [columns]
     for each in seed_probes:
         for (layer, method), fits in each.fits.items():
-            writer.writerows([layer, method, *line] for line in _test_lines(each.task, fits))
-    return buffer.getvalue().encode("utf-8", "surrogateescape")
+            lines += ([layer, method, *line] for line in _test_lines(each.task, fits))
+    return csv_bytes(lines)
 
 
 def _test_lines(task: ValueTask, fits: Sequence[FittedValues]) -> Iterator[list[Any]]:

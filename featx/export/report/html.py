@@ -16,8 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from featx.base import time_text
-from featx.export.selection import as_utf8
+from featx.base import printable, time_text
 
 DASH = "\u2013"
 """Text for a missing number."""
@@ -41,6 +40,7 @@ def render_page(template: str, scripts: Sequence[str], data: Any, **values: Any)
         loader=FileSystemLoader(_FILES),
         autoescape=True,
         undefined=StrictUndefined,
+        finalize=_without_controls,
         trim_blocks=True,
         lstrip_blocks=True,
     )
@@ -49,7 +49,7 @@ def render_page(template: str, scripts: Sequence[str], data: Any, **values: Any)
         "seconds": time_text, "file_name": file_name, "p_value": p_value,
     }  # fmt: skip
     sources = [_text(name) for name in scripts]
-    text = environment.get_template(template).render(
+    return environment.get_template(template).render(
         style=_text("page.css"),
         scripts=sources,
         hashes=" ".join(f"'sha256-{_checksum(source)}'" for source in sources),
@@ -57,15 +57,30 @@ def render_page(template: str, scripts: Sequence[str], data: Any, **values: Any)
         written=time.strftime("%d %B %Y").lstrip("0"),
         **values,
     )
-    return as_utf8(text)  # names of files may contain other bytes
 
 
 def as_json(values: Any) -> str:
     """Return JSON that cannot end its script element; NaN is not allowed."""
+    values = _printable_values(values)
     text = json.dumps(values, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
     for character in "<>&":
         text = text.replace(character, f"\\u{ord(character):04x}")
     return text
+
+
+def _without_controls(value: Any) -> Any:
+    """Escape the control characters in a text of a page; templates and scripts have none."""
+    is_text = isinstance(value, str) and not hasattr(value, "__html__")
+    return printable(value, kept="\n\t") if is_text else value
+
+
+def _printable_values(values: Any) -> Any:
+    """JSON types with control characters of their texts escaped."""
+    if isinstance(values, dict):
+        return {printable(key): _printable_values(value) for key, value in values.items()}
+    if isinstance(values, list | tuple):
+        return [_printable_values(value) for value in values]
+    return printable(values, kept="\n\t") if isinstance(values, str) else values
 
 
 def number(value: float | None) -> str:

@@ -108,7 +108,7 @@ class Page:
     def image_of_error(self, error: ErrorRow) -> str:
         """Return the thumbnail of a misclassified image as a data URI, or ''."""
         if error.row is None:
-            return self.test_images.get(error.stored_key, "")
+            return self.test_images.get(error.cell, "")
         return self.thumbnails.uris.get(error.row, "")
 
     def redact(self, text: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from dataclasses import dataclass
 
@@ -10,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from featx.analysis import Predictions
+from featx.base import name_bytes
 from featx.config import DataConfig
 from featx.export.report.html import render_page
 from featx.export.report.redaction import without_folder, without_folders
@@ -90,7 +90,7 @@ def render_predictions(predictions: Predictions, data: DataConfig, title: str) -
         data: options of their data set.
         title: title of the page.
     """
-    keys = [os.fsencode(row.key) for row in predictions.rows]
+    keys = [name_bytes(row.key) for row in predictions.rows]
     chosen = most_doubtful(predictions.scores)[:IMAGES_SHOWN].tolist()
     with Thumbnails(np.array(keys or [b""]), max(1, len(chosen)), MAX_BYTES) as thumbnails:
         thumbnails.open(data)

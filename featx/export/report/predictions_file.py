@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from featx.base import csv_cell
 from featx.export.report.redaction import without_folder
 from featx.export.selection import as_utf8
 from featx.store import layout
@@ -30,8 +31,8 @@ class ErrorRow:
 
     Attributes:
         row: row of the store, or None if it belongs to another store.
-        stored_key: its key, with surrogate escapes for bytes that are not UTF-8.
-        key: its key as UTF-8 text, an absolute path without its folders.
+        cell: its key as in predictions.csv.
+        key: the same, an absolute path without its folders.
         true: true class.
         predicted: predicted class.
         p_true: probability of the true class, or None without probabilities.
@@ -39,7 +40,7 @@ class ErrorRow:
     """
 
     row: int | None
-    stored_key: str
+    cell: str
     key: str
     true: str
     predicted: str
@@ -88,13 +89,14 @@ def read_predictions(
     roles = np.zeros(len(row_of), np.int8)
     wrong: dict[str, dict[int, str]] = {layer: {} for layer in result["layers"]}
     errors, confidences = [], []
+    row_of_cell = {csv_cell(key): row for key, row in row_of.items()}
     lines = csv.DictReader(io.StringIO(data.decode("utf-8", "surrogateescape"), newline=""))
     first_seed = str(result["split"]["seed"])
     for line in lines:
         if line["seed"] != first_seed:
             continue
         test = line["split"] == "test"
-        row = None if test and has_test_store else row_of.get(line["key"])
+        row = None if test and has_test_store else row_of_cell.get(line["key"])
         if row is not None:
             roles[row] = _ROLE_OF[line["split"]]
         if not test or line["method"] != best[1]:

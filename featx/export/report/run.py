@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from featx.analysis.statistics import explain_missing_norms, token_norms
+from featx.base import csv_cell
 from featx.config import Config, DataConfig
 from featx.errors import FeatxError, MissingExtraError, StoreError, counted
 from featx.export.report.embedding_plots import (
@@ -260,8 +261,8 @@ def _test_images(config: Config, probes: Probes, log: Callable[[str], None]) -> 
         if "://" in predicted.test_store:
             raise StoreError(f"{predicted.test_store} is a URL")
         store = FeatureStore(predicted.test_store, verify="rows")
-        row_of = {str(key): row for row, key in enumerate(store.keys.tolist())}
-        rows = {e.stored_key: row_of[e.stored_key] for e in errors if e.stored_key in row_of}
+        row_of = {csv_cell(key): row for row, key in enumerate(store.keys.tolist())}
+        rows = {e.cell: row_of[e.cell] for e in errors if e.cell in row_of}
         limit = min(len(rows), config.report.thumbnails)
         with Thumbnails(store.key_bytes, limit) as thumbnails:
             thumbnails.open(data_of_store(store, DataConfig()))

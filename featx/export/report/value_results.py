@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from featx.base import csv_line
 from featx.export.report.probe_metrics import metric_texts
 from featx.export.selection import as_utf8
 from featx.store import layout
@@ -188,8 +189,8 @@ def _predictions(
     if hashlib.sha256(data).hexdigest() != result["predictions"]["sha256"]:
         return empty, empty
     numbers = result["task"] == "regression"
-    columns = ["true"] if numbers else [f"true:{name}" for name in names]
-    predicted_columns = ["predicted"] if numbers else [f"score:{name}" for name in names]
+    columns = ["true"] if numbers else csv_line(f"true:{name}" for name in names)
+    predicted_columns = ["predicted"] if numbers else csv_line(f"score:{name}" for name in names)
     truth, predicted = [], []
     for line in csv.DictReader(io.StringIO(data.decode("utf-8", "surrogateescape"), newline="")):
         layer = chosen[min(int(line["fold"] or 1), len(chosen)) - 1]

@@ -97,7 +97,11 @@ def _only_blocks(lists: Mapping[tuple[str, str], list[str]], trace: Trace) -> li
             for name in around
             if _list_name(name)
         )
-        return blocks if is_rest_small else []
+        order = list(trace.by_module)
+        span = order[order.index(blocks[0]) : order.index(blocks[-1])]
+        others = (name for names in lists.values() if names is not blocks for name in names)
+        is_only = not any(name in span for name in others)
+        return blocks if is_rest_small and is_only else []
     parents = [parent for parent, _ in lists]
     last = [names[-1] for names in lists.values()]
     shapes = {next(iter(trace.by_module[name][0].outputs.values())) for name in last}

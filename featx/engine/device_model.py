@@ -24,6 +24,7 @@ from featx.layers import (
     plain_attention,
     trace_forward,
     with_evidence,
+    with_stages,
 )
 from featx.models import Backbone
 
@@ -87,6 +88,10 @@ class DeviceModel:
                 if is_exposed(self.traced):  # with_evidence has just added the module
                     traced = trace_forward(self.module, x)
                     self.traced = with_evidence(traced, self.module, x, library)
+        if any(request.partition(":")[0] == "stages" for request in requests):
+            with self.named_failure(x):
+                stages = self.backbone.stages
+                self.traced = with_stages(self.traced, self.module, x, stages)
         return self.traced
 
     @contextlib.contextmanager

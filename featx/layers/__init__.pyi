@@ -9,6 +9,7 @@ from .capture_hooks import Copies as Copies
 from .capture_hooks import Keep as Keep
 from .embedding import is_exposed as is_exposed
 from .embedding import with_evidence as with_evidence
+from .embedding import with_stages as with_stages
 from .expected_pass import Expected as Expected
 from .expected_pass import check_calls as check_calls
 from .gradient_target import logits_of as logits_of

@@ -1,14 +1,19 @@
-"""Evidence for the preset `embedding`, from forward passes instead of layer names.
+"""Evidence for the presets `embedding` and `stages`, from forward passes instead of layer names.
 
 Some libraries define the embedding of their models (timm: `forward_head(..., pre_logits=True)`). It
 is computed, and the tensors of a plain forward pass that equal it are found. For other models, the
 last linear layer counts as the classifier only if the output of the model depends on the image
 through that layer alone.
+
+Stages that timm names but that are no modules with one tensor are found in the same way, as the
+tensors that equal `forward_intermediates`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,7 +25,7 @@ from featx.base import ElementPath, ModuleHooks, elements
 from featx.errors import LayerError
 from featx.layers.operations import OperationRecorder, hide_operations
 from featx.layers.selection import last_linear
-from featx.layers.trace import CapturePoint, Trace
+from featx.layers.trace import CapturePoint, Trace, element_name
 from featx.models import LibraryEmbedding
 
 _ROUNDING = 1e-6
@@ -116,15 +121,88 @@ def _library_embedding(library: LibraryEmbedding, x: torch.Tensor) -> torch.Tens
 def _best_match(module: nn.Module, x: torch.Tensor, expected: torch.Tensor) -> _Match | None:
     """The tensor of a forward pass that equals the expected one, or None.
 
-    Among several, the one nearest to the classifier is taken. Operations are compared only if no
-    input or output of a module matches, because they rule out compilation and parallel batches.
+    Among several, the one nearest to the classifier is taken.
     """
+    (matches,) = _matches(module, x, [expected])
+    return max(matches, key=lambda match: match.rank) if matches else None
+
+
+def _matches(
+    module: nn.Module, x: torch.Tensor, expected: Sequence[torch.Tensor]
+) -> list[list[_Match]]:
+    """The tensors of a forward pass that equal each of the expected ones.
+
+    Operations are compared only if inputs and outputs of modules do not match all, because they
+    rule out compilation and parallel batches.
+    """
+    found: list[list[_Match]] = []
     for with_operations in (False, True):
         with _Comparison(module, expected, with_operations) as comparison, comparison.recording:
             module(x.clone())
-        if comparison.matches:
-            return max(comparison.matches, key=lambda match: match.rank)
-    return None
+        found = found or comparison.matches
+        found = [old or new for old, new in zip(found, comparison.matches, strict=True)]
+        if all(found):
+            break
+    return found
+
+
+def with_stages(
+    trace: Trace, module: nn.Module, x: torch.Tensor, names: Sequence[str] | None
+) -> Trace:
+    """Add to a trace the tensors that equal the features of a timm model.
+
+    Nothing is added if every name is a module with one tensor, or if a feature is no tensor of the
+    pass.
+
+    Args:
+        trace: trace of `module`.
+        module: model in eval mode.
+        x: (B, 3, H, W) noise.
+        names: names of the stages that the library gives, or None.
+
+    Returns:
+        The trace with `library_stages`.
+    """
+    compute = getattr(module, "forward_intermediates", None)
+    if names is None or compute is None or all(_is_capturable(name, trace) for name in names):
+        return trace
+    with torch.no_grad():
+        features = [*compute(x.clone(), intermediates_only=True)]
+        if len(features) != len(names) or not all(isinstance(f, torch.Tensor) for f in features):
+            return trace
+        found = _matches(module, x, features)
+    stages = [_stage(name, each, trace) for name, each in zip(names, found, strict=True)]
+    complete = [stage for stage in stages if stage is not None]
+    if len(set(complete)) != len(names):
+        return trace
+    return replace(trace, library_stages=tuple(complete))
+
+
+def _is_capturable(name: str, trace: Trace) -> bool:
+    """Return whether a name is that of a module that is called once and gives one tensor."""
+    calls = trace.by_module.get(trace.names.get(name, name), [])
+    return len(calls) == 1 and len(calls[0].outputs) == 1
+
+
+def _stage(name: str, matches: Sequence[_Match], trace: Trace) -> str | None:
+    """The request of the tensor that is a feature of the library, or None.
+
+    Among several, the output of the module of that name is taken, then that of a block inside.
+    """
+
+    def rank(match: _Match) -> tuple[bool, bool, bool, bool]:
+        calls = trace.by_module.get(match.module)
+        is_inside = match.module.startswith(f"{name}.")
+        is_block = calls is not None and not calls[0].is_leaf
+        return match.module == name, is_inside, match.rank[0], is_block
+
+    outputs = [match for match in matches if match.capture == "output" and match.module]
+    if not outputs:
+        return None
+    best = max(outputs, key=rank)
+    several = not best.operation and len(trace.by_module[best.module]) > 1
+    number = f"@{best.number}" if several else ""
+    return f"{best.operation or best.module}{number}{element_name(best.path)}"
 
 
 @dataclass(frozen=True)
@@ -151,24 +229,25 @@ class _Match:
 
 
 class _Comparison:
-    """Hooks that compare every tensor of a pass with an expected one; a context manager.
+    """Hooks that compare every tensor of a pass with expected ones; a context manager.
 
     Args:
         module: the model.
-        expected: (B, D) embedding.
+        expected: (B, D) vectors or (B, C, H, W) maps.
         with_operations: whether to compare the results of operations as well.
 
     Attributes:
-        matches: the matches so far.
+        matches: the matches of each expected tensor so far.
         recording: context manager to enter around the forward pass.
     """
 
-    def __init__(self, module: nn.Module, expected: torch.Tensor, with_operations: bool) -> None:
-        self.matches: list[_Match] = []
+    def __init__(
+        self, module: nn.Module, expected: Sequence[torch.Tensor], with_operations: bool
+    ) -> None:
+        self.matches: list[list[_Match]] = [[] for _ in expected]
         self.recording: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         self._module = module
         self._expected = expected
-        self._close = _ROUNDING * float(expected.abs().max())
         self._with_operations = with_operations
         self._calls: dict[tuple[str, str], int] = {}
         self._stack = contextlib.ExitStack()
@@ -203,25 +282,44 @@ class _Comparison:
         with hide_operations():
             tensors = elements(value)
             for path, tensor in tensors.items():
-                exact = self._same(tensor)
-                if exact is not None and (module or operation or capture == "output"):
-                    vector = tensor.dim() == 2
-                    rank = (exact, vector, capture == "input", len(self.matches))
-                    point_path = () if len(tensors) == 1 else path
-                    match = _Match(module, capture, number, point_path, operation, vector, rank)
-                    self.matches.append(match)
+                for expected, matches in zip(self._expected, self.matches, strict=True):
+                    exact = _same(tensor, expected)
+                    if exact is not None and (module or operation or capture == "output"):
+                        vector = tensor.dim() == 2
+                        rank = (exact, vector, capture == "input", len(matches))
+                        point_path = () if len(tensors) == 1 else path
+                        matches.append(
+                            _Match(module, capture, number, point_path, operation, vector, rank)
+                        )
 
-    def _same(self, tensor: torch.Tensor) -> bool | None:
-        """Return whether every bit is equal; None if values differ by more than rounding."""
-        expected = self._expected
-        if len(tensor.shape) < 2 or len(tensor) != len(expected):
-            return None
-        if tensor.numel() != expected.numel() or not tensor.is_floating_point():
-            return None
-        flat = tensor.reshape(len(tensor), -1)
-        if torch.equal(flat, expected):
+
+def _same(tensor: torch.Tensor, expected: torch.Tensor) -> bool | None:
+    """Return whether every bit is equal; None if values differ by more than rounding."""
+    if tensor.dim() < 2 or len(tensor) != len(expected) or not tensor.is_floating_point():
+        return None
+    for view in _views(tensor, expected):
+        if torch.equal(view, expected):
             return True
-        return False if bool(((flat - expected).abs() <= self._close).all()) else None
+        close = _ROUNDING * float(expected.abs().max())
+        if bool(((view - expected).abs() <= close).all()):
+            return False
+    return None
+
+
+def _views(tensor: torch.Tensor, expected: torch.Tensor) -> Iterator[torch.Tensor]:
+    """A tensor in the layouts that have the shape of another: vectors, or maps and patch tokens."""
+    if expected.dim() == 2:
+        if tensor.numel() == expected.numel():
+            yield tensor.reshape(expected.shape)
+        return
+    if tensor.shape == expected.shape:
+        yield tensor
+    channels, *size = expected.shape[1:]
+    if tensor.dim() == 4 and tensor.movedim(-1, 1).shape == expected.shape:
+        yield tensor.movedim(-1, 1)
+    num_patches = math.prod(size)
+    if tensor.dim() == 3 and tensor.shape[1] >= num_patches and tensor.shape[2] == channels:
+        yield tensor[:, -num_patches:].transpose(1, 2).reshape(expected.shape)
 
 
 def _decides(module: nn.Module, classifier: str, x: torch.Tensor) -> bool:

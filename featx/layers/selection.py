@@ -96,7 +96,8 @@ def _points(
         elif name == "output":
             yield from _output_points(request, trace, left_out)
         elif name == "stages":
-            stage_names = list(stages) if stages is not None else find_stages(trace)
+            known = trace.library_stages or stages
+            stage_names = list(known) if known is not None else find_stages(trace)
             for stage in stage_names:
                 try:
                     yield named_point(with_capture(_module_request(stage, trace), capture), trace)

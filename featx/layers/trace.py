@@ -121,6 +121,8 @@ class Trace:
         library_embedding: the capture point that equals the embedding as defined by the model's
             library, and the reduction, 'none' or 'flatten', that makes it a vector; None if the
             library defines none or the embedding was not requested.
+        library_stages: names of the tensors that equal the stages of the model's library, if these
+            are not the outputs of modules that it names; None otherwise.
         undecided: name of the last linear layer, if the output of the model depends on the image in
             other ways than through this layer; otherwise, or if the embedding was not requested,
             None.
@@ -133,6 +135,7 @@ class Trace:
     batch_size: int
     operations: Sequence[Operation] = ()
     library_embedding: tuple[CapturePoint, str] | None = None
+    library_stages: Sequence[str] | None = None
     undecided: str | None = None
     by_module: dict[str, list[Call]] = field(init=False, default_factory=dict)
     by_operation: dict[str, Operation] = field(init=False, default_factory=dict)

@@ -76,7 +76,9 @@ def test_what_is_read_again_finds_its_rows(
     assert "not in the store" not in capsys.readouterr().out
     assert Path("store/probe/predictions.csv").read_bytes() == first
     # A file of a user has the names themselves.
-    with open("split.csv", "w", encoding="utf-8", errors="surrogateescape", newline="") as file:
+    with Path("split.csv").open(
+        "w", encoding="utf-8", errors="surrogateescape", newline=""
+    ) as file:
         roles = {line["key"]: line["split"] for line in csv.DictReader(first.decode().splitlines())}
         written = csv.writer(file)
         written.writerow(["key", "split"])

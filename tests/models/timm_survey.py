@@ -320,6 +320,8 @@ def _views(value: torch.Tensor, feature: torch.Tensor, backbone: Backbone) -> li
     if value.dim() == 4:
         return [value, value.permute(0, 3, 1, 2)]
     patches = value[:, backbone.num_prefix_tokens :]
+    if backbone.num_prefix_tokens == 0:  # coat and crossvit have class tokens and do not say so
+        patches = value[:, -feature[0, 0].numel() :]
     views = [value] + [each.transpose(1, 2) for each in (value, patches)]
     return [view.reshape(feature.shape) for view in views if view.numel() == feature.numel()]
 

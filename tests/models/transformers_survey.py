@@ -60,15 +60,22 @@ CLASS_TOKEN = Expected("class token of `last_hidden_state`", _cls, 1, True)
 EXPECTED = {
     "aimv2_vision_model": Expected(f"{POOLED}: attention pooling", _pooled, 0),
     "beit": Expected(f"{POOLED}: norm of the mean of the patch tokens", _pooled, 1, True),
+    "blip_vision_model": Expected(f"{POOLED}: norm of the class token", _pooled, 1, True),
+    "chinese_clip": Expected(f"{POOLED}: norm of the class token", _pooled, 1, True),
+    "chinese_clip_vision_model": Expected(f"{POOLED}: norm of the class token", _pooled, 1, True),
     "clip": Expected(f"{POOLED}: norm of the class token", _pooled, 1, True),
     "clip_vision_model": Expected(f"{POOLED}: norm of the class token", _pooled, 1, True),
     "convnext": Expected(f"{POOLED}: norm of the mean of the map", _pooled, None),
     "convnextv2": Expected(f"{POOLED}: norm of the mean of the map", _pooled, None),
+    "data2vec-vision": Expected(
+        f"{POOLED}: norm of the mean of the patch tokens", _pooled, 1, True
+    ),
     "deit": Expected(CLASS_TOKEN.words, _cls, 2, True),
     "dinov2": CLASS_TOKEN,
     "dinov2_with_registers": Expected(CLASS_TOKEN.words, _cls, 5, True),
     "dinov3_convnext": Expected(f"{POOLED}: norm of the mean of the map", _pooled, 1),
     "dinov3_vit": Expected(CLASS_TOKEN.words, _cls, 5, True),
+    "dpt": Expected(f"{POOLED}: dense layer of the class token", _pooled, 1, True),
     "focalnet": Expected(f"{POOLED}: mean of the tokens", _pooled, 0),
     "hiera": Expected(f"{POOLED}: norm of the mean of the tokens", _pooled, 0),
     "ijepa": Expected("mean of `last_hidden_state`", lambda o: o.last_hidden_state.mean(1), 0),
@@ -80,6 +87,10 @@ EXPECTED = {
     "mobilevitv2": Expected(f"{POOLED}: mean of the map", _pooled, None),
     "pixio": Expected(f"{POOLED}: mean of its 8 class tokens", _pooled, 8),
     "poolformer": Expected(
+        "mean of `last_hidden_state`", lambda o: o.last_hidden_state.mean((2, 3)), None
+    ),
+    "pvt": CLASS_TOKEN,
+    "pvt_v2": Expected(
         "mean of `last_hidden_state`", lambda o: o.last_hidden_state.mean((2, 3)), None
     ),
     "regnet": Expected(f"{POOLED}: mean of the map", lambda o: o.pooler_output[..., 0, 0], None),
@@ -97,6 +108,9 @@ EXPECTED = {
     "vit": CLASS_TOKEN,
     "vit_mae": CLASS_TOKEN,
     "vit_msn": CLASS_TOKEN,
+    "vitdet": Expected(
+        "mean of `last_hidden_state`", lambda o: o.last_hidden_state.mean((2, 3)), None
+    ),
 }
 """model_type -> what transformers gives, written down beside featx's own table."""
 
@@ -141,6 +155,10 @@ def plain_output(model_type: str, folder: Path, x: torch.Tensor) -> Any:
         if model_type == "vit_mae":  # ViTMAEModel drops three quarters of the tokens
             config = tf.ViTConfig(**tf.AutoConfig.from_pretrained(folder).to_dict())
             model = tf.ViTModel.from_pretrained(folder, config=config, add_pooling_layer=False)
+        elif model_type == "blip_vision_model":  # AutoModel does not know it
+            model = tf.BlipVisionModel.from_pretrained(folder)
+        elif model_type == "data2vec-vision":  # AutoModel leaves its pooler out
+            model = tf.Data2VecVisionModel.from_pretrained(folder, add_pooling_layer=True)
         else:
             model = tf.AutoModel.from_pretrained(folder)
         model = getattr(model, "vision_model", model).eval()
@@ -187,12 +205,13 @@ def _tokens(engine: Engine, expected: Expected, output: Any, x: torch.Tensor) ->
 def _layer_of(engine: Engine, expected: torch.Tensor, x: torch.Tensor) -> str:
     """Name of the last layer whose output is `last_hidden_state`."""
     engine.backbone.module.requires_grad_(False)
-    for call in reversed(engine.trace().calls):
+    traced = engine.trace()
+    for call in reversed(traced.calls):
         if not call.module or tuple(expected.shape) not in call.outputs.values():
             continue
         [(_, found)] = run(engine, f"{call.module}@{call.number}", x)
         if _close(found, expected):
-            return call.module
+            return traced.call_name(call)
     raise AssertionError("no layer gives last_hidden_state")
 
 
@@ -203,13 +222,19 @@ def _stages(engine: Engine, output: Any, x: torch.Tensor) -> tuple[str, str]:
     same = 0
     for point, value in found:
         shrunk = _shrunk(engine.backbone.module, point.module, value)
-        same += any(x.shape == shrunk.shape and _close(shrunk, x) for x in hidden)
+        same += any(_close(view, x) for x in hidden for view in (shrunk, _as_map(shrunk, x)))
     words = f"{len(found)}, `{found[0][0].layer}` and on"
     if same == len(found):
         words += ", its hidden states"
     elif same:
         words += f", {same} of its hidden states"
     return words, _grids(engine, found, x)
+
+
+def _as_map(value: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+    """Tokens as the map that a hidden state is, if it is one with as many numbers."""
+    is_map = value.dim() == 3 and hidden.dim() == 4 and value.numel() == hidden.numel()
+    return value.transpose(1, 2).reshape(hidden.shape) if is_map else value
 
 
 @torch.no_grad()

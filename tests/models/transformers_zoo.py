@@ -45,11 +45,13 @@ class Small:
         config: makes its configuration.
         processor: class of its image processor, as released models of the family have it.
         side: of its images in pixels.
+        head: class that builds it.
     """
 
     config: Callable[[], Any]
     processor: str = "ViTImageProcessor"
     side: int = 32
+    head: str = "AutoModel"
 
     def make_processor(self) -> Any:
         """Return the processor for images of this size, with the family's own way of resizing."""
@@ -82,10 +84,24 @@ SMALL = {
         lambda: tf.BeitConfig(**VIT, vocab_size=20, use_relative_position_bias=True),
         "BeitImageProcessor",
     ),
+    "blip_vision_model": Small(
+        lambda: tf.BlipVisionConfig(**VIT), "BlipImageProcessor", head="BlipVisionModel"
+    ),
+    "chinese_clip": Small(
+        lambda: _two_towers("ChineseCLIP", projection_dim=16), "ChineseCLIPImageProcessor"
+    ),
+    "chinese_clip_vision_model": Small(
+        lambda: tf.ChineseCLIPVisionConfig(**VIT), "ChineseCLIPImageProcessor"
+    ),
     "clip": Small(lambda: _two_towers("CLIP", projection_dim=16), "CLIPImageProcessor"),
     "clip_vision_model": Small(lambda: tf.CLIPVisionConfig(**VIT), "CLIPImageProcessor"),
     "convnext": Small(lambda: tf.ConvNextConfig(**WIDTHS), "ConvNextImageProcessor", 64),
     "convnextv2": Small(lambda: tf.ConvNextV2Config(**WIDTHS), "ConvNextImageProcessor", 64),
+    "data2vec-vision": Small(
+        lambda: tf.Data2VecVisionConfig(**VIT),
+        "BeitImageProcessor",
+        head="Data2VecVisionForImageClassification",
+    ),
     "deit": Small(lambda: tf.DeiTConfig(**VIT), "DeiTImageProcessor"),
     "dinov2": Small(lambda: tf.Dinov2Config(**DINO), "BitImageProcessor"),
     "dinov2_with_registers": Small(
@@ -97,6 +113,7 @@ SMALL = {
     "dinov3_vit": Small(
         lambda: tf.DINOv3ViTConfig(**VIT, num_register_tokens=4), "DINOv3ViTImageProcessor"
     ),
+    "dpt": Small(lambda: tf.DPTConfig(**VIT, is_hybrid=False), "DPTImageProcessor"),
     "focalnet": Small(
         lambda: tf.FocalNetConfig(**PYRAMID, depths=[1, 1, 2, 1], focal_levels=[1, 1, 1, 1]),
         "BitImageProcessor",
@@ -150,6 +167,16 @@ SMALL = {
     ),
     "pixio": Small(lambda: tf.PixioConfig(**DINO), "ViTImageProcessor"),
     "poolformer": Small(lambda: tf.PoolFormerConfig(**WIDTHS), "PoolFormerImageProcessor", 64),
+    "pvt": Small(
+        lambda: tf.PvtConfig(**WIDTHS, image_size=64, num_attention_heads=[1, 2, 2, 4]),
+        "PvtImageProcessor",
+        64,
+    ),
+    "pvt_v2": Small(
+        lambda: tf.PvtV2Config(**WIDTHS, image_size=64, num_attention_heads=[1, 2, 2, 4]),
+        "PvtImageProcessor",
+        64,
+    ),
     "regnet": Small(
         lambda: tf.RegNetConfig(**_convnet(groups_width=4)), "ConvNextImageProcessor", 64
     ),
@@ -191,6 +218,7 @@ SMALL = {
         )
     ),
     "vit_msn": Small(lambda: tf.ViTMSNConfig(**VIT)),
+    "vitdet": Small(lambda: tf.VitDetConfig(**DINO, pretrain_image_size=32)),
 }
 """model_type -> its small model."""
 
@@ -207,7 +235,7 @@ def quiet() -> Iterator[None]:
         tf.logging.set_verbosity_warning()
 
 
-def small_model(model_type: str, head: str = "AutoModel") -> Any:
+def small_model(model_type: str, head: str | None = None) -> Any:
     """Return a small model whose parameters and statistics are all random.
 
     Initialisations hide errors: constants make a layer in front of a norm look like the one behind
@@ -215,8 +243,9 @@ def small_model(model_type: str, head: str = "AutoModel") -> Any:
 
     Args:
         model_type: key of `SMALL`.
-        head: class of transformers that builds it.
+        head: class of transformers that builds it, None for that of the family.
     """
+    head = head or SMALL[model_type].head
     config = SMALL[model_type].config()
     make = getattr(tf, head)
     model = make.from_config(config) if head.startswith("Auto") else make(config)
@@ -237,7 +266,7 @@ def small_model(model_type: str, head: str = "AutoModel") -> Any:
     return model.eval()
 
 
-def write_folder(folder: Path, model_type: str, head: str = "AutoModel") -> Path:
+def write_folder(folder: Path, model_type: str, head: str | None = None) -> Path:
     """Save a small model and its image processor, and return the folder."""
     with quiet():
         small_model(model_type, head).save_pretrained(folder)

@@ -86,16 +86,21 @@ def _members(module: nn.Module, name: str) -> list[str]:
 
 _VIT = Family(FIRST_TOKEN, prefix=1, stages="layers")
 _CLIP = Family(POOLER, prefix=1, stages="encoder.layers", model="CLIPVisionModel")
+_CHINESE_CLIP = Family(POOLER, prefix=1, stages="encoder.layers", model="ChineseCLIPVisionModel")
 _SIGLIP = Family(POOLER, stages="encoder.layers", model="SiglipVisionModel")
 _CONVNEXT = Family(POOLER, stages="encoder.stages", takes_any_size=True)
 
 FAMILIES = {
     "aimv2_vision_model": Family(POOLER, stages="encoder.layers"),
     "beit": Family(POOLER, prefix=1, stages="layers"),
+    "blip_vision_model": Family(POOLER, prefix=1, stages="encoder.layers", model="BlipVisionModel"),
+    "chinese_clip": _CHINESE_CLIP,
+    "chinese_clip_vision_model": _CHINESE_CLIP,
     "clip": _CLIP,
     "clip_vision_model": _CLIP,
     "convnext": _CONVNEXT,
     "convnextv2": _CONVNEXT,
+    "data2vec-vision": Family(POOLER, prefix=1, stages="encoder.layer"),
     "deit": Family(FIRST_TOKEN, prefix=2, stages="layers"),
     "dinov2": Family(FIRST_TOKEN, prefix=1, stages="encoder.layer", takes_any_size=True),
     "dinov2_with_registers": Family(
@@ -116,6 +121,7 @@ FAMILIES = {
         stages="model.layer",
         takes_any_size=True,
     ),
+    "dpt": Family(POOLER, prefix=1, stages="encoder.layer"),
     "focalnet": Family(POOLER, stages="encoder.stages", blocks="layers"),
     "hiera": Family(POOLER, stages="encoder.stages"),
     "ijepa": Family(MEAN_OF_TOKENS, stages="layers"),
@@ -127,6 +133,9 @@ FAMILIES = {
     "mobilevitv2": Family(POOLER, stages="encoder.layer", takes_any_size=True),
     "pixio": Family(POOLER, prefix=8, has_class_token=False, stages="layers"),
     "poolformer": Family(MEAN_OF_MAP, stages="encoder.block", blocks="", takes_any_size=True),
+    # Only the last stage has the class token.
+    "pvt": Family(FIRST_TOKEN, prefix=1, stages="encoder.block", blocks=""),
+    "pvt_v2": Family(MEAN_OF_MAP, stages="encoder.layers"),
     "regnet": Family(POOLER, stages="encoder.stages", takes_any_size=True),
     "resnet": Family(POOLER, stages="encoder.stages", takes_any_size=True),
     "segformer": Family(MEAN_OF_MAP, stages="stages", takes_any_size=True),
@@ -141,6 +150,7 @@ FAMILIES = {
     # are those of a ViT.
     "vit_mae": Family(FIRST_TOKEN, prefix=1, stages="layers", model="ViTModel", config="ViTConfig"),
     "vit_msn": _VIT,
+    "vitdet": Family(MEAN_OF_MAP, stages="encoder.layer"),
 }
 """model_type of config.json -> what the layer presets mean."""
 

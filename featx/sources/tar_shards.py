@@ -116,6 +116,7 @@ class GzipReader:
         from indexed_gzip import IndexedGzipFile
 
         self._lock = threading.Lock()
+        self._url = shard.url
         self._raw = CompressedFile(shard)
         spacing = max(_SPACING, size // _MAX_POINTS)
         # A block is decompressed from the seek point before it: longer ones cost less.
@@ -145,7 +146,9 @@ class GzipReader:
                 self._file.seek(number * self._block_bytes)
                 block = self._file.read(self._block_bytes)
             except OSError as error:
-                raise self._raw.error or error from error
+                # Indexing has read past this point, so that the shard has changed otherwise.
+                problem = f"the shard cannot be decompressed: {error}"
+                raise self._raw.error or OSError(errno.EIO, problem, self._url) from error
             while len(self._blocks) > max(1, _KEPT_BYTES // self._block_bytes):
                 del self._blocks[next(iter(self._blocks))]
         self._blocks[number] = block

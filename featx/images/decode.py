@@ -1,10 +1,10 @@
 """Decoding of encoded bytes into an upright RGB image, or an ImageFault with the reason.
 
-This module and those that it imports are the only ones that name a decoder. Pillow opens every
-image and decodes all unusual ones. simplejpeg decodes sound JPEGs to the same pixels in less time.
-decode=fast decodes JPEGs that are far larger than needed at 1/2, 1/4 or 1/8 of their size, which
-libjpeg does while it decodes. pillow-heif, if it is installed, decodes HEIC, and tifffile the TIFFs
-that Pillow reads otherwise than their tags say.
+This module and those that it imports are the only ones that name a decoder. simplejpeg decodes
+sound JPEGs, to the same pixels as Pillow in less time, and Pillow all other images. decode=fast
+decodes JPEGs that are far larger than needed at 1/2, 1/4 or 1/8 of their size, which libjpeg does
+while it decodes. pillow-heif, if it is installed, decodes HEIC, and tifffile the TIFFs that Pillow
+reads otherwise than their tags say.
 """
 
 from __future__ import annotations

@@ -24,8 +24,8 @@ _NO_END = "Premature end of JPEG file"
 _END = b"\xff\xd9"
 """Marker at the end of an image. Within compressed data 0xFF is followed by other bytes."""
 
-_SCAN, _PROGRESSIVE, _COMMENT = 0xDA, 0xC2, 0xFE
-"""Markers of segments: compressed data, frame of a progressive image, and text."""
+_SCAN, _PROGRESSIVE, _EXIF, _COMMENT = 0xDA, 0xC2, 0xE1, 0xFE
+"""Markers of segments: compressed data, frame of a progressive image, EXIF or XMP, and text."""
 
 _FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
 """Markers of segments that begin with the number of bits of a component: frames of any kind."""
@@ -69,14 +69,28 @@ def read_header(data: bytes) -> Header:
     return header
 
 
-def decode_sound_jpeg(data: bytes, size: tuple[int, int]) -> npt.NDArray[np.uint8] | None:
+def plain_jpeg_size(data: bytes, header: Header) -> tuple[int, int] | None:
+    """Return (width, height) of a JPEG of RGB or grey without EXIF or XMP data, else None."""
+    import simplejpeg
+
+    if any(marker == _EXIF for marker, _, _ in header):
+        return None
+    try:
+        height, width, colours, _ = simplejpeg.decode_jpeg_header(data)
+    except (ValueError, KeyError):  # KeyError: simplejpeg 1.9 has no name for 4:4:1
+        return None
+    return (width, height) if colours in ("YCbCr", "RGB", "Gray") else None
+
+
+def decode_sound_jpeg(
+    data: bytes, size: tuple[int, int], header: Header
+) -> npt.NDArray[np.uint8] | None:
     """Decode a JPEG, or return None if libjpeg has any error or warning.
 
     Returns (H, W, 3) uint8 RGB, or None.
     """
     import simplejpeg
 
-    header = read_header(data)
     # A lossless JPEG may have 2 to 7 bits, which libjpeg does not scale to 8.
     if any(marker in _FRAMES and data[start + 4] != 8 for marker, start, _ in header):
         return None

@@ -8,9 +8,8 @@ import os
 import stat
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from hashlib import blake2b
 from pathlib import Path
 from typing import NamedTuple
@@ -19,8 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from featx.base import name_bytes, name_text
-from featx.errors import DataError, counted
-from featx.sources.labels import from_values
+from featx.errors import DataError
 from featx.store import layout
 from featx.types import IMAGE_STATE, NO_STATE, ImageFault, Listing, Status
 
@@ -99,21 +97,6 @@ def endings(
     if extensions is None:
         return usual
     return frozenset(name_bytes("." + ending.lower().lstrip(".")) for ending in extensions)
-
-
-def relabel(listing: Listing, names: Mapping[str, str | int], origin: str) -> Listing:
-    """Replace the classes of a listing, which are folder names, by other names or numbers."""
-    unknown = [name for name in listing.classes if name not in names]
-    if unknown:
-        shown = ", ".join(unknown[:5])
-        raise DataError(
-            f"{origin} has no class for {counted(len(unknown), 'folder')} of the data set, such as "
-            f"{shown}."
-        )
-    values, classes, warnings = from_values([names[name] for name in listing.classes], origin)
-    table = np.append(values, -1)  # label -1 (no folder) selects the last entry
-    warnings = (*listing.warnings, *warnings)
-    return replace(listing, labels=table[listing.labels], classes=classes, warnings=warnings)
 
 
 def _read_to_end(descriptor: int, size: int) -> bytes:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import csv
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
 
+import numpy as np
+
 from featx.config import NaturalNumber, options
-from featx.errors import DataError
-from featx.sources.base import FolderSource, endings, relabel
+from featx.errors import DataError, counted
+from featx.sources.base import FolderSource, endings
 from featx.sources.csv_check import check_csv
+from featx.sources.labels import from_values
 from featx.sources.registry import SOURCES, FileOptions, source_member
 from featx.types import Listing, Source
 
@@ -52,8 +56,19 @@ class _Relabelled:
         self.states = folder.states
 
     def listing(self) -> Listing:
-        """List the folder with the classes of the file. Raises DataError as `relabel` does."""
-        return relabel(self._folder.listing(), self._names, f"data.classes={self._file}")
+        """List the folder with the classes of the file."""
+        listing, origin = self._folder.listing(), f"data.classes={self._file}"
+        unknown = [name for name in listing.classes if name not in self._names]
+        if unknown:
+            raise DataError(
+                f"{origin} has no class for {counted(len(unknown), 'folder')} of the data set, "
+                f"such as {', '.join(unknown[:5])}."
+            )
+        names = [self._names[name] for name in listing.classes]
+        values, classes, warnings = from_values(names, origin)
+        table = np.append(values, -1)  # label -1 (no folder) selects the last entry
+        warnings = (*listing.warnings, *warnings)
+        return replace(listing, labels=table[listing.labels], classes=classes, warnings=warnings)
 
 
 def read_class_map(file: Path) -> dict[str, str | int]:
@@ -75,7 +90,7 @@ def read_class_map(file: Path) -> dict[str, str | int]:
         folders = [folder for folder, _ in pairs]
         twice = next(folder for folder in folders if folders.count(folder) > 1)
         raise DataError(f"data.classes={file} has two classes for the folder {twice}.")
-    if all(isinstance(value, str) and _is_number(value) for value in names.values()):
+    if all(isinstance(value, str) and value.isdecimal() for value in names.values()):
         return {folder: int(value) for folder, value in names.items()}
     return names
 
@@ -107,11 +122,6 @@ def _from_csv(file: Path, text: str) -> list[tuple[str, str | int]]:
                 "the folder and its class."
             )
     return [(folder, name.strip()) for folder, name in rows]
-
-
-def _is_number(text: str) -> bool:
-    """Return whether a class name is a whole number without a sign."""
-    return text.isdecimal()
 
 
 SOURCES.register(

@@ -14,7 +14,7 @@ from featx.base import import_extra
 from featx.config import options
 from featx.errors import DataError, nearest
 from featx.sources.base import FolderSource, of_other_paths, state_of_files, tag_of
-from featx.sources.labels import Labels, find_label_column, from_values, note_on_columns
+from featx.sources.labels import Labels, choose_label_column, from_values, note_on_columns
 from featx.sources.registry import SOURCES, ColumnOptions, source_member
 from featx.sources.row_keys import numbered_keys, parse_numbered_key
 from featx.types import ImageFault, Listing, Source, Status
@@ -70,10 +70,11 @@ class HuggingFaceSource:
 
         self._origin = str(root)
         self._column = _image_column(dataset, config.path_column, root)
-        self._label_column = _label_column(dataset, config.label_column, root)
+        columns = list(dataset.features)
+        self._label_column = choose_label_column(columns, config.label_column, self._origin)
         self._label_note = ""
         if config.label_column is None:
-            others = [name for name in dataset.features if name != self._column]
+            others = [name for name in columns if name != self._column]
             self._label_note = note_on_columns(others, self._label_column)
         self._folder = FolderSource(root, config.follow_links)
         self._dataset = dataset.with_format(None)
@@ -167,18 +168,6 @@ def _image_column(dataset: Any, name: str | None, root: Path) -> str:
         f"{asked}{root} has the columns {', '.join(dataset.features)}, of which "
         f"{', '.join(images) or 'none'} hold images. Choose one with data.path_column=NAME."
     )
-
-
-def _label_column(dataset: Any, name: str | None, root: Path) -> str | None:
-    """Return data.label_column, 'label' by default if it exists, or None for no labels."""
-    if name is None:
-        return find_label_column(list(dataset.features))
-    if name and name not in dataset.features:
-        known = list(dataset.features)
-        raise DataError(
-            f"data.label_column={name}: {root} has {', '.join(known)}.{nearest(name, known)}"
-        )
-    return name or None
 
 
 SOURCES.register(

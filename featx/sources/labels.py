@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from featx.base import name_bytes
-from featx.errors import DataError, counted
+from featx.errors import DataError, counted, nearest
 from featx.sources.table_columns import AS_NO_LABEL, AS_VALUE, MISSING_MARKS, warning_of_marks
 
 MAX_CLASS = 1_000_000
@@ -271,9 +271,19 @@ def looks_like_labels(name: str) -> bool:
     return any(word.lower() in _LABEL_WORDS for word in words)
 
 
-def find_label_column(names: Sequence[str]) -> str | None:
-    """Return the column label, or the only one that differs in case or blanks (Label, ' label')."""
-    return find_column(names, "label")
+def choose_label_column(names: Sequence[str], chosen: str | None, origin: str) -> str | None:
+    """Return the column that data.label_column chooses, by default label, or None for no labels."""
+    if chosen is None:
+        return find_column(names, "label")
+    return existing_column(origin, "data.label_column", chosen, names) if chosen else None
+
+
+def existing_column(origin: str, option: str, name: str, names: Sequence[str]) -> str:
+    """Return a column that an option names, after checking that the table has it."""
+    if name not in names:
+        known = ", ".join(names)
+        raise DataError(f"{option}={name}: {origin} has {known}.{nearest(name, list(names))}")
+    return name
 
 
 def find_column(names: Sequence[str], wanted: str) -> str | None:

@@ -18,13 +18,14 @@ import numpy.typing as npt
 
 from featx.base import import_extra, name_text
 from featx.config import column_name_problem, options
-from featx.errors import ConfigError, DataError, nearest
+from featx.errors import ConfigError, DataError
 from featx.sources.base import FolderSource
 from featx.sources.csv_check import Quoting
 from featx.sources.labels import (
     Labels,
+    choose_label_column,
+    existing_column,
     find_column,
-    find_label_column,
     from_encoded_texts,
     from_numbers,
     note_on_columns,
@@ -143,7 +144,7 @@ class TableSource:
         table = Table(files, self._origin, self._quoting)
         column = self._find_image_column(table.names)
         table.check_has(column)
-        label_column = self._find_label_column(table.names)
+        label_column = choose_label_column(table.names, self._label_column, self._origin)
         if column == label_column:
             raise DataError(f"{self._origin}: {column} is the column of paths and of labels.")
         holds_images = table.is_parquet and not _is_text(table.parts, column)
@@ -181,7 +182,7 @@ class TableSource:
     def _find_image_column(self, names: list[str]) -> str:
         """Return the column of paths or images: data.path_column, else 'path', else 'image'."""
         if self._path_column is not None:
-            return _existing_column(self._origin, "data.path_column", self._path_column, names)
+            return existing_column(self._origin, "data.path_column", self._path_column, names)
         for wanted in ("path", "image"):
             if (name := find_column(names, wanted)) is not None:
                 return name
@@ -189,14 +190,6 @@ class TableSource:
             f"{self._origin} has no column path or image; it has {', '.join(names)}. Choose one "
             "with data.path_column=NAME."
         )
-
-    def _find_label_column(self, names: list[str]) -> str | None:
-        """Return data.label_column, 'label' by default if it exists, or None for no labels."""
-        if self._label_column is None:
-            return find_label_column(names)
-        if not self._label_column:
-            return None
-        return _existing_column(self._origin, "data.label_column", self._label_column, names)
 
     def _label_note(self, names: list[str], column: str, label_column: str | None) -> str:
         """Return which columns look like labels, unless the options say which one holds them."""
@@ -226,7 +219,7 @@ class TableSource:
         """Read the columns of the option data.columns in the order of the listing."""
         columns = {}
         for name in self._column_names:
-            name = _existing_column(self._origin, "data.columns", name, table.names)
+            name = existing_column(self._origin, "data.columns", name, table.names)
             values = column_values(table.values(name), f"{self._origin}, column {name}")
             columns[name] = values[order]
         return columns
@@ -343,13 +336,6 @@ def _folder_of(root: str) -> Path:
     if path.is_dir():
         return path
     return Path(base_of(root) or ".") if is_pattern(root) and not path.exists() else path.parent
-
-
-def _existing_column(origin: str, key: str, name: str, names: list[str]) -> str:
-    """Return a column name after checking that the table has it."""
-    if name not in names:
-        raise DataError(f"{key}={name}: {origin} has {', '.join(names)}.{nearest(name, names)}")
-    return name
 
 
 SOURCES.register(

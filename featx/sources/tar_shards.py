@@ -44,13 +44,11 @@ _ENDINGS = (b".tar", b".tar.gz", b".tgz")
 _REQUESTS = 16
 """Maximum number of parallel requests while shards are discovered."""
 
-_BLOCK = 2 << 20
-"""Decompressed bytes that are read at once. Those of a block that lie before the next seek point
-are decompressed again with the following block, so it is larger than `_SPACING`."""
-_BLOCKS_KEPT = 8
-"""Blocks that a `GzipReader` keeps. Threads that read rows in order are a few images apart."""
 _SPACING, _MAX_POINTS = 1 << 20, 1024
 """Decompressed bytes between seek points, and the number of them; each takes 32 KiB."""
+_KEPT_BYTES = 32 << 20
+"""Decompressed bytes that a `GzipReader` keeps. Threads that read rows in order are a few images
+apart."""
 _COMPRESSED_BLOCK = 1 << 20
 """Compressed bytes that are read at once."""
 
@@ -119,21 +117,25 @@ class GzipReader:
         from indexed_gzip import IndexedGzipFile
 
         self._lock = threading.Lock()
+        self._url = shard.url
         self._raw = CompressedFile(shard)
+        spacing = max(_SPACING, size // _MAX_POINTS)
+        # A block is decompressed from the seek point before it: longer ones cost less.
+        self._block_bytes = 2 * spacing
         self._file = IndexedGzipFile(
             fileobj=self._raw,
-            spacing=max(_SPACING, size // _MAX_POINTS),
+            spacing=spacing,
             readbuf_size=_COMPRESSED_BLOCK,
-            buffer_size=_BLOCK,
+            buffer_size=self._block_bytes,
         )
         self._blocks: dict[int, bytes] = {}
 
     def read(self, offset: int, length: int) -> bytes:
         """Return decompressed bytes, fewer than `length` if they are damaged or end before."""
-        first, last = offset // _BLOCK, (offset + length - 1) // _BLOCK
+        first, last = offset // self._block_bytes, (offset + length - 1) // self._block_bytes
         with self._lock:
             data = b"".join(self._block(number) for number in range(first, last + 1))
-        start = offset - first * _BLOCK
+        start = offset - first * self._block_bytes
         return data[start : start + length]
 
     def _block(self, number: int) -> bytes:
@@ -142,11 +144,13 @@ class GzipReader:
         if block is None:
             self._raw.error = None
             try:
-                self._file.seek(number * _BLOCK)
-                block = self._file.read(_BLOCK)
+                self._file.seek(number * self._block_bytes)
+                block = self._file.read(self._block_bytes)
             except OSError as error:
-                raise self._raw.error or error from error
-            while len(self._blocks) >= _BLOCKS_KEPT:
+                # Indexing has read past this point, so that the shard has changed otherwise.
+                problem = f"the shard cannot be decompressed: {error}"
+                raise self._raw.error or OSError(errno.EIO, problem, self._url) from error
+            while len(self._blocks) > max(1, _KEPT_BYTES // self._block_bytes):
                 del self._blocks[next(iter(self._blocks))]
         self._blocks[number] = block
         return block

@@ -85,6 +85,7 @@ class ShardSource:
     def listing(self) -> Listing:
         """Find and index the shards and list all images; the content tag is the member's size."""
         self._shards = find_shards(self._root, self._follow_links)
+        self._readers.clear()
         try:
             with ThreadPoolExecutor(_INDEXING, thread_name_prefix="featx-index") as threads:
                 self._indexes = list(

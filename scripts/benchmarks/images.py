@@ -189,10 +189,8 @@ def make_large_image(folder: Path, side: int, file_format: str) -> Path:
         path = folder / "large.jpg"
         image.save(path, quality=88)
         return path
-    try:
-        import tifffile
-    except ModuleNotFoundError:
-        raise SystemExit("--format tiff: expected tifffile; pip install tifffile") from None
+    import tifffile
+
     path = folder / "large.tiff"
     pixels = np.asarray(image)
     tifffile.imwrite(path, pixels, tile=(256, 256), compression="zlib", photometric="rgb")

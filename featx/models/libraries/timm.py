@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import inspect
 import math
 import pickle
@@ -369,25 +368,21 @@ def _check_whole(
     compared: what equals the initial value was loaded only if the model without these arguments has
     the same value under the same name.
     """
-    loaded, initial = _digests(module), _digests(create_random())
+    from featx.models.base import tensor_digest
+
+    def digests(of_module: nn.Module) -> dict[str, bytes]:
+        """Digest of each tensor, so that two models need not be in memory at once."""
+        return {key: tensor_digest(tensor) for key, tensor in of_module.state_dict().items()}
+
+    loaded, initial = digests(module), digests(create_random())
     same = [key for key in loaded if loaded[key] == initial.get(key) and not key.endswith(_COUNTER)]
-    default = _digests(create_default()) if same else {}
+    default = digests(create_default()) if same else {}
     if absent := [key for key in same if loaded[key] != default.get(key)]:
         raise WeightsError(
             f"the weights of {name} lack {', '.join(absent[:5])}{', ...' if absent[5:] else ''} of "
             "the model that model.args ask for, which would stay random. Leave the argument out "
             "that adds these parameters; model.args.num_classes=0 builds a model without its head."
         )
-
-
-def _digests(module: nn.Module) -> dict[str, bytes]:
-    """Digest of each tensor of a state dict; two models need not be in memory at once."""
-    import torch
-
-    return {
-        key: hashlib.blake2b(tensor.contiguous().reshape(-1).view(torch.uint8).numpy()).digest()
-        for key, tensor in module.state_dict().items()
-    }
 
 
 # The backbone of a module

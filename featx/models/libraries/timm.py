@@ -15,7 +15,7 @@ from urllib.parse import urlparse
 from featx.base import log_message
 from featx.config import LibraryModelConfig, check_weights_like
 from featx.errors import ConfigError, FeatxError, ModelError, WeightsError, first_line, one_line
-from featx.models.catalogue import known_names
+from featx.models.catalogue import is_known, known_names
 from featx.models.hugging_face import is_cached, read_json, resolve_hub
 from featx.models.libraries.registry import LIBRARIES, ModelLibrary
 from featx.models.timm_metadata import timm_classes, timm_stages
@@ -125,7 +125,7 @@ class Timm(ModelLibrary[TimmOptions]):
 
     def knows(self, name: str) -> bool:
         """Return whether timm has NAME or NAME.TAG, or may find hf-hub:NAME and its like."""
-        return name.startswith(_SCHEMES) or name.split(".", 1)[0] in self.names()
+        return name.startswith(_SCHEMES) or is_known("timm", name.split(".")[0], _own_names)
 
     def names(self) -> Collection[str]:
         """Return the names of all models, also deprecated ones."""
@@ -200,7 +200,9 @@ def _create(
             module = create()  # a convolutional network, which takes images of any size
     except FeatxError:  # about the weights; some are a ValueError as well
         raise
-    except (TypeError, ValueError, AssertionError, KeyError) as error:
+    except (TypeError, ValueError, AssertionError, KeyError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "Unknown model" not in str(error):
+            raise  # about a download or the weights
         raise ModelError(
             f"timm cannot build {name} with model.args={dict(args)}"
             f"{'' if size is None else f' and model.input_size={list(size)}'}: {error}."

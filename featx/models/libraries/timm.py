@@ -328,16 +328,16 @@ def _weights_errors(name: str, cfg: Any) -> Iterator[None]:
             resolve_hub()
         yield
     except (OSError, RuntimeError, pickle.UnpicklingError, SafetensorError) as error:
-        if isinstance(error, RuntimeError) and "loading state_dict" in str(error):
-            raise WeightsError(
-                f"the weights of {name} do not fit the model that model.args and model.input_size "
-                f"ask for: {one_line(error)}"
-            ) from error
         if is_folder:
             raise WeightsError(
                 f"model.name={name}: the weights of this folder do not load: {one_line(error)}. "
                 "Expected the tensors of the architecture in config.json, as "
                 "timm.models.save_for_hf writes them."
+            ) from error
+        if isinstance(error, RuntimeError) and "loading state_dict" in str(error):
+            raise WeightsError(
+                f"the weights of {name} do not fit the model that model.args and model.input_size "
+                f"ask for: {one_line(error)}"
             ) from error
         place = HF_HUB_CACHE if repository else checkpoints
         if isinstance(error, pickle.UnpicklingError | SafetensorError):

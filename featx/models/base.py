@@ -202,6 +202,14 @@ def state_sha256(module: nn.Module) -> str:
     return sha.hexdigest()
 
 
+def tensor_digest(x: torch.Tensor) -> bytes:
+    """Digest of the bytes of a tensor; b'' if it has no values, which `Backbone` refuses."""
+    if is_lazy(x) or x.is_meta:
+        return b""
+    values = x.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return hashlib.blake2b(values.numpy().data).digest()
+
+
 def _plain_tensors(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """The dense tensors of which a value of a state dict consists, each with a name.
 

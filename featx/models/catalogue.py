@@ -181,6 +181,12 @@ def known_names(library: str, own_names: Callable[[], Iterable[str]]) -> frozens
     return catalogue.left_out.get(library, frozenset()).union(own_names())
 
 
+def is_known(library: str, name: str, own_names: Callable[[], Iterable[str]]) -> bool:
+    """Return whether an installed library has a name; one of the file imports no library."""
+    is_listed = installed_version(library) is not None and name in listed_names(library)
+    return is_listed or name in known_names(library, own_names)
+
+
 def listed_models(local: Iterable[CatalogueEntry] = ()) -> list[CatalogueEntry]:
     """Return the models that can be named: those of the catalogue whose library is installed.
 

@@ -9,7 +9,6 @@ result was made of, and by which operations.
 from __future__ import annotations
 
 import contextlib
-import io
 import re
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -19,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from featx.base import is_own_process
 from featx.models.checkpoint_match import (
     CONSTANTS,
     COUNTER,
@@ -68,8 +68,10 @@ class Conversion:
             name: x.detach().requires_grad_() if x.is_floating_point() else x
             for name, x in match.tensors.items()
         }
-        # Some of the functions print; stdout belongs to the result of the job.
-        with torch.enable_grad(), contextlib.redirect_stdout(io.StringIO()):
+        # Some of the functions print. The stdout of a command belongs to the result of its job;
+        # that of a user's process, which other threads use too, stays as it is.
+        stdout = sys.stderr if is_own_process() else sys.stdout
+        with torch.enable_grad(), contextlib.redirect_stdout(stdout):
             try:
                 result = self.function(dict(leaves), self.module)
             except _REASONS:
@@ -77,42 +79,33 @@ class Conversion:
         tensors = {name: x for name, x in result.items() if isinstance(x, torch.Tensor)}
         names = {id(leaf): match.prefix + name for name, leaf in leaves.items()}
         traced = {name: _trace(x, names) for name, x in tensors.items()}
-        sources = {name: trace.names for name, trace in traced.items()}
+        sources = {name: origin for name, (origin, _) in traced.items()}
         used_names = {source for each in sources.values() for source in each}
         return replace(
             match,
             tensors={name: x.detach() for name, x in tensors.items()},
             sources=sources,
             conversion=self.name,
-            computed=tuple(name for name, trace in traced.items() if not trace.is_exact),
+            computed=tuple(name for name, (_, is_exact) in traced.items() if not is_exact),
             lost=tuple(_lost_names(match, used_names)),
         )
 
 
-@dataclass(frozen=True)
-class _Trace:
-    """Origin of the values of a converted tensor.
+def _trace(x: torch.Tensor, names: Mapping[int, str]) -> tuple[frozenset[str], bool]:
+    """Return the origin of a converted tensor; `names` has id of a tensor of the file -> name.
 
-    Attributes:
-        names: names in the file; none for values that the function has made up.
-        is_exact: whether values were moved or changed one by one only.
+    The names in the file are none for values that the function has made up. The second value is
+    whether values were moved or changed one by one only.
     """
-
-    names: frozenset[str]
-    is_exact: bool
-
-
-def _trace(x: torch.Tensor, names: Mapping[int, str]) -> _Trace:
-    """Return the origin of a converted tensor; `names` has id of a tensor of the file -> name."""
     if id(x) in names:
-        return _Trace(frozenset([names[id(x)]]), is_exact=True)
+        return frozenset([names[id(x)]]), True
     sources, operations = set(), set()
     for node in _graph(x):
         operations.add(re.sub(r"Backward\d*$", "", type(node).__name__))
         variable = getattr(node, "variable", None)
         if variable is not None and id(variable) in names:
             sources.add(names[id(variable)])
-    return _Trace(frozenset(sources), operations <= _EXACT)
+    return frozenset(sources), operations <= _EXACT
 
 
 def _graph(x: torch.Tensor) -> Iterator[Any]:

@@ -8,7 +8,7 @@ trained it is converted by the model's library first.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -236,14 +236,9 @@ def _nests(needed: Sequence[str], state: Mapping[str, torch.Tensor]) -> list[str
     """Return prefixes behind which at least half as many tensors stand as are needed."""
     counts: dict[str, int] = {"": len(state)}
     for name in state:
-        for end in _ends_of_parts(name):
+        for end in (i + 1 for i, letter in enumerate(name) if letter in "./"):
             counts[name[:end]] = counts.get(name[:end], 0) + 1
     return [p for p in sorted(counts, key=len) if 2 * counts[p] >= len(needed)][:_NESTS]
-
-
-def _ends_of_parts(name: str) -> Iterator[int]:
-    """Yield where each part of a dotted or nested name ends, the last part aside."""
-    return (i + 1 for i, letter in enumerate(name) if letter in "./")
 
 
 def _only_match(
@@ -269,7 +264,11 @@ def _only_match(
     if not complete:
         return max(matches, key=lambda match: sum(name in match.tensors for name in needed))
     first = complete[0]
-    rivals = [match for match in complete[1:] if _differs(first, match, needed)]
+    rivals = [
+        match
+        for match in complete[1:]
+        if not all(torch.equal(first.tensors[name], match.tensors[name]) for name in needed)
+    ]
     if rivals:
         prefixes = [match.prefix for match in (first, *rivals)]
         raise WeightsError(
@@ -278,12 +277,6 @@ def _only_match(
             f"such as model.checkpoint.prefix={prefixes[1]}."
         )
     return first
-
-
-def _differs(one: CheckpointMatch, other: CheckpointMatch, names: Sequence[str]) -> bool:
-    """Return whether two matches have other values for some names."""
-    pairs = ((one.tensors[name], other.tensors[name]) for name in names)
-    return any(a.shape != b.shape or not torch.equal(a, b) for a, b in pairs)
 
 
 def _refusals(match: CheckpointMatch, needed: Sequence[str], resample: bool) -> list[str]:

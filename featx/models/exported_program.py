@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils._pytree import TreeSpec, tree_leaves, tree_map, tree_unflatten
 
 from featx.base import quiet_logs
-from featx.errors import ModelError, first_line, require
+from featx.errors import ModelError, first_line
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
@@ -270,7 +270,7 @@ def _input_shape(program: ExportedProgram, path: Path) -> tuple[int | torch.SymI
     names = program.graph_signature.user_inputs
     found = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
     inputs = [found[name].meta.get("val") for name in names if name in found]
-    _, by_keyword = tree_unflatten(names, _spec(program.call_spec.in_spec))
+    _, by_keyword = tree_unflatten(names, cast(TreeSpec, program.call_spec.in_spec))
     is_positional = not by_keyword
     if len(inputs) == len(names) == 1 and is_positional and isinstance(inputs[0], torch.Tensor):
         image = inputs[0]
@@ -293,16 +293,10 @@ def _input_shape(program: ExportedProgram, path: Path) -> tuple[int | torch.SymI
 def _output(program: ExportedProgram) -> Any:
     """The fake tensor that a program returns; None if it returns several or another object."""
     (node,) = (node for node in program.graph.nodes if node.op == "output")
-    spec = _spec(program.call_spec.out_spec)
+    spec = cast(TreeSpec, program.call_spec.out_spec)
     is_plain = spec.num_leaves == 1 and tree_unflatten(["output"], spec) == "output"
     found: list[Any] = [value.meta.get("val") for value in node.args[0]]
     return found[0] if is_plain and len(found) == 1 else None
-
-
-def _spec(found: TreeSpec | None) -> TreeSpec:
-    """Structure of the arguments or of the output, which every program of torch.export has."""
-    require(found is not None, "a program of torch.export has no structure of its arguments")
-    return cast(TreeSpec, found)
 
 
 def _check_nodes(program: ExportedProgram, path: Path) -> None:

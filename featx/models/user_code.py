@@ -8,12 +8,11 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
 
 from featx.config import CheckpointConfig, is_secret
 from featx.errors import ModelError, WeightsError, counted
+from featx.models.base import tensor_digest
 from featx.models.checkpoint import load_weights, read_weights
 
 
@@ -32,24 +31,16 @@ def build_twice(
     depend on a seed in any untrained model, and are neither.
     """
     # Digests, so that two models of some GB are not in memory together.
-    others = {name: _digest(x) for name, x in build(seed + 1).named_parameters()}
+    others = {name: tensor_digest(x) for name, x in build(seed + 1).named_parameters()}
     module = build(seed)
     random, trained = [], []
     for name, x in module.named_parameters():
-        digest = _digest(x)
+        digest = tensor_digest(x)
         if digest != others.get(name):
             random.append(name)
         elif digest and bool((x != x.flatten()[:1]).any()):
             trained.append(name)
     return module, random, trained
-
-
-def _digest(x: torch.Tensor) -> bytes:
-    """SHA-256 of the bytes of a tensor; b'' if it has no values, which is refused later."""
-    if is_lazy(x) or x.is_meta:
-        return b""
-    values = x.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return hashlib.sha256(values.numpy().data).digest()
 
 
 def build_untrained(

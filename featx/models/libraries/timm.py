@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import inspect
 import math
 import pickle
@@ -15,7 +14,7 @@ from urllib.parse import urlparse
 from featx.base import log_message
 from featx.config import LibraryModelConfig, check_weights_like, options
 from featx.errors import ConfigError, FeatxError, ModelError, WeightsError, first_line, one_line
-from featx.models.catalogue import known_names
+from featx.models.catalogue import is_known, known_names
 from featx.models.hugging_face import is_cached, read_json, resolve_hub
 from featx.models.libraries.registry import LIBRARIES, ModelLibrary
 from featx.models.timm_metadata import timm_classes, timm_stages
@@ -125,7 +124,7 @@ class Timm(ModelLibrary[TimmOptions]):
 
     def knows(self, name: str) -> bool:
         """Return whether timm has NAME or NAME.TAG, or may find hf-hub:NAME and its like."""
-        return name.startswith(_SCHEMES) or name.split(".", 1)[0] in self.names()
+        return name.startswith(_SCHEMES) or is_known("timm", name.split(".")[0], _own_names)
 
     def names(self) -> Collection[str]:
         """Return the names of all models, also deprecated ones."""
@@ -200,7 +199,9 @@ def _create(
             module = create()  # a convolutional network, which takes images of any size
     except FeatxError:  # about the weights; some are a ValueError as well
         raise
-    except (TypeError, ValueError, AssertionError, KeyError) as error:
+    except (TypeError, ValueError, AssertionError, KeyError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "Unknown model" not in str(error):
+            raise  # about a download or the weights
         raise ModelError(
             f"timm cannot build {name} with model.args={dict(args)}"
             f"{'' if size is None else f' and model.input_size={list(size)}'}: {error}."
@@ -326,16 +327,16 @@ def _weights_errors(name: str, cfg: Any) -> Iterator[None]:
             resolve_hub()
         yield
     except (OSError, RuntimeError, pickle.UnpicklingError, SafetensorError) as error:
-        if isinstance(error, RuntimeError) and "loading state_dict" in str(error):
-            raise WeightsError(
-                f"the weights of {name} do not fit the model that model.args and model.input_size "
-                f"ask for: {one_line(error)}"
-            ) from error
         if is_folder:
             raise WeightsError(
                 f"model.name={name}: the weights of this folder do not load: {one_line(error)}. "
                 "Expected the tensors of the architecture in config.json, as "
                 "timm.models.save_for_hf writes them."
+            ) from error
+        if isinstance(error, RuntimeError) and "loading state_dict" in str(error):
+            raise WeightsError(
+                f"the weights of {name} do not fit the model that model.args and model.input_size "
+                f"ask for: {one_line(error)}"
             ) from error
         place = HF_HUB_CACHE if repository else checkpoints
         if isinstance(error, pickle.UnpicklingError | SafetensorError):
@@ -368,25 +369,21 @@ def _check_whole(
     compared: what equals the initial value was loaded only if the model without these arguments has
     the same value under the same name.
     """
-    loaded, initial = _digests(module), _digests(create_random())
+    from featx.models.base import tensor_digest
+
+    def digests(of_module: nn.Module) -> dict[str, bytes]:
+        """Digest of each tensor, so that two models need not be in memory at once."""
+        return {key: tensor_digest(tensor) for key, tensor in of_module.state_dict().items()}
+
+    loaded, initial = digests(module), digests(create_random())
     same = [key for key in loaded if loaded[key] == initial.get(key) and not key.endswith(_COUNTER)]
-    default = _digests(create_default()) if same else {}
+    default = digests(create_default()) if same else {}
     if absent := [key for key in same if loaded[key] != default.get(key)]:
         raise WeightsError(
             f"the weights of {name} lack {', '.join(absent[:5])}{', ...' if absent[5:] else ''} of "
             "the model that model.args ask for, which would stay random. Leave the argument out "
             "that adds these parameters; model.args.num_classes=0 builds a model without its head."
         )
-
-
-def _digests(module: nn.Module) -> dict[str, bytes]:
-    """Digest of each tensor of a state dict; two models need not be in memory at once."""
-    import torch
-
-    return {
-        key: hashlib.blake2b(tensor.contiguous().reshape(-1).view(torch.uint8).numpy()).digest()
-        for key, tensor in module.state_dict().items()
-    }
 
 
 # The backbone of a module

@@ -13,7 +13,7 @@ from urllib.parse import urlparse
 
 from featx.config import LibraryModelConfig, check_weights_like, options
 from featx.errors import ConfigError, FeatxError, ModelError, WeightsError, one_line
-from featx.models.catalogue import known_names
+from featx.models.catalogue import is_known, known_names
 from featx.models.libraries.registry import LIBRARIES, ModelLibrary
 from featx.models.timm_metadata import imagenet_classes
 
@@ -69,7 +69,10 @@ class Torchvision(ModelLibrary[TorchvisionOptions]):
                 f"{name} is the float model built for quantisation; name the plain one: "
                 f"{name.removeprefix('quantized_')}."
             )
-        enum = models.get_model_weights(name)
+        try:
+            enum = models.get_model_weights(name)
+        except ValueError as error:  # of another version than that of the catalogue
+            raise ModelError(f"torchvision has no model {name!r} any more: {error}.") from error
         file = config.weights_file
         entry = _entry_of_file(enum, file) if file else _entry(enum, name, config.weights)
         has_own_file = file is not None and entry is None
@@ -128,6 +131,10 @@ class Torchvision(ModelLibrary[TorchvisionOptions]):
     def weight_files(self, config: TorchvisionOptions) -> list[Path]:
         """Return the file of the weights; torchvision's own tags stand for one file each."""
         return [] if config.weights_file is None else [Path(config.weights_file)]
+
+    def knows(self, name: str) -> bool:
+        """Return whether torchvision has a model."""
+        return is_known("torchvision", name, _own_names)
 
     def names(self) -> Collection[str]:
         """Return the names of all models, also of those that featx does not feed."""

@@ -68,10 +68,10 @@ class Transformers(ModelLibrary[TransformersOptions]):
         from featx.models.transformers.loading import untrained as random_module
         from featx.models.transformers.processors import processor_choice
 
-        folder, values = _open_folder(config)
+        folder, values, family = _open_folder(config)
         size = None if config.input_size is None else (config.input_size[0], config.input_size[1])
         choice = processor_choice(folder, size)
-        family, state, plan = _plan(config, folder, values)
+        plan, state = _plan(config, folder, values, family)
         _check_size(plan, family, choice.preprocess.crop, is_requested=size is not None)
         if state is None:
             module, weights = random_module(plan, seed), random_id(seed)
@@ -110,30 +110,31 @@ class Transformers(ModelLibrary[TransformersOptions]):
         """The architecture with transformers' initialisation."""
         from featx.models.transformers.loading import untrained as random_module
 
-        return random_module(_plan(config, *_open_folder(config))[2], seed)
+        plan, _ = _plan(config, *_open_folder(config))
+        return random_module(plan, seed)
 
 
-def _open_folder(config: TransformersOptions) -> tuple[Path, dict[str, Any]]:
-    """Return the folder of a model, and its config.json."""
+def _open_folder(config: TransformersOptions) -> tuple[Path, dict[str, Any], Family]:
+    """Return the folder of a model, its config.json and its family."""
+    from featx.models.transformers.families import family_of
     from featx.models.transformers.folder import find_folder, read_config
     from featx.models.transformers.loading import import_transformers
 
     import_transformers()  # before anything is downloaded
     folder = find_folder(config.name)
-    return folder, read_config(folder)
+    values = read_config(folder)
+    return folder, values, family_of(str(values["model_type"]))
 
 
 def _plan(
-    config: TransformersOptions, folder: Path, values: dict[str, Any]
-) -> tuple[Family, dict[str, torch.Tensor] | None, Blueprint]:
-    """Return family and tensors of a model, which are None for random ones, and what is built."""
-    from featx.models.transformers.families import family_of
+    config: TransformersOptions, folder: Path, values: dict[str, Any], family: Family
+) -> tuple[Blueprint, dict[str, torch.Tensor] | None]:
+    """Return what is built, and the tensors of the folder; None for random weights."""
     from featx.models.transformers.folder import read_state
     from featx.models.transformers.loading import blueprint
 
-    family = family_of(str(values["model_type"]))
     state = None if config.weights is None else read_state(folder)
-    return family, state, blueprint(values, family, state, config.args)
+    return blueprint(values, family, state, config.args), state
 
 
 def _check_size(plan: Blueprint, family: Family, crop: tuple[int, int], is_requested: bool) -> None:

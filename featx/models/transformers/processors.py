@@ -7,7 +7,7 @@ A processor is a Python class with options. If it can be stated in the values of
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,9 +19,9 @@ from featx.models.transformers.statements import (
     MADE_SIZES,
     RESAMPLING,
     Reference,
-    as_preprocess,
     is_proven,
     made_image,
+    name_of,
     normalisation,
     plain_sizes,
     statement_of,
@@ -58,11 +58,15 @@ def processor_choice(folder: Path, size: tuple[int, int] | None) -> ProcessorCho
     if size is not None:
         processor = _open_processor(folder, _options_of_size(processor, size))
     reference = _reference(processor)
-    kind = type(processor).__name__.removesuffix("Pil")
+    kind = name_of(processor)
     crop, name = _size_of(reference, kind), f"{kind}, {processor.backend}"
     statement = statement_of(processor)
-    if statement is not None and statement.crop == crop and is_proven(reference, statement):
-        return ProcessorChoice(as_preprocess(reference, statement), name, True)
+    if (
+        statement is not None
+        and statement.crop == crop
+        and is_proven(processor, reference, statement)
+    ):
+        return ProcessorChoice(replace(statement, reference=reference), name, True)
     return ProcessorChoice(_by_the_processor(processor, kind, reference, crop), name, False)
 
 
@@ -138,7 +142,7 @@ def _by_the_processor(
     """The preprocessing that the processor computes for every image."""
     from featx.images import Preprocess
 
-    mean, std = normalisation(processor, kind)
+    mean, std = normalisation(processor)
     return Preprocess(
         reference=reference,
         crop=crop,
@@ -154,7 +158,7 @@ def _options_of_size(processor: Any, size: tuple[int, int]) -> dict[str, Any]:
 
     The share of the image that is cropped stays the same.
     """
-    name = type(processor).__name__.removesuffix("Pil")
+    name = name_of(processor)
     height, width = size
     crop = {"height": height, "width": width}
     adds_margin = name in ("ConvNextImageProcessor", "LevitImageProcessor")

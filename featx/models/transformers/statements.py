@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 if TYPE_CHECKING:
     import torch
@@ -44,29 +43,6 @@ RESAMPLING = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic"}
 """Pillow's numbers of interpolations."""
 
 
-@dataclass(frozen=True)
-class Statement:
-    """Steps of a processor, as values of `featx.images.Preprocess`.
-
-    Attributes:
-        resize: shorter side, or (height, width).
-        crop: (height, width).
-        interpolation: name of the interpolation.
-        mean: mean per channel in the order of the model, of values in [0, 1].
-        std: standard deviation per channel.
-        channels: order of the channels of the model.
-        on_floats: whether images are resized as floats, without rounding.
-    """
-
-    resize: int | tuple[int, int]
-    crop: tuple[int, int]
-    interpolation: str
-    mean: tuple[float, float, float]
-    std: tuple[float, float, float]
-    channels: Literal["rgb", "bgr"]
-    on_floats: bool
-
-
 @functools.cache
 def made_image(size: tuple[int, int]) -> Image.Image:
     """Return an RGB image with structure at several scales, edges and noise."""
@@ -81,9 +57,11 @@ def made_image(size: tuple[int, int]) -> Image.Image:
     return Image.fromarray(np.clip(97 + 80 * waves + edges + noise, 0, 255).astype(np.uint8))
 
 
-def statement_of(processor: Any) -> Statement | None:
+def statement_of(processor: Any) -> Preprocess | None:
     """State what a processor does; None for one that this module does not know."""
-    name = type(processor).__name__.removesuffix("Pil")
+    from featx.models.preprocessing import pillow_preprocess
+
+    name = name_of(processor)
     rule = _RULES.get(name, plain_sizes if _is_plain(processor, name) else None)
     if rule is None or not processor.do_resize or getattr(processor, "do_pad", None):
         return None
@@ -91,16 +69,23 @@ def statement_of(processor: Any) -> Statement | None:
     interpolation = RESAMPLING.get(int(processor.resample))
     if sizes is None or interpolation is None:
         return None
+    resize, crop = sizes
     is_bgr = name == "MobileViTImageProcessor" and processor.do_flip_channel_order
-    mean, std = normalisation(processor, name)
-    return Statement(
-        *sizes,
+    mean, std = normalisation(processor)
+    return pillow_preprocess(
+        resize=resize,
+        crop=crop,
         interpolation=interpolation,
         mean=mean,
         std=std,
+        offset="floor",
         channels="bgr" if is_bgr else "rgb",
-        on_floats=name == "DINOv3ViTImageProcessor",
     )
+
+
+def name_of(processor: Any) -> str:
+    """Name of the class of a processor, whatever its backend."""
+    return type(processor).__name__.removesuffix("Pil")
 
 
 def _is_plain(processor: Any, name: str) -> bool:
@@ -110,7 +95,7 @@ def _is_plain(processor: Any, name: str) -> bool:
 
 
 Sizes: TypeAlias = tuple[int | tuple[int, int], tuple[int, int]]
-"""`resize` and `crop` of a `Statement`."""
+"""`resize` and `crop` of a `Preprocess`."""
 
 
 def plain_sizes(processor: Any) -> Sizes | None:
@@ -157,10 +142,10 @@ _RULES = {
 Triple: TypeAlias = tuple[float, float, float]
 
 
-def normalisation(processor: Any, name: str) -> tuple[Triple, Triple]:
+def normalisation(processor: Any) -> tuple[Triple, Triple]:
     """Mean and standard deviation for values in [0, 1], whatever the scale of the processor."""
     factor = 255 * (processor.rescale_factor if processor.do_rescale else 1.0)
-    is_normalised = processor.do_normalize and name != "MobileViTImageProcessor"
+    is_normalised = processor.do_normalize and name_of(processor) != "MobileViTImageProcessor"
     mean = _triple(processor.image_mean if is_normalised else 0.0)
     std = _triple(processor.image_std if is_normalised else 1.0)
     return _triple([x / factor for x in mean]), _triple([x / factor for x in std])
@@ -174,13 +159,12 @@ def _triple(value: Any) -> Triple:
     return red, green, blue
 
 
-def is_proven(reference: Reference, statement: Statement) -> bool:
+def is_proven(processor: Any, reference: Reference, statement: Preprocess) -> bool:
     """Return whether the statement makes the images of the processor, of all made images."""
     import torch
 
-    stated = (
-        _as_float_reference(statement) if statement.on_floats else _as_pillow(statement).reference
-    )
+    resizes_floats = name_of(processor) == "DINOv3ViTImageProcessor"
+    stated = _float_reference(statement) if resizes_floats else statement.reference
     scale = 255 * torch.tensor(statement.std).view(3, 1, 1)
     return all(
         bool(((reference(image) - stated(image)) * scale).abs().max() <= _CLOSE)
@@ -188,7 +172,7 @@ def is_proven(reference: Reference, statement: Statement) -> bool:
     )
 
 
-def _sizes_of_half_margins(statement: Statement) -> list[tuple[int, int]]:
+def _sizes_of_half_margins(statement: Preprocess) -> list[tuple[int, int]]:
     """(width, height) of two images at whose crop rounding and cutting of half a pixel differ.
 
     The offset of a margin of 3, 7, 11 ... pixels is 2, 4, 6 ... if it is rounded to even, and 1, 3,
@@ -202,22 +186,7 @@ def _sizes_of_half_margins(statement: Statement) -> list[tuple[int, int]]:
     return [(wide, short), (short, tall)]
 
 
-def _as_pillow(statement: Statement) -> Preprocess:
-    """The statement as a Preprocess whose reference is Pillow."""
-    from featx.models.preprocessing import pillow_preprocess
-
-    return pillow_preprocess(
-        resize=statement.resize,
-        crop=statement.crop,
-        interpolation=statement.interpolation,
-        mean=statement.mean,
-        std=statement.std,
-        offset="floor",
-        channels=statement.channels,
-    )
-
-
-def _as_float_reference(statement: Statement) -> Reference:
+def _float_reference(statement: Preprocess) -> Reference:
     """The statement computed on floats, which are not rounded after resizing."""
     import torch.nn.functional as F
     from torchvision.transforms import functional as TF
@@ -236,8 +205,3 @@ def _as_float_reference(statement: Statement) -> Reference:
         return normalised
 
     return reference
-
-
-def as_preprocess(reference: Reference, statement: Statement) -> Preprocess:
-    """The preprocessing with the processor as reference and the statement for the fast path."""
-    return replace(_as_pillow(statement), reference=reference)

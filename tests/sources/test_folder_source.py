@@ -24,7 +24,7 @@ from read_faults import fault_of
 from featx.errors import ConfigError, DataError
 from featx.sources import FolderOptions, FolderSource, open_source
 from featx.sources.base import EXTENSIONS, MAX_FILE_BYTES
-from featx.types import Source, Status
+from featx.types import ImageFault, Source, Status
 
 OUT_OF_FOLDER = "links out of the folder (data.follow_links=true follows them)"
 NOBODY = 65534

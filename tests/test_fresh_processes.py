@@ -71,6 +71,14 @@ def test_closed_and_full_streams(tmp_path: Path, redirect: str, code: int) -> No
     assert command(tmp_path, "job=verify store=store")[0] == 0
 
 
+@pytest.mark.parametrize("option", ["job=verify store=", "data=folder data.root=", "--config-dir "])
+def test_a_path_that_is_too_long_is_one_message(tmp_path: Path, option: str) -> None:
+    code, _, errors = command(tmp_path, option + 300 * "x")
+    assert code == 2
+    assert errors.endswith("x cannot be opened: File name too long.\n")
+    assert errors.count("\n") == 1
+
+
 @pytest.mark.parametrize(
     "option",
     [

@@ -11,7 +11,7 @@ from featx.base import log_message
 from featx.config import Config
 from featx.errors import ConfigError, StoreMismatchError
 from featx.pipeline.provenance import layer_line
-from featx.sources import open_source, similar_names, with_boxes
+from featx.sources import check_class_names, open_source, similar_names, with_boxes
 from featx.storage import parse_path
 from featx.store import (
     Manifest,
@@ -171,6 +171,7 @@ def list_images(
     """
     source = open_source(config.data) if source is None else with_boxes(source, config.data)
     listing = source.listing()
+    check_class_names(listing.classes)
     for warning in (*listing.warnings, *similar_names(listing.classes)):
         log_message(warning, level="warning")
     listing = listing if config.data.limit is None else listing.head(config.data.limit)

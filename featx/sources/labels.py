@@ -249,6 +249,20 @@ def _kind(value: object) -> str:
     return "number" if is_whole and is_number else type(value).__name__
 
 
+def check_class_names(names: Iterable[str]) -> None:
+    """Refuse names of classes that a store would give back as others.
+
+    Raises:
+        DataError: a name contains NUL, or is no text.
+    """
+    for name in names:
+        if re.search("[\0\ud800-\udc7f\udd00-\udfff]", name):
+            raise DataError(
+                f"the class {name!r} contains NUL or half of a character, which a store cannot "
+                "hold. Give it another name."
+            )
+
+
 def similar_names(classes: Sequence[str]) -> list[str]:
     """Return warnings of classes whose names differ only by case, blanks or Unicode's form."""
     first: dict[str, str] = {}

@@ -12,6 +12,7 @@ import pytest
 from tiny_model import MODEL, extract, run_job, write_image
 
 import featx
+from featx.base import csv_cell
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path", "packing_in_process")
 
@@ -76,14 +77,11 @@ def test_what_is_read_again_finds_its_rows(
     assert "not in the store" not in capsys.readouterr().out
     assert Path("store/probe/predictions.csv").read_bytes() == first
     # A file of a user has the names themselves.
-    with Path("split.csv").open(
-        "w", encoding="utf-8", errors="surrogateescape", newline=""
-    ) as file:
-        roles = {line["key"]: line["split"] for line in csv.DictReader(first.decode().splitlines())}
-        written = csv.writer(file)
-        written.writerow(["key", "split"])
-        for key in store.keys[store.ok].tolist():
-            written.writerow([key, roles[featx.base.csv_cell(key)]])
+    roles = {line["key"]: line["split"] for line in csv.DictReader(first.decode().splitlines())}
+    keys = store.keys[store.ok].tolist()
+    lines = [f'"{key}",{roles[csv_cell(key)]}\n' for key in keys]
+    text = "key,split\n" + "".join(lines)
+    Path("split.csv").write_bytes(text.encode("utf-8", "surrogateescape"))
     run_job("probe", store="store", device="cpu", probe=split)
     assert Path("store/probe/predictions.csv").read_bytes() == first
     shutil.copytree("store", "other")

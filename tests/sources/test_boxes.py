@@ -166,3 +166,11 @@ def test_whole_images_are_not_exported_as_regions(photos: Path) -> None:
     boxed(photos, write_boxes(boxes_of(photos)))
     with pytest.raises(ConfigError, match="boxes of images"):
         run_job("export", store="store", export={"format": "webdataset"})
+
+
+def test_a_cell_longer_than_csv_allows_is_refused_with_its_line(photos: Path) -> None:
+    name = boxes_of(photos)[0][0]
+    text = f"path,x,y,width,height,label\n{name},0,0,8,8,a\n{name},1,1,8,8,{'q' * 150_000}\n"
+    Path("long.csv").write_text(text)
+    with pytest.raises(DataError, match=r"long\.csv, line 3: field larger than field limit"):
+        boxed(photos, Path("long.csv"))

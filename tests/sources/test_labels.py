@@ -17,7 +17,7 @@ from pyarrow import parquet
 
 from featx.config import DataConfig
 from featx.errors import DataError
-from featx.sources import FolderSource, open_source, similar_names, source_of
+from featx.sources import FolderSource, check_class_names, open_source, similar_names, source_of
 from featx.sources.boxes import BoxedSource
 from featx.sources.hdf5 import Hdf5Options
 from featx.sources.huggingface import HuggingFaceOptions
@@ -187,3 +187,10 @@ def test_classes_that_differ_only_by_spelling_are_named(first: str, second: str)
     (warning,) = similar_names(sorted([first, second, "dog"]))
     assert ascii(first) in warning and ascii(second) in warning  # noqa: PT018
     assert not similar_names(["1", "01", "cat", "cats"])
+
+
+@pytest.mark.parametrize("name", ["a\0", "\0", "a\0b", "\ud800", "x\udc7f"])
+def test_a_class_that_a_store_would_give_back_as_another_is_refused(name: str) -> None:
+    check_class_names(["a", "é", "x\udcff", "\x1b", ""])
+    with pytest.raises(DataError, match="Give it another name"):
+        check_class_names(["a", name])

@@ -79,8 +79,7 @@ def find_duplicates(
             a, b = b, a
         crosses = roles is not None and (roles[a] == _TEST) != (roles[b] == _TEST)
         pairs.append(Pair(a, b, cosine, crosses))
-    if probes.leaked is not None:
-        pairs += [Pair(a, b, cosine, crosses=True) for a, b, cosine in probes.leaked.pairs]
+    pairs += [Pair(a, b, cosine, crosses=True) for a, b, cosine in probes.leaked_pairs]
     distinct = {frozenset((each.first, each.second)): each for each in pairs}
     ordered = sorted(distinct.values(), key=lambda each: (not each.crosses, -each.cosine))
     return Duplicates(vectors.layer, NEAR_COSINE, ordered[:PAIRS_SHOWN], max(count, len(distinct)))
@@ -90,7 +89,7 @@ def _widest_vectors(
     store: FeatureStore, layers: tuple[str, ...], rows: npt.NDArray[np.int64], probes: Probes
 ) -> RowVectors | None:
     """Return the vectors in which near-duplicates are searched; None if all are too short."""
-    first = probes.leaked.layer if probes.leaked is not None else ""
+    first = probes.leakage_layer
     widths = {layer: int(np.prod(store[layer].shape[1:], dtype=np.int64)) for layer in layers}
     for layer in sorted(layers, key=lambda layer: (layer != first, -widths[layer])):
         if widths[layer] >= MIN_FEATURES:

@@ -8,16 +8,7 @@ from featx.store import FeatureStore
 
 
 def data_of_store(store: FeatureStore, asked: DataConfig) -> DataConfig:
-    """Return the options of the data set that a store was made from.
-
-    Args:
-        store: store that contains the config of its run.
-        asked: options of the command; its data.root is used if given.
-
-    Raises:
-        StoreError: the store contains no config that this featx can read.
-        ConfigError: the config names a URL, and the command does not.
-    """
+    """Return the options of the data set that a store was made from."""
     try:
         saved = from_saved(str(store.attrs.get("config", "")))
     except ConfigError as error:

@@ -36,10 +36,6 @@ class WebDataset(ShardedFormat):
     Member names are row numbers: webdataset divides a name at its first dot and joins consecutive
     members with the same stem, which fails for keys with dots or equal stems. The key is in the
     .json.
-
-    Raises:
-        ConfigError: layer names differ only in case, or the rows are boxes or frames of videos.
-        DataError: an image is missing or has changed.
     """
 
     def __init__(self, selection: ExportSelection, *arguments: Any) -> None:
@@ -86,11 +82,7 @@ class WebDataset(ShardedFormat):
         return float(np.mean(sizes)) if sizes else 0.0
 
     def _encoded_image(self, position: int) -> bytes | None:
-        """Return the encoded image of a row, or None if the row failed and has no readable image.
-
-        Raises:
-            DataError: the image of a row that did not fail is missing or has changed.
-        """
+        """Return the encoded image of a row; None if the row failed and has no readable image."""
         key = bytes(self.selection.keys[position])
         try:
             encoded = self._source.read(key)

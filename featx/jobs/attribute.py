@@ -44,12 +44,7 @@ def _usage_lines(config: Config, summary: dict[str, Any]) -> list[str]:
 
 
 class ContactSheets(RunObserver):
-    """Observer that draws the contact sheets when the store is complete.
-
-    Args:
-        context: context of the run.
-        session: write session of its store.
-    """
+    """Observer that draws the contact sheets when the store is complete."""
 
     def __init__(self, context: RunContext, session: StoreSession) -> None:
         self._context = context

@@ -192,9 +192,6 @@ def with_keywords(options: type) -> Callable[[FunctionT], FunctionT]:
 
     Type checkers take them from `Unpack[options]`; `help()` and notebooks take the signature. Other
     keywords of the function stay in front.
-
-    Args:
-        options: TypedDict of the keywords, of `featx.jobs.keywords`.
     """
 
     def decorate(function: FunctionT) -> FunctionT:
@@ -218,15 +215,7 @@ def with_keywords(options: type) -> Callable[[FunctionT], FunctionT]:
 
 
 def run(config: Config, config_yaml: str) -> int:
-    """Run the job of a checked config.
-
-    Args:
-        config: config of the command.
-        config_yaml: the same config as YAML, which a store keeps.
-
-    Returns:
-        The exit code.
-    """
+    """Run the job of a checked config."""
     return JOBS.get(config.job.name).run(config, config_yaml)
 
 
@@ -253,11 +242,7 @@ def job_table() -> str:
 
 
 def _check_object_store(config: Config, job: Job) -> None:
-    """Check what `out` in an object store excludes.
-
-    Raises:
-        ConfigError: the job writes to a disk, or an option needs one.
-    """
+    """Check what `out` in an object store excludes."""
     if not is_url(config.out) or job.input is Input.STORE_OR_OUT:
         return
     if not job.makes_store:
@@ -289,11 +274,7 @@ def _check_object_store(config: Config, job: Job) -> None:
 
 
 def _check_gradients(config: Config, job: Job) -> None:
-    """Check the options that gradients need or exclude.
-
-    Raises:
-        ConfigError: gradients are computed with compile=true, or `target` is given without them.
-    """
+    """Check the options that gradients need or exclude."""
     if job.takes_gradients or config.takes_gradients:
         if config.compile is True:
             raise ConfigError(
@@ -309,14 +290,7 @@ def _check_gradients(config: Config, job: Job) -> None:
 
 
 def _reads(job: Job, config: Config, option: str, names: Collection[str]) -> bool:
-    """Return whether a job reads an option, with the values that the others have.
-
-    Args:
-        job: job of the config.
-        config: config of the command.
-        option: dotted name.
-        names: dotted names of all options that were given.
-    """
+    """Return whether a job reads an option, with the values that the others have."""
     if job.input is Input.STORE_OR_OUT:
         if option == "out" and config.store is not None:
             return False

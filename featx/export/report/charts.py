@@ -158,13 +158,7 @@ def line_plot(
     curves: Sequence[tuple[str, bool, Sequence[tuple[float, float]]]],
     chance: float,
 ) -> LinePlot:
-    """Arrange the few-shot chart, with labels that do not overlap.
-
-    Args:
-        ticks: texts of the horizontal axis, from left to right.
-        curves: name, whether it is the best layer, and (mean, standard deviation) at each tick.
-        chance: accuracy of guessing.
-    """
+    """Arrange the few-shot chart, with labels that do not overlap."""
     frame = LinePlot
     step = (frame.right - frame.left - 20) / max(1, len(ticks) - 1)
 

@@ -128,12 +128,7 @@ def cka_map(section: LayerSimilaritySection) -> HeatMap | None:
 
 
 def colours(kind: str, share: float) -> str:
-    """Return the CSS variables of a cell: its colours and inks in light and dark mode.
-
-    Args:
-        kind: 'right' or 'wrong'.
-        share: strength of the colour, in [0, 1].
-    """
+    """Return the CSS variables of a cell, whose colour has a strength in [0, 1], in both modes."""
     share = min(1.0, max(0.0, share))
     variables = []
     for mode, ramps in (("l", _LIGHT), ("d", _DARK)):

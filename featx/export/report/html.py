@@ -28,14 +28,7 @@ _FILES = Path(__file__).parent / "page"
 
 
 def render_page(template: str, scripts: Sequence[str], data: Any, **values: Any) -> str:
-    """Render a template.
-
-    Args:
-        template: name of its file.
-        scripts: names of the files of its scripts, in the order of execution.
-        data: JSON types for the scripts.
-        values: values for the template.
-    """
+    """Render a template."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     environment = Environment(

@@ -38,15 +38,7 @@ class LayerSimilaritySection:
 def similarity_of(
     store: FeatureStore, layers: tuple[str, ...], rows: int, seed: int, device: str
 ) -> LayerSimilaritySection:
-    """Compare layers over random images.
-
-    Args:
-        store: open store.
-        layers: names of the layers.
-        rows: maximum number of images, in addition to ROWS.
-        seed: seed of the choice of images.
-        device: 'auto', 'cpu', 'cuda', ...
-    """
+    """Compare layers over random images."""
     if len(layers) < 2:
         return LayerSimilaritySection(
             layers, [], [], 0, "There is only one layer, so none can be compared."

@@ -59,14 +59,7 @@ class Duplicates:
 def find_duplicates(
     store: FeatureStore, layers: tuple[str, ...], rows: npt.NDArray[np.int64], probes: Probes
 ) -> Duplicates:
-    """Find near-duplicates among the selected rows, and add those that job=probe found.
-
-    Args:
-        store: open store.
-        layers: layers to choose from: that of job=probe, else the widest.
-        rows: (n,) int64 rows of the store.
-        probes: contents of the probe's files.
-    """
+    """Find near-duplicates among the selected rows, and add those that job=probe found."""
     vectors = _widest_vectors(store, layers, rows, probes)
     if vectors is None or vectors.x is None:
         return Duplicates("", NEAR_COSINE, [], 0)
@@ -104,13 +97,7 @@ def similar_pairs(
 ) -> tuple[list[tuple[int, int, float]], int]:
     """Find pairs of rows whose standardised vectors are almost equal, as job=probe does.
 
-    Args:
-        x: (n, D).
-        cosine: smallest cosine of a pair.
-        most: maximum number of pairs that are returned.
-
-    Returns:
-        (i, j, cosine) of pairs with i < j, the largest cosine first; and the number of all pairs.
+    Returns (i, j, cosine) of pairs with i < j, the largest cosine first; and the number of all.
     """
     spread = x.std(0, dtype=np.float64)
     unit = x - x.mean(0, dtype=np.float64).astype(np.float32)

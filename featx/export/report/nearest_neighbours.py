@@ -77,12 +77,9 @@ class Neighbours:
 def hard_queries(
     rows: Rows, same_class: npt.NDArray[np.float64] | None, tested: npt.NDArray[np.bool_]
 ) -> list[int]:
-    """Choose the rows with the fewest neighbours of their own class, and less than half of them.
+    """Choose the tested rows with the fewest neighbours of their own class, less than half of them.
 
-    Args:
-        rows: (n,) int64 rows of the store.
-        same_class: (n,) share of nearest rows with the same class, NaN without a label; or None.
-        tested: (n,) whether a row may be chosen: test rows, if there is a split.
+    `same_class` is the share of nearest rows with the same class, NaN without a label.
     """
     if same_class is None:
         return []
@@ -92,13 +89,7 @@ def hard_queries(
 
 
 def random_queries(store: FeatureStore, rows: Rows, seed: int) -> list[int]:
-    """Choose up to RANDOM_QUERIES random rows of different classes, as far as there are any.
-
-    Args:
-        store: open store.
-        rows: (n,) int64 rows to choose from.
-        seed: seed of the choice.
-    """
+    """Choose up to RANDOM_QUERIES random rows of different classes, as far as there are any."""
     order = np.random.default_rng(seed).permutation(rows)
     labels = store.labels[order]
     class_order = np.argsort(labels, kind="stable")
@@ -117,16 +108,7 @@ def neighbours_of(
     seed: int,
     device: str,
 ) -> Neighbours:
-    """Search the nearest rows of the queries by exact cosine; a map counts as one long vector.
-
-    Args:
-        store: open store.
-        layer: name of the layer.
-        ok: (n,) int64, increasing; rows that did not fail, at least two.
-        queries: some of these rows.
-        seed: seed of the sample that is searched if the layer is too large for memory.
-        device: 'auto', 'cpu', 'cuda', ...
-    """
+    """Search the nearest rows of the queries by exact cosine; a map counts as one long vector."""
     rows = [*queries.hard, *queries.random]
     width = int(np.prod(store[layer].shape[1:], dtype=np.int64))
     room = max(len(rows) + 1, KEEP_BYTES // (4 * max(1, width)))

@@ -130,12 +130,6 @@ def most_doubtful(scores: npt.NDArray[np.float32]) -> npt.NDArray[np.int64]:
 
     For two classes this is the order of their probability. With more classes, 0.5 against 0.49
     comes before 0.4 against 0.1.
-
-    Args:
-        scores: (n, C); NaN for images that failed, which are left out.
-
-    Returns:
-        (m,) int64 numbers of the images.
     """
     rows = np.flatnonzero(~np.isnan(scores).any(1))
     largest = np.sort(scores[rows], axis=1)[:, -2:]

@@ -77,11 +77,7 @@ class ValuePredictions:
 def read_predictions(
     result: Mapping[str, Any], folder: Path, row_of: Mapping[str, int]
 ) -> TestPredictions | None:
-    """Read predictions.csv of classes; None if it is missing or does not belong to probe.json.
-
-    Raises:
-        LookupError, TypeError, ValueError, csv.Error: it is malformed.
-    """
+    """Read predictions.csv of classes; None if it is missing or does not belong to probe.json."""
     lines = _lines(result, folder)
     if lines is None:
         return None
@@ -121,11 +117,7 @@ def read_predictions(
 
 
 def read_values(result: Mapping[str, Any], folder: Path) -> ValuePredictions:
-    """Read predictions.csv of numbers or of several labels, with the layer that each fold chose.
-
-    Raises:
-        LookupError, TypeError, ValueError, csv.Error: it is malformed.
-    """
+    """Read predictions.csv of numbers or of several labels, with the layer that each fold chose."""
     targets = [str(name) for name in result["targets"]]
     numbers = result["task"] == "regression"
     true_columns = ["true"] if numbers else [f"true:{name}" for name in targets]

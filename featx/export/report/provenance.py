@@ -94,13 +94,7 @@ class Provenance:
 def provenance_of(
     store: FeatureStore, roles: npt.NDArray[np.int8] | None, folders: Sequence[str]
 ) -> Provenance:
-    """Collect everything that is known without reading features.
-
-    Args:
-        store: open store.
-        roles: (N,) index into ROLES of each row, or None without a split.
-        folders: absolute paths that the page does not contain.
-    """
+    """Collect everything that is known without reading features."""
     manifest = load_manifest(store.root)[0] if store.root.is_dir() else None
     runs = [_run_facts(run, folders) for run in manifest.runs] if manifest else []
     if not runs:

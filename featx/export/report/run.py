@@ -205,11 +205,7 @@ def _images_of_sections(
     duplicates: Duplicates,
     neighbours: Neighbours | None,
 ) -> list[tuple[list[int], bool]]:
-    """Return the rows whose images the sections show, in the order of the sections.
-
-    Returns:
-        rows, and whether the readable part of a truncated image is shown.
-    """
+    """Return the rows that each section shows, and whether parts of truncated images are shown."""
     errors = [] if probes.predicted is None else probes.predicted.errors[:ERRORS_SHOWN]
     sections = [([error.row for error in errors if error.row is not None], False)]
     sections += [
@@ -305,11 +301,7 @@ def _sort_by_execution(store: FeatureStore, layers: tuple[str, ...]) -> tuple[st
 
 
 def _file_of(config: Config, store: FeatureStore) -> Path:
-    """Return the path of the report.
-
-    Raises:
-        StoreError: the path is a folder, or a file that is not a report.
-    """
+    """Return the path of the report."""
     out = config.output_folder(store.root, NAME)
     path = out if out.suffix.lower() in (".html", ".htm") else out / NAME
     if path.is_dir():
@@ -330,11 +322,7 @@ def _file_of(config: Config, store: FeatureStore) -> Path:
 
 
 def _require_packages(config: Config) -> None:
-    """Check that scikit-learn is installed if it is needed, before anything is read.
-
-    Raises:
-        MissingExtraError: it is missing.
-    """
+    """Check that scikit-learn is installed if it is needed, before anything is read."""
     if config.report.tsne and importlib.util.find_spec("sklearn") is None:
         raise MissingExtraError(
             'report.tsne=true needs scikit-learn: pip install "featx[report]". report.tsne=false '

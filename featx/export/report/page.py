@@ -29,7 +29,7 @@ from featx.export.report.predictions_file import ROLES, ErrorRow
 from featx.export.report.probe_results import Probes, malformed
 from featx.export.report.provenance import Provenance
 from featx.export.report.redaction import without_folder, without_folders
-from featx.export.report.throughput import Speed
+from featx.export.report.throughput import STAGES, Speed
 from featx.export.report.thumbnails import UNDECODED, UNREAD, Sprite, Thumbnails
 from featx.export.selection import as_utf8
 from featx.store import FeatureStore
@@ -181,6 +181,7 @@ def _render(page: Page) -> str:
         labels=label_results(result["targets"], probes.values) if probes.values else [],
         labels_shown=LABELS_SHOWN,
         fails=page.provenance.num_failed,
+        stages=STAGES,
         perplexity=f"{perplexity_of(len(page.rows)):.0f}",
     )
 

@@ -208,9 +208,7 @@ def _images_of_sections(
     """Return the rows that each section shows, and whether parts of truncated images are shown."""
     errors = [] if probes.predicted is None else probes.predicted.errors[:ERRORS_SHOWN]
     sections = [([error.row for error in errors if error.row is not None], False)]
-    sections += [
-        ([each.row for each in reason.shown], reason.partial) for reason in reasons if reason.opened
-    ]
+    sections += [(reason.shown, reason.partial) for reason in reasons if reason.opened]
     sections += [([pair.first, pair.second], False) for pair in duplicates.pairs]
     strips = [] if neighbours is None else [*neighbours.hard, *neighbours.random]
     sections += [([row, *(each.row for each in nearest)], False) for row, nearest in strips]

@@ -14,8 +14,7 @@ import numpy.typing as npt
 
 from featx.errors import ConfigError, DataError
 from featx.export.base import FORMATS, File, FormatMember, ShardedFormat, ShardOptions, literal
-from featx.export.selection import ExportSelection, as_utf8
-from featx.export.source_images import data_of_store
+from featx.export.selection import ExportSelection, as_utf8, data_of_store
 from featx.sources import open_source
 from featx.types import NO_IMAGE, UNKNOWN_IMAGE, ImageFault, Status, image_checksum
 

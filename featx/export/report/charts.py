@@ -32,12 +32,8 @@ _LABEL_THRESHOLD = 0.5
 class ClassErrors:
     """One class with errors, for the table next to the confusion matrix.
 
-    Attributes:
-        name: name of the class.
-        rows: number of its test rows.
-        recall: share of them that were predicted right, or None without any.
-        precision: share of right ones among the predictions of the class, or None without any.
-        predicted: (other class, number of rows), the most frequent first.
+    `recall` is None without a test row, `precision` without a prediction; `predicted` has the other
+    classes with their numbers of rows, the most frequent first.
     """
 
     name: str
@@ -101,12 +97,7 @@ def charted_layers(probes: Probes, layers: Sequence[str]) -> list[str]:
 class Line:
     """One line of the few-shot chart.
 
-    Attributes:
-        name: name of the layer.
-        best: whether this is the best layer.
-        points: (x, y) of each point.
-        spreads: (x, low y, high y) of each standard deviation.
-        label_y: y of the name at the end of the line.
+    `spreads` has (x, low y, high y) of each standard deviation, `label_y` the place of the name.
     """
 
     name: str
@@ -120,11 +111,8 @@ class Line:
 class LinePlot:
     """Accuracy over the number of training rows per class.
 
-    Attributes:
-        ticks: (x, text) of the horizontal axis.
-        levels: (y, text) of the vertical axis.
-        lines: one line per layer.
-        chance: y of the accuracy of guessing.
+    `ticks` and `levels` have the place and the text of each mark on the axes, `chance` is the y of
+    guessing.
     """
 
     ticks: list[tuple[float, str]]
@@ -187,11 +175,7 @@ def line_plot(
 class Scatter:
     """Predicted against true values of test rows.
 
-    Attributes:
-        points: (x, y) of each row in [0, 100], y downwards.
-        low: smallest value of the axes.
-        high: largest value.
-        rows: number of test rows, of which at most POINTS_SHOWN are drawn.
+    Points are (x, y) in [0, 100], y downwards; at most POINTS_SHOWN of the rows are drawn.
     """
 
     points: list[tuple[float, float]]

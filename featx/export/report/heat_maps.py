@@ -7,8 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from featx.export.report.layer_similarity import LayerSimilaritySection
+from featx.analysis.similarity import layer_similarity
+from featx.errors import ConfigError
 from featx.export.report.probe_results import Probes
+from featx.store import FeatureStore
 
 CLASSES_SHOWN = 20
 """Maximum number of classes in the confusion matrix, and of classes in the table next to it."""
@@ -22,6 +24,9 @@ LABEL_LENGTH = 16
 _CELL = 34
 """Side of a cell, in units of the style sheet, as all lengths here."""
 
+CKA_ROWS = 1000
+"""Maximum number of images of which layers are compared; the work grows with its square."""
+
 Colour = tuple[int, int, int]
 
 _LIGHT = {"right": ((214, 230, 245), (10, 74, 134)), "wrong": ((247, 214, 200), (176, 50, 26))}
@@ -33,11 +38,7 @@ _DARK = {"right": ((31, 51, 72), (130, 188, 245)), "wrong": ((74, 42, 30), (255,
 class Cell:
     """One coloured cell.
 
-    Attributes:
-        text: text in the cell.
-        title: sentence that describes it.
-        kind: 'right' (blue) or 'wrong' (orange).
-        style: CSS variables for its colours in light and dark mode.
+    `kind` is 'right' (blue) or 'wrong' (orange); `style` has CSS variables for its colours.
     """
 
     text: str
@@ -50,10 +51,7 @@ class Cell:
 class HeatMap:
     """A square heat map.
 
-    Attributes:
-        names: names of the rows and of the columns.
-        below: second line of a row's label, or ''.
-        cells: (row, column) -> cell; all others are empty.
+    `below` has the second lines of the row labels; cells that are not in `cells` are empty.
     """
 
     names: list[str]
@@ -101,6 +99,44 @@ def confusion_map(probes: Probes) -> HeatMap | None:
                 share = count / tested[i] if i == j else 0.25 + 0.75 * count / largest
                 cells[row, column] = Cell(str(count), title, kind, colours(kind, float(share)))
     return HeatMap(names, [f"{counts[i, i]} of {tested[i]}" for i in chosen], cells)
+
+
+@dataclass(frozen=True)
+class LayerSimilaritySection:
+    """Linear CKA of all pairs of layers; None if it is undefined.
+
+    Both are tables by row and column; `note` says why there is no comparison.
+    """
+
+    layers: tuple[str, ...]
+    cka: list[list[float | None]]
+    debiased: list[list[float | None]]
+    rows: int
+    note: str
+
+
+def similarity_of(
+    store: FeatureStore, layers: tuple[str, ...], rows: int, seed: int, device: str
+) -> LayerSimilaritySection:
+    """Compare layers over random images."""
+    if len(layers) < 2:
+        return LayerSimilaritySection(
+            layers, [], [], 0, "There is only one layer, so none can be compared."
+        )
+    try:
+        similarity = layer_similarity(
+            store, None, layers, num_rows=min(rows, CKA_ROWS), seed=seed, device=device
+        )
+    except ConfigError as error:
+        return LayerSimilaritySection(layers, [], [], 0, str(error))
+
+    def as_table(name: str) -> list[list[float | None]]:
+        values = similarity.measures[name].tolist()
+        return [[None if np.isnan(v) else round(v, 4) for v in row] for row in values]
+
+    return LayerSimilaritySection(
+        similarity.layers, as_table("cka"), as_table("cka_debiased"), similarity.num_rows, ""
+    )
 
 
 def cka_map(section: LayerSimilaritySection) -> HeatMap | None:

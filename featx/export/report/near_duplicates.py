@@ -26,11 +26,7 @@ _TEST = ROLES.index("test")
 class Pair:
     """Two rows that are near-duplicates.
 
-    Attributes:
-        first: row of the store.
-        second: row of the store.
-        cosine: cosine of their standardised vectors.
-        crosses: whether exactly one of them is a test row.
+    `cosine` is of their standardised vectors; the pair crosses if exactly one is a test row.
     """
 
     first: int
@@ -43,11 +39,7 @@ class Pair:
 class Duplicates:
     """Pairs of near-duplicates.
 
-    Attributes:
-        layer: layer whose vectors were compared, or '' if none was.
-        cosine: cosine from which rows count as near-duplicates.
-        pairs: the pairs that are shown; those that cross the split first.
-        count: number of all pairs among the selected rows.
+    `layer` is '' if none was compared; `pairs` are those that are shown, `count` counts all.
     """
 
     layer: str

@@ -27,9 +27,7 @@ Rows = npt.NDArray[np.int64]
 class Queries:
     """Rows of the store whose neighbours are shown.
 
-    Attributes:
-        hard: rows with few neighbours of their own class.
-        random: random rows, none of which is in `hard`.
+    `hard` have few neighbours of their own class, `random` are others.
     """
 
     hard: list[int]
@@ -40,10 +38,7 @@ class Queries:
 class Neighbour:
     """One neighbour of a query.
 
-    Attributes:
-        row: row of the store.
-        cosine: cosine of the two vectors.
-        same: whether both rows have the same class, or None if one has no label.
+    `same` says whether both rows have the same class; None if one has no label.
     """
 
     row: int
@@ -59,12 +54,7 @@ Strip = tuple[int, list[Neighbour]]
 class Neighbours:
     """Nearest neighbours of the queries in one layer.
 
-    Attributes:
-        layer: name of the layer.
-        among: number of rows that were searched.
-        whole: whether these are all rows that did not fail.
-        hard: queries with few neighbours of their own class.
-        random: random queries.
+    `among` counts the rows that were searched; `whole` if these are all that did not fail.
     """
 
     layer: str

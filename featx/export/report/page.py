@@ -19,9 +19,13 @@ from featx.export.report.charts import (
 )
 from featx.export.report.embedding_plots import LayerPlot, Matrix, perplexity_of
 from featx.export.report.failures import Reason
-from featx.export.report.heat_maps import CLASSES_SHOWN, cka_map, confusion_map
+from featx.export.report.heat_maps import (
+    CLASSES_SHOWN,
+    LayerSimilaritySection,
+    cka_map,
+    confusion_map,
+)
 from featx.export.report.html import render_page
-from featx.export.report.layer_similarity import LayerSimilaritySection
 from featx.export.report.layer_statistics import LayerStatistics
 from featx.export.report.near_duplicates import Duplicates
 from featx.export.report.nearest_neighbours import Neighbours

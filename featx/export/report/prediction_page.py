@@ -36,13 +36,7 @@ BINS = 10
 class Card:
     """One image of the page.
 
-    Attributes:
-        row: number of the image.
-        key: its key as UTF-8 text, without folders if it is an absolute path.
-        label: predicted class.
-        probability: its probability in [0, 1], or None.
-        second: class with the second largest score, or '' with a single class.
-        second_probability: its probability, or None.
+    Probabilities are None without one; `second` is the class with the second largest score.
     """
 
     row: int

@@ -27,12 +27,7 @@ CLASSES_SHOWN = 40
 class RunFacts:
     """One run that wrote to a store.
 
-    Attributes:
-        layers: names of its datasets.
-        rows: its rows of the store, as text.
-        config: its config as YAML, as the store contains it, without secrets and without
-            absolute paths.
-        resolved: (option, value) for each option that was `auto`.
+    `config` is YAML without secrets and absolute paths; `resolved` has each option that was `auto`.
     """
 
     layers: tuple[str, ...]
@@ -45,11 +40,7 @@ class RunFacts:
 class ClassRows:
     """Rows of one class.
 
-    Attributes:
-        name: name of the class.
-        rows: number of its rows.
-        ok: number of those that did not fail.
-        roles: number of rows in each role of a probe's split, in the order of ROLES.
+    `roles` has the number of rows in each role of a probe's split, in the order of ROLES.
     """
 
     name: str

@@ -23,7 +23,7 @@ from featx.export.report.embedding_plots import (
     same_class_shares,
 )
 from featx.export.report.failures import Reason, reasons_of
-from featx.export.report.layer_similarity import similarity_of
+from featx.export.report.heat_maps import similarity_of
 from featx.export.report.layer_statistics import layer_statistics
 from featx.export.report.near_duplicates import Duplicates, find_duplicates
 from featx.export.report.nearest_neighbours import (
@@ -44,8 +44,7 @@ from featx.export.report.probe_results import Probes, probes_of
 from featx.export.report.provenance import provenance_of
 from featx.export.report.throughput import speed_of
 from featx.export.report.thumbnails import UNDECODED, Thumbnails
-from featx.export.selection import as_utf8
-from featx.export.source_images import data_of_store
+from featx.export.selection import as_utf8, data_of_store
 from featx.storage import AtomicFolder
 from featx.store import FeatureStore, load_manifest, matching_layers
 

@@ -29,11 +29,8 @@ _NUMBERS = ("images_per_second", "share_of_trial", "peak_memory_mib")
 class Speed:
     """Speed of the runs of a store.
 
-    Attributes:
-        runs: entries of summary.json, the latest last.
-        missing: reason why there are none, or ''.
-        parts: (minutes since the first part, rows so far), by modification times of the parts.
-        parts_missing: reason why there are none, or ''.
+    `parts` has (minutes since the first part, rows so far), by modification times; the two other
+    texts say why there are no runs or parts.
     """
 
     runs: list[Mapping[str, Any]]

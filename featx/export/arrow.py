@@ -24,15 +24,7 @@ def listing(
     names: Sequence[str],
     columns: Mapping[str, npt.NDArray[Any]],
 ) -> dict[str, pa.Array]:
-    """Return the columns of a table other than layers, for rows [start, stop).
-
-    Args:
-        selection: rows and layers.
-        start: index into the rows.
-        stop: index into the rows, exclusive.
-        names: some of 'key', 'row', 'label', 'class' and 'status', in the order of the table.
-        columns: columns of the store under their names in the table.
-    """
+    """Return the columns of a table other than layers, for rows [start, stop)."""
     import pyarrow as pa
 
     arrays = {
@@ -62,14 +54,7 @@ def table(
     field_metadata: Mapping[str, Mapping[str, str]] | None = None,
     **metadata: str,
 ) -> pa.Table:
-    """Return a table with the origin of the rows in its metadata.
-
-    Args:
-        selection: rows and layers.
-        columns: name -> array, in the order of the table.
-        field_metadata: name of a column -> its own metadata.
-        metadata: further metadata of the table.
-    """
+    """Return a table with the origin of the rows in its metadata."""
     import pyarrow as pa
 
     fields = [

@@ -179,15 +179,7 @@ def literal(text: object) -> str:
 
 
 def refuse_maps(selection: ExportSelection, holding: str) -> None:
-    """Check that every layer has one vector per row.
-
-    Args:
-        selection: rows and layers to export.
-        holding: what the format holds, such as 'an index of faiss holds vectors'.
-
-    Raises:
-        ConfigError: a layer holds maps or tokens.
-    """
+    """Check that every layer has one vector per row."""
     maps = [name for name in selection.layers if len(selection.row_shape(name)) != 1]
     if maps:
         raise ConfigError(
@@ -197,15 +189,7 @@ def refuse_maps(selection: ExportSelection, holding: str) -> None:
 
 
 def only_layer_of(selection: ExportSelection, option: str) -> str:
-    """Return the layer of an export that has a single one.
-
-    Args:
-        selection: rows and layers to export.
-        option: option that holds one layer, such as 'export.format=clip_retrieval'.
-
-    Raises:
-        ConfigError: there are several.
-    """
+    """Return the layer of an export that has a single one."""
     if len(selection.layers) > 1:
         raise ConfigError(
             f"{option} holds one layer, and {len(selection.layers)} are selected: "

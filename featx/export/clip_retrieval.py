@@ -34,10 +34,6 @@ class ClipRetrieval(ShardedFormat):
 
     Rows are divided by their Euclidean length in float32 and rounded to float16; a row of zeros
     stays as it is. Readers sort the names of both folders, so k has leading zeros.
-
-    Raises:
-        ConfigError: several layers are selected, or the layer holds maps.
-        MissingExtraError: pyarrow is not installed.
     """
 
     def __init__(self, *arguments: Any) -> None:

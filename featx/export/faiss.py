@@ -53,11 +53,6 @@ class Faiss(Format):
 
     faiss holds a whole index in memory, here as in every program that reads it. Indices that are
     trained see evenly spaced rows of the store, so that the same store gives the same index.
-
-    Raises:
-        ConfigError: a layer holds maps, faiss does not know the index, or there are too few rows to
-            train it.
-        MissingExtraError: faiss or pyarrow is not installed.
     """
 
     def __init__(self, *arguments: Any) -> None:
@@ -88,11 +83,7 @@ class Faiss(Format):
         return [*files, File("keys.parquet", self._write_keys, 0, n)]
 
     def _empty_index(self, layer: str) -> Any:
-        """Make the index of a layer, without vectors.
-
-        Raises:
-            ConfigError: faiss does not know it, or it does not fit the number of values.
-        """
+        """Make the index of a layer, without vectors."""
         faiss, width = self._faiss, self.selection.row_shape(layer)[0]
         cosine = self._options.metric == "cosine"
         kind = faiss.METRIC_INNER_PRODUCT if cosine else faiss.METRIC_L2
@@ -106,11 +97,7 @@ class Faiss(Format):
             ) from error
 
     def _check_training(self, index: Any, layer: str) -> None:
-        """Check that there are enough rows to train the index of a layer.
-
-        Raises:
-            ConfigError: there are fewer.
-        """
+        """Check that there are enough rows to train the index of a layer."""
         rows, min_rows = len(self.selection), _min_training_rows(self._faiss, index)
         if not index.is_trained and rows < min_rows:
             raise ConfigError(
@@ -166,9 +153,6 @@ class Faiss(Format):
 
         An inverted file leaves out, without an error, a vector that is near to none of its lists:
         all of them if it has no list, and one whose squares overflow float32.
-
-        Raises:
-            RunError: it holds fewer.
         """
         num_found, num_rows = index.ntotal, len(self.selection)
         if (lists := self._faiss.try_extract_index_ivf(index)) is not None:
@@ -201,11 +185,7 @@ class Faiss(Format):
         return np.concatenate([self._vectors(values[layer]) for _, _, values in blocks])
 
     def _check_memory(self, index: Any, layer: str) -> None:
-        """Check that the memory holds the index, as far as its size is known.
-
-        Raises:
-            RunError: it does not.
-        """
+        """Check that the memory holds the index, as far as its size is known."""
         free = free_memory()
         try:
             code_bytes = index.sa_code_size()
@@ -244,10 +224,6 @@ def _min_training_rows(faiss: Any, index: Any) -> int:
 
     k-means needs a row for each centroid: those of the lists of an inverted file, and those of each
     part of a product quantizer. PCA needs a row for each value that it keeps.
-
-    Args:
-        faiss: the module.
-        index: index of `faiss.index_factory`.
     """
     index = faiss.downcast_index(index)
     counts = [1]

@@ -28,9 +28,6 @@ class Hloc(Format):
     """global-feats-<layer>.h5 with <key>/global_descriptor, (D,) float16, of length 1.
 
     hloc ranks images by inner products, and its own descriptors have length 1 (L2).
-
-    Raises:
-        ConfigError: a layer holds maps, or a key cannot be the name of a group.
     """
 
     def __init__(self, *arguments: Any) -> None:

@@ -12,8 +12,7 @@ import numpy as np
 from featx.base import printable, shown_path
 from featx.config import from_keywords, from_omegaconf
 from featx.errors import ConfigError, counted
-from featx.export.selection import as_utf8
-from featx.export.source_images import data_of_store
+from featx.export.selection import as_utf8, data_of_store
 from featx.store import FeatureStore, row_indices
 
 MAX_IMAGES = 100

@@ -100,12 +100,7 @@ def _export(disk: AtomicFolder, export_format: Format, progress: CountProgress) 
 
 
 def _refuse_other_folders(out: Path) -> None:
-    """Check that a folder contains nothing but an export.
-
-    Raises:
-        ConfigError: it is the folder of a store.
-        StoreError: it contains other files.
-    """
+    """Check that a folder contains nothing but an export."""
     if any((out / name).exists() for name in (layout.MANIFEST, layout.PACKED)):
         raise ConfigError(f"out={out} is the folder of a store. Choose another out for the export.")
     if out.is_dir() and not (out / RECORD).exists():
@@ -135,11 +130,7 @@ def _fingerprint_of(export_format: Format, files: Sequence[File | Folder]) -> di
 
 
 def _refuse_other_export(root: Path, old: dict[str, Any], fingerprint: dict[str, Any]) -> None:
-    """Check that an existing export has the content that the command asks for.
-
-    Raises:
-        StoreMismatchError: it has not.
-    """
+    """Check that an existing export has the content that the command asks for."""
     changed = differences(old, fingerprint)
     if changed:
         lines = [f"  {key}: {_shorten(old)}, now {_shorten(new)}" for key, old, new in changed]
@@ -181,11 +172,7 @@ def _write_all(
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Read a record.
-
-    Raises:
-        StoreError: it cannot be read, lacks an entry, or names a file outside its folder.
-    """
+    """Read a record."""
     try:
         record: dict[str, Any] = json.loads(path.read_bytes())
         if not all(isinstance(record[entry], dict) for entry in ("fingerprint", "files")):
@@ -230,11 +217,7 @@ def _write(folder: AtomicFolder, file: File | Folder) -> None:
 
 
 def _check_room(disk: AtomicFolder, needed: float) -> None:
-    """Check that the free space is sufficient, as far as the size is known.
-
-    Raises:
-        RunError: it is not.
-    """
+    """Check that the free space is sufficient, as far as the size is known."""
     free = disk.free_bytes()
     if free < needed:
         raise RunError(

@@ -13,7 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from featx.base import name_bytes
-from featx.errors import ConfigError
+from featx.config import DataConfig, data_of_saved, from_saved
+from featx.errors import ConfigError, StoreError
 from featx.store import FeatureStore, check_rows_present
 from featx.types import Status
 
@@ -251,6 +252,24 @@ class ExportSelection:
             sha.update(f"{name!r} {values.dtype.str} ".encode())
             sha.update(values.tobytes())
         return sha.hexdigest()
+
+
+def data_of_store(store: FeatureStore, asked: DataConfig) -> DataConfig:
+    """Return the options of the data set that a store was made from, by the config that it has.
+
+    Args:
+        store: store that contains the config of its run.
+        asked: options of the command; its data.root is used if given.
+
+    Raises:
+        StoreError: the store contains no config that this featx can read.
+        ConfigError: the config names a URL, and the command does not.
+    """
+    try:
+        saved = from_saved(str(store.attrs.get("config", "")))
+    except ConfigError as error:
+        raise StoreError(f"{store.root} does not record where its images are: {error}") from error
+    return data_of_saved(saved, asked, str(store.root))
 
 
 def unit_rows(rows: npt.NDArray[Any]) -> npt.NDArray[np.float32]:

@@ -91,12 +91,7 @@ class _Slide:
 
 
 class Trident(Format):
-    """features_<encoder>/<slide>.h5 for each layer and slide; with clam, h5_files and pt_files.
-
-    Raises:
-        ConfigError: rows are no boxes, the boxes of a slide differ in size or are no squares, the
-            magnification is unknown, or two slides have the same name.
-    """
+    """features_<encoder>/<slide>.h5 for each layer and slide; with clam, h5_files and pt_files."""
 
     def __init__(self, selection: ExportSelection, *arguments: Any) -> None:
         super().__init__(selection, *arguments)
@@ -153,11 +148,7 @@ class Trident(Format):
         return files
 
     def _tiles(self) -> dict[bytes, tuple[list[int], list[Box]]]:
-        """Return the indices and boxes of the rows of each image.
-
-        Raises:
-            ConfigError: a row is no box.
-        """
+        """Return the indices and boxes of the rows of each image."""
         tiles: dict[bytes, tuple[list[int], list[Box]]] = {}
         for place, key in enumerate(self.selection.keys.tolist()):
             parsed = parse_box_key(key)
@@ -194,14 +185,7 @@ class Trident(Format):
     def _attributes(
         self, image: str, name: str, places: npt.NDArray[np.int64], size: int
     ) -> dict[str, Any]:
-        """Return the attributes of `coords`, as TRIDENT's `coords_to_h5` writes them.
-
-        Args:
-            image: key of the image, for messages.
-            name: name of the slide.
-            places: indices of its tiles.
-            size: side of its boxes in level-0 pixels.
-        """
+        """Return the attributes of `coords`, as TRIDENT's `coords_to_h5` writes them."""
         options = self._options
         level0 = options.magnification or self._value_of("level0_magnification", image, places)
         if level0 is None:
@@ -229,11 +213,7 @@ class Trident(Format):
         }
 
     def _value_of(self, column: str, image: str, places: npt.NDArray[np.int64]) -> float | None:
-        """Return the number of a slide in a column, or None if there is no such column.
-
-        Raises:
-            ConfigError: its tiles have different values, or it is no number above 0.
-        """
+        """Return the number of a slide in a column, or None if there is no such column."""
         values = self.selection.columns.get(column)
         if values is None:
             return None
@@ -249,15 +229,7 @@ class Trident(Format):
     def _h5_file(
         self, folder: str, layer: str, slide: _Slide, dtype: np.dtype[Any], has_attributes: bool
     ) -> File:
-        """Return the HDF5 file of a slide.
-
-        Args:
-            folder: folder of the file in the export.
-            layer: layer to write.
-            slide: tiles.
-            dtype: dtype of the features in the file.
-            has_attributes: whether the datasets have TRIDENT's attributes; CLAM's have none.
-        """
+        """Return the HDF5 file of a slide."""
         attributes: dict[str, dict[str, Any]] = {}
         if has_attributes:
             encoder = self._options.encoder or layer
@@ -316,14 +288,7 @@ class Trident(Format):
         dtype: np.dtype[Any],
         use: Callable[[npt.NDArray[np.int64], npt.NDArray[Any]], object],
     ) -> None:
-        """Read the features of a slide in the order of the store.
-
-        Args:
-            slide: tiles.
-            layer: layer to read.
-            dtype: dtype of the rows that `use` gets.
-            use: function of (m,) positions in the file and (m, D) rows.
-        """
+        """Read the features of a slide in the order of the store."""
         for start, stop, values in self.selection.blocks(*slide.bounds, [layer]):
             first, last = np.searchsorted(slide.places, (start, stop))
             rows = values[layer][slide.places[first:last] - start]

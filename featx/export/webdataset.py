@@ -14,8 +14,7 @@ import numpy.typing as npt
 from featx.base import name_text
 from featx.errors import ConfigError, DataError
 from featx.export.base import FORMATS, File, FormatMember, ShardedFormat, ShardOptions, literal
-from featx.export.selection import ExportSelection, as_utf8
-from featx.export.source_images import data_of_store
+from featx.export.selection import ExportSelection, as_utf8, data_of_store
 from featx.sources import open_source
 from featx.types import NO_IMAGE, UNKNOWN_IMAGE, ImageFault, Status, image_checksum
 
@@ -36,10 +35,6 @@ class WebDataset(ShardedFormat):
     Member names are row numbers: webdataset divides a name at its first dot and joins consecutive
     members with the same stem, which fails for keys with dots or equal stems. The key is in the
     .json.
-
-    Raises:
-        ConfigError: layer names differ only in case, or the rows are boxes or frames of videos.
-        DataError: an image is missing or has changed.
     """
 
     def __init__(self, selection: ExportSelection, *arguments: Any) -> None:
@@ -86,11 +81,7 @@ class WebDataset(ShardedFormat):
         return float(np.mean(sizes)) if sizes else 0.0
 
     def _encoded_image(self, position: int) -> bytes | None:
-        """Return the encoded image of a row, or None if the row failed and has no readable image.
-
-        Raises:
-            DataError: the image of a row that did not fail is missing or has changed.
-        """
+        """Return the encoded image of a row; None if the row failed and has no readable image."""
         key = bytes(self.selection.keys[position])
         try:
             encoded = self._source.read(key)

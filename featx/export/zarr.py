@@ -25,10 +25,6 @@ class Zarr(Format):
     """features.zarr with features/<layer>, columns/<name>, key, label, status and row.
 
     The origin of the rows is in the attributes of the group.
-
-    Raises:
-        MissingExtraError: zarr is not installed.
-        ConfigError: a column is named like zarr's metadata file.
     """
 
     def __init__(self, *arguments: Any) -> None:
@@ -80,13 +76,7 @@ class Zarr(Format):
         self._write_texts(group, "key", selection.key_texts)
 
     def _write_texts(self, group: Any, name: str, texts: Callable[[int, int], list[str]]) -> None:
-        """Write an array of texts.
-
-        Args:
-            group: zarr group.
-            name: name of the array.
-            texts: function (start, stop) -> texts of these rows of the selection.
-        """
+        """Write an array of texts."""
         n = len(self.selection)
         array = group.create_array(name, shape=(n,), chunks=_chunks(n), dtype=str)
         for start in range(0, n, _COLUMN_ROWS):

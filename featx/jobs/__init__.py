@@ -6,6 +6,6 @@ Names for others: those exported here, and `extract.extract`, `stats.stats`, `ex
 and `report.write_report`, which `featx` exports.
 """
 
-from featx.jobs.base import JOBS, Input, Job, check, config_of_call, job_table, run, unread
+from featx.jobs.base import JOBS, Input, Job, check, config_of_call, run, unread
 
-__all__ = ["JOBS", "Input", "Job", "check", "config_of_call", "job_table", "run", "unread"]
+__all__ = ["JOBS", "Input", "Job", "check", "config_of_call", "run", "unread"]

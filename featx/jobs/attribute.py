@@ -43,51 +43,42 @@ def _usage_lines(config: Config, summary: dict[str, Any]) -> list[str]:
 
 
 class ContactSheets(RunObserver):
-    """Observer that draws the contact sheets when the store is complete.
-
-    Args:
-        context: context of the run.
-        session: write session of its store.
-    """
+    """Observer that draws the contact sheets when the store is complete."""
 
     def __init__(self, context: RunContext, session: StoreSession) -> None:
         self._context = context
         self._session = session
 
     def run_finished(self) -> None:
-        """Draw the contact sheets."""
-        _draw(self._context, self._session)
-
-
-def _draw(context: RunContext, session: StoreSession) -> None:
-    """Draw one contact sheet per class of a complete store, and feature maps if requested."""
-    config = context.config
-    if not config.attribute.per_class:
-        return
-    folder = session.root / layout.SHEETS
-    session.disk.make_folder(folder)
-    store = FeatureStore(session.root, verify="rows")
-    methods = [method for method in METHODS if method in store]
-    labels = np.unique(store.labels[store.ok]).tolist()
-    sheets = []
-    for label in labels[:MAX_SHEETS]:
-        name, rows = _group(store, label, config.attribute.per_class)
-        tiles = _tiles(context, store, methods, rows)
-        if not tiles:
-            continue
-        title = name or "images without a label"
-        sheet = contact_sheet(title, _subtitle(context, store), methods, tiles)
-        sheets.append((f"{_file_name(name)}.png", sheet))
-        if config.attribute.feature_map_layer is not None:
-            sheets.append(_feature_maps(context, name, rows[0], tiles[0]))
-        for file_name, image in sheets:
-            data = io.BytesIO()
-            image.save(data, "PNG")
-            session.disk.replace(folder / file_name, data.getvalue())
-        log_message(f"drawn {', '.join(str(folder / file_name) for file_name, _ in sheets)}")
-        sheets.clear()
-    if len(labels) > MAX_SHEETS:
-        log_message(f"drawn: the first {MAX_SHEETS} of {len(labels)} classes.")
+        """Draw one contact sheet per class, and feature maps if requested."""
+        context, session = self._context, self._session
+        config = context.config
+        if not config.attribute.per_class:
+            return
+        folder = session.root / layout.SHEETS
+        session.disk.make_folder(folder)
+        store = FeatureStore(session.root, verify="rows")
+        methods = [method for method in METHODS if method in store]
+        labels = np.unique(store.labels[store.ok]).tolist()
+        sheets = []
+        for label in labels[:MAX_SHEETS]:
+            name, rows = _group(store, label, config.attribute.per_class)
+            tiles = _tiles(context, store, methods, rows)
+            if not tiles:
+                continue
+            title = name or "images without a label"
+            sheet = contact_sheet(title, _subtitle(context, store), methods, tiles)
+            sheets.append((f"{_file_name(name)}.png", sheet))
+            if config.attribute.feature_map_layer is not None:
+                sheets.append(_feature_maps(context, name, rows[0], tiles[0]))
+            for file_name, image in sheets:
+                data = io.BytesIO()
+                image.save(data, "PNG")
+                session.disk.replace(folder / file_name, data.getvalue())
+            log_message(f"drawn {', '.join(str(folder / file_name) for file_name, _ in sheets)}")
+            sheets.clear()
+        if len(labels) > MAX_SHEETS:
+            log_message(f"drawn: the first {MAX_SHEETS} of {len(labels)} classes.")
 
 
 def _group(store: FeatureStore, label: int, most: int) -> tuple[str, list[int]]:

@@ -56,14 +56,6 @@ class Input(Enum):
     """The store that `store` names, or `out` if `store` is null."""
 
 
-def _no_options(config: Config) -> Collection[str]:
-    return ()
-
-
-def _accept(config: Config) -> None:
-    """Accept every config."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Job(Member):
     """Declaration of a job.
@@ -91,8 +83,8 @@ class Job(Member):
     reads: tuple[str, ...] = ()
     ignores: tuple[str, ...] = ()
     why: str = ""
-    reads_with: Callable[[Config], Collection[str]] = _no_options
-    check: Callable[[Config], None] = _accept
+    reads_with: Callable[[Config], Collection[str]] = lambda config: ()
+    check: Callable[[Config], None] = lambda config: None
     makes_store: bool = False
     takes_gradients: bool = False
 
@@ -158,9 +150,15 @@ def unread(config: Config, names: Collection[str]) -> dict[str, str]:
     """
     job = JOBS.get(config.job.name)
     names = {_option_of(config, name) for name in names}
+    also_read, not_read = set(job.reads_with(config)), set()
+    if job.input is Input.STORE_OR_OUT and config.store is not None:
+        not_read.add("out")
+    elif job.input is Input.STORE_OR_OUT and "out" not in names:
+        # out=runs/<data>/<model>, and the options that name these two
+        also_read |= {"data.name", "data.root", "data.dataset", *CUSTOM_CODE}
     sentences = {}
     for name in sorted(names):
-        if _reads(job, config, name, names):
+        if name not in not_read and (job.may_read(name) or _is_within(name, also_read)):
             continue
         option = name.removesuffix(".name")
         if _is_within(name, RUN_OPTIONS):
@@ -192,9 +190,6 @@ def with_keywords(options: type) -> Callable[[FunctionT], FunctionT]:
 
     Type checkers take them from `Unpack[options]`; `help()` and notebooks take the signature. Other
     keywords of the function stay in front.
-
-    Args:
-        options: TypedDict of the keywords, of `featx.jobs.keywords`.
     """
 
     def decorate(function: FunctionT) -> FunctionT:
@@ -218,15 +213,7 @@ def with_keywords(options: type) -> Callable[[FunctionT], FunctionT]:
 
 
 def run(config: Config, config_yaml: str) -> int:
-    """Run the job of a checked config.
-
-    Args:
-        config: config of the command.
-        config_yaml: the same config as YAML, which a store keeps.
-
-    Returns:
-        The exit code.
-    """
+    """Run the job of a checked config."""
     return JOBS.get(config.job.name).run(config, config_yaml)
 
 
@@ -235,29 +222,8 @@ def print_summary(config: Config, summary: Mapping[str, Any], text: str) -> None
     print_result(json.dumps(summary, indent=2) if config.job.json else text)
 
 
-def job_table() -> str:
-    """Return the table of jobs in Markdown, for the documentation."""
-    inputs = {
-        Input.IMAGES: "images",
-        Input.STORE: "`store`",
-        Input.STORE_OR_OUT: "`store`, or `out`",
-        Input.NOTHING: "nothing",
-    }
-    rows = [("job", "what it does", "input", "`job.json`", "`executor`"), ("---",) * 5]
-    for job in sorted(JOBS, key=lambda job: list(inputs).index(job.input)):  # stable: then by name
-        json_too, executor_too = (
-            "yes" if can else "no" for can in (job.prints_json, job.can_be_distributed)
-        )
-        rows.append((f"`{job.name}`", job.help, inputs[job.input], json_too, executor_too))
-    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
-
-
 def _check_object_store(config: Config, job: Job) -> None:
-    """Check what `out` in an object store excludes.
-
-    Raises:
-        ConfigError: the job writes to a disk, or an option needs one.
-    """
+    """Check what `out` in an object store excludes."""
     if not is_url(config.out) or job.input is Input.STORE_OR_OUT:
         return
     if not job.makes_store:
@@ -268,18 +234,16 @@ def _check_object_store(config: Config, job: Job) -> None:
         )
     grows = "its files grow during the run, and objects cannot"
     deletes = "it deletes the parts that it has packed, and an object store has no lock for that"
-    reason_of_option = {
-        "pack=true": (config.pack is True, deletes),
-        "profile=true": (config.profile, grows),
-        "tensorboard": (config.tensorboard is not False, grows),
-    }
-    for key, reason in (
-        (key, reason) for key, (is_given, reason) in reason_of_option.items() if is_given
+    for option, is_given, reason in (
+        ("pack=true", config.pack is True, deletes),
+        ("profile=true", config.profile, grows),
+        ("tensorboard", config.tensorboard is not False, grows),
     ):
-        raise ConfigError(
-            f"{key} needs a store on a disk, and out={config.out} lies in an object store: "
-            f"{reason}. Leave it out, or choose a folder and copy the store when it is done."
-        )
+        if is_given:
+            raise ConfigError(
+                f"{option} needs a store on a disk, and out={config.out} lies in an object store: "
+                f"{reason}. Leave it out, or choose a folder and copy the store when it is done."
+            )
     if config.executor.name == "slurm" and config.executor.shared_folder is None:
         raise ConfigError(
             f"executor=slurm: out={config.out} lies in an object store, and what the tasks are to "
@@ -289,11 +253,7 @@ def _check_object_store(config: Config, job: Job) -> None:
 
 
 def _check_gradients(config: Config, job: Job) -> None:
-    """Check the options that gradients need or exclude.
-
-    Raises:
-        ConfigError: gradients are computed with compile=true, or `target` is given without them.
-    """
+    """Check the options that gradients need or exclude."""
     if job.takes_gradients or config.takes_gradients:
         if config.compile is True:
             raise ConfigError(
@@ -308,37 +268,14 @@ def _check_gradients(config: Config, job: Job) -> None:
         )
 
 
-def _reads(job: Job, config: Config, option: str, names: Collection[str]) -> bool:
-    """Return whether a job reads an option, with the values that the others have.
-
-    Args:
-        job: job of the config.
-        config: config of the command.
-        option: dotted name.
-        names: dotted names of all options that were given.
-    """
-    if job.input is Input.STORE_OR_OUT:
-        if option == "out" and config.store is not None:
-            return False
-        # out=runs/<data>/<model>, and the options that name these two
-        options_of_out = ("data.name", "data.root", "data.dataset", *CUSTOM_CODE)
-        if config.store is None and "out" not in names and _is_within(option, options_of_out):
-            return True
-    return job.may_read(option) or _is_within(option, job.reads_with(config))
-
-
 def _readers_text(option: str) -> str:
     """Return with which jobs an option has an effect: 'with job=cka and job=probe only'."""
     readers = [f"job={job.name}" for job in JOBS if job.may_read(option)]
     others = [f"job={job.name}" for job in JOBS if not job.may_read(option)]
-    if len(readers) > len(others):
-        return f"with all jobs except {_join_names(others)}"
-    return f"with {_join_names(readers)} only"
-
-
-def _join_names(names: list[str]) -> str:
-    """Return 'a, b and c'."""
-    return " and ".join([*([", ".join(names[:-1])] if names[:-1] else []), *names[-1:]])
+    is_common = len(readers) > len(others)
+    *names, last = others if is_common else readers
+    listed = f"{', '.join(names)} and {last}" if names else last
+    return f"with all jobs except {listed}" if is_common else f"with {listed} only"
 
 
 def _option_of(config: Config, name: str) -> str:

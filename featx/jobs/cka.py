@@ -42,11 +42,7 @@ _TITLES = {
 
 
 def run(config: Config, config_yaml: str) -> int:
-    """Compare layers, write the result to layers.json, and print it.
-
-    Returns:
-        The exit code 0.
-    """
+    """Compare layers, write the result to layers.json, and print it."""
     from featx.analysis.similarity import layer_similarity  # which imports torch
 
     store, options = open_input(config), config.cka
@@ -155,12 +151,7 @@ def _widths(store: FeatureStore, layers: Sequence[str]) -> list[int]:
 
 
 def _without_score(matrix: npt.NDArray[np.float64], names: Sequence[str]) -> list[str]:
-    """Return the layers that have no score with any other layer.
-
-    Args:
-        matrix: (layers, others) scores of one measure.
-        names: names of the layers of the rows, and of the columns if those are others.
-    """
+    """Return the layers that have no score with any other layer."""
     has_none = [bool(np.isnan(row).all()) for row in matrix]
     if len(names) > len(has_none):
         if all(has_none):  # whether by the rows or by the columns does not follow from the scores

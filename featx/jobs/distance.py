@@ -20,11 +20,7 @@ if TYPE_CHECKING:
 
 
 def run(config: Config, config_yaml: str) -> int:
-    """Compute the distances in every common layer and print them.
-
-    Returns:
-        The exit code 0.
-    """
+    """Compute the distances in every common layer and print them."""
     from featx.analysis.similarity import data_set_distance  # which imports torch
 
     options = config.distance
@@ -71,12 +67,7 @@ def run(config: Config, config_yaml: str) -> int:
 def _notes(
     distances: Sequence[DataSetDistance], shapes: Mapping[str, tuple[int, ...]]
 ) -> list[str]:
-    """Return what few rows do to the distances.
-
-    Args:
-        distances: distances of each layer.
-        shapes: layer -> shape of its rows in the first store, (N, ...).
-    """
+    """Return what few rows do to the distances."""
     notes = []
     first = distances[0]
     fewest = min(first.rows, first.other_rows)
@@ -100,11 +91,7 @@ def _notes(
 
 
 def _common_layers(store: FeatureStore, other: FeatureStore, config: Config) -> list[str]:
-    """Return the layers to compare: those of `layers`, or all that both stores have.
-
-    Raises:
-        ConfigError: they have none in common.
-    """
+    """Return the layers to compare: those of `layers`, or all that both stores have."""
     layers = matching_layers(store, config.layers)
     if config.layers is not None:
         return [name for name in layers if matching_layers(other, name)]

@@ -17,11 +17,7 @@ from featx.store import FeatureStore, only_layer
 
 
 def run(config: Config, config_yaml: str) -> int:
-    """Find groups of near-duplicates, write them to duplicates.csv, and print a summary.
-
-    Returns:
-        The exit code 0.
-    """
+    """Find groups of near-duplicates, write them to duplicates.csv, and print a summary."""
     from featx.analysis.similarity import duplicate_groups  # which imports torch
 
     store = open_input(config)

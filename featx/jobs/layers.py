@@ -88,9 +88,6 @@ def _rows(config: Config, engine: Engine, traced: Trace, profiled: Profile) -> l
     """Return the rows of all layers, or of those that `layers` names.
 
     Unlike a run, the list takes every call of a module that is called several times.
-
-    Raises:
-        LayerError: a name matches nothing.
     """
     from featx.cli import matching_names, table_rows
 
@@ -178,11 +175,7 @@ def _embedding_text(engine: Engine, traced: Trace) -> str:
 
 
 def _images(config: Config) -> tuple[Source, Listing, Config, str]:
-    """List the data set, or the sample of featx if the default data set is not installed.
-
-    Returns:
-        Source, listing, config with this data set, and a remark for the output.
-    """
+    """List the data set, or the sample of featx if the default data set is not installed."""
     try:
         return *list_images(config), config, ""
     except MissingExtraError:
@@ -229,11 +222,7 @@ def _heading(config: Config, engine: Engine, image: str) -> list[tuple[str, str]
 
 
 def _trace(engine: Engine, config: Config) -> Trace:
-    """Trace one forward pass on noise, and where the embedding is found if it will be shown.
-
-    Raises:
-        ModelError: the pass failed.
-    """
+    """Trace one forward pass on noise, and where the embedding is found if it will be shown."""
     try:
         requested_names = (
             [] if config.layers is None else [name for name, _ in layer_requests(config)]
@@ -261,11 +250,7 @@ def _watch(engine: Engine, images: torch.Tensor) -> None:
 
 
 def _check(config: Config) -> None:
-    """Refuse a depth beside named layers, and a table of layers beside the calls of a pass.
-
-    Raises:
-        ConfigError: an option has no effect.
-    """
+    """Refuse a depth beside named layers, and a table of layers beside the calls of a pass."""
     if config.job.depth is None and config.layers is None:
         return
     option = "layers" if config.layers is not None else "job.depth"

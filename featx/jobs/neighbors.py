@@ -24,11 +24,7 @@ CSV_PAIRS = 1_000_000
 
 
 def run(config: Config, config_yaml: str) -> int:
-    """Find neighbours, write those of every row to files, and print the result.
-
-    Returns:
-        The exit code 0.
-    """
+    """Find neighbours, write those of every row to files, and print the result."""
     store, options = open_input(config), config.neighbors
     if options.image is not None:
         result = _neighbors_of_image(options.image, store, config)
@@ -41,11 +37,7 @@ def run(config: Config, config_yaml: str) -> int:
 
 
 def _neighbors_of_row(key: str, store: FeatureStore, config: Config) -> tuple[dict[str, Any], str]:
-    """Find the neighbours of one row.
-
-    Returns:
-        Result in JSON types, and as text.
-    """
+    """Find the neighbours of one row."""
     from featx.analysis.similarity import nearest_rows  # which imports torch
 
     layer, metric = only_layer(store, config.layers), config.neighbors.metric
@@ -62,14 +54,7 @@ def _neighbors_of_row(key: str, store: FeatureStore, config: Config) -> tuple[di
 def _neighbors_of_image(
     image: str, store: FeatureStore, config: Config
 ) -> tuple[dict[str, Any], str]:
-    """Find the neighbours of an image file that is no row.
-
-    Returns:
-        Result in JSON types, and as text.
-
-    Raises:
-        DataError: the image cannot be read.
-    """
+    """Find the neighbours of an image file that is no row."""
     from featx.analysis import embed_images
     from featx.analysis.similarity import nearest_to  # both import torch
 
@@ -108,11 +93,7 @@ def _describe_nearest(
 
 
 def _neighbors_of_all(store: FeatureStore, config: Config) -> tuple[dict[str, Any], str]:
-    """Find the neighbours of every row and write them to files.
-
-    Returns:
-        Result in JSON types, and as text.
-    """
+    """Find the neighbours of every row and write them to files."""
     from featx.analysis.similarity import retrieval_metrics  # which imports torch
 
     layer, options = only_layer(store, config.layers), config.neighbors
@@ -154,18 +135,7 @@ def _search(store: FeatureStore, layer: str, index: RowIndex | None, config: Con
 def _write_files(
     store: FeatureStore, layer: str, neighbours: Neighbours, recall: float, config: Config
 ) -> list[Path]:
-    """Write neighbors.npz, and neighbors.csv for up to CSV_PAIRS pairs.
-
-    Args:
-        store: open store.
-        layer: its layer.
-        neighbours: neighbours of all its rows.
-        recall: share of the nearest rows that they contain.
-        config: config of the command.
-
-    Returns:
-        The files.
-    """
+    """Write neighbors.npz, and neighbors.csv for up to CSV_PAIRS pairs."""
     disk = result_folder(store, config)
     table_file, csv_file = disk.root / "neighbors.npz", disk.root / "neighbors.csv"
     with disk.stream_file(table_file) as file:
@@ -190,12 +160,7 @@ def _write_files(
 
 
 def _text_of_all(summary: dict[str, Any], index: str | None) -> str:
-    """Format the result for every row.
-
-    Args:
-        summary: the result in JSON types.
-        index: description of the index, or None without one.
-    """
+    """Format the result for every row."""
     same, retrieval = summary["nearest_of_same_class"], summary["retrieval"]
     rows = [
         ("layer", summary["layer"]),

@@ -65,11 +65,7 @@ def run(config: Config, config_yaml: str) -> int:
 
 
 def _layer(config: Config) -> str | None:
-    """Return the layer whose head is used; None takes the best one.
-
-    Raises:
-        ConfigError: several layers are named.
-    """
+    """Return the layer whose head is used; None takes the best one."""
     layer = config.layers
     if isinstance(layer, list | tuple) and len(layer) == 1:
         layer = layer[0]
@@ -165,11 +161,7 @@ def _text(summary: dict[str, Any]) -> str:
 
 
 def _check(config: Config) -> None:
-    """Refuse layers that cannot be chosen before a model is built.
-
-    Raises:
-        ConfigError: several layers are named, or one for the file of a head.
-    """
+    """Refuse layers that cannot be chosen before a model is built."""
     if _layer(config) is not None and config.store_path().suffix == _HEAD:
         raise ConfigError(f"layers has no effect: {config.store} is the head of one layer.")
 

@@ -14,11 +14,7 @@ from featx.store import FeatureStore
 
 
 def open_input(config: Config) -> FeatureStore:
-    """Open the store that the option `store` names, and warn on stderr if rows are missing.
-
-    Args:
-        config: of a job that needs `store`.
-    """
+    """Open the store that the option `store` names, and warn on stderr if rows are missing."""
     store = FeatureStore(config.store_path(), verify="rows")
     if not store.complete:
         log_message(f"{store.root} is not complete; {int(store.ok.sum())} rows are there and ok")

@@ -36,12 +36,7 @@ def run(config: Config, config_yaml: str) -> int:
 
 
 def statuses(root: Path, sleep: Callable[[float], None] = time.sleep) -> Iterator[StoreStatus]:
-    """Read the status every INTERVAL_S seconds, the last time when the run has ended.
-
-    Args:
-        root: folder of the store.
-        sleep: waits for some seconds, as time.sleep does.
-    """
+    """Read the status every INTERVAL_S seconds, the last time when the run has ended."""
     yield (status := store_status(root))
     while not has_ended(status):
         sleep(INTERVAL_S)

@@ -38,12 +38,7 @@ EXIT_INCOMPLETE = 1
 
 
 def run(config: Config, config_yaml: str) -> int:
-    """Check everything in the store and print the result.
-
-    Returns:
-        0 if the store is complete and sound, 1 if rows are still missing, 2 if something is
-        damaged or differs from the images.
-    """
+    """Check everything in the store and print the result."""
     root = config.store_path()
     if root.is_file() and (config.verify.reextract_rows or config.verify.repair):
         raise ConfigError(
@@ -75,11 +70,7 @@ def run(config: Config, config_yaml: str) -> int:
 
 
 def _repair(config: Config, report: DamageReport) -> tuple[DamageReport, dict[str, Any]]:
-    """Quarantine damaged files, extract the missing rows, and check the store again.
-
-    Returns:
-        The second report, and the files that were moved and the number of rows extracted.
-    """
+    """Quarantine damaged files, extract the missing rows, and check the store again."""
     root = report.root
     # Decided before anything moves: a store that cannot be repaired stays as it is, and its sound
     # rows can be read.
@@ -124,11 +115,7 @@ def _code_of(root: Path) -> str | None:
 
 
 def _manifest(root: Path) -> Manifest:
-    """Return the manifest of a store that was checked.
-
-    Raises:
-        StoreError: it has gone since.
-    """
+    """Return the manifest of a store that was checked."""
     manifest, _ = load_manifest(root)
     if manifest is None:
         raise StoreError(f"{root / layout.MANIFEST} has disappeared while the store was checked.")

@@ -8,7 +8,6 @@
   };
   const ground = (element) => {
     for (let e = element; e; e = e.parentElement) {
-      if (e.classList && e.classList.contains("cell")) return parsed(getComputedStyle(e.querySelector("rect")).fill);
       const before = parsed(getComputedStyle(e, "::before").backgroundColor);
       if (e.closest(".probs") && before.length === 3) return before;
       const colour = parsed(getComputedStyle(e).backgroundColor);

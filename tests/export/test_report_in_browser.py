@@ -184,7 +184,7 @@ def test_a_tap_shows_an_image_until_something_else_is_tapped(browser: Any, folde
 
 def test_a_cell_of_the_confusion_matrix_filters_the_errors(browser: Any, folder: Path) -> None:
     with opened(browser, folder / "report.html", "light", 1360) as page:
-        cells, images = page.locator("g.cell[role=button]"), page.locator("#gallery li")
+        cells, images = page.locator(".heat button"), page.locator("#gallery li")
         every = images.count()
         assert every >= 1
         true, predicted = (cells.first.get_attribute(f"data-{n}") for n in ("true", "predicted"))

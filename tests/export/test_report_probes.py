@@ -84,3 +84,19 @@ def test_several_labels_have_a_result_of_their_own() -> None:
                   for what in ("true", "score"))  # fmt: skip
     recall = f"{100 * recall_score(true, said):.1f}"
     assert f"old {true.sum()} {recall} %" in words
+
+
+@pytest.mark.parametrize("value", ["<b>", None, [], {}])
+def test_a_malformed_probe_costs_its_section_and_not_the_page(value: object) -> None:
+    x, y = blobs(60)
+    write_store(Path("store"), y, x=x)
+    run_job("probe", store="store", device="cpu")
+    file = Path("store/probe.json")
+    found = json.loads(file.read_text())
+    del found["sha256"]  # of the content before
+    found["layers"]["x"]["linear"]["accuracy"] = value
+    file.write_text(json.dumps(found))
+    words = page_of()
+    assert "is not as job=probe writes it" in words
+    assert "<b>" not in words
+    assert "Nearest neighbours" in words

@@ -24,7 +24,6 @@ import featx
 from featx.analysis import head_of_store
 from featx.base import WIDTH
 from featx.errors import ConfigError, DataError, StoreError
-from featx.export.report.probe_results import probes_of
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path", "one_thread")
 
@@ -391,9 +390,11 @@ def test_the_result_fits_into_a_terminal_and_the_report_has_it(
     out = capsys.readouterr().out
     assert [line for line in out.splitlines() if len(line) > WIDTH] == []
     assert out.startswith("Best layer: ")
-    values = probes_of(featx.open("store")).values
-    assert values is not None
-    assert (values.task, values.column, len(values.layers)) == (task, column, 4)
+    featx.write_report(store="store", report={"thumbnails": 0, "tsne": False})
+    page = Path("store/report.html").read_text(encoding="utf-8")
+    assert f"probe of <code>{column}</code> on" in page
+    metrics = page[page.index("Metrics of the layers") :]
+    assert metrics[: metrics.index("</table>")].count('<th scope="row"') == 4
     assert head_of_store(Path("store"), None).is_file()
 
 

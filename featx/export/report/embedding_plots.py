@@ -82,13 +82,7 @@ class LayerPlot:
 
 
 def row_vectors(store: FeatureStore, layer: str, rows: npt.NDArray[np.int64]) -> RowVectors:
-    """Read the vectors of some rows.
-
-    Args:
-        store: open store.
-        layer: name of the layer.
-        rows: (n,) int64, increasing; rows that did not fail.
-    """
+    """Read the vectors of some rows."""
     width = int(np.prod(store[layer].shape[1:], dtype=np.int64))
     if len(rows) < 4:
         return RowVectors(layer, None, width, False, f"{len(rows)} rows are too few for a plot.")
@@ -108,14 +102,7 @@ def row_vectors(store: FeatureStore, layer: str, rows: npt.NDArray[np.int64]) ->
 def layer_plot(
     vectors: RowVectors, labels: npt.NDArray[np.int64], seed: int, tsne: bool
 ) -> LayerPlot:
-    """Compute the embedding plot of a layer.
-
-    Args:
-        vectors: vectors of n rows.
-        labels: (n,) class of each row, -1 without one.
-        seed: seed of t-SNE.
-        tsne: whether to compute t-SNE.
-    """
+    """Compute the embedding plot of a layer."""
     name, width, pooled = vectors.layer, vectors.width, vectors.pooled
     if vectors.x is None:
         return LayerPlot(name, width, pooled, None, (0, 0), None, None, None, vectors.note)
@@ -136,14 +123,9 @@ def layer_plot(
 def same_class_shares(
     x: npt.NDArray[np.float32], labels: npt.NDArray[np.int64]
 ) -> npt.NDArray[np.float64]:
-    """Compute the share of the nearest labelled rows, by cosine, that have the class of a row.
+    """Return the share of the NEAREST labelled rows, by cosine, that have the class of each row.
 
-    Args:
-        x: (n, D).
-        labels: (n,), -1 without a label.
-
-    Returns:
-        (n,) share of at most NEAREST rows, in [0, 1]; NaN for a row without a label.
+    A row without a label, which is -1, has NaN.
     """
     shares = np.full(len(labels), np.nan)
     labelled = np.flatnonzero(labels >= 0)
@@ -166,18 +148,13 @@ def same_class_shares(
 
 
 def principal_scores(x: npt.NDArray[np.floating], count: int) -> tuple[Matrix, Matrix]:
-    """Compute the scores of the rows of a matrix on its first k principal components, in float64.
+    """Compute the scores of the rows of a matrix on its first principal components, in float64.
+
+    Returns (n, k) scores, and the shares of the variance of all components.
 
     They come from the eigenvectors of the smaller of X^T X and X X^T. A plot needs no directions;
     `featx.analysis.statistics.covariance` computes these from moments, and makes the largest entry
     of each positive. Here the score of largest magnitude of each component is positive.
-
-    Args:
-        x: (n, D), with any mean.
-        count: maximum of k; there are at most min(n, D) components.
-
-    Returns:
-        (n, k) scores, and the (min(n, D),) shares of the variance of all components.
     """
     centred = x.astype(np.float64)
     centred -= centred.mean(0)

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from featx.export.selection import as_utf8
 from featx.store import FeatureStore
 from featx.types import Status
 
@@ -40,31 +39,11 @@ _PLAIN = frozenset({"empty", "unsupported", "truncated"})
 
 
 @dataclass(frozen=True)
-class FailedRow:
-    """One failed row.
-
-    Attributes:
-        row: row of the store.
-        key: key as UTF-8 text.
-        error: name of the exception.
-        message: message of the exception.
-    """
-
-    row: int
-    key: str
-    error: str
-    message: str
-
-
-@dataclass(frozen=True)
 class Reason:
     """All rows that failed for one reason.
 
     Attributes:
-        status: label of the status.
-        title: name for people.
-        explanation: sentence for people, or ''.
-        count: number of rows.
+        title: name of the status for people.
         opened: whether their images may be read again.
         partial: whether a part of their images may be readable.
         plain: whether the explanation says all that the messages say.
@@ -80,7 +59,7 @@ class Reason:
     partial: bool
     plain: bool
     messages: list[tuple[str, int]]
-    shown: list[FailedRow]
+    shown: list[int]
 
 
 def reasons_of(store: FeatureStore) -> list[Reason]:
@@ -89,30 +68,28 @@ def reasons_of(store: FeatureStore) -> list[Reason]:
     # Merged files may have a status without a message.
     with_message = {failure["row"] for failure in failures}
     failed = np.flatnonzero(~store.ok & (store.status != Status.ABSENT))
-    unexplained = [row for row in failed.tolist() if row not in with_message]
     failures += [
-        {"row": row, "key": str(store.keys[row]), "status": _label(store, row), "error": "",
-         "message": ""}
-        for row in unexplained
-    ]  # fmt: skip
-    counts = Counter(failure["status"] for failure in failures)
+        {"row": row, "status": _label(store, row), "error": "", "message": ""}
+        for row in failed.tolist()
+        if row not in with_message
+    ]
     reasons, titles = [], {status.label: texts for status, texts in _EXPLAINED.items()}
-    for status, count in counts.most_common():
-        status_failures = [failure for failure in failures if failure["status"] == status]
-        messages = Counter(str(f["message"] or f["error"]) for f in status_failures)
-        failed_rows = [
-            FailedRow(f["row"], as_utf8(f["key"]), f["error"], f["message"])
-            for f in status_failures[:SHOWN]
-        ]
+    for status, count in Counter(failure["status"] for failure in failures).most_common():
+        rows = [failure for failure in failures if failure["status"] == status]
         title, explanation = titles.get(status, (status.capitalize(), ""))
-        opened, partial = status not in NOT_OPENED, status == Status.TRUNCATED.label
-        plain = status in _PLAIN
         reasons.append(
             Reason(
-                status, title, explanation, count, opened, partial, plain, messages.most_common(3),
-                failed_rows,
+                status,
+                title,
+                explanation,
+                count,
+                opened=status not in NOT_OPENED,
+                partial=status == Status.TRUNCATED.label,
+                plain=status in _PLAIN,
+                messages=Counter(str(f["message"] or f["error"]) for f in rows).most_common(3),
+                shown=[failure["row"] for failure in rows[:SHOWN]],
             )
-        )  # fmt: skip
+        )
     return reasons
 
 

@@ -12,7 +12,8 @@ import hashlib
 import json
 import math
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +27,7 @@ _FILES = Path(__file__).parent / "page"
 
 
 def render_page(template: str, scripts: Sequence[str], data: Any, **values: Any) -> str:
-    """Render a template.
-
-    Args:
-        template: name of its file.
-        scripts: names of the files of its scripts, in the order of execution.
-        data: JSON types for the scripts.
-        values: values for the template.
-    """
+    """Render a template."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     environment = Environment(
@@ -46,7 +40,8 @@ def render_page(template: str, scripts: Sequence[str], data: Any, **values: Any)
     )
     environment.filters |= {
         "number": number, "count": count, "percent": percent, "share": share,
-        "seconds": time_text, "file_name": file_name, "p_value": p_value,
+        "seconds": time_text, "file_name": file_name, "p_value": p_value, "tally": tally,
+        "metric": metric, "between": between, "spread": spread,
     }  # fmt: skip
     sources = [_text(name) for name in scripts]
     return environment.get_template(template).render(
@@ -102,6 +97,38 @@ def percent(value: float | None, digits: int = 1) -> str:
     if value is None or not math.isfinite(value):
         return DASH
     return f"{100 * value:.{digits}f}\u202f%"
+
+
+_SHARES = ("accuracy", "balanced_accuracy", "top5")
+"""Metrics in probe.json that are shown in percent."""
+
+
+def metric(value: float | None, name: str = "") -> str:
+    """Format a metric: percent for shares, three decimals for others; DASH if it is None."""
+    if name in _SHARES:
+        return percent(value)
+    return DASH if value is None else f"{value:.3f}"
+
+
+def between(ends: Sequence[float] | None, name: str) -> str:
+    """Format the two ends of an interval of a metric; '' if it is None."""
+    if ends is None:
+        return ""
+    digits, scale = (1, 100) if name in _SHARES else (3, 1)
+    return f" {DASH} ".join(f"{scale * end:.{digits}f}" for end in ends)
+
+
+def spread(entry: Mapping[str, float] | None, name: str = "") -> str:
+    """Format mean and standard deviation of a metric; '' if there are none."""
+    if entry is None:
+        return ""
+    digits, scale = (1, 100) if name in _SHARES else (3, 1)
+    return f"{scale * entry['mean']:.{digits}f} ± {scale * entry['std']:.{digits}f}"
+
+
+def tally(values: Iterable[str]) -> list[tuple[str, int]]:
+    """Count equal values, the most frequent first."""
+    return Counter(values).most_common()
 
 
 def p_value(value: float) -> str:

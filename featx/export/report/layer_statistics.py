@@ -57,16 +57,7 @@ class LayerStatistics:
 
 
 def layer_statistics(store: FeatureStore, layer: str, rows: Rows) -> LayerStatistics:
-    """Compute the statistics of a layer over some rows.
-
-    Args:
-        store: open store.
-        layer: name of the layer.
-        rows: (n,) int64, increasing, at least one; rows that did not fail.
-
-    Raises:
-        StoreError: rows were lost since the store was opened.
-    """
+    """Compute the statistics of a layer over some rows."""
     features = store[layer]
     axis, kind_of_channels = _channels(store, layer)
     width = int(np.prod(features.shape[1:], dtype=np.int64))

@@ -26,11 +26,7 @@ _TEST = ROLES.index("test")
 class Pair:
     """Two rows that are near-duplicates.
 
-    Attributes:
-        first: row of the store.
-        second: row of the store.
-        cosine: cosine of their standardised vectors.
-        crosses: whether exactly one of them is a test row.
+    `cosine` is of their standardised vectors; the pair crosses if exactly one is a test row.
     """
 
     first: int
@@ -43,11 +39,7 @@ class Pair:
 class Duplicates:
     """Pairs of near-duplicates.
 
-    Attributes:
-        layer: layer whose vectors were compared, or '' if none was.
-        cosine: cosine from which rows count as near-duplicates.
-        pairs: the pairs that are shown; those that cross the split first.
-        count: number of all pairs among the selected rows.
+    `layer` is '' if none was compared; `pairs` are those that are shown, `count` counts all.
     """
 
     layer: str
@@ -59,14 +51,7 @@ class Duplicates:
 def find_duplicates(
     store: FeatureStore, layers: tuple[str, ...], rows: npt.NDArray[np.int64], probes: Probes
 ) -> Duplicates:
-    """Find near-duplicates among the selected rows, and add those that job=probe found.
-
-    Args:
-        store: open store.
-        layers: layers to choose from: that of job=probe, else the widest.
-        rows: (n,) int64 rows of the store.
-        probes: contents of the probe's files.
-    """
+    """Find near-duplicates among the selected rows, and add those that job=probe found."""
     vectors = _widest_vectors(store, layers, rows, probes)
     if vectors is None or vectors.x is None:
         return Duplicates("", NEAR_COSINE, [], 0)
@@ -79,8 +64,7 @@ def find_duplicates(
             a, b = b, a
         crosses = roles is not None and (roles[a] == _TEST) != (roles[b] == _TEST)
         pairs.append(Pair(a, b, cosine, crosses))
-    if probes.leaked is not None:
-        pairs += [Pair(a, b, cosine, crosses=True) for a, b, cosine in probes.leaked.pairs]
+    pairs += [Pair(a, b, cosine, crosses=True) for a, b, cosine in probes.leaked_pairs]
     distinct = {frozenset((each.first, each.second)): each for each in pairs}
     ordered = sorted(distinct.values(), key=lambda each: (not each.crosses, -each.cosine))
     return Duplicates(vectors.layer, NEAR_COSINE, ordered[:PAIRS_SHOWN], max(count, len(distinct)))
@@ -90,7 +74,7 @@ def _widest_vectors(
     store: FeatureStore, layers: tuple[str, ...], rows: npt.NDArray[np.int64], probes: Probes
 ) -> RowVectors | None:
     """Return the vectors in which near-duplicates are searched; None if all are too short."""
-    first = probes.leaked.layer if probes.leaked is not None else ""
+    first = probes.leakage_layer
     widths = {layer: int(np.prod(store[layer].shape[1:], dtype=np.int64)) for layer in layers}
     for layer in sorted(layers, key=lambda layer: (layer != first, -widths[layer])):
         if widths[layer] >= MIN_FEATURES:
@@ -105,13 +89,7 @@ def similar_pairs(
 ) -> tuple[list[tuple[int, int, float]], int]:
     """Find pairs of rows whose standardised vectors are almost equal, as job=probe does.
 
-    Args:
-        x: (n, D).
-        cosine: smallest cosine of a pair.
-        most: maximum number of pairs that are returned.
-
-    Returns:
-        (i, j, cosine) of pairs with i < j, the largest cosine first; and the number of all pairs.
+    Returns (i, j, cosine) of pairs with i < j, the largest cosine first; and the number of all.
     """
     spread = x.std(0, dtype=np.float64)
     unit = x - x.mean(0, dtype=np.float64).astype(np.float32)

@@ -27,9 +27,7 @@ Rows = npt.NDArray[np.int64]
 class Queries:
     """Rows of the store whose neighbours are shown.
 
-    Attributes:
-        hard: rows with few neighbours of their own class.
-        random: random rows, none of which is in `hard`.
+    `hard` have few neighbours of their own class, `random` are others.
     """
 
     hard: list[int]
@@ -40,10 +38,7 @@ class Queries:
 class Neighbour:
     """One neighbour of a query.
 
-    Attributes:
-        row: row of the store.
-        cosine: cosine of the two vectors.
-        same: whether both rows have the same class, or None if one has no label.
+    `same` says whether both rows have the same class; None if one has no label.
     """
 
     row: int
@@ -59,12 +54,7 @@ Strip = tuple[int, list[Neighbour]]
 class Neighbours:
     """Nearest neighbours of the queries in one layer.
 
-    Attributes:
-        layer: name of the layer.
-        among: number of rows that were searched.
-        whole: whether these are all rows that did not fail.
-        hard: queries with few neighbours of their own class.
-        random: random queries.
+    `among` counts the rows that were searched; `whole` if these are all that did not fail.
     """
 
     layer: str
@@ -77,12 +67,9 @@ class Neighbours:
 def hard_queries(
     rows: Rows, same_class: npt.NDArray[np.float64] | None, tested: npt.NDArray[np.bool_]
 ) -> list[int]:
-    """Choose the rows with the fewest neighbours of their own class, and less than half of them.
+    """Choose the tested rows with the fewest neighbours of their own class, less than half of them.
 
-    Args:
-        rows: (n,) int64 rows of the store.
-        same_class: (n,) share of nearest rows with the same class, NaN without a label; or None.
-        tested: (n,) whether a row may be chosen: test rows, if there is a split.
+    `same_class` is the share of nearest rows with the same class, NaN without a label.
     """
     if same_class is None:
         return []
@@ -92,13 +79,7 @@ def hard_queries(
 
 
 def random_queries(store: FeatureStore, rows: Rows, seed: int) -> list[int]:
-    """Choose up to RANDOM_QUERIES random rows of different classes, as far as there are any.
-
-    Args:
-        store: open store.
-        rows: (n,) int64 rows to choose from.
-        seed: seed of the choice.
-    """
+    """Choose up to RANDOM_QUERIES random rows of different classes, as far as there are any."""
     order = np.random.default_rng(seed).permutation(rows)
     labels = store.labels[order]
     class_order = np.argsort(labels, kind="stable")
@@ -117,16 +98,7 @@ def neighbours_of(
     seed: int,
     device: str,
 ) -> Neighbours:
-    """Search the nearest rows of the queries by exact cosine; a map counts as one long vector.
-
-    Args:
-        store: open store.
-        layer: name of the layer.
-        ok: (n,) int64, increasing; rows that did not fail, at least two.
-        queries: some of these rows.
-        seed: seed of the sample that is searched if the layer is too large for memory.
-        device: 'auto', 'cpu', 'cuda', ...
-    """
+    """Search the nearest rows of the queries by exact cosine; a map counts as one long vector."""
     rows = [*queries.hard, *queries.random]
     width = int(np.prod(store[layer].shape[1:], dtype=np.int64))
     room = max(len(rows) + 1, KEEP_BYTES // (4 * max(1, width)))

@@ -9,25 +9,31 @@ import numpy.typing as npt
 
 from featx.analysis.statistics import TokenNorms
 from featx.export.report.charts import (
-    CLASSES_SHOWN,
+    LABELS_SHOWN,
     charted_layers,
-    cka_plot,
     class_errors,
-    confusion_plot,
+    compared_layers,
     few_shot_plot,
+    label_results,
+    scatter_plot,
 )
 from featx.export.report.embedding_plots import LayerPlot, Matrix, perplexity_of
 from featx.export.report.failures import Reason
+from featx.export.report.heat_maps import (
+    CLASSES_SHOWN,
+    LayerSimilaritySection,
+    cka_map,
+    confusion_map,
+)
 from featx.export.report.html import render_page
-from featx.export.report.layer_similarity import LayerSimilaritySection
 from featx.export.report.layer_statistics import LayerStatistics
 from featx.export.report.near_duplicates import Duplicates
 from featx.export.report.nearest_neighbours import Neighbours
 from featx.export.report.predictions_file import ROLES, ErrorRow
-from featx.export.report.probe_results import Probes
+from featx.export.report.probe_results import Probes, malformed
 from featx.export.report.provenance import Provenance
 from featx.export.report.redaction import without_folder, without_folders
-from featx.export.report.throughput import Speed
+from featx.export.report.throughput import STAGES, Speed
 from featx.export.report.thumbnails import UNDECODED, UNREAD, Sprite, Thumbnails
 from featx.export.selection import as_utf8
 from featx.store import FeatureStore
@@ -140,7 +146,24 @@ class Page:
 
 
 def render(page: Page) -> str:
+    """Render a page as HTML, without the probe if its files are not as job=probe writes them."""
+    from jinja2 import UndefinedError
+
+    try:
+        return _render(page)
+    except (LookupError, TypeError, ValueError, AttributeError, UndefinedError) as error:
+        if page.probes.result is None:
+            raise
+        page.probes = malformed(error)
+        return _render(page)
+
+
+def _render(page: Page) -> str:
     """Render a page as HTML."""
+    probes, task = page.probes, page.probes.task
+    result = probes.result or {}
+    is_scored = task == "classification"
+    pixels = result["pixels_of_classes"] if task == "segmentation" else []
     return render_page(
         "report.html",
         ["gallery.js", "embedding.js"],
@@ -150,13 +173,19 @@ def render(page: Page) -> str:
         name=as_utf8(page.store.root.name),
         model=page.redact(str(page.store.attrs.get("model", ""))),
         errors_shown=ERRORS_SHOWN,
-        confusion=confusion_plot(page.probes),
-        class_errors=class_errors(page.probes),
+        confusion=confusion_map(probes),
+        class_errors=class_errors(probes),
         num_classes_in_plot=CLASSES_SHOWN,
-        charted=charted_layers(page.probes, page.layers),
-        cka=cka_plot(page.similarity),
-        curves=few_shot_plot(page.probes),
+        compared=compared_layers(result) if is_scored else [],
+        charted=charted_layers(probes, page.layers) if is_scored else [],
+        cka=cka_map(page.similarity),
+        curves=few_shot_plot(probes) if is_scored else None,
+        pixel_classes=sorted(np.flatnonzero(pixels).tolist(), key=lambda i: -pixels[i]),
+        scatter=scatter_plot(probes.values) if task == "regression" and probes.values else None,
+        labels=label_results(result["targets"], probes.values) if probes.values else [],
+        labels_shown=LABELS_SHOWN,
         fails=page.provenance.num_failed,
+        stages=STAGES,
         perplexity=f"{perplexity_of(len(page.rows)):.0f}",
     )
 

@@ -36,13 +36,7 @@ BINS = 10
 class Card:
     """One image of the page.
 
-    Attributes:
-        row: number of the image.
-        key: its key as UTF-8 text, without folders if it is an absolute path.
-        label: predicted class.
-        probability: its probability in [0, 1], or None.
-        second: class with the second largest score, or '' with a single class.
-        second_probability: its probability, or None.
+    Probabilities are None without one; `second` is the class with the second largest score.
     """
 
     row: int
@@ -130,12 +124,6 @@ def most_doubtful(scores: npt.NDArray[np.float32]) -> npt.NDArray[np.int64]:
 
     For two classes this is the order of their probability. With more classes, 0.5 against 0.49
     comes before 0.4 against 0.1.
-
-    Args:
-        scores: (n, C); NaN for images that failed, which are left out.
-
-    Returns:
-        (m,) int64 numbers of the images.
     """
     rows = np.flatnonzero(~np.isnan(scores).any(1))
     largest = np.sort(scores[rows], axis=1)[:, -2:]

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from featx.base import csv_cell
+from featx.base import csv_cell, csv_line
 from featx.export.report.redaction import without_folder
 from featx.export.selection import as_utf8
 from featx.store import layout
@@ -67,22 +67,20 @@ class TestPredictions:
     test_store: str | None
 
 
+@dataclass(frozen=True)
+class ValuePredictions:
+    """True and predicted values of the test rows, (n, T) float64 each; n is 0 without the file."""
+
+    truth: npt.NDArray[np.float64]
+    predicted: npt.NDArray[np.float64]
+
+
 def read_predictions(
-    result: Mapping[str, Any], folder: Path, row_of: Mapping[str, int], best: tuple[str, str]
+    result: Mapping[str, Any], folder: Path, row_of: Mapping[str, int]
 ) -> TestPredictions | None:
-    """Read predictions.csv; None if it is missing or does not belong to probe.json.
-
-    With several seeds only the lines of the first one are used, of which probe.json has the split.
-
-    Raises:
-        LookupError, TypeError, ValueError, csv.Error: it is malformed.
-    """
-    try:
-        # The name in probe.json is not used: a stranger's file could name any file.
-        data = (folder / layout.PROBE_HEADS / layout.PROBE_PREDICTIONS).read_bytes()
-    except OSError:
-        return None
-    if hashlib.sha256(data).hexdigest() != result["predictions"]["sha256"]:
+    """Read predictions.csv of classes; None if it is missing or does not belong to probe.json."""
+    lines = _lines(result, folder)
+    if lines is None:
         return None
     # Keys of another store say nothing about the rows of this one.
     has_test_store = result["split"]["kind"] == "test_store"
@@ -90,18 +88,14 @@ def read_predictions(
     wrong: dict[str, dict[int, str]] = {layer: {} for layer in result["layers"]}
     errors, confidences = [], []
     row_of_cell = {csv_cell(key): row for key, row in row_of.items()}
-    lines = csv.DictReader(io.StringIO(data.decode("utf-8", "surrogateescape"), newline=""))
-    first_seed = str(result["split"]["seed"])
     for line in lines:
-        if line["seed"] != first_seed:
-            continue
         test = line["split"] == "test"
         row = None if test and has_test_store else row_of_cell.get(line["key"])
         if row is not None:
             roles[row] = _ROLE_OF[line["split"]]
-        if not test or line["method"] != best[1]:
+        if not test or line["method"] != result["method"]:
             continue
-        is_best = line["layer"] == best[0]
+        is_best = line["layer"] == result["layer"]
         if is_best and line["p_predicted"]:
             confidences.append(float(line["p_predicted"]))
         if line["true"] == line["predicted"]:
@@ -122,3 +116,37 @@ def read_predictions(
     mean = float(np.mean(confidences)) if confidences else None
     test_store = str(result["split"]["test_store"]) if has_test_store else None
     return TestPredictions(roles, wrong, errors, mean, test_store)
+
+
+def read_values(result: Mapping[str, Any], folder: Path) -> ValuePredictions:
+    """Read predictions.csv of numbers or of several labels, with the layer that each fold chose."""
+    targets = [str(name) for name in result["targets"]]
+    numbers = result["task"] == "regression"
+    true_columns = ["true"] if numbers else csv_line(f"true:{name}" for name in targets)
+    predicted_columns = ["predicted"] if numbers else csv_line(f"score:{name}" for name in targets)
+    layers = result.get("layer_of_folds") or [result["layer"]]
+    truth, predicted = [], []
+    for line in _lines(result, folder) or ():
+        layer = layers[min(int(line["fold"] or 1), len(layers)) - 1]
+        if (line["layer"], line["method"]) == (layer, result["method"]):
+            truth.append([float(line[name]) for name in true_columns])
+            predicted.append([float(line[name]) for name in predicted_columns])
+    shape = len(truth), len(true_columns)
+    return ValuePredictions(np.reshape(truth, shape), np.reshape(predicted, shape))
+
+
+def _lines(result: Mapping[str, Any], folder: Path) -> list[dict[str, str]] | None:
+    """Return the lines of the first seed, of which probe.json has the split.
+
+    None if the file is missing or does not belong to probe.json.
+    """
+    try:
+        # The name in probe.json is not used: a stranger's file could name any file.
+        data = (folder / layout.PROBE_HEADS / layout.PROBE_PREDICTIONS).read_bytes()
+    except OSError:
+        return None
+    if hashlib.sha256(data).hexdigest() != result["predictions"]["sha256"]:
+        return None
+    text = io.StringIO(data.decode("utf-8", "surrogateescape"), newline="")
+    first_seed = str(result["split"]["seed"])
+    return [line for line in csv.DictReader(text) if line["seed"] == first_seed]

@@ -27,12 +27,7 @@ CLASSES_SHOWN = 40
 class RunFacts:
     """One run that wrote to a store.
 
-    Attributes:
-        layers: names of its datasets.
-        rows: its rows of the store, as text.
-        config: its config as YAML, as the store contains it, without secrets and without
-            absolute paths.
-        resolved: (option, value) for each option that was `auto`.
+    `config` is YAML without secrets and absolute paths; `resolved` has each option that was `auto`.
     """
 
     layers: tuple[str, ...]
@@ -45,11 +40,7 @@ class RunFacts:
 class ClassRows:
     """Rows of one class.
 
-    Attributes:
-        name: name of the class.
-        rows: number of its rows.
-        ok: number of those that did not fail.
-        roles: number of rows in each role of a probe's split, in the order of ROLES.
+    `roles` has the number of rows in each role of a probe's split, in the order of ROLES.
     """
 
     name: str
@@ -94,13 +85,7 @@ class Provenance:
 def provenance_of(
     store: FeatureStore, roles: npt.NDArray[np.int8] | None, folders: Sequence[str]
 ) -> Provenance:
-    """Collect everything that is known without reading features.
-
-    Args:
-        store: open store.
-        roles: (N,) index into ROLES of each row, or None without a split.
-        folders: absolute paths that the page does not contain.
-    """
+    """Collect everything that is known without reading features."""
     manifest = load_manifest(store.root)[0] if store.root.is_dir() else None
     runs = [_run_facts(run, folders) for run in manifest.runs] if manifest else []
     if not runs:

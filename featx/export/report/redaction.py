@@ -20,12 +20,7 @@ _ABSOLUTE = re.compile(
 
 
 def without_folders(text: str, folders: Iterable[str] = ()) -> str:
-    """Replace every absolute path in a text by its last part: '/home/me/a.png' -> '…/a.png'.
-
-    Args:
-        text: any text, such as the message of an exception.
-        folders: known absolute paths, which may contain spaces.
-    """
+    """Replace every absolute path in a text by its last part: '/home/me/a.png' -> '…/a.png'."""
     for folder in sorted(folders, key=len, reverse=True):
         if len(folder) > 1:
             pattern = _START + re.escape(folder.rstrip("/\\"))
@@ -41,12 +36,7 @@ def without_folder(path: str) -> str:
 
 
 def without_folders_in_yaml(text: str, folders: Iterable[str] = ()) -> str:
-    """Replace absolute paths in the values of a YAML text; a whole value may contain spaces.
-
-    Args:
-        text: YAML as featx stores it, with one value in a line.
-        folders: as for `without_folders`.
-    """
+    """Replace absolute paths in the values of a YAML text; a whole value may contain spaces."""
     known_folders = list(folders)
     lines = []
     for line in text.splitlines():

@@ -24,7 +24,7 @@ from featx.export.report.embedding_plots import (
     same_class_shares,
 )
 from featx.export.report.failures import Reason, reasons_of
-from featx.export.report.layer_similarity import similarity_of
+from featx.export.report.heat_maps import similarity_of
 from featx.export.report.layer_statistics import layer_statistics
 from featx.export.report.near_duplicates import Duplicates, find_duplicates
 from featx.export.report.nearest_neighbours import (
@@ -45,8 +45,7 @@ from featx.export.report.probe_results import Probes, probes_of
 from featx.export.report.provenance import provenance_of
 from featx.export.report.throughput import speed_of
 from featx.export.report.thumbnails import UNDECODED, Thumbnails
-from featx.export.selection import as_utf8
-from featx.export.source_images import data_of_store
+from featx.export.selection import as_utf8, data_of_store
 from featx.storage import AtomicFolder
 from featx.store import FeatureStore, load_manifest, matching_layers
 
@@ -206,16 +205,10 @@ def _images_of_sections(
     duplicates: Duplicates,
     neighbours: Neighbours | None,
 ) -> list[tuple[list[int], bool]]:
-    """Return the rows whose images the sections show, in the order of the sections.
-
-    Returns:
-        rows, and whether the readable part of a truncated image is shown.
-    """
+    """Return the rows that each section shows, and whether parts of truncated images are shown."""
     errors = [] if probes.predicted is None else probes.predicted.errors[:ERRORS_SHOWN]
     sections = [([error.row for error in errors if error.row is not None], False)]
-    sections += [
-        ([each.row for each in reason.shown], reason.partial) for reason in reasons if reason.opened
-    ]
+    sections += [(reason.shown, reason.partial) for reason in reasons if reason.opened]
     sections += [([pair.first, pair.second], False) for pair in duplicates.pairs]
     strips = [] if neighbours is None else [*neighbours.hard, *neighbours.random]
     sections += [([row, *(each.row for each in nearest)], False) for row, nearest in strips]
@@ -306,11 +299,7 @@ def _sort_by_execution(store: FeatureStore, layers: tuple[str, ...]) -> tuple[st
 
 
 def _file_of(config: Config, store: FeatureStore) -> Path:
-    """Return the path of the report.
-
-    Raises:
-        StoreError: the path is a folder, or a file that is not a report.
-    """
+    """Return the path of the report."""
     out = config.output_folder(store.root, NAME)
     path = out if out.suffix.lower() in (".html", ".htm") else out / NAME
     if path.is_dir():
@@ -331,11 +320,7 @@ def _file_of(config: Config, store: FeatureStore) -> Path:
 
 
 def _require_packages(config: Config) -> None:
-    """Check that scikit-learn is installed if it is needed, before anything is read.
-
-    Raises:
-        MissingExtraError: it is missing.
-    """
+    """Check that scikit-learn is installed if it is needed, before anything is read."""
     if config.report.tsne and importlib.util.find_spec("sklearn") is None:
         raise MissingExtraError(
             'report.tsne=true needs scikit-learn: pip install "featx[report]". report.tsne=false '

@@ -9,7 +9,7 @@ from typing import Any
 
 from featx.store import FeatureStore, layout, load_manifest, read_result
 
-_STAGES = {
+STAGES = {
     "read": "reading the files, all decoders together",
     "decode": "decoding and resizing, all decoders together",
     "wait": "the model waited for images",
@@ -21,42 +21,19 @@ _STAGES = {
 }
 """Stage of a run -> its description."""
 
-
-@dataclass(frozen=True)
-class RunSpeed:
-    """Speed of one run, as recorded in summary.json.
-
-    Attributes:
-        finished: date and time as text.
-        images_per_second: rate, or None if nothing was left to compute.
-        share_of_trial: rate relative to that of the trial, or None if unknown.
-        below_trial: explanation of a share below 0.7, or ''.
-        stages: (name, seconds, description).
-        bottleneck: sentence on the slowest stage, or ''.
-        memory: peak memory in MiB, or None if unknown.
-    """
-
-    finished: str
-    images_per_second: float | None
-    share_of_trial: float | None
-    below_trial: str
-    stages: list[tuple[str, float, str]]
-    bottleneck: str
-    memory: float | None
+_NUMBERS = ("images_per_second", "share_of_trial", "peak_memory_mib")
+"""Entries of a run in summary.json that are numbers or absent."""
 
 
 @dataclass(frozen=True)
 class Speed:
     """Speed of the runs of a store.
 
-    Attributes:
-        runs: all runs, the latest last.
-        missing: reason why there are none, or ''.
-        parts: (minutes since the first part, rows so far), by modification times of the parts.
-        parts_missing: reason why there are none, or ''.
+    `parts` has (minutes since the first part, rows so far), by modification times; the two other
+    texts say why there are no runs or parts.
     """
 
-    runs: list[RunSpeed]
+    runs: list[Mapping[str, Any]]
     missing: str
     parts: list[tuple[float, int]]
     parts_missing: str
@@ -72,34 +49,18 @@ def speed_of(store: FeatureStore) -> Speed:
     return Speed(runs, missing, parts, parts_missing)
 
 
-def _runs(store: FeatureStore) -> tuple[list[RunSpeed], str]:
+def _runs(store: FeatureStore) -> tuple[list[Mapping[str, Any]], str]:
     """Read summary.json; returns the runs, and the reason if there are none."""
     try:
-        summary = read_result(store.root / layout.SUMMARY)
-        return [_run_speed(entry) for entry in summary["runs"]], ""
+        runs = read_result(store.root / layout.SUMMARY)["runs"]
+        for run in runs:
+            numbers = [*run["seconds"].values(), *(run.get(name) for name in _NUMBERS)]
+            sum(0.0 if number is None else float(number) for number in numbers)
+        return runs, ""
     except FileNotFoundError:
         return [], "There is no summary.json yet: a run writes it when it ends."
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         return [], f"summary.json cannot be read: {error}."
-
-
-def _run_speed(entry: Mapping[str, Any]) -> RunSpeed:
-    """Convert one entry of summary.json."""
-    rate, memory = entry.get("images_per_second"), entry.get("peak_memory_mib")
-    share = entry.get("share_of_trial")
-    return RunSpeed(
-        finished=str(entry.get("finished", "")),
-        images_per_second=None if rate is None else float(rate),
-        share_of_trial=None if share is None else float(share),
-        below_trial=str(entry.get("below_trial") or ""),
-        stages=[
-            (str(name), float(seconds), _STAGES.get(name, ""))
-            for name, seconds in entry["seconds"].items()
-            if seconds is not None
-        ],
-        bottleneck=str(entry.get("bottleneck") or ""),
-        memory=None if memory is None else float(memory),
-    )
 
 
 def _parts(store: FeatureStore) -> tuple[list[tuple[float, int]], str]:

@@ -90,11 +90,6 @@ class Thumbnails:
     Images are decoded as in a run: one that crashes or hangs its decoder has no thumbnail, and the
     others are not affected.
 
-    Args:
-        keys: (N,) key of every row.
-        limit: maximum number of images that are read.
-        max_bytes: maximum bytes of the data URIs, in addition to the sprite.
-
     Attributes:
         uris: row -> data URI.
         why_none: reason why there are none at all, or ''.
@@ -123,11 +118,7 @@ class Thumbnails:
         self._stack.close()
 
     def open(self, config: DataConfig) -> None:
-        """Open the data set; `why_none` is set if that fails.
-
-        Args:
-            config: options of the data set.
-        """
+        """Open the data set; `why_none` is set if that fails."""
         if self.why_none:
             return
         from featx.images import DecoderPool  # imports torch
@@ -158,12 +149,7 @@ class Thumbnails:
         return self.num_read >= self.limit
 
     def add(self, rows: Iterable[int], partial: bool = False) -> None:
-        """Make thumbnails of some rows in this order, until a limit is reached.
-
-        Args:
-            rows: rows.
-            partial: whether the readable part of a truncated image is shown.
-        """
+        """Make thumbnails of rows, or of what is readable of them, until a limit is reached."""
         missing = [row for row in rows if row not in self.uris]
         for row, image in self._images(missing, partial):
             if self._bytes < self._max_bytes:
@@ -246,14 +232,7 @@ class Thumbnails:
 
 
 class _ThumbnailMaker:
-    """Makes small images in a decoder: the worker of a `DecoderPool`.
-
-    Args:
-        source: source of the images.
-        keys: (N,) key of every row.
-        policy: treatment of orientation, transparency and size.
-        partial: whether the readable part of a truncated image is taken.
-    """
+    """Makes small images in a decoder: the worker of a `DecoderPool`."""
 
     shape = (_SIZE_BYTES + 3 * _MAX_PIXELS,)
     dtype: np.dtype[Any] = np.dtype(np.uint8)
@@ -298,11 +277,7 @@ class _ThumbnailMaker:
         """Do nothing: thumbnails are few."""
 
     def _small(self, key: bytes, data: bytes) -> Image.Image:
-        """An image with a shorter side of at most PIXELS, and at most _MAX_PIXELS pixels.
-
-        Raises:
-            ImageFault: the image cannot be decoded.
-        """
+        """An image with a shorter side of at most PIXELS, and at most _MAX_PIXELS pixels."""
         if self._partial:
             decoded = readable_part(data, self._policy.max_pixels)
         elif isinstance(self._source, RegionSource):
@@ -326,15 +301,7 @@ def _unpacked(packed: npt.NDArray[np.uint8]) -> Image.Image:
 
 
 def readable_part(data: bytes, max_pixels: int) -> Image.Image:
-    """Decode the readable part of a truncated image; the lines that are missing are grey.
-
-    Args:
-        data: encoded bytes of the image.
-        max_pixels: maximum number of pixels.
-
-    Raises:
-        ImageFault: not even the size is readable, or it is above the limit.
-    """
+    """Decode the readable part of a truncated image; the lines that are missing are grey."""
     try:
         with Image.open(io.BytesIO(data)) as opened:
             size, orientation = opened.size, opened.getexif().get(_ORIENTATION, 1)

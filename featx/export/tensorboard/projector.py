@@ -51,16 +51,6 @@ def write_projector(
     """Write vectors, labels and sprites of some rows of a store, for the projector.
 
     `SummaryWriter.add_embedding` would write labels and sprites again for each layer.
-
-    Args:
-        disk: folder of the store.
-        context: the run, with its images and preprocessing.
-        store: open store.
-        layers: names of layers, the last one in the model last.
-        num_rows: maximum number of rows, evenly spaced; rows that failed are left out.
-
-    Raises:
-        OSError, FeatxError: the disk or the store fails; no projector is written then.
     """
     from google.protobuf.text_format import MessageToString
     from PIL import Image

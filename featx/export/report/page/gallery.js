@@ -5,7 +5,7 @@
   const note = document.getElementById("gallery-filter");
   if (!gallery || !note) return;
   const images = [...gallery.children];
-  const cells = [...document.querySelectorAll("g.cell[role=button]")];
+  const cells = [...document.querySelectorAll(".heat button")];
   const show = (cell) => {
     const { true: own, predicted } = cell ? cell.dataset : {};
     let shown = 0;
@@ -22,15 +22,9 @@
     }
   };
   for (const cell of cells) {
-    const choose = () => {
+    cell.addEventListener("click", () => {
       show(cell.getAttribute("aria-pressed") === "true" ? null : cell);
       document.getElementById("errors").scrollIntoView();
-    };
-    cell.addEventListener("click", choose);
-    cell.addEventListener("keydown", (event) => {
-      if (event.key !== "Enter" && event.key !== " ") return;
-      event.preventDefault();
-      choose();
     });
   }
   note.querySelector("button").addEventListener("click", () => show(null));

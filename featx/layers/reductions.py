@@ -177,11 +177,7 @@ def _gem(config: GemOptions, rows: RowLayout) -> Reduction:
 
 
 def _pooled_axes(name: str, rows: RowLayout) -> tuple[int, ...]:
-    """Return the axes of (B, *shape) that pooling removes.
-
-    Raises:
-        ReduceError: rows are neither tokens nor a map.
-    """
+    """Return the axes of (B, *shape) that pooling removes."""
     if len(rows.shape) == 2:
         return (1,)
     if len(rows.shape) == 3:
@@ -429,11 +425,7 @@ def _of_map(config: SampleOptions, rows: RowLayout) -> TokenSample:
 
 
 def _of_tokens(config: SampleOptions, rows: RowLayout) -> TokenSample:
-    """Return the sample of the patch tokens, or of all tokens.
-
-    Raises:
-        ReduceError: patches are asked for, and the tokens are not prefix tokens and a grid.
-    """
+    """Return the sample of the patch tokens, or of all tokens."""
     prefix = rows.num_prefix_tokens if config.candidates == "patches" else 0
     grid = token_grid(rows.shape[0], rows.input_size, prefix)
     if grid is None and config.candidates == "patches":

@@ -26,13 +26,7 @@ class KeyedReduction:
     """Reduction whose rows depend on the keys of the images as well as on the tensor."""
 
     def __call__(self, x: torch.Tensor, keys: Sequence[bytes] = ()) -> torch.Tensor:
-        """Reduce a tensor.
-
-        Args:
-            x: (B, ...) tensor of the layer.
-            keys: keys of the first images of the batch; those of the others count as empty, as in
-                trial passes and for padding.
-        """
+        """Reduce a tensor."""
         raise NotImplementedError
 
     @property
@@ -104,13 +98,7 @@ def mean(x: torch.Tensor, axes: tuple[int, ...]) -> torch.Tensor:
 def token_grid(
     num_tokens: int, input_size: tuple[int, int], num_prefix_tokens: int
 ) -> tuple[int, int] | None:
-    """Return (rows, columns) of the patch tokens, or None if they form no grid.
-
-    Args:
-        num_tokens: number of tokens, prefix included.
-        input_size: (height, width) of the backbone's input in pixels.
-        num_prefix_tokens: number of class and register tokens.
-    """
+    """Return (rows, columns) of the patch tokens, or None if they form no grid."""
     patches = num_tokens - num_prefix_tokens
     height, width = input_size
     for rows in range(1, patches + 1):
@@ -121,18 +109,7 @@ def token_grid(
 
 
 def check_tokens(name: str, rows: RowLayout) -> tuple[int, int]:
-    """Check that rows are prefix tokens and a grid of patch tokens.
-
-    Args:
-        name: name of the reduction, for messages.
-        rows: layout of the rows.
-
-    Returns:
-        (rows, columns) of the grid.
-
-    Raises:
-        ReduceError: they are not, or reduce=cls is requested without a class token.
-    """
+    """Check that rows are prefix tokens and a grid of patch tokens."""
     why, cells = "", None
     if len(rows.shape) != 2:
         why = f"its rows have shape {rows.shape}, expected tokens (T, C)"

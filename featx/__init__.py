@@ -73,7 +73,7 @@ declare_families(
         "executor": "featx.pipeline.executors:EXECUTORS",
         "export.format": "featx.export.base:FORMATS",
         "model.library": "featx.models.libraries:LIBRARIES",
-        "reduce": "featx.layers.reductions.registry:REDUCTIONS",
+        "reduce": "featx.layers.reductions:REDUCTIONS",
     }
 )
 declare_functions({"FeatureStore.show": "featx.export.image_grid:image_grid"})

@@ -14,7 +14,7 @@ class ReduceConfig:
     """Reduction of a captured tensor to the stored row.
 
     A reduction with options of its own has them in a subclass in its own module, such as
-    `featx.layers.reductions.pooling.GemOptions`; `make_reduce` finds it.
+    `featx.layers.reductions.GemOptions`; `make_reduce` finds it.
     """
 
     name: str = "none"

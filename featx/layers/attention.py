@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import re
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -80,17 +80,7 @@ def _dropout(module: nn.Module) -> nn.Module | None:
 def hook_weights(
     hooks: ModuleHooks, name: str, module: nn.Module, take: Callable[[torch.Tensor], None]
 ) -> None:
-    """Attach hooks that pass the weights of each call, (N, heads, T, S), to `take`.
-
-    Args:
-        hooks: the hooks, to which these are added.
-        name: dotted name of the module, for the message.
-        module: an attention module.
-        take: function that is called with the weights.
-
-    Raises:
-        LayerError: featx cannot get weights from this type of module.
-    """
+    """Attach hooks that pass the weights of each call, (N, heads, T, S), to `take`."""
     if isinstance(module, nn.MultiheadAttention):
         _hook_multihead(hooks, module, take)
         return
@@ -168,39 +158,39 @@ def check_weights(name: str, weights: torch.Tensor) -> None:
 
 
 class WeightShapes:
-    """Records the shapes of the attention weights in a traced forward pass."""
+    """Shapes of the attention weights in a traced forward pass."""
 
     def __init__(self) -> None:
         self._shapes: dict[int, tuple[int, ...]] = {}
 
     def attach(self, hooks: ModuleHooks, module: nn.Module) -> None:
-        """Attach a hook where a module passes its weights on, if it is of timm's kind."""
+        """Attach a hook to a module if featx can read its weights."""
         dropout = _dropout(module)
 
-        def hook(_: nn.Module, args: Any, kwargs: Any) -> None:
+        def at_dropout(_: nn.Module, args: Any, kwargs: Any) -> None:
             if args and isinstance(args[0], torch.Tensor):
                 self._shapes[id(module)] = tuple(args[0].shape)
 
-        if dropout is not None:
-            hooks.add(dropout, hook)
-
-    def of_call(
-        self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> tuple[int, ...] | None:
-        """Shape (N, heads, T, S) of the weights of the call that has just ended, or None.
-
-        Args:
-            module: module that was called.
-            args: positional arguments of the call.
-            kwargs: keyword arguments of the call.
-        """
-        if isinstance(module, nn.MultiheadAttention):
+        def at_multihead(_: nn.Module, args: Any, kwargs: Any) -> None:
             query = args[0] if args else kwargs["query"]
             key = args[1] if len(args) > 1 else kwargs["key"]
-            if query.dim() != 3:
-                return None
-            batch, time = (0, 1) if module.batch_first else (1, 0)
-            num_added = int(module.bias_k is not None) + int(module.add_zero_attn)
-            length = key.shape[time] + num_added
-            return query.shape[batch], module.num_heads, query.shape[time], length
+            if query.dim() == 3:
+                self._shapes[id(module)] = _multihead_shape(module, query, key)
+
+        if isinstance(module, nn.MultiheadAttention):
+            hooks.add(module, at_multihead)
+        elif dropout is not None:
+            hooks.add(dropout, at_dropout)
+
+    def of_call(self, module: nn.Module) -> tuple[int, ...] | None:
+        """Shape (N, heads, T, S) of the weights of the call that has just ended, or None."""
         return self._shapes.pop(id(module), None)
+
+
+def _multihead_shape(
+    module: Any, query: torch.Tensor, key: torch.Tensor
+) -> tuple[int, int, int, int]:
+    batch, time = (0, 1) if module.batch_first else (1, 0)
+    num_added = int(module.bias_k is not None) + int(module.add_zero_attn)
+    length = key.shape[time] + num_added
+    return query.shape[batch], module.num_heads, query.shape[time], length

@@ -194,8 +194,7 @@ class _CaptureHooks(LoopHooks):
 
         return receive
 
-    def _add(self, record: PassRecord, point: CapturePoint, call: _Call) -> None:
-        assert isinstance(record, _CapturedPass)
+    def _add(self, record: Any, point: CapturePoint, call: _Call) -> None:
         calls = record.shown.setdefault((point.name, point.operation), [])
         if not record.is_open:
             calls.clear()
@@ -206,12 +205,7 @@ class _CaptureHooks(LoopHooks):
 
 
 class Captured(Mapping[str, torch.Tensor]):
-    """Mapping from layer name to its tensor in the last forward pass of the reading thread.
-
-    Args:
-        model: the model.
-        points: capture points of all names.
-    """
+    """Mapping from layer name to its tensor in the last forward pass of the reading thread."""
 
     def __init__(self, model: nn.Module, points: Sequence[CapturePoint]) -> None:
         self._points = {point.name: point for point in points}
@@ -236,21 +230,16 @@ class Captured(Mapping[str, torch.Tensor]):
         return list(self._call(layer).gradients)
 
     def _call(self, layer: str) -> _Call:
-        """The only call of a layer in the last forward pass.
-
-        Raises:
-            LayerError: there is none, or there are several.
-        """
+        """The only call of a layer in the last forward pass."""
         if layer not in self._points:
             raise LayerError(
                 f"{layer!r} is not captured; this block captures {list(self._points)}."
             )
         point = self._points[layer]
-        record = self.hooks.record
-        assert isinstance(record, _CapturedPass)
+        record: Any = self.hooks.record
         # An element of a module's output has precedence over an operation of the same name.
         of_module = record.shown.get((layer, ""))
-        calls = of_module or record.shown.get((layer, point.operation), [])
+        calls: list[_Call] = of_module or record.shown.get((layer, point.operation), [])
         if point.is_gradient:
             calls = [call for call in calls if call.gradients]
         if len(calls) == 1:

@@ -88,11 +88,7 @@ class _EditHooks(LoopHooks):
     def points_of_call(
         self, key: tuple[int, str], points: list[CapturePoint]
     ) -> list[CapturePoint]:
-        """Return the edits of a call.
-
-        Raises:
-            LayerError: an edit is for one call, and calls are not counted here.
-        """
+        """Return the edits of a call."""
         if not self.record.is_open and (numbered := [p for p in points if p.call is not None]):
             raise LayerError(
                 f"{numbered[0].name}: calls are counted inside a call of the model itself, "
@@ -102,11 +98,7 @@ class _EditHooks(LoopHooks):
         return super().points_of_call(key, points)
 
     def take(self, record: PassRecord, point: CapturePoint, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the replacement of a tensor.
-
-        Raises:
-            LayerError: it does not fit.
-        """
+        """Return the replacement of a tensor."""
         self._used.add(point.name)
         new: Any = self._edits[point.name](tensor)
         if not isinstance(new, torch.Tensor):
@@ -129,11 +121,7 @@ class _EditHooks(LoopHooks):
         return lambda gradient: self.take(record, point, gradient)
 
     def check_used(self) -> None:
-        """Check that the model has called each layer, if it ran.
-
-        Raises:
-            LayerError: an edit had no effect.
-        """
+        """Check that the model has called each layer, if it ran."""
         unused = [name for name in self._edits if name not in self._used]
         gradients = {name for name in unused if name.partition(":")[2].startswith("grad_")}
         if self.has_run and (missed := [name for name in unused if name not in gradients]):

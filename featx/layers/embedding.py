@@ -23,6 +23,7 @@ from torch import nn
 
 from featx.base import ElementPath, ModuleHooks, elements
 from featx.errors import LayerError
+from featx.layers.call_hooks import OpenCall, every_call
 from featx.layers.operations import OperationRecorder, hide_operations
 from featx.layers.selection import last_linear
 from featx.layers.trace import CapturePoint, Trace, element_name
@@ -95,11 +96,7 @@ def _noise_and_smooth(x: torch.Tensor) -> torch.Tensor:
 
 
 def _library_embedding(library: LibraryEmbedding, x: torch.Tensor) -> torch.Tensor:
-    """(B, D) embedding as the library computes it.
-
-    Raises:
-        LayerError: it is no vector, not finite, or equal for different images.
-    """
+    """(B, D) embedding as the library computes it."""
     embedding = library.compute(x.clone())
     if not isinstance(embedding, torch.Tensor) or embedding.dim() != 2 or len(embedding) != len(x):
         what = f"a {type(embedding).__name__}"
@@ -137,10 +134,8 @@ def _matches(
     """
     found: list[list[_Match]] = []
     for with_operations in (False, True):
-        with _Comparison(module, expected, with_operations) as comparison, comparison.recording:
-            module(x.clone())
-        found = found or comparison.matches
-        found = [old or new for old, new in zip(found, comparison.matches, strict=True)]
+        now = _matches_of_pass(module, x, expected, with_operations)
+        found = [old or new for old, new in zip(found or now, now, strict=True)]
         if all(found):
             break
     return found
@@ -228,69 +223,44 @@ class _Match:
     rank: tuple[bool, bool, bool, int]
 
 
-class _Comparison:
-    """Hooks that compare every tensor of a pass with expected ones; a context manager.
+def _matches_of_pass(
+    module: nn.Module, x: torch.Tensor, expected: Sequence[torch.Tensor], with_operations: bool
+) -> list[list[_Match]]:
+    """The matches of each expected tensor, (B, D) or (B, C, H, W), in one forward pass."""
+    matches: list[list[_Match]] = [[] for _ in expected]
+    num_calls: dict[tuple[str, str], int] = {}
 
-    Args:
-        module: the model.
-        expected: (B, D) vectors or (B, C, H, W) maps.
-        with_operations: whether to compare the results of operations as well.
-
-    Attributes:
-        matches: the matches of each expected tensor so far.
-        recording: context manager to enter around the forward pass.
-    """
-
-    def __init__(
-        self, module: nn.Module, expected: Sequence[torch.Tensor], with_operations: bool
-    ) -> None:
-        self.matches: list[list[_Match]] = [[] for _ in expected]
-        self.recording: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
-        self._module = module
-        self._expected = expected
-        self._with_operations = with_operations
-        self._calls: dict[tuple[str, str], int] = {}
-        self._stack = contextlib.ExitStack()
-
-    def __enter__(self) -> _Comparison:
-        hooks = self._stack.enter_context(ModuleHooks())
-        hooks.add_all(self._module.named_modules(), self._input, self._output)
-        if self._with_operations:
-            self.recording = recorder = OperationRecorder(self._module, self._operation)
-            self._stack.enter_context(recorder.attach())
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._stack.close()
-
-    def _input(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Compare the inputs of a module."""
-        self._compare(name, "input", [*args, *kwargs.values()])
-
-    def _output(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        """Compare the outputs of a module."""
-        self._compare(name, "output", output)
-
-    def _operation(self, name: str, module: str, function: Any, result: Any) -> None:
-        """Compare the result of an operation; a callback of `OperationRecorder`."""
-        self._compare(module, "output", result, name)
-
-    def _compare(self, module: str, capture: str, value: Any, operation: str = "") -> None:
-        """Compare all tensors of a value of one call with the expected one."""
-        key = (operation or module), capture
-        number = self._calls[key] = self._calls.get(key, 0) + 1
+    def compare(name: str, capture: str, value: Any, operation: str = "") -> None:
+        key = (operation or name), capture
+        number = num_calls[key] = num_calls.get(key, 0) + 1
         with hide_operations():
             tensors = elements(value)
             for path, tensor in tensors.items():
-                for expected, matches in zip(self._expected, self.matches, strict=True):
-                    exact = _same(tensor, expected)
-                    if exact is not None and (module or operation or capture == "output"):
+                for each, found in zip(expected, matches, strict=True):
+                    exact = _same(tensor, each)
+                    if exact is not None and (name or operation or capture == "output"):
                         vector = tensor.dim() == 2
-                        rank = (exact, vector, capture == "input", len(matches))
-                        point_path = () if len(tensors) == 1 else path
-                        matches.append(
-                            _Match(module, capture, number, point_path, operation, vector, rank)
-                        )
+                        rank = (exact, vector, capture == "input", len(found))
+                        way = () if len(tensors) == 1 else path
+                        found.append(_Match(name, capture, number, way, operation, vector, rank))
+
+    def begin(call: OpenCall, inputs: list[Any]) -> None:
+        compare(call.name, "input", inputs)
+
+    def end(call: OpenCall, number: int, output: Any) -> None:
+        compare(call.name, "output", output)
+
+    def on_operation(name: str, owner: str, function: Any, result: Any) -> None:
+        compare(owner, "output", result, name)
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(every_call(dict(module.named_modules()), begin, end))
+        if with_operations:
+            recorder = OperationRecorder(module, on_operation)
+            stack.enter_context(recorder.attach())
+            stack.enter_context(recorder)
+        module(x.clone())
+    return matches
 
 
 def _same(tensor: torch.Tensor, expected: torch.Tensor) -> bool | None:
@@ -328,11 +298,6 @@ def _decides(module: nn.Module, classifier: str, x: torch.Tensor) -> bool:
     The output of that layer is replaced by zeros. The output of the model must then be equal for
     different images. The last linear layer of a transformer block or of a squeeze-and-excitation
     block fails this check.
-
-    Args:
-        module: model in eval mode.
-        classifier: dotted name of the layer.
-        x: (B, 3, H, W) images of which the first and the last differ.
     """
 
     def zeros(layer: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:

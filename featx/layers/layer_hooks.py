@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from featx.base import ModuleHooks, TensorHooks, elements
+from featx.base import After, ModuleHooks, TensorHooks, elements
 from featx.errors import LayerError
 from featx.layers.attention import hook_weights
 from featx.layers.operations import OperationRecorder, hide_operations
@@ -66,14 +66,6 @@ class LayerHooks:
 
     Subclasses implement `take` and `receiver`.
 
-    Args:
-        model: the model.
-        points: capture points.
-        optional: names of captures that do not fire if the output of the module lacks their
-            element.
-        per_thread: whether passes run in several threads at the same time, each with its own
-            record.
-
     Attributes:
         recording: context manager that records operations if any are captured.
         thread: id of the only thread whose module calls are seen, as in `threading.get_ident`;
@@ -112,11 +104,7 @@ class LayerHooks:
         self._modules_with_operations = {point.module for point in points if point.operation}
 
     def take(self, record: PassRecord, point: CapturePoint, tensor: torch.Tensor) -> Any:
-        """Take a tensor of a layer while it is as the layer made it.
-
-        Returns:
-            The tensor with which the model continues, or None to leave it as it is.
-        """
+        """Take a tensor as the layer made it; return the one that replaces it, or None."""
         raise NotImplementedError
 
     def receiver(self, record: PassRecord, point: CapturePoint) -> Callable[[torch.Tensor], Any]:
@@ -188,12 +176,9 @@ class LayerHooks:
                 before = functools.partial(self._before, key, points)
                 hooks.add(hooked, before, first=self.runs_first)
             else:
-                after = functools.partial(self._after, key, points)
-                hooks.add(hooked, after=after, first=self.runs_first)
+                hooks.add(hooked, after=self._after(key, points), first=self.runs_first)
 
-    def _before(
-        self, key: _Key, points: list[CapturePoint], module: nn.Module, args: Any, kwargs: Any
-    ) -> Any:
+    def _before(self, key: _Key, points: list[CapturePoint], _: Any, args: Any, kwargs: Any) -> Any:
         """Hook before a module."""
         arguments = self._see(key, points, [*args, *kwargs.values()])
         if arguments is None:
@@ -201,29 +186,12 @@ class LayerHooks:
         named = zip(kwargs, arguments[len(args) :], strict=True)
         return tuple(arguments[: len(args)]), dict(named)
 
-    def _after(
-        self,
-        key: _Key,
-        points: list[CapturePoint],
-        module: nn.Module,
-        args: Any,
-        kwargs: Any,
-        output: Any,
-    ) -> Any:
+    def _after(self, key: _Key, points: list[CapturePoint]) -> After:
         """Hook after a module."""
-        return self._see(key, points, output)
+        return lambda module, args, kwargs, output: self._see(key, points, output)
 
     def _see(self, key: _Key, points: list[CapturePoint], value: Any) -> Any:
-        """Take the tensors of one call of a module.
-
-        Args:
-            key: module and kind of capture.
-            points: captures of this kind.
-            value: output of the call, its arguments, or its attention weights.
-
-        Returns:
-            The value with the tensors that replace others, or None if there are none.
-        """
+        """Take the tensors of one call of a module; return a value that replaces it, or None."""
         points = self.points_of_call(key, points)
         if self._optional and points:
             paths = elements(value)
@@ -273,14 +241,7 @@ class LayerHooks:
     def _follow(
         self, record: PassRecord, point: CapturePoint, tensor: torch.Tensor
     ) -> torch.Tensor | None:
-        """Capture the gradients of a tensor when a backward pass reaches it.
-
-        Returns:
-            The tensor with which the model continues, or None.
-
-        Raises:
-            LayerError: the tensor requires no gradient.
-        """
+        """Capture the gradients of a tensor; return the one that replaces it, or None."""
         if not tensor.requires_grad:
             raise LayerError(
                 f"{point.name}: no gradient passes there. It is under torch.no_grad(), as in a "

@@ -36,11 +36,7 @@ _WRAPPERS = {
 
 
 def split_capture(request: str) -> tuple[str, str]:
-    """Split a request: 'layer4:input' -> ('layer4', 'input'), 'layer4' -> ('layer4', 'output').
-
-    Raises:
-        LayerError: the kind of capture does not exist.
-    """
+    """Split a request: 'layer4:input' -> ('layer4', 'input'), 'layer4' -> ('layer4', 'output')."""
     name, colon, capture = request.partition(":")
     if colon and capture not in CAPTURES:
         raise LayerError(f"{request!r}: expected one of {', '.join(CAPTURES)} after the colon.")
@@ -55,16 +51,7 @@ def with_capture(name: str, capture: str) -> str:
 def parse_capture_point(
     request: str, names: Mapping[str, str], known_names: Sequence[str] | None = None
 ) -> CapturePoint:
-    """Parse one exact name of a module, with its call number and its path into a nested output.
-
-    Args:
-        request: name as the user wrote it.
-        names: every dotted name of the model's modules -> its first name.
-        known_names: names that a message may suggest; the modules if None.
-
-    Raises:
-        LayerError: the model has no such module.
-    """
+    """Parse one exact name of a module, with its call number and its path into a nested output."""
     known_names = list(names) if known_names is None else known_names
     name, capture = split_capture(request)
     module, rest = _split(name, names)
@@ -84,10 +71,6 @@ def parse_points(model: nn.Module, layers: Sequence[str]) -> list[CapturePoint]:
 
     `block.mean` may be an element of a dict or the operation mean(); only a forward pass shows
     which, so there are two points of this name. Names do not need the parts that wrappers add.
-
-    Raises:
-        LayerError: the model has no such layer.
-        ModelError: the model or one of the layers is TorchScript.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     names = {_without_wrappers(name): name for name in modules} | {name: name for name in modules}
@@ -144,12 +127,6 @@ def parse_operation(request: str) -> tuple[str, str, ElementPath] | None:
     """Parse the name of an operation.
 
     'blk.chunk[1]:grad_output' becomes ('blk.chunk', 'grad_output', (1,)).
-
-    Returns:
-        (name, kind of capture, path), or None if the name has another form.
-
-    Raises:
-        LayerError: the kind of capture does not exist.
     """
     name, capture = split_capture(request)
     match = re.fullmatch(r"([\w.-]+?)((?:\[\d+\])*)", name)
@@ -160,11 +137,7 @@ def parse_operation(request: str) -> tuple[str, str, ElementPath] | None:
 
 
 def check_operation_capture(request: str, capture: str) -> None:
-    """Check that an operation can be captured in this way.
-
-    Raises:
-        LayerError: the kind of capture is neither 'output' nor 'grad_output'.
-    """
+    """Check that an operation can be captured in this way."""
     if capture not in ("output", "grad_output"):
         raise LayerError(
             f"{request!r}: this is an operation, which has an output and a grad_output but no "

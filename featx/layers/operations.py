@@ -54,10 +54,6 @@ class OperationRecorder(TorchFunctionMode):
 
     PyTorch calls a mode only for operations of the thread that entered it; forward passes in other
     threads are not seen.
-
-    Args:
-        module: the model.
-        on_operation: called after each operation.
     """
 
     def __init__(self, module: nn.Module, on_operation: OnOperation) -> None:

@@ -8,8 +8,8 @@ from collections.abc import Collection, Iterator, Sequence
 import torch
 
 from featx.errors import LayerError, RunError
-from featx.layers.reductions.registry import REDUCTIONS
-from featx.layers.reductions.row_layout import KeyedReduction, Reduction
+from featx.layers.reductions import REDUCTIONS
+from featx.layers.row_layout import KeyedReduction, Reduction
 from featx.layers.trace import CapturePoint
 
 

@@ -15,16 +15,7 @@ from featx.layers.trace import CapturePoint, element_name
 def pick_path(
     request: str, elements: Mapping[ElementPath, tuple[int, ...]], path: ElementPath
 ) -> ElementPath:
-    """Path to the one tensor that is meant; () means the only tensor there is.
-
-    Args:
-        request: name as the user wrote it, for the message.
-        elements: path into the nested value -> shape.
-        path: the requested path.
-
-    Raises:
-        LayerError: it does not exist, or () is ambiguous; the message lists the elements.
-    """
+    """Path to the one tensor that is meant; () means the only tensor there is."""
     if path in elements:
         return path
     if path == () and len(elements) == 1:

@@ -64,11 +64,7 @@ def check_positions(
 
 
 def _cells(rows: int, columns: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """Cells (row, column) of a map to change.
-
-    Returns:
-        The corners and some cells that are not adjacent to each other; the same and some more.
-    """
+    """Cells of a map to change: some that are not adjacent, corners first; the same and more."""
     corners = {(row, column) for row in (0, rows - 1) for column in (0, columns - 1)}
     separate_cells, more = sorted(corners), []
     generator = torch.Generator().manual_seed(0)
@@ -109,10 +105,6 @@ def _own_position_responds_most(responses: torch.Tensor, cells: Sequence[tuple[i
     columns are therefore normalised to the same sum in turn (R. Sinkhorn, A relationship between
     arbitrary positive matrices and doubly stochastic matrices, Annals of Mathematical Statistics
     35, 1964).
-
-    Args:
-        responses: (n, rows, columns) changes, one map per changed cell.
-        cells: the first of the changed cells, no two of them adjacent.
     """
     if len(cells) < 2:
         return True  # a single position shows the whole image
@@ -131,10 +123,6 @@ def _near_position_responds_most(responses: torch.Tensor, cells: Sequence[tuple[
     """Return whether each cell changes a position at most one step from its own the most.
 
     One step is allowed because strided convolutions before the tokens shift by half a cell.
-
-    Args:
-        responses: (n, rows, columns) changes, one map per changed cell.
-        cells: the n changed cells.
     """
     relative = responses / (responses.mean(0, keepdim=True) + 1e-9 * responses.max())
     places = [divmod(int(each.argmax()), responses.shape[2]) for each in relative]

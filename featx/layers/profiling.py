@@ -122,13 +122,6 @@ def measure_values(module: nn.Module, x: torch.Tensor) -> dict[CallKey, CallValu
     """Summarise the inputs and outputs of every call in one forward pass.
 
     A tensor is read when it is made, before a later in-place operation can change it.
-
-    Args:
-        module: model in eval mode.
-        x: (B, 3, H, W) normalised images on the device of the module.
-
-    Returns:
-        Values by call, in the order in which the calls end.
     """
     values_of_call: dict[CallKey, CallValues] = {}
 
@@ -145,12 +138,7 @@ def measure_values(module: nn.Module, x: torch.Tensor) -> dict[CallKey, CallValu
 
 
 def measure_operations(module: nn.Module, x: torch.Tensor) -> dict[str, dict[ElementPath, Values]]:
-    """Summarise the results of all operations in one forward pass, by name and path.
-
-    Args:
-        module: model in eval mode.
-        x: (B, 3, H, W) normalised images on the device of the module.
-    """
+    """Summarise the results of all operations in one forward pass, by name and path."""
     values_of_operation: dict[str, dict[ElementPath, Values]] = {}
 
     def on_operation(name: str, module: str, function: Any, result: Any) -> None:
@@ -181,10 +169,6 @@ def measure_times(module: nn.Module, x: torch.Tensor) -> Times:
 
     On CUDA and MPS the times come from events, without synchronisation in between. If the device is
     faster than the host, as with small batches, the time of a layer is that of its kernel launches.
-
-    Args:
-        module: model in eval mode.
-        x: (B, 3, H, W) normalised images on the device of the module.
     """
     mark, elapsed = _clock(x.device)
     pass_times: list[float] = []
@@ -277,10 +261,6 @@ def measure_memory(module: nn.Module, x: torch.Tensor) -> dict[CallKey, Memory]:
     The figures of CUDA come from torch's allocator, which counts a tensor before its kernel runs,
     so no synchronisation is needed. They hold for a warm model, whose libraries have already
     allocated their workspaces.
-
-    Args:
-        module: model in eval mode.
-        x: (B, 3, H, W) normalised images on the device of the module.
     """
     device = x.device
     memory_of_call: dict[CallKey, Memory] = {}

@@ -10,8 +10,8 @@ import torch
 from featx.base import plain_tensors
 from featx.config import ReduceConfig
 from featx.errors import ReduceError
-from featx.layers.reductions.registry import REDUCTIONS, channel_axis, reduction
-from featx.layers.reductions.row_layout import KeyedReduction, Reduction, RowLayout
+from featx.layers.reductions import REDUCTIONS, channel_axis, reduction
+from featx.layers.row_layout import KeyedReduction, Reduction, RowLayout
 from featx.layers.trace import CapturePoint
 
 

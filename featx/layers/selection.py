@@ -211,13 +211,6 @@ def embedding_point(trace: Trace, classifier: str | None) -> CapturePoint:
     """The capture point of the vector before the classifier.
 
     It is the library's own embedding if it defines one, otherwise the input of the classifier.
-
-    Args:
-        trace: trace to which `featx.layers.embedding.with_evidence` was applied.
-        classifier: name of the classifier if the library gives it; None for the last linear layer.
-
-    Raises:
-        LayerError: the model has no such layer.
     """
     if trace.library_embedding is not None:
         return trace.library_embedding[0]
@@ -251,9 +244,6 @@ def _output_points(request: str, trace: Trace, left_out: list[str]) -> Iterator[
     """The capture points of what the model returns: its logits or each of its tensors.
 
     Adds to `left_out`.
-
-    Raises:
-        LayerError: the request is not for the output, or nothing has a row per image.
     """
     if split_capture(request)[1] != "output":
         raise LayerError(f"{request!r}: the preset output is what the model returns. Name a layer.")

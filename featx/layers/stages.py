@@ -82,11 +82,7 @@ def _lists_of_blocks(trace: Trace) -> dict[tuple[str, str], list[str]]:
 
 
 def _only_blocks(lists: Mapping[tuple[str, str], list[str]], trace: Trace) -> list[str]:
-    """The blocks of the only list that repeats its class, or the last block of each list of a list.
-
-    Returns:
-        Their names, or [] if there are several lists.
-    """
+    """The blocks of the only list that repeats its class, or the last of each list of a list."""
     repeated = [names for names in lists.values() if len(names) > 1] or list(lists.values())
     if len(repeated) == 1:
         blocks = repeated[0]

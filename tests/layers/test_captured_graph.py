@@ -88,6 +88,25 @@ def test_retain_grad_hooks_and_autograd_work_on_a_captured_tensor(name: str) -> 
     assert torch.equal(arrived[-1], expected)
 
 
+def allocated(model: nn.Module, layers: list[str]) -> int:
+    """Bytes that a forward pass allocates while layers are captured, and read at its end."""
+    with featx.capture(model, layers) as features:
+        model(images())
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+            model(images())
+            for layer in layers:
+                _ = features[layer]
+    memory = [event.self_cpu_memory_usage for event in profile.events()]
+    return sum(size for size in memory if size > 0)
+
+
+def test_nothing_is_copied_but_what_is_changed_in_place() -> None:
+    assert allocated(net(), NAMES) == allocated(net(), [])
+    conv = 4 * 2 * 4 * 6 * 6
+    assert allocated(net(inplace=True), NAMES) - allocated(net(inplace=True), []) == conv
+
+
 def test_a_copy_of_an_output_that_was_changed_in_place_refuses_to_do_nothing() -> None:
     model, x = net(inplace=True), images()
     conv = F.conv2d(x, model[0].weight, model[0].bias)

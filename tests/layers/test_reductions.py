@@ -10,7 +10,7 @@ import torch
 from featx.config import make_reduce
 from featx.errors import ReduceError
 from featx.layers import REDUCTIONS, RowLayout, channels_last, reduction
-from featx.layers.reductions.row_layout import token_grid
+from featx.layers.row_layout import token_grid
 
 SQUARE = (224, 224)
 

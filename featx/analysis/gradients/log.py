@@ -1,35 +1,384 @@
-"""Context manager `watch`, which hooks a training loop, and the log of its gradients."""
+"""Gradients in training: clipping by value or norm, and alarms that name the layer and the step.
+
+with featx.gradients.watch(model, clip_value=0.01) as log:
+    for x, y in batches:
+        optimizer.zero_grad()
+        loss(model(x), y).backward()  # gradients are clamped as they arrive
+        optimizer.step()  # gradients are judged, and clipped by norm, just before
+print(log.table())
+"""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import statistics
-import sys
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
+from torch.optim import optimizer as optimizers
+from torch.utils.weak import WeakTensorKeyDictionary
 
-from featx.analysis.gradients.alarms import (
-    MEDIAN_STEPS,
-    Alarm,
-    AlarmDetector,
-    GradientAlarm,
-    Limits,
-    Step,
-    check_positive,
-)
-from featx.analysis.gradients.gradient_hooks import GradientHooks
-from featx.analysis.gradients.norms import copy_to_cpu, norm_of_norms, norms_by_module, norms_of
-from featx.base import refuse_scripted, table
+from featx.base import TensorHooks, elements, refuse_scripted, table
 from featx.errors import ConfigError, LayerError, RunError, nearest
+from featx.layers import OpenCall, every_call, with_own_nodes
+
+_MEDIAN_STEPS = 10
+"""Number of steps of an optimizer before `Limits.exploding_ratio` applies."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Limits for alarms. NaN and infinity always raise an alarm; None disables a limit."""
+
+    exploding_norm: float | None = 1e6
+    """Upper limit of the norm of all gradients of a step."""
+    exploding_ratio: float | None = 100.0
+    """Upper limit of it as a multiple of its median over the recorded steps, from step 11 on."""
+    vanishing_ratio: float | None = 1e-8
+    """Lower limit of the norm of a module's own parameters, as a share of the largest such norm."""
+    vanishing_steps: int = 10
+    """Number of consecutive steps below that limit that raise an alarm."""
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            _check_limit(f"limits.{name}", value, 1 if name == "vanishing_ratio" else math.inf)
+
+
+@dataclass(frozen=True)
+class Alarm:
+    """One alarm. `str(alarm)` is a sentence with all its details."""
+
+    kind: str
+    """'nan', 'inf', 'exploding' or 'vanishing'."""
+    step: int
+    """Number of the step, counted from 1 in the block."""
+    layers: tuple[str, ...]
+    """Modules where the gradient became alarming; '' is the model; () if it came from outside."""
+    parameters: tuple[str, ...]
+    """Parameters whose gradients are alarming, in the order of the model."""
+    norm: float
+    """Norm of the gradient that is alarming; for 'exploding', of all gradients."""
+    reason: str
+    """Sentence with the values, limits and modules."""
+
+    def __str__(self) -> str:
+        return f"{self.kind} gradient in step {self.step}: {self.reason}"
+
+
+class GradientAlarm(RunError):  # noqa: N818, an alarm is what it is
+    """A gradient vanishes, explodes, or is not finite; `alarm` is the Alarm. The optimizer's step
+    was not executed."""
+
+    def __init__(self, alarm: Alarm) -> None:
+        super().__init__(alarm)
+        self.alarm = alarm
+
+
+@dataclass(frozen=True)
+class Step:
+    """Gradient norms of an optimizer step, before clipping and without a GradScaler's factor."""
+
+    number: int
+    """Number of the step, counted from 1 in the block."""
+    norm: float
+    """L2 norm over all of `parameters`."""
+    parameters: dict[str, float]
+    """L2 norm of each parameter with a gradient; with `clip_value` the largest that arrived in a
+    backward pass, before clamping."""
+    layers: dict[str, float]
+    """L2 norm of the gradient at the output of each module that one reached, over its calls and
+    backward passes; '' is the model."""
+
+
+@dataclass
+class _Edge:
+    """A tensor between modules: the calls that returned it, and the last ones that read it."""
+
+    makers: list[OpenCall] = field(default_factory=list)
+    readers: deque[OpenCall] = field(default_factory=lambda: deque(maxlen=8))
+
+
+@dataclass(eq=False)
+class GradientLog:
+    """Record of the steps and alarms of a `watch` block."""
+
+    _model: nn.Module
+    _clip_value: float | None
+    _clip_norm: float | None
+    _limits: Limits
+    _on_alarm: str | Callable[[Alarm], None]
+    _scaler: torch.amp.GradScaler | None
+    steps: deque[Step]
+    """The last `keep_steps` steps, oldest first."""
+    alarms: deque[Alarm]
+    """The last `keep_steps` alarms, oldest first."""
+
+    def __post_init__(self) -> None:
+        self._types = {name: type(m).__name__ for name, m in self._model.named_modules()}
+        self._hooks, self._edges = TensorHooks(), WeakTensorKeyDictionary()
+        self._flow: list[tuple[_Edge, torch.Tensor]] = []
+        self._arrived: dict[str, list[torch.Tensor]] = {}
+        self._clamped: set[int] = set()
+        self._totals: WeakKeyDictionary[Any, deque[float]] = WeakKeyDictionary()
+        self._quiet_steps: dict[str, int] = {}
+        self._num_steps, self._last_scale = 0, 0.0
+        self._note_versions()
+
+    def step(self) -> None:
+        """Judge and clip the gradients so far, for loops without torch.optim; unscaled gradients,
+        if the loop has a GradScaler. Raises a GradientAlarm with on_alarm='raise'."""
+        self._finish(dict(self._model.named_parameters()), self, 1.0)
+
+    def table(self) -> str:
+        """Norms of each module over the kept steps: `output`, the last at its output, with minimum,
+        median and maximum, and `parameters`, the last of its own parameters."""
+        rows = []
+        by_module = [_by_module(step.parameters) for step in self.steps]
+        for name, kind in self._types.items():
+            flow = [step.layers[name] for step in self.steps if name in step.layers]
+            own = [norms[name] for norms in by_module if name in norms]
+            ranges = [flow[-1], min(flow), statistics.median(flow), max(flow)] if flow else []
+            cells = [f"{x:.3g}" for x in ranges] or ["-"] * 4
+            if flow or own:
+                last = f"{own[-1]:.3g}" if own else "-"
+                rows.append([name or "(model)", kind, str(max(len(flow), len(own))), *cells, last])
+        header = ("layer", "type", "steps", "output", "min", "median", "max", "parameters")
+        return table(header, rows, left=2)
+
+    def _begin(self, call: OpenCall, inputs: list[Any]) -> None:
+        """Follow the inputs of a call. That of the model shows whether gradients were dropped."""
+        if not torch.is_grad_enabled():
+            return
+        if call.name == "":
+            scale = 1.0 if self._scaler is None else self._scaler.get_scale()
+            skipped, self._last_scale = scale < self._last_scale, scale
+            self._check_versions()
+            if skipped or all(p.grad is None for p in self._model.parameters()):
+                self._forget()
+        call.data = list(elements(inputs).values())
+        for edge in self._edges_of(call.data):
+            edge.readers.append(call)
+
+    def _end(self, call: OpenCall, number: int, output: Any) -> Any:
+        """Follow the outputs of a call, which go on as nodes of their own if they are views."""
+        inputs, call.data = call.data, None  # the hooks must not keep tensors
+        if inputs is None or not torch.is_grad_enabled():
+            return None
+        output = with_own_nodes(output, inputs)
+        for edge in self._edges_of(elements(output).values()):
+            edge.makers.append(call)
+        return output
+
+    def _edges_of(self, tensors: Iterable[torch.Tensor]) -> Iterator[_Edge]:
+        """The edges of tensors that require gradients, each with a hook that measures them."""
+        for tensor in tensors:
+            if tensor.requires_grad:
+                # A write in place makes it a different tensor for autograd, with other hooks.
+                version, edge = self._edges.get(tensor, (None, None))  # type: ignore[no-untyped-call]
+                if edge is None or version != tensor._version:
+                    edge = _Edge()
+                    self._hooks.add(tensor, functools.partial(self._measure, edge))
+                    self._edges[tensor] = tensor._version, edge
+                yield edge
+
+    def _measure(self, edge: _Edge, grad: torch.Tensor) -> None:
+        self._flow.append((edge, self._norm_of(grad)))
+
+    def _norm_of(self, grad: torch.Tensor) -> torch.Tensor:
+        """Norm of a gradient that arrives, without the scaler's factor, on its device."""
+        norm = _norm(grad)
+        return norm if self._scaler is None else norm / self._scaler.scale(torch.ones_like(norm))
+
+    def _clamp_arrivals(self, name: str, parameter: nn.Parameter, limit: float) -> None:
+        """Register a hook that records the norm of a parameter's gradient and clamps it."""
+
+        def clamp(grad: torch.Tensor) -> torch.Tensor:
+            _refuse_sparse(name, grad)
+            earlier = [] if parameter.grad is None else self._arrived.get(name, [])
+            self._arrived[name] = [*earlier, self._norm_of(grad)]
+            if self._scaler is None:
+                return grad.clamp(-limit, limit)
+            bound = limit * self._scaler.scale(torch.ones((), device=grad.device))
+            # The scaler must see infinities, so that it skips the step and lowers its scale.
+            return torch.where(grad.isinf(), grad, grad.clamp(-bound, bound))
+
+        if parameter.requires_grad and id(parameter) not in self._clamped:
+            self._clamped.add(id(parameter))
+            self._hooks.add(parameter, clamp)
+
+    def _forget(self) -> None:
+        """Discard all gradients that arrived since the last step."""
+        self._arrived.clear()
+        self._flow.clear()
+
+    def _note_versions(self, *_: Any) -> None:
+        self._versions = [p._version for p in self._model.parameters()]
+
+    def _check_versions(self) -> None:
+        """Raise a RunError if parameters changed after a backward pass without a step."""
+        changed = self._versions != [p._version for p in self._model.parameters()]
+        if changed and (self._flow or self._arrived):
+            raise RunError(
+                "the parameters were changed after a backward pass, but no step of a torch.optim "
+                "optimizer was seen, so nothing was judged or clipped by norm. Call log.step() "
+                "before your own update."
+            )
+        self._note_versions()
+
+    def _before_optimizer(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
+        """Hook before each step of any torch.optim optimizer; it wraps the closure if any."""
+        updated = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        parameters = {n: p for n, p in self._model.named_parameters() if id(p) in updated}
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+
+        def watched_closure() -> Any:
+            loss = closure()
+            with torch.no_grad():
+                self._finish(parameters, optimizer, 1.0)
+            return loss
+
+        if parameters and closure is not None:
+            return args[:1], {**kwargs, "closure": watched_closure}
+        # Fused optimizers unscale the gradients and skip overflowed steps inside `step`.
+        overflow = getattr(optimizer, "found_inf", None)
+        if overflow is not None and overflow.any():
+            self._forget()
+        elif parameters:
+            self._finish(parameters, optimizer, float(getattr(optimizer, "grad_scale", None) or 1))
+        return None
+
+    def _finish(self, parameters: Mapping[str, nn.Parameter], owner: object, factor: float) -> None:
+        """Record, judge and clip the gradients of one step.
+
+        Args:
+            parameters: name -> parameter that is about to be updated.
+            owner: the optimizer, or this log; each has its own median.
+            factor: factor of the GradScaler that the gradients still have.
+        """
+        grads = {name: p.grad for name, p in parameters.items() if p.grad is not None}
+        for name, grad in grads.items():
+            _refuse_sparse(name, grad)
+        step, flow = self._step(grads, factor)
+        self.steps.append(step)
+        alarms = self._nonfinite_alarm(step, flow) or self._explosion_alarm(step, owner)
+        if math.isfinite(step.norm):
+            self._totals.setdefault(owner, deque(maxlen=self.steps.maxlen)).append(step.norm)
+            alarms += self._vanishing_alarm(step)
+        self.alarms.extend(alarms)
+        is_clipped = self._clip_value is not None or self._clip_norm is not None
+        for alarm in alarms:
+            if callable(self._on_alarm):
+                self._on_alarm(alarm)
+            elif self._on_alarm == "raise" and not (is_clipped and alarm.kind == "exploding"):
+                raise GradientAlarm(alarm)
+        clipped = [parameters[name] for name in grads]
+        if self._clip_value is not None:
+            # Parameters that were added or unfrozen inside the block have no hook yet.
+            for name in (name for name in grads if id(parameters[name]) not in self._clamped):
+                nn.utils.clip_grad_value_(parameters[name], self._clip_value * factor)
+                self._clamp_arrivals(name, parameters[name], self._clip_value)
+        if self._clip_norm is not None and clipped:
+            total = nn.utils.get_total_norm(list(grads.values())) / factor
+            nn.utils.clip_grads_with_norm_(clipped, self._clip_norm, total)
+
+    def _step(
+        self, grads: Mapping[str, torch.Tensor], factor: float
+    ) -> tuple[Step, list[tuple[_Edge, float]]]:
+        """The norms of a step, copied to the CPU together, and those of the flow as it arrived."""
+        arrived = {name: self._arrived.pop(name, []) for name in grads}
+        groups = [arrived[name] or [_norm(grad) / factor] for name, grad in grads.items()]
+        scalars = [x for group in groups for x in group] + [x for _, x in self._flow]
+        on_one = [x.to(scalars[0].device) for x in scalars]
+        values = iter(torch.stack(on_one).tolist() if on_one else ())
+        norms = {
+            name: _largest([next(values) for _ in group])
+            for name, group in zip(grads, groups, strict=True)
+        }
+        flow = [(edge, next(values)) for edge, _ in self._flow]
+        self._flow.clear()
+        reached: dict[str, list[float]] = {}
+        for edge, norm in flow:
+            for call in edge.makers:
+                reached.setdefault(call.name, []).append(norm)
+        layers = {name: _total(reached[name]) for name in self._types if name in reached}
+        self._num_steps += 1
+        return Step(self._num_steps, _total(norms.values()), norms, layers), flow
+
+    def _nonfinite_alarm(self, step: Step, flow: Sequence[tuple[_Edge, float]]) -> list[Alarm]:
+        """An alarm if a norm is NaN or infinite, with the modules where it arose.
+
+        These read the first tensor whose gradient was not finite, or run around the module that
+        made it, or own the parameter.
+        """
+        bad = {name: x for name, x in step.parameters.items() if not math.isfinite(x)}
+        first = next(((edge, x) for edge, x in flow if not math.isfinite(x)), None)
+        if first is None and not bad:
+            return []
+        layers, norm = [name.rpartition(".")[0] for name in bad], next(iter(bad.values()), 0.0)
+        if first is not None:
+            edge, norm = first
+            reached = {id(call) for each, _ in flow for call in each.makers}
+            readers = [call for call in edge.readers if id(call) in reached]
+            outer = {id(parent) for call in readers for parent in _around(call)}
+            calls = [call for call in readers if id(call) not in outer]
+            calls = calls or ([*_around(edge.makers[-1])][:1] if edge.makers else [])
+            layers = [call.name for call in calls]
+        layers = list(dict.fromkeys(layers))
+        where = " or ".join(f"{name or '(model)'} ({self._types[name]})" for name in layers)
+        arose = f"arose in {where}" if layers else "came to the model's output: look at the loss"
+        if first is None and not step.layers.keys() & set(layers):
+            arose = "cannot be traced to one module, as no flow was seen there"
+        names = ", ".join(list(bad)[:3]) + (f" and {len(bad) - 3} more" if len(bad) > 3 else "")
+        reason = f"it {arose}; {names or 'no parameter'} got it."
+        kind = "nan" if math.isnan(norm) else "inf"
+        return [Alarm(kind, step.number, tuple(layers), tuple(bad), norm, reason)]
+
+    def _explosion_alarm(self, step: Step, owner: object) -> list[Alarm]:
+        """An alarm if the norm of all gradients exceeds a limit."""
+        norm, ratio = self._limits.exploding_norm, self._limits.exploding_ratio
+        totals = self._totals.get(owner, ())
+        median = statistics.median(totals) if len(totals) >= _MEDIAN_STEPS else 0.0
+        if norm is not None and step.norm > norm:
+            limit = f"the limit {norm:.3g}"
+        elif ratio is not None and 0 < median * ratio < step.norm:
+            limit = f"{ratio:.3g} times the median {median:.3g}"
+        else:
+            return []
+        largest = max(step.parameters, key=step.parameters.__getitem__)
+        reason = (
+            f"the norm {step.norm:.3g} of all gradients is over {limit}; the largest is {largest} "
+            f"with {step.parameters[largest]:.3g}."
+        )
+        module = largest.rpartition(".")[0]
+        return [Alarm("exploding", step.number, (module,), (largest,), step.norm, reason)]
+
+    def _vanishing_alarm(self, step: Step) -> list[Alarm]:
+        """An alarm for modules whose norms have been below the limit for long enough."""
+        modules, limits = _by_module(step.parameters), self._limits
+        top = max(modules, key=modules.__getitem__, default="")
+        if limits.vanishing_ratio is None or not modules.get(top):
+            return []
+        for name, norm in modules.items():
+            is_quiet = norm < limits.vanishing_ratio * modules[top]
+            self._quiet_steps[name] = self._quiet_steps.get(name, 0) + 1 if is_quiet else 0
+        quiet = [n for n in modules if self._quiet_steps[n] == limits.vanishing_steps]
+        if not quiet:
+            return []
+        norm = modules[quiet[0]]
+        reason = (
+            f"for {limits.vanishing_steps} steps, {', '.join(n or '(model)' for n in quiet)} got "
+            f"less than {limits.vanishing_ratio:.3g} of the largest norm (now {norm:.3g}, and "
+            f"{modules[top]:.3g} in {top or '(model)'})."
+        )
+        parameters = tuple(n for n in step.parameters if n.rpartition(".")[0] in quiet)
+        return [Alarm("vanishing", step.number, tuple(quiet), parameters, norm, reason)]
 
 
 @contextlib.contextmanager
@@ -52,11 +401,10 @@ def watch(
 
     Args:
         model: any module; all hooks are removed at the end.
-        clip_value: limit for each element of the gradient that arrives at a parameter in a backward
-            pass; elements are clamped to [-clip_value, clip_value] as by
-            torch.nn.utils.clip_grad_value_.
-        clip_norm: limit of the L2 norm of the gradients of a step, to which they are scaled down
-            before the step by the functions of torch.nn.utils.
+        clip_value: limit of each element of the gradient that arrives at a parameter in a backward
+            pass, as by torch.nn.utils.clip_grad_value_.
+        clip_norm: limit of the L2 norm of the gradients of a step, as by
+            torch.nn.utils.clip_grad_norm_ before it.
         limits: limits for alarms; None for the defaults of `Limits`.
         on_alarm: 'raise' raises a GradientAlarm before the optimizer changes a parameter; 'record'
             only adds to `log.alarms`; a function is called with each alarm. If gradients are
@@ -68,336 +416,78 @@ def watch(
         keep_steps: number of steps and alarms that are kept, and of steps that form the median.
 
     Raises:
-        ConfigError: an argument is out of its range; the loop scales its loss and `scaler` is
-            missing; or a gradient is sparse.
+        ConfigError: an argument is out of its range, or a gradient is sparse.
         LayerError: `layers` contains a name that is not a module.
         ModelError: the model is TorchScript.
         GradientAlarm: with on_alarm='raise'.
         RunError: the parameters changed without a step.
     """
-    check_positive("clip_value", clip_value)
-    check_positive("clip_norm", clip_norm)
+    _check_limit("clip_value", clip_value)
+    _check_limit("clip_norm", clip_norm)
     if not callable(on_alarm) and on_alarm not in ("raise", "record"):
         raise ConfigError(f"on_alarm={on_alarm!r}: expected 'raise', 'record' or a function.")
-    if keep_steps < MEDIAN_STEPS:
-        raise ConfigError(f"keep_steps={keep_steps}: expected {MEDIAN_STEPS} or more.")
+    if keep_steps < _MEDIAN_STEPS:
+        raise ConfigError(f"keep_steps={keep_steps}: expected {_MEDIAN_STEPS} or more.")
     refuse_scripted(model.named_modules())
-    names = {name: type(module).__name__ for name, module in model.named_modules()}
-    detector = AlarmDetector(limits or Limits(), names, keep_steps)
-    log = GradientLog(model, clip_value, clip_norm, detector, on_alarm, scaler, keep_steps)
-    try:
-        log._attach(layers)
+    modules = dict(model.named_modules())
+    for name in layers or ():
+        if name not in modules:
+            raise LayerError(f"no module {name!r} to watch.{nearest(name, modules)}")
+    watched = modules if layers is None else {name: modules[name] for name in ("", *layers)}
+    steps, alarms = deque[Step](maxlen=keep_steps), deque[Alarm](maxlen=keep_steps)
+    limits = limits or Limits()
+    log = GradientLog(model, clip_value, clip_norm, limits, on_alarm, scaler, steps, alarms)
+    with contextlib.ExitStack() as stack:
+        stack.callback(log._hooks.remove)
+        stack.enter_context(every_call(watched, log._begin, log._end))
+        if clip_value is not None:
+            for name, parameter in model.named_parameters():
+                log._clamp_arrivals(name, parameter, clip_value)
+        before, after = log._before_optimizer, log._note_versions
+        stack.callback(optimizers.register_optimizer_step_pre_hook(before).remove)
+        stack.callback(optimizers.register_optimizer_step_post_hook(after).remove)
         yield log
-        log._last_step()
-    finally:
-        log._detach()
+        # The gradients of a GradScaler are still scaled here; unscaling them is the loop's task.
+        if scaler is None and (log._flow or log._arrived):
+            log._check_versions()
+            log.step()
 
 
-class GradientLog:
-    """Record of the steps and alarms of a `watch` block.
+def _around(call: OpenCall) -> Iterator[OpenCall]:
+    """The calls around a call, innermost first."""
+    while call.parent is not None:
+        call = call.parent
+        yield call
 
-    Attributes:
-        steps: the last `keep_steps` steps, oldest first.
-        alarms: the last `keep_steps` alarms, oldest first.
-    """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        clip_value: float | None,
-        clip_norm: float | None,
-        detector: AlarmDetector,
-        on_alarm: str | Callable[[Alarm], None],
-        scaler: torch.amp.GradScaler | None,
-        keep_steps: int,
-    ) -> None:
-        self.steps: deque[Step] = deque(maxlen=keep_steps)
-        self.alarms: deque[Alarm] = deque(maxlen=keep_steps)
-        self._model = model
-        self._clip_value = clip_value
-        self._clip_norm = clip_norm
-        self._detector = detector
-        self._on_alarm = on_alarm
-        self._scaler = scaler
-        self._last_scale = 0.0
-        self._num_steps = 0
-        self._types = {name: type(module).__name__ for name, module in model.named_modules()}
-        self._hooks = GradientHooks(self._norm_of_arrival, self._begin_forward)
-        self._handles: list[Any] = []
-        self._clamped: set[int] = set()
-        self._versions: list[int] = []
-        self._arrived: dict[str, list[torch.Tensor]] = {}
-        self._seen_gradients = False
+def _norm(x: torch.Tensor) -> torch.Tensor:
+    """L2 norm, in float64 where there is one: squares of 1e-25 underflow in float32."""
+    wide = torch.float32 if x.device.type == "mps" else torch.float64
+    norm: torch.Tensor = torch.linalg.vector_norm(
+        x.detach(), dtype=torch.promote_types(x.dtype, wide)
+    )
+    return norm
 
-    def step(self) -> None:
-        """Judge and clip the gradients so far; for loops that update parameters without
-        torch.optim.
 
-        If the loop has a GradScaler, gradients must be unscaled before.
-
-        Raises:
-            GradientAlarm: with on_alarm='raise'.
-        """
-        self._finish(dict(self._model.named_parameters()), self, 1.0)
-
-    def table(self) -> str:
-        """Format the gradient norms of each module over the kept steps, in the order of the model.
-
-        Column `output` is the last norm of the gradient at the module's output; min, median and max
-        are over the kept steps. Column `parameters` is the last norm of the module's own
-        parameters.
-        """
-        header = ("layer", "type", "steps", "output", "min", "median", "max", "parameters")
-        rows = []
-        for name, kind in self._types.items():
-            flow = [step.layers[name] for step in self.steps if name in step.layers]
-            norms = [norms_by_module(step.parameters).get(name) for step in self.steps]
-            parameter_norms = [norm for norm in norms if norm is not None]
-            cells = ["-"] * 4
-            if flow:
-                ranges = (flow[-1], min(flow), statistics.median(flow), max(flow))
-                cells = [f"{x:.3g}" for x in ranges]
-            last = f"{parameter_norms[-1]:.3g}" if parameter_norms else "-"
-            if flow or parameter_norms:
-                steps = str(max(len(flow), len(parameter_norms)))
-                rows.append([name or "(model)", kind, steps, *cells, last])
-        return table(header, rows, left=2)
-
-    def _attach(self, layers: Sequence[str] | None) -> None:
-        """Register all hooks.
-
-        Raises:
-            LayerError: `layers` contains a name that is not a module.
-        """
-        modules = dict(self._model.named_modules())
-        for name in layers or ():
-            if name not in modules:
-                raise LayerError(f"no module {name!r} to watch.{nearest(name, modules)}")
-        if layers is not None:
-            modules = {name: modules[name] for name in ("", *layers)}
-        self._hooks.attach(modules)
-        if self._clip_value is not None:
-            for name, parameter in self._model.named_parameters():
-                if parameter.requires_grad:
-                    self._clamp_arrivals(name, parameter, self._clip_value)
-        self._handles.append(register_optimizer_step_pre_hook(self._before_optimizer))
-        self._handles.append(register_optimizer_step_post_hook(self._after_optimizer))
-        self._note_versions()
-
-    def _detach(self) -> None:
-        """Remove all hooks."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-        self._hooks.detach()
-        self._arrived.clear()
-
-    def _last_step(self) -> None:
-        """Judge the remaining gradients at the end of the block, unless there is a GradScaler.
-
-        A GradScaler's gradients are still scaled here, and unscaling them is the loop's own task.
-        """
-        if self._seen_gradients and self._scaler is None:
-            self._check_versions()
-            self.step()
-
-    # ------------------------------------------------------- while gradients arrive
-
-    def _loss_scale(self, device: torch.device) -> torch.Tensor | None:
-        """Return the GradScaler's factor on gradients in a backward pass as a tensor, or None."""
-        if self._scaler is None:
-            return None
-        return self._scaler.scale(torch.ones((), device=device))
-
-    def _norm_of_arrival(self, grad: torch.Tensor) -> torch.Tensor:
-        """Return the norm of a gradient that arrives, without the scaler's factor."""
-        self._seen_gradients = True
-        scale = self._loss_scale(grad.device)
-        norm = norms_of([grad])[0]
-        return norm if scale is None else norm / scale
-
-    def _clamp_arrivals(self, name: str, parameter: nn.Parameter, limit: float) -> None:
-        """Register a hook that records the norm of a parameter's gradient and clamps it."""
-
-        def clamp(grad: torch.Tensor) -> torch.Tensor:
-            """Record the norm of a gradient and clamp the gradient."""
-            _refuse_sparse(name, grad)
-            if parameter.grad is None:
-                self._arrived[name] = []
-            self._arrived.setdefault(name, []).append(self._norm_of_arrival(grad))
-            scale = self._loss_scale(grad.device)
-            if scale is None:
-                return grad.clamp(-limit, limit)
-            bound = limit * scale
-            # The scaler must see infinities, so that it skips the step and lowers its scale.
-            return torch.where(grad.isinf(), grad, grad.clamp(-bound, bound))
-
-        self._clamped.add(id(parameter))
-        self._handles.append(parameter.register_hook(clamp))  # type: ignore[no-untyped-call]
-
-    def _begin_forward(self) -> None:
-        """Check before a forward pass whether gradients were dropped, or used without a step.
-
-        Raises:
-            RunError: the parameters changed without a step.
-        """
-        scale = self._scaler.get_scale() if self._scaler is not None else 1.0
-        skipped, self._last_scale = scale < self._last_scale, scale
-        if not self._seen_gradients:
-            self._note_versions()
-            return
-        self._check_versions()
-        if skipped or all(p.grad is None for p in self._model.parameters()):
-            self._forget()
-
-    def _forget(self) -> None:
-        """Discard all gradients that arrived since the last step."""
-        self._arrived.clear()
-        self._hooks.forget()
-        self._seen_gradients = False
-
-    def _note_versions(self) -> None:
-        """Record autograd's version counters of the parameters."""
-        self._versions = [p._version for p in self._model.parameters()]
-
-    def _check_versions(self) -> None:
-        """Check by autograd's version counters that no parameter changed since the last step.
-
-        Raises:
-            RunError: a parameter changed without a step.
-        """
-        if self._versions != [p._version for p in self._model.parameters()]:
-            raise RunError(
-                "the parameters were changed after a backward pass, but no step of a torch.optim "
-                "optimizer was seen, so nothing was judged or clipped by norm. Call log.step() "
-                "before your own update."
-            )
-
-    # ------------------------------------------------------------------------- a step
-
-    def _before_optimizer(
-        self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Hook before every step of every torch.optim optimizer.
-
-        Returns:
-            changed arguments of `optimizer.step` if it has a closure, else None.
-        """
-        updated = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        parameters = {n: p for n, p in self._model.named_parameters() if id(p) in updated}
-        if not parameters:
-            return None
-        if self._scaler is None:
-            _refuse_hidden_scaler()
-
-        def finish() -> None:
-            """Judge the step, unless the optimizer itself will skip it."""
-            # Fused optimizers unscale the gradients and skip overflowed steps inside `step`.
-            found_inf = getattr(optimizer, "found_inf", None)
-            if found_inf is not None and bool(found_inf.any()):
-                self._forget()
-                return
-            held = getattr(optimizer, "grad_scale", None)
-            self._finish(parameters, optimizer, 1.0 if held is None else float(held))
-
-        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-        if closure is None:
-            finish()
-            return None
-
-        def watched_closure() -> Any:
-            """The gradients come inside the optimizer's step, perhaps several times."""
-            loss = closure()
-            with torch.no_grad():
-                finish()
-            return loss
-
-        if "closure" in kwargs:
-            return args, {**kwargs, "closure": watched_closure}
-        return (args[0], watched_closure, *args[2:]), kwargs
-
-    def _after_optimizer(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        """Hook after every step of every torch.optim optimizer."""
-        self._note_versions()
-
-    def _finish(self, parameters: Mapping[str, nn.Parameter], owner: object, factor: float) -> None:
-        """Record, judge and clip the gradients of one step.
-
-        Args:
-            parameters: name -> parameter that is about to be updated.
-            owner: the optimizer, or this log.
-            factor: factor of the GradScaler that the gradients still have.
-
-        Raises:
-            GradientAlarm: with on_alarm='raise'.
-        """
-        grads = {name: p.grad for name, p in parameters.items() if p.grad is not None}
-        for name, grad in grads.items():
-            _refuse_sparse(name, grad)
-        self._num_steps += 1
-        step = self._measure(grads, factor)
-        alarms = self._detector.alarms(step, self._hooks, owner)
-        self.steps.append(step)
-        self.alarms.extend(alarms)
-        self._hooks.forget()
-        self._seen_gradients = False
-        for alarm in alarms:
-            self._tell(alarm)
-        updated = {name: parameters[name] for name in grads}
-        if self._clip_value is not None:
-            self._clamp_late(updated, self._clip_value, factor)
-        if self._clip_norm is not None and updated:
-            total = nn.utils.get_total_norm(list(grads.values())) / factor
-            nn.utils.clip_grads_with_norm_(updated.values(), self._clip_norm, total)
-
-    def _tell(self, alarm: Alarm) -> None:
-        """Raise an alarm or pass it to the user's function."""
-        clipped = self._clip_value is not None or self._clip_norm is not None
-        if callable(self._on_alarm):
-            self._on_alarm(alarm)
-        elif self._on_alarm == "raise" and not (clipped and alarm.kind == "exploding"):
-            raise GradientAlarm(alarm)
-
-    def _measure(self, grads: Mapping[str, torch.Tensor], factor: float) -> Step:
-        """Compute the norms of a step, and of the flow, with one copy from each device."""
-        arrived = {name: self._arrived.pop(name, []) for name in grads}
-        unclamped = [name for name in grads if not arrived[name]]
-        present = norms_of([grads[name] for name in unclamped])
-        edges = self._hooks.edges()
-        groups = [arrived[name] for name in grads if arrived[name]]
-        groups += [[norm] for norm in present] + [edge.norms for edge in edges]
-        values = iter(copy_to_cpu([norm for group in groups for norm in group]))
-        copied = iter([[next(values) for _ in group] for group in groups])
-
-        norms = {name: _largest(next(copied)) for name in grads if arrived[name]}
-        norms |= {name: next(copied)[0] / factor for name in unclamped}
-        for edge in edges:
-            came = next(copied)
-            edge.norm = norm_of_norms(came) if came else None
-        parameters = {name: norms[name] for name in grads}
-        flow = self._hooks.layer_norms()
-        layers = {name: flow[name] for name in self._types if name in flow}
-        return Step(self._num_steps, norm_of_norms(norms.values()), parameters, layers)
-
-    def _clamp_late(
-        self, parameters: Mapping[str, nn.Parameter], limit: float, factor: float
-    ) -> None:
-        """Clamp parameters that were added or unfrozen inside the block, which have no hook yet."""
-        late = {name: p for name, p in parameters.items() if id(p) not in self._clamped}
-        if late:
-            nn.utils.clip_grad_value_(late.values(), limit * factor)
-        for name, parameter in late.items():
-            if parameter.requires_grad:
-                self._clamp_arrivals(name, parameter, limit)
+def _total(norms: Iterable[float]) -> float:
+    """Norm of the whole from the norms of its parts; NaN if one of them is NaN."""
+    norms = list(norms)
+    return math.nan if any(map(math.isnan, norms)) else math.hypot(*norms)
 
 
 def _largest(norms: Sequence[float]) -> float:
-    """Return the largest norm, or NaN if one of them is NaN."""
     return math.nan if any(map(math.isnan, norms)) else max(norms)
 
 
+def _by_module(parameters: Mapping[str, float]) -> dict[str, float]:
+    """Norm of the own parameters of each module, from those of the parameters."""
+    parts: dict[str, list[float]] = {}
+    for name, norm in parameters.items():
+        parts.setdefault(name.rpartition(".")[0], []).append(norm)
+    return {name: _total(norms) for name, norms in parts.items()}
+
+
 def _refuse_sparse(name: str, grad: torch.Tensor) -> None:
-    """Raise ConfigError for a gradient that is not strided."""
     if grad.layout != torch.strided:
         raise ConfigError(
             f"the gradient of {name} is sparse, which featx.gradients does not measure; build the "
@@ -405,20 +495,7 @@ def _refuse_sparse(name: str, grad: torch.Tensor) -> None:
         )
 
 
-def _refuse_hidden_scaler() -> None:
-    """Raise ConfigError if a GradScaler that was not passed to `watch` is among the callers.
-
-    A GradScaler leaves no other trace on a gradient than its factor, so its frame is searched on
-    the stack.
-    """
-    frame = sys._getframe(1)
-    while frame.f_back is not None:
-        frame = frame.f_back
-        if "grad_scaler" not in frame.f_code.co_filename:
-            continue
-        scaler = frame.f_locals.get("self")
-        if isinstance(scaler, torch.amp.GradScaler) and scaler.is_enabled():
-            raise ConfigError(
-                "this loop scales its loss: give watch(..., scaler=scaler) the GradScaler, or "
-                "gradients are clipped and judged with its factor on them."
-            )
+def _check_limit(name: str, value: float | None, below: float = math.inf) -> None:
+    if value is not None and not (isinstance(value, int | float) and 0 < value < below):
+        what = "finite number" if below == math.inf else f"number below {below}"
+        raise ConfigError(f"{name}={value!r}: expected a {what} above 0, or None.")

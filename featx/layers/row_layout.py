@@ -11,9 +11,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
 from featx.errors import ReduceError
+from featx.types import LayerSpec, TokenGeometry
 
 if TYPE_CHECKING:
     import torch
+
+    from featx.models import Backbone
 
 Reduction: TypeAlias = "Callable[[torch.Tensor], torch.Tensor]"
 """Function from the layer's tensor, (B, ...), to the stored rows, (B, ...)."""
@@ -23,13 +26,7 @@ class KeyedReduction:
     """Reduction whose rows depend on the keys of the images as well as on the tensor."""
 
     def __call__(self, x: torch.Tensor, keys: Sequence[bytes] = ()) -> torch.Tensor:
-        """Reduce a tensor.
-
-        Args:
-            x: (B, ...) tensor of the layer.
-            keys: keys of the first images of the batch; those of the others count as empty, as in
-                trial passes and for padding.
-        """
+        """Reduce a tensor."""
         raise NotImplementedError
 
     @property
@@ -101,13 +98,7 @@ def mean(x: torch.Tensor, axes: tuple[int, ...]) -> torch.Tensor:
 def token_grid(
     num_tokens: int, input_size: tuple[int, int], num_prefix_tokens: int
 ) -> tuple[int, int] | None:
-    """Return (rows, columns) of the patch tokens, or None if they form no grid.
-
-    Args:
-        num_tokens: number of tokens, prefix included.
-        input_size: (height, width) of the backbone's input in pixels.
-        num_prefix_tokens: number of class and register tokens.
-    """
+    """Return (rows, columns) of the patch tokens, or None if they form no grid."""
     patches = num_tokens - num_prefix_tokens
     height, width = input_size
     for rows in range(1, patches + 1):
@@ -118,18 +109,7 @@ def token_grid(
 
 
 def check_tokens(name: str, rows: RowLayout) -> tuple[int, int]:
-    """Check that rows are prefix tokens and a grid of patch tokens.
-
-    Args:
-        name: name of the reduction, for messages.
-        rows: layout of the rows.
-
-    Returns:
-        (rows, columns) of the grid.
-
-    Raises:
-        ReduceError: they are not, or reduce=cls is requested without a class token.
-    """
+    """Check that rows are prefix tokens and a grid of patch tokens."""
     why, cells = "", None
     if len(rows.shape) != 2:
         why = f"its rows have shape {rows.shape}, expected tokens (T, C)"
@@ -190,3 +170,41 @@ def has_known_positions(rows: RowLayout) -> bool:
         ReduceError: the rows could be (C, H, W) or (H, W, C), or neither.
     """
     return len(rows.shape) == 3 and not channels_last("reduce=grid", rows)
+
+
+_CAPTURES = ("output", "input", "grad_output", "grad_input")
+"""Captures whose rows have the shape of the layer's tensor; those of attention have none."""
+
+
+def token_geometries(specs: Sequence[LayerSpec], backbone: Backbone) -> dict[str, TokenGeometry]:
+    """Return the places of the tokens of each dataset whose rows are tokens or maps.
+
+    Args:
+        specs: datasets of a run.
+        backbone: model of the run.
+    """
+    found = {spec.name: _geometry_of(spec, backbone) for spec in specs}
+    return {name: places for name, places in found.items() if places is not None}
+
+
+def _geometry_of(spec: LayerSpec, backbone: Backbone) -> TokenGeometry | None:
+    """Return the places of the tokens of a dataset, or None if its shape is ambiguous."""
+    if spec.capture not in _CAPTURES or spec.reduce not in ("none", "grid", "align"):
+        return None
+    size = backbone.preprocess.crop
+    shape = spec.shape
+    if spec.reduce != "none":  # (C, rows, columns), also of tokens
+        return TokenGeometry(0, False, (shape[1], shape[2]), size)
+    if len(shape) == 2:
+        # Layers before the class token is added, such as the patch embedding, have no prefix.
+        for prefix in sorted({backbone.num_prefix_tokens, 0}, reverse=True):
+            if (grid := token_grid(shape[0], size, prefix)) is not None:
+                has_class_token = prefix > 0 and backbone.has_class_token
+                return TokenGeometry(prefix, has_class_token, grid, size)
+    if len(shape) == 3:
+        try:
+            last = channels_last("reduce=none", RowLayout(spec.name, shape, size))
+        except ReduceError:
+            return None
+        return TokenGeometry(0, False, shape[:2] if last else shape[1:], size)
+    return None

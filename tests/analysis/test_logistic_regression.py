@@ -13,7 +13,7 @@ from probe_problem import blobs, features_of, problem_of
 from sklearn.linear_model import LogisticRegression
 from sklearn.preprocessing import StandardScaler
 
-from featx.analysis.probe import lbfgs, logistic_regression, methods, minibatch_regression, ridge
+from featx.analysis.probe import logistic_regression, methods, minibatch_regression, ridge
 from featx.analysis.probe.heads import Scaler, fit_scaler
 from featx.analysis.probe.logistic_regression import Fit, Trial, best_trial, fit_logistic, sweep
 from featx.analysis.probe.splits import Split, holdout
@@ -93,7 +93,7 @@ def test_a_start_at_the_end_takes_no_step_and_too_few_steps_are_said(
     fit = fit_logistic(x, labels, 3, 1e-2)
     again = fit_logistic(x, labels, 3, 1e-2, start=fit)
     assert again.iterations <= 1
-    monkeypatch.setattr(lbfgs, "MAX_ITERATIONS", 2)
+    monkeypatch.setattr(logistic_regression, "MAX_ITERATIONS", 2)
     short = fit_logistic(x, labels, 3, 1e-4)
     assert short.converged is False
     assert short.max_abs_gradient > logistic_regression.TOLERANCE

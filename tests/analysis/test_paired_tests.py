@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-
 import numpy as np
 import pytest
 from scipy import stats
@@ -170,8 +168,3 @@ def test_equal_differences_over_splits_tell_nothing_about_their_error(
     # The layer without a test counts in the correction.
     assert found["far"]["p_holm"] == pytest.approx(2 * found["far"]["p"])
     assert found["far"]["not_tested"] is None
-
-
-def test_without_scipy_the_resampled_test_has_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "scipy", None)  # as if it were not installed
-    assert resampled_test([0.1, 0.3], 0.25) == (None, None)

@@ -14,7 +14,7 @@ from probe_problem import blobs, write_store
 from scipy import stats
 from sklearn import metrics as oracle
 from sklearn.calibration import calibration_curve
-from tiny_model import job_config, run_job
+from tiny_model import job_config
 
 import featx
 from featx.analysis.probe import run_probe
@@ -173,24 +173,15 @@ def test_a_file_with_too_many_scores_names_no_classes() -> None:
     assert "score:c2" in lines()[0]
 
 
-def test_without_scikit_learn_the_reason_is_given(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("options", [{}, {"label_column": "age"}, {"masks": "masks"}])
+def test_without_scikit_learn_the_command_that_installs_it_is_given(
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
 ) -> None:
     x, y = blobs(90)
-    write_store(Path("store"), y, x=x)
-    monkeypatch.setitem(sys.modules, "sklearn", None)  # as if it were not installed
-    found = probe()
-    assert found["auroc"] is found["mcc"] is found["balanced_accuracy"] is None
-    assert "featx[evaluation]" in found["not_available"]["auroc"]
-    assert found["accuracy"] == found["correct"] / found["rows"]
-    assert (
-        "not available: balanced accuracy, top-5, macro-F1, AUROC, log-loss, MCC, kappa, ECE; "
-        "scikit-learn is not installed" in " ".join(capsys.readouterr().out.split())
-    )
-    probe(seeds=2)
-    assert "over splits" not in capsys.readouterr().out
-    assert run_job("report", store="store", report={"tsne": False}) == 0
-    assert "scikit-learn is not installed" in Path("store/report.html").read_text()
+    write_store(Path("store"), y, {"age": x[:, 0].astype(float)}, x=x)
+    monkeypatch.setitem(sys.modules, "sklearn.metrics", None)  # as if it were not installed
+    with pytest.raises(ImportError, match=r'pip install "featx\[evaluation\]"'):
+        probe(**options)
 
 
 def test_seeds_have_a_split_each_and_their_spread_follows_from_the_file(

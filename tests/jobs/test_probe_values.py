@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import re
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -368,13 +367,6 @@ def test_columns_of_the_wrong_kind_are_refused() -> None:
     ):
         with pytest.raises(DataError, match=message):
             probe(**options)
-
-
-def test_without_scikit_learn_there_is_no_regression(monkeypatch: pytest.MonkeyPatch) -> None:
-    store_with(age=AGE)
-    monkeypatch.setitem(sys.modules, "sklearn", None)  # as if it were not installed
-    with pytest.raises(ImportError, match=r"featx\[evaluation\]"):
-        probe(label_column="age")
 
 
 @pytest.mark.slow

@@ -14,8 +14,8 @@ from torch import nn
 
 from featx.analysis.probe.batches import Batches, MemoryBatches, StreamedBatches
 from featx.analysis.probe.heads import Attention, Head, Scaler
-from featx.analysis.probe.matrix_products import threads_for
 from featx.analysis.probe.minibatch_regression import EPOCHS, Schedule, penalised_losses
+from featx.analysis.probe.threads import threads_for
 from featx.analysis.probe.tokens import Tokens
 from featx.errors import RunError
 

@@ -166,13 +166,17 @@ def _column_values(
 
 
 def _connected_components(a: GroupNumbers, b: GroupNumbers) -> GroupNumbers:
-    """Return the (n,) connected components of rows that share a number in `a` or in `b`."""
-    component = np.arange(len(a))
-    while True:
-        previous = component
-        for numbers in (a, b):
-            lowest = np.full(int(numbers.max()) + 1, len(numbers))
-            np.minimum.at(lowest, numbers, component)
-            component = lowest[numbers]
-        if np.array_equal(component, previous):
-            return np.unique(component, return_inverse=True)[1]
+    """Return the (n,) connected components of rows that share a number in `a` or in `b`.
+
+    Components are numbered by their first rows.
+    """
+    from scipy.sparse import coo_array
+    from scipy.sparse.csgraph import connected_components
+
+    # The numbers are the nodes of a graph, and each row is an edge between its two.
+    others = b + int(a.max()) + 1
+    num_nodes = int(others.max()) + 1
+    graph = coo_array((np.ones(len(a)), (a, others)), shape=(num_nodes, num_nodes))
+    component = connected_components(graph, directed=False)[1][a]
+    _, first_rows, of_row = np.unique(component, return_index=True, return_inverse=True)
+    return np.argsort(np.argsort(first_rows))[of_row]

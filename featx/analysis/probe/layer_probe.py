@@ -17,11 +17,11 @@ from featx.analysis.probe.heads import Head
 from featx.analysis.probe.layer_choice import LayerChoice
 from featx.analysis.probe.layer_rows import Features, LayerRows, layer_vectors
 from featx.analysis.probe.leakage import NearDuplicates, near_duplicates, repeated_rows
-from featx.analysis.probe.matrix_products import threads_for
 from featx.analysis.probe.metrics import ProbePredictions, metrics_of_folds
 from featx.analysis.probe.problem import FittedProbe, Problem
 from featx.analysis.probe.row_predictions import RowPredictions, join_folds
 from featx.analysis.probe.task import ProbeTask
+from featx.analysis.probe.threads import threads_for
 from featx.analysis.probe.tokens import Tokens, layer_tokens
 from featx.config import Config
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import math
 from collections.abc import Callable, Mapping
 
 import numpy as np
 import numpy.typing as npt
+
+from featx.errors import MissingExtraError
 
 LIBRARY_METRICS = (
     "balanced_accuracy", "top5", "calibration_error", "macro_f1", "auroc", "log_loss", "mcc",
@@ -22,22 +23,19 @@ TOP = 5
 CALIBRATION_BINS = 15
 """Number of bins of the calibration error."""
 
-NOT_INSTALLED = 'scikit-learn is not installed: pip install "featx[evaluation]"'
-"""Reason for the absence of all metrics without the extra."""
 
+def require_scikit_learn() -> None:
+    """Import the metrics of scikit-learn, which takes 0.9 s, before the first layer is timed.
 
-def has_scikit_learn() -> bool:
-    """Return whether scikit-learn can be imported, without importing it."""
-    return importlib.util.find_spec("sklearn") is not None
-
-
-def import_scikit_learn() -> None:
-    """Import the metrics of scikit-learn, which takes 0.9 s, if it is installed.
-
-    Called before the first layer, whose seconds would include it otherwise.
+    Raises:
+        MissingExtraError: scikit-learn, which brings scipy, is not installed.
     """
-    if has_scikit_learn():
+    try:
         importlib.import_module("sklearn.metrics")
+    except ModuleNotFoundError as error:
+        raise MissingExtraError(
+            'job=probe needs scikit-learn and scipy: pip install "featx[evaluation]".'
+        ) from error
 
 
 class UndefinedMetricError(ValueError):
@@ -70,8 +68,6 @@ def classification_metrics(
     Returns:
         name -> value, None if it is not available; and name -> reason for those.
     """
-    if not has_scikit_learn():
-        return dict.fromkeys(LIBRARY_METRICS), dict.fromkeys(LIBRARY_METRICS, NOT_INSTALLED)
     from sklearn.metrics import cohen_kappa_score, f1_score, recall_score
 
     return compute_metrics(

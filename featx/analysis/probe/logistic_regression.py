@@ -1,4 +1,4 @@
-"""Multinomial logistic regression by L-BFGS, on the device that holds the features."""
+"""Linear classifiers of standardised features: logistic regression by scipy's L-BFGS-B."""
 
 from __future__ import annotations
 
@@ -9,13 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-
-from featx.analysis.probe.matrix_products import one_torch_thread
-from featx.analysis.probe.minimisation import minimise
-from featx.analysis.probe.newton import finish_by_newton
-from featx.analysis.probe.preconditioner import SecondMoments
-from featx.analysis.probe.regression_targets import ClassTargets, CountTargets
-from featx.analysis.probe.softmax_objective import SoftmaxObjective
+from torch.nn import functional
 
 L2_GRID = (10.0, 1.0, 1e-1, 1e-2, 1e-3, 1e-4, 1e-5, 1e-6)
 """Penalties to try, the strongest first, so that each fit starts close to its minimum."""
@@ -28,16 +22,40 @@ TOLERANCE = 1e-4
 """Largest entry of the gradient at which a fit counts as converged."""
 
 FINAL_TOLERANCE = 1e-6
-"""The same for L-BFGS in the final fit of a small matrix in float64, before Newton's method. The
-error of the weights is up to gradient / l2, so this is not sufficient for a weak penalty."""
+"""The same for the final fit of a small matrix in float64. The error of the weights is up to
+gradient / l2, so a weak penalty needs a smaller gradient."""
 
 EXACT_NUMBERS = 1 << 23
 """Number of values of a matrix up to which the final fit is in float64."""
 
+MAX_ITERATIONS = 1000
+
+_BLOCK_NUMBERS = 1 << 22
+"""Number of logits in memory at a time."""
+
+Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""Function (n, C) logits, targets -> sum of the losses of the rows."""
+
+
+def class_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Sum the cross-entropy of (n,) classes, or of (n, C) counts of classes.
+
+    A row with counts t has the loss -sum t log p, as if it stood there once for each thing that was
+    counted in it.
+    """
+    if targets.ndim == 1:
+        return functional.cross_entropy(logits, targets, reduction="sum")
+    return -(targets * logits.log_softmax(1)).sum()
+
+
+def label_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Sum the binary cross-entropy of (n, T) labels, 1 or 0, that do not exclude each other."""
+    return functional.binary_cross_entropy_with_logits(logits, targets, reduction="sum")
+
 
 @dataclass(frozen=True)
 class Fit:
-    """One minimum of mean cross-entropy + l2/2 |weight|^2; the bias is not penalised.
+    """One minimum of a mean loss + l2/2 |weight|^2; the bias is not penalised.
 
     Attributes:
         weight: (C, D) float32, for standardised features.
@@ -45,7 +63,7 @@ class Fit:
         max_abs_gradient: largest absolute entry of the gradient at the end, or None if it was
             not computed.
         converged: whether `max_abs_gradient` is at most TOLERANCE, or None if it was not computed.
-        iterations: iterations of L-BFGS, or steps of AdamW.
+        iterations: iterations of L-BFGS-B, or steps of AdamW.
     """
 
     weight: torch.Tensor
@@ -53,6 +71,15 @@ class Fit:
     max_abs_gradient: float | None
     converged: bool | None
     iterations: int
+
+    def notes(self, l2: float) -> list[str]:
+        """Return a note if L-BFGS-B has not converged."""
+        if self.converged is not False:
+            return []
+        return [
+            f"l2={l2:g}: L-BFGS has not converged in {self.iterations} iterations (largest entry "
+            f"of the gradient {self.max_abs_gradient:.2g}, wanted {TOLERANCE:g})"
+        ]
 
 
 @dataclass(frozen=True)
@@ -62,7 +89,7 @@ class Trial:
     Attributes:
         l2: strength of the penalty.
         accuracy: accuracy in [0, 1].
-        loss: mean cross-entropy.
+        loss: mean loss.
         fit: the fit.
     """
 
@@ -85,77 +112,101 @@ class Trial:
 def fit_logistic(
     x: torch.Tensor,
     y: torch.Tensor,
-    num_classes: int,
+    num_outputs: int,
     l2: float,
     start: Fit | None = None,
     last: bool = False,
-    moments: SecondMoments | None = None,
+    loss: Loss = class_loss,
 ) -> Fit:
-    """Minimise mean cross-entropy + l2/2 |weight|^2 on a matrix in memory.
+    """Minimise mean loss + l2/2 |weight|^2 on a matrix in memory, scikit-learn's C = 1 / (l2 n).
 
-    A row has one class, or counts of several: with counts t the loss is -sum t log p / sum t over
-    all rows and classes, as if each row stood there once for each thing that was counted in it.
-
-    The matrix and its products stay float32. Losses, probabilities and the search are in float64 if
-    the device supports it, so that line searches near the minimum do not fail because of rounding.
+    The matrix and its products stay float32. Losses and the search are in float64 if the device
+    supports it, so that line searches near the minimum do not fail because of rounding.
 
     Args:
         x: (n, D) float32, standardised.
-        y: (n,) int64 classes, or (n, C) float32 counts, on the same device.
-        num_classes: C.
+        y: targets of the loss, on the same device.
+        num_outputs: C.
         l2: strength of the penalty.
         start: initial weights, or None for zeros.
         last: whether this is the final fit, which is exact and in float64 for a small matrix.
-        moments: second moments of `x`, shared by several fits; None for a single one.
+        loss: loss of the logits; that of counts is divided by their sum, others by n.
     """
-    device = x.device
-    # Apple GPUs have no float64.
-    wide = torch.float32 if device.type == "mps" else torch.float64
-    exact = last and x.numel() <= EXACT_NUMBERS
-    x = x.to(wide) if exact else x
-    weight = torch.zeros((num_classes, x.shape[1]), dtype=wide, device=device)
-    bias = torch.zeros(num_classes, dtype=wide, device=device)
+    from scipy.optimize import minimize  # takes 0.2 s
+    from threadpoolctl import threadpool_limits
+
+    wide = torch.float32 if x.device.type == "mps" else torch.float64  # Apple GPUs have no float64
+    is_exact = last and x.numel() <= EXACT_NUMBERS
+    x = x.to(wide) if is_exact else x
+    y = y.to(wide) if y.is_floating_point() else y
+    total = float(y.sum()) if loss is class_loss and y.ndim == 2 else float(len(x))
+    block_rows = max(1, _BLOCK_NUMBERS // num_outputs)
+    first = torch.zeros((num_outputs, x.shape[1] + 1), dtype=torch.float64)  # the bias comes last
     if start is not None:
-        weight.copy_(start.weight)
-        bias.copy_(start.bias)
-    targets = ClassTargets(y) if y.ndim == 1 else CountTargets(y, wide)
-    objective = SoftmaxObjective(x, targets, l2, weight, bias)
-    with one_torch_thread(device):
-        iterations = minimise(
-            objective, moments or SecondMoments(x), FINAL_TOLERANCE if exact else TOLERANCE
+        first.copy_(torch.cat([start.weight, start.bias[:, None]], 1))
+
+    def objective(numbers: npt.NDArray[np.float64]) -> tuple[float, npt.NDArray[np.float64]]:
+        """Return the value and its gradient."""
+        parameters = torch.from_numpy(numbers).view_as(first).to(x.device, wide)
+        weight, bias = parameters[:, :-1].to(x.dtype), parameters[:, -1].to(x.dtype)
+        gradient = l2 * parameters
+        gradient[:, -1] = 0
+        value = l2 / 2 * float(parameters[:, :-1].square().sum())
+        for begin in range(0, len(x), block_rows):
+            rows = slice(begin, begin + block_rows)
+            logits = torch.addmm(bias, x[rows], weight.T).to(wide).requires_grad_()
+            with torch.enable_grad():  # callers disable gradients
+                loss_of_block = loss(logits, y[rows]) / total
+            (of_logits,) = torch.autograd.grad(loss_of_block, logits)
+            gradient[:, :-1] += of_logits.T.to(x.dtype) @ x[rows]
+            gradient[:, -1] += of_logits.sum(0)
+            value += float(loss_of_block.detach())
+        return value, gradient.cpu().double().numpy().ravel()
+
+    tolerance = min(FINAL_TOLERANCE, 1e-4 * l2) if is_exact else TOLERANCE
+    options = {"maxiter": MAX_ITERATIONS, "maxfun": 10 * MAX_ITERATIONS, "maxls": 50}
+    # The threads of scipy's BLAS spin between its short operations: on two busy CPUs a probe took
+    # five times as long. Those of torch multiply the matrices.
+    with threadpool_limits(1, user_api="blas"):
+        found = minimize(
+            objective,
+            first.numpy().ravel(),
+            jac=True,
+            method="L-BFGS-B",
+            options={**options, "gtol": tolerance, "ftol": 0.0},
         )
-        if exact:
-            finish_by_newton(objective)
-        objective()
-    largest = objective.max_abs_gradient
-    return Fit(weight.float(), bias.float(), largest, largest <= TOLERANCE, iterations)
+    parameters = torch.from_numpy(found.x).view_as(first).float().to(x.device)
+    largest = float(np.abs(found.jac).max())
+    weight, bias = parameters[:, :-1].contiguous(), parameters[:, -1].contiguous()
+    return Fit(weight, bias, largest, largest <= TOLERANCE, int(found.nit))
 
 
 def sweep(
     x: torch.Tensor,
     y: torch.Tensor,
-    num_classes: int,
-    strengths: tuple[float, ...],
+    num_outputs: int,
+    strengths: Sequence[float],
     judge: Callable[[Fit], tuple[float, float]],
+    loss: Loss = class_loss,
 ) -> list[Trial]:
     """Fit each penalty, starting from the fit before, until the validation loss keeps rising.
 
     Args:
         x: (n, D) float32 rows to fit on.
-        y: (n,) int64 classes, or (n, C) float32 counts of them.
-        num_classes: C.
+        y: targets of the loss.
+        num_outputs: C.
         strengths: penalties in falling order.
         judge: function fit -> accuracy and loss on the validation rows.
+        loss: loss of the logits.
     """
     trials: list[Trial] = []
-    moments = SecondMoments(x)
     risen = 0
     for l2 in strengths:
         start = trials[-1].fit if trials else None
-        fit = fit_logistic(x, y, num_classes, l2, start, moments=moments)
-        accuracy, loss = judge(fit)
-        risen = risen + 1 if trials and loss > trials[-1].loss else 0
-        trials.append(Trial(l2, accuracy, loss, fit))
+        fit = fit_logistic(x, y, num_outputs, l2, start, loss=loss)
+        trial = Trial(l2, *judge(fit), fit)
+        risen = risen + 1 if trials and trial.loss > trials[-1].loss else 0
+        trials.append(trial)
         if risen == PATIENCE:
             break
     return trials

@@ -129,7 +129,7 @@ def _fit_linear(
     start: logistic_regression.Fit | None,
 ) -> FittedProbe:
     """Fit logistic regression with a known penalty."""
-    features, notes = problem.features, []
+    features, notes = problem.features, list[str]()
     in_memory = features.whole is not None or len(places) * 4 * features.width <= _SMALL_BYTES
     if in_memory:
         x = scaler(features.take(places))
@@ -140,12 +140,7 @@ def _fit_linear(
     else:
         streamed = _fit_streamed(problem, places, scaler, (l2,))
         fit, notes, solver = streamed.fits[0], list(streamed.alarms), "adamw"
-    if fit.converged is False:
-        notes.append(
-            f"l2={l2:g}: L-BFGS has not converged in {fit.iterations} iterations (largest entry "
-            f"of the gradient {fit.max_abs_gradient:.2g}, "
-            f"wanted {logistic_regression.TOLERANCE:g})"
-        )
+    notes += fit.notes(l2)
     head = Head(scaler, fit.weight, fit.bias, probabilities=True)
     details = {
         "solver": solver,

@@ -17,7 +17,7 @@ from featx.analysis.probe.batches import StreamedBatches
 from featx.analysis.probe.heads import Scaler
 from featx.analysis.probe.layer_rows import LayerRows
 from featx.analysis.probe.logistic_regression import Fit
-from featx.analysis.probe.matrix_products import threads_for
+from featx.analysis.probe.threads import threads_for
 
 BATCH_ROWS = 256
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -182,12 +181,10 @@ def resampled_test(
         alpha: probability that the interval does not contain the mean.
 
     Returns:
-        the interval of the mean, and the two-sided p. Both are None if scipy, which scikit-learn
-        brings, is not installed, and if all differences are equal, because their variance of 0
-        tells nothing about the error of the mean; but p is 1 if all of them are 0.
+        the interval of the mean, and the two-sided p. Both are None if all differences are equal,
+        because their variance of 0 tells nothing about the error of the mean; but p is 1 if all of
+        them are 0.
     """
-    if importlib.util.find_spec("scipy") is None:
-        return None, None
     from scipy.stats import t
 
     count, mean = len(differences), float(np.mean(differences))
@@ -202,19 +199,14 @@ def resampled_test(
 def sign_test(first: int, second: int) -> float:
     """Compute the two-sided exact p-value of the sign test, which is McNemar's exact test.
 
-    If both classifiers are equally good, each of the n = first + second differences is for either
-    of them with probability 1/2, so p = min(1, 2 sum_{i <= min(first, second)} C(n, i) / 2^n).
-    Q. McNemar, Note on the Sampling Error of the Difference between Correlated Proportions or
-    Percentages, Psychometrika 12 (1947).
+    If both classifiers are equally good, each of the first + second differences is for either of
+    them with probability 1/2. Q. McNemar, Note on the Sampling Error of the Difference between
+    Correlated Proportions or Percentages, Psychometrika 12 (1947).
 
     Args:
         first: number of differences for the first classifier.
         second: number of differences for the second classifier.
     """
-    n = first + second
-    # Whole numbers, because 2^n overflows a float from n = 1024.
-    term, total = 1, 0
-    for i in range(min(first, second) + 1):
-        total += term
-        term = term * (n - i) // (i + 1)
-    return min(1.0, 2 * total / (1 << n))
+    from scipy.stats import binomtest
+
+    return float(binomtest(first, first + second).pvalue) if first + second else 1.0

@@ -14,7 +14,7 @@ import torch
 from featx.analysis.probe.layer_choice import LayerChoice
 from featx.analysis.probe.layer_probe import AdditionalResults, layer_features, probe_layer
 from featx.analysis.probe.layer_rows import layer_vectors
-from featx.analysis.probe.library_metrics import import_scikit_learn
+from featx.analysis.probe.library_metrics import require_scikit_learn
 from featx.analysis.probe.metric_intervals import bootstrap_entry
 from featx.analysis.probe.metrics import join_predictions
 from featx.analysis.probe.nested_selection import selection_entry
@@ -49,8 +49,10 @@ def run_probe(
         contents of probe.json (docs/probe.md).
 
     Raises:
+        MissingExtraError: scikit-learn is not installed.
         FeatxError: the store or the split does not allow a probe, or a training failed.
     """
+    require_scikit_learn()
     started_at = time.perf_counter()
     store = FeatureStore(config.store_path(), verify="rows")
     kind = task_kind(store, config.probe)
@@ -71,7 +73,6 @@ def run_probe(
     seed_probes = [SeedProbe(task, {}, LayerChoice(len(task.splits))) for task in tasks]
     widest = max(layers, key=lambda layer: layer_vectors(tasks[0].training, layer).width)
     keeps_scores = _num_scores(config, tasks, len(layers)) <= max_scores
-    import_scikit_learn()
     for layer in layers:
         extras = AdditionalResults(layer == widest, True, keeps_scores)
         _probe_layer(config, seed_probes, layer, device, extras)

@@ -99,11 +99,7 @@ def fit_patches(patches: Patches, split: Split, l2: float | None) -> FittedPatch
     )
     final, num_patches = _final(patches, split.train, best.l2)
     notes = logistic_regression.note_grid_end(best.l2, strengths)
-    if not final.fit.converged:
-        notes.append(
-            f"l2={best.l2:g}: L-BFGS has not converged in {final.fit.iterations} iterations "
-            f"(largest entry of the gradient {final.fit.max_abs_gradient:.2g})"
-        )
+    notes += final.fit.notes(best.l2)
     if len(final.classes) < patches.num_classes:
         notes.append(
             f"{patches.num_classes - len(final.classes)} classes have no pixel in the training "

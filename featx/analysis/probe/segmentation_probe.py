@@ -12,7 +12,6 @@ import numpy as np
 import torch
 
 from featx.analysis.probe.masks import Masks, read_masks
-from featx.analysis.probe.matrix_products import threads_for
 from featx.analysis.probe.output_files import write_result
 from featx.analysis.probe.patches import Patches, check_memory, require_patches
 from featx.analysis.probe.result import run_entries, store_entries
@@ -23,6 +22,7 @@ from featx.analysis.probe.segmentation_metrics import (
     interval_entry,
     segmentation_metrics,
 )
+from featx.analysis.probe.threads import threads_for
 from featx.analysis.probe.values import TaskKind
 from featx.base import WIDTH, choose_device, csv_bytes, exact_cuda
 from featx.config import Config

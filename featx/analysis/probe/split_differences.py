@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +11,9 @@ import numpy as np
 from featx.analysis.probe.metrics import mean_and_spread
 from featx.analysis.probe.paired_tests import ALPHA, holm, resampled_test
 from featx.analysis.probe.splits import Split
+
+_EQUAL = "the difference is the same in every split, which tells nothing about its error"
+"""Reason why `resampled_test` gives no p-value."""
 
 
 @dataclass(frozen=True)
@@ -82,15 +84,8 @@ def differences(
     for entry, p in zip(entries.values(), corrected, strict=True):
         is_tested = entry["p"] is not None
         entry["p_holm"], entry["told_apart"] = (p, p < ALPHA) if is_tested else (None, None)
-        entry["not_tested"] = None if is_tested else _why_not_tested()
+        entry["not_tested"] = None if is_tested else _EQUAL
     return entries
-
-
-def _why_not_tested() -> str:
-    """Return the reason why `resampled_test` gives no p-value."""
-    if importlib.util.find_spec("scipy") is None:
-        return "scikit-learn is not installed"
-    return "the difference is the same in every split, which tells nothing about its error"
 
 
 def _differences(a: Sequence[float], b: Sequence[float]) -> list[float]:

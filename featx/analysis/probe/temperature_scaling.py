@@ -12,32 +12,27 @@ LOWEST, HIGHEST = 0.1, 10.0
 """Limits of the temperature. If all validation rows are right, the loss falls with the temperature
 without end, which would make all probabilities 1."""
 
-_STEPS = 60
-"""Number of halvings of the interval, after which it is as small as float64 allows."""
-
 
 def fit_temperature(logits: npt.NDArray[np.float64], y: npt.NDArray[np.int64]) -> float:
     """Return the temperature T in [LOWEST, HIGHEST] with the smallest cross-entropy.
 
-    The loss of softmax(logits / T) is convex in 1 / T, so the zero of its derivative, which is the
-    mean over rows of sum_k p_k z_k - z_y, is found by halving an interval. C. Guo et al., On
-    Calibration of Modern Neural Networks, ICML 2017.
+    The loss of softmax(logits / T) is convex in 1 / T. C. Guo et al., On Calibration of Modern
+    Neural Networks, ICML 2017.
 
     Args:
         logits: (n, C) logits of rows that the head was not fitted on.
         y: (n,) true classes.
     """
-    z = torch.from_numpy(logits)
-    true_logits = z[torch.arange(len(z)), torch.from_numpy(y)]
+    from scipy.optimize import minimize_scalar
 
-    def slope(inverse: float) -> float:
-        return float(((z * inverse).softmax(1) * z).sum(1).sub(true_logits).mean())
+    z, true = torch.from_numpy(logits), torch.from_numpy(y)
 
-    low, high = 1 / HIGHEST, 1 / LOWEST
-    for _ in range(_STEPS):
-        middle = (low + high) / 2
-        low, high = (middle, high) if slope(middle) < 0 else (low, middle)
-    return min(HIGHEST, max(LOWEST, 2 / (low + high)))
+    def loss(inverse: float) -> float:
+        return float(torch.nn.functional.cross_entropy(z * inverse, true))
+
+    limits = (1 / HIGHEST, 1 / LOWEST)
+    found = minimize_scalar(loss, bounds=limits, method="bounded", options={"xatol": 1e-9})
+    return min(HIGHEST, max(LOWEST, 1 / float(found.x)))
 
 
 def limit_notes(temperature: float) -> list[str]:

@@ -10,7 +10,6 @@ import numpy.typing as npt
 import torch
 
 from featx.analysis.probe import knn, logistic_regression, ridge
-from featx.analysis.probe.binary_regression import BinaryFit, LabelledMatrix
 from featx.analysis.probe.heads import (
     MULTILABEL,
     REGRESSION,
@@ -20,6 +19,7 @@ from featx.analysis.probe.heads import (
     scores_of,
 )
 from featx.analysis.probe.layer_rows import Features
+from featx.analysis.probe.logistic_regression import Fit
 from featx.analysis.probe.splits import Places, Split
 from featx.config import ProbeConfig
 from featx.errors import ConfigError
@@ -150,44 +150,39 @@ def _labels(problem: ValueProblem, split: Split) -> FittedValues:
     """Predict the probability of each label by logistic regression."""
     features, options = problem.features, problem.options
     strengths = logistic_regression.L2_GRID if options.l2 is None else (options.l2,)
-    scaler, rows = _labelled_matrix(problem, split.fit)
+    scaler, x, targets = _labelled_matrix(problem, split.fit)
     truth = torch.from_numpy(problem.values[split.validation])
-    trials: list[tuple[float, float, BinaryFit]] = []
-    risen = 0
-    for l2 in strengths:
-        fit = rows.fit(l2, trials[-1][2] if trials else None)
+
+    def judge(fit: Fit) -> tuple[float, float]:
         p = torch.from_numpy(scores_of(_label_head(scaler, fit), features, split.validation))
-        loss = float(torch.nn.functional.binary_cross_entropy(p, truth, reduction="sum")) / len(p)
-        risen = risen + 1 if trials and loss > trials[-1][1] else 0
-        trials.append((l2, loss, fit))
-        if risen == logistic_regression.PATIENCE:
-            break
-    del rows
-    best, best_loss, start = min(trials, key=lambda trial: trial[1])
-    head, notes = _fit_labels(problem, split.train, best, start)
-    notes = [*logistic_regression.note_grid_end(best, strengths), *notes]
-    sweep = [{"l2": l2, "loss": loss} for l2, loss, _ in trials]
+        losses = torch.nn.functional.binary_cross_entropy(p, truth, reduction="sum")
+        return float("nan"), float(losses) / len(p)
+
+    num_labels, loss = truth.shape[1], logistic_regression.label_loss
+    trials = logistic_regression.sweep(x, targets, num_labels, strengths, judge, loss)
+    del x
+    best = logistic_regression.best_trial(trials)
+    head, notes = _fit_labels(problem, split.train, best.l2, best.fit)
+    notes = [*logistic_regression.note_grid_end(best.l2, strengths), *notes]
+    sweep = [{"l2": trial.l2, "loss": trial.loss} for trial in trials]
     predicted = scores_of(head, features, split.test)
-    return FittedValues(predicted, best, best_loss, sweep, notes, head)
+    return FittedValues(predicted, best.l2, best.loss, sweep, notes, head)
 
 
 def _fit_labels(
-    problem: ValueProblem, places: Places, l2: float, start: BinaryFit | None = None
+    problem: ValueProblem, places: Places, l2: float, start: Fit | None = None
 ) -> tuple[Head, list[str]]:
     """Fit labels with a known penalty; returns the head, and a note unless it converged."""
-    scaler, rows = _labelled_matrix(problem, places)
-    fit = rows.fit(l2, start)
-    notes = []
-    if fit.max_abs_gradient > logistic_regression.TOLERANCE:
-        notes.append(
-            f"l2={l2:g}: L-BFGS has not converged in {fit.iterations} iterations (largest entry of "
-            f"the gradient {fit.max_abs_gradient:.2g})"
-        )
-    return _label_head(scaler, fit), notes
+    scaler, x, targets = _labelled_matrix(problem, places)
+    loss = logistic_regression.label_loss
+    fit = logistic_regression.fit_logistic(x, targets, targets.shape[1], l2, start, True, loss)
+    return _label_head(scaler, fit), fit.notes(l2)
 
 
-def _labelled_matrix(problem: ValueProblem, places: Places) -> tuple[Scaler, LabelledMatrix]:
-    """Return the standardisation of some places, and their standardised rows with their labels.
+def _labelled_matrix(
+    problem: ValueProblem, places: Places
+) -> tuple[Scaler, torch.Tensor, torch.Tensor]:
+    """Return the standardisation of some places, their standardised rows, and their labels.
 
     Raises:
         ConfigError: the layer does not fit into memory.
@@ -199,14 +194,13 @@ def _labelled_matrix(problem: ValueProblem, places: Places) -> tuple[Scaler, Lab
             f"{8 * len(features) * features.width / (1 << 30):.1f}, or use probe.method=knn."
         )
     scaler = fit_scaler(features, places)
-    targets = torch.from_numpy(problem.values[places])
-    return scaler, LabelledMatrix(scaler(features.take(places)), targets)
+    targets = torch.from_numpy(problem.values[places]).float().to(features.device)
+    return scaler, scaler(features.take(places)), targets
 
 
-def _label_head(scaler: Scaler, fit: BinaryFit) -> Head:
+def _label_head(scaler: Scaler, fit: Fit) -> Head:
     """Return the head of a fit."""
-    weight, bias = (each.float().to(scaler.mean.device) for each in (fit.weight, fit.bias))
-    return Head(scaler, weight, bias, probabilities=True, task=MULTILABEL)
+    return Head(scaler, fit.weight, fit.bias, probabilities=True, task=MULTILABEL)
 
 
 def _squared_error(truth: Matrix, predicted: Matrix) -> float:

@@ -7,12 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
-from featx.analysis.probe.library_metrics import (
-    UndefinedMetricError,
-    compute_metrics,
-    has_scikit_learn,
-)
-from featx.errors import MissingExtraError
+from featx.analysis.probe.library_metrics import UndefinedMetricError, compute_metrics
 
 REGRESSION_METRICS = ("r2", "mae", "spearman")
 MULTILABEL_METRICS = ("map", "macro_f1")
@@ -21,18 +16,6 @@ THRESHOLD = 0.5
 """Score from which a label counts as predicted in macro_f1."""
 
 Matrix = npt.NDArray[np.float64]
-
-
-def require_scikit_learn(task: str) -> None:
-    """Check that the metrics of a task can be computed.
-
-    Raises:
-        MissingExtraError: scikit-learn is not installed.
-    """
-    if not has_scikit_learn():
-        raise MissingExtraError(
-            f'probe.task={task} needs scikit-learn: pip install "featx[evaluation]".'
-        )
 
 
 def regression_metrics(

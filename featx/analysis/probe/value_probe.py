@@ -15,14 +15,13 @@ import torch
 from featx.analysis.probe.heads import Head
 from featx.analysis.probe.layer_probe import reduction_entry
 from featx.analysis.probe.layer_rows import Features, layer_vectors
-from featx.analysis.probe.library_metrics import import_scikit_learn
-from featx.analysis.probe.matrix_products import threads_for
 from featx.analysis.probe.metric_intervals import INTERVAL_RESAMPLES
 from featx.analysis.probe.other_store import open_other_store
 from featx.analysis.probe.output_files import write_heads, write_result
 from featx.analysis.probe.result import run_entries, store_entries
 from featx.analysis.probe.row_predictions import SCORE
 from featx.analysis.probe.row_splits import missing_group_notes, split_by_store, split_rows
+from featx.analysis.probe.threads import threads_for
 from featx.analysis.probe.value_methods import FittedValues, ValueProblem, fit_head, fit_values
 from featx.analysis.probe.value_seeds import ValueSeed, value_seeds_entry
 from featx.analysis.probe.value_task import (
@@ -68,7 +67,6 @@ def run_value_probe(
         task = _task(replace(config, seed=seed), values, testing, kind)
         check_splits(task, config)
         seed_probes.append(ValueSeed(task, {}, {}, {}))
-    import_scikit_learn()
     for layer in layers:
         with torch.no_grad(), exact_cuda:
             stored = [layer_vectors(each.labelled, layer) for each in seed_probes[0].task.stores]

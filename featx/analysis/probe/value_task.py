@@ -16,7 +16,6 @@ from featx.analysis.probe.value_metrics import (
     first_regression_metric,
     multilabel_metrics,
     regression_metrics,
-    require_scikit_learn,
 )
 from featx.analysis.probe.values import TaskKind, Values
 from featx.config import Config
@@ -106,9 +105,7 @@ def check_options(config: Config, kind: TaskKind) -> None:
 
     Raises:
         ConfigError: there is one.
-        MissingExtraError: scikit-learn is not installed.
     """
-    require_scikit_learn(kind.name)
     for name in _OF_CLASSES:
         if getattr(config.probe, name) is not None:
             raise ConfigError(

@@ -126,7 +126,6 @@ EXECUTORS.register(
     Executor(
         name="slurm",
         help="Tasks of a Slurm job array, each over neighbouring parts.",
-        extra="slurm",
         options=SlurmOptions,
         check=check,
         run=run,

@@ -105,6 +105,7 @@ class WorkerPool(ABC):
             outlives_driver=outlives_driver,
         )
         self.session = session
+        self._jobs = folder if folder.is_relative_to(session.root.absolute()) else None
         self.heartbeat = Heartbeat(session.disk, DRIVER)
         self.workers: list[int] = []
         self.lost: list[int] = []
@@ -156,9 +157,9 @@ class WorkerPool(ABC):
             stop_signals() as stop,
             Progress(session.num_rows, session.num_committed) as self.progress,
         ):
-            jobs = self.spec.folder.parent
-            if session.disk.has_locks and jobs.is_relative_to(session.root.absolute()):
-                disk.remove(jobs)  # of an earlier driver; its workers do not continue without it
+            if self._jobs is not None and session.disk.has_locks:
+                # Of an earlier driver; its workers do not continue without it.
+                disk.remove(self._jobs)
             disk.make_folder(self.spec.folder / CLAIMS)
             disk.replace(self.spec.folder / SPEC, pickle.dumps(PickledWorkerSpec(self.spec)))
             try:
@@ -175,8 +176,8 @@ class WorkerPool(ABC):
         # Tasks that were cancelled may still write their logs.
         with contextlib.suppress(RunError):
             disk.remove(self.spec.folder)
-        with contextlib.suppress(OSError):
-            self.spec.folder.parent.rmdir()
+        if self._jobs is not None:
+            session.disk.remove_best_effort(self.spec.folder)
         return self.collector.outcome(self.spec)
 
     def _end_run(self) -> None:

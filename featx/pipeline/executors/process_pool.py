@@ -33,12 +33,8 @@ class ProcessPool(WorkerPool):
     is printed with their name; that of processes that outlive the driver goes to a log file.
 
     Args:
-        spec: worker spec of the run.
-        session: write session; records every committed part.
-        folder: folder for claims and reports.
+        spec, session, folder, kind, outlives_driver: as for WorkerPool.
         devices: device of each worker.
-        kind: what a worker is called.
-        outlives_driver: whether a worker continues when its driver dies.
         command: command that starts a worker, without the process id of its parent.
     """
 
@@ -108,17 +104,7 @@ class ProcessPool(WorkerPool):
 
 
 class _Process:
-    """Process of a worker, with its output.
-
-    Args:
-        command: its command.
-        lock: file descriptor that it holds, unless it outlives the driver.
-        log: file for its output, which is then not read; the process outlives the driver.
-
-    Attributes:
-        popen: process handle.
-        last_lines: last complete lines of its output.
-    """
+    """Process of a worker, with its output; one with a log file outlives the driver."""
 
     def __init__(self, command: Sequence[str], lock: int, log: Path | None) -> None:
         self.last_lines: deque[str] = deque(maxlen=_NUM_LAST_LINES)

@@ -90,15 +90,7 @@ class Actor:
 
 
 class ActorPool(WorkerPool):
-    """Actors of a Ray cluster.
-
-    Args:
-        ray: the module, connected to a cluster.
-        spec: worker spec of the run.
-        session: write session of the store or statistics.
-        device: type of the device of every actor.
-        options: options of the executor.
-    """
+    """Actors of a Ray cluster."""
 
     def __init__(
         self, ray: Any, spec: WorkerSpec, session: Session, device: str, options: RayOptions

@@ -26,11 +26,7 @@ _HEAD_CHECK_S = 5.0
 
 
 def check_cluster(ray: Any, address: str) -> None:
-    """Check that a cluster answers at an address, as Ray itself would retry for minutes.
-
-    Args:
-        ray: the module.
-        address: option executor.address.
+    """Check that a cluster answers at executor.address, as Ray itself would retry for minutes.
 
     Raises:
         ConfigError: no cluster answers there.
@@ -42,12 +38,7 @@ def check_cluster(ray: Any, address: str) -> None:
 
 
 class HeadWatch:
-    """Watch on the head of the cluster that Ray is connected to, by connections to its port.
-
-    Args:
-        ray: the module.
-        address: option executor.address.
-    """
+    """Watch on the head of the cluster that Ray is connected to, by connections to its port."""
 
     def __init__(self, ray: Any, address: str | None) -> None:
         self._address = _address_in_use(ray, address)
@@ -117,10 +108,6 @@ def connected(ray: Any, address: str | None) -> Iterator[Any]:
     """Connect Ray to a cluster, or start one on this machine.
 
     A connection of the caller is used as it is and stays open.
-
-    Args:
-        ray: the module.
-        address: option executor.address; None starts a cluster.
 
     Raises:
         ConfigError: no cluster answers there.

@@ -33,13 +33,7 @@ SUBMIT_AGAIN_S = 30.0
 class JobArray(WorkerPool):
     """Tasks of Slurm; a task ends early at its time limit, by preemption or by scancel.
 
-    Args:
-        spec: worker spec of the run.
-        session: write session of the store or statistics.
-        folder: folder on a disk that all machines see.
-        num_tasks: number of tasks that share the parts.
-        device: type of the device of every task.
-        requests: option of sbatch -> option of the executor and value.
+    `requests` is option of sbatch -> option of the executor and value.
     """
 
     poll_s = 2.0

@@ -141,12 +141,7 @@ def counted_states(states: Iterable[TaskState]) -> list[QueueState]:
 
 
 class SlurmQueue:
-    """Tasks of one run in Slurm's queue.
-
-    Args:
-        report: prints a line for the user.
-        clock: returns seconds, as time.monotonic does.
-    """
+    """Tasks of one run in Slurm's queue; `report` prints a line for the user."""
 
     def __init__(
         self, report: Callable[[str], None], clock: Callable[[], float] = time.monotonic
@@ -159,11 +154,7 @@ class SlurmQueue:
         self._reported_at: dict[str, float] = {}
 
     def states(self, ids: Iterable[str]) -> Mapping[str, TaskState]:
-        """States of some tasks, at most ASK_S seconds old; tasks not seen yet are left out.
-
-        Args:
-            ids: ids of tasks that have not ended: '7_0' in an array, '8' for a single job.
-        """
+        """States of some tasks by id, at most ASK_S seconds old; without tasks not seen yet."""
         ids = list(ids)
         now = self._clock()
         if ids and (self._asked_at is None or now - self._asked_at >= ASK_S):
@@ -202,8 +193,7 @@ class SlurmQueue:
     def _accounting_states(self, ids: list[str]) -> dict[str, TaskState]:
         """States of tasks that the controller has forgotten, from the accounting database.
 
-        The controller forgets a task some minutes after its end, and at once if a task of an array
-        is cancelled while it waits.
+        It forgets a task minutes after its end, and at once one that is cancelled while it waits.
         """
         if not ids:
             return {}

@@ -123,17 +123,7 @@ def rows_text(parts: Sequence[Part]) -> str:
 class PartWorker:
     """Batch sink and part source of a worker: commits parts, and adds them to its report.
 
-    Args:
-        context: run context of the worker, equal to that of the driver.
-        spec: worker spec from the driver.
-        heartbeat: heartbeat that records the current part.
-        report: report of the worker; gets the measurements.
-        path: path at which the report is written when the worker is ready, and after each commit.
-
-    Attributes:
-        num_rows: number of rows of the run, over all workers.
-        num_committed: number of rows that this worker has committed.
-        num_failed: always 0: the driver counts the failures of all workers and ends the run.
+    The report is written to `path` at once, as the worker is ready, and after each commit.
     """
 
     def __init__(
@@ -154,7 +144,7 @@ class PartWorker:
         self._held: dict[int, Part] = {}  # parts that are computed or committed now, by index
         self.num_rows = spec.num_rows
         self.num_committed = 0
-        self.num_failed = 0
+        self.num_failed = 0  # the driver counts the failures of all workers and ends the run
         self._folder.write_best_effort(path, report.to_json())
 
     def compute_parts(self, parts: Iterable[Part]) -> None:
@@ -223,17 +213,11 @@ class PartWorker:
 
 @contextlib.contextmanager
 def _interrupted_at_end(left_s: float | None) -> Iterator[list[str]]:
-    """Raise Interrupted within the block when this worker is to end.
+    """Raise Interrupted within the block when this worker is to end; yield [what told it to].
 
     Three things tell it to end: SIGTERM, SIGUSR2 (Slurm's announcement of SIGTERM), and a timer in
     this process, because Slurm announces a time limit up to a minute early, which may be all of a
     short limit.
-
-    Args:
-        left_s: seconds until the timer ends the worker, or None.
-
-    Yields:
-        list of one text: what told the worker to end, TIME_LIMIT or the name of a signal.
     """
     ended_by = ["SIGTERM"]
 

@@ -259,7 +259,7 @@ class WorkerPool(ABC):
             self.heartbeat.set_failures(self.session.num_failed)
             self._start_clock()
             self.collector.add_rows(len(part), is_earlier)
-            self.progress.step(len(part), len(failures), 0.0, is_earlier)
+            self.progress.step(len(part), len(failures), None, is_earlier)
             self.collector.refuse_failures(self.spec, self.session)
 
     def _start_clock(self) -> None:

@@ -339,10 +339,13 @@ class WorkerPool(ABC):
             RunError: it is the last of MAX_DEATHS workers.
         """
         # A worker computes its parts in order, so it was lost in the first that is missing.
-        first = parts[:1] if self._is_ready(number) else []
+        is_ready = self._is_ready(number)
+        first = parts[:1] if is_ready else []
         index = first[0].index if first else None
         self._losses[index] += 1
-        where = f"in {rows_text(first)}" if first else "before it had a part"
+        where = "between two parts" if is_ready else "before it had a part"
+        if first:
+            where = f"in {rows_text(first)}"
         text = f"{self.name(number)} {how} {where}"
         if self._losses[index] >= MAX_DEATHS:
             raise RunError(

@@ -149,5 +149,6 @@ class ActorPool(WorkerPool):
             raise failed from None
         except self._ray.exceptions.RayError as error:
             return f"died ({str(error).strip().splitlines()[0]})"
-        self._ray.kill(self._actors.pop(number))
+        finally:
+            self._ray.kill(self._actors.pop(number))  # one that is unavailable may be alive
         return "has ended"

@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeAlias
 
 from featx import errors
 from featx.base import Progress
@@ -57,6 +58,10 @@ _MAX_POLL_S = 5.0
 
 _REPORTS_S = 30.0
 """Seconds to wait for the last reports of workers when all parts are committed."""
+
+
+_Loss: TypeAlias = tuple[int, str, int]
+"""Number of a lost worker, how it ended, and the number of parts that it had committed."""
 
 
 class WorkerPool(ABC):
@@ -111,7 +116,8 @@ class WorkerPool(ABC):
         self.lost: list[int] = []
         self.collector = ResultCollector(sum(len(part) for part in spec.parts))
         self._missing = {part.index: part for part in spec.parts}
-        self._losses: Counter[int | None] = Counter()  # index of a part, or None -> lost workers
+        self._losses: Counter[int] = Counter()  # index of a part, or -1 - worker -> lost workers
+        self._first_number: dict[int, int] = {}  # replacement -> first worker that it stands for
         self._ended_at: dict[int, float] = {}  # ended workers without a report so far
         self._num_workers = 0  # that were started so far
         self._look_s = 0.0
@@ -215,15 +221,15 @@ class WorkerPool(ABC):
         if self._missing:
             # No worker is left and nobody was lost: someone has deleted claims or parts.
             if not self.workers and not lost and self._is_overdue(-1):
-                lost.append((self._num_workers - 1, "has left parts out"))
+                lost.append((self._num_workers - 1, "has left parts out", 0))
             self._replace(lost)
         self._look_s = time.monotonic() - looked_at
 
-    def _take_end(self, number: int, how: str) -> tuple[int, str] | None:
+    def _take_end(self, number: int, how: str) -> _Loss | None:
         """Take the report of a worker that has ended.
 
         Returns:
-            number, and how it ended, for a worker that was lost or ended early; otherwise None.
+            the loss for a worker that was lost or ended early, otherwise None.
 
         Raises:
             FeatxError: the worker raised it.
@@ -235,12 +241,12 @@ class WorkerPool(ABC):
         loss = None
         if report is None:
             report = self._report(ready_path(self.spec, number)) or WorkerReport()
-            loss = number, how
+            loss = number, how, report.num_parts
         elif report.error is not None:
             raise self._error(number, report.error)
         elif report.ended_by is not None:
             verb = "reached" if report.ended_by == TIME_LIMIT else "was ended by"
-            loss = number, f"{verb} {report.ended_by} ({report.activity})"
+            loss = number, f"{verb} {report.ended_by} ({report.activity})", report.num_parts
         self.collector.add_report(report)
         self.collector.is_complete &= loss is None
         return loss
@@ -301,11 +307,8 @@ class WorkerPool(ABC):
         raised.add_note(error.trace)
         return raised
 
-    def _replace(self, lost: Sequence[tuple[int, str]]) -> None:
+    def _replace(self, lost: Sequence[_Loss]) -> None:
         """Start other workers for lost ones, which inherit the parts that these had claimed.
-
-        Args:
-            lost: number of each lost worker, and how it ended.
 
         Raises:
             RunError: MAX_DEATHS workers were lost in the same part.
@@ -316,24 +319,29 @@ class WorkerPool(ABC):
         missing = [part for part in self._missing.values() if part.index in claimed]
         owners = {part.index: owner_of(self.spec, part) for part in missing}
         successors = self._new_numbers(len(lost))
-        for (number, how), successor in zip(lost, successors, strict=True):
-            others = {*self.workers, *successors, *(each for each, _ in lost)} - {number}
+        numbers = [number for number, _, _ in lost]
+        for (number, how, num_parts), successor in zip(lost, successors, strict=True):
+            self._first_number[successor] = self._first_number.get(number, number)
+            others = {*self.workers, *successors, *numbers} - {number}
             # A worker that died before it wrote its number into a claim leaves it empty.
             parts = [
                 part
                 for part in parts_in_order(self.spec, number)
                 if part.index in owners and owners[part.index] not in others
             ]
-            self._count_loss(number, how, parts)
+            self._count_loss(number, how, parts, num_parts)
             for part in parts:
                 owners[part.index] = successor
                 assign(self.spec, part, successor)
-        self.lost += [number for number, _ in lost]
+        self.lost += numbers
         self._ended_at.pop(-1, None)
         self._start(successors)
 
-    def _count_loss(self, number: int, how: str, parts: Sequence[Part]) -> None:
+    def _count_loss(self, number: int, how: str, parts: Sequence[Part], num_parts: int) -> None:
         """Count a lost worker at the part that it was computing, and report it.
+
+        Without a part it counts with those that it replaced, unless it has committed parts: Slurm
+        may preempt many tasks at once.
 
         Raises:
             RunError: it is the last of MAX_DEATHS workers.
@@ -341,8 +349,8 @@ class WorkerPool(ABC):
         # A worker computes its parts in order, so it was lost in the first that is missing.
         is_ready = self._is_ready(number)
         first = parts[:1] if is_ready else []
-        index = first[0].index if first else None
-        self._losses[index] += 1
+        index = first[0].index if first else -1 - self._first_number.get(number, number)
+        self._losses[index] += 1 if first or not num_parts else 0
         where = "between two parts" if is_ready else "before it had a part"
         if first:
             where = f"in {rows_text(first)}"

@@ -418,7 +418,6 @@ def test_the_tutorial_of_a_table_and_a_report(
 def test_the_tutorial_of_a_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On this machine and against an S3 server; tests/integration has a real Slurm."""
     pytest.importorskip("conformal_clip_data", reason="the images come with featx[demo]")
-    pytest.importorskip("submitit", reason="featx[slurm] submits jobs")
     monkeypatch.chdir(tmp_path)
     page = REPOSITORY / "docs" / "tutorial-cluster.md"
     shards, reading = snippets_of(page)

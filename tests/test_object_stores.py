@@ -221,7 +221,7 @@ def test_nothing_of_the_credentials_is_kept_or_said(images: Path, out: str) -> N
         ({"executor": "slurm"}, r"executor=slurm: out=s3://bucket/run .* executor.folder=DIR"),
         (
             {"executor": {"name": "slurm", "folder": "s3://bucket/jobs"}},
-            "executor.folder=s3://bucket/jobs: submitit",
+            "executor.folder=s3://bucket/jobs: the tasks share a folder on a disk",
         ),
         ({"out": "gs://bucket/run"}, "expected a path on a disk, or s3://bucket/run"),
         ({"out": "s3://bucket"}, "expected s3://bucket/folder"),

@@ -101,13 +101,15 @@ class Progress:
         rate = (self._done - self._first) / max(1e-9, elapsed_s)
         return RunProgress(self._total, self._done, self._failures, rate, self._waiting)
 
-    def step(self, images: int, failures: int, waited_s: float, is_earlier: bool = False) -> None:
+    def step(
+        self, images: int, failures: int, waited_s: float | None, is_earlier: bool = False
+    ) -> None:
         """Add a finished batch.
 
         Args:
             images: number of images.
             failures: number of images that failed.
-            waited_s: seconds for which the device waited for images.
+            waited_s: seconds for which the device waited for images; None if workers computed.
             is_earlier: whether they were computed before the clock was started, so that they do
                 not count for the speed.
         """
@@ -117,12 +119,15 @@ class Progress:
             if self._has_bar:
                 self._bar.initial += images
         self._failures += failures
-        self._waiting += waited_s
+        self._waiting += waited_s or 0.0
         self._notify()
         share = self._waiting / max(1e-9, time.perf_counter() - self._started_at)
-        stage = "reading images" if share > WAITING_SHARE else "the model"
+        stage: str | None = "reading images" if share > WAITING_SHARE else "the model"
+        if waited_s is None:
+            stage = None
         if self._has_bar:
-            self._bar.set_postfix_str(f"{self._failures} failed, limited by {stage}", refresh=False)
+            limit = f", limited by {stage}" if stage else ""
+            self._bar.set_postfix_str(f"{self._failures} failed{limit}", refresh=False)
             self._bar.update(images)
         elif time.perf_counter() - self._last_line_at > PLAIN_INTERVAL_S:
             self._last_line_at = time.perf_counter()
@@ -140,8 +145,8 @@ class Progress:
         if self._listener is not None:
             self._listener(self.now())
 
-    def _print_line(self, stage: str) -> None:
-        """Print the progress as a line of text or JSON."""
+    def _print_line(self, stage: str | None) -> None:
+        """Print the progress, and what limits the speed if that is known, as text or JSON."""
         now = self.now()
         if writes_json():
             line = json_line(
@@ -155,17 +160,15 @@ class Progress:
             )
             print(line, file=sys.stderr, flush=True)
             return
+        limit = f", limited by {stage}" if stage else ""
         log_message(
             f"{now.done} of {now.total} images, {now.images_per_second:.1f} images/s, "
-            f"{time_text(now.seconds_left)} left, {now.failures} failed, limited by {stage}"
+            f"{time_text(now.seconds_left)} left, {now.failures} failed{limit}"
         )
 
 
 class SilentProgress:
-    """Progress of a worker: shows nothing and sums the seconds of waiting."""
-
-    def __init__(self) -> None:
-        self._waited_s = 0.0
+    """Progress of a worker, which shows nothing."""
 
     def __enter__(self) -> SilentProgress:
         return self
@@ -174,13 +177,7 @@ class SilentProgress:
         pass
 
     def step(self, images: int, failures: int, waited_s: float) -> None:
-        """Add a finished batch, as `Progress.step`."""
-        self._waited_s += waited_s
-
-    def take_waited(self) -> float:
-        """Seconds waited since the last call."""
-        waited_s, self._waited_s = self._waited_s, 0.0
-        return waited_s
+        """Do nothing, unlike `Progress.step`."""
 
 
 class CountProgress:

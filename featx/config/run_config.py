@@ -140,7 +140,7 @@ class Config:
     the row as failed."""
     executor: ExecutorConfig = field(default_factory=ExecutorConfig)
     """local: this machine, in this process or in workers; ray: actors of a Ray cluster; slurm: a
-    job array. The last two come with extras: pip install "featx[ray]", "featx[slurm]"."""
+    job array. ray comes with an extra: pip install "featx[ray]"."""
     pack: _Auto | bool = "auto"
     """Pack the parts into one features.h5 at the end; auto does so if the store is on a disk that
     has room, and has at most 256 GiB; false keeps the parts."""
@@ -287,8 +287,8 @@ class Config:
         folder = self.executor.shared_folder
         if folder is not None and is_url(folder):
             raise ConfigError(
-                f"executor.folder={folder}: submitit, which tells the tasks what to do, needs a "
-                "folder on a disk that all machines see."
+                f"executor.folder={folder}: the tasks share a folder on a disk that all machines "
+                "see."
             )
 
     def _check_repairs(self) -> None:

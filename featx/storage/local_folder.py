@@ -100,6 +100,15 @@ class AtomicFolder:
         self._sync_entries(path.parent, path)
         return created
 
+    def create(self, path: Path, text: str) -> bool:
+        """Create a small file that need not survive a power failure; False if it exists."""
+        try:
+            with path.open("x", encoding="utf-8") as file:
+                file.write(text)
+        except FileExistsError:
+            return False
+        return True
+
     def replace(self, path: Path, data: bytes | memoryview) -> None:
         """Replace the content of a file, completely or not at all.
 

@@ -55,6 +55,10 @@ class S3Folder(AtomicFolder):
         """
         return with_retries(path, lambda: _write_object(path, data, IfNoneMatch="*"))
 
+    def create(self, path: Path, text: str) -> bool:
+        """Create an object as `publish` does."""
+        return self.publish(path, text.encode())
+
     def replace(self, path: Path, data: bytes | memoryview) -> None:
         """Create or replace an object, completely or not at all."""
         with_retries(path, lambda: _write_object(path, data))

@@ -210,8 +210,8 @@ def processes_of_tasks(store: Path) -> list[int]:
         ["ps", "-ww", "-eo", "pid,args"], capture_output=True, text=True, check=True
     )
     folder = str((store / "jobs").absolute())
-    lines = [line for line in output.stdout.splitlines() if "submitit.core._submit" in line]
-    return [int(line.split()[0]) for line in lines if folder in line and "srun" not in line]
+    lines = [line for line in output.stdout.splitlines() if "executors.slurm_task" in line]
+    return [int(line.split()[0]) for line in lines if folder in line]
 
 
 def _end_steps(config: Path) -> None:

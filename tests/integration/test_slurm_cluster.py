@@ -37,7 +37,7 @@ def test_a_task_that_is_cancelled_is_submitted_again(photos: Path, cluster: Slur
 def test_a_task_that_is_cancelled_while_it_waits_is_submitted_again(
     photos: Path, cluster: SlurmCluster
 ) -> None:
-    with running_driver(*SLURM, "executor.workers=3", "executor.cpus=2", pause_s=4) as driver:
+    with running_driver(*SLURM, "executor.workers=3", "executor.cpus=2", pause_s=12) as driver:
         driver.wait_for("submitted 3 tasks")
         driver.wait_for("wait in the queue", 60)
         cluster.ask("scancel", cluster.tasks("PENDING")[0])

@@ -37,7 +37,7 @@ def test_a_task_that_is_requeued_goes_on(photos: Path, cluster: SlurmCluster) ->
 
 
 def test_tasks_that_are_preempted_go_on(photos: Path, cluster: SlurmCluster) -> None:
-    with running_driver(*SLURM, "executor.workers=4", pause_s=2) as driver:
+    with running_driver(*SLURM, "executor.workers=4", pause_s=8) as driver:
         driver.wait_for_parts(1)
         # It needs both nodes, so that tasks of the run have to leave them.
         cluster.ask(

@@ -2,36 +2,46 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
+
+from made_store import MadeRun
 
 from featx.config import Config
-from featx.pipeline.executors.local_worker import DriverConnection
+from featx.pipeline.executors import worker
+from featx.pipeline.executors.worker_spec import WorkerSpec
+from featx.pipeline.executors.worker_stats import WorkerReport, WorkerStats
+from featx.storage import AtomicFolder
+from featx.store import heartbeat_name, layout, part_names, publish_part, read_manifest
+from featx.types import Part
 
 
 @dataclass(frozen=True)
-class StubSpec:
-    """What the driver sends.
+class StubTask:
+    """What a stub does.
 
     Attributes:
-        root: of the store; run: its rows.
+        run: the rows.
         events: a folder in which workers record what they do.
         faults: part (or "start") -> what happens there, and to how many workers.
         pause_s: that a part takes.
     """
 
-    run: object
-    root: Path
+    run: MadeRun
     events: Path
     faults: Mapping[object, tuple[str, int]] = field(default_factory=dict)
     pause_s: float = 0.0
-    config: Config = field(default_factory=Config)
+
+    def missing(self, root: Path, parts: Sequence[Part]) -> list[Part]:
+        there = part_names(root)
+        return [part for part in parts if layout.part_name(part.index) not in there]
 
     def note(self, name: str) -> bool:
         """Leave a file; False where it is there already."""
@@ -47,12 +57,22 @@ class StubSpec:
         return what if any(self.note(f"fault-{place}-{n}") for n in range(times)) else ""
 
 
-def go_wrong(what: str, root: Path) -> None:
+def stub_spec(root: Path, parts: Sequence[Part], config: Config, task: StubTask) -> WorkerSpec:
+    """The worker spec of a driver in this process; a stub reads only some of it."""
+    made: dict[str, Any] = {
+        "config_yaml": "", "source": None, "engine_spec": None, "resume_state": None,
+        "num_rows": 0, "fingerprint": {"device": "cpu"}, "cpus": 1,
+    }  # fmt: skip
+    driver = heartbeat_name(os.getpid())
+    return WorkerSpec(root=root, driver=driver, config=config, part_task=task, parts=parts, **made)
+
+
+def go_wrong(what: str) -> None:
     if what == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     if what == "exit":
         os.write(2, b"these are my last words\n")
-        sys.exit(5)
+        os._exit(5)
     if what == "raise":
         raise ValueError("a bug in the model")
     if what == "disk":
@@ -60,47 +80,47 @@ def go_wrong(what: str, root: Path) -> None:
 
         raise StoreMismatchError("another store")
     if what == "hang":
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
         time.sleep(60)
 
 
+@contextlib.contextmanager
+def stub_context(spec: WorkerSpec, device: str) -> Iterator[str]:
+    task: Any = spec.part_task
+    task.note(f"pid-{os.getpid()}")
+    go_wrong(task.fault_at("start"))
+    os.write(1, f"hello from {device}\n".encode())
+    yield device
+
+
+class StubPartWorker:
+    """As worker.PartWorker."""
+
+    def __init__(
+        self, context: str, spec: WorkerSpec, heartbeat: object, report: WorkerReport, path: Path
+    ) -> None:
+        self._spec, self._report, self._path = spec, report, path
+        self.parts_in_progress: list[Part] = []
+        path.write_text(report.to_json())
+
+    def compute_parts(self, parts: Iterable[Part]) -> None:
+        task: Any = self._spec.part_task
+        for part in parts:
+            self.parts_in_progress = [part]
+            time.sleep(task.pause_s)
+            go_wrong(task.fault_at(part.index))
+            root = self._spec.root
+            builder, manifest = task.run.builder(part), read_manifest(root)
+            publish_part(AtomicFolder(root), builder, manifest, task.run.listing)
+            task.note(f"part-{part.index}-by-{os.getpid()}")
+            flat = self._report.underflow_rows.get("flat", 0)
+            self._report.underflow_rows["flat"] = flat + 1
+            self._path.write_text(self._report.to_json())
+        self._report.worker_stats = WorkerStats({"model": 1.0}, 10, 20)
+
+
 def main() -> None:
-    connection = Connection(int(sys.argv[1]))
-    sys.path[:] = connection.recv()
-    from stub_worker import StubSpec as Known  # the same class under its own name
-
-    spec, device = connection.recv()
-    assert isinstance(spec, Known)
-    driver = DriverConnection(connection)
-    spec.note(f"pid-{os.getpid()}")
-    from featx.pipeline.executors.part_worker import rows_text
-    from featx.pipeline.executors.worker_stats import PartResult, WorkerStats
-    from featx.storage import AtomicFolder
-    from featx.store import publish_part, read_manifest
-
-    run = spec.run
-    manifest = read_manifest(spec.root)
-    at = []
-    try:
-        go_wrong(spec.fault_at("start"), spec.root)
-        driver.send("ready")
-        os.write(1, f"hello from {device}\n".encode())
-        while (first := driver.request_part(wait=True)) is not None:
-            for part in driver.parts(first):
-                at = [part]
-                if driver.stopping.is_set():
-                    break
-                time.sleep(spec.pause_s)
-                go_wrong(spec.fault_at(part.index), spec.root)
-                failures = publish_part(
-                    AtomicFolder(spec.root), run.builder(part), manifest, run.listing
-                )
-                spec.note(f"part-{part.index}-by-{os.getpid()}-of-{len(driver.held)}")
-                driver.report(PartResult(part, failures, {"flat": 1}, 0.1, 0.0))
-    except Exception as error:  # noqa: BLE001 - as a worker does
-        driver.send("failed", type(error).__name__, str(error), "its traceback", rows_text(at))
-        sys.exit(1)
-    driver.send("finished", WorkerStats({"model": 1.0}, 10, 20))
-
-
-if __name__ == "__main__":
-    main()
+    """As worker.main, with the stubs."""
+    replaced: Any = worker
+    replaced.worker_context, replaced.PartWorker = stub_context, StubPartWorker
+    worker.main(*sys.argv[1:])

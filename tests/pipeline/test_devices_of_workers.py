@@ -319,7 +319,7 @@ def workers_here() -> tuple[list[int], list[int]]:
         with contextlib.suppress(OSError):
             words = (folder / "cmdline").read_bytes().split(b"\0")
             if (
-                b"featx.pipeline.executors.local_worker" in words
+                b"featx.pipeline.executors.worker" in words
                 and (folder / "cwd").readlink() == Path.cwd()
             ):
                 status = (folder / "stat").read_text().rpartition(") ")[2]

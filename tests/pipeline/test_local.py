@@ -17,16 +17,20 @@ import pytest
 from conftest import with_path
 from made_store import MadeRun, dataset_digests, make_run, temporary_files
 from processes import ended
-from stub_worker import StubSpec
+from stub_worker import StubTask, stub_spec
 
 from featx.config import Config
 from featx.errors import RunError, StoreLockedError, StoreMismatchError, TooManyFailuresError
 from featx.pipeline import Interrupted
-from featx.pipeline.executors.worker_pool import WorkerPool
+from featx.pipeline.executors.process_pool import ProcessPool
 from featx.store.pack import pack
 
 HERE = Path(__file__).resolve().parent
-STUB = (sys.executable, str(HERE / "stub_worker.py"))
+
+
+def stub_command(folder: Path, number: int, device: str) -> list[str]:
+    code = f"import sys; sys.path[:0] = {[str(HERE), str(HERE.parent)]}; import stub_worker as stub"
+    return [sys.executable, "-c", f"{code}; stub.main()", str(folder), str(number), device]
 
 
 @pytest.fixture
@@ -36,18 +40,21 @@ def run() -> MadeRun:
 
 
 @pytest.fixture
-def work(run: MadeRun, tmp_path: Path) -> Callable[..., WorkerPool]:
+def work(run: MadeRun, tmp_path: Path) -> Callable[..., ProcessPool]:
     """Do what a store lacks with so many workers."""
     events = tmp_path / "events"
     events.mkdir(exist_ok=True)
 
-    def do(workers: int = 2, **given: Any) -> WorkerPool:
+    def do(workers: int = 2, config: Config | None = None, **given: Any) -> ProcessPool:
         root = tmp_path / "store"
         with run.session(root).hold() as session:
-            stub: Any = StubSpec(run, root, events, **given)
-            pool = WorkerPool(stub, ["cpu"] * workers, session, session.missing(), STUB)
-            pool.work()
+            task = StubTask(run, events, **given)
+            spec = stub_spec(root, session.missing(), config or Config(), task)
+            folder = root / "jobs"
+            pool = ProcessPool(spec, session, folder, ["cpu"] * workers, command=stub_command)
+            pool.run()
             assert session.is_complete
+            assert not folder.exists()
             pack(root)
             session.finish_packing()
         return pool
@@ -76,7 +83,7 @@ def is_whole(run: MadeRun, tmp_path: Path) -> bool:
 
 @pytest.mark.parametrize("workers", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_any_number_of_workers_gives_the_same_datasets(
-    work: Callable[..., WorkerPool], run: MadeRun, tmp_path: Path, workers: int,
+    work: Callable[..., ProcessPool], run: MadeRun, tmp_path: Path, workers: int,
     capfd: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     pool = work(workers, pause_s=0.05)
@@ -97,7 +104,7 @@ def test_any_number_of_workers_gives_the_same_datasets(
 
 
 def test_failures_of_all_workers_stand_in_one_list(
-    work: Callable[..., WorkerPool], tmp_path: Path
+    work: Callable[..., ProcessPool], tmp_path: Path
 ) -> None:
     work(2)
     lines = (tmp_path / "store" / "failures.csv").read_text().splitlines()
@@ -105,7 +112,7 @@ def test_failures_of_all_workers_stand_in_one_list(
 
 
 def test_too_many_failures_of_all_workers_end_a_long_run(
-    work: Callable[..., WorkerPool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    work: Callable[..., ProcessPool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("featx.pipeline.row_failures.EARLY_STOP_S", 0.0)
     with pytest.raises(TooManyFailuresError, match="1 of the first"):
@@ -114,7 +121,10 @@ def test_too_many_failures_of_all_workers_end_a_long_run(
 
 
 def test_a_worker_that_is_killed_costs_its_part_only(
-    work: Callable[..., WorkerPool], run: MadeRun, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    work: Callable[..., ProcessPool],
+    run: MadeRun,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     work(2, faults={3: ("kill", 1)}, pause_s=0.02)
     assert is_whole(run, tmp_path)
@@ -125,9 +135,9 @@ def test_a_worker_that_is_killed_costs_its_part_only(
 
 
 def test_a_part_that_takes_its_workers_with_it_ends_the_run_and_is_named(
-    work: Callable[..., WorkerPool], run: MadeRun, tmp_path: Path
+    work: Callable[..., ProcessPool], run: MadeRun, tmp_path: Path
 ) -> None:
-    """Also where the worker held other parts: from the first death on it is given out alone."""
+    """Also where the worker held other parts: from the first death on it is computed alone."""
     with pytest.raises(RunError) as ended_run:
         work(2, faults={3: ("kill", 9)})
     message = str(ended_run.value)
@@ -139,24 +149,26 @@ def test_a_part_that_takes_its_workers_with_it_ends_the_run_and_is_named(
 
 
 def test_an_exception_names_device_part_and_rows_and_the_run_resumes_later(
-    work: Callable[..., WorkerPool], run: MadeRun, tmp_path: Path
+    work: Callable[..., ProcessPool], run: MadeRun, tmp_path: Path
 ) -> None:
     with pytest.raises(RunError) as failed:
         work(2, faults={4: ("raise", 1)})
     assert "(cpu), part 4 (rows 16 to 19): ValueError: a bug in the model" in str(failed.value)
-    assert failed.value.__notes__ == ["its traceback"]
+    assert "in go_wrong" in failed.value.__notes__[0]
     work(2)
     assert is_whole(run, tmp_path)
 
 
-def test_an_error_on_purpose_keeps_its_class_and_exit_code(work: Callable[..., WorkerPool]) -> None:
+def test_an_error_on_purpose_keeps_its_class_and_exit_code(
+    work: Callable[..., ProcessPool],
+) -> None:
     with pytest.raises(StoreMismatchError, match=r"part 1 .*: another store\n") as failed:
         work(2, faults={1: ("disk", 1)})
     assert failed.value.exit_code == 2
 
 
 def test_workers_that_never_come_up_end_the_run_with_their_last_words(
-    work: Callable[..., WorkerPool], tmp_path: Path
+    work: Callable[..., ProcessPool], tmp_path: Path
 ) -> None:
     with pytest.raises(RunError, match=r"before it had a part(.|\n)*these are my last words"):
         work(1, faults={"start": ("exit", 9)})
@@ -165,7 +177,7 @@ def test_workers_that_never_come_up_end_the_run_with_their_last_words(
 
 @pytest.mark.slow
 def test_one_that_did_not_come_up_is_replaced(
-    work: Callable[..., WorkerPool], run: MadeRun, tmp_path: Path
+    work: Callable[..., ProcessPool], run: MadeRun, tmp_path: Path
 ) -> None:
     work(2, faults={"start": ("exit", 2)})
     assert is_whole(run, tmp_path)
@@ -175,7 +187,7 @@ def test_one_that_did_not_come_up_is_replaced(
     "signum", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM]
 )
 def test_a_signal_to_the_driver_ends_all_and_keeps_what_is_whole(
-    work: Callable[..., WorkerPool], run: MadeRun, tmp_path: Path, signum: int
+    work: Callable[..., ProcessPool], run: MadeRun, tmp_path: Path, signum: int
 ) -> None:
     timer = threading.Timer(1.5, os.kill, (os.getpid(), signum))
     timer.start()
@@ -194,7 +206,7 @@ def test_a_signal_to_the_driver_ends_all_and_keeps_what_is_whole(
 
 @pytest.mark.slow
 def test_a_worker_that_does_not_listen_is_ended_after_the_grace(
-    work: Callable[..., WorkerPool], monkeypatch: pytest.MonkeyPatch
+    work: Callable[..., ProcessPool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("featx.pipeline.stop_signals.GRACE_S", 1.0)
     monkeypatch.setattr("featx.pipeline.executors.worker_pool.GRACE_S", 1.0)
@@ -208,14 +220,16 @@ def test_a_worker_that_does_not_listen_is_ended_after_the_grace(
 DRIVER = """
 import sys
 from pathlib import Path
+from featx.config import Config
+from featx.pipeline.executors.process_pool import ProcessPool
 from made_store import make_run
-from stub_worker import StubSpec
-from featx.pipeline.executors.worker_pool import WorkerPool
-root, events, stub = map(Path, sys.argv[1:])
+from stub_worker import StubTask, stub_spec
+from test_local import stub_command
+root, events = map(Path, sys.argv[1:])
 run = make_run(num_rows=38, part_rows=4, failed=[2, 17])
 with run.session(root).hold() as session:
-    spec = StubSpec(run, root, events, pause_s=0.3)
-    WorkerPool(spec, ["cpu"] * 2, session, session.missing(), (sys.executable, str(stub))).work()
+    spec = stub_spec(root, session.missing(), Config(), StubTask(run, events, pause_s=0.3))
+    ProcessPool(spec, session, root / "jobs", ["cpu"] * 2, command=stub_command).run()
 """
 
 
@@ -223,7 +237,7 @@ with run.session(root).hold() as session:
 def driver(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
     """A run in a process of its own, whose workers have done a part."""
     (tmp_path / "events").mkdir(exist_ok=True)
-    places = [str(tmp_path / "store"), str(tmp_path / "events"), STUB[1]]
+    places = [str(tmp_path / "store"), str(tmp_path / "events")]
     process = subprocess.Popen(
         [sys.executable, "-c", DRIVER, *places],
         env=with_path(HERE.parent, HERE),
@@ -239,7 +253,7 @@ def driver(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
 
 @pytest.mark.slow
 def test_no_worker_outlives_a_driver_that_is_killed(
-    driver: subprocess.Popen[bytes], work: Callable[..., WorkerPool], run: MadeRun, tmp_path: Path
+    driver: subprocess.Popen[bytes], work: Callable[..., ProcessPool], run: MadeRun, tmp_path: Path
 ) -> None:
     pids = [int(name.removeprefix("pid-")) for name in events_of(tmp_path, "pid-*")]
     assert len(pids) == 2
@@ -257,7 +271,7 @@ def test_no_worker_outlives_a_driver_that_is_killed(
 
 
 def test_a_second_driver_is_refused_with_the_name_of_the_first(
-    driver: subprocess.Popen[bytes], work: Callable[..., WorkerPool], tmp_path: Path
+    driver: subprocess.Popen[bytes], work: Callable[..., ProcessPool], tmp_path: Path
 ) -> None:
     with pytest.raises(StoreLockedError, match=f'"pid": {driver.pid}'):
         work(2)

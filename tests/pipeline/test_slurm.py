@@ -1,16 +1,16 @@
-"""executor=slurm: tasks over neighbouring parts; lost ones are submitted again."""
+"""executor=slurm: tasks that take parts from the folder; lost ones are submitted again."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import os
-import pickle
+import shlex
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,11 +25,9 @@ from tiny_model import COMMAND, MODEL, extract
 import featx as package
 from featx.base import take_cpus
 from featx.config import from_keywords, from_omegaconf
-from featx.errors import ConfigError, MissingExtraError, RunError, StoreLockedError
-from featx.pipeline.executors import slurm, slurm_array, slurm_task
-from featx.pipeline.executors.worker_spec import PickledWorkerSpec
-from featx.pipeline.executors.worker_stats import WorkerStats
-from featx.pipeline.feature_sink import StorePartTask
+from featx.errors import ConfigError, RunError, StoreLockedError
+from featx.pipeline.executors import slurm_array, slurm_queue, slurm_task, worker
+from featx.pipeline.executors.worker_stats import WorkerReport
 from featx.storage import AtomicFolder
 from featx.storage.s3_folder import S3Folder
 from featx.store import Heartbeat, check_store, heartbeat_name, layout, read_heartbeats
@@ -39,92 +37,89 @@ pytestmark = pytest.mark.usefixtures("in_tmp_path", "one_thread", "packing_in_pr
 
 TESTS = Path(__file__).resolve().parent.parent
 LOCAL = {"name": "slurm", "mode": "local", "cpus": 1}
+SLURM = {"name": "slurm", "cpus": 1}
 
 
 def digests(root: str | Path) -> dict[str, str]:
     return dataset_digests(Path(root) / "features.h5")
 
 
-class FailedJobError(RuntimeError):
-    """submitit's, by its name: the task raised."""
+class MadeSlurm:
+    """Slurm without processes: a task runs in this process when squeue is asked about it.
 
+    Attributes:
+        arrays: command of each submission.
+        num_tasks: number of tasks that were submitted.
+        lose: number of tasks that fail before they begin.
+        refusals: what sbatch prints on stderr the next times, instead of taking tasks.
+        canceled: ids given to scancel.
+    """
 
-class Job:
-    """A task that is done, or lost, when it is looked at."""
+    def __init__(self) -> None:
+        self.arrays: list[dict[str, str]] = []
+        self.num_tasks = self.lose = 0
+        self.refusals: list[str] = []
+        self.canceled: list[str] = []
+        self._states: dict[str, str] = {}
+        self._tasks: dict[str, list[str]] = {}
 
-    def __init__(self, number: int, task: bytes, lost: bool) -> None:
-        self.job_id = f"7_{number}"
-        self.canceled = False
-        self._task, self._lost = task, lost
-        self._result: Any = None
+    def run(self, command: Sequence[str], environment: Any = None) -> tuple[int, str, str]:
+        answer: tuple[int, str, str] = getattr(self, f"_{command[0]}")(command[1:])
+        return answer
 
-    def done(self) -> bool:
-        if self._result is None and not self._lost:
-            try:
-                self._result = pickle.loads(self._task)()
-            except RunError as error:
-                self._result = FailedJobError(f"Traceback ...\nfeatx.errors.RunError: {error}\n")
-        return True
+    def _sbatch(self, words: Sequence[str]) -> tuple[int, str, str]:
+        if self.refusals:
+            return 1, "", self.refusals.pop(0)
+        pairs = [word.removeprefix("--").partition("=") for word in words]
+        array = {name: value for name, _, value in pairs}
+        self.arrays.append(array)
+        last = int(array["array"].partition("-")[2])
+        for index in range(last + 1):
+            task = f"{len(self.arrays)}_{index}"
+            script = array["wrap"].replace("SLURM_ARRAY_TASK_ID", str(index))
+            self._tasks[task] = shlex.split(script.replace("$((", "'$((").replace("))", "))'"))
+            self.num_tasks += 1
+        return 0, f"{len(self.arrays)}\n", ""
 
-    def result(self) -> Any:
-        if self._lost:
-            raise RuntimeError("Job 7 has not produced any output (state: NODE_FAIL)")
-        if isinstance(self._result, Exception):
-            raise self._result
-        return self._result
+    def _squeue(self, words: Sequence[str]) -> tuple[int, str, str]:
+        for task in self._tasks.keys() - self._states.keys():
+            if self.lose:
+                self.lose -= 1
+                self._states[task] = "NODE_FAIL"
+                continue
+            folder, number, device = self._tasks[task][-4:-1]
+            first, _, index = number.strip("$()").partition(" + ")
+            spec = worker.read_spec(Path(folder))
+            worker.run_worker(spec, int(first) + int(index), device)
+            self._states[task] = "COMPLETED"
+        return 0, "".join(f"{task}|{state}|None\n" for task, state in self._states.items()), ""
 
-    def cancel(self, check: bool) -> None:
-        self.canceled = True
+    def _sinfo(self, words: Sequence[str]) -> tuple[int, str, str]:
+        return 0, "main\nshort\n", ""
+
+    def _scancel(self, words: Sequence[str]) -> tuple[int, str, str]:
+        self.canceled += words
+        return 0, "", ""
 
 
 @pytest.fixture
-def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """submitit without processes: `tasks` notes what was submitted, `lose` the next so many.
-
-    `refusals` are what sbatch prints on stderr the next times, instead of taking a task.
-    """
-    made = SimpleNamespace(tasks=[], asked={}, lose=0, refusals=[])
-
-    class Executor:
-        folder = "jobs"
-
-        def update_parameters(self, **asked: Any) -> None:
-            made.asked |= asked
-
-        @contextlib.contextmanager
-        def batch(self) -> Iterator[None]:
-            yield
-
-        def submit(self, task: Any) -> Job:
-            if made.refusals:
-                raise FailedJobError(made.refusals.pop(0))
-            lost = len(made.tasks) < made.lose
-            made.tasks.append(task)
-            return Job(len(made.tasks), pickle.dumps(task), lost)
-
-    utils = SimpleNamespace(FailedJobError=FailedJobError)
-    module = SimpleNamespace(
-        AutoExecutor=lambda folder, cluster, **more: Executor(),
-        core=SimpleNamespace(utils=utils),
-        helpers=SimpleNamespace(DelayedSubmission=lambda task: task),
-    )
-    monkeypatch.setattr(slurm_array, "submitit_module", lambda: module)
-    monkeypatch.setattr(slurm, "submitit_module", lambda: module)
-    monkeypatch.setattr(slurm_task, "submitit_module", lambda: module)
-    monkeypatch.setattr(slurm_array, "POLL_S", 0.01)
+def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[MadeSlurm]:
+    made = MadeSlurm()
+    monkeypatch.setattr(slurm_array, "run_command", made.run)
+    monkeypatch.setattr(slurm_queue, "run_command", made.run)
+    monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
+    monkeypatch.setattr(slurm_array.JobArray, "poll_s", 0.01)
+    monkeypatch.setattr(slurm_array.JobArray, "report_s", 0.0)
+    monkeypatch.setattr(slurm_queue, "ASK_S", 0.0)
     yield made
     take_cpus(None)
 
 
-def test_tasks_get_neighbouring_parts_and_give_the_same_datasets(
-    photos: Path, cluster: Any, monkeypatch: pytest.MonkeyPatch
+def test_tasks_request_what_the_options_say_and_give_the_same_datasets(
+    photos: Path, cluster: MadeSlurm
 ) -> None:
-    checked: list[str | None] = []
     (photos / "cat" / "broken.png").write_bytes(b"no image")
     extract(photos, out="reference", max_failures=5)
-    monkeypatch.setattr("shutil.which", lambda name: "/usr/bin/srun")
-    monkeypatch.setattr(slurm, "check_partition", checked.append)
-    monkeypatch.setattr(slurm_array, "SlurmQueue", lambda report: None)  # its jobs know themselves
     keys = {
         "name": "slurm", "workers": 3, "cpus": 1, "gres": "gpu:1", "partition": "short",
         "memory_gib": 3.0, "time_limit_min": 30,
@@ -133,34 +128,36 @@ def test_tasks_get_neighbouring_parts_and_give_the_same_datasets(
     assert store.complete
     assert digests("store") == digests("reference")
     assert [failure["key"] for failure in store.failures] == ["cat/broken.png"]
-    assert [[part.index for part in task._parts] for task in cluster.tasks] == [
-        [0, 1],
-        [2, 3],
-        [4, 5],
-    ]
-    assert cluster.asked == {
-        "timeout_min": 30, "cpus_per_task": 1, "name": "featx", "slurm_signal_delay_s": 90,
-        "mem_gb": 3.0, "slurm_partition": "short", "slurm_gres": "gpu:1",
-        "slurm_additional_parameters": {"requeue": True},
+    (asked,) = cluster.arrays
+    assert asked["wrap"].startswith("exec ")
+    assert asked["wrap"].endswith(" $((0 + SLURM_ARRAY_TASK_ID)) cpu 1800")
+    assert asked.keys() - {"wrap", "output"} == {
+        "parsable", "requeue", "job-name", "array", "ntasks", "open-mode", "cpus-per-task", "time",
+        "mem", "partition", "gres", "signal",
     }  # fmt: skip
-    assert set(checked) == {"short"}
+    given = [asked[name] for name in ("array", "cpus-per-task", "time", "mem", "partition", "gres")]
+    assert given == ["0-2", "1", "30", "3072M", "short", "gpu:1"]
+    assert asked["signal"] == "B:USR2@90"
     assert sorted(path.name for path in Path("store").iterdir() if path.is_dir()) == [".hydra"]
     assert extract(photos, executor=keys, max_failures=5).complete
-    assert len(cluster.tasks) == 3, "a finished store was submitted again"
+    assert len(cluster.arrays) == 1, "a finished store was submitted again"
 
 
 @pytest.mark.parametrize("job", distributed_jobs.JOBS)
 @pytest.mark.slow
-def test_other_jobs_give_the_same_as_one_process(photos: Path, cluster: Any, job: str) -> None:
+def test_other_jobs_give_the_same_as_one_process(
+    photos: Path, cluster: MadeSlurm, job: str
+) -> None:
     (photos / "cat" / "000.png").write_bytes(b"no image")
     distributed_jobs.run(job, photos, "reference", max_failures=5)
     cluster.lose = 1
-    keys = {"executor": {**LOCAL, "workers": 2}, "max_failures": 5}
+    keys = {"executor": {**SLURM, "workers": 2}, "max_failures": 5}
     assert distributed_jobs.run(job, photos, **keys) == 0
-    assert len(cluster.tasks) == 4
+    count = cluster.num_tasks
+    assert count in (2, 3)
     assert distributed_jobs.made(job) == distributed_jobs.made(job, "reference")
     assert distributed_jobs.run(job, photos, **keys) == 0
-    assert len(cluster.tasks) == 4, "what was whole was submitted again"
+    assert cluster.num_tasks == count, "what was whole was submitted again"
 
 
 def test_statistics_are_left_alone_while_tasks_of_a_dead_driver_live(photos: Path) -> None:
@@ -173,171 +170,145 @@ def test_statistics_are_left_alone_while_tasks_of_a_dead_driver_live(photos: Pat
     distributed_jobs.run("stats", photos)
 
 
-def test_the_parts_of_lost_tasks_are_submitted_again(
-    photos: Path, cluster: Any, capfd: pytest.CaptureFixture[str]
+def test_lost_tasks_are_submitted_again(
+    photos: Path, cluster: MadeSlurm, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    cluster.lose = 2
-    assert extract(photos, executor={**LOCAL, "workers": 2}).complete
-    assert [len(task._parts) for task in cluster.tasks] == [3, 3, 1, 2, 1, 2]
-    assert "was lost (Job 7 has not produced any output" in capfd.readouterr().err
+    cluster.lose = 1
+    assert extract(photos, executor={**SLURM, "workers": 1}).complete
+    assert cluster.num_tasks == 2
+    assert "was lost (NODE_FAIL) before it had a part; its work is submitted again" in (
+        capfd.readouterr().err
+    )
+    summary = json.loads(Path("store/summary.json").read_text())
+    assert set(summary["seconds"]) >= {"read", "model", "pack"}
+    assert [stage for stage, value in summary["seconds"].items() if value is not None] == ["pack"]
+    assert summary["bytes_read"] is None
 
 
-def test_tasks_that_are_lost_again_and_again_end_the_run(photos: Path, cluster: Any) -> None:
+def test_tasks_that_are_lost_again_and_again_end_the_run(photos: Path, cluster: MadeSlurm) -> None:
     cluster.lose = 99
-    with pytest.raises(
-        RunError, match=r"NODE_FAIL.*2 tasks before it .*started with part 0 \(rows 0 to 3\)"
-    ):
-        extract(photos, executor={**LOCAL, "workers": 1})
+    with pytest.raises(RunError, match=r"NODE_FAIL\) before it had a part, the 3rd task that did"):
+        extract(photos, executor={**SLURM, "workers": 1})
     cluster.lose = 0
     assert extract(photos).complete
 
 
 def test_an_exception_in_a_task_ends_the_run_and_is_reported(
-    photos: Path, cluster: Any, monkeypatch: pytest.MonkeyPatch
+    photos: Path, cluster: MadeSlurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    take = slurm_task.PartWorker.take
+    take = worker.PartWorker.take
 
     def raising(self: Any, part: Part, batch: Any, computed: Any) -> Any:
-        if part.index == 4:
-            self.part = part
+        def failing() -> Any:
             raise ValueError("a bug in the model")
-        return take(self, part, batch, computed)
 
-    monkeypatch.setattr(slurm_task.PartWorker, "take", raising)
+        return take(self, part, batch, failing if part.index == 4 else computed)
+
+    monkeypatch.setattr(worker.PartWorker, "take", raising)
     with pytest.raises(RunError) as failed:
-        extract(photos, executor={**LOCAL, "workers": 2})
-    assert str(failed.value).startswith("job 7_2: task ")
-    assert "on cpu, part 4 (rows 16 to 19): ValueError: a bug in the model" in str(failed.value)
-    monkeypatch.setattr(slurm_task.PartWorker, "take", take)
-    assert extract(photos, executor={**LOCAL, "workers": 2}).complete
+        extract(photos, executor={**SLURM, "workers": 1})
+    assert str(failed.value).startswith("job 1_0, part 4 (rows 16 to 19): ValueError: a bug in the")
+    monkeypatch.setattr(worker.PartWorker, "take", take)
+    assert extract(photos, executor={**SLURM, "workers": 2}).complete
 
 
-def test_a_task_that_is_queued_again_does_what_is_missing() -> None:
-    part_task = StorePartTask("float16", {}, frozenset(), b"")
-    spec: Any = SimpleNamespace(root=Path.cwd(), part_task=part_task)
-    task = slurm_task.Task(PickledWorkerSpec(spec), "cpu", [Part(0, 0, 4)])
-    Path("parts").mkdir()
-    Path("parts/part-000000.h5").touch()
-    assert pickle.loads(pickle.dumps(task))() == slurm_task.TaskResult([], WorkerStats())
-
-
-def test_what_slurm_refuses_is_the_users_to_mend(photos: Path, cluster: Any) -> None:
+def test_what_slurm_refuses_is_the_users_to_mend(photos: Path, cluster: MadeSlurm) -> None:
     cluster.refusals = ["sbatch: error: Batch job submission failed: Invalid qos specification"]
-    with pytest.raises(ConfigError, match=r"take the tasks: Batch job.* Invalid qos"):
-        extract(photos, executor={**LOCAL, "workers": 2})
+    with pytest.raises(ConfigError, match=r"take the tasks: Batch job.* Invalid qos.*cutor.cpus=1"):
+        extract(photos, executor={**SLURM, "workers": 2})
     cluster.refusals = ["sbatch: error: Unable to contact slurm controller (connect failure)"]
     with pytest.raises(RunError, match=r"controller of Slurm does not answer \(Unable to contact"):
-        extract(photos, executor={**LOCAL, "workers": 2})
+        extract(photos, executor={**SLURM, "workers": 2})
 
 
 def test_in_mid_run_a_controller_is_waited_for(
-    photos: Path, cluster: Any, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    photos: Path,
+    cluster: MadeSlurm,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(slurm_array, "SUBMIT_AGAIN_S", 0.05)
     cluster.lose = 1
-    submit = slurm_array.JobArray._submit
+    queue = cluster._squeue
 
-    def refused(self: Any, is_first: bool = False) -> None:
-        if not is_first and not cluster.refusals and len(cluster.tasks) == 2:
+    def asked(words: Sequence[str]) -> Any:
+        if cluster.lose:
             cluster.refusals = ["sbatch: error: Socket timed out on send/recv operation"]
-            cluster.tasks.append(None)
-        submit(self, is_first)
+        return queue(words)
 
-    monkeypatch.setattr(slurm_array.JobArray, "_submit", refused)
-    assert extract(photos, executor={**LOCAL, "workers": 2}).complete
+    monkeypatch.setattr(cluster, "_squeue", asked)
+    assert extract(photos, executor={**SLURM, "workers": 1}).complete
     output = capfd.readouterr().err
-    assert "does not answer (Socket timed out on send/recv operation); 3 parts are" in output
+    assert (
+        "does not answer (Socket timed out on send/recv operation); 1 task is submitted" in output
+    )
 
 
 @pytest.fixture
-def running_task(
-    photos: Path, cluster: Any, monkeypatch: pytest.MonkeyPatch
-) -> Callable[..., slurm_task.TaskResult]:
-    """A task of all parts, run in this process; `event` happens when its third part is begun."""
+def interrupted_task(
+    photos: Path, cluster: MadeSlurm, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., list[WorkerReport]]:
+    """Runs whose first task is interrupted when its third part is begun; the reports of all."""
+    reports: list[WorkerReport] = []
+    run_worker, take = worker.run_worker, worker.PartWorker.take
 
-    def run(event: Callable[[], None], limit_s: float | None = None) -> slurm_task.TaskResult:
-        cluster.lose = 99
-        with pytest.raises(RunError, match="NODE_FAIL"):
-            extract(photos, executor={**LOCAL, "workers": 1})
-        task = pickle.loads(pickle.dumps(cluster.tasks[0]))
-        task._limit_s = limit_s
-        take = slurm_task.PartWorker.take
-
+    def do(event: Callable[[], None], left_s: float | None = None) -> list[WorkerReport]:
         def taking(self: Any, part: Part, batch: Any, computed: Any) -> Any:
-            if part.index == 2:
+            if part.index == 2 and not reports:
                 event()
             return take(self, part, batch, computed)
 
-        monkeypatch.setattr(slurm_task.PartWorker, "take", taking)
-        result: slurm_task.TaskResult = task()
-        return result
+        def reported(spec: Any, number: int, device: str) -> WorkerReport:
+            reports.append(run_worker(spec, number, device, None if reports else left_s))
+            return reports[-1]
 
-    return run
+        monkeypatch.setattr(worker.PartWorker, "take", taking)
+        monkeypatch.setattr(worker, "run_worker", reported)
+        assert extract(photos, executor={**SLURM, "workers": 1}).complete
+        return reports
+
+    return do
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGUSR2])
-def test_a_task_that_is_told_to_end_returns_what_is_committed(
-    running_task: Callable[..., slurm_task.TaskResult],
-    monkeypatch: pytest.MonkeyPatch,
+def test_a_task_that_is_told_to_end_keeps_what_is_committed_and_another_does_the_rest(
+    interrupted_task: Callable[..., list[WorkerReport]],
     signum: signal.Signals,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(slurm_task, "is_driver_alive", lambda spec: True)
     before = [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGUSR2)]
-    result = running_task(lambda: os.kill(os.getpid(), signum))
-    assert result.ended_by == signum.name
-    assert result.activity.startswith("ready after ")
+    first, second = interrupted_task(lambda: os.kill(os.getpid(), signum))
+    assert first.ended_by == signum.name
+    assert first.activity.startswith("ready after ")
     # The batch that is being computed is the last one, and what is whole is committed.
-    assert [each.part.index for each in result.results] in ([0, 1], [0, 1, 2])
+    assert first.num_parts in (2, 3)
+    assert first.num_parts + second.num_parts == 6
     assert [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGUSR2)] == before
+    output = capfd.readouterr().err
+    assert f"job 1_0 was ended by {signum.name} (ready after " in output
+    assert "its work is submitted again" in output
 
 
 @pytest.mark.slow
 def test_a_task_ends_by_its_own_clock_before_its_time_limit(
-    running_task: Callable[..., slurm_task.TaskResult], monkeypatch: pytest.MonkeyPatch
+    interrupted_task: Callable[..., list[WorkerReport]],
 ) -> None:
-    monkeypatch.setattr(slurm_task, "is_driver_alive", lambda spec: True)
-    monkeypatch.setattr(slurm_task, "seconds_left", lambda limit_s: limit_s)
-    result = running_task(lambda: time.sleep(4), limit_s=3.0)
-    assert result.ended_by == slurm_task.TIME_LIMIT
-    assert len(result.results) < 6
+    first, second = interrupted_task(lambda: time.sleep(20), left_s=15.0)
+    assert first.ended_by == worker.TIME_LIMIT
+    assert first.num_parts + second.num_parts == 6
 
 
-def test_without_a_driver_an_announcement_is_left_to_submitit(
-    running_task: Callable[..., slurm_task.TaskResult], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("num_parts", "runs"), [(0, 2), (1, 9)])
+def test_a_task_without_a_driver_is_queued_again_while_it_commits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_parts: int, runs: int
 ) -> None:
-    monkeypatch.setattr(slurm_task, "is_driver_alive", lambda spec: False)
-    output: list[int] = []
-    before = signal.signal(signal.SIGUSR2, lambda signum, frame: output.append(signum))
-    try:
-        result = running_task(lambda: os.kill(os.getpid(), signal.SIGUSR2))
-    finally:
-        signal.signal(signal.SIGUSR2, before)
-    assert output == [signal.SIGUSR2]
-    assert result.ended_by is None
-    assert len(result.results) == 6
-
-
-def test_what_is_left_by_a_task_that_was_told_to_end_is_submitted_again(
-    photos: Path, cluster: Any, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    call = slurm_task.Task.__call__
-
-    def stopped(self: Any) -> slurm_task.TaskResult:
-        self._parts, output = self._parts[:1], len(self._parts) > 1
-        result = call(self)
-        by = slurm_task.TIME_LIMIT if output else None
-        return slurm_task.TaskResult(result.results, result.worker_stats, by, "ready after 1 s")
-
-    monkeypatch.setattr(slurm_task.Task, "__call__", stopped)
-    assert extract(photos, executor={**LOCAL, "workers": 1}).complete
-    assert [len(task._parts) for task in cluster.tasks] == [6, 5, 4, 3, 2, 1]
-    output = capfd.readouterr().err
-    assert "job 7_1 reached its time limit (ready after 1 s); its 5 missing parts are" in output
-    assert "its missing part is submitted again" in output
-    summary = json.loads(Path("store/summary.json").read_text())
-    assert set(summary["seconds"]) >= {"read", "model", "pack"}
-    assert [stage for stage, value in summary["seconds"].items() if value is not None] == ["pack"]
-    assert summary["bytes_read"] is None
+    asked: list[Sequence[str]] = []
+    monkeypatch.setattr(slurm_task, "run_command", asked.append)
+    monkeypatch.setenv("SLURM_JOB_ID", "12")
+    spec: Any = SimpleNamespace(folder=tmp_path)
+    for _ in range(9):
+        slurm_task.requeue(spec, "3", WorkerReport(num_parts=num_parts))
+    assert asked == [["scontrol", "requeue", "12"]] * runs
 
 
 def test_whether_the_driver_lives_is_read_from_its_heartbeat(tmp_path: Path) -> None:
@@ -346,26 +317,6 @@ def test_whether_the_driver_lives_is_read_from_its_heartbeat(tmp_path: Path) -> 
     with Heartbeat(AtomicFolder(tmp_path), "driver"):
         assert slurm_task.is_driver_alive(spec)
     assert not slurm_task.is_driver_alive(spec)
-
-
-def test_a_task_that_never_commits_is_not_queued_again_for_ever(cluster: Any) -> None:
-    part_task = StorePartTask("float16", {}, frozenset(), b"")
-    spec: Any = SimpleNamespace(root=Path.cwd(), part_task=part_task)
-    task = slurm_task.Task(PickledWorkerSpec(spec), "cpu", [Part(0, 0, 4)])
-    assert task.checkpoint() is task
-    assert pickle.loads(pickle.dumps(task)).checkpoint() is not None
-    task.checkpoint()
-    with pytest.raises(RunError, match=r"3 times before it could commit a part of part 0"):
-        task.checkpoint()
-
-
-def test_neighbours_stay_together_whatever_the_numbers() -> None:
-    parts = [Part(index, index, index + 1) for index in range(10)]
-    for count in (1, 3, 10, 99):
-        chunks = list(slurm_array._chunks(parts, count))
-        assert [part for chunk in chunks for part in chunk] == parts
-        assert len(chunks) == min(count, 10)
-        assert max(map(len, chunks)) - min(map(len, chunks)) <= 1
 
 
 def test_nobody_else_writes_while_tasks_of_a_dead_driver_live(tmp_path: Path) -> None:
@@ -382,22 +333,20 @@ def test_nobody_else_writes_while_tasks_of_a_dead_driver_live(tmp_path: Path) ->
 
 @pytest.mark.slow
 def test_tasks_commit_into_a_bucket(
-    photos: Path, bucket: str, cluster: Any, monkeypatch: pytest.MonkeyPatch
+    photos: Path, bucket: str, cluster: MadeSlurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", "cache")
     (photos / "cat" / "broken.png").write_bytes(b"no image")
     near = extract(photos, out="reference", max_failures=5)
-    cluster.lose = 1
     out = f"s3://{bucket}/run"
-    keys = {**LOCAL, "workers": 2, "folder": "shared/jobs"}
+    keys = {**SLURM, "workers": 2, "folder": "shared/jobs"}
     far = extract(photos, out=out, executor=keys, max_failures=5)
     assert rows_of(far) == rows_of(near)
     assert far.failures == near.failures
     assert check_store(place(out)).complete
-    assert len(cluster.tasks) == 4
-    assert list(Path("shared/jobs").iterdir()) == [], "what tasks were output is of no more use"
+    assert not list(Path("shared").rglob("*.json")), "what tasks reported is of no more use"
     assert extract(photos, out=out, executor=keys, max_failures=5).complete
-    assert len(cluster.tasks) == 4, "a finished store was submitted again"
+    assert len(cluster.arrays) == 1, "a finished store was submitted again"
 
 
 def test_in_a_bucket_nobody_else_writes_while_tasks_of_a_dead_driver_live(bucket: str) -> None:
@@ -412,11 +361,11 @@ def test_in_a_bucket_nobody_else_writes_while_tasks_of_a_dead_driver_live(bucket
     run.write(root, [1])
 
 
-def test_the_folder_of_tasks_has_to_be_one(photos: Path, cluster: Any) -> None:
+def test_the_folder_of_tasks_has_to_be_one(photos: Path, cluster: MadeSlurm) -> None:
     Path("file").touch()
     with pytest.raises(ConfigError, match=r"executor.folder=file/jobs: Not a directory.*all mach"):
-        extract(photos, executor={**LOCAL, "folder": "file/jobs"})
-    assert extract(photos, executor={**LOCAL, "folder": "jobs"}).complete
+        extract(photos, executor={**SLURM, "folder": "file/jobs"})
+    assert extract(photos, executor={**SLURM, "folder": "jobs"}).complete
     assert list(Path("jobs").iterdir()) == []
 
 
@@ -436,24 +385,16 @@ def test_wrong_keys_are_reported(keys: dict[str, Any], message: str) -> None:
         from_omegaconf(from_keywords({"executor": keys}))
 
 
-def test_without_submitit_the_extra_is_named(photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "submitit", None)
-    with pytest.raises(MissingExtraError, match=r'pip install "featx\[slurm\]"') as missing:
-        extract(photos, executor=LOCAL)
-    assert missing.value.exit_code == 2
-    assert not Path("store").exists()
-
-
 def test_without_slurm_that_is_said_before_the_run(
-    photos: Path, cluster: Any, monkeypatch: pytest.MonkeyPatch
+    photos: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("shutil.which", lambda name: None)
-    with pytest.raises(ConfigError, match=r"srun is not found.*executor.mode=local"):
+    with pytest.raises(ConfigError, match=r"sbatch is not found.*executor.mode=local"):
         extract(photos, executor="slurm")
     assert not Path("store").exists()
 
 
-# With submitit's own processes
+# With processes of this machine
 
 
 def command(*more: str) -> list[str]:

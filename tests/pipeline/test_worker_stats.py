@@ -9,10 +9,14 @@ import pytest
 
 from featx.config import Config
 from featx.pipeline.executors import worker_stats as module
-from featx.pipeline.executors.worker_stats import PartResult, ResultCollector, WorkerStats
-from featx.types import Part
+from featx.pipeline.executors.worker_stats import (
+    ResultCollector,
+    WorkerError,
+    WorkerReport,
+    WorkerStats,
+)
 
-SPEC: Any = SimpleNamespace(fingerprint={"device": "cpu"}, config=Config(), cpus=2)
+SPEC: Any = SimpleNamespace(fingerprint={"device": "cpu"}, config=Config(), cpus=2, num_workers=2)
 
 
 def gathered(
@@ -32,9 +36,9 @@ def gathered(
         found.start()
     for when, parts, before in looks:
         now[0] = when
-        for index in range(parts):
-            found.add(PartResult(Part(index, 0, 100), [], {}, 0.0, 0.0), before)
-    return found.outcome(2, SPEC).metrics.images_per_second
+        for _ in range(parts):
+            found.add_rows(100, before)
+    return found.outcome(SPEC).metrics.images_per_second
 
 
 @pytest.mark.parametrize(
@@ -65,11 +69,24 @@ def test_what_limits_a_run_is_told_only_where_all_workers_told_their_seconds(
     found = ResultCollector(100, created_at=10.0, is_complete=is_complete)
     found.start()
     now[0] = 20.0
-    found.add(PartResult(Part(0, 0, 100), [], {}, 0.0, 0.0))
-    found.worker_stats.add(WorkerStats({"read": 1.0, "model": 5.0}, 1000, 20))
-    figures = found.outcome(1, SPEC).metrics
+    found.add_rows(100, False)
+    stats = WorkerStats({"read": 1.0, "model": 5.0}, 1000, 20)
+    found.add_report(WorkerReport(underflow_rows={"flat": 2}, worker_stats=stats))
+    outcome = found.outcome(SPEC)
+    assert outcome.underflow_rows == {"flat": 2}
+    figures = outcome.metrics
     assert (figures.bottleneck is not None) == is_complete
     output = figures.as_dict()
     expected = {"read": 1.0, "decode": 0.0, "wait": 0.0, "model": 5.0, "copy": 0.0, "write": 0.0}
     assert output["seconds"] == (expected if is_complete else dict.fromkeys(expected))
     assert output["bytes_read"] == (1000 if is_complete else None)
+
+
+def test_a_report_is_the_same_after_its_way_through_a_file() -> None:
+    error = WorkerError("ValueError", "a bug", "Traceback", "part 3 (rows 12 to 15)")
+    stats = WorkerStats({"model": 1.5}, 10, 20, {"truncated": 2})
+    for report in (
+        WorkerReport(),
+        WorkerReport(3, {"flat": 1}, stats, "SIGTERM", "ready after 1 s", error),
+    ):
+        assert WorkerReport.from_json(report.to_json().encode()) == report

@@ -1,10 +1,9 @@
-"""executor=local with workers: one worker process per device; all draw parts from one queue.
-
-The driver holds the lock of the store, assigns parts, and records committed ones.
-"""
+"""executor=local with workers: one process of this machine for each device."""
 
 from __future__ import annotations
 
+import tempfile
+from pathlib import Path
 from typing import Annotated
 
 from annotated_types import MinLen
@@ -12,8 +11,8 @@ from annotated_types import MinLen
 from featx.base import log_message, num_cpus
 from featx.config import Config, ExecutorConfig, NaturalNumber, options
 from featx.errors import ConfigError
+from featx.pipeline.executors.process_pool import ProcessPool
 from featx.pipeline.executors.registry import EXECUTORS, Executor
-from featx.pipeline.executors.worker_pool import WorkerPool
 from featx.pipeline.executors.worker_spec import Session, WorkerSpec
 from featx.pipeline.executors.worker_stats import RunOutcome
 from featx.pipeline.run_context import RunContext
@@ -48,24 +47,11 @@ def check(config: Config) -> None:
 
 
 def run(context: RunContext, session: Session, spec: WorkerSpec) -> RunOutcome:
-    """Compute the missing parts in worker processes.
-
-    Args:
-        context: run context of the driver.
-        session: write session of the store or statistics.
-        spec: worker spec for every worker.
-
-    Returns:
-        outcome of the run, over all workers.
-
-    Raises:
-        RunError: a worker failed, or MAX_DEATHS workers died in the same part.
-        Interrupted: SIGINT or SIGTERM arrived; complete parts are committed.
-    """
-    parts = session.missing()
+    """Compute the missing parts in worker processes."""
     devices = [str(device) for device in context.devices]
     _warn(context, len(devices))
-    return WorkerPool(spec, devices[: len(parts)], session, parts).run()
+    with tempfile.TemporaryDirectory(prefix="featx-") as folder:
+        return ProcessPool(spec, session, Path(folder), devices).run()
 
 
 EXECUTORS.register(

@@ -1,44 +1,25 @@
-"""executor=ray: actors on this machine or a cluster, each of which loads the backbone once.
-
-The driver holds the lock of the store (none exists in a bucket), gives each actor one part at a
-time, and records committed parts. An actor that dies, or whose node does, is replaced and its part
-is computed again.
-"""
+"""executor=ray: actors on this machine or a cluster, each of which loads the backbone once."""
 
 from __future__ import annotations
 
-import contextlib
-import os
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from featx.base import own_process
 from featx.config import Config, Count, ExecutorConfig, Positive, options
-from featx.errors import FeatxError, InternalError, RunError
-from featx.pipeline.executors.part_worker import PartWorker, add_worker_context, rows_text
+from featx.errors import FeatxError, RunError
 from featx.pipeline.executors.ray_cluster import (
     HeadWatch,
-    address_in_use,
     check_cluster,
     connected,
     ray_module,
 )
 from featx.pipeline.executors.registry import EXECUTORS, Executor
-from featx.pipeline.executors.scheduler import MAX_DEATHS, RESUME_HINT, Scheduler
-from featx.pipeline.executors.worker_spec import (
-    PickledWorkerSpec,
-    Session,
-    WorkerSpec,
-    worker_context,
-)
-from featx.pipeline.executors.worker_stats import PartResult, RunOutcome, WorkerStats
+from featx.pipeline.executors.worker import run_worker
+from featx.pipeline.executors.worker_pool import RESUME_HINT, WorkerPool
+from featx.pipeline.executors.worker_spec import PickledWorkerSpec, Session, WorkerSpec
+from featx.pipeline.executors.worker_stats import RunOutcome
 from featx.pipeline.run_context import RunContext
-from featx.storage import open_folder
-from featx.store import Heartbeat, clear_heartbeat, clear_heartbeats, heartbeat_name
-from featx.types import Part
-
-WAIT_S = 0.5
-"""Seconds to wait for results before signals are checked again."""
+from featx.store import layout
 
 
 def check(config: Config) -> None:
@@ -54,22 +35,10 @@ def check(config: Config) -> None:
 
 
 def run(context: RunContext, session: Session, spec: WorkerSpec) -> RunOutcome:
-    """Compute the missing parts in actors of a Ray cluster.
-
-    Args:
-        context: run context of the driver.
-        session: write session of the store or statistics.
-        spec: worker spec for every actor.
-
-    Returns:
-        outcome of the run, over all actors.
-
-    Raises:
-        RunError: an actor failed; the message names its part and rows.
-        Interrupted: SIGINT or SIGTERM arrived; complete parts are committed.
-    """
-    with connected(ray_module(), _options(context.config).address) as ray:
-        return ActorPool(ray, spec, context, session).run()
+    """Compute the missing parts in actors of a Ray cluster."""
+    options = _options(context.config)
+    with connected(ray_module(), options.address) as ray:
+        return ActorPool(ray, spec, session, context.engine.device.type, options).run()
 
 
 @options("executor")
@@ -117,165 +86,73 @@ EXECUTORS.register(
 
 
 class Actor:
-    """Ray actor that computes parts; it loads the backbone once.
+    """Ray actor that computes parts until none is left."""
 
-    Args:
-        spec: worker spec.
-        device: type of the device to compute on, such as 'cuda'.
-    """
-
-    def __init__(self, spec: PickledWorkerSpec, device: str) -> None:
-        own_process()
-        self._spec = spec
-        self._device = device
-        self._name = f"actor {os.getpid()} on {device}"
-        self._stack = contextlib.ExitStack()
-        self._worker: PartWorker | None = None
-        self._results: list[PartResult] = []
-
-    def ready(self) -> str:
-        """Build the run context; return the name of the heartbeat file of this process."""
-        with add_worker_context(self._name, lambda: rows_text([])):
-            spec = self._spec.open()
-            heartbeat = Heartbeat(open_folder(spec.root), f"actor on {self._device}", spec.driver)
-            self._stack.enter_context(heartbeat)
-            context = self._stack.enter_context(worker_context(spec, self._device))
-            self._worker = PartWorker(context, spec, self._results.append, heartbeat)
-        return heartbeat_name(os.getpid())
-
-    def compute(self, part: Part) -> tuple[list[PartResult], WorkerStats]:
-        """Compute and commit a part.
-
-        Returns:
-            results since the last call, and the measurements of this part.
-        """
-        if self._worker is None:
-            raise InternalError("the actor is not ready")
-        with add_worker_context(self._name, lambda: rows_text([part])):
-            worker_stats = self._worker.compute_parts(iter([part]))
-        results = list(self._results)
-        self._results.clear()
-        return results, worker_stats
-
-    def close(self) -> None:
-        """Release the model and the heartbeat."""
-        self._stack.close()
+    def run(self, spec: PickledWorkerSpec, number: int, device: str) -> None:
+        """Compute and commit parts on a type of device, such as 'cuda'."""
+        run_worker(spec.open(), number, device)
 
 
-@dataclass(eq=False)
-class _ActorHandle:
-    """Actor as seen by the driver.
+class ActorPool(WorkerPool):
+    """Actors of a Ray cluster."""
 
-    Attributes:
-        ray_handle: handle of Ray.
-        heartbeat: name of its heartbeat file once it is ready, otherwise None.
-    """
-
-    ray_handle: Any
-    heartbeat: str | None = None
-
-
-class ActorPool(Scheduler[_ActorHandle]):
-    """Actors of a Ray cluster; each has one part at a time.
-
-    Args:
-        ray: the module, connected to a cluster.
-        spec: worker spec for every actor.
-        context: run context of the driver.
-        session: write session of the store or statistics.
-    """
-
-    def __init__(self, ray: Any, spec: WorkerSpec, context: RunContext, session: Session) -> None:
-        options = _options(context.config)
-        parts = session.missing()
-        device = context.engine.device.type
+    def __init__(
+        self, ray: Any, spec: WorkerSpec, session: Session, device: str, options: RayOptions
+    ) -> None:
         gpus = options.gpus or 1.0 if device == "cuda" else 0.0
-        resources = ray.cluster_resources()
-        cpus = options.num_cpus
+        resources, cpus = ray.cluster_resources(), options.num_cpus
         room = int(resources.get("GPU", 0) / gpus if gpus else resources.get("CPU", 0) / cpus)
-        super().__init__(spec, session, parts, min(options.workers or max(1, room), len(parts)))
+        folder = session.root.absolute() / layout.JOBS
+        super().__init__(spec, session, folder, options.workers or room, "actor")
+        self._ray = ray
         self._device = device
         self._actor_type = ray.remote(num_cpus=cpus, num_gpus=gpus)(Actor)
-        self._sent_spec = ray.put(PickledWorkerSpec(spec))
-        self._ray = ray
-        # Reference to a pending result -> actor, and its part or None until the actor is ready.
-        self._calls: dict[Any, tuple[_ActorHandle, Part | None]] = {}
-        self._idle: list[_ActorHandle] = []
-        self._head = HeadWatch(address_in_use(ray, options.address))
+        self._sent_spec = ray.put(PickledWorkerSpec(self.spec))
+        self._actors: dict[int, Any] = {}
+        self._calls: dict[int, Any] = {}  # number of an actor -> reference to its result
+        self._head = HeadWatch(ray, options.address)
 
-    def start(self) -> None:
-        """Start the actors."""
-        for _ in range(self.num_workers):
-            self._start_actor()
+    def name(self, number: int) -> str:
+        """Name of an actor: 'actor 0'."""
+        return f"actor {number}"
 
-    def handle_events(self) -> None:
-        """Wait up to WAIT_S seconds for the result of a call, and handle it.
+    def start(self, numbers: Sequence[int]) -> None:
+        """Start actors; they may have to wait for a node."""
+        for number in numbers:
+            actor = self._actors[number] = self._actor_type.remote()
+            self._calls[number] = actor.run.remote(self._sent_spec, number, self._device)
+
+    def ended(self) -> Mapping[int, str]:
+        """Find the actors that have returned or died.
 
         Raises:
-            RunError: the head of the cluster has not answered for HEAD_LOST_S seconds.
+            RunError: the head of the cluster has not answered for long, or an actor could not run.
         """
         self._head.check()
-        ended, _ = self._ray.wait(list(self._calls), num_returns=1, timeout=WAIT_S)
-        for reference in ended:
-            self._handle_result(reference)
+        calls = {self._calls[number]: number for number in self.workers}
+        found, _ = self._ray.wait(list(calls), num_returns=len(calls), timeout=0)
+        return {
+            calls[reference]: self._end_text(calls[reference], reference) for reference in found
+        }
 
-    def end_workers(self) -> None:
+    def end_workers(self, grace_s: float) -> None:
         """Kill all actors."""
-        for actor in self.workers:
-            self._ray.kill(actor.ray_handle)
-        # This covers actors that were not ready, whose heartbeat names are unknown here.
-        clear_heartbeats(self.session.disk, self.spec.driver)
+        for actor in self._actors.values():
+            self._ray.kill(actor)
+        self._actors = {}
 
-    def _start_actor(self) -> None:
-        """Start an actor; it gets a part when it is ready, which may have to wait for a node."""
-        actor = _ActorHandle(self._actor_type.remote(self._sent_spec, self._device))
-        self.add_worker(actor)
-        self._calls[actor.ray_handle.ready.remote()] = actor, None
-
-    def _assign_next(self, actor: _ActorHandle) -> None:
-        """Assign the next part to an actor, or let it idle if none is queued now."""
-        part = self.next_part()
-        if part is None:
-            self._idle.append(actor)
-            return
-        self.assign(actor, part)
-        self._calls[actor.ray_handle.compute.remote(part)] = actor, part
-
-    def _handle_result(self, reference: Any) -> None:
-        """Handle the result of a call, and assign the next part to its actor."""
-        actor, part = self._calls.pop(reference)
+    def _end_text(self, number: int, reference: Any) -> str:
+        """Return how an actor ended, and free its place."""
         try:
-            result = self._ray.get(reference)
-        # The actor raised an exception; any other RayError below means that it died.
+            self._ray.get(reference)
+        # The actor raised an exception; any other RayError means that it died.
         except self._ray.exceptions.RayTaskError as error:
             cause = str(getattr(error, "cause", None) or error).rstrip(".")
-            failed = RunError(f"{cause}. {RESUME_HINT}")
+            failed = RunError(f"{self.name(number)}: {cause}. {RESUME_HINT}")
             failed.add_note(str(error))
             raise failed from None
         except self._ray.exceptions.RayError as error:
-            self._replace(actor, str(error).strip().splitlines()[0])
-            return
-        if part is None:
-            actor.heartbeat = result
-            self.worker_ready()
-        else:
-            results, worker_stats = result
-            for each in results:
-                self.part_committed(each)
-            self.collector.worker_stats.add(worker_stats)
-        self._assign_next(actor)
-
-    def _replace(self, actor: _ActorHandle, reason: str) -> None:
-        """Give the part of a dead actor to another one, or end the run after MAX_DEATHS deaths."""
-        if actor.heartbeat is not None:
-            clear_heartbeat(self.session.disk, actor.heartbeat)
-        parts = self.remove_worker(actor)
-        where = rows_text(parts)
-        if self.count_death(parts) >= MAX_DEATHS:
-            raise RunError(f"{MAX_DEATHS} actors died in {where}: {reason} {RESUME_HINT}")
-        self.progress.log(f"an actor died in {where} ({reason}); another one takes its place")
-        self.put_back(parts)
-        if self._idle:
-            self._assign_next(self._idle.pop())  # a full cluster may have no room for a new actor
-        else:
-            self._start_actor()
+            return f"died ({str(error).strip().splitlines()[0]})"
+        finally:
+            self._ray.kill(self._actors.pop(number))  # one that is unavailable may be alive
+        return "has ended"

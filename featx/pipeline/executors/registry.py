@@ -22,7 +22,7 @@ class Executor(Member):
     Attributes:
         check: checks, before images are listed, that the executor can be used with a config; raises
             MissingExtraError, ConfigError or RunError.
-        run: computes the missing parts in workers, usually with a `Scheduler`; raises RunError if a
+        run: computes the missing parts in workers, with a `WorkerPool`; raises RunError if a
             worker failed, and Interrupted after SIGINT or SIGTERM.
     """
 

@@ -1,15 +1,10 @@
-"""executor=slurm: a job array over the parts, by submitit; each task computes neighbouring parts.
-
-The driver holds the lock of the store (none exists in a bucket), waits for the tasks, records the
-parts that they commit, packs, and writes the summary.
-"""
+"""executor=slurm: tasks of a job array; each computes parts until its time is up."""
 
 from __future__ import annotations
 
 import shutil
-import tempfile
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from featx.config import (
     Config,
@@ -19,19 +14,17 @@ from featx.config import (
     options,
 )
 from featx.errors import ConfigError, FeatxError
+from featx.pipeline.executors.process_pool import ProcessPool
 from featx.pipeline.executors.registry import EXECUTORS, Executor
 from featx.pipeline.executors.slurm_array import JobArray
 from featx.pipeline.executors.slurm_queue import check_partition
-from featx.pipeline.executors.slurm_task import SIGNAL_DELAY_S, submitit_module
 from featx.pipeline.executors.worker_spec import Session, WorkerSpec
 from featx.pipeline.executors.worker_stats import RunOutcome
 from featx.pipeline.run_context import RunContext
-from featx.storage import AtomicFolder
-from featx.store import clear_heartbeats, layout
+from featx.store import layout
 
-_ENDLESS = 10**9
-"""Number of times that submitit may queue a task again after its time limit. `Task` has its own."""
-
+_NUM_TASKS = 8
+"""Number of tasks if executor.workers is not given."""
 
 DEFAULT_TIME_LIMIT_MIN = 240
 """Default of the option `time_limit_min` in minutes."""
@@ -93,55 +86,47 @@ def _options(config: Config) -> SlurmOptions:
 
 
 def check(config: Config) -> None:
-    """Check that submitit, Slurm, its controller and the partition are available.
+    """Check that Slurm, its controller and the partition are available.
 
     Raises:
-        MissingExtraError: submitit is not installed.
         ConfigError: this machine has no Slurm, or the cluster no such partition.
         RunError: the controller does not answer.
     """
-    submitit_module()
     if _options(config).mode == "local":
         return
-    if shutil.which("srun") is None:
+    if shutil.which("sbatch") is None:
         raise ConfigError(
-            "executor=slurm: there is no Slurm on this machine (srun is not found). Start the "
+            "executor=slurm: there is no Slurm on this machine (sbatch is not found). Start the "
             "command on a machine of the cluster; executor.mode=local runs the same path here."
         )
     check_partition(_options(config).partition)
 
 
 def run(context: RunContext, session: Session, spec: WorkerSpec) -> RunOutcome:
-    """Compute the missing parts in tasks of a job array.
-
-    Args:
-        context: run context of the driver.
-        session: write session of the store or statistics.
-        spec: worker spec for every task.
-
-    Returns:
-        outcome of the run, over all tasks.
-
-    Raises:
-        RunError: a task failed; the message names it, the part and its rows.
-        Interrupted: SIGINT or SIGTERM arrived; the tasks were told to commit complete parts.
-    """
+    """Compute the missing parts in tasks."""
     options = _options(context.config)
-    folder = _folder_of_tasks(options, session)
-    executor = _executor(options, folder)
-    is_local = options.mode == "local"
-    array = JobArray(spec, context, session, folder, executor, options, is_local=is_local)
-    outcome = array.run()
-    clear_heartbeats(session.disk, spec.driver)  # killed tasks leave their heartbeat files behind
-    AtomicFolder(folder.parent).remove(folder)
-    return outcome
+    folder = _shared_folder(options, session)
+    device = context.engine.device.type
+    num_tasks = options.workers or _NUM_TASKS
+    if options.mode == "local":
+        devices = [device] * min(num_tasks, len(spec.parts))
+        return ProcessPool(spec, session, folder, devices, "task", outlives_driver=True).run()
+    requests = {
+        "cpus-per-task": ("cpus", options.num_cpus),
+        "time": ("time_limit_min", options.time_limit_min or DEFAULT_TIME_LIMIT_MIN),
+        "mem": ("memory_gib", options.memory_gib and f"{options.memory_gib * 1024:.0f}M"),
+        "partition": ("partition", options.partition),
+        "gres": ("gres", options.gres),
+        "account": ("account", options.account),
+    }
+    given = {name: pair for name, pair in requests.items() if pair[1] is not None}
+    return JobArray(spec, session, folder, num_tasks, device, given).run()
 
 
 EXECUTORS.register(
     Executor(
         name="slurm",
         help="Tasks of a Slurm job array, each over neighbouring parts.",
-        extra="slurm",
         options=SlurmOptions,
         check=check,
         run=run,
@@ -149,51 +134,20 @@ EXECUTORS.register(
 )
 
 
-def _folder_of_tasks(options: SlurmOptions, session: Session) -> Path:
-    """Folder for the pickled tasks, their results and logs.
+def _shared_folder(options: SlurmOptions, session: Session) -> Path:
+    """Folder for worker spec, claims, reports and logs.
 
     Raises:
         ConfigError: the folder of executor.folder cannot be created.
     """
-    given = options.folder
-    if given is None:
-        return session.root / layout.JOBS
-    folder = Path(given).expanduser().absolute()
+    if options.folder is None:
+        return session.root.absolute() / layout.JOBS
+    folder = Path(options.folder).expanduser().absolute()
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        # One folder per driver: a store in a bucket has no lock that keeps a second driver out.
-        return Path(tempfile.mkdtemp(prefix="featx-", dir=folder))
     except OSError as error:
         raise ConfigError(
-            f"executor.folder={given}: {error.strerror}. It holds the pickled tasks "
-            "and their logs; choose a folder that all machines can write to."
+            f"executor.folder={options.folder}: {error.strerror}. It holds what tasks share and "
+            "their logs; choose a folder that all machines can write to."
         ) from error
-
-
-def _executor(options: SlurmOptions, folder: Path) -> Any:
-    """Executor of submitit with the resources that the options request."""
-    mode = options.mode or "slurm"
-    more = {"slurm_max_num_timeout": _ENDLESS} if mode == "slurm" else {}
-    executor = submitit_module().AutoExecutor(folder=folder, cluster=mode, **more)
-    limit_min = options.time_limit_min or DEFAULT_TIME_LIMIT_MIN
-    parameters: dict[str, Any] = {
-        "timeout_min": limit_min,
-        "cpus_per_task": options.num_cpus,
-        "name": "featx",
-    }
-    if mode == "slurm":
-        # Slurm announces a limit up to a minute early. That is a second safeguard for long limits
-        # only: it would end a task with a short limit right after its start (0 means none).
-        is_long = limit_min * 60 > 10 * SIGNAL_DELAY_S
-        parameters["slurm_signal_delay_s"] = SIGNAL_DELAY_S if is_long else 0
-        parameters["slurm_additional_parameters"] = {"requeue": True}
-        if options.memory_gib is not None:
-            parameters["mem_gb"] = options.memory_gib
-        for key in ("partition", "gres", "account"):
-            if (value := getattr(options, key)) is not None:
-                parameters[f"slurm_{key}"] = value
-    try:
-        executor.update_parameters(**parameters)
-    except (RuntimeError, ValueError) as error:
-        raise ConfigError(f"submitit does not take these settings: {error}") from error
-    return executor
+    return folder

@@ -1,8 +1,7 @@
 """State of Slurm's queue: partitions, the tasks of a run, and their remaining time.
 
-submitit asks the accounting database only (sacct), which not every cluster has; without it a
-cancelled task looks like one that waits for ever. featx asks squeue, which every cluster has, and
-sacct only about tasks that the controller has forgotten.
+squeue, which every cluster has, is asked every ASK_S seconds; the accounting database (sacct) only
+about tasks that the controller has forgotten.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import re
 import subprocess
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from featx.base import time_text
@@ -70,17 +69,13 @@ def last_line(text: str) -> str:
 
 
 def check_partition(partition: str | None) -> None:
-    """Ask the controller for its partitions, before images are listed or a model is loaded.
-
-    Args:
-        partition: option executor.partition, several separated by commas; None for the default
-            partition.
+    """Compare executor.partition, several separated by commas, with the cluster's partitions.
 
     Raises:
         RunError: the controller does not answer.
         ConfigError: this machine has no configuration of Slurm, or the cluster no such partition.
     """
-    code, out, error = _run_command(["sinfo", "--noheader", "--all", "--format=%R"])
+    code, out, error = run_command(["sinfo", "--noheader", "--all", "--format=%R"])
     if code is None:
         return  # there is no sinfo: sbatch will report what is wrong
     if code:
@@ -108,16 +103,12 @@ def no_controller(output: str) -> FeatxError:
 
 
 def seconds_left(limit_s: float) -> float:
-    """Seconds that this task may still run.
-
-    Args:
-        limit_s: time limit of the task in seconds, used if Slurm does not tell its end.
-    """
+    """Seconds that this task may still run; its whole limit if Slurm does not tell its end."""
     if (end := os.environ.get("SLURM_JOB_END_TIME", "")).isdigit():  # since Slurm 23.02
         return int(end) - time.time()
     job = os.environ.get("SLURM_JOB_ID")
     if job is not None:
-        code, out, _ = _run_command(["squeue", "--noheader", "--format=%L", f"--jobs={job}"])
+        code, out, _ = run_command(["squeue", "--noheader", "--format=%L", f"--jobs={job}"])
         if code == 0 and (match := re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)", out.strip())):
             days, hours, minutes, seconds = (int(group or 0) for group in match.groups())
             return ((days * 24 + hours) * 60 + minutes) * 60.0 + seconds
@@ -126,11 +117,9 @@ def seconds_left(limit_s: float) -> float:
 
 @dataclass(frozen=True)
 class TaskState:
-    """State of a task as reported by Slurm.
+    """State of a task as squeue names it, such as PENDING, and the reason for which it waits.
 
-    Attributes:
-        state: state as squeue names it, such as PENDING or NODE_FAIL.
-        reason: reason of squeue for a waiting task; for a forgotten task its last known state.
+    The reason of a task that Slurm has forgotten is its last known state.
     """
 
     state: str
@@ -152,12 +141,7 @@ def counted_states(states: Iterable[TaskState]) -> list[QueueState]:
 
 
 class SlurmQueue:
-    """Tasks of one run in Slurm's queue.
-
-    Args:
-        report: prints a line for the user.
-        clock: returns seconds, as time.monotonic does.
-    """
+    """Tasks of one run in Slurm's queue; `report` prints a line for the user."""
 
     def __init__(
         self, report: Callable[[str], None], clock: Callable[[], float] = time.monotonic
@@ -170,11 +154,7 @@ class SlurmQueue:
         self._reported_at: dict[str, float] = {}
 
     def states(self, ids: Iterable[str]) -> Mapping[str, TaskState]:
-        """States of some tasks, at most ASK_S seconds old; tasks not seen yet are left out.
-
-        Args:
-            ids: ids of tasks that have not ended: '7_0' in an array, '8' for a single job.
-        """
+        """States of some tasks by id, at most ASK_S seconds old; without tasks not seen yet."""
         ids = list(ids)
         now = self._clock()
         if ids and (self._asked_at is None or now - self._asked_at >= ASK_S):
@@ -186,7 +166,7 @@ class SlurmQueue:
     def cancel(self, ids: Iterable[str]) -> None:
         """Cancel tasks, as far as the controller answers."""
         if ids := list(ids):
-            _run_command(["scancel", *ids])
+            run_command(["scancel", *ids])
 
     def _update_states(self, ids: list[str]) -> None:
         """Update the states of tasks from the controller, or from the database if it forgot
@@ -194,7 +174,7 @@ class SlurmQueue:
         """
         jobs = ",".join(dict.fromkeys(task.partition("_")[0] for task in ids))
         command = ["squeue", "--noheader", "--array", "--states=all", "--format=%i|%T|%r"]
-        code, out, error = _run_command([*command, f"--jobs={jobs}"])
+        code, out, error = run_command([*command, f"--jobs={jobs}"])
         # squeue fails if it knows none of the jobs, and leaves out those that it does not know.
         if code == 0 or "invalid job id" in error.lower():
             queued = {}
@@ -213,15 +193,14 @@ class SlurmQueue:
     def _accounting_states(self, ids: list[str]) -> dict[str, TaskState]:
         """States of tasks that the controller has forgotten, from the accounting database.
 
-        The controller forgets a task some minutes after its end, and at once if a task of an array
-        is cancelled while it waits.
+        It forgets a task minutes after its end, and at once one that is cancelled while it waits.
         """
         if not ids:
             return {}
         recorded = {}
         jobs = ",".join(dict.fromkeys(task.partition("_")[0] for task in ids))
         command = ["sacct", "--noheader", "--allocations", "--parsable2", "--format=JobID,State"]
-        code, out, _ = _run_command([*command, f"--jobs={jobs}"])
+        code, out, _ = run_command([*command, f"--jobs={jobs}"])
         for line in out.splitlines() if code == 0 else ():
             task, _, state = line.partition("|")
             recorded[task] = TaskState(state.split(" ")[0])  # 'CANCELLED by 1000'
@@ -276,10 +255,10 @@ def _waits(state: TaskState) -> bool:
     return state.state in ("PENDING", "REQUEUED", "REQUEUE_HOLD", "SPECIAL_EXIT", "SUSPENDED")
 
 
-def _run_command(command: list[str]) -> tuple[int | None, str, str]:
-    """Run a Slurm command.
-
-    Messages are in English whatever the locale, and the terminal is not passed on.
+def run_command(
+    command: Sequence[str], environment: Mapping[str, str] | None = None
+) -> tuple[int | None, str, str]:
+    """Run a Slurm command without the terminal; messages are in English by default.
 
     Returns:
         exit code, stdout and stderr; the code is None if there is no such command.
@@ -292,7 +271,7 @@ def _run_command(command: list[str]) -> tuple[int | None, str, str]:
             text=True,
             errors="replace",
             timeout=_ANSWER_S,
-            env={**os.environ, "LC_ALL": "C"},
+            env=environment or {**os.environ, "LC_ALL": "C"},
             check=False,
         )
     except subprocess.TimeoutExpired:

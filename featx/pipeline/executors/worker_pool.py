@@ -1,330 +1,367 @@
-"""Worker processes of this machine as the driver sees them: all draw parts from one queue.
+"""Worker pool: the workers of a run as the driver sees them, for every executor.
 
-A worker that dies is replaced and its parts are computed again; a worker that reports an error ends
-the run.
+The driver shares two folders with its workers: that of the store, where it looks for parts that
+they have committed, and one with their claims and reports. An executor derives its own pool, which
+says how workers start, which of them have ended, and how they are ended.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
-import signal
-import subprocess
-import sys
+import pickle
 import time
-from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from multiprocessing import Pipe
-from multiprocessing.connection import Connection, wait
-from typing import IO
+import uuid
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TypeAlias
 
 from featx import errors
-from featx.base import module_command, module_environment
-from featx.errors import FeatxError, InternalError, RunError
-from featx.pipeline.executors.local_worker import STOP
-from featx.pipeline.executors.part_worker import rows_text
-from featx.pipeline.executors.scheduler import MAX_DEATHS, RESUME_HINT, Scheduler
-from featx.pipeline.executors.worker_spec import Session, WorkerSpec
-from featx.pipeline.executors.worker_stats import PartResult, WorkerStats
-from featx.pipeline.stop_signals import GRACE_S
-from featx.store import clear_heartbeat, heartbeat_name
+from featx.base import Progress
+from featx.errors import FeatxError, RunError
+from featx.pipeline.executors.part_claims import (
+    CLAIMS,
+    assign,
+    claimed_indices,
+    owner_of,
+    parts_in_order,
+)
+from featx.pipeline.executors.worker import (
+    SPEC,
+    TIME_LIMIT,
+    ready_path,
+    result_path,
+    rows_text,
+)
+from featx.pipeline.executors.worker_spec import PickledWorkerSpec, Session, WorkerSpec
+from featx.pipeline.executors.worker_stats import (
+    ResultCollector,
+    RunOutcome,
+    WorkerError,
+    WorkerReport,
+)
+from featx.pipeline.stop_signals import GRACE_S, stop_signals
+from featx.storage import open_folder
+from featx.store import DRIVER, Heartbeat, clear_heartbeat, clear_heartbeats, read_heartbeats
 from featx.types import Part
 
-_LISTEN_S = 0.2
-"""Seconds to wait for messages until workers that ended without one are looked for."""
+MAX_DEATHS = 3
+"""Number of workers that may be lost in the same part, or without a part, until the run ends."""
 
-_NUM_LAST_LINES = 20
-"""Number of lines of a worker's output that are repeated if it dies."""
+RESUME_HINT = "Nothing committed is lost; run the same command again to resume."
+"""Last sentence of errors that end a run."""
 
-COMMAND = tuple(module_command("featx.pipeline.executors.local_worker"))
-"""Command that starts a worker.
+_MAX_POLL_S = 5.0
+"""Seconds between two looks at the most, as a signal ends the run within 10 s."""
 
--P keeps the current folder off sys.path until the worker receives the path of the driver.
-"""
-
-
-@dataclass(eq=False)
-class _Worker:
-    """Worker process as seen by the driver.
-
-    Attributes:
-        number: index of the worker.
-        device: device that it computes on.
-        process: process handle; its stdout carries stderr as well.
-        connection: socket for messages.
-        is_ready: whether it has reported that it can compute.
-        is_waiting: whether it waits for an answer to its request for a part.
-        is_finished: whether it has reported its end, or is no longer needed.
-        is_closed: whether its end of the socket is closed.
-        incomplete_line: last line of its output as long as it is incomplete.
-        last_lines: last complete lines of its output.
-    """
-
-    number: int
-    device: str
-    process: subprocess.Popen[bytes]
-    connection: Connection
-    is_ready: bool = False
-    is_waiting: bool = False
-    is_finished: bool = False
-    is_closed: bool = False
-    incomplete_line: bytes = b""
-    last_lines: deque[str] = field(default_factory=lambda: deque(maxlen=_NUM_LAST_LINES))
-
-    def __str__(self) -> str:
-        return f"worker {self.number} ({self.device})"
-
-    @property
-    def output(self) -> IO[bytes]:
-        """Pipe from which stdout and stderr of the worker are read."""
-        if self.process.stdout is None:
-            raise InternalError("a worker was started without a pipe for its output")
-        return self.process.stdout
-
-    def close(self) -> None:
-        """Close the pipe and the socket of a process that has ended."""
-        self.output.close()
-        self.connection.close()
+_REPORTS_S = 30.0
+"""Seconds to wait for the last reports of workers when all parts are committed."""
 
 
-class WorkerPool(Scheduler[_Worker]):
-    """Worker processes of this machine.
+_Loss: TypeAlias = tuple[int, str, int]
+"""Number of a lost worker, how it ended, and the number of parts that it had committed."""
 
-    A worker receives its next part while it computes one, so it may have several. A part in which a
-    worker died is assigned alone from then on, so that another death is known to belong to it.
+
+class WorkerPool(ABC):
+    """Workers of a run; all methods run in the main thread of the driver.
 
     Args:
-        spec: worker spec for every worker.
-        devices: device of each worker.
-        session: write session of the store; records every committed part.
-        parts: parts to compute, in order.
-        command: command that starts a worker.
+        spec: worker spec of the run.
+        session: write session; records every committed part.
+        folder: folder that all workers see. The pool uses a new folder in it.
+        num_workers: number of workers that share the parts.
+        kind: what a worker is called: worker, actor or task.
+        outlives_driver: whether a worker continues when its driver dies.
+
+    Attributes:
+        spec: worker spec with what the pool adds to it.
+        session: as given.
+        workers: numbers of the workers that have been started and have not ended.
+        lost: numbers of the workers that have been replaced.
+        progress: progress bar of the run; set by `run`.
+        heartbeat: heartbeat of the driver.
     """
+
+    progress: Progress
+    poll_s = 0.5
+    """Seconds between two looks at the parts and workers."""
+    replacement = "another one takes its place"
+    """Words on what happens after a loss."""
+    report_s = 0.0
+    """Seconds to wait for the report of an ended worker: network file systems show files late."""
 
     def __init__(
         self,
         spec: WorkerSpec,
-        devices: Sequence[str],
         session: Session,
-        parts: Sequence[Part],
-        command: Sequence[str] = COMMAND,
+        folder: Path,
+        num_workers: int,
+        kind: str = "worker",
+        outlives_driver: bool = False,
     ) -> None:
-        super().__init__(spec, session, parts, len(devices))
-        self._devices = devices
-        self._command = command
-        self._error: BaseException | None = None
-        self._deadline = 0.0
-
-    def work(self) -> None:
-        """Start the workers and serve them until all parts are committed or the run fails."""
-        super().work()
-        if self._error is not None:
-            raise self._error
-
-    def start(self) -> None:
-        """Start one worker per device."""
-        for number, device in enumerate(self._devices):
-            self._start_worker(number, device)
-
-    def is_active(self) -> bool:
-        """Return whether a worker is alive; after an error, for GRACE_S seconds only."""
-        is_late = self._error is not None and time.monotonic() > self._deadline
-        return bool(self.workers) and not is_late
-
-    def handle_events(self) -> None:
-        """Handle messages and output of the workers, and then look after each of them."""
-        sources: list[Connection | int] = []
-        owners: dict[object, _Worker] = {}
-        for worker in self.workers:
-            if not worker.is_closed:
-                sources.append(worker.connection)
-                owners[worker.connection] = worker
-            sources.append(worker.output.fileno())
-            owners[worker.output.fileno()] = worker
-        for event in wait(sources, _LISTEN_S):
-            worker = owners[event]
-            if event is worker.connection:
-                self._receive(worker)
-            else:
-                self._read_output(worker)
-        for worker in self.workers:
-            self._serve_or_replace(worker)
-
-    def stop(self, error: BaseException) -> None:
-        """Ask the workers to commit complete parts and end; `work` raises the error afterwards."""
-        if self._error is not None:
-            return
-        self._error = error
-        self._deadline = time.monotonic() + GRACE_S  # workers that hang are killed after that
-        for worker in self.workers:
-            with contextlib.suppress(OSError):
-                worker.connection.send(STOP)
-            if not worker.is_ready:
-                worker.process.kill()
-
-    def end_workers(self) -> None:
-        """Kill all workers, wait for them, and record the parts that they committed before."""
-        for worker in self.workers:
-            worker.process.kill()
-        for worker in self.workers:
-            worker.process.wait()
-            self._receive(worker)
-            worker.close()
-            clear_heartbeat(self.session.disk, heartbeat_name(worker.process.pid))
-
-    def _start_worker(self, number: int, device: str) -> None:
-        """Start a worker; it asks for parts once it has reported that it is ready."""
-        ours, theirs = Pipe()
-        with theirs:
-            process = subprocess.Popen(
-                [*self._command, str(theirs.fileno()), str(os.getpid())],
-                env=module_environment(),
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                # A worker inherits the lock: no other run can start while a worker is alive.
-                pass_fds=(theirs.fileno(), self.session.lock),
-                process_group=0,  # Ctrl-C in the terminal reaches the driver only
-            )
-        worker = _Worker(number, device, process, ours)
-        # The driver serves all workers in one thread, so it must never wait for the output of one.
-        os.set_blocking(worker.output.fileno(), False)
-        self.add_worker(worker)
-        with contextlib.suppress(BrokenPipeError):  # `_serve_or_replace` handles a dead worker
-            ours.send([os.path.abspath(folder) for folder in sys.path])  # noqa: PTH100 - '' too
-            ours.send((self.spec, device))
-
-    def _receive(self, worker: _Worker) -> None:
-        """Handle every message that has arrived from a worker."""
-        try:
-            while worker.connection.poll():
-                kind, *values = worker.connection.recv()
-                # local_worker defines the kinds: ready, request, committed, failed and finished.
-                getattr(self, f"_on_{kind}")(worker, *values)
-        except (EOFError, OSError):
-            worker.is_closed = True
-
-    def _on_ready(self, worker: _Worker) -> None:
-        """Start the clock of the run with the first worker that is ready."""
-        worker.is_ready = True
-        self.worker_ready()
-
-    def _on_request(self, worker: _Worker, waits: bool) -> None:
-        """Answer a request for a part, at once or in `_serve_or_replace`."""
-        if waits:
-            worker.is_waiting = True  # answered in `_serve_or_replace`
-        else:
-            self._send_part(worker, self._part_for(worker))
-
-    def _on_committed(self, worker: _Worker, result: PartResult) -> None:
-        """Record a committed part."""
-        self.part_committed(result)
-
-    def _on_failed(self, worker: _Worker, kind: str, text: str, trace: str, at: str) -> None:
-        """End the run with the error that a worker reported.
-
-        Exceptions of featx are raised again with their type, all others as RunError.
-
-        Args:
-            worker: worker that failed.
-            kind: class name of its exception.
-            text: message of its exception.
-            trace: traceback, added as a note.
-            at: parts that it was computing, as text.
-        """
-        worker.is_finished = True
-        found = getattr(errors, kind, None)
-        known = isinstance(found, type) and issubclass(found, FeatxError)
-        what = text if known else f"{kind}: {text}. {RESUME_HINT}"
-        error = (found if known and found else RunError)(f"{worker}, {at}: {what}")
-        error.add_note(trace)
-        self.stop(error)
-
-    def _on_finished(self, worker: _Worker, worker_stats: WorkerStats) -> None:
-        """Add the measurements of a worker that has ended."""
-        worker.is_finished = True
-        self.collector.worker_stats.add(worker_stats)
-
-    def _part_for(self, worker: _Worker) -> Part | None:
-        """Part to assign to a worker now; None if it has to wait or no part is left."""
-        if self._error is not None:
-            return None
-        if parts := self.parts_of(worker):
-            # Keep the last parts for workers without one.
-            are_few = self.num_queued <= len(self.workers)
-            if are_few or self.has_deaths(parts):
-                return None
-        return self.next_part()
-
-    def _send_part(self, worker: _Worker, part: Part | None) -> None:
-        """Send a part, or None, to a worker that requested one."""
-        if part is not None:
-            self.assign(worker, part)
-        with contextlib.suppress(OSError):  # `_serve_or_replace` handles a dead worker
-            worker.connection.send(part)
-
-    def _serve_or_replace(self, worker: _Worker) -> None:
-        """Answer a worker that waits; replace one that died."""
-        if worker.is_waiting:
-            part = self._part_for(worker)
-            # Parts of other workers return to the queue if those workers die.
-            if part is not None or not self.is_work_left() or self._error is not None:
-                worker.is_waiting = False
-                self._send_part(worker, part)
-        elif not worker.is_ready and not self.is_work_left():
-            worker.process.kill()  # it is still loading the model, and no part is left for it
-            worker.is_finished = True
-        if worker.process.poll() is not None:
-            # What the process sent before its end is still in the socket and the pipe.
-            self._receive(worker)
-            self._read_output(worker)
-            parts = self.remove_worker(worker)
-            worker.close()
-            clear_heartbeat(self.session.disk, heartbeat_name(worker.process.pid))
-            if not worker.is_finished and self._error is None:
-                self._replace(worker, parts)
-
-    def _replace(self, worker: _Worker, parts: Sequence[Part]) -> None:
-        """Start another worker for one that died, or end the run after MAX_DEATHS deaths.
-
-        Args:
-            worker: worker that died.
-            parts: parts that it had.
-        """
-        self.collector.is_complete = False  # a worker reports its measurements at its end
-        num_deaths = self.count_death(parts)
-        self.put_back(parts, last=True)
-        where = f"in {rows_text(parts)}" if parts else "before it had a part"
-        how = f"{worker} {_end_text(worker.process.returncode)} {where}"
-        if num_deaths < MAX_DEATHS:
-            self.progress.log(f"{how}; another one takes its place")
-            self._start_worker(worker.number, worker.device)
-            return
-        lines = "\n".join(f"  {line}" for line in worker.last_lines)
-        output = f" Its last lines of output:\n{lines}" if lines else ""
-        self.stop(
-            RunError(
-                f"{how}, the {num_deaths}rd worker that did. {RESUME_HINT} With "
-                f"executor.workers=null this process computes the part.{output}"
-            )
+        self.spec = replace(
+            spec,
+            # No worker of an earlier driver finds the claims of this one.
+            folder=folder / uuid.uuid4().hex[:8],
+            num_workers=max(1, min(num_workers, len(spec.parts))),
+            kind=kind,
+            outlives_driver=outlives_driver,
         )
+        self.session = session
+        self._jobs = folder if folder.is_relative_to(session.root.absolute()) else None
+        self.heartbeat = Heartbeat(session.disk, DRIVER)
+        self.workers: list[int] = []
+        self.lost: list[int] = []
+        self.collector = ResultCollector(sum(len(part) for part in spec.parts))
+        self._missing = {part.index: part for part in spec.parts}
+        self._losses: Counter[int] = Counter()  # index of a part, or -1 - worker -> lost workers
+        self._first_number: dict[int, int] = {}  # replacement -> first worker that it stands for
+        self._ended_at: dict[int, float] = {}  # ended workers without a report so far
+        self._num_workers = 0  # that were started so far
+        self._look_s = 0.0
 
-    def _read_output(self, worker: _Worker) -> None:
-        """Print the output of a worker, line by line, with its name."""
-        with contextlib.suppress(BlockingIOError):
-            while data := os.read(worker.output.fileno(), 1 << 16):
-                *lines, worker.incomplete_line = (worker.incomplete_line + data).split(b"\n")
-                for line in lines:
-                    text = line.decode(errors="replace").rstrip()
-                    worker.last_lines.append(text)
-                    self.progress.log(f"{worker}: {text}")
+    @abstractmethod
+    def start(self, numbers: Sequence[int]) -> None:
+        """Start workers with these numbers."""
 
+    @abstractmethod
+    def ended(self) -> Mapping[int, str]:
+        """Find the workers that have ended; number -> how, such as 'was killed by SIGKILL'."""
 
-def _end_text(code: int) -> str:
-    """Return how a process ended, as text."""
-    if code >= 0:
-        return f"ended with exit code {code}"
-    with contextlib.suppress(ValueError):
-        return f"was killed by {signal.Signals(-code).name}"
-    return f"was killed by signal {-code}"
+    @abstractmethod
+    def end_workers(self, grace_s: float) -> None:
+        """End all workers, after some seconds in which they may commit complete parts."""
+
+    @abstractmethod
+    def name(self, number: int) -> str:
+        """Name of a worker in messages."""
+
+    def advice(self, number: int, how: str, parts: Sequence[Part]) -> str:
+        """Sentences for the error after MAX_DEATHS losses, each after a space.
+
+        Args:
+            number: number of the lost worker.
+            how: how it ended.
+            parts: parts that it had claimed and not committed.
+        """
+        return ""
+
+    def run(self) -> RunOutcome:
+        """Compute all parts; return the outcome of the run.
+
+        Raises:
+            FeatxError: a worker raised it.
+            RunError: a worker failed, or MAX_DEATHS workers were lost in the same part.
+            TooManyFailuresError: more images failed than max_failures allows.
+            Interrupted: SIGINT or SIGTERM arrived; complete parts are committed.
+        """
+        disk, session = open_folder(self.spec.folder), self.session
+        with (
+            self.heartbeat,
+            stop_signals() as stop,
+            Progress(session.num_rows, session.num_committed) as self.progress,
+        ):
+            if self._jobs is not None and session.disk.has_locks:
+                # Of an earlier driver; its workers do not continue without it.
+                disk.remove(self._jobs)
+            disk.make_folder(self.spec.folder / CLAIMS)
+            disk.replace(self.spec.folder / SPEC, pickle.dumps(PickledWorkerSpec(self.spec)))
+            try:
+                self._start(self._new_numbers(self.spec.num_workers if self._missing else 0))
+                while self._missing or self._has_reports_due():
+                    self._poll()
+                    if stop:
+                        raise stop.interrupted()
+            except BaseException:
+                self._end_run()
+                raise
+            self.end_workers(0.0)
+        clear_heartbeats(session.disk, self.spec.driver)
+        # Tasks that were cancelled may still write their logs.
+        with contextlib.suppress(RunError):
+            disk.remove(self.spec.folder)
+        if self._jobs is not None:
+            session.disk.remove_best_effort(self.spec.folder)
+        return self.collector.outcome(self.spec)
+
+    def _end_run(self) -> None:
+        """End the workers of a run that failed, and record what they have committed."""
+        try:
+            self.end_workers(GRACE_S)
+        finally:
+            self.end_workers(0.0)
+            if not self.spec.outlives_driver:
+                clear_heartbeats(self.session.disk, self.spec.driver)
+            with contextlib.suppress(FeatxError):
+                self._find_committed()
+
+    def _new_numbers(self, count: int) -> list[int]:
+        """Numbers of workers that are about to be started."""
+        self._num_workers += count
+        return list(range(self._num_workers - count, self._num_workers))
+
+    def _start(self, numbers: Sequence[int]) -> None:
+        """Start workers, if there are any."""
+        self.workers += numbers
+        if numbers:
+            self.start(numbers)
+
+    def _poll(self) -> None:
+        """Wait; record what was committed, and look after workers that have ended."""
+        # A look at the parts of a large store takes long.
+        time.sleep(max(self.poll_s, min(10 * self._look_s, _MAX_POLL_S)))
+        looked_at = time.monotonic()
+        if not self.collector.started_at and any(map(self._is_ready, self.workers)):
+            self._start_clock()
+        ended = self.ended()  # before the look at the parts, which a worker commits before its end
+        self._find_committed()
+        lost = [loss for number, how in ended.items() if (loss := self._take_end(number, how))]
+        if self._missing:
+            # No worker is left and nobody was lost: someone has deleted claims or parts.
+            if not self.workers and not lost and self._is_overdue(-1):
+                lost.append((self._num_workers - 1, "has left parts out", 0))
+            self._replace(lost)
+        self._look_s = time.monotonic() - looked_at
+
+    def _take_end(self, number: int, how: str) -> _Loss | None:
+        """Take the report of a worker that has ended.
+
+        Returns:
+            the loss for a worker that was lost or ended early, otherwise None.
+
+        Raises:
+            FeatxError: the worker raised it.
+        """
+        report = self._report(result_path(self.spec, number))
+        if report is None and not self._is_overdue(number):
+            return None
+        self.workers.remove(number)
+        loss = None
+        if report is None:
+            report = self._report(ready_path(self.spec, number)) or WorkerReport()
+            loss = number, how, report.num_parts
+        elif report.error is not None:
+            raise self._error(number, report.error)
+        elif report.ended_by is not None:
+            verb = "reached" if report.ended_by == TIME_LIMIT else "was ended by"
+            loss = number, f"{verb} {report.ended_by} ({report.activity})", report.num_parts
+        self.collector.add_report(report)
+        self.collector.is_complete &= loss is None
+        return loss
+
+    def _find_committed(self) -> None:
+        """Record the parts that were committed since the last look.
+
+        Raises:
+            TooManyFailuresError: more images failed than max_failures allows.
+        """
+        is_earlier = not self.collector.started_at
+        parts = list(self._missing.values())
+        for part, failures in self.session.committed_by_others(parts):
+            del self._missing[part.index]
+            self.session.record_commit(part, failures)
+            self.heartbeat.set_failures(self.session.num_failed)
+            self._start_clock()
+            self.collector.add_rows(len(part), is_earlier)
+            self.progress.step(len(part), len(failures), None, is_earlier)
+            self.collector.refuse_failures(self.spec, self.session)
+
+    def _start_clock(self) -> None:
+        """Start the clock of the run with the first worker that is ready."""
+        if not self.collector.started_at:
+            self.progress.begin()
+            self.collector.start()
+
+    def _is_ready(self, number: int) -> bool:
+        """Return whether a worker has loaded its model."""
+        return ready_path(self.spec, number).exists()
+
+    def _has_reports_due(self) -> bool:
+        """Return whether workers that have computed are about to report, when all is committed."""
+        if time.perf_counter() - self.collector.committed_at < _REPORTS_S:
+            return any(map(self._is_ready, self.workers))
+        self.collector.is_complete &= not any(map(self._is_ready, self.workers))
+        return False
+
+    def _is_overdue(self, number: int) -> bool:
+        """Return whether the report of an ended worker would be visible by now."""
+        now = time.monotonic()
+        return now - self._ended_at.setdefault(number, now) >= self.report_s
+
+    def _report(self, path: Path) -> WorkerReport | None:
+        """Read a report; None if there is none."""
+        with contextlib.suppress(OSError, ValueError):
+            return WorkerReport.from_json(path.read_bytes())
+        return None
+
+    def _error(self, number: int, error: WorkerError) -> FeatxError:
+        """Error of a worker: exceptions of featx with their type, all others as RunError."""
+        found = getattr(errors, error.kind, None)
+        is_known = isinstance(found, type) and issubclass(found, FeatxError)
+        text = error.text if is_known else f"{error.kind}: {error.text}. {RESUME_HINT}"
+        raised = (found if is_known and found else RunError)(
+            f"{self.name(number)}, {error.where}: {text}"
+        )
+        raised.add_note(error.trace)
+        return raised
+
+    def _replace(self, lost: Sequence[_Loss]) -> None:
+        """Start other workers for lost ones, which inherit the parts that these had claimed.
+
+        Raises:
+            RunError: MAX_DEATHS workers were lost in the same part.
+        """
+        if not lost:
+            return
+        claimed = claimed_indices(self.spec)
+        missing = [part for part in self._missing.values() if part.index in claimed]
+        owners = {part.index: owner_of(self.spec, part) for part in missing}
+        successors = self._new_numbers(len(lost))
+        numbers = [number for number, _, _ in lost]
+        for (number, how, num_parts), successor in zip(lost, successors, strict=True):
+            self._first_number[successor] = self._first_number.get(number, number)
+            others = {*self.workers, *successors, *numbers} - {number}
+            # A worker that died before it wrote its number into a claim leaves it empty.
+            parts = [
+                part
+                for part in parts_in_order(self.spec, number)
+                if part.index in owners and owners[part.index] not in others
+            ]
+            self._count_loss(number, how, parts, num_parts)
+            for part in parts:
+                owners[part.index] = successor
+                assign(self.spec, part, successor)
+        self.lost += numbers
+        self._ended_at.pop(-1, None)
+        self._start(successors)
+
+    def _count_loss(self, number: int, how: str, parts: Sequence[Part], num_parts: int) -> None:
+        """Count a lost worker at the part that it was computing, and report it.
+
+        Without a part it counts with those that it replaced, unless it has committed parts: Slurm
+        may preempt many tasks at once.
+
+        Raises:
+            RunError: it is the last of MAX_DEATHS workers.
+        """
+        # A worker computes its parts in order, so it was lost in the first that is missing.
+        is_ready = self._is_ready(number)
+        first = parts[:1] if is_ready else []
+        index = first[0].index if first else -1 - self._first_number.get(number, number)
+        self._losses[index] += 1 if first or not num_parts else 0
+        where = "between two parts" if is_ready else "before it had a part"
+        if first:
+            where = f"in {rows_text(first)}"
+        text = f"{self.name(number)} {how} {where}"
+        if self._losses[index] >= MAX_DEATHS:
+            raise RunError(
+                f"{text}, the {MAX_DEATHS}rd {self.spec.kind} that did. {RESUME_HINT}"
+                f"{self.advice(number, how, parts)}"
+            )
+        self.progress.log(f"{text}; {self.replacement}")
+        for record in read_heartbeats(self.session.root):
+            is_own = record.values["driver"] == self.spec.driver
+            if is_own and record.values["what"].startswith(f"{self.spec.kind} {number} "):
+                clear_heartbeat(self.session.disk, record.path.name)

@@ -46,10 +46,9 @@ class PartSink(BatchSink[ComputedT], Protocol[ComputedT]):
     seconds: dict[str, float]
 
     def finish_part(self) -> Callable[[], Sequence[Failure]]:
-        """Detach the part whose last batch was taken.
+        """Detach the finished part; return a function that commits it.
 
-        Returns:
-            function that commits the part and returns the failures of the part that is stored then.
+        That function returns the failures of the part that is stored then.
         """
 
 
@@ -72,41 +71,16 @@ class PartTask(Protocol):
     def datasets(self) -> frozenset[str]: ...
 
     def check(self, root: Path, fingerprint: Mapping[str, Any]) -> None:
-        """Raise RunError if the folder was overwritten or changed since the run was started.
-
-        Args:
-            root: folder of the store or statistics.
-            fingerprint: fingerprint of the driver.
-        """
+        """Raise RunError if the folder was overwritten or changed since the run was started."""
 
     def listing(self, root: Path, num_rows: int, identity: str) -> Listing | None:
-        """Read the listing of the run from its folder.
-
-        Args:
-            root: folder of the store or statistics.
-            num_rows: number of rows of the run.
-            identity: digest of the listing.
-
-        Returns:
-            the listing, or None if the folder has no such listing.
-        """
+        """Read the listing of the run by its digest, or None if the folder has none."""
 
     def missing(self, root: Path, parts: Sequence[Part]) -> list[Part]:
-        """Select the parts that no process has committed yet.
-
-        Args:
-            root: folder of the store or statistics.
-            parts: parts to look for.
-        """
+        """Select the parts that no process has committed yet."""
 
     def sink(self, context: RunContext, root: Path, heartbeat: Heartbeat) -> PartSink[Any]:
-        """Create the sink that computes parts and commits each of them.
-
-        Args:
-            context: run context of the worker.
-            root: folder of the store or statistics.
-            heartbeat: heartbeat of the worker.
-        """
+        """Create the sink that computes parts and commits each of them."""
 
 
 class Session(PartSource, Protocol):
@@ -131,19 +105,14 @@ class Session(PartSource, Protocol):
     def committed_by_others(
         self, parts: Sequence[Part]
     ) -> Iterator[tuple[Part, Sequence[Failure]]]:
-        """Select the parts that other processes have committed.
-
-        Args:
-            parts: parts to look for.
-
-        Yields:
-            part and its failures.
-        """
+        """Yield those of some parts that other processes have committed, with their failures."""
 
 
 @dataclass(frozen=True)
 class WorkerSpec:
     """Everything that a process needs to compute parts of a run with the same values as the driver.
+
+    An executor sets the attributes from `folder` on.
 
     Attributes:
         root: absolute path of the store or statistics.
@@ -157,6 +126,11 @@ class WorkerSpec:
         fingerprint: fingerprint of the driver; that of the worker must be equal.
         num_rows: number of rows of the listing.
         cpus: number of CPUs of the worker for reading and decoding.
+        parts: parts to compute, in order.
+        num_workers: number of workers that share the parts.
+        folder: folder that driver and workers share, for claims and reports.
+        kind: what a worker is called: worker, actor or task.
+        outlives_driver: whether a worker continues when its driver dies.
     """
 
     root: Path
@@ -170,18 +144,17 @@ class WorkerSpec:
     fingerprint: Mapping[str, Any]
     num_rows: int
     cpus: int
+    parts: Sequence[Part]
+    num_workers: int = 1
+    folder: Path = Path()
+    kind: str = "worker"
+    outlives_driver: bool = False
 
 
 def worker_spec(
     context: RunContext, session: Session, part_task: PartTask, config_yaml: str
 ) -> WorkerSpec:
-    """Create the worker spec of a run.
-
-    Args:
-        context: run context of the driver.
-        session: write session of the store or statistics.
-        part_task: part task of the workers.
-        config_yaml: composed config as YAML, without secrets.
+    """Create the worker spec of a run, without what its executor adds.
 
     Raises:
         ConfigError: the data set is a Python object that cannot be pickled.
@@ -199,6 +172,7 @@ def worker_spec(
         fingerprint=context.header.fingerprint,
         num_rows=len(context.listing),
         cpus=config.cpus_of_worker(num_cpus()),
+        parts=session.missing(),
     )
 
 
@@ -280,11 +254,7 @@ class _WorkerTarget:
 
 @contextlib.contextmanager
 def worker_context(spec: WorkerSpec, device: str) -> Iterator[RunContext]:
-    """Build the run context of a worker on one device.
-
-    Args:
-        spec: worker spec from the driver.
-        device: device to compute on, such as 'cuda:1'.
+    """Build the run context of a worker on a device, such as 'cuda:1'.
 
     Raises:
         RunError: this worker would compute other values than the driver, or cannot read the

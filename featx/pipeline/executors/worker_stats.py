@@ -1,36 +1,19 @@
-"""Results and measurements of workers, and how the driver adds them up."""
+"""Reports and measurements of workers, and how the driver adds them up."""
 
 from __future__ import annotations
 
+import json
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from featx.pipeline.bottleneck import bottleneck
 from featx.pipeline.executors.worker_spec import Session, WorkerSpec
 from featx.pipeline.row_failures import refuse_failures
 from featx.pipeline.run_metrics import RunMetrics
-from featx.types import Failure, Part
 
-
-@dataclass(frozen=True)
-class PartResult:
-    """Result of a committed part.
-
-    Attributes:
-        part: the part.
-        failures: its failed rows.
-        underflow_rows: layer -> number of its underflow rows.
-        seconds: seconds from its first batch to its commit.
-        waited_s: seconds of these in which the device waited for images.
-    """
-
-    part: Part
-    failures: Sequence[Failure]
-    underflow_rows: Mapping[str, int]
-    seconds: float
-    waited_s: float
+_STAGES = ("read", "decode", "wait", "model", "copy", "write")
 
 
 @dataclass
@@ -47,15 +30,69 @@ class WorkerStats:
     seconds: dict[str, float] = field(default_factory=dict)
     bytes_read: int = 0
     peak_memory_mib: int = 0
-    decoder_warnings: Counter[str] = field(default_factory=Counter)
+    decoder_warnings: dict[str, int] = field(default_factory=dict)
 
     def add(self, other: WorkerStats) -> None:
         """Add the measurements of another worker, or of further parts of the same one."""
         for stage, seconds in other.seconds.items():
             self.seconds[stage] = self.seconds.get(stage, 0.0) + seconds
+        for reason, count in other.decoder_warnings.items():
+            self.decoder_warnings[reason] = self.decoder_warnings.get(reason, 0) + count
         self.bytes_read += other.bytes_read
-        self.decoder_warnings.update(other.decoder_warnings)
         self.peak_memory_mib = max(self.peak_memory_mib, other.peak_memory_mib)
+
+
+@dataclass(frozen=True)
+class WorkerError:
+    """Exception that ended a worker.
+
+    Attributes:
+        kind: name of its class.
+        text: its message.
+        trace: its traceback.
+        where: parts that the worker was computing, as text.
+    """
+
+    kind: str
+    text: str
+    trace: str
+    where: str
+
+
+@dataclass
+class WorkerReport:
+    """Report of a worker: first without its measurements when it is ready, at last with them.
+
+    Attributes:
+        num_parts: number of parts that it committed.
+        underflow_rows: layer -> number of underflow rows in these parts.
+        worker_stats: measurements of these parts; without parts that were interrupted.
+        ended_by: what ended it before all was done: TIME_LIMIT or the name of a signal.
+        activity: what it did until then, as text.
+        error: exception that ended it, or None.
+    """
+
+    num_parts: int = 0
+    underflow_rows: dict[str, int] = field(default_factory=dict)
+    worker_stats: WorkerStats = field(default_factory=WorkerStats)
+    ended_by: str | None = None
+    activity: str = ""
+    error: WorkerError | None = None
+
+    def to_json(self) -> str:
+        """Report as JSON."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, data: bytes) -> WorkerReport:
+        """Report from JSON.
+
+        Raises:
+            ValueError: the text is incomplete.
+        """
+        values: dict[str, Any] = json.loads(data)
+        stats, error = WorkerStats(**values.pop("worker_stats")), values.pop("error")
+        return cls(**values, worker_stats=stats, error=error and WorkerError(**error))
 
 
 @dataclass
@@ -73,23 +110,20 @@ class RunOutcome:
     peak_memory_mib: int
 
 
-_STAGES = ("read", "decode", "wait", "model", "copy", "write")
-
-
 @dataclass
 class ResultCollector:
-    """Adds up the results of the workers in the driver.
+    """Adds up the results of the workers in the driver; times are those of time.perf_counter.
 
     Args:
         num_rows: number of rows that the workers have to compute.
 
     Attributes:
-        started_at: time at which the first worker was ready, by time.perf_counter; 0 before.
-        committed_at: time of the last commit, by time.perf_counter.
+        started_at: time at which the first worker was ready; 0 before.
+        committed_at: time of the last commit.
         num_committed: number of rows in committed parts.
         num_committed_before: number of these rows whose computing time is unknown, since their
             parts were found committed when the clock started.
-        created_at: time at which the run was distributed, by time.perf_counter.
+        created_at: time at which the run was distributed.
         underflow_rows: layer -> number of underflow rows.
         worker_stats: measurements of workers that have ended.
         is_complete: whether every worker reported its measurements before it ended.
@@ -105,36 +139,24 @@ class ResultCollector:
     worker_stats: WorkerStats = field(default_factory=WorkerStats)
     is_complete: bool = True
 
-    @property
-    def has_started(self) -> bool:
-        """Whether a worker was ready."""
-        return self.started_at > 0
-
     def start(self) -> None:
         """Start the clock when the first worker is ready; later calls do nothing."""
         self.started_at = self.started_at or time.perf_counter()
 
-    def add(self, result: PartResult, is_earlier: bool = False) -> None:
-        """Add a committed part.
-
-        Args:
-            result: result of the part.
-            is_earlier: whether it is unknown when its worker was ready; the part is then left out
-                of the speed.
-        """
+    def add_rows(self, num_rows: int, is_earlier: bool) -> None:
+        """Add the rows of a committed part; earlier ones are left out of the speed."""
         self.start()
         self.committed_at = time.perf_counter()
-        self.num_committed += len(result.part)
-        self.num_committed_before += len(result.part) if is_earlier else 0
-        self.underflow_rows.update(result.underflow_rows)
+        self.num_committed += num_rows
+        self.num_committed_before += num_rows if is_earlier else 0
+
+    def add_report(self, report: WorkerReport) -> None:
+        """Add the last report of a worker."""
+        self.underflow_rows.update(report.underflow_rows)
+        self.worker_stats.add(report.worker_stats)
 
     def refuse_failures(self, spec: WorkerSpec, session: Session) -> None:
-        """Raise TooManyFailuresError if too many images failed and much work is left.
-
-        Args:
-            spec: worker spec, with the config of the run.
-            session: write session, with the failures of all workers.
-        """
+        """Raise TooManyFailuresError if too many images failed and much work is left."""
         num_left = self.num_rows - self.num_committed
         num_timed = max(1, self.num_committed - self.num_committed_before)
         remaining_s = num_left * (self.committed_at - self.started_at) / num_timed
@@ -142,13 +164,8 @@ class ResultCollector:
         num_done = num_rows - num_left
         refuse_failures(spec.config, session.num_failed, num_done, num_rows, remaining_s)
 
-    def outcome(self, num_workers: int, spec: WorkerSpec) -> RunOutcome:
-        """Outcome of the finished run.
-
-        Args:
-            num_workers: number of workers that shared the parts.
-            spec: their worker spec.
-        """
+    def outcome(self, spec: WorkerSpec) -> RunOutcome:
+        """Outcome of the finished run."""
         worker_stats, is_complete = self.worker_stats, self.is_complete
         busy = dict.fromkeys(_STAGES, 0.0) | worker_stats.seconds
         # A sum that lacks a worker would be wrong, so the seconds are unknown then.
@@ -161,7 +178,7 @@ class ResultCollector:
             num_timed, elapsed_s = self.num_committed, self.committed_at - self.created_at
         if not num_timed or elapsed_s <= 0:
             return RunOutcome(RunMetrics(seconds, None, num_bytes, None), self.underflow_rows, 0)
-        worker_s = elapsed_s * self.num_committed / num_timed * num_workers
+        worker_s = elapsed_s * self.num_committed / num_timed * spec.num_workers
         device, precision = str(spec.fingerprint["device"]), spec.config.precision
         sentence = bottleneck(busy, worker_s, spec.cpus, device, precision) if is_complete else None
         metrics = RunMetrics(

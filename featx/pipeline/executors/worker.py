@@ -1,0 +1,264 @@
+"""Worker: computes missing parts of a run until none is left, and commits them.
+
+It shares nothing with its driver and the other workers but the folder of the store, and a folder
+with claims of parts (`part_claims`) and reports of workers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from featx.base import (
+    SilentProgress,
+    end_with_parent,
+    keep_freed_memory,
+    own_process,
+    signal_handlers,
+)
+from featx.errors import InternalError
+from featx.pipeline.executors.part_claims import PartClaims
+from featx.pipeline.executors.worker_spec import PickledWorkerSpec, WorkerSpec, worker_context
+from featx.pipeline.executors.worker_stats import WorkerError, WorkerReport, WorkerStats
+from featx.pipeline.loop import run_parts
+from featx.pipeline.run_context import RunContext
+from featx.pipeline.run_metrics import peak_memory_mib
+from featx.pipeline.stop_signals import Interrupted
+from featx.storage import open_folder
+from featx.store import Heartbeat
+from featx.types import Batch, Failure, Part
+
+if TYPE_CHECKING:
+    from featx.engine import Engine
+
+SPEC = "worker-spec.pkl"
+"""Name of the file with the worker spec, in the folder of the workers."""
+
+TIME_LIMIT = "its time limit"
+"""Value of `WorkerReport.ended_by` for a worker that its time limit ended."""
+
+
+def run_worker(
+    spec: WorkerSpec, number: int, device: str, left_s: float | None = None
+) -> WorkerReport:
+    """Compute and commit parts until all are claimed; report how that ended.
+
+    Args:
+        spec: worker spec.
+        number: number of the worker; a replacement has a new one.
+        device: device to compute on.
+        left_s: seconds after which the worker ends itself, or None.
+    """
+    own_process()
+    started_at, ready_at = time.monotonic(), 0.0
+    report, worker = WorkerReport(), None
+    folder = open_folder(spec.folder)
+    claims = PartClaims(spec, number)
+    try:
+        with _interrupted_at_end(left_s) as ended_by:
+            inherited = claims.inherited()
+            if inherited or claims.has_unclaimed():
+                name = worker_name(spec, number, device)
+                root = open_folder(spec.root)
+                heartbeat = Heartbeat(root, name, spec.driver, spec.outlives_driver)
+                with heartbeat, worker_context(spec, device) as context:
+                    ready_at = time.monotonic()
+                    worker = PartWorker(context, spec, heartbeat, report, ready_path(spec, number))
+                    # One at a time, so that another death is known to belong to its part.
+                    for part in inherited:
+                        worker.compute_parts([part])
+                    while claims.has_unclaimed():
+                        worker.compute_parts(claims.parts())
+    except Interrupted:
+        report.ended_by = ended_by[0]
+        ran_s = time.monotonic() - started_at
+        ready_s = ready_at - started_at
+        report.activity = (
+            f"ready after {ready_s:.0f} s, computed for {ran_s - ready_s:.0f} s"
+            if ready_at
+            else f"not ready after {ran_s:.0f} s"
+        )
+    except Exception as error:  # noqa: BLE001 - a worker's boundary: the driver raises it
+        where = rows_text([] if worker is None else worker.parts_in_progress)
+        trace = traceback.format_exc()
+        report.error = WorkerError(type(error).__name__, str(error), trace, where)
+    folder.replace(result_path(spec, number), report.to_json().encode())
+    return report
+
+
+def worker_name(spec: WorkerSpec, number: int, device: str) -> str:
+    """Name of a worker in its heartbeat: 'worker 0 on cuda:0'."""
+    return f"{spec.kind} {number} on {device}"
+
+
+def ready_path(spec: WorkerSpec, number: int) -> Path:
+    """Path of the report of a worker that computes."""
+    return spec.folder / f"ready-{number}.json"
+
+
+def result_path(spec: WorkerSpec, number: int) -> Path:
+    """Path of the last report of a worker."""
+    return spec.folder / f"result-{number}.json"
+
+
+def rows_text(parts: Sequence[Part]) -> str:
+    """Parts and their rows for messages: 'part 3 (rows 24 to 31)'."""
+    if not parts:
+        return "no part"
+    if len(parts) > 2:
+        return ", ".join(rows_text([part]) for part in parts[:2]) + f" and {len(parts) - 2} more"
+    return ", ".join(f"part {part.index} (rows {part.start} to {part.stop - 1})" for part in parts)
+
+
+class PartWorker:
+    """Batch sink and part source of a worker: commits parts, and adds them to its report.
+
+    The report is written to `path` at once, as the worker is ready, and after each commit.
+    """
+
+    def __init__(
+        self,
+        context: RunContext,
+        spec: WorkerSpec,
+        heartbeat: Heartbeat,
+        report: WorkerReport,
+        path: Path,
+    ) -> None:
+        self._sink = spec.part_task.sink(context, spec.root, heartbeat)
+        self._context = context
+        self._report = report
+        self._path = path
+        self._folder = open_folder(spec.folder)
+        self._parts: Iterable[Part] = ()
+        self._taken: Part | None = None  # part whose batch is being taken
+        self._held: dict[int, Part] = {}  # parts that are computed or committed now, by index
+        self.num_rows = spec.num_rows
+        self.num_committed = 0
+        self.num_failed = 0  # the driver counts the failures of all workers and ends the run
+        self._folder.write_best_effort(path, report.to_json())
+
+    def compute_parts(self, parts: Iterable[Part]) -> None:
+        """Compute and commit parts as the iterable yields them, and add their measurements.
+
+        Raises:
+            Interrupted: a signal arrived; complete parts are committed.
+        """
+        self._parts = parts
+        self._sink.seconds = dict.fromkeys(self._sink.seconds, 0.0)
+        figures = run_parts(self._context, self, self, progress=SilentProgress())
+        seconds = {stage: value for stage, value in figures.seconds.items() if value is not None}
+        warnings = dict(figures.decoder_warnings)
+        stats = WorkerStats(seconds, figures.bytes_read or 0, peak_memory_mib(), warnings)
+        self._report.worker_stats.add(stats)
+
+    @property
+    def parts_in_progress(self) -> list[Part]:
+        """Part in which an error occurred, or those that come into question."""
+        return list(self._held.values()) if self._taken is None else [self._taken]
+
+    @property
+    def seconds(self) -> Mapping[str, float]:
+        """Stage -> busy seconds of stages that only this sink has."""
+        return self._sink.seconds
+
+    def missing(self) -> Iterator[Part]:
+        """Parts given to `compute_parts`."""
+        for part in self._parts:
+            self._held[part.index] = part
+            yield part
+
+    def compute(self, engine: Engine, batch: Batch) -> Any:
+        """Compute the values of a batch."""
+        return self._sink.compute(engine, batch)
+
+    def take(self, part: Part, batch: Batch, computed: Callable[[], Any]) -> list[Failure]:
+        """Consume the next batch of a part; return the failures of its rows."""
+        self._taken = part
+        failures = self._sink.take(part, batch, computed)
+        if batch.start + batch.count < part.stop:
+            self._taken = None
+        return failures
+
+    def finish_part(self) -> Callable[[], None]:
+        """Detach the finished part; return a function that commits and reports it."""
+        part, self._taken = self._taken, None
+        if part is None:
+            raise InternalError("no batch of a part was taken")
+        # Counted here, in the thread of `take`: the commit runs in another thread, when the sink
+        # already counts for the next part.
+        underflow_rows, self._sink.underflow_rows = self._sink.underflow_rows, Counter()
+        commit = self._sink.finish_part()
+
+        def commit_and_report() -> None:
+            commit()
+            self.num_committed += len(part)
+            del self._held[part.index]
+            self._report.num_parts += 1
+            counts = Counter(self._report.underflow_rows) + underflow_rows
+            self._report.underflow_rows = dict(counts)
+            self._folder.write_best_effort(self._path, self._report.to_json())
+
+        return commit_and_report
+
+
+@contextlib.contextmanager
+def _interrupted_at_end(left_s: float | None) -> Iterator[list[str]]:
+    """Raise Interrupted within the block when this worker is to end; yield [what told it to].
+
+    Three things tell it to end: SIGTERM, SIGUSR2 (Slurm's announcement of SIGTERM), and a timer in
+    this process, because Slurm announces a time limit up to a minute early, which may be all of a
+    short limit.
+    """
+    ended_by = ["SIGTERM"]
+
+    def end(signum: int, frame: object) -> None:
+        raise Interrupted(signal.SIGTERM)
+
+    def announced(signum: int, frame: object) -> None:
+        if ended_by[0] != TIME_LIMIT:
+            ended_by[0] = "SIGUSR2"
+        os.kill(os.getpid(), signal.SIGTERM)  # `end`, or the handler of a run in progress
+
+    def limit_reached() -> None:  # in the thread of the timer; signals arrive in the main thread
+        ended_by[0] = TIME_LIMIT
+        os.kill(os.getpid(), signal.SIGUSR2)
+
+    timer = threading.Timer(left_s or 0.0, limit_reached)
+    timer.daemon = True
+    if left_s is not None:
+        timer.start()
+    try:
+        with signal_handlers({signal.SIGTERM: end, signal.SIGUSR2: announced}):
+            yield ended_by
+    finally:
+        timer.cancel()
+
+
+def read_spec(folder: Path) -> WorkerSpec:
+    """Read the worker spec that the driver has written to the folder of the workers."""
+    pickled: PickledWorkerSpec = pickle.loads((folder / SPEC).read_bytes())
+    return pickled.open()
+
+
+def main(folder: str, number: str, device: str, parent: str = "") -> None:
+    """Run a worker of this machine; with the process id of a parent it dies with that process."""
+    own_process()
+    if parent:
+        end_with_parent(int(parent))
+    if device == "cpu":
+        keep_freed_memory()  # before any thread allocates
+    run_worker(read_spec(Path(folder)), int(number), device)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,342 @@
+"""Worker pool: claims, reports and losses, with workers that are only numbers."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from stub_worker import StubTask, stub_spec
+
+from featx.config import Config
+from featx.errors import RunError, StoreError, TooManyFailuresError
+from featx.pipeline import Interrupted
+from featx.pipeline.executors import EXECUTORS
+from featx.pipeline.executors.part_claims import PartClaims
+from featx.pipeline.executors.worker import ready_path, result_path
+from featx.pipeline.executors.worker_pool import MAX_DEATHS, WorkerPool
+from featx.pipeline.executors.worker_stats import WorkerError, WorkerReport
+from featx.storage import AtomicFolder
+from featx.types import Failure, Part, Status
+
+PARTS = [Part(index, 4 * index, 4 * index + 4) for index in range(5)]
+
+
+class FakeSession:
+    """Write session in memory; `found` are parts that a worker has committed."""
+
+    num_rows = 20
+    lock = 0
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.disk = AtomicFolder(root)
+        self.found: dict[int, list[Failure]] = {}
+        self.committed_parts: list[int] = []
+        self.failures: list[Failure] = []
+
+    @property
+    def num_committed(self) -> int:
+        return 4 * len(self.committed_parts)
+
+    @property
+    def num_failed(self) -> int:
+        return len(self.failures)
+
+    def record_commit(self, part: Part, failures: Sequence[Failure]) -> None:
+        self.committed_parts.append(part.index)
+        self.failures += failures
+
+    def committed_by_others(self, parts: Sequence[Part]) -> Iterator[tuple[Part, list[Failure]]]:
+        for part in parts:
+            if part.index in self.found:
+                yield part, self.found[part.index]
+
+
+class FakeTask(StubTask):
+    """Part task whose committed parts are those that the session has found."""
+
+    session: Any
+
+    def missing(self, root: Path, parts: Sequence[Part]) -> list[Part]:
+        return [part for part in parts if part.index not in self.session.found]
+
+
+class FakePool(WorkerPool):
+    """Executor without processes: each event is a function that a look at the workers calls.
+
+    Attributes:
+        events: what happens, one event per look; it returns workers that have ended.
+        started: numbers of all workers.
+        graces: seconds that workers had to end.
+    """
+
+    poll_s = 0.0
+
+    def __init__(self, root: Path, max_failures: float = 0.5) -> None:
+        self.store = FakeSession(root)
+        task = FakeTask(SimpleNamespace(), root)  # type: ignore[arg-type]
+        object.__setattr__(task, "session", self.store)
+        spec = stub_spec(root, PARTS, Config(max_failures=max_failures), task)
+        made: Any = self.store
+        super().__init__(spec, made, root / "jobs", 2)
+        self.events: deque[Callable[[], Mapping[int, str] | None]] = deque()
+        self.started: list[int] = []
+        self.graces: list[float] = []
+
+    def name(self, number: int) -> str:
+        return f"worker {number}"
+
+    def start(self, numbers: Sequence[int]) -> None:
+        self.started += numbers
+
+    def ended(self) -> Mapping[int, str]:
+        return self.events.popleft()() or {}
+
+    def end_workers(self, grace_s: float) -> None:
+        self.graces.append(grace_s)
+
+    def claims(self, number: int) -> list[int]:
+        """Parts that a worker claims until none is left."""
+        claims, found = PartClaims(self.spec, number), []
+        while claims.has_unclaimed():
+            found += [part.index for part in claims.parts()]
+        return found
+
+    def claim(self, number: int) -> int:
+        return next(PartClaims(self.spec, number).parts()).index
+
+    def report(self, number: int, **given: Any) -> None:
+        ready_path(self.spec, number).write_text(WorkerReport().to_json())
+        result_path(self.spec, number).write_text(WorkerReport(**given).to_json())
+
+    def is_ready(self, number: int) -> None:
+        ready_path(self.spec, number).write_text(WorkerReport().to_json())
+
+
+@pytest.fixture
+def pool(tmp_path: Path) -> FakePool:
+    return FakePool(tmp_path)
+
+
+def finish(pool: FakePool) -> None:
+    """All is committed, and all workers report."""
+
+    def commit() -> Mapping[int, str]:
+        pool.store.found |= {part.index: [] for part in PARTS}
+        for number in pool.workers:
+            pool.report(number)
+        return dict.fromkeys(pool.workers, "has ended")
+
+    pool.events.append(commit)
+
+
+def test_a_run_ends_with_its_last_part_and_leaves_nothing_behind(
+    pool: FakePool, tmp_path: Path
+) -> None:
+    finish(pool)
+    outcome = pool.run()
+    assert sorted(pool.store.committed_parts) == [0, 1, 2, 3, 4]
+    assert pool.started == [0, 1]
+    assert pool.graces == [0.0]
+    assert outcome.metrics.bytes_read == 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_each_part_is_claimed_once_and_neighbours_stay_together(pool: FakePool) -> None:
+    def look() -> None:
+        first, second = PartClaims(pool.spec, 0), PartClaims(pool.spec, 1)
+        assert next(first.parts()).index == 0
+        assert next(second.parts()).index == 2
+        assert next(first.parts()).index == 1
+        assert pool.claims(1) == [3, 4]
+        assert pool.claims(0) == []
+
+    pool.events.append(look)
+    finish(pool)
+    pool.run()
+
+
+def test_the_last_parts_are_not_claimed_ahead(pool: FakePool) -> None:
+    def look() -> None:
+        assert [part.index for part in PartClaims(pool.spec, 0).parts()] == [0, 1, 2]
+
+    pool.events.append(look)
+    finish(pool)
+    pool.run()
+
+
+def test_a_committed_part_is_not_claimed(pool: FakePool) -> None:
+    def look() -> None:
+        pool.store.found[0] = []
+        assert pool.claims(0) == [1, 2, 3, 4]
+
+    pool.events.append(look)
+    finish(pool)
+    pool.run()
+
+
+def test_the_parts_of_lost_workers_are_inherited_by_their_replacements(
+    pool: FakePool, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def lose_both() -> Mapping[int, str]:
+        assert (pool.claim(1), pool.claim(0), pool.claim(0)) == (2, 0, 1)
+        pool.store.found[0] = []
+        pool.is_ready(0)
+        return {0: "was killed", 1: "was killed"}
+
+    def look() -> None:
+        assert pool.started == [0, 1, 2, 3]
+        inherited = [
+            [part.index for part in PartClaims(pool.spec, number).inherited()]
+            for number in range(4)
+        ]
+        assert inherited == [[], [], [1], [2]]
+
+    pool.events += [lose_both, look]
+    finish(pool)
+    outcome = pool.run()
+    output = capfd.readouterr().err
+    assert "worker 0 was killed in part 1 (rows 4 to 7); another one takes its place" in output
+    assert "worker 1 was killed before it had a part; another one takes its place" in output
+    assert outcome.metrics.bytes_read is None, "what the lost ones read is not known"
+
+
+def test_a_claim_without_a_number_is_inherited(pool: FakePool) -> None:
+    def lose() -> Mapping[int, str]:
+        (pool.spec.folder / "claims" / "4").touch()
+        return {0: "was killed"}
+
+    def look() -> None:
+        assert [part.index for part in PartClaims(pool.spec, 2).inherited()] == [4]
+
+    pool.events += [lose, look]
+    finish(pool)
+    pool.run()
+
+
+def test_three_losses_at_one_part_end_the_run_and_others_do_not_count(pool: FakePool) -> None:
+    def lose(number: int, commits: int | None = None) -> Callable[[], Mapping[int, str]]:
+        def event() -> Mapping[int, str]:
+            if commits is not None:
+                pool.store.found[commits] = []
+            if number == 0:
+                assert (pool.claim(0), pool.claim(0)) == (0, 1)
+            pool.is_ready(number)
+            return {number: "was killed"}
+
+        return event
+
+    pool.events += [lose(0), lose(2, commits=0), lose(3), lose(4)]
+    with pytest.raises(RunError) as failed:
+        pool.run()
+    assert str(failed.value).startswith(
+        f"worker 4 was killed in part 1 (rows 4 to 7), the {MAX_DEATHS}rd worker that did."
+    )
+    assert pool.graces == [5.0, 0.0]
+
+
+def test_losses_without_a_part_count_with_those_that_were_replaced(pool: FakePool) -> None:
+    pool.events += [lambda: {0: "died", 1: "died"}, lambda: {2: "died"}, lambda: {4: "died"}]
+    with pytest.raises(RunError, match=r"worker 4 died before it had a part, the 3rd worker"):
+        pool.run()
+    assert pool.started == [0, 1, 2, 3, 4]
+
+
+def test_workers_that_end_between_two_parts_are_replaced_without_a_limit(pool: FakePool) -> None:
+    """As Slurm preempts tasks again and again."""
+
+    def preempt() -> Mapping[int, str]:
+        ended = dict.fromkeys(pool.workers, "has ended")
+        for number in ended:
+            pool.report(number, num_parts=1, ended_by="SIGTERM")
+        return ended
+
+    pool.events += [preempt] * 4
+    finish(pool)
+    pool.run()
+    assert pool.started == list(range(10))
+
+
+def test_workers_that_leave_parts_out_end_the_run(pool: FakePool) -> None:
+    """It never waits for ever, even if somebody deletes what is committed."""
+
+    def leave() -> Mapping[int, str]:
+        for number in pool.workers:
+            pool.report(number)
+        return dict.fromkeys(pool.workers, "has ended")
+
+    pool.events += [leave] * 10
+    with pytest.raises(RunError, match="left parts out"):
+        pool.run()
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"), [("StoreError", StoreError), ("ValueError", RunError)]
+)
+def test_an_error_keeps_its_class_and_names_worker_and_part(
+    pool: FakePool, kind: str, expected: type[Exception]
+) -> None:
+    def fail() -> Mapping[int, str]:
+        pool.report(1, error=WorkerError(kind, "what", "its traceback", "part 3 (rows 12 to 15)"))
+        return {1: "has ended"}
+
+    pool.events.append(fail)
+    with pytest.raises(expected, match=r"worker 1, part 3 \(rows 12 to 15\): .*what") as failed:
+        pool.run()
+    assert failed.value.__notes__ == ["its traceback"]
+
+
+def test_parts_that_were_found_first_count_for_failures_but_not_for_the_speed(
+    pool: FakePool,
+) -> None:
+    failure = Failure(1, b"1", Status.EMPTY, "ImageFault", "empty")
+    rates: list[float] = []
+
+    def find(index: int, *failures: Failure) -> Callable[[], None]:
+        def event() -> None:
+            if pool.store.committed_parts:
+                rates.append(pool.progress.now().images_per_second)
+            pool.store.found[index] = list(failures)
+
+        return event
+
+    pool.events += [find(0, failure), find(1), find(2)]
+    finish(pool)
+    pool.run()
+    assert pool.store.num_failed == 1
+    assert rates[0] == 0 < rates[1]
+
+
+def test_too_many_failures_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("featx.pipeline.row_failures.EARLY_STOP_S", 0.0)
+    pool = FakePool(tmp_path, max_failures=0)
+    failure = Failure(0, b"0", Status.EMPTY, "ImageFault", "empty")
+    pool.events.append(lambda: pool.store.found.update({0: [failure]}))
+    with pytest.raises(TooManyFailuresError):
+        pool.run()
+    assert pool.store.committed_parts == [0], "the part is recorded before the run ends"
+
+
+def test_a_signal_ends_the_run_and_records_what_is_committed(pool: FakePool) -> None:
+    def interrupt() -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        pool.store.found[0] = []
+
+    pool.events.append(interrupt)
+    with pytest.raises(Interrupted):
+        pool.run()
+    assert pool.store.committed_parts == [0]
+    assert pool.graces == [5.0, 0.0]
+
+
+def test_executors_register_themselves() -> None:
+    assert EXECUTORS.names() == ("local", "ray", "slurm")
+    assert EXECUTORS.get("ray").extra == "ray"
+    assert EXECUTORS.get("local").extra is None
+    assert all(member.help.endswith(".") for member in EXECUTORS)

@@ -7,8 +7,6 @@ from .local_folder import AtomicFolder as AtomicFolder
 from .local_folder import disk_mismatch_error as disk_mismatch_error
 from .local_folder import memory_mismatch_error as memory_mismatch_error
 from .positioned_file import PositionedFile as PositionedFile
-from .range_file import RangeFile as RangeFile
-from .range_file import supports_direct_io as supports_direct_io
 from .reserved_file import ReservedFile as ReservedFile
 from .s3_file import S3File as S3File
 from .s3_file import prefetch_files as prefetch_files

@@ -1,6 +1,6 @@
 from . import codecs as codecs
 from . import layout as layout
-from .chunk_check import Verify as Verify
+from .chunk_reader import Verify as Verify
 from .committed_parts import read_packed as read_packed
 from .compatibility import growth_message as growth_message
 from .compatibility import merge_manifest as merge_manifest

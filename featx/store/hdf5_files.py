@@ -21,8 +21,7 @@ from featx.errors import FeatxError, StoreError
 from featx.storage import RawFile, S3File, S3Path
 from featx.store import codecs, layout
 from featx.store.attribute_checksums import check_texts
-from featx.store.chunk_check import ChunkCheck, Verify, repair_hint
-from featx.store.chunk_reader import ChunkReader
+from featx.store.chunk_reader import ChunkReader, Verify, repair_hint
 from featx.store.mapped_dataset import map_values
 
 _MAX_OPEN_FILES, _SHARE_OF_LIMIT = 128, 8
@@ -180,19 +179,13 @@ class OpenFile:
                     f"{self.path}: /{path} is {dataset.shape} {dataset.dtype}, expected "
                     f"{shape} {dtype}."
                 )
-            sums = self.checksums(path)
-            check = None
-            if sums is not None and dataset.chunks and dataset.size:
-                filtered = dataset.id.get_create_plist().get_nfilters() > 0
-                all_rows = filtered or self._verify == "rows"
-                check = ChunkCheck(
-                    dataset, sums, self.path, first_row, all_rows, self._remote_file is not None
-                )
+            sums = self.checksums(path) if dataset.chunks and dataset.size else None
+            all_rows = bool(filter_numbers(dataset)) or self._verify == "rows"
             if self._remote_file is None and self._raw_file is None:
                 # One for all layers: a store may have hundreds of parts with a dozen layers each.
                 self._raw_file = RawFile(self.file.id.get_vfd_handle(), may_map=True)
             file = self._remote_file or self._raw_file
-            self._rows[path] = ChunkReader(dataset, self.path, file, check, first_row)
+            self._rows[path] = ChunkReader(dataset, self.path, file, sums, all_rows, first_row)
         return self._rows[path]
 
     def close(self) -> None:

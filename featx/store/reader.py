@@ -15,7 +15,7 @@ from featx.base import declared_function, name_bytes, name_text
 from featx.errors import LayerError, StoreError, nearest
 from featx.storage import parse_path
 from featx.store import layout
-from featx.store.chunk_check import Verify, check_verify
+from featx.store.chunk_reader import Verify, check_verify
 from featx.store.contents import find_contents
 from featx.store.description import describe_html, describe_text
 from featx.store.hdf5_files import Handles

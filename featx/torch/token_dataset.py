@@ -37,10 +37,6 @@ from featx.torch.token_selection import (
     token_geometry,
 )
 
-_DIRECT_THREADS = 8
-"""Threads that read past the page cache. More requests at once are faster up to about this number,
-and each thread more takes processor time from the copies."""
-
 Batch = dict[str, torch.Tensor]
 
 
@@ -99,9 +95,7 @@ class TokenDataset(IterableDataset[Batch]):
         drop_last: leave out the last batch of an epoch if it has fewer tokens.
         prefix: number of class and register tokens, for stores that do not record it.
         verify: as for `featx.open`; False compares nothing.
-        threads: number of threads that read; None suits the way of reading.
-        direct: read past the page cache; None does so for layers of more than half of the free
-            memory, if the file system allows it.
+        threads: number of threads that read; None for the number of CPUs.
 
     Attributes:
         store: the store.
@@ -131,7 +125,6 @@ class TokenDataset(IterableDataset[Batch]):
         prefix: int | None = None,
         verify: Verify = "chunks",
         threads: int | None = None,
-        direct: bool | None = None,
     ) -> None:
         check_whole_numbers(
             1,
@@ -150,8 +143,7 @@ class TokenDataset(IterableDataset[Batch]):
         self.layer = layer
         self.batch_size, self.seed, self.rank, self.drop_last = batch_size, seed, rank, drop_last
         self._order, self._memory, self._threads = order, memory, threads
-        self._direct = direct
-        self._readers: dict[bool, tuple[int, TokenReader]] = {}
+        self._open: tuple[int, TokenReader] | None = None
         reader = self._reader()
         self._geometry = token_geometry(self.store, layer, tokens, prefix, reader.num_tokens)
         self.grid = None if self._geometry is None else self._geometry.grid
@@ -269,7 +261,7 @@ class TokenDataset(IterableDataset[Batch]):
         )
         if rows.ndim != 1:
             raise IndexError(f"rows and positions are lists, not arrays of shape {rows.shape}.")
-        reader = self._reader(is_random=True)
+        reader = self._reader()
         tokens = reader.take(rows, positions)
         if (failed := ~self._ok[rows]).any():
             raise StoreError(f"{self.store.root}: row {int(rows[failed][0])} is not ok.")
@@ -354,7 +346,7 @@ class TokenDataset(IterableDataset[Batch]):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state without open files."""
-        return {**self.__dict__, "_readers": {}}
+        return {**self.__dict__, "_open": None}
 
     @cached_property
     def _ok(self) -> npt.NDArray[np.bool_]:
@@ -392,19 +384,11 @@ class TokenDataset(IterableDataset[Batch]):
             world_size=self._sizes.world_size,
         )
 
-    def _reader(self, is_random: bool = False) -> TokenReader:
-        """Reader of this process; the order reads without a map, whose pages would count."""
-        process, reader = self._readers.get(is_random, (0, None))
-        if reader is None or process != os.getpid():
-            reader = TokenReader(self.store, self.layer, self.store.verify, self._direct, is_random)
-            self._readers[is_random] = os.getpid(), reader
-        return reader
-
-    def _num_threads(self, reader: TokenReader) -> int:
-        """Number of threads that read."""
-        if self._threads is not None:
-            return self._threads
-        return _DIRECT_THREADS if reader.read_method == "direct" else max(2, num_cpus())
+    def _reader(self) -> TokenReader:
+        """Reader of this process."""
+        if self._open is None or self._open[0] != os.getpid():
+            self._open = os.getpid(), TokenReader(self.store, self.layer, self.store.verify)
+        return self._open[1]
 
     def _epoch_order(self, epoch: int) -> EpochOrder:
         """Order of an epoch."""
@@ -421,7 +405,7 @@ class TokenDataset(IterableDataset[Batch]):
                 "drop_last leaves such a batch out. Give a smaller batch_size, or drop_last=False."
             )
         self._position = (epoch, batches, segment, offset)
-        with ThreadPoolExecutor(self._num_threads(reader), "featx-tokens") as threads:
+        with ThreadPoolExecutor(self._threads or max(2, num_cpus()), "featx-tokens") as threads:
             # Large batches give back more tokens at once than those that are added for this.
             num_ahead = 2 * self._read_ahead_tokens
             pool = TokenPool(reader, self._selection, order, self._held_tokens, num_ahead, threads)

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from featx.errors import StoreError
 from featx.storage import local_file
-from featx.store import chunk_cache, chunk_index, chunk_reader, dtypes, layout
+from featx.store import chunk_cache, chunk_reader, dtypes, layout
 from featx.store.chunk_reader import ChunkReader
 from featx.store.codecs import filters
 
@@ -212,7 +212,7 @@ def test_a_filter_mask_where_there_are_no_filters_is_an_error(tmp_path: Path) ->
         x.id.write_direct_chunk((0, 0), np.ones((8, 4), "<f2").tobytes(), 1)
         x[8:] = 2
     with opened(tmp_path / "x.h5") as rows:
-        with pytest.raises(StoreError, match=r"row 0 has 64 bytes and filter mask 0x1"):
+        with pytest.raises(StoreError, match=r"row 0 .* has another size"):
             rows.take(np.array([3, 1]))
         assert (rows.take(np.array([9, 8])) == 2).all()
 
@@ -271,7 +271,7 @@ def test_two_chunks_at_one_place_are_refused(tmp_path: Path) -> None:
     overwritten(tmp_path / "x.h5", addresses[2], addresses[5] + 2)
     with opened(tmp_path / "x.h5") as rows:
         for row in (16, 23, 40, 47):
-            with pytest.raises(StoreError, match=r"row (16|40) overlaps another one"):
+            with pytest.raises(StoreError, match=r"row (16|40) .* overlaps another one"):
                 rows.take(np.array([row]))
         assert np.array_equal(rows.take(np.array([0, 63])), values[[0, 63]])
 
@@ -369,21 +369,6 @@ def test_a_file_with_a_user_block_is_left_to_h5py(tmp_path: Path) -> None:
     with opened(tmp_path / "x.h5") as rows:
         assert rows.read_method == "h5py"
         assert np.array_equal(rows.take(np.array([19, 2])), numbers((20, 4))[[19, 2]])
-
-
-def test_an_index_of_many_chunks_is_asked_for_few_at_first(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(chunk_index, "_MANY_CHUNKS", 10)
-    values = numbers((300, 4))
-    path = make_file(tmp_path / "x.h5", values, 2)
-    with opened(path) as rows:
-        assert np.array_equal(rows.take(np.array([299, 7])), values[[299, 7]])
-        assert (rows._index.address >= 0).sum() == 2
-        assert np.array_equal(rows.take(np.array([5, 299])), values[[5, 299]])
-        assert (rows._index.address >= 0).sum() == 3
-        assert np.array_equal(rows.take(np.arange(300)), values)
-        assert rows._index.is_complete
 
 
 def test_a_closed_reader_says_so_and_leaves_nothing_open(tmp_path: Path) -> None:
@@ -499,7 +484,9 @@ def test_the_cache_of_decoded_chunks_is_bounded_and_spares_decoding(
     decoded = []
     whole = ChunkReader._decode
     monkeypatch.setattr(
-        ChunkReader, "_decode", lambda self, file, i: decoded.append(i) or whole(self, file, i)
+        ChunkReader,
+        "_decode",
+        lambda self, file, i, data: decoded.append(i) or whole(self, file, i, data),
     )
     with opened(path) as rows:
         for row in (0, 1, 7, 9, 3):
@@ -515,7 +502,7 @@ def test_the_cache_of_decoded_chunks_is_bounded_and_spares_decoding(
 def test_bfloat16_in_pieces_is_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     values = numbers((100, 16), "<f4")
     path = make_file(tmp_path / "x.h5", values, 8, "none", "bfloat16")
-    monkeypatch.setattr(chunk_reader, "_CONVERT_BYTES", 7 * 32)
+    monkeypatch.setattr(chunk_reader, "_PIECE_BYTES", 7 * 32)
     with h5py.File(path) as file:
         expected = file["x"][:]
     assert not np.array_equal(expected, values)
@@ -524,10 +511,3 @@ def test_bfloat16_in_pieces_is_the_same(tmp_path: Path, monkeypatch: pytest.Monk
         assert rows.read_method == "map"
         assert np.array_equal(rows.take(asked), expected[asked])
         assert np.array_equal(rows.take(np.arange(100)), expected)
-
-
-def test_two_rows_for_one_place_are_never_a_row_of_garbage(tmp_path: Path) -> None:
-    path = make_file(tmp_path / "x.h5", numbers((100, 16)), 8)
-    out = np.zeros((8, 16), "<f2")
-    with opened(path) as rows, pytest.raises(IndexError, match="same index"):
-        rows.read(np.arange(0, 80, 10), out, np.array([0, 1, 2, 3, 3, 5, 6, 7]))

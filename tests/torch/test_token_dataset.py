@@ -94,7 +94,7 @@ def test_take_gives_the_values_of_the_layer(
     rng = np.random.default_rng(0)
     rows = rng.choice(np.flatnonzero(run.status() == 0), 500)
     positions = rng.integers(0, expected.shape[1], 500)
-    found = dataset(root, layer, direct=direct).take(rows, positions)
+    found = dataset(root, layer).take(rows, positions)
     assert found.dtype == torch.float16
     assert np.array_equal(found.numpy(), expected[rows, positions])
 
@@ -117,7 +117,7 @@ def test_tokens_far_and_near_are_read_by_ranges(tmp_path: Path, direct: bool, ve
         root = large.write(tmp_path / f"{packed}", packed=packed)
         store = featx.open(root)
         for count in (3, 40, 6000, len(expected)):
-            reader = TokenReader(store, "tokens", verify, direct, mapped=False)
+            reader = TokenReader(store, "tokens", verify)
             for _ in range(2):  # chunks that are due, and chunks that are not
                 tokens = np.sort(rng.choice(len(expected), count, replace=False))
                 places = rng.permutation(count + 5)[:count]
@@ -229,8 +229,8 @@ def test_a_sample_of_each_image_depends_on_its_key_and_the_seed(root: Path, run:
 
 def test_the_order_is_of_seed_and_epoch_and_not_of_threads(root: Path) -> None:
     first = list(dataset(root, threads=1))
-    for threads, direct in ((4, False), (16, True)):
-        assert_equal_batches(first, list(dataset(root, threads=threads, direct=direct)))
+    for threads in (4, 16):
+        assert_equal_batches(first, list(dataset(root, threads=threads)))
     data = dataset(root)
     assert_equal_batches(first, list(data))
     second = identities(data)
@@ -408,11 +408,11 @@ def test_a_flipped_bit_is_an_error(tmp_path: Path, run: MadeRun, way: str, direc
     data = bytearray(path.read_bytes())
     data[data.index(pattern)] ^= 1
     path.write_bytes(data)
-    tokens = dataset(root, direct=direct)
+    tokens = dataset(root)
     with pytest.raises(StoreError, match=r"rows \d+ to \d+ differ from their checksum"):
         # Another token of the same chunk: the chunk as a whole is compared.
         _ = tokens.take([11], 0) if way == "take" else list(tokens)
-    unchecked = dataset(root, direct=direct, verify=False)
+    unchecked = dataset(root, verify=False)
     assert len(unchecked.take([11], 0)) == 1
 
 
@@ -466,7 +466,7 @@ def test_parts_that_are_packed_before_jobs_read_them(
     from made_store import pack_alone
 
     root = run.copied(tmp_path / "store")
-    reader = TokenReader(featx.open(root), "tokens", direct=direct, mapped=False)
+    reader = TokenReader(featx.open(root), "tokens")
     out = np.zeros((90 * T, C * 2), np.uint8)
     rows, positions = np.divmod(np.arange(100 * T, 190 * T), T)
     places = np.random.default_rng(0).permutation(len(out))
@@ -495,7 +495,6 @@ def test_arguments_that_do_not_fit(root: Path) -> None:
         ({"rows": [3]}, "none of the rows is ok"),
         ({"rank": 1}, "rank=1"),
         ({"world_size": 10**15}, "world_size=1000000000000000: expected at most 4158, the number"),
-        ({"direct": "x"}, "direct='x': expected True, False, or None"),
         ({"threads": 0}, "threads=0"),
         ({"batch_size": 1.5}, "batch_size=1.5: expected a whole number"),
         ({"order": "random"}, "'shuffled' or 'stored'"),

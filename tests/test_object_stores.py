@@ -15,7 +15,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from conftest import with_path
+from made_store import make_run
 from object_server import RequestLog, num_parts, place, rows_of, upload
 from tiny_model import COMMAND, KEYS, extract, run_job, write_image, write_images
 
@@ -25,7 +27,7 @@ from featx.config import from_keywords, from_omegaconf
 from featx.errors import ConfigError, ObjectStoreError, RunError, StoreError
 from featx.storage import durability, s3_client
 from featx.store import check_store, layout, read_heartbeats
-from featx.torch import FeatureDataset
+from featx.torch import FeatureDataset, TokenDataset
 
 pytestmark = pytest.mark.usefixtures(
     "in_tmp_path", "packing_in_process", "without_retry_waits", "cache_folder"
@@ -322,3 +324,20 @@ def test_a_store_that_was_copied_there_is_the_same(images: Path, bucket: str) ->
     upload(Path("store"), f"s3://{bucket}/copied")
     far = extract(str(images), out=f"s3://{bucket}/copied")
     assert rows_of(far) == rows_of(near)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_tokens_are_those_of_the_store_on_the_disk(
+    tmp_path: Path, bucket: str, packed: bool
+) -> None:
+    root = make_run(96, 32, {"tokens": (21, 6)}, "float16").write(tmp_path / "made", packed=packed)
+    upload(root, f"s3://{bucket}/tokens")
+    near, far = (
+        TokenDataset(path, "tokens", tokens="all", batch_size=64, memory=40_000, block=7)
+        for path in (root, f"s3://{bucket}/tokens")
+    )
+    for one, other in zip(near, far, strict=True):
+        assert one.keys() == other.keys()
+        assert all(torch.equal(one[name], other[name]) for name in one)
+    rows, positions = np.divmod(np.random.default_rng(0).permutation(96 * 21), 21)
+    assert torch.equal(near.take(rows, positions), far.take(rows, positions))

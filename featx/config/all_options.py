@@ -32,8 +32,9 @@ from featx.config.checks import (
     marks_of,
     without_marks,
 )
+from featx.config.members import MemberGroup, refuse_options_of_others
 from featx.config.run_config import Config
-from featx.errors import ConfigError, FeatxError, nearest
+from featx.errors import FeatxError
 
 OptionsT = TypeVar("OptionsT")
 
@@ -88,39 +89,6 @@ class Option:
         return MAY_BE_EMPTY in marks_of(self.hint)
 
 
-@dataclass(frozen=True)
-class MemberGroup:
-    """A group of options that a member is chosen for.
-
-    Attributes:
-        option: option that selects the member, as users write it: 'data', 'export.format'.
-        base: dataclass of the group in `Config`, which a member without own options has.
-    """
-
-    option: str
-    base: type
-
-    @property
-    def name(self) -> str:
-        """Name of the group: 'data', 'export'."""
-        return self.option.partition(".")[0]
-
-    @property
-    def selector(self) -> str:
-        """Field of the group that holds the name of the member: 'name', 'format'."""
-        return self.option.partition(".")[2] or "name"
-
-    def select(self, values: Mapping[str, Any]) -> str:
-        """Return the name of the member that the options of the group select."""
-        return family(self.option).select(str(values[self.selector]), values).name
-
-    def members(self) -> Iterator[tuple[str, type]]:
-        """Iterate over the members that have options of their own, and the dataclasses of these."""
-        for member in family(self.option):
-            if member.options is not None:
-                yield member.name, member.options
-
-
 def member_groups() -> Mapping[str, MemberGroup]:
     """Return the groups with a family of members by their names.
 
@@ -143,13 +111,7 @@ def _walk(cls: type, prefix: str, members: tuple[str, ...]) -> Iterator[Option]:
     group = member_groups().get(prefix.rstrip("."))
     if group is None or cls is not group.base:
         return
-    common = {f.name for f in fields(cls)}
-    readers: dict[str, dict[str, type]] = {}
-    for member, own in group.members():
-        for f in fields(own):
-            if f.name not in common:
-                readers.setdefault(f.name, {})[member] = own
-    for name, owners in readers.items():
+    for name, owners in group.readers().items():
         described = [(hints_of(own)[name], _default_of(own, name)) for own in owners.values()]
         if any(each != described[0] for each in described):
             raise FeatxError(
@@ -208,11 +170,6 @@ def known_keys() -> list[str]:
     return [*(name for name in option_tree() if not name.endswith(".name")), "model.name"]
 
 
-def unknown_key(name: str) -> ConfigError:
-    """The error for an option that does not exist."""
-    return ConfigError(f"unknown key {name!r}.{nearest(name, known_keys())}")
-
-
 @functools.cache
 def default_values() -> Mapping[str, Any]:
     """Return the defaults of all options, groups of them as mappings; nothing is resolved."""
@@ -222,68 +179,6 @@ def default_values() -> Mapping[str, Any]:
         node = functools.reduce(lambda part, key: part[key], groups, values)
         node[last] = {} if is_group(option.default) else option.default
     return MappingProxyType(values)
-
-
-# Members
-
-
-def options_class(option: str, name: str, base: type[OptionsT]) -> type[OptionsT]:
-    """Return the dataclass of the options of one member."""
-    options = family(option).get(name).options
-    if options is None:
-        return base
-    if not issubclass(options, base):
-        raise FeatxError(
-            f"{option}={name}: its options {options.__qualname__} are no subclass of "
-            f"{base.__qualname__}."
-        )
-    return options
-
-
-def make_member(group: MemberGroup, values: Mapping[str, Any]) -> Any:
-    """Make the options of the member that values select."""
-    chosen = group.select(values)
-    cls: type[Any] = options_class(group.option, chosen, group.base)
-    own = {f.name for f in fields(cls)}
-    given = {
-        name: value
-        for name, value in values.items()
-        if name in ("name", group.selector) or not _is_default(group, name, values)
-    }
-    refuse_options_of_others(group, chosen, [name for name in given if name not in own])
-    return make_group(cls, {name: given[name] for name in given if name in own}, group.name)
-
-
-def _is_default(group: MemberGroup, name: str, values: Mapping[str, Any]) -> bool:
-    defaults = default_values()[group.name]
-    return name in defaults and values[name] == defaults[name]
-
-
-def make_group(cls: type[OptionsT], values: Mapping[str, Any], name: str) -> OptionsT:
-    """Make the options of a group of plain values; groups below it may be mappings."""
-    hints, prefix = hints_of(cls), f"{name}." if name else ""
-    made = {}
-    for key, value in values.items():
-        if key not in hints:
-            raise unknown_key(f"{prefix}{key}")
-        if isinstance(value, Mapping) and is_dataclass(hints[key]):
-            value = make_group(hints[key], value, f"{prefix}{key}")
-        made[key] = value
-    return cls(**made)
-
-
-def refuse_options_of_others(group: MemberGroup, chosen: str, names: Iterable[str]) -> None:
-    """Refuse options that the chosen member does not read, whatever their values are."""
-    for name in names:
-        option = option_tree().get(f"{group.name}.{name}")
-        if option is None:
-            raise unknown_key(f"{group.name}.{name}")
-        if option.members and chosen not in option.members:
-            members = " or ".join(f"{group.option}={member}" for member in option.members)
-            raise ConfigError(
-                f"{group.name}.{name} has an effect with {members} only (now {group.option}="
-                f"{chosen})."
-            )
 
 
 def refuse_given_of_others(config: Config, given: Iterable[str]) -> None:

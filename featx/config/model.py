@@ -11,6 +11,7 @@ from annotated_types import Len
 from featx.base import family
 from featx.config.checkpoint import CheckpointConfig
 from featx.config.checks import Count, options
+from featx.config.members import MemberGroup, make_member
 from featx.config.transform import USUAL_CROP, USUAL_RESIZE, TransformConfig
 from featx.errors import ConfigError
 
@@ -166,10 +167,8 @@ def model_options(**values: Any) -> ModelConfig:
     Raises:
         ConfigError: an option is unknown, invalid, or one of another library.
     """
-    from featx.config.all_options import make_member, member_groups  # they know all groups
-
     defaults = {f.name: f.default for f in fields(ModelConfig)}
-    return make_member(member_groups()["model"], {**defaults, **values})  # type: ignore[no-any-return]
+    return make_member(MemberGroup("model.library", ModelConfig), {**defaults, **values})  # type: ignore[no-any-return]
 
 
 def model_choice(text: str) -> dict[str, str]:

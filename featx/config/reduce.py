@@ -6,6 +6,7 @@ from typing import Any
 
 from featx.base import family
 from featx.config.checks import options
+from featx.config.members import MemberGroup, make_member
 from featx.errors import FeatxError
 
 
@@ -59,6 +60,4 @@ def make_reduce(name: str, **values: Any) -> ReduceConfig:
     Raises:
         ConfigError: there is no such reduction, or a value is unknown, without effect or invalid.
     """
-    from featx.config.all_options import make_member, member_groups  # they know all groups
-
-    return make_member(member_groups()["reduce"], {"name": name, **values})  # type: ignore[no-any-return]
+    return make_member(MemberGroup("reduce", ReduceConfig), {"name": name, **values})  # type: ignore[no-any-return]

@@ -16,13 +16,12 @@ from featx.config import OBJECT_SOURCE, DataConfig, model_choice
 from featx.config.all_options import (
     Kind,
     default_values,
-    make_group,
-    make_member,
+    known_keys,
     member_groups,
     option_tree,
-    unknown_key,
 )
 from featx.config.checks import default_of_field, is_group
+from featx.config.members import make_group, make_member, unknown_key
 from featx.config.run_config import Config
 from featx.errors import ConfigError
 
@@ -94,7 +93,7 @@ def from_keywords(values: Mapping[str, Any]) -> DictConfig:
     given = {}
     for name, value in values.items():
         if name not in {f.name for f in fields(Config)} - {"job", "log"}:
-            raise unknown_key(name)
+            raise unknown_key(name, known_keys())
         given[name] = _values_of_group(name, value)
     given = _with_texts(given, "")
     try:
@@ -135,7 +134,7 @@ def _with_texts(values: Mapping[str, Any], prefix: str) -> dict[str, Any]:
     for name, value in values.items():
         option = option_tree().get(f"{prefix}{name}")
         if option is None:
-            raise unknown_key(f"{prefix}{name}")
+            raise unknown_key(f"{prefix}{name}", known_keys())
         if isinstance(value, os.PathLike):
             value = os.fspath(value)
         if option.kind in (Kind.GROUP, Kind.SECTION) and isinstance(value, Mapping):

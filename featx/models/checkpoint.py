@@ -29,7 +29,7 @@ from featx.models.checkpoint_match import (
 )
 
 if TYPE_CHECKING:
-    from featx.models.checkpoint_conversion import Conversion
+    from featx.models.checkpoint_match import Conversion
 
 _LISTED = 100
 """Number of tensors that are left out above which a store records how many instead of names."""

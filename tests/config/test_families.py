@@ -9,8 +9,8 @@ from dataclasses import fields
 import pytest
 
 from featx.base import family, family_options
-from featx.config import describe_options, from_keywords, from_omegaconf, member_groups
-from featx.config.all_options import option_tree, options_class
+from featx.config import describe_options, from_keywords, from_omegaconf, member_groups, option_tree
+from featx.config.members import options_class
 from featx.errors import ConfigError, FeatxError
 
 

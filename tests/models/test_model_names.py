@@ -111,7 +111,7 @@ def test_the_option_model_takes_a_model_or_a_library() -> None:
         from_omegaconf(from_keywords({"model": "timm"}))
     with pytest.raises(ConfigError, match=r"model\.library=tim: expected one of .* Nearest: timm"):
         model_options(library="tim")
-    with pytest.raises(ConfigError, match=r"no option .wieghts.; .* Nearest: weights"):
+    with pytest.raises(ConfigError, match=r"unknown key .*wieghts.* Nearest: model\.weights"):
         model_options(wieghts=None)
 
 

@@ -69,7 +69,7 @@ def test_a_dialect_may_allow_lines_and_quotes_in_cells(tmp_path: Path) -> None:
     assert rows_of(path, "none") == 40
     with pytest.raises(DataError, match="line 7: a quote"):
         rows_of(path, "multiline")
-    with pytest.raises(ConfigError, match=r"data\.quoting=all: expected line, multiline, none"):
+    with pytest.raises(ConfigError, match=r"data\.quoting=all: expected one of line, multiline"):
         TableOptions(root=str(path), quoting="all")
 
 

@@ -18,7 +18,8 @@ from made_shards import write_tar
 from PIL import Image
 from tiny_model import COMMAND, extract, run_job, write_images
 
-from featx.config.all_options import make_member, member_groups
+from featx.config import member_groups
+from featx.config.members import make_member
 from featx.errors import StoreMismatchError
 from featx.sources import open_source
 

@@ -262,7 +262,7 @@ def _create_from_file(
     number of classes.
     """
     from featx.models.checkpoint import load_with_heads
-    from featx.models.checkpoint_conversion import timm_conversion
+    from featx.models.checkpoint_match import timm_conversion
 
     module = _create_offline(name, config.args, config.size, seed)
     names = (getattr(module, "pretrained_cfg", None) or {}).get("classifier") or ()

@@ -1,0 +1,133 @@
+"""Options of the member that is chosen in a group: of a model library, a source, a reduction.
+
+A member brings its own dataclass, a subclass of the one that its group has in `Config`. An option
+that the chosen member does not read is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, fields, is_dataclass
+from typing import Any, TypeVar
+
+from featx.base import family
+from featx.config.checks import default_of_field, hints_of, is_group
+from featx.errors import ConfigError, FeatxError, nearest
+
+OptionsT = TypeVar("OptionsT")
+
+
+@dataclass(frozen=True)
+class MemberGroup:
+    """A group of options that a member is chosen for.
+
+    Attributes:
+        option: option that selects the member, as users write it: 'data', 'export.format'.
+        base: dataclass of the group in `Config`, which a member without own options has.
+    """
+
+    option: str
+    base: type
+
+    @property
+    def name(self) -> str:
+        """Name of the group: 'data', 'export'."""
+        return self.option.partition(".")[0]
+
+    @property
+    def selector(self) -> str:
+        """Field of the group that holds the name of the member: 'name', 'format'."""
+        return self.option.partition(".")[2] or "name"
+
+    def select(self, values: Mapping[str, Any]) -> str:
+        """Return the name of the member that the options of the group select."""
+        return family(self.option).select(str(values[self.selector]), values).name
+
+    def members(self) -> Iterator[tuple[str, type]]:
+        """Iterate over the members that have options of their own, and the dataclasses of these."""
+        for member in family(self.option):
+            if member.options is not None:
+                yield member.name, member.options
+
+    def defaults(self) -> dict[str, Any]:
+        """Return the defaults of the options of all members, groups of them as mappings."""
+        owners = {f.name: self.base for f in fields(self.base)}
+        owners |= {name: next(iter(readers.values())) for name, readers in self.readers().items()}
+        found = {}
+        for name, cls in owners.items():
+            value = default_of_field(cls.__dataclass_fields__[name])  # type: ignore[attr-defined]
+            found[name] = asdict(value) if is_group(value) else value
+        return found
+
+    def readers(self) -> dict[str, dict[str, type]]:
+        """Return the options that only some members have: name -> member -> its dataclass."""
+        common = {f.name for f in fields(self.base)}
+        found: dict[str, dict[str, type]] = {}
+        for member, own in self.members():
+            for f in fields(own):
+                if f.name not in common:
+                    found.setdefault(f.name, {})[member] = own
+        return found
+
+
+def options_class(option: str, name: str, base: type[OptionsT]) -> type[OptionsT]:
+    """Return the dataclass of the options of one member."""
+    options = family(option).get(name).options
+    if options is None:
+        return base
+    if not issubclass(options, base):
+        raise FeatxError(
+            f"{option}={name}: its options {options.__qualname__} are no subclass of "
+            f"{base.__qualname__}."
+        )
+    return options
+
+
+def make_member(group: MemberGroup, values: Mapping[str, Any]) -> Any:
+    """Make the options of the member that values select."""
+    chosen = group.select(values)
+    cls: type[Any] = options_class(group.option, chosen, group.base)
+    own = {f.name for f in fields(cls)}
+    defaults = group.defaults()
+    given = {
+        name: value
+        for name, value in values.items()
+        if name in ("name", group.selector) or name not in defaults or value != defaults[name]
+    }
+    refuse_options_of_others(group, chosen, [name for name in given if name not in own])
+    return make_group(cls, {name: given[name] for name in given if name in own}, group.name)
+
+
+def make_group(cls: type[OptionsT], values: Mapping[str, Any], name: str) -> OptionsT:
+    """Make the options of a group of plain values; groups below it may be mappings."""
+    hints, prefix = hints_of(cls), f"{name}." if name else ""
+    made = {}
+    for key, value in values.items():
+        if key not in hints:
+            raise unknown_key(f"{prefix}{key}", [f"{prefix}{known}" for known in hints])
+        if isinstance(value, Mapping) and is_dataclass(hints[key]):
+            value = make_group(hints[key], value, f"{prefix}{key}")
+        made[key] = value
+    return cls(**made)
+
+
+def refuse_options_of_others(group: MemberGroup, chosen: str, names: Iterable[str]) -> None:
+    """Refuse options that the chosen member does not read, whatever their values are."""
+    names = list(names)
+    if not names:
+        return
+    readers, known = group.readers(), list(group.defaults())
+    for name in names:
+        if name not in known:
+            raise unknown_key(f"{group.name}.{name}", [f"{group.name}.{each}" for each in known])
+        if name in readers and chosen not in readers[name]:
+            members = " or ".join(f"{group.option}={member}" for member in readers[name])
+            raise ConfigError(
+                f"{group.name}.{name} has an effect with {members} only (now {group.option}="
+                f"{chosen})."
+            )
+
+
+def unknown_key(name: str, known: Iterable[str]) -> ConfigError:
+    """The error for an option that does not exist."""
+    return ConfigError(f"unknown key {name!r}.{nearest(name, known)}")

@@ -173,6 +173,8 @@ def _checked(key: str, value: Any, cls: type, name: str) -> Any:
         if own:
             raise ConfigError(f"{key}={shown(value)}: {own[0]}.") from None
     hint = hints_of(cls)[name]
+    if value == []:
+        raise ConfigError(f"{key} is empty: expected {in_words(hint)}.")
     if choices := choices_of(hint):
         wrong = [each for each in names_tuple(value) if each not in choices]
         near = nearest(wrong[0], choices) if wrong and isinstance(wrong[0], str) else ""

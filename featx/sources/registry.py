@@ -33,7 +33,7 @@ class LinkOptions(DataConfig):
 class FileOptions(LinkOptions):
     """Options of a source that lists files by their extensions."""
 
-    extensions: Annotated[list[str], MinLen(1), "a list of endings such as [png]"] | None = None
+    extensions: Annotated[list[str], MinLen(1)] | None = None
     """File name extensions that count as images, or as videos for data=video, such as [jpg,png];
     null takes every format that featx reads."""
 

@@ -446,9 +446,9 @@ def test_a_window_larger_than_the_image_is_refused() -> None:
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
-        ({"method": "grad_cam"}, "attribute.method=grad_cam: expected one of saliency"),
-        ({"method": ["gradcam", "gradcam"]}, "expected some of"),
-        ({"method": []}, "expected some of"),
+        ({"method": "grad_cam"}, "attribute.method=grad_cam: expected some of saliency"),
+        ({"method": ["gradcam", "gradcam"]}, "a value is repeated"),
+        ({"method": []}, "attribute.method is empty: expected"),
         ({"method": "saliency", "layer": "two"}, "attribute.layer has an effect with"),
         ({"steps": 3}, "attribute.steps has an effect with"),
         ({"baseline": "black"}, "attribute.baseline has an effect with"),

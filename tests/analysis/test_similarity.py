@@ -21,6 +21,7 @@ import featx
 from featx.analysis.similarity import cosines_to_first, nearest_neighbours, row_vectors
 from featx.analysis.similarity import duplicates as groups_of
 from featx.analysis.similarity.gram_measures import average_ranks
+from featx.base import csv_cell
 from featx.errors import ConfigError, LayerError, StoreError
 from featx.jobs.similarity_files import write_csv
 from featx.similarity import (
@@ -477,6 +478,6 @@ def test_any_key_is_one_field_of_a_csv(key: str) -> None:
     text = file.getvalue().decode("utf-8", "surrogateescape")
     assert list(csv.reader(io.StringIO(text, newline=""))) == [
         ["row", "key"],
-        ["3", key],
+        ["3", csv_cell(key)],
         ["4", "plain"],
     ]

@@ -49,7 +49,7 @@ def test_options_that_have_an_effect(make: Callable[[], Options]) -> None:
         ({"method": "kn"}, r"^fit\.method=kn: expected some of mean, knn, vote\. Nearest: knn\.$"),
         ({"method": ["knn", "voto"]}, r"expected some of mean, knn, vote\. Nearest: vote\.$"),
         ({"method": ["knn", "knn"]}, "a value is repeated"),
-        ({"method": []}, "expected some of"),
+        ({"method": []}, "is empty: expected"),
         ({"rows": 0}, r"^fit\.rows=0: expected auto, or a whole number from 1 to 9\.$"),
         ({"rows": True}, r"^fit\.rows=true: expected auto, or a whole number from 1 to 9\.$"),
         ({"sizes": [1, 0]}, "expected a list of whole numbers of at least 1, or null"),

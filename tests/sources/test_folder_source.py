@@ -642,7 +642,7 @@ def test_extensions_name_what_counts(tmp_path: Path) -> None:
     assert source.listing().skipped == {"other names": 3}
     with pytest.raises(DataError, match=r"searched every depth for names ending in \.gif\. Left"):
         folder(tmp_path, extensions=["gif"]).listing()
-    with pytest.raises(ConfigError, match=r"data\.extensions=\[\]: expected a list of endings"):
+    with pytest.raises(ConfigError, match=r"data\.extensions is empty"):
         folder(tmp_path, extensions=[])
 
 

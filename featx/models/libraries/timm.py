@@ -330,8 +330,8 @@ def _weights_errors(name: str, cfg: Any) -> Iterator[None]:
         if is_folder:
             raise WeightsError(
                 f"model.name={name}: the weights of this folder do not load: {one_line(error)}. "
-                "Expected the tensors of the architecture in config.json, as "
-                "timm.models.save_for_hf writes them."
+                "Expected the tensors of the architecture in config.json with the given "
+                "model.args, as timm.models.save_for_hf writes them."
             ) from error
         if isinstance(error, RuntimeError) and "loading state_dict" in str(error):
             raise WeightsError(

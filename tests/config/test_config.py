@@ -202,7 +202,7 @@ def test_captures_multiply_the_layers() -> None:
     ]
     for wrong in ("weights", [], ["input", "input"]):
         for layers in ("embedding", ["a:input"]):
-            with pytest.raises(ConfigError, match="^capture"):
+            with pytest.raises(ConfigError, match=r"^capture"):
                 Config(capture=wrong, layers=layers)
 
 

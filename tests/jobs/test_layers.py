@@ -347,9 +347,7 @@ def test_keys_that_would_have_no_effect(layers: Layers) -> None:
     node.job.show, node.job.depth = None, 2
     with pytest.raises(ConfigError, match=r"job\.depth has an effect with job=layers only"):
         jobs.check(from_omegaconf(node))
-    with pytest.raises(
-        ConfigError, match=r"job\.depth=two: expected a whole number .* or all"
-    ):
+    with pytest.raises(ConfigError, match=r"job\.depth=two: expected a whole number .* or all"):
         layers(depth="two")
     node.job.name, node.layers = "layers", ["conv"]
     with pytest.raises(ConfigError, match=r"job\.depth has no effect if layers names"):

@@ -116,9 +116,7 @@ def test_weights_that_lack_parameters_of_the_args_are_refused(pretrained: str) -
         build(pretrained, "default", args={"num_classes": 7})
     with pytest.raises(WeightsError, match=r"lack fc_norm\.weight, fc_norm\.bias"):
         build(pretrained, "default", args={"num_classes": 0, "global_pool": "avg"})
-    with pytest.raises(
-        WeightsError, match=r"do not load: .* with the given model\.args"
-    ):
+    with pytest.raises(WeightsError, match=r"do not load: .* with the given model\.args"):
         build(pretrained, "default", args={"depth": 3})
 
 

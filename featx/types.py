@@ -12,7 +12,7 @@ Data flows in this direction only. This module imports numpy only.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from hashlib import blake2b
@@ -39,12 +39,25 @@ class Status(IntEnum):
     NON_FINITE = 8
     TIMEOUT = 9
     CRASHES_DECODER = 10
+    IMAGE_DAMAGED = 12
+    """Accepted although the image is damaged: the row has features of what its decoder made."""
     ABSENT = 255
 
     @property
     def label(self) -> str:
         """Name for people: 'decode error'."""
         return self.name.lower().replace("_", " ")
+
+    @property
+    def has_features(self) -> bool:
+        """Whether rows with this status have features."""
+        return self in (Status.OK, Status.IMAGE_DAMAGED)
+
+
+def with_features(status: npt.NDArray[np.uint8]) -> npt.NDArray[np.bool_]:
+    """(N,) whether rows have features, of their (N,) statuses."""
+    mask: npt.NDArray[np.bool_] = (status == Status.OK) | (status == Status.IMAGE_DAMAGED)
+    return mask
 
 
 @dataclass(frozen=True)
@@ -285,6 +298,7 @@ class Batch:
         count: number of rows of the listing, at most B; the rest is padding.
         failures: failed rows among them.
         checksums: (count,) uint64, `image_checksum` of the bytes of each row's image, or None.
+        damaged: rows whose images are damaged and were accepted.
     """
 
     images: torch.Tensor
@@ -292,6 +306,7 @@ class Batch:
     count: int
     failures: list[Failure]
     checksums: npt.NDArray[np.uint64] | None = None
+    damaged: Collection[int] = ()
 
 
 ITEM_BYTES = {"float16": 2, "float32": 4, "bfloat16": 2}

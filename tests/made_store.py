@@ -80,6 +80,7 @@ class MadeRun:
     resolved: Mapping[str, Any] = field(default_factory=dict)
     tokens: Mapping[str, TokenGeometry] = field(default_factory=dict)
     streamed: bool = False
+    damaged: tuple[int, ...] = ()
 
     @property
     def grid(self) -> layout.Grid:
@@ -99,6 +100,7 @@ class MadeRun:
         status = np.zeros(len(self.listing), dtype=np.uint8)
         for failure in self.failures:
             status[failure.row] = failure.status
+        status[list(self.damaged)] = Status.IMAGE_DAMAGED
         return status
 
     def session(self, root: Path, grow: bool = False) -> StoreSession:
@@ -120,20 +122,22 @@ class MadeRun:
             stop = min(start + batch, part.stop)
             rows = {name: values[start:stop] for name, values in self.features.items()}
             failed = [f for f in self.failures if start <= f.row < stop]
-            builder.add(start, rows, failed)
+            damaged = [row for row in self.damaged if start <= row < stop]
+            builder.add(start, rows, failed, damaged=damaged)
         return builder
 
     def compute_lost(self, session: StoreSession) -> list[int]:
         """Compute the rows that a repair could not keep, put to those that it kept."""
         rows = session.lost_rows()
         for part in session.parts_with(rows):
-            stored, failures, images = session.read_part(part)
+            stored, failures, images, damaged = session.read_part(part)
             lost = sorted({*rows} & {*range(part.start, part.stop)})
             for name, values in stored.items():
                 values[[row - part.start for row in lost]] = self.features[name][lost]
             failures += [failure for failure in self.failures if failure.row in lost]
             builder = PartBuilder(part, self.specs)
-            builder.add(part.start, stored, failures, images)
+            damaged |= {*self.damaged} & {*lost}
+            builder.add(part.start, stored, failures, images, damaged)
             session.replace(builder)
         return rows
 
@@ -216,8 +220,9 @@ def make_run(
     codec: str = "none",
     failed: Iterable[int] = (),
     seed: int = 0,
+    damaged: Iterable[int] = (),
 ) -> MadeRun:
-    """A run with random rows; some of them failed, for reasons in turn."""
+    """A run with random rows; some failed, for reasons in turn, or are of damaged images."""
     shapes = {"flat": (5,), "map": (3, 2, 2)} if shapes is None else shapes
     rng = np.random.default_rng(seed)
     listing = make_listing(num_rows)
@@ -236,6 +241,7 @@ def make_run(
         codec,
         {name: rng.normal(size=(num_rows, *shape)).astype(dtype) for name, shape in shapes.items()},
         failures,
+        damaged=tuple(damaged),
     )
 
 

@@ -20,7 +20,7 @@ from featx.export.base import FORMATS, File, Folder, Format
 from featx.export.selection import ExportSelection
 from featx.storage import TEMPORARY_PREFIX, AtomicFolder, exclusive_lock
 from featx.store import FeatureStore, layout, matching_layers
-from featx.types import Status
+from featx.types import with_features
 
 RECORD = "_export.json"
 """File that describes an export. Readers of Parquet folders ignore names with an underscore."""
@@ -89,7 +89,7 @@ def _export(disk: AtomicFolder, export_format: Format, progress: CountProgress) 
         "layers": list(selection.layers),
         "columns": list(selection.columns),
         "rows": len(selection),
-        "failures": int((selection.status != Status.OK).sum()),
+        "failures": int((~with_features(selection.status)).sum()),
         "left_out": len(selection.store) - len(selection),
         "files": len(files),
         "bytes": sum(_sizes(disk.root, files).values()),

@@ -16,7 +16,7 @@ from featx.base import name_bytes
 from featx.config import DataConfig, data_of_saved, from_saved
 from featx.errors import ConfigError, StoreError
 from featx.store import FeatureStore, check_rows_present
-from featx.types import Status
+from featx.types import Status, with_features
 
 BLOCK_BYTES = 32 << 20
 """Maximum bytes of features that are held at a time, unless a single row is larger."""
@@ -192,7 +192,7 @@ class ExportSelection:
         is_range = int(rows[-1]) - int(rows[0]) + 1 == len(rows)
         index: Any = slice(int(rows[0]), int(rows[-1]) + 1) if is_range else rows
         values = np.ascontiguousarray(self.store[layer][index])
-        ok = self.status[start:stop] == Status.OK
+        ok = with_features(self.status[start:stop])
         check_rows_present(self.store, layer, rows[ok], values[ok] if not ok.all() else values)
         return values
 

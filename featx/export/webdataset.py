@@ -86,7 +86,7 @@ class WebDataset(ShardedFormat):
         try:
             encoded = self._source.read(key)
         except (ImageFault, OSError) as error:
-            failed = self.selection.status[position] != Status.OK
+            failed = not Status(self.selection.status[position]).has_features
             if failed and isinstance(error, ImageFault):
                 return None
             raise DataError(
@@ -94,7 +94,7 @@ class WebDataset(ShardedFormat):
                 f"{error}. If the images are in another folder, give data=folder data.root=DIR."
             ) from error
         computed_from = self.selection.image_checksums[position]
-        ok = self.selection.status[position] == Status.OK
+        ok = Status(self.selection.status[position]).has_features
         if ok and computed_from not in (UNKNOWN_IMAGE, NO_IMAGE, image_checksum(encoded)):
             raise DataError(
                 f"{name_text(key)} has changed since its row was computed: the shards would hold "

@@ -25,6 +25,7 @@ from featx.images.decoder_channels import (
     send,
     warning_bytes,
 )
+from featx.images.image_policy import ACCEPTED_DAMAGE
 from featx.images.shared_memory import Slot, SlotLayout
 from featx.types import ImageFault
 
@@ -151,6 +152,8 @@ class Decoder:
                     break
                 if warnings := self._take_warnings():
                     send(results, Kind.WARNINGS, group, row, warning_bytes(warnings))
+                    if any(text.startswith(ACCEPTED_DAMAGE) for text in warnings):
+                        send(results, Kind.DAMAGED, group, row, b"")
             done = times.read_s, clock.seconds, times.num_bytes
             os.write(results, MESSAGE.pack(Kind.DONE, group, NO_ROW, 0, *done))
             current[0] = NO_ROW

@@ -51,6 +51,7 @@ class Kind(IntEnum):
     WARNINGS = 2
     ERROR = 3
     DEATH = 4
+    DAMAGED = 5
 
 
 class Cause(IntEnum):

@@ -22,6 +22,7 @@ class Job:
         layout: layout of the slot.
         num_open: number of groups that are not done.
         failures: rows that failed.
+        damaged: rows whose images are damaged and were accepted.
         error: exception that ends the run, and the row that it came from.
         is_abandoned: whether the images are no longer needed.
     """
@@ -32,6 +33,7 @@ class Job:
     layout: SlotLayout
     num_open: int = 0
     failures: list[Failure] = field(default_factory=list)
+    damaged: set[int] = field(default_factory=set)
     error: tuple[int, BaseException] | None = None
     is_abandoned: bool = False
 

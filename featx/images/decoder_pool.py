@@ -454,6 +454,8 @@ class DecoderPool:
                 self._end_group(group)
                 self.times.add(*times)
                 self._send()  # decoders have taken records, so that pipes may have room
+            elif kind == Kind.DAMAGED:
+                job.damaged.add(row)
             elif kind == Kind.FAILURE:
                 status, error, message = pickle.loads(content)
                 self._fail_row(job, row, ImageFault(Status(status), message, error))
@@ -563,6 +565,7 @@ class DecoderPool:
         job, places = group.job, range(group.first, group.stop)
         rows = {int(job.rows[i]) for i in places if job.slot.rows[i] != NO_ROW}
         job.failures = [failure for failure in job.failures if failure.row not in rows]
+        job.damaged -= rows
         self._fail_known(job, group.first, group.stop)
 
     # Threads that read images, where decoders do not

@@ -95,6 +95,10 @@ class ImagePolicy:
         return entries
 
 
+ACCEPTED_DAMAGE = "damaged JPEG: "
+"""Beginning of the warning about an image that is damaged and accepted."""
+
+
 def warn(message: str) -> None:
     """Warn of the image that is decoded; `decoder_warnings` collects it as one of Pillow's."""
     # With a new registry each time, as Python would show one text only once.

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from featx.images.image_policy import ACCEPT, ImagePolicy, warn
+from featx.images.image_policy import ACCEPT, ACCEPTED_DAMAGE, ImagePolicy, warn
 from featx.types import ImageFault, Status
 
 JPEG = b"\xff\xd8\xff"
@@ -145,7 +145,7 @@ def check_jpeg(data: bytes, policy: ImagePolicy) -> None:
     if policy.damaged != ACCEPT:
         status = Status.TRUNCATED if damage == _NO_END else Status.DECODE_ERROR
         raise ImageFault(status, damage, "DamagedJpegError")
-    warn(f"damaged JPEG: {damage}")
+    warn(f"{ACCEPTED_DAMAGE}{damage}")
 
 
 def with_tables(block: bytes, tables: bytes) -> bytes:

@@ -203,7 +203,7 @@ class Loader:
         images, checksums = self._pool.finish(job)
         count = len(job.rows)
         images[count:].zero_()
-        return part, Batch(images, int(job.rows[0]), count, job.failures, checksums)
+        return part, Batch(images, int(job.rows[0]), count, job.failures, checksums, job.damaged)
 
     def _results_of(self, job: Job) -> Iterator[torch.Tensor | Failure]:
         """The images of a job, copied out of shared memory, and its failures."""

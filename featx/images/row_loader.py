@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import io
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +25,7 @@ from featx.images.decode import (
 )
 from featx.images.decode_settings import DecodeSettings
 from featx.images.decoder import DecodingClock
+from featx.images.image_policy import warn
 from featx.images.image_reading import read_image
 from featx.images.tiff_blocks import TiffBlocks
 from featx.types import (
@@ -50,11 +52,13 @@ class _WholeImage:
         key: key of the image.
         checksum: checksum of the encoded bytes, or NO_IMAGE.
         decoded: the image, the blocks of a large TIFF, or the fault, which holds for all its boxes.
+        warnings: warnings of its decoder, which hold for all its boxes.
     """
 
     key: bytes
     checksum: int
     decoded: DecodedImage | TiffBlocks | ImageFault
+    warnings: tuple[str, ...] = ()
 
 
 class RowLoader:
@@ -153,6 +157,8 @@ class RowLoader:
         if isinstance(image.decoded, ImageFault):
             fault = image.decoded
             raise ImageFault(fault.status, str(fault), fault.error)
+        for text in image.warnings:
+            warn(text)
         with clock:
             if isinstance(image.decoded, TiffBlocks):
                 cut: DecodedImage = image.decoded.cut(box)
@@ -176,13 +182,13 @@ class RowLoader:
         checksum[0] = number  # should decoding end this process
         self._had_large |= len(data) >= _LARGE_BYTES
         try:
-            with clock:
+            with clock, warnings.catch_warnings(record=True) as caught:
                 decoded = decode_box_image(data, self._policy, self._at_least)
         except ImageFault as fault:
             return _WholeImage(key, number, fault)
         del data  # TiffBlocks keep it
         self._return_memory()
-        return _WholeImage(key, number, decoded)
+        return _WholeImage(key, number, decoded, tuple(str(each.message) for each in caught))
 
     def _return_memory(self) -> None:
         """Return freed memory to the kernel, if large images were read for their boxes."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -44,12 +44,14 @@ class Rows:
         underflow_rows: layer -> number of underflow rows: their largest magnitude is below 6.1e-5,
             the smallest normal float16.
         checksums: (n,) checksums of the encoded images, or None if the batch has none.
+        damaged: rows whose images are damaged and were accepted.
     """
 
     features: dict[str, npt.NDArray[Any]]
     failures: list[Failure]
     underflow_rows: Counter[str]
     checksums: npt.NDArray[np.uint64] | None = None
+    damaged: Collection[int] = ()
 
 
 class FeatureSink:
@@ -95,7 +97,7 @@ class FeatureSink:
             self._builder = self._begin(part, self._context.specs)
             self._heartbeat.begin(part)
         rows = computed()
-        self._builder.add(batch.start, rows.features, rows.failures, rows.checksums)
+        self._builder.add(batch.start, rows.features, rows.failures, rows.checksums, rows.damaged)
         self.underflow_rows += rows.underflow_rows
         self._observer.batch_computed(batch, rows.features, rows.failures)
         return rows.failures
@@ -180,4 +182,4 @@ def compute_rows(context: RunContext, engine: Engine, batch: Batch) -> Rows:
     ok = [i for i in range(batch.count) if batch.start + i not in failed]
     underflow_rows = Counter({name: int(small[ok].sum()) for name, small in rows.underflow.items()})
     features = {name: stored_bits(value[: batch.count]) for name, value in rows.features.items()}
-    return Rows(features, failures, underflow_rows, batch.checksums)
+    return Rows(features, failures, underflow_rows, batch.checksums, batch.damaged)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -65,6 +65,7 @@ class RetrySink:
         self._features: dict[int, dict[str, npt.NDArray[Any]]] = {}
         self._checksums: dict[int, np.uint64] = {}
         self._failures: list[Failure] = []
+        self._damaged: set[int] = set()
 
     @property
     def num_rows(self) -> int:
@@ -103,6 +104,7 @@ class RetrySink:
                 self._checksums[row] = rows.checksums[position]
         failed = [failure for failure in rows.failures if failure.row in self._rows]
         self._failures += failed
+        self._damaged |= self._rows.intersection(rows.damaged)
         return failed
 
     def finish_part(self) -> Callable[[], None]:
@@ -112,8 +114,10 @@ class RetrySink:
         if self._num_taken < len(self._spans) and self._spans[self._num_taken].index == index:
             return lambda: None  # more batches of the same part follow
         features, failures, sums = self._features, self._failures, self._checksums
-        self._features, self._failures, self._checksums = {}, [], {}
-        return functools.partial(self._replace, self._parts[index], features, failures, sums)
+        damaged = self._damaged
+        self._features, self._failures, self._checksums, self._damaged = {}, [], {}, set()
+        part = self._parts[index]
+        return functools.partial(self._replace, part, features, failures, sums, damaged)
 
     def _batches_of(self, part: Part) -> list[Part]:
         """Batches of a part that contain requested rows, aligned as in the original run."""
@@ -128,9 +132,10 @@ class RetrySink:
         features: Mapping[int, Mapping[str, npt.NDArray[Any]]],
         failures: Sequence[Failure],
         checksums: Mapping[int, np.uint64],
+        damaged: Collection[int],
     ) -> None:
         """Replace a part by a copy with new values in the rows that were computed."""
-        stored, before, images = self._session.read_part(part)
+        stored, before, images, damaged_before = self._session.read_part(part)
         missing = set(self._session.missing_rows(part))
         require(missing <= features.keys(), "a row that no piece holds was not computed")
         for row, checksum in checksums.items():
@@ -140,5 +145,6 @@ class RetrySink:
                 stored[name][row - part.start] = value
         kept = [failure for failure in before if failure.row not in features]
         builder = PartBuilder(part, self._context.specs)
-        builder.add(part.start, stored, [*kept, *failures], images)
+        all_damaged = {*(damaged_before - features.keys()), *damaged}
+        builder.add(part.start, stored, [*kept, *failures], images, all_damaged)
         self._session.replace(builder)

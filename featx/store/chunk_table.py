@@ -29,6 +29,7 @@ from featx.store.dtypes import NAMES, dtype_name, hdf5_type, raw_dtype, read_raw
 from featx.store.filter_pipeline import Pipeline
 from featx.store.hdf5_files import open_metadata, open_raw
 from featx.store.manifest import Manifest, num_runs_of
+from featx.types import with_features
 
 MAGIC = b"featx chunk table 1\n"
 """First bytes of the table; the length of the rest and its crc32 follow, 8 bytes each."""
@@ -259,7 +260,9 @@ class DamagedFile:
             if rows is None:  # the status column tells the same rows
                 [num_rows] = self._entries[layout.STATUS].shape
                 status = self._read_all_by_table(layout.STATUS, num_rows)
-                rows = None if status is None else np.flatnonzero(status) + self.start
+                rows = (
+                    None if status is None else np.flatnonzero(~with_features(status)) + self.start
+                )
             if rows is not None and len(rows) == count:
                 lost = np.full(count, LOST_TEXT)
                 texts = [lost if values is None else values for values in (errors, messages)]

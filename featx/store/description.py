@@ -17,7 +17,7 @@ import numpy.typing as npt
 from featx.base import printable, shown_path, size_text
 from featx.errors import StoreError, counted
 from featx.store.layer_array import LayerArray
-from featx.types import Status
+from featx.types import Status, with_features
 
 MAX_LAYERS = 12
 """Number of layers that a description lists."""
@@ -124,7 +124,7 @@ def _states(store: DescribedStore) -> list[str]:
         status = store.status
     except StoreError:
         return [*parts, "status cannot be read"]
-    num_ok, num_absent = (int((status == which).sum()) for which in (Status.OK, Status.ABSENT))
+    num_ok, num_absent = int(with_features(status).sum()), int((status == Status.ABSENT).sum())
     parts.append(f"{num_ok} ok")
     if num_failed := len(status) - num_ok - num_absent:
         parts.append(f"{num_failed} failed")

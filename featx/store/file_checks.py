@@ -26,7 +26,7 @@ from featx.store.listing import (
     same_values,
 )
 from featx.store.token_geometry import geometry_values
-from featx.types import LayerSpec, Listing, Status, StoreHeader, TokenGeometry
+from featx.types import LayerSpec, Listing, Status, StoreHeader, TokenGeometry, with_features
 
 
 @dataclass(frozen=True)
@@ -184,7 +184,7 @@ def _check_failures(
     report: DamageReport,
 ) -> None:
     """Compare /failures with /status and with its checksum."""
-    failed = np.flatnonzero(status != Status.OK) + expected.start
+    failed = np.flatnonzero(~with_features(status)) + expected.start
     columns = {}
     for name in layout.FAILURE_COLUMNS:
         columns[name] = open_plain_dataset(file, f"{layout.FAILURES}/{name}")[:]
@@ -238,7 +238,7 @@ def _check_layer(
             report.damages.append(Damage(path, what, first, first + len(raw), spec.name))
             continue
         values = from_raw(raw, spec.dtype).reshape(len(raw), -1)
-        ok = status[start : start + len(raw)] == Status.OK
+        ok = with_features(status[start : start + len(raw)])
         wrong = ok & ~np.isfinite(values).all(1)
         if expected.num_runs == 1:
             # With several runs, a row may have failed in another run than that of this layer.

@@ -46,7 +46,7 @@ from featx.store.part_builder import (
     write_columns,
 )
 from featx.store.repair import repair_part, unpack_good_rows
-from featx.types import UNKNOWN_IMAGE, Failure, LayerSpec, Listing, Part, Status
+from featx.types import UNKNOWN_IMAGE, Failure, LayerSpec, Listing, Part, Status, with_features
 
 HEADROOM_BYTES = 16 << 20
 """Bytes to reserve beyond the size of the parts, for HDF5 metadata and other writers."""
@@ -411,7 +411,7 @@ class _PackWriter:
             self._copy_rows(file, path, source.start)
         status = self._status[rows]
         statuses = np.concatenate([values for _, values in good_chunks(file, layout.STATUS)])
-        status[:] = np.where((status == Status.ABSENT) | (status == Status.OK), statuses, status)
+        status[:] = np.where((status == Status.ABSENT) | with_features(status), statuses, status)
         self._copy_image_checksums(file, source)
         for failure in read_failures(file):
             self._failures.setdefault(failure.row, failure)

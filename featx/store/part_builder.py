@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -64,6 +64,7 @@ class PartBuilder:
         features: Mapping[str, npt.NDArray[Any]],
         failures: Sequence[Failure],
         checksums: npt.NDArray[np.uint64] | None = None,
+        damaged: Collection[int] = (),
     ) -> None:
         """Add rows [start, start + n) of the listing.
 
@@ -73,6 +74,7 @@ class PartBuilder:
                 bits.
             failures: failed rows among them; their values become NaN in every dataset.
             checksums: (n,) uint64 checksums of the encoded images, or None if unknown.
+            damaged: rows whose images are damaged and were accepted.
         """
         first = start - self.part.start
         count = len(next(iter(features.values())))
@@ -81,6 +83,9 @@ class PartBuilder:
         require(set(features) == set(self._specs), "a layer is missing")
         require((self._status[first : first + count] == Status.ABSENT).all(), "rows came twice")
         self._status[first : first + count] = Status.OK
+        for row in damaged:
+            require(start <= row < start + count, "a damaged image outside its batch")
+            self._status[row - self.part.start] = Status.IMAGE_DAMAGED
         if checksums is not None:
             self._checksums[first : first + count] = checksums
         for name, rows in features.items():
@@ -91,7 +96,8 @@ class PartBuilder:
         for failure in failures:
             row = failure.row - self.part.start
             require(first <= row < first + count, "a failure outside its batch")
-            require(failure.status not in (Status.OK, Status.ABSENT), "a failure without a reason")
+            is_reason = not failure.status.has_features and failure.status != Status.ABSENT
+            require(is_reason, "a failure without a reason")
             self._status[row] = failure.status
         failed = [failure.row - self.part.start - first for failure in failures]
         for name, rows in features.items():

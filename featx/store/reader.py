@@ -22,7 +22,7 @@ from featx.store.hdf5_files import Handles
 from featx.store.layer_array import LayerArray
 from featx.store.layer_reader import LayerReader
 from featx.store.listing import is_ascending
-from featx.types import UNKNOWN_IMAGE, Status
+from featx.types import UNKNOWN_IMAGE, Status, with_features
 
 
 def check_rows_present(
@@ -216,7 +216,7 @@ class FeatureStore:
         for segment, statuses in self._layer_reader.statuses():
             # A row that failed in one run has failed, whatever a later run made of it.
             before = status[segment.start : segment.stop]
-            undecided = (before == Status.ABSENT) | (before == Status.OK)
+            undecided = (before == Status.ABSENT) | with_features(before)
             before[undecided] = statuses[undecided]
         return status
 
@@ -244,8 +244,7 @@ class FeatureStore:
     @property
     def ok(self) -> npt.NDArray[np.bool_]:
         """(N,) bool: whether the row holds features."""
-        mask: npt.NDArray[np.bool_] = self.status == Status.OK
-        return mask
+        return with_features(self.status)
 
     @cached_property
     def failures(self) -> list[dict[str, Any]]:

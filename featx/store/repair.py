@@ -31,7 +31,7 @@ from featx.store.manifest import Manifest, Run, load_manifest, num_runs_of
 from featx.store.part_builder import PartBuilder
 from featx.store.part_files import part_names, part_path
 from featx.store.pieces import piece_path
-from featx.types import UNKNOWN_IMAGE, Failure, Listing, Part, Status
+from featx.types import UNKNOWN_IMAGE, Failure, Listing, Part, Status, with_features
 
 
 def quarantine_damage(report: DamageReport) -> list[Path]:
@@ -334,7 +334,8 @@ def _good_files(
             for row in range(rows.start, rows.stop)
             if row in good_rows.failures
         ]
-        builder.add(rows.start, features, failed, good_rows.images[first:last])
+        damaged = good_rows.damaged.intersection(range(rows.start, rows.stop))
+        builder.add(rows.start, features, failed, good_rows.images[first:last], damaged)
         yield rows, builder.build(run, listing, manifest.to_json())
 
 
@@ -376,12 +377,14 @@ class _GoodRows:
         features: dataset name -> (n, ...) stored values.
         images: (n,) uint64 image checksums.
         failures: row of the store -> status, exception and message of good rows that failed.
+        damaged: good rows whose images are damaged and were accepted.
     """
 
     good: npt.NDArray[np.bool_]
     features: dict[str, npt.NDArray[Any]]
     images: npt.NDArray[np.uint64]
     failures: dict[int, tuple[Status, str, str]]
+    damaged: set[int]
 
 
 def _good_rows(file: DamagedFile, run: Run, part: Part, reasons: _Reasons) -> _GoodRows | None:
@@ -408,10 +411,11 @@ def _good_rows(file: DamagedFile, run: Run, part: Part, reasons: _Reasons) -> _G
     if statuses is not None:
         status[known] = statuses.values[known]
     good &= known | is_finite  # without a status, the reason of a failed row is unknown
-    good &= ~(is_nan & (status == Status.OK))
+    has_features = with_features(status)
+    good &= ~(is_nan & has_features)
     if file.num_runs == 1:
         # With several runs, a row may have failed in another run and have values in this one.
-        good &= ~(is_finite & (status != Status.OK))
+        good &= ~(is_finite & ~has_features)
     failures: dict[int, tuple[Status, str, str]] = {}
     for index in np.flatnonzero(good & is_nan).tolist():
         row = part.start + index
@@ -424,4 +428,5 @@ def _good_rows(file: DamagedFile, run: Run, part: Part, reasons: _Reasons) -> _G
     checksums = file.rows(layout.IMAGE_CHECKSUM, start, stop)
     if checksums is not None:
         images[checksums.good] = checksums.values[checksums.good]
-    return _GoodRows(good, features, images, failures)
+    damaged = np.flatnonzero(good & (status == Status.IMAGE_DAMAGED)) + part.start
+    return _GoodRows(good, features, images, failures, set(damaged.tolist()))

@@ -48,7 +48,7 @@ from featx.store.part_files import (
 from featx.store.pieces import Pieces, piece_path
 from featx.store.repair import unpack_store
 from featx.store.result_files import read_result, result_json
-from featx.types import UNKNOWN_IMAGE, Failure, LayerSpec, Listing, Part
+from featx.types import UNKNOWN_IMAGE, Failure, LayerSpec, Listing, Part, Status
 
 logger = logging.getLogger(__name__)
 
@@ -236,12 +236,12 @@ class StoreSession:
 
     def read_part(
         self, part: Part
-    ) -> tuple[dict[str, npt.NDArray[Any]], list[Failure], npt.NDArray[np.uint64]]:
+    ) -> tuple[dict[str, npt.NDArray[Any]], list[Failure], npt.NDArray[np.uint64], set[int]]:
         """Read a part.
 
         Returns:
-            dataset name -> (n, ...) stored values, failures, and (n,) image checksums. Rows that no
-            piece holds are NaN.
+            dataset name -> (n, ...) stored values, failures, (n,) image checksums, and the rows of
+            damaged images that were accepted. Rows that no piece holds are NaN.
 
         Raises:
             StoreError: the part is damaged.
@@ -253,18 +253,20 @@ class StoreSession:
             for spec in self.manifest.run_of(part).layers
         }
         failures, images = [], np.full(len(part), UNKNOWN_IMAGE, np.uint64)
+        all_damaged: set[int] = set()
         for piece in self._parts.pieces.of(part):
-            features, failed, sums = self._read_file(piece_path(self.root, piece), piece)
+            features, failed, sums, damaged = self._read_file(piece_path(self.root, piece), piece)
             inside = slice(piece.start - part.start, piece.stop - part.start)
             for name, values in features.items():
                 rows[name][inside] = values
             failures += failed
             images[inside] = sums
-        return rows, failures, images
+            all_damaged |= damaged
+        return rows, failures, images, all_damaged
 
     def _read_file(
         self, path: Path, part: Part
-    ) -> tuple[dict[str, npt.NDArray[Any]], list[Failure], npt.NDArray[np.uint64]]:
+    ) -> tuple[dict[str, npt.NDArray[Any]], list[Failure], npt.NDArray[np.uint64], set[int]]:
         """Read the file of a part or piece, as `read_part` does."""
         try:
             with open_metadata(path) as file:
@@ -275,7 +277,11 @@ class StoreSession:
                     )
                     for spec in self.manifest.run_of(part).layers
                 }
-                return rows, read_failures(file), read_image_checksums(file)
+                status = open_plain_dataset(file, layout.STATUS)[:]
+                damaged = np.flatnonzero(status == Status.IMAGE_DAMAGED) + part.start
+                return (
+                    rows, read_failures(file), read_image_checksums(file), set(damaged.tolist())
+                )  # fmt: skip
         except layout.UNREADABLE as error:
             raise StoreError(
                 f"{path}: {damage_text(path, error)}. job=verify verify.repair=true rebuilds it."

@@ -219,7 +219,44 @@ def test_the_command_refuses_accepts_and_records(
     assert "1 image: damaged JPEG: Corrupt JPEG data: premature end" in done.stdout
     accepted = open_store(tmp_path / "accepted")
     assert accepted.ok.all()
+    assert not accepted.failures
+    assert accepted.status.tolist() == [Status.IMAGE_DAMAGED, 0, 0, 0]
     assert np.array_equal(accepted["conv"][1:], store["conv"][1:])
+    accept = (*command, "data.damaged=accept", "out=accepted")
+    assert featx(*accept, "layers=[conv,pool]").returncode == 0
+    sound = encode(photo(seed=0), "JPEG")
+    (photos / "4.jpg").write_bytes(damaged(sound)["half lost"])
+    assert featx(*accept, "layers=[conv,pool]", "grow=true").returncode == 0
+    (photos / "0.jpg").write_bytes(sound)
+    (photos / "1.jpg").write_bytes(damaged(sound)["half lost"])
+    done = featx(*accept, "layers=[conv]", "refresh=true")
+    assert "(layers=[pool])" in done.stderr
+    assert featx(*accept, "layers=[pool]", "refresh=true").returncode == 0
+    grown = open_store(tmp_path / "accepted")
+    assert grown.status.tolist() == [0, Status.IMAGE_DAMAGED, 0, 0, Status.IMAGE_DAMAGED]
+    assert grown.ok.all()
+    assert featx("job=verify", "store=accepted").returncode == 0
+
+
+def test_every_box_of_an_accepted_image_says_that_it_is_damaged(
+    featx: Callable[..., subprocess.CompletedProcess[str]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]), prepend=os.pathsep)
+    photos = tmp_path / "photos"
+    photos.mkdir()
+    sound = encode(photo(seed=0), "JPEG")
+    (photos / "0.jpg").write_bytes(damaged(sound)["half lost"])
+    (photos / "1.jpg").write_bytes(sound)
+    lines = [f"{i}.jpg,{4 * k},0,8,8" for i in range(2) for k in range(3)]
+    (tmp_path / "boxes.csv").write_text("\n".join(["path,x,y,width,height", *lines]))
+    done = featx(
+        *COMMAND, "data=folder", f"data.root={photos}", "data.boxes=boxes.csv",
+        "data.damaged=accept",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert open_store(tmp_path / "store").status.tolist() == [12, 12, 12, 0, 0, 0]
 
 
 def test_no_photograph_is_refused(shared_data: Path) -> None:

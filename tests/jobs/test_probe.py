@@ -323,7 +323,7 @@ def test_what_cannot_be_probed_is_reported(capsys: pytest.CaptureFixture[str]) -
     ("options", "message"),
     [
         ({"method": "svm"}, "probe.method=svm: expected some of linear, knn, ridge"),
-        ({"method": []}, "expected some of linear, knn, ridge"),
+        ({"method": []}, "probe.method is empty: expected linear, knn, ridge"),
         ({"split": "random"}, "probe.split=random"),
         ({"folds": 3}, "probe.folds has an effect with probe.split=kfold only"),
         (

@@ -245,7 +245,7 @@ def test_an_unfinished_store_says_so(capsys: pytest.CaptureFixture[str]) -> None
             {"measures": ["cca"]},
             r"cka\.measures=\[cca\]: expected some of cka, .* Nearest: svcca",
         ),
-        ("cka", {"measures": []}, r"cka\.measures=\[\]: expected some of"),
+        ("cka", {"measures": []}, r"cka\.measures is empty: expected cka"),
         ("cka", {"measures": "cka", "rsa_distance": "cosine"}, r"rsa_distance has an effect with"),
         ("distance", {"subsets": 3}, r"needs distance\.other_store=DIR"),
         ("distance", {"other_store": "store", "subsets": 0}, r"distance\.subsets=0"),

@@ -55,7 +55,8 @@ def test_workers_are_a_number(value: object) -> None:
 
 @pytest.mark.parametrize("value", [0, 2, [], [0, -1], "all", True, [0.5]])
 def test_devices_are_a_list_of_gpus(value: object) -> None:
-    with pytest.raises(ConfigError, match=r"executor\.devices=.*: expected a list of GPUs"):
+    message = r"executor\.devices(=.*:| is empty:) expected a list of GPUs"
+    with pytest.raises(ConfigError, match=message):
         config(executor={"devices": value})
 
 

@@ -274,7 +274,8 @@ import json, subprocess, sys
 from pathlib import Path
 from featx.errors import FeatxError
 from made_store import make_run, dataset_digests
-place, made = Path(sys.argv[1]), make_run(num_rows=29, part_rows=8, failed=[2, 17, 20])
+place = Path(sys.argv[1])
+made = make_run(num_rows=29, part_rows=8, failed=[2, 17, 20], damaged=[5, 21])
 real, seen = place / "real", place / "seen"
 real.mkdir()
 seen.mkdir()
@@ -318,7 +319,7 @@ def test_a_mount_that_vanishes_in_the_middle_stops_the_run(tmp_path: Path) -> No
 def test_a_folder_that_is_moved_away_stops_the_run_which_resumes_where_it_is(
     tmp_path: Path,
 ) -> None:
-    run = make_run(num_rows=29, part_rows=8, failed=[2, 17, 20])
+    run = make_run(num_rows=29, part_rows=8, failed=[2, 17, 20], damaged=[5, 21])
     with run.session(tmp_path / "store").hold() as session:
         session.commit(run.builder(session.missing()[0]))
         (tmp_path / "store").rename(tmp_path / "moved")

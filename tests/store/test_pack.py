@@ -42,7 +42,7 @@ def part_files(root: Path) -> dict[str, bytes]:
 
 @pytest.fixture
 def run() -> MadeRun:
-    return make_run(num_rows=29, part_rows=8, failed=[2, 17, 20])
+    return make_run(num_rows=29, part_rows=8, failed=[2, 17, 20], damaged=[5, 21])
 
 
 def test_auto_packs_up_to_256_gib_where_there_is_room() -> None:
@@ -236,7 +236,7 @@ def test_a_flipped_bit_in_a_part_never_reaches_the_packed_file(
     run: MadeRun, tmp_path: Path, name: str, codec: str
 ) -> None:
     """It is found, the part is quarantined, and the run computes it again."""
-    run = make_run(num_rows=29, part_rows=8, failed=[2, 17, 20], codec=codec)
+    run = make_run(num_rows=29, part_rows=8, failed=[2, 17, 20], damaged=[5, 21], codec=codec)
     run.copied(tmp_path)
     flip_a_bit_of(tmp_path / "parts" / "part-000001.h5", name)
     others = part_files(tmp_path)
@@ -292,7 +292,7 @@ except RunError as error:
 
 @pytest.mark.parametrize("codec", slow_except(CODECS, "none", "zstd"))
 def test_a_file_packed_in_memory_has_the_same_bytes(tmp_path: Path, codec: str) -> None:
-    run = make_run(num_rows=29, part_rows=8, failed=[2, 17, 20], codec=codec)
+    run = make_run(num_rows=29, part_rows=8, failed=[2, 17, 20], damaged=[5, 21], codec=codec)
     for name in ("child", "memory"):
         run.write(tmp_path / name)
     pack(tmp_path / "child")

@@ -35,7 +35,7 @@ NUM_ROWS = 29
 
 @pytest.fixture(scope="module")
 def run() -> MadeRun:
-    return make_run(num_rows=NUM_ROWS, part_rows=8, failed=[2, 17, 20])
+    return make_run(num_rows=NUM_ROWS, part_rows=8, failed=[2, 17, 20], damaged=[5, 21])
 
 
 @pytest.fixture(scope="module")
@@ -194,7 +194,7 @@ def test_the_store_tells_what_it_holds(store: FeatureStore, run: MadeRun) -> Non
     assert store.labels.tolist() == run.listing.labels.tolist()
     assert store.labels.dtype == np.int64
     assert store.status.tolist() == run.status().tolist()
-    assert store.ok.tolist() == (run.status() == 0).tolist()
+    assert store.ok.tolist() == np.isin(run.status(), [0, 12]).tolist()
     assert store.attrs["featx_format"] == 1
     assert store.attrs["model"] == "toy"
     lines = repr(store).splitlines()
@@ -253,7 +253,7 @@ def test_an_unknown_key_names_the_nearest(store: FeatureStore) -> None:
 
 
 def test_xy_holds_the_ok_rows_with_their_own_labels(store: FeatureStore, run: MadeRun) -> None:
-    ok = (run.status() == 0) & (run.listing.labels >= 0)
+    ok = np.isin(run.status(), [0, 12]) & (run.listing.labels >= 0)
     num_rows = int(ok.sum())
     assert 0 < num_rows < 26
     features, labels = store.xy("map")

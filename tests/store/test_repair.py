@@ -32,7 +32,7 @@ pytestmark = pytest.mark.usefixtures("without_retry_waits")
 
 @pytest.fixture
 def run() -> MadeRun:
-    return make_run(29, 8, failed=[2, 17, 20]).identified()
+    return make_run(29, 8, failed=[2, 17, 20], damaged=[5, 21]).identified()
 
 
 def spoil(path: Path, name: str, rows: Any, value: Any = 0.25) -> None:

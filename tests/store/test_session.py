@@ -35,7 +35,7 @@ pytestmark = pytest.mark.usefixtures("without_retry_waits")
 @pytest.fixture
 def run() -> MadeRun:
     """Four parts of 8 rows, the last one short; failures in the first and the third."""
-    return make_run(num_rows=29, part_rows=8, failed=[2, 17, 20])
+    return make_run(num_rows=29, part_rows=8, failed=[2, 17, 20], damaged=[5, 21])
 
 
 def part_path(root: Path, index: int) -> Path:

@@ -27,7 +27,7 @@ from featx.store.pack import pack
 @pytest.fixture
 def run() -> MadeRun:
     """Four parts of 8 rows, the last one short."""
-    return make_run(29, 8, failed=[2, 17, 20]).identified()
+    return make_run(29, 8, failed=[2, 17, 20], damaged=[5, 21]).identified()
 
 
 def part_path(root: Path, index: int) -> Path:

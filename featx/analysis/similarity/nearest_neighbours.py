@@ -171,7 +171,7 @@ def row_of(store: FeatureStore, key: str) -> int:
         row = store.row(key)
     except KeyError as error:
         raise ConfigError(str(error.args[0])) from error
-    if store.status[row] != Status.OK:
+    if not store.ok[row]:
         reason = Status(int(store.status[row])).label
         raise ConfigError(f"{key} has no features: its row {row} is recorded as {reason}.")
     return row

@@ -37,11 +37,7 @@ def run_command() -> int:
 
 
 def _run_command(until_job: contextlib.ExitStack) -> int:
-    """Run what sys.argv asks for.
-
-    Args:
-        until_job: closed when the config of the first job is composed.
-    """
+    """Run what sys.argv asks for."""
     import hydra
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
@@ -165,12 +161,7 @@ def _exit_code_of(node: Any, line: CommandLine, debug: bool) -> int:
 
 
 def resume_command(arguments: Sequence[str]) -> str:
-    """Return the command that resumes a failed run.
-
-    Args:
-        arguments: arguments of the failed command. `overwrite` is left out, because it would delete
-            the committed parts.
-    """
+    """Return the command that resumes a failed run."""
     arguments_kept = [
         text for text in arguments if text.partition("=")[0].lstrip("+") != "overwrite"
     ]

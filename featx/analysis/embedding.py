@@ -181,14 +181,7 @@ def _as_path(image: Any) -> Any:
 
 
 class _EmbeddingSink(NewImagesSink):
-    """Batch sink that keeps the features.
-
-    Args:
-        context: the run.
-
-    Attributes:
-        features: layer -> (N, ...) array as the store gives it.
-    """
+    """Batch sink that keeps the features."""
 
     def __init__(self, context: RunContext) -> None:
         super().__init__(context)

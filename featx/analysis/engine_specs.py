@@ -49,16 +49,7 @@ def _requested_layers(config: Config, engine: Engine) -> Selection:
 
 
 def _leave_out_heads(selection: Selection, backbone: Backbone, requests: Sequence[str]) -> None:
-    """Leave layers that would be logits out of a selection, of weights without a classifier.
-
-    Args:
-        selection: capture points, of which some are taken out.
-        backbone: backbone without its classifiers.
-        requests: layers as the user named them.
-
-    Raises:
-        LayerError: such a layer was asked for by its name, or a gradient was.
-    """
+    """Leave layers that would be logits out of a selection, of weights without a classifier."""
     available = []
     for point, reduce in selection.chosen:
         heads = [

@@ -56,17 +56,7 @@ class ExtractionRecipe:
         )
 
     def config_for(self, config: Config, data: DataConfig) -> Config:
-        """Return the config of the run with other images.
-
-        Args:
-            config: config of which the device, the path of statistics and, for custom models, the
-                model are used.
-            data: options of the new images.
-
-        Raises:
-            ConfigError: the run needs code that the config does not name, read images in another
-                way, or made heat maps.
-        """
+        """Return the config of the run with other images."""
         run_config = with_statistics_at(from_saved(self.config), config.reduce.statistics_path)
         if not engine_spec(run_config.job.name).captures_layers:
             raise ConfigError(
@@ -90,11 +80,7 @@ class ExtractionRecipe:
         )
 
     def check(self, context: RunContext) -> None:
-        """Check that weights, transform and layers are as they were.
-
-        Raises:
-            StoreMismatchError: they are not.
-        """
+        """Check that weights, transform and layers are as they were."""
         header = context.header
         pairs: dict[str, tuple[Any, Any]] = {
             "weights_sha256": (self.weights_sha256, header.weights_sha256),
@@ -128,11 +114,7 @@ _READING = ("exif", "background", "max_pixels", "damaged", "white")
 
 
 def _data_options(now: DataConfig, before: DataConfig) -> DataConfig:
-    """Return the options of the group `data` for the new images, read as those of the store.
-
-    Raises:
-        ConfigError: the command asks for another way.
-    """
+    """Return the options of the group `data` for the new images, read as those of the store."""
     settings = {key: getattr(before, key) for key in _READING}
     for key, value in settings.items():
         option = getattr(now, key)
@@ -197,13 +179,7 @@ class NewImagesSink(ABC):
 
     @abstractmethod
     def keep(self, batch: Batch, features: Mapping[str, npt.NDArray[Any]]) -> None:
-        """Keep the rows of a batch.
-
-        Args:
-            batch: images and their rows.
-            features: layer -> (B, ...) rows in the dtype of the store; those of a failed image
-                have no meaning.
-        """
+        """Keep the rows of a batch."""
 
     @property
     def num_rows(self) -> int:

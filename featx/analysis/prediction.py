@@ -179,11 +179,7 @@ def run_prediction(config: Config, path: Path, files: Sequence[Path] | None = No
 
 
 def _recipe_of(path: Path, about: dict[str, Any]) -> ExtractionRecipe:
-    """Return how the features were extracted that the head was fitted on.
-
-    Raises:
-        StoreError: the head does not contain it.
-    """
+    """Return how the features were extracted that the head was fitted on."""
     if about.get("spec") is None or about.get("config") is None:
         raise StoreError(
             f"{path} does not say how its features were extracted: the store it was fitted on had "
@@ -200,12 +196,7 @@ def _key_of(file: Path) -> str:
 
 
 def _lister(config: Config, files: Sequence[Path] | None) -> Callable[[], tuple[Source, Listing]]:
-    """Return a function that opens the source and lists the images.
-
-    Args:
-        config: config of the run.
-        files: image files instead of a folder, or None.
-    """
+    """Return a function that opens the source and lists the images."""
 
     def list_new_images() -> tuple[Source, Listing]:
         if files is None:
@@ -220,16 +211,7 @@ def _lister(config: Config, files: Sequence[Path] | None) -> Callable[[], tuple[
 
 
 class _PredictionSink(NewImagesSink):
-    """Batch sink that applies the head to every batch and keeps the scores.
-
-    Args:
-        context: the run.
-        head: the head.
-        about: description of the head from its file.
-
-    Attributes:
-        scores: (N, C) float32, NaN for an image that failed.
-    """
+    """Batch sink that applies the head to every batch and keeps the scores."""
 
     def __init__(self, context: RunContext, head: Head, about: dict[str, Any]) -> None:
         super().__init__(context)
@@ -248,13 +230,7 @@ class _PredictionSink(NewImagesSink):
         self.scores[batch.start : batch.start + batch.count] = scores[: batch.count]
 
     def row(self, number: int, key: str, classes: Sequence[str]) -> Prediction:
-        """Return the prediction for one row.
-
-        Args:
-            number: row of the listing.
-            key: its key.
-            classes: C names of classes or labels.
-        """
+        """Return the prediction for one row."""
         failure = self.failures.get(number)
         if failure is not None:
             return Prediction(key, None, None, failure.status.label, failure.message)
@@ -309,11 +285,7 @@ def head_of_store(store: Path, layer: str | None) -> Path:
 
 
 def _checked_head(probe: Path, path: Path, sha256: str) -> Path:
-    """Return the file of a head if it is the one that a probe.json names.
-
-    Raises:
-        StoreError: the file is of another probe.
-    """
+    """Return the file of a head if it is the one that a probe.json names."""
     try:
         digest = hashlib.sha256(path.read_bytes()).hexdigest()
     except FileNotFoundError:

@@ -196,16 +196,7 @@ def config_of_run(config: Config, root: Path, manifest: Manifest, run: Run) -> C
 
 
 def refuse_unnamed_code(config: Config, saved: Config, origin: str) -> None:
-    """Check that a saved config names no code that the command does not name.
-
-    Args:
-        config: config of the command.
-        saved: config read from a file, possibly of unknown origin.
-        origin: the file or store, for the error message.
-
-    Raises:
-        ConfigError: it names other code.
-    """
+    """Check that a saved config names no code that the command does not name."""
     code = saved.model.code
     if code is not None and config.model.code != code:
         raise ConfigError(
@@ -235,15 +226,7 @@ def _comparable_layers(
 
 
 def request_of(spec: LayerSpec, before: Config) -> ReduceConfig:
-    """Return the options of the reduction that makes a dataset.
-
-    Args:
-        spec: description of the dataset.
-        before: config of its run, which contains the path of the statistics.
-
-    Raises:
-        StoreError: the statistics of a projection are not available any more.
-    """
+    """Return the options of the reduction that makes a dataset."""
     args: dict[str, Any] = dict(spec.reduce_args)
     member = REDUCTIONS.get(spec.reduce)
     if not member.needs_statistics:
@@ -277,11 +260,7 @@ def statistics_sha256(path: str, layer: str) -> str:
 
 
 def _refuse_another_model(root: Path, run: Run, context: RunContext) -> None:
-    """Check that the model and the transform of a run are unchanged.
-
-    Raises:
-        StoreMismatchError: they have changed, so rows cannot be compared.
-    """
+    """Check that the model and the transform of a run are unchanged."""
     before, now = run.header.fingerprint, context.header.fingerprint
     changed = [
         f"  {key}: the store has {before[key]!r}, now {now[key]!r}"
@@ -328,12 +307,7 @@ def _compare_row(
     features: dict[str, npt.NDArray[Any]],
     status: int,
 ) -> tuple[float, str]:
-    """Compare a stored row with a new one.
-
-    Returns:
-        infinity if they are the same, else the smallest agreement over the layers; and a text for
-        the report.
-    """
+    """Compare a stored row with a new one."""
     stored = {spec.name: np.asarray(store[spec.name][row], np.float64).ravel() for spec in specs}
     # One status per row: a row with values in these layers may have failed in another run.
     failed = all(np.isnan(values).all() for values in stored.values())

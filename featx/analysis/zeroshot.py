@@ -80,11 +80,7 @@ def run_zeroshot(config: Config) -> dict[str, Any]:
 
 
 def _run_of(store: FeatureStore) -> Run:
-    """Return the run that made the embedding of a store.
-
-    Raises:
-        StoreError: there is none, or the store does not say how it was made.
-    """
+    """Return the run that made the embedding of a store."""
     if EMBEDDING not in store.layers:
         raise StoreError(
             f"{store.root} has no embedding, which zero-shot classifiers read; it has "
@@ -101,17 +97,7 @@ def _run_of(store: FeatureStore) -> Run:
 
 
 def class_names(file: str | None, store: FeatureStore) -> tuple[list[str], list[str]]:
-    """Return the classes of a head, and their names in the texts.
-
-    Args:
-        file: text file of names, .json file from classes of the store to names, or None for the
-            classes of the store.
-        store: the store.
-
-    Raises:
-        ConfigError: there are no classes.
-        DataError: the file cannot be read, or names classes that the store lacks.
-    """
+    """Return the classes of a head, and their names in the texts."""
     store_classes = [str(name) for name in store.classes]
     if file is None:
         if len(store_classes) < 2:
@@ -142,11 +128,7 @@ def class_names(file: str | None, store: FeatureStore) -> tuple[list[str], list[
 
 
 def read_templates(option: str) -> list[str] | str:
-    """Return templates: those of a file or of one text, or the name of a list of open_clip.
-
-    Raises:
-        DataError: the file cannot be read, or a text has no place for the name.
-    """
+    """Return templates: those of a file or of one text, or the name of a list of open_clip."""
     if option in TEMPLATE_SETS:
         return option
     templates = [option]
@@ -178,12 +160,7 @@ def _head(classifier: TextClassifier) -> Head:
 
 
 def _accuracy(store: FeatureStore, head: Head, classes: Sequence[str]) -> dict[str, Any]:
-    """Return the accuracy over the rows of a store whose class the head has.
-
-    Returns:
-        `rows`, their number; `accuracy` and `chance`, the share of the most frequent class; both
-        None without such rows. `per_class`: class -> accuracy.
-    """
+    """Return the accuracy over the rows of a store whose class the head has."""
     place = {name: i for i, name in enumerate(classes)}
     index_of_label = np.array([place.get(str(name), -1) for name in store.classes], np.int64)
     labels = np.asarray(store.labels)

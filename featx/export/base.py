@@ -115,14 +115,7 @@ class ShardedFormat(Format):
     def shards(
         self, stem: str, ending: str, row_bytes: float, write: Callable[[BinaryIO, int, int], None]
     ) -> list[File]:
-        """Divide the rows into shards of about export.shard_gib, named stem-00000-of-00003.ending.
-
-        Args:
-            stem: beginning of the names, which may contain folders.
-            ending: file name extension without a dot.
-            row_bytes: bytes of one row in the file.
-            write: function that writes rows [start, stop) of the selection to an open file.
-        """
+        """Divide the rows into shards of export.shard_gib, named stem-00000-of-00003.ending."""
         ranges = self.ranges(row_bytes)
         files = []
         for number, (start, stop) in enumerate(ranges):
@@ -136,14 +129,7 @@ class ShardedFormat(Format):
         return files
 
     def ranges(self, row_bytes: float) -> list[tuple[int, int]]:
-        """Return start and stop of shards of about export.shard_gib; at least one.
-
-        Args:
-            row_bytes: bytes of one row in the file.
-
-        Raises:
-            FeatxError: the format is registered with other options.
-        """
+        """Return start and stop of shards of about export.shard_gib; at least one."""
         options = self.config.export
         if not isinstance(options, ShardOptions):
             raise FeatxError(f"export.format={options.format} was registered without ShardOptions.")

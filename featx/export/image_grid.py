@@ -76,13 +76,7 @@ def image_grid(
     rows: int | Sequence[int] = 10,
     data: str | PathLike[str] | None = None,
 ) -> ImageGrid:
-    """Make a grid of images of a store; see `FeatureStore.show`.
-
-    Raises:
-        ConfigError: more rows than MAX_IMAGES are asked for.
-        StoreError: the store does not record where its images are.
-        IndexError: a given row does not exist.
-    """
+    """Make a grid of images of a store; see `FeatureStore.show`."""
     chosen = _rows_to_show(store, rows)
     data_options = from_omegaconf(from_keywords({} if data is None else {"data": str(data)})).data
     from featx.export.report.thumbnails import Thumbnails  # which imports torch

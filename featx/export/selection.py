@@ -97,15 +97,7 @@ class ExportSelection:
         }
 
     def named_columns(self, taken: Sequence[str]) -> dict[str, npt.NDArray[Any]]:
-        """Return `columns` under the names that they have in one table with other columns.
-
-        Args:
-            taken: names of the other columns. A column with such a name, or that of a layer,
-                becomes 'column.NAME'.
-
-        Raises:
-            ConfigError: no distinct names are possible.
-        """
+        """Return `columns` under the names that they have in one table with other columns."""
         if conflicts := set(taken) & set(self.layers):
             raise ConfigError(f"layers named {conflicts} have the names of columns of the listing.")
         other_names = {*taken, *self.layers}
@@ -154,18 +146,8 @@ class ExportSelection:
     ) -> Iterator[tuple[int, int, dict[str, npt.NDArray[Any]]]]:
         """Read the features of rows [start, stop) of the selection block by block.
 
-        Args:
-            start: index into `rows`.
-            stop: index into `rows`, exclusive.
-            layers: layers of the selection, or None for all.
-            rows_per_block: rows per block, or None for `block_rows`.
-
         Yields:
             start and stop of the block, and layer -> (m, ...) values.
-
-        Raises:
-            StoreError: a row that did not fail has no values, because the store has lost it
-                meanwhile.
         """
         layers = self.layers if layers is None else layers
         step = rows_per_block or self.block_rows(layers)
@@ -255,16 +237,7 @@ class ExportSelection:
 
 
 def data_of_store(store: FeatureStore, asked: DataConfig) -> DataConfig:
-    """Return the options of the data set that a store was made from, by the config that it has.
-
-    Args:
-        store: store that contains the config of its run.
-        asked: options of the command; its data.root is used if given.
-
-    Raises:
-        StoreError: the store contains no config that this featx can read.
-        ConfigError: the config names a URL, and the command does not.
-    """
+    """Return the options of the data set that a store was made from, by the config that it has."""
     try:
         saved = from_saved(str(store.attrs.get("config", "")))
     except ConfigError as error:

@@ -68,15 +68,7 @@ class TridentOptions(ExportConfig):
 
 @dataclass(frozen=True)
 class _Slide:
-    """Tiles of one image.
-
-    Attributes:
-        name: file name of the image without its ending.
-        places: (n,) int64 indices into the selection, increasing.
-        order: (n,) int64, position in the file of each of them; tiles are sorted by (y, x).
-        coords: (n, 2) int64 x and y of the top left corners in level-0 pixels, sorted.
-        attributes: attributes of the dataset `coords`.
-    """
+    """Tiles of one image."""
 
     name: str
     places: npt.NDArray[np.int64]

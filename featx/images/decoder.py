@@ -71,11 +71,7 @@ class RowWorker(Protocol):
         """Key of the image of a row; rows of one image in succession go to one decoder."""
 
     def read(self, row: int) -> bytes:
-        """Read the encoded bytes of the image of a row.
-
-        Raises:
-            ImageFault: the image cannot be read.
-        """
+        """Read the encoded bytes of the image of a row."""
 
     def fill(
         self,
@@ -85,18 +81,7 @@ class RowWorker(Protocol):
         checksum: npt.NDArray[np.uint64],
         clock: DecodingClock,
     ) -> None:
-        """Load a row.
-
-        Args:
-            row: row to load.
-            read: function that returns the encoded bytes of its image.
-            out: array of `shape` and `dtype` that takes the image.
-            checksum: (1,) array that takes the checksum of the encoded bytes.
-            clock: context manager for decoding, resizing and cropping.
-
-        Raises:
-            ImageFault: the row fails.
-        """
+        """Load a row."""
 
     def warm_up(self) -> None:
         """Import what decoding needs, once for all decoders."""

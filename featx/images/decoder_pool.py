@@ -375,11 +375,7 @@ class DecoderPool:
             self._order(START_ALL)
 
     def _fork_supervisor(self, control: int) -> int:
-        """Fork the supervisor and return its process id.
-
-        Raises:
-            RunError: the system has no room for another process.
-        """
+        """Fork the supervisor and return its process id."""
         try:
             with warnings.catch_warnings():
                 # Python 3.12 warns of a fork in a process with threads. The child takes no lock
@@ -528,16 +524,7 @@ class DecoderPool:
         self._give_out(pieces)
 
     def _blame(self, job: Job, place: int, death: Death) -> None:
-        """Count the end of a decoder against the image that it was loading.
-
-        Args:
-            job: job of the row.
-            place: place of the row in its slot.
-            death: end of the decoder.
-
-        Raises:
-            RunError: decoders of this image are killed again and again, not by the image.
-        """
+        """Count the end of a decoder against the image that it was loading."""
         image = self._image_of(job, death.row)
         attempts = self._attempts.setdefault(image, [])
         if death.cause == Cause.STOPPED:

@@ -46,14 +46,7 @@ freed memory to the kernel: its blocks are large, and the next ones may not fit 
 
 @dataclass(frozen=True)
 class _WholeImage:
-    """An image from which boxes are cut, or the reason why it could not be decoded.
-
-    Attributes:
-        key: key of the image.
-        checksum: checksum of the encoded bytes, or NO_IMAGE.
-        decoded: the image, the blocks of a large TIFF, or the fault, which holds for all its boxes.
-        warnings: warnings of its decoder, which hold for all its boxes.
-    """
+    """An image from which boxes are cut, or the reason why it could not be decoded."""
 
     key: bytes
     checksum: int

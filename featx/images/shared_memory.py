@@ -67,12 +67,7 @@ class SlotLayout:
         return self.image_bytes + _whole_pages(8 * _COLUMNS * self.num_rows)
 
     def map(self, file: int, offset: int) -> Slot:
-        """Map a slot into this process.
-
-        Args:
-            file: descriptor of the file.
-            offset: byte offset of the slot.
-        """
+        """Map a slot into this process."""
         memory = mmap.mmap(file, self.num_bytes, offset=offset)
         count = self.num_rows
         pixels = count * int(np.prod(self.shape, dtype=np.int64))

@@ -30,11 +30,7 @@ def _reads_with(config: Config) -> Collection[str]:
 
 
 def _check(config: Config) -> None:
-    """Refuse views of other jobs.
-
-    Raises:
-        ConfigError: job.show is neither null nor all.
-    """
+    """Refuse views of other jobs."""
     if config.job.show not in (None, "all"):
         raise ConfigError(f"job.show={config.job.show}: job=probe has only job.show=all.")
 

@@ -85,12 +85,7 @@ def not_available(about: dict[str, Any]) -> list[str]:
 
 
 def points_text(share: float, sign: str = "") -> str:
-    """Format a difference of shares in percentage points, without a sign of zero.
-
-    Args:
-        share: difference, in [-1, 1].
-        sign: '+' also marks positive numbers.
-    """
+    """Format a difference of shares in percentage points, without a sign of zero."""
     rounded = round(100 * share, 1) or 0.0  # not -0.0
     return f"{rounded:{sign if rounded else ''}.1f}"
 

@@ -76,13 +76,7 @@ def _comparison(result: dict[str, Any]) -> list[str]:
 
 
 def indistinguishable_text(best: str, tests: dict[str, Any], where: str) -> list[str]:
-    """Return which layers cannot be told apart from the best one, and for which it is unknown.
-
-    Args:
-        best: the best layer.
-        tests: other layer -> its comparison with the best one.
-        where: what they are compared on.
-    """
+    """Return which layers cannot be told apart from the best one, and for which it is unknown."""
     unknown = {layer: test for layer, test in tests.items() if test["told_apart"] is None}
     indistinguishable = [layer for layer, test in tests.items() if test["told_apart"] is False]
     lines = []
@@ -149,12 +143,6 @@ def difference_text(first: str, second: str, comparison: dict[str, Any], p_text:
     """Say by how much one is more accurate: 'a better than b: +2.1 points, ...'.
 
     It is called better or worse only if the exact test and the interval both tell them apart.
-
-    Args:
-        first: name of the first classifier.
-        second: name of the second classifier.
-        comparison: entries of their paired test.
-        p_text: p-value by which they are told apart, such as 'p = 0.25'.
     """
     difference, interval = comparison["difference"], comparison["interval"]
     verb = "against"
@@ -175,13 +163,6 @@ def _doubt_text(comparison: dict[str, Any], p_text: str) -> str:
     """Return why two classifiers cannot be told apart although the printed interval excludes 0.
 
     With several layers, both the p-value and the interval are corrected by Holm's method.
-
-    Args:
-        comparison: entries of their paired test, with an interval.
-        p_text: p-value by which they are told apart.
-
-    Returns:
-        the end of a sentence, or '' if the interval contains 0 or they are told apart.
     """
     low, high = comparison["interval"]
     if comparison["told_apart"] or low <= 0 <= high:
@@ -211,11 +192,7 @@ def _seeds_answer(result: dict[str, Any]) -> str:
 
 
 def choice_text(seeds: dict[str, Any]) -> str:
-    """Return which layers were tested over the splits of all seeds; '' if there is one only.
-
-    Args:
-        seeds: entry `seeds` of probe.json.
-    """
+    """Return which layers were tested over the splits of all seeds; '' if there is one only."""
     layers = seeds["layer_of_splits"]
     if len(seeds["layers"]) == 1:
         return ""

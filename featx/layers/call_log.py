@@ -118,15 +118,7 @@ def log_forward(module: nn.Module, x: torch.Tensor, show: Callable[[str], None])
 
 @dataclass
 class _CallState:
-    """State of a call between its start and its end.
-
-    Attributes:
-        inputs: the input tensors.
-        shapes: shapes of the inputs.
-        has_nonfinite_input: whether an input has a non-finite value.
-        started_at: seconds of the clock at the start, minus the time of logging so far.
-        has_start_line: whether the starting line was written.
-    """
+    """State of a call between its start and its end."""
 
     inputs: list[torch.Tensor]
     shapes: str

@@ -65,11 +65,7 @@ def capture(model: nn.Module, layers: str | Sequence[str]) -> Iterator[Captured]
 
 
 class _Call:
-    """What one call of a layer shows: its tensor, or the gradients that have reached it.
-
-    Attributes:
-        gradients: one gradient for each backward pass so far.
-    """
+    """What one call of a layer shows: its tensor, or the gradients that have reached it."""
 
     def __init__(self, point: CapturePoint, tensor: torch.Tensor | None = None) -> None:
         self.gradients: list[torch.Tensor] = []
@@ -143,12 +139,7 @@ def _version(tensor: torch.Tensor) -> int:
 
 
 class _CapturedPass(PassRecord):
-    """What the layers have shown in one forward pass.
-
-    Attributes:
-        shown: (capture name, operation or '') -> one entry per call.
-        outside: names with the number of a call whose layer was called outside of the model itself.
-    """
+    """What the layers have shown in one forward pass."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -216,14 +207,7 @@ class Captured(Mapping[str, torch.Tensor]):
         return self._call(layer).read()
 
     def gradients(self, layer: str) -> list[torch.Tensor]:
-        """The gradients of a layer, one for each backward pass since its last forward pass.
-
-        Args:
-            layer: captured name of a gradient, or the layer of a captured `layer:grad_output`.
-
-        Raises:
-            LayerError: as for reading a gradient.
-        """
+        """The gradients of a layer, one for each backward pass since its last forward pass."""
         point = self._points.get(layer)
         if point is None or not point.is_gradient:
             layer = with_capture(layer, "grad_output")

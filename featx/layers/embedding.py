@@ -202,17 +202,7 @@ def _stage(name: str, matches: Sequence[_Match], trace: Trace) -> str | None:
 
 @dataclass(frozen=True)
 class _Match:
-    """A tensor of the forward pass that equals the embedding.
-
-    Attributes:
-        module: as in `CapturePoint`.
-        capture: as in `CapturePoint`.
-        number: number of the call of the module, from 1.
-        path: as in `CapturePoint`.
-        operation: as in `CapturePoint`.
-        is_vector: whether its rows are vectors without a reduction.
-        rank: sort key; the largest is the best match.
-    """
+    """A tensor of the forward pass that equals the embedding."""
 
     module: str
     capture: str

@@ -65,14 +65,7 @@ def register(
     options: type[OptionsT] = ReduceConfig,  # type: ignore[assignment]  # mypy issue 3737
     **flags: Any,
 ) -> Callable[[Bind[OptionsT]], Bind[OptionsT]]:
-    """Decorator that registers the function `bind` of a reduction.
-
-    Args:
-        name: value of the option `reduce` that selects the reduction.
-        help: one sentence for `--help`.
-        options: dataclass of its options, `ReduceConfig` or a subclass.
-        **flags: `is_view` and those after it in `ReductionMember`.
-    """
+    """Decorator that registers the function `bind` of a reduction."""
 
     def add(bind: Bind[OptionsT]) -> Bind[OptionsT]:
         bound = for_options(f"reduce={name}", options, bind, "featx.config.make_reduce")

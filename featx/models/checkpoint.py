@@ -144,15 +144,6 @@ def load_with_heads(
 ) -> tuple[nn.Module, dict[str, Any], tuple[str, ...]]:
     """Load a file into a module whose classifiers may have other classes in the file, or none.
 
-    Args:
-        module: the module.
-        file: path of the file.
-        options: choice and conversion of its tensors.
-        heads: names of the classifiers that the file may lack, or have for other classes.
-        with_classes: returns the module with another number of classes; 0 leaves the heads out.
-            None keeps the heads of the module, which the file then has to fill.
-        conversion: as for `match_checkpoint`.
-
     Returns:
         The module with the classes of the file, what the fingerprint says about the loading, and
         the heads that were left out.

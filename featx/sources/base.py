@@ -393,14 +393,7 @@ def _kind_of(path: Path) -> str:
 
 
 class _Folder(NamedTuple):
-    """A folder that is still to be listed.
-
-    Attributes:
-        path: its path as found, links included.
-        real: its path with links resolved; identifies loops.
-        prefix: beginning of the keys of its entries, '' or ending in '/'.
-        above: resolved paths of all folders above it.
-    """
+    """A folder that is still to be listed."""
 
     path: bytes
     real: bytes

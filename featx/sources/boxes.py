@@ -29,13 +29,7 @@ _BOX_SEPARATOR = b"#"
 
 
 class _Line(NamedTuple):
-    """One line of the table.
-
-    Attributes:
-        image_key: key of the image.
-        key: key of the row.
-        label: class name of the box, or None without a column `label`.
-    """
+    """One line of the table."""
 
     image_key: bytes
     key: bytes

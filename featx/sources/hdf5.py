@@ -204,12 +204,7 @@ def _label_note(file: h5py.File, count: int) -> str:
 
 @dataclass(frozen=True)
 class _PixelLayout:
-    """Order of the axes of rows that hold pixels.
-
-    Attributes:
-        is_rgb: whether rows are images of 8 bits with 1 or 3 channels; others are read as numbers.
-        axes: permutation of the axes of a row, to (H, W) or (H, W, C) if `is_rgb`.
-    """
+    """Order of the axes of rows that hold pixels."""
 
     is_rgb: bool
     axes: tuple[int, ...]

@@ -108,12 +108,7 @@ def members(read: Read) -> Iterator[TarMember]:
 
 
 class _Header(tarfile.TarInfo):
-    """One header.
-
-    Attributes:
-        raw_name: name of the member, from the fields of this header alone.
-        has_map: whether blocks with the map of a sparse file follow.
-    """
+    """One header."""
 
     raw_name: bytes
     has_map: int

@@ -33,14 +33,7 @@ from featx.types import UNTOLD, Listing, Source
 
 @dataclass(frozen=True)
 class _Kind:
-    """Arguments and attributes of one class of torchvision.datasets.
-
-    Attributes:
-        splits: name of a split -> keyword arguments of the constructor.
-        files: name of the attribute with the paths of the images, or None if the data set holds
-            pixels in its attribute `data`.
-        labels: name of the attribute with the labels.
-    """
+    """Arguments and attributes of one class of torchvision.datasets."""
 
     splits: dict[str, dict[str, Any]]
     files: str | None = None

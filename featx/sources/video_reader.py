@@ -66,11 +66,7 @@ class FrameReader:
 
 
 class _Child:
-    """One process, which is started by the first request.
-
-    Attributes:
-        lock: held by the thread that talks to the process.
-    """
+    """One process, which is started by the first request."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()

@@ -28,16 +28,7 @@ _TRANSIENT_ERRORS = {
 
 
 def write_all(descriptor: int, data: bytes | memoryview, offset: int) -> None:
-    """Write all data at an offset, by as many pwrite calls as needed.
-
-    Args:
-        descriptor: file descriptor, open for writing.
-        data: bytes to write.
-        offset: position in the file.
-
-    Raises:
-        OSError: the disk is full or fails.
-    """
+    """Write all data at an offset, by as many pwrite calls as needed."""
     view = memoryview(data)
     written = 0
     while written < len(view):
@@ -48,11 +39,7 @@ def write_all(descriptor: int, data: bytes | memoryview, offset: int) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Sync the entries of a folder, so that new names in it survive a power failure.
-
-    Raises:
-        OSError: the disk fails.
-    """
+    """Sync the entries of a folder, so that new names in it survive a power failure."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -67,15 +54,8 @@ def sync_folder(folder: Path) -> None:
 def with_retries(path: Path, write: Callable[[], T]) -> T:
     """Call `write`; retry it after each of RETRY_WAITS_S if it fails with an error that may pass.
 
-    Args:
-        path: path that is written, for the message.
-        write: performs the write; must be safe to repeat.
-
     Returns:
         result of `write`.
-
-    Raises:
-        StorageError: the write still fails, or fails for good.
     """
     for wait_s in (*RETRY_WAITS_S, None):
         try:
@@ -88,13 +68,7 @@ def with_retries(path: Path, write: Callable[[], T]) -> T:
 
 
 def storage_error(path: Path | str, error: OSError, doing: str = "writing") -> StorageError:
-    """Error for a write that failed, with advice that fits its errno.
-
-    Args:
-        path: path of the file.
-        error: error of the write.
-        doing: verb in the progressive form that starts the message.
-    """
+    """Error for a write that failed, with advice that fits its errno."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         hint = "Free some space and give the same command again"
     elif isinstance(error, ObjectStoreError):

@@ -354,11 +354,7 @@ class AtomicFolder:
         return shutil.disk_usage(folder).free
 
     def _sync_entries(self, folder: Path, path: Path) -> None:
-        """Sync the entries of a folder for a file in it; retried like a write.
-
-        Raises:
-            RunError: the disk keeps failing.
-        """
+        """Sync the entries of a folder for a file in it; retried like a write."""
         with_retries(path, lambda: self.sync_folder(folder))
 
     @contextlib.contextmanager

@@ -76,19 +76,8 @@ class ObjectMetadata:
 def request(operation: str, **parameters: Any) -> dict[str, Any]:
     """Perform one request.
 
-    Args:
-        operation: name of a method of botocore's S3 client, such as 'get_object'.
-        parameters: its arguments; `Bucket` is required.
-
     Returns:
         the answer; its `Body` is read completely, as bytes.
-
-    Raises:
-        FileNotFoundError: the object does not exist.
-        PreconditionFailedError: the condition of the request does not hold.
-        InvalidRangeError: the range starts behind the end of the object.
-        ObjectStoreError: the server refuses the request, has no such bucket, or does not answer;
-            within `s3_outage.waiting_limit` only after the time limit.
     """
     s3 = client(os.getpid())  # raises an error with the name of a missing extra
     url = f"s3://{parameters['Bucket']}/{parameters.get('Key', parameters.get('Prefix', ''))}"
@@ -118,11 +107,7 @@ def request(operation: str, **parameters: Any) -> dict[str, Any]:
 def _attempt_request(
     s3: Any, operation: str, parameters: dict[str, Any], url: str
 ) -> dict[str, Any]:
-    """Perform a request with up to ATTEMPTS attempts.
-
-    Raises:
-        OSError: as `request`; errno is EAGAIN if the server may answer later.
-    """
+    """Perform a request with up to ATTEMPTS attempts."""
     from botocore.exceptions import (
         BotoCoreError,
         ClientError,
@@ -185,14 +170,7 @@ def _error_of(response: dict[str, Any], url: str) -> OSError:
 
 @functools.lru_cache(maxsize=1)
 def client(process: int) -> Any:
-    """S3 client of botocore for a process; forked children do not share connections.
-
-    Args:
-        process: id of the current process.
-
-    Raises:
-        MissingExtraError: botocore is not installed.
-    """
+    """S3 client of botocore for a process; forked children do not share connections."""
     session = import_extra("botocore.session", "stores in s3://...", "the extra remote", "remote")
     from botocore.config import Config
 
@@ -207,11 +185,7 @@ def client(process: int) -> Any:
 
 @functools.lru_cache(maxsize=1)
 def threads(process: int) -> ThreadPoolExecutor:
-    """Thread pool for concurrent requests of a process; threads do not survive a fork.
-
-    Args:
-        process: id of the current process.
-    """
+    """Thread pool for concurrent requests of a process; threads do not survive a fork."""
     return ThreadPoolExecutor(CONNECTIONS, thread_name_prefix="featx-s3")
 
 
@@ -220,17 +194,8 @@ def read(
 ) -> tuple[bytes, ObjectMetadata]:
     """Read an object, or the bytes [start, stop) of it as far as they exist.
 
-    Args:
-        bucket: name of the bucket.
-        key: key of the object.
-        byte_range: start and stop with start < stop; None for the whole object.
-        etag: entity tag that the object must still have; None accepts any.
-
     Returns:
         the bytes, and the metadata of the whole object.
-
-    Raises:
-        PreconditionFailedError: the object has another entity tag.
     """
     conditions = {} if etag is None else {"IfMatch": etag}
     if byte_range is not None:
@@ -254,25 +219,12 @@ def head(bucket: str, key: str) -> ObjectMetadata:
 
 
 def write(bucket: str, key: str, data: bytes | memoryview, **condition: str) -> None:
-    """Create or replace an object, completely or not at all; it is committed when this returns.
-
-    Args:
-        bucket: name of the bucket.
-        key: key of the object.
-        data: content, at most 5 GiB.
-        condition: IfNoneMatch="*" if the object must not exist yet, or IfMatch=etag.
-    """
+    """Create or replace an object, completely or not at all; it is committed when this returns."""
     request("put_object", Bucket=bucket, Key=key, Body=bytes(data), **condition)
 
 
 def delete(bucket: str, key: str, **condition: str) -> None:
-    """Delete an object, if it exists.
-
-    Args:
-        bucket: name of the bucket.
-        key: key of the object.
-        condition: IfMatch=etag deletes only an object with this entity tag.
-    """
+    """Delete an object, if it exists."""
     try:
         request("delete_object", Bucket=bucket, Key=key, **condition)
     except FileNotFoundError:
@@ -280,14 +232,7 @@ def delete(bucket: str, key: str, **condition: str) -> None:
 
 
 def copy(bucket: str, key: str, destination: str, etag: str) -> None:
-    """Copy an object to another key of its bucket, provided that it has this entity tag.
-
-    Args:
-        bucket: name of the bucket.
-        key: key of the object.
-        destination: key of the copy.
-        etag: entity tag that the object must have.
-    """
+    """Copy an object to another key of its bucket, provided that it has this entity tag."""
     source = {"Bucket": bucket, "Key": key}
     request(
         "copy_object", Bucket=bucket, Key=destination, CopySource=source, CopySourceIfMatch=etag
@@ -298,11 +243,6 @@ def list_objects(
     bucket: str, prefix: str, max_keys: int | None = None
 ) -> Iterator[tuple[str, ObjectMetadata]]:
     """List the keys that begin with a prefix, in bytewise order.
-
-    Args:
-        bucket: name of the bucket.
-        prefix: first characters of the keys.
-        max_keys: largest number of keys; None for all.
 
     Yields:
         key and metadata of each object.

@@ -49,9 +49,6 @@ class S3Folder(AtomicFolder):
         Returns:
             whether the object was created. If not, the name was taken and the existing object is
             kept; it may be our own if the answer to the first request was lost.
-
-        Raises:
-            RunError: the server refuses the request or does not answer.
         """
         return with_retries(path, lambda: _write_object(path, data, IfNoneMatch="*"))
 
@@ -69,11 +66,6 @@ class S3Folder(AtomicFolder):
 
     def compare_and_swap(self, path: Path, before: bytes, data: bytes) -> bool:
         """Replace the content of an object if it still holds `before`.
-
-        Args:
-            path: object to replace.
-            before: content that the caller has read.
-            data: new content.
 
         Returns:
             false if the object holds something else by now, otherwise True.
@@ -117,9 +109,6 @@ class S3Folder(AtomicFolder):
 
         Returns:
             path of the copy, or `folder` if another writer moved the object first.
-
-        Raises:
-            StoreError: the server ignores the condition of a deletion.
         """
 
         def quarantine() -> Path | None:
@@ -174,12 +163,6 @@ class S3Folder(AtomicFolder):
 
         Yields:
             file descriptor that child processes can inherit like that of a lock; it locks nothing.
-
-        Raises:
-            StoreError: at the start, the server ignores the condition of a write, refuses to write,
-                or cannot be reached.
-            RunError: later, the server refuses a request, or does not answer for MAX_OUTAGE_S
-                seconds.
         """
         holder = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.ctime()}
         _write_object(path, json.dumps(holder).encode(), IfNoneMatch="*")

@@ -108,11 +108,6 @@ def record_answer() -> None:
 def wait(error: ObjectStoreError, since: float, pause_s: float) -> bool:
     """Pause before a request is repeated, if this thread waits within `waiting_limit` at all.
 
-    Args:
-        error: error of the last attempt.
-        since: time of the first failure of this request, by time.monotonic.
-        pause_s: longest pause in seconds.
-
     Returns:
         whether to repeat the request; false as soon as the limit is over.
     """
@@ -125,9 +120,6 @@ def waiting_limit(limit_s: float | None = None) -> Iterator[None]:
 
     A run uses this, since an error would cost its work. The log gets one line when it starts to
     wait, and one when the server answers again.
-
-    Args:
-        limit_s: seconds from the first failed request; None for MAX_OUTAGE_S.
     """
     outage = _outage
     run = outage.start(MAX_OUTAGE_S if limit_s is None else limit_s)

@@ -117,11 +117,7 @@ class UnfinishedFile:
 
 
 class _TemporaryFile:
-    """Open file that is deleted by the process that created it, and not by a forked child.
-
-    Args:
-        path: name of the file, which is created.
-    """
+    """Open file that is deleted by the process that created it, and not by a forked child."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

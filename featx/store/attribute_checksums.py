@@ -21,12 +21,7 @@ _SIGNATURE = b"GCOL\x01\0\0\0"
 
 
 def seal_texts(file: h5py.File, raw: io.RawIOBase | io.BytesIO) -> None:
-    """Record the addresses and checksums of the heaps in an attribute.
-
-    Args:
-        file: file open for writing, with all of its texts and without rows.
-        raw: bytes of the same file.
-    """
+    """Record the addresses and checksums of the heaps in an attribute."""
     file.flush()
     raw.seek(0)
     data = raw.read()
@@ -41,15 +36,7 @@ def seal_texts(file: h5py.File, raw: io.RawIOBase | io.BytesIO) -> None:
 
 
 def check_texts(file: h5py.File, read: Callable[[int, int], bytes]) -> None:
-    """Compare the heaps of a file with their checksums.
-
-    Args:
-        file: file open for reading.
-        read: (size, address) -> bytes of the same file.
-
-    Raises:
-        StoreError: a heap is damaged.
-    """
+    """Compare the heaps of a file with their checksums."""
     # samples.h5 has no attributes with texts, so it has no heaps and no checksums of heaps.
     heaps = np.reshape(file.attrs.get(layout.TEXT_CHECKSUMS, ()), (-1, 3))
     for address, size, crc in heaps.tolist():

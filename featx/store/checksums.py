@@ -34,11 +34,6 @@ def chunks_with_verdict(
 ) -> Iterator[tuple[int, npt.NDArray[Any], bool]]:
     """Read a dataset chunk by chunk and compare each chunk with its checksum.
 
-    Args:
-        file: part or features.h5.
-        path: path of the dataset.
-        first_row: row to start at, the first row of a chunk.
-
     Yields:
         first row of the chunk, its rows as stored (bfloat16 as uint16), and whether they are good.
     """
@@ -67,16 +62,8 @@ def good_chunks(
 ) -> Iterator[tuple[int, npt.NDArray[Any]]]:
     """Read a dataset chunk by chunk.
 
-    Args:
-        file: part or features.h5.
-        path: path of the dataset.
-        first_row: row to start at, the first row of a chunk.
-
     Yields:
         first row of the chunk, and its rows as stored.
-
-    Raises:
-        StoreError: a chunk is damaged.
     """
     for start, rows, good in chunks_with_verdict(file, path, first_row):
         if not good:

@@ -73,12 +73,7 @@ class DecodePool:
         self._pool = ThreadPoolExecutor(self._num_threads, "featx-decode")
 
     def for_each(self, work: Callable[[T], None], items: Sequence[T]) -> None:
-        """Call work(item) for all items in the threads; raise the first error after all have ended.
-
-        Args:
-            work: function to call.
-            items: arguments; a single item is handled in the calling thread.
-        """
+        """Call work(item) for all items in threads; raise the first error after all ended."""
         if len(items) == 1 or self._num_threads == 1:
             for item in items:
                 work(item)

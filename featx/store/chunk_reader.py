@@ -83,10 +83,6 @@ class ChunkReader:
         dtype: numpy dtype of the values that are read; float32 for bfloat16.
         read_method: how rows are read: "map" or "file" (no filters), "decode" (whole chunks with
             filters) or "h5py".
-
-    Raises:
-        StoreError: the dtype is none of a store, the dataset is larger than the file, or there are
-            more or fewer checksums than chunks.
     """
 
     def __init__(
@@ -170,18 +166,7 @@ class ChunkReader:
         self.read(np.arange(first, first + len(out)), out, np.arange(len(out)))
 
     def read(self, rows: Rows, out: npt.NDArray[Any], out_indices: Rows) -> None:
-        """Read row rows[i] into out[out_indices[i]].
-
-        Args:
-            rows: (n,) ascending rows, repeats allowed.
-            out: (m, *row shape) contiguous array of `dtype`.
-            out_indices: (n,) distinct indices in [0, m).
-
-        Raises:
-            IndexError: a row or an index is out of range.
-            StoreError: a row is not in the file, or is damaged.
-            OSError: the file cannot be read now.
-        """
+        """Read row rows[i] into out[out_indices[i]]."""
         if len(rows) != len(out_indices):
             raise ValueError(f"{len(rows)} rows, but {len(out_indices)} indices into `out`")
         if out.dtype != self.dtype or out.shape[1:] != self._row_shape:
@@ -210,19 +195,7 @@ class ChunkReader:
     def read_items(
         self, rows: Rows, offsets: Rows, out: Bytes, out_indices: Rows, mapped: bool
     ) -> None:
-        """Read pieces of ascending rows of a dataset without filters, such as tokens.
-
-        Args:
-            rows: (n,) rows.
-            offsets: (n,) first byte of each piece in its row, ascending within a row.
-            out: (m, bytes) array, whose width is that of a piece; piece i becomes
-                out[out_indices[i]].
-            out_indices: (n,) distinct indices in [0, m).
-            mapped: read a local file through its map, whose pages count as memory.
-
-        Raises:
-            StoreError, OSError: as `read`.
-        """
+        """Read pieces of ascending rows of a dataset without filters, such as tokens."""
         file, width = self._open_file(), out.shape[1]
         if file is None:
             raise ValueError(f"{self._label} has filters: its rows are read as a whole")

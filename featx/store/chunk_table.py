@@ -62,14 +62,7 @@ class RawBytes(Protocol):
 
 
 def write_chunk_table(file: h5py.File, fingerprint_sha256: str, num_runs: int, start: int) -> None:
-    """Write /chunk_table as the last dataset of a file.
-
-    Args:
-        file: file open for writing, with all rows and their checksums.
-        fingerprint_sha256: SHA-256 that the file carries as its fingerprint.
-        num_runs: number of runs that the file holds; 1 for a part.
-        start: first row of the file in the store.
-    """
+    """Write /chunk_table as the last dataset of a file."""
     file.flush()
     failures = [f"{layout.FAILURES}/{name}" for name in layout.FAILURE_COLUMNS]
     about, tables = [], []
@@ -199,11 +192,7 @@ class DamagedFile:
     @classmethod
     @contextlib.contextmanager
     def open(cls, path: Path) -> Iterator[DamagedFile]:
-        """Open a file as far as it is readable.
-
-        Raises:
-            OSError: with errno, if the file cannot be read now.
-        """
+        """Open a file as far as it is readable."""
         with contextlib.ExitStack() as stack:
             file = None
             try:
@@ -231,16 +220,8 @@ class DamagedFile:
     def rows(self, name: str, start: int, stop: int) -> FoundRows | None:
         """Read rows [start, stop) of a dataset.
 
-        Args:
-            name: path of the dataset.
-            start: first row, counted in the file.
-            stop: row after the last one.
-
         Returns:
             the rows, or None if their addresses are unknown.
-
-        Raises:
-            OSError: with errno, if the file cannot be read now.
         """
         rows = None
         for read in (self._read_by_table, self._read_by_hdf5):
@@ -363,9 +344,6 @@ def _decode(entry: DatasetEntry, stored: bytes, mask: int) -> bytes:
 def find_table(raw: RawBytes) -> tuple[dict[str, Any], dict[str, DatasetEntry]] | None:
     """Header and datasets of the last complete table in a file, or None.
 
-    Args:
-        raw: file object for bytes.
-
     Returns:
         `fingerprint`, `num_runs` and `start` of the file, and path -> description of each dataset.
     """
@@ -382,12 +360,6 @@ def read_column_by_table(
     raw: RawBytes, path: str, fingerprint_sha256: str, start: int
 ) -> npt.NDArray[Any] | None:
     """Read a dataset of a file by its chunk table alone, a tenth of the time that HDF5 takes.
-
-    Args:
-        raw: file object for bytes.
-        path: path of the dataset, which has no filters.
-        fingerprint_sha256: SHA-256 that the file must carry as its fingerprint.
-        start: first row that the file must have in the store.
 
     Returns:
         the values, each chunk compared with its checksum; None if they differ, or if the file has

@@ -29,21 +29,12 @@ CODECS: Registry[Codec] = Registry("codec", "featx.store.codecs")
 
 
 def filters(codec: str) -> dict[str, Any]:
-    """Return the keyword arguments of h5py's `create_dataset` for a codec.
-
-    Raises:
-        ConfigError: there is no such codec.
-        MissingExtraError: hdf5plugin is needed and not installed.
-    """
+    """Return the keyword arguments of h5py's `create_dataset` for a codec."""
     return CODECS.get(codec).filters()
 
 
 def load_plugin() -> Any:
-    """Import hdf5plugin, which registers its filters with h5py.
-
-    Raises:
-        MissingExtraError: hdf5plugin is not installed.
-    """
+    """Import hdf5plugin, which registers its filters with h5py."""
     try:
         import hdf5plugin
     except ImportError as error:
@@ -54,14 +45,7 @@ def load_plugin() -> Any:
 
 
 def load_plugin_for(filters: Iterable[int]) -> None:
-    """Import hdf5plugin unless HDF5 has some filters already.
-
-    Args:
-        filters: HDF5 filter numbers.
-
-    Raises:
-        MissingExtraError: hdf5plugin is needed and not installed.
-    """
+    """Import hdf5plugin unless HDF5 has some filters already."""
     import h5py  # here, as the names of codecs are listed without h5py
 
     missing = [number for number in filters if not h5py.h5z.filter_avail(number)]
@@ -76,14 +60,7 @@ def load_plugin_for(filters: Iterable[int]) -> None:
 
 
 def check_filters(filters: Iterable[int]) -> None:
-    """Check that HDF5 can read what some filters have written; a missing one is no damage.
-
-    Args:
-        filters: HDF5 filter numbers.
-
-    Raises:
-        MissingExtraError: a filter is missing.
-    """
+    """Check that HDF5 can read what some filters have written; a missing one is no damage."""
     import h5py
 
     for number in filters:

@@ -71,12 +71,7 @@ class CommittedParts:
         return [run.grid.part(i) for i in missing]
 
     def survey(self, manifest: Manifest, listing: Listing) -> None:
-        """Find the committed parts and read their failures; move invalid files to quarantine.
-
-        Args:
-            manifest: manifest of the store.
-            listing: all rows of the current run.
-        """
+        """Find the committed parts and read their failures; move invalid files to quarantine."""
         self._failed.clear()
         self.indices.clear()
         packed = self._root / layout.PACKED
@@ -141,11 +136,7 @@ class CommittedParts:
     def _replace_damaged(
         self, path: Path, part: Part, problem: str, manifest: Manifest, listing: Listing
     ) -> bool:
-        """Move a damaged part or piece to quarantine and write its good rows to new files.
-
-        Returns:
-            whether all of its rows are good, so that an equal file has taken its place.
-        """
+        """Move a damaged part or piece to quarantine and write its good rows to new files."""
         result = repair_part(self._disk, path, manifest, part, _stored_listing(manifest, listing))
         logger.warning("%s is not valid: %s. It was %s.", path, problem, result)
         if result.is_complete:

@@ -92,14 +92,7 @@ class CompressedPart(StreamedPart):
 
 
 class _Spool:
-    """Temporary file to which chunks are appended.
-
-    Args:
-        file: the file.
-
-    Attributes:
-        file: as above.
-    """
+    """Temporary file to which chunks are appended."""
 
     def __init__(self, file: UnfinishedFile) -> None:
         self.file = file
@@ -123,19 +116,7 @@ class _Spool:
 
 
 class _CompressedChunkWriter(ChunkWriter):
-    """Compresses the rows of one layer in several threads and spools them.
-
-    Args:
-        spec: dataset.
-        num_rows: number of rows.
-        step: rows per chunk.
-        pipeline: filters of the codec.
-        spool: file that takes the chunks.
-
-    Attributes:
-        sizes: bytes of each chunk that is compressed.
-        starts: address of each of them in the spool.
-    """
+    """Compresses the rows of one layer in several threads and spools them."""
 
     def __init__(
         self, spec: LayerSpec, num_rows: int, step: int, pipeline: Pipeline, spool: _Spool

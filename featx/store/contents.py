@@ -88,16 +88,7 @@ class Contents:
 
 
 def find_contents(root: Path, handles: Handles) -> Contents:
-    """Find what a store holds.
-
-    Args:
-        root: folder of a store, or a features.h5.
-        handles: open files.
-
-    Raises:
-        StoreError: there is no store, or it is damaged, of a newer format, or refers to other
-            files.
-    """
+    """Find what a store holds."""
     if not root.exists():
         raise StoreError(f"there is no store at {root}.")
     if root.is_file():

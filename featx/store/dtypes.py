@@ -44,9 +44,6 @@ def dtype_name(dataset: h5py.Dataset) -> str:
     """Name of the number type of a dataset.
 
     h5py reports bfloat16 as float32, so the HDF5 types are compared.
-
-    Raises:
-        StoreError: it is no number type of stores.
     """
     kind = dataset.id.get_type()
     for name in NAMES:
@@ -89,11 +86,6 @@ def read_raw(dataset: h5py.Dataset, start: int, stop: int) -> npt.NDArray[Any]:
     """Read rows [start, stop) of a dataset as stored, bfloat16 as uint16.
 
     Datasets with other types, such as keys, are read as h5py returns them.
-
-    Args:
-        dataset: dataset with rows along the first axis.
-        start: first row.
-        stop: row after the last one.
     """
     if dataset.dtype != memory_dtype("bfloat16") or dtype_name(dataset) != "bfloat16":
         rows: npt.NDArray[Any] = dataset[start:stop]
@@ -108,13 +100,7 @@ def read_raw(dataset: h5py.Dataset, start: int, stop: int) -> npt.NDArray[Any]:
 
 
 def write_raw(dataset: h5py.Dataset, start: int, rows: npt.NDArray[Any]) -> None:
-    """Write rows into a dataset.
-
-    Args:
-        dataset: dataset open for writing.
-        start: first row.
-        rows: (n, ...) values as `read_raw` returns them.
-    """
+    """Write rows into a dataset."""
     if rows.dtype != raw_dtype("bfloat16"):
         dataset[start : start + len(rows)] = rows
         return

@@ -73,11 +73,7 @@ class Pipeline:
         return len(self._stages)
 
     def encode(self, chunk: Any) -> bytes:
-        """Encode a whole chunk for write_direct_chunk with filter mask 0.
-
-        Args:
-            chunk: object with chunk_bytes contiguous bytes, in C order.
-        """
+        """Encode a whole chunk for write_direct_chunk with filter mask 0."""
         require(self.is_supported, "only h5py knows a filter of this pipeline")
         data = _flat(chunk)
         require(len(data) == self.chunk_bytes, f"{len(data)} bytes, a chunk has {self.chunk_bytes}")
@@ -88,15 +84,8 @@ class Pipeline:
     def decode(self, stored: Any, filter_mask: int = 0) -> Bytes:
         """Decode a chunk.
 
-        Args:
-            stored: bytes of the chunk in the file.
-            filter_mask: bit i is set if filter i was skipped when the chunk was written.
-
         Returns:
             (chunk_bytes,) uint8.
-
-        Raises:
-            StoreError: the bytes are damaged; never more than a chunk is decoded.
         """
         require(self.is_supported, "only h5py knows a filter of this pipeline")
         data = _flat(stored)

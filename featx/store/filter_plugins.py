@@ -87,12 +87,7 @@ class PluginFilter(abc.ABC):
         self._c.free.argtypes = [ctypes.c_void_p]
 
     def encode(self, values: tuple[int, ...], data: Bytes) -> Bytes:
-        """Encode a chunk as HDF5 would store it.
-
-        Args:
-            values: parameters of the filter in the file.
-            data: (n,) uint8 bytes of the chunk.
-        """
+        """Encode a chunk as HDF5 would store it."""
         buffer = ctypes.c_void_p(self._c.malloc(max(1, len(data))))
         if not buffer:
             raise MemoryError(f"no {len(data)} bytes for the {self.name} filter")
@@ -242,9 +237,6 @@ def _blosc2_problem(frame: Bytes, size: int) -> str:
 
     The layout is described in README_CFRAME_FORMAT of C-Blosc2. A frame holds one blosc2 chunk;
     with several dimensions its blocks may extend beyond the HDF5 chunk and make it larger.
-
-    Returns:
-        description of the problem, or an empty text.
     """
     header = frame[:_BLOSC2_HEADER].tobytes()
     if len(header) < _BLOSC2_HEADER or not header.startswith(_BLOSC2_MAGIC):
@@ -267,9 +259,6 @@ def _array_problem(frame: Bytes, shape: tuple[int, ...]) -> str:
 
     The description is msgpack: a list of version, number of dimensions, shape, chunk shape, block
     shape and more, with shapes as lists of big-endian numbers. blosc2 would loop over any shape.
-
-    Returns:
-        description of the problem, or an empty text.
     """
     if not shape:
         return ""

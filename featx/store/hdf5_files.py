@@ -98,9 +98,6 @@ class OpenFile:
 
         Large texts are mapped, see `map_values`. Numbers are copied: callers may change them,
         and torch warns of arrays that are read-only.
-
-        Raises:
-            StoreError: a checksum differs.
         """
         dataset, mapped = self.dataset(path), None
         if dataset.dtype.kind == "S" and self._remote_file is None:
@@ -125,11 +122,7 @@ class OpenFile:
         return sums
 
     def failures(self) -> list[npt.NDArray[Any]]:
-        """Read the rows, exception names and messages of /failures.
-
-        Raises:
-            StoreError: they differ from their checksum.
-        """
+        """Read the rows, exception names and messages of /failures."""
         columns = [self.dataset(f"{layout.FAILURES}/{n}")[:] for n in layout.FAILURE_COLUMNS]
         sums = self.checksums(layout.FAILURES)
         if sums is not None and sums.tolist() != [layout.failures_checksum(columns)]:
@@ -140,16 +133,7 @@ class OpenFile:
         return columns
 
     def column(self, path: str, num_rows: int, kind: str) -> npt.NDArray[Any]:
-        """Read the first rows of a dataset with one entry per row.
-
-        Args:
-            path: path of the dataset.
-            num_rows: number of rows; a listing that is about to grow may have more.
-            kind: permitted kinds of numpy dtypes, such as 'S' or 'iu'.
-
-        Raises:
-            StoreError: the dataset has fewer rows or another kind.
-        """
+        """Read the first rows of a dataset with one entry per row."""
         dataset = self.dataset(path)
         if dataset.ndim != 1 or len(dataset) < num_rows or dataset.dtype.kind not in kind:
             raise StoreError(
@@ -161,17 +145,7 @@ class OpenFile:
     def rows(
         self, path: str, shape: tuple[int, ...], dtype: np.dtype[Any], first_row: int = 0
     ) -> ChunkReader:
-        """Reader for the rows of a dataset, which bypasses HDF5 where possible.
-
-        Args:
-            path: path of the dataset.
-            shape: expected shape.
-            dtype: expected dtype.
-            first_row: first row of the file in the store, for messages.
-
-        Raises:
-            StoreError: the dataset has another shape or dtype.
-        """
+        """Reader for the rows of a dataset, which bypasses HDF5 where possible."""
         if path not in self._rows:
             dataset = self.dataset(path)
             if dataset.shape != shape or dataset.dtype != dtype:
@@ -225,12 +199,7 @@ class Handles:
 
     @contextlib.contextmanager
     def use(self, path: Path) -> Iterator[OpenFile]:
-        """Open a file for the time of the block; never one from before a fork.
-
-        Raises:
-            FileNotFoundError: there is no such file.
-            StoreError: the file is damaged or cannot be read now.
-        """
+        """Open a file for the time of the block; never one from before a fork."""
         if self._pid != os.getpid():
             self._reset()
         with self._lock:
@@ -283,11 +252,7 @@ def open_hdf5(path: Path, **options: Any) -> h5py.File:
 
 
 def _open_remote(raw: S3File, **options: Any) -> h5py.File:
-    """Open an object for reading with h5py, which keeps a reference to it.
-
-    Raises:
-        OSError: with errno if it cannot be read now, without errno if it is damaged.
-    """
+    """Open an object for reading with h5py, which keeps a reference to it."""
     try:
         file = h5py.File(raw, "r", **options)
     except layout.UNREADABLE as error:
@@ -357,15 +322,7 @@ def open_metadata(
 
 
 def raise_unless_damage(path: Path, error: Exception) -> None:
-    """Raise if an error does not show that a file is damaged.
-
-    Args:
-        path: path of the file.
-        error: one of layout.UNREADABLE.
-
-    Raises:
-        StoreError: the error is no damage: the file cannot be read now.
-    """
+    """Raise if an error does not show that a file is damaged."""
     if not layout.is_damage(error):
         raise StoreError(
             f"cannot read {path}: {error}. When it can be read, give the same command again."

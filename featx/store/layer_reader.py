@@ -87,12 +87,7 @@ class LayerReader:
         return chunks
 
     def read(self, layer: str, rows: npt.NDArray[np.int64]) -> npt.NDArray[Any]:
-        """Read rows of a layer, (n, ...), from one file or from several segments.
-
-        Args:
-            layer: name of the layer.
-            rows: (n,) rows in [0, N) in any order, repeats allowed.
-        """
+        """Read rows of a layer, (n, ...), from one file or from several segments."""
         if (chunks := self._reader_of_whole(layer)) is not None:
             return chunks.take(rows)
         info = self._contents.layers[layer]

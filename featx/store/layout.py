@@ -199,13 +199,7 @@ def status_names() -> str:
 
 
 def root_attributes(header: StoreHeader, fingerprint_sha256: str, complete: bool) -> dict[str, Any]:
-    """Root attributes of a part or of features.h5.
-
-    Args:
-        header: header of the run.
-        fingerprint_sha256: SHA-256 of the fingerprint of the run; for features.h5, of all its runs.
-        complete: whether the file holds every row.
-    """
+    """Root attributes of a part or of features.h5."""
     return {
         "featx_format": FORMAT_PLAIN,
         "fingerprint": fingerprint_sha256,
@@ -233,10 +227,6 @@ def layer_attributes(spec: LayerSpec) -> dict[str, Any]:
 def chunk_checksums(rows: npt.NDArray[Any], rows_per_chunk: int) -> npt.NDArray[np.uint32]:
     """`checksum` of each chunk of some rows.
 
-    Args:
-        rows: (N, ...) array; taken in C order, little-endian.
-        rows_per_chunk: rows per chunk; the last chunk may have fewer rows, padding is not counted.
-
     Returns:
         (ceil(N / rows_per_chunk),) uint32.
     """
@@ -257,9 +247,6 @@ def checksum(values: npt.NDArray[Any] | bytes | bytearray) -> int:
     Flipped bits in one or two words always change an input of crc32: two changes that cancel in a
     sum lie in one row, and two that cancel in the XOR lie in one column. Exchanged or lost blocks
     of 4 KiB change the order of the sums. Other changes are missed once in 2^32 times, as by crc32.
-
-    Args:
-        values: C-contiguous array, or bytes.
 
     Returns:
         checksum in [0, 2^32).

@@ -92,9 +92,6 @@ def compare_listing(path: Path, listing: Listing) -> tuple[int, str | None]:
 
     Returns:
         number of rows in samples.h5, and the reason why the common rows differ, or None.
-
-    Raises:
-        StoreError: the file cannot be read now.
     """
     try:
         with open_metadata(path) as file:
@@ -138,18 +135,7 @@ def is_listing_of(path: Path, listing: Listing) -> bool:
 def _compare_rows(
     file: h5py.File, name: str, expected: npt.NDArray[Any] | None = None
 ) -> tuple[bool, bool]:
-    """Compare a dataset of samples.h5 with its checksum and with other values, in one reading.
-
-    Args:
-        file: samples.h5.
-        name: path of the dataset.
-        expected: values that the first rows must have, more or fewer than the dataset; None for
-            any.
-
-    Returns:
-        whether the rows that both have are the same, and whether the dataset agrees with its
-        checksum. The second is unknown, and False, if the first is False.
-    """
+    """Compare a dataset of samples.h5 with its checksum and with other values, in one reading."""
     dataset, checksum = file[name], layout.RunningChecksum()
     for start in range(0, len(dataset), _ROWS_AT_ONCE):
         rows = dataset[start : start + _ROWS_AT_ONCE]
@@ -190,9 +176,6 @@ def read_listing_file(path: Path, num_rows: int) -> Listing | None:
     """Read the first rows of the listing in a file; None if it is damaged or has fewer rows.
 
     Large datasets of samples.h5 are mapped; see `map_values`.
-
-    Raises:
-        StoreError: the file cannot be read now.
     """
     try:
         with open_raw(path) as raw, open_metadata(path, lambda: raw) as file:

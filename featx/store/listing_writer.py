@@ -71,13 +71,7 @@ def write_listing(
 def _fill(
     file: h5py.File, listing: Listing, write: Callable[[str, npt.NDArray[Any]], None]
 ) -> None:
-    """Write all of samples.h5.
-
-    Args:
-        file: empty file.
-        listing: all rows.
-        write: writes a dataset, from its path and its values.
-    """
+    """Write all of samples.h5."""
     file.attrs["featx_format"] = layout.FORMAT_PLAIN
     make_groups(file, listing)
     for path, values in row_values(listing).items():
@@ -87,11 +81,7 @@ def _fill(
 
 
 class _StreamedListing:
-    """Content of samples.h5 as pieces: values from their arrays, all else from a sparse image.
-
-    Args:
-        listing: all rows, at least one.
-    """
+    """Content of samples.h5 as pieces: values from their arrays, all else from a sparse image."""
 
     def __init__(self, listing: Listing) -> None:
         self._values = row_values(listing)

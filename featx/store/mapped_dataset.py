@@ -23,11 +23,6 @@ def map_values(
 
     The mapping outlives the descriptor, and a file that takes the name of this one.
 
-    Args:
-        dataset: dataset of a file open for reading.
-        descriptor: descriptor of the same file.
-        least_bytes: least size of a dataset that is mapped.
-
     Returns:
         (N,) read-only array, whose numbers may not be aligned. None if the dataset is smaller, does
         not lie in one piece in the file as it does in memory (chunks, filters, booleans), or is on

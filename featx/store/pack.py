@@ -107,16 +107,7 @@ def pack_parts(root: Path, lock: int, stored_bytes: int) -> None:
 
 
 def pack_in_child(root: Path, lock: int) -> None:
-    """Pack a store in a child process.
-
-    Args:
-        root: folder of the store.
-        lock: file descriptor that holds the lock. The child inherits it, so no other run can start
-            to write while it works, even if this process is killed.
-
-    Raises:
-        RunError: packing failed. The parts are kept; damaged ones are in quarantine/.
-    """
+    """Pack a store in a child process."""
     result = subprocess.run(
         module_command("featx.store.pack", str(root)),
         env=module_environment(),
@@ -174,15 +165,7 @@ def pack_store(root: Path) -> bool:
 
 @dataclass(frozen=True)
 class _SourceFile:
-    """Source file with rows [start, stop) of the layers of some runs.
-
-    Attributes:
-        path: path of the file.
-        start: first row in the store.
-        stop: row after the last one.
-        fingerprint_sha256: SHA-256 that the file must carry as its fingerprint.
-        part: part that the file holds, or None for features.h5.
-    """
+    """Source file with rows [start, stop) of the layers of some runs."""
 
     path: Path
     start: int
@@ -192,16 +175,7 @@ class _SourceFile:
 
 
 def pack(root: Path, in_memory: bool = False) -> None:
-    """Create features.h5 from the files of a store and check every chunk of it.
-
-    Args:
-        root: folder of the store.
-        in_memory: build the file in memory, so that HDF5 meets no error of the disk.
-
-    Raises:
-        StoreError: a part is missing or does not fit the others.
-        RunError: the disk is full or fails; nothing is left behind.
-    """
+    """Create features.h5 from the files of a store and check every chunk of it."""
     manifest, _ = load_manifest(root)
     if manifest is None:
         raise StoreError(f"{root} holds no store: there is no {layout.MANIFEST}.")
@@ -241,18 +215,7 @@ def pack(root: Path, in_memory: bool = False) -> None:
 def _open_packed_file(
     disk: AtomicFolder, reserved: int | None
 ) -> Iterator[tuple[ReservedFile | io.BytesIO, Callable[[int, int], bytes]]]:
-    """File object for the packed file, which gets its name when the block succeeds.
-
-    Args:
-        disk: folder of the store.
-        reserved: bytes to reserve on the disk; None for a file in memory, which is written whole.
-
-    Yields:
-        The file object, and a function (size, address) that reads bytes of it.
-
-    Raises:
-        RunError: the disk is full or fails; nothing is left behind.
-    """
+    """File object for the packed file, which gets its name when the block succeeds."""
     path = disk.root / layout.PACKED
     if reserved is not None:
         with disk.reserve_file(path, reserved, replace=True) as file:
@@ -303,11 +266,7 @@ def _source_files(root: Path, manifest: Manifest) -> list[_SourceFile]:
 def _quarantine_damaged(
     disk: AtomicFolder, sources: list[_SourceFile], manifest: Manifest, listing: Listing
 ) -> str:
-    """Move sources that differ from their checksums to quarantine, and keep their good rows.
-
-    Returns:
-        sentences on what was done, empty if no file is damaged.
-    """
+    """Move sources that differ from their checksums to quarantine, and keep their good rows."""
     text = ""
     for source in sources:
         try:
@@ -327,13 +286,7 @@ def _quarantine_damaged(
 
 
 class _PackWriter:
-    """Packed file that is being filled.
-
-    Args:
-        manifest: manifest of the store.
-        listing: all rows.
-        packed: features.h5 open for writing.
-    """
+    """Packed file that is being filled."""
 
     def __init__(self, manifest: Manifest, listing: Listing, packed: h5py.File) -> None:
         self._manifest = manifest
@@ -478,14 +431,7 @@ def _filters(dataset: h5py.Dataset) -> list[Any]:
 def copy_chunks(
     source: h5py.Dataset, target: h5py.Dataset, first_row: int, num_chunks: int
 ) -> None:
-    """Copy the stored bytes of the first chunks of a dataset to rows from `first_row` on.
-
-    Args:
-        source: dataset to copy from.
-        target: dataset with the same filters and chunk shape.
-        first_row: first row in the target, a multiple of the rows per chunk.
-        num_chunks: number of chunks.
-    """
+    """Copy the stored bytes of the first chunks of a dataset to rows from `first_row` on."""
     step = source.chunks[0]
     rest = (0,) * (source.ndim - 1)
     for row in range(0, num_chunks * step, step):

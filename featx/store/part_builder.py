@@ -105,14 +105,7 @@ class PartBuilder:
         self.failures.extend(failures)
 
     def _put(self, name: str, first: int, rows: npt.NDArray[Any], failed: list[int]) -> None:
-        """Keep rows of a dataset.
-
-        Args:
-            name: name of the dataset.
-            first: index of the first row in the part.
-            rows: (n, ...) values; the caller may use the array again afterwards.
-            failed: indices of the failed rows in `rows`, which become NaN.
-        """
+        """Keep rows of a dataset."""
         stored = self._features[name]
         stored[first : first + len(rows)] = rows
         for index in failed:
@@ -250,15 +243,7 @@ def create_layer(
     codec: str,
     tokens: TokenGeometry | None = None,
 ) -> None:
-    """Create an empty dataset for the rows of a layer, with its attributes.
-
-    Args:
-        file: file open for writing.
-        spec: description of the dataset.
-        extent: its length.
-        codec: codec of the run.
-        tokens: places of its tokens, if it has any.
-    """
+    """Create an empty dataset for the rows of a layer, with its attributes."""
     dataset = file.create_dataset(
         f"{layout.FEATURES}/{spec.name}",
         shape=(extent.num_rows, *spec.shape),
@@ -299,13 +284,7 @@ def write_rows(dataset: h5py.Dataset, rows: npt.NDArray[Any]) -> None:
 def create_columns(
     file: h5py.File, columns: Mapping[str, npt.NDArray[Any]], extent: Extent
 ) -> None:
-    """Create /key, /label, /status, /image_checksum and /columns without values.
-
-    Args:
-        file: file open for writing.
-        columns: dataset path -> values, of which only the dtypes are used.
-        extent: length of the datasets.
-    """
+    """Create /key, /label, /status, /image_checksum and /columns without values."""
     for name, values in columns.items():
         file.create_dataset(
             name,

@@ -138,11 +138,7 @@ def publish_part(
 def parts_committed_by_others(
     root: Path, manifest: Manifest, parts: Sequence[Part]
 ) -> Iterator[tuple[Part, Sequence[Failure]]]:
-    """Select the parts whose files exist; yields each with its failures.
-
-    Raises:
-        RunError: a file is not valid.
-    """
+    """Select the parts whose files exist; yields each with its failures."""
     names = part_names(root)
     present = [part for part in parts if layout.part_name(part.index) in names]
     for part, problem, failures in inspect_parts(root, manifest, present):
@@ -161,12 +157,6 @@ def inspect_parts(
 
     Of many parts on a disk only the chunk tables are read, which takes a tenth of the time; parts
     with failures, and those that their table does not describe as they should be, are opened.
-
-    Args:
-        root: folder of the store.
-        manifest: manifest of the store.
-        parts: parts whose files exist.
-        min_parts: least number of parts of which only the chunk tables are read.
 
     Yields:
         part, problem and failures.
@@ -227,13 +217,6 @@ def inspect_part(
     The fingerprint covers listing and layers, so what remains to check is which part the file holds
     and whether it is complete. Flipped bits are found by job=verify and by packing.
 
-    Args:
-        path: path of the file.
-        part: part that it should hold.
-        run: run of the part.
-        opened: returns the open object if it is being prefetched; None opens the path.
-        compare: compare all chunks with their checksums, too.
-
     Returns:
         reason why the file is not valid, or None, and the failures of its rows.
     """
@@ -256,11 +239,6 @@ def inspect_part(
 
 def shape_problem(file: h5py.File, num_rows: int, specs: Sequence[LayerSpec]) -> str | None:
     """Check the shapes and dtypes of the datasets of a part or of features.h5.
-
-    Args:
-        file: file open for reading.
-        num_rows: number of rows that it must have.
-        specs: datasets that it must have.
 
     Returns:
         description of the first dataset that is wrong, or None.

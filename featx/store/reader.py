@@ -338,12 +338,7 @@ class FeatureStore:
             return opened.column(name, len(self), kind)
 
     def _retry_if_packed(self, read: Callable[[], T]) -> T:
-        """Call `read`, and once more after a refresh if a part vanished due to packing.
-
-        Raises:
-            StoreError: the rows are not in a packed file, or another store took the place of this
-                one.
-        """
+        """Call `read`, and once more after a refresh if a part vanished due to packing."""
         try:
             return read()
         except FileNotFoundError as error:
@@ -361,15 +356,7 @@ class FeatureStore:
             return read()
 
     def _read(self, layer: str, rows: npt.NDArray[np.int64]) -> npt.NDArray[Any]:
-        """Read rows of a layer in any order; absent rows are NaN.
-
-        Args:
-            layer: name of the layer.
-            rows: (n,) rows in [0, N), repeats allowed.
-
-        Returns:
-            (n, ...) array.
-        """
+        """Read rows of a layer in any order; absent rows are NaN."""
         return self._retry_if_packed(lambda: self._layer_reader.read(layer, rows))
 
     def _read_range(self, layer: str, start: int, stop: int) -> npt.NDArray[Any]:

@@ -131,17 +131,7 @@ def runs_to_extract(report: DamageReport) -> list[Run]:
 
 
 def unpack_store(root: Path, manifest: Manifest, listing: Listing) -> None:
-    """Write all rows of features.h5 as parts again, and delete the file.
-
-    Args:
-        root: folder of the store; the caller holds its lock.
-        manifest: manifest of the store.
-        listing: all rows.
-
-    Raises:
-        StoreError: features.h5 is damaged; nothing has changed then.
-        RunError: the disk is full or fails; features.h5 stays.
-    """
+    """Write all rows of features.h5 as parts again, and delete the file."""
     disk, packed = open_folder(root), root / layout.PACKED
     try:
         with open_metadata(packed) as file:
@@ -171,18 +161,7 @@ def matches_manifest(listing: Listing | None, manifest: Manifest) -> TypeGuard[L
 def unpack_good_rows(
     disk: AtomicFolder, packed: Path, manifest: Manifest, listing: Listing
 ) -> None:
-    """Write the good rows of features.h5 as parts, or as pieces of parts with damaged chunks.
-
-    Args:
-        disk: writes to the store.
-        packed: path of its features.h5.
-        manifest: manifest of the store.
-        listing: all rows.
-
-    Raises:
-        StoreError: the file cannot be read now.
-        RunError: the parts cannot be written; features.h5 stays.
-    """
+    """Write the good rows of features.h5 as parts, or as pieces of parts with damaged chunks."""
     disk.make_folder(disk.root / layout.PARTS)
     with contextlib.suppress(IsADirectoryError), _open_damaged(packed) as file:
         runs = manifest.runs[: file.num_runs]
@@ -223,19 +202,7 @@ class RepairResult:
 def repair_part(
     disk: AtomicFolder, path: Path, manifest: Manifest, part: Part, listing: Listing | None
 ) -> RepairResult:
-    """Move a damaged part or piece to quarantine; files with its good rows take its place.
-
-    Args:
-        disk: writes to the store.
-        path: path of the damaged file.
-        manifest: manifest of the store.
-        part: rows that the file should hold.
-        listing: all rows, or None to keep no rows.
-
-    Raises:
-        StoreError: the file cannot be read now.
-        RunError: the disk is full or fails.
-    """
+    """Move a damaged part or piece to quarantine; files with its good rows take its place."""
     rebuilt = [] if listing is None else list(_rebuilt_files(path, manifest, part, listing))
     files = [(_file_path(disk.root, manifest, rows), data) for rows, data in rebuilt]
     # At every moment each good row is in a file of the store, so that a kill loses none: files with
@@ -308,19 +275,7 @@ def _good_files(
     listing: Listing,
     reasons: _Reasons,
 ) -> Iterator[tuple[Part, memoryview]]:
-    """Files with the good rows of a part: the part itself, or pieces of it.
-
-    Args:
-        file: damaged file that holds the rows.
-        manifest: manifest of the store.
-        run: run of the part.
-        part: rows to look for.
-        listing: listing of the whole store.
-        reasons: exceptions and messages of the failed rows of the file.
-
-    Yields:
-        rows and content of each file.
-    """
+    """Files with the good rows of a part: the part itself, or pieces of it."""
     if (good_rows := _good_rows(file, run, part, reasons)) is None:
         return
     # Pairs of start and stop of the runs of good rows.
@@ -340,12 +295,7 @@ def _good_files(
 
 
 class _Reasons:
-    """Why rows of a damaged file failed: as the file says, or else failures.csv of its store.
-
-    Args:
-        file: damaged file.
-        root: folder of its store.
-    """
+    """Why rows of a damaged file failed: as the file says, or else failures.csv of its store."""
 
     def __init__(self, file: DamagedFile, root: Path) -> None:
         self._found = file.failures()
@@ -370,15 +320,7 @@ class _Reasons:
 
 @dataclass(frozen=True)
 class _GoodRows:
-    """Rows of a part in a damaged file.
-
-    Attributes:
-        good: (n,) bool, whether the row is good; the values of other rows are meaningless.
-        features: dataset name -> (n, ...) stored values.
-        images: (n,) uint64 image checksums.
-        failures: row of the store -> status, exception and message of good rows that failed.
-        damaged: good rows whose images are damaged and were accepted.
-    """
+    """Rows of a part in a damaged file."""
 
     good: npt.NDArray[np.bool_]
     features: dict[str, npt.NDArray[Any]]

@@ -69,11 +69,7 @@ _ZEROS = bytes(_PAGE_BYTES)
 
 
 def _split_by_pages(start: int, count: int) -> Iterator[tuple[int, int, int, int]]:
-    """Divide `count` bytes from `start` on by pages.
-
-    Yields:
-        offset among the bytes, number of the page, offset in the page, and length.
-    """
+    """Divide `count` bytes from `start` on by pages."""
     offset = 0
     while offset < count:
         page, begin = divmod(start + offset, _PAGE_BYTES)

@@ -102,11 +102,7 @@ class StreamedPart(PartBuilder):
         self._layers[name].put(first, rows)
 
     def _lay_out(self, run: Run, listing: Listing, manifest: bytes) -> SparseImage:
-        """Let HDF5 write the file with zeros for rows; check it, and set the chunks' addresses.
-
-        Returns:
-            the file without the rows.
-        """
+        """Let HDF5 write the file with zeros for rows; check it, and set the chunks' addresses."""
         image, columns = SparseImage(), self._columns(listing)
         self._fill(image, columns, run, listing, manifest)
         with h5py.File(image, "r") as file:
@@ -141,11 +137,7 @@ class StreamedPart(PartBuilder):
             yield stop, image.size
 
     def _compare(self, image: SparseImage) -> None:
-        """Read the temporary file, and compare it with the image and the checksums.
-
-        Raises:
-            RunError: the disk fails, or gives other bytes.
-        """
+        """Read the temporary file, and compare it with the image and the checksums."""
         for start, stop in self._gaps(image):
             if self._read_back(start, stop - start) != image.pread(stop - start, start):
                 raise self._mismatch_error("the description of its datasets")

@@ -80,10 +80,6 @@ def map_in_threads(work: Callable[[T], R], items: Sequence[T]) -> Iterator[R]:
 
     Threads are used while reads wait for the disk. From the page cache a single thread is twice as
     fast, because the others pass the interpreter's lock at every system call.
-
-    Args:
-        work: function that reads a file, in several threads at once.
-        items: its arguments.
     """
 
     def work_on(group: Sequence[T]) -> list[R]:

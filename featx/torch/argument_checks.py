@@ -22,16 +22,7 @@ def check_whole_numbers(least: int, **arguments: int | None) -> None:
 
 
 def index_array(name: str, values: Any, size: int) -> npt.NDArray[np.int64]:
-    """Distinct ascending indices of an axis, from a list of integers or a boolean mask.
-
-    Args:
-        name: what they are, for messages.
-        values: integers from 0 to `size` - 1, or `size` truth values.
-        size: length of the axis.
-
-    Raises:
-        ValueError: they are neither of these, such as fractions or a mask of another length.
-    """
+    """Distinct ascending indices of an axis, from a list of integers or a boolean mask."""
     array = np.asarray(values)
     if array.dtype == np.bool_ and array.shape == (size,):
         return np.flatnonzero(array)

@@ -106,14 +106,7 @@ class FeatureDataset(Dataset[tuple[torch.Tensor, int]]):
         return list(zip(self._read(rows), self._labels[rows].tolist(), strict=True))
 
     def _read(self, rows: npt.NDArray[np.int64]) -> torch.Tensor:
-        """Read features by row of the store.
-
-        Returns:
-            (n, ...) tensor in the dtype of the store.
-
-        Raises:
-            StoreError: as for `__getitems__`.
-        """
+        """Read features by row of the store."""
         read = self._features[rows] if self._block_cache is None else self._block_cache.read(rows)
         # Checked after the read, because another run may replace the store at any time until then.
         if self.store.attrs.get("fingerprint") != self._fingerprint:
@@ -231,11 +224,6 @@ class _BlockCache:
     Threads may share an instance without a lock: a block that one thread drops stays valid for
     another that reads it, and at worst is read from the store again. The cache survives a fork, but
     is not pickled.
-
-    Args:
-        features: the layer.
-        block_rows: rows per block.
-        num_blocks: maximum number of blocks to keep.
     """
 
     def __init__(self, features: LayerArray, block_rows: int, num_blocks: int) -> None:

@@ -135,11 +135,7 @@ class EpochOrder:
         return sum(max(0, tokens - given) for tokens in self.rank_tokens)
 
     def segment(self, number: int) -> tuple[Ints, npt.NDArray[np.int64]]:
-        """Tokens of a segment in the order of the store, and the delay of each.
-
-        Args:
-            number: segment, from 0 to `num_segments` - 1.
-        """
+        """Tokens of a segment in the order of the store, and the delay of each."""
         # In the order of the store: neighbours are read together, and disks move in one direction.
         own = np.sort(self._own[self._edges[number] : self._edges[number + 1]])
         tokens = self._blocks.tokens(own)

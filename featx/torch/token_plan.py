@@ -31,13 +31,7 @@ _READ_BYTES = 64 << 20
 
 
 def segment_tokens(memory: int, token_bytes: int, needed: int) -> int:
-    """Tokens of a segment, so that all that is held stays within the memory.
-
-    Args:
-        memory: bytes that may be held.
-        token_bytes: bytes of a token.
-        needed: tokens of an epoch of one rank.
-    """
+    """Tokens of a segment, so that all that is held stays within the memory."""
     token = token_bytes + _TOKEN_OVERHEAD
     room = memory - min(memory // 8, _READ_BYTES)
     if needed * (token + _SEGMENT_OVERHEAD) <= room:
@@ -46,12 +40,7 @@ def segment_tokens(memory: int, token_bytes: int, needed: int) -> int:
 
 
 def read_ahead_tokens(memory: int, token_bytes: int) -> int:
-    """Tokens that are read ahead in addition to those that wait.
-
-    Args:
-        memory: bytes that may be held.
-        token_bytes: bytes of a token.
-    """
+    """Tokens that are read ahead in addition to those that wait."""
     return min(_READ_AHEAD_BYTES, memory // 8) // (token_bytes + _SEGMENT_OVERHEAD)
 
 

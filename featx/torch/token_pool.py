@@ -58,9 +58,6 @@ class TokenPool:
         """Yield the output segments from `first` on, each as tokens and their slots.
 
         The next segment is read meanwhile. The caller gives the slots back by `release`.
-
-        Args:
-            first: number of the first output segment.
         """
         last = self._order.num_segments - 1
         # Segments below 0 are those at the end of the ring, whose delay passes its start.

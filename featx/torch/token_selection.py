@@ -64,14 +64,7 @@ class TokenBlocks:
 
     @classmethod
     def of(cls, selection: TokenSelection, rows: int, pieces: int) -> TokenBlocks:
-        """Divide a selection.
-
-        Args:
-            selection: tokens of an epoch.
-            rows: rows of the store in a group; groups are aligned with the rows of the store, as
-                its chunks are.
-            pieces: blocks that each group is cut into, of nearly equal size.
-        """
+        """Divide a selection."""
         changes = np.flatnonzero(np.diff(selection.rows // rows)) + 1
         edges = np.concatenate([[0], changes, [len(selection.rows)]]).astype(np.int64)
         return cls(edges, pieces, selection.per_row)
@@ -99,16 +92,7 @@ class TokenBlocks:
 def select_positions(
     tokens: str | Sequence[int], num_tokens: int, geometry: TokenGeometry | None
 ) -> Ints:
-    """Positions that the argument `tokens` of TokenDataset stands for.
-
-    Args:
-        tokens: 'all', 'patches', 'cls', 'registers', or positions or a mask of them.
-        num_tokens: tokens of a row.
-        geometry: positions of patches and prefix tokens, or None if unknown.
-
-    Raises:
-        ValueError: the rows have no such tokens.
-    """
+    """Positions that the argument `tokens` of TokenDataset stands for."""
     if not isinstance(tokens, str):
         found = index_array("tokens", tokens, num_tokens)
         if not len(found):
@@ -147,18 +131,7 @@ def token_geometry(
     prefix: int | None,
     num_tokens: int,
 ) -> TokenGeometry | None:
-    """Places of the tokens: those that the store records, unless `prefix` is given.
-
-    Args:
-        store: open store.
-        layer: name of the layer.
-        tokens: argument of TokenDataset.
-        prefix: number of class and register tokens; the others must form a square.
-        num_tokens: tokens of a row.
-
-    Raises:
-        ValueError: they form no square, or are a sample and are asked for by their places.
-    """
+    """Places of the tokens: those that the store records, unless `prefix` is given."""
     _refuse_geometry_of_sample(store, layer, tokens, prefix)
     found = store[layer].tokens
     if prefix is None:
@@ -182,19 +155,7 @@ def select_tokens(
     per_image: int | None,
     seed: int,
 ) -> TokenSelection:
-    """Tokens of an epoch.
-
-    Args:
-        store: open store.
-        rows: rows to use, as numbers or as a mask of all rows; None takes all that are ok.
-        positions: (k,) positions on the token axis.
-        per_image: number of tokens that are chosen of each image, by its key and `seed`; None
-            takes all `positions`.
-        seed: seed of that choice.
-
-    Raises:
-        ValueError: no row is ok, or an argument does not fit the layer.
-    """
+    """Tokens of an epoch."""
     ok = np.flatnonzero(store.ok)
     if rows is not None:
         ok = np.intersect1d(ok, index_array("rows", rows, len(store)), assume_unique=True)

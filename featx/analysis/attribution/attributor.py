@@ -167,9 +167,6 @@ class Attributor(Engine):
 
         After the last block of such a transformer only the class token is used, so the gradients of
         the patches are zero.
-
-        Raises:
-            LayerError: no stages are found.
         """
         try:
             named = self.backbone.stages or ()
@@ -278,15 +275,7 @@ class Attributor(Engine):
             self._options = full_options
 
     def _attributions(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Compute all attributions of a batch.
-
-        Args:
-            x: (B, 3, H, W), normalised.
-
-        Returns:
-            dataset name -> (B, H, W) or (B, h, w) heat maps in the dtype of the store, and (B,)
-            numbers.
-        """
+        """Compute all attributions of a batch."""
         maps, output = self._plain_gradients(x)
         classes = target_classes(output, self._target, self._labels)
         score = values_of_classes(output, self._target, classes)
@@ -324,9 +313,6 @@ class Attributor(Engine):
 
         If no method needs the gradient of the input, the graph begins at the layer. Saliency: K.
         Simonyan, A. Vedaldi, A. Zisserman, Deep Inside Convolutional Networks, 2014.
-
-        Returns:
-            method -> (B, H, W), for gradcam (B, h, w); and (B, C) logits.
         """
         methods = self._options.methods
         reads_input = bool(set(_OF_THE_INPUT) & set(methods))
@@ -355,9 +341,6 @@ class Attributor(Engine):
         """Return the function that turns the layer's tensor into (B, C, h, w).
 
         For tokens, these are the patches alone.
-
-        Raises:
-            LayerError: the tensor is not a map, or no gradient arrives at its positions.
         """
         point = self._layer
         assert point is not None
@@ -397,9 +380,6 @@ class Attributor(Engine):
     ) -> None:
         """Check that positions of a layer are arranged as in the image, if its shape leaves it
         open.
-
-        Raises:
-            ReduceError: they are not.
         """
         rows = RowLayout(point.name, row_shape, self.backbone.preprocess.crop)
         if not has_known_positions(rows):
@@ -440,16 +420,7 @@ class Attributor(Engine):
 
 
 def _module_point(key: str, layer: str, traced: Trace) -> CapturePoint:
-    """Return the capture of a module's output.
-
-    Args:
-        key: name of the option, for error messages.
-        layer: name of the module.
-        traced: trace of the model.
-
-    Raises:
-        LayerError: there is no such module, or it is an operation, which has no hooks.
-    """
+    """Return the capture of a module's output."""
     point = named_point(layer, traced)
     if point.operation or point.capture != "output":
         raise LayerError(

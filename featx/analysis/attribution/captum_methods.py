@@ -17,11 +17,7 @@ _BLUR_SHARE = 1 / 16
 
 
 def captum_version() -> str:
-    """Return the version of Captum.
-
-    Raises:
-        MissingExtraError: it is not installed.
-    """
+    """Return the version of Captum."""
     try:
         import captum.attr  # noqa: F401
     except ImportError as error:
@@ -48,12 +44,7 @@ class Explained(nn.Module):
         self._target = target
 
     def forward(self, x: torch.Tensor, classes: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the target of each image, (B,).
-
-        Args:
-            x: (B, 3, H, W), normalised.
-            classes: (B,) classes, or None for a target that has no class.
-        """
+        """Return the target of each image, (B,)."""
         # The model may write to its input, which Captum uses again.
         return values_of_classes(logits_of(self._module(x.clone())), self._target, classes)
 
@@ -68,13 +59,6 @@ def integrated_gradients(
     """Compute integrated gradients by Gauss-Legendre quadrature.
 
     M. Sundararajan, A. Taly, Q. Yan, Axiomatic Attribution for Deep Networks, ICML 2017.
-
-    Args:
-        explain: the function f to explain.
-        x: (B, 3, H, W), normalised.
-        classes: (B,) classes, or None for a target that has no class.
-        baselines: (B, 3, H, W), normalised.
-        steps: number of points of the quadrature.
 
     Returns:
         (B, H, W) summed over channels, and (B,) their sum minus f(x) - f(baseline).
@@ -106,14 +90,6 @@ def occlusion(
 
     M. D. Zeiler, R. Fergus, Visualizing and Understanding Convolutional Networks, ECCV 2014.
 
-    Args:
-        explain: the function to explain.
-        x: (B, 3, H, W), normalised.
-        classes: (B,) classes, or None for a target that has no class.
-        baselines: (B, 3, H, W), normalised.
-        window: side of a square in pixels.
-        stride: distance between squares in pixels.
-
     Returns:
         (B, H, W).
     """
@@ -133,11 +109,6 @@ def baseline(
     name: str, x: torch.Tensor, normalise: Callable[[torch.Tensor], torch.Tensor]
 ) -> torch.Tensor:
     """Return the input that stands for the absence of an image.
-
-    Args:
-        name: 'mean', 'black' or 'blur'.
-        x: (B, 3, H, W) images, normalised.
-        normalise: function (B, 3, H, W) uint8 -> normalised.
 
     Returns:
         (B, 3, H, W), normalised.

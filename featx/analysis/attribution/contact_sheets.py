@@ -37,12 +37,7 @@ _CELL = 3
 
 @dataclass(frozen=True)
 class _TextStyle:
-    """Style of a line of text.
-
-    Attributes:
-        size: size of the font in pixels.
-        colour: RGB in [0, 255].
-    """
+    """Style of a line of text."""
 
     size: int
     colour: tuple[int, int, int]
@@ -150,11 +145,6 @@ def feature_map_grid(
 def overlay(pixels: Pixels, values: Numbers, signed: bool) -> Pixels:
     """Blend a heat map with its image.
 
-    Args:
-        pixels: (H, W, 3) uint8.
-        values: (h, w), resized to the size of the image.
-        signed: whether 0 is the middle of the scale.
-
     Returns:
         (H, W, 3) uint8.
     """
@@ -192,10 +182,6 @@ def coarse(values: Numbers) -> Numbers:
 
 def scale_values(values: Numbers, signed: bool) -> tuple[Numbers, float]:
     """Scale values to [0, 1], or [-1, 1] if signed.
-
-    Args:
-        values: (h, w).
-        signed: whether negative values are kept; otherwise they become 0.
 
     Returns:
         (h, w) float32, and the value that became 1.

@@ -23,10 +23,6 @@ def grad_cam(activations: torch.Tensor, gradients: torch.Tensor) -> torch.Tensor
     R. R. Selvaraju et al., Grad-CAM: Visual Explanations from Deep Networks via Gradient-based
     Localization, ICCV 2017.
 
-    Args:
-        activations: (B, C, h, w).
-        gradients: (B, C, h, w), gradients of the target with respect to the activations.
-
     Returns:
         (B, h, w) float32, at least 0.
     """
@@ -40,10 +36,6 @@ def capture_output(module: nn.Module, point: CapturePoint | None) -> Iterator[li
 
     The model continues with a copy, because an in-place activation may follow. If no tensor before
     the layer requires a gradient, the graph begins here.
-
-    Args:
-        module: the model.
-        point: the capture, or None to keep nothing.
 
     Yields:
         list that receives the output of every matching call.
@@ -75,16 +67,7 @@ def capture_output(module: nn.Module, point: CapturePoint | None) -> Iterator[li
 def layer_map_view(
     name: str, row_shape: tuple[int, ...], backbone: Backbone
 ) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return the function that turns a layer's tensor (B, ...) into (B, C, h, w).
-
-    Args:
-        name: name of the layer, for error messages.
-        row_shape: shape of the tensor without the batch.
-        backbone: model with its input size and number of prefix tokens.
-
-    Raises:
-        LayerError: the rows are neither a map nor patch tokens.
-    """
+    """Return the function that turns a layer's tensor (B, ...) into (B, C, h, w)."""
     try:
         return layers.map_view(
             "grid",

@@ -44,16 +44,7 @@ def _hooked_rectifiers(module: nn.Module, hook: After) -> ModuleHooks:
 
 
 def check_rectifiers(module: nn.Module, x: torch.Tensor) -> None:
-    """Check that all activations of a model are rectifier modules, for guided backpropagation.
-
-    Args:
-        module: the model.
-        x: (B, 3, H, W) trial input.
-
-    Raises:
-        ModelError: there are no rectifiers, other activations, or calls of F.relu, which has no
-            hooks.
-    """
+    """Check that all activations of a model are rectifier modules, for guided backpropagation."""
     calls: list[str] = []
 
     def count(rectifier: nn.Module, args: Any, kwargs: Any, output: Any) -> None:

@@ -255,13 +255,7 @@ class GradientLog:
         return None
 
     def _finish(self, parameters: Mapping[str, nn.Parameter], owner: object, factor: float) -> None:
-        """Record, judge and clip the gradients of one step.
-
-        Args:
-            parameters: name -> parameter that is about to be updated.
-            owner: the optimizer, or this log; each has its own median.
-            factor: factor of the GradScaler that the gradients still have.
-        """
+        """Record, judge and clip the gradients of one step."""
         grads = {name: p.grad for name, p in parameters.items() if p.grad is not None}
         for name, grad in grads.items():
             _refuse_sparse(name, grad)

@@ -37,11 +37,6 @@ class _Candidates(nn.Module):
     Representations from Video, TMLR 2024). We differ: there is one head, in which the projections
     of keys and values are contained in q and W, and neither a residual MLP nor layer normalisation
     follows, so that q = 0 is the linear probe of the mean token.
-
-    Args:
-        count: S, the number of penalties.
-        width: D.
-        num_classes: C.
     """
 
     def __init__(self, count: int, width: int, num_classes: int) -> None:
@@ -53,13 +48,7 @@ class _Candidates(nn.Module):
     def objective(
         self, tokens: torch.Tensor, labels: torch.Tensor, penalties: torch.Tensor
     ) -> torch.Tensor:
-        """Compute mean cross-entropy + penalty/2 (|W|^2 + |q|^2) of each classifier, (S,).
-
-        Args:
-            tokens: (B, T, D) standardised.
-            labels: (B,) classes.
-            penalties: (S,).
-        """
+        """Compute mean cross-entropy + penalty/2 (|W|^2 + |q|^2) of each classifier, (S,)."""
         weights = (tokens @ self.query.T / math.sqrt(tokens.shape[2])).softmax(1)
         pooled = torch.einsum("bts,btd->sbd", weights, tokens)
         logits = torch.baddbmm(self.bias[:, None], pooled, self.weight.transpose(1, 2))
@@ -67,15 +56,7 @@ class _Candidates(nn.Module):
         return penalised_losses(logits, labels, squares, penalties)
 
     def clip(self, norm: float, step: int) -> None:
-        """Limit the norm of the gradient of each classifier.
-
-        Args:
-            norm: limit.
-            step: number of the step, for messages.
-
-        Raises:
-            RunError: a gradient is not finite.
-        """
+        """Limit the norm of the gradient of each classifier."""
         grads = [p.grad for p in self.parameters() if p.grad is not None]
         norms = torch.stack([grad.flatten(1).square().sum(1) for grad in grads]).sum(0).sqrt()
         if not bool(norms.isfinite().all()):
@@ -113,19 +94,6 @@ def fit_attentive(
     """Minimise mean cross-entropy + l2/2 (|W|^2 + |q|^2) for all penalties in the same passes.
 
     The start is W = 0, b = 0, q = 0, so that nothing is random but the order of the rows.
-
-    Args:
-        tokens: tokens of all places.
-        places: places to train on, rows of the first store.
-        y: (N,) class of each place.
-        num_classes: C.
-        scaler: standardisation of tokens, fitted on `places`.
-        strengths: penalties.
-        schedule: length and learning rate.
-
-    Raises:
-        RunError: a gradient is NaN or infinite.
-        StoreError: a value of a row that did not fail is not finite.
     """
     batches = _batches(tokens, places, y, schedule.seed)
     passes = schedule.epochs or max(EPOCHS, math.ceil(MIN_STEPS / len(batches)))

@@ -69,9 +69,6 @@ class StreamedBatches:
         y: (len(rows),) class of each row.
         batch_rows: B.
         seed: seed of the orders.
-
-    Raises:
-        StoreError: while iterating, if a value of a row that did not fail is not finite.
     """
 
     def __init__(

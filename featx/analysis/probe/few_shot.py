@@ -52,11 +52,6 @@ def fit_few_shot(
 ) -> tuple[dict[str, Any], list[Draw]]:
     """Fit with few rows per class over several draws, with fixed settings.
 
-    Args:
-        problem: the layer.
-        method: 'linear', 'knn', 'ridge' or 'attentive'.
-        task: rows and splits.
-
     Returns:
         entry `few_shot` of probe.json, by number of rows; and all draws.
     """
@@ -94,11 +89,6 @@ def few_shot_csv(
 
     The training rows of a draw are the same for all layers and methods and have one line each,
     without a layer; each test row has a line for each layer and method.
-
-    Args:
-        task: rows and splits.
-        classes: class names.
-        tested: (layer, method) -> its draws, the same ones for all.
     """
     lines: list[Sequence[Any]] = [COLUMNS]
     has_folds = len(task.splits) > 1

@@ -27,11 +27,7 @@ def given_split(
     groups: npt.NDArray[np.int64] | None,
     notes: list[str],
 ) -> Split:
-    """Make a split from probe.split_column or probe.split_file.
-
-    Raises:
-        DataError: no row is for training, or none for testing.
-    """
+    """Make a split from probe.split_column or probe.split_file."""
     keys = training.store.keys[training.rows]
     if (column := config.probe.split_column) is not None:
         where = f"probe.split_column={column}"
@@ -73,15 +69,8 @@ def given_split(
 def roles_of(texts: npt.NDArray[Any], where: str) -> npt.NDArray[np.str_]:
     """Parse a column of a store as roles.
 
-    Args:
-        texts: (n,) values of the column.
-        where: origin of the column, for error messages.
-
     Returns:
         (n,) 'train', 'validation', 'test', or '' for an empty value.
-
-    Raises:
-        DataError: there is another value.
     """
     roles = np.empty(len(texts), dtype="U10")
     for text in np.unique(texts).tolist():
@@ -94,16 +83,9 @@ def roles_of(texts: npt.NDArray[Any], where: str) -> npt.NDArray[np.str_]:
 def read_split_file(path: Path, keys: Sequence[str]) -> tuple[npt.NDArray[np.str_], int]:
     """Read a CSV file with the columns `key` and `split`.
 
-    Args:
-        path: the file.
-        keys: n keys of the labelled rows.
-
     Returns:
         (n,) 'train', 'validation', 'test', or '' for a key that the file gives no split; and the
         number of keys with a split in the file that are not among `keys`.
-
-    Raises:
-        DataError: the file is missing or malformed, or gives a key two roles.
     """
     try:
         with path.open(encoding="utf-8", errors="surrogateescape", newline="") as file:

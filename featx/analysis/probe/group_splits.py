@@ -23,16 +23,7 @@ _PASSES = 4
 
 @dataclass(frozen=True)
 class _Contents:
-    """Rows of each class in each group.
-
-    Attributes:
-        local: (n,) group of each place, in [0, G).
-        starts: (G + 1,) start of each group's entries in `classes` and `counts`.
-        classes: (entries,) class of an entry.
-        counts: (entries,) rows of that class in the group.
-        rows_of_class: (C,) rows of each class.
-        groups_of_class: (C,) groups that contain each class.
-    """
+    """Rows of each class in each group."""
 
     local: Numbers
     starts: Numbers
@@ -74,17 +65,7 @@ def _contents(y: Numbers, groups: Numbers) -> _Contents:
 
 
 class _Selection:
-    """Groups that are selected so far.
-
-    Args:
-        contents: rows of each class in each group.
-        share: wanted share of the rows of each class.
-
-    Attributes:
-        chosen: (G,) whether a group is selected.
-        rows: (C,) selected rows of each class.
-        groups: (C,) selected groups that contain each class.
-    """
+    """Groups that are selected so far."""
 
     def __init__(self, contents: _Contents, share: float) -> None:
         self._contents = contents
@@ -143,12 +124,6 @@ def share_of_groups(
 
     For each class that lies in two or more groups, at least one group is selected and one is not.
 
-    Args:
-        y: (n,) class of each place.
-        groups: (n,) group of each place.
-        share: wanted share of the rows of each class.
-        rng: determines the order in which groups are considered.
-
     Returns:
         (n,) bool, whether a place is selected.
     """
@@ -167,12 +142,6 @@ def fold_of_groups(y: Numbers, groups: Numbers, folds: int, rng: np.random.Gener
     Groups are assigned by falling size, in random order among equal sizes. Each goes to the fold
     that has the fewest rows of its classes, but never to a fold that would then hold all groups of
     a class.
-
-    Args:
-        y: (n,) class of each place.
-        groups: (n,) group of each place.
-        folds: number of folds.
-        rng: determines the order of groups of equal size.
 
     Returns:
         (n,) fold of each place; -1 if it is never tested.

@@ -59,16 +59,8 @@ def row_groups(labelled: LabelledRows, column: str | None = None) -> Groups | No
 
     With both, rows are in one group if a chain of shared images, videos or values links them.
 
-    Args:
-        labelled: rows of a store.
-        column: name of a column of the store (probe.group_column), or None. A row without a value
-            is a group of its own.
-
     Returns:
         the groups, or None if neither keys nor a column define any.
-
-    Raises:
-        StoreError: the store has no such column.
     """
     origins, kind = _origins(labelled)
     if column is None:
@@ -86,11 +78,6 @@ def row_groups(labelled: LabelledRows, column: str | None = None) -> Groups | No
 
 def overlap_notes(training: LabelledRows, testing: LabelledRows, column: str | None) -> list[str]:
     """Describe what occurs both in training rows and in test rows of another store.
-
-    Args:
-        training: rows of the store that is trained on.
-        testing: rows of the other store.
-        column: probe.group_column, a column of both stores, or None.
 
     Returns:
         sentences for the notes of the result.
@@ -129,11 +116,6 @@ def divided_groups(
 ) -> npt.NDArray[np.int64]:
     """Return the groups with rows among both of two sets of places.
 
-    Args:
-        groups: groups of all places.
-        some: (n,) places.
-        others: (m,) places.
-
     Returns:
         (k,) int64 group numbers.
     """
@@ -141,12 +123,7 @@ def divided_groups(
 
 
 def _origins(labelled: LabelledRows) -> tuple[npt.NDArray[Any], str | None]:
-    """Return the origin of each row.
-
-    Returns:
-        (n,) bytes keys of images or videos, and 'image', 'video', 'image or video', or None if no
-        key contains an origin.
-    """
+    """Return the origin of each row."""
     origins = [origin_of(key) for key in labelled.store.key_bytes[labelled.rows].tolist()]
     kinds = {kind for _, kind in origins if kind is not None}
     kind = " or ".join(sorted(kinds)) or None

@@ -84,10 +84,6 @@ def fit_scaler(features: VectorBlocks, places: npt.NDArray[np.int64]) -> Scaler:
     """Compute mean and standard deviation of each feature over some places, in float64.
 
     Blocks are merged by Chan's formula: M = M_a + M_b + d^2 n_a n_b / n.
-
-    Args:
-        features: vectors of all places, or their tokens, each of which counts as a vector.
-        places: (n,) int64.
     """
     wide = float64_device(features.device)
     count = 0
@@ -114,10 +110,6 @@ def fit_scaler(features: VectorBlocks, places: npt.NDArray[np.int64]) -> Scaler:
 
 def attention_average(tokens: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
     """Average tokens with the weights softmax(tokens . query / sqrt(D)).
-
-    Args:
-        tokens: (n, T, D).
-        query: (D,).
 
     Returns:
         (n, D).
@@ -194,11 +186,6 @@ def scores_of(
 ) -> npt.NDArray[np.float64]:
     """Compute the scores of some places.
 
-    Args:
-        head: the head.
-        features: vectors of all places.
-        places: (n,) int64.
-
     Returns:
         (n, C) float64.
     """
@@ -213,13 +200,7 @@ def head_path(folder: Path, layer: str) -> Path:
 
 
 def head_bytes(head: Head, about: dict[str, Any]) -> bytes:
-    """Serialise a head as a safetensors file.
-
-    Args:
-        head: the head.
-        about: description that is needed to use the head, as JSON types; stored as the metadata
-            entry `featx`, with a checksum of description and tensors.
-    """
+    """Serialise a head as a safetensors file."""
     from safetensors.torch import save
 
     tensors = {
@@ -244,12 +225,7 @@ def head_bytes(head: Head, about: dict[str, Any]) -> bytes:
 
 
 def _checksum(about: dict[str, Any], tensors: dict[str, torch.Tensor]) -> str:
-    """Return the SHA-256 of a head.
-
-    Args:
-        about: its description, as read from JSON, without the checksum.
-        tensors: tensors of the head on the CPU, contiguous.
-    """
+    """Return the SHA-256 of a head."""
     digest = hashlib.sha256(json.dumps(about, sort_keys=True).encode())
     for name in sorted(tensors):
         values = tensors[name].numpy()
@@ -271,15 +247,7 @@ def _on_disk(path: Path) -> Iterator[Path]:
 
 
 def read_head(path: Path, device: torch.device) -> tuple[Head, dict[str, Any]]:
-    """Read a head and its description from a file.
-
-    Args:
-        path: the file.
-        device: device of the tensors.
-
-    Raises:
-        StoreError: the file is missing, damaged, or no head of featx.
-    """
+    """Read a head and its description from a file."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -327,11 +295,7 @@ def read_head(path: Path, device: torch.device) -> tuple[Head, dict[str, Any]]:
 
 
 def _token_layout(path: Path, about: dict[str, Any]) -> TokenLayout:
-    """Return the layout of the tokens that a head is for.
-
-    Raises:
-        StoreError: the description of the head does not have it.
-    """
+    """Return the layout of the tokens that a head is for."""
     try:
         tokens = about["tokens"]
         return TokenLayout(

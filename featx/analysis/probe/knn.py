@@ -45,15 +45,6 @@ def vote(
     standardised. A query in the bank does not vote for itself. A row of zeros has cosine 0 to all
     others.
 
-    Args:
-        features: vectors of all places.
-        bank: places that vote, increasing.
-        y: (len(features),) class of each place.
-        num_classes: C.
-        queries: places to classify.
-        ks: numbers of neighbours, limited to the size of the bank.
-        temperature: T.
-
     Returns:
         k -> (len(queries), C) float64 whose rows sum to 1.
     """
@@ -76,14 +67,6 @@ def weighted_means(
     temperature: float = TEMPERATURE,
 ) -> dict[int, npt.NDArray[np.float64]]:
     """Compute the mean of the values of a query's k most similar rows, weighted as votes are.
-
-    Args:
-        features: vectors of all places.
-        bank: places whose values are averaged, increasing.
-        values: (len(features), T) values of each place.
-        queries: places to predict.
-        ks: numbers of neighbours, limited to the size of the bank.
-        temperature: T of the weights.
 
     Returns:
         k -> (len(queries), T) float64.
@@ -130,11 +113,7 @@ def _nearest(
     count: int,
     dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Find the most similar rows of the bank.
-
-    Returns:
-        (n, count) cosines in falling order, -inf beyond the last row, and (n, count) places.
-    """
+    """Find the most similar rows of the bank."""
     home = features.device if dtype == torch.float32 else float64_device(features.device)
 
     def unit(rows: torch.Tensor) -> torch.Tensor:
@@ -162,12 +141,7 @@ def _needed_dtype(features: Features, bank: npt.NDArray[np.int64]) -> torch.dtyp
 
 
 def candidates(num_bank: int, k: int | None) -> tuple[int, ...]:
-    """Return the numbers of neighbours to try.
-
-    Args:
-        num_bank: number of rows that vote.
-        k: the option probe.k, or None to use the numbers of K_GRID that fit.
-    """
+    """Return the numbers of neighbours to try."""
     if k is not None:
         return (k,)
     return tuple(k for k in K_GRID if k == 1 or k <= num_bank)

@@ -31,16 +31,7 @@ class LabelledRows:
 
 
 def labelled_rows(store: FeatureStore, column: str | None = None) -> LabelledRows:
-    """Select the rows that have a label and did not fail, and the classes that have rows.
-
-    Args:
-        store: the store.
-        column: name of a column whose values are the labels, or None for the labels of the store.
-
-    Raises:
-        StoreError: the store is incomplete or has no such column.
-        DataError: there are no labels, or the column holds fractional numbers.
-    """
+    """Select the rows that have a label and did not fail, and the classes that have rows."""
     if not store.complete:
         raise StoreError(
             f"{store.root} is not complete: {store.num_rows_present} of {len(store)} rows are "
@@ -74,14 +65,7 @@ def labelled_rows(store: FeatureStore, column: str | None = None) -> LabelledRow
 def _column_labels(
     store: FeatureStore, column: str
 ) -> tuple[npt.NDArray[np.int64], tuple[str, ...]]:
-    """Convert a column to labels.
-
-    Returns:
-        (N,) int64 indices into the class names, -1 without a value; and the class names.
-
-    Raises:
-        DataError: the column holds fractional numbers.
-    """
+    """Convert a column to labels."""
     values = store.column(column)
     if values.dtype.kind == "f":
         has_value = ~np.isnan(values)
@@ -106,15 +90,7 @@ def _column_labels(
 
 
 def match_classes(test: LabelledRows, classes: tuple[str, ...]) -> LabelledRows:
-    """Renumber the classes of another store, matched by name, and leave out rows of other classes.
-
-    Args:
-        test: rows of the other store.
-        classes: class names of the training rows.
-
-    Raises:
-        DataError: the stores have no class in common.
-    """
+    """Renumber another store's classes by name, and leave out rows of other classes."""
     number = {name: i for i, name in enumerate(classes)}
     labels = np.array([number.get(name, -1) for name in test.classes], np.int64)[test.y]
     is_trained = labels >= 0

@@ -13,10 +13,6 @@ def best_layer(layers: Mapping[str, Mapping[str, Any]], method: str) -> str:
     """Return the layer with the highest validation accuracy.
 
     Among layers with equal accuracy, the smallest loss decides.
-
-    Args:
-        layers: name -> its entry in probe.json.
-        method: method whose accuracy and loss are compared.
     """
     return max(
         layers,
@@ -68,13 +64,7 @@ class LayerChoice:
         validation: Sequence[tuple[float, float]],
         predictions: Sequence[ProbePredictions],
     ) -> None:
-        """Compare a layer with the best one so far, in every fold.
-
-        Args:
-            layer: name of the layer.
-            validation: accuracy and loss on the validation rows of each fold.
-            predictions: predictions on the test rows of each fold.
-        """
+        """Compare a layer with the best one so far, in every fold."""
         for fold, ((accuracy, loss), tested) in enumerate(
             zip(validation, predictions, strict=True)
         ):

@@ -102,16 +102,7 @@ def probe_layer(
     choice: LayerChoice,
     extras: AdditionalResults,
 ) -> LayerProbe:
-    """Probe one layer with all methods.
-
-    Args:
-        config: checked config with job=probe.
-        task: rows and splits.
-        layer: name of the layer.
-        features: its vectors and tokens.
-        choice: collects the layer's validation results with the first method.
-        extras: what to compute in addition to the metrics.
-    """
+    """Probe one layer with all methods."""
     options, vectors = config.probe, features.vectors
     problem = Problem(
         vectors, task.y, len(task.training.classes), options, task.seed, features.tokens
@@ -181,16 +172,7 @@ def _entry(
     folds: Sequence[ProbePredictions],
     extras: AdditionalResults,
 ) -> tuple[dict[str, Any], Head | None, list[Draw]]:
-    """Return the entry of one method in probe.json, the head or None, and the few-shot draws.
-
-    Args:
-        problem: the layer.
-        method: 'linear', 'knn', 'ridge' or 'attentive'.
-        task: rows and splits.
-        fits: fitted probe of each split.
-        folds: its predictions for the test rows.
-        extras: what to compute in addition to the metrics.
-    """
+    """Return the entry of one method in probe.json, the head or None, and the few-shot draws."""
     name = methods.name_of_choice(method)
     validation = [fitted.validation for fitted in fits if fitted.validation is not None]
     about = metrics_of_folds(folds)

@@ -54,14 +54,8 @@ class LayerRows:
     def read(self, places: npt.NDArray[np.int64]) -> torch.Tensor:
         """Read the vectors of some of the rows.
 
-        Args:
-            places: (n,) indices into `rows`.
-
         Returns:
             (n, D) float32 on the CPU.
-
-        Raises:
-            StoreError: a value of a row that did not fail is not finite.
         """
         rows = self.rows[places]
         values = np.asarray(self.store[self.layer][rows])
@@ -70,15 +64,7 @@ class LayerRows:
         return vectors
 
     def check(self, vectors: torch.Tensor, rows: npt.NDArray[np.int64]) -> None:
-        """Check that vectors are finite.
-
-        Args:
-            vectors: (n, D).
-            rows: (n,) rows of the store, for the message.
-
-        Raises:
-            StoreError: a value is not finite.
-        """
+        """Check that vectors are finite."""
         finite = torch.isfinite(vectors).all(1)
         if not bool(finite.all()):
             row = int(rows[int((~finite).nonzero()[0, 0])])
@@ -90,11 +76,6 @@ class LayerRows:
 
 def as_vectors(values: torch.Tensor, pooled: tuple[int, ...] | None, width: int) -> torch.Tensor:
     """Convert stored rows to vectors.
-
-    Args:
-        values: (n, ...) of any float dtype.
-        pooled: axes over which rows are averaged, or None to flatten.
-        width: D.
 
     Returns:
         (n, D) float32.
@@ -137,16 +118,7 @@ def layer_vectors(labelled: LabelledRows, layer: str) -> LayerRows:
 
 
 def map_channels_last(store: FeatureStore, layer: str, purpose: str) -> bool:
-    """Return whether the rows of a layer are maps (H, W, C) instead of (C, H, W).
-
-    Args:
-        store: the store.
-        layer: name of a layer with three axes.
-        purpose: what needs to know, for messages.
-
-    Raises:
-        ReduceError: their channel axis is unknown.
-    """
+    """Return whether the rows of a layer are maps (H, W, C) instead of (C, H, W)."""
     shape = store[layer].shape[1:]
     transform = str(store.attrs.get("transform", ""))
     crop = re.search(r"crop (\d+)x(\d+)", transform)

@@ -32,10 +32,6 @@ _BLOCK_NUMBERS = 1 << 24
 def repeated_rows(features: Features, splits: Sequence[Split]) -> int | None:
     """Count the test rows whose vector equals that of a training row bit for bit.
 
-    Args:
-        features: vectors of all places.
-        splits: one split, or one per fold.
-
     Returns:
         the number over all splits, or None if the features are streamed.
     """
@@ -70,11 +66,6 @@ def near_duplicates(features: Features, layer: str, splits: Sequence[Split]) -> 
 
     All pairs of a test and a training row are compared by the cosine of vectors that are
     standardised over all rows; cosines of the raw features are near 1 for all images.
-
-    Args:
-        features: vectors of all places.
-        layer: name of the layer.
-        splits: one split, or one per fold.
     """
     whole, reason = features.whole, _why_not_checked(features, layer, splits)
     if whole is None or reason is not None:
@@ -95,12 +86,6 @@ def _unit_vectors(standardised: torch.Tensor) -> torch.Tensor:
 
     All features of a row that equals the mean of all rows are 0. Such rows are equal, so their
     cosine should be 1, and 0 with all others.
-
-    Args:
-        standardised: (N, D) vectors.
-
-    Returns:
-        (N, D), or (N, D + 1) if any of them is 0.
     """
     unit = torch.nn.functional.normalize(standardised, dim=1)
     is_zero = (standardised == 0).all(1, keepdim=True)
@@ -128,16 +113,7 @@ def _why_not_checked(features: Features, layer: str, splits: Sequence[Split]) ->
 def _most_similar(
     unit: torch.Tensor, test: Places, train: Places
 ) -> tuple[Places, npt.NDArray[np.float64]]:
-    """Find the training place with the largest cosine to each test place.
-
-    Args:
-        unit: (N, D) standardised vectors of length 1.
-        test: (n,) test places.
-        train: training places.
-
-    Returns:
-        (n,) training places, and (n,) cosines.
-    """
+    """Find the training place with the largest cosine to each test place."""
     bank = unit[torch.from_numpy(train).to(unit.device)]
     block_rows = max(1, _BLOCK_NUMBERS // len(train))
     places, cosines = [], []

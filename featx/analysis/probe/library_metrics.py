@@ -25,11 +25,7 @@ CALIBRATION_BINS = 15
 
 
 def require_scikit_learn() -> None:
-    """Import the metrics of scikit-learn, which takes 0.9 s, before the first layer is timed.
-
-    Raises:
-        MissingExtraError: scikit-learn, which brings scipy, is not installed.
-    """
+    """Import the metrics of scikit-learn, which takes 0.9 s, before the first layer is timed."""
     try:
         importlib.import_module("sklearn.metrics")
     except ModuleNotFoundError as error:
@@ -58,13 +54,6 @@ def classification_metrics(
     others. log_loss is the mean of -log of the probability of the true class (a probability counts
     as 2.2e-16 at least). mcc is Matthews' correlation, kappa Cohen's.
 
-    Args:
-        y: (n,) true class of each row.
-        predicted: (n,) predicted class.
-        scores: (n, C) scores.
-        probabilities: whether the scores of a row are probabilities and sum to 1.
-        most_ranked: maximum number of classes that the scores of a row can rank; None for all.
-
     Returns:
         name -> value, None if it is not available; and name -> reason for those.
     """
@@ -91,9 +80,6 @@ def compute_metrics(
 ) -> tuple[dict[str, float | None], dict[str, str]]:
     """Compute metrics, each of which may be undefined.
 
-    Args:
-        metrics: name -> function that returns the value or raises UndefinedMetricError.
-
     Returns:
         name -> value, None if it is not available; and name -> reason for those.
     """
@@ -114,9 +100,6 @@ def calibration_bin(confidence: npt.NDArray[np.float64]) -> npt.NDArray[np.int64
     """Return the bin of the calibration error of each row, as scikit-learn's calibration_curve.
 
     The bins have equal width over [0, 1] and are closed above.
-
-    Args:
-        confidence: (n,) largest probability of each row.
     """
     edges = np.linspace(0, 1, CALIBRATION_BINS + 1)[1:-1]
     bin_of_row: npt.NDArray[np.int64] = np.searchsorted(edges, confidence, side="left")

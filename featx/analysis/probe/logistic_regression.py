@@ -122,15 +122,6 @@ def fit_logistic(
 
     The matrix and its products stay float32. Losses and the search are in float64 if the device
     supports it, so that line searches near the minimum do not fail because of rounding.
-
-    Args:
-        x: (n, D) float32, standardised.
-        y: targets of the loss, on the same device.
-        num_outputs: C.
-        l2: strength of the penalty.
-        start: initial weights, or None for zeros.
-        last: whether this is the final fit, which is exact and in float64 for a small matrix.
-        loss: loss of the logits; that of counts is divided by their sum, others by n.
     """
     from scipy.optimize import minimize  # takes 0.2 s
     from threadpoolctl import threadpool_limits
@@ -189,16 +180,7 @@ def sweep(
     judge: Callable[[Fit], tuple[float, float]],
     loss: Loss = class_loss,
 ) -> list[Trial]:
-    """Fit each penalty, starting from the fit before, until the validation loss keeps rising.
-
-    Args:
-        x: (n, D) float32 rows to fit on.
-        y: targets of the loss.
-        num_outputs: C.
-        strengths: penalties in falling order.
-        judge: function fit -> accuracy and loss on the validation rows.
-        loss: loss of the logits.
-    """
+    """Fit each penalty, starting from the fit before, until the validation loss keeps rising."""
     trials: list[Trial] = []
     risen = 0
     for l2 in strengths:
@@ -224,12 +206,7 @@ def best_trial(trials: list[Trial]) -> Trial:
 def accuracy_and_loss(
     y: npt.NDArray[np.int64], log_probabilities: npt.NDArray[np.float64]
 ) -> tuple[float, float]:
-    """Compute accuracy and mean cross-entropy.
-
-    Args:
-        y: (n,) classes.
-        log_probabilities: (n, C).
-    """
+    """Compute accuracy and mean cross-entropy."""
     loss = -log_probabilities[np.arange(len(y)), y].mean()
     return float((log_probabilities.argmax(1) == y).mean()), float(loss)
 

@@ -82,12 +82,7 @@ class MaskedImage:
 
 
 def mask_settings(config: Config, store: FeatureStore) -> MaskSettings:
-    """Find out how the images of a store were read and transformed.
-
-    Raises:
-        ConfigError: there is no such folder or file.
-        StoreError: the store does not say where its images are, or its transform has no fast path.
-    """
+    """Find out how the images of a store were read and transformed."""
     options = config.probe
     folder = Path(str(options.masks)).expanduser()
     if not folder.is_dir():
@@ -125,11 +120,7 @@ def mask_settings(config: Config, store: FeatureStore) -> MaskSettings:
 
 
 def _class_names(path: str) -> tuple[str, ...]:
-    """Read the names of the classes.
-
-    Raises:
-        ConfigError: the file cannot be read, or has an empty or a repeated line.
-    """
+    """Read the names of the classes."""
     try:
         text = Path(path).expanduser().read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
@@ -162,10 +153,6 @@ def masks_of_image(
 
     Returns:
         (row, mask on the crop, or the reason why there is none).
-
-    Raises:
-        RunError: the images cannot be read now.
-        OSError: the masks cannot be read now.
     """
     masks: list[tuple[int, PackedMask] | tuple[int, str]] = []
     try:
@@ -183,14 +170,7 @@ def masks_of_image(
 def _label_map(
     settings: MaskSettings, image: MaskedImage
 ) -> tuple[npt.NDArray[np.integer], tuple[int, int]]:
-    """Read the mask of an image and compare its size with that of the image.
-
-    Returns:
-        (H, W) numbers, and (height, width) of the image as it was decoded.
-
-    Raises:
-        ImageFault, _UnusableMaskError: the image or the mask cannot be used.
-    """
+    """Read the mask of an image and compare its size with that of the image."""
     if image.is_frame:
         raise _UnusableMaskError("frames of videos have no masks")
     name = PurePosixPath(os.fsdecode(image.key)).with_suffix(".png")
@@ -219,17 +199,7 @@ def _label_map(
 def _crop_mask(
     settings: MaskSettings, labels: npt.NDArray[np.integer], size: tuple[int, int], key: bytes
 ) -> PackedMask:
-    """Return the mask of a row on the crop.
-
-    Args:
-        settings: how masks are read.
-        labels: (H, W) numbers of the image.
-        size: (height, width) of the image as it was decoded.
-        key: key of the row, which names its box if it has one.
-
-    Raises:
-        _UnusableMaskError: it has no label, or a class without a name.
-    """
+    """Return the mask of a row on the crop."""
     if (parsed := parse_box_key(key)) is not None:
         box = parsed[1]
         labels = labels[box.y : box.y + box.height, box.x : box.x + box.width]

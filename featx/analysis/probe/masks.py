@@ -50,26 +50,14 @@ class Masks:
     packed: Sequence[bytes]
 
     def of(self, place: int) -> npt.NDArray[np.int64]:
-        """Return the classes of the pixels of a row, (H, W) in [0, K), -1 without a label.
-
-        Args:
-            place: index into the rows.
-        """
+        """Return the classes of the pixels of a row, (H, W) in [0, K), -1 without a label."""
         numbers = np.frombuffer(zlib.decompress(self.packed[place]), np.int32).reshape(self.crop)
         classes = np.searchsorted(self.numbers, numbers)
         return np.where(numbers < 0, -1, classes)
 
 
 def read_masks(config: Config, store: FeatureStore) -> Masks:
-    """Read the masks of all rows of a store that did not fail.
-
-    Args:
-        config: checked config with probe.masks.
-        store: the store, whose images are read for their sizes.
-
-    Raises:
-        FeatxError: the store, its images or the masks do not allow a probe.
-    """
+    """Read the masks of all rows of a store that did not fail."""
     if not store.complete:
         raise StoreError(
             f"{store.root} is not complete: {store.num_rows_present} of {len(store)} rows are "

@@ -22,13 +22,7 @@ from featx.analysis.probe.splits import Places, Split
 
 
 def fit(problem: Problem, method: str, split: Split) -> FittedProbe:
-    """Choose a setting on `split.validation`, then fit on `split.train`.
-
-    Args:
-        problem: layer and labels.
-        method: 'linear', 'knn', 'ridge' or 'attentive'.
-        split: places; `split.test` is not used.
-    """
+    """Choose a setting on `split.validation`, then fit on `split.train`."""
     fits = {"linear": _linear, "knn": _knn, "ridge": _ridge, "attentive": attentive_method.fit}
     return fits[method](problem, split)
 
@@ -38,12 +32,6 @@ def fit_with_setting(problem: Problem, method: str, places: Places, chosen: floa
 
     A few rows (few-shot) are read into memory even if the layer is streamed; all rows of a streamed
     layer are streamed again.
-
-    Args:
-        problem: layer and labels.
-        method: 'linear', 'knn', 'ridge' or 'attentive'.
-        places: (n,) int64 places to fit on.
-        chosen: l2 or k.
     """
     if method == "knn":
         return _fit_knn(problem, places, int(chosen))

@@ -35,10 +35,6 @@ def bootstrap_entry(predictions: ProbePredictions, resamples: int) -> dict[str, 
     group with all its rows, and all metrics are computed anew (B. Efron and R. Tibshirani, An
     Introduction to the Bootstrap, 1993, chapter 13).
 
-    Args:
-        predictions: predictions for the test rows.
-        resamples: number of resamples.
-
     Returns:
         resamples; unit ('row' or 'group'); units, their number; intervals, metric -> (low, high),
         None if the metric is not available or equal in all resamples, as an accuracy of 1 is, which
@@ -74,10 +70,6 @@ def bootstrap_entry(predictions: ProbePredictions, resamples: int) -> dict[str, 
 
 def resampled_metrics(predictions: ProbePredictions, weights: Matrix) -> dict[str, Matrix]:
     """Compute the metrics of `prediction_metrics` for rows with weights.
-
-    Args:
-        predictions: predictions for n rows.
-        weights: (b, n) whole numbers, how often each resample has each row.
 
     Returns:
         metric of METRICS -> (b,) values, NaN where it is not defined.

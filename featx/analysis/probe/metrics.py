@@ -105,11 +105,7 @@ def join_predictions(folds: Sequence[ProbePredictions]) -> ProbePredictions:
 
 
 def metrics_of_folds(folds: Sequence[ProbePredictions]) -> dict[str, Any]:
-    """Compute the metrics of the rows of all folds together; several folds add an entry `folds`.
-
-    Args:
-        folds: predictions on the test rows of each fold; no row is in two folds.
-    """
+    """Compute the metrics of the rows of all folds together; several folds add an entry `folds`."""
     metrics = prediction_metrics(join_predictions(folds))
     if len(folds) > 1:
         metrics["folds"] = mean_and_spread([each.accuracy for each in folds])
@@ -121,10 +117,6 @@ def wilson(share: float, count: float) -> tuple[float, float]:
 
     (p + z^2/2n -+ z sqrt(p(1-p)/n + z^2/4n^2)) / (1 + z^2/n). E. B. Wilson, Probable Inference, the
     Law of Succession, and Statistical Inference, JASA 22 (1927).
-
-    Args:
-        share: p, in [0, 1].
-        count: n, which may be fractional.
     """
     square = Z_95**2 / count
     middle = share + square / 2
@@ -143,10 +135,6 @@ def effective_rows(
     of m independent rows is p (1 - p) / m (J. N. K. Rao and A. J. Scott, A Simple Method for the
     Analysis of Clustered Binary Data, Biometrics 48, 1992). If all rows are right, or none is, the
     variance is unknown, and the result is the number of groups.
-
-    Args:
-        right: (n,) whether each prediction is right.
-        groups: (n,) group of each row, or None if every row is a group of its own.
 
     Returns:
         m, from 1 to n.

@@ -63,13 +63,7 @@ class Streamed:
 
 
 class _Candidates(nn.Module):
-    """One linear layer per penalty, all applied to the same batch.
-
-    Args:
-        count: S, the number of penalties.
-        width: D.
-        num_classes: C.
-    """
+    """One linear layer per penalty, all applied to the same batch."""
 
     def __init__(self, count: int, width: int, num_classes: int) -> None:
         super().__init__()
@@ -85,13 +79,7 @@ class _Candidates(nn.Module):
     def objective(
         self, x: torch.Tensor, labels: torch.Tensor, penalties: torch.Tensor
     ) -> torch.Tensor:
-        """Compute mean cross-entropy + penalty/2 |weight|^2 of each layer, (S,).
-
-        Args:
-            x: (B, D) features.
-            labels: (B,) classes.
-            penalties: (S,).
-        """
+        """Compute mean cross-entropy + penalty/2 |weight|^2 of each layer, (S,)."""
         squares = torch.stack([head.weight.square().sum() for head in self.heads])
         return penalised_losses(self(x), labels, squares, penalties)
 
@@ -99,14 +87,7 @@ class _Candidates(nn.Module):
 def penalised_losses(
     logits: torch.Tensor, labels: torch.Tensor, squares: torch.Tensor, penalties: torch.Tensor
 ) -> torch.Tensor:
-    """Compute mean cross-entropy + penalty/2 squares of several classifiers, (S,).
-
-    Args:
-        logits: (S, B, C).
-        labels: (B,) classes.
-        squares: (S,) sums of the squares of the penalised weights.
-        penalties: (S,).
-    """
+    """Compute mean cross-entropy + penalty/2 squares of several classifiers, (S,)."""
     losses = torch.stack([nn.functional.cross_entropy(each, labels) for each in logits])
     return losses + penalties / 2 * squares
 
@@ -125,19 +106,6 @@ def fit_streamed(
     The penalty is part of the loss and AdamW's weight decay is off, because the latter is a
     different objective from that of L-BFGS. Each penalty has its own optimizer, so its gradients
     are clipped separately.
-
-    Args:
-        rows: rows of the store.
-        places: indices of the rows to train on.
-        y: (len(rows),) class of each row.
-        num_classes: C.
-        scaler: standardisation, fitted on `places`.
-        strengths: penalties.
-        schedule: length and learning rate.
-
-    Raises:
-        GradientAlarm: a gradient is NaN or infinite.
-        StoreError: a value of a row that did not fail is not finite.
     """
     device = scaler.mean.device
     loader = StreamedBatches(rows, places, y, BATCH_ROWS, schedule.seed)

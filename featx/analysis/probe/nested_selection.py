@@ -20,10 +20,6 @@ def selection_entry(seed_probes: Sequence[SeedProbe], method: str) -> dict[str, 
     chosen layer is tested (nested selection: G. Cawley and N. Talbot, On Over-fitting in Model
     Selection and Subsequent Selection Bias in Performance Evaluation, JMLR 11, 2010).
 
-    Args:
-        seed_probes: results of each seed.
-        method: method whose accuracies on validation rows choose.
-
     Returns:
         splits, one entry for each fold of each seed: seed, fold (None for one split), layer,
         validation_accuracy and accuracy of the chosen layer; counts, layer -> number of splits that

@@ -20,12 +20,7 @@ _SAME_OF_A_LAYER = ("layer", "capture", "reduce")
 
 
 def open_other_store(store: FeatureStore, path: str, layers: Sequence[str]) -> FeatureStore:
-    """Open probe.test_store and check that its features are comparable.
-
-    Raises:
-        ConfigError: it is the same store.
-        StoreMismatchError: model, transform or a layer differs.
-    """
+    """Open probe.test_store and check that its features are comparable."""
     other = FeatureStore(path, verify="rows")
     if other.root == store.root or other.attrs["fingerprint"] == store.attrs["fingerprint"]:
         raise ConfigError(

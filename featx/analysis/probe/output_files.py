@@ -18,15 +18,7 @@ from featx.store import FeatureStore, layout, load_manifest, result_json
 
 
 def write_probe(result: dict[str, Any], seed_probes: Sequence[SeedProbe]) -> None:
-    """Write the heads, the predictions and probe.json, and name the files in it.
-
-    Args:
-        result: contents of probe.json.
-        seed_probes: results of each seed. The heads are those of the first one.
-
-    Raises:
-        ConfigError: two layers would have the same file.
-    """
+    """Write the heads, the predictions and probe.json, and name the files in it."""
     task, layers = seed_probes[0].task, seed_probes[0].layers
     store = task.training.store
     # probe.json names the other files with their checksums, so it is written last.
@@ -49,16 +41,7 @@ def write_probe(result: dict[str, Any], seed_probes: Sequence[SeedProbe]) -> Non
 def write_heads(
     store: FeatureStore, result: dict[str, Any], heads: Mapping[str, tuple[Head, str]]
 ) -> None:
-    """Write the heads, and name each in the entry of its layer and that of the best one at the top.
-
-    Args:
-        store: the store that was probed.
-        result: contents of probe.json, without the entry `head`.
-        heads: layer -> head and method.
-
-    Raises:
-        ConfigError: two layers would have the same file.
-    """
+    """Write the heads, and name each in the entry of its layer, the best one at the top."""
     folder = output_folder(store)
     disk = open_folder(folder)
     disk.make_folder(folder / layout.PROBE_HEADS)
@@ -98,13 +81,7 @@ def _write_few_shot(result: dict[str, Any], first: SeedProbe) -> None:
 
 
 def write_result(store: FeatureStore, result: dict[str, Any], predictions: bytes) -> None:
-    """Write predictions.csv, and probe.json, which names it with its checksum.
-
-    Args:
-        store: the store that was probed.
-        result: contents of probe.json; gets the entry `predictions`.
-        predictions: contents of predictions.csv.
-    """
+    """Write predictions.csv, and probe.json, which names it with its checksum."""
     folder = output_folder(store)
     disk = open_folder(folder)
     path = folder / layout.PROBE_HEADS / layout.PROBE_PREDICTIONS

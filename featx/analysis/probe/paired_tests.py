@@ -26,10 +26,6 @@ def compare_with_best(
 ) -> dict[str, dict[str, Any]]:
     """Compare a classifier with each of several others.
 
-    Args:
-        best: test rows with the predictions of the classifier.
-        others: name -> the same rows in the same order, with the predictions of another one.
-
     Returns:
         name -> entries of `compare`, with told_apart by the two that follow; p_holm, p corrected
         for the number of others; and interval_holm, as wide as this correction asks: with
@@ -50,10 +46,6 @@ def compare(a: RowPredictions, b: RowPredictions) -> dict[str, Any]:
 
     Rows of one group tend to be right or wrong together. With groups, the unit is therefore a
     group, which counts for the classifier with more right rows in it.
-
-    Args:
-        a: test rows with the predictions of the first classifier.
-        b: the same rows in the same order, with the predictions of the second classifier.
 
     Returns:
         unit ('row' or 'group') and units, their number; difference, the accuracy of the first minus
@@ -108,11 +100,6 @@ def bootstrapped_difference(
     equal numbers are interchangeable, so the number of units of each kind is drawn instead, which
     has the same distribution.
 
-    Args:
-        gains: (m,) for each unit, right rows of the first minus those of the second classifier.
-        sizes: (m,) number of rows of each unit.
-        alpha: share of the resamples outside the interval.
-
     Returns:
         low and high, in [-1, 1]; None if all resamples have the same difference, such as those of
         a single unit, or of units that no classifier wins. They tell nothing about its error.
@@ -135,9 +122,6 @@ def holm(p_values: Sequence[float]) -> list[float]:
     and 1 at most. S. Holm, A Simple Sequentially Rejective Multiple Test Procedure, Scandinavian
     Journal of Statistics 6 (1979).
 
-    Args:
-        p_values: p-values of all tests of a family.
-
     Returns:
         the corrected p-values in the same order.
     """
@@ -152,9 +136,6 @@ def holm_levels(p_values: Sequence[float]) -> list[float]:
     """Return ALPHA / (m - i) for the i-th smallest of m p-values, counted from 0.
 
     Holm's method compares each p-value with this level.
-
-    Args:
-        p_values: p-values of all tests of a family.
 
     Returns:
         the levels in the same order.
@@ -174,11 +155,6 @@ def resampled_test(
     for that of their mean. The corrected resampled t-test takes v (1 / J + test_share) in place of
     v / J, with J - 1 degrees of freedom (C. Nadeau and Y. Bengio, Inference for the Generalization
     Error, Machine Learning 52, 2003; for repeated folds R. Bouckaert and E. Frank, PAKDD 2004).
-
-    Args:
-        differences: J differences of accuracies, one for each split, two or more.
-        test_share: number of test rows for each training row.
-        alpha: probability that the interval does not contain the mean.
 
     Returns:
         the interval of the mean, and the two-sided p. Both are None if all differences are equal,
@@ -202,10 +178,6 @@ def sign_test(first: int, second: int) -> float:
     If both classifiers are equally good, each of the first + second differences is for either of
     them with probability 1/2. Q. McNemar, Note on the Sampling Error of the Difference between
     Correlated Proportions or Percentages, Psychometrika 12 (1947).
-
-    Args:
-        first: number of differences for the first classifier.
-        second: number of differences for the second classifier.
     """
     from scipy.stats import binomtest
 

@@ -20,17 +20,7 @@ Ints = npt.NDArray[np.int64]
 
 
 def require_patches(store: FeatureStore, layers: Sequence[str], crop: tuple[int, int]) -> None:
-    """Check that every layer has a token for each cell of a grid over the crop.
-
-    Args:
-        store: the store.
-        layers: names of the layers.
-        crop: (height, width) of the crop in pixels.
-
-    Raises:
-        ConfigError: a layer has one vector a row.
-        LayerError: the places of the tokens of a layer are unknown.
-    """
+    """Check that every layer has a token for each cell of a grid over the crop."""
     require_tokens(store, layers, "probe.masks")
     for layer in layers:
         places = store[layer].tokens
@@ -146,11 +136,7 @@ class LabelledPatches:
 
 
 class _Slices:
-    """Vectors in memory, given in blocks, so that float64 copies of them stay small.
-
-    Args:
-        x: (n, D) float32.
-    """
+    """Vectors in memory, given in blocks, so that float64 copies of them stay small."""
 
     _ROWS = 1 << 14
 
@@ -169,15 +155,6 @@ def check_memory(patches: Patches, layer: str, num_rows: int, memory_gib: float)
     """Check that the patches to train on fit into memory.
 
     The tokens are float32. Logits, probabilities and counts take 40 bytes for each class.
-
-    Args:
-        patches: patches of a layer.
-        layer: its name.
-        num_rows: number of rows to train on.
-        memory_gib: probe.memory_gib.
-
-    Raises:
-        ConfigError: they do not.
     """
     count = num_rows * patches.per_row
     needed = count * (4 * patches.width + 40 * patches.num_classes) / (1 << 30)

@@ -56,11 +56,7 @@ class SeedProbe:
     choice: LayerChoice
 
     def top(self, method: str) -> Top:
-        """Return the numbers of the best layer.
-
-        Args:
-            method: method that chooses.
-        """
+        """Return the numbers of the best layer."""
         best = best_layer({layer: each.about for layer, each in self.layers.items()}, method)
         about = self.layers[best].about[method]
         if len(self.task.splits) == 1 or len(self.layers) == 1:
@@ -79,24 +75,13 @@ def store_entries(store: FeatureStore) -> dict[str, Any]:
 
 
 def run_entries(config: Config, seconds: float) -> dict[str, Any]:
-    """Return the entries of probe.json about the run of the job.
-
-    Args:
-        config: checked config with job=probe.
-        seconds: duration of the probe.
-    """
+    """Return the entries of probe.json about the run of the job."""
     finished = time.strftime("%Y-%m-%d %H:%M:%S")
     return {"device": config.device, "finished": finished, "seconds_in_all": round(seconds, 3)}
 
 
 def probe_result(config: Config, first: SeedProbe, seconds: float) -> dict[str, Any]:
-    """Assemble probe.json: the best layer first, then all layers.
-
-    Args:
-        config: checked config with job=probe.
-        first: results of the first seed, which are reported in full.
-        seconds: duration of the probe.
-    """
+    """Assemble probe.json: the best layer first, then all layers."""
     method = config.probe.methods[0]
     task, layer_probes, top = first.task, first.layers, first.top(method)
     store, best = task.training.store, top.layer
@@ -137,13 +122,7 @@ def probe_result(config: Config, first: SeedProbe, seconds: float) -> dict[str, 
 def _near_duplicates_entry(
     task: ProbeTask, layer_probes: dict[str, LayerProbe], tested: RowPredictions
 ) -> dict[str, Any]:
-    """Return the entry `near_duplicates` of probe.json.
-
-    Args:
-        task: rows and splits.
-        layer_probes: results of all layers, one of which has the near-duplicates.
-        tested: predictions of which the accuracy at the top of probe.json is.
-    """
+    """Return the entry `near_duplicates` of probe.json."""
     near = next(each.near for each in layer_probes.values() if each.near is not None)
     checked = near.not_checked is None
     keys = task.keys

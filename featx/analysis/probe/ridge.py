@@ -66,18 +66,7 @@ def solve(
     num_classes: int,
     scaler: Scaler,
 ) -> RidgeSolution:
-    """Decompose the normal equations of some places in float64.
-
-    Args:
-        features: vectors of all places.
-        places: places to fit on.
-        y: (len(features),) class of each place.
-        num_classes: C.
-        scaler: standardisation, fitted on `places`.
-
-    Raises:
-        ConfigError: both rows and features exceed MAX_DIM.
-    """
+    """Decompose the normal equations of some places in float64."""
     shares = np.bincount(y[places], minlength=num_classes) / len(places)
     mean = torch.from_numpy(shares).to(float64_device(features.device))
     return _solve(features, places, lambda span: _targets(y[span], mean), mean, scaler)
@@ -89,17 +78,7 @@ def solve_values(
     values: npt.NDArray[np.float64],
     scaler: Scaler,
 ) -> RidgeSolution:
-    """Decompose the normal equations for targets that are numbers.
-
-    Args:
-        features: vectors of all places.
-        places: places to fit on.
-        values: (len(features), T) targets of each place.
-        scaler: standardisation, fitted on `places`.
-
-    Raises:
-        ConfigError: both rows and features exceed MAX_DIM.
-    """
+    """Decompose the normal equations for targets that are numbers."""
     device = float64_device(features.device)
     mean = torch.from_numpy(values[places].mean(0)).to(device)
     return _solve(

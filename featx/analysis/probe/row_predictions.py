@@ -74,9 +74,6 @@ class RowPredictions:
     def accuracy_of(self, kept: npt.NDArray[np.bool_]) -> dict[str, Any] | None:
         """Compute the accuracy on some of the rows.
 
-        Args:
-            kept: (n,) whether a row counts.
-
         Returns:
             rows, correct, accuracy and interval (95 %) as in probe.json; None if no row counts.
         """
@@ -95,12 +92,7 @@ class RowPredictions:
 
 
 def join_folds(folds: Sequence[ProbePredictions], keep_scores: bool = False) -> RowPredictions:
-    """Join the predictions of all splits.
-
-    Args:
-        folds: predictions for the test rows of each split.
-        keep_scores: whether to keep the scores of all classes.
-    """
+    """Join the predictions of all splits."""
     y = np.concatenate([each.y for each in folds])
     predicted = np.concatenate([each.predicted for each in folds])
     groups = [each.groups for each in folds if each.groups is not None]
@@ -133,12 +125,6 @@ def predictions_csv(
     It has one line for each seed, layer, method and test row. Rows that are in no test set of a
     seed come before, in one line without a layer, so that the file names the split of every row.
     Numbers are written such that they are read back without a difference.
-
-    Args:
-        keys: (N,) key of each place.
-        y: (N,) class of each place.
-        classes: class names.
-        seed_splits: splits and predictions of each seed; scores are in all of them or in none.
     """
     names = list(classes)
     has_scores = all(

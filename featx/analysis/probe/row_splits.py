@@ -58,15 +58,7 @@ class RowSplits:
 
 
 def split_rows(config: Config, training: LabelledRows) -> RowSplits:
-    """Split the rows of one store, at random or as given.
-
-    Args:
-        config: checked config with job=probe.
-        training: rows; a random split divides each of their classes.
-
-    Raises:
-        FeatxError: there are too few rows or groups.
-    """
+    """Split the rows of one store, at random or as given."""
     options, notes = config.probe, list[str]()
     grouped = row_groups(training, options.group_column)
     # Groups of a single row each have no effect on splits.
@@ -78,13 +70,7 @@ def split_rows(config: Config, training: LabelledRows) -> RowSplits:
 
 
 def split_by_store(config: Config, training: LabelledRows, testing: LabelledRows) -> RowSplits:
-    """Return the split that trains on all rows of a store and tests all rows of another one.
-
-    Args:
-        config: checked config with job=probe and probe.test_store.
-        training: rows of the store.
-        testing: rows of the other store, with the same classes.
-    """
+    """Return the split that trains on all rows of a store and tests all rows of another one."""
     options, count = config.probe, len(training.y)
     grouped = row_groups(training, options.group_column)
     groups = None if grouped is None or grouped.num_groups == count else grouped.of_row
@@ -130,17 +116,7 @@ def _splits(
     groups: npt.NDArray[np.int64] | None,
     notes: list[str],
 ) -> tuple[list[Split], dict[str, Any]]:
-    """Make the splits that probe.split describes.
-
-    Args:
-        config: checked config.
-        training: labelled rows.
-        groups: (n,) group of each row, or None.
-        notes: list to which notes are added.
-
-    Returns:
-        the splits, and their settings for probe.json.
-    """
+    """Make the splits that probe.split describes."""
     options, seed = config.probe, config.seed
     if options.split == "column":
         options_of_split = {key: getattr(options, key) for key in ("split_file", "split_column")}

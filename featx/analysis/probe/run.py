@@ -100,18 +100,7 @@ def _probe_layer(
     device: torch.device,
     extras: AdditionalResults,
 ) -> None:
-    """Probe a layer with the splits of all seeds.
-
-    Args:
-        config: checked config with job=probe.
-        seed_probes: results of each seed, to which those of the layer are added.
-        layer: name of the layer.
-        device: device that computes.
-        extras: what to compute with the first seed; others make no head.
-
-    Raises:
-        RunError: the layer does not fit into the memory of the device.
-    """
+    """Probe a layer with the splits of all seeds."""
     try:
         with torch.no_grad(), exact_cuda:
             features = layer_features(config, seed_probes[0].task, layer, device)

@@ -85,11 +85,6 @@ def fit_patches(patches: Patches, split: Split, l2: float | None) -> FittedPatch
     The loss is the mean cross-entropy over pixels with a label. All pixels of a patch have the
     same logits, so that the counts of the classes in its cell are all that is needed, and the
     problem is the convex one of the linear probe.
-
-    Args:
-        patches: patches of a layer.
-        split: places.
-        l2: penalty, or None to choose one.
     """
     strengths = logistic_regression.L2_GRID if l2 is None else (l2,)
     on_fit, trials = _sweep(patches, split, strengths)
@@ -121,11 +116,6 @@ def count_pixels(classifier: PatchClassifier, patches: Patches, places: Places) 
 
     The class of a patch is the one with at least half of the pixels with a label in its cell; a
     patch without such a class does not count.
-
-    Args:
-        classifier: the classifier.
-        patches: patches of a layer.
-        places: rows to predict.
     """
     counts = PixelCounts.empty(len(places), patches.num_classes)
     for row, (place, pixels, cells) in enumerate(classifier.predict(patches, places)):
@@ -143,12 +133,7 @@ def count_pixels(classifier: PatchClassifier, patches: Patches, places: Places) 
 def _sweep(
     patches: Patches, split: Split, strengths: tuple[float, ...]
 ) -> tuple[PatchClassifier, list[logistic_regression.Trial]]:
-    """Fit all penalties on `split.fit`.
-
-    Returns:
-        a classifier with the last fit, whose standardisation and classes hold for all of them; and
-        the trials.
-    """
+    """Fit all penalties on `split.fit`."""
     rows, held_out = patches.read_labelled(split.fit), patches.read_labelled(split.validation)
     scaler, classes = _standardise(rows)
     held_out.standardise(scaler)

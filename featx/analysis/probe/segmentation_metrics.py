@@ -53,14 +53,7 @@ class PixelCounts:
 
     @staticmethod
     def add(row: Ints, true: Ints, predicted: Ints, confusion: Ints | None = None) -> None:
-        """Add pixels or patches to the counts of a row.
-
-        Args:
-            row: (3, K) counts of the row.
-            true: (m,) classes.
-            predicted: (m,) predicted classes.
-            confusion: (K, K) counts of all rows, or None.
-        """
+        """Add pixels or patches to the counts of a row."""
         size = row.shape[1]
         matrix = np.bincount(true * size + predicted, minlength=size * size).reshape(size, size)
         row += np.stack([matrix.sum(1), matrix.sum(0), np.diag(matrix)])
@@ -70,9 +63,6 @@ class PixelCounts:
 
 def miou(counts: Ints) -> float:
     """Compute the mean of TP / (TP + FP + FN) over the classes with a true pixel.
-
-    Args:
-        counts: (3, K) true, predicted and right pixels of each class.
 
     Returns:
         the mean, NaN without a pixel.
@@ -116,10 +106,6 @@ def interval_entry(pixels: Ints, groups: Ints | None) -> dict[str, Any]:
 
     Pixels of one image depend on each other, so that they are never drawn one by one. mIoU of a
     resample is over the classes that it has.
-
-    Args:
-        pixels: (n, 3, K) counts of each row.
-        groups: (n,) group of each row, drawn together; None if every row is its own.
 
     Returns:
         `interval`, None if it is equal in all resamples; `resamples`, `unit` and `units`.

@@ -51,17 +51,8 @@ def run_segmentation_probe(
 ) -> dict[str, Any]:
     """Fit and test the probes, and write probe.json and the counts; heads are not written.
 
-    Args:
-        config: checked config with job=probe and probe.masks.
-        store: the store.
-        kind: 'segmentation'.
-        log: called with a line of text after the masks and after each layer.
-
     Returns:
         contents of probe.json (docs/probe.md).
-
-    Raises:
-        FeatxError: the store, the masks or the options do not allow such a probe.
     """
     started_at = time.perf_counter()
     layers, device = matching_layers(store, config.layers), choose_device(config.device)
@@ -92,11 +83,7 @@ def run_segmentation_probe(
 
 
 def _splits(config: Config, masks: Masks) -> RowSplits:
-    """Split the rows by image.
-
-    Raises:
-        DataError: a set of rows is empty.
-    """
+    """Split the rows by image."""
     rows = split_rows(config, masks.labelled)
     for split in rows.splits:
         if min(len(split.fit), len(split.validation), len(split.test)) == 0:
@@ -110,11 +97,7 @@ def _splits(config: Config, masks: Masks) -> RowSplits:
 def _probe_layer(
     config: Config, patches: Patches, rows: RowSplits, layer: str
 ) -> LayerSegmentation:
-    """Probe one layer.
-
-    Raises:
-        ConfigError: its training patches do not fit into probe.memory_gib.
-    """
+    """Probe one layer."""
     started_at = time.perf_counter()
     num_rows = max(len(split.train) for split in rows.splits)
     check_memory(patches, layer, num_rows, config.probe.memory_gib)

@@ -62,17 +62,7 @@ def divided_group_notes(training: LabelledRows, groups: Groups, split: Split) ->
 
 
 def check_split(split: Split, y: npt.NDArray[np.int64], classes: Sequence[str], unit: str) -> None:
-    """Check that a split can be used.
-
-    Args:
-        split: the split.
-        y: (n,) class of each place.
-        classes: class names.
-        unit: 'row', or the kind of groups, for messages.
-
-    Raises:
-        DataError: a set is empty, or a class is tested but not trained on.
-    """
+    """Check that a split can be used."""
     if not len(split.test):
         raise DataError(
             f"no row is left to test on: every class has a single {unit}. A probe needs more "

@@ -39,10 +39,6 @@ def metric_spreads(
 ) -> dict[str, dict[str, Any] | None]:
     """Return the spread of each metric over the seeds.
 
-    Args:
-        names: names of the metrics.
-        entries: entries of one layer and method in probe.json, one of each seed.
-
     Returns:
         metric -> `spread`, None if it is not available for every seed.
     """

@@ -44,16 +44,7 @@ def holdout(
     seed: int,
     groups: npt.NDArray[np.int64] | None = None,
 ) -> Split:
-    """Select a share of each class for testing, and a share of the rest for validation.
-
-    Args:
-        y: (n,) class of each place.
-        share: share for testing; at least one row of each class with two or more, but never all.
-        validation: share of the remaining rows for validation, with the same rule.
-        seed: seed of both selections.
-        groups: (n,) group of each place, or None. A group is never divided, and `share` is met as
-            closely as groups allow.
-    """
+    """Select a share of each class for testing, and a share of the rest for validation."""
     every = np.arange(len(y))
     test = _some_of_each_class(y, every, share, np.random.default_rng([seed, 1]), groups)
     return _with_validation(y, np.setdiff1d(every, test), test, validation, seed, groups)
@@ -69,16 +60,6 @@ def kfold(
     """Make k splits that test every row once, with the rows of a class spread over the folds.
 
     A class with a single row or group is always trained on and never tested.
-
-    Args:
-        y: (n,) class of each place.
-        folds: k.
-        validation: share of each fold's training rows for validation.
-        seed: seed of all selections.
-        groups: (n,) group of each place, or None.
-
-    Raises:
-        DataError: a fold is empty.
     """
     rng = np.random.default_rng([seed, 1])
     fold_of = (
@@ -119,17 +100,7 @@ def split_from_places(
     seed: int,
     groups: npt.NDArray[np.int64] | None = None,
 ) -> Split:
-    """Make a split from given places; validation rows are drawn if none are given.
-
-    Args:
-        y: (n,) class of each place.
-        train: places for training.
-        validation: places for validation, may be empty.
-        test: places for testing.
-        share: share of each class of `train` to draw for validation.
-        seed: seed of that draw.
-        groups: (n,) group of each place, or None; a drawn validation set divides no group.
-    """
+    """Make a split from given places; validation rows are drawn if none are given."""
     if len(validation):
         return Split(np.sort(train), np.sort(validation), np.sort(test))
     return _with_validation(y, train, test, share, seed, groups)
@@ -138,15 +109,7 @@ def split_from_places(
 def few_shot_places(
     y: npt.NDArray[np.int64], train: Places, shots: int, draw: int, seed: int
 ) -> Places:
-    """Select at most `shots` random places of each class.
-
-    Args:
-        y: (n,) class of each place.
-        train: places to select from.
-        shots: maximum number of places per class.
-        draw: number of the selection; each has its own random choice.
-        seed: seed of all selections.
-    """
+    """Select at most `shots` random places of each class."""
     rng = np.random.default_rng([seed, 3, shots, draw])
     places_of_classes = [
         rng.permutation(train[y[train] == label])[:shots] for label in np.unique(y[train]).tolist()

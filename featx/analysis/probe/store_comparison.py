@@ -41,14 +41,7 @@ class OtherProbe:
 
 
 def read_probe(path: str) -> OtherProbe:
-    """Read the predictions of the best layer of a store, as its probe.json names it.
-
-    Args:
-        path: the store (probe.compare_store).
-
-    Raises:
-        StoreError: there is no probe of the store as it is, or its files do not fit together.
-    """
+    """Read the predictions of the best layer of a store, as its probe.json names it."""
     store = FeatureStore(path)
     folder = output_folder(store)
     remedy = f"python -m featx job=probe store={path} makes it."
@@ -100,22 +93,11 @@ def compared_store_entry(
 ) -> dict[str, Any]:
     """Compare the predictions for the rows that both probes tested.
 
-    Args:
-        other: probe of the other store.
-        ours: predictions of this probe.
-        keys: (n,) key of each of its test rows.
-        checksums: (n,) image checksum of each of them.
-        classes: class names.
-
     Returns:
         store, layer and method of the other probe; rows, the number of rows that both tested;
         rows_left_out, the number of test rows of this store that the other did not test;
         rows_of_other_images, the number of compared rows whose images have other bytes there; the
         accuracies of both on these rows; and the entries of `paired_tests.compare`.
-
-    Raises:
-        DataError: no row is tested by both.
-        StoreMismatchError: a row has another label there.
     """
     is_tested = np.array([str(key) in other.tested for key in keys.tolist()])
     if not is_tested.any():

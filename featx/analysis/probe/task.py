@@ -65,16 +65,7 @@ class ProbeTask:
 
 
 def make_task(config: Config, store: FeatureStore, layers: Sequence[str]) -> ProbeTask:
-    """Select the rows, their classes and the splits.
-
-    Args:
-        config: checked config with job=probe.
-        store: the store.
-        layers: names of the layers, which a test store must have as well.
-
-    Raises:
-        FeatxError: there are too few classes or rows, or a split leaves a set empty.
-    """
+    """Select the rows, their classes and the splits."""
     options = config.probe
     training = labelled_rows(store, options.label_column)
     if len(training.classes) < 2:

@@ -18,10 +18,6 @@ def fit_temperature(logits: npt.NDArray[np.float64], y: npt.NDArray[np.int64]) -
 
     The loss of softmax(logits / T) is convex in 1 / T. C. Guo et al., On Calibration of Modern
     Neural Networks, ICML 2017.
-
-    Args:
-        logits: (n, C) logits of rows that the head was not fitted on.
-        y: (n,) true classes.
     """
     from scipy.optimize import minimize_scalar
 

@@ -18,10 +18,6 @@ def threads_for(numbers: int, device: torch.device) -> Iterator[None]:
 
     With other busy processes, two threads that wait for each other after every small operation took
     60 times as long.
-
-    Args:
-        numbers: number of values of the matrix.
-        device: device that computes.
     """
     num_threads = torch.get_num_threads()
     if device.type == "cpu" and numbers <= SMALL_NUMBERS:

@@ -63,16 +63,7 @@ class Tokens:
 
 
 def token_layout(store: FeatureStore, layer: str, option: str) -> TokenLayout | None:
-    """Return how the rows of a layer form tokens, or None if a row is a single vector.
-
-    Args:
-        store: the store.
-        layer: a layer with rows (T, D), (C, H, W) or (H, W, C).
-        option: option that needs to know, for messages.
-
-    Raises:
-        ReduceError: the channel axis of a map is unknown.
-    """
+    """Return how the rows of a layer form tokens, or None if a row is a single vector."""
     shape = store[layer].shape[1:]
     if len(shape) == 2:
         layout = TokenLayout(shape[0], shape[1], True)
@@ -86,16 +77,7 @@ def token_layout(store: FeatureStore, layer: str, option: str) -> TokenLayout | 
 
 
 def require_tokens(store: FeatureStore, layers: Sequence[str], option: str) -> None:
-    """Check that every layer has tokens or a map.
-
-    Args:
-        store: the store.
-        layers: names of the layers.
-        option: option that needs them, for messages.
-
-    Raises:
-        ConfigError: a layer has one vector a row.
-    """
+    """Check that every layer has tokens or a map."""
     vector_layers = [layer for layer in layers if token_layout(store, layer, option) is None]
     if vector_layers:
         token_layers = [layer for layer in layers if layer not in vector_layers]
@@ -112,14 +94,7 @@ def require_tokens(store: FeatureStore, layers: Sequence[str], option: str) -> N
 def layer_tokens(
     labelled: Sequence[LabelledRows], layer: str, device: torch.device, memory_bytes: float
 ) -> Tokens:
-    """Return the tokens of a layer that has them, as `require_tokens` has checked.
-
-    Args:
-        labelled: rows of one or two stores.
-        layer: name of the layer.
-        device: device that computes.
-        memory_bytes: memory for the tokens and a copy, in bytes; more are streamed.
-    """
+    """Return the tokens of a layer that has them, as `require_tokens` has checked."""
     layout = token_layout(labelled[0].store, layer, ATTENTIVE)
     assert layout is not None, "require_tokens has been called"
     width = layout.count * layout.width

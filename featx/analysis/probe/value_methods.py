@@ -69,11 +69,6 @@ def fit_values(problem: ValueProblem, method: str, split: Split) -> FittedValues
     """Choose the setting with the smallest loss on validation rows, and fit on all training rows.
 
     The loss is the mean squared error; for linear with several labels the binary cross-entropy.
-
-    Args:
-        problem: layer and targets.
-        method: 'linear' or 'knn'.
-        split: places.
     """
     if method == "knn":
         return _knn(problem, split)
@@ -82,11 +77,6 @@ def fit_values(problem: ValueProblem, method: str, split: Split) -> FittedValues
 
 def fit_head(problem: ValueProblem, places: Places, l2: float) -> tuple[Head, list[str]]:
     """Fit linear on some places with a known penalty.
-
-    Args:
-        problem: layer and targets.
-        places: (n,) int64 places to fit on.
-        l2: penalty.
 
     Returns:
         the head, and notes for the user.
@@ -182,11 +172,7 @@ def _fit_labels(
 def _labelled_matrix(
     problem: ValueProblem, places: Places
 ) -> tuple[Scaler, torch.Tensor, torch.Tensor]:
-    """Return the standardisation of some places, their standardised rows, and their labels.
-
-    Raises:
-        ConfigError: the layer does not fit into memory.
-    """
+    """Return the standardisation of some places, their standardised rows, and their labels."""
     features = problem.features
     if features.whole is None:
         raise ConfigError(

@@ -23,10 +23,6 @@ def regression_metrics(
 ) -> tuple[dict[str, float | None], dict[str, str]]:
     """Compute R2, the mean absolute error and Spearman's rank correlation.
 
-    Args:
-        truth: (n, 1) numbers.
-        predicted: (n, 1) numbers.
-
     Returns:
         name -> value, None if it is not available; and name -> reason for those.
     """
@@ -54,10 +50,6 @@ def multilabel_metrics(
     truth: Matrix, predicted: Matrix
 ) -> tuple[dict[str, float | None], dict[str, str]]:
     """Compute mean average precision and macro-F1 over the labels that occur among the test rows.
-
-    Args:
-        truth: (n, T), 1 for each label of a row and 0 for others.
-        predicted: (n, T) scores in [0, 1].
 
     Returns:
         name -> value, None if it is not available; and name -> reason for those.
@@ -109,10 +101,6 @@ def _average_precision(truth: Matrix, scores: Matrix) -> float:
     P_k and R_k are precision and recall of the rows with a score of at least the k-th largest of
     the distinct scores. An interval needs it for 1000 resamples of each label; scikit-learn takes
     34 times as long for 100 rows and 7 times as long for 10,000.
-
-    Args:
-        truth: (n,) 1 for rows with the label, of which there is one at least, and 0 for others.
-        scores: (n,) scores.
     """
     order = np.argsort(-scores)
     ends = np.append(np.flatnonzero(np.diff(scores[order])), len(order) - 1)

@@ -42,17 +42,8 @@ def run_value_probe(
 ) -> dict[str, Any]:
     """Fit and test the probes, and write probe.json, the predictions and the heads.
 
-    Args:
-        config: checked config with job=probe.
-        store: the store.
-        kind: 'regression' or 'multilabel'.
-        log: called with a line of text after each layer.
-
     Returns:
         contents of probe.json (docs/probe.md).
-
-    Raises:
-        FeatxError: the store or the options do not allow such a probe.
     """
     started_at = time.perf_counter()
     check_options(config, kind)
@@ -163,13 +154,7 @@ def _head(
 
 
 def _result(config: Config, first: ValueSeed, seconds: float) -> dict[str, Any]:
-    """Assemble probe.json.
-
-    Args:
-        config: checked config with job=probe.
-        first: results of the first seed, which are reported in full.
-        seconds: duration of the probe.
-    """
+    """Assemble probe.json."""
     task, method = first.task, config.probe.methods[0]
     top = first.top(method)
     return {

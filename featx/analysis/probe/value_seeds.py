@@ -77,10 +77,6 @@ class ValueSeed:
 def value_seeds_entry(seed_probes: Sequence[ValueSeed], methods: Sequence[str]) -> dict[str, Any]:
     """Return the entry `seeds` of probe.json.
 
-    Args:
-        seed_probes: results of each seed, two or more.
-        methods: methods of the probe, of which the first one chooses the best layer.
-
     Returns:
         seeds; layer_of_splits, the layer that each split chose on its validation rows, every fold
         of every seed, and chosen, the metrics with it; layers -> method -> metrics; layer, the one

@@ -78,34 +78,20 @@ class ValueTask:
         return REGRESSION_METRICS if self.kind.name == "regression" else MULTILABEL_METRICS
 
     def judge(self, places: npt.NDArray[np.int64], predicted: Matrix) -> dict[str, Any]:
-        """Compute the metrics of some places, with `not_available` for the others.
-
-        Args:
-            places: (n,) places.
-            predicted: (n, T) predictions.
-        """
+        """Compute the metrics of some places, with `not_available` for the others."""
         metrics = regression_metrics if self.kind.name == "regression" else multilabel_metrics
         values, reasons = metrics(self.targets[places], predicted)
         return {**values, "not_available": reasons}
 
     def first_metric(self, truth: Matrix, predicted: Matrix) -> float | None:
-        """Compute the first metric alone, for many resamples or splits; None if it is undefined.
-
-        Args:
-            truth: (n, T) targets.
-            predicted: (n, T) predictions.
-        """
+        """Compute the first metric alone, for many resamples or splits; None if it is undefined."""
         if self.kind.name == "regression":
             return first_regression_metric(truth, predicted)
         return first_multilabel_metric(truth, predicted)
 
 
 def check_options(config: Config, kind: TaskKind) -> None:
-    """Refuse options and methods of classification.
-
-    Raises:
-        ConfigError: there is one.
-    """
+    """Refuse options and methods of classification."""
     for name in _OF_CLASSES:
         if getattr(config.probe, name) is not None:
             raise ConfigError(
@@ -123,11 +109,7 @@ def check_options(config: Config, kind: TaskKind) -> None:
 
 
 def check_splits(task: ValueTask, config: Config) -> None:
-    """Check that no set of rows is empty.
-
-    Raises:
-        DataError: one is.
-    """
+    """Check that no set of rows is empty."""
     for split in task.rows.splits:
         if min(len(split.fit), len(split.validation), len(split.test)) == 0:
             raise DataError(

@@ -52,13 +52,6 @@ def task_kind(store: FeatureStore, options: ProbeConfig) -> TaskKind:
     """Decide what the probe predicts (probe.task).
 
     Whole numbers are often class numbers, so that auto never takes them as numbers.
-
-    Args:
-        store: the store.
-        options: option group `probe`.
-
-    Raises:
-        StoreError: the store has no such column.
     """
     if options.masks is not None:
         return TaskKind("segmentation", "probe.masks has classes of pixels")
@@ -91,19 +84,7 @@ def valued_rows(
     kind: TaskKind,
     names: tuple[str, ...] | None = None,
 ) -> Values:
-    """Select the rows that have a value and did not fail.
-
-    Args:
-        store: the store.
-        options: option group `probe`.
-        kind: 'regression' or 'multilabel'.
-        names: targets of the training rows for rows of probe.test_store, whose other labels are
-            left out; None for the training rows themselves.
-
-    Raises:
-        StoreError: the store is incomplete or has no such column.
-        DataError: the column does not hold such values, or too few different ones.
-    """
+    """Select the rows that have a value and did not fail."""
     if not store.complete:
         raise StoreError(
             f"{store.root} is not complete: {store.num_rows_present} of {len(store)} rows are "
@@ -138,11 +119,7 @@ def valued_rows(
 def _value_mask(
     values: npt.NDArray[np.generic], column: str, kind: TaskKind
 ) -> npt.NDArray[np.bool_]:
-    """Return (N,) whether a row has a value.
-
-    Raises:
-        DataError: the column does not hold values of this kind.
-    """
+    """Return (N,) whether a row has a value."""
     if kind.name == "multilabel":
         if values.dtype.kind != "U":
             raise DataError(f"probe.task=multilabel: {column} holds numbers; expected text.")
@@ -164,11 +141,7 @@ def _value_mask(
 
 
 def _example_of_text(texts: list[str]) -> str:
-    """Quote the first text that is no number, and count the rows with such texts.
-
-    Returns:
-        ' (...)', or '' if all rows are empty.
-    """
+    """Quote the first text that is no number, and count the rows with such texts."""
     given = [text for text in texts if text and text.lower() not in MISSING_MARKS]
     # Numbers with leading zeros, such as 007, are kept as text by tables.
     others = [text for text in given if not _is_number(text)] or given

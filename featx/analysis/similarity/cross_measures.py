@@ -134,12 +134,6 @@ def compare_products(
 ) -> dict[str, float]:
     """Compute measures of two layers.
 
-    Args:
-        x: products of the first layer with itself.
-        y: products of the second one.
-        product: X^T Y.
-        measures: 'cka', 'cka_debiased', 'svcca', 'procrustes', or some of them.
-
     Returns:
         measure -> value, NaN if a layer is the same for all images.
     """

@@ -109,11 +109,6 @@ def exact_cosines(
 ) -> npt.NDArray[np.float64]:
     """Compute the cosines of pairs of rows in float64; a cosine with a vector of zeros is 0.
 
-    Args:
-        a: (n, width) vectors.
-        b: (m, width) vectors.
-        pairs: (p, 2) int64, a row of `a` and a row of `b`.
-
     Returns:
         (p,) float64.
     """
@@ -135,17 +130,7 @@ def _exact_block_rows(width: int) -> int:
 def _decide(
     cosines: torch.Tensor, threshold: float, width: int, above_diagonal: bool
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Return the pairs that reach a threshold, and those that float32 cannot decide.
-
-    Args:
-        cosines: (n, m) cosines of float32 vectors.
-        threshold: the requested cosine.
-        width: length of the vectors.
-        above_diagonal: whether rows and columns are the same block, so that each pair counts once.
-
-    Returns:
-        (p, 2) and (q, 2) int64 pairs of row and column.
-    """
+    """Return the pairs that reach a threshold, and those that float32 cannot decide."""
     error = SLACK * max(1.0, width / _FLOAT32_WIDTH)
     sure = cosines >= threshold - SLACK + error
     near = (cosines >= threshold - SLACK - error) & ~sure
@@ -169,11 +154,6 @@ def _join(
 
     All pairs are linked together: the larger root becomes a child of the smaller one, repeatedly,
     until both places of every pair have the same root.
-
-    Args:
-        parents: (N,) parent of each place; changed in place.
-        a: (p,) first place of each pair.
-        b: (p,) second place of each pair.
     """
     while True:
         root_a, root_b = _roots(parents, a), _roots(parents, b)

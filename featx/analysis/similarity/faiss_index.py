@@ -142,12 +142,7 @@ class RowIndex:
         return "cosine" if self._cosine else "euclidean"
 
     def _choose_num_probed_lists(self, recall: float, samples: npt.NDArray[np.int64]) -> None:
-        """Choose the number of lists to search, and measure the recall.
-
-        Args:
-            recall: requested share.
-            samples: (2 n,) random places; the first half chooses, the second half measures.
-        """
+        """Choose the number of lists to search, and measure the recall."""
         half = len(samples) // 2
         exact = nearest_among(self._vectors, samples, self._k, self._metric).scores
         while self.num_probed_lists < self.num_lists:
@@ -209,10 +204,6 @@ class RowIndex:
         """Compute the recall of each place: the share of its neighbours that are near enough.
 
         A neighbour counts if it is at least as near as the k-th neighbour of exact search.
-
-        Args:
-            places: (q,) int64 places.
-            exact: (q, k) scores of exact search.
         """
         scores = self._search(places).scores
         last = exact[:, -1:]
@@ -224,9 +215,5 @@ class RowIndex:
 
 
 def _faiss() -> Any:
-    """Import faiss.
-
-    Raises:
-        MissingExtraError: it is not installed.
-    """
+    """Import faiss."""
     return import_extra("faiss", "neighbors.recall", "the package faiss", "faiss")

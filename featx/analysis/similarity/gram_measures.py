@@ -102,11 +102,6 @@ def signature(
 ) -> torch.Tensor:
     """Compute the unit vector of a layer whose dot product with that of another is a measure.
 
-    Args:
-        products: products of the rows.
-        measure: 'cka', 'cka_debiased' or 'rsa'.
-        rsa_distance: distance of RSA, 'correlation' or 'cosine'.
-
     Returns:
         float32 on the CPU: (n^2,) for CKA, else (n (n - 1) / 2,); NaN if all rows are the same.
     """
@@ -156,16 +151,6 @@ def _cosine_distances(
     With d the difference of two rows x and y, 1 - cos = (|d|^2 - (|x| - |y|)^2) / (2 |x| |y|). For
     rows that a common offset makes nearly parallel, 1 minus the cosine is dominated by rounding.
     The other form is as exact as |d|^2 / (2 |x| |y|), the larger of its terms.
-
-    Args:
-        gram: (n, n) products of the rows minus their mean.
-        along: (n,) products with the mean.
-        mean_square: () the mean with itself.
-        upper: (2, p) pairs of rows.
-        rounding: squared length, of each row or of all, up to which a row is a vector of zeros.
-
-    Returns:
-        (p,) float64 whole numbers that have the order of the distances.
     """
     i, j = upper
     centred_squares = gram.diagonal()
@@ -190,15 +175,7 @@ def _cosine_distances(
 
 
 def _unit(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """Normalise a vector to length 1.
-
-    Args:
-        x: vector of any length.
-        scale: magnitude of the numbers that x was computed from.
-
-    Returns:
-        float32 on the CPU; NaN if x consists of rounding errors.
-    """
+    """Normalise a vector to length 1."""
     length = x.norm()
     if not length > 1e-12 * scale:
         return torch.full(x.shape, torch.nan)
@@ -212,11 +189,7 @@ def dot(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 def average_ranks(values: Matrix) -> Matrix:
-    """Rank values from 1; equal values get the mean of their ranks.
-
-    Args:
-        values: (m,) float64.
-    """
+    """Rank values from 1; equal values get the mean of their ranks."""
     order = np.argsort(values, kind="stable")
     ordered = values[order]
     starts = np.flatnonzero(np.concatenate([[True], ordered[1:] != ordered[:-1]]))

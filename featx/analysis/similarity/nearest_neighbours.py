@@ -162,11 +162,7 @@ def nearest_to(
 
 
 def row_of(store: FeatureStore, key: str) -> int:
-    """Return the row of a key.
-
-    Raises:
-        ConfigError: there is no such key, or its row failed.
-    """
+    """Return the row of a key."""
     try:
         row = store.row(key)
     except KeyError as error:
@@ -181,13 +177,6 @@ def best_of_blocks(
     scored_blocks: Iterable[tuple[torch.Tensor, torch.Tensor]], query_places: torch.Tensor, k: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Select the k best scores of many queries over blocks of candidates.
-
-    Args:
-        scored_blocks: for each block the places of its candidates, (m,) int64 and increasing, and
-            the scores, (q, m), which are overwritten.
-        query_places: (q,) place of each query, which is excluded from its neighbours; -1 if it has
-            none.
-        k: number of candidates to keep; all if there are fewer.
 
     Returns:
         (q, k) scores in falling order and (q, k) places. A score of -inf is not a neighbour.
@@ -210,15 +199,7 @@ def best_of_blocks(
 def _nearest(
     vectors: Vectors, x: torch.Tensor, query_places: torch.Tensor, k: int, cosine: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (q, k) places and (q, k) scores of the rows nearest to (q, D) vectors.
-
-    Args:
-        vectors: vectors that are searched.
-        x: (q, D) vectors, scaled and centred like these.
-        query_places: (q,) place of each, which is no neighbour of it; -1 if it is no row.
-        k: number of neighbours.
-        cosine: whether scores are cosines, else Euclidean distances.
-    """
+    """Return (q, k) places and (q, k) scores of the rows nearest to (q, D) vectors."""
     block_rows = min(vectors.rows_of(sizes.BLOCK_BYTES), max(1, sizes.BLOCK_BYTES // (4 * len(x))))
 
     def scored_blocks() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -241,12 +222,6 @@ def sort_neighbours(
     vectors: Vectors, x: torch.Tensor, places: torch.Tensor, cosine: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute the final scores and sort neighbours: the nearest first, equal ones by row.
-
-    Args:
-        vectors: the vectors that were searched.
-        x: (q, D) vectors of the queries.
-        places: (q, k) places that were found.
-        cosine: whether scores are cosines, else Euclidean distances.
 
     Returns:
         (q, k) places and (q, k) scores.

@@ -233,14 +233,7 @@ def _check_rows(x: npt.NDArray[np.floating], y: npt.NDArray[np.floating]) -> Non
 
 
 class _Layers:
-    """Layers of a store over some rows.
-
-    Args:
-        store: open store.
-        rows: (n,) int64 rows.
-        names: names of the layers.
-        device: device that computes.
-    """
+    """Layers of a store over some rows."""
 
     def __init__(
         self,
@@ -273,11 +266,7 @@ def _ignore_progress(layers: int) -> None:
 
 
 def _needs_gram(measure: str, num_rows: int) -> bool:
-    """Return whether a measure is computed from matrices of n x n values.
-
-    Raises:
-        ConfigError: it must be, and there are too many images.
-    """
+    """Return whether a measure is computed from matrices of n x n values."""
     if measure == "rsa" and num_rows > RSA_ROWS:
         raise ConfigError(
             f"RSA of {num_rows} images compares {num_rows * (num_rows - 1) // 2} distances; at "
@@ -353,15 +342,7 @@ def _compare_by_products(
 def _chosen_rows(
     store: FeatureStore, other: FeatureStore | None, num_rows: int, seed: int
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], int]:
-    """Choose rows at random among those that both stores have and that did not fail.
-
-    Returns:
-        the rows of both stores, two (n,) int64 arrays in the same order; and the number of rows
-        that were available.
-
-    Raises:
-        ConfigError: there are fewer than four.
-    """
+    """Choose rows at random among those that both stores have and that did not fail."""
     rows, other_rows = _common_rows(store, other)
     if len(rows) < 4:
         where = f"{store.root}" if other is None else f"both {store.root} and {other.root}"
@@ -376,11 +357,7 @@ def _chosen_rows(
 def _common_rows(
     store: FeatureStore, other: FeatureStore | None
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Return the rows of both stores that have the same keys and did not fail.
-
-    Returns:
-        two (n,) int64 arrays; the first is increasing.
-    """
+    """Return the rows of both stores that have the same keys and did not fail."""
     rows = np.flatnonzero(store.ok)
     if other is None:
         return rows, rows

@@ -96,13 +96,7 @@ def _mean_average_precision(
     scores: npt.NDArray[np.float64],
     rounding: npt.NDArray[np.float64],
 ) -> float:
-    """Return the mean average precision of the rows of a block.
-
-    Args:
-        same: (m, n) whether a row has the class of the query.
-        scores: (m, n) nearness, -inf for the query itself.
-        rounding: (m, n) largest errors of the scores.
-    """
+    """Return the mean average precision of the rows of a block."""
     from sklearn.metrics import label_ranking_average_precision_score
 
     # The query itself comes last, behind all rows of its class, and changes no precision.
@@ -115,13 +109,6 @@ def _ranks(
     """Number the scores of each row from the smallest; equal ones have the same number.
 
     Scores that follow each other are equal if the intervals given by their errors overlap.
-
-    Args:
-        scores: (m, n) numbers, or -inf.
-        rounding: (m, n) largest errors of the scores.
-
-    Returns:
-        (m, n) ranks.
     """
     order = np.argsort(scores, axis=1)
     ordered, errors = (np.take_along_axis(each, order, 1) for each in (scores, rounding))
@@ -139,9 +126,6 @@ def _ranking(
     A sum of D products in float64 has an error of at most D 2^-53 times the sum of their
     magnitudes, in any order, and 2 |a . b| is at most |a|^2 + |b|^2 (N. J. Higham, Accuracy and
     Stability of Numerical Algorithms, 2002, chapter 3). Products of float32 values are exact.
-
-    Returns:
-        (m, n) negative squared distances, and (m, n) errors.
     """
     query_vectors = vectors.at(torch.from_numpy(places).to(vectors.device))
     home = float64_device(vectors.device)

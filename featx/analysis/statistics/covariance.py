@@ -21,13 +21,6 @@ def principal_components(moments: Moments, k: int) -> Projection:
 
     The sign of a direction makes its largest entry positive. Variances are divided by n - 1, as in
     scikit-learn.
-
-    Args:
-        moments: moments with the full scatter matrix.
-        k: number of directions, from 1 to D.
-
-    Raises:
-        ConfigError: rows vary in fewer than k directions, or the moments are diagonal.
     """
     variances, directions = _eigen(moments, "principal components")
     _check_k(moments, variances, k)
@@ -44,17 +37,6 @@ def whitening(
 
     For ZCA, the whitening map nearest to the identity: A. J. Bell, T. J. Sejnowski, The
     "independent components" of natural scenes are edge filters, Vision Research 37(23), 1997.
-
-    Args:
-        moments: moments with the full scatter matrix.
-        k: number of directions to keep, those of largest variance; None for all D. PCA gives k
-            features, ZCA gives D.
-        epsilon: value added to each variance, in its unit, which limits the amplification of
-            directions of small variance, mostly noise.
-        zca: whether to rotate back to the axes of the features.
-
-    Raises:
-        ConfigError: k is out of range, or directions without variance are kept and epsilon is 0.
     """
     if not 0 <= epsilon < math.inf:
         raise ConfigError(f"epsilon is {epsilon}; expected a number of at least 0.")
@@ -116,14 +98,8 @@ def rank_me(moments: Moments) -> float | None:
     of 0; here 0 log 0 is 0. The singular values are roots of the eigenvalues of X^T X, of which
     those below their rounding error count as 0.
 
-    Args:
-        moments: moments with the full scatter matrix.
-
     Returns:
         a number from 1 to min(n, D), or None if all rows are 0.
-
-    Raises:
-        ConfigError: the moments are diagonal.
     """
     moments.check_full("RankMe")
     squares = torch.linalg.eigvalsh(moments.second_moment.cpu()).flip(0).clamp_(min=0)
@@ -185,11 +161,7 @@ def _eigen(moments: Moments, what: str) -> tuple[torch.Tensor, torch.Tensor]:
 def _check_k(
     moments: Moments, variances: torch.Tensor, k: int, needs_variance: bool = True
 ) -> None:
-    """Check that k directions exist and, if required, that they have variance.
-
-    Raises:
-        ConfigError: there are not.
-    """
+    """Check that k directions exist and, if required, that they have variance."""
     if not 1 <= k <= moments.dim:
         raise ConfigError(f"k is {k}; expected 1 to {moments.dim}, the number of features.")
     floor = float(variances[0]) * moments.dim * torch.finfo(torch.float64).eps

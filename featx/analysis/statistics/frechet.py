@@ -63,11 +63,7 @@ def refuse_other_values(a: dict[str, Any], b: dict[str, Any], what: str) -> None
 
 
 def _only_layer(a: Statistics, b: Statistics) -> str:
-    """Return the only layer that both files have.
-
-    Raises:
-        ConfigError: there are several or none.
-    """
+    """Return the only layer that both files have."""
     common = [name for name in a if name in b]
     if len(common) != 1:
         names = ", ".join(common) or "none"

@@ -244,9 +244,6 @@ class PositionNorms:
         """Return the upper edge of the bin that the quantile of the patch tokens lies in.
 
         It is above the quantile by 1.1 % at most, for norms between 2^-20 and 2^28.
-
-        Args:
-            share: between 0 and 1.
         """
         reached = self.histogram.cumsum() >= share * self.histogram.sum()
         return float(EDGES[min(int(reached.argmax()), len(EDGES) - 1)])
@@ -269,16 +266,7 @@ class PositionNorms:
 
 
 def check_size(dim: int, kind: str, subject: str = "a row") -> None:
-    """Check that moments of a kind can be held for `dim` features.
-
-    Args:
-        dim: number of features.
-        kind: 'full' or 'diagonal'.
-        subject: subject of the error message.
-
-    Raises:
-        ConfigError: the kind is unknown, or the scatter matrix would be too large.
-    """
+    """Check that moments of a kind can be held for `dim` features."""
     if kind not in KINDS:
         raise ConfigError(f"there are no moments of kind {kind!r}; expected one of {KINDS}.")
     if kind == "full" and dim > MAX_FULL:
@@ -306,16 +294,7 @@ def _outer_product(vector: torch.Tensor, kind: str) -> torch.Tensor:
 
 
 def moments_of_block(x: torch.Tensor, kind: str, images: Sequence[int]) -> Moments:
-    """Compute the moments of (n, D) float64 rows, which are overwritten, in two passes.
-
-    Args:
-        x: (n, D) float64.
-        kind: 'full' or 'diagonal'.
-        images: rows of the listing, for error messages; each has n / len(images) rows of x.
-
-    Raises:
-        NonFiniteError: a value or its square is NaN or infinite.
-    """
+    """Compute the moments of (n, D) float64 rows, which are overwritten, in two passes."""
     if len(x) == 0:
         return Moments.empty(x.shape[1], kind, x.device)
     finite = x.isfinite()

@@ -36,13 +36,7 @@ from featx.types import UNKNOWN_IMAGE, Failure, Part, StoreHeader
 
 
 class _Contents(NamedTuple):
-    """Contents of a file for a span of rows.
-
-    Attributes:
-        moments: layer -> its moments.
-        failures: images that were left out, in order of rows.
-        checksums: (n,) uint64 checksums of the images of all rows.
-    """
+    """Contents of a file for a span of rows."""
 
     moments: Mapping[str, Moments]
     failures: Sequence[Failure]
@@ -93,17 +87,8 @@ class MomentsTree:
 
         If another process has committed the part before, its file is kept.
 
-        Args:
-            part: part of a grid whose parts have a power of two of rows.
-            failures: images of the part that were left out.
-            moments: layer -> moments, for all layers of the run.
-            checksums: (n,) uint64 checksums of the images of the part, or None if unknown.
-
         Returns:
             the failures of the part as committed.
-
-        Raises:
-            RunError: the disk is full or fails; the part counts as missing.
         """
         require(set(moments) == set(self._layers), "a layer is missing")
         require(
@@ -136,10 +121,6 @@ class MomentsTree:
 
         Returns:
             the images that were left out, in order of rows.
-
-        Raises:
-            StoreError: rows are missing, or a file is damaged.
-            RunError: the disk is full or fails; another call resumes the merge.
         """
         merged = self._merge_span(0, self.num_rows)
         created = self._publish(self.path, 0, self.num_rows, merged)
@@ -151,17 +132,7 @@ class MomentsTree:
         return self.folder / f"rows-{start:010d}-{stop:010d}.h5"
 
     def check_file(self, path: Path, start: int, stop: int) -> tuple[Failure, ...]:
-        """Check a file completely, and return the images that it left out.
-
-        Args:
-            path: the file.
-            start: first row that it must hold.
-            stop: row after the last one.
-
-        Raises:
-            DamagedError, LayerError: the file is damaged.
-            StoreMismatchError: it was written with other settings.
-        """
+        """Check a file completely, and return the images that it left out."""
         with reading(path) as file:
             root = attributes_of(file)
             self._check(path, root, start, stop)
@@ -254,12 +225,7 @@ class MomentsTree:
         }
 
     def _check(self, path: Path, attributes: Mapping[str, Any], start: int, stop: int) -> None:
-        """Check that a file belongs to this run and to these rows.
-
-        Raises:
-            StoreMismatchError: it was written with other settings.
-            DamagedError: it holds other rows.
-        """
+        """Check that a file belongs to this run and to these rows."""
         settings = dict(self._header.fingerprint)
         if attributes["fingerprint"] != digest(settings):
             stored = json.loads(attributes["settings"])
@@ -277,21 +243,13 @@ class MomentsTree:
 
 
 def spans_in(folder: Path) -> list[tuple[int, int]]:
-    """Return the rows [start, stop) of each file of moments in a folder, the largest spans first.
-
-    Raises:
-        StoreError: a file has a name that featx does not use.
-    """
+    """Rows [start, stop) of each file of moments in a folder, the largest spans first."""
     spans = [_span_of(path) for path in sorted(folder.glob("rows-*.h5"))]
     return sorted(spans, key=lambda span: span[0] - span[1])
 
 
 def _span_of(path: Path) -> tuple[int, int]:
-    """Parse the rows from the name of a file.
-
-    Raises:
-        StoreError: the name is malformed.
-    """
+    """Parse the rows from the name of a file."""
     try:
         _, start, stop = path.stem.split("-")
         return int(start), int(stop)

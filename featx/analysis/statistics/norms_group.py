@@ -34,16 +34,7 @@ def write_norms(group: h5py.Group, norms: PositionNorms) -> None:
 def read_norms(
     datasets: Mapping[str, h5py.Dataset], attributes: Mapping[str, Any], count: int
 ) -> PositionNorms:
-    """Read the norms of a group.
-
-    Args:
-        datasets: datasets of the group by name.
-        attributes: attributes of the group.
-        count: number of images.
-
-    Raises:
-        ValueError, TypeError: datasets or attributes do not fit together.
-    """
+    """Read the norms of a group."""
     tokens = geometry_of(attributes)
     if tokens is None:
         raise ValueError("the places of the tokens are missing")

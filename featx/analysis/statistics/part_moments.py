@@ -43,9 +43,6 @@ class StatsLayer:
         positions: None if the flattened tensor of an image is one observation; P if each of its P
             spatial positions or tokens is one.
         tokens: places of the tokens or positions whose norms are taken as well, or None.
-
-    Raises:
-        ConfigError: the scatter matrix would be too large, or the shape does not have P positions.
     """
 
     spec: LayerSpec
@@ -114,17 +111,7 @@ class PartMoments:
         self._nodes: list[tuple[int, int, Moments]] = []
 
     def add(self, start: int, rows: torch.Tensor, failed: Collection[int] = ()) -> None:
-        """Add the images [start, start + b) of the listing. The values are copied.
-
-        Args:
-            start: row of the first image, which follows the last one of the batch before.
-            rows: (b, *spec.shape) or (b, D), or (b, P, D) with positions; any float dtype and
-                device.
-            failed: rows of the listing among them to leave out.
-
-        Raises:
-            NonFiniteError: a value of a row that did not fail is NaN or infinite.
-        """
+        """Add the images [start, start + b) of the listing. The values are copied."""
         name, stop = self.layer.spec.name, start + len(rows)
         require(start == self._next, f"row {start} came where row {self._next} was due")
         require(stop <= self.part.stop, "a batch crosses its part")

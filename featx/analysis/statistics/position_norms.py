@@ -36,15 +36,7 @@ class PartNorms:
         self._histogram: Counts = np.zeros(NUM_BINS, np.int64)
 
     def add(self, start: int, values: torch.Tensor, count: int, failed: Collection[int]) -> None:
-        """Add the images [start, start + count) of the listing.
-
-        Args:
-            start: row of the first image, which follows the last one of the batch before.
-            values: (B, *shape) values of a batch. All B rows are computed, as sums on a GPU may
-                depend on the shape, which is constant in a run.
-            count: number of rows that are not padding.
-            failed: rows of the listing among them to leave out.
-        """
+        """Add the images [start, start + count) of the listing."""
         with plain_tensors():
             squares = values.to(float64_device(values.device)).double().square()
             norms = squares.sum(self._axis).sqrt().flatten(1)[:count]

@@ -29,19 +29,7 @@ if TYPE_CHECKING:
 def with_statistics(
     chosen: Sequence[tuple[CapturePoint, ReduceConfig]], config: Config, backbone: Backbone
 ) -> ChosenLayers:
-    """Add the statistics that pca and whiten need to the chosen layers.
-
-    Args:
-        chosen: captures and the options of their reductions.
-        config: config of the run.
-        backbone: model with its preprocessing.
-
-    Raises:
-        StoreError: a statistics file is missing, incomplete or damaged.
-        LayerError: it does not contain the layer.
-        StoreMismatchError: it is from another model, transform or tensor.
-        ReduceError: it cannot be used for this reduction.
-    """
+    """Add the statistics that pca and whiten need to the chosen layers."""
     return [
         (
             point,
@@ -84,14 +72,7 @@ def _projected_reduce(
 
 
 def first_reduction(about: dict[str, Any]) -> ReduceConfig:
-    """Return the reduction that was applied before a layer's statistics were computed.
-
-    Args:
-        about: description as returned by `Statistics.about`.
-
-    Raises:
-        ReduceError: it is itself a projection, or chooses tokens by key.
-    """
+    """Return the reduction that was applied before a layer's statistics were computed."""
     if about["reduce"] == "sample":
         raise ReduceError(
             f"these statistics of {about['layer']} are of tokens that reduce=sample chose; a "
@@ -114,11 +95,7 @@ def _refuse_another_tensor(
     config: Config,
     backbone: Backbone,
 ) -> None:
-    """Check that statistics were computed from the same tensor as is captured now.
-
-    Raises:
-        StoreMismatchError: they were not.
-    """
+    """Check that statistics were computed from the same tensor as is captured now."""
     now: dict[str, object] = {
         "layer": point.layer,
         "capture": point.capture,
@@ -145,9 +122,6 @@ def _refuse_arbitrary_directions(projection: Projection, dim: int, zca: bool) ->
     """Check that all directions have variance; those without differ between machines.
 
     Exception: with zca and all directions, the map does not depend on how they are chosen.
-
-    Raises:
-        ConfigError: a direction is arbitrary.
     """
     variances = projection.explained_variance
     floor = float(variances[0]) * dim * torch.finfo(torch.float64).eps

@@ -123,11 +123,7 @@ def _stamp_of(path: Path) -> tuple[int, int, int] | None:
 
 
 def _check_complete(path: Path, root: Mapping[str, Any]) -> None:
-    """Check that a file is the final one of a run.
-
-    Raises:
-        StoreError: it holds only a part of the rows.
-    """
+    """Check that a file is the final one of a run."""
     if not root["complete"]:
         raise StoreError(
             f"{path} holds rows {root['start']} to {root['stop']} of a run that is not complete. "

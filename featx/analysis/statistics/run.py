@@ -176,9 +176,6 @@ def _check_images(context: RunContext, parts: MomentsOfParts) -> None:
     """Compare the images with those of the existing statistics.
 
     With refresh=true, files that contain changed images are deleted and computed again.
-
-    Raises:
-        StoreMismatchError: images have changed, and refresh=true was not given.
     """
     keys, config = context.listing.keys, context.config
     states_file = parts.path.with_name(STATS_IMAGES)
@@ -217,12 +214,7 @@ def _clear(disk: AtomicFolder, overwrite: bool) -> None:
 
 
 def _check_reference(reference: Statistics, target: StatsTarget, context: RunContext) -> None:
-    """Check, before hours of work, that a distance to the other statistics can be computed.
-
-    Raises:
-        ConfigError: they have no layer in common, or store only variances.
-        StoreMismatchError: they are from another model or transform.
-    """
+    """Check, before hours of work, that a distance to the other statistics can be computed."""
     common = [layer for layer in target.layers if layer.spec.name in reference]
     if not common:
         names = ", ".join(layer.spec.name for layer in target.layers)

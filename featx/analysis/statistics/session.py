@@ -51,12 +51,7 @@ class MomentsOfParts:
         return [failure for span in sorted(self._spans) for failure in self._spans[span]]
 
     def survey(self) -> None:
-        """Find complete parts, quarantine damaged files, and delete leftovers of killed processes.
-
-        Raises:
-            StoreMismatchError: a file was written with other settings.
-            StoreError: a file cannot be read at the moment.
-        """
+        """Find complete parts, quarantine damaged files, delete leftovers of killed processes."""
         self._spans = {}
         self._surveyed = True
         self.disk.make_folder(self.path.parent)  # a killed process may not have synced it
@@ -129,11 +124,7 @@ class MomentsOfParts:
     def committed_by_others(
         self, parts: Sequence[Part]
     ) -> Iterator[tuple[Part, Sequence[Failure]]]:
-        """Yield those of some parts that other processes have committed, with their failures.
-
-        Raises:
-            DamagedError: a file is damaged.
-        """
+        """Yield those of some parts that other processes have committed, with their failures."""
         remaining = list(parts)
         for start, stop in spans_in(self.folder):
             covered = [part for part in remaining if start <= part.start and part.stop <= stop]
@@ -151,11 +142,7 @@ class MomentsOfParts:
             remaining = [part for part in remaining if part not in covered]
 
     def image_checksums(self) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.bool_]]:
-        """Return image checksums of all rows, (N,) uint64, and which rows are complete, (N,) bool.
-
-        Raises:
-            StoreError: a file cannot be read at the moment.
-        """
+        """Image checksums of all rows, (N,) uint64, and which rows are complete, (N,) bool."""
         checksums = np.full(self._num_rows, UNKNOWN_IMAGE, dtype=np.uint64)
         is_done = np.zeros(self._num_rows, np.bool_)
         for start, stop in self._spans:
@@ -177,12 +164,7 @@ class MomentsOfParts:
                 self.complete = False
 
     def finish(self) -> None:
-        """Merge all parts into the final file, and remove them.
-
-        Raises:
-            StoreError: rows are missing, or a file is damaged; `survey` quarantines it.
-            RunError: the disk is full or fails; another call resumes the merge.
-        """
+        """Merge all parts into the final file, and remove them."""
         require(self._surveyed, "what is there already was not looked for")
         if not self.complete:
             nodes = sorted(self._spans)

@@ -85,11 +85,6 @@ class StatsSink:
     def take(self, part: Part, batch: Batch, computed: Callable[[], Values]) -> list[Failure]:
         """Add the next batch of a part.
 
-        Args:
-            part: part that contains the batch.
-            batch: rows that follow those of the previous batch.
-            computed: function that waits for the values of the batch.
-
         Returns:
             the rows of the batch that failed.
         """
@@ -175,15 +170,7 @@ class StatsPartTask:
         return frozenset(layer.spec.name for layer in self.layers)
 
     def check(self, root: Path, fingerprint: Mapping[str, Any]) -> None:
-        """Check that the folder contains no statistics with other settings.
-
-        Args:
-            root: folder of the statistics.
-            fingerprint: everything that changes values, by option name.
-
-        Raises:
-            RunError: it does.
-        """
+        """Check that the folder contains no statistics with other settings."""
         stored = stored_resume_state(root)
         if stored is not None and differences(stored.settings, fingerprint):
             raise RunError(
@@ -192,13 +179,7 @@ class StatsPartTask:
             )
 
     def listing(self, root: Path, num_rows: int, identity: str) -> Listing | None:
-        """Read the listing that the driver has written for its workers.
-
-        Args:
-            root: folder of the statistics.
-            num_rows: expected number of rows.
-            identity: expected digest of the listing.
-        """
+        """Read the listing that the driver has written for its workers."""
         return read_listing(root / PARTS_FOLDER, num_rows, identity)
 
     def missing(self, root: Path, parts: Sequence[Part]) -> list[Part]:
@@ -211,13 +192,7 @@ class StatsPartTask:
         ]
 
     def sink(self, context: RunContext, root: Path, heartbeat: Heartbeat) -> StatsSink:
-        """Create the batch sink of a worker.
-
-        Args:
-            context: the run.
-            root: folder of the statistics.
-            heartbeat: heartbeat of the worker.
-        """
+        """Create the batch sink of a worker."""
         commit = tree_of(context, self.layers, AtomicFolder(root)).commit
         return StatsSink(context, self.layers, self.axes, commit, heartbeat)
 

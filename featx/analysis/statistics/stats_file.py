@@ -63,17 +63,7 @@ class DamagedError(StoreError):
 
 @contextlib.contextmanager
 def reading(path: Path, compare: bool = True) -> Iterator[h5py.File]:
-    """Open a statistics file of a version that this featx reads.
-
-    Args:
-        path: the file.
-        compare: whether to verify the checksum; not needed if that was done and the file is
-            unchanged.
-
-    Raises:
-        StoreError: the file cannot be read at the moment, or has a newer format.
-        DamagedError: it is damaged.
-    """
+    """Open a statistics file of a version that this featx reads."""
     if compare:
         _check_seal(path)
     try:
@@ -101,13 +91,6 @@ def file_bytes(
     checksums: npt.NDArray[np.uint64],
 ) -> memoryview:
     """Build a file in memory, and verify it by reading it back.
-
-    Args:
-        root: root attributes.
-        layers: name -> layer.
-        moments: name -> moments.
-        failures: images that were left out, in order of rows.
-        checksums: (n,) uint64 checksums of the images of all rows.
 
     Returns:
         the bytes of the file.
@@ -163,16 +146,7 @@ def _write_failures(group: h5py.Group, failures: Sequence[Failure]) -> None:
 
 
 def read_failures(file: h5py.File, path: Path, root: Mapping[str, Any]) -> tuple[Failure, ...]:
-    """Read the images that were left out, in order of rows.
-
-    Args:
-        file: open file.
-        path: its path, for error messages.
-        root: its root attributes.
-
-    Raises:
-        DamagedError: they do not match the root attributes.
-    """
+    """Read the images that were left out, in order of rows."""
     names = ("row", "key", "status", "error", "message")
     datasets = _plain_datasets(file, path, layout.FAILURES, names)
     columns = [datasets[name][()] for name in names]
@@ -193,16 +167,8 @@ def read_failures(file: h5py.File, path: Path, root: Mapping[str, Any]) -> tuple
 def read_checksums(file: h5py.File, path: Path, root: Mapping[str, Any]) -> npt.NDArray[np.uint64]:
     """Read the image checksums of a file's rows.
 
-    Args:
-        file: open file.
-        path: its path, for error messages.
-        root: its root attributes.
-
     Returns:
         (n,) uint64.
-
-    Raises:
-        DamagedError: they do not match the root attributes.
     """
     num_rows = root["stop"] - root["start"]
     dataset = open_plain_dataset(file, layout.IMAGE_CHECKSUM)
@@ -219,11 +185,7 @@ def _seal(crc: int) -> bytes:
 
 
 def _check_seal(path: Path) -> None:
-    """Verify the checksum of a file.
-
-    Raises:
-        DamagedError: the file differs from its checksum or cannot be read.
-    """
+    """Verify the checksum of a file."""
     crc = 0
     try:
         with path.open("rb") as file:
@@ -247,11 +209,7 @@ def attributes_of(item: h5py.Group) -> dict[str, Any]:
 def _plain_datasets(
     file: h5py.File, path: Path, group: str, names: Sequence[str]
 ) -> dict[str, h5py.Dataset]:
-    """Return datasets of a group whose values are stored in this file.
-
-    Raises:
-        DamagedError: a dataset is missing or refers to another file.
-    """
+    """Return datasets of a group whose values are stored in this file."""
     try:
         return {name: open_plain_dataset(file, f"{group}/{name}") for name in names}
     except StoreError as error:
@@ -259,11 +217,7 @@ def _plain_datasets(
 
 
 def check_layer(file: h5py.File, path: Path, name: str) -> None:
-    """Check that a file has statistics of a layer.
-
-    Raises:
-        LayerError: it has none.
-    """
+    """Check that a file has statistics of a layer."""
     if name not in file["layers"]:
         names = list(file["layers"])
         raise LayerError(
@@ -275,18 +229,7 @@ def check_layer(file: h5py.File, path: Path, name: str) -> None:
 def read_layer(
     file: h5py.File, path: Path, name: str, root: Mapping[str, Any]
 ) -> tuple[Moments, dict[str, Any]]:
-    """Read the moments and attributes of one layer, and check that they match.
-
-    Args:
-        file: open file.
-        path: its path, for error messages.
-        name: name of the layer.
-        root: its root attributes.
-
-    Raises:
-        LayerError: there is no such layer.
-        DamagedError: shapes, counts or values do not match.
-    """
+    """Read the moments and attributes of one layer, and check that they match."""
     check_layer(file, path, name)
     datasets = _plain_datasets(file, path, f"layers/{name}", ("count", *_ARRAYS))
     if sum(dataset.size for dataset in datasets.values()) * 8 > file.id.get_filesize():
@@ -315,20 +258,7 @@ def read_layer(
 
 
 def _read_norms(file: h5py.File, path: Path, name: str, count: int) -> PositionNorms | None:
-    """Read the norms of the tokens of a layer.
-
-    Args:
-        file: open file.
-        path: its path, for error messages.
-        name: name of the layer.
-        count: number of images.
-
-    Returns:
-        the norms, or None if the file has none, as for vectors and in files of earlier versions.
-
-    Raises:
-        DamagedError: they do not match the layer.
-    """
+    """Read the norms of the tokens of a layer."""
     group = f"layers/{name}/{NORMS}"
     if NORMS not in file[f"layers/{name}"]:
         return None
@@ -353,11 +283,7 @@ class StatsResumeState:
 
 
 def stored_resume_state(root: Path) -> StatsResumeState | None:
-    """Return the resume state of the statistics in a folder, or None if there are none.
-
-    Raises:
-        StoreError: a file has a newer format, or cannot be read at the moment.
-    """
+    """Return the resume state of the statistics in a folder, or None if there are none."""
     parts = (root / PARTS_FOLDER).glob("rows-*.h5")
     for path in (root / STATS_FILE, *sorted(parts)):
         if not path.is_file():

@@ -101,15 +101,6 @@ class StatsTarget:
 
         As for a store, but longer if writing and merging the matrices would take a large share of
         the time.
-
-        Args:
-            engine: engine with its captures.
-            specs: descriptions of the captured tensors.
-            work_s: seconds that the model takes for all rows.
-
-        Raises:
-            ConfigError: a matrix would be too large, or stats.observation=position has no effect.
-            ReduceError: the positions of a layer are unknown.
         """
         places = token_geometries(specs, engine.backbone)
         size = engine.backbone.preprocess.crop

@@ -63,11 +63,7 @@ class RayOptions(ExecutorConfig):
 
 
 def _options(config: Config) -> RayOptions:
-    """Return the options of this executor.
-
-    Raises:
-        FeatxError: the config has those of another executor.
-    """
+    """Return the options of this executor."""
     if not isinstance(config.executor, RayOptions):
         raise FeatxError(f"executor=ray was given the options {config.executor}.")
     return config.executor
@@ -123,11 +119,7 @@ class ActorPool(WorkerPool):
             self._calls[number] = actor.run.remote(self._sent_spec, number, self._device)
 
     def ended(self) -> Mapping[int, str]:
-        """Find the actors that have returned or died.
-
-        Raises:
-            RunError: the head of the cluster has not answered for long, or an actor could not run.
-        """
+        """Find the actors that have returned or died."""
         self._head.check()
         calls = {self._calls[number]: number for number in self.workers}
         found, _ = self._ray.wait(list(calls), num_returns=len(calls), timeout=0)

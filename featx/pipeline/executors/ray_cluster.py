@@ -26,11 +26,7 @@ _HEAD_CHECK_S = 5.0
 
 
 def check_cluster(ray: Any, address: str) -> None:
-    """Check that a cluster answers at executor.address, as Ray itself would retry for minutes.
-
-    Raises:
-        ConfigError: no cluster answers there.
-    """
+    """Check that a cluster answers at executor.address, as Ray itself would retry for minutes."""
     try:
         _connect(_head_address(ray, address), CONNECT_S)
     except OSError as error:
@@ -45,11 +41,7 @@ class HeadWatch:
         self._answered_at = self._checked_at = time.monotonic()
 
     def check(self) -> None:
-        """Ask the head, at most every _HEAD_CHECK_S seconds.
-
-        Raises:
-            RunError: it has not answered for HEAD_LOST_S seconds.
-        """
+        """Ask the head, at most every _HEAD_CHECK_S seconds."""
         if time.monotonic() - self._checked_at < _HEAD_CHECK_S:
             return
         try:
@@ -67,22 +59,14 @@ class HeadWatch:
 
 
 def _connect(address: str, limit_s: float) -> None:
-    """Open and close a connection to host:port; do nothing for a text of another form.
-
-    Raises:
-        OSError: no process accepts connections at this address.
-    """
+    """Open and close a connection to host:port; do nothing for a text of another form."""
     host, _, port = address.rpartition(":")
     if host and port.isdigit():
         socket.create_connection((host.strip("[]"), int(port)), limit_s).close()
 
 
 def _head_address(ray: Any, address: str) -> str:
-    """Host:port that Ray will connect to for executor.address; '' if that is not known.
-
-    Raises:
-        ConnectionError: `auto` finds no cluster on this machine.
-    """
+    """Host:port that Ray will connect to for executor.address; '' if that is not known."""
     if address != "auto":
         return address.removeprefix("ray://")
     try:
@@ -108,9 +92,6 @@ def connected(ray: Any, address: str | None) -> Iterator[Any]:
     """Connect Ray to a cluster, or start one on this machine.
 
     A connection of the caller is used as it is and stays open.
-
-    Raises:
-        ConfigError: no cluster answers there.
     """
     is_ours = not ray.is_initialized()
     if is_ours:
@@ -153,9 +134,5 @@ def _no_cluster(address: str | None, error: Exception) -> ConfigError:
 
 
 def ray_module() -> Any:
-    """Import Ray.
-
-    Raises:
-        MissingExtraError: Ray is not installed.
-    """
+    """Import Ray."""
     return import_extra("ray", "executor=ray", "Ray", "ray")

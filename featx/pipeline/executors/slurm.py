@@ -75,11 +75,7 @@ class SlurmOptions(ExecutorConfig):
 
 
 def _options(config: Config) -> SlurmOptions:
-    """Return the options of this executor.
-
-    Raises:
-        FeatxError: the config has those of another executor.
-    """
+    """Return the options of this executor."""
     if not isinstance(config.executor, SlurmOptions):
         raise FeatxError(f"executor=slurm was given the options {config.executor}.")
     return config.executor
@@ -135,11 +131,7 @@ EXECUTORS.register(
 
 
 def _shared_folder(options: SlurmOptions, session: Session) -> Path:
-    """Folder for worker spec, claims, reports and logs.
-
-    Raises:
-        ConfigError: the folder of executor.folder cannot be created.
-    """
+    """Folder for worker spec, claims, reports and logs."""
     if options.folder is None:
         return session.root.absolute() / layout.JOBS
     folder = Path(options.folder).expanduser().absolute()

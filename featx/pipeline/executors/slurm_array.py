@@ -62,12 +62,7 @@ class JobArray(WorkerPool):
         return f"job {self._ids[number]}"
 
     def start(self, numbers: Sequence[int]) -> None:
-        """Submit tasks as one array; during a run they wait if the controller does not answer.
-
-        Raises:
-            ConfigError: Slurm refuses what the config requests.
-            RunError: the controller does not answer the first submission, or refuses a later one.
-        """
+        """Submit tasks as one array; during a run they wait if the controller does not answer."""
         numbers = [*self._unsent, *numbers]
         code, out, error = run_command(self._command(numbers), module_environment())
         if code != 0:

@@ -69,12 +69,7 @@ def last_line(text: str) -> str:
 
 
 def check_partition(partition: str | None) -> None:
-    """Compare executor.partition, several separated by commas, with the cluster's partitions.
-
-    Raises:
-        RunError: the controller does not answer.
-        ConfigError: this machine has no configuration of Slurm, or the cluster no such partition.
-    """
+    """Compare executor.partition, several separated by commas, with the cluster's partitions."""
     code, out, error = run_command(["sinfo", "--noheader", "--all", "--format=%R"])
     if code is None:
         return  # there is no sinfo: sbatch will report what is wrong

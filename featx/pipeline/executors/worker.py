@@ -51,14 +51,7 @@ TIME_LIMIT = "its time limit"
 def run_worker(
     spec: WorkerSpec, number: int, device: str, left_s: float | None = None
 ) -> WorkerReport:
-    """Compute and commit parts until all are claimed; report how that ended.
-
-    Args:
-        spec: worker spec.
-        number: number of the worker; a replacement has a new one.
-        device: device to compute on.
-        left_s: seconds after which the worker ends itself, or None.
-    """
+    """Compute and commit parts until all are claimed; report how that ended."""
     own_process()
     started_at, ready_at = time.monotonic(), 0.0
     report, worker = WorkerReport(), None
@@ -148,11 +141,7 @@ class PartWorker:
         self._folder.write_best_effort(path, report.to_json())
 
     def compute_parts(self, parts: Iterable[Part]) -> None:
-        """Compute and commit parts as the iterable yields them, and add their measurements.
-
-        Raises:
-            Interrupted: a signal arrived; complete parts are committed.
-        """
+        """Compute and commit parts as the iterable yields them, and add their measurements."""
         self._parts = parts
         self._sink.seconds = dict.fromkeys(self._sink.seconds, 0.0)
         figures = run_parts(self._context, self, self, progress=SilentProgress())

@@ -139,24 +139,11 @@ class WorkerPool(ABC):
         """Name of a worker in messages."""
 
     def advice(self, number: int, how: str, parts: Sequence[Part]) -> str:
-        """Sentences for the error after MAX_DEATHS losses, each after a space.
-
-        Args:
-            number: number of the lost worker.
-            how: how it ended.
-            parts: parts that it had claimed and not committed.
-        """
+        """Sentences for the error after MAX_DEATHS losses, each after a space."""
         return ""
 
     def run(self) -> RunOutcome:
-        """Compute all parts; return the outcome of the run.
-
-        Raises:
-            FeatxError: a worker raised it.
-            RunError: a worker failed, or MAX_DEATHS workers were lost in the same part.
-            TooManyFailuresError: more images failed than max_failures allows.
-            Interrupted: SIGINT or SIGTERM arrived; complete parts are committed.
-        """
+        """Compute all parts; return the outcome of the run."""
         disk, session = open_folder(self.spec.folder), self.session
         with (
             self.heartbeat,
@@ -226,14 +213,7 @@ class WorkerPool(ABC):
         self._look_s = time.monotonic() - looked_at
 
     def _take_end(self, number: int, how: str) -> _Loss | None:
-        """Take the report of a worker that has ended.
-
-        Returns:
-            the loss for a worker that was lost or ended early, otherwise None.
-
-        Raises:
-            FeatxError: the worker raised it.
-        """
+        """Take the report of a worker that has ended."""
         report = self._report(result_path(self.spec, number))
         if report is None and not self._is_overdue(number):
             return None
@@ -252,11 +232,7 @@ class WorkerPool(ABC):
         return loss
 
     def _find_committed(self) -> None:
-        """Record the parts that were committed since the last look.
-
-        Raises:
-            TooManyFailuresError: more images failed than max_failures allows.
-        """
+        """Record the parts that were committed since the last look."""
         is_earlier = not self.collector.started_at
         parts = list(self._missing.values())
         for part, failures in self.session.committed_by_others(parts):
@@ -308,11 +284,7 @@ class WorkerPool(ABC):
         return raised
 
     def _replace(self, lost: Sequence[_Loss]) -> None:
-        """Start other workers for lost ones, which inherit the parts that these had claimed.
-
-        Raises:
-            RunError: MAX_DEATHS workers were lost in the same part.
-        """
+        """Start other workers for lost ones, which inherit the parts that these had claimed."""
         if not lost:
             return
         claimed = claimed_indices(self.spec)
@@ -342,9 +314,6 @@ class WorkerPool(ABC):
 
         Without a part it counts with those that it replaced, unless it has committed parts: Slurm
         may preempt many tasks at once.
-
-        Raises:
-            RunError: it is the last of MAX_DEATHS workers.
         """
         # A worker computes its parts in order, so it was lost in the first that is missing.
         is_ready = self._is_ready(number)

@@ -154,11 +154,7 @@ class WorkerSpec:
 def worker_spec(
     context: RunContext, session: Session, part_task: PartTask, config_yaml: str
 ) -> WorkerSpec:
-    """Create the worker spec of a run, without what its executor adds.
-
-    Raises:
-        ConfigError: the data set is a Python object that cannot be pickled.
-    """
+    """Create the worker spec of a run, without what its executor adds."""
     config = context.config
     return WorkerSpec(
         root=session.root.absolute(),
@@ -254,13 +250,7 @@ class _WorkerTarget:
 
 @contextlib.contextmanager
 def worker_context(spec: WorkerSpec, device: str) -> Iterator[RunContext]:
-    """Build the run context of a worker on a device, such as 'cuda:1'.
-
-    Raises:
-        RunError: this worker would compute other values than the driver, or cannot read the
-            listing.
-        FeatxError: the model or the data set is not available to this process.
-    """
+    """Build the run context of a worker on a device, such as 'cuda:1'."""
     # The driver has written to the store already, so an outage of an object store is temporary.
     with s3_outage.waiting_limit():
         take_cpus(spec.cpus)

@@ -85,11 +85,7 @@ class WorkerReport:
 
     @classmethod
     def from_json(cls, data: bytes) -> WorkerReport:
-        """Report from JSON.
-
-        Raises:
-            ValueError: the text is incomplete.
-        """
+        """Report from JSON."""
         values: dict[str, Any] = json.loads(data)
         stats, error = WorkerStats(**values.pop("worker_stats")), values.pop("error")
         return cls(**values, worker_stats=stats, error=error and WorkerError(**error))

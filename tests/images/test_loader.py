@@ -31,7 +31,7 @@ from featx.images import (
     Loader,
     Preprocess,
     decode_pillow,
-    image_reading,
+    row_loader,
 )
 from featx.images import loader as loader_module
 from featx.sources import FolderSource
@@ -119,7 +119,7 @@ def expected_row(data: bytes, reference: bool = False) -> torch.Tensor:
 @pytest.fixture
 def without_read_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Retries come at once."""
-    monkeypatch.setattr(image_reading, "_RETRY_WAITS_S", (0, 0, 0))
+    monkeypatch.setattr(row_loader, "_RETRY_WAITS_S", (0, 0, 0))
 
 
 @pytest.fixture(autouse=True)
@@ -411,7 +411,7 @@ def test_a_fault_is_not_retried() -> None:
 
 
 def test_retries_wait_longer_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(image_reading, "_RETRY_WAITS_S", (0.05, 0.1))
+    monkeypatch.setattr(row_loader, "_RETRY_WAITS_S", (0.05, 0.1))
     source = FailingSource(GOOD[:1], b"000000", IO_ERROR, times=2)
     started_at = time.perf_counter()
     load_all(source, [Part(0, 0, 1)])

@@ -61,7 +61,7 @@ def watch(
 
         with featx.watch(model) as log:
             model(x).sum().backward()
-        print(log.table())
+        print(log)
 
     The device is synchronised around each call, so that the times are those of the call; the model
     as a whole is slower. No tensor is kept. A compiled model runs its original code. The hooks are
@@ -144,6 +144,9 @@ class CallLog:
         names = [name or _WHOLE for name, _ in model.named_modules()]
         self._name_width = max(len(name) + 2 * name.count(".") for name in names)
         self._type_width = max(len(type(m).__name__) for m in model.modules())
+
+    def __str__(self) -> str:
+        return self.table()
 
     def table(self) -> str:
         """Format the rows as a table."""

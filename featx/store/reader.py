@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from featx.base import declared_function, name_bytes, name_text
+from featx.base import declared_function, import_extra, name_bytes, name_text
 from featx.errors import LayerError, StoreError, nearest
 from featx.storage import parse_path
 from featx.store import layout
@@ -319,6 +319,41 @@ class FeatureStore:
         width = int(np.prod(self[layer].shape[1:], dtype=np.int64))
         features = self[layer][rows].reshape(len(rows), width).astype(np.float32)
         return features, self.labels[rows]
+
+    def to_pandas(self, layers: str | Sequence[str] = ()) -> Any:
+        """Table of all rows, failed ones included; its index is the row of the store.
+
+        Args:
+            layers: layers whose values become columns, `LAYER.0` and so on in the order of the
+                flattened row, NaN for failed rows. All of them are held in memory.
+
+        Returns:
+            a pandas.DataFrame with the columns key, label (-1 without one), class, status (a word),
+            those of the data set, and those of the layers. A column of the data set with the name
+            of one of the first four is called `column.NAME`.
+
+        Raises:
+            MissingExtraError: pandas is not installed.
+            LayerError: the store has no such layer.
+        """
+        pandas = import_extra("pandas", "FeatureStore.to_pandas", "pandas", "export")
+        names = [*self.classes, None]  # the last one for -1
+        one_of_each = np.unique(self.status, return_index=True)[1]
+        words = {int(self.status[row]): self._status_label(row) for row in one_of_each}
+        table = {
+            "key": self.keys,
+            "label": self.labels,
+            "class": [names[label] for label in self.labels.tolist()],
+            "status": [words[number] for number in self.status.tolist()],
+        }
+        for name in self.columns:
+            table[f"column.{name}" if name in table else name] = self.column(name)
+        frames = [pandas.DataFrame(table)]
+        for layer in [layers] if isinstance(layers, str) else layers:
+            values = self[layer][:].reshape(len(self), -1)
+            titles = [f"{layer}.{i}" for i in range(values.shape[1])]
+            frames.append(pandas.DataFrame(values, columns=titles))
+        return pandas.concat(frames, axis=1)
 
     @cached_property
     def key_bytes(self) -> npt.NDArray[np.bytes_]:

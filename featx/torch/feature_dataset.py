@@ -35,21 +35,28 @@ Each reading process holds about this much.
 class FeatureDataset(Dataset[tuple[torch.Tensor, int]]):
     """Rows of one layer that did not fail, with their labels. Safe under fork, spawn and threads.
 
-    Items are (feature, label): the row as a tensor in the dtype of the store, and its class index,
-    -1 without a label. The dataset contains the rows that are complete when it is created; later
-    rows are ignored.
+    Items are (feature, label): the row as a tensor, and its class index, -1 without a label. The
+    dataset contains the rows that are complete when it is created; later rows are ignored.
 
     Args:
         path: folder of the store, or its features.h5.
         layer: name of the layer.
         verify: what is compared with its checksum on reading, as for `featx.open`.
+        dtype: dtype of the features; None for that of the store, which is exact as well and takes
+            half the memory for float16 and bfloat16.
 
     Attributes:
         store: the store.
         layer: name of the layer.
     """
 
-    def __init__(self, path: str | os.PathLike[str], layer: str, verify: Verify = "chunks") -> None:
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        layer: str,
+        verify: Verify = "chunks",
+        dtype: torch.dtype | None = torch.float32,
+    ) -> None:
         self.store = FeatureStore(path, verify)
         self._fingerprint = self.store.attrs.get("fingerprint")
         self.layer = layer
@@ -58,6 +65,8 @@ class FeatureDataset(Dataset[tuple[torch.Tensor, int]]):
         self._rows = np.flatnonzero(self.store.ok)
         self._rows.flags.writeable = False
         self._block_cache: _BlockCache | None = None
+        # numpy has no bfloat16 and reads it as float32; the way back is exact.
+        self._dtype = getattr(torch, self._features.stored_dtype) if dtype is None else dtype
 
     @property
     def rows(self) -> npt.NDArray[np.int64]:
@@ -112,10 +121,7 @@ class FeatureDataset(Dataset[tuple[torch.Tensor, int]]):
         if self.store.attrs.get("fingerprint") != self._fingerprint:
             raise StoreError(f"another run has changed {self.store.root}; open it again.")
         check_rows_present(self.store, self.layer, rows, read)
-        # numpy has no bfloat16 and reads it as float32; the way back is exact.
-        is_bfloat16 = self._features.stored_dtype == "bfloat16"
-        features = torch.from_numpy(read)
-        return features.to(torch.bfloat16) if is_bfloat16 else features
+        return torch.from_numpy(read).to(self._dtype)
 
 
 class BlockShuffleSampler(Sampler[int]):

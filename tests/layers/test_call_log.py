@@ -154,7 +154,7 @@ def test_rows_of_a_training_step_are_those_of_hooks_by_hand() -> None:
     assert times["2.0"] is not None
     for parameter, expected in zip(model.parameters(), plain[0], strict=True):
         torch.testing.assert_close(parameter.grad, 2 * expected)
-    lines = log.table().splitlines()
+    lines = str(log).splitlines()
     assert len(lines) == 1 + len(log.rows)
     assert lines[0].split()[:5] == ["layer", "type", "pass", "input", "output"]
 

@@ -29,6 +29,7 @@ import featx
 from featx.errors import LayerError, StoreError
 from featx.store import FeatureStore, contents, open_hdf5
 from featx.store.pack import pack
+from featx.types import Status
 
 NUM_ROWS = 29
 
@@ -132,6 +133,29 @@ def test_an_array_is_what_numpy_expects(store: FeatureStore, run: MadeRun) -> No
         np.asarray(array, copy=False)
     assert "map (29, 3, 2, 2) float32, 1.4 KiB in chunks of" in repr(array)
     assert (array.attrs["layer"], array.attrs["reduce"]) == ("map", "gem")
+
+
+def test_a_table_for_pandas(store: FeatureStore, run: MadeRun) -> None:
+    pandas = pytest.importorskip("pandas")
+    table = store.to_pandas()
+    assert isinstance(table, pandas.DataFrame)
+    assert table["key"].tolist() == store.keys.tolist()
+    assert table["label"].tolist() == run.listing.labels.tolist()
+    names = [*run.listing.classes, None]
+    assert [None if pandas.isna(name) else name for name in table["class"]] == [
+        names[label] for label in run.listing.labels
+    ]
+    assert table["status"].tolist() == [Status(x).label for x in run.status()]
+    assert table.columns[4:].tolist() == list(store.columns)
+    with_values = store.to_pandas(["flat", "map"])
+    width = run.expected("flat").shape[1]
+    assert with_values.columns[-13:-11].tolist() == [f"flat.{width - 1}", "map.0"]
+    values = with_values[[f"flat.{i}" for i in range(width)]].to_numpy()
+    assert_same(values, run.expected("flat"))
+    assert_same(with_values.to_numpy()[:, -12:].astype("f4"), run.expected("map").reshape(29, 12))
+    assert store.to_pandas("flat").columns[-1] == f"flat.{width - 1}"
+    with pytest.raises(LayerError, match="flat"):
+        store.to_pandas("flta")
 
 
 class Texts(HTMLParser):

@@ -88,14 +88,20 @@ def test_what_is_no_whole_number_is_refused_and_never_rounded(root: Path, index:
         dataset.__getitems__([index])  # type: ignore[list-item]
 
 
-@pytest.mark.parametrize("dtype", ["float16", "float32"])
-def test_the_dtype_is_the_stores(tmp_path: Path, dtype: str) -> None:
-    run = make_run(num_rows=3, part_rows=2, dtype=dtype)
-    dataset = FeatureDataset(run.write(tmp_path), "flat")
+@pytest.mark.parametrize("stored", ["float16", "float32"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, None])
+def test_the_dtype_is_float32_or_what_is_asked_for(
+    tmp_path: Path, stored: str, dtype: torch.dtype | None
+) -> None:
+    run = make_run(num_rows=3, part_rows=2, dtype=stored)
+    root = run.write(tmp_path)
+    asked = {} if dtype == torch.float32 else {"dtype": dtype}
+    dataset = FeatureDataset(root, "flat", **asked)
     batch, labels = next(iter(DataLoader(dataset, batch_size=3)))
-    assert dataset[2][0].dtype == batch.dtype == getattr(torch, dtype)
+    assert dataset[2][0].dtype == batch.dtype == (dtype or getattr(torch, stored))
     assert np.array_equal(batch.numpy(), run.features["flat"])
     assert labels.dtype == torch.int64
+    assert torch.nn.Linear(batch.shape[1], 2, dtype=batch.dtype)(batch).shape == (3, 2)
 
 
 @pytest.mark.parametrize("packed", [True, False])
@@ -105,7 +111,9 @@ def test_bfloat16_stays_bfloat16(tmp_path: Path, packed: bool, keeps_blocks: boo
     bits = {name: (v.view(np.uint32) >> 16).astype("<u2") for name, v in made.features.items()}
     specs = tuple(replace(spec, dtype="bfloat16") for spec in made.specs)
     root = replace(made, features=bits, specs=specs).write(tmp_path, packed=packed)
-    dataset = with_blocks(root, "map", 2, 9) if keeps_blocks else FeatureDataset(root, "map")
+    dataset = FeatureDataset(root, "map", dtype=None)
+    if keeps_blocks:
+        dataset.keep_blocks(2, 9)
     batch, _ = next(iter(DataLoader(dataset, batch_size=9)))
     assert dataset[2][0].dtype == batch.dtype == torch.bfloat16
     assert np.array_equal(batch.view(torch.int16).numpy().view("<u2"), bits["map"])

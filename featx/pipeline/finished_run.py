@@ -8,19 +8,20 @@ only lead to the same fingerprints.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from featx.base import announce, digest, installed_version, log_message, shown_path
-from featx.config import Config, layer_requests
+from featx.config import Config, JobConfig, LogConfig, in_this_process, layer_requests
 from featx.models import resolve_library
 from featx.pipeline.changed_images import image_changes
-from featx.pipeline.overwriting import command_digest
 from featx.pipeline.row_failures import failures_text
 from featx.pipeline.run_metrics import RunMetrics, peak_memory_mib
 from featx.pipeline.run_summary import data_text
-from featx.pipeline.run_target import StoreTarget
 from featx.storage import is_url, parse_path
 from featx.store import (
     Manifest,
@@ -74,7 +75,9 @@ def request_digest(
 
 
 def finished_summary(
-    config: Config, target: StoreTarget, states: FileStates | None
+    config: Config,
+    list_images: Callable[[], tuple[Source, Listing]],
+    states: FileStates | None,
 ) -> dict[str, Any] | None:
     """Return the summary of a store for which nothing is left to do, and describe it on stderr.
 
@@ -94,7 +97,7 @@ def finished_summary(
         or (out / layout.OVERWRITE_MARKER).exists()
     ):
         return None
-    source, listing = target.list_images()
+    source, listing = list_images()
     entry = recorded.get(request_digest(config, manifest, listing, states))
     packed = None if entry is None else read_packed(out, manifest)
     if entry is None or packed is None or not _has_same_images(out, manifest, source, listing):
@@ -117,6 +120,23 @@ def finished_summary(
         "underflow_rows": {},
         "peak_memory_mib": peak_memory_mib(),
     }
+
+
+def command_digest(config: Config) -> str:
+    """Return the SHA-256 of what a command computes, as hex digits.
+
+    Options on how it computes and reports are left out.
+    """
+    identifying = replace(
+        in_this_process(config),
+        job=JobConfig(config.job.name),
+        log=LogConfig(),
+        max_failures=0.01,
+        pack="auto",
+    )
+    parts = {"config": asdict(identifying), "code": config.model.code_sha256()}
+    text = json.dumps(parts, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _recorded(out: Path) -> dict[str | None, Mapping[str, Any]]:

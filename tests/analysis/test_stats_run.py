@@ -25,8 +25,8 @@ from tiny_model import COMMAND, KEYS, MODEL, extract, run_job, write_image
 
 import featx
 from featx.analysis.statistics import Statistics
-from featx.analysis.statistics.session import MomentsOfParts
-from featx.analysis.statistics.target import COMMIT_BYTES_PER_S, COMMIT_SHARE, StatsTarget
+from featx.analysis.statistics.output import COMMIT_BYTES_PER_S, COMMIT_SHARE, StatsOutput
+from featx.analysis.statistics.session import StatsSession
 from featx.config import from_keywords, from_omegaconf
 from featx.errors import ConfigError, NonFiniteError, StoreLockedError, StoreMismatchError
 from featx.pipeline import Interrupted
@@ -108,7 +108,7 @@ def test_equal_numpy_on_the_whole_matrix(
 
 
 def test_tokens_and_maps_with_channels_behind() -> None:
-    target = StatsTarget(config(stats={"observation": "position"}))
+    target = StatsOutput(config(stats={"observation": "position"}))
     tokens = target._layer(make_spec("tokens", (50, 7)), (32, 32))
     behind = target._layer(make_spec("map", (4, 4, 7)), (32, 32))
     vector = target._layer(make_spec("vector", (7,)), (32, 32))
@@ -130,7 +130,7 @@ def test_a_part_is_longer_where_its_matrices_take_long_to_write() -> None:
                 crop = (32, 32)
 
     def seconds(dim: int, work_s: float = 1e6, **stats: str) -> float:
-        target = StatsTarget(config(stats=stats))
+        target = StatsOutput(config(stats=stats))
         return target.part_limits(AnyEngine, [make_spec("a", (dim,))], work_s)[1]
 
     assert seconds(2048) == seconds(4096) == 60
@@ -208,16 +208,16 @@ def test_values_that_are_not_finite_stop_the_run_or_are_left_out(photos: Path) -
 @contextmanager
 def stopped_after(index: int, signum: signal.Signals) -> Iterator[None]:
     """A signal for this process, the moment that a part is committed."""
-    commit = MomentsOfParts.commit
+    commit = StatsSession.commit
 
-    def commit_and_signal(self: MomentsOfParts, part: Any, *rest: Any) -> Any:
+    def commit_and_signal(self: StatsSession, part: Any, *rest: Any) -> Any:
         there = commit(self, part, *rest)
         if part.index == index:
             os.kill(os.getpid(), signum)
         return there
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(MomentsOfParts, "commit", commit_and_signal)
+        patch.setattr(StatsSession, "commit", commit_and_signal)
         yield
 
 

@@ -14,12 +14,7 @@ from typing import TYPE_CHECKING, Any, Self
 from featx.base import log_message, shown_path
 from featx.config import Config
 from featx.errors import ConfigError, RunError
-from featx.pipeline.finished_run import (
-    FileStates,
-    finished_summary,
-    request_digest,
-    weight_states,
-)
+from featx.pipeline.finished_run import FinishedRun
 from featx.pipeline.loop import RunObserver
 from featx.pipeline.output import Output, seconds_of_part
 from featx.pipeline.provenance import layer_line
@@ -108,7 +103,7 @@ class FeatureOutput(Output[FeaturePart, StoreSession]):
         self._known_rows_only = known_rows_only
         self._observe = observe
         self._listed: tuple[Source, Listing] | None = None
-        self._weights: FileStates | None = None
+        self._finished: FinishedRun | None = None
         # An observer has work to do at the end, and a data set that is a Python object has no
         # identity beyond its listing.
         self._is_recognised = observe is None and source is None and not known_rows_only
@@ -170,8 +165,8 @@ class FeatureOutput(Output[FeaturePart, StoreSession]):
         check_out(self.root)
         if not self._is_recognised:
             return None
-        self._weights = weight_states(self.config)
-        return finished_summary(self.config, self.list_images, self._weights)
+        self._finished = FinishedRun(self.config)
+        return self._finished.summary(self.list_images)
 
     def _check_folders(self) -> None:
         """Refuse grow=true in an object store, and images in a folder of the data set."""
@@ -242,8 +237,8 @@ class FeatureOutput(Output[FeaturePart, StoreSession]):
         outcome.metrics.seconds["pack"] = time.perf_counter() - started_at
         session.write_failures()
         request = None
-        if session.is_complete and self._is_recognised:
-            request = request_digest(self.config, session.manifest, session.listing, self._weights)
+        if session.is_complete and self._finished is not None:
+            request = self._finished.digest(session.manifest, session.listing)
         summary = {
             "rows": len(session.listing),
             "failures": len(session.failures),
@@ -268,7 +263,7 @@ class FeatureOutput(Output[FeaturePart, StoreSession]):
         """Copy with the manifest of the store, and without what belongs to the driver."""
         other = super().for_workers()
         other._sent_manifest = self.held.manifest.to_json()
-        other._listed = other._observe = None
+        other._listed = other._observe = other._finished = None
         other.__dict__.pop("_stored", None)
         return other
 

@@ -28,7 +28,13 @@ from featx.analysis.statistics import Statistics
 from featx.analysis.statistics.output import COMMIT_BYTES_PER_S, COMMIT_SHARE, StatsOutput
 from featx.analysis.statistics.session import StatsSession
 from featx.config import from_keywords, from_omegaconf
-from featx.errors import ConfigError, NonFiniteError, StoreLockedError, StoreMismatchError
+from featx.errors import (
+    ConfigError,
+    NonFiniteError,
+    StoreError,
+    StoreLockedError,
+    StoreMismatchError,
+)
 from featx.pipeline import Interrupted
 from featx.storage import exclusive_lock
 from featx.types import image_checksum
@@ -105,6 +111,38 @@ def test_equal_numpy_on_the_whole_matrix(
         assert about["row"] == stats.get("observation", "image")
         assert about["kind"] == stats.get("covariance", "full")
         assert about["shape"] == list(store[layer].shape[1:])
+
+
+@pytest.mark.parametrize("observation", ["image", "position"])
+def test_a_finished_store_gives_the_bytes_of_a_run(photos: Path, observation: str) -> None:
+    """Of the values, that is: the settings name the options of the store."""
+    for name in ("cat/006.png", "dog/000.png"):
+        (photos / name).write_bytes(b"no image")
+    keys = {"layers": ["conv", "deep"], "max_failures": 2}
+    store = extract(photos, out="store", dtype="float32", **keys)
+    of_images = take(photos, out="images", stats={"observation": observation}, **keys)
+    of_rows = featx.stats(store=str(store.root), stats={"observation": observation})
+    assert list(of_rows) == ["conv", "deep"]
+    for layer in of_rows:
+        assert of_rows[layer].sha256 == of_images[layer].sha256
+        assert of_rows[layer].smallest.tolist() == of_images[layer].smallest.tolist()
+        assert_moments_of(of_rows, layer, matrix(store, layer, observation == "position"))
+    for key in ("num_failed", "weights_sha256", "transform", "model"):
+        assert of_rows.attributes[key] == of_images.attributes[key]
+    assert featx.frechet_distance(of_rows, of_images, "conv") < 1e-9
+    with pytest.raises(StoreMismatchError, match="stats.covariance: 'full', now 'diagonal'"):
+        featx.stats(store="store", stats={"observation": observation, "covariance": "diagonal"})
+    again = featx.stats(store="store", layers=["deep"], overwrite=True)
+    assert list(again) == ["deep"]
+
+
+def test_rows_of_a_store_are_summed_as_they_are(photos: Path) -> None:
+    with pytest.raises(ConfigError, match="reduce.name has no effect with job=stats store=store"):
+        featx.stats(store="store", reduce="avg")
+    extract(photos, pack=False)
+    next(Path("store/parts").glob("*.h5")).unlink()
+    with pytest.raises(StoreError, match="job=status says what is missing"):
+        featx.stats(store="store")
 
 
 def test_tokens_and_maps_with_channels_behind() -> None:
@@ -453,7 +491,7 @@ def test_what_cannot_be_compared_is_refused_before_the_work(photos: Path) -> Non
         ({"codec": "gzip"}, "codec has no effect with job=stats"),
         ({"pack": False}, "pack has no effect with job=stats"),
         ({"grow": True}, "grow has no effect with job=stats"),
-        ({"store": "x"}, "store has an effect with all jobs except job=attribute, job=doctor"),
+        ({"store": "x"}, "has no effect with job=stats store=x"),
         (
             {"stats": {"observation": "pixel"}},
             "stats.observation=pixel: expected one of image, position",

@@ -261,8 +261,7 @@ class StatsOutput(Output[StatsPart, StatsSession]):
         """Describe one layer, and record the axis of its features."""
         positions = None
         if self.config.stats.observation == "position" and len(spec.shape) > 1:
-            axis = channel_axis(spec.reduce, RowLayout(spec.name, spec.shape, input_size))
-            self.axes[spec.name] = axis
+            axis = self.axes[spec.name] = stats_axis(spec, input_size)
             positions = math.prod(spec.shape) // spec.shape[axis - 1]
         if places is not None and feature_axis(tuple(spec.shape), places) is None:
             places = None
@@ -351,8 +350,12 @@ class StatsOutput(Output[StatsPart, StatsSession]):
         session.write_failures()
         if (write_s := seconds["write"]) is not None:
             seconds["write"] = write_s + time.perf_counter() - started_at
-        statistics = Statistics(session.path)
-        return _summary(statistics, self._reference, session.failures, outcome)
+        del seconds["copy"]  # only one flag per row is copied
+        return {
+            **summary_of(Statistics(session.path), self._reference, session.failures),
+            **outcome.metrics.as_dict(),
+            "peak_memory_mib": max(peak_memory_mib(), outcome.peak_memory_mib),
+        }
 
     @property
     def is_whole(self) -> bool:
@@ -389,6 +392,11 @@ class StatsOutput(Output[StatsPart, StatsSession]):
             for part in parts
             if not any(start <= part.start and part.stop <= stop for start, stop in spans)
         ]
+
+
+def stats_axis(spec: LayerSpec, input_size: tuple[int, int]) -> int:
+    """Axis of (n, *shape) with the features, if each position is an observation."""
+    return channel_axis(spec.reduce, RowLayout(spec.name, spec.shape, input_size))
 
 
 def _check_images(context: RunContext, session: StatsSession) -> None:
@@ -458,38 +466,36 @@ def _check_reference(reference: Statistics, output: StatsOutput, context: RunCon
             )
 
 
-def _summary(
-    statistics: Statistics,
-    reference: Statistics | None,
-    failures: Sequence[Failure],
-    outcome: RunOutcome,
+def summary_of(
+    statistics: Statistics, reference: Statistics | None, failures: Sequence[Failure]
 ) -> dict[str, Any]:
-    """Return the result of the run as JSON types."""
+    """Return the result of a finished file as JSON types.
+
+    Args:
+        statistics: the file.
+        reference: other statistics, or None; distances to them are computed.
+        failures: images that were left out.
+    """
     layers, distances = {}, {}
     for name in statistics:
         moments = statistics[name]
-        norms = None if moments.norms is None else norms_summary(moments.norms)
-        reason = None
-        if moments.norms is None:
-            about = statistics.about(name)
-            reason = explain_missing_norms(about["shape"], about)
+        about = statistics.about(name)
+        has_norms = moments.norms is not None
         layers[name] = {
             **spread_of(moments),
-            "token_norms": norms,
-            "no_token_norms": reason,
+            "token_norms": norms_summary(moments.norms) if moments.norms is not None else None,
+            "no_token_norms": None if has_norms else explain_missing_norms(about["shape"], about),
         }
         if reference is not None and name in reference:
+            subject = f"{statistics.path} and {reference.path}, {name}"
+            refuse_other_values(about, reference.about(name), subject)
             distances[name] = _distance(moments, reference[name])
-    figures = outcome.metrics
-    del figures.seconds["copy"]  # only one flag per row is copied
     return {
         "rows": statistics.attributes["stop"],
         "failures": len(failures),
         "file": str(statistics.path),
         "layers": layers,
         "frechet": distances,
-        **figures.as_dict(),
-        "peak_memory_mib": max(peak_memory_mib(), outcome.peak_memory_mib),
     }
 
 

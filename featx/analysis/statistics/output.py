@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,7 +28,7 @@ from featx.analysis.statistics.stats_file import (
     STATS_IMAGES,
     stored_resume_state,
 )
-from featx.analysis.statistics.tokens import explain_missing_norms, feature_axis
+from featx.analysis.statistics.tokens import explain_missing_norms
 from featx.base import (
     differences,
     log_message,
@@ -41,7 +40,7 @@ from featx.base import (
 from featx.config import Config
 from featx.errors import ConfigError, RunError, StoreMismatchError
 from featx.images import PILLOW
-from featx.layers import RowLayout, channel_axis, positions_last, token_geometries
+from featx.layers import token_geometries
 from featx.pipeline import (
     ImagesOfRun,
     Output,
@@ -82,7 +81,6 @@ from featx.types import (
     Part,
     ResumeState,
     Source,
-    TokenGeometry,
 )
 
 if TYPE_CHECKING:
@@ -150,9 +148,7 @@ class StatsPart:
         started_at = time.perf_counter()
         failed = [failure.row for failure in rows.failures]
         for name, moments in self._moments.items():
-            axis = self._output.axes.get(name)
-            observed = values[name][: batch.count]
-            observed = observed if axis is None else positions_last(observed, axis)
+            observed = moments.layer.observed(values[name][: batch.count])
             moments.add(batch.start, observed, failed)
         for name, norms in self._norms.items():
             norms.add(batch.start, values[name], batch.count, failed)
@@ -183,7 +179,6 @@ class StatsOutput(Output[StatsPart, StatsSession]):
 
     Attributes:
         layers: layers whose statistics are computed; known after `part_limits`.
-        axes: layer -> axis of its features, if each position is an observation.
     """
 
     dtype = "float32"  # before any cast to the dtype of a store
@@ -194,7 +189,6 @@ class StatsOutput(Output[StatsPart, StatsSession]):
         self.marker = self.root / layout.STATS_OVERWRITE_MARKER
         self.seconds = {"statistics": 0.0}
         self.layers: list[StatsLayer] = []
-        self.axes: dict[str, int] = {}
         self.settings = {
             "dtype": self.dtype,
             "stats.observation": config.stats.observation,
@@ -242,9 +236,10 @@ class StatsOutput(Output[StatsPart, StatsSession]):
         the time.
         """
         places = token_geometries(specs, engine.backbone)
-        size = engine.backbone.preprocess.crop
-        self.layers = [self._layer(spec, size, places.get(spec.name)) for spec in specs]
-        if self.config.stats.observation == "position" and not self.axes:
+        options, size = self.config.stats, engine.backbone.preprocess.crop
+        self.layers = [StatsLayer.of(spec, options, size, places.get(spec.name)) for spec in specs]
+        by_position = any(layer.axis is not None for layer in self.layers)
+        if options.observation == "position" and not by_position:
             raise ConfigError(
                 "stats.observation=position has no effect: the rows of these layers are vectors. "
                 "Leave it out, or take layers with maps or tokens, or another reduction."
@@ -254,18 +249,6 @@ class StatsOutput(Output[StatsPart, StatsSession]):
         commit_s = 8 * numbers / COMMIT_BYTES_PER_S
         seconds = seconds_of_part(work_s, self.config.executor.task_seconds)
         return float("inf"), max(seconds, commit_s / COMMIT_SHARE)
-
-    def _layer(
-        self, spec: LayerSpec, input_size: tuple[int, int], places: TokenGeometry | None = None
-    ) -> StatsLayer:
-        """Describe one layer, and record the axis of its features."""
-        positions = None
-        if self.config.stats.observation == "position" and len(spec.shape) > 1:
-            axis = self.axes[spec.name] = stats_axis(spec, input_size)
-            positions = math.prod(spec.shape) // spec.shape[axis - 1]
-        if places is not None and feature_axis(tuple(spec.shape), places) is None:
-            places = None
-        return StatsLayer(spec, self.config.stats.covariance, positions, places)
 
     def begin(self) -> None:
         """Open the statistics of stats.reference."""
@@ -311,8 +294,9 @@ class StatsOutput(Output[StatsPart, StatsSession]):
         for layer in self.layers:
             numbers = layer.dim**2 if layer.kind == "full" else layer.dim
             each = "" if layer.positions is None else f", {layer.positions} rows per image"
+            each = ", mean over positions" if layer.averaged else each
             lines.append(
-                f"{layer.spec.name}  {layer.spec.shape}  {layer.dim} features{each}, {layer.kind}, "
+                f"{layer.spec.name}  {layer.captured}  {layer.dim} features{each}, {layer.kind}, "
                 f"{size_text(8 * numbers)}"
             )
         done = self.num_committed
@@ -392,11 +376,6 @@ class StatsOutput(Output[StatsPart, StatsSession]):
             for part in parts
             if not any(start <= part.start and part.stop <= stop for start, stop in spans)
         ]
-
-
-def stats_axis(spec: LayerSpec, input_size: tuple[int, int]) -> int:
-    """Axis of (n, *shape) with the features, if each position is an observation."""
-    return channel_axis(spec.reduce, RowLayout(spec.name, spec.shape, input_size))
 
 
 def _check_images(context: RunContext, session: StatsSession) -> None:
@@ -480,12 +459,14 @@ def summary_of(
     for name in statistics:
         moments = statistics[name]
         about = statistics.about(name)
-        has_norms = moments.norms is not None
-        layers[name] = {
-            **spread_of(moments),
-            "token_norms": norms_summary(moments.norms) if moments.norms is not None else None,
-            "no_token_norms": None if has_norms else explain_missing_norms(about["shape"], about),
-        }
+        norms, reason = None, None
+        if moments.norms is not None:
+            norms = norms_summary(moments.norms)
+        elif "averaged_from" in about:
+            reason = explain_missing_norms(about["averaged_from"], {**about, "reduce": "none"})
+        else:
+            reason = explain_missing_norms(about["shape"], about)
+        layers[name] = {**spread_of(moments), "token_norms": norms, "no_token_norms": reason}
         if reference is not None and name in reference:
             subject = f"{statistics.path} and {reference.path}, {name}"
             refuse_other_values(about, reference.about(name), subject)

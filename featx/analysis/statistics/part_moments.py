@@ -10,9 +10,10 @@ same device, number of threads and libraries). moments_tree.py continues the tre
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,8 +25,11 @@ from featx.analysis.statistics.moments import (
     moments_of_block,
     rows_that_fit,
 )
+from featx.analysis.statistics.tokens import feature_axis
 from featx.base import plain_tensors
-from featx.errors import ConfigError, require
+from featx.config import StatsConfig
+from featx.errors import ConfigError, ReduceError, require
+from featx.layers import RowLayout, channel_axis, mean, positions_last
 from featx.store import layout
 from featx.types import LayerSpec, Part, TokenGeometry
 
@@ -38,17 +42,66 @@ class StatsLayer:
     """One layer whose statistics are computed.
 
     Attributes:
-        spec: description of the captured tensor; spec.shape is its shape for one image.
+        spec: description of the values of one image that are summed.
         kind: 'full' or 'diagonal'.
-        positions: None if the flattened tensor of an image is one observation; P if each of its P
+        positions: None if the flattened values of an image are one observation; P if each of its P
             spatial positions or tokens is one.
         tokens: places of the tokens or positions whose norms are taken as well, or None.
+        captured: shape of the captured tensor of one image.
+        averaged: axes of (B, *captured) whose mean is summed; () for the tensor itself.
+        axis: axis of (B, *captured) with the features, if each position is an observation.
     """
 
     spec: LayerSpec
     kind: str = "full"
     positions: int | None = None
     tokens: TokenGeometry | None = None
+    captured: tuple[int, ...] = ()
+    averaged: tuple[int, ...] = ()
+    axis: int | None = None
+
+    @classmethod
+    def of(
+        cls,
+        spec: LayerSpec,
+        options: StatsConfig,
+        input_size: tuple[int, int],
+        tokens: TokenGeometry | None,
+    ) -> StatsLayer:
+        """Describe the statistics of a captured tensor.
+
+        With stats.observation=image, maps and tokens are averaged over their positions, as by
+        reduce=avg, unless `reduce` says otherwise.
+
+        Args:
+            spec: description of the captured tensor.
+            options: options of the statistics.
+            input_size: (height, width) of the input of the network in pixels.
+            tokens: places of the tokens of the layer, if they are known.
+        """
+        shape = captured = tuple(spec.shape)
+        if tokens is not None and feature_axis(shape, tokens) is None:
+            tokens = None
+        rows = RowLayout(spec.name, shape, input_size)
+        positions, axis = None, None
+        averaged: tuple[int, ...] = ()
+        if options.observation == "position" and len(shape) > 1:
+            axis = channel_axis(spec.reduce, rows)
+            positions = math.prod(shape) // shape[axis - 1]
+        elif spec.reduce == "none" and spec.capture != "attention" and len(shape) in (2, 3):
+            # A tensor whose channels are unknown is taken as a whole.
+            with contextlib.suppress(ReduceError):
+                channels = channel_axis("none", rows)
+                averaged = tuple(i for i in range(1, len(shape) + 1) if i != channels)
+                spec = replace(spec, reduce="avg", shape=(shape[channels - 1],))
+        return cls(spec, options.covariance, positions, tokens, captured, averaged, axis)
+
+    def observed(self, x: torch.Tensor) -> torch.Tensor:
+        """Return what is summed of captured tensors (B, *captured)."""
+        if self.averaged:
+            # The order of a sum depends on the layout in memory, which engines choose themselves.
+            return mean(x.contiguous(), self.averaged)
+        return x if self.axis is None else positions_last(x, self.axis)
 
     def __post_init__(self) -> None:
         if self.positions is not None and math.prod(self.spec.shape) % self.positions:
@@ -87,6 +140,7 @@ class StatsLayer:
             "row": "image" if self.positions is None else "position",
             "rows_per_image": self.rows_per_image,
             "kind": self.kind,
+            **({"averaged_from": list(self.captured)} if self.averaged else {}),
         }
 
 

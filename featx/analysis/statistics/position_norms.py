@@ -27,7 +27,7 @@ class PartNorms:
     def __init__(self, part: Part, layer: StatsLayer) -> None:
         assert layer.tokens is not None
         self._tokens = layer.tokens
-        axis = feature_axis(tuple(layer.spec.shape), layer.tokens)
+        axis = feature_axis(layer.captured or tuple(layer.spec.shape), layer.tokens)
         assert axis is not None, "a layer with tokens has an axis of its features"
         self._axis = axis
         rows, columns = layer.tokens.grid

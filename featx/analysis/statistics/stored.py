@@ -12,16 +12,14 @@ import torch
 
 from featx.analysis.statistics.moments import Moments
 from featx.analysis.statistics.moments_tree import MomentsTree
-from featx.analysis.statistics.output import stats_axis, summary_of
+from featx.analysis.statistics.output import summary_of
 from featx.analysis.statistics.part_moments import PartMoments, StatsLayer
 from featx.analysis.statistics.position_norms import PartNorms
 from featx.analysis.statistics.reader import Statistics
 from featx.analysis.statistics.stats_file import STATS_FILE
-from featx.analysis.statistics.tokens import feature_axis
 from featx.base import CountProgress, choose_device
 from featx.config import GRADIENTS, Config, from_saved
 from featx.errors import ConfigError, StoreError
-from featx.layers import positions_last
 from featx.storage import AtomicFolder, exclusive_lock, is_url
 from featx.store import (
     FeatureStore,
@@ -31,7 +29,7 @@ from featx.store import (
     load_manifest,
     matching_layers,
 )
-from featx.types import Failure, LayerSpec, Part, Status
+from featx.types import Failure, Part, Status
 
 _BLOCK_BYTES = 64 << 20
 """Bytes of float32 values that are read at a time."""
@@ -62,10 +60,11 @@ def stats_of_store(config: Config) -> dict[str, Any]:
             f"{store.root} is not the complete store of a run; job=status says what is missing."
         )
     reference = None if config.stats.reference is None else Statistics(config.stats.reference)
-    layers = {
-        name: _layer(store, manifest.layers[name], config)
-        for name in matching_layers(store, config.layers)
-    }
+    layers: dict[str, StatsLayer] = {}
+    for name in matching_layers(store, config.layers):
+        tokens = store[name].tokens
+        size = (1, 1) if tokens is None else tokens.input_size
+        layers[name] = StatsLayer.of(manifest.layers[name], config.stats, size, tokens)
     disk, path = AtomicFolder(folder), folder / STATS_FILE
     tree = _tree(disk, manifest, list(layers.values()), config)
     with exclusive_lock(folder / layout.LOCK):
@@ -106,18 +105,6 @@ def _tree(
     return MomentsTree(disk, path, replace(header, fingerprint=settings), manifest.num_rows, layers)
 
 
-def _layer(store: FeatureStore, spec: LayerSpec, config: Config) -> StatsLayer:
-    """Describe the statistics of a layer of a store."""
-    tokens = store[spec.name].tokens
-    positions = None
-    if config.stats.observation == "position" and len(spec.shape) > 1:
-        axis = stats_axis(spec, (1, 1) if tokens is None else tokens.input_size)
-        positions = math.prod(spec.shape) // spec.shape[axis - 1]
-    if tokens is not None and feature_axis(tuple(spec.shape), tokens) is None:
-        tokens = None
-    return StatsLayer(spec, config.stats.covariance, positions, tokens)
-
-
 def _failures(store: FeatureStore) -> list[Failure]:
     """Rows without features, which are left out of every layer."""
     return [
@@ -144,9 +131,7 @@ def _sum(
     name, part = layer.spec.name, Part(0, 0, len(store))
     moments = PartMoments(part, layer)
     norms = None if layer.tokens is None else PartNorms(part, layer)
-    input_size = (1, 1) if layer.tokens is None else layer.tokens.input_size
-    axis = None if layer.positions is None else stats_axis(layer.spec, input_size)
-    step = max(1, _BLOCK_BYTES // (4 * math.prod(layer.spec.shape)))
+    step = max(1, _BLOCK_BYTES // (4 * math.prod(layer.captured)))
     for start in range(0, len(store), step):
         stop = min(len(store), start + step)
         read = store[name][start:stop]
@@ -154,7 +139,7 @@ def _sum(
         check_rows_present(store, name, start + ok, read[ok])
         rows = torch.from_numpy(read.astype(np.float32)).to(device)
         without = [row for row in failed if start <= row < stop]
-        moments.add(start, rows if axis is None else positions_last(rows, axis), without)
+        moments.add(start, layer.observed(rows), without)
         if norms is not None:
             norms.add(start, rows, len(rows), without)
         progress.step(len(rows))

@@ -15,12 +15,10 @@ import numpy as np
 from featx.analysis.engine_specs import FEATURES
 from featx.analysis.statistics.covariance import gaussian_distance
 from featx.analysis.statistics.covariance import spread as spread_of
-from featx.analysis.statistics.frechet import refuse_other_values
 from featx.analysis.statistics.moments import Moments
 from featx.analysis.statistics.moments_tree import MomentsTree, spans_in
-from featx.analysis.statistics.part_moments import PartMoments, StatsLayer
-from featx.analysis.statistics.position_norms import PartNorms, norms_summary
-from featx.analysis.statistics.reader import Statistics
+from featx.analysis.statistics.part_moments import PartMoments, PartNorms, StatsLayer, norms_summary
+from featx.analysis.statistics.reader import Statistics, refuse_other_values
 from featx.analysis.statistics.session import FAILURES_CSV, StatsSession
 from featx.analysis.statistics.stats_file import (
     PARTS_FOLDER,

@@ -13,8 +13,7 @@ import torch
 from featx.analysis.statistics.moments import Moments
 from featx.analysis.statistics.moments_tree import MomentsTree
 from featx.analysis.statistics.output import summary_of
-from featx.analysis.statistics.part_moments import PartMoments, StatsLayer
-from featx.analysis.statistics.position_norms import PartNorms
+from featx.analysis.statistics.part_moments import PartMoments, PartNorms, StatsLayer
 from featx.analysis.statistics.reader import Statistics
 from featx.analysis.statistics.stats_file import STATS_FILE
 from featx.base import CountProgress, choose_device

@@ -75,8 +75,7 @@ def test_copies_are_ties_whatever_their_values(
     if rows_of_block:
         monkeypatch.setattr(retrieval, "_BLOCK_NUMBERS", 7 * 40)
         monkeypatch.setattr(layer_vectors, "KEEP_BYTES", 0)
-        fixed = lambda self, num_bytes: rows_of_block  # noqa: E731
-        monkeypatch.setattr(layer_vectors.LayerVectors, "rows_of", fixed)
+        monkeypatch.setattr(
             layer_vectors.LayerVectors, "rows_of", lambda self, num_bytes: rows_of_block
         )
     rng = np.random.default_rng(0)

@@ -145,7 +145,7 @@ def _run(
         build_run_context(config, config_yaml, engine_spec, output) as context,
         output.open(context),
     ):
-        session = output.held
+        session = output.write_session
         if config.overwrite and mark is not None:
             session.disk.replace(output.marker, mark)
         description = output.describe()
@@ -177,7 +177,7 @@ def _compute_here(
     context: RunContext, output: Output[Any, Any], observer: RunObserver
 ) -> RunOutcome:
     """Compute the missing parts in this process: executor=local without workers."""
-    disk = output.held.disk
+    disk = output.write_session.disk
     with Heartbeat(disk, str(context.engine.device)) as heartbeat:
         metrics = run_parts(context, output, disk, observer, heartbeat)
         return RunOutcome(metrics, output.underflow_rows, peak_memory_mib())

@@ -202,14 +202,18 @@ class FeatureOutput(Output[FeaturePart, StoreSession]):
 
     def observer(self) -> RunObserver:
         """Return the observer of the job."""
-        return RunObserver() if self._observe is None else self._observe(self.context, self.held)
+        return (
+            RunObserver()
+            if self._observe is None
+            else self._observe(self.context, self.write_session)
+        )
 
     def update_rows(self) -> None:
         """Compute lost rows, rows of changed images, and rows whose images failed."""
-        compute_lost_rows(self.context, self.held)
-        check_images(self.context, self.held, only_warn=self._known_rows_only)
+        compute_lost_rows(self.context, self.write_session)
+        check_images(self.context, self.write_session, only_warn=self._known_rows_only)
         if self.config.retry_failed:
-            retry_failed_rows(self.context, self.held)
+            retry_failed_rows(self.context, self.write_session)
 
     def compute(self, engine: Engine, batch: Batch) -> Rows:
         """Compute the features of a batch."""
@@ -232,7 +236,7 @@ class FeatureOutput(Output[FeaturePart, StoreSession]):
     def finish(self, outcome: RunOutcome) -> dict[str, Any]:
         """Pack the parts if the config asks for it; write and return the summary."""
         started_at = time.perf_counter()
-        session = self.held
+        session = self.write_session
         _pack(self.config, session)
         outcome.metrics.seconds["pack"] = time.perf_counter() - started_at
         session.write_failures()
@@ -257,12 +261,12 @@ class FeatureOutput(Output[FeaturePart, StoreSession]):
     @property
     def is_whole(self) -> bool:
         """Whether the store misses no part of any run."""
-        return self.held.is_complete
+        return self.write_session.is_complete
 
     def for_workers(self) -> Self:
         """Copy with the manifest of the store, and without what belongs to the driver."""
         other = super().for_workers()
-        other._sent_manifest = self.held.manifest.to_json()
+        other._sent_manifest = self.write_session.manifest.to_json()
         other._listed = other._observe = other._finished = None
         other.__dict__.pop("_stored", None)
         return other

@@ -213,7 +213,7 @@ class Output(ABC, Generic[PartT, SessionT]):
     # The parts.
 
     @property
-    def held(self) -> SessionT:
+    def write_session(self) -> SessionT:
         """The write session; the process holds the folder."""
         if self.session is None:
             raise InternalError(f"{self.root} is not open")
@@ -222,21 +222,21 @@ class Output(ABC, Generic[PartT, SessionT]):
     @property
     def num_rows(self) -> int:
         """Number of rows that the finished output has."""
-        return self.held.num_rows
+        return self.write_session.num_rows
 
     @property
     def num_committed(self) -> int:
         """Number of rows in committed parts."""
-        return self.held.num_committed
+        return self.write_session.num_committed
 
     @property
     def num_failed(self) -> int:
         """Number of failed rows in committed parts."""
-        return self.held.num_failed
+        return self.write_session.num_failed
 
     def missing(self) -> list[Part]:
         """Parts that are still to be computed, in order."""
-        return self.held.missing()
+        return self.write_session.missing()
 
     @abstractmethod
     def compute(self, engine: Engine, batch: Batch) -> Rows:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import hashlib
 import json
 import math
@@ -40,7 +41,7 @@ from featx.errors import (
 )
 from featx.pipeline import Interrupted
 from featx.storage import exclusive_lock
-from featx.types import image_checksum
+from featx.types import LayerSpec, image_checksum
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path", "packing_in_process")
 
@@ -153,7 +154,7 @@ def test_maps_are_averaged_over_positions_unless_reduce_says_otherwise(photos: P
     assert averaged["pool"].sha256 == reduced["pool"].sha256
     about = averaged.about("conv")
     assert (about["reduce"], about["shape"], about["averaged_from"]) == ("avg", [8], [8, 4, 4])
-    assert "averaged_from" not in averaged.about("pool")
+    assert averaged.about("pool")["averaged_from"] == [6, 1, 1]
     assert averaged["conv"].norms is not None  # of each position, before the mean
     assert featx.stats(**{**options, "out": "whole", "reduce": "flatten"})["conv"].dim == 128
     # A projection by these statistics applies the mean first.
@@ -179,9 +180,13 @@ def test_tokens_and_maps_with_channels_behind() -> None:
     assert [layer.positions for layer in (tokens, behind, vector)] == [50, 16, None]
     assert [layer.dim for layer in (tokens, behind, vector)] == [7, 7, 7]
     assert [layer.axis for layer in (tokens, behind, vector)] == [2, 3, None]
-    averaged = StatsLayer.of(make_spec("map", (4, 4, 7)), StatsConfig(), (32, 32), None)
+
+    def unreduced(shape: tuple[int, ...]) -> LayerSpec:
+        return dataclasses.replace(make_spec("map", shape), reduce="none", reduce_args={})
+
+    averaged = StatsLayer.of(unreduced((4, 4, 7)), StatsConfig(), (32, 32), None)
     assert (averaged.averaged, averaged.dim) == ((1, 2), 7)
-    odd = StatsLayer.of(make_spec("odd", (3, 5, 7)), StatsConfig(), (32, 32), None)
+    odd = StatsLayer.of(unreduced((3, 5, 7)), StatsConfig(), (32, 32), None)
     assert (odd.averaged, odd.dim) == ((), 105)  # which axis holds its channels is unknown
 
 

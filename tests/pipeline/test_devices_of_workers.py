@@ -217,7 +217,7 @@ def test_what_would_compute_other_values_is_no_worker(photos: Path) -> None:
         build_run_context(from_omegaconf(keys), "", FEATURES, output) as context,
         output.open(context),
     ):
-        spec = worker_spec.worker_spec(context, output.held, output.for_workers(), "")
+        spec = worker_spec.worker_spec(context, output.write_session, output.for_workers(), "")
         fingerprint = {**spec.fingerprint, "version.torch": "0.1"}
         other = worker_spec.replace(spec, fingerprint=fingerprint)
         with (

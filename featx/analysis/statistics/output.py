@@ -299,13 +299,13 @@ class StatsOutput(Output[StatsPart, StatsSession]):
             )
         done = self.num_committed
         state = f"{done} of {self.num_rows} rows are there already" if done else "new"
-        output = ("statistics", f"{shown_path(self.held.path)}, {state}")
+        output = ("statistics", f"{shown_path(self.write_session.path)}, {state}")
         return describe_run(self.context, output, "\n".join(lines))
 
     def update_rows(self) -> None:
         """Compare the images; with refresh=true, discard the parts with changed ones."""
-        _check_images(self.context, self.held)
-        self.held.write_failures()
+        _check_images(self.context, self.write_session)
+        self.write_session.write_failures()
 
     def compute(self, engine: Engine, batch: Batch) -> Rows:
         """Compute the values of a batch, which stay on the device."""
@@ -327,7 +327,7 @@ class StatsOutput(Output[StatsPart, StatsSession]):
     def finish(self, outcome: RunOutcome) -> dict[str, Any]:
         """Merge the parts, which counts as writing; return the summary of the finished file."""
         started_at = time.perf_counter()
-        session, seconds = self.held, outcome.metrics.seconds
+        session, seconds = self.write_session, outcome.metrics.seconds
         session.finish()
         session.write_failures()
         if (write_s := seconds["write"]) is not None:
@@ -347,8 +347,8 @@ class StatsOutput(Output[StatsPart, StatsSession]):
     def for_workers(self) -> Self:
         """Copy without what belongs to the driver; the listing is written for workers."""
         if self.missing():
-            folder = self.held.folder
-            write_listing(self.held.disk, folder / layout.LISTING, self.context.listing)
+            folder = self.write_session.folder
+            write_listing(self.write_session.disk, folder / layout.LISTING, self.context.listing)
         other = super().for_workers()
         other._reference = None
         return other

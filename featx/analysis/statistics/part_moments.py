@@ -158,12 +158,15 @@ class PartMoments:
     Args:
         part: the part.
         layer: the layer.
+        part_rows: rows per part of a run whose tree is followed, if `part` is longer.
     """
 
-    def __init__(self, part: Part, layer: StatsLayer) -> None:
+    def __init__(self, part: Part, layer: StatsLayer, part_rows: int | None = None) -> None:
         self.part = part
         self.layer = layer
-        self._leaf_rows = min(LEAF_ROWS, rows_that_fit(layer.rows_per_image * layer.dim))
+        self._leaf_rows = min(
+            LEAF_ROWS, part_rows or LEAF_ROWS, rows_that_fit(layer.rows_per_image * layer.dim)
+        )
         self._next = part.start
         self._buffer = torch.empty(0)
         self._images: list[int] = []
@@ -248,7 +251,7 @@ class PartNorms:
         layer: a layer with `tokens`.
     """
 
-    def __init__(self, part: Part, layer: StatsLayer) -> None:
+    def __init__(self, part: Part, layer: StatsLayer, part_rows: int | None = None) -> None:
         assert layer.tokens is not None
         self._tokens = layer.tokens
         axis = feature_axis(layer.captured or tuple(layer.spec.shape), layer.tokens)
@@ -256,7 +259,7 @@ class PartNorms:
         self._axis = axis
         rows, columns = layer.tokens.grid
         spec = replace(layer.spec, shape=(layer.tokens.prefix_tokens + rows * columns,))
-        self._moments = PartMoments(part, StatsLayer(spec, "diagonal"))
+        self._moments = PartMoments(part, StatsLayer(spec, "diagonal"), part_rows)
         self._histogram: Counts = np.zeros(NUM_BINS, np.int64)
 
     def add(self, start: int, values: torch.Tensor, count: int, failed: Collection[int]) -> None:

@@ -75,10 +75,12 @@ def stats_of_store(config: Config) -> dict[str, Any]:
             failures = _failures(store)
             failed = [failure.row for failure in failures]
             device = choose_device(config.device)
+            # As a run over images with parts of the same size sums them.
+            part_rows = manifest.first_run_with(next(iter(layers))).grid.part_rows
             with CountProgress("rows") as progress:
                 progress.begin(len(store) * len(layers))
                 moments = {
-                    name: _sum(store, layer, failed, device, progress)
+                    name: _sum(store, layer, part_rows, failed, device, progress)
                     for name, layer in layers.items()
                 }
             tree.write(failures, moments, store.image_checksums)
@@ -122,14 +124,15 @@ def _failures(store: FeatureStore) -> list[Failure]:
 def _sum(
     store: FeatureStore,
     layer: StatsLayer,
+    part_rows: int,
     failed: Sequence[int],
     device: torch.device,
     progress: CountProgress,
 ) -> Moments:
     """Sum the rows of a layer."""
     name, part = layer.spec.name, Part(0, 0, len(store))
-    moments = PartMoments(part, layer)
-    norms = None if layer.tokens is None else PartNorms(part, layer)
+    moments = PartMoments(part, layer, part_rows)
+    norms = None if layer.tokens is None else PartNorms(part, layer, part_rows)
     step = max(1, _BLOCK_BYTES // (4 * math.prod(layer.captured)))
     for start in range(0, len(store), step):
         stop = min(len(store), start + step)

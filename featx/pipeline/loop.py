@@ -251,16 +251,14 @@ def _metrics(
     num_rows: int,
 ) -> RunMetrics:
     """Measurements of a finished run, which has committed some rows in some seconds."""
-    if not num_rows:
-        return RunMetrics(
-            {**seconds}, None, loader.times.num_bytes, None, decoder_warnings=loader.warnings
-        )
-    device, precision = context.engine.device.type, context.config.precision
-    ratio = seconds["model"] / num_rows / context.model_s
-    sentence = bottleneck(seconds, elapsed_s, loader.num_decoders, device, precision, ratio)
+    sentence = None
+    if num_rows:
+        device, precision = context.engine.device.type, context.config.precision
+        ratio = seconds["model"] / num_rows / context.model_s
+        sentence = bottleneck(seconds, elapsed_s, loader.num_decoders, device, precision, ratio)
     return RunMetrics(
         seconds={**seconds},
-        images_per_second=num_rows / elapsed_s,
+        images_per_second=num_rows / elapsed_s if num_rows else None,
         bytes_read=loader.times.num_bytes,
         bottleneck=sentence,
         decoder_warnings=loader.warnings,

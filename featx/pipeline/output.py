@@ -141,6 +141,8 @@ class Output(ABC, Generic[PartT, SessionT]):
         """Copy with another config, before `begin`."""
         other = copy.copy(self)
         other.config = config
+        other.settings, other.seconds = dict(self.settings), dict(self.seconds)
+        other.underflow_rows = Counter()
         return other
 
     # What the run is built from; see `RunTarget`.

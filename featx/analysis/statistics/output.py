@@ -24,7 +24,7 @@ from featx.analysis.statistics.stats_file import (
     PARTS_FOLDER,
     STATS_FILE,
     STATS_IMAGES,
-    stored_resume_state,
+    stored_settings,
 )
 from featx.analysis.statistics.tokens import explain_missing_norms
 from featx.base import (
@@ -213,16 +213,16 @@ class StatsOutput(Output[StatsPart, StatsSession]):
 
     def resume_state(self, names: set[str]) -> ResumeState | None:
         """Return the resume state: the `auto` values chosen before the first part, or None."""
-        stored = None if self.config.overwrite else stored_resume_state(self.root)
+        stored = None if self.config.overwrite else stored_settings(self.root)
         if stored is None:
             return None
-        settings = stored.settings
+        settings, threads = stored
         resolved = {key: settings[key] for key in _RESOLVED}
         resolved["fold_batchnorm"] = settings.get("fold_batchnorm", False)
         resolved["jpeg"] = settings.get("jpeg", PILLOW)
         resolved["heif"] = settings.get("version.pillow_heif")
-        if stored.threads is not None:
-            resolved["threads"] = stored.threads
+        if threads is not None:
+            resolved["threads"] = threads
         return ResumeState(resolved, settings["part_rows"], "the statistics were")
 
     def part_limits(
@@ -355,8 +355,8 @@ class StatsOutput(Output[StatsPart, StatsSession]):
 
     def check_unchanged(self, fingerprint: Mapping[str, Any]) -> None:
         """Check that the folder contains no statistics with other settings."""
-        stored = stored_resume_state(self.root)
-        if stored is not None and differences(stored.settings, fingerprint):
+        stored = stored_settings(self.root)
+        if stored is not None and differences(stored[0], fingerprint):
             raise RunError(
                 f"the statistics in {self.root} have other settings than this run: another run has "
                 "overwritten them. Run the same command again."

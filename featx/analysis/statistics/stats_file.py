@@ -14,7 +14,6 @@ import json
 import math
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -321,21 +320,13 @@ def _read_norms(file: h5py.File, path: Path, name: str, count: int) -> PositionN
         raise DamagedError(f"{path}: the norms of {name}: {error}.") from error
 
 
-@dataclass(frozen=True)
-class StatsResumeState:
-    """Settings of the existing statistics in a folder.
+def stored_settings(root: Path) -> tuple[dict[str, Any], int | None] | None:
+    """Return the settings of the statistics in a folder, or None if there are none.
 
-    Attributes:
-        settings: everything that changes their values, by option name.
-        threads: number of CPU threads that compute one batch, or None on other devices.
+    Returns:
+        everything that changes their values, by option name; and the number of CPU threads that
+        compute one batch, None on other devices.
     """
-
-    settings: dict[str, Any]
-    threads: int | None
-
-
-def stored_resume_state(root: Path) -> StatsResumeState | None:
-    """Return the resume state of the statistics in a folder, or None if there are none."""
     parts = (root / PARTS_FOLDER).glob("rows-*.h5")
     for path in (root / STATS_FILE, *sorted(parts)):
         if not path.is_file():
@@ -343,5 +334,5 @@ def stored_resume_state(root: Path) -> StatsResumeState | None:
         # Damaged files are quarantined later, by the process that holds the lock.
         with contextlib.suppress(DamagedError), reading(path) as file:
             attributes = attributes_of(file)
-            return StatsResumeState(json.loads(attributes["settings"]), attributes.get("threads"))
+            return json.loads(attributes["settings"]), attributes.get("threads")
     return None

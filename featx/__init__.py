@@ -15,8 +15,7 @@ from featx.errors import FeatxError
 if TYPE_CHECKING:
     from featx.analysis.embedding import embed
     from featx.analysis.prediction import predict
-    from featx.analysis.statistics.frechet import frechet_distance
-    from featx.analysis.statistics.reader import Statistics, open_stats
+    from featx.analysis.statistics.reader import Statistics, frechet_distance, open_stats
     from featx.jobs.export import export_store
     from featx.jobs.extract import extract
     from featx.jobs.report import write_report
@@ -62,7 +61,7 @@ _HOME = {
     "write_report": "featx.jobs.report",
     "open_stats": "featx.analysis.statistics.reader",
     "Statistics": "featx.analysis.statistics.reader",
-    "frechet_distance": "featx.analysis.statistics.frechet",
+    "frechet_distance": "featx.analysis.statistics.reader",
 }
 
 

@@ -136,18 +136,18 @@ def photos(tmp_path: Path) -> Path:
 @pytest.fixture
 def computed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[frozenset[str], int]]:
     """(layers, first row) of every batch that a run computes."""
-    from featx.pipeline import feature_sink
+    from featx.pipeline import feature_output
 
     seen: list[tuple[frozenset[str], int]] = []
-    compute = feature_sink.compute_rows
+    compute = feature_output.compute_rows
 
     def noted(context: Any, engine: Any, batch: Any) -> Any:
         rows = compute(context, engine, batch)
         seen.append((frozenset(rows.features), batch.start))
         return rows
 
-    monkeypatch.setattr(feature_sink, "compute_rows", noted)
-    monkeypatch.setattr("featx.pipeline.retry.compute_rows", noted)
+    monkeypatch.setattr(feature_output, "compute_rows", noted)
+    monkeypatch.setattr("featx.pipeline.row_updates.compute_rows", noted)
     return seen
 
 

@@ -82,7 +82,7 @@ def pack_in_process(patch: pytest.MonkeyPatch) -> None:
 
     The child has tests of its own (store/test_faults.py), and every test of the command has it.
     """
-    patch.setattr("featx.pipeline.extraction.pack_parts", lambda root, lock, size: pack(root))
+    patch.setattr("featx.pipeline.feature_output.pack_parts", lambda root, lock, size: pack(root))
 
 
 def run_job(job: str, *, json: bool = False, show: str | None = None, **keys: Any) -> int:

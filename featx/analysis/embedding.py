@@ -169,7 +169,7 @@ def _extract(
         recipe.check(context)
         sink = _EmbeddingSink(context)
         with torch.no_grad():
-            run_parts(context, sink, sink)
+            run_parts(context, sink)
     return sink
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy.typing as npt
@@ -139,7 +138,6 @@ class NewImagesTarget:
     ) -> None:
         self.dtype = recipe.specs[0].dtype
         self.settings: dict[str, Any] = {}
-        self.folder: Path | None = None
         self.list_images = list_images
         self._resolved = recipe.resolved
 
@@ -159,7 +157,7 @@ class NewImagesTarget:
 
 
 class NewImagesSink(ABC):
-    """Batch sink that keeps the values of new images in memory; subclasses compute them.
+    """Part sink that keeps the values of new images in memory; subclasses compute them.
 
     Args:
         context: the run.
@@ -168,14 +166,16 @@ class NewImagesSink(ABC):
         failures: row -> failure of an image.
         seconds: always empty, as there are no stages in addition to those of every run.
         num_committed: number of rows in finished parts.
+        num_failed: always 0: a limit of failures would end the run and lose the rows in memory.
     """
+
+    num_failed = 0
+    seconds: Mapping[str, float] = {}
 
     def __init__(self, context: RunContext) -> None:
         self.failures: dict[int, Failure] = {}
-        self.seconds: dict[str, float] = {}
         self.num_committed = 0
         self._context = context
-        self._taken = 0
 
     @abstractmethod
     def keep(self, batch: Batch, features: Mapping[str, npt.NDArray[Any]]) -> None:
@@ -186,11 +186,6 @@ class NewImagesSink(ABC):
         """Number of rows of the run."""
         return len(self._context.listing)
 
-    @property
-    def num_failed(self) -> int:
-        """Always 0: a limit of failures would end the run and lose the rows in memory."""
-        return 0
-
     def missing(self) -> list[Part]:
         """Return all parts of the run."""
         grid = Grid(self.num_rows, self._context.part_rows)
@@ -200,10 +195,13 @@ class NewImagesSink(ABC):
         """Compute the features of a batch."""
         return compute_rows(self._context, engine, batch)
 
-    def take(self, part: Part, batch: Batch, computed: Callable[[], Rows]) -> list[Failure]:
-        """Keep the rows of a batch, and return its failures."""
-        rows = computed()
-        # As if stored and read back, so that results agree with those of the store's rows.
+    def begin_part(self, part: Part) -> _NewImagesPart:
+        """Begin a part, whose batches follow."""
+        return _NewImagesPart(part, self)
+
+    def add(self, batch: Batch, rows: Rows) -> None:
+        """Keep the rows of a batch, as if stored and read back, so that results agree with those of
+        the store's rows."""
         self.keep(
             batch,
             {
@@ -212,14 +210,19 @@ class NewImagesSink(ABC):
             },
         )
         self.failures |= {failure.row: failure for failure in rows.failures}
-        self._taken += batch.count
-        return rows.failures
 
-    def finish_part(self) -> Callable[[], None]:
-        """Count the rows of the part; there is nothing to commit."""
-        self.num_committed = self._taken
-        return _nothing_to_commit
+    def commit(self, rows: _NewImagesPart) -> None:
+        """Count the rows of a part; there is nothing to commit."""
+        self.num_committed += len(rows.part)
 
 
-def _nothing_to_commit() -> None:
-    """Do nothing, since results are only kept in memory."""
+@dataclass(frozen=True)
+class _NewImagesPart:
+    """Part whose rows the sink keeps."""
+
+    part: Part
+    sink: NewImagesSink
+
+    def add(self, batch: Batch, rows: Rows) -> None:
+        """Keep the rows of a batch."""
+        self.sink.add(batch, rows)

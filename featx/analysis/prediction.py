@@ -163,7 +163,7 @@ def run_prediction(config: Config, path: Path, files: Sequence[Path] | None = No
         recipe.check(context)
         sink = _PredictionSink(context, head, about)
         with torch.no_grad():
-            metrics = run_parts(context, sink, sink)
+            metrics = run_parts(context, sink)
     keys = [name_text(key) for key in context.listing.keys.tolist()]
     order: Sequence[int] = range(len(keys))
     if files is not None:

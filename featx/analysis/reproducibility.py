@@ -24,7 +24,13 @@ from featx.config import (
 )
 from featx.errors import ConfigError, FeatxError, LayerError, StoreError, StoreMismatchError
 from featx.layers import REDUCTIONS
-from featx.pipeline import RunContext, build_run_context, compute_rows, image_changes
+from featx.pipeline import (
+    FeatureOutput,
+    RunContext,
+    build_run_context,
+    compute_rows,
+    image_changes,
+)
 from featx.sources import open_source
 from featx.storage import is_url
 from featx.store import FeatureStore, Manifest, Run, from_raw, missing_parts, read_listing
@@ -96,7 +102,8 @@ def recheck_rows(
                 run_config = replace(run_config, layers=layers, capture="output")
             if not rows:
                 continue
-            with build_run_context(run_config, run.header.config, engine) as context:
+            output = FeatureOutput(run_config)
+            with build_run_context(run_config, run.header.config, engine, output) as context:
                 _refuse_another_model(root, run, context)
                 for row, features, status in _extract_rows(context, run, rows):
                     row_agreement, note = _compare_row(store, row, specs, features, status)

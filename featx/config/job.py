@@ -71,8 +71,9 @@ class StatsConfig:
     """Statistics that job=stats computes."""
 
     observation: Literal["image", "position"] = "image"
-    """image: one observation per image, its whole tensor; position: one observation of C features
-    per position of a feature map, or per token."""
+    """image: one observation per image, which is the mean over the positions of maps and tokens
+    unless `reduce` says otherwise; position: one observation of C features per position of a map,
+    or per token."""
     covariance: Literal["full", "diagonal"] = "full"
     """full computes the D x D scatter matrix (D up to 16384), diagonal only the variances."""
     reference: str | None = None

@@ -14,5 +14,5 @@ from .compute import spec_of as spec_of
 from .engine import Engine as Engine
 from .plain_path import explain_missing_plain_path as explain_missing_plain_path
 from .plain_path import plain_rows as plain_rows
-from .prepared_weights import PreparedWeights as PreparedWeights
 from .row_checks import stored_bits as stored_bits
+from .weight_casting import PreparedWeights as PreparedWeights

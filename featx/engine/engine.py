@@ -30,9 +30,8 @@ from featx.engine.compute import (
     spec_of,
 )
 from featx.engine.device_model import ATTACH_BATCH, DeviceModel
-from featx.engine.prepared_weights import PreparedWeights
 from featx.engine.row_checks import finite_rows, row_tolerance
-from featx.engine.weight_casting import Captured
+from featx.engine.weight_casting import Captured, PreparedWeights
 from featx.errors import ModelError, RunError, require
 from featx.layers import CaptureHooks, ChosenLayers, Keep, OutputCollector
 from featx.models import Backbone

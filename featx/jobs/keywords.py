@@ -77,6 +77,7 @@ class StatsOptions(TypedDict, total=False):
     profile: bool
     overwrite: bool
     seed: int
+    store: str | PathLike[str] | None
     stats: StatsConfig | Mapping[str, Any]
 
 

@@ -12,6 +12,7 @@ from featx.config import Config
 from featx.errors import counted
 from featx.jobs.base import JOBS, RUN_OPTIONS, Input, Job, print_summary
 from featx.pipeline import (
+    FeatureOutput,
     RunContext,
     build_run_context,
     describe_computation,
@@ -28,7 +29,7 @@ _TRIAL_BATCHES = 2
 
 def run(config: Config, config_yaml: str) -> int:
     """Print time, disk space, memory and what they rest on; returns the exit code 0."""
-    with build_run_context(config, config_yaml, FEATURES) as context:
+    with build_run_context(config, config_yaml, FEATURES, FeatureOutput(config)) as context:
         plan = _plan(config, context)
         print_summary(config, plan, _text(context, plan))
     return 0

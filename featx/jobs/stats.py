@@ -17,8 +17,8 @@ from featx.base import (
     shown_path,
     table,
 )
-from featx.config import Config, StatsConfig, without_object
-from featx.errors import counted
+from featx.config import Config, StatsConfig, given_by_value, without_object
+from featx.errors import ConfigError, counted
 from featx.jobs.base import (
     JOBS,
     RUN_OPTIONS,
@@ -58,6 +58,7 @@ def stats(*, verbose: bool | None = None, **keys: Unpack[StatsOptions]) -> Stati
     from featx.analysis.statistics import (
         Statistics,
         run_stats,  # which imports torch
+        stats_of_store,
     )
 
     options, data_set = without_object(keys)
@@ -65,7 +66,10 @@ def stats(*, verbose: bool | None = None, **keys: Unpack[StatsOptions]) -> Stati
     source = None if data_set is None else source_of(data_set)
     is_verbose = not is_notebook() if verbose is None else verbose
     with announcements(is_verbose):
-        summary = run_stats(config, config_yaml, source)
+        if config.store is None:
+            summary = run_stats(config, config_yaml, source)
+        else:
+            summary = stats_of_store(config)
     if is_verbose:
         print_result(_text(summary))
     return Statistics(summary["file"])
@@ -76,8 +80,13 @@ def run(config: Config, config_yaml: str) -> int:
     from featx.analysis.statistics import (
         FAILURES_CSV,
         run_stats,  # which imports torch
+        stats_of_store,
     )
 
+    if config.store is not None:
+        summary = stats_of_store(config)
+        print_summary(config, summary, _text(summary))
+        return 0
     summary = run_stats(config, config_yaml)
     print_summary(config, summary, _text(summary))
     failures = Path(config.out) / FAILURES_CSV
@@ -98,12 +107,14 @@ _SPREAD = (
 
 def _text(summary: dict[str, Any]) -> str:
     """Format the result for people, with three lines of code that open it."""
-    rate, limit = summary["images_per_second"], summary["bottleneck"]
     done_text = (
-        f"Done: {counted(summary['rows'], 'image')}, {summary['failures']} failed and left out, "
-        + (f"{rate:.1f} images/s." if rate else "nothing was left to do.")
-        + (f" Limited by {limit}." if limit else "")
+        f"Done: {counted(summary['rows'], 'image')}, {summary['failures']} failed and left out"
     )
+    if "images_per_second" in summary:  # of a run over images, not of a store
+        rate = summary["images_per_second"]
+        done_text += f", {rate:.1f} images/s" if rate else ", nothing was left to do"
+    limit = summary.get("bottleneck")
+    done_text += f". Limited by {limit}." if limit else "."
     layers = summary["layers"].items()
     parts = [
         textwrap.fill(done_text, WIDTH),
@@ -177,6 +188,22 @@ def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.4g}"
 
 
+_READ_WITH_STORE = ("job", "log", "store", "layers", "stats", "device", "overwrite")
+"""Options and groups that job=stats store=DIR reads."""
+
+
+def _check(config: Config) -> None:
+    """Refuse options of a run with the rows of a store."""
+    if config.store is None:
+        return
+    for name in sorted(given_by_value(config)):
+        if name.partition(".")[0] not in _READ_WITH_STORE:
+            raise ConfigError(
+                f"{name} has no effect with job=stats store={config.store}: the rows of the store "
+                "are summed as they are, and stats.h5 is written into its folder."
+            )
+
+
 JOBS.register(
     Job(
         "stats",
@@ -184,8 +211,9 @@ JOBS.register(
         StatsConfig,
         run=run,
         input=Input.IMAGES,
-        reads=(*RUN_OPTIONS, "job.json", "executor", "refresh", "log.metrics", "profile"),
+        reads=(*RUN_OPTIONS, "store", "job.json", "executor", "refresh", "log.metrics", "profile"),
         ignores=("dtype", "codec", "part_mib", "pack", "grow"),
+        check=_check,
         why="statistics are computed in float64 from the layer's values; no features are stored",
     )
 )

@@ -1,55 +1,31 @@
-"""Extraction: computes the missing rows of a store, commits them, and packs the store."""
+"""Extraction: opens an output, computes what is missing, commits it, and finishes the output."""
 
 from __future__ import annotations
 
-import contextlib
-import time
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
-from featx.base import log_message, shown_path
+from featx.base import announce, log_message
 from featx.config import Config
-from featx.errors import ConfigError, StoreMismatchError, counted
-from featx.pipeline.changed_images import changed_images_text, rows_of_two_images
-from featx.pipeline.engine_spec import EngineSpec
-from featx.pipeline.executors.worker_stats import RunOutcome
-from featx.pipeline.feature_sink import FeatureSink, StorePartTask
-from featx.pipeline.finished_run import (
-    FileStates,
-    finished_summary,
-    request_digest,
-    weight_states,
-)
-from featx.pipeline.overwriting import OverwriteMark
-from featx.pipeline.row_failures import exit_code
-from featx.pipeline.row_updates import (
-    check_images,
-    compute_lost_rows,
-    refresh_text,
-    retry_failed_rows,
-)
-from featx.pipeline.run_context import RunContext, build_run_context
-from featx.pipeline.run_driver import RunOutput, drive_run
-from featx.pipeline.run_metrics import peak_memory_mib
-from featx.pipeline.run_observer import RunObserver
-from featx.pipeline.run_summary import RunDescription, describe_run
-from featx.pipeline.run_target import RunTarget, StoreTarget
-from featx.storage import is_url, parse_path
+from featx.errors import StoreMismatchError, counted
+from featx.pipeline.executors import check_executor, run_distributed
+from featx.pipeline.feature_output import FeatureOutput, Observe
+from featx.pipeline.finished_run import command_digest
+from featx.pipeline.loop import RunObserver, run_parts
+from featx.pipeline.metrics_file import metrics_of
+from featx.pipeline.output import Output
+from featx.pipeline.row_failures import exit_code, failures_text
+from featx.pipeline.run_context import EngineSpec, RunContext, build_run_context
+from featx.pipeline.run_metrics import RunOutcome, peak_memory_mib
+from featx.storage import parse_path
 from featx.store import (
+    DamagedManifestError,
     Heartbeat,
     Manifest,
-    PartBuilder,
-    StoreSession,
     layout,
     merge_manifest,
-    pack_parts,
-    reason_to_keep_parts,
 )
-from featx.types import Failure, Source
-
-Observe = Callable[[RunContext, StoreSession], RunObserver]
-"""Creates the observer of a run from its context and its open write session."""
+from featx.types import Source
 
 
 def run_extraction(
@@ -77,12 +53,8 @@ def run_extraction(
         FeatxError: the config or the store does not fit, or the run failed.
         Interrupted: SIGINT or SIGTERM arrived; complete parts are committed.
     """
-    marker = OverwriteMark(parse_path(config.out) / layout.OVERWRITE_MARKER, config, source is None)
-
-    def output(config: Config) -> StoreOutput:
-        return StoreOutput(config, config_yaml, known_rows_only, observe, source)
-
-    return drive_run(config, config_yaml, engine_spec, marker, output)
+    output = FeatureOutput(config, config_yaml, known_rows_only, observe, source)
+    return run_output(output, config_yaml, engine_spec)
 
 
 def check_extraction(
@@ -101,160 +73,114 @@ def check_extraction(
     Raises:
         FeatxError: the images, the model or the weights are not those of the store, or not there.
     """
-    target = StoreTarget(config, known_rows_only=True)
-    with build_run_context(config, config_yaml, engine_spec, target) as context:
+    output = FeatureOutput(config, known_rows_only=True)
+    with build_run_context(config, config_yaml, engine_spec, output) as context:
         merge_manifest(parse_path(config.out), manifest, context.as_run(), (), grow=False)
 
 
-class StoreOutput(RunOutput[StoreSession]):
-    """The store in `out`.
+def run_output(
+    output: Output[Any, Any], config_yaml: str, engine_spec: EngineSpec
+) -> dict[str, Any]:
+    """Start or resume a run and complete its output; reports progress on stderr.
+
+    With overwrite=true, a marker file with a digest of the command is written before the first part
+    and deleted when everything is complete. A killed process leaves it behind, and the same command
+    then resumes instead of deleting what it has computed. A finished output has no marker, and is
+    deleted.
 
     Args:
-        config: checked config.
+        output: output of the run.
         config_yaml: composed config as YAML, without secrets.
-        known_rows_only: ignore images that the store does not contain yet, and warn about changed
-            images instead of raising.
-        observe: creates the observer of the run.
-        source: data set given as a Python object; None opens the data set of the config.
+        engine_spec: how to build the engine that computes the rows.
+
+    Returns:
+        summary of the run.
+
+    Raises:
+        FeatxError: the config or the folder does not fit, or the run failed.
+        Interrupted: SIGINT or SIGTERM arrived; complete parts are committed.
     """
-
-    _target: StoreTarget
-
-    def __init__(
-        self,
-        config: Config,
-        config_yaml: str,
-        known_rows_only: bool = False,
-        observe: Observe | None = None,
-        source: Source | None = None,
-    ) -> None:
-        super().__init__(config)
-        self._config_yaml = config_yaml
-        self._known_rows_only = known_rows_only
-        self._observe = observe
-        self._source = source
-        self._out = parse_path(config.out)
-        self._weights: FileStates | None = None
-        # An observer has work to do at the end, and a data set that is a Python object has no
-        # identity beyond its listing.
-        self._is_recognised = observe is None and source is None and not known_rows_only
-
-    def check(self) -> None:
-        """Refuse grow=true in an object store, and images in a folder of the data set."""
-        if self.config.grow and is_url(self._out):
-            raise ConfigError(
-                f"grow=true needs a store on a disk, and {self._out} lies in an object store: "
-                "without a lock two drivers could add different rows. Copy it to a disk, let it "
-                "grow there, and copy it back."
+    config = output.config
+    # A data set that is a Python object is not in the digest, so nothing is resumed then.
+    is_marked = config.overwrite and output.source is None
+    mark = command_digest(config).encode() if is_marked else None
+    with metrics_of(config) as summary:
+        if mark is not None and _has_mark(output, mark):
+            log_message(
+                f"{output.root} was started by this command with overwrite=true and is not "
+                "finished: it is resumed. To start from the first row again, delete the folder."
             )
-        # An observer writes images into the folder of the store.
-        if self._observe is not None and self.config.data.root and not is_url(self._out):
-            root = Path(self.config.data.root).expanduser()
-            if root.is_dir() and root.resolve() == self._out.resolve():
-                raise ConfigError(
-                    f"out={self.config.out} is data.root as well, and heat maps and sprites would "
-                    "become images of the data set. Choose another folder; below data.root is fine."
+            resumed = output.with_config(replace(config, overwrite=False))
+            try:
+                summary |= _run(resumed, config_yaml, engine_spec, mark)
+                return summary
+            # Images or libraries have changed since, so a resume is impossible. Other errors, such
+            # as a disk that cannot be read now, are passed on: computed parts may still be there.
+            except (StoreMismatchError, DamagedManifestError) as error:
+                log_message(
+                    f"{error}\nIt cannot be resumed; overwrite=true starts it again from the "
+                    "first row."
                 )
-
-    def open_target(self) -> RunTarget:
-        """Read the manifest of the store."""
-        self._target = StoreTarget(self.config, self._known_rows_only, self._source)
-        return self._target
-
-    def finished_summary(self) -> dict[str, Any] | None:
-        """Recognise a store that the same command has completed."""
-        if not self._is_recognised:
-            return None
-        self._weights = weight_states(self.config)
-        return finished_summary(self.config, self._target, self._weights)
-
-    @contextlib.contextmanager
-    def open_session(self, context: RunContext) -> Iterator[StoreSession]:
-        """Hold the store; write the config into it."""
-        session = StoreSession(self._out, context.as_run(), context.listing, self.config.grow)
-        with session.hold(self.config.overwrite):
-            session.write_config(self._config_yaml)
-            yield session
-
-    def describe(self, context: RunContext, session: StoreSession) -> RunDescription:
-        """Describe the run before it starts."""
-        done, total = session.num_committed, session.num_rows
-        state = f"{done} of {total} rows are there already" if done else "new"
-        return describe_run(context, ("store", f"{shown_path(session.root)}, {state}"))
-
-    def observer(self, context: RunContext, session: StoreSession) -> RunObserver:
-        """Return the observer of the job."""
-        return RunObserver() if self._observe is None else self._observe(context, session)
-
-    def update_rows(self, context: RunContext, session: StoreSession) -> None:
-        """Compute lost rows, rows of changed images, and rows whose images failed."""
-        compute_lost_rows(context, session)
-        check_images(context, session, only_warn=self._known_rows_only)
-        if self.config.retry_failed:
-            retry_failed_rows(context, session)
-
-    def sink(
-        self,
-        context: RunContext,
-        session: StoreSession,
-        heartbeat: Heartbeat,
-        observer: RunObserver,
-    ) -> FeatureSink:
-        """Return the sink that builds parts of the store."""
-
-        def commit(builder: PartBuilder) -> Sequence[Failure]:
-            failures = session.commit(builder)
-            heartbeat.set_failures(session.num_failed)
-            return failures
-
-        return FeatureSink(context, session.begin_part, commit, heartbeat, observer)
-
-    def part_task(self, context: RunContext, session: StoreSession) -> StorePartTask:
-        """Return the part task of workers."""
-        return part_task_of(self._target, context, session)
-
-    def complete(self, session: StoreSession, outcome: RunOutcome) -> None:
-        """Pack the parts, if the config asks for it."""
-        started_at = time.perf_counter()
-        _pack(self.config, session)
-        outcome.metrics.seconds["pack"] = time.perf_counter() - started_at
-
-    def summary(self, session: StoreSession, outcome: RunOutcome) -> dict[str, Any]:
-        """Return and write the content of summary.json."""
-        summary = {
-            "rows": len(session.listing),
-            "failures": len(session.failures),
-            "classes": len(session.listing.classes),
-            **outcome.metrics.as_dict(),
-            "underflow_rows": dict(+outcome.underflow_rows),
-            "layers": [spec.name for spec in session.manifest.layers.values()],
-            "bytes": session.stored_bytes(),
-            "peak_memory_mib": max(peak_memory_mib(), outcome.peak_memory_mib),
-            "finished": time.strftime("%Y-%m-%d %H:%M:%S"),
-            "request": self._request(session),
-        }
-        session.write_summary(summary)
+        summary |= _run(output, config_yaml, engine_spec, mark)
         return summary
 
-    def _request(self, session: StoreSession) -> str | None:
-        """Digest by which `finished` recognises this command; None while parts are missing."""
-        if not session.is_complete or not self._is_recognised:
-            return None
-        return request_digest(self.config, session.manifest, session.listing, self._weights)
 
-    def is_whole(self, session: StoreSession) -> bool:
-        """Return whether the store misses no part of any run."""
-        return session.is_complete
+def _has_mark(output: Output[Any, Any], mark: bytes) -> bool:
+    """Return whether a command has started what the folder holds, and has not finished it."""
+    try:
+        return output.marker.read_bytes() == mark
+    except (FileNotFoundError, NotADirectoryError):
+        return False
 
 
-def part_task_of(target: StoreTarget, context: RunContext, session: StoreSession) -> StorePartTask:
-    """Part task for the workers of a distributed run."""
-    return StorePartTask(
-        dtype=target.dtype,
-        settings=target.settings,
-        datasets=frozenset(spec.name for spec in context.specs),
-        manifest=session.manifest.to_json(),
-    )
+def _run(
+    output: Output[Any, Any], config_yaml: str, engine_spec: EngineSpec, mark: bytes | None
+) -> dict[str, Any]:
+    """Run once: open the output, compute and commit what is missing, and finish it."""
+    config = output.config
+    check_executor(config)
+    if (summary := output.begin()) is not None:
+        return summary
+    with (
+        build_run_context(config, config_yaml, engine_spec, output) as context,
+        output.open(context),
+    ):
+        session = output.write_session
+        if config.overwrite and mark is not None:
+            session.disk.replace(output.marker, mark)
+        description = output.describe()
+        announce(description.settings, description.shown)
+        observer = output.observer()
+        output.update_rows()
+        if config.is_distributed:
+            outcome = run_distributed(context, session, output.for_workers(), config_yaml)
+        else:
+            outcome = _compute_here(context, output, observer)
+        summary = output.finish(outcome)
+        failures = session.failures
+        observer.run_finished()
+        if output.is_whole:
+            session.disk.remove(output.marker)
+    if failures:
+        log_message(failures_text(failures))
+    for layer, count in (+outcome.underflow_rows).items():
+        log_message(
+            f"{counted(count, f'row of {layer} has', f'rows of {layer} have')} no value "
+            "above 6.1e-5; float16 holds so little with few bits or as zero. dtype=float32 keeps "
+            "it.",
+            level="warning",
+        )
+    return summary
+
+
+def _compute_here(
+    context: RunContext, output: Output[Any, Any], observer: RunObserver
+) -> RunOutcome:
+    """Compute the missing parts in this process: executor=local without workers."""
+    disk = output.write_session.disk
+    with Heartbeat(disk, str(context.engine.device)) as heartbeat:
+        metrics = run_parts(context, output, disk, observer, heartbeat)
+        return RunOutcome(metrics, output.underflow_rows, peak_memory_mib())
 
 
 def store_exit_code(config: Config, summary: dict[str, Any]) -> int:
@@ -271,61 +197,3 @@ def store_exit_code(config: Config, summary: dict[str, Any]) -> int:
         summary["failures"],
         f"Their rows are NaN with a status; see {failures}.",
     )
-
-
-def _pack(config: Config, session: StoreSession) -> None:
-    """Pack the parts into one features.h5, if the config asks for it and there is room."""
-    if session.is_packed or not session.is_complete:
-        return
-    mixed = _mixed_rows(session)
-    _check_mixed_rows_failed(session, mixed)
-    if mixed:
-        _log_mixed_rows(session, len(mixed))
-        return
-    if config.pack is False:
-        return
-    if is_url(session.root):
-        log_message(
-            "the parts are kept: an object store has no disk to pack on. featx.open reads parts."
-        )
-        return
-    stored_bytes = session.stored_bytes()
-    reason = reason_to_keep_parts(stored_bytes, session.disk.free_bytes())
-    if config.pack == "auto" and reason is not None:
-        log_message(f"the parts are kept: {reason}. featx.open reads parts as well.")
-        return
-    pack_parts(session.root, session.lock, stored_bytes)
-    session.finish_packing()
-
-
-def _mixed_rows(session: StoreSession) -> list[int]:
-    """Rows whose layers were computed from different images in different runs."""
-    if len(session.manifest.runs) == 1:
-        return []
-    rows: list[int] = rows_of_two_images(session.root, session.manifest).tolist()
-    return rows
-
-
-def _check_mixed_rows_failed(session: StoreSession, mixed: list[int]) -> None:
-    """Raise a StoreMismatchError if a row of `mixed` has not failed."""
-    failed = {failure.row for failure in session.failures}
-    if ok := [row for row in mixed if row not in failed]:
-        what = refresh_text(_layers_options(session))
-        raise StoreMismatchError(changed_images_text(session.root, session.listing.keys, ok, what))
-
-
-def _log_mixed_rows(session: StoreSession, num_mixed: int) -> None:
-    """Log why the parts are kept: failed images were mended for some of the layers only."""
-    log_message(
-        f"the parts are kept: "
-        f"{counted(num_mixed, 'failed image has', 'failed images have')} been mended for some "
-        "layers only. "
-        f"retry_failed=true with each of {' and '.join(_layers_options(session))} computes the "
-        "others."
-    )
-
-
-def _layers_options(session: StoreSession) -> list[str]:
-    """The option `layers` of each run of the store, without repeats."""
-    runs = session.manifest.runs
-    return list(dict.fromkeys(f"layers=[{','.join(sorted(run.names))}]" for run in runs))

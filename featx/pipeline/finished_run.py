@@ -8,19 +8,20 @@ only lead to the same fingerprints.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from featx.base import announce, digest, installed_version, log_message, shown_path
-from featx.config import Config, layer_requests
+from featx.config import Config, JobConfig, LogConfig, in_this_process, layer_requests
 from featx.models import resolve_library
 from featx.pipeline.changed_images import image_changes
-from featx.pipeline.overwriting import command_digest
 from featx.pipeline.row_failures import failures_text
 from featx.pipeline.run_metrics import RunMetrics, peak_memory_mib
 from featx.pipeline.run_summary import data_text
-from featx.pipeline.run_target import StoreTarget
 from featx.storage import is_url, parse_path
 from featx.store import (
     Manifest,
@@ -34,89 +35,102 @@ from featx.store import (
 )
 from featx.types import Listing, Source, Stateful, StoreHeader
 
-FileStates = dict[str, tuple[int, int, int, int]]
-"""Path -> (size in bytes, modification and change time in ns, inode)."""
 
+class FinishedRun:
+    """Recognition of the store that a command has completed, or is about to complete.
 
-def weight_states(config: Config) -> FileStates | None:
-    """Return the states of the files that decide the weights; None if they are not known.
-
-    To be called before the weights are loaded, so that a file that is exchanged meanwhile is
+    To be created before the weights are loaded, so that a file that is exchanged meanwhile is
     noticed.
     """
-    files = resolve_library(config.model).weight_files(config.model)
-    return None if files is None else _states(files)
 
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        files = resolve_library(config.model).weight_files(config.model)
+        self._weights = None if files is None else _states(files)
+        # Statistics of a reduction are a file that may be written again.
+        self._is_decided = self._weights is not None and not any(
+            reduce.statistics_path for _, reduce in layer_requests(config)
+        )
 
-def request_digest(
-    config: Config, manifest: Manifest, listing: Listing, states: FileStates | None
-) -> str | None:
-    """Return the digest by which a later command recognises that its store is complete.
+    def digest(self, manifest: Manifest, listing: Listing) -> str | None:
+        """Digest by which a later command recognises that its store is complete.
 
-    Returns:
-        hex digest; None if the config does not say all that decides the values.
-    """
-    # Statistics of a reduction are a file that may be written again.
-    reads_statistics = any(reduce.statistics_path for _, reduce in layer_requests(config))
-    if states is None or reads_statistics:
-        return None
-    versions = {name: version for run in manifest.runs for name, version in _versions(run.header)}
-    if any(installed_version(name) != version for name, version in versions.items()):
-        return None
-    return digest(
-        {
-            "command": command_digest(config),
-            "weights": {path: list(state) for path, state in states.items()},
-            "listing": listing_identity(listing),
-            "store": manifest.digest,
+        Returns:
+            hex digest; None if the config does not say all that decides the values.
+        """
+        if not self._is_decided or self._weights is None:
+            return None
+        versions = {
+            name: version for run in manifest.runs for name, version in _versions(run.header)
         }
-    )
+        if any(installed_version(name) != version for name, version in versions.items()):
+            return None
+        return digest(
+            {
+                "command": command_digest(self._config),
+                "weights": {path: list(state) for path, state in self._weights.items()},
+                "listing": listing_identity(listing),
+                "store": manifest.digest,
+            }
+        )
+
+    def summary(self, list_images: Callable[[], tuple[Source, Listing]]) -> dict[str, Any] | None:
+        """Summary of a store for which nothing is left to do, which is described on stderr.
+
+        Nothing is written. Doubt of any kind, such as an image with another modification time,
+        gives None: the run then looks at everything.
+        """
+        config, out = self._config, parse_path(self._config.out)
+        changes_store = config.overwrite or config.grow or config.refresh or config.retry_failed
+        if changes_store or config.tensorboard or config.profile or is_url(out):
+            return None
+        manifest, is_intact = load_manifest(out)
+        recorded = _recorded(out)
+        is_marked = (out / layout.OVERWRITE_MARKER).exists()
+        if manifest is None or not is_intact or not recorded or is_marked:
+            return None
+        source, listing = list_images()
+        entry = recorded.get(self.digest(manifest, listing))
+        packed = None if entry is None else read_packed(out, manifest)
+        if entry is None or packed is None or not _has_same_images(out, manifest, source, listing):
+            return None
+        header = manifest.runs[-1].header
+        state = f"{len(listing)} of {len(listing)} rows are there already"
+        settings = [
+            ("data", data_text(config, listing)),
+            ("model", f"{header.model}, weights {header.weights}"),
+            ("output", f"{shown_path(out)}, {state}"),
+        ]
+        announce(settings, settings)
+        if packed.failures:
+            log_message(failures_text(packed.failures))
+        figures = RunMetrics(seconds={}, images_per_second=None, bytes_read=0, bottleneck=None)
+        return {
+            **entry,
+            **figures.as_dict(),
+            "rows": len(listing),
+            "failures": len(packed.failures),
+            "bytes": packed.num_bytes,
+            "underflow_rows": {},
+            "peak_memory_mib": peak_memory_mib(),
+        }
 
 
-def finished_summary(
-    config: Config, target: StoreTarget, states: FileStates | None
-) -> dict[str, Any] | None:
-    """Return the summary of a store for which nothing is left to do, and describe it on stderr.
+def command_digest(config: Config) -> str:
+    """Return the SHA-256 of what a command computes, as hex digits.
 
-    Nothing is written. Doubt of any kind, such as an image with another modification time, gives
-    None: the run then looks at everything.
+    Options on how it computes and reports are left out.
     """
-    out = parse_path(config.out)
-    changes_store = config.overwrite or config.grow or config.refresh or config.retry_failed
-    if changes_store or config.tensorboard or config.profile or is_url(out):
-        return None
-    manifest, is_intact = load_manifest(out)
-    recorded = _recorded(out)
-    if (
-        manifest is None
-        or not is_intact
-        or not recorded
-        or (out / layout.OVERWRITE_MARKER).exists()
-    ):
-        return None
-    source, listing = target.list_images()
-    entry = recorded.get(request_digest(config, manifest, listing, states))
-    packed = None if entry is None else read_packed(out, manifest)
-    if entry is None or packed is None or not _has_same_images(out, manifest, source, listing):
-        return None
-    header = manifest.runs[-1].header
-    settings = [
-        ("data", data_text(config, listing)),
-        ("model", f"{header.model}, weights {header.weights}"),
-        ("output", f"{shown_path(out)}, {len(listing)} of {len(listing)} rows are there already"),
-    ]
-    announce(settings, settings)
-    if packed.failures:
-        log_message(failures_text(packed.failures))
-    return {
-        **entry,
-        **RunMetrics(seconds={}, images_per_second=None, bytes_read=0, bottleneck=None).as_dict(),
-        "rows": len(listing),
-        "failures": len(packed.failures),
-        "bytes": packed.num_bytes,
-        "underflow_rows": {},
-        "peak_memory_mib": peak_memory_mib(),
-    }
+    identifying = replace(
+        in_this_process(config),
+        job=JobConfig(config.job.name),
+        log=LogConfig(),
+        max_failures=0.01,
+        pack="auto",
+    )
+    parts = {"config": asdict(identifying), "code": config.model.code_sha256()}
+    text = json.dumps(parts, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _recorded(out: Path) -> dict[str | None, Mapping[str, Any]]:
@@ -150,9 +164,9 @@ def _versions(header: StoreHeader) -> list[tuple[str, str]]:
     return list({**header.versions, **of_decoders}.items())
 
 
-def _states(files: Sequence[Path]) -> FileStates | None:
-    """States of some files; None if one of them does not exist."""
-    states = {}
+def _states(files: Sequence[Path]) -> dict[str, tuple[int, ...]] | None:
+    """Size, times and inode of some files; None if one of them does not exist."""
+    states: dict[str, tuple[int, ...]] = {}
     for file in files:
         try:
             status = file.expanduser().stat()

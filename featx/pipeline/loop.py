@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+import numpy.typing as npt
 
 from featx.base import Progress, SilentProgress, log_message
 from featx.errors import counted
-from featx.pipeline.bottleneck import bottleneck
-from featx.pipeline.forward_passes import ComputedT, Passes
-from featx.pipeline.row_failures import refuse_failures
+from featx.pipeline.forward_passes import Passes
+from featx.pipeline.row_failures import Rows, refuse_failures
 from featx.pipeline.run_context import RunContext
-from featx.pipeline.run_metrics import RunMetrics, StepTimer
-from featx.pipeline.run_observer import RunObserver
+from featx.pipeline.run_metrics import RunMetrics, StepTimer, bottleneck
 from featx.pipeline.stop_signals import stop_signals
 from featx.types import Batch, Failure, Part
 
@@ -25,10 +26,59 @@ if TYPE_CHECKING:
     from featx.images import Loader
     from featx.pipeline.profiler_trace import Timeline
     from featx.storage import AtomicFolder
+    from featx.store import Heartbeat
 
 
-class PartSource(Protocol):
-    """The parts that a run has to compute, and how far it is."""
+class RunObserver:
+    """Base class of observers; every method does nothing until a subclass overrides it.
+
+    Batches and parts are reported only if the process of the command computes them, not for
+    workers.
+
+    Attributes:
+        wants_parts: whether the run waits for the commit of each part in order to report it.
+    """
+
+    wants_parts = False
+
+    def batch_computed(
+        self, batch: Batch, features: Mapping[str, npt.NDArray[Any]], failures: Sequence[Failure]
+    ) -> None:
+        """Called after each batch.
+
+        Args:
+            batch: n rows of the run, followed by padding.
+            features: dataset name -> (n, ...) array in the store's dtype.
+            failures: failed rows of the batch.
+        """
+
+    def part_committed(self, part: Part, seconds: Mapping[str, float]) -> None:
+        """Called after each committed part.
+
+        Args:
+            part: part that was committed.
+            seconds: stage -> busy seconds of the run so far.
+        """
+
+    def run_finished(self) -> None:
+        """Called when the run has ended without an error, while the model is still loaded."""
+
+
+class PartRows(Protocol):
+    """Rows of a part that is being computed, or their sums."""
+
+    def add(self, batch: Batch, rows: Rows) -> None:
+        """Add the next batch; batches arrive in order and from one thread."""
+
+
+PartRowsT = TypeVar("PartRowsT", bound=PartRows)
+
+
+class PartSink(Protocol[PartRowsT]):
+    """Parts that a run has to compute, how their rows are computed, and where they are committed.
+
+    `PartRowsT` is the type of the rows of one part.
+    """
 
     @property
     def num_rows(self) -> int:
@@ -42,55 +92,39 @@ class PartSource(Protocol):
     def num_failed(self) -> int:
         """Number of rows in committed parts whose image failed."""
 
-    def missing(self) -> Iterable[Part]:
-        """Parts that are still to be computed; the loop requests the next one when it needs it."""
-
-
-class BatchSink(Protocol[ComputedT]):
-    """Consumer of computed batches: rows of a store, or statistics.
-
-    `ComputedT` is the type of the result for one batch.
-    """
-
     @property
     def seconds(self) -> Mapping[str, float]:
         """Busy seconds so far of stages that only this sink has; stage -> seconds."""
 
-    def compute(self, engine: Engine, batch: Batch) -> ComputedT:
-        """Compute the values of one batch; called from several threads with different engines."""
+    def missing(self) -> Iterable[Part]:
+        """Parts that are still to be computed; the loop requests the next one when it needs it."""
 
-    def take(self, part: Part, batch: Batch, computed: Callable[[], ComputedT]) -> list[Failure]:
-        """Consume the next batch of a part; batches arrive in order and from one thread.
+    def compute(self, engine: Engine, batch: Batch) -> Rows:
+        """Compute the rows of one batch; called from several threads with different engines."""
 
-        Returns:
-            failures of the rows of this batch.
-        """
+    def begin_part(self, part: Part) -> PartRowsT:
+        """Begin a part, whose batches follow."""
 
-    def finish_part(self) -> Callable[[], object]:
-        """Detach the part whose last batch was taken.
-
-        Returns:
-            function that commits the part. It may run in another thread while `take` receives
-            batches of the next part.
-        """
+    def commit(self, rows: PartRowsT) -> object:
+        """Commit a part; called in another thread while batches are added to the next part."""
 
 
 def run_parts(
     context: RunContext,
-    parts: PartSource,
-    sink: BatchSink[ComputedT],
+    sink: PartSink[PartRowsT],
     disk: AtomicFolder | None = None,
     observer: RunObserver | None = None,
+    heartbeat: Heartbeat | None = None,
     progress: Progress | SilentProgress | None = None,
 ) -> RunMetrics:
     """Compute and commit the missing parts.
 
     Args:
         context: run context.
-        parts: missing parts; may be the same object as `sink`.
-        sink: receives the batches.
+        sink: computes the rows and commits the parts.
         disk: folder for the profiler trace of profile=true, or None if there is no folder.
-        observer: notified of each committed part.
+        observer: notified of each batch and each committed part.
+        heartbeat: records the part that is computed, and each commit.
         progress: notified of each batch; None shows a progress bar on stderr.
 
     Returns:
@@ -103,12 +137,13 @@ def run_parts(
     from featx.pipeline.profiler_trace import span  # imports torch
 
     num_computed = 0
+    part_rows: PartRowsT | None = None
     timer = StepTimer()
-    done_before = parts.num_committed
-    missing = parts.missing()
+    done_before = sink.num_committed
+    missing = sink.missing()
     loader = context.loader
     loader.start_counting()
-    progress = Progress(parts.num_rows, done_before) if progress is None else progress
+    progress = Progress(sink.num_rows, done_before) if progress is None else progress
     started_at = time.perf_counter()
     # The order decides how the run ends: contexts close from the last to the first. Running passes
     # end or are abandoned first, then the trace is written, then the pending commit is awaited. The
@@ -128,29 +163,55 @@ def run_parts(
                 _log_lost_rows(part, batch.start - part.start)
                 raise stop.interrupted()
             commits.check()
+            if part_rows is None:
+                part_rows = sink.begin_part(part)
+                if heartbeat is not None:
+                    heartbeat.begin(part)
             with span("batch"):
-                failures = sink.take(part, batch, computed)
+                num_failed = _take(part_rows, batch, computed, observer)
             if not num_computed:
                 timer.end("first batch")
             num_computed += batch.count
             if batch.start + batch.count == part.stop:
-                commits.begin(sink.finish_part())
+                commits.begin(functools.partial(_commit, sink, part, part_rows, heartbeat))
+                part_rows = None
                 _notify(observer, part, stages)
                 elapsed_s = time.perf_counter() - started_at
-                _refuse_failures(context, parts, done_before, num_computed, elapsed_s)
-            progress.step(batch.count, len(failures), batches.last_wait_s)
+                _refuse_failures(context, sink, done_before, num_computed, elapsed_s)
+            progress.step(batch.count, num_failed, batches.last_wait_s)
             if timeline is not None:
                 timeline.step()
         commits.finish()
         if stop:
             raise stop.interrupted()
     elapsed_s = time.perf_counter() - started_at
-    num_rows = parts.num_committed - done_before
+    num_rows = sink.num_committed - done_before
     seconds = {**stages.seconds(), **sink.seconds}
     metrics = _metrics(context, loader, seconds, elapsed_s, num_rows)
     if num_computed:
         metrics.start_seconds = {**context.start_seconds, **timer.seconds}
     return metrics
+
+
+def _take(
+    part_rows: PartRows, batch: Batch, computed: Callable[[], Rows], observer: RunObserver | None
+) -> int:
+    """Add the rows of a batch to its part; return how many of them failed."""
+    rows = computed()
+    part_rows.add(batch, rows)
+    if observer is not None:
+        observer.batch_computed(batch, rows.features, rows.failures)
+    return len(rows.failures)
+
+
+def _commit(
+    sink: PartSink[PartRowsT], part: Part, rows: PartRowsT, heartbeat: Heartbeat | None
+) -> None:
+    """Commit a part, and record that in the heartbeat."""
+    sink.commit(rows)
+    if heartbeat is not None:
+        heartbeat.record_commit(part)
+        heartbeat.set_failures(sink.num_failed)
 
 
 def _notify(observer: RunObserver | None, part: Part, stages: _Stages) -> None:
@@ -170,12 +231,16 @@ def _log_lost_rows(part: Part, num_rows: int) -> None:
 
 
 def _refuse_failures(
-    context: RunContext, parts: PartSource, done_before: int, num_computed: int, elapsed_s: float
+    context: RunContext,
+    sink: PartSink[PartRowsT],
+    done_before: int,
+    num_computed: int,
+    elapsed_s: float,
 ) -> None:
     """Raise if too many images failed, and most of the work is still to be done."""
     done = done_before + num_computed
-    remaining_s = (parts.num_rows - done) * elapsed_s / num_computed
-    refuse_failures(context.config, parts.num_failed, done, parts.num_rows, remaining_s)
+    remaining_s = (sink.num_rows - done) * elapsed_s / num_computed
+    refuse_failures(context.config, sink.num_failed, done, sink.num_rows, remaining_s)
 
 
 def _metrics(
@@ -186,16 +251,14 @@ def _metrics(
     num_rows: int,
 ) -> RunMetrics:
     """Measurements of a finished run, which has committed some rows in some seconds."""
-    if not num_rows:
-        return RunMetrics(
-            {**seconds}, None, loader.times.num_bytes, None, decoder_warnings=loader.warnings
-        )
-    device, precision = context.engine.device.type, context.config.precision
-    ratio = seconds["model"] / num_rows / context.model_s
-    sentence = bottleneck(seconds, elapsed_s, loader.num_decoders, device, precision, ratio)
+    sentence = None
+    if num_rows:
+        device, precision = context.engine.device.type, context.config.precision
+        ratio = seconds["model"] / num_rows / context.model_s
+        sentence = bottleneck(seconds, elapsed_s, loader.num_decoders, device, precision, ratio)
     return RunMetrics(
         seconds={**seconds},
-        images_per_second=num_rows / elapsed_s,
+        images_per_second=num_rows / elapsed_s if num_rows else None,
         bytes_read=loader.times.num_bytes,
         bottleneck=sentence,
         decoder_warnings=loader.warnings,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -91,25 +92,25 @@ class MetricsFile:
         AtomicFolder(self._path.parent).write_best_effort(self._path, text)
 
 
-def with_metrics(config: Config, run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Run a job, and write its progress to `log.metrics` if that is given.
+@contextlib.contextmanager
+def metrics_of(config: Config) -> Iterator[dict[str, Any]]:
+    """Write the progress of a run to `log.metrics`, if that is given.
 
-    Returns:
-        what `run` returns.
+    Yields:
+        an empty dict for the summary of the run.
     """
+    summary: dict[str, Any] = {}
     if config.log.metrics is None:
-        return run()
+        yield summary
+        return
     out = config.out if is_url(config.out) else str(Path(config.out).absolute())
     file = MetricsFile(Path(config.log.metrics).absolute(), out)
     file.begin()
-    rows = None
     try:
         with progress_listener(file.update):
-            summary = run()
-        rows = summary["rows"]
-        return summary
+            yield summary
     finally:
-        file.end(rows)
+        file.end(summary.get("rows"))
 
 
 def _escaped(value: str) -> str:

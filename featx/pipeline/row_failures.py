@@ -1,10 +1,11 @@
-"""Failed rows: how they are found in a batch, how many a run accepts, and how they are reported."""
+"""Rows of a batch, those of them that failed, how many a run accepts, and how they are reported."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +21,50 @@ if TYPE_CHECKING:
 
 EARLY_STOP_S = 60.0
 """Least seconds of remaining work for which too many failures end a run early."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Features of the n rows of a batch.
+
+    Attributes:
+        features: dataset name -> (n, ...) array in the store's dtype (bfloat16 as uint16 bits), or
+            float32 tensor on the device for statistics.
+        failures: failed rows of the batch.
+        underflow_rows: layer -> number of underflow rows: their largest magnitude is below 6.1e-5,
+            the smallest normal float16.
+        checksums: (n,) checksums of the encoded images, or None if the batch has none.
+        damaged: rows whose images are damaged and were accepted.
+    """
+
+    features: Mapping[str, Any]
+    failures: list[Failure]
+    underflow_rows: Counter[str] = field(default_factory=Counter)
+    checksums: npt.NDArray[np.uint64] | None = None
+    damaged: Collection[int] = ()
+
+
+def compute_rows(context: RunContext, engine: Engine, batch: Batch) -> Rows:
+    """Compute the features of one batch, without padding; find non-finite and underflow rows.
+
+    Args:
+        context: run context.
+        engine: engine of the run, or a replica of it.
+        batch: n rows, followed by padding.
+
+    Raises:
+        NonFiniteError: a feature is NaN or infinite, and nonfinite=error.
+    """
+    from featx.engine import stored_bits
+
+    labels, keys = context.labels_of(batch), context.keys_of(batch)
+    rows = engine.rows(batch.images, labels, keys=keys)
+    failures = failures_of(context, engine, batch, rows.finite)
+    failed = {failure.row for failure in failures}
+    ok = [i for i in range(batch.count) if batch.start + i not in failed]
+    underflow_rows = Counter({name: int(small[ok].sum()) for name, small in rows.underflow.items()})
+    features = {name: stored_bits(value[: batch.count]) for name, value in rows.features.items()}
+    return Rows(features, failures, underflow_rows, batch.checksums, batch.damaged)
 
 
 def failures_of(

@@ -5,13 +5,16 @@ These are rows of changed images, rows whose images failed, and rows lost with d
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from featx.base import log_message
-from featx.errors import ConfigError, StoreMismatchError, counted
+from featx.errors import ConfigError, StoreMismatchError, counted, require
 from featx.pipeline.changed_images import (
     ImageChanges,
     changed_failures_text,
@@ -19,13 +22,17 @@ from featx.pipeline.changed_images import (
     changed_text,
     gone_images_text,
     image_changes,
+    rows_of_two_images,
     unknown_images_text,
 )
 from featx.pipeline.loop import run_parts
-from featx.pipeline.retry import RetrySink, changed_failures
+from featx.pipeline.row_failures import Rows, compute_rows
 from featx.pipeline.run_context import RunContext
-from featx.store import StoreSession
-from featx.types import Status
+from featx.store import PartBuilder, Run, StoreSession
+from featx.types import Batch, Failure, Part, Status
+
+if TYPE_CHECKING:
+    from featx.engine import Engine
 
 
 def check_images(context: RunContext, session: StoreSession, only_warn: bool) -> None:
@@ -67,22 +74,47 @@ def check_images(context: RunContext, session: StoreSession, only_warn: bool) ->
         log_message(f"{changed_failures_text(keys, changed_failures)}")
     if not changed:
         return
-    layers = [
-        f"layers=[{','.join(sorted(run.names))}]"
-        for run, rows in zip(session.manifest.runs, changes.changed, strict=True)
-        if np.isin(rows, changed).any()
-    ]
-    what = refresh_text(list(dict.fromkeys(layers)))
-    text = changed_images_text(session.root, keys, changed, what)
+    pairs = zip(session.manifest.runs, changes.changed, strict=True)
+    options = _layers_options([run for run, rows in pairs if np.isin(rows, changed).any()])
+    text = changed_images_text(session.root, keys, changed, _refresh_text(options))
     if not only_warn:
         raise StoreMismatchError(text)
     log_message(text, level="warning")
 
 
-def refresh_text(layers: Sequence[str]) -> str:
+def _refresh_text(layers: Sequence[str]) -> str:
     """Clause on what refresh=true computes for runs with these layers."""
     each = f", once with each of {' and '.join(layers)}" if len(layers) > 1 else f" ({layers[0]})"
     return f"computes those rows again and no others{each}"
+
+
+def _layers_options(runs: Sequence[Run]) -> list[str]:
+    """The option `layers` of each run of a store, without repeats."""
+    return list(dict.fromkeys(f"layers=[{','.join(sorted(run.names))}]" for run in runs))
+
+
+def has_mixed_rows(session: StoreSession) -> bool:
+    """Return whether layers of a row were computed from different images, in different runs.
+
+    Then the parts are kept: failed images have been mended for some of the layers only.
+
+    Raises:
+        StoreMismatchError: such a row has not failed.
+    """
+    runs = session.manifest.runs
+    mixed = rows_of_two_images(session.root, session.manifest).tolist() if len(runs) > 1 else []
+    failed = {failure.row for failure in session.failures}
+    if ok := [row for row in mixed if row not in failed]:
+        what = _refresh_text(_layers_options(runs))
+        raise StoreMismatchError(changed_images_text(session.root, session.listing.keys, ok, what))
+    if mixed:
+        log_message(
+            "the parts are kept: "
+            f"{counted(len(mixed), 'failed image has', 'failed images have')} been mended for some "
+            f"layers only. retry_failed=true with each of {' and '.join(_layers_options(runs))} "
+            "computes the others."
+        )
+    return bool(mixed)
 
 
 def _changes(context: RunContext, session: StoreSession) -> ImageChanges:
@@ -117,15 +149,19 @@ def compute_lost_rows(context: RunContext, session: StoreSession) -> None:
             f"{counted(len(rows), 'row was', 'rows were')} lost with damaged chunks; no other row "
             "is computed again"
         )
-        sink = RetrySink(context, session, rows)
-        run_parts(context, sink, sink)
-        session.survey_again()
+        _replace_rows(context, session, rows)
 
 
 def retry_failed_rows(context: RunContext, session: StoreSession) -> None:
     """Read the failed images again, and write the rows of which the outcome has changed."""
     failed = [failure for failure in session.failures if failure.status != Status.NON_FINITE]
-    readable, others = changed_failures(context, failed)
+    readable, others = [], []
+    results = context.loader.results([failure.row for failure in failed])
+    for before, now in zip(failed, results, strict=True):
+        if not isinstance(now, Failure):
+            readable.append(before.row)
+        elif (now.status, now.error, now.message) != (before.status, before.error, before.message):
+            others.append(before.row)
     text = f"{len(readable)} of {counted(len(failed), 'failed image')} can be read now"
     if others:
         text += f"; {counted(len(others), 'fails', 'fail')} for another reason than before"
@@ -139,12 +175,114 @@ def _recompute(
 ) -> None:
     """Recompute some rows in place; no other row changes."""
     if not session.parts_with(rows):
-        together = [f"layers=[{','.join(sorted(run.names))}]" for run in session.manifest.runs]
         raise ConfigError(
             f"{option}=true computes all layers again that were computed together. Give it with "
-            f"the layers of one run: {', '.join(dict.fromkeys(together))}."
+            f"the layers of one run: {', '.join(_layers_options(session.manifest.runs))}."
         )
     session.unpack()
-    sink = RetrySink(context, session, rows)
-    run_parts(context, sink, sink)
+    _replace_rows(context, session, rows)
+
+
+def _replace_rows(context: RunContext, session: StoreSession, rows: Sequence[int]) -> None:
+    """Compute rows and replace them in their parts."""
+    run_parts(context, _RowReplacement(context, session, rows))
     session.survey_again()
+
+
+class _NewRows:
+    """New values of the requested rows of one batch."""
+
+    def __init__(self, span: Part, requested: frozenset[int]) -> None:
+        self.span = span
+        self.features: dict[int, dict[str, npt.NDArray[Any]]] = {}
+        self.checksums: dict[int, np.uint64] = {}
+        self.failures: list[Failure] = []
+        self.damaged: set[int] = set()
+        self._requested = requested
+
+    def add(self, batch: Batch, rows: Rows) -> None:
+        """Keep the requested rows of the batch."""
+        for row in self._requested.intersection(range(batch.start, batch.start + batch.count)):
+            place = row - batch.start
+            self.features[row] = {name: values[place] for name, values in rows.features.items()}
+            if rows.checksums is not None:
+                self.checksums[row] = rows.checksums[place]
+        self.failures += rows.failures
+        self.damaged |= self._requested.intersection(rows.damaged)
+
+
+class _RowReplacement:
+    """Part sink that recomputes rows of a store and replaces them in their parts.
+
+    Such rows failed before, belong to changed images, or were lost with a damaged chunk. The last
+    bits of a row depend on its batch, so the batches of the original run are computed again as a
+    whole, but only the requested rows are replaced. Among them are all rows that the pieces of a
+    repaired part lack.
+    """
+
+    seconds: Mapping[str, float] = {}
+    num_failed = 0  # the rows are few, and most have failed before: no reason to stop
+
+    def __init__(self, context: RunContext, session: StoreSession, rows: Sequence[int]) -> None:
+        self.num_committed = 0
+        self._context = context
+        self._session = session
+        self._rows = frozenset(rows)
+        self._parts = {part.index: part for part in session.parts_with(rows)}
+        self._spans = [span for part in self._parts.values() for span in self._batches_of(part)]
+        self._num_left = Counter(span.index for span in self._spans)
+        self._new: list[_NewRows] = []  # of the part whose batches are computed
+
+    @property
+    def num_rows(self) -> int:
+        """Number of rows in the batches that are computed."""
+        return sum(len(span) for span in self._spans)
+
+    def missing(self) -> list[Part]:
+        """Batches with requested rows, each as a `Part` with the index of its part in the store."""
+        return self._spans
+
+    def compute(self, engine: Engine, batch: Batch) -> Rows:
+        """Compute the features of a batch; other rows than the requested ones do not count."""
+        rows = compute_rows(self._context, engine, batch)
+        return replace(rows, failures=[f for f in rows.failures if f.row in self._rows])
+
+    def begin_part(self, part: Part) -> _NewRows:
+        """Begin a batch."""
+        return _NewRows(part, self._rows)
+
+    def commit(self, rows: _NewRows) -> None:
+        """Keep the new rows of a batch; after the last batch of its part, replace the part."""
+        self._new.append(rows)
+        self._num_left[rows.span.index] -= 1
+        if not self._num_left[rows.span.index]:
+            self._replace(self._parts[rows.span.index])
+            self._new.clear()
+        self.num_committed += len(rows.span)
+
+    def _batches_of(self, part: Part) -> list[Part]:
+        """Batches of a part that contain requested rows, aligned as in the original run."""
+        size = self._context.engine.compute.batch_size
+        inside = [row for row in self._rows if part.start <= row < part.stop]
+        starts = {row - (row - part.start) % size for row in inside}
+        return [Part(part.index, i, min(i + size, part.stop)) for i in sorted(starts)]
+
+    def _replace(self, part: Part) -> None:
+        """Replace a part by a copy with new values in the rows that were computed."""
+        stored, before, images, damaged = self._session.read_part(part)
+        computed = {row for new in self._new for row in new.features}
+        missing = set(self._session.missing_rows(part))
+        require(missing <= computed, "a row that no piece holds was not computed")
+        failures = [failure for failure in before if failure.row not in computed]
+        damaged -= computed
+        for new in self._new:
+            for row, checksum in new.checksums.items():
+                images[row - part.start] = checksum
+            for row, values in new.features.items():
+                for name, value in values.items():
+                    stored[name][row - part.start] = value
+            failures += new.failures
+            damaged |= new.damaged
+        builder = PartBuilder(part, self._context.specs)
+        builder.add(part.start, stored, failures, images, damaged)
+        self._session.replace(builder)

@@ -7,22 +7,20 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from featx.base import keep_freed_memory, name_text, resident_memory
-from featx.config import Config
+from featx.config import Config, ReduceConfig
 from featx.errors import DataError, counted
 from featx.images import ImagePolicy
 from featx.models import build_backbone, resolve_library
-from featx.pipeline.engine_spec import EngineSpec
 from featx.pipeline.provenance import fingerprint, header
 from featx.pipeline.run_metrics import StepTimer
-from featx.pipeline.run_target import RunTarget, StoreTarget
 from featx.pipeline.target_labels import target_labels
 from featx.store import Grid, Run, codecs
 from featx.types import Batch, Failure, LayerSpec, Listing, ResumeState, Source, StoreHeader
@@ -32,13 +30,75 @@ if TYPE_CHECKING:
 
     from featx.engine import BatchParallelism, Engine
     from featx.images import DecodeSettings, Loader
-    from featx.layers import ChosenLayers
+    from featx.layers import CapturePoint, ChosenLayers, Selection
+    from featx.models import Backbone
     from featx.pipeline.conformance import Conformance
     from featx.pipeline.conformance_trial import TrialImages
 
 
 _FEWEST_TRIAL_IMAGES = 8
 """Number of trial images of the shortest runs, as far as the data set has so many."""
+
+
+@dataclass(frozen=True)
+class EngineSpec:
+    """Functions that build the engine of a run and choose its layers.
+
+    All three functions are module-level functions, since workers receive them pickled by name.
+
+    Attributes:
+        build: creates the engine from the config, a backbone, a device, and the dtype of its
+            values.
+        select: finds the requested datasets in one traced forward pass of the engine.
+        bind_reductions: completes the reductions that need statistics of a data set.
+        captures_layers: whether the datasets are tensors of the layers that the options `layers`
+            and `capture` name, which is not so for heat maps.
+    """
+
+    build: Callable[[Config, Backbone, torch.device, str], Engine]
+    select: Callable[[Config, Engine], Selection]
+    bind_reductions: Callable[
+        [Sequence[tuple[CapturePoint, ReduceConfig]], Config, Backbone], ChosenLayers
+    ]
+    captures_layers: bool
+
+
+class RunTarget(Protocol):
+    """Rows and layers that a run must compute, and what is known of its settings.
+
+    Attributes:
+        dtype: name of the dtype in which the engine returns values, such as 'float16'.
+        settings: entries of the fingerprint that only this kind of run has.
+    """
+
+    dtype: str
+    settings: dict[str, Any]
+
+    def list_images(self) -> tuple[Source, Listing]:
+        """Open the data set and list its rows, in the order of the existing output."""
+
+    def unfinished(self, listing: Listing, chosen: ChosenLayers) -> ChosenLayers:
+        """Select the requested layers that are still to be computed."""
+
+    def resume_state(self, names: set[str]) -> ResumeState | None:
+        """Resume state for the named layers, or None if nothing exists yet."""
+
+    def part_limits(
+        self, engine: Engine, specs: Sequence[LayerSpec], work_s: float
+    ) -> tuple[float, float]:
+        """Limits for the size of a part.
+
+        Args:
+            engine: engine with captures attached.
+            specs: datasets that a row consists of.
+            work_s: seconds that the model takes for all rows.
+
+        Returns:
+            largest number of rows per part, and the seconds of work that a part should take.
+
+        Raises:
+            FeatxError: the target cannot be computed from these layers.
+        """
 
 
 @dataclass
@@ -141,7 +201,7 @@ class RunContext:
 
 @contextlib.contextmanager
 def build_run_context(
-    config: Config, config_yaml: str, spec: EngineSpec, target: RunTarget | None = None
+    config: Config, config_yaml: str, spec: EngineSpec, target: RunTarget
 ) -> Iterator[RunContext]:
     """List the images, build the backbone, find the layers and decide every `auto`.
 
@@ -151,7 +211,7 @@ def build_run_context(
         config: checked config.
         config_yaml: composed config as YAML, without secrets; the store keeps this text.
         spec: how to build the engine that computes the rows.
-        target: run target; None stands for the store in `out`, to which nothing is written then.
+        target: run target.
 
     Yields:
         the run context.
@@ -159,7 +219,7 @@ def build_run_context(
     Raises:
         FeatxError: the config cannot be run. Nothing has been written.
     """
-    request = _Request(config, config_yaml, spec, target or StoreTarget(config))
+    request = _Request(config, config_yaml, spec, target)
     timer = StepTimer()
     source, listing = _list_images(request)
     timer.end("listing")

@@ -1,13 +1,22 @@
-"""Measurements of a run: seconds by stage, speed, and memory."""
+"""Measurements of a run: seconds by stage, speed, memory, and the stage that limits it."""
 
 from __future__ import annotations
 
 import resource
 import sys
 import time
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+from featx.base import WAITING_SHARE
+
+SLOW_RATIO = 1.4
+"""Seconds of the model for an image, over those of the trial, from which on a run says so."""
+
+LONG_RUN_S = 5.0
+"""Seconds from which on the first batches no longer dominate the seconds of the model."""
 
 
 class StepTimer:
@@ -63,8 +72,60 @@ class RunMetrics:
         }
 
 
+@dataclass
+class RunOutcome:
+    """Outcome of a run.
+
+    Attributes:
+        metrics: measurements of the run.
+        underflow_rows: layer -> number of underflow rows.
+        peak_memory_mib: peak memory of the largest worker in MiB.
+    """
+
+    metrics: RunMetrics
+    underflow_rows: Counter[str]
+    peak_memory_mib: int
+
+
 def peak_memory_mib() -> int:
     """Peak resident memory of this process so far, in MiB."""
     # ru_maxrss is in KiB on Linux and in bytes on macOS.
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit >> 20
+
+
+def bottleneck(
+    seconds: Mapping[str, float],
+    elapsed_s: float,
+    decoders: int,
+    device: str,
+    precision: str,
+    model_ratio: float = 1.0,
+) -> str:
+    """Describe the stage that the others waited for, its share of the time, and what would help."""
+    wait_share = seconds["wait"] / elapsed_s
+    if wait_share > WAITING_SHARE:
+        stage = max(("read", "decode"), key=lambda stage: seconds[stage])
+        busy = f"{seconds[stage] / elapsed_s:.1f} of {decoders} decoders busy, "
+        busy += f"{wait_share:.0%} of the time "
+        return {
+            "read": f"reading images: {busy}waited for; a faster disk or network would help",
+            "decode": f"decoding: {busy}waited for; more CPU cores would help",
+        }[stage]
+    known = ("model", "copy", "write", "statistics")
+    stage = max((s for s in known if s in seconds), key=lambda stage: seconds[stage])
+    model = "a GPU or an earlier layer" if device == "cpu" else "compile=true or an earlier layer"
+    if precision == "fp32":
+        model += ", or precision=auto,"
+    text = {
+        "model": f"the model: {{share:.0%}} of the time; {model} would help",
+        "copy": "copying from the device: {share:.0%} of the time; a reduction moves less",
+        "write": "writing: {share:.0%} of the time; a reduction leaves less to write",
+        "statistics": "summing up: {share:.0%} of the time; a reduction or "
+        "stats.covariance=diagonal leaves less to sum",
+    }[stage]
+    sentence = text.format(share=seconds[stage] / elapsed_s)
+    if stage == "model" and model_ratio >= SLOW_RATIO and elapsed_s >= LONG_RUN_S:
+        sentence += f"; an image took {model_ratio:.1f} times as long as in the trial before the "
+        sentence += "run, as if other programs used the device"
+    return sentence

@@ -151,10 +151,11 @@ def compare_exact_search(store: Any, queries: np.ndarray, runs: int) -> list[flo
     import faiss
     import torch
 
-    from featx.analysis.similarity import Vectors, nearest_among
+    from featx.analysis import LayerVectors
+    from featx.analysis.similarity import nearest_among
 
     faiss.omp_set_num_threads(torch.get_num_threads())
-    vectors = Vectors(store, "layer", torch.device("cpu"), unit=True)
+    vectors = LayerVectors(store, "layer", torch.device("cpu"), unit=True)
     matrix = vectors.block(0, len(vectors)).numpy()
     flat = faiss.IndexFlatIP(matrix.shape[1])
     flat.add(matrix)

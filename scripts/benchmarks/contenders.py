@@ -101,9 +101,9 @@ def run_tutorial(config: Config, folder: Path) -> Measurement:
 def stages_alone(config: Config, config_yaml: str) -> dict[str, float]:
     """Measure the images per second of reading, decoding and the model, each on its own."""
     from featx.images import Loader
-    from featx.pipeline import Passes, build_run_context
+    from featx.pipeline import FeatureOutput, Passes, build_run_context
 
-    with build_run_context(config, config_yaml, FEATURES) as context:
+    with build_run_context(config, config_yaml, FEATURES, FeatureOutput(config)) as context:
         num_rows, engine = len(context.listing), context.engine
         keys = [bytes(key) for key in context.listing.keys]
         started_at = time.perf_counter()

@@ -11,7 +11,7 @@ import pytest
 from made_store import make_run
 
 import featx
-from featx.analysis.similarity import row_vectors
+from featx.analysis import layer_vectors
 from featx.errors import ConfigError, LayerError, MissingExtraError
 from featx.similarity import Neighbours, RowIndex, nearest_rows
 from featx.store import FeatureStore
@@ -46,8 +46,8 @@ class TestWithFaiss:
         self, metric: str, kept: bool, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         if not kept:
-            monkeypatch.setattr(row_vectors, "KEEP_BYTES", 3000 * 20)  # read block by block
-            monkeypatch.setattr(row_vectors, "BLOCK_BYTES", 1 << 20)
+            monkeypatch.setattr(layer_vectors, "KEEP_BYTES", 3000 * 20)  # read block by block
+            monkeypatch.setattr(layer_vectors, "BLOCK_BYTES", 1 << 20)
         store = clusters(4000)
         made = RowIndex(store, "flat", 0.9, 5, metric, device="cpu")
         found = made.nearest_rows()

@@ -35,15 +35,15 @@ def test_it_is_the_distance_of_the_extracted_matrices(photos: Path) -> None:
 def test_what_cannot_be_compared(photos: Path) -> None:
     take(photos, out="two", layers=["pool", "conv"], reduce="flatten")
     take(photos, out="deep", layers=["deep"])
-    take(photos, out="pool", layers=["pool"])
-    take(photos, out="diagonal", layers=["pool"], stats={"covariance": "diagonal"})
+    take(photos, out="pool", layers=["pool"], reduce="avg")
+    take(photos, out="diagonal", layers=["pool"], reduce="avg", stats={"covariance": "diagonal"})
     with pytest.raises(ConfigError, match=r"name the layer: .* in common: pool, conv"):
         featx.frechet_distance("two", "two")
     with pytest.raises(ConfigError, match="in common: none"):
         featx.frechet_distance("two", "deep")
     with pytest.raises(LayerError, match="no statistics of 'pool'"):
         featx.frechet_distance("two", "deep", "pool")
-    with pytest.raises(StoreMismatchError, match="reduce: 'flatten' and 'none'"):
+    with pytest.raises(StoreMismatchError, match="reduce: 'flatten' and 'avg'"):
         featx.frechet_distance("two", "pool")
     with pytest.raises(ConfigError, match="hold its diagonal"):
         featx.frechet_distance("pool", "diagonal")

@@ -20,9 +20,8 @@ from tiny_model import KEYS, MODEL, extract, run_job
 import featx
 from featx.analysis.statistics import Statistics, explain_missing_norms, token_norms
 from featx.analysis.statistics.moments import EDGES, NUM_BINS, PositionNorms
-from featx.analysis.statistics.norms_group import are_equal_norms, read_norms, write_norms
-from featx.analysis.statistics.part_moments import StatsLayer
-from featx.analysis.statistics.position_norms import PartNorms, norms_summary
+from featx.analysis.statistics.part_moments import PartNorms, StatsLayer, norms_summary
+from featx.analysis.statistics.stats_file import are_equal_norms, read_norms, write_norms
 from featx.base import WIDTH
 from featx.types import Part, TokenGeometry
 

@@ -10,7 +10,8 @@ from probe_problem import blobs, write_store
 from sklearn.metrics import average_precision_score
 
 import featx
-from featx.analysis.similarity import retrieval, retrieval_metrics, row_vectors
+from featx.analysis import layer_vectors
+from featx.analysis.similarity import retrieval, retrieval_metrics
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path", "one_thread")
 
@@ -73,8 +74,10 @@ def test_copies_are_ties_whatever_their_values(
     """Copies of one vector in two classes, with values that have no finite binary fraction."""
     if rows_of_block:
         monkeypatch.setattr(retrieval, "_BLOCK_NUMBERS", 7 * 40)
-        monkeypatch.setattr(row_vectors, "KEEP_BYTES", 0)
-        monkeypatch.setattr(row_vectors.Vectors, "rows_of", lambda self, num_bytes: rows_of_block)
+        monkeypatch.setattr(layer_vectors, "KEEP_BYTES", 0)
+        monkeypatch.setattr(
+            layer_vectors.LayerVectors, "rows_of", lambda self, num_bytes: rows_of_block
+        )
     rng = np.random.default_rng(0)
     groups = (rng.normal(size=(4, 1, 301)) / 3 + offset).astype(np.float32)
     y = np.arange(40) % 2

@@ -18,7 +18,8 @@ from made_store import MadeRun, make_run, ok_vectors
 from sklearn.neighbors import NearestNeighbors
 
 import featx
-from featx.analysis.similarity import cosines_to_first, nearest_neighbours, row_vectors
+from featx.analysis import layer_vectors
+from featx.analysis.similarity import cosines_to_first, nearest_neighbours
 from featx.analysis.similarity import duplicates as groups_of
 from featx.analysis.similarity.gram_measures import average_ranks
 from featx.base import csv_cell
@@ -43,8 +44,8 @@ FAILED = (3, 10, 20, 41)
 def blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """A few rows at a time and read again for every block, or all in memory."""
     if request.param == "in pieces":
-        monkeypatch.setattr(row_vectors, "BLOCK_BYTES", 300)
-        monkeypatch.setattr(row_vectors, "KEEP_BYTES", 0)
+        monkeypatch.setattr(layer_vectors, "BLOCK_BYTES", 300)
+        monkeypatch.setattr(layer_vectors, "KEEP_BYTES", 0)
         monkeypatch.setattr(nearest_neighbours, "QUERIES", 7)
         monkeypatch.setattr(groups_of, "MAX_BLOCK_ROWS", 5)
 

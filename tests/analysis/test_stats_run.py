@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import hashlib
 import json
+import math
 import os
 import random
 import signal
@@ -18,6 +20,7 @@ from typing import Any
 import h5py
 import numpy as np
 import pytest
+import torch
 from made_store import make_spec, temporary_files
 from processes import killed_at_sync, outcome, running, wait_until
 from tiny_engine import of_speed
@@ -25,13 +28,20 @@ from tiny_model import COMMAND, KEYS, MODEL, extract, run_job, write_image
 
 import featx
 from featx.analysis.statistics import Statistics
-from featx.analysis.statistics.session import MomentsOfParts
-from featx.analysis.statistics.target import COMMIT_BYTES_PER_S, COMMIT_SHARE, StatsTarget
-from featx.config import from_keywords, from_omegaconf
-from featx.errors import ConfigError, NonFiniteError, StoreLockedError, StoreMismatchError
+from featx.analysis.statistics.output import COMMIT_BYTES_PER_S, COMMIT_SHARE, StatsOutput
+from featx.analysis.statistics.part_moments import StatsLayer
+from featx.analysis.statistics.session import StatsSession
+from featx.config import StatsConfig, from_keywords, from_omegaconf
+from featx.errors import (
+    ConfigError,
+    NonFiniteError,
+    StoreError,
+    StoreLockedError,
+    StoreMismatchError,
+)
 from featx.pipeline import Interrupted
 from featx.storage import exclusive_lock
-from featx.types import image_checksum
+from featx.types import LayerSpec, image_checksum
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path", "packing_in_process")
 
@@ -39,8 +49,11 @@ AUTO = {"batch_size": "auto", "part_rows": "auto", "precision": "auto", "compile
 
 
 def take(data: object, **keys: Any) -> Statistics:
-    """featx.stats with KEYS, where nothing else is given."""
-    return featx.stats(**{**KEYS, "data": data, **keys})
+    """featx.stats with KEYS, where nothing else is given, of whole tensors."""
+    by_position = keys.get("stats", {}).get("observation") == "position"
+    has_reduce = by_position or isinstance(keys.get("layers"), dict)
+    whole = {} if has_reduce else {"reduce": "flatten"}
+    return featx.stats(**{**KEYS, **whole, "data": data, **keys})
 
 
 def sha256(path: str) -> str:
@@ -104,17 +117,77 @@ def test_equal_numpy_on_the_whole_matrix(
         about = statistics.about(layer)
         assert about["row"] == stats.get("observation", "image")
         assert about["kind"] == stats.get("covariance", "full")
-        assert about["shape"] == list(store[layer].shape[1:])
+        assert math.prod(about["shape"]) == math.prod(store[layer].shape[1:])
+
+
+@pytest.mark.parametrize("observation", ["image", "position"])
+def test_a_finished_store_gives_the_bytes_of_a_run(photos: Path, observation: str) -> None:
+    """Of the values, that is: the settings name the options of the store."""
+    for name in ("cat/006.png", "dog/000.png"):
+        (photos / name).write_bytes(b"no image")
+    keys = {"layers": ["conv", "deep"], "max_failures": 2}
+    store = extract(photos, out="store", dtype="float32", **keys)
+    options = {"data": str(photos), "out": "images", "stats": {"observation": observation}}
+    of_images = featx.stats(**{**KEYS, **options, **keys})
+    of_rows = featx.stats(store=str(store.root), stats={"observation": observation})
+    assert list(of_rows) == ["conv", "deep"]
+    for layer in of_rows:
+        assert of_rows[layer].sha256 == of_images[layer].sha256
+        assert of_rows[layer].smallest.tolist() == of_images[layer].smallest.tolist()
+        assert of_rows.about(layer)["shape"] == of_images.about(layer)["shape"]
+    for key in ("num_failed", "weights_sha256", "transform", "model"):
+        assert of_rows.attributes[key] == of_images.attributes[key]
+    assert featx.frechet_distance(of_rows, of_images, "conv") < 1e-9
+    with pytest.raises(StoreMismatchError, match=r"stats\.covariance: 'full', now 'diag"):
+        featx.stats(store="store", stats={"observation": observation, "covariance": "diagonal"})
+    again = featx.stats(store="store", layers=["deep"], overwrite=True)
+    assert list(again) == ["deep"]
+
+
+def test_maps_are_averaged_over_positions_unless_reduce_says_otherwise(photos: Path) -> None:
+    options = {**KEYS, "data": str(photos), "layers": ["conv", "pool"]}
+    averaged = featx.stats(**options)
+    reduced = featx.stats(**{**options, "out": "avg", "layers": {"conv": "avg", "pool": "none"}})
+    assert averaged["conv"].dim == 8
+    torch.testing.assert_close(averaged["conv"].mean, reduced["conv"].mean)
+    torch.testing.assert_close(averaged["conv"].scatter, reduced["conv"].scatter)
+    assert averaged["pool"].sha256 == reduced["pool"].sha256
+    about = averaged.about("conv")
+    assert (about["reduce"], about["shape"], about["averaged_from"]) == ("avg", [8], [8, 4, 4])
+    assert averaged.about("pool")["averaged_from"] == [6, 1, 1]
+    assert averaged["conv"].norms is not None  # of each position, before the mean
+    assert featx.stats(**{**options, "out": "whole", "reduce": "flatten"})["conv"].dim == 128
+    # A projection by these statistics applies the mean first.
+    pca = {"name": "pca", "stats": "store", "k": 3}
+    assert extract(photos, out="pca", reduce=pca, pack=False)["conv"].shape == (21, 3)
+
+
+def test_rows_of_a_store_are_summed_as_they_are(photos: Path) -> None:
+    with pytest.raises(ConfigError, match=r"reduce\.name has no effect with job=stats store"):
+        featx.stats(store="store", reduce="avg")
+    extract(photos, pack=False)
+    next(Path("store/parts").glob("*.h5")).unlink()
+    with pytest.raises(StoreError, match="job=status says what is missing"):
+        featx.stats(store="store")
 
 
 def test_tokens_and_maps_with_channels_behind() -> None:
-    target = StatsTarget(config(stats={"observation": "position"}))
-    tokens = target._layer(make_spec("tokens", (50, 7)), (32, 32))
-    behind = target._layer(make_spec("map", (4, 4, 7)), (32, 32))
-    vector = target._layer(make_spec("vector", (7,)), (32, 32))
+    options = StatsConfig(observation="position")
+    tokens, behind, vector = (
+        StatsLayer.of(make_spec(name, shape), options, (32, 32), None)
+        for name, shape in (("tokens", (50, 7)), ("map", (4, 4, 7)), ("vector", (7,)))
+    )
     assert [layer.positions for layer in (tokens, behind, vector)] == [50, 16, None]
     assert [layer.dim for layer in (tokens, behind, vector)] == [7, 7, 7]
-    assert target.axes == {"tokens": 2, "map": 3}
+    assert [layer.axis for layer in (tokens, behind, vector)] == [2, 3, None]
+
+    def unreduced(shape: tuple[int, ...]) -> LayerSpec:
+        return dataclasses.replace(make_spec("map", shape), reduce="none", reduce_args={})
+
+    averaged = StatsLayer.of(unreduced((4, 4, 7)), StatsConfig(), (32, 32), None)
+    assert (averaged.averaged, averaged.dim) == ((1, 2), 7)
+    odd = StatsLayer.of(unreduced((3, 5, 7)), StatsConfig(), (32, 32), None)
+    assert (odd.averaged, odd.dim) == ((), 105)  # which axis holds its channels is unknown
 
 
 def config(**keys: Any) -> Any:
@@ -130,7 +203,7 @@ def test_a_part_is_longer_where_its_matrices_take_long_to_write() -> None:
                 crop = (32, 32)
 
     def seconds(dim: int, work_s: float = 1e6, **stats: str) -> float:
-        target = StatsTarget(config(stats=stats))
+        target = StatsOutput(config(stats=stats))
         return target.part_limits(AnyEngine, [make_spec("a", (dim,))], work_s)[1]
 
     assert seconds(2048) == seconds(4096) == 60
@@ -183,7 +256,7 @@ def test_no_image_can_be_read(photos: Path, capsys: pytest.CaptureFixture[str]) 
         path.write_bytes(b"no image")
     assert run_job("stats", **{**KEYS, "data": str(photos), "max_failures": 100}) == 3
     assert featx.open_stats("store")["conv"].count == 0
-    assert "conv      0       128         -" in capsys.readouterr().out
+    assert "conv      0         8         -" in capsys.readouterr().out
 
 
 def test_values_that_are_not_finite_stop_the_run_or_are_left_out(photos: Path) -> None:
@@ -208,16 +281,16 @@ def test_values_that_are_not_finite_stop_the_run_or_are_left_out(photos: Path) -
 @contextmanager
 def stopped_after(index: int, signum: signal.Signals) -> Iterator[None]:
     """A signal for this process, the moment that a part is committed."""
-    commit = MomentsOfParts.commit
+    commit = StatsSession.commit
 
-    def commit_and_signal(self: MomentsOfParts, part: Any, *rest: Any) -> Any:
+    def commit_and_signal(self: StatsSession, part: Any, *rest: Any) -> Any:
         there = commit(self, part, *rest)
         if part.index == index:
             os.kill(os.getpid(), signum)
         return there
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(MomentsOfParts, "commit", commit_and_signal)
+        patch.setattr(StatsSession, "commit", commit_and_signal)
         yield
 
 
@@ -363,7 +436,7 @@ def in_another_folder(photos: Path, **keys: Any) -> str:
         return sha256("store/stats.h5")
 
 
-KILLED = {"model": {**MODEL, "args": {"pause_s": 0.15}}}
+KILLED = {"model": {**MODEL, "args": {"pause_s": 0.15}}, "reduce": "none"}
 """The keys of `command` beside KEYS."""
 
 
@@ -392,9 +465,9 @@ def test_killed_in_the_middle_of_a_file(photos: Path, name: str) -> None:
     killed_at_sync(code, name)
     [leftover] = temporary_files(Path("store"))
     assert leftover.stat().st_size
-    take(photos)
+    take(photos, reduce="none")
     assert temporary_files(Path("store")) == []
-    assert sha256("store/stats.h5") == in_another_folder(photos)
+    assert sha256("store/stats.h5") == in_another_folder(photos, reduce="none")
 
 
 @pytest.mark.slow
@@ -439,7 +512,7 @@ def test_what_cannot_be_compared_is_refused_before_the_work(photos: Path) -> Non
         ({"layers": ["conv"]}, ConfigError, "of deep, of none of conv"),
         ({"layers": ["deep"]}, ConfigError, "needs stats.covariance=full there"),
         ({"layers": ["deep"], "seed": 1}, StoreMismatchError, "weights_sha256"),
-        ({"layers": ["deep"], "reduce": "avg"}, StoreMismatchError, "reduce: 'avg' and 'none'"),
+        ({"layers": ["deep"], "reduce": "avg"}, StoreMismatchError, "reduce: 'avg' and 'flatten'"),
     ):
         with pytest.raises(error, match=message):
             take(photos, **keys, stats={"reference": "other"})
@@ -453,7 +526,7 @@ def test_what_cannot_be_compared_is_refused_before_the_work(photos: Path) -> Non
         ({"codec": "gzip"}, "codec has no effect with job=stats"),
         ({"pack": False}, "pack has no effect with job=stats"),
         ({"grow": True}, "grow has no effect with job=stats"),
-        ({"store": "x"}, "store has an effect with all jobs except job=attribute, job=doctor"),
+        ({"store": "x"}, "has no effect with job=stats store=x"),
         (
             {"stats": {"observation": "pixel"}},
             "stats.observation=pixel: expected one of image, position",

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from featx.base import Progress, announce, console, log_as_json, log_message, progress
-from featx.pipeline.bottleneck import bottleneck
+from featx.pipeline.run_metrics import bottleneck
 
 IDLE = {"read": 0.5, "decode": 1.0, "wait": 0.2, "model": 1.0, "copy": 0.1, "write": 0.1}
 

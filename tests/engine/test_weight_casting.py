@@ -216,7 +216,7 @@ def test_the_values_and_dtypes_of_autocast(
 def test_autocast_alone_casts_in_each_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the other tests count is there to be counted."""
     monkeypatch.setattr(
-        "featx.engine.prepared_weights.castable_weights", lambda *_: CastableWeights()
+        "featx.engine.weight_casting.castable_weights", lambda *_: CastableWeights()
     )
     module = Encoder()
     with bound(backbone_of(module), "mlp") as engine:
@@ -237,7 +237,7 @@ def test_folded_and_in_channels_last(
         with bound(backbone_of(module, side=16), "0.relu", "1") as engine:
             if not casts:
                 monkeypatch.setattr(
-                    "featx.engine.prepared_weights.castable_weights", lambda *_: CastableWeights()
+                    "featx.engine.weight_casting.castable_weights", lambda *_: CastableWeights()
                 )
             configured(engine, precision, channels_last=channels_last, fold_batchnorm=True)
             read = module[0].conv.weight, module[0].conv.bias, module[1].weight
@@ -315,7 +315,7 @@ def test_a_choice_is_proven_once_and_again_for_other_layers(
         proofs.append(args)
         return castable_weights(*args)
 
-    monkeypatch.setattr("featx.engine.prepared_weights.castable_weights", counted)
+    monkeypatch.setattr("featx.engine.weight_casting.castable_weights", counted)
     with bound(backbone_of(Encoder()), "mlp") as engine:
         for precision in ("bf16", "fp32", "bf16"):
             configured(engine, precision)
@@ -328,7 +328,7 @@ def test_a_choice_is_proven_once_and_again_for_other_layers(
 def test_a_precision_that_is_far_too_slow_is_not_proven(monkeypatch: pytest.MonkeyPatch) -> None:
     """A CPU without bf16 units takes long for each pass."""
     monkeypatch.setattr(
-        "featx.engine.prepared_weights.castable_weights", lambda *_: pytest.fail("proven")
+        "featx.engine.weight_casting.castable_weights", lambda *_: pytest.fail("proven")
     )
     monkeypatch.setattr("featx.engine.precision_choice.may_have_bf16", lambda: True)
     monkeypatch.setattr(

@@ -25,7 +25,7 @@ from featx.base import digest
 from featx.config import Config
 from featx.errors import ConfigError, MissingExtraError
 from featx.export.tensorboard.histogram import Histogram
-from featx.pipeline import Interrupted, feature_sink
+from featx.pipeline import Interrupted, feature_output
 from featx.sources import FolderSource
 from featx.store import load_manifest
 from featx.types import ImageFault, Status
@@ -148,18 +148,18 @@ def test_the_events_hold_every_value_and_the_timings_of_every_part(photos: Path)
 def test_a_resumed_run_continues_with_the_next_step(
     photos: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    compute = feature_sink.compute_rows
+    compute = feature_output.compute_rows
 
     def interrupted(context: Any, engine: Any, batch: Any) -> Any:
         if batch.start == 8:
             os.kill(os.getpid(), signal.SIGTERM)
         return compute(context, engine, batch)
 
-    monkeypatch.setattr(feature_sink, "compute_rows", interrupted)
+    monkeypatch.setattr(feature_output, "compute_rows", interrupted)
     with pytest.raises(Interrupted):
         extract(photos, tensorboard=True)
     assert steps(read_back()) == [4, 8, 12]
-    monkeypatch.setattr(feature_sink, "compute_rows", compute)
+    monkeypatch.setattr(feature_output, "compute_rows", compute)
     extract(photos, tensorboard=True)
     found = read_back()
     assert steps(found) == [4, 8, 12, 16, 20, 21]

@@ -222,7 +222,7 @@ def test_of_a_part_with_a_damaged_chunk_only_its_rows_are_extracted_again(
         file["features/conv"][9] = 0
     computed.clear()
     with monkeypatch.context() as patch:
-        patch.setattr("featx.pipeline.retry.compute_rows", raises_runtime_error)
+        patch.setattr("featx.pipeline.row_updates.compute_rows", raises_runtime_error)
         with pytest.raises(RuntimeError):
             look(capsys, verify={"repair": True})
     store = featx.open("store")
@@ -459,7 +459,7 @@ def test_a_repair_that_was_killed_before_the_pack_packs_when_it_is_given_again(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("featx.pipeline.extraction.pack_parts", killed)
+        patch.setattr("featx.pipeline.feature_output.pack_parts", killed)
         patch.setattr("featx.jobs.verify.pack_store", killed)
         if is_packed:
             with pytest.raises(KeyboardInterrupt):

@@ -29,18 +29,20 @@ class StubTask:
 
     Attributes:
         run: the rows.
+        root: folder of the store.
         events: a folder in which workers record what they do.
         faults: part (or "start") -> what happens there, and to how many workers.
         pause_s: that a part takes.
     """
 
     run: MadeRun
+    root: Path
     events: Path
     faults: Mapping[object, tuple[str, int]] = field(default_factory=dict)
     pause_s: float = 0.0
 
-    def missing(self, root: Path, parts: Sequence[Part]) -> list[Part]:
-        there = part_names(root)
+    def uncommitted(self, parts: Sequence[Part]) -> list[Part]:
+        there = part_names(self.root)
         return [part for part in parts if layout.part_name(part.index) not in there]
 
     def note(self, name: str) -> bool:
@@ -64,7 +66,7 @@ def stub_spec(root: Path, parts: Sequence[Part], config: Config, task: StubTask)
         "num_rows": 0, "fingerprint": {"device": "cpu"}, "cpus": 1,
     }  # fmt: skip
     driver = heartbeat_name(os.getpid())
-    return WorkerSpec(root=root, driver=driver, config=config, part_task=task, parts=parts, **made)
+    return WorkerSpec(root=root, driver=driver, config=config, output=task, parts=parts, **made)
 
 
 def go_wrong(what: str) -> None:
@@ -86,7 +88,7 @@ def go_wrong(what: str) -> None:
 
 @contextlib.contextmanager
 def stub_context(spec: WorkerSpec, device: str) -> Iterator[str]:
-    task: Any = spec.part_task
+    task: Any = spec.output
     task.note(f"pid-{os.getpid()}")
     go_wrong(task.fault_at("start"))
     os.write(1, f"hello from {device}\n".encode())
@@ -104,7 +106,7 @@ class StubPartWorker:
         path.write_text(report.to_json())
 
     def compute_parts(self, parts: Iterable[Part]) -> None:
-        task: Any = self._spec.part_task
+        task: Any = self._spec.output
         for part in parts:
             self.parts_in_progress = [part]
             time.sleep(task.pause_s)

@@ -209,27 +209,24 @@ def test_a_resume_keeps_the_number_of_threads(
 def test_what_would_compute_other_values_is_no_worker(photos: Path) -> None:
     """Another version of a library, on another machine."""
     from featx.analysis import FEATURES
-    from featx.pipeline import build_run_context
-    from featx.pipeline.extraction import part_task_of
-    from featx.pipeline.run_target import StoreTarget
-    from featx.store import StoreSession
+    from featx.pipeline import FeatureOutput, build_run_context
 
     keys = from_keywords({"model": MODEL, "layers": ["conv"], "data": str(photos), "out": "store"})
-    target = StoreTarget(from_omegaconf(keys))
-    with build_run_context(from_omegaconf(keys), "", FEATURES, target) as context:
-        session = StoreSession(Path("store"), context.as_run(), context.listing)
-        with session.hold():
-            part_task = part_task_of(target, context, session)
-            spec = worker_spec.worker_spec(context, session, part_task, "")
-            fingerprint = {**spec.fingerprint, "version.torch": "0.1"}
-            other = worker_spec.replace(spec, fingerprint=fingerprint)
-            with (
-                pytest.raises(RunError, match=r"version.torch: the driver has '0.1', this '"),
-                worker_spec.worker_context(other, "cpu"),
-            ):
-                pass
-            with worker_spec.worker_context(spec, "cpu") as again:
-                assert again.as_run().resolved == context.as_run().resolved
+    output = FeatureOutput(from_omegaconf(keys))
+    with (
+        build_run_context(from_omegaconf(keys), "", FEATURES, output) as context,
+        output.open(context),
+    ):
+        spec = worker_spec.worker_spec(context, output.write_session, output.for_workers(), "")
+        fingerprint = {**spec.fingerprint, "version.torch": "0.1"}
+        other = worker_spec.replace(spec, fingerprint=fingerprint)
+        with (
+            pytest.raises(RunError, match=r"version.torch: the driver has '0.1', this '"),
+            worker_spec.worker_context(other, "cpu"),
+        ):
+            pass
+        with worker_spec.worker_context(spec, "cpu") as again:
+            assert again.as_run().resolved == context.as_run().resolved
 
 
 # What goes wrong

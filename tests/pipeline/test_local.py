@@ -48,7 +48,7 @@ def work(run: MadeRun, tmp_path: Path) -> Callable[..., ProcessPool]:
     def do(workers: int = 2, config: Config | None = None, **given: Any) -> ProcessPool:
         root = tmp_path / "store"
         with run.session(root).hold() as session:
-            task = StubTask(run, events, **given)
+            task = StubTask(run, root, events, **given)
             spec = stub_spec(root, session.missing(), config or Config(), task)
             folder = root / "jobs"
             pool = ProcessPool(spec, session, folder, ["cpu"] * workers, command=stub_command)
@@ -228,7 +228,7 @@ from test_local import stub_command
 root, events = map(Path, sys.argv[1:])
 run = make_run(num_rows=38, part_rows=4, failed=[2, 17])
 with run.session(root).hold() as session:
-    spec = stub_spec(root, session.missing(), Config(), StubTask(run, events, pause_s=0.3))
+    spec = stub_spec(root, session.missing(), Config(), StubTask(run, root, events, pause_s=0.3))
     ProcessPool(spec, session, root / "jobs", ["cpu"] * 2, command=stub_command).run()
 """
 

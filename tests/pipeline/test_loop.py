@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -18,8 +19,8 @@ from featx.config import Config
 from featx.engine import BatchParallelism
 from featx.errors import RunError
 from featx.images.decoder_channels import LoaderTimes
-from featx.pipeline import Interrupted, RunObserver, run_parts
-from featx.types import Batch, Failure, Part
+from featx.pipeline import Interrupted, Rows, RunObserver, run_parts
+from featx.types import Batch, Part
 
 DISK: Any = None  # is for profile=true alone
 PARTS = [Part(0, 0, 4), Part(1, 4, 8), Part(2, 8, 12)]
@@ -41,7 +42,7 @@ class Images:
                 yield part, Batch(torch.zeros(batch_size), start, batch_size, [])
 
 
-class PartsAndSink:
+class NotingSink:
     """Notes what happens when; `commit` is what a part's commit does beside that."""
 
     num_rows = 12
@@ -60,21 +61,27 @@ class PartsAndSink:
     def missing(self) -> list[Part]:
         return PARTS
 
-    def compute(self, engine: Any, batch: Batch) -> int:
-        return batch.start
+    def compute(self, engine: Any, batch: Batch) -> Rows:
+        return Rows({"first": batch.start}, [])
 
-    def take(self, part: Part, batch: Batch, computed: Callable[[], int]) -> list[Failure]:
-        self.taken.append(computed())
-        return []
+    def begin_part(self, part: Part) -> NotingPart:
+        return NotingPart(part, self)
 
-    def finish_part(self) -> Callable[[], None]:
-        index = self.taken[-1] // 4
+    def take(self, batch: Batch, rows: Rows) -> None:
+        self.taken.append(rows.features["first"])
 
-        def commit() -> None:
-            self._commit(index)
-            self.committed.append(index)
+    def commit(self, rows: NotingPart) -> None:
+        self._commit(rows.part.index)
+        self.committed.append(rows.part.index)
 
-        return commit
+
+@dataclass
+class NotingPart:
+    part: Part
+    sink: NotingSink
+
+    def add(self, batch: Batch, rows: Rows) -> None:
+        self.sink.take(batch, rows)
 
 
 def context() -> Any:
@@ -94,22 +101,22 @@ def context() -> Any:
 
 
 def test_parts_are_committed_in_order() -> None:
-    work = PartsAndSink(lambda index: time.sleep(0.02))
-    figures = run_parts(context(), work, work, DISK)
+    work = NotingSink(lambda index: time.sleep(0.02))
+    figures = run_parts(context(), work, DISK)
     assert work.committed == [0, 1, 2]
     assert figures.seconds["write"] >= 0.06
 
 
 def test_the_start_ends_with_the_first_batch() -> None:
-    work = PartsAndSink(lambda index: time.sleep(0.2))
+    work = NotingSink(lambda index: time.sleep(0.2))
     take = work.take
 
-    def slow(part: Part, batch: Batch, computed: Callable[[], int]) -> list[Failure]:
+    def slow(batch: Batch, rows: Rows) -> None:
         time.sleep(0.05)
-        return take(part, batch, computed)
+        take(batch, rows)
 
     work.take = slow  # type: ignore[method-assign]
-    start = run_parts(context(), work, work, DISK).start_seconds
+    start = run_parts(context(), work, DISK).start_seconds
     assert list(start) == ["trial", "first batch"]
     assert start["trial"] == 0.5
     assert 0.05 <= start["first batch"] < 0.2
@@ -117,16 +124,16 @@ def test_the_start_ends_with_the_first_batch() -> None:
 
 def test_the_next_part_is_computed_meanwhile() -> None:
     computing = threading.Event()
-    work = PartsAndSink(lambda index: None if index else _wait(computing))
+    work = NotingSink(lambda index: None if index else _wait(computing))
     take = work.take
 
-    def noticed(part: Part, batch: Batch, computed: Callable[[], int]) -> list[Failure]:
+    def noticed(batch: Batch, rows: Rows) -> None:
         if batch.start >= 4:
             computing.set()  # the first commit continues only now
-        return take(part, batch, computed)
+        take(batch, rows)
 
     work.take = noticed  # type: ignore[method-assign]
-    run_parts(context(), work, work, DISK)
+    run_parts(context(), work, DISK)
     assert work.committed == [0, 1, 2]
 
 
@@ -139,8 +146,8 @@ def test_never_two_at_once() -> None:
         time.sleep(0.02)
         at_work.clear()
 
-    work = PartsAndSink(commit)
-    run_parts(context(), work, work, DISK)
+    work = NotingSink(commit)
+    run_parts(context(), work, DISK)
     assert work.committed == [0, 1, 2]
 
 
@@ -152,19 +159,19 @@ def test_a_commit_that_fails_ends_the_run_before_the_next_part_is_whole() -> Non
         failed.set()
         raise RunError("the disk is full")
 
-    work = PartsAndSink(fail)
+    work = NotingSink(fail)
     take = work.take
 
-    def slowly(part: Part, batch: Batch, computed: Callable[[], int]) -> list[Failure]:
+    def slowly(batch: Batch, rows: Rows) -> None:
         if batch.start >= 4:
             computing.set()
             _wait(failed)
             time.sleep(0.05)
-        return take(part, batch, computed)
+        take(batch, rows)
 
     work.take = slowly  # type: ignore[method-assign]
     with pytest.raises(RunError, match="disk is full"):
-        run_parts(context(), work, work, DISK)
+        run_parts(context(), work, DISK)
     assert work.taken == [0, 2, 4]
 
 
@@ -173,9 +180,9 @@ def test_the_last_commit_counts() -> None:
         if index == 2:
             raise RunError("the disk is full")
 
-    work = PartsAndSink(fail)
+    work = NotingSink(fail)
     with pytest.raises(RunError, match="disk is full"):
-        run_parts(context(), work, work, DISK)
+        run_parts(context(), work, DISK)
     assert work.committed == [0, 1]
 
 
@@ -186,18 +193,18 @@ def test_a_part_that_is_whole_is_committed_whatever_ends_the_run() -> None:
         started.set()
         time.sleep(0.1)
 
-    work = PartsAndSink(commit)
+    work = NotingSink(commit)
     take = work.take
 
-    def interrupted(part: Part, batch: Batch, computed: Callable[[], int]) -> list[Failure]:
+    def interrupted(batch: Batch, rows: Rows) -> None:
         if batch.start == 4:
             _wait(started)
             os.kill(os.getpid(), signal.SIGTERM)
-        return take(part, batch, computed)
+        take(batch, rows)
 
     work.take = interrupted  # type: ignore[method-assign]
     with pytest.raises(Interrupted):
-        run_parts(context(), work, work, DISK)
+        run_parts(context(), work, DISK)
     assert work.committed == [0]
     assert threading.active_count() == 1 or not [
         thread for thread in threading.enumerate() if thread.name.startswith("featx-commit")
@@ -207,7 +214,7 @@ def test_a_part_that_is_whole_is_committed_whatever_ends_the_run() -> None:
 class PartObserver(RunObserver):
     wants_parts = True
 
-    def __init__(self, work: PartsAndSink) -> None:
+    def __init__(self, work: NotingSink) -> None:
         self.output: list[tuple[int, int]] = []
         self._work = work
 
@@ -216,9 +223,9 @@ class PartObserver(RunObserver):
 
 
 def test_observers_are_told_of_committed_parts_only() -> None:
-    work = PartsAndSink(lambda index: time.sleep(0.02))
+    work = NotingSink(lambda index: time.sleep(0.02))
     observer = PartObserver(work)
-    run_parts(context(), work, work, DISK, observer)
+    run_parts(context(), work, DISK, observer)
     assert observer.output == [(0, 1), (1, 2), (2, 3)]
 
 

@@ -29,6 +29,7 @@ import featx as package
 from featx.base import take_cpus
 from featx.config import from_keywords, from_omegaconf
 from featx.errors import ConfigError, MissingExtraError, RunError
+from featx.pipeline import FeatureOutput
 from featx.pipeline.executors import ray as ray_executor
 from featx.pipeline.executors import worker
 from featx.storage.s3_folder import S3Folder
@@ -125,15 +126,15 @@ def ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[MadeRay]:
     made = MadeRay()
     monkeypatch.setattr(ray_executor, "ray_module", lambda: made)
     monkeypatch.setattr(ray_executor.ActorPool, "poll_s", 0.01)
-    take = worker.PartWorker.take
+    begin_part = worker.PartWorker.begin_part
 
-    def dying(self: Any, part: Any, batch: Any, computed: Any) -> Any:
+    def dying(self: Any, part: Any) -> Any:
         if made.die_at.get(part.index, 0):
             made.die_at[part.index] -= 1
             raise DeathError
-        return take(self, part, batch, computed)
+        return begin_part(self, part)
 
-    monkeypatch.setattr(worker.PartWorker, "take", dying)
+    monkeypatch.setattr(worker.PartWorker, "begin_part", dying)
     yield made
     take_cpus(None)
 
@@ -204,15 +205,14 @@ def test_the_loss_of_the_head_ends_the_run_which_resumes_later(
 def test_an_exception_in_an_actor_names_its_part(
     photos: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    take = worker.PartWorker.take
+    compute = FeatureOutput.compute
 
-    def raising(self: Any, part: Any, batch: Any, computed: Any) -> Any:
-        def failing() -> Any:
+    def raising(self: Any, engine: Any, batch: Any) -> Any:
+        if batch.start >= 8:
             raise ValueError("a bug in the model")
+        return compute(self, engine, batch)
 
-        return take(self, part, batch, failing if part.index == 2 else computed)
-
-    monkeypatch.setattr(worker.PartWorker, "take", raising)
+    monkeypatch.setattr(FeatureOutput, "compute", raising)
     with pytest.raises(RunError) as failed:
         extract(photos, executor={"name": "ray", "workers": 1})
     assert "actor 0, part 2 (rows 8 to 11): ValueError: a bug in the model" in str(failed.value)

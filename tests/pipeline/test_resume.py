@@ -25,8 +25,7 @@ from zoo import TwoStageConvNet
 import featx
 from featx.config import from_keywords, from_omegaconf
 from featx.errors import StoreMismatchError
-from featx.pipeline import Interrupted
-from featx.pipeline.run_target import StoreTarget
+from featx.pipeline import FeatureOutput, Interrupted
 from featx.pipeline.stop_signals import GRACE_S
 from featx.store import StoreSession
 from featx.store.layout import PART_BYTES
@@ -53,7 +52,7 @@ def test_every_choice_is_taken_from_the_store_on_another_day(
     Path("store/parts/part-000001.h5").unlink()
     of_speed(monkeypatch, 3000.0, in_bf16=1.0)
     monkeypatch.setattr("featx.engine.auto_settings.CPU_BATCH", 2)
-    monkeypatch.setattr("featx.pipeline.run_target.PART_SECONDS", 1.0)
+    monkeypatch.setattr("featx.pipeline.output.PART_SECONDS", 1.0)
     capfd.readouterr()
     assert extract(photos, **AUTO).complete
     printed = capfd.readouterr().err
@@ -425,7 +424,7 @@ def test_the_command_and_python_begin_the_same_store() -> None:
 def test_a_part_is_a_few_seconds_of_work_and_a_minute_in_long_runs(
     work_s: float, seconds: float
 ) -> None:
-    target = StoreTarget(from_omegaconf(from_keywords(KEYS)))
+    target = FeatureOutput(from_omegaconf(from_keywords(KEYS)))
     most_rows, found = target.part_limits(None, [make_spec("a", (1024,))], work_s)
     assert (most_rows, found) == (PART_BYTES / 4096, seconds)
 
@@ -445,7 +444,7 @@ def test_the_size_of_a_part_is_chosen_when_a_store_is_started(
 
 
 def test_the_size_of_a_part_is_a_limit_beside_the_minute() -> None:
-    target = StoreTarget(
+    target = FeatureOutput(
         from_omegaconf(from_keywords({**KEYS, "part_rows": "auto", "part_mib": 4096}))
     )
     assert target.part_limits(None, [make_spec("a", (1024,))], 10**6) == (1 << 20, 60)
@@ -464,5 +463,5 @@ def test_the_size_of_a_part_is_a_limit_beside_the_minute() -> None:
 def test_several_parts_fit_into_the_time_limit_of_a_task(
     executor: dict[str, Any], seconds: float
 ) -> None:
-    target = StoreTarget(from_omegaconf(from_keywords({**KEYS, "executor": executor})))
+    target = FeatureOutput(from_omegaconf(from_keywords({**KEYS, "executor": executor})))
     assert target.part_limits(None, [make_spec("a", (1024,))], 10**6)[1] == seconds

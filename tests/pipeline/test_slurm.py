@@ -26,6 +26,7 @@ import featx as package
 from featx.base import take_cpus
 from featx.config import from_keywords, from_omegaconf
 from featx.errors import ConfigError, RunError, StoreLockedError
+from featx.pipeline import FeatureOutput
 from featx.pipeline.executors import slurm_array, slurm_queue, slurm_task, worker
 from featx.pipeline.executors.worker_stats import WorkerReport
 from featx.storage import AtomicFolder
@@ -196,19 +197,18 @@ def test_tasks_that_are_lost_again_and_again_end_the_run(photos: Path, cluster: 
 def test_an_exception_in_a_task_ends_the_run_and_is_reported(
     photos: Path, cluster: MadeSlurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    take = worker.PartWorker.take
+    compute = FeatureOutput.compute
 
-    def raising(self: Any, part: Part, batch: Any, computed: Any) -> Any:
-        def failing() -> Any:
+    def raising(self: Any, engine: Any, batch: Any) -> Any:
+        if batch.start >= 16:
             raise ValueError("a bug in the model")
+        return compute(self, engine, batch)
 
-        return take(self, part, batch, failing if part.index == 4 else computed)
-
-    monkeypatch.setattr(worker.PartWorker, "take", raising)
+    monkeypatch.setattr(FeatureOutput, "compute", raising)
     with pytest.raises(RunError) as failed:
         extract(photos, executor={**SLURM, "workers": 1})
     assert str(failed.value).startswith("job 1_0, part 4 (rows 16 to 19): ValueError: a bug in the")
-    monkeypatch.setattr(worker.PartWorker, "take", take)
+    monkeypatch.setattr(FeatureOutput, "compute", compute)
     assert extract(photos, executor={**SLURM, "workers": 2}).complete
 
 
@@ -250,19 +250,19 @@ def interrupted_task(
 ) -> Callable[..., list[WorkerReport]]:
     """Runs whose first task is interrupted when its third part is begun; the reports of all."""
     reports: list[WorkerReport] = []
-    run_worker, take = worker.run_worker, worker.PartWorker.take
+    run_worker, begin_part = worker.run_worker, worker.PartWorker.begin_part
 
     def do(event: Callable[[], None], left_s: float | None = None) -> list[WorkerReport]:
-        def taking(self: Any, part: Part, batch: Any, computed: Any) -> Any:
+        def beginning(self: Any, part: Part) -> Any:
             if part.index == 2 and not reports:
                 event()
-            return take(self, part, batch, computed)
+            return begin_part(self, part)
 
         def reported(spec: Any, number: int, device: str) -> WorkerReport:
             reports.append(run_worker(spec, number, device, None if reports else left_s))
             return reports[-1]
 
-        monkeypatch.setattr(worker.PartWorker, "take", taking)
+        monkeypatch.setattr(worker.PartWorker, "begin_part", beginning)
         monkeypatch.setattr(worker, "run_worker", reported)
         assert extract(photos, executor={**SLURM, "workers": 1}).complete
         return reports

@@ -63,7 +63,7 @@ class FakeTask(StubTask):
 
     session: Any
 
-    def missing(self, root: Path, parts: Sequence[Part]) -> list[Part]:
+    def uncommitted(self, parts: Sequence[Part]) -> list[Part]:
         return [part for part in parts if part.index not in self.session.found]
 
 
@@ -80,7 +80,7 @@ class FakePool(WorkerPool):
 
     def __init__(self, root: Path, max_failures: float = 0.5) -> None:
         self.store = FakeSession(root)
-        task = FakeTask(SimpleNamespace(), root)  # type: ignore[arg-type]
+        task = FakeTask(SimpleNamespace(), root, root)  # type: ignore[arg-type]
         object.__setattr__(task, "session", self.store)
         spec = stub_spec(root, PARTS, Config(max_failures=max_failures), task)
         made: Any = self.store

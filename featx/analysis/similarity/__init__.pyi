@@ -14,5 +14,3 @@ from .representation_similarity import procrustes_distance as procrustes_distanc
 from .representation_similarity import rsa as rsa
 from .representation_similarity import svcca as svcca
 from .retrieval import retrieval_metrics as retrieval_metrics
-from .row_vectors import KEEP_BYTES as KEEP_BYTES
-from .row_vectors import Vectors as Vectors

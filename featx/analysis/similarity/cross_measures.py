@@ -27,9 +27,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from featx.analysis.similarity import row_vectors as sizes
+from featx.analysis import layer_vectors as sizes
+from featx.analysis.layer_vectors import LayerVectors
 from featx.analysis.similarity.gram_measures import SAME, gram_products
-from featx.analysis.similarity.row_vectors import Vectors
 from featx.errors import ConfigError
 
 MAX_WIDTH = 8192
@@ -84,7 +84,7 @@ def centred_matrix(x: npt.NDArray[np.floating]) -> CentredRows:
     return _in_memory(rows if rows.shape[1] <= len(x) else _coordinates(rows @ rows.T), square)
 
 
-def centred_layer(vectors: Vectors) -> CentredRows:
+def centred_layer(vectors: LayerVectors) -> CentredRows:
     """Return the rows of a layer, or their coordinates if a row has more values than there are
     rows."""
     n = len(vectors)

@@ -8,8 +8,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from featx.analysis.similarity import row_vectors as sizes
-from featx.analysis.similarity.row_vectors import Vectors
+from featx.analysis import layer_vectors as sizes
+from featx.analysis.layer_vectors import LayerVectors
 from featx.base import choose_device, float64_device
 from featx.errors import ConfigError
 from featx.store import FeatureStore
@@ -55,7 +55,7 @@ def duplicate_groups(
     """
     if not 0 < threshold <= 1:
         raise ConfigError(f"duplicates={threshold}: expected a cosine above 0, up to 1.")
-    vectors = Vectors(store, layer, choose_device(device), unit=True)
+    vectors = LayerVectors(store, layer, choose_device(device), unit=True)
     parents = np.arange(len(vectors))
     step = min(MAX_BLOCK_ROWS, vectors.rows_of(sizes.BLOCK_BYTES))
     for start, block in vectors.blocks(step):
@@ -95,7 +95,7 @@ def cosines_to_first(
     Returns:
         (n,) float32 in [-1, 1].
     """
-    vectors = Vectors(store, layer, torch.device("cpu"), rows=rows, unit=True)
+    vectors = LayerVectors(store, layer, torch.device("cpu"), rows=rows, unit=True)
     first = vectors.block(0, 1)
     cosines = []
     for _, block in vectors.blocks(vectors.rows_of(sizes.BLOCK_BYTES)):

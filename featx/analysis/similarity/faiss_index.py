@@ -18,14 +18,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from featx.analysis.similarity import row_vectors as sizes
+from featx.analysis import layer_vectors as sizes
+from featx.analysis.layer_vectors import LayerVectors
 from featx.analysis.similarity.nearest_neighbours import (
     QUERIES,
     Neighbours,
     nearest_among,
     sort_neighbours,
 )
-from featx.analysis.similarity.row_vectors import Vectors
 from featx.base import choose_device, import_extra
 from featx.config import METRICS, check_choice
 from featx.errors import ConfigError
@@ -89,7 +89,7 @@ class RowIndex:
             raise ConfigError(f"recall={recall}: expected a share above 0, up to 1.")
         self._cosine = metric == "cosine"
         device_ = choose_device(device)
-        self._vectors = Vectors(store, layer, device_, unit=self._cosine, centre=True)
+        self._vectors = LayerVectors(store, layer, device_, unit=self._cosine, centre=True)
         if len(self._vectors) < 2:
             raise ConfigError(f"{store.root} has one ok row only: it has no neighbours.")
         self._k = min(k, len(self._vectors) - 1)

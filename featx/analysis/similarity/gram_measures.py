@@ -22,8 +22,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from featx.analysis.similarity import row_vectors as sizes
-from featx.analysis.similarity.row_vectors import Vectors
+from featx.analysis import layer_vectors as sizes
+from featx.analysis.layer_vectors import LayerVectors
 
 Matrix = npt.NDArray[np.float64]
 
@@ -58,7 +58,7 @@ class GramProducts:
     row_means: torch.Tensor
 
 
-def gram_products(vectors: Vectors) -> GramProducts:
+def gram_products(vectors: LayerVectors) -> GramProducts:
     """Compute the products of the rows of a layer, in blocks."""
     n = len(vectors)
     step = max(1, vectors.rows_of(sizes.BLOCK_BYTES) // 2)

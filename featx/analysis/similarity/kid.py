@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from featx.analysis.similarity import row_vectors as sizes
-from featx.analysis.similarity.row_vectors import Vectors
+from featx.analysis import layer_vectors as sizes
+from featx.analysis.layer_vectors import LayerVectors
 from featx.analysis.statistics import (
     MAX_SPECTRUM,
     Moments,
@@ -94,7 +94,7 @@ def data_set_distance(
     subject = f"{store.root} and {other.root}, {layer}"
     refuse_other_values(_values_of(store, layer), _values_of(other, layer), subject)
     compute_device = float64_device(choose_device(device))
-    one, two = (Vectors(each, layer, compute_device) for each in (store, other))
+    one, two = (LayerVectors(each, layer, compute_device) for each in (store, other))
     m = min(subset_rows, len(one), len(two))
     if m < 2:
         raise ConfigError(f"{subject}: a distance needs two rows that are ok in each store.")
@@ -132,13 +132,13 @@ def squared_discrepancy(x: torch.Tensor, y: torch.Tensor) -> float:
     return within / (m * (m - 1)) - 2 * float(kernel(x, y).mean())
 
 
-def _rows(vectors: Vectors, rng: np.random.Generator, count: int) -> torch.Tensor:
+def _rows(vectors: LayerVectors, rng: np.random.Generator, count: int) -> torch.Tensor:
     """Return random rows without repetition, (count, D) float64."""
     places = np.sort(rng.permutation(len(vectors))[:count])
     return vectors.at(torch.from_numpy(places).to(vectors.device)).double()
 
 
-def _frechet(one: Vectors, two: Vectors) -> tuple[float | None, str | None]:
+def _frechet(one: LayerVectors, two: LayerVectors) -> tuple[float | None, str | None]:
     """Return the squared Fréchet distance of all rows, or None and the reason."""
     if one.width > MAX_SPECTRUM:
         return None, f"{one.width} features are more than {MAX_SPECTRUM}"

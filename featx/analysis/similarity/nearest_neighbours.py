@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from featx.analysis.similarity import row_vectors as sizes
-from featx.analysis.similarity.row_vectors import Vectors
+from featx.analysis import layer_vectors as sizes
+from featx.analysis.layer_vectors import LayerVectors
 from featx.base import choose_device
 from featx.config import METRICS, check_choice
 from featx.errors import ConfigError
@@ -21,7 +21,7 @@ from featx.types import Status
 
 _FAR_SQUARE = (sizes.FAR / 2) ** 2
 """Squared length above which a centred vector stands for a vector of zeros; see
-`row_vectors.FAR`."""
+`layer_vectors.FAR`."""
 
 QUERIES = 8192
 """Maximum number of rows whose neighbours are searched at a time."""
@@ -76,14 +76,14 @@ def nearest_rows(
     check_choice("metric", metric, METRICS)
     cosine = metric == "cosine"
     row = None if key is None else row_of(store, key)
-    vectors = Vectors(store, layer, choose_device(device), unit=cosine, centre=True)
+    vectors = LayerVectors(store, layer, choose_device(device), unit=cosine, centre=True)
     every = np.arange(len(vectors))
     places = every if row is None else np.searchsorted(vectors.rows, [row])
     return nearest_among(vectors, places, k, metric, on_progress)
 
 
 def nearest_among(
-    vectors: Vectors,
+    vectors: LayerVectors,
     places: npt.NDArray[np.int64],
     k: int,
     metric: str = "cosine",
@@ -154,7 +154,7 @@ def nearest_to(
             f"as {layer} of {store.root} has them."
         )
     cosine = metric == "cosine"
-    vectors = Vectors(store, layer, choose_device(device), unit=cosine, centre=True)
+    vectors = LayerVectors(store, layer, choose_device(device), unit=cosine, centre=True)
     x = vectors.prepare(features)
     no_places = torch.full((len(x),), -1, dtype=torch.int64, device=vectors.device)
     places, scores = _nearest(vectors, x, no_places, min(k, len(vectors)), cosine)
@@ -197,7 +197,7 @@ def best_of_blocks(
 
 
 def _nearest(
-    vectors: Vectors, x: torch.Tensor, query_places: torch.Tensor, k: int, cosine: bool
+    vectors: LayerVectors, x: torch.Tensor, query_places: torch.Tensor, k: int, cosine: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (q, k) places and (q, k) scores of the rows nearest to (q, D) vectors."""
     block_rows = min(vectors.rows_of(sizes.BLOCK_BYTES), max(1, sizes.BLOCK_BYTES // (4 * len(x))))
@@ -219,7 +219,7 @@ def _nearest(
 
 
 def sort_neighbours(
-    vectors: Vectors, x: torch.Tensor, places: torch.Tensor, cosine: bool
+    vectors: LayerVectors, x: torch.Tensor, places: torch.Tensor, cosine: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute the final scores and sort neighbours: the nearest first, equal ones by row.
 
@@ -238,7 +238,7 @@ def sort_neighbours(
     return places.gather(1, order), scores.gather(1, order)
 
 
-def _distances(vectors: Vectors, x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+def _distances(vectors: LayerVectors, x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
     """Compute the distances between (q, D) vectors and the vectors at (q, k) places, as (q, k)."""
     distances = torch.empty(places.shape, dtype=torch.float32, device=x.device)
     step = max(1, vectors.rows_of(sizes.BLOCK_BYTES) // places.shape[1])

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from featx.analysis.layer_vectors import LayerVectors
 from featx.analysis.similarity.cross_measures import (
     CentredRows,
     LayerProducts,
@@ -31,7 +32,6 @@ from featx.analysis.similarity.gram_measures import (
     matrix_products,
     signature,
 )
-from featx.analysis.similarity.row_vectors import Vectors
 from featx.base import choose_device, float64_device
 from featx.config import MEASURES, RSA_DISTANCES, USUAL_MEASURES, check_choice
 from featx.errors import ConfigError, counted
@@ -246,9 +246,9 @@ class _Layers:
         self._store, self._rows, self._device = store, rows, device
         self._coordinates: dict[str, CentredRows] = {}
 
-    def vectors(self, name: str) -> Vectors:
+    def vectors(self, name: str) -> LayerVectors:
         """Open a layer; a small one is read into memory."""
-        return Vectors(self._store, name, self._device, rows=self._rows)
+        return LayerVectors(self._store, name, self._device, rows=self._rows)
 
     def centred(self, name: str) -> CentredRows:
         """Open a layer as centred rows; coordinates, which take time, are computed once."""

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from featx.analysis.similarity.row_vectors import Vectors
+from featx.analysis.layer_vectors import LayerVectors
 from featx.base import choose_device, float64_device
 from featx.store import FeatureStore
 
@@ -55,7 +55,7 @@ def retrieval_metrics(
     queries = np.flatnonzero(counts[labels] > 1)
     if not len(queries):
         return None
-    vectors = Vectors(
+    vectors = LayerVectors(
         store, layer, choose_device(device), rows, unit=metric == "cosine", centre=True
     )
     reason = _why_no_map(len(rows))
@@ -119,7 +119,7 @@ def _ranks(
 
 
 def _ranking(
-    vectors: Vectors, places: npt.NDArray[np.int64]
+    vectors: LayerVectors, places: npt.NDArray[np.int64]
 ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
     """Compute the nearness of all rows to some rows, and its largest errors.
 

@@ -116,6 +116,17 @@ class MomentsTree:
         self._merge_upwards(part.start, part.stop)
         return sorted_failures
 
+    def write(
+        self,
+        failures: Sequence[Failure],
+        moments: Mapping[str, Moments],
+        checksums: npt.NDArray[np.uint64],
+    ) -> None:
+        """Write the final file from the moments of all rows."""
+        contents = _Contents(moments, failures, checksums)
+        created = self._publish(self.path, 0, self.num_rows, contents)
+        require(created, f"another process wrote {self.path} without the lock")
+
     def merge_all(self) -> tuple[Failure, ...]:
         """Merge all files into the final one.
 
@@ -123,8 +134,7 @@ class MomentsTree:
             the images that were left out, in order of rows.
         """
         merged = self._merge_span(0, self.num_rows)
-        created = self._publish(self.path, 0, self.num_rows, merged)
-        require(created, f"another process wrote {self.path} without the lock")
+        self.write(merged.failures, merged.moments, merged.checksums)
         return tuple(merged.failures)
 
     def file(self, start: int, stop: int) -> Path:

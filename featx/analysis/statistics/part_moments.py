@@ -10,22 +10,31 @@ same device, number of threads and libraries). moments_tree.py continues the tre
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 
 from featx.analysis.statistics.moments import (
+    EDGES,
+    NUM_BINS,
+    Counts,
     Moments,
+    PositionNorms,
     check_size,
     float64_on,
     moments_of_block,
     rows_that_fit,
 )
-from featx.base import plain_tensors
-from featx.errors import ConfigError, require
+from featx.analysis.statistics.tokens import feature_axis
+from featx.base import float64_device, plain_tensors
+from featx.config import StatsConfig
+from featx.errors import ConfigError, ReduceError, require
+from featx.layers import RowLayout, channel_axis, mean, positions_last
 from featx.store import layout
 from featx.types import LayerSpec, Part, TokenGeometry
 
@@ -38,17 +47,66 @@ class StatsLayer:
     """One layer whose statistics are computed.
 
     Attributes:
-        spec: description of the captured tensor; spec.shape is its shape for one image.
+        spec: description of the values of one image that are summed.
         kind: 'full' or 'diagonal'.
-        positions: None if the flattened tensor of an image is one observation; P if each of its P
+        positions: None if the flattened values of an image are one observation; P if each of its P
             spatial positions or tokens is one.
         tokens: places of the tokens or positions whose norms are taken as well, or None.
+        captured: shape of the captured tensor of one image.
+        averaged: axes of (B, *captured) whose mean is summed; () for the tensor itself.
+        axis: axis of (B, *captured) with the features, if each position is an observation.
     """
 
     spec: LayerSpec
     kind: str = "full"
     positions: int | None = None
     tokens: TokenGeometry | None = None
+    captured: tuple[int, ...] = ()
+    averaged: tuple[int, ...] = ()
+    axis: int | None = None
+
+    @classmethod
+    def of(
+        cls,
+        spec: LayerSpec,
+        options: StatsConfig,
+        input_size: tuple[int, int],
+        tokens: TokenGeometry | None,
+    ) -> StatsLayer:
+        """Describe the statistics of a captured tensor.
+
+        With stats.observation=image, maps and tokens are averaged over their positions, as by
+        reduce=avg, unless `reduce` says otherwise.
+
+        Args:
+            spec: description of the captured tensor.
+            options: options of the statistics.
+            input_size: (height, width) of the input of the network in pixels.
+            tokens: places of the tokens of the layer, if they are known.
+        """
+        shape = captured = tuple(spec.shape)
+        if tokens is not None and feature_axis(shape, tokens) is None:
+            tokens = None
+        rows = RowLayout(spec.name, shape, input_size)
+        positions, axis = None, None
+        averaged: tuple[int, ...] = ()
+        if options.observation == "position" and len(shape) > 1:
+            axis = channel_axis(spec.reduce, rows)
+            positions = math.prod(shape) // shape[axis - 1]
+        elif spec.reduce == "none" and spec.capture != "attention" and len(shape) in (2, 3):
+            # A tensor whose channels are unknown is taken as a whole.
+            with contextlib.suppress(ReduceError):
+                channels = channel_axis("none", rows)
+                averaged = tuple(i for i in range(1, len(shape) + 1) if i != channels)
+                spec = replace(spec, reduce="avg", shape=(shape[channels - 1],))
+        return cls(spec, options.covariance, positions, tokens, captured, averaged, axis)
+
+    def observed(self, x: torch.Tensor) -> torch.Tensor:
+        """Return what is summed of captured tensors (B, *captured)."""
+        if self.averaged:
+            # The order of a sum depends on the layout in memory, which engines choose themselves.
+            return mean(x.contiguous(), self.averaged)
+        return x if self.axis is None else positions_last(x, self.axis)
 
     def __post_init__(self) -> None:
         if self.positions is not None and math.prod(self.spec.shape) % self.positions:
@@ -87,6 +145,7 @@ class StatsLayer:
             "row": "image" if self.positions is None else "position",
             "rows_per_image": self.rows_per_image,
             "kind": self.kind,
+            **({"averaged_from": list(self.captured)} if self.averaged else {}),
         }
 
 
@@ -99,12 +158,15 @@ class PartMoments:
     Args:
         part: the part.
         layer: the layer.
+        part_rows: rows per part of a run whose tree is followed, if `part` is longer.
     """
 
-    def __init__(self, part: Part, layer: StatsLayer) -> None:
+    def __init__(self, part: Part, layer: StatsLayer, part_rows: int | None = None) -> None:
         self.part = part
         self.layer = layer
-        self._leaf_rows = min(LEAF_ROWS, rows_that_fit(layer.rows_per_image * layer.dim))
+        self._leaf_rows = min(
+            LEAF_ROWS, part_rows or LEAF_ROWS, rows_that_fit(layer.rows_per_image * layer.dim)
+        )
         self._next = part.start
         self._buffer = torch.empty(0)
         self._images: list[int] = []
@@ -179,3 +241,78 @@ def is_aligned(start: int, stop: int) -> bool:
     """Return whether [start, stop) has a power of two of rows and starts at a multiple of it."""
     size = stop - start
     return size & (size - 1) == 0 and start % size == 0
+
+
+class PartNorms:
+    """Norms of the tokens of one layer over the rows of one part, which arrive in order.
+
+    Args:
+        part: the part.
+        layer: a layer with `tokens`.
+    """
+
+    def __init__(self, part: Part, layer: StatsLayer, part_rows: int | None = None) -> None:
+        assert layer.tokens is not None
+        self._tokens = layer.tokens
+        axis = feature_axis(layer.captured or tuple(layer.spec.shape), layer.tokens)
+        assert axis is not None, "a layer with tokens has an axis of its features"
+        self._axis = axis
+        rows, columns = layer.tokens.grid
+        spec = replace(layer.spec, shape=(layer.tokens.prefix_tokens + rows * columns,))
+        self._moments = PartMoments(part, StatsLayer(spec, "diagonal"), part_rows)
+        self._histogram: Counts = np.zeros(NUM_BINS, np.int64)
+
+    def add(self, start: int, values: torch.Tensor, count: int, failed: Collection[int]) -> None:
+        """Add the images [start, start + count) of the listing."""
+        with plain_tensors():
+            squares = values.to(float64_device(values.device)).double().square()
+            norms = squares.sum(self._axis).sqrt().flatten(1)[:count]
+            self._moments.add(start, norms, failed)
+        ok_images = [row for row in range(count) if start + row not in failed]
+        patches = norms.cpu().numpy()[ok_images, self._tokens.prefix_tokens :]
+        bins = np.searchsorted(EDGES, patches.ravel(), side="right")
+        self._histogram += np.bincount(bins, minlength=NUM_BINS)
+
+    def finish(self) -> PositionNorms:
+        """Return the norms of the part, all rows of which must have been added."""
+        return PositionNorms(self._moments.finish(), self._histogram, self._tokens)
+
+
+def norms_summary(norms: PositionNorms) -> dict[str, Any] | None:
+    """Summarise the norms as JSON types; None without an image.
+
+    Returns:
+        grid; median and p99 of the patch tokens, upper edges of their bins; largest, exact;
+        threshold, outliers and share of the patch tokens that are outliers; prefix, for each prefix
+        token its mean, std and largest norm; largest_mean, the patch with the largest mean norm,
+        with row and column counted from 1; and class_token.
+    """
+    moments, tokens = norms.positions, norms.tokens
+    if not moments.count:
+        return None
+    std = (moments.scatter / moments.count).sqrt()
+    patch = int(moments.mean[tokens.prefix_tokens :].argmax())
+    row, column = divmod(patch, tokens.grid[1])
+    return {
+        "grid": list(tokens.grid),
+        "class_token": tokens.has_class_token,
+        "median": norms.quantile(0.5),
+        "p99": norms.quantile(0.99),
+        "largest": float(moments.largest[tokens.prefix_tokens :].max()),
+        "threshold": norms.threshold,
+        "outliers": norms.outliers,
+        "share": norms.outliers / int(norms.histogram.sum()),
+        "prefix": [
+            {
+                "mean": float(moments.mean[i]),
+                "std": float(std[i]),
+                "largest": float(moments.largest[i]),
+            }
+            for i in range(tokens.prefix_tokens)
+        ],
+        "largest_mean": {
+            "row": row + 1,
+            "column": column + 1,
+            "mean": float(moments.mean[tokens.prefix_tokens + patch]),
+        },
+    }

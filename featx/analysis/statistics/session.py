@@ -1,4 +1,4 @@
-"""Folder of statistics while they are computed: complete and missing parts."""
+"""Write session of statistics: complete and missing parts, until the final file is merged."""
 
 from __future__ import annotations
 
@@ -14,15 +14,19 @@ from featx.analysis.statistics.moments import Moments
 from featx.analysis.statistics.moments_tree import MomentsTree, spans_in
 from featx.analysis.statistics.part_moments import is_aligned
 from featx.analysis.statistics.stats_file import DamagedError
-from featx.errors import LayerError, StoreError, require
+from featx.errors import LayerError, StoreError
 from featx.storage import TEMPORARY_PREFIX
-from featx.store import Grid, failures_csv, layout, write_listing
-from featx.types import UNKNOWN_IMAGE, Failure, Listing, Part
+from featx.store import Grid, failures_csv, layout
+from featx.types import UNKNOWN_IMAGE, Failure, Part
 
 logger = logging.getLogger(__name__)
 
 
-class MomentsOfParts:
+FAILURES_CSV = "stats-failures.csv"
+"""File name of the list of failures, apart from that of a store."""
+
+
+class StatsSession:
     """Parts of a run that are complete, and the final file.
 
     Only the process that holds the lock of the folder may use it. Other processes commit to the
@@ -30,19 +34,28 @@ class MomentsOfParts:
 
     Args:
         tree: files of the parts.
+        part_rows: rows per part.
+        lock: file descriptor that holds the lock.
 
     Attributes:
+        root: folder of the statistics.
+        disk: the same folder, for atomic writes.
+        lock: as given.
+        num_rows: number of rows of the run.
         complete: whether the final file of this run exists; known after `survey`.
     """
 
-    def __init__(self, tree: MomentsTree) -> None:
+    def __init__(self, tree: MomentsTree, part_rows: int, lock: int = -1) -> None:
         self.tree = tree
+        self.root = tree.path.parent
         self.disk = tree.disk
+        self.lock = lock
         self.path = tree.path
         self.folder = tree.folder
-        self._num_rows = tree.num_rows
+        self.num_rows = tree.num_rows
+        grid = Grid(tree.num_rows, part_rows)
+        self._parts = [grid.part(index) for index in range(len(grid))]
         self._spans: dict[tuple[int, int], tuple[Failure, ...]] = {}
-        self._surveyed = False
         self.complete = False
 
     @property
@@ -53,13 +66,12 @@ class MomentsOfParts:
     def survey(self) -> None:
         """Find complete parts, quarantine damaged files, delete leftovers of killed processes."""
         self._spans = {}
-        self._surveyed = True
         self.disk.make_folder(self.path.parent)  # a killed process may not have synced it
         if self.path.exists():
-            failures = self._check_file(self.path, 0, self._num_rows)
+            failures = self._check_file(self.path, 0, self.num_rows)
             self.complete = failures is not None
             if failures is not None:
-                self._spans[0, self._num_rows] = failures
+                self._spans[0, self.num_rows] = failures
                 self.disk.remove(self.folder)
                 return
         self.disk.make_folder(self.folder)
@@ -74,20 +86,26 @@ class MomentsOfParts:
                 if failures is not None:
                     self._spans[start, stop] = failures
 
-    def has(self, part: Part) -> bool:
-        """Return whether the rows of a part are complete."""
-        return self._covered(part.start, part.stop)
+    @property
+    def num_failed(self) -> int:
+        """Number of images that were left out."""
+        return len(self.failures)
 
-    def missing(self, parts: Sequence[Part]) -> list[Part]:
-        """Return those of some parts, in order of rows, that are not complete."""
+    @property
+    def num_committed(self) -> int:
+        """Number of rows in complete parts."""
+        return self.num_rows - sum(map(len, self.missing()))
+
+    def missing(self) -> list[Part]:
+        """Return the parts that are not complete, in order."""
         spans = sorted(self._spans)
         starts = [start for start, _ in spans]
 
-        def done(part: Part) -> bool:
+        def is_done(part: Part) -> bool:
             place = bisect.bisect_right(starts, part.start) - 1
             return place >= 0 and part.stop <= spans[place][1]
 
-        return [part for part in parts if not done(part)]
+        return [part for part in self._parts if not is_done(part)]
 
     def commit(
         self,
@@ -97,8 +115,7 @@ class MomentsOfParts:
         checksums: npt.NDArray[np.uint64] | None = None,
     ) -> Sequence[Failure]:
         """Commit the moments of a part, as `MomentsTree.commit` does, unless it is complete."""
-        require(self._surveyed, "what is there already was not looked for")
-        if self.has(part):
+        if self._covered(part.start, part.stop):
             return [f for f in self.failures if part.start <= f.row < part.stop]
         committed_failures = self.tree.commit(part, failures, moments, checksums)
         self.record_commit(part, committed_failures)
@@ -120,6 +137,12 @@ class MomentsOfParts:
                 span_failures += other_failures
             start, stop = min(start, other_span[0]), max(stop, other_span[1])
         self._spans[start, stop] = span_failures
+        if failures:
+            self.write_failures()
+
+    def write_failures(self) -> None:
+        """Write the list of failures next to the statistics."""
+        self.disk.replace(self.root / FAILURES_CSV, failures_csv(self.failures))
 
     def committed_by_others(
         self, parts: Sequence[Part]
@@ -143,8 +166,8 @@ class MomentsOfParts:
 
     def image_checksums(self) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.bool_]]:
         """Image checksums of all rows, (N,) uint64, and which rows are complete, (N,) bool."""
-        checksums = np.full(self._num_rows, UNKNOWN_IMAGE, dtype=np.uint64)
-        is_done = np.zeros(self._num_rows, np.bool_)
+        checksums = np.full(self.num_rows, UNKNOWN_IMAGE, dtype=np.uint64)
+        is_done = np.zeros(self.num_rows, np.bool_)
         for start, stop in self._spans:
             checksums[start:stop] = self.tree.checksums_in(self._file(start, stop))
             is_done[start:stop] = True
@@ -165,16 +188,15 @@ class MomentsOfParts:
 
     def finish(self) -> None:
         """Merge all parts into the final file, and remove them."""
-        require(self._surveyed, "what is there already was not looked for")
         if not self.complete:
             nodes = sorted(self._spans)
             edges = [0, *(stop for _, stop in nodes)]
-            if [start for start, _ in nodes] + [self._num_rows] != edges:
+            if [start for start, _ in nodes] + [self.num_rows] != edges:
                 raise StoreError(
-                    f"{self.folder} does not hold all {self._num_rows} rows yet; give the same "
+                    f"{self.folder} does not hold all {self.num_rows} rows yet; give the same "
                     "command again."
                 )
-            self._spans = {(0, self._num_rows): self.tree.merge_all()}
+            self._spans = {(0, self.num_rows): self.tree.merge_all()}
             self.complete = True
         # The final file is on disk. `survey` removes the parts if a kill prevents it here.
         self.disk.remove(self.folder)
@@ -195,85 +217,3 @@ class MomentsOfParts:
             target = self.disk.quarantine(path, self.path.parent / layout.QUARANTINE)
             logger.warning("%s Moved to %s; its rows are done again.", error, target)
             return None
-
-
-FAILURES_CSV = "stats-failures.csv"
-"""File name of the list of failures."""
-
-
-class StatsSession:
-    """Statistics in progress, with the lock of the folder held: complete and missing parts.
-
-    Args:
-        parts: parts of the run, surveyed.
-        grid: grid of the rows.
-        lock: file descriptor that holds the lock.
-
-    Attributes:
-        root: folder of the statistics.
-        disk: the same folder, for atomic writes.
-        lock: as given.
-        parts: as given.
-        num_rows: number of rows of the run.
-    """
-
-    def __init__(self, parts: MomentsOfParts, grid: Grid, lock: int) -> None:
-        self.root = parts.path.parent
-        self.disk = parts.disk
-        self.lock = lock
-        self.num_rows = grid.num_rows
-        self.parts = parts
-        self._grid = [grid.part(index) for index in range(len(grid))]
-        self.write_failures()
-
-    @property
-    def num_committed(self) -> int:
-        """Number of rows in complete parts."""
-        return self.num_rows - sum(len(part) for part in self.missing())
-
-    @property
-    def failures(self) -> list[Failure]:
-        """Images that were left out of complete parts, in order of rows."""
-        return self.parts.failures
-
-    @property
-    def num_failed(self) -> int:
-        """Number of images that were left out."""
-        return len(self.failures)
-
-    def missing(self) -> list[Part]:
-        """Return the parts that are not complete, in order."""
-        return self.parts.missing(self._grid)
-
-    def commit(
-        self,
-        part: Part,
-        failures: Sequence[Failure],
-        moments: Mapping[str, Moments],
-        checksums: npt.NDArray[np.uint64] | None = None,
-    ) -> Sequence[Failure]:
-        """Commit one part and return its failures."""
-        committed_failures = self.parts.commit(part, failures, moments, checksums)
-        if committed_failures:
-            self.write_failures()
-        return committed_failures
-
-    def record_commit(self, part: Part, failures: Sequence[Failure]) -> None:
-        """Record a part that a worker has committed, and its failures."""
-        self.parts.record_commit(part, failures)
-        if failures:
-            self.write_failures()
-
-    def committed_by_others(
-        self, parts: Sequence[Part]
-    ) -> Iterator[tuple[Part, Sequence[Failure]]]:
-        """Yield those of some parts that other processes have committed, with their failures."""
-        return self.parts.committed_by_others(parts)
-
-    def write_failures(self) -> None:
-        """Write the list of failures next to the statistics, apart from that of a store."""
-        self.disk.replace(self.root / FAILURES_CSV, failures_csv(self.parts.failures))
-
-    def write_listing(self, listing: Listing) -> None:
-        """Write the listing for workers; it is deleted with the parts."""
-        write_listing(self.disk, self.parts.folder / layout.LISTING, listing)

@@ -14,7 +14,6 @@ import json
 import math
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,19 +22,71 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from featx.analysis.statistics.moments import Moments, PositionNorms
-from featx.analysis.statistics.norms_group import (
-    NORM_ARRAYS,
-    NORMS,
-    are_equal_norms,
-    read_norms,
-    write_norms,
-)
+from featx.analysis.statistics.moments import NUM_BINS, Moments, PositionNorms
 from featx.analysis.statistics.part_moments import StatsLayer
 from featx.errors import LayerError, StoreError, nearest
 from featx.storage import memory_mismatch_error
-from featx.store import damage_text, layout, open_metadata, open_plain_dataset
+from featx.store import (
+    damage_text,
+    geometry_of,
+    geometry_values,
+    layout,
+    open_metadata,
+    open_plain_dataset,
+)
 from featx.types import Failure, Status
+
+NORMS = "norms"
+"""Name of the group below that of the layer."""
+
+_MOMENTS = ("mean", "scatter", "smallest", "largest")
+_HISTOGRAM = "histogram"
+
+NORM_ARRAYS = (*_MOMENTS, _HISTOGRAM)
+"""Datasets of the group."""
+
+
+def write_norms(group: h5py.Group, norms: PositionNorms) -> None:
+    """Write norms and the places of the tokens into an empty group."""
+    for key in _MOMENTS:
+        group.create_dataset(key, data=getattr(norms.positions, key).cpu().numpy())
+    group.create_dataset(_HISTOGRAM, data=norms.histogram)
+    group.attrs.update(geometry_values(norms.tokens))
+
+
+def read_norms(
+    datasets: Mapping[str, h5py.Dataset], attributes: Mapping[str, Any], count: int
+) -> PositionNorms:
+    """Read the norms of a group."""
+    tokens = geometry_of(attributes)
+    if tokens is None:
+        raise ValueError("the places of the tokens are missing")
+    size = tokens.prefix_tokens + math.prod(tokens.grid)
+    for key in _MOMENTS:
+        if datasets[key].shape != (size,) or datasets[key].dtype != np.float64:
+            raise ValueError(f"{key} does not have {size} float64 numbers")
+    if datasets[_HISTOGRAM].shape != (NUM_BINS,) or datasets[_HISTOGRAM].dtype != np.int64:
+        raise ValueError(f"the histogram does not have {NUM_BINS} int64 numbers")
+    arrays = [torch.from_numpy(datasets[key][()]) for key in _MOMENTS]
+    if count and not all(array.isfinite().all() for array in arrays):
+        raise ValueError("a number is not finite")
+    histogram = datasets[_HISTOGRAM][()]
+    if int(histogram.sum()) != count * math.prod(tokens.grid):
+        raise ValueError(f"the histogram is not that of {count} images")
+    mean, scatter, smallest, largest = arrays
+    return PositionNorms(Moments(count, mean, scatter, smallest, largest), histogram, tokens)
+
+
+def are_equal_norms(a: PositionNorms | None, b: PositionNorms | None) -> bool:
+    """Return whether two norms hold the same numbers, or both are None."""
+    if a is None or b is None:
+        return a is b
+    same = (
+        torch.equal(getattr(a.positions, key).cpu(), getattr(b.positions, key).cpu())
+        for key in _MOMENTS
+    )
+    return all(same) and np.array_equal(a.histogram, b.histogram) and a.tokens == b.tokens
+
 
 STATS_FORMAT = 1
 """Version of the format."""
@@ -269,21 +320,13 @@ def _read_norms(file: h5py.File, path: Path, name: str, count: int) -> PositionN
         raise DamagedError(f"{path}: the norms of {name}: {error}.") from error
 
 
-@dataclass(frozen=True)
-class StatsResumeState:
-    """Settings of the existing statistics in a folder.
+def stored_settings(root: Path) -> tuple[dict[str, Any], int | None] | None:
+    """Return the settings of the statistics in a folder, or None if there are none.
 
-    Attributes:
-        settings: everything that changes their values, by option name.
-        threads: number of CPU threads that compute one batch, or None on other devices.
+    Returns:
+        everything that changes their values, by option name; and the number of CPU threads that
+        compute one batch, None on other devices.
     """
-
-    settings: dict[str, Any]
-    threads: int | None
-
-
-def stored_resume_state(root: Path) -> StatsResumeState | None:
-    """Return the resume state of the statistics in a folder, or None if there are none."""
     parts = (root / PARTS_FOLDER).glob("rows-*.h5")
     for path in (root / STATS_FILE, *sorted(parts)):
         if not path.is_file():
@@ -291,5 +334,5 @@ def stored_resume_state(root: Path) -> StatsResumeState | None:
         # Damaged files are quarantined later, by the process that holds the lock.
         with contextlib.suppress(DamagedError), reading(path) as file:
             attributes = attributes_of(file)
-            return StatsResumeState(json.loads(attributes["settings"]), attributes.get("threads"))
+            return json.loads(attributes["settings"]), attributes.get("threads")
     return None

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from featx.analysis.similarity import KEEP_BYTES, Vectors, nearest_among
+from featx.analysis import KEEP_BYTES, LayerVectors
+from featx.analysis.similarity import nearest_among
 from featx.base import choose_device
 from featx.store import FeatureStore
 
@@ -106,7 +107,7 @@ def neighbours_of(
     if len(ok) > room:
         chosen = np.random.default_rng(seed).choice(ok, room, replace=False)
         among = np.union1d(chosen, np.array(rows))
-    vectors = Vectors(store, layer, choose_device(device), rows=among, unit=True, centre=True)
+    vectors = LayerVectors(store, layer, choose_device(device), rows=among, unit=True, centre=True)
     neighbours = nearest_among(vectors, np.searchsorted(among, rows), NEAREST)
     strips: list[Strip] = []
     for row, nearest, scores in zip(rows, neighbours.neighbours, neighbours.scores, strict=True):

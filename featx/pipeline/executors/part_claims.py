@@ -40,7 +40,7 @@ class PartClaims:
 
     def inherited(self) -> list[Part]:
         """Missing parts that are claimed by this worker, in the order in which it computes them."""
-        missing = self._spec.part_task.missing(self._spec.root, self._order)
+        missing = self._spec.output.uncommitted(self._order)
         claimed = claimed_indices(self._spec)
         return [part for part in missing if part.index in claimed and self._owns(part)]
 
@@ -74,7 +74,7 @@ class PartClaims:
     def _list(self) -> None:
         """Drop the parts that are committed or claimed by now."""
         claimed = claimed_indices(self._spec)
-        missing = self._spec.part_task.missing(self._spec.root, self._order)
+        missing = self._spec.output.uncommitted(self._order)
         self._order = [part for part in missing if part.index not in claimed]
         self._listed_at = time.monotonic()
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from featx.base import Member, Registry
 
 if TYPE_CHECKING:
     from featx.config import Config
-    from featx.pipeline.executors.worker_spec import PartTask, Session, WorkerSpec
+    from featx.pipeline.executors.worker_spec import Session, WorkerSpec
     from featx.pipeline.executors.worker_stats import RunOutcome
+    from featx.pipeline.output import Output
     from featx.pipeline.run_context import RunContext
 
 
@@ -46,14 +47,14 @@ def check_executor(config: Config) -> None:
 
 
 def run_distributed(
-    context: RunContext, session: Session, part_task: PartTask, config_yaml: str
+    context: RunContext, session: Session, output: Output[Any, Any], config_yaml: str
 ) -> RunOutcome:
     """Compute the missing parts with the executor that the option `executor` chooses.
 
     Args:
         context: run context.
         session: write session of the store or statistics.
-        part_task: part task of the workers.
+        output: output of the run, as `Output.for_workers` returns it.
         config_yaml: composed config as YAML, without secrets.
 
     Raises:
@@ -63,7 +64,7 @@ def run_distributed(
     from featx.pipeline.executors.worker_spec import worker_spec
 
     executor = EXECUTORS.get(context.config.executor.name)
-    spec = worker_spec(context, session, part_task, config_yaml)
+    spec = worker_spec(context, session, output, config_yaml)
     # Workers load their own copy of the model and need the memory of the device.
     with context.engine.off_device():
         return executor.run(context, session, spec)

@@ -15,9 +15,9 @@ import threading
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from featx.base import (
     SilentProgress,
@@ -26,17 +26,18 @@ from featx.base import (
     own_process,
     signal_handlers,
 )
-from featx.errors import InternalError
 from featx.pipeline.executors.part_claims import PartClaims
 from featx.pipeline.executors.worker_spec import PickledWorkerSpec, WorkerSpec, worker_context
 from featx.pipeline.executors.worker_stats import WorkerError, WorkerReport, WorkerStats
 from featx.pipeline.loop import run_parts
+from featx.pipeline.output import OutputPart
+from featx.pipeline.row_failures import Rows
 from featx.pipeline.run_context import RunContext
 from featx.pipeline.run_metrics import peak_memory_mib
 from featx.pipeline.stop_signals import Interrupted
 from featx.storage import open_folder
 from featx.store import Heartbeat
-from featx.types import Batch, Failure, Part
+from featx.types import Batch, Part
 
 if TYPE_CHECKING:
     from featx.engine import Engine
@@ -114,7 +115,7 @@ def rows_text(parts: Sequence[Part]) -> str:
 
 
 class PartWorker:
-    """Batch sink and part source of a worker: commits parts, and adds them to its report.
+    """Part sink of a worker: commits parts to the output, and adds them to its report.
 
     The report is written to `path` at once, as the worker is ready, and after each commit.
     """
@@ -127,14 +128,16 @@ class PartWorker:
         report: WorkerReport,
         path: Path,
     ) -> None:
-        self._sink = spec.part_task.sink(context, spec.root, heartbeat)
+        self._output = spec.output
+        self._output.join(context)
         self._context = context
+        self._heartbeat = heartbeat
         self._report = report
         self._path = path
         self._folder = open_folder(spec.folder)
         self._parts: Iterable[Part] = ()
-        self._taken: Part | None = None  # part whose batch is being taken
         self._held: dict[int, Part] = {}  # parts that are computed or committed now, by index
+        self._failed_row: int | None = None  # first row of the batch that raised an exception
         self.num_rows = spec.num_rows
         self.num_committed = 0
         self.num_failed = 0  # the driver counts the failures of all workers and ends the run
@@ -143,8 +146,8 @@ class PartWorker:
     def compute_parts(self, parts: Iterable[Part]) -> None:
         """Compute and commit parts as the iterable yields them, and add their measurements."""
         self._parts = parts
-        self._sink.seconds = dict.fromkeys(self._sink.seconds, 0.0)
-        figures = run_parts(self._context, self, self, progress=SilentProgress())
+        self._output.seconds = dict.fromkeys(self._output.seconds, 0.0)
+        figures = run_parts(self._context, self, progress=SilentProgress())
         seconds = {stage: value for stage, value in figures.seconds.items() if value is not None}
         warnings = dict(figures.decoder_warnings)
         stats = WorkerStats(seconds, figures.bytes_read or 0, peak_memory_mib(), warnings)
@@ -153,12 +156,13 @@ class PartWorker:
     @property
     def parts_in_progress(self) -> list[Part]:
         """Part in which an error occurred, or those that come into question."""
-        return list(self._held.values()) if self._taken is None else [self._taken]
+        held, row = list(self._held.values()), self._failed_row
+        return [part for part in held if row is None or part.start <= row < part.stop]
 
     @property
     def seconds(self) -> Mapping[str, float]:
-        """Stage -> busy seconds of stages that only this sink has."""
-        return self._sink.seconds
+        """Stage -> busy seconds of stages that only this output has."""
+        return self._output.seconds
 
     def missing(self) -> Iterator[Part]:
         """Parts given to `compute_parts`."""
@@ -166,38 +170,30 @@ class PartWorker:
             self._held[part.index] = part
             yield part
 
-    def compute(self, engine: Engine, batch: Batch) -> Any:
-        """Compute the values of a batch."""
-        return self._sink.compute(engine, batch)
+    def compute(self, engine: Engine, batch: Batch) -> Rows:
+        """Compute the rows of a batch."""
+        try:
+            return self._output.compute(engine, batch)
+        except Exception:
+            self._failed_row = batch.start
+            raise
 
-    def take(self, part: Part, batch: Batch, computed: Callable[[], Any]) -> list[Failure]:
-        """Consume the next batch of a part; return the failures of its rows."""
-        self._taken = part
-        failures = self._sink.take(part, batch, computed)
-        if batch.start + batch.count < part.stop:
-            self._taken = None
-        return failures
+    def begin_part(self, part: Part) -> OutputPart:
+        """Begin a part, whose batches follow."""
+        rows: OutputPart = self._output.begin_part(part)
+        self._heartbeat.begin(part)
+        return rows
 
-    def finish_part(self) -> Callable[[], None]:
-        """Detach the finished part; return a function that commits and reports it."""
-        part, self._taken = self._taken, None
-        if part is None:
-            raise InternalError("no batch of a part was taken")
-        # Counted here, in the thread of `take`: the commit runs in another thread, when the sink
-        # already counts for the next part.
-        underflow_rows, self._sink.underflow_rows = self._sink.underflow_rows, Counter()
-        commit = self._sink.finish_part()
-
-        def commit_and_report() -> None:
-            commit()
-            self.num_committed += len(part)
-            del self._held[part.index]
-            self._report.num_parts += 1
-            counts = Counter(self._report.underflow_rows) + underflow_rows
-            self._report.underflow_rows = dict(counts)
-            self._folder.write_best_effort(self._path, self._report.to_json())
-
-        return commit_and_report
+    def commit(self, rows: OutputPart) -> None:
+        """Commit a part, and report it."""
+        self._output.commit(rows)
+        self._heartbeat.record_commit(rows.part)
+        self.num_committed += len(rows.part)
+        del self._held[rows.part.index]
+        self._report.num_parts += 1
+        counts = Counter(self._report.underflow_rows) + rows.underflow_rows
+        self._report.underflow_rows = dict(counts)
+        self._folder.write_best_effort(self._path, self._report.to_json())
 
 
 @contextlib.contextmanager

@@ -11,101 +11,25 @@ import io
 import os
 import pickle
 import sys
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from featx.base import differences, num_cpus, take_cpus
 from featx.config import Config, ExecutorConfig
 from featx.errors import ConfigError, RunError
-from featx.pipeline.engine_spec import EngineSpec
-from featx.pipeline.forward_passes import ComputedT
-from featx.pipeline.loop import BatchSink, PartSource
-from featx.pipeline.run_context import RunContext, build_run_context
+from featx.pipeline.output import Output
+from featx.pipeline.output import Session as Session
+from featx.pipeline.run_context import EngineSpec, RunContext, build_run_context
 from featx.sources import open_source
-from featx.storage import AtomicFolder, s3_outage
-from featx.store import Heartbeat, heartbeat_name
-from featx.types import Failure, LayerSpec, Listing, Part, ResumeState, Source
+from featx.storage import s3_outage
+from featx.store import heartbeat_name
+from featx.types import LayerSpec, Listing, Part, ResumeState, Source
 
 if TYPE_CHECKING:
     from featx.engine import Engine
     from featx.layers import ChosenLayers
-
-
-class PartSink(BatchSink[ComputedT], Protocol[ComputedT]):
-    """Batch sink that commits each part and counts its underflow rows.
-
-    Attributes:
-        underflow_rows: layer -> number of underflow rows.
-        seconds: stage -> busy seconds of stages that not every run has.
-    """
-
-    underflow_rows: Counter[str]
-    seconds: dict[str, float]
-
-    def finish_part(self) -> Callable[[], Sequence[Failure]]:
-        """Detach the finished part; return a function that commits it.
-
-        That function returns the failures of the part that is stored then.
-        """
-
-
-class PartTask(Protocol):
-    """Rows that workers compute, and their destination; travels with the worker spec.
-
-    Only its own sink sees the result for a batch, so the type stays open: `PartSink[Any]`.
-
-    Attributes:
-        dtype: name of the dtype in which the engine returns values.
-        settings: entries of the fingerprint that only this kind of run has.
-        datasets: names of the datasets to compute.
-    """
-
-    @property
-    def dtype(self) -> str: ...
-    @property
-    def settings(self) -> Mapping[str, Any]: ...
-    @property
-    def datasets(self) -> frozenset[str]: ...
-
-    def check(self, root: Path, fingerprint: Mapping[str, Any]) -> None:
-        """Raise RunError if the folder was overwritten or changed since the run was started."""
-
-    def listing(self, root: Path, num_rows: int, identity: str) -> Listing | None:
-        """Read the listing of the run by its digest, or None if the folder has none."""
-
-    def missing(self, root: Path, parts: Sequence[Part]) -> list[Part]:
-        """Select the parts that no process has committed yet."""
-
-    def sink(self, context: RunContext, root: Path, heartbeat: Heartbeat) -> PartSink[Any]:
-        """Create the sink that computes parts and commits each of them."""
-
-
-class Session(PartSource, Protocol):
-    """Write session of a driver: what is requested, what is committed, and what is missing.
-
-    Attributes:
-        root: folder of the store or statistics.
-        disk: performs every write to the folder.
-        lock: file descriptor that holds the lock of the folder.
-    """
-
-    root: Path
-    disk: AtomicFolder
-    lock: int
-
-    def missing(self) -> list[Part]:
-        """Parts that are still to be computed, in order."""
-
-    def record_commit(self, part: Part, failures: Sequence[Failure]) -> None:
-        """Record that a part is committed, and its failures."""
-
-    def committed_by_others(
-        self, parts: Sequence[Part]
-    ) -> Iterator[tuple[Part, Sequence[Failure]]]:
-        """Yield those of some parts that other processes have committed, with their failures."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +45,7 @@ class WorkerSpec:
         config_yaml: composed config as YAML, without secrets.
         source: data set, or None if it cannot be pickled and the worker opens that of the config.
         engine_spec: how to build the engine.
-        part_task: part task: what is computed and where it is committed.
+        output: what is computed and where it is committed, as `Output.for_workers` returns it.
         resume_state: values of every `auto` and rows per part.
         fingerprint: fingerprint of the driver; that of the worker must be equal.
         num_rows: number of rows of the listing.
@@ -139,7 +63,7 @@ class WorkerSpec:
     config_yaml: str
     source: Source | None
     engine_spec: EngineSpec
-    part_task: PartTask
+    output: Output[Any, Any]
     resume_state: ResumeState
     fingerprint: Mapping[str, Any]
     num_rows: int
@@ -152,7 +76,7 @@ class WorkerSpec:
 
 
 def worker_spec(
-    context: RunContext, session: Session, part_task: PartTask, config_yaml: str
+    context: RunContext, session: Session, output: Output[Any, Any], config_yaml: str
 ) -> WorkerSpec:
     """Create the worker spec of a run, without what its executor adds."""
     config = context.config
@@ -163,7 +87,7 @@ def worker_spec(
         config_yaml=config_yaml,
         source=_picklable_source(context),
         engine_spec=context.engine_spec,
-        part_task=part_task,
+        output=output,
         resume_state=ResumeState(context.as_run().resolved, context.part_rows),
         fingerprint=context.header.fingerprint,
         num_rows=len(context.listing),
@@ -223,9 +147,8 @@ class _WorkerTarget:
     """Run target of a worker, with the values of its worker spec."""
 
     def __init__(self, spec: WorkerSpec, source: Source, listing: Listing) -> None:
-        self.dtype = spec.part_task.dtype
-        self.settings = dict(spec.part_task.settings)
-        self.folder: Path | None = spec.root
+        self.dtype = spec.output.dtype
+        self.settings = dict(spec.output.settings)
         self._spec = spec
         self._data_set = source, listing
 
@@ -235,7 +158,7 @@ class _WorkerTarget:
 
     def unfinished(self, listing: Listing, chosen: ChosenLayers) -> ChosenLayers:
         """Select the layers that the driver asks for."""
-        return [pair for pair in chosen if pair[0].name in self._spec.part_task.datasets]
+        return [pair for pair in chosen if pair[0].name in self._spec.output.datasets]
 
     def resume_state(self, names: set[str]) -> ResumeState | None:
         """Choices of the driver."""
@@ -254,13 +177,13 @@ def worker_context(spec: WorkerSpec, device: str) -> Iterator[RunContext]:
     # The driver has written to the store already, so an outage of an object store is temporary.
     with s3_outage.waiting_limit():
         take_cpus(spec.cpus)
-        spec.part_task.check(spec.root, spec.fingerprint)
+        spec.output.check_unchanged(spec.fingerprint)
         config = replace(spec.config, device=device)
         source = spec.source
         if source is None:
             source = open_source(config.data)
             source.listing()  # so that it can tell if the data set changes from now on
-        listing = spec.part_task.listing(spec.root, spec.num_rows, spec.fingerprint["listing"])
+        listing = spec.output.stored_listing(spec.num_rows, spec.fingerprint["listing"])
         if listing is None:
             raise RunError(f"{spec.root} has no listing of {spec.num_rows} rows that is readable.")
         target = _WorkerTarget(spec, source, listing)

@@ -8,10 +8,10 @@ from collections import Counter
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from featx.pipeline.bottleneck import bottleneck
 from featx.pipeline.executors.worker_spec import Session, WorkerSpec
 from featx.pipeline.row_failures import refuse_failures
-from featx.pipeline.run_metrics import RunMetrics
+from featx.pipeline.run_metrics import RunMetrics, bottleneck
+from featx.pipeline.run_metrics import RunOutcome as RunOutcome
 
 _STAGES = ("read", "decode", "wait", "model", "copy", "write")
 
@@ -89,21 +89,6 @@ class WorkerReport:
         values: dict[str, Any] = json.loads(data)
         stats, error = WorkerStats(**values.pop("worker_stats")), values.pop("error")
         return cls(**values, worker_stats=stats, error=error and WorkerError(**error))
-
-
-@dataclass
-class RunOutcome:
-    """Outcome of a run.
-
-    Attributes:
-        metrics: measurements of the run.
-        underflow_rows: layer -> number of underflow rows.
-        peak_memory_mib: peak memory of the largest worker in MiB.
-    """
-
-    metrics: RunMetrics
-    underflow_rows: Counter[str]
-    peak_memory_mib: int
 
 
 @dataclass

@@ -29,7 +29,7 @@ FAR = 8.0
 is at most 2."""
 
 
-class Vectors:
+class LayerVectors:
     """Rows of a layer as flat float32 vectors.
 
     Args:

@@ -1,0 +1,149 @@
+"""job=stats store=DIR: statistics of the rows of a finished store, without model and images."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from featx.analysis.statistics.moments import Moments
+from featx.analysis.statistics.moments_tree import MomentsTree
+from featx.analysis.statistics.output import summary_of
+from featx.analysis.statistics.part_moments import PartMoments, PartNorms, StatsLayer
+from featx.analysis.statistics.reader import Statistics
+from featx.analysis.statistics.stats_file import STATS_FILE
+from featx.base import CountProgress, choose_device
+from featx.config import GRADIENTS, Config, from_saved
+from featx.errors import ConfigError, StoreError
+from featx.storage import AtomicFolder, exclusive_lock, is_url
+from featx.store import (
+    FeatureStore,
+    Manifest,
+    check_rows_present,
+    layout,
+    load_manifest,
+    matching_layers,
+)
+from featx.types import Failure, Part, Status
+
+_BLOCK_BYTES = 64 << 20
+"""Bytes of float32 values that are read at a time."""
+
+
+def stats_of_store(config: Config) -> dict[str, Any]:
+    """Compute the statistics of layers of the store that `config.store` names, in its folder.
+
+    The rows are summed along the same tree as in a run over images, so that a store with
+    dtype=float32 gives the same numbers.
+
+    Args:
+        config: checked config with job=stats; `layers`, `stats`, `device` and `overwrite` are used.
+
+    Returns:
+        summary as of `run_stats`, without the measurements of a run.
+
+    Raises:
+        FeatxError: the store is not complete or damaged, or the folder has other statistics.
+    """
+    store = FeatureStore(str(config.store), verify="rows")
+    folder = store.root if store.root.is_dir() else store.root.parent
+    if is_url(folder):
+        raise ConfigError(f"store={store.root}: statistics are written to a disk only; copy it.")
+    manifest, _ = load_manifest(folder)
+    if manifest is None or not store.complete:
+        raise StoreError(
+            f"{store.root} is not the complete store of a run; job=status says what is missing."
+        )
+    reference = None if config.stats.reference is None else Statistics(config.stats.reference)
+    layers: dict[str, StatsLayer] = {}
+    for name in matching_layers(store, config.layers):
+        tokens = store[name].tokens
+        size = (1, 1) if tokens is None else tokens.input_size
+        layers[name] = StatsLayer.of(manifest.layers[name], config.stats, size, tokens)
+    disk, path = AtomicFolder(folder), folder / STATS_FILE
+    tree = _tree(disk, manifest, list(layers.values()), config)
+    with exclusive_lock(folder / layout.LOCK):
+        if config.overwrite:
+            disk.remove(path)
+        if path.exists():
+            failures: Sequence[Failure] = tree.check_file(path, 0, len(store))
+        else:
+            failures = _failures(store)
+            failed = [failure.row for failure in failures]
+            device = choose_device(config.device)
+            # As a run over images with parts of the same size sums them.
+            part_rows = manifest.first_run_with(next(iter(layers))).grid.part_rows
+            with CountProgress("rows") as progress:
+                progress.begin(len(store) * len(layers))
+                moments = {
+                    name: _sum(store, layer, part_rows, failed, device, progress)
+                    for name, layer in layers.items()
+                }
+            tree.write(failures, moments, store.image_checksums)
+    return summary_of(Statistics(path), reference, failures)
+
+
+def _tree(
+    disk: AtomicFolder, manifest: Manifest, layers: Sequence[StatsLayer], config: Config
+) -> MomentsTree:
+    """Return the file of the statistics, with the settings of the store."""
+    header = manifest.first_run_with(layers[0].spec.name).header
+    settings = {
+        **header.fingerprint,
+        "layers": [layer.spec.name for layer in layers],
+        "dtype": layers[0].spec.dtype,
+        "stats.observation": config.stats.observation,
+        "stats.covariance": config.stats.covariance,
+    }
+    del settings["codec"]
+    if any(layer.spec.capture in GRADIENTS for layer in layers):
+        settings["target"] = from_saved(header.config).target
+    path = disk.root / STATS_FILE
+    return MomentsTree(disk, path, replace(header, fingerprint=settings), manifest.num_rows, layers)
+
+
+def _failures(store: FeatureStore) -> list[Failure]:
+    """Rows without features, which are left out of every layer."""
+    return [
+        Failure(
+            each["row"],
+            bytes(store.key_bytes[each["row"]]),
+            Status(int(store.status[each["row"]])),
+            each["error"],
+            each["message"],
+        )
+        for each in store.failures
+        if not store.ok[each["row"]]
+    ]
+
+
+def _sum(
+    store: FeatureStore,
+    layer: StatsLayer,
+    part_rows: int,
+    failed: Sequence[int],
+    device: torch.device,
+    progress: CountProgress,
+) -> Moments:
+    """Sum the rows of a layer."""
+    name, part = layer.spec.name, Part(0, 0, len(store))
+    moments = PartMoments(part, layer, part_rows)
+    norms = None if layer.tokens is None else PartNorms(part, layer, part_rows)
+    step = max(1, _BLOCK_BYTES // (4 * math.prod(layer.captured)))
+    for start in range(0, len(store), step):
+        stop = min(len(store), start + step)
+        read = store[name][start:stop]
+        ok = np.flatnonzero(store.ok[start:stop])
+        check_rows_present(store, name, start + ok, read[ok])
+        rows = torch.from_numpy(read.astype(np.float32)).to(device)
+        without = [row for row in failed if start <= row < stop]
+        moments.add(start, layer.observed(rows), without)
+        if norms is not None:
+            norms.add(start, rows, len(rows), without)
+        progress.step(len(rows))
+    total = moments.finish()
+    return total if norms is None else replace(total, norms=norms.finish())

@@ -1,0 +1,93 @@
+"""Listing of a run: rows of the store in its order, then new rows of the data set."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from featx.base import log_message
+from featx.config import Config
+from featx.errors import ConfigError, StoreMismatchError
+from featx.sources import check_class_names, open_source, similar_names, with_boxes
+from featx.storage import parse_path
+from featx.store import (
+    Manifest,
+    growth_message,
+    layout,
+    listing_identity,
+    merge_listing,
+    read_listing,
+)
+from featx.types import Listing, Source
+
+
+def check_out(out: Path) -> None:
+    """Raise ConfigError if `out` exists and is not a folder."""
+    if out.exists() and not out.is_dir():
+        raise ConfigError(f"out={out} is a file; expected a folder for the store.")
+
+
+def list_images(
+    config: Config,
+    stored: Manifest | None = None,
+    known_rows_only: bool = False,
+    source: Source | None = None,
+) -> tuple[Source, Listing]:
+    """Open the data set of a config and list its rows in the order of the store.
+
+    Args:
+        config: checked config; `data.limit` is applied.
+        stored: manifest of the store that is resumed, or None.
+        known_rows_only: ignore images that the store does not contain yet.
+        source: data set given as a Python object; None opens the data set of the config.
+
+    Raises:
+        DataError: the data set does not exist or is empty.
+        StoreMismatchError: rows of the store are missing from the data set, or the data set has new
+            rows and grow=true is not given.
+    """
+    source = open_source(config.data) if source is None else with_boxes(source, config.data)
+    listing = source.listing()
+    check_class_names(listing.classes)
+    for warning in (*listing.warnings, *similar_names(listing.classes)):
+        log_message(warning, level="warning")
+    listing = listing if config.data.limit is None else listing.head(config.data.limit)
+    if stored is not None:
+        root = parse_path(config.out)
+        before = _stored_listing(root, stored, listing)
+        if before is not None:
+            listing = merge_listing(root, before, listing)
+            if known_rows_only:
+                return source, before
+        new_rows = len(listing) - stored.num_rows
+        if new_rows > 0 and not config.grow:
+            raise StoreMismatchError(growth_message(root, new_rows))
+    return source, listing
+
+
+def _stored_listing(root: Path, stored: Manifest, listed: Listing) -> Listing | None:
+    """Listing of the store, or None if no file holds it.
+
+    If samples.h5 is damaged and no other file has a copy, the current listing of the data set is
+    used, provided that it has the sha256 that the manifest records.
+    """
+    identity = stored.listing_identity
+    before = read_listing(root, stored.num_rows, identity)
+    if identity is None or (before is not None and listing_identity(before) == identity):
+        return before
+    if listing_identity(listed) == identity:
+        return listed
+    # grow=true was interrupted: the files of earlier runs have the first rows of the listing.
+    for run in reversed(stored.runs[:-1]):
+        run_identity = str(run.header.fingerprint.get("listing"))
+        run_listing = read_listing(root, run.grid.stop_row, run_identity)
+        if run_listing is not None and listing_identity(run_listing) == run_identity:
+            merged = merge_listing(root, run_listing, listed)
+            return merged if listing_identity(merged) == identity else None
+    if before is not None:
+        raise StoreMismatchError(
+            f"{root / layout.LISTING} is damaged, no other file of the store has a whole copy, and "
+            f"the data set now has another listing ({listing_identity(listed)}) than the store was "
+            f"started with ({identity}). Put the data set back as it was then, choose out=DIR for "
+            "a new store, or overwrite=true to delete this one."
+        )
+    return None

@@ -75,6 +75,7 @@ CALLS = [
         },
     ),
     Call("duplicates", {"store": "store", "layers": "conv", "out": "near"}),
+    Call("outliers", {"store": "store", "layers": "conv", "out": "near"}),
     Call("cka", {"store": "store", "out": "near"}),
     Call("distance", {"store": "store", "distance": {"other_store": "store", "subsets": 2}}),
     Call("export", {"store": "store", "out": "exported"}),
@@ -280,7 +281,7 @@ def test_a_job_names_existing_options_and_its_own_are_at_its_name() -> None:
 
 def test_an_option_that_most_jobs_read_names_the_others() -> None:
     config = Config(store="x")
-    with pytest.raises(ConfigError, match=r"with all jobs except job=attribute, .* and job=stats"):
+    with pytest.raises(ConfigError, match=r"with all jobs except job=attribute, .* and job=plan"):
         check(config)
     assert {job.name for job in JOBS if job.input is Input.IMAGES} == {
         *("attribute", "extract", "layers", "plan", "stats")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -41,6 +42,8 @@ class LayerVectors:
         centre: whether the mean of the first vectors is subtracted. Distances stay the same and
             become more exact. With `unit`, cosines follow from distances as 1 - |u - v|^2 / 2, and
             a vector of zeros, which has no cosine, becomes a vector that is FAR from all others.
+        standardise: whether each value has the mean over the rows subtracted, and is divided by
+            its standard deviation, before all else. A value that is equal in all rows becomes 0.
 
     Attributes:
         root: path of the store.
@@ -62,6 +65,7 @@ class LayerVectors:
         rows: npt.NDArray[np.int64] | None = None,
         unit: bool = False,
         centre: bool = False,
+        standardise: bool = False,
     ) -> None:
         self._features = store[layer]
         self._store, self.layer, self.device = store, layer, device
@@ -70,9 +74,13 @@ class LayerVectors:
         if not len(self.rows):
             raise ConfigError(f"{store.root} has no row of {layer} that is ok.")
         self.width = int(np.prod(self._features.shape[1:], dtype=np.int64))
-        self._unit, self._centre = unit, None
+        self._unit, self._centre = False, None
         self._unit_centre: torch.Tensor | None = None
         self._all_vectors: torch.Tensor | None = None
+        self._scaler: tuple[torch.Tensor, torch.Tensor] | None = None
+        if standardise:
+            self._scaler = self._mean_and_deviation()  # of the values as they are stored
+        self._unit = unit
         if centre:
             count = min(len(self), 1024, self.rows_of(BLOCK_BYTES))
             first = self._read(0, count)
@@ -88,6 +96,14 @@ class LayerVectors:
 
     def __len__(self) -> int:
         return len(self.rows)
+
+    def subset(self, places: npt.NDArray[np.int64]) -> LayerVectors:
+        """Return the vectors at some places, scaled and centred as all of them are."""
+        part = copy.copy(self)
+        part.rows = self.rows[places]
+        if self._all_vectors is not None:
+            part._all_vectors = self._all_vectors[torch.from_numpy(places).to(self.device)]
+        return part
 
     def rows_of(self, num_bytes: int) -> int:
         """Return the number of vectors that take `num_bytes`, at least one."""
@@ -119,6 +135,9 @@ class LayerVectors:
         """
         vectors = torch.from_numpy(rows).to(self.device).to(torch.float32)
         vectors = vectors.reshape(len(rows), self.width)
+        if self._scaler is not None:
+            mean, deviation = self._scaler
+            vectors = (vectors - mean) / deviation
         if self._centre is not None:
             vectors = vectors - self._centre
         if self._unit_centre is not None:
@@ -129,6 +148,21 @@ class LayerVectors:
             vectors = vectors / vectors.abs().amax(1, keepdim=True).clamp_min(1e-30)
             vectors = vectors / _lengths(vectors).clamp_min(1e-30)
         return vectors
+
+    def _mean_and_deviation(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Mean and standard deviation of each value, (width,) float32; a deviation of 0 is 1."""
+        home = float64_device(self.device)
+        total = torch.zeros(self.width, dtype=torch.float64, device=home)
+        squares = torch.zeros_like(total)
+        block_rows = self.rows_of(_DOUBLES_BYTES)
+        for _, block in self.blocks(block_rows):
+            total += block.to(home).double().sum(0)
+        mean = total / len(self)
+        for _, block in self.blocks(block_rows):
+            squares += (block.to(home).double() - mean).square().sum(0)
+        deviation = (squares / len(self)).sqrt()
+        deviation[deviation == 0] = 1
+        return mean.float().to(self.device), deviation.float().to(self.device)
 
     def _read(self, start: int, stop: int) -> torch.Tensor:
         """Read the vectors at consecutive places from the store."""

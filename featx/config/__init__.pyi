@@ -76,6 +76,7 @@ from .similarity import DistanceConfig as DistanceConfig
 from .similarity import DuplicatesConfig as DuplicatesConfig
 from .similarity import Metric as Metric
 from .similarity import NeighborsConfig as NeighborsConfig
+from .similarity import OutliersConfig as OutliersConfig
 from .transform import INTERPOLATIONS as INTERPOLATIONS
 from .transform import USUAL_CROP as USUAL_CROP
 from .transform import USUAL_RESIZE as USUAL_RESIZE

@@ -29,6 +29,7 @@ from featx.config import (
     ModelConfig,
     ModelsConfig,
     NeighborsConfig,
+    OutliersConfig,
     ProbeConfig,
     ReduceConfig,
     ReportConfig,
@@ -175,6 +176,8 @@ class Config:
     """Nearest neighbours that job=neighbors finds."""
     duplicates: DuplicatesConfig = field(default_factory=DuplicatesConfig)
     """Near-duplicates that job=duplicates finds."""
+    outliers: OutliersConfig = field(default_factory=OutliersConfig)
+    """Outliers, for job=outliers."""
     cka: CkaConfig = field(default_factory=CkaConfig)
     """Layers and rows that job=cka compares."""
     distance: DistanceConfig = field(default_factory=DistanceConfig)

@@ -1,4 +1,4 @@
-"""Options of job=neighbors, job=duplicates, job=cka and job=distance."""
+"""Options of job=neighbors, duplicates, outliers, cka and distance."""
 
 from __future__ import annotations
 
@@ -56,8 +56,29 @@ class NeighborsConfig:
 class DuplicatesConfig:
     """Near-duplicates that job=duplicates finds."""
 
-    threshold: _Part = 0.98
-    """Smallest cosine that links two rows; linked rows form a group."""
+    threshold: _Part | None = None
+    """Smallest cosine that links two rows; linked rows form a group. null is 0.9, or 0.98 without
+    `standardise`."""
+    standardise: bool = True
+    """Whether each value of the layer is standardised over all rows before cosines are computed, as
+    in the report. Cosines of the plain values are near 1 for all images of one kind."""
+
+    @property
+    def least_cosine(self) -> float:
+        """The threshold that is given, or the default."""
+        return self.threshold or (0.9 if self.standardise else 0.98)
+
+
+@options("outliers")
+class OutliersConfig:
+    """Rows that job=outliers finds."""
+
+    k: Count = 10
+    """Number of nearest rows whose mean distance is the score of a row."""
+    metric: Metric = "cosine"
+    """Distance of two rows of standardised values: cosine (1 - cosine) or euclidean."""
+    show: Count = 10
+    """Number of rows that are printed; outliers.csv has all."""
 
 
 @options("cka")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -12,37 +12,57 @@ from featx.base import CountProgress, facts
 from featx.config import Config, DuplicatesConfig
 from featx.errors import counted
 from featx.jobs.base import JOBS, Input, Job, print_summary
-from featx.jobs.similarity_files import class_name, open_input, result_folder, write_csv
-from featx.store import FeatureStore, only_layer
+from featx.jobs.similarity_files import (
+    chosen_layer,
+    class_name,
+    open_input,
+    result_folder,
+    write_csv,
+)
+from featx.store import FeatureStore
+from featx.types import NO_IMAGE
+
+if TYPE_CHECKING:
+    from featx.analysis import LayerVectors
 
 
 def run(config: Config, config_yaml: str) -> int:
     """Find groups of near-duplicates, write them to duplicates.csv, and print a summary."""
-    from featx.analysis.similarity import duplicate_groups  # which imports torch
+    from featx.analysis import LayerVectors  # both import torch
+    from featx.analysis.similarity import linked_groups
+    from featx.base import choose_device
 
-    store = open_input(config)
-    layer, threshold = only_layer(store, config.layers), config.duplicates.threshold
-    disk = result_folder(store, config)
+    store, options = open_input(config), config.duplicates
+    layer, threshold = chosen_layer(store, config), options.least_cosine
+    disk, device = result_folder(store, config), choose_device(config.device)
+    vectors = LayerVectors(store, layer, device, unit=True, standardise=options.standardise)
     with CountProgress("rows") as progress:
-        progress.begin(int(store.ok.sum()))
-        groups = duplicate_groups(store, layer, threshold, config.device, progress.step)
+        progress.begin(len(vectors))
+        groups = linked_groups(vectors, threshold, progress.step)
     path = disk.root / "duplicates.csv"
-    header = ("group", "size", "row", "key", "class", "cosine_to_first")
+    header = ("group", "size", "row", "key", "class", "cosine_to_first", "same_file")
+    members = list(_members(store, vectors, groups))
     with disk.stream_file(path) as file:
-        write_csv(file, header, _members(store, layer, groups))
+        write_csv(file, header, members)
+    num_copies = sum(1 for member in members if member[-1])
     mixed = [group for group in groups if len(set(store.labels[group].tolist())) > 1]
     summary = {
         "layer": layer,
         "threshold": threshold,
+        "standardised": options.standardise,
         "rows": int(store.ok.sum()),
         "groups": len(groups),
         "rows_in_groups": sum(map(len, groups)),
+        "copies_of_files": num_copies,
         "groups_of_several_classes": len(mixed),
         "file": str(path),
     }
     rows = [
         ("layer", layer),
-        ("threshold", f"a cosine of {threshold:g}"),
+        (
+            "threshold",
+            f"a cosine of {threshold:g}{' of standardised values' if options.standardise else ''}",
+        ),
         (
             "rows",
             f"{summary['rows_in_groups']} of {summary['rows']} in {counted(len(groups), 'group')}",
@@ -51,6 +71,7 @@ def run(config: Config, config_yaml: str) -> int:
             "classes",
             f"{counted(len(mixed), 'group has', 'groups have')} images of several classes",
         ),
+        ("copies", f"{counted(num_copies, 'row')} of the same file as the first of its group"),
         ("file", str(path)),
     ]
     largest = sorted(groups, key=len, reverse=True)[:5]
@@ -63,16 +84,21 @@ def run(config: Config, config_yaml: str) -> int:
 
 
 def _members(
-    store: FeatureStore, layer: str, groups: list[npt.NDArray[np.int64]]
+    store: FeatureStore, vectors: LayerVectors, groups: list[npt.NDArray[np.int64]]
 ) -> Iterable[tuple[Any, ...]]:
     """Yield the lines of duplicates.csv, one per row of a group."""
     from featx.analysis.similarity import cosines_to_first
 
+    images = store.image_checksums
     for number, group in enumerate(groups):
-        cosines = cosines_to_first(store, layer, group)
+        cosines, first = cosines_to_first(vectors, group), int(group[0])
         for row, cosine in zip(group.tolist(), cosines.tolist(), strict=True):
             key, kind = store.keys[row], class_name(store, row) or ""
-            yield number, len(group), row, key, kind, f"{cosine:.6f}"
+            is_copy = row != first and NO_IMAGE < images[row] == images[first]
+            yield (
+                *(number, len(group), row, key, kind),
+                *(f"{cosine:.6f}", "yes" if is_copy else ""),
+            )
 
 
 JOBS.register(

@@ -13,8 +13,14 @@ from featx.base import CountProgress, facts, log_message, table
 from featx.config import Config, NeighborsConfig
 from featx.errors import DataError
 from featx.jobs.base import CUSTOM_CODE, JOBS, Input, Job, print_summary
-from featx.jobs.similarity_files import class_name, open_input, result_folder, write_csv
-from featx.store import FeatureStore, only_layer
+from featx.jobs.similarity_files import (
+    chosen_layer,
+    class_name,
+    open_input,
+    result_folder,
+    write_csv,
+)
+from featx.store import FeatureStore
 
 if TYPE_CHECKING:
     from featx.analysis.similarity import Neighbours, RowIndex
@@ -40,7 +46,7 @@ def _neighbors_of_row(key: str, store: FeatureStore, config: Config) -> tuple[di
     """Find the neighbours of one row."""
     from featx.analysis.similarity import nearest_rows  # which imports torch
 
-    layer, metric = only_layer(store, config.layers), config.neighbors.metric
+    layer, metric = chosen_layer(store, config), config.neighbors.metric
     neighbours = nearest_rows(store, layer, config.neighbors.k, metric, key, config.device)
     row = int(neighbours.rows[0])
     summary = {"key": key, "row": row, "class": class_name(store, row), "layer": layer}
@@ -58,7 +64,7 @@ def _neighbors_of_image(
     from featx.analysis import embed_images
     from featx.analysis.similarity import nearest_to  # both import torch
 
-    layer, options = only_layer(store, config.layers), config.neighbors
+    layer, options = chosen_layer(store, config), config.neighbors
     embedding = embed_images(config, store, [image], [layer])
     if embedding.failures:
         raise DataError(f"{image}: {embedding.failures[0]}")
@@ -96,7 +102,7 @@ def _neighbors_of_all(store: FeatureStore, config: Config) -> tuple[dict[str, An
     """Find the neighbours of every row and write them to files."""
     from featx.analysis.similarity import retrieval_metrics  # which imports torch
 
-    layer, options = only_layer(store, config.layers), config.neighbors
+    layer, options = chosen_layer(store, config), config.neighbors
     index = None if options.recall is None else _index(options.recall, store, layer, config)
     neighbours = _search(store, layer, index, config)
     files = _write_files(store, layer, neighbours, 1.0 if index is None else index.recall, config)

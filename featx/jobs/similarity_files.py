@@ -1,4 +1,4 @@
-"""Files of job=neighbors, duplicates and cka: the store that they read, and their results."""
+"""Files of the jobs that compare rows and layers: the store that they read, and their results."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, BinaryIO
 from featx.base import csv_line, log_message
 from featx.config import Config
 from featx.storage import AtomicFolder
-from featx.store import FeatureStore
+from featx.store import FeatureStore, layout, only_layer, read_result
 
 
 def open_input(config: Config) -> FeatureStore:
@@ -19,6 +19,18 @@ def open_input(config: Config) -> FeatureStore:
     if not store.complete:
         log_message(f"{store.root} is not complete; {int(store.ok.sum())} rows are there and ok")
     return store
+
+
+def chosen_layer(store: FeatureStore, config: Config) -> str:
+    """Return the layer that `layers` names; without it that of job=probe, or `embedding`."""
+    if config.layers is None and len(store.layers) > 1:
+        probed = None
+        if (store.root / layout.PROBE).exists():
+            probed = read_result(store.root / layout.PROBE).get("layer")
+        for name in (probed, "embedding"):
+            if name in store.layers:
+                return str(name)
+    return only_layer(store, config.layers)
 
 
 def result_folder(store: FeatureStore, config: Config) -> AtomicFolder:

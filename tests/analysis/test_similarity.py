@@ -14,11 +14,12 @@ import pytest
 import scipy.sparse
 import scipy.spatial.distance
 import scipy.stats
+import torch
 from made_store import MadeRun, make_run, ok_vectors
 from sklearn.neighbors import NearestNeighbors
 
 import featx
-from featx.analysis import layer_vectors
+from featx.analysis import LayerVectors, layer_vectors
 from featx.analysis.similarity import cosines_to_first, nearest_neighbours
 from featx.analysis.similarity import duplicates as groups_of
 from featx.analysis.similarity.gram_measures import average_ranks
@@ -206,7 +207,8 @@ class TestDuplicates:
         store = write(with_features(run, flat=flat))
         found = duplicate_groups(store, "flat", 1, "cpu")
         assert [group.tolist() for group in found] == [[2, 5, 11, 30], [8, 39]]
-        assert cosines_to_first(store, "flat", found[0]).tolist() == pytest.approx([1] * 4)
+        vectors = LayerVectors(store, "flat", torch.device("cpu"), unit=True)
+        assert cosines_to_first(vectors, found[0]).tolist() == pytest.approx([1] * 4)
 
     def test_copies_of_a_wide_map_are_found(self) -> None:
         """Sums of float32 err by more than 1e-6 there: copies were 0.99998 alike."""
@@ -219,8 +221,9 @@ class TestDuplicates:
         store = write(with_features(run, flat=flat))
         found = duplicate_groups(store, "flat", 1, "cpu")
         assert [group.tolist() for group in found] == [[0, 4], [1, 5]]
-        assert cosines_to_first(store, "flat", found[1]).tolist() == [1, 1]
-        near = cosines_to_first(store, "flat", np.array([2, 3]))[1]
+        vectors = LayerVectors(store, "flat", torch.device("cpu"), unit=True)
+        assert cosines_to_first(vectors, found[1]).tolist() == [1, 1]
+        near = cosines_to_first(vectors, np.array([2, 3]))[1]
         a, b = store["flat"][2].astype(np.float64), store["flat"][3].astype(np.float64)
         exact = a @ b / np.linalg.norm(a) / np.linalg.norm(b)
         assert 0.9999 < near < 0.99999

@@ -98,6 +98,12 @@ class TestDuplicates(_Job):
 
 
 @pytest.mark.slow
+class TestOutliers(_Job):
+    name = "outliers"
+    arguments = (*STORE, "layers=head")
+
+
+@pytest.mark.slow
 class TestNeighbors(_Job):
     name = "neighbors"
     arguments = (*STORE, "layers=head")

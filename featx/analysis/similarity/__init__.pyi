@@ -1,5 +1,6 @@
 from .duplicates import cosines_to_first as cosines_to_first
 from .duplicates import duplicate_groups as duplicate_groups
+from .duplicates import linked_groups as linked_groups
 from .faiss_index import RowIndex as RowIndex
 from .kid import DataSetDistance as DataSetDistance
 from .kid import data_set_distance as data_set_distance
@@ -7,6 +8,8 @@ from .nearest_neighbours import Neighbours as Neighbours
 from .nearest_neighbours import nearest_among as nearest_among
 from .nearest_neighbours import nearest_rows as nearest_rows
 from .nearest_neighbours import nearest_to as nearest_to
+from .outliers import Outliers as Outliers
+from .outliers import find_outliers as find_outliers
 from .representation_similarity import LayerSimilarity as LayerSimilarity
 from .representation_similarity import layer_similarity as layer_similarity
 from .representation_similarity import linear_cka as linear_cka

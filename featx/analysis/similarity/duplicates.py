@@ -34,6 +34,7 @@ def duplicate_groups(
     threshold: float,
     device: str = "auto",
     on_progress: Callable[[int], None] = lambda rows: None,
+    standardise: bool = False,
 ) -> list[npt.NDArray[np.int64]]:
     """Find groups of rows that are linked, directly or indirectly, by a cosine above a threshold.
 
@@ -44,6 +45,8 @@ def duplicate_groups(
             group.
         device: 'auto', 'cpu', 'cuda', ...
         on_progress: called after every block with the number of rows that it completes.
+        standardise: whether each value has its mean over the rows subtracted and is divided by its
+            standard deviation first. Cosines of most layers are near 1 for all images otherwise.
 
     Returns:
         one (m,) int64 array per group of at least two rows, increasing rows of the store; groups
@@ -55,7 +58,16 @@ def duplicate_groups(
     """
     if not 0 < threshold <= 1:
         raise ConfigError(f"duplicates={threshold}: expected a cosine above 0, up to 1.")
-    vectors = LayerVectors(store, layer, choose_device(device), unit=True)
+    vectors = LayerVectors(store, layer, choose_device(device), unit=True, standardise=standardise)
+    return linked_groups(vectors, threshold, on_progress)
+
+
+def linked_groups(
+    vectors: LayerVectors,
+    threshold: float,
+    on_progress: Callable[[int], None] = lambda rows: None,
+) -> list[npt.NDArray[np.int64]]:
+    """Find the groups of vectors of length 1; see `duplicate_groups`."""
     parents = np.arange(len(vectors))
     step = min(MAX_BLOCK_ROWS, vectors.rows_of(sizes.BLOCK_BYTES))
     for start, block in vectors.blocks(step):
@@ -82,23 +94,20 @@ def duplicate_groups(
     return [vectors.rows[group] for group in groups if len(group) > 1]
 
 
-def cosines_to_first(
-    store: FeatureStore, layer: str, rows: npt.NDArray[np.int64]
-) -> npt.NDArray[np.float32]:
+def cosines_to_first(vectors: LayerVectors, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
     """Compute the cosines of some rows to the first of them.
 
     Args:
-        store: open store.
-        layer: name of the layer.
-        rows: (n,) int64 rows that did not fail.
+        vectors: vectors of length 1 of all rows.
+        rows: (n,) int64 increasing rows of the store, which `vectors` contains.
 
     Returns:
         (n,) float32 in [-1, 1].
     """
-    vectors = LayerVectors(store, layer, torch.device("cpu"), rows=rows, unit=True)
-    first = vectors.block(0, 1)
+    group = vectors.subset(np.searchsorted(vectors.rows, rows))
+    first = group.block(0, 1)
     cosines = []
-    for _, block in vectors.blocks(vectors.rows_of(sizes.BLOCK_BYTES)):
+    for _, block in group.blocks(group.rows_of(sizes.BLOCK_BYTES)):
         pairs = np.stack([np.arange(len(block)), np.zeros(len(block), dtype=np.int64)], axis=1)
         cosines.append(exact_cosines(block, first, pairs))
     return np.concatenate(cosines).clip(-1, 1).astype(np.float32)

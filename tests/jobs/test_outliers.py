@@ -1,0 +1,121 @@
+"""job=outliers, and job=duplicates on standardised values, against scikit-learn."""
+
+from __future__ import annotations
+
+import csv
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from made_store import make_run
+from sklearn.neighbors import NearestNeighbors
+from sklearn.preprocessing import StandardScaler
+from tiny_model import run_job
+
+import featx
+from featx.similarity import duplicate_groups, find_outliers
+from featx.store import layout, result_json
+
+pytestmark = pytest.mark.usefixtures("in_tmp_path")
+
+
+@pytest.fixture
+def store() -> featx.FeatureStore:
+    """Values with a large common part, as a real layer has; row 9 is odd, row 20 nearly row 5."""
+    run = make_run(40, 8, failed=[3])
+    flat = run.features["flat"].astype(np.float32) / 20 + np.arange(1, 6, dtype=np.float32)
+    flat[9] = [3.0, 2.0, 1.0, 0.0, -1.0]
+    flat[20] = flat[5] + 1e-4
+    flat[3] = np.nan
+    return featx.open(replace(run, features={**run.features, "flat": flat}).write(Path("store")))
+
+
+def ask(job: str, **options: Any) -> dict[str, Any]:
+    keys: dict[str, Any] = {"layers": options.pop("layers", "flat"), "device": "cpu"}
+    assert (
+        run_job(job, json=True, store="store", **keys, **({job: options} if options else {})) == 0
+    )
+    return {}
+
+
+def rows_of(path: str) -> list[dict[str, str]]:
+    with Path(path).open(encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+@pytest.mark.parametrize("metric", ["cosine", "euclidean"])
+@pytest.mark.parametrize("k", [1, 5, 1000])
+def test_distances_are_those_of_scikit_learn(
+    store: featx.FeatureStore, metric: str, k: int
+) -> None:
+    rows = np.flatnonzero(store.ok)
+    x = StandardScaler().fit_transform(store["flat"][rows].astype(np.float64))
+    found = find_outliers(store, "flat", k, metric, "cpu")
+    assert found.rows.tolist() == rows.tolist()
+    assert found.k == min(k, len(rows) - 1)
+
+    def expected(x: np.ndarray) -> np.ndarray:
+        search = NearestNeighbors(n_neighbors=min(k, len(x) - 1), metric=metric).fit(x)
+        return search.kneighbors()[0].mean(1)
+
+    np.testing.assert_allclose(found.distances, expected(x), atol=2e-6, rtol=1e-5)
+    nearest = NearestNeighbors(n_neighbors=1, metric=metric).fit(x).kneighbors()[1][:, 0]
+    assert found.nearest.tolist() == rows[nearest].tolist()
+    labels = store.labels[rows]
+    for label in range(len(store.classes)):
+        np.testing.assert_allclose(
+            found.class_distances[labels == label], expected(x[labels == label]),
+            atol=2e-6, rtol=1e-5,
+        )  # fmt: skip
+    assert np.isnan(found.class_distances[labels < 0]).all()
+
+
+def test_the_job_ranks_all_rows(
+    store: featx.FeatureStore, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ask("outliers", k=5, show=3)
+    summary = json.loads(capsys.readouterr().out)
+    assert summary["farthest"][0]["row"] == 9
+    assert [len(summary[name]) for name in ("farthest", "farthest_in_class")] == [3, 3]
+    lines = rows_of("store/outliers/outliers.csv")
+    assert [line["rank"] for line in lines] == [str(i) for i in range(1, 40)]
+    distances = [float(line["distance"]) for line in lines]
+    assert distances == sorted(distances, reverse=True)
+    assert lines[0]["key"] == store.keys[9]
+    unlabelled = [line for line in lines if not line["class"]]
+    assert unlabelled
+    assert {line["class_distance"] for line in unlabelled} == {""}
+    run_job("outliers", store="store", layers="flat", device="cpu")
+    assert "far from their class" in capsys.readouterr().out
+
+
+def test_without_layers_it_is_the_layer_of_the_probe(
+    store: featx.FeatureStore, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("store", layout.PROBE).write_bytes(result_json({"layer": "map"}, 1))
+    for job in ("outliers", "duplicates", "neighbors"):
+        ask(job, layers=None)
+        assert json.loads(capsys.readouterr().out)["layer"] == "map"
+
+
+def test_duplicates_of_standardised_values(
+    store: featx.FeatureStore, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Cosines of plain values link every row here; standardised ones those of a copy only."""
+    plain = duplicate_groups(store, "flat", 0.98, "cpu")
+    assert max(map(len, plain)) > 30
+    ask("duplicates", threshold=0.999)
+    assert json.loads(capsys.readouterr().out)["groups"] == 1
+    assert [line["row"] for line in rows_of("store/duplicates/duplicates.csv")] == ["5", "20"]
+    rows = np.flatnonzero(store.ok)
+    x = StandardScaler().fit_transform(store["flat"][rows].astype(np.float64))
+    unit = x / np.linalg.norm(x, axis=1, keepdims=True)
+    pairs = np.argwhere(np.triu(unit @ unit.T, 1) >= 0.9)
+    linked = {int(rows[i]) for pair in pairs for i in pair}
+    groups = duplicate_groups(store, "flat", 0.9, "cpu", standardise=True)
+    assert {row for group in groups for row in group.tolist()} == linked
+    ask("duplicates", standardise=False)
+    assert json.loads(capsys.readouterr().out)["threshold"] == 0.98

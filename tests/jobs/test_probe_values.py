@@ -324,7 +324,7 @@ def test_more_features_than_rows_and_constant_features() -> None:
 
 
 def test_a_label_without_test_rows_is_not_counted() -> None:
-    from featx.analysis.probe.value_metrics import multilabel_metrics, regression_metrics
+    from featx.analysis.probe.value_task import multilabel_metrics, regression_metrics
 
     truth = np.array([[1.0, 0, 0], [0, 0, 0], [1, 1, 0]])
     scores = np.array([[0.9, 0.1, 0.3], [0.2, 0.6, 0.3], [0.8, 0.7, 0.3]])

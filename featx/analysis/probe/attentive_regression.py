@@ -12,11 +12,16 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
-from featx.analysis.probe.batches import Batches, MemoryBatches, StreamedBatches
 from featx.analysis.probe.heads import Attention, Head, Scaler
-from featx.analysis.probe.minibatch_regression import EPOCHS, Schedule, penalised_losses
-from featx.analysis.probe.threads import threads_for
-from featx.analysis.probe.tokens import Tokens
+from featx.analysis.probe.layer_rows import Tokens, threads_for
+from featx.analysis.probe.minibatch_regression import (
+    EPOCHS,
+    Batches,
+    MemoryBatches,
+    Schedule,
+    StreamedBatches,
+    penalised_losses,
+)
 from featx.errors import RunError
 
 BATCH_ROWS = 64

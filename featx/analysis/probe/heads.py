@@ -17,8 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from featx.analysis.probe.layer_rows import Features
-from featx.analysis.probe.tokens import TokenLayout
+from featx.analysis.probe.layer_rows import Features, TokenLayout
 from featx.base import float64_device
 from featx.errors import StoreError
 from featx.storage import S3Path
@@ -303,3 +302,44 @@ def _token_layout(path: Path, about: dict[str, Any]) -> TokenLayout:
         )
     except (KeyError, TypeError, ValueError) as error:
         raise StoreError(f"{path} cannot be read as a head: its tokens are unknown.") from error
+
+
+LOWEST, HIGHEST = 0.1, 10.0
+"""Limits of the temperature. If all validation rows are right, the loss falls with the temperature
+without end, which would make all probabilities 1."""
+
+
+def fit_temperature(logits: npt.NDArray[np.float64], y: npt.NDArray[np.int64]) -> float:
+    """Return the temperature T in [LOWEST, HIGHEST] with the smallest cross-entropy.
+
+    The loss of softmax(logits / T) is convex in 1 / T. C. Guo et al., On Calibration of Modern
+    Neural Networks, ICML 2017.
+    """
+    from scipy.optimize import minimize_scalar
+
+    z, true = torch.from_numpy(logits), torch.from_numpy(y)
+
+    def loss(inverse: float) -> float:
+        return float(torch.nn.functional.cross_entropy(z * inverse, true))
+
+    limits = (1 / HIGHEST, 1 / LOWEST)
+    found = minimize_scalar(loss, bounds=limits, method="bounded", options={"xatol": 1e-9})
+    return min(HIGHEST, max(LOWEST, 1 / float(found.x)))
+
+
+def limit_notes(temperature: float) -> list[str]:
+    """Return a note if a temperature is one of the limits."""
+    if LOWEST * 1.001 < temperature < HIGHEST / 1.001:
+        return []
+    return [f"the calibration temperature, {temperature:g}, is at the limit of its range"]
+
+
+def scale_logits(head: Head, temperature: float) -> Head:
+    """Return a head whose logits are divided by a temperature."""
+    return Head(
+        head.scaler,
+        head.weight / temperature,
+        head.bias / temperature,
+        head.probabilities,
+        head.normalises,
+    )

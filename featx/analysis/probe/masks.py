@@ -2,27 +2,229 @@
 
 from __future__ import annotations
 
+import os
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import groupby
+from pathlib import Path, PurePosixPath
 
 import numpy as np
 import numpy.typing as npt
 
-from featx.analysis.probe.labelled_rows import LabelledRows
-from featx.analysis.probe.mask_files import (
-    MaskSettings,
-    PackedMask,
-    mask_settings,
-    masked_images,
-    masks_of_image,
-)
+from featx.analysis.probe.labelled_rows import LabelledRows, failed_notes, require_complete
 from featx.base import num_cpus
-from featx.config import Config
-from featx.errors import DataError, StoreError, counted
+from featx.config import Config, data_of_saved, from_saved
+from featx.errors import ConfigError, DataError, StoreError, counted
+from featx.images import ImagePolicy, LabelTransform, image_sizes, read_image, read_label_map
+from featx.sources import open_source, origin_of, parse_box_key
 from featx.store import FeatureStore
+from featx.types import UNKNOWN_IMAGE, ImageFault, Source, image_checksum
+
+
+@dataclass(frozen=True)
+class MaskSettings:
+    """Settings by which the masks of a store are found and read.
+
+    Attributes:
+        store: the store.
+        source: its images, not the boxes of them, whose sizes are compared with those of the masks.
+        folder: folder of the masks.
+        transform: resize and crop of the images.
+        policy: treatment of the orientation of the images.
+        at_least: pixels of the shorter side at which far larger JPEGs were decoded, or None.
+        ignore: number of pixels without a label, or None.
+        names: names of the classes, or empty if they are not given.
+    """
+
+    store: FeatureStore
+    source: Source
+    folder: Path
+    transform: LabelTransform
+    policy: ImagePolicy
+    at_least: int | None
+    ignore: int | None
+    names: tuple[str, ...]
+
+
+class _UnusableMaskError(Exception):
+    """Raised with the reason why a row has no usable mask."""
+
+
+@dataclass(frozen=True)
+class PackedMask:
+    """Mask of a row.
+
+    Attributes:
+        data: as in `Masks.packed`.
+        numbers: class numbers in it, increasing.
+    """
+
+    data: bytes
+    numbers: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class MaskedImage:
+    """Image of one row, or of several if they are boxes.
+
+    Attributes:
+        key: key of the image.
+        is_frame: whether it is a frame of a video; `key` is then that of the video.
+        rows: rows of the store.
+        row_keys: their keys.
+        checksum: checksum of the encoded bytes, or UNKNOWN_IMAGE.
+    """
+
+    key: bytes
+    is_frame: bool
+    rows: list[int]
+    row_keys: tuple[bytes, ...]
+    checksum: int
+
+
+def mask_settings(config: Config, store: FeatureStore) -> MaskSettings:
+    """Find out how the images of a store were read and transformed."""
+    options = config.probe
+    folder = Path(str(options.masks)).expanduser()
+    if not folder.is_dir():
+        raise ConfigError(f"probe.masks={options.masks}: there is no such folder.")
+    text = str(store.attrs.get("transform", ""))
+    transform = LabelTransform.of_description(text)
+    if transform is None:
+        raise StoreError(
+            f"probe.masks: the transform of {store.root} ({text!r}) cannot be applied to masks. It "
+            "has to be a resize and a centre crop of 8-bit images by featx's fast path."
+        )
+    try:
+        saved = from_saved(str(store.attrs.get("config", "")))
+    except ConfigError as error:
+        raise StoreError(f"{store.root} does not record where its images are: {error}") from error
+    data = data_of_saved(saved, config.data, str(store.root))
+    if data.root is not None and "://" not in data.root and not Path(data.root).exists():
+        raise StoreError(
+            f"probe.masks: the images of {store.root} are not at {data.root}. Their sizes are "
+            "compared with those of the masks: say where they are now with data.root=."
+        )
+    resize = transform.resize
+    reduced_size = None if saved.decode == "reference" else resize
+    min_side = max(reduced_size) if isinstance(reduced_size, tuple) else reduced_size
+    return MaskSettings(
+        store,
+        open_source(replace(data, boxes=None)),
+        folder,
+        transform,
+        ImagePolicy.from_config(data),
+        None if data.boxes is not None else min_side,  # as of RowLoader
+        options.ignore,
+        () if options.mask_classes is None else _class_names(options.mask_classes),
+    )
+
+
+def _class_names(path: str) -> tuple[str, ...]:
+    """Read the names of the classes."""
+    try:
+        text = Path(path).expanduser().read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"probe.mask_classes={path} cannot be read: {error}.") from error
+    names = tuple(line.strip() for line in text.splitlines())
+    if "" in names or len(set(names)) < len(names):
+        raise ConfigError(
+            f"probe.mask_classes={path}: expected one name a line, all different and none empty."
+        )
+    return names
+
+
+def masked_images(store: FeatureStore) -> Iterator[MaskedImage]:
+    """Yield the images of the rows that did not fail."""
+    keys, checksums = store.key_bytes.tolist(), store.image_checksums
+
+    def origin(row: int) -> tuple[bytes, str | None]:
+        return origin_of(keys[row])
+
+    for (key, kind), image_rows in groupby(np.flatnonzero(store.ok).tolist(), origin):
+        rows = list(image_rows)
+        names = tuple(keys[row] for row in rows)
+        yield MaskedImage(key, kind == "video", rows, names, int(checksums[rows[0]]))
+
+
+def masks_of_image(
+    settings: MaskSettings, image: MaskedImage
+) -> list[tuple[int, PackedMask] | tuple[int, str]]:
+    """Read the mask of an image for each of its rows.
+
+    Returns:
+        (row, mask on the crop, or the reason why there is none).
+    """
+    masks: list[tuple[int, PackedMask] | tuple[int, str]] = []
+    try:
+        labels, size = _label_map(settings, image)
+    except (_UnusableMaskError, ImageFault) as error:
+        return [(row, str(error)) for row in image.rows]
+    for row, key in zip(image.rows, image.row_keys, strict=True):
+        try:
+            masks.append((row, _crop_mask(settings, labels, size, key)))
+        except _UnusableMaskError as error:
+            masks.append((row, str(error)))
+    return masks
+
+
+def _label_map(
+    settings: MaskSettings, image: MaskedImage
+) -> tuple[npt.NDArray[np.integer], tuple[int, int]]:
+    """Read the mask of an image and compare its size with that of the image."""
+    if image.is_frame:
+        raise _UnusableMaskError("frames of videos have no masks")
+    name = PurePosixPath(os.fsdecode(image.key)).with_suffix(".png")
+    if name.is_absolute() or ".." in name.parts:
+        raise _UnusableMaskError("its key leads out of the folder of the masks")
+    try:
+        data = (settings.folder / name).read_bytes()
+    except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
+        raise _UnusableMaskError(f"there is no mask {name}") from None
+    try:
+        labels = read_label_map(data, settings.policy.max_pixels)
+    except ImageFault as fault:
+        raise _UnusableMaskError(f"mask {name}: {fault}") from fault
+    encoded = read_image(settings.source, image.key)
+    if image.checksum not in (UNKNOWN_IMAGE, image_checksum(encoded)):
+        raise _UnusableMaskError("the image has changed since its features were extracted")
+    full, decoded = image_sizes(encoded, settings.policy, settings.at_least)
+    if labels.shape != full:
+        raise _UnusableMaskError(
+            f"mask {name} is of {labels.shape[1]} x {labels.shape[0]} pixels, and the upright "
+            f"image of {full[1]} x {full[0]}"
+        )
+    return labels, decoded
+
+
+def _crop_mask(
+    settings: MaskSettings, labels: npt.NDArray[np.integer], size: tuple[int, int], key: bytes
+) -> PackedMask:
+    """Return the mask of a row on the crop."""
+    if (parsed := parse_box_key(key)) is not None:
+        box = parsed[1]
+        labels = labels[box.y : box.y + box.height, box.x : box.x + box.width]
+        size = (box.height, box.width)
+        if labels.shape != size:
+            raise _UnusableMaskError("its box reaches outside the image")
+    mask = settings.transform.on_crop(labels, size)
+    if settings.ignore is not None:
+        mask[mask == settings.ignore] = -1
+    numbers = [number for number in np.unique(mask).tolist() if number >= 0]
+    if not numbers:
+        raise _UnusableMaskError(
+            f"all pixels of its crop are ignored (probe.ignore={settings.ignore})"
+        )
+    if settings.names and numbers[-1] >= len(settings.names):
+        raise _UnusableMaskError(
+            f"its mask has the class number {numbers[-1]}, and probe.mask_classes names 0 to "
+            f"{len(settings.names) - 1}"
+        )
+    return PackedMask(zlib.compress(mask.tobytes(), 1), tuple(numbers))
+
 
 _NAMED = 5
 """Number of rows without a usable mask that a note names."""
@@ -33,10 +235,9 @@ class Masks:
     """Rows with a mask, and the class of each pixel of their crops.
 
     Attributes:
-        labelled: the rows, all of class 0.
+        labelled: the rows, all of class 0, and K names of classes.
         crop: (height, width) in pixels.
         numbers: (K,) numbers of the classes in the masks, increasing.
-        classes: K names.
         refused: (key, reason) of rows without a usable mask.
         packed: the crop of each row, compressed (H, W) int32 numbers, -1 for pixels without a
             label.
@@ -45,7 +246,6 @@ class Masks:
     labelled: LabelledRows
     crop: tuple[int, int]
     numbers: npt.NDArray[np.int64]
-    classes: tuple[str, ...]
     refused: tuple[tuple[str, str], ...]
     packed: Sequence[bytes]
 
@@ -58,11 +258,7 @@ class Masks:
 
 def read_masks(config: Config, store: FeatureStore) -> Masks:
     """Read the masks of all rows of a store that did not fail."""
-    if not store.complete:
-        raise StoreError(
-            f"{store.root} is not complete: {store.num_rows_present} of {len(store)} rows are "
-            "there. Complete it with the command that started it, then give this one again."
-        )
+    require_complete(store)
     settings = mask_settings(config, store)
     with ThreadPoolExecutor(num_cpus(), "featx-masks") as pool:
         masks_of_rows = [
@@ -87,10 +283,9 @@ def read_masks(config: Config, store: FeatureStore) -> Masks:
         )
     rows, notes = np.array([row for row, _ in usable], np.int64), _notes(settings, refused, numbers)
     return Masks(
-        LabelledRows(store, rows, np.zeros(len(rows), np.int64), ("",), notes),
+        LabelledRows(store, rows, np.zeros(len(rows), np.int64), names, notes),
         settings.transform.crop,
         np.array(numbers, np.int64),
-        names,
         tuple(refused),
         [mask.data for _, mask in usable],
     )
@@ -100,9 +295,7 @@ def _notes(
     settings: MaskSettings, refused: Sequence[tuple[str, str]], numbers: Sequence[int]
 ) -> tuple[str, ...]:
     """Return sentences about the rows and classes that are left out."""
-    notes = []
-    if failed := int((~settings.store.ok).sum()):
-        notes.append(f"{counted(failed, 'failed row is', 'failed rows are')} left out")
+    notes = failed_notes(settings.store)
     if refused:
         left_out = counted(
             len(refused), "row without a usable mask is", "rows without a usable mask are"

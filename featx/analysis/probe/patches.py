@@ -1,4 +1,4 @@
-"""Patches of a layer: tokens that have a place in the image, and the classes in their cells."""
+"""Patches of a layer: tokens that have a place in the image, and their linear probe."""
 
 from __future__ import annotations
 
@@ -9,10 +9,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from featx.analysis.probe import logistic_regression
 from featx.analysis.probe.heads import Scaler, fit_scaler
+from featx.analysis.probe.layer_rows import layer_tokens, require_tokens
 from featx.analysis.probe.masks import Masks
-from featx.analysis.probe.splits import Places
-from featx.analysis.probe.tokens import layer_tokens, require_tokens
+from featx.analysis.probe.pixel_metrics import PixelCounts, miou
+from featx.analysis.probe.records import Choice
+from featx.analysis.probe.splits import Places, Split
 from featx.errors import ConfigError, LayerError
 from featx.store import FeatureStore
 
@@ -55,7 +58,7 @@ class Patches:
         self._masks = masks
         self._tokens = layer_tokens([masks.labelled], layer, device, memory_bytes=0)
         self.device = device
-        self.num_classes = len(masks.classes)
+        self.num_classes = len(masks.labelled.classes)
         self.width = self._tokens.width
         self.grid = places.grid
         self.prefix = places.prefix_tokens
@@ -166,3 +169,139 @@ def check_memory(patches: Patches, layer: str, num_rows: int, memory_gib: float)
             "memory, train on fewer images (probe.test_share, probe.split=column), or extract "
             "fewer patches with reduce=grid."
         )
+
+
+_BLOCK_NUMBERS = 1 << 24
+"""Largest number of logits on the crop that are computed at a time: 64 MiB."""
+
+
+@dataclass(frozen=True)
+class PatchClassifier:
+    """Linear classifier of patches.
+
+    Attributes:
+        scaler: standardisation of tokens.
+        fit: weights and bias of the classes with a pixel in the training rows.
+        classes: (C,) these classes.
+    """
+
+    scaler: Scaler
+    fit: logistic_regression.Fit
+    classes: torch.Tensor
+
+    def predict(self, patches: Patches, places: Places) -> Iterator[tuple[int, Ints, Ints]]:
+        """Yield a place, the classes of its pixels (H, W), and those of its patches (T,).
+
+        The logits of the patches are enlarged to the crop by bilinear interpolation
+        (align_corners=False), and the largest one is the class of a pixel.
+        """
+        height, width = patches.crop
+        step = max(1, _BLOCK_NUMBERS // (height * width * len(self.classes)))
+        for span, block in patches.blocks(places):
+            for start in range(0, len(span), step):
+                x = self.scaler(block[start : start + step])
+                logits = x @ self.fit.weight.T + self.fit.bias
+                maps = logits.transpose(1, 2).reshape(len(x), -1, *patches.grid)
+                enlarged = torch.nn.functional.interpolate(
+                    maps, size=(height, width), mode="bilinear", align_corners=False
+                )
+                pixels = self.classes[enlarged.argmax(1)].cpu().numpy()
+                cells = self.classes[logits.argmax(2)].cpu().numpy()
+                places_of_step = span[start : start + step].tolist()
+                yield from zip(places_of_step, pixels, cells, strict=True)
+
+
+@dataclass(frozen=True)
+class FittedPatches:
+    """Classifier of patches with a chosen penalty.
+
+    Attributes:
+        classifier: the classifier that is fitted on all training rows.
+        choice: the penalty and how it was chosen. Its loss is the mean cross-entropy of the pixels
+            of the validation rows, with one probability for all pixels of a patch.
+    """
+
+    classifier: PatchClassifier
+    choice: Choice
+
+
+def fit_patches(patches: Patches, split: Split, l2: float | None) -> FittedPatches:
+    """Choose the penalty with the smallest loss on validation rows, and fit on training rows.
+
+    The loss is the mean cross-entropy over pixels with a label. All pixels of a patch have the
+    same logits, so that the counts of the classes in its cell are all that is needed, and the
+    problem is the convex one of the linear probe.
+    """
+    strengths = logistic_regression.L2_GRID if l2 is None else (l2,)
+    on_fit, trials = _sweep(patches, split, strengths)
+    best = logistic_regression.best_trial(trials)
+    on_validation = count_pixels(
+        PatchClassifier(on_fit.scaler, best.fit, on_fit.classes), patches, split.validation
+    )
+    rows = patches.read_labelled(split.train)
+    scaler, classes = _standardise(rows)
+    counts = rows.counts[:, classes]
+    fit = logistic_regression.fit_logistic(rows.x, counts, len(classes), best.l2, last=True)
+    notes = logistic_regression.note_grid_end(best.l2, strengths) + fit.notes(best.l2)
+    if len(classes) < patches.num_classes:
+        notes.append(
+            f"{patches.num_classes - len(classes)} classes have no pixel in the training rows and "
+            "are never predicted"
+        )
+    choice = Choice(
+        best.l2,
+        {"validation_miou": miou(on_validation.pixels), "validation_loss": best.loss},
+        [trial.as_dict() for trial in trials],
+        notes,
+        {"training_patches": len(rows.x)},
+    )
+    return FittedPatches(PatchClassifier(scaler, fit, classes), choice)
+
+
+def count_pixels(classifier: PatchClassifier, patches: Patches, places: Places) -> PixelCounts:
+    """Predict some rows and count their pixels and patches by class.
+
+    The class of a patch is the one with at least half of the pixels with a label in its cell; a
+    patch without such a class does not count.
+    """
+    counts = PixelCounts.empty(len(places), patches.num_classes)
+    for row, (place, pixels, cells) in enumerate(classifier.predict(patches, places)):
+        mask = patches.mask(place)
+        has_label = mask >= 0
+        counts.add(
+            counts.pixels[row], mask[has_label], pixels[has_label], confusion=counts.confusion
+        )
+        cell_counts = patches.counts(place)
+        is_sure = 2 * cell_counts.max(1) >= np.maximum(cell_counts.sum(1), 1)
+        counts.add(counts.patches[row], cell_counts.argmax(1)[is_sure], cells[is_sure])
+    return counts
+
+
+def _sweep(
+    patches: Patches, split: Split, strengths: tuple[float, ...]
+) -> tuple[PatchClassifier, list[logistic_regression.Trial]]:
+    """Fit all penalties on `split.fit`."""
+    rows, held_out = patches.read_labelled(split.fit), patches.read_labelled(split.validation)
+    scaler, classes = _standardise(rows)
+    held_out.standardise(scaler)
+    # A class without a training pixel has no finite logit. Its loss is the same for all penalties.
+    counts = held_out.counts[:, classes].double()
+    total = counts.sum().clamp(min=1)
+
+    def judge(fit: logistic_regression.Fit) -> tuple[float, float]:
+        logits = (held_out.x @ fit.weight.T + fit.bias).double()
+        right = counts.gather(1, logits.argmax(1, keepdim=True)).sum()
+        loss = -torch.dot(counts.flatten(), logits.log_softmax(1).flatten())
+        return float(right / total), float(loss / total)
+
+    trials = logistic_regression.sweep(
+        rows.x, rows.counts[:, classes], len(classes), strengths, judge
+    )
+    return PatchClassifier(scaler, trials[-1].fit, classes), trials
+
+
+def _standardise(rows: LabelledPatches) -> tuple[Scaler, torch.Tensor]:
+    """Standardise patches in place; returns how, and the classes that they have."""
+    scaler = rows.scaler()
+    rows.standardise(scaler)
+    return scaler, rows.counts.any(0).nonzero()[:, 0]

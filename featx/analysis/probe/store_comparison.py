@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from featx.analysis.probe.comparisons import compare
+from featx.analysis.probe.metrics import Predictions
 from featx.analysis.probe.output_files import output_folder
-from featx.analysis.probe.paired_tests import compare
-from featx.analysis.probe.row_predictions import RowPredictions
 from featx.base import csv_cell
 from featx.errors import DataError, StoreError, StoreMismatchError
 from featx.store import FeatureStore, layout, read_result
@@ -86,7 +86,7 @@ def _is_of_best_layer(line: Mapping[str, str], about: Mapping[str, Any]) -> bool
 
 def compared_store_entry(
     other: OtherProbe,
-    ours: RowPredictions,
+    ours: Predictions,
     keys: npt.NDArray[Any],
     checksums: npt.NDArray[np.uint64],
     classes: Sequence[str],
@@ -120,8 +120,8 @@ def compared_store_entry(
     # A class that this store does not have is a wrong prediction.
     predicted = np.array([number.get(name, -1) for _, name in classes_there])
     groups = None if ours.groups is None else ours.groups[rows]
-    a = RowPredictions(ours.y[rows], ours.predicted[rows], None, None, groups)
-    b = RowPredictions(ours.y[rows], predicted, None, None, groups)
+    a = Predictions(ours.y[rows], ours.predicted[rows], None, None, groups)
+    b = Predictions(ours.y[rows], predicted, None, None, groups)
     return {
         "store": other.store,
         "layer": other.layer,

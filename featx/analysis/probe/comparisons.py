@@ -1,15 +1,17 @@
-"""Paired comparison of classifiers on the same test rows."""
+"""Paired comparison of classifiers on the same test rows, and of layers over random splits."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from featx.analysis.probe.row_predictions import RowPredictions
+from featx.analysis.probe.metrics import Predictions, mean_and_spread
+from featx.analysis.probe.splits import Split
 
 _RESAMPLES = 10_000
 """Number of bootstrap resamples of the interval of a difference."""
@@ -22,7 +24,7 @@ ALPHA = 0.05
 
 
 def compare_with_best(
-    best: RowPredictions, others: Mapping[str, RowPredictions]
+    best: Predictions, others: Mapping[str, Predictions]
 ) -> dict[str, dict[str, Any]]:
     """Compare a classifier with each of several others.
 
@@ -41,7 +43,7 @@ def compare_with_best(
     return tests
 
 
-def compare(a: RowPredictions, b: RowPredictions) -> dict[str, Any]:
+def compare(a: Predictions, b: Predictions) -> dict[str, Any]:
     """Test whether two classifiers differ in accuracy, by those rows that only one predicts right.
 
     Rows of one group tend to be right or wrong together. With groups, the unit is therefore a
@@ -78,9 +80,7 @@ def _are_told_apart(p: float, interval: tuple[float, float] | None) -> bool:
     return p < ALPHA and (interval is None or interval[0] > 0 or interval[1] < 0)
 
 
-def _gains(
-    a: RowPredictions, b: RowPredictions
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+def _gains(a: Predictions, b: Predictions) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """Return for each unit the right rows of `a` minus those of `b`, and its number of rows."""
     gains = a.right.astype(np.int64) - b.right
     if a.groups is None:
@@ -182,3 +182,79 @@ def sign_test(first: int, second: int) -> float:
     from scipy.stats import binomtest
 
     return float(binomtest(first, first + second).pvalue) if first + second else 1.0
+
+
+_EQUAL = "the difference is the same in every split, which tells nothing about its error"
+"""Reason why `resampled_test` gives no p-value."""
+
+
+@dataclass(frozen=True)
+class SplitValues:
+    """Values of one metric of one layer over the splits of several seeds.
+
+    Attributes:
+        by_seed: value on the test rows of all splits of each seed.
+        by_split: value on the test rows of each split of each seed.
+    """
+
+    by_seed: Sequence[float]
+    by_split: Sequence[float]
+
+
+def spread(values: Sequence[float]) -> dict[str, Any]:
+    """Return mean, sample standard deviation, smallest and largest value, and the values."""
+    return {**mean_and_spread(list(values)), "min": min(values), "max": max(values)}
+
+
+def metric_spreads(
+    names: Sequence[str], entries: Sequence[Mapping[str, Any]]
+) -> dict[str, dict[str, Any] | None]:
+    """Return the spread of each metric over the seeds.
+
+    Returns:
+        metric -> `spread`, None if it is not available for every seed.
+    """
+    spreads: dict[str, dict[str, Any] | None] = {}
+    for name in names:
+        values = [entry[name] for entry in entries]
+        spreads[name] = None if None in values else spread(values)
+    return spreads
+
+
+def differences(
+    values: Mapping[str, SplitValues], best: str, splits: Sequence[Split]
+) -> dict[str, Any]:
+    """Compare a layer with each other one over the splits of all seeds.
+
+    Args:
+        values: layer -> values of a metric.
+        best: the layer.
+        splits: all splits.
+
+    Returns:
+        other layer -> spread over the seeds of the value of the best layer minus that of the other
+        one; interval and p of the mean over all splits, as returned by `resampled_test`; p_holm,
+        corrected for the number of layers; told_apart, whether it is below ALPHA; and not_tested,
+        the reason if p is None, and with it the two entries before.
+    """
+    share = float(np.mean([len(split.test) / len(split.train) for split in splits]))
+    entries: dict[str, Any] = {}
+    best_values = values[best]
+    for layer, layer_values in values.items():
+        if layer == best:
+            continue
+        by_split = _differences(best_values.by_split, layer_values.by_split)
+        by_seed = _differences(best_values.by_seed, layer_values.by_seed)
+        interval, p = resampled_test(by_split, share)
+        entries[layer] = {**spread(by_seed), "interval": interval, "p": p}
+    # A layer without a p-value counts as a test of the family that finds nothing.
+    corrected = holm([1.0 if entry["p"] is None else entry["p"] for entry in entries.values()])
+    for entry, p in zip(entries.values(), corrected, strict=True):
+        is_tested = entry["p"] is not None
+        entry["p_holm"], entry["told_apart"] = (p, p < ALPHA) if is_tested else (None, None)
+        entry["not_tested"] = None if is_tested else _EQUAL
+    return entries
+
+
+def _differences(a: Sequence[float], b: Sequence[float]) -> list[float]:
+    return [first - second for first, second in zip(a, b, strict=True)]

@@ -11,7 +11,7 @@ from sklearn.metrics import confusion_matrix, jaccard_score, recall_score
 from sklearn.preprocessing import StandardScaler
 
 from featx.analysis.probe.logistic_regression import fit_logistic
-from featx.analysis.probe.pixel_metrics import PixelCounts, segmentation_metrics
+from featx.analysis.probe.patches import PixelCounts, segmentation_metrics
 from featx.analysis.probe.pixel_task import pixel_interval
 
 pytestmark = pytest.mark.usefixtures("one_thread")

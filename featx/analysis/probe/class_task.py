@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from featx.analysis.probe import methods
-from featx.analysis.probe.comparisons import compare_with_best
+from featx.analysis.probe.comparisons import compare_with_best, compared_store_entry, read_probe
 from featx.analysis.probe.few_shot import Draw, few_shot_csv, fit_few_shot
 from featx.analysis.probe.heads import Head
 from featx.analysis.probe.labelled_rows import (
@@ -44,7 +44,6 @@ from featx.analysis.probe.splits import (
     few_group_notes,
     small_classes,
 )
-from featx.analysis.probe.store_comparison import compared_store_entry, read_probe
 from featx.analysis.probe.task import RowTask
 from featx.base import WIDTH, percent_text
 from featx.config import Config

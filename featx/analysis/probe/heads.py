@@ -21,7 +21,7 @@ from featx.analysis.probe.layer_rows import Features, TokenLayout
 from featx.base import float64_device
 from featx.errors import StoreError
 from featx.storage import S3Path
-from featx.store import layout
+from featx.store import FeatureStore, layout
 
 FORMAT = 1
 """Version of the format of head files."""
@@ -191,6 +191,11 @@ def scores_of(
     blocks = [head.scores(block) for _, block in features.blocks(places)]
     scores: npt.NDArray[np.float64] = torch.cat(blocks).numpy()
     return scores
+
+
+def output_folder(store: FeatureStore) -> Path:
+    """Return the folder for files computed from a store: its folder, or that of its single file."""
+    return store.root if store.root.is_dir() else store.root.parent
 
 
 def head_path(folder: Path, layer: str) -> Path:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import groupby
+from itertools import chain, groupby
+from operator import itemgetter
 from pathlib import Path, PurePosixPath
 
 import numpy as np
@@ -49,40 +50,12 @@ class MaskSettings:
     names: tuple[str, ...]
 
 
+PackedMask = tuple[bytes, list[int]]
+"""Mask of a row as in `Masks.packed`, and the class numbers in it, increasing."""
+
+
 class _UnusableMaskError(Exception):
     """Raised with the reason why a row has no usable mask."""
-
-
-@dataclass(frozen=True)
-class PackedMask:
-    """Mask of a row.
-
-    Attributes:
-        data: as in `Masks.packed`.
-        numbers: class numbers in it, increasing.
-    """
-
-    data: bytes
-    numbers: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class MaskedImage:
-    """Image of one row, or of several if they are boxes.
-
-    Attributes:
-        key: key of the image.
-        is_frame: whether it is a frame of a video; `key` is then that of the video.
-        rows: rows of the store.
-        row_keys: their keys.
-        checksum: checksum of the encoded bytes, or UNKNOWN_IMAGE.
-    """
-
-    key: bytes
-    is_frame: bool
-    rows: list[int]
-    row_keys: tuple[bytes, ...]
-    checksum: int
 
 
 def mask_settings(config: Config, store: FeatureStore) -> MaskSettings:
@@ -137,47 +110,35 @@ def _class_names(path: str) -> tuple[str, ...]:
     return names
 
 
-def masked_images(store: FeatureStore) -> Iterator[MaskedImage]:
-    """Yield the images of the rows that did not fail."""
-    keys, checksums = store.key_bytes.tolist(), store.image_checksums
-
-    def origin(row: int) -> tuple[bytes, str | None]:
-        return origin_of(keys[row])
-
-    for (key, kind), image_rows in groupby(np.flatnonzero(store.ok).tolist(), origin):
-        rows = list(image_rows)
-        names = tuple(keys[row] for row in rows)
-        yield MaskedImage(key, kind == "video", rows, names, int(checksums[rows[0]]))
-
-
-def masks_of_image(
-    settings: MaskSettings, image: MaskedImage
-) -> list[tuple[int, PackedMask] | tuple[int, str]]:
-    """Read the mask of an image for each of its rows.
+def _masks_of_image(
+    settings: MaskSettings, rows: Sequence[int]
+) -> list[tuple[int, PackedMask | str]]:
+    """Read the mask of an image for each of its rows, which are several if they are boxes.
 
     Returns:
         (row, mask on the crop, or the reason why there is none).
     """
-    masks: list[tuple[int, PackedMask] | tuple[int, str]] = []
+    keys = settings.store.key_bytes
+    masks: list[tuple[int, PackedMask | str]] = []
     try:
-        labels, size = _label_map(settings, image)
+        labels, size = _label_map(settings, rows[0])
     except (_UnusableMaskError, ImageFault) as error:
-        return [(row, str(error)) for row in image.rows]
-    for row, key in zip(image.rows, image.row_keys, strict=True):
+        return [(row, str(error)) for row in rows]
+    for row in rows:
         try:
-            masks.append((row, _crop_mask(settings, labels, size, key)))
+            masks.append((row, _crop_mask(settings, labels, size, bytes(keys[row]))))
         except _UnusableMaskError as error:
             masks.append((row, str(error)))
     return masks
 
 
-def _label_map(
-    settings: MaskSettings, image: MaskedImage
-) -> tuple[npt.NDArray[np.integer], tuple[int, int]]:
+def _label_map(settings: MaskSettings, row: int) -> tuple[npt.NDArray[np.integer], tuple[int, int]]:
     """Read the mask of an image and compare its size with that of the image."""
-    if image.is_frame:
+    key, kind = origin_of(bytes(settings.store.key_bytes[row]))
+    checksum = int(settings.store.image_checksums[row])
+    if kind == "video":
         raise _UnusableMaskError("frames of videos have no masks")
-    name = PurePosixPath(os.fsdecode(image.key)).with_suffix(".png")
+    name = PurePosixPath(os.fsdecode(key)).with_suffix(".png")
     if name.is_absolute() or ".." in name.parts:
         raise _UnusableMaskError("its key leads out of the folder of the masks")
     try:
@@ -188,8 +149,8 @@ def _label_map(
         labels = read_label_map(data, settings.policy.max_pixels)
     except ImageFault as fault:
         raise _UnusableMaskError(f"mask {name}: {fault}") from fault
-    encoded = read_image(settings.source, image.key)
-    if image.checksum not in (UNKNOWN_IMAGE, image_checksum(encoded)):
+    encoded = read_image(settings.source, key)
+    if checksum not in (UNKNOWN_IMAGE, image_checksum(encoded)):
         raise _UnusableMaskError("the image has changed since its features were extracted")
     full, decoded = image_sizes(encoded, settings.policy, settings.at_least)
     if labels.shape != full:
@@ -223,7 +184,7 @@ def _crop_mask(
             f"its mask has the class number {numbers[-1]}, and probe.mask_classes names 0 to "
             f"{len(settings.names) - 1}"
         )
-    return PackedMask(zlib.compress(mask.tobytes(), 1), tuple(numbers))
+    return zlib.compress(mask.tobytes(), 1), numbers
 
 
 _NAMED = 5
@@ -259,22 +220,21 @@ class Masks:
 def read_masks(config: Config, store: FeatureStore) -> Masks:
     """Read the masks of all rows of a store that did not fail."""
     require_complete(store)
-    settings = mask_settings(config, store)
+    settings, keys = mask_settings(config, store), store.key_bytes.tolist()
+    ok_rows = np.flatnonzero(store.ok).tolist()
+    images = [list(rows) for _, rows in groupby(ok_rows, lambda row: origin_of(keys[row]))]
+    _ = store.image_checksums  # cached before the threads need them
     with ThreadPoolExecutor(num_cpus(), "featx-masks") as pool:
-        masks_of_rows = [
-            (row, mask)
-            for masks in pool.map(partial(masks_of_image, settings), list(masked_images(store)))
-            for row, mask in masks
-        ]
-    masks_of_rows.sort(key=lambda pair: pair[0])
-    usable = [(row, mask) for row, mask in masks_of_rows if isinstance(mask, PackedMask)]
+        masks_of_images = pool.map(partial(_masks_of_image, settings), images)
+        masks_of_rows = sorted(chain.from_iterable(masks_of_images), key=itemgetter(0))
+    usable = [(row, mask) for row, mask in masks_of_rows if not isinstance(mask, str)]
     refused = [(str(store.keys[row]), mask) for row, mask in masks_of_rows if isinstance(mask, str)]
     if not usable:
         raise DataError(
             f"none of the {counted(len(masks_of_rows), 'row')} of {store.root} has a usable mask "
             f"in {settings.folder}: {_problem_text(refused)}."
         )
-    numbers = sorted({number for _, mask in usable for number in mask.numbers})
+    numbers = sorted({number for _, (_, numbers) in usable for number in numbers})
     names = tuple(settings.names[i] if settings.names else str(i) for i in numbers)
     if len(names) < 2:
         raise DataError(
@@ -287,7 +247,7 @@ def read_masks(config: Config, store: FeatureStore) -> Masks:
         settings.transform.crop,
         np.array(numbers, np.int64),
         tuple(refused),
-        [mask.data for _, mask in usable],
+        [data for _, (data, _) in usable],
     )
 
 

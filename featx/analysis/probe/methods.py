@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from featx.analysis.probe import attentive_regression, knn, logistic_regression, ridge
+from featx.analysis.probe import knn, logistic_regression, ridge
 from featx.analysis.probe import minibatch_regression as minibatch
 from featx.analysis.probe.heads import (
     CLASSIFICATION,
@@ -324,14 +324,12 @@ def _sweep_attentive(problem: Problem, split: Split, grid: Sequence[float]) -> _
     return _Sweep(trials)
 
 
-def _train_attentive(
-    problem: Problem, places: Places, grid: Sequence[float]
-) -> attentive_regression.Training:
+def _train_attentive(problem: Problem, places: Places, grid: Sequence[float]) -> minibatch.Training:
     """Fit the attentive probe with several penalties."""
     tokens = _tokens(problem)
-    schedule = problem.schedule(attentive_regression.LEARNING_RATE)
+    schedule = problem.schedule(minibatch.TOKEN_LEARNING_RATE)
     scaler = fit_scaler(tokens, places)
-    return attentive_regression.fit_attentive(
+    return minibatch.fit_attentive(
         tokens, places, problem.y, problem.num_outputs, scaler, grid, schedule
     )
 

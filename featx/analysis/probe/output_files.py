@@ -8,13 +8,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from featx.analysis.probe.heads import head_bytes, head_path
+from featx.analysis.probe.heads import head_bytes, head_path, output_folder
 from featx.analysis.probe.records import Results
 from featx.analysis.probe.task import COLUMNS, Task
 from featx.base import csv_bytes
 from featx.errors import ConfigError
 from featx.storage import open_folder
-from featx.store import FeatureStore, layout, load_manifest, result_json
+from featx.store import layout, load_manifest, result_json
 
 STORE_ATTRIBUTES = ("fingerprint", "model", "weights", "weights_sha256", "transform")
 """Attributes of a store that identify the features of a probe."""
@@ -105,8 +105,3 @@ def _about_head(
         "resolved": dict(run.resolved) if run else None,
         "spec": next(asdict(spec) for spec in run.layers if spec.name == layer) if run else None,
     }
-
-
-def output_folder(store: FeatureStore) -> Path:
-    """Return the folder for files computed from a store: its folder, or that of its single file."""
-    return store.root if store.root.is_dir() else store.root.parent

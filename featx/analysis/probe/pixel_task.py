@@ -19,16 +19,14 @@ from featx.analysis.probe.metric_intervals import (
 )
 from featx.analysis.probe.patches import (
     FittedPatches,
+    Ints,
     Patches,
+    PixelCounts,
     check_memory,
     count_pixels,
     fit_patches,
-    require_patches,
-)
-from featx.analysis.probe.pixel_metrics import (
-    Ints,
-    PixelCounts,
     miou,
+    require_patches,
     resampled_mious,
     segmentation_metrics,
 )

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from featx.analysis.probe.heads import output_folder
-from featx.analysis.probe.metrics import Predictions, mean_and_spread
+from featx.analysis.probe.metrics import Ints, Predictions, mean_and_spread
 from featx.analysis.probe.splits import Split
 from featx.base import csv_cell
 from featx.errors import DataError, StoreError, StoreMismatchError
@@ -88,7 +88,7 @@ def _are_told_apart(p: float, interval: tuple[float, float] | None) -> bool:
     return p < ALPHA and (interval is None or interval[0] > 0 or interval[1] < 0)
 
 
-def _gains(a: Predictions, b: Predictions) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+def _gains(a: Predictions, b: Predictions) -> tuple[Ints, Ints]:
     """Return for each unit the right rows of `a` minus those of `b`, and its number of rows."""
     gains = a.right.astype(np.int64) - b.right
     if a.groups is None:
@@ -99,7 +99,7 @@ def _gains(a: Predictions, b: Predictions) -> tuple[npt.NDArray[np.int64], npt.N
 
 
 def bootstrapped_difference(
-    gains: npt.NDArray[np.int64], sizes: npt.NDArray[np.int64], alpha: float = ALPHA
+    gains: Ints, sizes: Ints, alpha: float = ALPHA
 ) -> tuple[float, float] | None:
     """Compute the percentile interval of a difference of accuracies by the paired bootstrap.
 

@@ -7,12 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from featx.analysis.probe import methods
 from featx.analysis.probe.methods import Problem
-from featx.analysis.probe.metrics import mean_and_spread
-from featx.analysis.probe.splits import Places, Split, few_shot_places
+from featx.analysis.probe.metrics import Ints, mean_and_spread
+from featx.analysis.probe.splits import Split, few_shot_places
 from featx.analysis.probe.task import COLUMNS, Task
 from featx.base import csv_bytes
 
@@ -36,9 +35,9 @@ class Draw:
     shots: int
     number: int
     fold: int
-    train: Places
-    test: Places
-    predicted: npt.NDArray[np.int64]
+    train: Ints
+    test: Ints
+    predicted: Ints
 
 
 def fit_few_shot(

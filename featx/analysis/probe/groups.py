@@ -14,10 +14,9 @@ import numpy as np
 import numpy.typing as npt
 
 from featx.analysis.probe.labelled_rows import LabelledRows
+from featx.analysis.probe.metrics import Ints, Matrix
 from featx.sources import origin_of
 from featx.types import NO_IMAGE
-
-GroupNumbers = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -30,7 +29,7 @@ class Groups:
         num_missing: rows without a value in the column, each of which is a group of its own.
     """
 
-    of_row: GroupNumbers
+    of_row: Ints
     by: str
     num_missing: int = 0
 
@@ -40,7 +39,7 @@ class Groups:
         return int(self.of_row.max()) + 1
 
     @property
-    def sizes(self) -> npt.NDArray[np.int64]:
+    def sizes(self) -> Ints:
         """(num_groups,) number of rows of each group."""
         return np.bincount(self.of_row)
 
@@ -112,9 +111,7 @@ def overlap_notes(training: LabelledRows, testing: LabelledRows, column: str | N
     return notes
 
 
-def divided_groups(
-    groups: Groups, some: npt.NDArray[np.int64], others: npt.NDArray[np.int64]
-) -> npt.NDArray[np.int64]:
+def divided_groups(groups: Groups, some: Ints, others: Ints) -> Ints:
     """Return the groups with rows among both of two sets of places.
 
     Returns:
@@ -143,7 +140,7 @@ def _column_values(
     return values, np.zeros(len(values), dtype=bool)
 
 
-def _connected_components(a: GroupNumbers, b: GroupNumbers) -> GroupNumbers:
+def _connected_components(a: Ints, b: Ints) -> Ints:
     """Return the (n,) connected components of rows that share a number in `a` or in `b`.
 
     Components are numbered by their first rows.
@@ -160,8 +157,6 @@ def _connected_components(a: GroupNumbers, b: GroupNumbers) -> GroupNumbers:
     return np.argsort(np.argsort(first_rows))[of_row]
 
 
-Numbers = npt.NDArray[np.int64]
-
 _PASSES = 4
 """Maximum number of passes over all groups; a later pass can remove groups again."""
 
@@ -170,30 +165,30 @@ _PASSES = 4
 class _Contents:
     """Rows of each class in each group."""
 
-    local: Numbers
-    starts: Numbers
-    classes: Numbers
-    counts: Numbers
-    rows_of_class: npt.NDArray[np.float64]
-    groups_of_class: Numbers
+    local: Ints
+    starts: Ints
+    classes: Ints
+    counts: Ints
+    rows_of_class: Matrix
+    groups_of_class: Ints
 
     @property
     def num_groups(self) -> int:
         """G, the number of groups."""
         return len(self.starts) - 1
 
-    def of(self, group: int) -> tuple[Numbers, Numbers]:
+    def of(self, group: int) -> tuple[Ints, Ints]:
         """Return the classes of a group, and the rows of each."""
         span = slice(self.starts[group], self.starts[group + 1])
         return self.classes[span], self.counts[span]
 
-    def in_order(self, order: npt.NDArray[Any]) -> Iterator[tuple[int, Numbers, Numbers]]:
+    def in_order(self, order: npt.NDArray[Any]) -> Iterator[tuple[int, Ints, Ints]]:
         """Yield groups in an order, each with its classes and the rows of each."""
         for group in order.tolist():
             yield group, *self.of(group)
 
 
-def _contents(y: Numbers, groups: Numbers) -> _Contents:
+def _contents(y: Ints, groups: Ints) -> _Contents:
     """Count the rows of each class in each group."""
     group_ids, local = np.unique(groups, return_inverse=True)
     num_classes = int(y.max()) + 1
@@ -219,7 +214,7 @@ class _Selection:
         self.rows = np.zeros(len(self._wanted))
         self.groups = np.zeros(len(self._wanted), dtype=np.int64)
 
-    def improve(self, order: npt.NDArray[np.int64]) -> None:
+    def improve(self, order: Ints) -> None:
         """Add or remove single groups in an order, as long as that lowers the cost."""
         for _ in range(_PASSES):
             changed = False
@@ -234,7 +229,7 @@ class _Selection:
             if not changed:
                 break
 
-    def add_one_of(self, candidates: npt.NDArray[np.int64]) -> None:
+    def add_one_of(self, candidates: Ints) -> None:
         """Add the group that costs least, the first of equal ones, if one may be added."""
         options = [
             (self._cost(classes, counts), place, group)
@@ -245,16 +240,16 @@ class _Selection:
             group = min(options)[2]
             self._turn(group, *self._contents.of(group))
 
-    def _cost(self, classes: Numbers, counts: Numbers) -> float:
+    def _cost(self, classes: Ints, counts: Ints) -> float:
         """Return by how much the cost changes with a group; negative counts remove it."""
         more = counts * (2 * (self.rows[classes] - self._wanted[classes]) + counts)
         return round(float((more / self._contents.rows_of_class[classes] ** 2).sum()), 12)
 
-    def _may_come(self, classes: Numbers) -> bool:
+    def _may_come(self, classes: Ints) -> bool:
         """Return whether another group of each class remains outside the selection."""
         return bool((self._contents.groups_of_class[classes] - self.groups[classes] > 1).all())
 
-    def _turn(self, group: int, classes: Numbers, counts: Numbers) -> None:
+    def _turn(self, group: int, classes: Ints, counts: Ints) -> None:
         """Add a group to the selection, or remove it."""
         sign = -1 if self.chosen[group] else 1
         self.chosen[group] = not self.chosen[group]
@@ -263,7 +258,7 @@ class _Selection:
 
 
 def share_of_groups(
-    y: Numbers, groups: Numbers, share: float, rng: np.random.Generator
+    y: Ints, groups: Ints, share: float, rng: np.random.Generator
 ) -> npt.NDArray[np.bool_]:
     """Select whole groups that contain about a share of the rows of each class.
 
@@ -281,7 +276,7 @@ def share_of_groups(
     return selection.chosen[contents.local]
 
 
-def fold_of_groups(y: Numbers, groups: Numbers, folds: int, rng: np.random.Generator) -> Numbers:
+def fold_of_groups(y: Ints, groups: Ints, folds: int, rng: np.random.Generator) -> Ints:
     """Assign each group of rows to a fold.
 
     Groups are assigned by falling size, in random order among equal sizes. Each goes to the fold

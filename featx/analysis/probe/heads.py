@@ -13,11 +13,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from featx.analysis.probe.layer_rows import Features, TokenLayout
+from featx.analysis.probe.metrics import Ints, Matrix
 from featx.base import float64_device
 from featx.errors import StoreError
 from featx.storage import S3Path
@@ -73,13 +72,11 @@ class VectorBlocks(Protocol):
     def device(self) -> torch.device:
         """Device of the blocks."""
 
-    def blocks(
-        self, places: npt.NDArray[np.int64]
-    ) -> Iterator[tuple[npt.NDArray[np.int64], torch.Tensor]]:
+    def blocks(self, places: Ints) -> Iterator[tuple[Ints, torch.Tensor]]:
         """Yield the places of a block, and their vectors, (n, D) float32."""
 
 
-def fit_scaler(features: VectorBlocks, places: npt.NDArray[np.int64]) -> Scaler:
+def fit_scaler(features: VectorBlocks, places: Ints) -> Scaler:
     """Compute mean and standard deviation of each feature over some places, in float64.
 
     Blocks are merged by Chan's formula: M = M_a + M_b + d^2 n_a n_b / n.
@@ -180,16 +177,14 @@ class Head:
         return values.sigmoid() if self.task == MULTILABEL else values.softmax(1)
 
 
-def scores_of(
-    head: Head, features: Features, places: npt.NDArray[np.int64]
-) -> npt.NDArray[np.float64]:
+def scores_of(head: Head, features: Features, places: Ints) -> Matrix:
     """Compute the scores of some places.
 
     Returns:
         (n, C) float64.
     """
     blocks = [head.scores(block) for _, block in features.blocks(places)]
-    scores: npt.NDArray[np.float64] = torch.cat(blocks).numpy()
+    scores: Matrix = torch.cat(blocks).numpy()
     return scores
 
 
@@ -314,7 +309,7 @@ LOWEST, HIGHEST = 0.1, 10.0
 without end, which would make all probabilities 1."""
 
 
-def fit_temperature(logits: npt.NDArray[np.float64], y: npt.NDArray[np.int64]) -> float:
+def fit_temperature(logits: Matrix, y: Ints) -> float:
     """Return the temperature T in [LOWEST, HIGHEST] with the smallest cross-entropy.
 
     The loss of softmax(logits / T) is convex in 1 / T. C. Guo et al., On Calibration of Modern

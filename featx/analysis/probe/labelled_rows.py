@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from featx.analysis.probe.metrics import Ints, Matrix
 from featx.config import ProbeConfig
 from featx.errors import ConfigError, DataError, StoreError, StoreMismatchError, counted
 from featx.sources import MISSING_MARKS
@@ -31,11 +32,11 @@ class LabelledRows:
     """
 
     store: FeatureStore
-    rows: npt.NDArray[np.int64]
-    y: npt.NDArray[np.int64]
+    rows: Ints
+    y: Ints
     classes: tuple[str, ...]
     notes: tuple[str, ...]
-    values: npt.NDArray[np.float64] | None = None
+    values: Matrix | None = None
 
     @property
     def targets(self) -> npt.NDArray[Any]:
@@ -85,9 +86,7 @@ def labelled_rows(store: FeatureStore, column: str | None = None) -> LabelledRow
     return LabelledRows(store, rows, y.astype(np.int64), names, tuple(notes))
 
 
-def _column_labels(
-    store: FeatureStore, column: str
-) -> tuple[npt.NDArray[np.int64], tuple[str, ...]]:
+def _column_labels(store: FeatureStore, column: str) -> tuple[Ints, tuple[str, ...]]:
     """Convert a column to labels."""
     values = store.column(column)
     if values.dtype.kind == "f":
@@ -183,10 +182,7 @@ def task_kind(store: FeatureStore, options: ProbeConfig) -> TaskKind:
 
 
 def valued_rows(
-    store: FeatureStore,
-    options: ProbeConfig,
-    kind: TaskKind,
-    names: tuple[str, ...] | None = None,
+    store: FeatureStore, options: ProbeConfig, kind: TaskKind, names: tuple[str, ...] | None = None
 ) -> LabelledRows:
     """Select the rows that have a value and did not fail."""
     require_complete(store)
@@ -260,12 +256,8 @@ def _is_number(text: str) -> bool:
 
 
 def _indicators(
-    texts: list[str],
-    separator: str,
-    column: str,
-    names: tuple[str, ...] | None,
-    notes: list[str],
-) -> tuple[npt.NDArray[np.float64], tuple[str, ...]]:
+    texts: list[str], separator: str, column: str, names: tuple[str, ...] | None, notes: list[str]
+) -> tuple[Matrix, tuple[str, ...]]:
     """Return a column for each label, with 1 in the rows that have it, and the labels."""
     lists = [{label.strip() for label in text.split(separator)} - {""} for text in texts]
     all_labels = set[str]().union(*lists)

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from featx.analysis.probe.labelled_rows import LabelledRows
+from featx.analysis.probe.metrics import Ints
 from featx.errors import ConfigError, ReduceError, StoreError
 from featx.layers import RowLayout, channels_last
 from featx.store import FeatureStore
@@ -38,7 +38,7 @@ class LayerRows:
 
     store: FeatureStore
     layer: str
-    rows: npt.NDArray[np.int64]
+    rows: Ints
     pooled: tuple[int, ...] | None
     width: int
 
@@ -65,7 +65,7 @@ class LayerRows:
         """Convert stored rows (n, ...) to (n, D) float32."""
         return as_vectors(values, self.pooled, self.width)
 
-    def read(self, places: npt.NDArray[np.int64]) -> torch.Tensor:
+    def read(self, places: Ints) -> torch.Tensor:
         """Read the vectors of some of the rows.
 
         Returns:
@@ -77,7 +77,7 @@ class LayerRows:
         self.check(vectors, rows)
         return vectors
 
-    def check(self, vectors: torch.Tensor, rows: npt.NDArray[np.int64]) -> None:
+    def check(self, vectors: torch.Tensor, rows: Ints) -> None:
         """Check that vectors are finite."""
         finite = torch.isfinite(vectors).all(1)
         if not bool(finite.all()):
@@ -179,9 +179,7 @@ class Features:
     def __len__(self) -> int:
         return int(self._starts[-1])
 
-    def blocks(
-        self, places: npt.NDArray[np.int64]
-    ) -> Iterator[tuple[npt.NDArray[np.int64], torch.Tensor]]:
+    def blocks(self, places: Ints) -> Iterator[tuple[Ints, torch.Tensor]]:
         """Yield the places of a block in order, and their vectors, (n, D) float32 on the device."""
         for span in self._spans(places):
             if self.whole is None:
@@ -189,7 +187,7 @@ class Features:
             else:
                 yield span, self.whole[torch.from_numpy(span).to(self.device)]
 
-    def take(self, places: npt.NDArray[np.int64]) -> torch.Tensor:
+    def take(self, places: Ints) -> torch.Tensor:
         """Copy the vectors of some places to a new (n, D) float32 tensor on the device."""
         vectors = torch.empty((len(places), self.width), device=self.device)
         done = 0
@@ -198,13 +196,13 @@ class Features:
             done += len(span)
         return vectors
 
-    def _spans(self, places: npt.NDArray[np.int64]) -> Iterator[npt.NDArray[np.int64]]:
+    def _spans(self, places: Ints) -> Iterator[Ints]:
         """Split places into blocks of BLOCK_BYTES."""
         size = max(1, BLOCK_BYTES // (4 * self.width))
         for start in range(0, len(places), size):
             yield places[start : start + size]
 
-    def _read(self, places: npt.NDArray[np.int64]) -> torch.Tensor:
+    def _read(self, places: Ints) -> torch.Tensor:
         """Read vectors from the stores, (n, D) float32 on the CPU."""
         vectors = torch.empty((len(places), self.width))
         part_of = np.searchsorted(self._starts, places, side="right") - 1
@@ -257,9 +255,7 @@ class Tokens:
         self.device = features.device
         self.width = layout.width
 
-    def blocks(
-        self, places: npt.NDArray[np.int64]
-    ) -> Iterator[tuple[npt.NDArray[np.int64], torch.Tensor]]:
+    def blocks(self, places: Ints) -> Iterator[tuple[Ints, torch.Tensor]]:
         """Yield the places of a block in order, and all their tokens, (n * T, D) float32."""
         for span, block in self.features.blocks(places):
             yield span, self.layout.tokens(block).reshape(-1, self.width)

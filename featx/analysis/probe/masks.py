@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from featx.analysis.probe.labelled_rows import LabelledRows, failed_notes, require_complete
+from featx.analysis.probe.metrics import Ints
 from featx.base import num_cpus
 from featx.config import Config, data_of_saved, from_saved
 from featx.errors import ConfigError, DataError, StoreError, counted
@@ -206,11 +207,11 @@ class Masks:
 
     labelled: LabelledRows
     crop: tuple[int, int]
-    numbers: npt.NDArray[np.int64]
+    numbers: Ints
     refused: tuple[tuple[str, str], ...]
     packed: Sequence[bytes]
 
-    def of(self, place: int) -> npt.NDArray[np.int64]:
+    def of(self, place: int) -> Ints:
         """Return the classes of the pixels of a row, (H, W) in [0, K), -1 without a label."""
         numbers = np.frombuffer(zlib.decompress(self.packed[place]), np.int32).reshape(self.crop)
         classes = np.searchsorted(self.numbers, numbers)

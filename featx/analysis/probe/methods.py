@@ -31,12 +31,11 @@ from featx.analysis.probe.heads import (
 )
 from featx.analysis.probe.layer_rows import Features, Tokens
 from featx.analysis.probe.logistic_regression import Fit
+from featx.analysis.probe.metrics import Ints, Matrix
 from featx.analysis.probe.records import Choice
-from featx.analysis.probe.splits import Places, Split
+from featx.analysis.probe.splits import Split
 from featx.config import ProbeConfig
 from featx.errors import ConfigError
-
-Scores = npt.NDArray[np.float64]
 
 NO_VOTE = 1e-30
 """Probability in the loss of a class that has none, so that its logarithm is finite."""
@@ -85,7 +84,7 @@ class FittedProbe:
         head: the head, or None for kNN.
     """
 
-    scores: Callable[[Places], Scores]
+    scores: Callable[[Ints], Matrix]
     choice: Choice
     head: Head | None = None
 
@@ -104,7 +103,7 @@ class _Sweep:
     trials: list[dict[str, Any]]
     notes: list[str] = field(default_factory=list)
     fits: list[Fit] = field(default_factory=list)
-    logits: Callable[[Fit], Scores] | None = None
+    logits: Callable[[Fit], Matrix] | None = None
 
 
 def fit(problem: Problem, method: str, split: Split) -> FittedProbe:
@@ -154,7 +153,7 @@ def fit(problem: Problem, method: str, split: Split) -> FittedProbe:
 
 
 def fit_with_setting(
-    problem: Problem, method: str, places: Places, chosen: float, start: Fit | None = None
+    problem: Problem, method: str, places: Ints, chosen: float, start: Fit | None = None
 ) -> FittedProbe:
     """Fit on some places with a known penalty or number of neighbours.
 
@@ -227,7 +226,7 @@ def _sweep_linear(problem: Problem, split: Split, grid: Sequence[float]) -> _Swe
         )
     scaler = fit_scaler(features, split.fit)
 
-    def logits(fit: Fit) -> Scores:
+    def logits(fit: Fit) -> Matrix:
         head = Head(scaler, fit.weight, fit.bias, probabilities=False)
         return scores_of(head, features, split.validation)
 
@@ -262,7 +261,7 @@ def _sweep_linear(problem: Problem, split: Split, grid: Sequence[float]) -> _Swe
     return _Sweep(entries, alarms, [trial.fit for trial in trials], logits)
 
 
-def _fit_linear(problem: Problem, places: Places, l2: float, start: Fit | None) -> FittedProbe:
+def _fit_linear(problem: Problem, places: Ints, l2: float, start: Fit | None) -> FittedProbe:
     """Fit logistic regression with a known penalty."""
     features, notes, solver = problem.features, list[str](), "lbfgs"
     scaler = fit_scaler(features, places)
@@ -294,7 +293,7 @@ def _logistic_loss(problem: Problem) -> logistic_regression.Loss:
     return logistic_regression.label_loss if is_multilabel else logistic_regression.class_loss
 
 
-def _targets(problem: Problem, places: Places) -> torch.Tensor:
+def _targets(problem: Problem, places: Ints) -> torch.Tensor:
     """Return the classes of some places, (n,) int64, or their labels, (n, T) float32."""
     targets = torch.from_numpy(problem.y[places])
     targets = targets.float() if problem.task == MULTILABEL else targets
@@ -302,7 +301,7 @@ def _targets(problem: Problem, places: Places) -> torch.Tensor:
 
 
 def _fit_streamed(
-    problem: Problem, places: Places, scaler: Scaler, grid: Sequence[float]
+    problem: Problem, places: Ints, scaler: Scaler, grid: Sequence[float]
 ) -> minibatch.Streamed:
     """Fit logistic regression on mini-batches."""
     rows = problem.features.parts[0]  # training rows are in the first store
@@ -324,7 +323,7 @@ def _sweep_attentive(problem: Problem, split: Split, grid: Sequence[float]) -> _
     return _Sweep(trials)
 
 
-def _train_attentive(problem: Problem, places: Places, grid: Sequence[float]) -> minibatch.Training:
+def _train_attentive(problem: Problem, places: Ints, grid: Sequence[float]) -> minibatch.Training:
     """Fit the attentive probe with several penalties."""
     tokens = _tokens(problem)
     schedule = problem.schedule(minibatch.TOKEN_LEARNING_RATE)
@@ -361,8 +360,8 @@ def _sweep_knn(problem: Problem, split: Split, grid: Sequence[float]) -> _Sweep:
 
 
 def _neighbour_scores(
-    problem: Problem, bank: Places, queries: Places, ks: Sequence[int]
-) -> dict[int, Scores]:
+    problem: Problem, bank: Ints, queries: Ints, ks: Sequence[int]
+) -> dict[int, Matrix]:
     """Return the shares of votes, or the weighted means, for several numbers of neighbours."""
     features, y, temperature = problem.features, problem.y, problem.options.temperature
     temperature = temperature or knn.TEMPERATURE
@@ -388,13 +387,13 @@ def _sweep_ridge(problem: Problem, split: Split, grid: Sequence[float]) -> _Swee
     return _Sweep(trials)
 
 
-def _solve_ridge(problem: Problem, places: Places) -> ridge.RidgeSolution:
+def _solve_ridge(problem: Problem, places: Ints) -> ridge.RidgeSolution:
     """Decompose the normal equations of some places."""
     features = problem.features
     scaler = fit_scaler(features, places)
     return ridge.solve(features, places, problem.y, problem.num_outputs, scaler)
 
 
-def _squared_error(truth: Scores, predicted: Scores) -> float:
+def _squared_error(truth: Matrix, predicted: Matrix) -> float:
     """Return the mean over rows of the squared error, summed over outputs."""
     return float(np.square(predicted - truth).sum(1).mean())

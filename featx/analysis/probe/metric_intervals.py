@@ -17,13 +17,12 @@ from featx.analysis.probe.metrics import (
     CALIBRATION_BINS,
     CLASS_METRICS,
     TOP,
+    Ints,
+    Matrix,
     Predictions,
     calibration_bin,
     prediction_metrics,
 )
-
-Ints = npt.NDArray[np.int64]
-Matrix = npt.NDArray[np.float64]
 
 BLOCK_NUMBERS = 1 << 22
 """Largest number of weights that are held at a time: 32 MiB."""
@@ -167,7 +166,7 @@ def _mean_where(values: Matrix, is_counted: npt.NDArray[np.bool_]) -> Matrix:
     return mean
 
 
-def _is_within_top5(y: npt.NDArray[np.int64], scores: Matrix) -> npt.NDArray[np.bool_]:
+def _is_within_top5(y: Ints, scores: Matrix) -> npt.NDArray[np.bool_]:
     """Return whether each row counts in the top-5 accuracy, (n,)."""
     true_scores = scores[np.arange(len(y)), y]
     is_within: npt.NDArray[np.bool_] = (scores >= true_scores[:, None]).sum(1) <= TOP
@@ -199,7 +198,7 @@ def _agreement(right: Matrix, support: Matrix, num_predicted: Matrix) -> dict[st
     return {"mcc": mcc, "kappa": kappa}
 
 
-def _log_loss(y: npt.NDArray[np.int64], scores: Matrix, weights: Matrix) -> Matrix:
+def _log_loss(y: Ints, scores: Matrix, weights: Matrix) -> Matrix:
     """Compute the mean of -log of the probability of the true class; NaN where it is infinite."""
     p_true = scores[np.arange(len(y)), y]
     smallest = np.finfo(np.float64).eps
@@ -209,7 +208,7 @@ def _log_loss(y: npt.NDArray[np.int64], scores: Matrix, weights: Matrix) -> Matr
     return means
 
 
-def _auroc(y: npt.NDArray[np.int64], scores: Matrix, weights: Matrix, support: Matrix) -> Matrix:
+def _auroc(y: Ints, scores: Matrix, weights: Matrix, support: Matrix) -> Matrix:
     """Compute the mean area under the ROC curve of each tested class against the others.
 
     The area is the share of pairs of a row of the class and one of the others in which the first

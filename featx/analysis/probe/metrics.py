@@ -58,6 +58,9 @@ METRICS = {
 
 CLASS_METRICS = tuple(metric.key for metric in METRICS["classification"])
 
+Ints = npt.NDArray[np.int64]
+Matrix = npt.NDArray[np.float64]
+
 TOP = 5
 """k of the top-k accuracy."""
 
@@ -80,11 +83,7 @@ class UndefinedMetricError(ValueError):
 
 
 def classification_metrics(
-    y: npt.NDArray[np.int64],
-    predicted: npt.NDArray[np.int64],
-    scores: npt.NDArray[np.float64],
-    probabilities: bool,
-    most_ranked: int | None = None,
+    y: Ints, predicted: Ints, scores: Matrix, probabilities: bool, most_ranked: int | None = None
 ) -> tuple[dict[str, float | None], dict[str, str]]:
     """Compute the metrics of CLASS_METRICS but the accuracy.
 
@@ -137,19 +136,17 @@ def compute_metrics(
     return values, reasons
 
 
-def calibration_bin(confidence: npt.NDArray[np.float64]) -> npt.NDArray[np.int64]:
+def calibration_bin(confidence: Matrix) -> Ints:
     """Return the bin of the calibration error of each row, as scikit-learn's calibration_curve.
 
     The bins have equal width over [0, 1] and are closed above.
     """
     edges = np.linspace(0, 1, CALIBRATION_BINS + 1)[1:-1]
-    bin_of_row: npt.NDArray[np.int64] = np.searchsorted(edges, confidence, side="left")
+    bin_of_row: Ints = np.searchsorted(edges, confidence, side="left")
     return bin_of_row
 
 
-def _top5(
-    y: npt.NDArray[np.int64], scores: npt.NDArray[np.float64], most_ranked: int | None
-) -> float:
+def _top5(y: Ints, scores: Matrix, most_ranked: int | None) -> float:
     """Return the share of rows whose true class has fewer than five others with at least its score.
 
     scikit-learn ranks equal scores by the position of their classes. A slightly smaller score of
@@ -167,12 +164,7 @@ def _top5(
     return float(top_k_accuracy_score(y, lowered, k=TOP, labels=np.arange(num_classes)))
 
 
-def _calibration_error(
-    y: npt.NDArray[np.int64],
-    predicted: npt.NDArray[np.int64],
-    scores: npt.NDArray[np.float64],
-    probabilities: bool,
-) -> float:
+def _calibration_error(y: Ints, predicted: Ints, scores: Matrix, probabilities: bool) -> float:
     """Return the expected calibration error: |accuracy - confidence| by bins, weighted by rows.
 
     C. Guo et al., On Calibration of Modern Neural Networks, ICML 2017, equation 3.
@@ -189,7 +181,7 @@ def _calibration_error(
     return float(np.abs(accuracy - mean_confidence) @ num_rows[num_rows > 0] / len(y))
 
 
-def _auroc(y: npt.NDArray[np.int64], scores: npt.NDArray[np.float64]) -> float:
+def _auroc(y: Ints, scores: Matrix) -> float:
     """Return the mean area under the ROC curve of each tested class against the others."""
     from sklearn.metrics import roc_auc_score
 
@@ -199,9 +191,7 @@ def _auroc(y: npt.NDArray[np.int64], scores: npt.NDArray[np.float64]) -> float:
     return float(np.mean([roc_auc_score(y == label, scores[:, label]) for label in tested]))
 
 
-def _log_loss(
-    y: npt.NDArray[np.int64], scores: npt.NDArray[np.float64], probabilities: bool
-) -> float:
+def _log_loss(y: Ints, scores: Matrix, probabilities: bool) -> float:
     """Return the mean of -log of the probability of the true class."""
     from sklearn.metrics import log_loss
 
@@ -214,7 +204,7 @@ def _log_loss(
     return float(log_loss(y, scores, labels=np.arange(scores.shape[1])))
 
 
-def _mcc(y: npt.NDArray[np.int64], predicted: npt.NDArray[np.int64]) -> float:
+def _mcc(y: Ints, predicted: Ints) -> float:
     """Return Matthews' correlation coefficient."""
     from sklearn.metrics import matthews_corrcoef
 
@@ -223,11 +213,7 @@ def _mcc(y: npt.NDArray[np.int64], predicted: npt.NDArray[np.int64]) -> float:
     return _of_several(y, predicted, matthews_corrcoef)
 
 
-def _of_several(
-    y: npt.NDArray[np.int64],
-    predicted: npt.NDArray[np.int64],
-    metric: Callable[[npt.NDArray[np.int64], npt.NDArray[np.int64]], float],
-) -> float:
+def _of_several(y: Ints, predicted: Ints, metric: Callable[[Ints, Ints], float]) -> float:
     """Return a metric that is undefined if all rows are of one class."""
     if len(np.unique(y)) < 2:
         raise UndefinedMetricError("all test rows are of one class")
@@ -255,19 +241,19 @@ class Predictions:
 
     y: npt.NDArray[Any]
     predicted: npt.NDArray[Any]
-    p_true: npt.NDArray[np.float64] | None = None
-    p_predicted: npt.NDArray[np.float64] | None = None
-    groups: npt.NDArray[np.int64] | None = None
-    scores: npt.NDArray[np.float64] | None = None
+    p_true: Matrix | None = None
+    p_predicted: Matrix | None = None
+    groups: Ints | None = None
+    scores: Matrix | None = None
     most_ranked: int | None = None
 
     @classmethod
     def of_scores(
         cls,
-        y: npt.NDArray[np.int64],
-        scores: npt.NDArray[np.float64],
+        y: Ints,
+        scores: Matrix,
         probabilities: bool,
-        groups: npt.NDArray[np.int64] | None = None,
+        groups: Ints | None = None,
         most_ranked: int | None = None,
     ) -> Predictions:
         """Predict the class with the largest score, the first of equal ones."""
@@ -288,7 +274,7 @@ class Predictions:
         return float(self.right.mean())
 
     @property
-    def class_scores(self) -> npt.NDArray[np.float64]:
+    def class_scores(self) -> Matrix:
         """Scores, which have been kept."""
         assert self.scores is not None, "the scores of these predictions are not kept"
         return self.scores
@@ -390,9 +376,7 @@ def wilson(share: float, count: float) -> tuple[float, float]:
     return (0.0 if share == 0 else low, 1.0 if share == 1 else high)
 
 
-def effective_rows(
-    right: npt.NDArray[np.bool_], groups: npt.NDArray[np.int64] | None = None
-) -> float:
+def effective_rows(right: npt.NDArray[np.bool_], groups: Ints | None = None) -> float:
     """Compute how many independent rows would give the share of correct ones the same variance.
 
     Rows of one group tend to be right or wrong together. With p = r / n, and r_g of the n_g rows of
@@ -415,9 +399,7 @@ def effective_rows(
     return min(float(n), max(1.0, share * (1 - share) / max(variance, 1e-300)))
 
 
-def confusion(
-    y: npt.NDArray[np.int64], predicted: npt.NDArray[np.int64], num_classes: int
-) -> npt.NDArray[np.int64]:
+def confusion(y: Ints, predicted: Ints, num_classes: int) -> Ints:
     """Count predictions: row i, column j is the number of rows of class i that were predicted as j.
 
     Returns:

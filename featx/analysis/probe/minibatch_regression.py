@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, Subset
@@ -18,10 +17,9 @@ from featx.analysis import gradients
 from featx.analysis.probe.heads import Attention, Head, Scaler
 from featx.analysis.probe.layer_rows import LayerRows, Tokens, threads_for
 from featx.analysis.probe.logistic_regression import Fit
+from featx.analysis.probe.metrics import Ints
 from featx.errors import RunError
 from featx.torch import BlockShuffleSampler, FeatureDataset
-
-Ints = npt.NDArray[np.int64]
 
 BATCH_ROWS, TOKEN_BATCH_ROWS = 256, 64
 """Rows of a batch: of vectors, and of tokens."""

@@ -14,13 +14,11 @@ from featx.analysis.probe import logistic_regression
 from featx.analysis.probe.heads import Scaler, fit_scaler
 from featx.analysis.probe.layer_rows import layer_tokens, require_tokens
 from featx.analysis.probe.masks import Masks
+from featx.analysis.probe.metrics import Ints, Matrix
 from featx.analysis.probe.records import Choice
-from featx.analysis.probe.splits import Places, Split
+from featx.analysis.probe.splits import Split
 from featx.errors import ConfigError, LayerError
 from featx.store import FeatureStore
-
-Ints = npt.NDArray[np.int64]
-Matrix = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -168,7 +166,7 @@ class Patches:
         """Number of patches of a row."""
         return self.grid[0] * self.grid[1]
 
-    def blocks(self, places: Places) -> Iterator[tuple[Places, torch.Tensor]]:
+    def blocks(self, places: Ints) -> Iterator[tuple[Ints, torch.Tensor]]:
         """Yield places in blocks, and their patch tokens, (n, rows * columns, D) float32."""
         for span, block in self._tokens.features.blocks(places):
             yield span, self._tokens.layout.tokens(block)[:, self.prefix :]
@@ -194,7 +192,7 @@ class Patches:
         counts = np.bincount(cell[has_label] * self.num_classes + mask[has_label], minlength=size)
         return counts.reshape(self.per_row, self.num_classes).astype(np.float32)
 
-    def read_labelled(self, places: Places) -> LabelledPatches:
+    def read_labelled(self, places: Ints) -> LabelledPatches:
         """Read the patches of some rows that have a pixel with a label."""
         counts = [self.counts(place) for place in places.tolist()]
         has_label = [each.any(1) for each in counts]
@@ -242,7 +240,7 @@ class _Slices:
         self.width = x.shape[1]
         self.device = x.device
 
-    def blocks(self, places: Places) -> Iterator[tuple[Places, torch.Tensor]]:
+    def blocks(self, places: Ints) -> Iterator[tuple[Ints, torch.Tensor]]:
         """Yield all vectors in order; `places` are those of all of them."""
         for start in range(0, len(places), self._ROWS):
             yield places[start : start + self._ROWS], self._x[start : start + self._ROWS]
@@ -283,7 +281,7 @@ class PatchClassifier:
     fit: logistic_regression.Fit
     classes: torch.Tensor
 
-    def predict(self, patches: Patches, places: Places) -> Iterator[tuple[int, Ints, Ints]]:
+    def predict(self, patches: Patches, places: Ints) -> Iterator[tuple[int, Ints, Ints]]:
         """Yield a place, the classes of its pixels (H, W), and those of its patches (T,).
 
         The logits of the patches are enlarged to the crop by bilinear interpolation
@@ -352,7 +350,7 @@ def fit_patches(patches: Patches, split: Split, l2: float | None) -> FittedPatch
     return FittedPatches(PatchClassifier(scaler, fit, classes), choice)
 
 
-def count_pixels(classifier: PatchClassifier, patches: Patches, places: Places) -> PixelCounts:
+def count_pixels(classifier: PatchClassifier, patches: Patches, places: Ints) -> PixelCounts:
     """Predict some rows and count their pixels and patches by class.
 
     The class of a patch is the one with at least half of the pixels with a label in its cell; a

@@ -17,9 +17,9 @@ from featx.analysis.probe.metric_intervals import (
     interval_entry,
     units_of_rows,
 )
+from featx.analysis.probe.metrics import Ints
 from featx.analysis.probe.patches import (
     FittedPatches,
-    Ints,
     Patches,
     PixelCounts,
     check_memory,

@@ -188,9 +188,7 @@ class Results(Generic[Tested]):
         ]
 
     def _best_layer(
-        self,
-        seeds: Sequence[int],
-        key: Callable[[tuple[float, ...]], tuple[float, ...]],
+        self, seeds: Sequence[int], key: Callable[[tuple[float, ...]], tuple[float, ...]]
     ) -> str:
         """Return the layer that is best by the mean validation metrics of some seeds."""
 

@@ -11,6 +11,7 @@ import torch
 
 from featx.analysis.probe.heads import Head, Scaler
 from featx.analysis.probe.layer_rows import Features
+from featx.analysis.probe.metrics import Ints
 from featx.base import float64_device
 from featx.errors import ConfigError
 
@@ -60,11 +61,7 @@ class RidgeSolution:
 
 
 def solve(
-    features: Features,
-    places: npt.NDArray[np.int64],
-    y: npt.NDArray[Any],
-    num_outputs: int,
-    scaler: Scaler,
+    features: Features, places: Ints, y: npt.NDArray[Any], num_outputs: int, scaler: Scaler
 ) -> RidgeSolution:
     """Decompose the normal equations of some places in float64.
 
@@ -84,7 +81,7 @@ def solve(
     )
     target_mean = torch.from_numpy(shares).to(device)
 
-    def targets(span: npt.NDArray[np.int64]) -> torch.Tensor:
+    def targets(span: Ints) -> torch.Tensor:
         """Return the targets minus their mean, (n, num_outputs)."""
         if not is_one_hot:
             return torch.from_numpy(y[span]).to(device) - target_mean

@@ -1,6 +1,6 @@
 """Splits of labelled rows into rows to fit on, to choose settings on, and to test on.
 
-Splits are made at random, as given, or with another store for the test; groups stay whole. Places
+Splits are made at random, as given, or with another store for the test; groups stay whole. Ints
 are indices into the labelled rows, not rows of a store.
 """
 
@@ -24,11 +24,10 @@ from featx.analysis.probe.groups import (
     share_of_groups,
 )
 from featx.analysis.probe.labelled_rows import LabelledRows
+from featx.analysis.probe.metrics import Ints
 from featx.base import csv_cell
 from featx.config import ProbeConfig
 from featx.errors import DataError, counted
-
-Places = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -41,22 +40,18 @@ class Split:
         test: places that are used once, at the end.
     """
 
-    fit: Places
-    validation: Places
-    test: Places
+    fit: Ints
+    validation: Ints
+    test: Ints
 
     @property
-    def train(self) -> Places:
+    def train(self) -> Ints:
         """Union of `fit` and `validation`, for the final fit."""
         return np.sort(np.concatenate([self.fit, self.validation]))
 
 
 def holdout(
-    y: npt.NDArray[np.int64],
-    share: float,
-    validation: float,
-    seed: int,
-    groups: npt.NDArray[np.int64] | None = None,
+    y: Ints, share: float, validation: float, seed: int, groups: Ints | None = None
 ) -> Split:
     """Select a share of each class for testing, and a share of the rest for validation."""
     every = np.arange(len(y))
@@ -65,11 +60,7 @@ def holdout(
 
 
 def kfold(
-    y: npt.NDArray[np.int64],
-    folds: int,
-    validation: float,
-    seed: int,
-    groups: npt.NDArray[np.int64] | None = None,
+    y: Ints, folds: int, validation: float, seed: int, groups: Ints | None = None
 ) -> list[Split]:
     """Make k splits that test every row once, with the rows of a class spread over the folds.
 
@@ -92,7 +83,7 @@ def kfold(
     return splits
 
 
-def _fold_of_rows(y: npt.NDArray[np.int64], folds: int, rng: np.random.Generator) -> Places:
+def _fold_of_rows(y: Ints, folds: int, rng: np.random.Generator) -> Ints:
     """Return a fold for each row, -1 for the only row of a class."""
     fold_of = np.full(len(y), -1)
     num_assigned = 0
@@ -106,13 +97,13 @@ def _fold_of_rows(y: npt.NDArray[np.int64], folds: int, rng: np.random.Generator
 
 
 def split_from_places(
-    y: npt.NDArray[np.int64],
-    train: Places,
-    validation: Places,
-    test: Places,
+    y: Ints,
+    train: Ints,
+    validation: Ints,
+    test: Ints,
     share: float,
     seed: int,
-    groups: npt.NDArray[np.int64] | None = None,
+    groups: Ints | None = None,
 ) -> Split:
     """Make a split from given places; validation rows are drawn if none are given."""
     if len(validation):
@@ -120,9 +111,7 @@ def split_from_places(
     return _with_validation(y, train, test, share, seed, groups)
 
 
-def few_shot_places(
-    y: npt.NDArray[np.int64], train: Places, shots: int, draw: int, seed: int
-) -> Places:
+def few_shot_places(y: Ints, train: Ints, shots: int, draw: int, seed: int) -> Ints:
     """Select at most `shots` random places of each class."""
     rng = np.random.default_rng([seed, 3, shots, draw])
     places_of_classes = [
@@ -132,12 +121,7 @@ def few_shot_places(
 
 
 def _with_validation(
-    y: npt.NDArray[np.int64],
-    train: Places,
-    test: Places,
-    share: float,
-    seed: int,
-    groups: npt.NDArray[np.int64] | None,
+    y: Ints, train: Ints, test: Ints, share: float, seed: int, groups: Ints | None
 ) -> Split:
     """Split training places into fit and validation."""
     validation = _some_of_each_class(y, train, share, np.random.default_rng([seed, 2]), groups)
@@ -145,12 +129,8 @@ def _with_validation(
 
 
 def _some_of_each_class(
-    y: npt.NDArray[np.int64],
-    places: Places,
-    share: float,
-    rng: np.random.Generator,
-    groups: npt.NDArray[np.int64] | None,
-) -> Places:
+    y: Ints, places: Ints, share: float, rng: np.random.Generator, groups: Ints | None
+) -> Ints:
     """Select a share of the rows of each class: at least one and not all; none of a single row.
 
     With groups, whole groups are selected, under the same rule.
@@ -170,11 +150,7 @@ ROLES = {"train": "train", "test": "test", "validation": "validation", "val": "v
 
 
 def _given_split(
-    options: ProbeConfig,
-    seed: int,
-    training: LabelledRows,
-    groups: npt.NDArray[np.int64] | None,
-    notes: list[str],
+    options: ProbeConfig, seed: int, training: LabelledRows, groups: Ints | None, notes: list[str]
 ) -> Split:
     """Make a split from probe.split_column or probe.split_file."""
     keys = training.store.keys[training.rows]
@@ -257,9 +233,7 @@ def read_split_file(path: Path, keys: Sequence[str]) -> tuple[npt.NDArray[np.str
     return roles, len(role_of_key.keys() - set(names))
 
 
-def small_classes(
-    training: LabelledRows, groups: npt.NDArray[np.int64] | None, folds: int
-) -> list[str]:
+def small_classes(training: LabelledRows, groups: Ints | None, folds: int) -> list[str]:
     """Return notes about classes with too few rows or groups to be tested."""
     if groups is None:
         if single := int((np.bincount(training.y) == 1).sum()):
@@ -305,7 +279,7 @@ def _divided_group_notes(training: LabelledRows, groups: Groups, split: Split) -
     return notes
 
 
-def check_split(split: Split, y: npt.NDArray[np.int64], classes: Sequence[str], unit: str) -> None:
+def check_split(split: Split, y: Ints, classes: Sequence[str], unit: str) -> None:
     """Check that a split can be used."""
     if not len(split.test):
         raise DataError(
@@ -348,7 +322,7 @@ class RowSplits:
     """
 
     seed: int
-    groups: npt.NDArray[np.int64] | None
+    groups: Ints | None
     splits: list[Split]
     settings: dict[str, Any]
     grouped: Groups | None
@@ -360,7 +334,7 @@ class RowSplits:
         return len(self.splits) > 1
 
     @property
-    def test_places(self) -> Places:
+    def test_places(self) -> Ints:
         """(n,) test places of all splits, one after the other."""
         return np.concatenate([split.test for split in self.splits])
 
@@ -412,11 +386,8 @@ def split_rows(
 
 
 def _groups_of_both(
-    testing: LabelledRows,
-    column: str | None,
-    groups: npt.NDArray[np.int64] | None,
-    num_training: int,
-) -> npt.NDArray[np.int64] | None:
+    testing: LabelledRows, column: str | None, groups: Ints | None, num_training: int
+) -> Ints | None:
     """Return (n,) groups of training rows, then of another store's rows, or None without groups."""
     test_groups = row_groups(testing, column)
     if test_groups is None and groups is None:

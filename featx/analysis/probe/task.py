@@ -18,7 +18,7 @@ from featx.analysis.probe.heads import Head
 from featx.analysis.probe.labelled_rows import LabelledRows, TaskKind
 from featx.analysis.probe.layer_rows import Features, layer_tokens, layer_vectors
 from featx.analysis.probe.methods import FittedProbe, Problem
-from featx.analysis.probe.metrics import METRICS, Metric, Predictions
+from featx.analysis.probe.metrics import METRICS, Ints, Metric, Predictions
 from featx.analysis.probe.records import Choice, Record, Results, Tested
 from featx.analysis.probe.splits import RowSplits, Split, missing_group_notes, split_rows
 from featx.config import Config
@@ -103,7 +103,7 @@ class Task(ABC, Generic[Opened, Fitted, Tested]):
         """Metrics of the task; the first one is that of the answer."""
         return METRICS[self.kind.name]
 
-    def groups_of(self, seed: int, split: Split) -> npt.NDArray[np.int64] | None:
+    def groups_of(self, seed: int, split: Split) -> Ints | None:
         """Return the group of each test row of a split, or None without groups."""
         groups = self.splits[seed].groups
         return None if groups is None else groups[split.test]

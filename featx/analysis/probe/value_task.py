@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from featx.analysis.probe.class_task import SCORE
 from featx.analysis.probe.heads import Head
@@ -21,6 +20,7 @@ from featx.analysis.probe.metric_intervals import (
     units_of_rows,
 )
 from featx.analysis.probe.metrics import (
+    Matrix,
     Predictions,
     UndefinedMetricError,
     compute_metrics,
@@ -45,8 +45,6 @@ _NAMED = 5
 
 THRESHOLD = 0.5
 """Score from which a label counts as predicted in macro_f1."""
-
-Matrix = npt.NDArray[np.float64]
 
 
 class ValueTask(RowTask):

@@ -8,14 +8,14 @@ import json
 import math
 import re
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from featx.analysis.probe.layer_rows import Features, TokenLayout
+from featx.analysis.probe.layer_rows import Features, TokenLayout, Tokens
 from featx.analysis.probe.metrics import Ints, Matrix
 from featx.base import float64_device
 from featx.errors import StoreError
@@ -61,35 +61,24 @@ class Scaler:
         return (x - self.mean).div_(self.scale)
 
 
-class VectorBlocks(Protocol):
-    """Vectors that a standardisation is fitted on."""
-
-    @property
-    def width(self) -> int:
-        """D, the number of values of a vector."""
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the blocks."""
-
-    def blocks(self, places: Ints) -> Iterator[tuple[Ints, torch.Tensor]]:
-        """Yield the places of a block, and their vectors, (n, D) float32."""
+def fit_scaler(features: Features | Tokens, places: Ints) -> Scaler:
+    """Compute mean and standard deviation of each feature over some places."""
+    return scaler_of(block for _, block in features.blocks(places))
 
 
-def fit_scaler(features: VectorBlocks, places: Ints) -> Scaler:
-    """Compute mean and standard deviation of each feature over some places, in float64.
+def scaler_of(blocks: Iterable[torch.Tensor]) -> Scaler:
+    """Compute mean and standard deviation of each feature of (n, D) vectors, in float64.
 
     Blocks are merged by Chan's formula: M = M_a + M_b + d^2 n_a n_b / n.
     """
-    wide = float64_device(features.device)
-    count = 0
-    mean = torch.zeros(features.width, dtype=torch.float64, device=wide)
-    scatter = torch.zeros_like(mean)
-    constant = torch.ones(features.width, dtype=torch.bool, device=wide)
-    first: torch.Tensor | None = None
-    for _, block in features.blocks(places):
-        x = block.to(wide)
-        first = x[0].clone() if first is None else first
+    count, first, device = 0, torch.empty(0), torch.device("cpu")
+    mean = scatter = constant = torch.empty(0)
+    for block in blocks:
+        if not count:
+            device, first = block.device, block[0].to(float64_device(block.device))
+            mean = torch.zeros(len(first), dtype=torch.float64, device=first.device)
+            scatter, constant = torch.zeros_like(mean), torch.ones_like(mean, dtype=torch.bool)
+        x = block.to(first.device)
         constant &= (x == first).all(0)
         x = x.double()
         block_mean = x.mean(0)
@@ -99,9 +88,8 @@ def fit_scaler(features: VectorBlocks, places: Ints) -> Scaler:
         count = total
     scale = (scatter / count).sqrt()
     scale[constant | (scale == 0)] = 1.0
-    if first is not None:
-        mean = torch.where(constant, first.double(), mean)  # exact, so that x - mean is 0
-    return Scaler(mean.float().to(features.device), scale.float().to(features.device))
+    mean = torch.where(constant, first.double(), mean)  # exact, so that x - mean is 0
+    return Scaler(mean.float().to(device), scale.float().to(device))
 
 
 def attention_average(tokens: torch.Tensor, query: torch.Tensor) -> torch.Tensor:

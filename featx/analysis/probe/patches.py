@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 
 from featx.analysis.probe import logistic_regression
-from featx.analysis.probe.heads import Scaler, fit_scaler
+from featx.analysis.probe.heads import Scaler, scaler_of
 from featx.analysis.probe.layer_rows import layer_tokens, require_tokens
 from featx.analysis.probe.masks import Masks
 from featx.analysis.probe.metrics import Ints, Matrix
@@ -225,26 +225,6 @@ class LabelledPatches:
         """Standardise the tokens in place; a copy might not fit into memory."""
         self.x.sub_(scaler.mean).div_(scaler.scale)
 
-    def scaler(self) -> Scaler:
-        """Compute mean and standard deviation of each value of the tokens."""
-        return fit_scaler(_Slices(self.x), np.arange(len(self.x)))
-
-
-class _Slices:
-    """Vectors in memory, given in blocks, so that float64 copies of them stay small."""
-
-    _ROWS = 1 << 14
-
-    def __init__(self, x: torch.Tensor) -> None:
-        self._x = x
-        self.width = x.shape[1]
-        self.device = x.device
-
-    def blocks(self, places: Ints) -> Iterator[tuple[Ints, torch.Tensor]]:
-        """Yield all vectors in order; `places` are those of all of them."""
-        for start in range(0, len(places), self._ROWS):
-            yield places[start : start + self._ROWS], self._x[start : start + self._ROWS]
-
 
 def check_memory(patches: Patches, layer: str, num_rows: int, memory_gib: float) -> None:
     """Check that the patches to train on fit into memory.
@@ -262,6 +242,9 @@ def check_memory(patches: Patches, layer: str, num_rows: int, memory_gib: float)
             "fewer patches with reduce=grid."
         )
 
+
+_SCALED_ROWS = 1 << 14
+"""Number of patches of which there is a float64 copy at a time."""
 
 _BLOCK_NUMBERS = 1 << 24
 """Largest number of logits on the crop that are computed at a time: 64 MiB."""
@@ -394,6 +377,6 @@ def _sweep(
 
 def _standardise(rows: LabelledPatches) -> tuple[Scaler, torch.Tensor]:
     """Standardise patches in place; returns how, and the classes that they have."""
-    scaler = rows.scaler()
+    scaler = scaler_of(torch.split(rows.x, _SCALED_ROWS))
     rows.standardise(scaler)
     return scaler, rows.counts.any(0).nonzero()[:, 0]

@@ -92,9 +92,8 @@ class ValueTask(RowTask):
         return fitted.choice, tested
 
     def judge(self, folds: Sequence[Predictions]) -> dict[str, Any]:
-        metrics = regression_metrics if self._is_regression else multilabel_metrics
         joined = join_predictions(folds)
-        values, reasons = metrics(joined.y, joined.predicted)
+        values, reasons = value_metrics(self.kind.name, joined.y, joined.predicted)
         return {"rows": len(joined.y), **values, "not_available": reasons}
 
     @staticmethod
@@ -102,8 +101,7 @@ class ValueTask(RowTask):
         return (-validation["validation_loss"],)
 
     def first_metric(self, tested: Predictions) -> float | None:
-        metric = first_regression_metric if self._is_regression else first_multilabel_metric
-        return metric(tested.y, tested.predicted)
+        return first_value_metric(self.kind.name, tested.y, tested.predicted)
 
     def finish_head(
         self,
@@ -147,12 +145,12 @@ class ValueTask(RowTask):
         unit_of_row = units_of_rows(tested.groups, len(tested.y))
         order = np.argsort(unit_of_row, kind="stable")
         units = np.split(order, np.cumsum(np.bincount(unit_of_row))[:-1])
-        metric = first_regression_metric if self._is_regression else first_multilabel_metric
         values = []
         for block in drawn_units(unit_of_row, INTERVAL_RESAMPLES, BLOCK_NUMBERS // len(units)):
             for drawn in block:
                 rows = np.concatenate([units[unit] for unit in drawn])
-                values.append(metric(tested.y[rows], tested.predicted[rows]))
+                sample = tested.y[rows], tested.predicted[rows]
+                values.append(first_value_metric(self.kind.name, *sample))
         return interval_entry(values, "row" if tested.groups is None else "group", len(units))
 
     def _untrained_notes(self) -> list[str]:
@@ -194,47 +192,30 @@ def _check_options(config: Config, kind: TaskKind) -> None:
         )
 
 
-def regression_metrics(
-    truth: Matrix, predicted: Matrix
+def value_metrics(
+    task: str, truth: Matrix, predicted: Matrix
 ) -> tuple[dict[str, float | None], dict[str, str]]:
-    """Compute R2, the mean absolute error and Spearman's rank correlation.
+    """Compute the metrics of numbers, (n, 1), or of labels, (n, T).
+
+    r2 is the coefficient of determination, mae the mean absolute error, spearman the rank
+    correlation. map and macro_f1 are means over the labels that occur among the test rows.
 
     Returns:
         name -> value, None if it is not available; and name -> reason for those.
     """
-    from scipy.stats import spearmanr
-    from sklearn.metrics import mean_absolute_error
-
-    a, b = truth[:, 0], predicted[:, 0]
-
-    def spearman() -> float:
-        if np.ptp(a) == 0 or np.ptp(b) == 0:
-            which = "have" if np.ptp(a) == 0 else "are predicted with"
-            raise UndefinedMetricError(f"the test rows {which} a single value")
-        return float(spearmanr(a, b).statistic)
-
-    return compute_metrics(
-        {
-            "r2": lambda: _r2(truth, predicted),
-            "mae": lambda: mean_absolute_error(a, b),
-            "spearman": spearman,
-        }
-    )
-
-
-def multilabel_metrics(
-    truth: Matrix, predicted: Matrix
-) -> tuple[dict[str, float | None], dict[str, str]]:
-    """Compute mean average precision and macro-F1 over the labels that occur among the test rows.
-
-    Returns:
-        name -> value, None if it is not available; and name -> reason for those.
-    """
-    from sklearn.metrics import average_precision_score, f1_score
+    from sklearn.metrics import average_precision_score, f1_score, mean_absolute_error
 
     def macro_f1(is_true: Matrix, scores: Matrix) -> float:
         return float(f1_score(is_true > 0, scores >= THRESHOLD, zero_division=0))
 
+    if task == "regression":
+        return compute_metrics(
+            {
+                "r2": lambda: _r2(truth, predicted),
+                "mae": lambda: mean_absolute_error(truth[:, 0], predicted[:, 0]),
+                "spearman": lambda: _spearman(truth[:, 0], predicted[:, 0]),
+            }
+        )
     return compute_metrics(
         {
             "map": lambda: _mean_over_labels(truth, predicted, average_precision_score),
@@ -243,23 +224,28 @@ def multilabel_metrics(
     )
 
 
-def first_regression_metric(truth: Matrix, predicted: Matrix) -> float | None:
-    """Compute the first metric of `regression_metrics` alone, for many resamples or splits."""
+def first_value_metric(task: str, truth: Matrix, predicted: Matrix) -> float | None:
+    """Compute the first metric of `value_metrics` alone, for many resamples or splits."""
     from sklearn import config_context
 
     # scikit-learn checks each of its arguments, which takes longer than the metric of a few rows;
     # these are correct by construction.
     with config_context(assume_finite=True, skip_parameter_validation=True):
-        values, _ = compute_metrics({"r2": lambda: _r2(truth, predicted)})
-    return values["r2"]
+        metrics = {
+            "regression": lambda: _r2(truth, predicted),
+            "multilabel": lambda: _mean_over_labels(truth, predicted, _average_precision),
+        }
+        return compute_metrics({task: metrics[task]})[0][task]
 
 
-def first_multilabel_metric(truth: Matrix, predicted: Matrix) -> float | None:
-    """Compute the first metric of `multilabel_metrics` alone, for many resamples or splits."""
-    values, _ = compute_metrics(
-        {"map": lambda: _mean_over_labels(truth, predicted, _average_precision)}
-    )
-    return values["map"]
+def _spearman(truth: Matrix, predicted: Matrix) -> float:
+    """Return Spearman's rank correlation."""
+    from scipy.stats import spearmanr
+
+    if np.ptp(truth) == 0 or np.ptp(predicted) == 0:
+        which = "have" if np.ptp(truth) == 0 else "are predicted with"
+        raise UndefinedMetricError(f"the test rows {which} a single value")
+    return float(spearmanr(truth, predicted).statistic)
 
 
 def _r2(truth: Matrix, predicted: Matrix) -> float:

@@ -77,11 +77,7 @@ def row_groups(labelled: LabelledRows, column: str | None = None) -> Groups | No
 
 
 def overlap_notes(training: LabelledRows, testing: LabelledRows, column: str | None) -> list[str]:
-    """Describe what occurs both in training rows and in test rows of another store.
-
-    Returns:
-        sentences for the notes of the result.
-    """
+    """Return notes about what occurs both in training rows and in test rows of another store."""
     notes = []
     (ours, kind), (theirs, _) = _origins(training), _origins(testing)
     sums, their_sums = (rows.store.image_checksums[rows.rows] for rows in (training, testing))
@@ -112,11 +108,7 @@ def overlap_notes(training: LabelledRows, testing: LabelledRows, column: str | N
 
 
 def divided_groups(groups: Groups, some: Ints, others: Ints) -> Ints:
-    """Return the groups with rows among both of two sets of places.
-
-    Returns:
-        (k,) int64 group numbers.
-    """
+    """Return the groups, (k,), with rows among both of two sets of places."""
     return np.intersect1d(groups.of_row[some], groups.of_row[others])
 
 

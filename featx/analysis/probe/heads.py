@@ -93,11 +93,7 @@ def scaler_of(blocks: Iterable[torch.Tensor]) -> Scaler:
 
 
 def attention_average(tokens: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
-    """Average tokens with the weights softmax(tokens . query / sqrt(D)).
-
-    Returns:
-        (n, D).
-    """
+    """Average (n, T, D) tokens with the weights softmax(tokens . query / sqrt(D)), (n, D)."""
     weights = (tokens @ query / math.sqrt(len(query))).softmax(1)
     return torch.einsum("nt,ntd->nd", weights, tokens)
 
@@ -166,11 +162,7 @@ class Head:
 
 
 def scores_of(head: Head, features: Features, places: Ints) -> Matrix:
-    """Compute the scores of some places.
-
-    Returns:
-        (n, C) float64.
-    """
+    """Compute the scores of some places, (n, C)."""
     blocks = [head.scores(block) for _, block in features.blocks(places)]
     scores: Matrix = torch.cat(blocks).numpy()
     return scores

@@ -66,11 +66,7 @@ def weighted_means(
     ks: Sequence[int],
     temperature: float = TEMPERATURE,
 ) -> dict[int, Matrix]:
-    """Compute the mean of the values of a query's k most similar rows, weighted as votes are.
-
-    Returns:
-        k -> (len(queries), T) float64.
-    """
+    """Compute the mean of the (N, T) values of a query's k nearest rows, weighted as votes are."""
 
     def means(weights: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
         neighbour_values = torch.from_numpy(values).to(weights)[places]

@@ -66,11 +66,7 @@ class LayerRows:
         return as_vectors(values, self.pooled, self.width)
 
     def read(self, places: Ints) -> torch.Tensor:
-        """Read the vectors of some of the rows.
-
-        Returns:
-            (n, D) float32 on the CPU.
-        """
+        """Read the vectors of some of the rows, (n, D) float32 on the CPU."""
         rows = self.rows[places]
         values = np.asarray(self.store[self.layer][rows])
         vectors = self.vectors(torch.from_numpy(values.astype(np.float32, copy=False)))
@@ -89,11 +85,7 @@ class LayerRows:
 
 
 def as_vectors(values: torch.Tensor, pooled: tuple[int, ...] | None, width: int) -> torch.Tensor:
-    """Convert stored rows to vectors.
-
-    Returns:
-        (n, D) float32.
-    """
+    """Convert stored rows to vectors, (n, D) float32."""
     values = values.to(torch.float32)
     if pooled:
         values = values.mean(pooled)

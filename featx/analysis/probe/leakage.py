@@ -30,10 +30,9 @@ _BLOCK_NUMBERS = 1 << 24
 
 
 def repeated_rows(features: Features, splits: Sequence[Split]) -> int | None:
-    """Count the test rows whose vector equals that of a training row bit for bit.
+    """Count the test rows of all splits whose vector equals that of a training row bit for bit.
 
-    Returns:
-        the number over all splits, or None if the features are streamed.
+    It is unknown, None, if the features are streamed.
     """
     if features.whole is None:
         return None

@@ -400,11 +400,7 @@ def effective_rows(right: npt.NDArray[np.bool_], groups: Ints | None = None) -> 
 
 
 def confusion(y: Ints, predicted: Ints, num_classes: int) -> Ints:
-    """Count predictions: row i, column j is the number of rows of class i that were predicted as j.
-
-    Returns:
-        (C, C) int64.
-    """
+    """Count predictions: row i, column j is the number of rows of class i predicted as j."""
     cells = np.bincount(y * num_classes + predicted, minlength=num_classes**2)
     return cells.reshape(num_classes, num_classes).astype(np.int64)
 

@@ -178,6 +178,13 @@ class Streamed:
     alarms: list[str]
 
 
+class _Candidates(nn.ModuleList):
+    """One linear layer per penalty, all applied to the same batch: (B, D) -> (S, B, C)."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.stack([layer(x) for layer in self])
+
+
 def fit_streamed(
     rows: LayerRows,
     places: Ints,
@@ -194,7 +201,7 @@ def fit_streamed(
     device = scaler.mean.device
     batches = StreamedBatches(rows, places, y, BATCH_ROWS, schedule.seed)
     layers = [nn.Linear(rows.width, num_classes).to(device) for _ in strengths]
-    model = nn.ModuleList(layers)
+    model = _Candidates(layers)
     for parameter in model.parameters():
         nn.init.zeros_(parameter)
     penalties = torch.tensor(list(strengths), device=device)
@@ -202,8 +209,7 @@ def fit_streamed(
     def objective(vectors: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         x = scaler(vectors.to(device))
         squares = torch.stack([layer.weight.square().sum() for layer in layers])
-        logits = torch.stack([layer(x) for layer in layers])
-        return _penalised_losses(logits, labels.to(device), squares, penalties)
+        return _penalised_losses(model(x), labels.to(device), squares, penalties)
 
     rate = schedule.learning_rate
     optimizers = [torch.optim.AdamW(each.parameters(), rate, weight_decay=0.0) for each in layers]

@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from featx.analysis.probe.heads import Head, Scaler, head_bytes
-from featx.analysis.probe.output_files import output_folder
+from featx.analysis.probe.heads import Head, Scaler, head_bytes, output_folder
 from featx.base import choose_device
 from featx.config import Config, from_saved
 from featx.errors import ConfigError, DataError, StoreError, StoreMismatchError, counted

@@ -1,22 +1,21 @@
-"""Metrics of a probe as printed text."""
+"""Printed text of the probes of all tasks: metrics, intervals, splits, notes and files."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from featx.base import percent_text
+from featx.analysis.probe import METRICS, Metric
+from featx.base import command_text, percent_text, shown_path
 from featx.errors import counted
+from featx.storage import parse_path
+from featx.store import layout
 
-METRICS = (
-    ("balanced accuracy", "balanced_accuracy"), ("top-5", "top5"), ("macro-F1", "macro_f1"),
-    ("AUROC", "auroc"), ("log-loss", "log_loss"), ("MCC", "mcc"), ("kappa", "kappa"),
-    ("ECE", "calibration_error"),
-)  # fmt: skip
-"""(name for people, name in probe.json) of all metrics but the accuracy, in printed order."""
+_LAYERS_NAMED = 8
+"""Number of layers that a line names."""
 
-_SHARES = ("balanced_accuracy", "top5")
-"""Metrics that are printed in percent."""
+_BESIDE_ACCURACY = METRICS["classification"][1:]
 
 
 def number_text(value: float | None) -> str:
@@ -24,20 +23,18 @@ def number_text(value: float | None) -> str:
     return "-" if value is None else f"{value:.3f}"
 
 
-def metric_text(name: str, value: float | None) -> str:
-    """Format a metric of METRICS; '-' if it is not available."""
-    if value is not None and name in _SHARES:
-        return percent_text(value)
-    return number_text(value)
+def metric_text(metric: Metric, value: float | None) -> str:
+    """Format a metric; '-' if it is not available."""
+    return percent_text(value) if value is not None and metric.is_share else number_text(value)
 
 
 def metrics_text(result: dict[str, Any]) -> str:
     """Return the metrics of the best layer, and why others are not available."""
     texts = [
-        f"{label} {metric_text(name, result[name])}"
-        + (f" ({result['calibration_bins']} bins)" if name == "calibration_error" else "")
-        for label, name in METRICS
-        if result[name] is not None
+        f"{metric.title} {metric_text(metric, result[metric.key])}"
+        + (f" ({result['calibration_bins']} bins)" if metric.key == "calibration_error" else "")
+        for metric in _BESIDE_ACCURACY
+        if result[metric.key] is not None
     ]
     lines = [", ".join(texts[i : i + 4]) for i in range(0, len(texts), 4)]
     return "\n".join([*lines, *not_available(result)])
@@ -46,13 +43,12 @@ def metrics_text(result: dict[str, Any]) -> str:
 def intervals_text(bootstrap: dict[str, Any]) -> str:
     """Return the bootstrap intervals of all metrics."""
     texts = []
-    for label, name in (("accuracy", "accuracy"), *METRICS):
-        if (interval := bootstrap["intervals"][name]) is None:
+    for metric in METRICS["classification"]:
+        if (interval := bootstrap["intervals"][metric.key]) is None:
             continue
         low, high = interval
-        percent = name in ("accuracy", *_SHARES)
-        text = f"{interval_text(interval)} %" if percent else f"{low:.3f} - {high:.3f}"
-        texts.append(f"{label} {text}")
+        text = f"{interval_text(interval)} %" if metric.is_share else f"{low:.3f} - {high:.3f}"
+        texts.append(f"{metric.title} {text}")
     lines = [", ".join(texts[i : i + 3]) for i in range(0, len(texts), 3)]
     undefined = [
         f"{count} resamples without {name} are left out of its interval"
@@ -65,23 +61,22 @@ def intervals_text(bootstrap: dict[str, Any]) -> str:
 
 def seeds_metrics_text(result: dict[str, Any]) -> str:
     """Return mean and standard deviation over the splits of the metrics of the chosen layers."""
-    chosen = result["seeds"]["chosen"]
     texts = []
-    for label, name in METRICS:
-        if (spread := chosen[name]) is not None:
-            factor, unit, digits = (100, " %", 1) if name in _SHARES else (1, "", 3)
+    for metric in _BESIDE_ACCURACY:
+        if (spread := result["seeds"]["chosen"][metric.key]) is not None:
+            factor, unit, digits = (100, " %", 1) if metric.is_share else (1, "", 3)
             mean, std = factor * spread["mean"], factor * spread["std"]
-            texts.append(f"{label} {mean:.{digits}f} ± {std:.{digits}f}{unit}")
+            texts.append(f"{metric.title} {mean:.{digits}f} ± {std:.{digits}f}{unit}")
     return "\n".join(", ".join(texts[i : i + 3]) for i in range(0, len(texts), 3))
 
 
 def not_available(about: dict[str, Any]) -> list[str]:
-    """Return one line per reason for which metrics are not available."""
+    """Return one line per reason for which metrics of classes are not available."""
     names: dict[str, list[str]] = {}
-    for label, name in METRICS:
-        if (reason := about["not_available"].get(name)) is not None:
-            names.setdefault(reason, []).append(label)
-    return [f"not available: {', '.join(labels)}; {reason}" for reason, labels in names.items()]
+    for metric in _BESIDE_ACCURACY:
+        if (reason := about["not_available"].get(metric.key)) is not None:
+            names.setdefault(reason, []).append(metric.title)
+    return [f"not available: {', '.join(titles)}; {reason}" for reason, titles in names.items()]
 
 
 def points_text(share: float, sign: str = "") -> str:
@@ -94,3 +89,117 @@ def interval_text(interval: Sequence[float]) -> str:
     """Return an interval of shares in percent, without the sign: '85.6 - 96.4'."""
     low, high = (f"{100 * edge:.1f}" for edge in interval)
     return f"{low} - {high}"
+
+
+def indistinguishable_text(best: str, tests: dict[str, Any], where: str) -> list[str]:
+    """Return which layers cannot be told apart from the best one, and for which it is unknown."""
+    unknown = {layer: test for layer, test in tests.items() if test["told_apart"] is None}
+    indistinguishable = [layer for layer, test in tests.items() if test["told_apart"] is False]
+    lines = []
+    if indistinguishable:
+        names = _layers_text(indistinguishable)
+        lines.append(f"Cannot be told apart from {best} on {where}: {names}.")
+    elif tests and not unknown:
+        subject = "The other layer" if len(tests) == 1 else f"All {len(tests)} other layers"
+        lines.append(f"{subject} can be told apart from {best} on {where} (p < 0.05, Holm).")
+    if unknown:
+        [reason] = {test["not_tested"] for test in unknown.values()}
+        lines.append(f"Not tested against {best}: {_layers_text(list(unknown))}; {reason}.")
+    return lines
+
+
+def _layers_text(layers: list[str]) -> str:
+    """Return the names of layers, of many the first ones only."""
+    more = f" and {len(layers) - _LAYERS_NAMED} more" if layers[_LAYERS_NAMED:] else ""
+    return ", ".join(layers[:_LAYERS_NAMED]) + more
+
+
+def choice_text(seeds: dict[str, Any]) -> str:
+    """Return which layers were tested over the splits of all seeds; '' if there is one only."""
+    layers = seeds["layer_of_splits"]
+    if len(seeds["layers"]) == 1:
+        return ""
+    where = "fold" if len(layers) > len(seeds["seeds"]) else "split"
+    return f", with the layer that each {where} chose on validation rows ({counts_text(layers)})"
+
+
+def counts_text(layers: list[str]) -> str:
+    """Return how many folds or splits chose each layer, the most frequent first."""
+    counts = Counter(layers).most_common()
+    return ", ".join(
+        f"{layer} in {count}{'' if place else f' of {len(layers)}'}"
+        for place, (layer, count) in enumerate(counts)
+    )
+
+
+def split_text(split: dict[str, Any]) -> str:
+    """Describe the kind of split and its sizes."""
+    kind = split["kind"]
+    sizes = (
+        f"{split['fit'][0]} fitted, {split['validation_rows'][0]} for validation, "
+        f"{split['test_rows'][0]} tested"
+    )
+    if kind == "kfold":
+        return f"{split['folds']} folds, each about {sizes}; seed {split['seed']}"
+    return f"{kind}, {sizes}; seed {split['seed']}"
+
+
+def groups_text(groups: dict[str, Any]) -> str:
+    """Describe which rows were kept together."""
+    return (
+        f"rows of one {groups['by']} stay on one side: "
+        f"{counted(groups['groups'], 'group')}, the largest of {counted(groups['largest'], 'row')}"
+    )
+
+
+def folds_text(result: dict[str, Any]) -> str:
+    """Return which layers the folds chose; '' with a single split or layer."""
+    chosen = result.get("layer_of_folds")
+    return f" Each fold chose its layer within training ({counts_text(chosen)})." if chosen else ""
+
+
+def bootstrap_text(result: dict[str, Any]) -> str:
+    """Return the interval of the metric of the answer."""
+    if result["interval"] is None:
+        return "no interval"
+    low, high = result["interval"]
+    return f"95 % interval {low:.3f} to {high:.3f}"
+
+
+def resamples_rows(result: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return the row of facts about the interval of the metric of the answer, if there is one."""
+    if result["interval"] is None:
+        return []
+    units = f"{result['units']} {result['unit']}s"
+    return [("interval", f"{result['resamples']} bootstrap resamples of {units}")]
+
+
+def split_rows(result: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return the rows of facts about the splits and groups."""
+    split, groups = result["split"], result["split"]["groups"]
+    rows = [("split", split_text(split))]
+    return [*rows, ("groups", groups_text(groups))] if groups else rows
+
+
+def notes_of_layers(result: dict[str, Any], methods: Sequence[str]) -> list[str]:
+    """Return all notes: those on rows, and those of each layer and method."""
+    of_layers = [
+        f"{layer}, {method}: {note}"
+        for layer, about in result["layers"].items()
+        for method in methods
+        for note in about[method]["notes"]
+    ]
+    return [*result["notes_on_rows"], *of_layers]
+
+
+def last_rows(result: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return the rows of facts about the files, and the commands that follow."""
+    store = parse_path(result["store"])
+    folder = store if store.is_dir() else store.parent
+    files = [layout.PROBE, result["predictions"]["file"]]
+    commands = [command_text("job=report", f"store={shown_path(store)}")]
+    if result["head"]:
+        files.append(result["head"]["file"])
+        commands.append(command_text("job=predict", f"store={shown_path(store)}", "data=./new"))
+    wrote = "\n".join([*files, f"in {shown_path(folder)}"])
+    return [("wrote", wrote), ("next", "\n".join(commands))]

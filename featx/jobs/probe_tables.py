@@ -6,10 +6,10 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any
 
+from featx.analysis.probe import METRICS
 from featx.base import WIDTH, percent_text, table
 from featx.config import Config
 from featx.jobs.probe_metrics import (
-    METRICS,
     interval_text,
     metric_text,
     not_available,
@@ -108,6 +108,7 @@ def _percent_spread_text(spread: dict[str, Any]) -> str:
 def details_table(config: Config, result: dict[str, Any]) -> str:
     """Format two tables with the settings and all metrics of each layer and method."""
     settings, metrics, reasons = [], [], []
+    beside_accuracy = METRICS["classification"][1:]
     for layer, about in result["layers"].items():
         for method in config.probe.methods:
             entry = about[method]
@@ -120,11 +121,11 @@ def details_table(config: Config, result: dict[str, Any]) -> str:
                 f"{entry['seconds']:.1f}",
             )
             settings.append((layer, method, *cells))
-            values = [metric_text(key, entry[key]) for _, key in METRICS]
+            values = [metric_text(metric, entry[metric.key]) for metric in beside_accuracy]
             metrics.append((layer, method, *values))
             reasons += [f"{layer}, {method}, {line}" for line in not_available(entry)]
     header = ("layer", "method", "chosen", "validation", "test", "95 % interval", "seconds")
-    names = [label.replace(" ", "\n") for label, _ in METRICS]
+    names = [metric.title.replace(" ", "\n") for metric in beside_accuracy]
     tables = [
         table(header, settings, left=2),
         table(("layer", "method", *names), metrics, left=2),

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import textwrap
-from collections import Counter
 from typing import Any
 
 from featx.base import (
     WIDTH,
-    command_text,
     facts,
     percent_text,
     shown_path,
@@ -16,21 +14,22 @@ from featx.base import (
 from featx.config import Config
 from featx.errors import counted
 from featx.jobs.probe_metrics import (
+    choice_text,
+    counts_text,
+    indistinguishable_text,
     interval_text,
     intervals_text,
+    last_rows,
     metrics_text,
+    notes_of_layers,
     points_text,
     seeds_metrics_text,
+    split_rows,
 )
 from featx.jobs.probe_tables import details_table, few_shot_table, layers_table, seeds_table
-from featx.storage import parse_path
-from featx.store import layout
 
 _NAMED = 3
 """Number of pairs of classes that a line names."""
-
-_LAYERS_NAMED = 8
-"""Number of layers that a line names."""
 
 
 def classification_text(config: Config, result: dict[str, Any]) -> str:
@@ -47,16 +46,15 @@ def classification_text(config: Config, result: dict[str, Any]) -> str:
 
 def _answer(result: dict[str, Any]) -> str:
     """Return the best layer with its accuracy, and the layers that may be as good."""
-    folds = result.get("layer_of_folds")
-    folds_text = ""
-    if folds:
-        folds_text = f", with the layer that each fold chose within training ({counts_text(folds)})"
+    folds = ""
+    if chosen := result.get("layer_of_folds"):
+        folds = f", with the layer that each fold chose within training ({counts_text(chosen)})"
     seed_text = f" of seed {result['split']['seed']}" if result["seeds"] else ""
     answer = (
         f"Best layer{seed_text}: {result['layer']} ({result['method']}, chosen on validation "
         f"rows). {percent_text(result['accuracy'])} of {counted(result['rows'], 'test row')} "
         f"{'is' if result['rows'] == 1 else 'are'} right, 95 % interval "
-        f"{interval_text(result['interval'])} %{folds_text}."
+        f"{interval_text(result['interval'])} %{folds}."
     )
     highest = [] if result["seeds"] else _highest_on_test(result)
     lines = [answer, *_comparison(result), *highest, *_store_comparison(result)]
@@ -73,29 +71,6 @@ def _comparison(result: dict[str, Any]) -> list[str]:
         difference_text(result["layer"], other, test, f"p = {test['p_holm']:.2g} (Holm)"),
         *indistinguishable_text(result["layer"], tests, f"the test {test['unit']}s"),
     ]
-
-
-def indistinguishable_text(best: str, tests: dict[str, Any], where: str) -> list[str]:
-    """Return which layers cannot be told apart from the best one, and for which it is unknown."""
-    unknown = {layer: test for layer, test in tests.items() if test["told_apart"] is None}
-    indistinguishable = [layer for layer, test in tests.items() if test["told_apart"] is False]
-    lines = []
-    if indistinguishable:
-        names = _layers_text(indistinguishable)
-        lines.append(f"Cannot be told apart from {best} on {where}: {names}.")
-    elif tests and not unknown:
-        subject = "The other layer" if len(tests) == 1 else f"All {len(tests)} other layers"
-        lines.append(f"{subject} can be told apart from {best} on {where} (p < 0.05, Holm).")
-    if unknown:
-        [reason] = {test["not_tested"] for test in unknown.values()}
-        lines.append(f"Not tested against {best}: {_layers_text(list(unknown))}; {reason}.")
-    return lines
-
-
-def _layers_text(layers: list[str]) -> str:
-    """Return the names of layers, of many the first ones only."""
-    more = f" and {len(layers) - _LAYERS_NAMED} more" if layers[_LAYERS_NAMED:] else ""
-    return ", ".join(layers[:_LAYERS_NAMED]) + more
 
 
 def _highest_on_test(result: dict[str, Any]) -> list[str]:
@@ -191,40 +166,14 @@ def _seeds_answer(result: dict[str, Any]) -> str:
     return "\n".join(textwrap.fill(line, WIDTH) for line in lines)
 
 
-def choice_text(seeds: dict[str, Any]) -> str:
-    """Return which layers were tested over the splits of all seeds; '' if there is one only."""
-    layers = seeds["layer_of_splits"]
-    if len(seeds["layers"]) == 1:
-        return ""
-    where = "fold" if len(layers) > len(seeds["seeds"]) else "split"
-    return f", with the layer that each {where} chose on validation rows ({counts_text(layers)})"
-
-
-def _task_text(result: dict[str, Any]) -> str:
-    """Return what is predicted, and how that was decided."""
-    return f"{result['task']}: {result['task_reason']}"
-
-
-def counts_text(layers: list[str]) -> str:
-    """Return how many folds or splits chose each layer, the most frequent first."""
-    counts = Counter(layers).most_common()
-    return ", ".join(
-        f"{layer} in {count}{'' if place else f' of {len(layers)}'}"
-        for place, (layer, count) in enumerate(counts)
-    )
-
-
 def _facts(config: Config, result: dict[str, Any]) -> list[tuple[str, str]]:
     """Return (name, text) of what the accuracy rests on, of the files, and of what follows."""
-    store = parse_path(result["store"])
-    folder = store if store.is_dir() else store.parent
-    groups = result["split"]["groups"]
     over_splits = seeds_metrics_text(result) if result["seeds"] else ""
+    task_text = f"{result['task']}: {result['task_reason']}"
     rows = [
-        *([("task", _task_text(result))] if config.probe.label_column else []),
+        *([("task", task_text)] if config.probe.label_column else []),
         ("rows", f"{result['rows_labelled']} labelled, {len(result['classes'])} classes"),
-        ("split", split_text(result["split"])),
-        *([("groups", groups_text(groups))] if groups else []),
+        *split_rows(result),
         ("chance", _chance_text(result)),
         ("metrics", metrics_text(result)),
         *([("calibration", calibration)] if (calibration := _calibration_text(result)) else []),
@@ -236,24 +185,13 @@ def _facts(config: Config, result: dict[str, Any]) -> list[tuple[str, str]]:
         rows.append(("folds", f"mean {mean}, standard deviation {std}"))
     rows.append(("errors", _errors_text(result)))
     rows.append(("duplicates", _near_text(result)))
-    notes = result["notes_on_rows"] + [
-        f"{layer}, {name}: {note}"
-        for layer, about in result["layers"].items()
-        for name in config.probe.methods
-        for note in about[name]["notes"]
-    ]
+    notes = notes_of_layers(result, config.probe.methods)
     if notes:
         first_notes = notes[:12] + (
             [f"and {len(notes) - 12} more, in probe.json"] if notes[12:] else []
         )
         rows.append(("notes", "\n".join(first_notes)))
-    files = [layout.PROBE, result["predictions"]["file"]]
-    files += [result["head"]["file"]] if result["head"] else []
-    rows.append(("wrote", "\n".join([*files, f"in {shown_path(folder)}"])))
-    commands = [command_text("job=report", f"store={shown_path(store)}")]
-    if result["head"]:
-        commands.append(command_text("job=predict", f"store={shown_path(store)}", "data=./new"))
-    return [*rows, ("next", "\n".join(commands))]
+    return [*rows, *last_rows(result)]
 
 
 def _calibration_text(result: dict[str, Any]) -> str:
@@ -283,26 +221,6 @@ def _errors_text(result: dict[str, Any]) -> str:
     more = [f"{len(pairs) - _NAMED} more pairs of classes"] if pairs[_NAMED:] else []
     total = f"{sum(count for count, *_ in pairs)} of {result['rows']}"
     return f"{total}: {', '.join([*texts, *more])}" if pairs else total
-
-
-def split_text(split: dict[str, Any]) -> str:
-    """Describe the kind of split and its sizes."""
-    kind = split["kind"]
-    sizes = (
-        f"{split['fit'][0]} fitted, {split['validation_rows'][0]} for validation, "
-        f"{split['test_rows'][0]} tested"
-    )
-    if kind == "kfold":
-        return f"{split['folds']} folds, each about {sizes}; seed {split['seed']}"
-    return f"{kind}, {sizes}; seed {split['seed']}"
-
-
-def groups_text(groups: dict[str, Any]) -> str:
-    """Describe which rows were kept together."""
-    return (
-        f"rows of one {groups['by']} stay on one side: "
-        f"{counted(groups['groups'], 'group')}, the largest of {counted(groups['largest'], 'row')}"
-    )
 
 
 def _near_text(result: dict[str, Any]) -> str:

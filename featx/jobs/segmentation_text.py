@@ -5,13 +5,18 @@ from __future__ import annotations
 import textwrap
 from typing import Any
 
-from featx.base import WIDTH, command_text, facts, percent_text, shown_path, table
+from featx.analysis.probe import METRICS
+from featx.base import WIDTH, facts, percent_text, table
 from featx.config import Config
 from featx.errors import counted
-from featx.jobs.probe_metrics import number_text
-from featx.jobs.probe_text import counts_text, groups_text, split_text
-from featx.storage import parse_path
-from featx.store import layout
+from featx.jobs.probe_metrics import (
+    bootstrap_text,
+    folds_text,
+    last_rows,
+    number_text,
+    resamples_rows,
+    split_rows,
+)
 
 _CLASSES = 20
 """Number of classes in the table, those with most pixels; job.show=all shows all."""
@@ -31,42 +36,35 @@ def segmentation_text(config: Config, result: dict[str, Any]) -> str:
 
 def _answer(result: dict[str, Any]) -> str:
     """Return the best layer with its metrics, and the interval of mIoU."""
-    interval = "no interval"
-    if result["interval"] is not None:
-        low, high = result["interval"]
-        interval = f"95 % interval {low:.3f} to {high:.3f}"
-    folds = ""
-    if chosen := result.get("layer_of_folds"):
-        folds = f" Each fold chose its layer within training ({counts_text(chosen)})."
     height, width = result["masks"]["crop"]
     return textwrap.fill(
         f"Best layer: {result['layer']} (linear, chosen on validation images). mIoU "
-        f"{number_text(result['miou'])}, {interval}; pixel accuracy "
+        f"{number_text(result['miou'])}, {bootstrap_text(result)}; pixel accuracy "
         f"{number_text(result['pixel_accuracy'])}, mean accuracy "
         f"{number_text(result['mean_accuracy'])}; {result['rows']} test images. These are of the "
-        f"crop of {height} x {width} pixels that the network saw, not of whole images.{folds}",
+        f"crop of {height} x {width} pixels that the network saw, not of whole images."
+        f"{folds_text(result)}",
         WIDTH,
     )
 
 
 def _layers_table(result: dict[str, Any]) -> str:
     """Format a table with one row per layer, in the order of the store."""
-    rows = []
+    metrics, rows = METRICS["segmentation"], []
     for layer, about in result["layers"].items():
         entry = about["linear"]
         chosen = entry["l2"] if isinstance(entry["l2"], list) else [entry["l2"]]
-        names = ("miou", "pixel_accuracy", "mean_accuracy", "patch_miou")
         rows.append(
             (
                 layer,
                 str(about["features"]),
                 "{} x {}".format(*about["grid"]),
                 ",".join(f"{value:g}" for value in dict.fromkeys(chosen)),
-                *(number_text(entry[name]) for name in names),
+                *(number_text(entry[metric.key]) for metric in metrics),
             )
         )
-    header = ("layer", "width", "patches", "l2", "mIoU", "pixel\naccuracy", "mean\naccuracy")
-    return table((*header, "patch\nmIoU"), rows)
+    titles = [metric.title.replace(" ", "\n") for metric in metrics]
+    return table(("layer", "width", "patches", "l2", *titles), rows)
 
 
 def _classes_table(config: Config, result: dict[str, Any]) -> str:
@@ -91,8 +89,7 @@ def _classes_table(config: Config, result: dict[str, Any]) -> str:
 
 def _facts(result: dict[str, Any]) -> list[tuple[str, str]]:
     """Return (name, text) of what the metrics rest on, of the files, and of what follows."""
-    store, split, masks = parse_path(result["store"]), result["split"], result["masks"]
-    groups = split["groups"]
+    masks = result["masks"]
     untested = len(result["classes"]) - sum(count > 0 for count in result["pixels_of_classes"])
     classes = f"{len(result['classes'])}" + (f", {untested} not in test images" if untested else "")
     used = f"{masks['rows']} used, {counted(masks['num_refused'], 'row')} without a usable one"
@@ -103,21 +100,13 @@ def _facts(result: dict[str, Any]) -> list[tuple[str, str]]:
         ("task", f"{result['task']}: {result['task_reason']}"),
         ("masks", f"{used}; {ignored}"),
         ("classes", classes),
-        ("split", split_text(split)),
-        *([("groups", groups_text(groups))] if groups else []),
+        *split_rows(result),
+        *resamples_rows(result),
     ]
-    if result["interval"] is not None:
-        resamples_text = (
-            f"{result['resamples']} bootstrap resamples of {result['units']} {result['unit']}s"
-        )
-        rows.append(("interval", resamples_text))
     notes = result["notes_on_rows"] + [
         f"{layer}: {note}"
         for layer, about in result["layers"].items()
         for note in about["linear"]["notes"]
     ]
     rows += [("notes", "\n".join(notes))] if notes else []
-    files = "\n".join([layout.PROBE, result["predictions"]["file"]])
-    folder = store if store.is_dir() else store.parent
-    rows.append(("wrote", f"{files}\nin {shown_path(folder)}"))
-    return [*rows, ("next", command_text("job=report", f"store={shown_path(store)}"))]
+    return [*rows, *last_rows(result)]

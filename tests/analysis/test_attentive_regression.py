@@ -14,11 +14,10 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.preprocessing import StandardScaler
 from torch import nn
 
-from featx.analysis.probe.attentive_regression import Training, fit_attentive
 from featx.analysis.probe.heads import fit_scaler, head_bytes, read_head, scores_of
 from featx.analysis.probe.labelled_rows import labelled_rows
-from featx.analysis.probe.minibatch_regression import Schedule
-from featx.analysis.probe.tokens import Tokens, layer_tokens
+from featx.analysis.probe.layer_rows import Tokens, layer_tokens
+from featx.analysis.probe.minibatch_regression import Schedule, Training, fit_attentive
 from featx.errors import RunError, StoreError
 from featx.store import FeatureStore
 

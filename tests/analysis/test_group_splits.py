@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from sklearn.model_selection import StratifiedGroupKFold
 
-from featx.analysis.probe.group_splits import fold_of_groups, share_of_groups
+from featx.analysis.probe.groups import fold_of_groups, share_of_groups
 from featx.analysis.probe.splits import holdout, kfold, split_from_places
 from featx.errors import DataError
 

@@ -138,7 +138,7 @@ def test_a_choice_at_the_end_of_the_grid_is_noted(
     monkeypatch.setattr(ridge, "STRENGTHS", (10.0, 1.0))
     x, y = blobs(90)
     problem = problem_of(tmp_path, x, y, ProbeConfig(l2=l2))
-    notes = methods.fit(problem, method, holdout(y, 0.3, 0.2, seed=0)).notes
+    notes = methods.fit(problem, method, holdout(y, 0.3, 0.2, seed=0)).choice.notes
     assert sum("is the last one of the grid on that side" in note for note in notes) == output
 
 
@@ -149,14 +149,14 @@ def test_the_probe_is_as_accurate_as_scikit_learn_on_the_same_split(tmp_path: Pa
     fitted = methods.fit(problem, "linear", split)
     right = (fitted.scores(split.test).argmax(1) == y[split.test]).mean()
     scaler = StandardScaler().fit(x[split.train])
-    oracle = LogisticRegression(C=1 / (fitted.chosen * len(split.train)), max_iter=2000).fit(
-        scaler.transform(x[split.train]), y[split.train]
-    )
+    oracle = LogisticRegression(
+        C=1 / (fitted.choice.setting * len(split.train)), max_iter=2000
+    ).fit(scaler.transform(x[split.train]), y[split.train])
     expected = oracle.score(scaler.transform(x[split.test]), y[split.test])
     error = np.sqrt(expected * (1 - expected) / len(split.test))
     assert 0.5 < expected < 0.95
     assert abs(right - expected) <= error / 3  # the same minimum: nearer than one error
-    assert fitted.details["solver"] == "lbfgs"
+    assert fitted.choice.details["solver"] == "lbfgs"
 
 
 @pytest.mark.slow
@@ -171,7 +171,10 @@ def test_streamed_rows_end_near_the_same_minimum(tmp_path: Path) -> None:
         streamed = methods.fit(problem, "linear", split)
     finally:
         methods._SMALL_BYTES = methods_small
-    assert (streamed.details["solver"], streamed.details["converged"]) == ("adamw", None)
+    assert (streamed.choice.details["solver"], streamed.choice.details["converged"]) == (
+        "adamw",
+        None,
+    )
     assert exact.head is not None
     assert streamed.head is not None
     assert torch.allclose(streamed.head.weight, exact.head.weight, atol=0.08)
@@ -240,6 +243,6 @@ def test_the_loss_counts_how_sure_a_wrong_answer_was(tmp_path: Path) -> None:
     y = np.concatenate([np.tile([0, 1], 50), [1]])
     split = Split(np.arange(80), np.array([*range(80, 90), 100]), np.arange(90, 100))
     fitted = methods.fit(problem_of(tmp_path, x, y, ProbeConfig(l2=1e-3)), "linear", split)
-    (trial,) = fitted.sweep
+    (trial,) = fitted.choice.sweep
     assert trial["accuracy"] == pytest.approx(10 / 11)
     assert trial["loss"] > 1e5  # capped it was 69 / 11

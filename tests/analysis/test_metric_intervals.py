@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from featx.analysis.probe.metric_intervals import bootstrap_entry, resampled_metrics
-from featx.analysis.probe.metrics import METRICS, ProbePredictions, prediction_metrics
+from featx.analysis.probe.metrics import CLASS_METRICS, Predictions, prediction_metrics
 
 
 def made(
     rows: int, classes: int, probabilities: bool = True, ties: bool = False, seed: int = 0
-) -> ProbePredictions:
+) -> Predictions:
     """Predictions that are better than chance."""
     rng = np.random.default_rng(seed)
     y = rng.integers(classes, size=rows)
@@ -21,26 +21,26 @@ def made(
     scores[np.arange(rows), y] += 1
     if probabilities:
         scores = np.exp(scores) / np.exp(scores).sum(1, keepdims=True)
-    return ProbePredictions(y, scores.round(1) if ties else scores, probabilities)
+    return Predictions.of_scores(y, scores.round(1) if ties else scores, probabilities)
 
 
-def check(predictions: ProbePredictions, drawn: np.ndarray) -> None:
+def check(predictions: Predictions, drawn: np.ndarray) -> None:
     """Compare all metrics of resamples, given as (b, n) rows, with those of the drawn rows."""
     count = len(predictions.y)
     weights = np.array([np.bincount(rows, minlength=count) for rows in drawn], np.float64)
     found = resampled_metrics(predictions, weights)
-    assert tuple(found) == METRICS
+    assert tuple(found) == CLASS_METRICS
     for i, rows in enumerate(drawn):
         expected = prediction_metrics(
-            ProbePredictions(
+            Predictions.of_scores(
                 predictions.y[rows],
                 predictions.scores[rows],
-                predictions.probabilities,
+                predictions.p_true is not None,
                 None,
                 predictions.most_ranked,
             )
         )
-        for name in METRICS:
+        for name in CLASS_METRICS:
             value = math.nan if expected[name] is None else expected[name]
             assert found[name][i] == pytest.approx(value, rel=1e-12, abs=1e-14, nan_ok=True), name
 
@@ -56,12 +56,12 @@ def test_ties_few_ranked_classes_and_probabilities_of_0() -> None:
     drawn = np.random.default_rng(1).integers(30, size=(20, 30))
     tied = made(30, 8, probabilities=False, ties=True)
     check(tied, drawn)
-    check(ProbePredictions(tied.y, tied.scores, False, None, 3), drawn)
+    check(Predictions.of_scores(tied.y, tied.scores, False, None, 3), drawn)
     sure = made(30, 8)
     scores = sure.scores.copy()
     scores[4, sure.y[4]] = 0
     scores[4] /= scores[4].sum()
-    never = ProbePredictions(sure.y, scores, True)
+    never = Predictions.of_scores(sure.y, scores, True)
     check(never, drawn)
     assert {len(np.unique(rows == 4)) for rows in drawn} == {1, 2}, "with and without the row"
 
@@ -73,7 +73,7 @@ def test_resamples_of_one_class_or_one_prediction() -> None:
     check(predictions, rows)
     same = np.where(y == y[0])[0]
     check(predictions, np.array([np.resize(same, 6)]))
-    one = ProbePredictions(y, np.tile([0.8, 0.1, 0.1], (6, 1)), True)
+    one = Predictions.of_scores(y, np.tile([0.8, 0.1, 0.1], (6, 1)), True)
     check(one, rows)
 
 
@@ -81,14 +81,14 @@ def test_the_resamples_are_those_of_a_loop() -> None:
     """Blocks of resamples draw the numbers that one resample after the other would draw."""
     predictions = made(40, 3)
     groups = np.arange(40) // 4
-    grouped = ProbePredictions(predictions.y, predictions.scores, True, groups)
+    grouped = Predictions.of_scores(predictions.y, predictions.scores, True, groups)
     rng, values = np.random.default_rng(0), []
     for _ in range(60):
         drawn = rng.integers(10, size=10)
         rows = np.concatenate([np.flatnonzero(groups == unit) for unit in drawn])
         values.append(
             prediction_metrics(
-                ProbePredictions(predictions.y[rows], predictions.scores[rows], True)
+                Predictions.of_scores(predictions.y[rows], predictions.scores[rows], True)
             )
         )
     entry = bootstrap_entry(grouped, 60)

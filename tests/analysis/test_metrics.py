@@ -8,7 +8,7 @@ from sklearn import metrics as oracle
 from sklearn.calibration import calibration_curve
 
 from featx.analysis.probe.metrics import (
-    ProbePredictions,
+    Predictions,
     mean_and_spread,
     prediction_metrics,
     wilson,
@@ -30,7 +30,7 @@ def made(num_rows: int = 400, num_classes: int = 8) -> tuple[np.ndarray, np.ndar
 def test_every_number_is_scikit_learns() -> None:
     y, scores = made()
     predicted = scores.argmax(1)
-    found = prediction_metrics(ProbePredictions(y, scores, True))
+    found = prediction_metrics(Predictions.of_scores(y, scores, True))
     assert found["accuracy"] == pytest.approx(oracle.accuracy_score(y, predicted))
     labels = list(range(8))
     tested = labels[:7]
@@ -49,7 +49,7 @@ def test_every_number_is_scikit_learns() -> None:
 
 def test_balanced_accuracy_is_scikit_learns_where_all_classes_are_tested() -> None:
     y, scores = made()
-    found = prediction_metrics(ProbePredictions(y, scores[:, :7], False))
+    found = prediction_metrics(Predictions.of_scores(y, scores[:, :7], False))
     expected = oracle.balanced_accuracy_score(y, scores[:, :7].argmax(1))
     assert found["balanced_accuracy"] == pytest.approx(expected)
     assert found["calibration_error"] is None
@@ -73,7 +73,7 @@ def test_calibration_error_is_that_of_scikit_learns_curve() -> None:
 
 
 def calibration_error(y: np.ndarray, scores: np.ndarray) -> float:
-    found = prediction_metrics(ProbePredictions(y, scores, True))
+    found = prediction_metrics(Predictions.of_scores(y, scores, True))
     assert found["calibration_bins"] == 15
     return float(found["calibration_error"])
 
@@ -94,7 +94,7 @@ def test_wilson(correct: int, count: int, expected: tuple[float, float]) -> None
 
 def test_top_k_does_not_count_classes_by_their_place_in_the_alphabet() -> None:
     def top5(y: list[int], scores: np.ndarray, most_ranked: int | None = None) -> float | None:
-        predictions = ProbePredictions(np.array(y), scores, True, most_ranked=most_ranked)
+        predictions = Predictions.of_scores(np.array(y), scores, True, most_ranked=most_ranked)
         found: float | None = prediction_metrics(predictions)["top5"]
         return found
 
@@ -105,13 +105,13 @@ def test_top_k_does_not_count_classes_by_their_place_in_the_alphabet() -> None:
     assert top5([4, 5], scores) == 1
     assert top5([0, 5], scores) == 0.5
     assert top5([0, 5], scores, most_ranked=4) is None
-    five = prediction_metrics(ProbePredictions(np.array([0, 4]), np.eye(5)[[0, 4]], True))
+    five = prediction_metrics(Predictions.of_scores(np.array([0, 4]), np.eye(5)[[0, 4]], True))
     assert five["top5"] is None
 
 
 def test_a_class_that_is_never_predicted_has_no_precision() -> None:
     found = prediction_metrics(
-        ProbePredictions(np.array([0, 1]), np.array([[1.0, 0.0], [1.0, 0.0]]), True)
+        Predictions.of_scores(np.array([0, 1]), np.array([[1.0, 0.0], [1.0, 0.0]]), True)
     )
     assert found["precision"] == [0.5, None]
     assert found["recall"] == [1.0, 0.0]

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from featx.analysis.probe.metrics import ProbePredictions
-from featx.analysis.probe.paired_tests import (
+from featx.analysis.probe.comparisons import (
+    SplitValues,
     bootstrapped_difference,
     compare,
     compare_with_best,
@@ -16,9 +16,8 @@ from featx.analysis.probe.paired_tests import (
     resampled_test,
     sign_test,
 )
-from featx.analysis.probe.row_predictions import RowPredictions, join_folds
-from featx.analysis.probe.split_differences import SplitValues
-from featx.analysis.probe.split_differences import differences as compare_splits
+from featx.analysis.probe.comparisons import differences as compare_splits
+from featx.analysis.probe.metrics import Predictions, join_predictions
 from featx.analysis.probe.splits import Split
 
 
@@ -30,11 +29,11 @@ def test_the_sign_test_is_the_binomial_test_of_scipy(first: int, second: int) ->
     assert sign_test(first, second) == pytest.approx(expected, rel=1e-9)
 
 
-def rows_with(right: list[bool], groups: list[int] | None = None) -> RowPredictions:
+def rows_with(right: list[bool], groups: list[int] | None = None) -> Predictions:
     """Test rows of class 0, of which some are predicted right."""
     predicted = np.where(right, 0, 1)
     of_row = None if groups is None else np.array(groups)
-    return RowPredictions(np.zeros(len(right), np.int64), predicted, None, None, of_row)
+    return Predictions(np.zeros(len(right), np.int64), predicted, None, None, of_row)
 
 
 def test_only_rows_that_differ_count() -> None:
@@ -67,13 +66,13 @@ def test_accuracy_on_some_of_the_rows() -> None:
 
 def test_probabilities_are_those_of_the_true_and_the_predicted_class() -> None:
     scores = np.array([[0.7, 0.3], [0.6, 0.4]])
-    found = join_folds([ProbePredictions(np.array([0, 1]), scores, True)] * 2)
+    found = join_predictions([Predictions.of_scores(np.array([0, 1]), scores, True)] * 2)
     assert found.predicted.tolist() == [0, 0, 0, 0]
     assert found.p_true is not None
     assert found.p_true.tolist() == [0.7, 0.4, 0.7, 0.4]
     assert found.p_predicted is not None
     assert found.p_predicted.tolist() == [0.7, 0.6, 0.7, 0.6]
-    ridge = join_folds([ProbePredictions(np.array([0, 1]), scores, False)])
+    ridge = join_predictions([Predictions.of_scores(np.array([0, 1]), scores, False)])
     assert ridge.p_true is None
 
 

@@ -11,11 +11,8 @@ from sklearn.metrics import confusion_matrix, jaccard_score, recall_score
 from sklearn.preprocessing import StandardScaler
 
 from featx.analysis.probe.logistic_regression import fit_logistic
-from featx.analysis.probe.segmentation_metrics import (
-    PixelCounts,
-    interval_entry,
-    segmentation_metrics,
-)
+from featx.analysis.probe.patches import PixelCounts, segmentation_metrics
+from featx.analysis.probe.pixel_task import pixel_interval
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -56,7 +53,7 @@ def test_nothing_to_count_is_none() -> None:
 
 @pytest.mark.parametrize("groups", [None, np.array([0, 0, 1, 1, 2, 3, 3])])
 def test_the_interval_draws_images_or_groups(groups: np.ndarray | None) -> None:
-    found = interval_entry(counted().pixels, groups)
+    found = pixel_interval(counted().pixels, groups)
     units = np.arange(7) if groups is None else groups
     rng, values = np.random.default_rng(7), []
     for _ in range(800):
@@ -69,7 +66,7 @@ def test_the_interval_draws_images_or_groups(groups: np.ndarray | None) -> None:
     assert found["interval"] == pytest.approx(np.quantile(values, [0.025, 0.975]), abs=0.004)
     assert found["units"] == units.max() + 1
     assert found["unit"] == ("image" if groups is None else "group")
-    assert interval_entry(counted().pixels[:1], None)["interval"] is None
+    assert pixel_interval(counted().pixels[:1], None)["interval"] is None
 
 
 @pytest.mark.parametrize("last", [False, True])

@@ -7,8 +7,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from featx.analysis.probe.given_split import read_split_file
-from featx.analysis.probe.splits import few_shot_places, holdout, kfold, split_from_places
+from featx.analysis.probe.splits import (
+    few_shot_places,
+    holdout,
+    kfold,
+    read_split_file,
+    split_from_places,
+)
 from featx.errors import DataError
 
 pytestmark = pytest.mark.usefixtures("one_thread")

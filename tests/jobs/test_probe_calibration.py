@@ -16,7 +16,7 @@ from sklearn.calibration import CalibratedClassifierCV
 from sklearn.frozen import FrozenEstimator
 from sklearn.linear_model import LogisticRegression
 
-from featx.analysis.probe.temperature_scaling import HIGHEST, LOWEST, fit_temperature
+from featx.analysis.probe.heads import HIGHEST, LOWEST, fit_temperature
 from featx.errors import ConfigError
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path", "one_thread")

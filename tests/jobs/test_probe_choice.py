@@ -15,8 +15,9 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 from tiny_model import run_job
 
-from featx.analysis.probe.layer_choice import LayerChoice, best_layer
-from featx.analysis.probe.metrics import ProbePredictions
+from featx.analysis.probe.class_task import ClassTask
+from featx.analysis.probe.records import Choice, Record, Results
+from featx.analysis.probe.splits import Split
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path")
 
@@ -27,27 +28,43 @@ def probe(store: str = "store", **options: Any) -> dict[str, Any]:
     return found
 
 
-def of(accuracy: float, loss: float) -> dict[str, dict[str, float]]:
-    return {"linear": {"validation_accuracy": accuracy, "validation_loss": loss}}
+def results_of(*layers: tuple[str, list[tuple[float, float]]]) -> Results[str]:
+    """Results of layers whose folds have these accuracies and losses on their validation rows."""
+    results: Results[str] = Results(
+        [0], ["linear"], lambda folds: {"folds": list(folds)}, ClassTask.merit
+    )
+    split = Split(*(np.arange(3 * i, 3 * i + 3) for i in range(3)))
+    for layer, folds in layers:
+        results.layers[layer] = {}
+        validations = [
+            {"validation_accuracy": accuracy, "validation_loss": loss} for accuracy, loss in folds
+        ]
+        records = [
+            Record(0, layer, "linear", fold, split, Choice(1.0, validation), f"{layer}{fold}")
+            for fold, validation in enumerate(validations)
+        ]
+        means = {name: np.mean([each[name] for each in validations]) for name in validations[0]}
+        results.add(records, means)
+    return results
 
 
 def test_a_tie_goes_to_the_smaller_validation_loss() -> None:
-    layers = {"a": of(0.8, 0.7), "b": of(0.9, 0.6), "c": of(np.nextafter(0.9, 1), 0.5)}
-    assert best_layer(layers, "linear") == "c"
-    layers["d"] = of(0.9, 0.4)
-    assert best_layer(layers, "linear") == "d"
+    layers = [("a", [(0.8, 0.7)]), ("b", [(0.9, 0.6)]), ("c", [(np.nextafter(0.9, 1), 0.5)])]
+    assert results_of(*layers).top(0).layer == "c"
+    top = results_of(*layers, ("d", [(0.9, 0.4)])).top(0)
+    assert (top.layer, top.tested) == ("d", ["d0"])
+    assert "layer_of_folds" not in top.about
 
 
 def test_each_fold_has_a_choice_of_its_own() -> None:
-    def tested(label: int) -> ProbePredictions:
-        return ProbePredictions(np.array([label]), np.eye(2)[[label]], True)
-
-    choice = LayerChoice(2)
-    choice.offer("a", [(0.8, 0.5), (0.9, 0.5)], [tested(0), tested(0)])
-    choice.offer("b", [(0.9, 0.5), (0.9, 0.5)], [tested(1), tested(1)])
-    choice.offer("c", [(0.9, 0.4), (0.1, 0.1)], [tested(1), tested(0)])
-    assert [each.layer for each in choice.chosen] == ["c", "a"]
-    assert [int(each.predictions.y[0]) for each in choice.chosen] == [1, 0]
+    results = results_of(
+        ("a", [(0.8, 0.5), (0.9, 0.5)]),
+        ("b", [(0.9, 0.5), (0.9, 0.5)]),
+        ("c", [(0.9, 0.4), (0.1, 0.1)]),
+    )
+    top = results.top(0)
+    assert (top.layer, top.about["layer_of_folds"]) == ("b", ["c", "a"])
+    assert top.tested == top.about["folds"] == ["c0", "a1"]
 
 
 def test_with_folds_the_top_is_nested_and_layers_are_their_own() -> None:

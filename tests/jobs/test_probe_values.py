@@ -324,18 +324,18 @@ def test_more_features_than_rows_and_constant_features() -> None:
 
 
 def test_a_label_without_test_rows_is_not_counted() -> None:
-    from featx.analysis.probe.value_metrics import multilabel_metrics, regression_metrics
+    from featx.analysis.probe.value_task import value_metrics
 
     truth = np.array([[1.0, 0, 0], [0, 0, 0], [1, 1, 0]])
     scores = np.array([[0.9, 0.1, 0.3], [0.2, 0.6, 0.3], [0.8, 0.7, 0.3]])
-    found, reasons = multilabel_metrics(truth, scores)
+    found, reasons = value_metrics("multilabel", truth, scores)
     assert found["map"] == 1.0
     assert reasons == {}
     assert found["macro_f1"] == pytest.approx((1 + 2 / 3) / 2)
-    found, reasons = multilabel_metrics(np.zeros((2, 2)), scores[:2, :2])
+    found, reasons = value_metrics("multilabel", np.zeros((2, 2)), scores[:2, :2])
     assert found == {"map": None, "macro_f1": None}
     assert reasons["map"] == "no test row has a label"
-    found, reasons = regression_metrics(np.ones((3, 1)), np.array([[1.0], [2], [3]]))
+    found, reasons = value_metrics("regression", np.ones((3, 1)), np.array([[1.0], [2], [3]]))
     assert (found["r2"], found["spearman"], found["mae"]) == (None, None, 1.0)
     assert reasons["r2"] == "the test rows have a single value"
 

@@ -1,9 +1,11 @@
+from .class_task import MAX_SCORES as MAX_SCORES
+from .class_task import SCORE as SCORE
+from .heads import output_folder as output_folder
 from .labelled_rows import LabelledRows as LabelledRows
 from .layer_rows import BLOCK_BYTES as BLOCK_BYTES
 from .layer_rows import layer_vectors as layer_vectors
 from .leakage import MIN_FEATURES as MIN_FEATURES
 from .leakage import NEAR_COSINE as NEAR_COSINE
-from .output_files import output_folder as output_folder
-from .row_predictions import MAX_SCORES as MAX_SCORES
-from .row_predictions import SCORE as SCORE
+from .metrics import METRICS as METRICS
+from .metrics import Metric as Metric
 from .run import run_probe as run_probe

@@ -7,23 +7,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from featx.analysis.probe import methods, splits
-from featx.analysis.probe.metrics import mean_and_spread
-from featx.analysis.probe.problem import Problem
-from featx.analysis.probe.splits import Places
-from featx.analysis.probe.task import ProbeTask
+from featx.analysis.probe import methods
+from featx.analysis.probe.methods import Problem
+from featx.analysis.probe.metrics import Ints, mean_and_spread
+from featx.analysis.probe.splits import Split, few_shot_places
+from featx.analysis.probe.task import COLUMNS, Task
 from featx.base import csv_bytes
 
 FEW_SHOT = "1 / rows, as scikit-learn's C=1"
 """Text in probe.json for the penalty of few-shot fits."""
-
-COLUMNS = (
-    "layer", "method", "seed", "fold", "split", "key", "group", "true", "predicted",
-    "shots", "draw",
-)  # fmt: skip
-"""Columns of few_shot.csv: the first nine of predictions.csv, then the draw."""
 
 
 @dataclass(frozen=True)
@@ -42,13 +35,13 @@ class Draw:
     shots: int
     number: int
     fold: int
-    train: Places
-    test: Places
-    predicted: npt.NDArray[np.int64]
+    train: Ints
+    test: Ints
+    predicted: Ints
 
 
 def fit_few_shot(
-    problem: Problem, method: str, task: ProbeTask
+    problem: Problem, method: str, splits: Sequence[Split]
 ) -> tuple[dict[str, Any], list[Draw]]:
     """Fit with few rows per class over several draws, with fixed settings.
 
@@ -60,9 +53,9 @@ def fit_few_shot(
     for shots in options.all_shots:
         accuracies, rows, rows_of_classes = [], [], list[int]()
         for number in range(options.draws or 5):
-            fold = number % len(task.splits)
-            split = task.splits[fold]
-            places = splits.few_shot_places(problem.y, split.train, shots, number, problem.seed)
+            fold = number % len(splits)
+            split = splits[fold]
+            places = few_shot_places(problem.y, split.train, shots, number, problem.seed)
             chosen = option if option is not None else shots if method == "knn" else 1 / len(places)
             fitted = methods.fit_with_setting(problem, method, places, chosen)
             predicted = fitted.scores(split.test).argmax(1)
@@ -70,7 +63,7 @@ def fit_few_shot(
             rows.append(len(places))
             rows_of_classes += np.unique(problem.y[places], return_counts=True)[1].tolist()
             draws.append(Draw(shots, number, fold, places, split.test, predicted))
-            if len(places) == len(split.train) and len(task.splits) == 1:
+            if len(places) == len(split.train) and len(splits) == 1:
                 break  # further draws would have the same rows, and no spread
         chosen_as = option if option is not None else "shots" if method == "knn" else FEW_SHOT
         entry[str(shots)] = {
@@ -83,28 +76,26 @@ def fit_few_shot(
 
 
 def few_shot_csv(
-    task: ProbeTask, classes: Sequence[str], tested: Mapping[tuple[str, str], Sequence[Draw]]
+    task: Task[Any, Any, Any], tested: Mapping[tuple[str, str], Sequence[Draw]]
 ) -> bytes:
     """Return the file few_shot.csv.
 
     The training rows of a draw are the same for all layers and methods and have one line each,
     without a layer; each test row has a line for each layer and method.
     """
-    lines: list[Sequence[Any]] = [COLUMNS]
-    has_folds = len(task.splits) > 1
+    classes, seed = task.training.classes, task.config.seed
+    lines: list[Sequence[Any]] = [[*COLUMNS, "true", "predicted", "shots", "draw"]]
 
-    def line(draw: Draw, split: str, place: int, predicted: str) -> list[Any]:
-        """Columns after layer and method."""
-        group = "" if task.groups is None else int(task.groups[place])
-        true = task.keys[place], group, classes[task.y[place]]
-        fold = draw.fold + 1 if has_folds else ""
-        return [task.seed, fold, split, *true, predicted, draw.shots, draw.number + 1]
+    def add(layer: str, method: str, draw: Draw, role: str, place: int, predicted: str) -> None:
+        start = task.line_start(seed, layer, method, draw.fold, role, place)
+        true = classes[task.targets[place]]
+        lines.append([*start, true, predicted, draw.shots, draw.number + 1])
 
     for draw in next(iter(tested.values())):
         for place in draw.train.tolist():
-            lines.append(["", "", *line(draw, "train", place, "")])
+            add("", "", draw, "train", place, "")
     for (layer, method), draws in tested.items():
         for draw in draws:
             for place, label in zip(draw.test.tolist(), draw.predicted.tolist(), strict=True):
-                lines.append([layer, method, *line(draw, "test", place, classes[label])])
+                add(layer, method, draw, "test", place, classes[label])
     return csv_bytes(lines)

@@ -8,21 +8,19 @@ import json
 import math
 import re
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
-from featx.analysis.probe.layer_rows import Features
-from featx.analysis.probe.tokens import TokenLayout
+from featx.analysis.probe.layer_rows import Features, TokenLayout, Tokens
+from featx.analysis.probe.metrics import Ints, Matrix
 from featx.base import float64_device
 from featx.errors import StoreError
 from featx.storage import S3Path
-from featx.store import layout
+from featx.store import FeatureStore, layout
 
 FORMAT = 1
 """Version of the format of head files."""
@@ -63,37 +61,24 @@ class Scaler:
         return (x - self.mean).div_(self.scale)
 
 
-class VectorBlocks(Protocol):
-    """Vectors that a standardisation is fitted on."""
-
-    @property
-    def width(self) -> int:
-        """D, the number of values of a vector."""
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the blocks."""
-
-    def blocks(
-        self, places: npt.NDArray[np.int64]
-    ) -> Iterator[tuple[npt.NDArray[np.int64], torch.Tensor]]:
-        """Yield the places of a block, and their vectors, (n, D) float32."""
+def fit_scaler(features: Features | Tokens, places: Ints) -> Scaler:
+    """Compute mean and standard deviation of each feature over some places."""
+    return scaler_of(block for _, block in features.blocks(places))
 
 
-def fit_scaler(features: VectorBlocks, places: npt.NDArray[np.int64]) -> Scaler:
-    """Compute mean and standard deviation of each feature over some places, in float64.
+def scaler_of(blocks: Iterable[torch.Tensor]) -> Scaler:
+    """Compute mean and standard deviation of each feature of (n, D) vectors, in float64.
 
     Blocks are merged by Chan's formula: M = M_a + M_b + d^2 n_a n_b / n.
     """
-    wide = float64_device(features.device)
-    count = 0
-    mean = torch.zeros(features.width, dtype=torch.float64, device=wide)
-    scatter = torch.zeros_like(mean)
-    constant = torch.ones(features.width, dtype=torch.bool, device=wide)
-    first: torch.Tensor | None = None
-    for _, block in features.blocks(places):
-        x = block.to(wide)
-        first = x[0].clone() if first is None else first
+    count, first, device = 0, torch.empty(0), torch.device("cpu")
+    mean = scatter = constant = torch.empty(0)
+    for block in blocks:
+        if not count:
+            device, first = block.device, block[0].to(float64_device(block.device))
+            mean = torch.zeros(len(first), dtype=torch.float64, device=first.device)
+            scatter, constant = torch.zeros_like(mean), torch.ones_like(mean, dtype=torch.bool)
+        x = block.to(first.device)
         constant &= (x == first).all(0)
         x = x.double()
         block_mean = x.mean(0)
@@ -103,17 +88,12 @@ def fit_scaler(features: VectorBlocks, places: npt.NDArray[np.int64]) -> Scaler:
         count = total
     scale = (scatter / count).sqrt()
     scale[constant | (scale == 0)] = 1.0
-    if first is not None:
-        mean = torch.where(constant, first.double(), mean)  # exact, so that x - mean is 0
-    return Scaler(mean.float().to(features.device), scale.float().to(features.device))
+    mean = torch.where(constant, first.double(), mean)  # exact, so that x - mean is 0
+    return Scaler(mean.float().to(device), scale.float().to(device))
 
 
 def attention_average(tokens: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
-    """Average tokens with the weights softmax(tokens . query / sqrt(D)).
-
-    Returns:
-        (n, D).
-    """
+    """Average (n, T, D) tokens with the weights softmax(tokens . query / sqrt(D)), (n, D)."""
     weights = (tokens @ query / math.sqrt(len(query))).softmax(1)
     return torch.einsum("nt,ntd->nd", weights, tokens)
 
@@ -181,17 +161,16 @@ class Head:
         return values.sigmoid() if self.task == MULTILABEL else values.softmax(1)
 
 
-def scores_of(
-    head: Head, features: Features, places: npt.NDArray[np.int64]
-) -> npt.NDArray[np.float64]:
-    """Compute the scores of some places.
-
-    Returns:
-        (n, C) float64.
-    """
+def scores_of(head: Head, features: Features, places: Ints) -> Matrix:
+    """Compute the scores of some places, (n, C)."""
     blocks = [head.scores(block) for _, block in features.blocks(places)]
-    scores: npt.NDArray[np.float64] = torch.cat(blocks).numpy()
+    scores: Matrix = torch.cat(blocks).numpy()
     return scores
+
+
+def output_folder(store: FeatureStore) -> Path:
+    """Return the folder for files computed from a store: its folder, or that of its single file."""
+    return store.root if store.root.is_dir() else store.root.parent
 
 
 def head_path(folder: Path, layer: str) -> Path:
@@ -303,3 +282,44 @@ def _token_layout(path: Path, about: dict[str, Any]) -> TokenLayout:
         )
     except (KeyError, TypeError, ValueError) as error:
         raise StoreError(f"{path} cannot be read as a head: its tokens are unknown.") from error
+
+
+LOWEST, HIGHEST = 0.1, 10.0
+"""Limits of the temperature. If all validation rows are right, the loss falls with the temperature
+without end, which would make all probabilities 1."""
+
+
+def fit_temperature(logits: Matrix, y: Ints) -> float:
+    """Return the temperature T in [LOWEST, HIGHEST] with the smallest cross-entropy.
+
+    The loss of softmax(logits / T) is convex in 1 / T. C. Guo et al., On Calibration of Modern
+    Neural Networks, ICML 2017.
+    """
+    from scipy.optimize import minimize_scalar
+
+    z, true = torch.from_numpy(logits), torch.from_numpy(y)
+
+    def loss(inverse: float) -> float:
+        return float(torch.nn.functional.cross_entropy(z * inverse, true))
+
+    limits = (1 / HIGHEST, 1 / LOWEST)
+    found = minimize_scalar(loss, bounds=limits, method="bounded", options={"xatol": 1e-9})
+    return min(HIGHEST, max(LOWEST, 1 / float(found.x)))
+
+
+def limit_notes(temperature: float) -> list[str]:
+    """Return a note if a temperature is one of the limits."""
+    if LOWEST * 1.001 < temperature < HIGHEST / 1.001:
+        return []
+    return [f"the calibration temperature, {temperature:g}, is at the limit of its range"]
+
+
+def scale_logits(head: Head, temperature: float) -> Head:
+    """Return a head whose logits are divided by a temperature."""
+    return Head(
+        head.scaler,
+        head.weight / temperature,
+        head.bias / temperature,
+        head.probabilities,
+        head.normalises,
+    )

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from featx.analysis.probe.layer_rows import Features
+from featx.analysis.probe.metrics import Ints, Matrix
 from featx.analysis.similarity.nearest_neighbours import best_of_blocks
 from featx.base import float64_device
 
@@ -31,13 +31,13 @@ _SAMPLED_ROWS = 1024
 
 def vote(
     features: Features,
-    bank: npt.NDArray[np.int64],
-    y: npt.NDArray[np.int64],
+    bank: Ints,
+    y: Ints,
     num_classes: int,
-    queries: npt.NDArray[np.int64],
+    queries: Ints,
     ks: Sequence[int],
     temperature: float = TEMPERATURE,
-) -> dict[int, npt.NDArray[np.float64]]:
+) -> dict[int, Matrix]:
     """Compute each class's share of the votes of a query's k most similar rows of the bank.
 
     A neighbour of cosine s has exp(s / T) votes. M. Caron et al., Emerging Properties in
@@ -60,17 +60,13 @@ def vote(
 
 def weighted_means(
     features: Features,
-    bank: npt.NDArray[np.int64],
-    values: npt.NDArray[np.float64],
-    queries: npt.NDArray[np.int64],
+    bank: Ints,
+    values: Matrix,
+    queries: Ints,
     ks: Sequence[int],
     temperature: float = TEMPERATURE,
-) -> dict[int, npt.NDArray[np.float64]]:
-    """Compute the mean of the values of a query's k most similar rows, weighted as votes are.
-
-    Returns:
-        k -> (len(queries), T) float64.
-    """
+) -> dict[int, Matrix]:
+    """Compute the mean of the (N, T) values of a query's k nearest rows, weighted as votes are."""
 
     def means(weights: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
         neighbour_values = torch.from_numpy(values).to(weights)[places]
@@ -82,12 +78,12 @@ def weighted_means(
 
 def _combine_neighbours(
     features: Features,
-    bank: npt.NDArray[np.int64],
-    queries: npt.NDArray[np.int64],
+    bank: Ints,
+    queries: Ints,
     ks: Sequence[int],
     temperature: float,
     combine: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
-) -> dict[int, npt.NDArray[np.float64]]:
+) -> dict[int, Matrix]:
     """Combine the k nearest rows of each query by `combine(weights, places)`, both (n, k)."""
     largest = min(max(ks), len(bank))
     parts_of_k: dict[int, list[torch.Tensor]] = {k: [] for k in ks}
@@ -107,11 +103,7 @@ def _combine_neighbours(
 
 
 def _nearest(
-    features: Features,
-    bank: npt.NDArray[np.int64],
-    queries: npt.NDArray[np.int64],
-    count: int,
-    dtype: torch.dtype,
+    features: Features, bank: Ints, queries: Ints, count: int, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Find the most similar rows of the bank."""
     home = features.device if dtype == torch.float32 else float64_device(features.device)
@@ -131,7 +123,7 @@ def _nearest(
     return best_of_blocks(scored_blocks(), torch.from_numpy(queries).to(home), count)
 
 
-def _needed_dtype(features: Features, bank: npt.NDArray[np.int64]) -> torch.dtype:
+def _needed_dtype(features: Features, bank: Ints) -> torch.dtype:
     """Return float64 if a common offset makes all rows nearly parallel, else float32."""
     sample = bank[np.unique(np.linspace(0, len(bank) - 1, _SAMPLED_ROWS).astype(np.int64))]
     rows = features.take(sample).to(float64_device(features.device)).double()

@@ -1,13 +1,18 @@
-"""Labelled rows of a store."""
+"""Rows of a store that a probe can use, and their targets."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from featx.errors import DataError, StoreError, counted
+from featx.analysis.probe.metrics import Ints, Matrix
+from featx.config import ProbeConfig
+from featx.errors import ConfigError, DataError, StoreError, StoreMismatchError, counted
+from featx.sources import MISSING_MARKS
 from featx.store import FeatureStore
 
 
@@ -18,25 +23,46 @@ class LabelledRows:
     Attributes:
         store: the store.
         rows: (n,) int64 rows of the store, increasing.
-        y: (n,) int64 class of each row, in [0, C).
-        classes: C names, those with at least one row.
+        y: (n,) int64 class of each row, in [0, C); 0 for rows with `values`.
+        classes: C names, those with at least one row; or T names of the values, the column or the
+            labels.
         notes: sentences about what was left out.
+        values: (n, T) float64 numbers (T = 1), or 1 for each label of a row and 0 for others; None
+            for classes.
     """
 
     store: FeatureStore
-    rows: npt.NDArray[np.int64]
-    y: npt.NDArray[np.int64]
+    rows: Ints
+    y: Ints
     classes: tuple[str, ...]
     notes: tuple[str, ...]
+    values: Matrix | None = None
+
+    @property
+    def targets(self) -> npt.NDArray[Any]:
+        """What is predicted: the classes (n,), or the values (n, T)."""
+        return self.y if self.values is None else self.values
 
 
-def labelled_rows(store: FeatureStore, column: str | None = None) -> LabelledRows:
-    """Select the rows that have a label and did not fail, and the classes that have rows."""
+def require_complete(store: FeatureStore) -> None:
+    """Check that no row of a store is missing."""
     if not store.complete:
         raise StoreError(
             f"{store.root} is not complete: {store.num_rows_present} of {len(store)} rows are "
             "there. Complete it with the command that started it, then give this one again."
         )
+
+
+def failed_notes(store: FeatureStore) -> list[str]:
+    """Return a note about failed rows."""
+    num_failed = int((~store.ok).sum())
+    text = f"{counted(num_failed, 'failed row is', 'failed rows are')} left out"
+    return [text] if num_failed else []
+
+
+def labelled_rows(store: FeatureStore, column: str | None = None) -> LabelledRows:
+    """Select the rows that have a label and did not fail, and the classes that have rows."""
+    require_complete(store)
     labels, classes = (
         (store.labels, store.classes) if column is None else _column_labels(store, column)
     )
@@ -47,9 +73,7 @@ def labelled_rows(store: FeatureStore, column: str | None = None) -> LabelledRow
             "needs. With data=folder the first sub-folder of an image is its label."
         )
     present, y = np.unique(labels[rows], return_inverse=True)
-    notes = []
-    if num_failed := int((~store.ok).sum()):
-        notes.append(f"{counted(num_failed, 'failed row is', 'failed rows are')} left out")
+    notes = failed_notes(store)
     if num_unlabelled := int((store.ok & (labels < 0)).sum()):
         notes.append(
             counted(num_unlabelled, "row without a label is", "rows without a label are")
@@ -62,9 +86,7 @@ def labelled_rows(store: FeatureStore, column: str | None = None) -> LabelledRow
     return LabelledRows(store, rows, y.astype(np.int64), names, tuple(notes))
 
 
-def _column_labels(
-    store: FeatureStore, column: str
-) -> tuple[npt.NDArray[np.int64], tuple[str, ...]]:
+def _column_labels(store: FeatureStore, column: str) -> tuple[Ints, tuple[str, ...]]:
     """Convert a column to labels."""
     values = store.column(column)
     if values.dtype.kind == "f":
@@ -107,3 +129,179 @@ def match_classes(test: LabelledRows, classes: tuple[str, ...]) -> LabelledRows:
     return LabelledRows(
         test.store, test.rows[is_trained], labels[is_trained], classes, tuple(notes)
     )
+
+
+SEPARATOR = ";"
+"""Default text between the labels of a row."""
+
+MANY_NUMBERS = 20
+"""Number of different whole numbers from which a note says that they are taken as classes."""
+
+
+@dataclass(frozen=True)
+class TaskKind:
+    """Kind of the targets that a probe predicts.
+
+    Attributes:
+        name: 'classification', 'regression', 'multilabel' or 'segmentation'.
+        reason: how it was decided, for people.
+    """
+
+    name: str
+    reason: str
+
+
+def task_kind(store: FeatureStore, options: ProbeConfig) -> TaskKind:
+    """Decide what the probe predicts (probe.task).
+
+    Whole numbers are often class numbers, so that auto never takes them as numbers.
+    """
+    if options.masks is not None:
+        return TaskKind("segmentation", "probe.masks has classes of pixels")
+    if options.task != "auto":
+        return TaskKind(options.task, f"probe.task={options.task}")
+    if options.label_column is None:
+        return TaskKind("classification", "the labels of a store are classes")
+    column = options.label_column
+    values = store.column(column)
+    if values.dtype.kind == "U":
+        return TaskKind("classification", f"{column} holds text")
+    if values.dtype.kind == "f":
+        finite = values[np.isfinite(values)]
+        if (finite != np.floor(finite)).any():
+            return TaskKind(
+                "regression",
+                f"{column} holds fractional numbers; probe.task=regression says so explicitly",
+            )
+        values = finite
+    if values.dtype.kind == "b":
+        return TaskKind("classification", f"{column} holds booleans")
+    count = len(np.unique(values))
+    hint = "; probe.task=regression predicts them as numbers" if count >= MANY_NUMBERS else ""
+    return TaskKind("classification", f"{column} holds {count} different whole numbers{hint}")
+
+
+def valued_rows(
+    store: FeatureStore, options: ProbeConfig, kind: TaskKind, names: tuple[str, ...] | None = None
+) -> LabelledRows:
+    """Select the rows that have a value and did not fail."""
+    require_complete(store)
+    column = str(options.label_column)
+    column_values = store.column(column)
+    has_value = _value_mask(column_values, column, kind)
+    rows = np.flatnonzero(store.ok & has_value)
+    if len(rows) < (2 if names is None else 1):
+        raise DataError(f"{store.root} has {counted(len(rows), 'row')} with a value of {column}.")
+    notes = failed_notes(store)
+    if num_missing := int((store.ok & ~has_value).sum()):
+        missing = counted(num_missing, "row")
+        notes.append(f"{missing} without a value of {column} left out")
+    if names is not None:
+        notes = [f"probe.test_store: {note}" for note in notes]
+    y = np.zeros(len(rows), np.int64)
+    if kind.name == "regression":
+        values = column_values[rows].astype(np.float64)[:, None]
+        if names is None and np.ptp(values) == 0:
+            raise DataError(
+                f"{column} is {values[0, 0]:g} in all rows; there is nothing to predict."
+            )
+        return LabelledRows(store, rows, y, (column,), tuple(notes), values)
+    separator = options.label_separator or SEPARATOR
+    texts: list[str] = column_values[rows].tolist()
+    values, names = _indicators(texts, separator, column, names, notes)
+    return LabelledRows(store, rows, y, names, tuple(notes), values)
+
+
+def _value_mask(
+    values: npt.NDArray[np.generic], column: str, kind: TaskKind
+) -> npt.NDArray[np.bool_]:
+    """Return (N,) whether a row has a value."""
+    if kind.name == "multilabel":
+        if values.dtype.kind != "U":
+            raise DataError(f"probe.task=multilabel: {column} holds numbers; expected text.")
+        is_known: npt.NDArray[np.bool_] = np.char.strip(values.astype(np.str_)) != ""
+        return is_known
+    if values.dtype.kind not in "fiub":
+        raise DataError(
+            f"probe.task=regression: {column} holds text{_example_of_text(values.tolist())}; "
+            "expected numbers."
+        )
+    numbers = values.astype(np.float64)
+    if num_infinite := int(np.isinf(numbers).sum()):
+        raise DataError(
+            f"probe.task=regression: {column} holds infinite numbers in {num_infinite} of "
+            f"{counted(len(values), 'row')}; expected finite ones, or none where the value is "
+            "missing."
+        )
+    return ~np.isnan(numbers)
+
+
+def _example_of_text(texts: list[str]) -> str:
+    """Quote the first text that is no number, and count the rows with such texts."""
+    given = [text for text in texts if text and text.lower() not in MISSING_MARKS]
+    # Numbers with leading zeros, such as 007, are kept as text by tables.
+    others = [text for text in given if not _is_number(text)] or given
+    if not others:
+        return ""
+    also = "" if len(set(others)) == 1 else " and others"
+    return f" ({others[0]!r}{also} in {len(others)} of {counted(len(texts), 'row')})"
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _indicators(
+    texts: list[str], separator: str, column: str, names: tuple[str, ...] | None, notes: list[str]
+) -> tuple[Matrix, tuple[str, ...]]:
+    """Return a column for each label, with 1 in the rows that have it, and the labels."""
+    lists = [{label.strip() for label in text.split(separator)} - {""} for text in texts]
+    all_labels = set[str]().union(*lists)
+    if names is None:
+        names = tuple(sorted(all_labels))
+    elif unknown := sorted(all_labels - set(names)):
+        notes.append(
+            f"probe.test_store: {counted(len(unknown), 'label')} that no training row has, "
+            f"such as {unknown[0]}: left out"
+        )
+    if len(names) < 2:
+        raise DataError(
+            f"{column} has {counted(len(names), 'label')} divided by {separator!r}; "
+            "probe.task=multilabel needs two or more."
+        )
+    return np.array([[float(name in labels) for name in names] for labels in lists]), names
+
+
+_SAME = ("weights_sha256", "transform")
+"""Attributes that two stores must have in common."""
+_SAME_OF_A_LAYER = ("layer", "capture", "reduce")
+"""Attributes that a layer must have in common in two stores."""
+
+
+def open_other_store(store: FeatureStore, path: str, layers: Sequence[str]) -> FeatureStore:
+    """Open probe.test_store and check that its features are comparable."""
+    other = FeatureStore(path, verify="rows")
+    if other.root == store.root or other.attrs["fingerprint"] == store.attrs["fingerprint"]:
+        raise ConfigError(
+            f"probe.test_store={path} is the store that is trained on: its rows would be tested on "
+            "themselves. Use probe.split."
+        )
+    wrong = [
+        f"  {name}: {store.attrs[name]!r} and {other.attrs[name]!r}"
+        for name in _SAME
+        if store.attrs.get(name) != other.attrs.get(name)
+    ]
+    for layer in layers:
+        mine, theirs = store[layer], other[layer]
+        pairs: list[tuple[str, Any, Any]] = [("shape", mine.shape[1:], theirs.shape[1:])]
+        pairs += [(name, mine.attrs.get(name), theirs.attrs.get(name)) for name in _SAME_OF_A_LAYER]
+        wrong += [f"  {layer}, {name}: {a} and {b}" for name, a, b in pairs if a != b]
+    if wrong:
+        raise StoreMismatchError(
+            f"features of {store.root} and {other.root} are not comparable:\n" + "\n".join(wrong)
+        )
+    return other

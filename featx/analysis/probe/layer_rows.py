@@ -1,17 +1,19 @@
-"""Rows of a layer as float32 vectors."""
+"""Rows of a layer as float32 vectors or tokens."""
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from featx.analysis.probe.labelled_rows import LabelledRows
-from featx.errors import ReduceError, StoreError
+from featx.analysis.probe.metrics import Ints
+from featx.errors import ConfigError, ReduceError, StoreError
 from featx.layers import RowLayout, channels_last
 from featx.store import FeatureStore
 
@@ -36,7 +38,7 @@ class LayerRows:
 
     store: FeatureStore
     layer: str
-    rows: npt.NDArray[np.int64]
+    rows: Ints
     pooled: tuple[int, ...] | None
     width: int
 
@@ -47,23 +49,31 @@ class LayerRows:
             return "avg"
         return "none" if self.store[self.layer].ndim == 2 else "flatten"
 
+    def as_dict(self) -> dict[str, Any]:
+        """Describe what the store holds of the layer, and how the probe makes vectors of it."""
+        dataset = self.store[self.layer]
+        return {
+            "layer": str(dataset.attrs.get("layer", "")),
+            "capture": str(dataset.attrs.get("capture", "")),
+            "stored": str(dataset.attrs.get("reduce", "")),
+            "shape": list(dataset.shape[1:]),
+            "then": self.reduction,
+            "axes": list(self.pooled or ()),
+        }
+
     def vectors(self, values: torch.Tensor) -> torch.Tensor:
         """Convert stored rows (n, ...) to (n, D) float32."""
         return as_vectors(values, self.pooled, self.width)
 
-    def read(self, places: npt.NDArray[np.int64]) -> torch.Tensor:
-        """Read the vectors of some of the rows.
-
-        Returns:
-            (n, D) float32 on the CPU.
-        """
+    def read(self, places: Ints) -> torch.Tensor:
+        """Read the vectors of some of the rows, (n, D) float32 on the CPU."""
         rows = self.rows[places]
         values = np.asarray(self.store[self.layer][rows])
         vectors = self.vectors(torch.from_numpy(values.astype(np.float32, copy=False)))
         self.check(vectors, rows)
         return vectors
 
-    def check(self, vectors: torch.Tensor, rows: npt.NDArray[np.int64]) -> None:
+    def check(self, vectors: torch.Tensor, rows: Ints) -> None:
         """Check that vectors are finite."""
         finite = torch.isfinite(vectors).all(1)
         if not bool(finite.all()):
@@ -75,11 +85,7 @@ class LayerRows:
 
 
 def as_vectors(values: torch.Tensor, pooled: tuple[int, ...] | None, width: int) -> torch.Tensor:
-    """Convert stored rows to vectors.
-
-    Returns:
-        (n, D) float32.
-    """
+    """Convert stored rows to vectors, (n, D) float32."""
     values = values.to(torch.float32)
     if pooled:
         values = values.mean(pooled)
@@ -165,9 +171,7 @@ class Features:
     def __len__(self) -> int:
         return int(self._starts[-1])
 
-    def blocks(
-        self, places: npt.NDArray[np.int64]
-    ) -> Iterator[tuple[npt.NDArray[np.int64], torch.Tensor]]:
+    def blocks(self, places: Ints) -> Iterator[tuple[Ints, torch.Tensor]]:
         """Yield the places of a block in order, and their vectors, (n, D) float32 on the device."""
         for span in self._spans(places):
             if self.whole is None:
@@ -175,7 +179,7 @@ class Features:
             else:
                 yield span, self.whole[torch.from_numpy(span).to(self.device)]
 
-    def take(self, places: npt.NDArray[np.int64]) -> torch.Tensor:
+    def take(self, places: Ints) -> torch.Tensor:
         """Copy the vectors of some places to a new (n, D) float32 tensor on the device."""
         vectors = torch.empty((len(places), self.width), device=self.device)
         done = 0
@@ -184,13 +188,13 @@ class Features:
             done += len(span)
         return vectors
 
-    def _spans(self, places: npt.NDArray[np.int64]) -> Iterator[npt.NDArray[np.int64]]:
+    def _spans(self, places: Ints) -> Iterator[Ints]:
         """Split places into blocks of BLOCK_BYTES."""
         size = max(1, BLOCK_BYTES // (4 * self.width))
         for start in range(0, len(places), size):
             yield places[start : start + size]
 
-    def _read(self, places: npt.NDArray[np.int64]) -> torch.Tensor:
+    def _read(self, places: Ints) -> torch.Tensor:
         """Read vectors from the stores, (n, D) float32 on the CPU."""
         vectors = torch.empty((len(places), self.width))
         part_of = np.searchsorted(self._starts, places, side="right") - 1
@@ -201,3 +205,110 @@ class Features:
                     places[in_part] - self._starts[number]
                 )
         return vectors
+
+
+ATTENTIVE = "probe.method=attentive"
+"""Name of the attentive probe in messages."""
+
+
+@dataclass(frozen=True)
+class TokenLayout:
+    """Arrangement of tokens in the values of a flattened row.
+
+    Attributes:
+        count: T, the number of tokens: positions of a map, or tokens including the class token.
+        width: D, the number of values of a token.
+        channels_last: whether the values of a token lie next to each other; those of a map (C, H,
+            W) do not.
+    """
+
+    count: int
+    width: int
+    channels_last: bool
+
+    def tokens(self, x: torch.Tensor) -> torch.Tensor:
+        """View flattened rows (n, T * D) as tokens (n, T, D)."""
+        if self.channels_last:
+            return x.reshape(len(x), self.count, self.width)
+        return x.reshape(len(x), self.width, self.count).transpose(1, 2)
+
+
+class Tokens:
+    """Tokens of one layer: those of the training rows, then those of another store's rows, if any.
+
+    Args:
+        layout: how a row forms tokens.
+        features: rows as flattened vectors of T * D values, in memory or streamed.
+    """
+
+    def __init__(self, layout: TokenLayout, features: Features) -> None:
+        self.layout = layout
+        self.features = features
+        self.device = features.device
+        self.width = layout.width
+
+    def blocks(self, places: Ints) -> Iterator[tuple[Ints, torch.Tensor]]:
+        """Yield the places of a block in order, and all their tokens, (n * T, D) float32."""
+        for span, block in self.features.blocks(places):
+            yield span, self.layout.tokens(block).reshape(-1, self.width)
+
+
+def token_layout(store: FeatureStore, layer: str, option: str) -> TokenLayout | None:
+    """Return how the rows of a layer form tokens, or None if a row is a single vector."""
+    shape = store[layer].shape[1:]
+    if len(shape) == 2:
+        layout = TokenLayout(shape[0], shape[1], True)
+    elif len(shape) == 3 and map_channels_last(store, layer, option):
+        layout = TokenLayout(shape[0] * shape[1], shape[2], True)
+    elif len(shape) == 3:
+        layout = TokenLayout(shape[1] * shape[2], shape[0], False)
+    else:
+        return None
+    return layout if layout.count > 1 else None
+
+
+def require_tokens(store: FeatureStore, layers: Sequence[str], option: str) -> None:
+    """Check that every layer has tokens or a map."""
+    vector_layers = [layer for layer in layers if token_layout(store, layer, option) is None]
+    if vector_layers:
+        token_layers = [layer for layer in layers if layer not in vector_layers]
+        remedy = "Extract a layer with reduce=none, which keeps tokens and maps, or reduce=grid."
+        if token_layers:
+            pronoun = "it" if len(vector_layers) == 1 else "them"
+            remedy = f"layers=[{','.join(token_layers)}] leaves {pronoun} out."
+        raise ConfigError(
+            f"{option} needs tokens or maps, and {', '.join(vector_layers)} "
+            f"{'has' if len(vector_layers) == 1 else 'have'} one vector a row. {remedy}"
+        )
+
+
+def layer_tokens(
+    labelled: Sequence[LabelledRows], layer: str, device: torch.device, memory_bytes: float
+) -> Tokens:
+    """Return the tokens of a layer that has them, as `require_tokens` has checked."""
+    layout = token_layout(labelled[0].store, layer, ATTENTIVE)
+    assert layout is not None, "require_tokens has been called"
+    width = layout.count * layout.width
+    parts = [LayerRows(each.store, layer, each.rows, None, width) for each in labelled]
+    return Tokens(layout, Features(parts, device, memory_bytes))
+
+
+SMALL_NUMBERS = 1 << 21
+"""Number of values of a matrix up to which one thread is used: a product with it ends before a
+second thread could help."""
+
+
+@contextlib.contextmanager
+def threads_for(numbers: int, device: torch.device) -> Iterator[None]:
+    """Use one thread inside the block if a matrix on the CPU is small.
+
+    With other busy processes, two threads that wait for each other after every small operation took
+    60 times as long.
+    """
+    num_threads = torch.get_num_threads()
+    if device.type == "cpu" and numbers <= SMALL_NUMBERS:
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(num_threads)

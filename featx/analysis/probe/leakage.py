@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from featx.analysis.probe.heads import fit_scaler
 from featx.analysis.probe.layer_rows import Features
-from featx.analysis.probe.splits import Places, Split
+from featx.analysis.probe.metrics import Ints, Matrix
+from featx.analysis.probe.splits import Split
 
 NEAR_COSINE = 0.9
 """Cosine of standardised vectors from which rows count as near-duplicates. Among 287 copies of
@@ -30,10 +30,9 @@ _BLOCK_NUMBERS = 1 << 24
 
 
 def repeated_rows(features: Features, splits: Sequence[Split]) -> int | None:
-    """Count the test rows whose vector equals that of a training row bit for bit.
+    """Count the test rows of all splits whose vector equals that of a training row bit for bit.
 
-    Returns:
-        the number over all splits, or None if the features are streamed.
+    It is unknown, None, if the features are streamed.
     """
     if features.whole is None:
         return None
@@ -56,9 +55,9 @@ class NearDuplicates:
 
     layer: str
     not_checked: str | None
-    test: Places
-    training: Places
-    cosines: npt.NDArray[np.float64]
+    test: Ints
+    training: Ints
+    cosines: Matrix
 
 
 def near_duplicates(features: Features, layer: str, splits: Sequence[Split]) -> NearDuplicates:
@@ -110,9 +109,7 @@ def _why_not_checked(features: Features, layer: str, splits: Sequence[Split]) ->
     return None
 
 
-def _most_similar(
-    unit: torch.Tensor, test: Places, train: Places
-) -> tuple[Places, npt.NDArray[np.float64]]:
+def _most_similar(unit: torch.Tensor, test: Ints, train: Ints) -> tuple[Ints, Matrix]:
     """Find the training place with the largest cosine to each test place."""
     bank = unit[torch.from_numpy(train).to(unit.device)]
     block_rows = max(1, _BLOCK_NUMBERS // len(train))

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch.nn import functional
+
+from featx.analysis.probe.metrics import Ints, Matrix
 
 L2_GRID = (10.0, 1.0, 1e-1, 1e-2, 1e-3, 1e-4, 1e-5, 1e-6)
 """Penalties to try, the strongest first, so that each fit starts close to its minimum."""
@@ -136,7 +137,7 @@ def fit_logistic(
     if start is not None:
         first.copy_(torch.cat([start.weight, start.bias[:, None]], 1))
 
-    def objective(numbers: npt.NDArray[np.float64]) -> tuple[float, npt.NDArray[np.float64]]:
+    def objective(numbers: Matrix) -> tuple[float, Matrix]:
         """Return the value and its gradient."""
         parameters = torch.from_numpy(numbers).view_as(first).to(x.device, wide)
         weight, bias = parameters[:, :-1].to(x.dtype), parameters[:, -1].to(x.dtype)
@@ -203,9 +204,7 @@ def best_trial(trials: list[Trial]) -> Trial:
     return min(trials, key=lambda trial: trial.loss)
 
 
-def accuracy_and_loss(
-    y: npt.NDArray[np.int64], log_probabilities: npt.NDArray[np.float64]
-) -> tuple[float, float]:
+def accuracy_and_loss(y: Ints, log_probabilities: Matrix) -> tuple[float, float]:
     """Compute accuracy and mean cross-entropy."""
     loss = -log_probabilities[np.arange(len(y)), y].mean()
     return float((log_probabilities.argmax(1) == y).mean()), float(loss)

@@ -2,27 +2,191 @@
 
 from __future__ import annotations
 
+import os
 import zlib
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain, groupby
+from operator import itemgetter
+from pathlib import Path, PurePosixPath
 
 import numpy as np
 import numpy.typing as npt
 
-from featx.analysis.probe.labelled_rows import LabelledRows
-from featx.analysis.probe.mask_files import (
-    MaskSettings,
-    PackedMask,
-    mask_settings,
-    masked_images,
-    masks_of_image,
-)
+from featx.analysis.probe.labelled_rows import LabelledRows, failed_notes, require_complete
+from featx.analysis.probe.metrics import Ints
 from featx.base import num_cpus
-from featx.config import Config
-from featx.errors import DataError, StoreError, counted
+from featx.config import Config, data_of_saved, from_saved
+from featx.errors import ConfigError, DataError, StoreError, counted
+from featx.images import ImagePolicy, LabelTransform, image_sizes, read_image, read_label_map
+from featx.sources import open_source, origin_of, parse_box_key
 from featx.store import FeatureStore
+from featx.types import UNKNOWN_IMAGE, ImageFault, Source, image_checksum
+
+
+@dataclass(frozen=True)
+class MaskSettings:
+    """Settings by which the masks of a store are found and read.
+
+    Attributes:
+        store: the store.
+        source: its images, not the boxes of them, whose sizes are compared with those of the masks.
+        folder: folder of the masks.
+        transform: resize and crop of the images.
+        policy: treatment of the orientation of the images.
+        at_least: pixels of the shorter side at which far larger JPEGs were decoded, or None.
+        ignore: number of pixels without a label, or None.
+        names: names of the classes, or empty if they are not given.
+    """
+
+    store: FeatureStore
+    source: Source
+    folder: Path
+    transform: LabelTransform
+    policy: ImagePolicy
+    at_least: int | None
+    ignore: int | None
+    names: tuple[str, ...]
+
+
+PackedMask = tuple[bytes, list[int]]
+"""Mask of a row as in `Masks.packed`, and the class numbers in it, increasing."""
+
+
+class _UnusableMaskError(Exception):
+    """Raised with the reason why a row has no usable mask."""
+
+
+def mask_settings(config: Config, store: FeatureStore) -> MaskSettings:
+    """Find out how the images of a store were read and transformed."""
+    options = config.probe
+    folder = Path(str(options.masks)).expanduser()
+    if not folder.is_dir():
+        raise ConfigError(f"probe.masks={options.masks}: there is no such folder.")
+    text = str(store.attrs.get("transform", ""))
+    transform = LabelTransform.of_description(text)
+    if transform is None:
+        raise StoreError(
+            f"probe.masks: the transform of {store.root} ({text!r}) cannot be applied to masks. It "
+            "has to be a resize and a centre crop of 8-bit images by featx's fast path."
+        )
+    try:
+        saved = from_saved(str(store.attrs.get("config", "")))
+    except ConfigError as error:
+        raise StoreError(f"{store.root} does not record where its images are: {error}") from error
+    data = data_of_saved(saved, config.data, str(store.root))
+    if data.root is not None and "://" not in data.root and not Path(data.root).exists():
+        raise StoreError(
+            f"probe.masks: the images of {store.root} are not at {data.root}. Their sizes are "
+            "compared with those of the masks: say where they are now with data.root=."
+        )
+    resize = transform.resize
+    reduced_size = None if saved.decode == "reference" else resize
+    min_side = max(reduced_size) if isinstance(reduced_size, tuple) else reduced_size
+    return MaskSettings(
+        store,
+        open_source(replace(data, boxes=None)),
+        folder,
+        transform,
+        ImagePolicy.from_config(data),
+        None if data.boxes is not None else min_side,  # as of RowLoader
+        options.ignore,
+        () if options.mask_classes is None else _class_names(options.mask_classes),
+    )
+
+
+def _class_names(path: str) -> tuple[str, ...]:
+    """Read the names of the classes."""
+    try:
+        text = Path(path).expanduser().read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"probe.mask_classes={path} cannot be read: {error}.") from error
+    names = tuple(line.strip() for line in text.splitlines())
+    if "" in names or len(set(names)) < len(names):
+        raise ConfigError(
+            f"probe.mask_classes={path}: expected one name a line, all different and none empty."
+        )
+    return names
+
+
+def _masks_of_image(
+    settings: MaskSettings, rows: Sequence[int]
+) -> list[tuple[int, PackedMask | str]]:
+    """Read the mask of an image for each of its rows, which are several if they are boxes.
+
+    Returns:
+        (row, mask on the crop, or the reason why there is none).
+    """
+    keys = settings.store.key_bytes
+    masks: list[tuple[int, PackedMask | str]] = []
+    try:
+        labels, size = _label_map(settings, rows[0])
+    except (_UnusableMaskError, ImageFault) as error:
+        return [(row, str(error)) for row in rows]
+    for row in rows:
+        try:
+            masks.append((row, _crop_mask(settings, labels, size, bytes(keys[row]))))
+        except _UnusableMaskError as error:
+            masks.append((row, str(error)))
+    return masks
+
+
+def _label_map(settings: MaskSettings, row: int) -> tuple[npt.NDArray[np.integer], tuple[int, int]]:
+    """Read the mask of an image and compare its size with that of the image."""
+    key, kind = origin_of(bytes(settings.store.key_bytes[row]))
+    checksum = int(settings.store.image_checksums[row])
+    if kind == "video":
+        raise _UnusableMaskError("frames of videos have no masks")
+    name = PurePosixPath(os.fsdecode(key)).with_suffix(".png")
+    if name.is_absolute() or ".." in name.parts:
+        raise _UnusableMaskError("its key leads out of the folder of the masks")
+    try:
+        data = (settings.folder / name).read_bytes()
+    except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
+        raise _UnusableMaskError(f"there is no mask {name}") from None
+    try:
+        labels = read_label_map(data, settings.policy.max_pixels)
+    except ImageFault as fault:
+        raise _UnusableMaskError(f"mask {name}: {fault}") from fault
+    encoded = read_image(settings.source, key)
+    if checksum not in (UNKNOWN_IMAGE, image_checksum(encoded)):
+        raise _UnusableMaskError("the image has changed since its features were extracted")
+    full, decoded = image_sizes(encoded, settings.policy, settings.at_least)
+    if labels.shape != full:
+        raise _UnusableMaskError(
+            f"mask {name} is of {labels.shape[1]} x {labels.shape[0]} pixels, and the upright "
+            f"image of {full[1]} x {full[0]}"
+        )
+    return labels, decoded
+
+
+def _crop_mask(
+    settings: MaskSettings, labels: npt.NDArray[np.integer], size: tuple[int, int], key: bytes
+) -> PackedMask:
+    """Return the mask of a row on the crop."""
+    if (parsed := parse_box_key(key)) is not None:
+        box = parsed[1]
+        labels = labels[box.y : box.y + box.height, box.x : box.x + box.width]
+        size = (box.height, box.width)
+        if labels.shape != size:
+            raise _UnusableMaskError("its box reaches outside the image")
+    mask = settings.transform.on_crop(labels, size)
+    if settings.ignore is not None:
+        mask[mask == settings.ignore] = -1
+    numbers = [number for number in np.unique(mask).tolist() if number >= 0]
+    if not numbers:
+        raise _UnusableMaskError(
+            f"all pixels of its crop are ignored (probe.ignore={settings.ignore})"
+        )
+    if settings.names and numbers[-1] >= len(settings.names):
+        raise _UnusableMaskError(
+            f"its mask has the class number {numbers[-1]}, and probe.mask_classes names 0 to "
+            f"{len(settings.names) - 1}"
+        )
+    return zlib.compress(mask.tobytes(), 1), numbers
+
 
 _NAMED = 5
 """Number of rows without a usable mask that a note names."""
@@ -33,10 +197,9 @@ class Masks:
     """Rows with a mask, and the class of each pixel of their crops.
 
     Attributes:
-        labelled: the rows, all of class 0.
+        labelled: the rows, all of class 0, and K names of classes.
         crop: (height, width) in pixels.
         numbers: (K,) numbers of the classes in the masks, increasing.
-        classes: K names.
         refused: (key, reason) of rows without a usable mask.
         packed: the crop of each row, compressed (H, W) int32 numbers, -1 for pixels without a
             label.
@@ -44,12 +207,11 @@ class Masks:
 
     labelled: LabelledRows
     crop: tuple[int, int]
-    numbers: npt.NDArray[np.int64]
-    classes: tuple[str, ...]
+    numbers: Ints
     refused: tuple[tuple[str, str], ...]
     packed: Sequence[bytes]
 
-    def of(self, place: int) -> npt.NDArray[np.int64]:
+    def of(self, place: int) -> Ints:
         """Return the classes of the pixels of a row, (H, W) in [0, K), -1 without a label."""
         numbers = np.frombuffer(zlib.decompress(self.packed[place]), np.int32).reshape(self.crop)
         classes = np.searchsorted(self.numbers, numbers)
@@ -58,27 +220,22 @@ class Masks:
 
 def read_masks(config: Config, store: FeatureStore) -> Masks:
     """Read the masks of all rows of a store that did not fail."""
-    if not store.complete:
-        raise StoreError(
-            f"{store.root} is not complete: {store.num_rows_present} of {len(store)} rows are "
-            "there. Complete it with the command that started it, then give this one again."
-        )
-    settings = mask_settings(config, store)
+    require_complete(store)
+    settings, keys = mask_settings(config, store), store.key_bytes.tolist()
+    ok_rows = np.flatnonzero(store.ok).tolist()
+    images = [list(rows) for _, rows in groupby(ok_rows, lambda row: origin_of(keys[row]))]
+    _ = store.image_checksums  # cached before the threads need them
     with ThreadPoolExecutor(num_cpus(), "featx-masks") as pool:
-        masks_of_rows = [
-            (row, mask)
-            for masks in pool.map(partial(masks_of_image, settings), list(masked_images(store)))
-            for row, mask in masks
-        ]
-    masks_of_rows.sort(key=lambda pair: pair[0])
-    usable = [(row, mask) for row, mask in masks_of_rows if isinstance(mask, PackedMask)]
+        masks_of_images = pool.map(partial(_masks_of_image, settings), images)
+        masks_of_rows = sorted(chain.from_iterable(masks_of_images), key=itemgetter(0))
+    usable = [(row, mask) for row, mask in masks_of_rows if not isinstance(mask, str)]
     refused = [(str(store.keys[row]), mask) for row, mask in masks_of_rows if isinstance(mask, str)]
     if not usable:
         raise DataError(
             f"none of the {counted(len(masks_of_rows), 'row')} of {store.root} has a usable mask "
             f"in {settings.folder}: {_problem_text(refused)}."
         )
-    numbers = sorted({number for _, mask in usable for number in mask.numbers})
+    numbers = sorted({number for _, (_, numbers) in usable for number in numbers})
     names = tuple(settings.names[i] if settings.names else str(i) for i in numbers)
     if len(names) < 2:
         raise DataError(
@@ -87,12 +244,11 @@ def read_masks(config: Config, store: FeatureStore) -> Masks:
         )
     rows, notes = np.array([row for row, _ in usable], np.int64), _notes(settings, refused, numbers)
     return Masks(
-        LabelledRows(store, rows, np.zeros(len(rows), np.int64), ("",), notes),
+        LabelledRows(store, rows, np.zeros(len(rows), np.int64), names, notes),
         settings.transform.crop,
         np.array(numbers, np.int64),
-        names,
         tuple(refused),
-        [mask.data for _, mask in usable],
+        [data for _, (data, _) in usable],
     )
 
 
@@ -100,9 +256,7 @@ def _notes(
     settings: MaskSettings, refused: Sequence[tuple[str, str]], numbers: Sequence[int]
 ) -> tuple[str, ...]:
     """Return sentences about the rows and classes that are left out."""
-    notes = []
-    if failed := int((~settings.store.ok).sum()):
-        notes.append(f"{counted(failed, 'failed row is', 'failed rows are')} left out")
+    notes = failed_notes(settings.store)
     if refused:
         left_out = counted(
             len(refused), "row without a usable mask is", "rows without a usable mask are"

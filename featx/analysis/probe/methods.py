@@ -1,47 +1,184 @@
-"""Probes behind one interface: choose a setting, then fit on all rows."""
+"""Probes behind one interface: choose a setting, then fit on all training rows.
+
+Each of them is for classes, numbers or several labels of a row: logistic or ridge regression
+(linear), votes or weighted means of neighbours (knn), least squares onto classes (ridge), and
+logistic regression on tokens (attentive).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
-from featx.analysis.probe import (
-    attentive_method,
-    knn,
-    logistic_regression,
-    minibatch_regression,
-    ridge,
-    temperature_scaling,
+from featx.analysis.probe import knn, logistic_regression, ridge
+from featx.analysis.probe import minibatch_regression as minibatch
+from featx.analysis.probe.heads import (
+    CLASSIFICATION,
+    MULTILABEL,
+    REGRESSION,
+    Head,
+    Scaler,
+    fit_scaler,
+    fit_temperature,
+    limit_notes,
+    scale_logits,
+    scores_of,
 )
-from featx.analysis.probe.heads import Head, Scaler, fit_scaler, scores_of
-from featx.analysis.probe.problem import NO_VOTE, FittedProbe, Problem, Scores
-from featx.analysis.probe.splits import Places, Split
+from featx.analysis.probe.layer_rows import Features, Tokens
+from featx.analysis.probe.logistic_regression import Fit
+from featx.analysis.probe.metrics import Ints, Matrix
+from featx.analysis.probe.records import Choice
+from featx.analysis.probe.splits import Split
+from featx.config import ProbeConfig
+from featx.errors import ConfigError
+
+NO_VOTE = 1e-30
+"""Probability in the loss of a class that has none, so that its logarithm is finite."""
+
+_SMALL_BYTES = 64 << 20
+"""Size up to which rows of a streamed layer, mostly few-shot ones, are read into memory."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One layer and what is predicted from it.
+
+    Attributes:
+        features: (N, D) vectors of all places.
+        y: (N,) int64 class of each place, or (N, T) float64 numbers, or labels as 1 and 0.
+        num_outputs: C or T.
+        options: option group `probe`.
+        seed: seed of the order of mini-batches.
+        tokens: tokens of all places for the attentive probe, or None without it.
+        task: 'classification', 'regression' or 'multilabel'.
+    """
+
+    features: Features
+    y: npt.NDArray[Any]
+    num_outputs: int
+    options: ProbeConfig
+    seed: int
+    tokens: Tokens | None = None
+    task: str = CLASSIFICATION
+
+    def schedule(self, default_rate: float) -> minibatch.Schedule:
+        """Length of trainings on mini-batches, and their learning rate."""
+        options = self.options
+        rate = options.learning_rate or default_rate
+        return minibatch.Schedule(options.epochs, rate, options.clip_norm, self.seed)
+
+
+@dataclass(frozen=True)
+class FittedProbe:
+    """Choice of a setting, and the probe that is fitted with it.
+
+    Attributes:
+        scores: function places -> (n, C) scores, of which the largest is the prediction; or (n, T)
+            predicted values.
+        choice: the setting and how it was chosen.
+        head: the head, or None for kNN.
+    """
+
+    scores: Callable[[Ints], Matrix]
+    choice: Choice
+    head: Head | None = None
+
+
+@dataclass(frozen=True)
+class _Sweep:
+    """Settings that were tried on the validation rows.
+
+    Attributes:
+        trials: setting, accuracy (of classes) and loss of each.
+        notes: notes for the user.
+        fits: fits of logistic regression, one for each trial.
+        logits: function fit -> logits of the validation rows, for these.
+    """
+
+    trials: list[dict[str, Any]]
+    notes: list[str] = field(default_factory=list)
+    fits: list[Fit] = field(default_factory=list)
+    logits: Callable[[Fit], Matrix] | None = None
 
 
 def fit(problem: Problem, method: str, split: Split) -> FittedProbe:
-    """Choose a setting on `split.validation`, then fit on `split.train`."""
-    fits = {"linear": _linear, "knn": _knn, "ridge": _ridge, "attentive": attentive_method.fit}
-    return fits[method](problem, split)
+    """Choose a setting on `split.validation`, then fit on `split.train`.
+
+    The setting with the smallest loss is chosen; with classes, kNN and ridge choose by accuracy,
+    because their scores are no probabilities that have been fitted.
+    """
+    options, name = problem.options, name_of_choice(method)
+    grid: Sequence[float]
+    if method == "knn":
+        grid = knn.candidates(len(split.fit), options.k)
+    elif options.l2 is not None:
+        grid = (options.l2,)
+    else:
+        grid = ridge.STRENGTHS if _is_ridge(problem, method) else logistic_regression.L2_GRID
+    if method == "knn":
+        sweep = _sweep_knn(problem, split, grid)
+    elif _is_ridge(problem, method):
+        sweep = _sweep_ridge(problem, split, grid)
+    elif method == "attentive":
+        sweep = _sweep_attentive(problem, split, grid)
+    else:
+        sweep = _sweep_linear(problem, split, grid)
+    if problem.task == CLASSIFICATION and method in ("knn", "ridge"):
+        best = max(sweep.trials, key=lambda trial: (trial["accuracy"], -trial["loss"]))
+    else:
+        best = min(sweep.trials, key=lambda trial: trial["loss"])
+    chosen, notes = best[name], list(sweep.notes)
+    if method != "knn":
+        notes += logistic_regression.note_grid_end(chosen, grid)
+    start = sweep.fits[sweep.trials.index(best)] if sweep.fits else None
+    fitted = fit_with_setting(problem, method, split.train, chosen, start)
+    if method == "linear" and options.calibration == "temperature" and start is not None:
+        assert sweep.logits is not None
+        temperature = fit_temperature(sweep.logits(start), problem.y[split.validation])
+        notes += limit_notes(temperature)
+        fitted = calibrate(problem, fitted, temperature)
+    choice = Choice(
+        chosen,
+        {f"validation_{key}": best[key] for key in ("accuracy", "loss") if key in best},
+        sweep.trials,
+        notes + fitted.choice.notes,
+        fitted.choice.details,
+    )
+    return replace(fitted, choice=choice)
 
 
-def fit_with_setting(problem: Problem, method: str, places: Places, chosen: float) -> FittedProbe:
+def fit_with_setting(
+    problem: Problem, method: str, places: Ints, chosen: float, start: Fit | None = None
+) -> FittedProbe:
     """Fit on some places with a known penalty or number of neighbours.
 
     A few rows (few-shot) are read into memory even if the layer is streamed; all rows of a streamed
     layer are streamed again.
     """
     if method == "knn":
-        return _fit_knn(problem, places, int(chosen))
+        k = int(chosen)
+        return FittedProbe(
+            lambda queries: _neighbour_scores(problem, places, queries, (k,))[k], Choice(k)
+        )
     if method == "attentive":
-        return attentive_method.fit_with_penalty(problem, places, chosen)
-    scaler = fit_scaler(problem.features, places)
-    if method == "ridge":
-        solution = ridge.solve(problem.features, places, problem.y, problem.num_classes, scaler)
-        return _head_probe(problem, solution.head(chosen), chosen)
-    return _fit_linear(problem, places, scaler, chosen, None)
+        training, tokens = _train_attentive(problem, places, (chosen,)), _tokens(problem)
+        details = {
+            "solver": "adamw",
+            "iterations": training.num_steps,
+            "tokens": tokens.layout.count,
+            "tokens_streamed": tokens.features.whole is None,
+        }
+        return _head_probe(tokens.features, training.heads[0], chosen, details=details)
+    if _is_ridge(problem, method):
+        head = _solve_ridge(problem, places).head(chosen)
+        head = replace(head, task=problem.task)
+        return _head_probe(problem.features, head, chosen)
+    return _fit_linear(problem, places, chosen, start)
 
 
 def name_of_choice(method: str) -> str:
@@ -49,187 +186,214 @@ def name_of_choice(method: str) -> str:
     return "k" if method == "knn" else "l2"
 
 
-# ---------------------------------------------------------------------------- linear
-
-
-def _linear(problem: Problem, split: Split) -> FittedProbe:
-    """Logistic regression."""
-    option = problem.options.l2
-    strengths = logistic_regression.L2_GRID if option is None else (option,)
-    scaler = fit_scaler(problem.features, split.fit)
-    y = problem.y[split.validation]
-
-    def logits(fit: logistic_regression.Fit) -> Scores:
-        """Return the logits of the validation rows."""
-        head = Head(scaler, fit.weight, fit.bias, probabilities=False)
-        return scores_of(head, problem.features, split.validation)
-
-    def judge(fit: logistic_regression.Fit) -> tuple[float, float]:
-        """Return accuracy and loss of a fit on the validation rows."""
-        log_p = torch.from_numpy(logits(fit)).log_softmax(1).numpy()
-        return logistic_regression.accuracy_and_loss(y, log_p)
-
-    notes: list[str] = []
-    if problem.features.whole is not None:
-        x = scaler(problem.features.take(split.fit))
-        labels = problem.labels(split.fit)
-        trials = logistic_regression.sweep(x, labels, problem.num_classes, strengths, judge)
-        del x
-    else:
-        streamed = _fit_streamed(problem, split.fit, scaler, strengths)
-        notes += streamed.alarms
-        trials = [
-            logistic_regression.Trial(l2, *judge(fit), fit)
-            for l2, fit in zip(strengths, streamed.fits, strict=True)
-        ]
-    best = logistic_regression.best_trial(trials)
-    notes += logistic_regression.note_grid_end(best.l2, strengths)
-    scaler_of_all = fit_scaler(problem.features, split.train)
-    fitted = _fit_linear(problem, split.train, scaler_of_all, best.l2, best.fit)
-    if problem.options.calibration == "temperature":
-        temperature = temperature_scaling.fit_temperature(logits(best.fit), y)
-        notes += temperature_scaling.limit_notes(temperature)
-        fitted = calibrate(problem, fitted, temperature)
-    return FittedProbe(
-        fitted.scores,
-        best.l2,
-        fitted.head,
-        (best.accuracy, best.loss),
-        [trial.as_dict() for trial in trials],
-        notes + fitted.notes,
-        fitted.details,
-    )
-
-
 def calibrate(problem: Problem, fitted: FittedProbe, temperature: float) -> FittedProbe:
     """Return a fitted linear probe with its logits divided by a temperature."""
     assert fitted.head is not None
-    head = temperature_scaling.scale_logits(fitted.head, temperature)
-    details = {**fitted.details, "calibration_temperature": temperature}
-    return _head_probe(problem, head, fitted.chosen, fitted.notes, details)
+    head = scale_logits(fitted.head, temperature)
+    choice = fitted.choice
+    details = {**choice.details, "calibration_temperature": temperature}
+    return _head_probe(problem.features, head, choice.setting, choice.notes, details)
 
 
-def _fit_linear(
-    problem: Problem,
-    places: Places,
-    scaler: Scaler,
-    l2: float,
-    start: logistic_regression.Fit | None,
+def _head_probe(
+    features: Features,
+    head: Head,
+    setting: float,
+    notes: Sequence[str] = (),
+    details: dict[str, Any] | None = None,
 ) -> FittedProbe:
-    """Fit logistic regression with a known penalty."""
-    features, notes = problem.features, list[str]()
-    in_memory = features.whole is not None or len(places) * 4 * features.width <= _SMALL_BYTES
-    if in_memory:
-        x = scaler(features.take(places))
-        labels = problem.labels(places)
-        fit = logistic_regression.fit_logistic(x, labels, problem.num_classes, l2, start, last=True)
+    """Return a fitted probe whose scores are those of a head."""
+    choice = Choice(setting, notes=list(notes), details=details or {})
+    return FittedProbe(lambda places: scores_of(head, features, places), choice, head)
+
+
+def _is_ridge(problem: Problem, method: str) -> bool:
+    """Return whether a method is least squares, as `linear` is for numbers."""
+    return method == "ridge" or (method == "linear" and problem.task == REGRESSION)
+
+
+# ---------------------------------------------------------------------------- linear
+
+
+def _sweep_linear(problem: Problem, split: Split, grid: Sequence[float]) -> _Sweep:
+    """Try the penalties of logistic regression."""
+    features, y = problem.features, problem.y[split.validation]
+    is_multilabel = problem.task == MULTILABEL
+    if is_multilabel and features.whole is None:
+        raise ConfigError(
+            "probe.task=multilabel fits layers in memory only: raise probe.memory_gib above "
+            f"{8 * len(features) * features.width / (1 << 30):.1f}, or use probe.method=knn."
+        )
+    scaler = fit_scaler(features, split.fit)
+
+    def logits(fit: Fit) -> Matrix:
+        head = Head(scaler, fit.weight, fit.bias, probabilities=False)
+        return scores_of(head, features, split.validation)
+
+    def judge(fit: Fit) -> tuple[float, float]:
+        """Return accuracy and loss of a fit on the validation rows."""
+        if is_multilabel:
+            scores = scores_of(_logistic_head(problem, scaler, fit), features, split.validation)
+            p, truth = torch.from_numpy(scores), torch.from_numpy(y)
+            losses = torch.nn.functional.binary_cross_entropy(p, truth, reduction="sum")
+            return float("nan"), float(losses) / len(y)
+        log_p = torch.from_numpy(logits(fit)).log_softmax(1).numpy()
+        return logistic_regression.accuracy_and_loss(y, log_p)
+
+    alarms: list[str] = []
+    if features.whole is not None:
+        x, targets = scaler(features.take(split.fit)), _targets(problem, split.fit)
+        trials = logistic_regression.sweep(
+            x, targets, problem.num_outputs, grid, judge, _logistic_loss(problem)
+        )
         del x
-        solver = "lbfgs"
+    else:
+        streamed = _fit_streamed(problem, split.fit, scaler, grid)
+        alarms = streamed.alarms
+        trials = [
+            logistic_regression.Trial(l2, *judge(fit), fit)
+            for l2, fit in zip(grid, streamed.fits, strict=True)
+        ]
+    entries = [
+        {"l2": trial.l2, "loss": trial.loss} if is_multilabel else trial.as_dict()
+        for trial in trials
+    ]
+    return _Sweep(entries, alarms, [trial.fit for trial in trials], logits)
+
+
+def _fit_linear(problem: Problem, places: Ints, l2: float, start: Fit | None) -> FittedProbe:
+    """Fit logistic regression with a known penalty."""
+    features, notes, solver = problem.features, list[str](), "lbfgs"
+    scaler = fit_scaler(features, places)
+    if features.whole is not None or len(places) * 4 * features.width <= _SMALL_BYTES:
+        x, targets = scaler(features.take(places)), _targets(problem, places)
+        fit = logistic_regression.fit_logistic(
+            x, targets, problem.num_outputs, l2, start, True, _logistic_loss(problem)
+        )
+        del x
     else:
         streamed = _fit_streamed(problem, places, scaler, (l2,))
         fit, notes, solver = streamed.fits[0], list(streamed.alarms), "adamw"
-    notes += fit.notes(l2)
-    head = Head(scaler, fit.weight, fit.bias, probabilities=True)
     details = {
         "solver": solver,
         "iterations": fit.iterations,
         "gradient": fit.max_abs_gradient,
         "converged": fit.converged,
     }
-    return _head_probe(problem, head, l2, notes, details)
+    head = _logistic_head(problem, scaler, fit)
+    return _head_probe(features, head, l2, notes + fit.notes(l2), details)
 
 
-_SMALL_BYTES = 64 << 20
-"""Size up to which rows of a streamed layer, mostly few-shot ones, are read into memory."""
+def _logistic_head(problem: Problem, scaler: Scaler, fit: Fit) -> Head:
+    return Head(scaler, fit.weight, fit.bias, probabilities=True, task=problem.task)
+
+
+def _logistic_loss(problem: Problem) -> logistic_regression.Loss:
+    is_multilabel = problem.task == MULTILABEL
+    return logistic_regression.label_loss if is_multilabel else logistic_regression.class_loss
+
+
+def _targets(problem: Problem, places: Ints) -> torch.Tensor:
+    """Return the classes of some places, (n,) int64, or their labels, (n, T) float32."""
+    targets = torch.from_numpy(problem.y[places])
+    targets = targets.float() if problem.task == MULTILABEL else targets
+    return targets.to(problem.features.device)
 
 
 def _fit_streamed(
-    problem: Problem, places: Places, scaler: Scaler, strengths: Sequence[float]
-) -> minibatch_regression.Streamed:
+    problem: Problem, places: Ints, scaler: Scaler, grid: Sequence[float]
+) -> minibatch.Streamed:
     """Fit logistic regression on mini-batches."""
     rows = problem.features.parts[0]  # training rows are in the first store
-    y = problem.y[: len(rows.rows)]
-    return minibatch_regression.fit_streamed(
-        rows, places, y, problem.num_classes, scaler, strengths, problem.schedule
+    y, schedule = problem.y[: len(rows.rows)], problem.schedule(minibatch.LEARNING_RATE)
+    return minibatch.fit_streamed(rows, places, y, problem.num_outputs, scaler, grid, schedule)
+
+
+# ---------------------------------------------------------------------------- attentive
+
+
+def _sweep_attentive(problem: Problem, split: Split, grid: Sequence[float]) -> _Sweep:
+    """Try the penalties of logistic regression on tokens."""
+    training, y, trials = _train_attentive(problem, split.fit, grid), problem.y, []
+    for l2, head in zip(grid, training.heads, strict=True):
+        scores = scores_of(head, _tokens(problem).features, split.validation)
+        log_p = np.log(np.maximum(scores, NO_VOTE))
+        accuracy, loss = logistic_regression.accuracy_and_loss(y[split.validation], log_p)
+        trials.append({"l2": l2, "accuracy": accuracy, "loss": loss})
+    return _Sweep(trials)
+
+
+def _train_attentive(problem: Problem, places: Ints, grid: Sequence[float]) -> minibatch.Training:
+    """Fit the attentive probe with several penalties."""
+    tokens = _tokens(problem)
+    schedule = problem.schedule(minibatch.TOKEN_LEARNING_RATE)
+    scaler = fit_scaler(tokens, places)
+    return minibatch.fit_attentive(
+        tokens, places, problem.y, problem.num_outputs, scaler, grid, schedule
     )
 
 
-def _head_probe(
-    problem: Problem,
-    head: Head,
-    chosen: float,
-    notes: Sequence[str] = (),
-    details: dict[str, Any] | None = None,
-) -> FittedProbe:
-    """Return a fitted probe whose scores are those of a head."""
-    return FittedProbe(
-        lambda places: scores_of(head, problem.features, places),
-        chosen,
-        head,
-        notes=list(notes),
-        details=details or {},
-    )
+def _tokens(problem: Problem) -> Tokens:
+    assert problem.tokens is not None, "the probe checks the layers of an attentive probe"
+    return problem.tokens
 
 
 # ---------------------------------------------------------------------------- knn
 
 
-def _knn(problem: Problem, split: Split) -> FittedProbe:
-    """kNN probe.
+def _sweep_knn(problem: Problem, split: Split, grid: Sequence[float]) -> _Sweep:
+    """Try numbers of neighbours.
 
-    k is chosen with validation rows that query the other training rows, as in the other methods.
-    Among all training rows they would find rows of their own group.
+    Validation rows query the other training rows, as in the other methods. Among all training rows
+    they would find rows of their own group.
     """
-    ks = knn.candidates(len(split.fit), problem.options.k)
-    votes_of_k = _votes(problem, split.fit, split.validation, ks)
-    y = problem.y[split.validation]
-    trials = [
-        {"k": k, "accuracy": accuracy, "loss": loss}
-        for k, (accuracy, loss) in (
-            (k, logistic_regression.accuracy_and_loss(y, np.log(np.maximum(scores, NO_VOTE))))
-            for k, scores in votes_of_k.items()
-        )
-    ]
-    best = max(trials, key=lambda trial: (trial["accuracy"], -trial["loss"]))
-    fitted = _fit_knn(problem, split.train, int(best["k"]))
-    return FittedProbe(fitted.scores, best["k"], None, (best["accuracy"], best["loss"]), trials)
+    ks, y = [int(k) for k in grid], problem.y[split.validation]
+    trials: list[dict[str, Any]] = []
+    for k, scores in _neighbour_scores(problem, split.fit, split.validation, ks).items():
+        if problem.task == CLASSIFICATION:
+            log_p = np.log(np.maximum(scores, NO_VOTE))
+            accuracy, loss = logistic_regression.accuracy_and_loss(y, log_p)
+            trials.append({"k": k, "accuracy": accuracy, "loss": loss})
+        else:
+            trials.append({"k": k, "loss": _squared_error(y, scores)})
+    return _Sweep(trials)
 
 
-def _fit_knn(problem: Problem, bank: Places, k: int) -> FittedProbe:
-    """Return a fitted kNN probe with a bank of places."""
-    return FittedProbe(lambda places: _votes(problem, bank, places, (k,))[k], k)
-
-
-def _votes(problem: Problem, bank: Places, queries: Places, ks: Sequence[int]) -> dict[int, Scores]:
-    """Return the shares of votes for several numbers of neighbours."""
-    temperature = problem.options.temperature or knn.TEMPERATURE
-    return knn.vote(
-        problem.features, bank, problem.y, problem.num_classes, queries, ks, temperature
-    )
+def _neighbour_scores(
+    problem: Problem, bank: Ints, queries: Ints, ks: Sequence[int]
+) -> dict[int, Matrix]:
+    """Return the shares of votes, or the weighted means, for several numbers of neighbours."""
+    features, y, temperature = problem.features, problem.y, problem.options.temperature
+    temperature = temperature or knn.TEMPERATURE
+    if problem.task == CLASSIFICATION:
+        return knn.vote(features, bank, y, problem.num_outputs, queries, ks, temperature)
+    return knn.weighted_means(features, bank, y, queries, ks, temperature)
 
 
 # ---------------------------------------------------------------------------- ridge
 
 
-def _ridge(problem: Problem, split: Split) -> FittedProbe:
-    """Ridge regression."""
-    option = problem.options.l2
-    strengths = ridge.STRENGTHS if option is None else (option,)
-    features, y = problem.features, problem.y[split.validation]
+def _sweep_ridge(problem: Problem, split: Split, grid: Sequence[float]) -> _Sweep:
+    """Try the penalties of least squares."""
+    solution, y, trials = _solve_ridge(problem, split.fit), problem.y[split.validation], []
+    for l2 in grid:
+        scores = scores_of(solution.head(l2), problem.features, split.validation)
+        if problem.task == CLASSIFICATION:
+            accuracy = float((scores.argmax(1) == y).mean())
+            loss = _squared_error(np.eye(problem.num_outputs)[y], scores)
+            trials.append({"l2": l2, "accuracy": accuracy, "loss": loss})
+        else:
+            trials.append({"l2": l2, "loss": _squared_error(y, scores)})
+    return _Sweep(trials)
 
-    def solve(places: Places) -> ridge.RidgeSolution:
-        scaler = fit_scaler(features, places)
-        return ridge.solve(features, places, problem.y, problem.num_classes, scaler)
 
-    solution = solve(split.fit)
-    trials = []
-    for l2 in strengths:
-        scores = scores_of(solution.head(l2), features, split.validation)
-        error = float(np.square(scores - np.eye(problem.num_classes)[y]).sum(1).mean())
-        accuracy = float((scores.argmax(1) == y).mean())
-        trials.append({"l2": l2, "accuracy": accuracy, "loss": error})
-    best = max(trials, key=lambda trial: (trial["accuracy"], -trial["loss"]))
-    fitted = _head_probe(problem, solve(split.train).head(best["l2"]), best["l2"])
-    notes = logistic_regression.note_grid_end(best["l2"], strengths)
-    validation = best["accuracy"], best["loss"]
-    return FittedProbe(fitted.scores, best["l2"], fitted.head, validation, trials, notes)
+def _solve_ridge(problem: Problem, places: Ints) -> ridge.RidgeSolution:
+    """Decompose the normal equations of some places."""
+    features = problem.features
+    scaler = fit_scaler(features, places)
+    return ridge.solve(features, places, problem.y, problem.num_outputs, scaler)
+
+
+def _squared_error(truth: Matrix, predicted: Matrix) -> float:
+    """Return the mean over rows of the squared error, summed over outputs."""
+    return float(np.square(predicted - truth).sum(1).mean())

@@ -7,18 +7,24 @@ resamples are computed together from these weights; tests compare them with thos
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from featx.analysis.probe.library_metrics import CALIBRATION_BINS, TOP, calibration_bin
-from featx.analysis.probe.metrics import METRICS, ProbePredictions, prediction_metrics
+from featx.analysis.probe.metrics import (
+    CALIBRATION_BINS,
+    CLASS_METRICS,
+    TOP,
+    Ints,
+    Matrix,
+    Predictions,
+    calibration_bin,
+    prediction_metrics,
+)
 
-Matrix = npt.NDArray[np.float64]
-
-_BLOCK_NUMBERS = 1 << 22
+BLOCK_NUMBERS = 1 << 22
 """Largest number of weights that are held at a time: 32 MiB."""
 
 INTERVAL_RESAMPLES = 1000
@@ -28,7 +34,7 @@ _EQUAL = 1e-12
 """Difference of metrics, relative to the larger of the metric and 1, that counts as rounding."""
 
 
-def bootstrap_entry(predictions: ProbePredictions, resamples: int) -> dict[str, Any]:
+def bootstrap_entry(predictions: Predictions, resamples: int) -> dict[str, Any]:
     """Compute the 95 % percentile interval of every metric.
 
     In each resample as many units are drawn with replacement as there are, a unit being a row or a
@@ -42,13 +48,11 @@ def bootstrap_entry(predictions: ProbePredictions, resamples: int) -> dict[str, 
         out because it is not defined in them, for metrics with such resamples.
     """
     blocks = [resampled_metrics(predictions, each) for each in _weights(predictions, resamples)]
-    values_of_metric = {name: np.concatenate([each[name] for each in blocks]) for name in METRICS}
-    available = prediction_metrics(predictions)
-    defined = {
-        name: values[~np.isnan(values)]
-        for name, values in values_of_metric.items()
-        if available[name] is not None
-    }
+    available, defined = prediction_metrics(predictions), {}
+    for name in CLASS_METRICS:
+        values = np.concatenate([each[name] for each in blocks])
+        if available[name] is not None:
+            defined[name] = values[~np.isnan(values)]
     groups = predictions.groups
     return {
         "resamples": resamples,
@@ -58,7 +62,7 @@ def bootstrap_entry(predictions: ProbePredictions, resamples: int) -> dict[str, 
             name: np.quantile(defined[name], [0.025, 0.975]).tolist()
             if name in defined and _differ(defined[name])
             else None
-            for name in METRICS
+            for name in CLASS_METRICS
         },
         "undefined": {
             name: resamples - len(values)
@@ -68,19 +72,19 @@ def bootstrap_entry(predictions: ProbePredictions, resamples: int) -> dict[str, 
     }
 
 
-def resampled_metrics(predictions: ProbePredictions, weights: Matrix) -> dict[str, Matrix]:
+def resampled_metrics(predictions: Predictions, weights: Matrix) -> dict[str, Matrix]:
     """Compute the metrics of `prediction_metrics` for rows with weights.
 
     Returns:
-        metric of METRICS -> (b,) values, NaN where it is not defined.
+        metric of CLASS_METRICS -> (b,) values, NaN where it is not defined.
     """
-    y, scores, predicted = predictions.y, predictions.scores, predictions.predicted
+    y, scores, predicted = predictions.y, predictions.class_scores, predictions.predicted
     num_classes, total = scores.shape[1], weights.sum(1)
     support = _sum_by_group(weights, y, num_classes)
     num_predicted = _sum_by_group(weights, predicted, num_classes)
     right = _sum_by_group(weights * (predicted == y), y, num_classes)
     undefined = np.full(len(weights), np.nan)
-    metrics = dict.fromkeys(METRICS, undefined)
+    metrics = dict.fromkeys(CLASS_METRICS, undefined)
     metrics["accuracy"] = right.sum(1) / total
     metrics["balanced_accuracy"] = _mean_where(right / np.maximum(support, 1), support > 0)
     both = support + num_predicted
@@ -88,7 +92,7 @@ def resampled_metrics(predictions: ProbePredictions, weights: Matrix) -> dict[st
     metrics |= _agreement(right.sum(1), support, num_predicted)
     if num_classes > TOP and (predictions.most_ranked or num_classes) >= TOP:
         metrics["top5"] = weights @ _is_within_top5(y, scores) / total
-    if predictions.probabilities:
+    if predictions.p_true is not None:
         gaps = weights * ((predicted == y) - scores.max(1))
         bin_gaps = _sum_by_group(gaps, calibration_bin(scores.max(1)), CALIBRATION_BINS)
         metrics["calibration_error"] = np.abs(bin_gaps).sum(1) / total
@@ -97,21 +101,47 @@ def resampled_metrics(predictions: ProbePredictions, weights: Matrix) -> dict[st
     return metrics
 
 
-def _weights(predictions: ProbePredictions, resamples: int) -> Iterator[Matrix]:
-    """Yield weights of resamples in blocks, (b, n) each.
-
-    The same predictions get the same resamples.
-    """
-    count, groups = len(predictions.y), predictions.groups
-    unit_of_row = np.arange(count) if groups is None else np.unique(groups, False, True)[1]
-    units = int(unit_of_row.max()) + 1
-    rng = np.random.default_rng(0)
-    step = max(1, _BLOCK_NUMBERS // count)
-    for start in range(0, resamples, step):
-        drawn = rng.integers(units, size=(min(step, resamples - start), units))
-        drawn += units * np.arange(len(drawn))[:, None]
+def _weights(predictions: Predictions, resamples: int) -> Iterator[Matrix]:
+    """Yield weights of resamples in blocks, (b, n) each."""
+    unit_of_row = units_of_rows(predictions.groups, len(predictions.y))
+    for drawn in drawn_units(unit_of_row, resamples, BLOCK_NUMBERS // len(unit_of_row)):
+        drawn += drawn.shape[1] * np.arange(len(drawn))[:, None]
         times = np.bincount(drawn.ravel(), minlength=drawn.size).reshape(drawn.shape)
         yield times[:, unit_of_row].astype(np.float64)
+
+
+def units_of_rows(groups: Ints | None, num_rows: int) -> Ints:
+    """Return the unit of each row, (n,): its group, or the row itself."""
+    if groups is None:
+        return np.arange(num_rows)
+    units: Ints = np.unique(groups, return_inverse=True)[1]
+    return units
+
+
+def drawn_units(unit_of_row: Ints, resamples: int, block: int) -> Iterator[Ints]:
+    """Yield the drawn units of some resamples at a time, (b, units).
+
+    The same rows get the same resamples, whatever the number in a block.
+    """
+    rng, num_units = np.random.default_rng(0), int(unit_of_row.max()) + 1
+    for start in range(0, resamples, max(1, block)):
+        size = min(max(1, block), resamples - start)
+        yield rng.integers(num_units, size=(size, num_units))
+
+
+def interval_entry(values: Sequence[float | None], unit: str, num_units: int) -> dict[str, Any]:
+    """Return the entries of probe.json about the interval of the metric of the answer.
+
+    `interval` is None if the metric is undefined in a resample, or equal in all of them.
+    """
+    defined = [value for value in values if value is not None]
+    has_interval = len(defined) == len(values) and len(set(defined)) > 1
+    return {
+        "interval": np.quantile(defined, [0.025, 0.975]).tolist() if has_interval else None,
+        "resamples": len(values),
+        "unit": unit,
+        "units": num_units,
+    }
 
 
 def _differ(values: Matrix) -> bool:
@@ -136,7 +166,7 @@ def _mean_where(values: Matrix, is_counted: npt.NDArray[np.bool_]) -> Matrix:
     return mean
 
 
-def _is_within_top5(y: npt.NDArray[np.int64], scores: Matrix) -> npt.NDArray[np.bool_]:
+def _is_within_top5(y: Ints, scores: Matrix) -> npt.NDArray[np.bool_]:
     """Return whether each row counts in the top-5 accuracy, (n,)."""
     true_scores = scores[np.arange(len(y)), y]
     is_within: npt.NDArray[np.bool_] = (scores >= true_scores[:, None]).sum(1) <= TOP
@@ -168,7 +198,7 @@ def _agreement(right: Matrix, support: Matrix, num_predicted: Matrix) -> dict[st
     return {"mcc": mcc, "kappa": kappa}
 
 
-def _log_loss(y: npt.NDArray[np.int64], scores: Matrix, weights: Matrix) -> Matrix:
+def _log_loss(y: Ints, scores: Matrix, weights: Matrix) -> Matrix:
     """Compute the mean of -log of the probability of the true class; NaN where it is infinite."""
     p_true = scores[np.arange(len(y)), y]
     smallest = np.finfo(np.float64).eps
@@ -178,7 +208,7 @@ def _log_loss(y: npt.NDArray[np.int64], scores: Matrix, weights: Matrix) -> Matr
     return means
 
 
-def _auroc(y: npt.NDArray[np.int64], scores: Matrix, weights: Matrix, support: Matrix) -> Matrix:
+def _auroc(y: Ints, scores: Matrix, weights: Matrix, support: Matrix) -> Matrix:
     """Compute the mean area under the ROC curve of each tested class against the others.
 
     The area is the share of pairs of a row of the class and one of the others in which the first

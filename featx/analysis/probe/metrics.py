@@ -1,60 +1,324 @@
-"""Metrics of predictions, from labels, scores and probabilities."""
+"""Metrics of predicted classes, numbers and labels, and the reasons where one is undefined."""
 
 from __future__ import annotations
 
+import importlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from featx.analysis.probe.library_metrics import (
-    CALIBRATION_BINS,
-    LIBRARY_METRICS,
-    classification_metrics,
-)
+from featx.errors import MissingExtraError
 
-METRICS = ("accuracy", *LIBRARY_METRICS)
-"""Names in probe.json of the metrics that are one number each."""
+
+@dataclass(frozen=True)
+class Metric:
+    """A metric that is one number.
+
+    Attributes:
+        key: name in probe.json.
+        title: name for people.
+        is_share: whether it is shown in percent.
+    """
+
+    key: str
+    title: str
+    is_share: bool = False
+
+
+METRICS = {
+    "classification": (
+        Metric("accuracy", "accuracy", is_share=True),
+        Metric("balanced_accuracy", "balanced accuracy", is_share=True),
+        Metric("top5", "top-5", is_share=True),
+        Metric("macro_f1", "macro-F1"),
+        Metric("auroc", "AUROC"),
+        Metric("log_loss", "log-loss"),
+        Metric("mcc", "MCC"),
+        Metric("kappa", "kappa"),
+        Metric("calibration_error", "ECE"),
+    ),
+    "regression": (
+        Metric("r2", "R2"),
+        Metric("mae", "mean absolute error"),
+        Metric("spearman", "Spearman"),
+    ),
+    "multilabel": (Metric("map", "mAP"), Metric("macro_f1", "macro-F1")),
+    "segmentation": (
+        Metric("miou", "mIoU"),
+        Metric("pixel_accuracy", "pixel accuracy"),
+        Metric("mean_accuracy", "mean accuracy"),
+        Metric("patch_miou", "patch mIoU"),
+    ),
+}
+"""Task -> its metrics in the order in which they are shown; the first one is that of the answer."""
+
+CLASS_METRICS = tuple(metric.key for metric in METRICS["classification"])
+
+Ints = npt.NDArray[np.int64]
+Matrix = npt.NDArray[np.float64]
+
+TOP = 5
+"""k of the top-k accuracy."""
+
+CALIBRATION_BINS = 15
+"""Number of bins of the calibration error."""
+
+
+def require_scikit_learn() -> None:
+    """Import the metrics of scikit-learn, which takes 0.9 s, before the first layer is timed."""
+    try:
+        importlib.import_module("sklearn.metrics")
+    except ModuleNotFoundError as error:
+        raise MissingExtraError(
+            'job=probe needs scikit-learn and scipy: pip install "featx[evaluation]".'
+        ) from error
+
+
+class UndefinedMetricError(ValueError):
+    """A metric is not defined for some predictions; the message is the reason."""
+
+
+def classification_metrics(
+    y: Ints, predicted: Ints, scores: Matrix, probabilities: bool, most_ranked: int | None = None
+) -> tuple[dict[str, float | None], dict[str, str]]:
+    """Compute the metrics of CLASS_METRICS but the accuracy.
+
+    balanced_accuracy is the mean recall of the tested classes. top5 is the share of rows whose true
+    class is among the five with the largest scores, calibration_error the expected calibration
+    error. macro_f1 is the mean F1 of the classes that are tested or predicted. auroc is the mean,
+    over the tested classes, of the area under the ROC curve of the score of a class against the
+    others. log_loss is the mean of -log of the probability of the true class (a probability counts
+    as 2.2e-16 at least). mcc is Matthews' correlation, kappa Cohen's.
+
+    Returns:
+        name -> value, None if it is not available; and name -> reason for those.
+    """
+    from sklearn.metrics import cohen_kappa_score, f1_score, recall_score
+
+    return compute_metrics(
+        {
+            "balanced_accuracy": lambda: recall_score(
+                y, predicted, labels=np.unique(y), average="macro"
+            ),
+            "top5": lambda: _top5(y, scores, most_ranked),
+            "calibration_error": lambda: _calibration_error(y, predicted, scores, probabilities),
+            "macro_f1": lambda: f1_score(y, predicted, average="macro", zero_division=0),
+            "auroc": lambda: _auroc(y, scores),
+            "log_loss": lambda: _log_loss(y, scores, probabilities),
+            "mcc": lambda: _mcc(y, predicted),
+            "kappa": lambda: _of_several(y, predicted, cohen_kappa_score),
+        }
+    )
+
+
+def compute_metrics(
+    metrics: Mapping[str, Callable[[], float]],
+) -> tuple[dict[str, float | None], dict[str, str]]:
+    """Compute metrics, each of which may be undefined.
+
+    Returns:
+        name -> value, None if it is not available; and name -> reason for those.
+    """
+    values: dict[str, float | None] = {}
+    reasons: dict[str, str] = {}
+    for name, metric in metrics.items():
+        try:
+            value = float(metric())
+            if not math.isfinite(value):
+                raise UndefinedMetricError("it is not defined for these predictions")
+            values[name] = value
+        except UndefinedMetricError as reason:
+            values[name], reasons[name] = None, str(reason)
+    return values, reasons
+
+
+def calibration_bin(confidence: Matrix) -> Ints:
+    """Return the bin of the calibration error of each row, as scikit-learn's calibration_curve.
+
+    The bins have equal width over [0, 1] and are closed above.
+    """
+    edges = np.linspace(0, 1, CALIBRATION_BINS + 1)[1:-1]
+    bin_of_row: Ints = np.searchsorted(edges, confidence, side="left")
+    return bin_of_row
+
+
+def _top5(y: Ints, scores: Matrix, most_ranked: int | None) -> float:
+    """Return the share of rows whose true class has fewer than five others with at least its score.
+
+    scikit-learn ranks equal scores by the position of their classes. A slightly smaller score of
+    the true class counts ties against a row, so that classes without a vote do not win.
+    """
+    from sklearn.metrics import top_k_accuracy_score
+
+    rows, num_classes = np.arange(len(y)), scores.shape[1]
+    if num_classes <= TOP:
+        raise UndefinedMetricError(f"there are {num_classes} classes")
+    if most_ranked is not None and most_ranked < TOP:
+        raise UndefinedMetricError(f"k={most_ranked} neighbours rank fewer than {TOP} classes")
+    lowered = scores.copy()
+    lowered[rows, y] = np.nextafter(scores[rows, y], -np.inf)
+    return float(top_k_accuracy_score(y, lowered, k=TOP, labels=np.arange(num_classes)))
+
+
+def _calibration_error(y: Ints, predicted: Ints, scores: Matrix, probabilities: bool) -> float:
+    """Return the expected calibration error: |accuracy - confidence| by bins, weighted by rows.
+
+    C. Guo et al., On Calibration of Modern Neural Networks, ICML 2017, equation 3.
+    """
+    from sklearn.calibration import calibration_curve
+
+    if not probabilities:
+        raise UndefinedMetricError("the method gives no probabilities")
+    confidence = np.minimum(scores.max(1), 1.0)  # a sum of votes exceeds 1 by rounding
+    accuracy, mean_confidence = calibration_curve(
+        predicted == y, confidence, n_bins=CALIBRATION_BINS, pos_label=True
+    )
+    num_rows = np.bincount(calibration_bin(confidence))
+    return float(np.abs(accuracy - mean_confidence) @ num_rows[num_rows > 0] / len(y))
+
+
+def _auroc(y: Ints, scores: Matrix) -> float:
+    """Return the mean area under the ROC curve of each tested class against the others."""
+    from sklearn.metrics import roc_auc_score
+
+    tested = np.unique(y).tolist()
+    if len(tested) < 2:
+        raise UndefinedMetricError("all test rows are of one class")
+    return float(np.mean([roc_auc_score(y == label, scores[:, label]) for label in tested]))
+
+
+def _log_loss(y: Ints, scores: Matrix, probabilities: bool) -> float:
+    """Return the mean of -log of the probability of the true class."""
+    from sklearn.metrics import log_loss
+
+    if not probabilities:
+        raise UndefinedMetricError("the method gives no probabilities")
+    if never := int((scores[np.arange(len(y)), y] == 0).sum()):
+        raise UndefinedMetricError(
+            f"it is infinite: the true class of {never} of {len(y)} rows has probability 0"
+        )
+    return float(log_loss(y, scores, labels=np.arange(scores.shape[1])))
+
+
+def _mcc(y: Ints, predicted: Ints) -> float:
+    """Return Matthews' correlation coefficient."""
+    from sklearn.metrics import matthews_corrcoef
+
+    if len(np.unique(predicted)) < 2:
+        raise UndefinedMetricError("all rows are predicted as one class")
+    return _of_several(y, predicted, matthews_corrcoef)
+
+
+def _of_several(y: Ints, predicted: Ints, metric: Callable[[Ints, Ints], float]) -> float:
+    """Return a metric that is undefined if all rows are of one class."""
+    if len(np.unique(y)) < 2:
+        raise UndefinedMetricError("all test rows are of one class")
+    return float(metric(y, predicted))
+
 
 Z_95 = 1.959963984540054
 """Half the width of the 95 % interval of the standard normal distribution."""
 
 
 @dataclass(frozen=True)
-class ProbePredictions:
-    """Predictions for rows that a probe was not fitted on.
+class Predictions:
+    """Predictions of one method on one layer for rows that it was not fitted on.
 
     Attributes:
-        y: (n,) true class of each row.
-        scores: (n, C) scores, of which the largest is the prediction.
-        probabilities: whether the scores of a row are probabilities and sum to 1.
-        groups: (n,) group of each row, or None if every row is a group of its own.
+        y: (n,) int64 true class of each row, or (n, T) float64 true values.
+        predicted: (n,) predicted class, or (n, T) predicted values.
+        p_true: (n,) probability of the true class in [0, 1], or None without probabilities.
+        p_predicted: (n,) probability of the predicted class, or None without probabilities.
+        groups: (n,) int64 group of each row, or None if every row is a group of its own.
+        scores: (n, C) score of each class, or None if they are not kept.
         most_ranked: maximum number of classes that the scores of a row can rank: k for a kNN probe,
             None for all classes.
     """
 
-    y: npt.NDArray[np.int64]
-    scores: npt.NDArray[np.float64]
-    probabilities: bool
-    groups: npt.NDArray[np.int64] | None = None
+    y: npt.NDArray[Any]
+    predicted: npt.NDArray[Any]
+    p_true: Matrix | None = None
+    p_predicted: Matrix | None = None
+    groups: Ints | None = None
+    scores: Matrix | None = None
     most_ranked: int | None = None
 
+    @classmethod
+    def of_scores(
+        cls,
+        y: Ints,
+        scores: Matrix,
+        probabilities: bool,
+        groups: Ints | None = None,
+        most_ranked: int | None = None,
+    ) -> Predictions:
+        """Predict the class with the largest score, the first of equal ones."""
+        predicted, rows = scores.argmax(1), np.arange(len(y))
+        p_true = scores[rows, y] if probabilities else None
+        p_predicted = scores[rows, predicted] if probabilities else None
+        return cls(y, predicted, p_true, p_predicted, groups, scores, most_ranked)
+
     @property
-    def predicted(self) -> npt.NDArray[np.int64]:
-        """(n,) class with the largest score; the first of equal ones."""
-        classes: npt.NDArray[np.int64] = self.scores.argmax(1)
-        return classes
+    def right(self) -> npt.NDArray[np.bool_]:
+        """(n,) bool, whether the prediction is the true class."""
+        is_right: npt.NDArray[np.bool_] = self.predicted == self.y
+        return is_right
 
     @property
     def accuracy(self) -> float:
         """Share of rows with a correct prediction."""
-        return float((self.predicted == self.y).mean())
+        return float(self.right.mean())
+
+    @property
+    def class_scores(self) -> Matrix:
+        """Scores, which have been kept."""
+        assert self.scores is not None, "the scores of these predictions are not kept"
+        return self.scores
+
+    def accuracy_of(self, kept: npt.NDArray[np.bool_]) -> dict[str, Any] | None:
+        """Compute the accuracy on some of the rows.
+
+        Returns:
+            rows, correct, accuracy and interval (95 %) as in probe.json; None if no row counts.
+        """
+        right = self.right[kept]
+        if not len(right):
+            return None
+        groups = None if self.groups is None else self.groups[kept]
+        correct = int(right.sum())
+        accuracy = correct / len(right)
+        return {
+            "rows": len(right),
+            "correct": correct,
+            "accuracy": accuracy,
+            "interval": list(wilson(accuracy, effective_rows(right, groups))),
+        }
 
 
-def prediction_metrics(predictions: ProbePredictions) -> dict[str, Any]:
+def join_predictions(parts: Sequence[Predictions]) -> Predictions:
+    """Join the predictions on the test rows of several splits."""
+
+    def joined(name: str) -> Any:
+        values = [getattr(part, name) for part in parts]
+        return None if any(value is None for value in values) else np.concatenate(values)
+
+    ranked = [part.most_ranked for part in parts if part.most_ranked is not None]
+    return Predictions(
+        joined("y"),
+        joined("predicted"),
+        joined("p_true"),
+        joined("p_predicted"),
+        joined("groups"),
+        joined("scores"),
+        min(ranked, default=None),
+    )
+
+
+def prediction_metrics(predictions: Predictions) -> dict[str, Any]:
     """Compute all metrics of one test, as JSON types.
 
     Returns:
@@ -64,7 +328,7 @@ def prediction_metrics(predictions: ProbePredictions) -> dict[str, Any]:
         for a class that was never predicted or never tested); and confusion: row i, column j counts
         rows of class i that were predicted as j.
     """
-    y, scores = predictions.y, predictions.scores
+    y, scores = predictions.y, predictions.class_scores
     num_classes = scores.shape[1]
     matrix = confusion(y, predictions.predicted, num_classes)
     right, support, num_predicted = np.diag(matrix), matrix.sum(1), matrix.sum(0)
@@ -73,7 +337,7 @@ def prediction_metrics(predictions: ProbePredictions) -> dict[str, Any]:
     correct = int(right.sum())
     effective = effective_rows(predictions.predicted == y, predictions.groups)
     values, reasons = classification_metrics(
-        y, predictions.predicted, scores, predictions.probabilities, predictions.most_ranked
+        y, predictions.predicted, scores, predictions.p_true is not None, predictions.most_ranked
     )
     return {
         "rows": len(y),
@@ -91,20 +355,7 @@ def prediction_metrics(predictions: ProbePredictions) -> dict[str, Any]:
     }
 
 
-def join_predictions(folds: Sequence[ProbePredictions]) -> ProbePredictions:
-    """Join the predictions on the test rows of several folds."""
-    ranked = [each.most_ranked for each in folds if each.most_ranked is not None]
-    groups = [each.groups for each in folds if each.groups is not None]
-    return ProbePredictions(
-        np.concatenate([each.y for each in folds]),
-        np.concatenate([each.scores for each in folds]),
-        folds[0].probabilities,
-        np.concatenate(groups) if groups else None,
-        min(ranked, default=None),
-    )
-
-
-def metrics_of_folds(folds: Sequence[ProbePredictions]) -> dict[str, Any]:
+def metrics_of_folds(folds: Sequence[Predictions]) -> dict[str, Any]:
     """Compute the metrics of the rows of all folds together; several folds add an entry `folds`."""
     metrics = prediction_metrics(join_predictions(folds))
     if len(folds) > 1:
@@ -125,9 +376,7 @@ def wilson(share: float, count: float) -> tuple[float, float]:
     return (0.0 if share == 0 else low, 1.0 if share == 1 else high)
 
 
-def effective_rows(
-    right: npt.NDArray[np.bool_], groups: npt.NDArray[np.int64] | None = None
-) -> float:
+def effective_rows(right: npt.NDArray[np.bool_], groups: Ints | None = None) -> float:
     """Compute how many independent rows would give the share of correct ones the same variance.
 
     Rows of one group tend to be right or wrong together. With p = r / n, and r_g of the n_g rows of
@@ -150,14 +399,8 @@ def effective_rows(
     return min(float(n), max(1.0, share * (1 - share) / max(variance, 1e-300)))
 
 
-def confusion(
-    y: npt.NDArray[np.int64], predicted: npt.NDArray[np.int64], num_classes: int
-) -> npt.NDArray[np.int64]:
-    """Count predictions: row i, column j is the number of rows of class i that were predicted as j.
-
-    Returns:
-        (C, C) int64.
-    """
+def confusion(y: Ints, predicted: Ints, num_classes: int) -> Ints:
+    """Count predictions: row i, column j is the number of rows of class i predicted as j."""
     cells = np.bincount(y * num_classes + predicted, minlength=num_classes**2)
     return cells.reshape(num_classes, num_classes).astype(np.int64)
 

@@ -1,22 +1,117 @@
-"""Patches of a layer: tokens that have a place in the image, and the classes in their cells."""
+"""Patches of a layer: tokens that have a place in the image, their linear probe, and its counts."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from featx.analysis.probe.heads import Scaler, fit_scaler
+from featx.analysis.probe import logistic_regression
+from featx.analysis.probe.heads import Scaler, scaler_of
+from featx.analysis.probe.layer_rows import layer_tokens, require_tokens
 from featx.analysis.probe.masks import Masks
-from featx.analysis.probe.splits import Places
-from featx.analysis.probe.tokens import layer_tokens, require_tokens
+from featx.analysis.probe.metrics import Ints, Matrix
+from featx.analysis.probe.records import Choice
+from featx.analysis.probe.splits import Split
 from featx.errors import ConfigError, LayerError
 from featx.store import FeatureStore
 
-Ints = npt.NDArray[np.int64]
+
+@dataclass(frozen=True)
+class PixelCounts:
+    """Counts of the pixels and patches of some rows by class.
+
+    Attributes:
+        pixels: (n, 3, K) int64 for each row: pixels of a class, pixels predicted as it, and pixels
+            of the class that are predicted as it.
+        patches: (n, 3, K) the same for patches.
+        confusion: (K, K) pixels of all rows; row i, column j: of class i, predicted as j.
+    """
+
+    pixels: Ints
+    patches: Ints
+    confusion: Ints
+
+    @classmethod
+    def empty(cls, num_rows: int, num_classes: int) -> PixelCounts:
+        """Return counts of 0."""
+        each = (num_rows, 3, num_classes)
+        return cls(
+            np.zeros(each, np.int64),
+            np.zeros(each, np.int64),
+            np.zeros((num_classes, num_classes), np.int64),
+        )
+
+    @classmethod
+    def join(cls, parts: Sequence[PixelCounts]) -> PixelCounts:
+        """Return the counts of the rows of several parts, one after the other."""
+        return cls(
+            np.concatenate([part.pixels for part in parts]),
+            np.concatenate([part.patches for part in parts]),
+            np.sum([part.confusion for part in parts], axis=0),
+        )
+
+    @staticmethod
+    def add(row: Ints, true: Ints, predicted: Ints, confusion: Ints | None = None) -> None:
+        """Add pixels or patches to the counts of a row."""
+        size = row.shape[1]
+        matrix = np.bincount(true * size + predicted, minlength=size * size).reshape(size, size)
+        row += np.stack([matrix.sum(1), matrix.sum(0), np.diag(matrix)])
+        if confusion is not None:
+            confusion += matrix
+
+
+def miou(counts: Ints) -> float:
+    """Compute the mean of TP / (TP + FP + FN) over the classes with a true pixel.
+
+    `counts` are those of some rows, (n, 3, K). The mean is NaN without a pixel.
+    """
+    return float(resampled_mious(counts.sum(0)[None].astype(np.float64))[0])
+
+
+def resampled_mious(counts: Matrix) -> Matrix:
+    """Compute mIoU of (b, 3, K) counts, (b,)."""
+    true, predicted, right = counts.transpose(1, 0, 2)
+    with np.errstate(invalid="ignore"):
+        iou = right / np.maximum(true + predicted - right, 1)
+        mean: Matrix = (iou * (true > 0)).sum(1) / (true > 0).sum(1)
+    return mean
+
+
+def segmentation_metrics(counts: PixelCounts) -> dict[str, Any]:
+    """Compute all metrics of some rows.
+
+    Returns:
+        miou; pixel_accuracy; mean_accuracy, the mean over classes of the share of their pixels that
+        are right; patch_miou; and iou, accuracy_of_classes (None for a class without a pixel) and
+        pixels_of_classes, one number for each class. A metric is None if there is nothing to count.
+    """
+    true, predicted, right = counts.pixels.sum(0)
+    has_pixels = true > 0
+    iou = right / np.maximum(true + predicted - right, 1)
+    accuracy = right / np.maximum(true, 1)
+    means = {
+        "miou": miou(counts.pixels),
+        "pixel_accuracy": right.sum() / true.sum() if has_pixels.any() else np.nan,
+        "mean_accuracy": accuracy[has_pixels].mean() if has_pixels.any() else np.nan,
+        "patch_miou": miou(counts.patches),
+    }
+    of_classes = {"iou": iou, "accuracy_of_classes": accuracy}
+    return {
+        **{name: None if np.isnan(mean) else float(mean) for name, mean in means.items()},
+        **{
+            name: [
+                float(value) if is_known else None
+                for value, is_known in zip(values, has_pixels, strict=True)
+            ]
+            for name, values in of_classes.items()
+        },
+        "pixels_of_classes": true.tolist(),
+    }
 
 
 def require_patches(store: FeatureStore, layers: Sequence[str], crop: tuple[int, int]) -> None:
@@ -55,7 +150,7 @@ class Patches:
         self._masks = masks
         self._tokens = layer_tokens([masks.labelled], layer, device, memory_bytes=0)
         self.device = device
-        self.num_classes = len(masks.classes)
+        self.num_classes = len(masks.labelled.classes)
         self.width = self._tokens.width
         self.grid = places.grid
         self.prefix = places.prefix_tokens
@@ -71,7 +166,7 @@ class Patches:
         """Number of patches of a row."""
         return self.grid[0] * self.grid[1]
 
-    def blocks(self, places: Places) -> Iterator[tuple[Places, torch.Tensor]]:
+    def blocks(self, places: Ints) -> Iterator[tuple[Ints, torch.Tensor]]:
         """Yield places in blocks, and their patch tokens, (n, rows * columns, D) float32."""
         for span, block in self._tokens.features.blocks(places):
             yield span, self._tokens.layout.tokens(block)[:, self.prefix :]
@@ -97,7 +192,7 @@ class Patches:
         counts = np.bincount(cell[has_label] * self.num_classes + mask[has_label], minlength=size)
         return counts.reshape(self.per_row, self.num_classes).astype(np.float32)
 
-    def read_labelled(self, places: Places) -> LabelledPatches:
+    def read_labelled(self, places: Ints) -> LabelledPatches:
         """Read the patches of some rows that have a pixel with a label."""
         counts = [self.counts(place) for place in places.tolist()]
         has_label = [each.any(1) for each in counts]
@@ -130,26 +225,6 @@ class LabelledPatches:
         """Standardise the tokens in place; a copy might not fit into memory."""
         self.x.sub_(scaler.mean).div_(scaler.scale)
 
-    def scaler(self) -> Scaler:
-        """Compute mean and standard deviation of each value of the tokens."""
-        return fit_scaler(_Slices(self.x), np.arange(len(self.x)))
-
-
-class _Slices:
-    """Vectors in memory, given in blocks, so that float64 copies of them stay small."""
-
-    _ROWS = 1 << 14
-
-    def __init__(self, x: torch.Tensor) -> None:
-        self._x = x
-        self.width = x.shape[1]
-        self.device = x.device
-
-    def blocks(self, places: Places) -> Iterator[tuple[Places, torch.Tensor]]:
-        """Yield all vectors in order; `places` are those of all of them."""
-        for start in range(0, len(places), self._ROWS):
-            yield places[start : start + self._ROWS], self._x[start : start + self._ROWS]
-
 
 def check_memory(patches: Patches, layer: str, num_rows: int, memory_gib: float) -> None:
     """Check that the patches to train on fit into memory.
@@ -166,3 +241,142 @@ def check_memory(patches: Patches, layer: str, num_rows: int, memory_gib: float)
             "memory, train on fewer images (probe.test_share, probe.split=column), or extract "
             "fewer patches with reduce=grid."
         )
+
+
+_SCALED_ROWS = 1 << 14
+"""Number of patches of which there is a float64 copy at a time."""
+
+_BLOCK_NUMBERS = 1 << 24
+"""Largest number of logits on the crop that are computed at a time: 64 MiB."""
+
+
+@dataclass(frozen=True)
+class PatchClassifier:
+    """Linear classifier of patches.
+
+    Attributes:
+        scaler: standardisation of tokens.
+        fit: weights and bias of the classes with a pixel in the training rows.
+        classes: (C,) these classes.
+    """
+
+    scaler: Scaler
+    fit: logistic_regression.Fit
+    classes: torch.Tensor
+
+    def predict(self, patches: Patches, places: Ints) -> Iterator[tuple[int, Ints, Ints]]:
+        """Yield a place, the classes of its pixels (H, W), and those of its patches (T,).
+
+        The logits of the patches are enlarged to the crop by bilinear interpolation
+        (align_corners=False), and the largest one is the class of a pixel.
+        """
+        height, width = patches.crop
+        step = max(1, _BLOCK_NUMBERS // (height * width * len(self.classes)))
+        for span, block in patches.blocks(places):
+            for start in range(0, len(span), step):
+                x = self.scaler(block[start : start + step])
+                logits = x @ self.fit.weight.T + self.fit.bias
+                maps = logits.transpose(1, 2).reshape(len(x), -1, *patches.grid)
+                enlarged = torch.nn.functional.interpolate(
+                    maps, size=(height, width), mode="bilinear", align_corners=False
+                )
+                pixels = self.classes[enlarged.argmax(1)].cpu().numpy()
+                cells = self.classes[logits.argmax(2)].cpu().numpy()
+                places_of_step = span[start : start + step].tolist()
+                yield from zip(places_of_step, pixels, cells, strict=True)
+
+
+@dataclass(frozen=True)
+class FittedPatches:
+    """Classifier of patches with a chosen penalty.
+
+    Attributes:
+        classifier: the classifier that is fitted on all training rows.
+        choice: the penalty and how it was chosen. Its loss is the mean cross-entropy of the pixels
+            of the validation rows, with one probability for all pixels of a patch.
+    """
+
+    classifier: PatchClassifier
+    choice: Choice
+
+
+def fit_patches(patches: Patches, split: Split, l2: float | None) -> FittedPatches:
+    """Choose the penalty with the smallest loss on validation rows, and fit on training rows.
+
+    The loss is the mean cross-entropy over pixels with a label. All pixels of a patch have the
+    same logits, so that the counts of the classes in its cell are all that is needed, and the
+    problem is the convex one of the linear probe.
+    """
+    strengths = logistic_regression.L2_GRID if l2 is None else (l2,)
+    on_fit, trials = _sweep(patches, split, strengths)
+    best = logistic_regression.best_trial(trials)
+    on_validation = count_pixels(
+        PatchClassifier(on_fit.scaler, best.fit, on_fit.classes), patches, split.validation
+    )
+    rows = patches.read_labelled(split.train)
+    scaler, classes = _standardise(rows)
+    counts = rows.counts[:, classes]
+    fit = logistic_regression.fit_logistic(rows.x, counts, len(classes), best.l2, last=True)
+    notes = logistic_regression.note_grid_end(best.l2, strengths) + fit.notes(best.l2)
+    if len(classes) < patches.num_classes:
+        notes.append(
+            f"{patches.num_classes - len(classes)} classes have no pixel in the training rows and "
+            "are never predicted"
+        )
+    choice = Choice(
+        best.l2,
+        {"validation_miou": miou(on_validation.pixels), "validation_loss": best.loss},
+        [trial.as_dict() for trial in trials],
+        notes,
+        {"training_patches": len(rows.x)},
+    )
+    return FittedPatches(PatchClassifier(scaler, fit, classes), choice)
+
+
+def count_pixels(classifier: PatchClassifier, patches: Patches, places: Ints) -> PixelCounts:
+    """Predict some rows and count their pixels and patches by class.
+
+    The class of a patch is the one with at least half of the pixels with a label in its cell; a
+    patch without such a class does not count.
+    """
+    counts = PixelCounts.empty(len(places), patches.num_classes)
+    for row, (place, pixels, cells) in enumerate(classifier.predict(patches, places)):
+        mask = patches.mask(place)
+        has_label = mask >= 0
+        counts.add(
+            counts.pixels[row], mask[has_label], pixels[has_label], confusion=counts.confusion
+        )
+        cell_counts = patches.counts(place)
+        is_sure = 2 * cell_counts.max(1) >= np.maximum(cell_counts.sum(1), 1)
+        counts.add(counts.patches[row], cell_counts.argmax(1)[is_sure], cells[is_sure])
+    return counts
+
+
+def _sweep(
+    patches: Patches, split: Split, strengths: tuple[float, ...]
+) -> tuple[PatchClassifier, list[logistic_regression.Trial]]:
+    """Fit all penalties on `split.fit`."""
+    rows, held_out = patches.read_labelled(split.fit), patches.read_labelled(split.validation)
+    scaler, classes = _standardise(rows)
+    held_out.standardise(scaler)
+    # A class without a training pixel has no finite logit. Its loss is the same for all penalties.
+    counts = held_out.counts[:, classes].double()
+    total = counts.sum().clamp(min=1)
+
+    def judge(fit: logistic_regression.Fit) -> tuple[float, float]:
+        logits = (held_out.x @ fit.weight.T + fit.bias).double()
+        right = counts.gather(1, logits.argmax(1, keepdim=True)).sum()
+        loss = -torch.dot(counts.flatten(), logits.log_softmax(1).flatten())
+        return float(right / total), float(loss / total)
+
+    trials = logistic_regression.sweep(
+        rows.x, rows.counts[:, classes], len(classes), strengths, judge
+    )
+    return PatchClassifier(scaler, trials[-1].fit, classes), trials
+
+
+def _standardise(rows: LabelledPatches) -> tuple[Scaler, torch.Tensor]:
+    """Standardise patches in place; returns how, and the classes that they have."""
+    scaler = scaler_of(torch.split(rows.x, _SCALED_ROWS))
+    rows.standardise(scaler)
+    return scaler, rows.counts.any(0).nonzero()[:, 0]

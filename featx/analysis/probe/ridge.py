@@ -1,9 +1,9 @@
-"""Ridge regression onto one-hot labels; a single eigendecomposition serves all penalties."""
+"""Ridge regression onto one-hot labels or numbers; one eigendecomposition serves all penalties."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -11,6 +11,7 @@ import torch
 
 from featx.analysis.probe.heads import Head, Scaler
 from featx.analysis.probe.layer_rows import Features
+from featx.analysis.probe.metrics import Ints
 from featx.base import float64_device
 from featx.errors import ConfigError
 
@@ -32,7 +33,7 @@ class RidgeSolution:
         right: (m, C).
         mean: (D,) mean of the standardised features, which is the rounding error of the float32
             scaler.
-        target_mean: (C,) share of each class, the bias for features of mean 0.
+        target_mean: (C,) mean of the targets, the bias for features of mean 0.
     """
 
     scaler: Scaler
@@ -60,44 +61,12 @@ class RidgeSolution:
 
 
 def solve(
-    features: Features,
-    places: npt.NDArray[np.int64],
-    y: npt.NDArray[np.int64],
-    num_classes: int,
-    scaler: Scaler,
+    features: Features, places: Ints, y: npt.NDArray[Any], num_outputs: int, scaler: Scaler
 ) -> RidgeSolution:
-    """Decompose the normal equations of some places in float64."""
-    shares = np.bincount(y[places], minlength=num_classes) / len(places)
-    mean = torch.from_numpy(shares).to(float64_device(features.device))
-    return _solve(features, places, lambda span: _targets(y[span], mean), mean, scaler)
+    """Decompose the normal equations of some places in float64.
 
-
-def solve_values(
-    features: Features,
-    places: npt.NDArray[np.int64],
-    values: npt.NDArray[np.float64],
-    scaler: Scaler,
-) -> RidgeSolution:
-    """Decompose the normal equations for targets that are numbers."""
-    device = float64_device(features.device)
-    mean = torch.from_numpy(values[places].mean(0)).to(device)
-    return _solve(
-        features,
-        places,
-        lambda span: torch.from_numpy(values[span]).to(device) - mean,
-        mean,
-        scaler,
-    )
-
-
-def _solve(
-    features: Features,
-    places: npt.NDArray[np.int64],
-    targets: Callable[[npt.NDArray[np.int64]], torch.Tensor],
-    target_mean: torch.Tensor,
-    scaler: Scaler,
-) -> RidgeSolution:
-    """Decompose the normal equations; `targets` gives (n, T) targets minus their mean, (T,)."""
+    The targets are one-hot labels of (N,) classes `y`, or (N, T) numbers.
+    """
     count, width = len(places), features.width
     if min(count, width) > MAX_DIM:
         raise ConfigError(
@@ -106,6 +75,20 @@ def _solve(
             "probe.method=linear."
         )
     device = float64_device(features.device)
+    is_one_hot = y.ndim == 1
+    shares = (
+        np.bincount(y[places], minlength=num_outputs) / count if is_one_hot else y[places].mean(0)
+    )
+    target_mean = torch.from_numpy(shares).to(device)
+
+    def targets(span: Ints) -> torch.Tensor:
+        """Return the targets minus their mean, (n, num_outputs)."""
+        if not is_one_hot:
+            return torch.from_numpy(y[span]).to(device) - target_mean
+        one_hot = -target_mean.expand(len(span), -1).clone()
+        one_hot[torch.arange(len(span)), torch.from_numpy(y[span])] += 1
+        return one_hot
+
     mean = torch.zeros(width, dtype=torch.float64, device=device)
     for _, block in features.blocks(places):
         mean += scaler(block).to(device).double().sum(dim=0) / count
@@ -123,10 +106,3 @@ def _solve(
     values, vectors = torch.linalg.eigh(x @ x.T / count)
     right = vectors.T @ (targets(places) / count)
     return RidgeSolution(scaler, values.clamp(min=0), x.T @ vectors, right, mean, target_mean)
-
-
-def _targets(y: npt.NDArray[np.int64], mean: torch.Tensor) -> torch.Tensor:
-    """Return one-hot labels minus the share of each class, (n, C) float64."""
-    targets = -mean.expand(len(y), -1).clone()
-    targets[torch.arange(len(y)), torch.from_numpy(y)] += 1
-    return targets

@@ -1,20 +1,33 @@
 """Splits of labelled rows into rows to fit on, to choose settings on, and to test on.
 
-These are pure functions of labels and a seed. Places are indices into the labelled rows, not rows
-of a store.
+Splits are made at random, as given, or with another store for the test; groups stay whole. Ints
+are indices into the labelled rows, not rows of a store.
 """
 
 from __future__ import annotations
 
+import csv
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from featx.analysis.probe.group_splits import fold_of_groups, share_of_groups
-from featx.errors import DataError
-
-Places = npt.NDArray[np.int64]
+from featx.analysis.probe.groups import (
+    Groups,
+    divided_groups,
+    fold_of_groups,
+    overlap_notes,
+    row_groups,
+    share_of_groups,
+)
+from featx.analysis.probe.labelled_rows import LabelledRows
+from featx.analysis.probe.metrics import Ints
+from featx.base import csv_cell
+from featx.config import ProbeConfig
+from featx.errors import DataError, counted
 
 
 @dataclass(frozen=True)
@@ -27,22 +40,18 @@ class Split:
         test: places that are used once, at the end.
     """
 
-    fit: Places
-    validation: Places
-    test: Places
+    fit: Ints
+    validation: Ints
+    test: Ints
 
     @property
-    def train(self) -> Places:
+    def train(self) -> Ints:
         """Union of `fit` and `validation`, for the final fit."""
         return np.sort(np.concatenate([self.fit, self.validation]))
 
 
 def holdout(
-    y: npt.NDArray[np.int64],
-    share: float,
-    validation: float,
-    seed: int,
-    groups: npt.NDArray[np.int64] | None = None,
+    y: Ints, share: float, validation: float, seed: int, groups: Ints | None = None
 ) -> Split:
     """Select a share of each class for testing, and a share of the rest for validation."""
     every = np.arange(len(y))
@@ -51,11 +60,7 @@ def holdout(
 
 
 def kfold(
-    y: npt.NDArray[np.int64],
-    folds: int,
-    validation: float,
-    seed: int,
-    groups: npt.NDArray[np.int64] | None = None,
+    y: Ints, folds: int, validation: float, seed: int, groups: Ints | None = None
 ) -> list[Split]:
     """Make k splits that test every row once, with the rows of a class spread over the folds.
 
@@ -78,7 +83,7 @@ def kfold(
     return splits
 
 
-def _fold_of_rows(y: npt.NDArray[np.int64], folds: int, rng: np.random.Generator) -> Places:
+def _fold_of_rows(y: Ints, folds: int, rng: np.random.Generator) -> Ints:
     """Return a fold for each row, -1 for the only row of a class."""
     fold_of = np.full(len(y), -1)
     num_assigned = 0
@@ -92,13 +97,13 @@ def _fold_of_rows(y: npt.NDArray[np.int64], folds: int, rng: np.random.Generator
 
 
 def split_from_places(
-    y: npt.NDArray[np.int64],
-    train: Places,
-    validation: Places,
-    test: Places,
+    y: Ints,
+    train: Ints,
+    validation: Ints,
+    test: Ints,
     share: float,
     seed: int,
-    groups: npt.NDArray[np.int64] | None = None,
+    groups: Ints | None = None,
 ) -> Split:
     """Make a split from given places; validation rows are drawn if none are given."""
     if len(validation):
@@ -106,9 +111,7 @@ def split_from_places(
     return _with_validation(y, train, test, share, seed, groups)
 
 
-def few_shot_places(
-    y: npt.NDArray[np.int64], train: Places, shots: int, draw: int, seed: int
-) -> Places:
+def few_shot_places(y: Ints, train: Ints, shots: int, draw: int, seed: int) -> Ints:
     """Select at most `shots` random places of each class."""
     rng = np.random.default_rng([seed, 3, shots, draw])
     places_of_classes = [
@@ -118,12 +121,7 @@ def few_shot_places(
 
 
 def _with_validation(
-    y: npt.NDArray[np.int64],
-    train: Places,
-    test: Places,
-    share: float,
-    seed: int,
-    groups: npt.NDArray[np.int64] | None,
+    y: Ints, train: Ints, test: Ints, share: float, seed: int, groups: Ints | None
 ) -> Split:
     """Split training places into fit and validation."""
     validation = _some_of_each_class(y, train, share, np.random.default_rng([seed, 2]), groups)
@@ -131,12 +129,8 @@ def _with_validation(
 
 
 def _some_of_each_class(
-    y: npt.NDArray[np.int64],
-    places: Places,
-    share: float,
-    rng: np.random.Generator,
-    groups: npt.NDArray[np.int64] | None,
-) -> Places:
+    y: Ints, places: Ints, share: float, rng: np.random.Generator, groups: Ints | None
+) -> Ints:
     """Select a share of the rows of each class: at least one and not all; none of a single row.
 
     With groups, whole groups are selected, under the same rule.
@@ -149,3 +143,288 @@ def _some_of_each_class(
         count = min(max(1, round(len(members) * share)), len(members) - 1)
         selected.append(members[:count])
     return np.sort(np.concatenate(selected))
+
+
+ROLES = {"train": "train", "test": "test", "validation": "validation", "val": "validation"}
+"""Texts that a split file or column may contain, and their meaning."""
+
+
+def _given_split(
+    options: ProbeConfig, seed: int, training: LabelledRows, groups: Ints | None, notes: list[str]
+) -> Split:
+    """Make a split from probe.split_column or probe.split_file."""
+    keys = training.store.keys[training.rows]
+    if (column := options.split_column) is not None:
+        where = f"probe.split_column={column}"
+        roles = _roles_of(training.store.column(column)[training.rows], where)
+        if unnamed := int((roles == "").sum()):
+            notes.append(
+                counted(unnamed, "labelled row", "labelled rows")
+                + f" for which {column} is empty: left out"
+            )
+    else:
+        path = Path(options.split_file or "").expanduser()
+        where = f"probe.split_file={path}"
+        roles, unknown = read_split_file(path, keys.tolist())
+        if unknown:
+            notes.append(
+                f"{counted(unknown, f'key of {path} is', f'keys of {path} are')} not among the "
+                "labelled rows of the store"
+            )
+        if unnamed := int((roles == "").sum()):
+            notes.append(f"{counted(unnamed, 'labelled row')} without a split in {path}: left out")
+    sides = {role: np.flatnonzero(roles == role) for role in ("train", "validation", "test")}
+    for role in ("train", "test"):
+        if not len(sides[role]):
+            raise DataError(
+                f"{where} names no labelled row of the store for {role}. Keys are those of the "
+                f"store, such as {str(keys[0])!r}."
+            )
+    sets = (sides["train"], sides["validation"], sides["test"])
+    return split_from_places(training.y, *sets, options.validation_share, seed, groups)
+
+
+def _roles_of(texts: npt.NDArray[Any], where: str) -> npt.NDArray[np.str_]:
+    """Parse a column of a store as 'train', 'validation', 'test', or '' for an empty value."""
+    roles = np.empty(len(texts), dtype="U10")
+    for text in np.unique(texts).tolist():
+        if text != "" and text not in ROLES:
+            raise DataError(f"{where} is {text!r}; expected train, validation or test.")
+        roles[texts == text] = ROLES.get(text, "")
+    return roles
+
+
+def read_split_file(path: Path, keys: Sequence[str]) -> tuple[npt.NDArray[np.str_], int]:
+    """Read a CSV file with the columns `key` and `split`.
+
+    Returns:
+        (n,) 'train', 'validation', 'test', or '' for a key that the file gives no split; and the
+        number of keys with a split in the file that are not among `keys`.
+    """
+    try:
+        with path.open(encoding="utf-8", errors="surrogateescape", newline="") as file:
+            reader = csv.DictReader(file)
+            missing_columns = {"key", "split"} - set(reader.fieldnames or ())
+            if missing_columns:
+                raise DataError(
+                    f"probe.split_file={path} has no column "
+                    f"{' and '.join(sorted(missing_columns))}; its "
+                    f"first line is {','.join(reader.fieldnames or ())!r}."
+                )
+            role_of_key: dict[str, str] = {}
+            for line in reader:
+                key, role = line["key"], (line["split"] or "").strip()
+                if role == "" and line["split"] is not None:
+                    continue  # a row without a split; a line that ends before it is an error
+                if role not in ROLES:
+                    raise DataError(
+                        f"probe.split_file={path}, line {reader.line_num}: split is {role!r}, "
+                        "expected train, validation or test."
+                    )
+                if role_of_key.setdefault(key, ROLES[role]) != ROLES[role]:
+                    raise DataError(f"probe.split_file={path} names {key!r} for two splits.")
+    except OSError as error:
+        raise DataError(f"probe.split_file={path} cannot be read: {error.strerror}.") from error
+    except csv.Error as error:
+        raise DataError(f"probe.split_file={path} is no CSV file: {error}.") from error
+    # predictions.csv has the cells of `csv_cell`, a file of a user may have the keys themselves.
+    names = [name if (name := csv_cell(key)) in role_of_key else key for key in keys]
+    roles = np.array([role_of_key.get(name, "") for name in names], dtype=np.str_)
+    return roles, len(role_of_key.keys() - set(names))
+
+
+def small_classes(training: LabelledRows, groups: Ints | None, folds: int) -> list[str]:
+    """Return notes about classes with too few rows or groups to be tested."""
+    if groups is None:
+        if single := int((np.bincount(training.y) == 1).sum()):
+            verb = "is" if single == 1 else "are"
+            classes = counted(single, "class", "classes")
+            return [f"{classes} with a single row {verb} trained on and never tested"]
+        return []
+    pairs = np.unique(np.stack([training.y, groups], axis=1), axis=0)
+    counts = np.bincount(pairs[:, 0])
+    notes = []
+    for few, text in (
+        (counts == 1, "in a single group, trained on and never tested"),
+        (
+            (counts > 1) & (counts < folds),
+            f"in fewer groups than the {folds} folds, and not tested in every fold",
+        ),
+    ):
+        if few.any():
+            names = ", ".join(training.classes[label] for label in np.flatnonzero(few)[:5].tolist())
+            num_few = int(few.sum())
+            verb = "is" if num_few == 1 else "are"
+            classes = counted(num_few, "class", "classes")
+            notes.append(f"{classes}, such as {names}, {verb} {text}")
+    return notes
+
+
+def _divided_group_notes(training: LabelledRows, groups: Groups, split: Split) -> list[str]:
+    """Return notes about groups that a given split divides."""
+    notes = []
+    for some, others, between, effect in (
+        (split.test, split.train, "test and training", "the accuracy is too high"),
+        (split.validation, split.fit, "validation and training", "strengths are chosen too well"),
+    ):
+        divided = divided_groups(groups, some, others)
+        if len(divided):
+            rows = int(np.isin(groups.of_row[some], divided).sum())
+            key = training.store.keys[training.rows[np.isin(groups.of_row, divided)][0]]
+            notes.append(
+                f"the given split divides {counted(len(divided), 'group')} ({groups.by}) between "
+                f"{between} "
+                f"rows, such as that of {key}, with {rows} of {len(some)} rows: {effect}"
+            )
+    return notes
+
+
+def check_split(split: Split, y: Ints, classes: Sequence[str], unit: str) -> None:
+    """Check that a split can be used."""
+    if not len(split.test):
+        raise DataError(
+            f"no row is left to test on: every class has a single {unit}. A probe needs more "
+            f"{'images' if unit == 'row' else 'groups of a class'}."
+        )
+    if not len(split.validation):
+        raise DataError(
+            "no row is left for validation, which chooses settings and layers: every class has a "
+            f"single {unit} besides the test rows. Give more "
+            f"{'images' if unit == 'row' else 'groups'} of a class, or a smaller probe.test_share."
+        )
+    if len(np.unique(y[split.fit])) < 2:
+        raise DataError("the training rows are of one class only; a probe needs two or more.")
+    unseen = np.setdiff1d(y[split.test], y[split.train])
+    if len(unseen):
+        names = ", ".join(classes[label] for label in unseen[:5].tolist())
+        raise DataError(
+            f"{counted(len(unseen), 'class is', 'classes are')} tested and not trained on, such "
+            f"as {names}. Put rows of "
+            "them among the training rows, or leave them out."
+        )
+
+
+_FEW_GROUPS = 20
+"""Number of groups of test rows below which the intervals of the bootstrap are too narrow."""
+
+
+@dataclass(frozen=True)
+class RowSplits:
+    """Splits of rows by one seed, and their description.
+
+    Attributes:
+        seed: seed of the splits.
+        groups: (n,) group of each place, or None if every row is a group of its own.
+        splits: one split, or one per fold.
+        settings: entries of probe.json that only this kind of split has.
+        grouped: the groups and what they share, or None without groups.
+        notes: sentences about rows that were left out or leak.
+    """
+
+    seed: int
+    groups: Ints | None
+    splits: list[Split]
+    settings: dict[str, Any]
+    grouped: Groups | None
+    notes: list[str]
+
+    @property
+    def has_folds(self) -> bool:
+        """Whether there are several splits."""
+        return len(self.splits) > 1
+
+    @property
+    def test_places(self) -> Ints:
+        """(n,) test places of all splits, one after the other."""
+        return np.concatenate([split.test for split in self.splits])
+
+    def as_dict(self, options: ProbeConfig) -> dict[str, Any]:
+        """Return the entry `split` of probe.json as JSON types."""
+        column = {} if options.label_column is None else {"label_column": options.label_column}
+        return {
+            "kind": options.split,
+            **column,
+            "validation_share": options.validation_share,
+            **self.settings,
+            "seed": self.seed,
+            "groups": None if self.grouped is None else self.grouped.as_dict(),
+            "fit": [len(split.fit) for split in self.splits],
+            "validation_rows": [len(split.validation) for split in self.splits],
+            "test_rows": [len(split.test) for split in self.splits],
+        }
+
+
+def split_rows(
+    options: ProbeConfig, seed: int, training: LabelledRows, testing: LabelledRows | None = None
+) -> RowSplits:
+    """Split the rows of one store at random or as given, or test all rows of another store."""
+    grouped, count = row_groups(training, options.group_column), len(training.y)
+    # Groups of a single row each have no effect on splits.
+    groups = None if grouped is None or grouped.num_groups == count else grouped.of_row
+    share = options.validation_share
+    if testing is not None:
+        groups = _groups_of_both(testing, options.group_column, groups, count)
+        y = np.concatenate([training.y, testing.y])
+        train, none, test = np.arange(count), np.empty(0, np.int64), np.arange(count, len(y))
+        row_splits = [split_from_places(y, train, none, test, share, seed, groups)]
+        settings: dict[str, Any] = {"kind": "test_store", "test_store": str(testing.store.root)}
+        notes = [*testing.notes, *overlap_notes(training, testing, options.group_column)]
+    elif options.split == "column":
+        notes = list[str]()
+        row_splits = [_given_split(options, seed, training, groups, notes)]
+        keys = ("split_file", "split_column")
+        settings = {key: value for key in keys if (value := getattr(options, key)) is not None}
+        if grouped is not None:
+            notes += _divided_group_notes(training, grouped, row_splits[0])
+    elif options.split == "kfold":
+        settings, notes = {"folds": options.folds or 5}, []
+        row_splits = kfold(training.y, settings["folds"], share, seed, groups)
+    else:
+        settings, notes = {"test_share": options.test_share or 0.2}, []
+        row_splits = [holdout(training.y, settings["test_share"], share, seed, groups)]
+    return RowSplits(seed, groups, row_splits, settings, grouped, notes)
+
+
+def _groups_of_both(
+    testing: LabelledRows, column: str | None, groups: Ints | None, num_training: int
+) -> Ints | None:
+    """Return (n,) groups of training rows, then of another store's rows, or None without groups."""
+    test_groups = row_groups(testing, column)
+    if test_groups is None and groups is None:
+        return None
+    training_groups = np.arange(num_training) if groups is None else groups
+    testing_groups = np.arange(len(testing.rows)) if test_groups is None else test_groups.of_row
+    return np.concatenate([training_groups, testing_groups + training_groups.max() + 1])
+
+
+def check_sizes(rows: RowSplits, subject: str) -> None:
+    """Check that no set of rows is empty; `subject` says how many rows there are."""
+    for split in rows.splits:
+        if min(len(split.fit), len(split.validation), len(split.test)) == 0:
+            raise DataError(
+                f"{subject} are too few to be divided into training, validation and test rows."
+            )
+
+
+def missing_group_notes(rows: RowSplits, column: str | None) -> list[str]:
+    """Return a note about rows without a value in the column of the groups."""
+    grouped = rows.grouped
+    if grouped is None or not grouped.num_missing:
+        return []
+    return [
+        f"{counted(grouped.num_missing, 'row has', 'rows have')} no value of {column}: each is "
+        "a group of its own"
+    ]
+
+
+def few_group_notes(rows: RowSplits) -> list[str]:
+    """Return a note about test rows of so few groups that their intervals are too narrow."""
+    if rows.groups is None:
+        return []
+    num_groups = len(np.unique(rows.groups[rows.test_places]))
+    if num_groups >= _FEW_GROUPS:
+        return []
+    return [
+        f"the test rows are of {counted(num_groups, 'group')}; with fewer than {_FEW_GROUPS} the "
+        "intervals are too narrow"
+    ]

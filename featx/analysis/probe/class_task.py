@@ -1,0 +1,366 @@
+"""Probe of classes: metrics, near-duplicates, few-shot probes and comparisons."""
+
+from __future__ import annotations
+
+import statistics
+import textwrap
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from featx.analysis.probe import methods
+from featx.analysis.probe.comparisons import compare_with_best, compared_store_entry, read_probe
+from featx.analysis.probe.few_shot import Draw, few_shot_csv, fit_few_shot
+from featx.analysis.probe.heads import Head
+from featx.analysis.probe.labelled_rows import (
+    TaskKind,
+    labelled_rows,
+    match_classes,
+    open_other_store,
+)
+from featx.analysis.probe.layer_rows import ATTENTIVE, layer_vectors, require_tokens
+from featx.analysis.probe.leakage import (
+    NEAR_COSINE,
+    NearDuplicates,
+    near_duplicates,
+    repeated_rows,
+)
+from featx.analysis.probe.methods import FittedProbe, Problem
+from featx.analysis.probe.metric_intervals import bootstrap_entry
+from featx.analysis.probe.metrics import (
+    Predictions,
+    join_predictions,
+    mean_and_spread,
+    metrics_of_folds,
+)
+from featx.analysis.probe.records import Choice, Record, Results
+from featx.analysis.probe.splits import (
+    RowSplits,
+    Split,
+    check_split,
+    few_group_notes,
+    small_classes,
+)
+from featx.analysis.probe.task import RowTask
+from featx.base import WIDTH, percent_text
+from featx.config import Config
+from featx.errors import DataError
+from featx.store import FeatureStore, layout
+
+SCORE = "score:"
+"""Beginning of the name of the column of a class or label, which its name follows."""
+
+MAX_SCORES = 1 << 24
+"""Number of scores up to which predictions.csv has a column per class, about 300 MB."""
+
+PAIRS_LISTED = 50
+"""Maximum number of pairs of near-duplicates that probe.json lists."""
+
+_COLUMNS = ("true", "predicted", "p_true", "p_predicted", "near_duplicate")
+
+
+class ClassTask(RowTask):
+    """Task of predicting the class of each row.
+
+    Args:
+        config: checked config.
+        store: the store.
+        kind: kind of the targets.
+        layers: layers to probe.
+        max_scores: number of scores up to which predictions.csv has a column per class.
+    """
+
+    chosen_by = "validation_accuracy"
+
+    def __init__(
+        self,
+        config: Config,
+        store: FeatureStore,
+        kind: TaskKind,
+        layers: Sequence[str],
+        max_scores: int,
+    ) -> None:
+        options = config.probe
+        if "attentive" in options.methods:
+            require_tokens(store, layers, ATTENTIVE)
+        # Read before the probe, so that a mistake is reported at once and store=compare_store
+        # works.
+        self._other = None if options.compare_store is None else read_probe(options.compare_store)
+        training, testing = labelled_rows(store, options.label_column), None
+        if len(training.classes) < 2:
+            raise DataError(
+                f"{store.root} has rows of the class {training.classes[0]!r} only; a probe needs "
+                "two classes or more."
+            )
+        if options.test_store is not None:
+            other = open_other_store(store, options.test_store, layers)
+            testing = match_classes(labelled_rows(other, options.label_column), training.classes)
+        super().__init__(config, kind, training, testing)
+        self._max_scores = max_scores
+        num_tested = sum(len(rows.test_places) for rows in self.splits.values())
+        num_scores = num_tested * len(training.classes) * len(layers) * len(options.methods)
+        self._keeps_scores = num_scores <= max_scores
+        names = [f"{SCORE}{name}" for name in training.classes] if self._keeps_scores else []
+        self.columns = [*_COLUMNS, *names]
+        self._widest = max(layers, key=lambda layer: layer_vectors(training, layer).width)
+        self._near: dict[int, NearDuplicates] = {}
+        self._near_places: dict[int, dict[int, int]] = {}
+        self._draws: dict[tuple[str, str], list[Draw]] = {}
+
+    def make_splits(self, seed: int) -> RowSplits:
+        rows, options = super().make_splits(seed), self.config.probe
+        if self.testing is None and options.split != "column":
+            folds = rows.settings.get("folds", 2)
+            rows.notes.extend(small_classes(self.training, rows.groups, folds))
+        grouped = rows.grouped
+        unit = "row" if rows.groups is None or grouped is None else f"group ({grouped.by})"
+        for split in rows.splits:
+            check_split(split, self.targets, self.training.classes, unit)
+        return rows
+
+    def describe_layer(self, layer: str, opened: Problem) -> dict[str, Any]:
+        features = opened.features
+        if layer == self._widest:
+            for seed, rows in self.splits.items():
+                near = near_duplicates(features, layer, rows.splits)
+                self._near[seed] = near
+                pairs = zip(near.test.tolist(), near.training.tolist(), strict=True)
+                self._near_places[seed] = dict(pairs)
+        repeated = repeated_rows(features, self.first_splits.splits)
+        return {**super().describe_layer(layer, opened), "repeated_rows": repeated}
+
+    def test(
+        self, opened: Problem, seed: int, split: Split, method: str, fitted: FittedProbe
+    ) -> tuple[Choice, Predictions]:
+        tested = Predictions.of_scores(
+            opened.y[split.test],
+            fitted.scores(split.test),
+            method != "ridge",
+            self.groups_of(seed, split),
+            int(fitted.choice.setting) if method == "knn" else None,
+        )
+        return fitted.choice, tested
+
+    def judge(self, folds: Sequence[Predictions]) -> dict[str, Any]:
+        return metrics_of_folds(folds)
+
+    @staticmethod
+    def merit(validation: Mapping[str, float]) -> tuple[float, ...]:
+        """Return the accuracy; among equal ones the smallest loss decides.
+
+        Both are rounded because means over folds may differ in their last bits.
+        """
+        accuracy, loss = validation["validation_accuracy"], validation["validation_loss"]
+        return round(accuracy, 12), -round(loss, 12)
+
+    def first_metric(self, tested: Predictions) -> float | None:
+        return tested.accuracy
+
+    def settings(self, name: str, choices: Sequence[Choice]) -> dict[str, Any]:
+        settings = [choice.setting for choice in choices]
+        if len(settings) == 1:
+            return {name: settings[0]}
+        return {name: float(statistics.median_low(settings)), f"{name}_of_folds": settings}
+
+    def details(self, choices: Sequence[Choice]) -> dict[str, Any]:
+        return choices[0].details
+
+    def notes(self, choices: Sequence[Choice]) -> list[str]:
+        if len(choices) == 1:
+            return choices[0].notes
+        return [
+            f"fold {number} of {len(choices)}: {note}"
+            for number, choice in enumerate(choices, 1)
+            for note in choice.notes
+        ]
+
+    def finish_head(
+        self,
+        problem: Problem,
+        fits: Sequence[FittedProbe],
+        final: FittedProbe,
+        entry: dict[str, Any],
+    ) -> Head:
+        of_folds = [fit.choice.details.get("calibration_temperature") for fit in fits]
+        if temperatures := [each for each in of_folds if each is not None]:
+            entry["calibration_temperature_of_folds"] = temperatures
+            final = methods.calibrate(problem, final, statistics.median_low(temperatures))
+        entry |= final.choice.details
+        assert final.head is not None
+        return final.head
+
+    def finish_method(
+        self,
+        opened: Problem,
+        layer: str,
+        method: str,
+        fits: Sequence[FittedProbe],
+        entry: dict[str, Any],
+    ) -> None:
+        super().finish_method(opened, layer, method, fits, entry)
+        if self.config.probe.all_shots:
+            splits = self.first_splits.splits
+            entry["few_shot"], self._draws[layer, method] = fit_few_shot(opened, method, splits)
+
+    def finish_layer(self, results: Results[Predictions]) -> None:
+        """Drop the scores that neither predictions.csv nor the best layer needs."""
+        if self._keeps_scores:
+            return
+        chosen = {id(record) for seed in self.splits for record in results.chosen(seed)}
+        for key, records in results.folds.items():
+            results.folds[key] = [
+                record
+                if id(record) in chosen
+                else replace(record, tested=replace(record.tested, scores=None))
+                for record in records
+            ]
+
+    def line(
+        self, layer: str, about: Mapping[str, Any], by_seed: Sequence[Mapping[str, Any]]
+    ) -> str:
+        texts = []
+        for method in self.config.probe.methods:
+            mean = sum(each[method]["accuracy"] for each in by_seed) / len(by_seed)
+            texts.append(f"{method} {percent_text(mean)}")
+        pooled = " (averaged over positions)" if about["reduction"]["then"] == "avg" else ""
+        streamed = ", streamed" if about["streamed"] else ""
+        text = f"{layer}: {about['features']} features{pooled}{streamed}; {', '.join(texts)}"
+        return textwrap.fill(text, WIDTH, subsequent_indent="  ")
+
+    def result_entries(self, results: Results[Predictions]) -> dict[str, Any]:
+        options, classes = self.config.probe, list(self.training.classes)
+        top = results.top(results.seeds[0])
+        joined = join_predictions(top.tested)
+        first = {
+            layer: join_predictions([each.tested for each in self._first_folds(results, layer)])
+            for layer in results.layers
+        }
+        entries: dict[str, Any] = {
+            "classes": classes,
+            "near_duplicates": self._near_entry(joined),
+            "paired_tests": compare_with_best(
+                first[top.layer],
+                {layer: each for layer, each in first.items() if layer != top.layer},
+            ),
+            "bootstrap": None,
+            "compared_store": None,
+            "layer_selection": self._selection_entry(results),
+        }
+        if options.bootstrap is not None:
+            entries["bootstrap"] = bootstrap_entry(joined, options.bootstrap)
+        if self._other is not None:
+            places = self.first_splits.test_places
+            checksums = [each.store.image_checksums[each.rows] for each in self.stores]
+            entries["compared_store"] = compared_store_entry(
+                self._other, joined, self.keys[places], np.concatenate(checksums)[places], classes
+            )
+        notes, near = self.notes_on_rows(), entries["near_duplicates"]
+        if count := results.layers[top.layer]["repeated_rows"]:
+            notes.append(
+                f"{count} test rows have the same vector as a training row in {top.layer}; these "
+                "may be the same images"
+            )
+        if near["rows"]:
+            notes.append(
+                f"{near['rows']} test rows have a near-duplicate among the training rows (cosine "
+                f"of {near['cosine']} or more of the standardised {near['layer']}): the accuracy "
+                "may be too high; probe.group_column keeps rows that belong together on one side"
+            )
+        if not self._keeps_scores:
+            notes.append(
+                f"{layout.PROBE_PREDICTIONS} has no column per class: it would have more than "
+                f"{self._max_scores} scores; AUROC and top-5 cannot be recomputed from it"
+            )
+        return {**entries, "notes_on_rows": notes}
+
+    def notes_on_rows(self) -> list[str]:
+        return [*super().notes_on_rows(), *few_group_notes(self.first_splits)]
+
+    def untested_lines(self, seed: int) -> Iterator[list[Any]]:
+        """Yield lines without a layer, so that the file names the split of every row.
+
+        Validation rows of a fold are test rows of another one, so with several folds the role of a
+        row that is never tested is 'train'.
+        """
+        rows = self.splits[seed]
+        used = np.unique(np.concatenate([split.train for split in rows.splits]))
+        places = np.setdiff1d(used, rows.test_places)
+        is_validation = np.isin(places, rows.splits[0].validation) & (not rows.has_folds)
+        for place, role in zip(places.tolist(), is_validation.tolist(), strict=True):
+            start = self.line_start(seed, "", "", 0, "validation" if role else "train", place)
+            name = self.training.classes[self.targets[place]]
+            start[3] = ""  # no fold
+            yield [*start, name, *[""] * (len(self.columns) - 1)]
+
+    def few_shot_csv(self) -> bytes | None:
+        return few_shot_csv(self, self._draws) if self._draws else None
+
+    def test_columns(self, record: Record[Predictions], row: int) -> Iterator[list[Any]]:
+        tested, classes = record.tested, self.training.classes
+        near = self._near_places[record.seed].get(int(record.split.test[row]))
+        yield [
+            classes[tested.y[row]],
+            classes[tested.predicted[row]],
+            "" if tested.p_true is None else float(tested.p_true[row]),
+            "" if tested.p_predicted is None else float(tested.p_predicted[row]),
+            "" if near is None else self.keys[near],
+            *(tested.class_scores[row].tolist() if self._keeps_scores else ()),
+        ]
+
+    def _first_folds(self, results: Results[Predictions], layer: str) -> list[Record[Predictions]]:
+        """Return the records of a layer with the first seed and method."""
+        return results.folds[results.seeds[0], layer, results.methods[0]]
+
+    def _near_entry(self, tested: Predictions) -> dict[str, Any]:
+        """Return the entry `near_duplicates` of probe.json."""
+        near, keys = self._near[self.config.seed], self.keys
+        checked = near.not_checked is None
+        is_without = ~np.isin(self.first_splits.test_places, near.test)
+        pairs = zip(near.test.tolist(), near.training.tolist(), near.cosines.tolist(), strict=True)
+        return {
+            "layer": near.layer,
+            "cosine": NEAR_COSINE,
+            "rows": len(near.test) if checked else None,
+            "not_checked": near.not_checked,
+            "without": tested.accuracy_of(is_without) if checked else None,
+            "pairs": [
+                {"test": str(keys[a]), "training": str(keys[b]), "cosine": round(cosine, 4)}
+                for a, b, cosine in list(pairs)[:PAIRS_LISTED]
+            ],
+        }
+
+    def _selection_entry(self, results: Results[Predictions]) -> dict[str, Any] | None:
+        """Return the entry `layer_selection` of probe.json; None with a single layer.
+
+        The highest of several test accuracies is too high on average, because the test rows chose
+        it. Each fold of each seed therefore chooses its layer on its own validation rows, and only
+        the chosen layer is tested (nested selection: G. Cawley and N. Talbot, On Over-fitting in
+        Model Selection and Subsequent Selection Bias in Performance Evaluation, JMLR 11, 2010).
+        """
+        if len(results.layers) == 1:
+            return None
+        chosen: list[dict[str, Any]] = [
+            {
+                "seed": seed,
+                "fold": record.fold + 1 if self.splits[seed].has_folds else None,
+                "layer": record.layer,
+                "validation_accuracy": self.merit(record.choice.validation)[0],
+                "accuracy": record.tested.accuracy,
+            }
+            for seed in results.seeds
+            for record in results.chosen(seed)
+        ]
+        means = {
+            layer: np.mean(np.array(results.split_values(layer, self.first_metric), np.float64))
+            for layer in results.layers
+        }
+        highest = max(means, key=lambda layer: means[layer])
+        return {
+            "splits": chosen,
+            "counts": dict(Counter(split["layer"] for split in chosen).most_common()),
+            "accuracy": mean_and_spread([split["accuracy"] for split in chosen]),
+            "highest_on_test": {"layer": highest, "accuracy": float(means[highest])},
+        }

@@ -1,0 +1,381 @@
+"""Paired comparison of classifiers: on the same test rows, over random splits, of two stores."""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import io
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from featx.analysis.probe.heads import output_folder
+from featx.analysis.probe.metrics import Ints, Predictions, mean_and_spread
+from featx.analysis.probe.splits import Split
+from featx.base import csv_cell
+from featx.errors import DataError, StoreError, StoreMismatchError
+from featx.store import FeatureStore, layout, read_result
+from featx.types import count_different_images
+
+_RESAMPLES = 10_000
+"""Number of bootstrap resamples of the interval of a difference."""
+
+_ROUNDING = 1e-9
+"""Difference up to which differences of metrics count as equal."""
+
+ALPHA = 0.05
+"""Probability of telling apart equally good classifiers, over all comparisons together."""
+
+
+def compare_with_best(
+    best: Predictions, others: Mapping[str, Predictions]
+) -> dict[str, dict[str, Any]]:
+    """Compare a classifier with each of several others.
+
+    Returns:
+        name -> entries of `compare`, with told_apart by the two that follow; p_holm, p corrected
+        for the number of others; and interval_holm, as wide as this correction asks: with
+        confidence 1 - ALPHA / (m - i) for the i-th smallest of m p-values, counted from 0.
+    """
+    tests = {name: compare(best, other) for name, other in others.items()}
+    p_values = [test["p"] for test in tests.values()]
+    corrected, levels = holm(p_values), holm_levels(p_values)
+    for (name, test), p, level in zip(tests.items(), corrected, levels, strict=True):
+        interval = bootstrapped_difference(*_gains(best, others[name]), level)
+        test["p_holm"], test["interval_holm"] = p, interval
+        test["told_apart"] = _are_told_apart(p, interval)
+    return tests
+
+
+def compare(a: Predictions, b: Predictions) -> dict[str, Any]:
+    """Test whether two classifiers differ in accuracy, by those rows that only one predicts right.
+
+    Rows of one group tend to be right or wrong together. With groups, the unit is therefore a
+    group, which counts for the classifier with more right rows in it.
+
+    Returns:
+        unit ('row' or 'group') and units, their number; difference, the accuracy of the first minus
+        that of the second classifier, and interval (95 %), as returned by
+        `bootstrapped_difference`; first_only and second_only, the number of units that count for
+        one of the two; p, as returned by `sign_test`; and told_apart, whether p is below ALPHA and
+        the interval, if there is one, excludes 0.
+    """
+    gains, sizes = _gains(a, b)
+    first, second = int((gains > 0).sum()), int((gains < 0).sum())
+    interval, p = bootstrapped_difference(gains, sizes), sign_test(first, second)
+    return {
+        "unit": "row" if a.groups is None else "group",
+        "units": len(gains),
+        "difference": int(gains.sum()) / len(a.y),
+        "interval": interval,
+        "first_only": first,
+        "second_only": second,
+        "p": p,
+        "told_apart": _are_told_apart(p, interval),
+    }
+
+
+def _are_told_apart(p: float, interval: tuple[float, float] | None) -> bool:
+    """Return whether two classifiers differ, by both the exact test and the bootstrap.
+
+    The interval alone is not enough: it is too narrow for a few rows. If 3 of 6 rows are for the
+    first classifier and none for the second, the bootstrap gives 0.17 to 0.83, and p is 0.25.
+    """
+    return p < ALPHA and (interval is None or interval[0] > 0 or interval[1] < 0)
+
+
+def _gains(a: Predictions, b: Predictions) -> tuple[Ints, Ints]:
+    """Return for each unit the right rows of `a` minus those of `b`, and its number of rows."""
+    gains = a.right.astype(np.int64) - b.right
+    if a.groups is None:
+        return gains, np.ones_like(gains)
+    _, group_of = np.unique(a.groups, return_inverse=True)
+    group_gains = np.bincount(group_of, weights=gains).round().astype(np.int64)
+    return group_gains, np.bincount(group_of)
+
+
+def bootstrapped_difference(
+    gains: Ints, sizes: Ints, alpha: float = ALPHA
+) -> tuple[float, float] | None:
+    """Compute the percentile interval of a difference of accuracies by the paired bootstrap.
+
+    Units are drawn with replacement, _RESAMPLES times, each with both predictions of all its rows
+    (B. Efron and R. Tibshirani, An Introduction to the Bootstrap, 1993, chapter 13). Units with
+    equal numbers are interchangeable, so the number of units of each kind is drawn instead, which
+    has the same distribution.
+
+    Returns:
+        low and high, in [-1, 1]; None if all resamples have the same difference, such as those of
+        a single unit, or of units that no classifier wins. They tell nothing about its error.
+    """
+    kinds, counts = np.unique(np.stack([gains, sizes], axis=1), axis=0, return_counts=True)
+    rng = np.random.default_rng(0)  # the same numbers for the same predictions
+    drawn = rng.multinomial(len(gains), counts / len(gains), size=_RESAMPLES)
+    total, rows = (drawn @ kinds).T
+    differences = total / rows
+    if differences.min() == differences.max():
+        return None
+    low, high = np.quantile(differences, [alpha / 2, 1 - alpha / 2])
+    return float(low), float(high)
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """Correct p-values for the number of tests by Holm's step-down method.
+
+    The i-th smallest of m p-values, counted from 0, becomes the largest of (m - j) p_j for j <= i,
+    and 1 at most. S. Holm, A Simple Sequentially Rejective Multiple Test Procedure, Scandinavian
+    Journal of Statistics 6 (1979).
+
+    Returns:
+        the corrected p-values in the same order.
+    """
+    corrected, largest = [0.0] * len(p_values), 0.0
+    for rank, place in enumerate(sorted(range(len(p_values)), key=lambda i: p_values[i])):
+        largest = max(largest, min(1.0, (len(p_values) - rank) * p_values[place]))
+        corrected[place] = largest
+    return corrected
+
+
+def holm_levels(p_values: Sequence[float]) -> list[float]:
+    """Return ALPHA / (m - i) for the i-th smallest of m p-values, counted from 0.
+
+    Holm's method compares each p-value with this level.
+
+    Returns:
+        the levels in the same order.
+    """
+    levels = [0.0] * len(p_values)
+    for rank, place in enumerate(sorted(range(len(p_values)), key=lambda i: p_values[i])):
+        levels[place] = ALPHA / (len(p_values) - rank)
+    return levels
+
+
+def resampled_test(
+    differences: Sequence[float], test_share: float, alpha: float = ALPHA
+) -> tuple[tuple[float, float] | None, float | None]:
+    """Test whether the mean of differences over several random splits is 0.
+
+    The training rows of the splits overlap, so that the variance v of J differences is too small
+    for that of their mean. The corrected resampled t-test takes v (1 / J + test_share) in place of
+    v / J, with J - 1 degrees of freedom (C. Nadeau and Y. Bengio, Inference for the Generalization
+    Error, Machine Learning 52, 2003; for repeated folds R. Bouckaert and E. Frank, PAKDD 2004).
+
+    Returns:
+        the interval of the mean, and the two-sided p. Both are None if all differences are equal,
+        because their variance of 0 tells nothing about the error of the mean; but p is 1 if all of
+        them are 0.
+    """
+    from scipy.stats import t
+
+    count, mean = len(differences), float(np.mean(differences))
+    # 23/24 - 22/24 and 22/24 - 21/24 differ in their last bits.
+    if np.ptp(differences) <= _ROUNDING * max(1.0, abs(mean)):
+        return None, 1.0 if abs(mean) <= _ROUNDING else None
+    error = float(np.std(differences, ddof=1)) * math.sqrt(1 / count + test_share)
+    half = error * float(t.ppf(1 - alpha / 2, count - 1))
+    return (mean - half, mean + half), 2 * float(t.sf(abs(mean) / error, count - 1))
+
+
+def sign_test(first: int, second: int) -> float:
+    """Compute the two-sided exact p-value of the sign test, which is McNemar's exact test.
+
+    If both classifiers are equally good, each of the first + second differences is for either of
+    them with probability 1/2. Q. McNemar, Note on the Sampling Error of the Difference between
+    Correlated Proportions or Percentages, Psychometrika 12 (1947).
+    """
+    from scipy.stats import binomtest
+
+    return float(binomtest(first, first + second).pvalue) if first + second else 1.0
+
+
+_EQUAL = "the difference is the same in every split, which tells nothing about its error"
+"""Reason why `resampled_test` gives no p-value."""
+
+
+@dataclass(frozen=True)
+class SplitValues:
+    """Values of one metric of one layer over the splits of several seeds.
+
+    Attributes:
+        by_seed: value on the test rows of all splits of each seed.
+        by_split: value on the test rows of each split of each seed.
+    """
+
+    by_seed: Sequence[float]
+    by_split: Sequence[float]
+
+
+def spread(values: Sequence[float]) -> dict[str, Any]:
+    """Return mean, sample standard deviation, smallest and largest value, and the values."""
+    return {**mean_and_spread(list(values)), "min": min(values), "max": max(values)}
+
+
+def metric_spreads(
+    names: Sequence[str], entries: Sequence[Mapping[str, Any]]
+) -> dict[str, dict[str, Any] | None]:
+    """Return the spread of each metric over the seeds.
+
+    Returns:
+        metric -> `spread`, None if it is not available for every seed.
+    """
+    spreads: dict[str, dict[str, Any] | None] = {}
+    for name in names:
+        values = [entry[name] for entry in entries]
+        spreads[name] = None if None in values else spread(values)
+    return spreads
+
+
+def differences(
+    values: Mapping[str, SplitValues], best: str, splits: Sequence[Split]
+) -> dict[str, Any]:
+    """Compare a layer with each other one over the splits of all seeds.
+
+    Args:
+        values: layer -> values of a metric.
+        best: the layer.
+        splits: all splits.
+
+    Returns:
+        other layer -> spread over the seeds of the value of the best layer minus that of the other
+        one; interval and p of the mean over all splits, as returned by `resampled_test`; p_holm,
+        corrected for the number of layers; told_apart, whether it is below ALPHA; and not_tested,
+        the reason if p is None, and with it the two entries before.
+    """
+    share = float(np.mean([len(split.test) / len(split.train) for split in splits]))
+    entries: dict[str, Any] = {}
+    best_values = values[best]
+    for layer, layer_values in values.items():
+        if layer == best:
+            continue
+        by_split = _differences(best_values.by_split, layer_values.by_split)
+        by_seed = _differences(best_values.by_seed, layer_values.by_seed)
+        interval, p = resampled_test(by_split, share)
+        entries[layer] = {**spread(by_seed), "interval": interval, "p": p}
+    # A layer without a p-value counts as a test of the family that finds nothing.
+    corrected = holm([1.0 if entry["p"] is None else entry["p"] for entry in entries.values()])
+    for entry, p in zip(entries.values(), corrected, strict=True):
+        is_tested = entry["p"] is not None
+        entry["p_holm"], entry["told_apart"] = (p, p < ALPHA) if is_tested else (None, None)
+        entry["not_tested"] = None if is_tested else _EQUAL
+    return entries
+
+
+def _differences(a: Sequence[float], b: Sequence[float]) -> list[float]:
+    return [first - second for first, second in zip(a, b, strict=True)]
+
+
+@dataclass(frozen=True)
+class OtherProbe:
+    """Predictions of the best layer of another store.
+
+    Attributes:
+        store: path of the store.
+        layer: its best layer.
+        method: method of the probe.
+        tested: key -> true and predicted class of each test row.
+        checksums: key -> image checksum of each test row.
+    """
+
+    store: str
+    layer: str
+    method: str
+    tested: Mapping[str, tuple[str, str]]
+    checksums: Mapping[str, int]
+
+
+def read_probe(path: str) -> OtherProbe:
+    """Read the predictions of the best layer of a store, as its probe.json names it."""
+    store = FeatureStore(path)
+    folder = output_folder(store)
+    remedy = f"python -m featx job=probe store={path} makes it."
+    try:
+        about = read_result(folder / layout.PROBE)
+        data = (folder / layout.PROBE_HEADS / layout.PROBE_PREDICTIONS).read_bytes()
+        if about["task"] != "classification":
+            raise StoreError(
+                f"the probe in {folder} is of probe.task={about['task']}; stores are compared by "
+                "their predictions of classes. Probe it again for classes."
+            )
+        if about["fingerprint"] != str(store.attrs["fingerprint"]):
+            raise StoreError(f"the probe in {folder} belongs to another state of it. {remedy}")
+        if about["predictions"]["sha256"] != hashlib.sha256(data).hexdigest():
+            raise StoreError(f"{layout.PROBE_PREDICTIONS} in {folder} was changed. {remedy}")
+        lines = csv.DictReader(io.StringIO(data.decode("utf-8", "surrogateescape"), newline=""))
+        keys = {csv_cell(str(key)): str(key) for key in store.keys.tolist()}
+        classes = {csv_cell(name): name for name in about["classes"]}
+        tested = {
+            keys[line["key"]]: (classes[line["true"]], classes[line["predicted"]])
+            for line in lines
+            if _is_of_best_layer(line, about)
+        }
+        pairs = zip(store.keys.tolist(), store.image_checksums.tolist(), strict=True)
+        checksums = {key: checksum for key, checksum in pairs if key in tested}
+        layer, method = str(about["layer"]), str(about["method"])
+        return OtherProbe(str(store.root), layer, method, tested, checksums)
+    except FileNotFoundError as error:
+        raise StoreError(f"{folder} has no probe to compare with: {remedy}") from error
+    except (LookupError, TypeError, ValueError) as error:
+        raise StoreError(f"the probe in {folder} cannot be read: {error!r}. {remedy}") from error
+
+
+def _is_of_best_layer(line: Mapping[str, str], about: Mapping[str, Any]) -> bool:
+    """Return whether a line has a prediction that the numbers at the top of probe.json count."""
+    if line["split"] != "test" or line["seed"] != str(about["split"]["seed"]):
+        return False
+    layer_of_folds = about.get("layer_of_folds")
+    layer = about["layer"] if layer_of_folds is None else layer_of_folds[int(line["fold"]) - 1]
+    return bool(line["layer"] == layer and line["method"] == about["method"])
+
+
+def compared_store_entry(
+    other: OtherProbe,
+    ours: Predictions,
+    keys: npt.NDArray[Any],
+    checksums: npt.NDArray[np.uint64],
+    classes: Sequence[str],
+) -> dict[str, Any]:
+    """Compare the predictions for the rows that both probes tested.
+
+    Returns:
+        store, layer and method of the other probe; rows, the number of rows that both tested;
+        rows_left_out, the number of test rows of this store that the other did not test;
+        rows_of_other_images, the number of compared rows whose images have other bytes there; the
+        accuracies of both on these rows; and the entries of `paired_tests.compare`.
+    """
+    is_tested = np.array([str(key) in other.tested for key in keys.tolist()])
+    if not is_tested.any():
+        raise DataError(
+            f"probe.compare_store={other.store} has tested none of the {len(keys)} test rows of "
+            "this probe. Probe both with the same rows, labels, seed and split; "
+            f"probe.split=column probe.split_file={other.store}/{layout.PROBE_HEADS}/"
+            f"{layout.PROBE_PREDICTIONS} takes the split of the other one."
+        )
+    rows = np.flatnonzero(is_tested)
+    number = {name: i for i, name in enumerate(classes)}
+    classes_there = [other.tested[str(key)] for key in keys[rows].tolist()]
+    for row, (true, _) in zip(rows.tolist(), classes_there, strict=True):
+        if true != classes[ours.y[row]]:
+            raise StoreMismatchError(
+                f"{keys[row]} is of the class {classes[ours.y[row]]} in this store and of {true} "
+                f"in {other.store}; stores are compared on rows with the same labels."
+            )
+    there = np.array([other.checksums[str(key)] for key in keys[rows].tolist()], np.uint64)
+    # A class that this store does not have is a wrong prediction.
+    predicted = np.array([number.get(name, -1) for _, name in classes_there])
+    groups = None if ours.groups is None else ours.groups[rows]
+    a = Predictions(ours.y[rows], ours.predicted[rows], None, None, groups)
+    b = Predictions(ours.y[rows], predicted, None, None, groups)
+    return {
+        "store": other.store,
+        "layer": other.layer,
+        "method": other.method,
+        "rows": len(rows),
+        "rows_left_out": len(keys) - len(rows),
+        "rows_of_other_images": count_different_images(checksums[rows], there),
+        "accuracies": [float(a.right.mean()), float(b.right.mean())],
+        **compare(a, b),
+    }

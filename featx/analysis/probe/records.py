@@ -1,0 +1,224 @@
+"""Results of a probe: one record for each seed, layer, method and split, and groups of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+
+from featx.analysis.probe.comparisons import SplitValues, differences, metric_spreads
+from featx.analysis.probe.metrics import Metric
+from featx.analysis.probe.splits import Split
+
+Tested = TypeVar("Tested")
+"""Results on the test rows: predictions of rows, or counts of pixels."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Setting of a method, and how it was chosen.
+
+    Attributes:
+        setting: the chosen penalty or number of neighbours.
+        validation: metrics of the choice on the validation rows, without which it was fitted, by
+            their names in probe.json; empty if nothing was compared.
+        sweep: every setting that was tried, as JSON types.
+        notes: notes for the user.
+        details: details of the last fit, as JSON types.
+    """
+
+    setting: float
+    validation: dict[str, float] = field(default_factory=dict)
+    sweep: list[dict[str, Any]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    details: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Record(Generic[Tested]):
+    """Result of one method on one layer with one split.
+
+    Attributes:
+        seed: seed of the split.
+        layer: name of the layer.
+        method: name of the method.
+        fold: index of the split among those of the seed.
+        split: its rows.
+        choice: the setting that was chosen on its validation rows.
+        tested: results on its test rows.
+    """
+
+    seed: int
+    layer: str
+    method: str
+    fold: int
+    split: Split
+    choice: Choice
+    tested: Tested
+
+
+@dataclass(frozen=True)
+class Top(Generic[Tested]):
+    """Numbers of the best layer of one seed with the first method.
+
+    Attributes:
+        layer: the layer that is best on the validation rows.
+        about: its entry for the method. With several folds and layers its metrics are those of the
+            layers that the folds chose (nested validation), which `layer_of_folds` names.
+        records: the records that the metrics are of, one for each fold.
+    """
+
+    layer: str
+    about: dict[str, Any]
+    records: list[Record[Tested]]
+
+    @property
+    def tested(self) -> list[Tested]:
+        """Results on the test rows of each fold."""
+        return [record.tested for record in self.records]
+
+
+class Results(Generic[Tested]):
+    """Records of a probe, and what is grouped from them.
+
+    Args:
+        seeds: seeds of the splits.
+        methods: names of the methods; the first one chooses the layer.
+        judge: function results of several folds -> their metrics as JSON types.
+        merit: function validation metrics -> sort key by which the best layer is the largest.
+
+    Attributes:
+        seeds: as given.
+        methods: as given.
+        folds: (seed, layer, method) -> record of each split.
+        entries: (seed, layer, method) -> entry of probe.json.
+        layers: layer -> its entry in probe.json, with the methods of the first seed.
+    """
+
+    def __init__(
+        self,
+        seeds: Sequence[int],
+        methods: Sequence[str],
+        judge: Callable[[Sequence[Tested]], dict[str, Any]],
+        merit: Callable[[Mapping[str, float]], tuple[float, ...]],
+    ) -> None:
+        self.seeds = seeds
+        self.methods = methods
+        self._judge = judge
+        self._merit = merit
+        self.folds: dict[tuple[int, str, str], list[Record[Tested]]] = {}
+        self.entries: dict[tuple[int, str, str], dict[str, Any]] = {}
+        self.layers: dict[str, dict[str, Any]] = {}
+
+    def add(self, records: list[Record[Tested]], entry: dict[str, Any]) -> None:
+        """Add the records of all splits of one seed, layer and method, and their entry."""
+        first = records[0]
+        key = (first.seed, first.layer, first.method)
+        self.folds[key], self.entries[key] = records, entry
+        if first.seed == self.seeds[0]:
+            self.layers[first.layer][first.method] = entry
+
+    def chosen(self, seed: int) -> list[Record[Tested]]:
+        """Return the record that each fold chose among the layers, on its own validation rows.
+
+        In k-fold cross-validation, the validation rows of one fold are test rows of another, so the
+        accuracy of the layer that is best over all folds is optimistic. If each fold chooses its
+        layer from its own training rows (nested cross-validation: M. Stone, Cross-Validatory Choice
+        and Assessment of Statistical Predictions, JRSS B 36, 1974), test rows have no influence on
+        the choice.
+        """
+        of_layers = [
+            records
+            for (record_seed, _, method), records in self.folds.items()
+            if record_seed == seed and method == self.methods[0]
+        ]
+        return [
+            max(records, key=lambda record: self._merit(record.choice.validation))
+            for records in zip(*of_layers, strict=True)
+        ]
+
+    def top(self, seed: int) -> Top[Tested]:
+        """Return the numbers of the best layer."""
+        best = self._best_layer([seed], lambda merit: merit)
+        about, records = self.entries[seed, best, self.methods[0]], self.chosen(seed)
+        if len(records) > 1 and len(self.layers) > 1:
+            metrics = self._judge([record.tested for record in records])
+            about = {**about, "layer_of_folds": [each.layer for each in records], **metrics}
+        return Top(best, about, records)
+
+    def seeds_entry(
+        self, metrics: Sequence[Metric], first_metric: Callable[[Tested], float | None]
+    ) -> dict[str, Any]:
+        """Return the entry `seeds` of probe.json: means and spreads over the splits of the seeds.
+
+        Returns:
+            seeds; layer_of_splits, the layer that each split chose on its validation rows, every
+            fold of every seed, and chosen, the metrics with it; layers -> method -> metrics; layer,
+            the best one by the mean over the validation rows of all seeds; and differences, other
+            layer -> entry of `differences`, None if the first metric is not available in every
+            split. A metric is given by `spread`.
+        """
+        names = [metric.key for metric in metrics]
+        best = self._best_layer(self.seeds, lambda merit: merit[:1])
+        return {
+            "seeds": list(self.seeds),
+            "layer_of_splits": [each.layer for seed in self.seeds for each in self.chosen(seed)],
+            "chosen": metric_spreads(names, [self.top(seed).about for seed in self.seeds]),
+            "layers": {
+                layer: {
+                    method: metric_spreads(names, self._of_seeds(layer, method))
+                    for method in self.methods
+                }
+                for layer in self.layers
+            },
+            "layer": best,
+            "differences": self._differences(best, names[0], first_metric),
+        }
+
+    def split_values(
+        self, layer: str, first_metric: Callable[[Tested], float | None]
+    ) -> list[float | None]:
+        """Return a metric of a layer with the first method, for each split of each seed."""
+        return [
+            first_metric(record.tested)
+            for seed in self.seeds
+            for record in self.folds[seed, layer, self.methods[0]]
+        ]
+
+    def _best_layer(
+        self, seeds: Sequence[int], key: Callable[[tuple[float, ...]], tuple[float, ...]]
+    ) -> str:
+        """Return the layer that is best by the mean validation metrics of some seeds."""
+
+        def merit(layer: str) -> tuple[float, ...]:
+            entries = [self.entries[seed, layer, self.methods[0]] for seed in seeds]
+            names = self.folds[seeds[0], layer, self.methods[0]][0].choice.validation
+            means = {name: float(np.mean([entry[name] for entry in entries])) for name in names}
+            return key(self._merit(means))
+
+        return max(self.layers, key=merit)
+
+    def _of_seeds(self, layer: str, method: str) -> list[dict[str, Any]]:
+        """Return the entries of a layer and method, one for each seed."""
+        return [self.entries[seed, layer, method] for seed in self.seeds]
+
+    def _differences(
+        self, best: str, name: str, first_metric: Callable[[Tested], float | None]
+    ) -> dict[str, Any] | None:
+        """Compare a layer with each other one by the first metric."""
+        values = {}
+        for layer in self.layers:
+            by_seed = [entry[name] for entry in self._of_seeds(layer, self.methods[0])]
+            by_split = self.split_values(layer, first_metric)
+            available = [value for value in by_split if value is not None]
+            if None in by_seed or len(available) < len(by_split):
+                return None
+            values[layer] = SplitValues(by_seed, available)
+        splits = [
+            record.split
+            for seed in self.seeds
+            for record in self.folds[seed, best, self.methods[0]]
+        ]
+        return differences(values, best, splits)
